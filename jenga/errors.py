@@ -1,0 +1,41 @@
+"""The errors this package raises on purpose, besides `ValueError` for a caller's mistake."""
+
+from collections.abc import Sequence
+
+
+class InvariantError(Exception):
+    """A bug of this package: the books of a stateful object do not add up."""
+
+
+class OutOfPagesError(Exception):
+    """A request's need cannot be met by what is empty or evictable; nothing was changed.
+
+    Attributes:
+        request_id: Who asked.
+        needed_pages: Small pages asked for, per page table.
+        available_pages: Small pages that page table could still get in large pages it already
+            holds, per page table.
+        needed_large_pages: Large pages required beyond those.
+        available_large_pages: Large pages that are empty or could be emptied by eviction.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        *,
+        needed_pages: Sequence[int],
+        available_pages: Sequence[int],
+        needed_large_pages: int,
+        available_large_pages: int,
+    ) -> None:
+        self.request_id = request_id
+        self.needed_pages = tuple(needed_pages)
+        self.available_pages = tuple(available_pages)
+        self.needed_large_pages = needed_large_pages
+        self.available_large_pages = available_large_pages
+        super().__init__(
+            f"request {request_id!r} needs {list(needed_pages)} small pages per page table; "
+            f"{list(available_pages)} are available in large pages already held, and of the "
+            f"{needed_large_pages} further large pages required {available_large_pages} are "
+            f"empty or evictable"
+        )
