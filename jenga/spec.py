@@ -2,16 +2,75 @@
 
 A *slot* is one token's place in a token type, or one whole state in a state type. Every layer type
 is one flat frozen dataclass; a model is a tuple of them. Nothing here knows pages, torch or vLLM.
+
+Multi-head latent attention needs no type of its own: a slot of `FullAttention` is then the latent
+vector with its rotary part, and an indexer that keeps its own keys is one more layer of that type.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+ELEMENT_BYTES = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+"""Bytes of one element, by dtype name as torch and Hugging Face spell it."""
 
 
-def _check_positive(owner: str, field: str, value: int) -> None:
+def check_positive(owner: str, field: str, value: int) -> None:
+    """Refuse what is not a positive integer.
+
+    Raises:
+        ValueError: Names the owner, the field and the value.
+    """
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:  # pyright: ignore[reportUnnecessaryIsInstance]
         msg = f"{owner}: {field} must be a positive integer, got {value!r}"
         raise ValueError(msg)
+
+
+def _check_distinct(owner: str, what: str, names: Sequence[str]) -> None:
+    name, count = Counter(names).most_common(1)[0]
+    if count > 1:
+        msg = f"{owner} has two {what} named {name!r}"
+        raise ValueError(msg)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatePart:
+    """One tensor of a recurrent layer's state.
+
+    Attributes:
+        name: "conv", "ssm", ...
+        shape: Elements per dimension on this rank.
+        dtype: A key of `ELEMENT_BYTES`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __post_init__(self) -> None:
+        owner = f"state part {self.name!r}"
+        if not self.shape:
+            msg = f"{owner}: shape must have at least one dimension"
+            raise ValueError(msg)
+        for elements in self.shape:
+            check_positive(owner, "every dimension of shape", elements)
+        if self.dtype not in ELEMENT_BYTES:
+            msg = f"{owner}: dtype must be one of {sorted(ELEMENT_BYTES)}, got {self.dtype!r}"
+            raise ValueError(msg)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return prod(self.shape) * ELEMENT_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,16 +79,30 @@ class Layer:
 
     Attributes:
         name: The layer's name in its model, unique within the layer type.
-        slot_bytes: Bytes one slot takes in this layer (keys and values of one token, or one state).
+        slot_bytes: Bytes one slot takes in this layer (keys and values of one token with their
+            scales where these are stored inline, or one state), on this rank.
         readers: Names of other layers that read these same bytes (KV sharing); they store nothing.
+        parts: The tensors of a state, in the order they are stored; empty where a slot is one
+            piece. Their bytes add up to `slot_bytes`.
     """
 
     name: str
     slot_bytes: int
     readers: tuple[str, ...] = ()
+    parts: tuple[StatePart, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_positive(f"layer {self.name!r}", "slot_bytes", self.slot_bytes)
+        owner = f"layer {self.name!r}"
+        check_positive(owner, "slot_bytes", self.slot_bytes)
+        if self.readers:
+            _check_distinct(owner, "readers", self.readers)
+        if not self.parts:
+            return
+        _check_distinct(owner, "parts", [part.name for part in self.parts])
+        parts_bytes = sum(part.num_bytes for part in self.parts)
+        if parts_bytes != self.slot_bytes:
+            msg = f"{owner}: slot_bytes must be the {parts_bytes} of its parts, {self.slot_bytes=}"
+            raise ValueError(msg)
 
 
 def _check_layers(name: str, layers: Sequence[Layer]) -> None:
@@ -39,22 +112,25 @@ def _check_layers(name: str, layers: Sequence[Layer]) -> None:
     if not layers:
         msg = f"layer type {name!r} must have at least one layer"
         raise ValueError(msg)
-    names = [layer.name for layer in layers]
-    if len(set(names)) != len(names):
-        duplicate = next(n for n in names if names.count(n) > 1)
-        msg = f"layer type {name!r} has two layers named {duplicate!r}"
-        raise ValueError(msg)
+    _check_distinct(f"layer type {name!r}", "layers", [layer.name for layer in layers])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullAttention:
-    """Causal attention over the whole prefix: every token is kept."""
+    """Causal attention over the whole prefix: every token is kept.
+
+    Attributes:
+        tokens_per_slot: Tokens that share one slot; more than 1 where keys are compressed along
+            the sequence.
+    """
 
     name: str
     layers: tuple[Layer, ...]
+    tokens_per_slot: int = 1
 
     def __post_init__(self) -> None:
         _check_layers(self.name, self.layers)
+        check_positive(f"layer type {self.name!r}", "tokens_per_slot", self.tokens_per_slot)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,15 +139,55 @@ class SlidingWindow:
 
     Attributes:
         window_tokens: Tokens a query reads: itself and the `window_tokens - 1` before it.
+        tokens_per_page: The page length its kernel asks for, where it is not the planner's choice:
+            windows of a few tokens (the compressors of DeepSeek-V4) would waste a page of 16.
     """
 
     name: str
     layers: tuple[Layer, ...]
     window_tokens: int
+    tokens_per_page: int | None = None
+
+    def __post_init__(self) -> None:
+        owner = f"layer type {self.name!r}"
+        _check_layers(self.name, self.layers)
+        check_positive(owner, "window_tokens", self.window_tokens)
+        if self.tokens_per_page is not None:
+            check_positive(owner, "tokens_per_page", self.tokens_per_page)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkedLocal:
+    """Causal attention within chunks of the sequence.
+
+    Attributes:
+        chunk_tokens: Token i is read by the tokens j >= i of its own chunk, `i // chunk_tokens`.
+    """
+
+    name: str
+    layers: tuple[Layer, ...]
+    chunk_tokens: int
 
     def __post_init__(self) -> None:
         _check_layers(self.name, self.layers)
-        _check_positive(f"layer type {self.name!r}", "window_tokens", self.window_tokens)
+        check_positive(f"layer type {self.name!r}", "chunk_tokens", self.chunk_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrossAttention:
+    """Attention over an encoder's tokens: a slot belongs to a token of an image or of audio.
+
+    Attributes:
+        typical_tokens: Encoder tokens of one request; only the planner's expectation reads it.
+    """
+
+    name: str
+    layers: tuple[Layer, ...]
+    typical_tokens: int = 1024
+
+    def __post_init__(self) -> None:
+        _check_layers(self.name, self.layers)
+        check_positive(f"layer type {self.name!r}", "typical_tokens", self.typical_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +205,95 @@ class State:
         _check_layers(self.name, self.layers)
 
 
-LayerType = FullAttention | SlidingWindow | State
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBudget:
+    """Attention that keeps a number of prompt tokens falling from layer to layer.
+
+    The tokens generated after the prompt are all kept. Layers of one budget are one layer type.
+
+    Attributes:
+        mean_budget_tokens: Prompt tokens kept, averaged over the model's layers.
+        recent_tokens: Last tokens of the prompt that every layer keeps; part of its budget.
+        steepness: The last layer keeps about `1 / steepness` of the mean.
+        layer_index: Place of these layers among the model's, from 0.
+        num_layers: Layers of the model that have a budget.
+
+    Source: PyramidKV (arXiv 2406.02069), the arithmetic of its reference code.
+    """
+
+    name: str
+    layers: tuple[Layer, ...]
+    mean_budget_tokens: int
+    recent_tokens: int
+    steepness: int
+    layer_index: int
+    num_layers: int
+
+    def __post_init__(self) -> None:
+        owner = f"layer type {self.name!r}"
+        _check_layers(self.name, self.layers)
+        for field in ("mean_budget_tokens", "recent_tokens", "steepness", "num_layers"):
+            check_positive(owner, field, getattr(self, field))
+        if self.recent_tokens >= self.mean_budget_tokens:
+            msg = (
+                f"{owner}: recent_tokens must be below the mean_budget_tokens of "
+                f"{self.mean_budget_tokens}, got {self.recent_tokens}"
+            )
+            raise ValueError(msg)
+        if not 0 <= self.layer_index < self.num_layers:
+            msg = f"{owner}: layer_index must be in [0, {self.num_layers}), got {self.layer_index}"
+            raise ValueError(msg)
+
+    def budget_tokens(self, prompt_tokens: int) -> int:
+        """Tokens of a prompt that these layers keep."""
+        if prompt_tokens <= self.mean_budget_tokens:
+            return prompt_tokens
+        chosen = self.mean_budget_tokens - self.recent_tokens
+        least = chosen // self.steepness
+        most = 2 * chosen - least
+        if most >= prompt_tokens - self.recent_tokens:
+            most = prompt_tokens - self.recent_tokens
+            least = 2 * chosen - most
+        step = (most - least) // max(1, self.num_layers - 1)
+        return most - self.layer_index * step + self.recent_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageEmbedding:
+    """The vision encoder's output, kept until the language model has read it.
+
+    Attributes:
+        layers: One layer; `slot_bytes` is one token's embedding.
+        host: The `FullAttention` type in whose pages the embeddings live until the KV of the same
+            tokens is written there (KV allocated in full before the first chunk); the type then has
+            no pages of its own. None: own pages, freed as tokens are consumed (KV on demand).
+        typical_tokens: Image tokens of one request; only the planner's expectation reads it.
+
+    Source: Jenga paper, section 6.2.
+    """
+
+    name: str
+    layers: tuple[Layer, ...]
+    host: str | None = None
+    typical_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        _check_layers(self.name, self.layers)
+        if len(self.layers) != 1:
+            msg = f"layer type {self.name!r} must have one layer, got {len(self.layers)}"
+            raise ValueError(msg)
+        check_positive(f"layer type {self.name!r}", "typical_tokens", self.typical_tokens)
+
+
+LayerType = (
+    FullAttention
+    | SlidingWindow
+    | ChunkedLocal
+    | CrossAttention
+    | State
+    | TokenBudget
+    | ImageEmbedding
+)
 """Every layer type the package knows."""
 
 
@@ -104,8 +308,65 @@ class ModelSpec:
         if not self.layer_types:
             msg = f"model {self.name!r} must have at least one layer type"
             raise ValueError(msg)
-        names = [layer_type.name for layer_type in self.layer_types]
-        if len(set(names)) != len(names):
-            duplicate = next(n for n in names if names.count(n) > 1)
-            msg = f"model {self.name!r} has two layer types named {duplicate!r}"
+        _check_distinct(
+            f"model {self.name!r}", "layer types", [each.name for each in self.layer_types]
+        )
+        for layer_type in self.layer_types:
+            if isinstance(layer_type, ImageEmbedding) and layer_type.host is not None:
+                self._check_host(layer_type, layer_type.host)
+
+    def _check_host(self, embedding: ImageEmbedding, host_name: str) -> None:
+        owner = f"model {self.name!r}: layer type {embedding.name!r}"
+        host = next((each for each in self.layer_types if each.name == host_name), None)
+        if not isinstance(host, FullAttention) or host.tokens_per_slot != 1:
+            msg = f"{owner}: host must name a full-attention layer type, got {host_name!r}"
             raise ValueError(msg)
+        host_bytes = sum(layer.slot_bytes for layer in host.layers)
+        needed_bytes = embedding.layers[0].slot_bytes
+        if host_bytes < needed_bytes:
+            msg = (
+                f"{owner}: a slot of host {host_name!r} must hold the {needed_bytes} bytes of an "
+                f"embedding, it has {host_bytes}"
+            )
+            raise ValueError(msg)
+
+
+def combine(name: str, models: Iterable[ModelSpec]) -> ModelSpec:
+    """One spec of several models that share an arena: draft and target, or models served together.
+
+    Args:
+        name: Name of the whole.
+        models: Names must differ: every layer type `t` of model `m` becomes `m/t`, likewise every
+            layer and reader.
+
+    Raises:
+        ValueError: No model, or two of one name.
+    """
+    models = tuple(models)
+    if not models:
+        msg = f"model {name!r} must combine at least one model"
+        raise ValueError(msg)
+    _check_distinct(f"model {name!r}", "models", [model.name for model in models])
+    return ModelSpec(
+        name=name,
+        layer_types=tuple(
+            _prefixed(layer_type, model.name)
+            for model in models
+            for layer_type in model.layer_types
+        ),
+    )
+
+
+def _prefixed(layer_type: LayerType, prefix: str) -> LayerType:
+    layers = tuple(
+        replace(
+            layer,
+            name=f"{prefix}/{layer.name}",
+            readers=tuple(f"{prefix}/{reader}" for reader in layer.readers),
+        )
+        for layer in layer_type.layers
+    )
+    renamed = replace(layer_type, name=f"{prefix}/{layer_type.name}", layers=layers)
+    if isinstance(renamed, ImageEmbedding) and renamed.host is not None:
+        return replace(renamed, host=f"{prefix}/{renamed.host}")
+    return renamed
