@@ -1,0 +1,246 @@
+"""JENGA_TRITON: vLLM's attention backend interface, served by `jenga_kernels`."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from jenga_kernels.kv_store import kv_store
+from jenga_kernels.paged_attention import paged_attention
+from jenga.vllm_plugin.environment import BACKEND_NAME
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+_MIN_HEAD_DIM = 64
+_MAX_HEAD_DIM = 256
+
+
+class JengaTritonBackend(AttentionBackend):
+    """Paged attention over the page-layer buffer, in Triton."""
+
+    forward_includes_kv_cache_update = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", "float32"]
+
+    @staticmethod
+    def get_name() -> str:
+        """Get the backend's name."""
+        return BACKEND_NAME
+
+    @staticmethod
+    def get_impl_cls() -> type["JengaTritonImpl"]:
+        """Get the class that runs a layer."""
+        return JengaTritonImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["JengaTritonMetadataBuilder"]:
+        """Get the class that prepares a step."""
+        return JengaTritonMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(
+        kv_cache_spec: "KVCacheSpec | None" = None,
+    ) -> list[int | MultipleOf]:
+        """Get the page sizes the kernels read: any multiple of 16 tokens."""
+        return [MultipleOf(16)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Get the layouts of a page: all layers of a page side by side, a head's tokens in a row.
+
+        The token-major order can be asked for with VLLM_KV_CACHE_LAYOUT=BLNHC.
+        """
+        return (KVCacheLayout.BLHNC, KVCacheLayout.BLNHC)
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        """Whether the kernels serve a head dimension: multiples of 16 from 64 to 256."""
+        return _MIN_HEAD_DIM <= head_size <= _MAX_HEAD_DIM and head_size % 16 == 0
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """Whether sliding windows are served: they are."""
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Whether attention sinks are served: they are."""
+        return True
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        """Whether KV connectors can read the arena: they assume one number of pages."""
+        return False
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        """Whether an attention type is served: decoder self-attention."""
+        return attn_type == AttentionType.DECODER
+
+
+@dataclass
+class JengaTritonMetadata(AttentionMetadata):
+    """What all layers of one page table need for a step.
+
+    Attributes:
+        num_actual_tokens: Tokens of the step, without padding.
+        query_starts: i32[num_requests + 1], where each request's tokens begin.
+        seq_lens: i32[num_requests], tokens of each request with this step's.
+        page_table: i32[num_requests, max_pages].
+        slot_mapping: i64[num_tokens], slot of each token of the step.
+        max_query_tokens: Most tokens of one request in the step.
+        max_seq_tokens: Greatest length of a request, or an upper bound.
+    """
+
+    num_actual_tokens: int
+    query_starts: torch.Tensor
+    seq_lens: torch.Tensor
+    page_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    max_query_tokens: int
+    max_seq_tokens: int
+
+
+class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
+    """Prepares what the layers of one page table share in a step."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+
+    def __init__(
+        self,
+        kv_cache_spec: "KVCacheSpec",
+        layer_names: list[str],
+        vllm_config: "VllmConfig",
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> JengaTritonMetadata:
+        """Collect a step's tensors."""
+        common = common_attn_metadata
+        if common.causal is not True:
+            msg = f"{BACKEND_NAME} does not support non-causal attention"
+            raise NotImplementedError(msg)
+        return JengaTritonMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            query_starts=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            page_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+            max_query_tokens=common.max_query_len,
+            max_seq_tokens=common.max_seq_len,
+        )
+
+
+def _pages(kv_cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """View a layer's cache as its key pages and value pages.
+
+    Args:
+        kv_cache: [num_pages, num_kv_heads, page_tokens, 2 * head_dim], a slot's key then its value.
+        head_dim: Elements of a key.
+
+    Returns:
+        Keys and values, each [num_pages, page_tokens, num_kv_heads, head_dim].
+    """
+    by_token = kv_cache.transpose(1, 2)
+    return by_token[..., :head_dim], by_token[..., head_dim:]
+
+
+class JengaTritonImpl(AttentionImpl[JengaTritonMetadata]):
+    """Runs one attention layer."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        if alibi_slopes is not None:
+            msg = f"{BACKEND_NAME} does not support ALiBi"
+            raise NotImplementedError(msg)
+        if attn_type != AttentionType.DECODER:
+            msg = f"{BACKEND_NAME} does not support attention of type {attn_type}"
+            raise NotImplementedError(msg)
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.head_size = head_size
+        self.scale = scale
+        self.window_tokens = sliding_window
+        self.kv_cache_dtype = kv_cache_dtype
+        self.soft_cap = logits_soft_cap or None
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.sinks = sinks
+
+    def do_kv_cache_update(
+        self,
+        layer: Any,  # noqa: ANN401
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write a step's keys and values into their slots."""
+        k_pages, v_pages = _pages(kv_cache, self.head_size)
+        num_tokens = slot_mapping.shape[0]
+        kv_store(key[:num_tokens], value[:num_tokens], k_pages, v_pages, slot_mapping)
+
+    def forward(
+        self,
+        layer: Any,  # noqa: ANN401
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: JengaTritonMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend: `output` [num_tokens, num_heads, head_dim] is written in place."""
+        if output_scale is not None or output_block_scale is not None:
+            msg = f"{BACKEND_NAME} does not support quantised output"
+            raise NotImplementedError(msg)
+        if attn_metadata is None:  # vLLM measures memory without a cache
+            return output.fill_(0)
+        k_pages, v_pages = _pages(kv_cache, self.head_size)
+        num_tokens = attn_metadata.num_actual_tokens
+        paged_attention(
+            query[:num_tokens],
+            k_pages,
+            v_pages,
+            attn_metadata.page_table,
+            attn_metadata.query_starts,
+            attn_metadata.seq_lens,
+            scale=self.scale,
+            window_tokens=self.window_tokens,
+            soft_cap=self.soft_cap,
+            sinks=self.sinks,
+            out=output[:num_tokens],
+        )
+        return output

@@ -1,0 +1,271 @@
+"""The memory manager in the words of vLLM's scheduler.
+
+The scheduler asks a `KVCacheManager` for blocks; this one passes the questions to
+`jenga.manager.Manager` and its answers back as page ids. It holds no books of its own.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.metrics.stats import PrefixCacheStats
+from vllm.v1.request import RequestStatus
+
+from jenga.errors import OutOfPagesError
+from jenga.manager import Manager, PrefixHit
+from jenga.vllm_plugin.layout import JengaKVCacheConfig, geometry_of
+from jenga.vllm_plugin.memory_log import MemoryLog, open_memory_log
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+    from vllm.v1.request import Request
+
+
+class PageTables(KVCacheBlocks):
+    """Page ids per group, where vLLM's scheduler expects blocks.
+
+    Attributes:
+        page_ids: Small page ids per group, in token order.
+        hit: The prefix hit these pages come from, if they are the answer to a lookup.
+    """
+
+    def __init__(self, page_ids: tuple[list[int], ...], hit: PrefixHit | None = None) -> None:
+        super().__init__(blocks=tuple(() for _ in page_ids))
+        self.page_ids = page_ids
+        self.hit = hit
+
+    def get_block_ids(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, allow_none: bool = False, *, group_ids: Sequence[int] | None = None
+    ) -> tuple[list[int], ...] | None:
+        """Get the page ids per group, or None for none at all where that is allowed."""
+        groups = self.page_ids if group_ids is None else [self.page_ids[g] for g in group_ids]
+        if allow_none and not any(groups):
+            return None
+        return tuple(list(group) for group in groups)
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupView:
+    """What the scheduler reads of vLLM's manager of one group."""
+
+    kv_cache_group_id: int
+    kv_cache_spec: "KVCacheSpec"
+    block_size: int
+
+
+class _Coordinator:
+    """What the scheduler and the engine core read of vLLM's coordinator."""
+
+    enable_partial_hash_hits = False
+
+    def __init__(self, config: JengaKVCacheConfig) -> None:
+        self.single_type_managers = tuple(
+            _GroupView(index, group.kv_cache_spec, group.kv_cache_spec.block_size)
+            for index, group in enumerate(config.kv_cache_groups)
+        )
+
+
+class _BlockPool:
+    """What the scheduler reads of vLLM's block pool."""
+
+    def free_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Refuse: only KV connectors free blocks past the manager, and they are not supported."""
+        if any(True for _ in blocks):
+            msg = "JENGA_TRITON does not support freeing blocks past its manager"
+            raise NotImplementedError(msg)
+
+
+class JengaKVCacheManager:
+    """vLLM's cache manager interface, answered by `jenga.manager.Manager`."""
+
+    retained_hit_group_ids: tuple[int, ...] = ()
+    mamba_shared_prefix_checkpoint = False
+
+    def __init__(
+        self,
+        kv_cache_config: JengaKVCacheConfig,
+        max_model_len: int,
+        scheduler_block_size: int,
+        hash_block_size: int,
+        max_in_flight_tokens: int | None = None,
+        enable_caching: bool = True,
+        use_eagle: bool = False,
+        num_prefill_lookahead: int = 0,
+        log_stats: bool = False,
+        enable_kv_cache_events: bool = False,
+        dcp_world_size: int = 1,
+        pcp_world_size: int = 1,
+        metrics_collector: Any = None,  # noqa: ANN401
+        watermark: float = 0.0,
+        enable_mamba_shared_prefix_checkpoint: bool = False,
+    ) -> None:
+        self.kv_cache_config = kv_cache_config
+        self.max_model_len = max_model_len
+        self.enable_caching = enable_caching
+        self.log_stats = log_stats
+        self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
+        self.manager = Manager(
+            geometry_of(kv_cache_config),
+            num_large_pages=kv_cache_config.num_blocks,
+            prefix_caching=enable_caching,
+            hash_tokens=hash_block_size if enable_caching else 16,
+        )
+        self.coordinator = _Coordinator(kv_cache_config)
+        self.block_pool = _BlockPool()
+        self.num_kv_cache_groups = len(kv_cache_config.kv_cache_groups)
+        self.empty_kv_cache_blocks = PageTables(tuple([] for _ in kv_cache_config.kv_cache_groups))
+        self._watermark_large_pages = int(watermark * kv_cache_config.num_blocks)
+        self._memory_log: MemoryLog | None = open_memory_log(self.manager)
+
+    @property
+    def usage(self) -> float:
+        """Share of the arena's large pages that cannot be had for a request at once."""
+        return self.manager.usage
+
+    def new_step_starts(self) -> None:
+        """Note that the scheduler begins a step."""
+        self.manager.new_step()
+        if self._memory_log is not None:
+            self._memory_log.step()
+
+    def prefix_cache_lookup_enabled(self, request: "Request") -> bool:
+        """Whether the prefix cache may be read for a request."""
+        return self.enable_caching and not request.skip_reading_prefix_cache
+
+    def get_computed_blocks(self, request: "Request") -> tuple[KVCacheBlocks, int, int]:
+        """Look a request's longest cached prefix up.
+
+        Returns:
+            The pages, the number of tokens hit, and 0: no boundary to keep a state at.
+        """
+        if not self.prefix_cache_lookup_enabled(request):
+            return self.empty_kv_cache_blocks, 0, 0
+        # The last token is always computed: its logits are wanted.
+        hit = self.manager.lookup(request.block_hashes, max_tokens=request.num_tokens - 1)
+        if hit.num_tokens == 0:
+            return self.empty_kv_cache_blocks, 0, 0
+        page_ids = tuple([] for _ in range(self.num_kv_cache_groups))
+        return PageTables(page_ids, hit), hit.num_tokens, 0
+
+    def allocate_slots(
+        self,
+        request: "Request",
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: KVCacheBlocks | None = None,
+        num_lookahead_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+        delay_cache_blocks: bool = False,
+        num_encoder_tokens: int = 0,
+        full_sequence_must_fit: bool = False,
+        reserved_blocks: int = 0,
+        has_scheduled_reqs: bool = True,
+        skip_zeroing_group_ids: tuple[int, ...] = (),
+    ) -> KVCacheBlocks | None:
+        """Give a request slots for its next tokens, or None where they cannot be had."""
+        if num_new_tokens == 0 and num_new_computed_tokens == 0:
+            msg = "allocate_slots: num_new_tokens must be positive where no computed tokens come in"
+            raise ValueError(msg)
+        computed_tokens = request.num_computed_tokens + num_new_computed_tokens
+        num_tokens = computed_tokens + num_new_tokens
+        is_waiting = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        reserve = self._watermark_large_pages if is_waiting and has_scheduled_reqs else 0
+        hit = new_computed_blocks.hit if isinstance(new_computed_blocks, PageTables) else None
+        full_tokens = min(request.num_tokens, self.max_model_len) if full_sequence_must_fit else 0
+        try:
+            new_pages = self.manager.allocate(
+                request.request_id,
+                num_tokens=min(num_tokens + num_lookahead_tokens, self.max_model_len),
+                num_processed_tokens=max(0, computed_tokens - request.num_in_flight_tokens),
+                hit=hit,
+                full_tokens=full_tokens,
+                reserve_large_pages=reserve,
+            )
+        except OutOfPagesError:
+            return None
+        if self.enable_caching:
+            # Draft tokens may yet be rejected: only what the request holds is final.
+            self.cache_blocks(request, min(num_tokens, request.num_tokens))
+        return PageTables(new_pages) if any(new_pages) else self.empty_kv_cache_blocks
+
+    def cache_blocks(self, request: "Request", num_computed_tokens: int) -> None:
+        """Enter the full pages of a request's first tokens into the prefix cache."""
+        if self.enable_caching:
+            self.manager.commit(request.request_id, request.block_hashes, num_computed_tokens)
+
+    def free(self, request: "Request") -> None:
+        """Take back all pages of a request that finished, was aborted or is preempted."""
+        self.manager.free(request.request_id)
+
+    def pop_blocks_for_free(self, request: "Request") -> list[KVCacheBlock]:
+        """Take back a request's pages; nothing is left to free later.
+
+        vLLM defers frees only for KV connectors, which are refused at start-up.
+        """
+        self.free(request)
+        return []
+
+    def remove_skipped_blocks(
+        self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
+    ) -> None:
+        """Take back pages whose tokens no later token reads."""
+        self.manager.release_passed(request_id, processed_computed_tokens)
+
+    def get_blocks(self, request_id: str) -> KVCacheBlocks:
+        """Get a request's page tables, whole."""
+        return PageTables(self.manager.page_tables(request_id))
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """Get a request's page ids per group."""
+        return self.manager.page_tables(request_id)
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        """Refuse: a page id without its group names no page, and only KV connectors ask."""
+        msg = "JENGA_TRITON does not support evicting blocks by id"
+        raise NotImplementedError(msg)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False while requests run."""
+        if not self.manager.reset_prefix_cache():
+            return False
+        if self.prefix_cache_stats is not None:
+            self.prefix_cache_stats.reset = True
+        return True
+
+    def estimate_cached_tokens(self, request: "Request") -> int:
+        """Estimate how many of a request's tokens a later one could hit."""
+        return self.manager.committed_tokens(request.request_id) if self.enable_caching else 0
+
+    def record_prefix_cache_stats(self, request: "Request", num_hits: int) -> None:
+        """Count a lookup that led to an admission."""
+        if self.prefix_cache_stats is None or not self.prefix_cache_lookup_enabled(request):
+            return
+        self.prefix_cache_stats.record(
+            num_tokens=request.num_tokens,
+            num_hits=num_hits,
+            preempted=request.num_preemptions > 0,
+        )
+
+    def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
+        """Get the lookups counted since the last call."""
+        stats = self.prefix_cache_stats
+        self.prefix_cache_stats = PrefixCacheStats() if self.log_stats else None
+        return stats
+
+    def take_new_block_ids(self) -> list[int]:
+        """Get pages to clear before use: none, the kernels read no slot that was not written."""
+        return []
+
+    def take_kv_cache_block_copies(self) -> tuple[list[Any], list[KVCacheBlock]]:
+        """Get pages to copy before the step: none, hits end at whole pages."""
+        return [], []
+
+    def take_boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:
+        """Get states to hand to a KV connector: none, connectors are refused at start-up."""
+        return {}
+
+    def take_events(self) -> list[Any]:
+        """Get cache events: none, they are refused at start-up."""
+        return []

@@ -1,0 +1,135 @@
+"""What the plugin asks of vLLM's configuration: is it selected, can it serve, what it sets."""
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from jenga.vllm_plugin.environment import BACKEND_NAME, read_settings
+from jenga.vllm_plugin.switch import backend_member
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger(f"vllm.{__name__}")  # under vLLM's logger, so its level and format apply
+
+TOKENS_PER_PAGE = 16
+"""Tokens of an attention layer's small page unless --block-size says otherwise: the finest
+granularity at which vLLM hashes prefixes."""
+
+
+def is_selected(vllm_config: "VllmConfig") -> bool:
+    """Whether a configuration selects JENGA_TRITON."""
+    return vllm_config.attention_config.backend is backend_member()
+
+
+def _unsupported_features(vllm_config: "VllmConfig") -> list[str]:
+    """Name each feature in use that the plugin cannot serve."""
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+    kv_events = vllm_config.kv_events_config
+    other_backends = {
+        kind: backend.name
+        for kind, backend in vllm_config.attention_config.backend_per_kind.items()
+        if backend is not backend_member()
+    }
+    checks = {
+        "pipeline parallelism (--pipeline-parallel-size)": parallel.pipeline_parallel_size > 1,
+        "decode context parallelism": parallel.decode_context_parallel_size > 1,
+        "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
+        "dual batch overlap (--enable-dbo)": parallel.enable_dbo,
+        "KV connectors (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
+        "KV offloading (--kv-offloading-size)": cache.kv_offloading_size is not None,
+        "KV cache events": kv_events is not None and kv_events.enable_kv_cache_events,
+        "speculative decoding": vllm_config.speculative_config is not None,
+        "--disable-hybrid-kv-cache-manager": scheduler.disable_hybrid_kv_cache_manager is True,
+        f"other attention backends per kind {other_backends}": bool(other_backends),
+        f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype not in _CACHE_DTYPES,
+        "--kv-sharing-fast-prefill": cache.kv_sharing_fast_prefill,
+        "HiSparse": vllm_config.attention_config.hisparse_config is not None,
+        "encoder-decoder models": model is not None and model.is_encoder_decoder,
+        "multi-head latent attention (MLA)": model is not None and model.use_mla,
+        "chunked local attention": model is not None and model.attention_chunk_size is not None,
+    }
+    return [feature for feature, in_use in checks.items() if in_use]
+
+
+_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32")
+
+
+def prepare_config(vllm_config: "VllmConfig") -> bool:
+    """See whether a configuration selects the backend; if so check it and set what we need.
+
+    Called before vLLM's platform has its say.
+
+    Returns:
+        Whether the backend is selected.
+
+    Raises:
+        ValueError: The backend is selected together with a feature it does not support, on a
+            version of vLLM it was not written for, or an environment variable is wrong.
+    """
+    from jenga.vllm_plugin.replacements import apply_replacements
+
+    attention = vllm_config.attention_config
+    settings = read_settings(os.environ)
+    if settings.selects_backend and attention.backend is None:
+        attention.backend = backend_member()
+    if not is_selected(vllm_config):
+        if settings.selects_backend:
+            logger.warning_once(
+                "VLLM_ATTENTION_BACKEND=%s is overridden by the backend selected as an argument: %s",
+                BACKEND_NAME,
+                getattr(attention.backend, "name", attention.backend),
+            )
+        return False
+    apply_replacements()
+    unsupported = _unsupported_features(vllm_config)
+    if unsupported:
+        msg = f"{BACKEND_NAME} does not support: {'; '.join(unsupported)}"
+        raise ValueError(msg)
+    _set_cache_options(vllm_config)
+    return True
+
+
+def _set_cache_options(vllm_config: "VllmConfig") -> None:
+    cache, model = vllm_config.cache_config, vllm_config.model_config
+    if cache.user_specified_block_size:
+        if cache.block_size % TOKENS_PER_PAGE:
+            msg = f"--block-size must be a multiple of {TOKENS_PER_PAGE}, got {cache.block_size}"
+            raise ValueError(msg)
+    else:
+        cache.block_size = TOKENS_PER_PAGE
+        cache.user_specified_block_size = True  # keeps platforms from choosing another
+    if cache.enable_prefix_caching:
+        logger.info_once("%s: prefix caching is not supported and is turned off", BACKEND_NAME)
+        cache.enable_prefix_caching = False
+    if model is not None and (model.is_hybrid or model.is_attention_free):
+        cache.mamba_cache_mode = "none"
+        cache.mamba_block_size = model.max_model_len
+        cache.mamba_page_size_padded = None
+
+
+def finish_config(vllm_config: "VllmConfig") -> None:
+    """Undo what vLLM's platform does to the options set before."""
+    vllm_config.cache_config.mamba_page_size_padded = None
+
+
+def checked_backend_path(attn_selector_config: Any) -> str:  # noqa: ANN401 (a named tuple of vLLM's)
+    """Get the class path of the backend, for a layer it can serve.
+
+    Raises:
+        ValueError: It cannot; the message lists why.
+    """
+    from jenga.vllm_plugin.attention import JengaTritonBackend
+    from vllm.platforms import current_platform
+
+    capability = current_platform.get_device_capability()
+    reasons = JengaTritonBackend.validate_configuration(
+        device_capability=capability,  # pyright: ignore[reportArgumentType] (None on a CPU)
+        **attn_selector_config._asdict(),
+    )
+    if reasons:
+        msg = f"{BACKEND_NAME} cannot serve a layer of this model: {'; '.join(reasons)}"
+        raise ValueError(msg)
+    return f"{JengaTritonBackend.__module__}.{JengaTritonBackend.__qualname__}"

@@ -1,0 +1,70 @@
+"""The environment variables the plugin reads, all of them here, each checked."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+BACKEND_NAME = "JENGA_TRITON"
+"""Name of the attention backend, in vLLM's upper-case form."""
+
+_BACKEND_VARIABLE = "VLLM_ATTENTION_BACKEND"
+_GEOMETRY_VARIABLE = "JENGA_GEOMETRY"
+_MEMORY_LOG_VARIABLE = "JENGA_MEMORY_LOG"
+_CACHE_VARIABLE = "JENGA_CACHE"
+_KNOWN_VARIABLES = frozenset({_GEOMETRY_VARIABLE, _MEMORY_LOG_VARIABLE, _CACHE_VARIABLE})
+
+GEOMETRIES = ("planned", "lcm")
+"""Names `JENGA_GEOMETRY` may take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the environment asks for.
+
+    Attributes:
+        selects_backend: `VLLM_ATTENTION_BACKEND` names this package's backend.
+        geometry: Rule that cuts the arena.
+        memory_log: File to append one JSON line per scheduler step to, if any.
+    """
+
+    selects_backend: bool
+    geometry: str
+    memory_log: Path | None
+
+
+def read_settings(environ: Mapping[str, str]) -> Settings:
+    """Read and check this package's environment variables.
+
+    `VLLM_ATTENTION_BACKEND` is vLLM's; of its values only those that begin with JENGA concern us.
+
+    Raises:
+        ValueError: A variable has a value we do not know, or a `JENGA_` variable is unknown; the
+            message names it and what was expected.
+    """
+    backend = environ.get(_BACKEND_VARIABLE, "").strip().upper()
+    if backend.startswith("JENGA") and backend != BACKEND_NAME:
+        msg = (
+            f"{_BACKEND_VARIABLE}={environ[_BACKEND_VARIABLE]!r} is not a backend of jenga; "
+            f"expected {BACKEND_NAME}"
+        )
+        raise ValueError(msg)
+    for name in sorted(environ):
+        if name.startswith("JENGA_") and name not in _KNOWN_VARIABLES:
+            msg = f"unknown environment variable {name}; expected {sorted(_KNOWN_VARIABLES)}"
+            raise ValueError(msg)
+    geometry = environ.get(_GEOMETRY_VARIABLE, "planned").strip().lower()
+    if geometry not in GEOMETRIES:
+        msg = (
+            f"{_GEOMETRY_VARIABLE}={environ[_GEOMETRY_VARIABLE]!r} is not a geometry; "
+            f"expected one of {', '.join(GEOMETRIES)}"
+        )
+        raise ValueError(msg)
+    memory_log = environ.get(_MEMORY_LOG_VARIABLE, "").strip()
+    if memory_log and not Path(memory_log).parent.is_dir():
+        msg = f"{_MEMORY_LOG_VARIABLE}={memory_log!r}: its folder does not exist"
+        raise ValueError(msg)
+    return Settings(
+        selects_backend=backend == BACKEND_NAME,
+        geometry=geometry,
+        memory_log=Path(memory_log) if memory_log else None,
+    )

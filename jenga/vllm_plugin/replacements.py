@@ -1,0 +1,287 @@
+"""Every name of vLLM that this plugin replaces, with the reason for each.
+
+Each replacement calls the original unless the configuration in hand selects JENGA_TRITON. All but
+the first are put in place only once a configuration selects it. Before that the installed version
+and the signature of each name are checked, so that another vLLM is refused with a message instead
+of failing later.
+
+Official hooks are used where vLLM has them: the backend enumeration and its `register`, the
+attention backend interface (layouts, supported features), and `KVCacheConfig.num_blocks_of`, which
+is overridden in a subclass.
+"""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+SUPPORTED_VERSIONS = ("0.32",)
+"""Release series of vLLM whose names are known to be as below."""
+
+_Function = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replacement:
+    """One name of vLLM and what takes its place.
+
+    Attributes:
+        module: Where the name is looked up at run time.
+        name: The name, dotted for a method.
+        reason: Why no official hook serves.
+        parameters: The original's parameter names, which must be as when this was written.
+        make: Builds the replacement from the original.
+    """
+
+    module: str
+    name: str
+    reason: str
+    parameters: tuple[str, ...]
+    make: Callable[[_Function], _Function]
+
+
+def _check_and_update_config(original: _Function) -> _Function:
+    @functools.wraps(original)
+    def check_and_update_config(vllm_config: Any) -> None:  # noqa: ANN401
+        from jenga.vllm_plugin.config import finish_config, prepare_config
+
+        if prepare_config(vllm_config):
+            original(vllm_config)
+            finish_config(vllm_config)
+        else:
+            original(vllm_config)
+
+    return check_and_update_config
+
+
+def _get_attn_backend_cls(original: _Function) -> _Function:
+    def get_attn_backend_cls(
+        selected_backend: Any,  # noqa: ANN401
+        attn_selector_config: Any,  # noqa: ANN401
+        num_heads: int | None = None,
+    ) -> str:
+        from jenga.vllm_plugin.config import checked_backend_path
+        from jenga.vllm_plugin.switch import backend_member
+
+        if selected_backend is backend_member():
+            return checked_backend_path(attn_selector_config)
+        return original(selected_backend, attn_selector_config, num_heads)
+
+    return get_attn_backend_cls
+
+
+def _update_block_size_for_backend(original: _Function) -> _Function:
+    def update_block_size_for_backend(vllm_config: Any) -> None:  # noqa: ANN401
+        from jenga.vllm_plugin.config import is_selected
+
+        # Small pages have each type's own size: nothing is enlarged or padded to another's.
+        if not is_selected(vllm_config):
+            original(vllm_config)
+
+    return update_block_size_for_backend
+
+
+def _when_selected(function_name: str) -> Callable[[_Function], _Function]:
+    """Call `jenga.vllm_plugin.layout.<function_name>` where the configuration selects us."""
+
+    def make(original: _Function) -> _Function:
+        @functools.wraps(original)
+        def replacement(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            from jenga.vllm_plugin import layout
+            from jenga.vllm_plugin.config import is_selected
+
+            function = getattr(layout, function_name) if is_selected(vllm_config) else original
+            return function(vllm_config, *args, **kwargs)
+
+        return replacement
+
+    return make
+
+
+def _kv_cache_manager(original: _Function) -> _Function:
+    @functools.wraps(original, updated=())
+    def make_kv_cache_manager(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        from jenga.vllm_plugin.cache_manager import JengaKVCacheManager
+        from jenga.vllm_plugin.layout import JengaKVCacheConfig
+
+        if isinstance(kwargs.get("kv_cache_config"), JengaKVCacheConfig):
+            return JengaKVCacheManager(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    return make_kv_cache_manager
+
+
+_CONFIG_WATCH = Replacement(
+    module="vllm.platforms",
+    name="current_platform.check_and_update_config",
+    reason=(
+        "the one place every configuration passes; the official way to it is a platform of one's "
+        "own, which would replace the platform also where the backend is not selected"
+    ),
+    parameters=("vllm_config",),
+    make=_check_and_update_config,
+)
+
+_WHEN_SELECTED = (
+    Replacement(
+        module="vllm.platforms",
+        name="current_platform.get_attn_backend_cls",
+        reason="the CPU platform ignores a selected backend, and none says why it cannot serve",
+        parameters=("selected_backend", "attn_selector_config", "num_heads"),
+        make=_get_attn_backend_cls,
+    ),
+    Replacement(
+        module="vllm.platforms",
+        name="current_platform.update_block_size_for_backend",
+        reason="raises the attention block size of Mamba hybrids and pads their states to it",
+        parameters=("vllm_config",),
+        make=_update_block_size_for_backend,
+    ),
+    Replacement(
+        module="vllm.v1.core.kv_cache_utils",
+        name="get_kv_cache_groups",
+        reason="unifies page sizes; ours keeps one page table per layer type. 0.33 has a hook",
+        parameters=("vllm_config", "kv_cache_spec"),
+        make=_when_selected("get_kv_cache_groups"),
+    ),
+    Replacement(
+        module="vllm.v1.core.kv_cache_utils",
+        name="get_kv_cache_config_from_groups",
+        reason="one block size and one number of blocks for all groups. 0.33 has a hook",
+        parameters=("vllm_config", "kv_cache_groups", "available_memory"),
+        make=_when_selected("get_kv_cache_config_from_groups"),
+    ),
+    Replacement(
+        module="vllm.v1.core.kv_cache_utils",
+        name="_pool_bytes_per_block",
+        reason="vLLM's unit of the whole pool is our large page",
+        parameters=("vllm_config", "kv_cache_groups"),
+        make=_when_selected("pool_bytes_per_block"),
+    ),
+    Replacement(
+        module="vllm.v1.core.kv_cache_utils",
+        name="_max_memory_usage_bytes_from_groups",
+        reason="counts a small page of any group as a whole block, and so refuses what fits",
+        parameters=("vllm_config", "kv_cache_groups"),
+        make=_when_selected("max_memory_usage_bytes_from_groups"),
+    ),
+    Replacement(
+        module="vllm.v1.core.kv_cache_utils",
+        name="get_max_concurrency_for_kv_cache_config",
+        reason="the same count, in the capacity that vLLM reports",
+        parameters=("vllm_config", "kv_cache_config"),
+        make=_when_selected("max_concurrency"),
+    ),
+    Replacement(
+        module="vllm.v1.core.sched.scheduler",
+        name="KVCacheManager",
+        reason="vLLM has no hook for another manager; the scheduler looks this name up",
+        parameters=(
+            "kv_cache_config",
+            "max_model_len",
+            "scheduler_block_size",
+            "hash_block_size",
+            "max_in_flight_tokens",
+            "enable_caching",
+            "use_eagle",
+            "num_prefill_lookahead",
+            "log_stats",
+            "enable_kv_cache_events",
+            "dcp_world_size",
+            "pcp_world_size",
+            "metrics_collector",
+            "watermark",
+            "enable_mamba_shared_prefix_checkpoint",
+        ),
+        make=_kv_cache_manager,
+    ),
+)
+
+REPLACEMENTS = (_CONFIG_WATCH, *_WHEN_SELECTED)
+"""All of them, for the documentation and the tests."""
+
+
+def check_version(version: str) -> None:
+    """Check that a version of vLLM is one whose names are known.
+
+    Raises:
+        ValueError: It is not; the message names it and the supported ones.
+    """
+    if ".".join(version.split(".")[:2]) not in SUPPORTED_VERSIONS:
+        supported = ", ".join(f"{series}.*" for series in SUPPORTED_VERSIONS)
+        msg = f"JENGA_TRITON supports vLLM {supported}; vLLM {version} is installed"
+        raise ValueError(msg)
+
+
+def _owner(replacement: Replacement) -> tuple[Any, str]:
+    """Find the object that holds the name, and the attribute's name in it."""
+    owner: Any = importlib.import_module(replacement.module)
+    *path, attribute = replacement.name.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    if path == ["current_platform"]:
+        owner = type(owner)  # the platform's methods are class methods
+    return owner, attribute
+
+
+def _check_signature(replacement: Replacement, original: _Function) -> None:
+    parameters = tuple(inspect.signature(original).parameters)
+    if parameters != replacement.parameters:
+        msg = (
+            f"{replacement.module}.{replacement.name} takes {parameters}, but this plugin was "
+            f"written for {replacement.parameters}; vLLM {', '.join(SUPPORTED_VERSIONS)} supported"
+        )
+        raise ValueError(msg)
+
+
+def _is_applied(replacement: Replacement) -> bool:
+    owner, attribute = _owner(replacement)
+    return getattr(getattr(owner, attribute, None), "replaced_by_jenga", False)
+
+
+def _apply(replacement: Replacement) -> None:
+    owner, attribute = _owner(replacement)
+    original = getattr(owner, attribute)
+    function = replacement.make(original)
+    function.replaced_by_jenga = True  # pyright: ignore[reportFunctionMemberAccess]
+    setattr(owner, attribute, staticmethod(function) if inspect.ismethod(original) else function)
+
+
+def check_names() -> None:
+    """Check that vLLM has every name not yet replaced, with the signature this was written for.
+
+    Raises:
+        ValueError: It has not; the message names the function and both signatures.
+    """
+    for replacement in REPLACEMENTS:
+        if _is_applied(replacement):
+            continue
+        owner, attribute = _owner(replacement)
+        original = getattr(owner, attribute, None)
+        if original is None:
+            msg = f"vLLM has no {replacement.module}.{replacement.name}"
+            raise ValueError(msg)
+        _check_signature(replacement, original)
+
+
+def watch_configurations() -> None:
+    """Put the one replacement in place that is needed to see a configuration select the backend."""
+    if not _is_applied(_CONFIG_WATCH):
+        _apply(_CONFIG_WATCH)
+
+
+def apply_replacements() -> None:
+    """Check vLLM's version and names, then put all replacements in place, once.
+
+    Raises:
+        ValueError: This vLLM is not one the plugin was written for; nothing was replaced.
+    """
+    import vllm
+
+    check_version(vllm.__version__)
+    check_names()
+    for replacement in REPLACEMENTS:
+        if not _is_applied(replacement):
+            _apply(replacement)

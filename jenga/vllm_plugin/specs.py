@@ -1,0 +1,116 @@
+"""Translation of vLLM's cache specs into this package's layer types: the only place that does it.
+
+vLLM's words end here: its group is our page table, its block our small page.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from jenga.geometry import PageTable
+from jenga.spec import FullAttention, Layer, LayerType, ModelSpec, SlidingWindow, State
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
+
+
+def _check_attention(name: str, spec: "AttentionSpec") -> None:
+    """Refuse the ways of packing a page that the kernels do not read."""
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    checks = {
+        "padded pages": spec.page_size_padded is not None,
+        "packed head slots": spec.num_head_slots is not None,
+        "packed content": spec.state_content_bytes is not None,
+        "compressed tokens": spec.tokens_per_state != 1,
+        f"quantised KV ({spec.kv_quant_mode.name})": spec.kv_quant_mode is not KVQuantMode.NONE,
+        "keys and values of different width": spec.head_size_v != spec.head_size,
+        "non-causal attention": getattr(spec, "non_causal", False),
+    }
+    reasons = [reason for reason, found in checks.items() if found]
+    if reasons:
+        msg = f"JENGA_TRITON does not support layer {name!r}: {', '.join(reasons)}"
+        raise ValueError(msg)
+
+
+def _layer(name: str, spec: "KVCacheSpec") -> tuple[tuple[object, ...], Layer]:
+    """Get a layer's storage, and the key that layers of one type share.
+
+    Raises:
+        ValueError: The layer's cache is of a kind the plugin cannot serve; the message names it.
+    """
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+
+    if type(spec) is FullAttentionSpec and spec.sliding_window is None:
+        _check_attention(name, spec)
+        slot_bytes = spec.page_size_bytes // spec.block_size
+        return ("full",), Layer(name=name, slot_bytes=slot_bytes)
+    if type(spec) is SlidingWindowSpec:
+        _check_attention(name, spec)
+        slot_bytes = spec.page_size_bytes // spec.block_size
+        kept = spec.sliding_window + spec.extra_retained_tokens
+        return ("sliding", kept), Layer(name=name, slot_bytes=slot_bytes)
+    if type(spec) is MambaSpec and spec.mamba_cache_mode == "none":
+        key = ("state", spec.mamba_type.name.lower(), spec.shapes, spec.dtypes)
+        return key, Layer(name=name, slot_bytes=spec.state_content_size_bytes)
+    msg = (
+        f"JENGA_TRITON does not support layer {name!r}: its cache is a {type(spec).__name__} "
+        f"({spec}); supported are full attention, sliding window and Mamba states"
+    )
+    raise ValueError(msg)
+
+
+def model_spec(specs: Mapping[str, "KVCacheSpec"]) -> ModelSpec:
+    """Describe a model to the memory manager.
+
+    Args:
+        specs: vLLM's cache spec of each layer that stores one, by layer name.
+
+    Raises:
+        ValueError: A layer's cache is of a kind the plugin cannot serve; the message names it.
+    """
+    layers_by_key: dict[tuple[object, ...], list[Layer]] = {}
+    for name, spec in specs.items():
+        key, layer = _layer(name, spec)
+        layers_by_key.setdefault(key, []).append(layer)
+    names: dict[str, int] = {}
+    layer_types: list[LayerType] = []
+    for key, layers in layers_by_key.items():
+        match key:
+            case ("full",):
+                layer_types.append(FullAttention(name="full", layers=tuple(layers)))
+            case ("sliding", int(window_tokens)):
+                name = f"sliding_{window_tokens}"
+                layer_types.append(
+                    SlidingWindow(name=name, layers=tuple(layers), window_tokens=window_tokens)
+                )
+            case ("state", str(kind), *_):
+                # States of different shapes are different types of one kind.
+                names[kind] = names.get(kind, 0) + 1
+                name = kind if names[kind] == 1 else f"{kind}_{names[kind]}"
+                layer_types.append(State(name=name, layers=tuple(layers)))
+            case _:
+                msg = f"unknown key of a layer type: {key}"
+                raise ValueError(msg)
+    return ModelSpec(name="model", layer_types=tuple(layer_types))
+
+
+def layer_names(table: PageTable) -> list[str]:
+    """Get the names of the layers stored in a page table's small pages, in their order there."""
+    return [layer.name for layer in table.layer_type.layers[table.layer_start : table.layer_end]]
+
+
+def table_spec(table: PageTable, specs: Mapping[str, "KVCacheSpec"]) -> "KVCacheSpec":
+    """Get vLLM's one spec for the layers of a page table, with our tokens per page."""
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    resized = {
+        name: specs[name]
+        if table.is_state
+        else replace(specs[name], block_size=table.tokens_per_page)
+        for name in layer_names(table)
+    }
+    first, *others = resized.values()
+    if all(other == first for other in others):
+        return first
+    return UniformTypeKVCacheSpecs(block_size=table.tokens_per_page, kv_cache_specs=resized)

@@ -1,0 +1,45 @@
+"""Making the backend's name known to vLLM, and switching the plugin on when it is selected.
+
+The name is a member of vLLM's backend enumeration, added through vLLM's own `register`. Enumeration
+members pickle by value, and a spawned engine process unpickles its configuration before it loads
+plugins, so the member carries its own way back: unpickling it calls `restore_backend`, which makes
+the name known there and applies the replacements. Selecting the name is thus the only switch, and
+it travels with the configuration into every process.
+"""
+
+from typing import Any
+
+from jenga.vllm_plugin.environment import BACKEND_NAME
+
+_BACKEND_PATH = "jenga.vllm_plugin.attention.JengaTritonBackend"
+
+
+def backend_member() -> Any:  # noqa: ANN401 (a member of an enumeration that vLLM extends at run time)
+    """Get the enumeration member of JENGA_TRITON, adding it the first time."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    if BACKEND_NAME not in AttentionBackendEnum.__members__:
+        member = AttentionBackendEnum.register(BACKEND_NAME, _BACKEND_PATH)
+        member.__reduce_ex__ = lambda _protocol: (restore_backend, ())
+    return AttentionBackendEnum[BACKEND_NAME]
+
+
+def restore_backend() -> Any:  # noqa: ANN401
+    """Unpickle the member: a configuration that selects the backend has reached this process."""
+    from jenga.vllm_plugin.replacements import apply_replacements
+
+    member = backend_member()
+    apply_replacements()
+    return member
+
+
+def register_backend() -> None:
+    """Make the name selectable and watch for a configuration that selects it."""
+    import vllm.envs
+
+    from jenga.vllm_plugin.replacements import watch_configurations
+
+    backend_member()
+    # vLLM dropped this variable and warns of unknown ones; with the plugin installed it is known.
+    vllm.envs.environment_variables.setdefault("VLLM_ATTENTION_BACKEND", lambda: None)
+    watch_configurations()
