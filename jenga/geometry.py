@@ -8,9 +8,28 @@ per layer is all a kernel needs.
 Source: Jenga paper, sections 4.1, 4.2 and 4.4.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import lcm
 
-from jenga.spec import LayerType, State
+from jenga.spec import (
+    FullAttention,
+    ImageEmbedding,
+    Layer,
+    LayerType,
+    ModelSpec,
+    SlidingWindow,
+    State,
+    check_positive,
+)
+
+TOKENS_PER_PAGE = 16
+"""Tokens of a small page where nobody asks otherwise: the grain of a prefix hit."""
+
+ALIGNMENT_BYTES = 64
+"""Kernels read whole vectors when strides are multiples of 16 elements: 64 bytes in float32."""
+
+_LEAST_ALIGNMENT_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,10 +43,12 @@ class PageTable:
         layer_type: The layer type stored.
         layer_start: First layer of the type stored here.
         layer_end: One past the last.
-        tokens_per_page: Slots of a small page; 1 for a state type.
+        tokens_per_page: Tokens of a small page; 1 for a state type.
         small_page_bytes: Distance between two small pages, padding included.
         layer_offset_bytes: Where each stored layer begins within the small page.
         small_pages_per_large_page: Small pages in one large page.
+        part_offset_bytes: Where each part of each stored layer begins within the small page; a
+            layer without parts has one, its own offset.
     """
 
     layer_type: LayerType
@@ -37,6 +58,7 @@ class PageTable:
     small_page_bytes: int
     layer_offset_bytes: tuple[int, ...]
     small_pages_per_large_page: int
+    part_offset_bytes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def name(self) -> str:
@@ -46,20 +68,29 @@ class PageTable:
         return f"{self.layer_type.name}[{self.layer_start}:{self.layer_end}]"
 
     @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The layers stored here, in the order of `layer_offset_bytes`."""
+        return self.layer_type.layers[self.layer_start : self.layer_end]
+
+    @property
     def is_state(self) -> bool:
         """Whether a small page holds one state instead of tokens."""
         return isinstance(self.layer_type, State)
 
     @property
+    def slots_per_page(self) -> int:
+        """Slots of a small page; fewer than its tokens where several tokens share a slot."""
+        return self.tokens_per_page // tokens_per_slot(self.layer_type)
+
+    @property
     def slot_bytes(self) -> int:
         """Bytes of one slot in all layers stored here, without padding."""
-        layers = self.layer_type.layers[self.layer_start : self.layer_end]
-        return sum(layer.slot_bytes for layer in layers)
+        return sum(layer.slot_bytes for layer in self.layers)
 
     @property
     def payload_bytes(self) -> int:
         """Bytes of a small page that can hold data."""
-        return self.slot_bytes * self.tokens_per_page
+        return self.slot_bytes * self.slots_per_page
 
     @property
     def padding_bytes(self) -> int:
@@ -74,7 +105,8 @@ class Geometry:
     Attributes:
         name: The rule that made it: "planned", "lcm", ...
         large_page_bytes: The unit the arena is cut into.
-        page_tables: One per layer type, or several where a state type is cut.
+        page_tables: One per layer type, or several where a state type is cut. An image embedding
+            that lives in its host's pages has none.
     """
 
     name: str
@@ -84,3 +116,251 @@ class Geometry:
     def num_large_pages(self, arena_bytes: int) -> int:
         """Large pages that fit in an arena, the null page included."""
         return arena_bytes // self.large_page_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageContent:
+    """A small page before its stride is chosen: what lies where, and how many bytes that takes.
+
+    Attributes:
+        content_bytes: The least `small_page_bytes`: all layers, each at its aligned offset.
+        layer_type: As in `PageTable`, likewise the fields below.
+    """
+
+    layer_type: LayerType
+    layer_start: int
+    layer_end: int
+    tokens_per_page: int
+    layer_offset_bytes: tuple[int, ...]
+    part_offset_bytes: tuple[tuple[int, ...], ...]
+    content_bytes: int
+
+    def page_table(self, *, large_page_bytes: int, small_pages_per_large_page: int) -> PageTable:
+        """The page table with the stride that puts this many small pages in a large one.
+
+        Raises:
+            ValueError: The large page is no multiple of the number, or a part of it is too small.
+        """
+        small_page_bytes, remainder = divmod(large_page_bytes, small_pages_per_large_page)
+        if remainder or small_page_bytes < self.content_bytes:
+            msg = (
+                f"small_pages_per_large_page of {self.layer_type.name!r} must divide the "
+                f"{large_page_bytes} bytes of a large page into parts of at least "
+                f"{self.content_bytes} bytes, got {small_pages_per_large_page}"
+            )
+            raise ValueError(msg)
+        return PageTable(
+            layer_type=self.layer_type,
+            layer_start=self.layer_start,
+            layer_end=self.layer_end,
+            tokens_per_page=self.tokens_per_page,
+            small_page_bytes=small_page_bytes,
+            layer_offset_bytes=self.layer_offset_bytes,
+            small_pages_per_large_page=small_pages_per_large_page,
+            part_offset_bytes=self.part_offset_bytes,
+        )
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is not below `value`."""
+    return -(-value // multiple) * multiple
+
+
+def tokens_per_slot(layer_type: LayerType) -> int:
+    """Tokens that share a slot of this type."""
+    return layer_type.tokens_per_slot if isinstance(layer_type, FullAttention) else 1
+
+
+def has_pages(layer_type: LayerType) -> bool:
+    """Whether the type has small pages of its own, not those of a host."""
+    return not isinstance(layer_type, ImageEmbedding) or layer_type.host is None
+
+
+def place_layers(
+    layer_type: LayerType,
+    *,
+    tokens_per_page: int = TOKENS_PER_PAGE,
+    alignment_bytes: int = ALIGNMENT_BYTES,
+    layer_start: int = 0,
+    layer_end: int | None = None,
+) -> PageContent:
+    """Lay layers of a type side by side in a small page, every layer and part aligned.
+
+    Args:
+        layer_type: Where the layers come from.
+        tokens_per_page: Tokens of a small page. A state always takes one slot, a window with its
+            own page length keeps that, and tokens that share a slot are never parted.
+        alignment_bytes: Every offset is a multiple of it.
+        layer_start: First layer placed.
+        layer_end: One past the last; the type's end where None.
+    """
+    layer_end = len(layer_type.layers) if layer_end is None else layer_end
+    page_tokens = _page_tokens(layer_type, tokens_per_page)
+    num_slots = page_tokens // tokens_per_slot(layer_type)
+    offsets: list[int] = []
+    part_offsets: list[tuple[int, ...]] = []
+    end_bytes = 0
+    for layer in layer_type.layers[layer_start:layer_end]:
+        end_bytes = round_up(end_bytes, alignment_bytes)
+        offsets.append(end_bytes)
+        parts: list[int] = []
+        for piece_bytes in [part.num_bytes for part in layer.parts] or [layer.slot_bytes]:
+            end_bytes = round_up(end_bytes, alignment_bytes)
+            parts.append(end_bytes)
+            end_bytes += piece_bytes * num_slots
+        part_offsets.append(tuple(parts))
+    return PageContent(
+        layer_type=layer_type,
+        layer_start=layer_start,
+        layer_end=layer_end,
+        tokens_per_page=page_tokens,
+        layer_offset_bytes=tuple(offsets),
+        part_offset_bytes=tuple(part_offsets),
+        content_bytes=round_up(end_bytes, alignment_bytes),
+    )
+
+
+def _page_tokens(layer_type: LayerType, tokens_per_page: int) -> int:
+    match layer_type:
+        case State():
+            return 1
+        case SlidingWindow(tokens_per_page=int(own_tokens)):
+            return own_tokens
+        case _:
+            return lcm(tokens_per_page, tokens_per_slot(layer_type))
+
+
+def check_page_options(*, tokens_per_page: int, alignment_bytes: int) -> None:
+    """Refuse page lengths and alignments that no kernel can read.
+
+    Raises:
+        ValueError: `tokens_per_page` is no multiple of 16, or `alignment_bytes` no power of two of
+            at least 16.
+    """
+    check_positive("geometry", "tokens_per_page", tokens_per_page)
+    if tokens_per_page % TOKENS_PER_PAGE:
+        msg = f"tokens_per_page must be a multiple of {TOKENS_PER_PAGE}, got {tokens_per_page}"
+        raise ValueError(msg)
+    check_positive("geometry", "alignment_bytes", alignment_bytes)
+    is_power_of_two = alignment_bytes & (alignment_bytes - 1) == 0
+    if not is_power_of_two or alignment_bytes < _LEAST_ALIGNMENT_BYTES:
+        msg = f"alignment_bytes must be a power of two of at least 16, got {alignment_bytes}"
+        raise ValueError(msg)
+
+
+def place_whole_types(
+    model: ModelSpec, *, tokens_per_page: int, alignment_bytes: int
+) -> tuple[PageContent, ...]:
+    """The paper's small pages: every type's layers all in one.
+
+    Raises:
+        ValueError: See `check_page_options`; 1 is accepted as well, for the paper's examples.
+    """
+    check_page_options(
+        tokens_per_page=TOKENS_PER_PAGE if tokens_per_page == 1 else tokens_per_page,
+        alignment_bytes=ALIGNMENT_BYTES if alignment_bytes == 1 else alignment_bytes,
+    )
+    return tuple(
+        place_layers(layer_type, tokens_per_page=tokens_per_page, alignment_bytes=alignment_bytes)
+        for layer_type in model.layer_types
+        if has_pages(layer_type)
+    )
+
+
+def exact_lcm(
+    model: ModelSpec,
+    *,
+    tokens_per_page: int = TOKENS_PER_PAGE,
+    alignment_bytes: int = ALIGNMENT_BYTES,
+) -> Geometry:
+    """The paper's geometry: the large page is the least common multiple of the small pages.
+
+    A small page holds all layers of its type and no padding, except what `alignment_bytes` asks of
+    odd sizes. On models with recurrent layers the large page can be larger than any GPU.
+
+    Args:
+        model: The layer types.
+        tokens_per_page: A multiple of 16; 1 reproduces the paper's worked examples.
+        alignment_bytes: Alignment of every layer and small page; 1 for none.
+
+    Raises:
+        ValueError: See `place_whole_types`.
+
+    Source: Jenga paper, sections 4.1 and 4.4.
+    """
+    contents = place_whole_types(
+        model, tokens_per_page=tokens_per_page, alignment_bytes=alignment_bytes
+    )
+    large_page_bytes = lcm(*(content.content_bytes for content in contents))
+    return Geometry(
+        name="lcm",
+        large_page_bytes=large_page_bytes,
+        page_tables=tuple(
+            content.page_table(
+                large_page_bytes=large_page_bytes,
+                small_pages_per_large_page=large_page_bytes // content.content_bytes,
+            )
+            for content in contents
+        ),
+    )
+
+
+def check_arena(geometry: Geometry, arena_bytes: int) -> int:
+    """Refuse an arena too small to start.
+
+    Returns:
+        Its large pages, the null page included.
+
+    Raises:
+        ValueError: There is not one large page per page table and one for the null page.
+    """
+    check_positive("arena", "arena_bytes", arena_bytes)
+    needed_large_pages = 1 + len(geometry.page_tables)
+    num_large_pages = geometry.num_large_pages(arena_bytes)
+    if num_large_pages < needed_large_pages:
+        msg = (
+            f"arena_bytes must hold {needed_large_pages} large pages of "
+            f"{geometry.large_page_bytes} bytes (the null page and one for each of the "
+            f"{len(geometry.page_tables)} page tables), that is "
+            f"{needed_large_pages * geometry.large_page_bytes} bytes; "
+            f"{arena_bytes} bytes hold {num_large_pages}"
+        )
+        raise ValueError(msg)
+    return num_large_pages
+
+
+def check_geometry(geometry: Geometry) -> None:
+    """Refuse a geometry whose page tables do not tile its large page.
+
+    Raises:
+        ValueError: Names the page table and the rule it breaks.
+    """
+    names: Sequence[str] = [table.name for table in geometry.page_tables]
+    if not names or len(set(names)) != len(names):
+        msg = f"geometry {geometry.name!r} must have page tables of distinct names, got {names}"
+        raise ValueError(msg)
+    for table in geometry.page_tables:
+        covered_bytes = table.small_page_bytes * table.small_pages_per_large_page
+        if covered_bytes != geometry.large_page_bytes:
+            msg = (
+                f"page table {table.name!r}: {table.small_pages_per_large_page} small pages of "
+                f"{table.small_page_bytes} bytes must fill a large page of "
+                f"{geometry.large_page_bytes} bytes"
+            )
+            raise ValueError(msg)
+        end_bytes = 0
+        layers = zip(table.layers, table.layer_offset_bytes, strict=True)
+        for layer, offset_bytes in layers:
+            if offset_bytes < end_bytes:
+                msg = f"page table {table.name!r}: layer {layer.name!r} overlaps the one before it"
+                raise ValueError(msg)
+            end_bytes = offset_bytes + layer.slot_bytes * table.slots_per_page
+        for layer, part_offsets in zip(table.layers, table.part_offset_bytes, strict=False):
+            if layer.parts:
+                end_bytes = max(end_bytes, part_offsets[-1] + layer.parts[-1].num_bytes)
+        if end_bytes > table.small_page_bytes:
+            msg = (
+                f"page table {table.name!r}: layers end at byte {end_bytes} of a small page of "
+                f"{table.small_page_bytes}"
+            )
+            raise ValueError(msg)

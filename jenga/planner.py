@@ -1,0 +1,459 @@
+"""The planned geometry: the cut of an arena that is expected to waste least.
+
+The paper's rule (all layers of a type in one small page, the large page their exact least common
+multiple) gives large pages of gigabytes on models with recurrent layers: layer counts such as 27,
+29 or 81 multiply into it. The planner turns two knobs instead: how a state type's layers are cut
+into runs, each with a page table of its own, and a bounded padding of small pages so that all of
+them divide a large page of moderate size.
+
+What is minimised is the share of held bytes that holds no data, averaged over request lengths, and
+what costs a share of the arena:
+
+- padding of small pages, and slots of a request's last page beyond its last token;
+- a large page of n > 1 small pages that a request fills partly. The allocator packs requests into
+  shared large pages, so only `UNSHARED_TAIL` of the (n - 1) / 2 small pages expected empty is
+  counted per request, and one whole such tail per page table in the arena;
+- a large page for the null page and half of one lost at the arena's end;
+- `PAGE_TABLE_COST` for every page table beyond one per layer type.
+
+States kept one to a large page (n = 1) have no tail at all, which is why plans of hybrid models
+tend to make the large page one run of states.
+
+Source: Jenga paper, section 4.4, whose rule this replaces.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from heapq import merge
+from itertools import count, islice, product
+from math import ceil, lcm
+
+from jenga.geometry import (
+    ALIGNMENT_BYTES,
+    TOKENS_PER_PAGE,
+    Geometry,
+    PageContent,
+    check_arena,
+    check_page_options,
+    exact_lcm,
+    has_pages,
+    place_layers,
+    round_up,
+)
+from jenga.spec import (
+    ChunkedLocal,
+    CrossAttention,
+    FullAttention,
+    ImageEmbedding,
+    LayerType,
+    ModelSpec,
+    SlidingWindow,
+    State,
+    TokenBudget,
+    check_positive,
+)
+
+TYPICAL_TOKENS = (512, 1024, 2048, 4096, 8192, 32768)
+"""Request lengths a plan is averaged over: short ones weigh the states, long ones the padding."""
+
+TYPICAL_ARENA_BYTES = 8 << 30
+"""The arena planned for where none is given: what a model leaves free on a GPU it barely fits."""
+
+MAX_PADDING = 0.01
+"""Padding a small page may get, as a share of its content."""
+
+UNSHARED_TAIL = 0.05
+"""Share of a request's last, partly filled large page that no other request fills."""
+
+PAGE_TABLE_COST = 0.001
+"""Waste worth one page table less: a page table costs the engine host time in every step."""
+
+_STRIDE_ALIGNMENT_BYTES = 128
+"""A cache line: small pages begin on one where that costs no padding."""
+
+_ARENA_LARGE_PAGES = 1.5
+"""Large pages an arena loses: the null page, and half a one at its end."""
+
+_MAX_TRIALS = 512
+"""Large pages tried per way to cut; plans settle within far fewer."""
+
+_MAX_FEWER_PAGES = 8
+"""How far below what fits a count is lowered in search of a smaller common multiple."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waste:
+    """Shares of the bytes held by requests of one length that hold no data.
+
+    Attributes:
+        padding: Bytes of small pages that no slot covers.
+        last_page: Slots held that the next token does not need.
+        tail: Empty small pages in large pages that a request shares with nobody.
+    """
+
+    padding: float
+    last_page: float
+    tail: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.padding + self.last_page + self.tail
+
+
+def plan(
+    model: ModelSpec,
+    *,
+    arena_bytes: int | None = None,
+    tokens_per_page: int = TOKENS_PER_PAGE,
+    typical_tokens: Sequence[int] = TYPICAL_TOKENS,
+    max_padding: float = MAX_PADDING,
+    alignment_bytes: int = ALIGNMENT_BYTES,
+) -> Geometry:
+    """The geometry that is expected to waste least; the same for the same arguments.
+
+    Args:
+        model: The layer types.
+        arena_bytes: Bytes of the arena; a large page is a smaller part of a larger arena, so the
+            plan may differ. None plans for `TYPICAL_ARENA_BYTES`.
+        tokens_per_page: Tokens of a small page of every token type, a multiple of 16.
+        typical_tokens: Request lengths the expected waste is averaged over.
+        max_padding: Padding of a small page at most, as a share of its content. Where no large page
+            of a reasonable size keeps to it, the least multiple of it that one does.
+        alignment_bytes: Alignment of every layer and small page, a power of two of at least 16.
+
+    Raises:
+        ValueError: An argument out of its range, or an arena that holds no geometry of the model.
+    """
+    check_page_options(tokens_per_page=tokens_per_page, alignment_bytes=alignment_bytes)
+    if not typical_tokens:
+        msg = "typical_tokens must name at least one length"
+        raise ValueError(msg)
+    for num_tokens in typical_tokens:
+        check_positive("planner", "every length of typical_tokens", num_tokens)
+    if not 0 < max_padding <= 1:
+        msg = f"max_padding must be in (0, 1], got {max_padding}"
+        raise ValueError(msg)
+    if arena_bytes is not None:
+        check_positive("planner", "arena_bytes", arena_bytes)
+
+    best: _Candidate | None = None
+    padding = max_padding
+    while best is None:
+        best = _best_candidate(
+            model,
+            arena_bytes=arena_bytes or TYPICAL_ARENA_BYTES,
+            tokens_per_page=tokens_per_page,
+            typical_tokens=typical_tokens,
+            max_padding=padding,
+            alignment_bytes=alignment_bytes,
+        )
+        padding *= 2
+    geometry = Geometry(
+        name="planned",
+        large_page_bytes=best.large_page_bytes,
+        page_tables=tuple(
+            content.page_table(
+                large_page_bytes=best.large_page_bytes,
+                small_pages_per_large_page=best.pages_of_content[content.content_bytes],
+            )
+            for content in best.contents
+        ),
+    )
+    if arena_bytes is not None:
+        check_arena(geometry, arena_bytes)
+    return geometry
+
+
+def expected_waste(geometry: Geometry, typical_tokens: Sequence[int] = TYPICAL_TOKENS) -> Waste:
+    """Waste of requests in mid decode, averaged over their lengths.
+
+    Args:
+        geometry: Any geometry.
+        typical_tokens: Lengths to average over. Image embeddings count at their peak.
+    """
+    padding = last_page = tail = 0.0
+    for num_tokens in typical_tokens:
+        held_bytes = padding_bytes = unneeded_bytes = tail_bytes = 0.0
+        for table in geometry.page_tables:
+            num_pages = _held_pages(table.layer_type, table.tokens_per_page, num_tokens)
+            num_slots = num_pages * table.slots_per_page
+            held_bytes += num_pages * table.small_page_bytes
+            padding_bytes += num_pages * table.padding_bytes
+            needed_slots = _needed_tokens(table.layer_type, num_tokens) / (
+                table.tokens_per_page / table.slots_per_page
+            )
+            unneeded_bytes += (num_slots - needed_slots) * table.slot_bytes
+            if num_pages and not table.is_state:
+                tail_bytes += (
+                    UNSHARED_TAIL * (geometry.large_page_bytes - table.small_page_bytes) / 2
+                )
+        held_bytes += tail_bytes
+        padding += padding_bytes / held_bytes / len(typical_tokens)
+        last_page += unneeded_bytes / held_bytes / len(typical_tokens)
+        tail += tail_bytes / held_bytes / len(typical_tokens)
+    return Waste(padding=padding, last_page=last_page, tail=tail)
+
+
+def geometry_by_name(name: str, model: ModelSpec, *, arena_bytes: int | None = None) -> Geometry:
+    """The geometry of a rule: "planned" or "lcm".
+
+    Raises:
+        ValueError: No rule has this name, or the rule refuses the model or the arena.
+    """
+    match name:
+        case "planned":
+            return plan(model, arena_bytes=arena_bytes)
+        case "lcm":
+            geometry = exact_lcm(model)
+        case _:
+            msg = f"geometry must be 'planned' or 'lcm', got {name!r}"
+            raise ValueError(msg)
+    if arena_bytes is not None:
+        check_arena(geometry, arena_bytes)
+    return geometry
+
+
+def _needed_tokens(layer_type: LayerType, num_tokens: int) -> int:
+    """Tokens that the next token of a request of this length reads; 1 for a state."""
+    match layer_type:
+        case FullAttention():
+            return num_tokens
+        case SlidingWindow(window_tokens=window_tokens):
+            return min(num_tokens, window_tokens)
+        case ChunkedLocal(chunk_tokens=chunk_tokens):
+            return (num_tokens - 1) % chunk_tokens + 1
+        case (
+            CrossAttention(typical_tokens=typical_tokens)
+            | ImageEmbedding(typical_tokens=typical_tokens)
+        ):
+            return typical_tokens
+        case TokenBudget():
+            return layer_type.budget_tokens(num_tokens)
+        case State():
+            return 1
+
+
+def _held_pages(layer_type: LayerType, tokens_per_page: int, num_tokens: int) -> int:
+    """Small pages that hold those tokens."""
+    needed_tokens = _needed_tokens(layer_type, num_tokens)
+    if isinstance(layer_type, SlidingWindow | ChunkedLocal):
+        first_page = (num_tokens - needed_tokens) // tokens_per_page
+        return ceil(num_tokens / tokens_per_page) - first_page
+    return ceil(needed_tokens / tokens_per_page)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Candidate:
+    """A geometry that the search found, with the expected waste that it minimises."""
+
+    cost: float
+    large_page_bytes: int
+    contents: tuple[PageContent, ...]
+    pages_of_content: dict[int, int]  # content_bytes -> small pages per large page
+
+
+def _best_candidate(
+    model: ModelSpec,
+    *,
+    arena_bytes: int,
+    tokens_per_page: int,
+    typical_tokens: Sequence[int],
+    max_padding: float,
+    alignment_bytes: int,
+) -> _Candidate | None:
+    """The cheapest candidate over all ways to cut the model's states; None if none fits."""
+    best: _Candidate | None = None
+    num_types = sum(has_pages(layer_type) for layer_type in model.layer_types)
+    for contents in _cut_contents(model, tokens_per_page, alignment_bytes):
+        tables_cost = PAGE_TABLE_COST * (len(contents) - num_types)
+        if best is not None and tables_cost >= best.cost:
+            break
+        sizes = _size_costs(contents, arena_bytes=arena_bytes, typical_tokens=typical_tokens)
+        search = _Search(
+            contents=contents,
+            sizes=sizes,
+            arena_bytes=arena_bytes,
+            max_padding=max_padding,
+            tables_cost=tables_cost,
+            stride_bytes=_stride_alignment(contents, alignment_bytes),
+        )
+        best = search.better_than(best)
+    return best
+
+
+def _stride_alignment(contents: Sequence[PageContent], alignment_bytes: int) -> int:
+    """The alignment of small pages: a cache line where every content ends on one anyway."""
+    free = all(content.content_bytes % _STRIDE_ALIGNMENT_BYTES == 0 for content in contents)
+    return max(alignment_bytes, _STRIDE_ALIGNMENT_BYTES) if free else alignment_bytes
+
+
+def _cut_contents(
+    model: ModelSpec, tokens_per_page: int, alignment_bytes: int
+) -> Iterator[tuple[PageContent, ...]]:
+    """Every way to cut the model's state types, fewest page tables first."""
+    cuts_of_type = [
+        _cuts(len(layer_type.layers))
+        if isinstance(layer_type, State)
+        else [[len(layer_type.layers)]]
+        for layer_type in model.layer_types
+        if has_pages(layer_type)
+    ]
+    layer_types = [layer_type for layer_type in model.layer_types if has_pages(layer_type)]
+    placed: dict[tuple[int, int, int], PageContent] = {}
+    for cuts in sorted(product(*cuts_of_type), key=lambda cuts: sum(map(len, cuts))):
+        contents: list[PageContent] = []
+        for type_index, (layer_type, runs) in enumerate(zip(layer_types, cuts, strict=True)):
+            layer_start = 0
+            for num_layers in runs:
+                key = (type_index, layer_start, layer_start + num_layers)
+                if key not in placed:
+                    placed[key] = place_layers(
+                        layer_type,
+                        tokens_per_page=tokens_per_page,
+                        alignment_bytes=alignment_bytes,
+                        layer_start=layer_start,
+                        layer_end=layer_start + num_layers,
+                    )
+                contents.append(placed[key])
+                layer_start += num_layers
+        yield tuple(contents)
+
+
+def _cuts(num_layers: int) -> list[list[int]]:
+    """Ways to cut a number of layers into runs whose sizes all divide the largest of them.
+
+    Runs of one size and, for the rest, ever smaller divisors of it: 29 layers as 14 + 14 + 1. So a
+    large page of a whole number of largest runs holds a whole number of every run, also where the
+    number of layers is prime.
+    """
+    cuts: list[list[int]] = []
+    for largest in range(num_layers, 0, -1):
+        runs = [largest] * (num_layers // largest)
+        rest = num_layers % largest
+        divisor = largest
+        while rest:
+            divisor = next(d for d in range(min(divisor, rest), 0, -1) if largest % d == 0)
+            runs += [divisor] * (rest // divisor)
+            rest %= divisor
+        cuts.append(runs)
+    return sorted(cuts, key=len)
+
+
+@dataclass(frozen=True, slots=True)
+class _SizeCost:
+    """What small pages of one size cost, all page tables of that size together."""
+
+    content_bytes: int
+    per_padding_byte: float  # expected waste of one byte of padding
+    per_tail_byte: float  # expected waste of one byte of large page beyond the first small page
+
+
+def _size_costs(
+    contents: Sequence[PageContent], *, arena_bytes: int, typical_tokens: Sequence[int]
+) -> list[_SizeCost]:
+    """Costs per size, largest first."""
+    num_pages = [
+        [_held_pages(each.layer_type, each.tokens_per_page, length) for each in contents]
+        for length in typical_tokens
+    ]
+    held_bytes = [
+        sum(count * each.content_bytes for count, each in zip(counts, contents, strict=True))
+        for counts in num_pages
+    ]
+    request_share = sum(1 / held for held in held_bytes) / len(typical_tokens)
+    costs: dict[int, _SizeCost] = {}
+    for index, content in enumerate(contents):
+        per_padding_byte = sum(
+            counts[index] / held for counts, held in zip(num_pages, held_bytes, strict=True)
+        ) / len(typical_tokens)
+        unshared = 0.0 if isinstance(content.layer_type, State) else UNSHARED_TAIL * request_share
+        before = costs.get(content.content_bytes, _SizeCost(content.content_bytes, 0.0, 0.0))
+        costs[content.content_bytes] = _SizeCost(
+            content.content_bytes,
+            before.per_padding_byte + per_padding_byte,
+            before.per_tail_byte + (1 / arena_bytes + unshared) / 2,
+        )
+    return sorted(costs.values(), key=lambda cost: -cost.content_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Search:
+    """The large pages worth trying for one way to cut the states."""
+
+    contents: tuple[PageContent, ...]
+    sizes: list[_SizeCost]  # largest first
+    arena_bytes: int
+    max_padding: float
+    tables_cost: float
+    stride_bytes: int
+
+    def better_than(self, best: _Candidate | None) -> _Candidate | None:
+        """The cheapest candidate, or the one given where none is cheaper."""
+        largest = self.sizes[0].content_bytes
+        multiples = merge(
+            *(
+                count(round_up(largest, size.content_bytes), size.content_bytes)
+                for size in self.sizes
+            )
+        )
+        for least_bytes in islice(multiples, _MAX_TRIALS):
+            if best is not None and self._least_cost(least_bytes) >= best.cost:
+                break
+            for counts in self._counts(least_bytes):
+                granule_bytes = lcm(*counts) * self.stride_bytes
+                large_page_bytes = round_up(least_bytes, granule_bytes)
+                cost = self._cost(large_page_bytes, counts)
+                if cost is not None and (best is None or cost < best.cost):
+                    best = _Candidate(
+                        cost=cost,
+                        large_page_bytes=large_page_bytes,
+                        contents=self.contents,
+                        pages_of_content={
+                            size.content_bytes: num_pages
+                            for size, num_pages in zip(self.sizes, counts, strict=True)
+                        },
+                    )
+        return best
+
+    def _least_cost(self, large_page_bytes: int) -> float:
+        """A lower bound that only grows with the large page."""
+        tails = sum(
+            size.per_tail_byte
+            * max(0.0, large_page_bytes - size.content_bytes * (1 + self.max_padding))
+            for size in self.sizes
+        )
+        return self.tables_cost + _ARENA_LARGE_PAGES * large_page_bytes / self.arena_bytes + tails
+
+    def _cost(self, large_page_bytes: int, counts: Sequence[int]) -> float | None:
+        """Expected waste of a large page cut into these counts; None if padded beyond the bound."""
+        cost = self.tables_cost + _ARENA_LARGE_PAGES * large_page_bytes / self.arena_bytes
+        for size, num_pages in zip(self.sizes, counts, strict=True):
+            stride_bytes = large_page_bytes // num_pages
+            padding_bytes = stride_bytes - size.content_bytes
+            if padding_bytes > self.max_padding * size.content_bytes:
+                return None
+            cost += size.per_padding_byte * padding_bytes
+            cost += size.per_tail_byte * (large_page_bytes - stride_bytes)
+        return cost
+
+    def _counts(self, least_bytes: int) -> Iterator[list[int]]:
+        """Small pages per large page, per size: as many as fit; and with a smaller common multiple.
+
+        A large page is a multiple of the counts' least common multiple, so counts with few prime
+        factors between them keep the rounding small where there are many sizes.
+        """
+        most = [least_bytes // size.content_bytes for size in self.sizes]
+        yield most
+        common = 1
+        chosen: list[int] = []
+        for size, highest in zip(self.sizes, most, strict=True):
+            lowest = max(1, ceil(least_bytes / (size.content_bytes * (1 + self.max_padding))))
+            if lowest > highest:
+                return
+            options = range(highest, max(lowest, highest - _MAX_FEWER_PAGES) - 1, -1)
+            num_pages = min(options, key=lambda option: lcm(common, option))
+            common = lcm(common, num_pages)
+            chosen.append(num_pages)
+        if chosen != most:
+            yield chosen
