@@ -1,0 +1,97 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+LOGPROB_TOLERANCE = 2e-3
+"""Greatest difference of a log-probability between two float32 engines that add in another order.
+
+Measured differences are below 1e-4; a wrong mask or a lost token gives 0.1 and more.
+"""
+
+ENGINE_OPTIONS = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "skip_tokenizer_init": True,
+    "max_model_len": 256,
+    "kv_cache_memory_bytes": 32 << 20,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "enable_prefix_caching": False,
+}
+
+
+def engine_environment(**changes):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "JENGA_"))}
+    environment |= {
+        "TRITON_INTERPRET": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "PYTHONPATH": str(HERE.parents[1]),
+    }
+    return environment | changes
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """Get the directory of a tiny model by name, made once a session."""
+    from tests.vllm_plugin import tiny_models
+
+    directory = tmp_path_factory.mktemp("models")
+
+    def get(name):
+        path = directory / name
+        return path if path.exists() else tiny_models.save(name, directory)
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def run_engine(tmp_path_factory):
+    """Run a real engine in a process of its own and get its result, or its error output.
+
+    Equal jobs run once a session.
+    """
+    results = {}
+
+    def run(model, prompts, *, max_tokens=8, script="engine_process.py", environment=None, **job):
+        options = ENGINE_OPTIONS | {"model": str(model)} | job.pop("options", {})
+        job |= {"options": options, "prompts": prompts, "max_tokens": max_tokens}
+        key = json.dumps([job, environment, script], sort_keys=True)
+        if key not in results:
+            folder = tmp_path_factory.mktemp("job")
+            (folder / "job.json").write_text(json.dumps(job))
+            process = subprocess.run(
+                [sys.executable, HERE / script, folder / "job.json", folder / "result.json"],
+                env=engine_environment(**(environment or {})),
+                capture_output=True,
+                text=True,
+                timeout=540,
+                check=False,
+            )
+            log = process.stdout + process.stderr
+            if process.returncode == 0:
+                results[key] = json.loads((folder / "result.json").read_text()) | {"log": log}
+            else:
+                results[key] = {"error": log}
+        return results[key]
+
+    return run
+
+
+def assert_same_generation(ours, theirs):
+    """Check that two engines chose the same tokens with close log-probabilities."""
+    assert "error" not in ours, ours["error"][-4000:]
+    assert "error" not in theirs, theirs["error"][-4000:]
+    assert len(ours["outputs"]) == len(theirs["outputs"])
+    for index, (our, their) in enumerate(zip(ours["outputs"], theirs["outputs"], strict=True)):
+        assert our["tokens"] == their["tokens"], f"prompt {index}"
+        for position, (a, b) in enumerate(zip(our["logprobs"], their["logprobs"], strict=True)):
+            for token in a.keys() & b.keys():
+                difference = abs(a[token] - b[token])
+                assert difference < LOGPROB_TOLERANCE, f"prompt {index}, token {position}"

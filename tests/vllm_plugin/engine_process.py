@@ -1,0 +1,89 @@
+"""Run one real vLLM engine in a process of its own: a job as JSON in, a result as JSON out.
+
+An engine keeps state for the life of its process (selected backends, distributed groups, patched
+names), so every engine of the tests has its own. Usage: engine_process.py JOB RESULT.
+"""
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+NAN_BYTE = 0xFF
+"""Four, or two, of these are a NaN in every floating-point type used here."""
+
+
+def prompts_of_lengths(lengths, *, seed, vocab_size=500, shared_tokens=0):
+    """Make prompts of random token ids; the first `shared_tokens` are the same in all."""
+    source = random.Random(seed)
+    shared = [1] + [source.randrange(3, vocab_size) for _ in range(max(0, shared_tokens - 1))]
+    prompts = []
+    for length in lengths:
+        own = [source.randrange(3, vocab_size) for _ in range(length - len(shared))]
+        prompts.append((shared + own)[:length])
+    return prompts
+
+
+def runner_of(llm):
+    """Get the model runner of an engine that lives in this process."""
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+
+def arena_of(llm):
+    """Get the bytes of the one buffer that all layers of an engine's model view."""
+    import torch
+
+    def tensors(value):
+        return [value] if isinstance(value, torch.Tensor) else list(value)
+
+    caches = [tensor for cache in runner_of(llm).kv_caches for tensor in tensors(cache)]
+    storages = {cache.untyped_storage().data_ptr(): cache.untyped_storage() for cache in caches}
+    if len(storages) != 1:
+        raise AssertionError(f"expected one buffer, found {len(storages)}")
+    (storage,) = storages.values()
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _result(outputs):
+    return [
+        {
+            "tokens": list(output.outputs[0].token_ids),
+            "logprobs": [
+                {str(token): entry.logprob for token, entry in position.items()}
+                for position in output.outputs[0].logprobs
+            ],
+            "cached_tokens": output.num_cached_tokens or 0,
+        }
+        for output in outputs
+    ]
+
+
+def main():
+    job = json.loads(Path(sys.argv[1]).read_text())
+    os.environ.update(job.get("environment", {}))
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(**job["options"])
+    if job.get("fill_arena"):
+        arena_of(llm).fill_(NAN_BYTE)
+    sampling = SamplingParams(
+        temperature=0.0,
+        max_tokens=job["max_tokens"],
+        logprobs=5,
+        ignore_eos=True,
+        detokenize=False,
+    )
+    prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
+    result = {"outputs": _result(llm.generate(prompts, sampling, use_tqdm=False))}
+    if job.get("report_manager"):
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        manager = scheduler.kv_cache_manager.manager
+        manager.check()
+        result["request_tokens"] = manager.request_tokens()
+        result["preemptions"] = job.get("preemptions", 0)
+    Path(sys.argv[2]).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Tiny models with random weights, one per combination of layer types that the plugin serves.
+
+The weights are saved as a Hugging Face directory, so that vLLM loads them as it loads any model and
+both backends read the same numbers. They are wide enough that attention is far from uniform.
+"""
+
+from pathlib import Path
+
+VOCAB_SIZE = 512
+HEAD_DIM = 64
+
+_COMMON = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def _llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**_COMMON, num_hidden_layers=3, head_dim=HEAD_DIM))
+
+
+def _gemma2():
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    config = Gemma2Config(
+        **_COMMON,
+        num_hidden_layers=4,
+        head_dim=HEAD_DIM,
+        sliding_window=40,
+        query_pre_attn_scalar=HEAD_DIM,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=30.0,
+    )
+    return Gemma2ForCausalLM(config)
+
+
+def _gpt_oss():
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    config = GptOssConfig(
+        **_COMMON,
+        num_hidden_layers=4,
+        head_dim=HEAD_DIM,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=32,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 2.0,
+            "original_max_position_embeddings": 256,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+    )
+    return GptOssForCausalLM(config)
+
+
+def _granite_hybrid():
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+
+    config = GraniteMoeHybridConfig(
+        **_COMMON,
+        num_hidden_layers=5,
+        layer_types=["mamba", "mamba", "attention", "mamba", "attention"],
+        mamba_n_heads=8,
+        mamba_d_head=32,
+        mamba_n_groups=1,
+        mamba_d_state=32,
+        mamba_d_conv=4,
+        mamba_expand=2,
+        mamba_chunk_size=64,
+        num_local_experts=0,
+        shared_intermediate_size=256,
+        position_embedding_type="rope",
+        attention_multiplier=0.125,
+    )
+    return GraniteMoeHybridForCausalLM(config)
+
+
+def _jamba():
+    from transformers import JambaConfig, JambaForCausalLM
+
+    config = JambaConfig(
+        **_COMMON,
+        num_hidden_layers=6,
+        attn_layer_period=3,
+        attn_layer_offset=1,
+        expert_layer_period=2,
+        expert_layer_offset=1,
+        num_experts=1,
+        num_experts_per_tok=1,
+        mamba_d_state=16,
+        mamba_d_conv=4,
+        mamba_expand=2,
+        mamba_dt_rank=8,
+        use_mamba_kernels=False,
+    )
+    return JambaForCausalLM(config)
+
+
+_MAKERS = {
+    "llama": _llama,
+    "gemma2": _gemma2,
+    "gpt_oss": _gpt_oss,
+    "granite_hybrid": _granite_hybrid,
+    "jamba": _jamba,
+}
+NAMES = tuple(_MAKERS)
+
+
+def save(name: str, directory: Path) -> Path:
+    """Make the model named `name` and save it under `directory`."""
+    import torch
+
+    torch.manual_seed(0)
+    model = _MAKERS[name]().to(torch.float32).eval()
+    if name == "gemma2":
+        # Gemma ties its head to its embeddings: at full width every token would predict itself.
+        model.get_input_embeddings().weight.data.mul_(0.4)
+    if name == "gpt_oss":
+        # Sinks start at zero in a fresh model; give them weight, so that leaving them out shows.
+        for layer_name, parameter in model.named_parameters():
+            if layer_name.endswith("sinks"):
+                torch.nn.init.normal_(parameter, mean=1.0, std=1.0)
+    path = directory / name
+    model.save_pretrained(path)
+    return path
