@@ -1,0 +1,65 @@
+"""What operations on a paged cache of keys and values check."""
+
+import torch
+
+from jenga_kernels.checks import FP8_DTYPE, check_dtype, check_rows, check_shape
+from jenga_kernels.triton.addressing import strides
+from jenga_kernels.triton.tiles import machine_of
+
+
+def check_pages(
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+) -> int:
+    """Check the pages of a cache; return page_tokens.
+
+    Raises:
+        ValueError: If shape, dtype, strides or alignment do not fit.
+    """
+    check_shape("k_pages", k_pages, (None, None, num_kv_heads, head_dim))
+    check_shape("v_pages", v_pages, k_pages.shape)
+    check_dtype("k_pages", k_pages, (dtype, FP8_DTYPE))
+    check_dtype("v_pages", v_pages, (k_pages.dtype,))
+    if k_pages.dtype == FP8_DTYPE and not machine_of(k_pages.device).has_fp8:
+        msg = f"k_pages must not be {FP8_DTYPE} on a GPU without it, before compute capability 8.9"
+        raise ValueError(msg)
+    check_rows("k_pages", k_pages)
+    check_rows("v_pages", v_pages)
+    if strides(k_pages)[:3] != strides(v_pages)[:3]:
+        msg = (
+            f"v_pages must have the strides of k_pages, {k_pages.stride()}, got {v_pages.stride()}"
+        )
+        raise ValueError(msg)
+    if k_pages.shape[1] == 0:
+        msg = f"k_pages must have at least one token per page, got shape {tuple(k_pages.shape)}"
+        raise ValueError(msg)
+    return k_pages.shape[1]
+
+
+def check_scales(
+    k_pages: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    num_kv_heads: int,
+) -> None:
+    """Check the scales of a quantised cache.
+
+    Raises:
+        ValueError: If the cache is not quantised, or shape or dtype do not fit.
+    """
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is None:
+            continue
+        if k_pages.dtype != FP8_DTYPE:
+            msg = f"{name} needs pages of {FP8_DTYPE}, got {k_pages.dtype}"
+            raise ValueError(msg)
+        check_dtype(name, scale, (torch.float32,))
+        if tuple(scale.shape) not in ((1,), (num_kv_heads,)) or not scale.is_contiguous():
+            msg = (
+                f"{name} must have shape (1,) or ({num_kv_heads},), contiguous, got "
+                f"{tuple(scale.shape)} with strides {scale.stride()}"
+            )
+            raise ValueError(msg)

@@ -1,0 +1,119 @@
+"""What an operation checks before it launches anything; each check raises `ValueError`."""
+
+from collections.abc import Sequence
+
+import torch
+
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Element types of activations."""
+
+FP8_DTYPE = torch.float8_e4m3fn
+"""Element type of a quantised cache."""
+
+ALIGNMENT_BYTES = 16
+"""Widest load of one thread: rows must begin at multiples of it."""
+
+
+def check_shape(name: str, tensor: torch.Tensor, expected: Sequence[int | None]) -> None:
+    """Check a tensor's shape.
+
+    Args:
+        name: The argument's name, for the message.
+        tensor: The argument.
+        expected: Its shape; None stands for any size.
+
+    Raises:
+        ValueError: If the number of dimensions or a size differs.
+    """
+    fits = tensor.dim() == len(expected) and all(
+        want is None or size == want for size, want in zip(tensor.shape, expected, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join("any" if want is None else str(want) for want in expected)
+        msg = f"{name} must have shape ({wanted}), got {tuple(tensor.shape)}"
+        raise ValueError(msg)
+
+
+def check_dtype(name: str, tensor: torch.Tensor, allowed: Sequence[torch.dtype]) -> None:
+    """Check that a tensor's element type is one of `allowed`.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    if tensor.dtype not in allowed:
+        wanted = " or ".join(str(dtype) for dtype in allowed)
+        msg = f"{name} must be {wanted}, got {tensor.dtype}"
+        raise ValueError(msg)
+
+
+def check_same_device(**tensors: torch.Tensor | None) -> None:
+    """Check that all tensors lie on the device of the first; None is skipped.
+
+    Raises:
+        ValueError: If one does not.
+    """
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    first_name, first = next(iter(given.items()))
+    for name, tensor in given.items():
+        if tensor.device != first.device:
+            msg = (
+                f"{name} must be on the device of {first_name}, {first.device}, got {tensor.device}"
+            )
+            raise ValueError(msg)
+
+
+def check_rows(name: str, tensor: torch.Tensor) -> None:
+    """Check that a tensor's last dimension is contiguous and every row 16-byte aligned.
+
+    The other dimensions may have any stride; those of size one are not looked at.
+
+    Raises:
+        ValueError: If a row is scattered or not aligned.
+    """
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        msg = f"{name} must be contiguous in its last dimension, got stride {tensor.stride(-1)}"
+        raise ValueError(msg)
+    if tensor.data_ptr() % ALIGNMENT_BYTES:
+        msg = f"{name} must begin at a multiple of {ALIGNMENT_BYTES} bytes"
+        raise ValueError(msg)
+    for dim in range(tensor.dim() - 1):
+        stride_bytes = tensor.stride(dim) * tensor.element_size()
+        if tensor.shape[dim] > 1 and stride_bytes % ALIGNMENT_BYTES:
+            msg = (
+                f"{name} must have strides of multiples of {ALIGNMENT_BYTES} bytes, got "
+                f"{stride_bytes} bytes in dimension {dim}"
+            )
+            raise ValueError(msg)
+
+
+def check_contiguous(name: str, tensor: torch.Tensor) -> None:
+    """Check that a tensor is contiguous.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    if not tensor.is_contiguous():
+        msg = f"{name} must be contiguous, got strides {tensor.stride()}"
+        raise ValueError(msg)
+
+
+def check_at_least(name: str, value: float, minimum: float) -> None:
+    """Check that a number is not below `minimum`.
+
+    Raises:
+        ValueError: If it is below, or not a number.
+    """
+    if not value >= minimum:
+        msg = f"{name} must be at least {minimum}, got {value}"
+        raise ValueError(msg)
+
+
+def check_positive(name: str, value: float) -> None:
+    """Check that a number is greater than zero and finite.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    if not 0 < value < float("inf"):
+        msg = f"{name} must be greater than 0 and finite, got {value}"
+        raise ValueError(msg)

@@ -1,0 +1,111 @@
+"""Writing new keys and values into a paged cache."""
+
+import torch
+import triton
+
+from jenga_kernels.cache import check_pages, check_scales
+from jenga_kernels.checks import (
+    FLOAT_DTYPES,
+    FP8_DTYPE,
+    check_dtype,
+    check_rows,
+    check_same_device,
+    check_shape,
+)
+from jenga_kernels.triton.addressing import strides
+from jenga_kernels.triton.kv_store import kv_store_kernel
+from jenga_kernels.triton.tiles import copy_tiles, machine_of, power_of_two
+
+NO_SLOT = -1
+"""Slot of a padding token: nothing is written for it."""
+
+
+def kv_store(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> None:
+    """Copy each token's key and value into the slot given for it.
+
+    A cache of float8_e4m3fn gets k / k_scale and v / v_scale, rounded and saturated. Slots must lie
+    in the cache and differ from each other; neither is checked, because both are on the device.
+
+    Args:
+        k: Keys, [num_tokens, num_kv_heads, head_dim], bfloat16, float16 or float32.
+        v: Values, shape and dtype of k.
+        k_pages: Written in place, [num_pages, page_tokens, num_kv_heads, head_dim], dtype of k or
+            float8_e4m3fn; any strides that are multiples of 16 bytes, last dimension contiguous.
+        v_pages: Written in place, shape, dtype and strides of k_pages.
+        slots: Slot of each token, i64[num_tokens]: slot s is token s % page_tokens of page
+            s // page_tokens. Tokens with a negative slot (`NO_SLOT`) are skipped.
+        k_scale: What a stored key must be multiplied with, f32[1] or f32[num_kv_heads]; only with a
+            float8_e4m3fn cache, where None means 1.
+        v_scale: As k_scale, of values.
+
+    Raises:
+        ValueError: If a shape, dtype, stride, alignment or device does not fit.
+    """
+    num_tokens, num_kv_heads, head_dim = _check_new_tokens(k, v, slots)
+    page_tokens = check_pages(k_pages, v_pages, num_kv_heads, head_dim, k.dtype)
+    check_scales(k_pages, k_scale, v_scale, num_kv_heads)
+    check_same_device(
+        k=k, v=v, k_pages=k_pages, v_pages=v_pages, slots=slots, k_scale=k_scale, v_scale=v_scale
+    )
+    if num_tokens == 0:
+        return
+    tiles = copy_tiles(machine_of(k.device), head_dim)
+    stride_page, stride_slot, stride_head, _ = strides(k_pages)
+    kv_store_kernel[(triton.cdiv(num_tokens * num_kv_heads, tiles.block_rows),)](
+        k_pages_ptr=k_pages,
+        v_pages_ptr=v_pages,
+        k_ptr=k,
+        v_ptr=v,
+        slots_ptr=slots,
+        k_scale_ptr=k_scale,
+        v_scale_ptr=v_scale,
+        num_tokens=num_tokens,
+        stride_pages_page=stride_page,
+        stride_pages_slot=stride_slot,
+        stride_pages_head=stride_head,
+        stride_k_token=k.stride(0),
+        stride_k_head=k.stride(1),
+        stride_v_token=v.stride(0),
+        stride_v_head=v.stride(1),
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        PAGE_TOKENS=page_tokens,
+        IS_PER_HEAD_K=k_scale is not None and k_scale.numel() > 1,
+        IS_PER_HEAD_V=v_scale is not None and v_scale.numel() > 1,
+        IS_FP8=k_pages.dtype == FP8_DTYPE,
+        BLOCK_ROWS=tiles.block_rows,
+        BLOCK_D=power_of_two(head_dim),
+        num_warps=tiles.num_warps,
+    )
+
+
+def _check_new_tokens(
+    k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
+) -> tuple[int, int, int]:
+    """Check new keys and values and their slots; return num_tokens, num_kv_heads, head_dim.
+
+    Raises:
+        ValueError: If one does not fit.
+    """
+    check_shape("k", k, (None, None, None))
+    num_tokens, num_kv_heads, head_dim = k.shape
+    check_shape("v", v, k.shape)
+    check_shape("slots", slots, (num_tokens,))
+    check_dtype("k", k, FLOAT_DTYPES)
+    check_dtype("v", v, (k.dtype,))
+    check_dtype("slots", slots, (torch.int64,))
+    check_rows("k", k)
+    check_rows("v", v)
+    if slots.numel() > 1 and slots.stride(0) != 1:
+        msg = f"slots must be contiguous, got stride {slots.stride(0)}"
+        raise ValueError(msg)
+    return num_tokens, num_kv_heads, head_dim

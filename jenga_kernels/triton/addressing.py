@@ -1,0 +1,67 @@
+"""From page ids to 64-bit offsets: the only place where a page becomes an address.
+
+An arena holds far more than 2**31 elements, so every id is widened before it is multiplied.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def page_offsets(page_ids, stride_page):
+    """Offset of each page from the base of its layer, in elements."""
+    return page_ids.to(tl.int64) * stride_page
+
+
+@triton.jit
+def slot_offsets(slots, stride_page, stride_slot, PAGE_TOKENS: tl.constexpr):
+    """Offset of each slot; slot s is token s % PAGE_TOKENS of page s // PAGE_TOKENS."""
+    return page_offsets(slots // PAGE_TOKENS, stride_page) + (slots % PAGE_TOKENS) * stride_slot
+
+
+@triton.jit
+def key_offsets(
+    page_table_ptr,  # i32[max_pages], the request's row
+    first_key,
+    live,  # i1[BLOCK_N] or None; the table is not read for keys outside it
+    stride_page,
+    stride_slot,
+    PAGE_TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Offset of keys first_key to first_key + BLOCK_N of a request, through its page table.
+
+    One lookup serves the tile where tiles cannot straddle pages.
+    """
+    if PAGE_TOKENS % BLOCK_N == 0:
+        page_id = tl.load(page_table_ptr + first_key // PAGE_TOKENS)
+        in_page = first_key % PAGE_TOKENS + tl.arange(0, BLOCK_N)
+        return page_offsets(page_id, stride_page) + in_page * stride_slot
+    else:
+        keys = first_key + tl.arange(0, BLOCK_N)
+        if live is None:
+            page_ids = tl.load(page_table_ptr + keys // PAGE_TOKENS)
+        else:
+            page_ids = tl.load(page_table_ptr + keys // PAGE_TOKENS, mask=live, other=0)
+        return page_offsets(page_ids, stride_page) + (keys % PAGE_TOKENS) * stride_slot
+
+
+@triton.jit
+def first_tile_key(first_key, PAGE_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where the tiles of a range of keys begin: at its start, unless tiles must stay in a page."""
+    if PAGE_TOKENS % BLOCK_N == 0:
+        return first_key // BLOCK_N * BLOCK_N
+    else:
+        return first_key
+
+
+def strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """A tensor's strides in elements, 0 in dimensions of size one.
+
+    PyTorch leaves the stride of such a dimension undefined; 0 keeps the alignment Triton infers.
+    """
+    return tuple(
+        0 if size <= 1 else stride
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )

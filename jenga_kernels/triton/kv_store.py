@@ -1,0 +1,79 @@
+"""Kernel of `jenga_kernels.kv_store`."""
+
+import triton
+import triton.language as tl
+
+from jenga_kernels.triton.addressing import slot_offsets
+from jenga_kernels.triton.fp8 import to_fp8
+
+
+@triton.jit
+def _stored(rows, heads, live, scale_ptr, IS_FP8: tl.constexpr, IS_PER_HEAD: tl.constexpr):
+    """Rows as they are kept: unchanged, or scaled and saturated."""
+    if not IS_FP8:
+        return rows
+    else:
+        values = rows.to(tl.float32)
+        if scale_ptr is not None:
+            if IS_PER_HEAD:
+                scale = tl.load(scale_ptr + heads, mask=live, other=1.0)[:, None]
+            else:
+                scale = tl.load(scale_ptr)
+            values = values / scale
+        return to_fp8(values)
+
+
+@triton.jit
+def kv_store_kernel(
+    # Outputs
+    k_pages_ptr,  # [num_pages, page_tokens, num_kv_heads, head_dim]
+    v_pages_ptr,  # [num_pages, page_tokens, num_kv_heads, head_dim]
+    # Inputs
+    k_ptr,  # [num_tokens, num_kv_heads, head_dim]
+    v_ptr,  # [num_tokens, num_kv_heads, head_dim]
+    slots_ptr,  # i64[num_tokens]
+    k_scale_ptr,  # f32[1] or f32[num_kv_heads]
+    v_scale_ptr,  # f32[1] or f32[num_kv_heads]
+    # Sizes
+    num_tokens,
+    # Strides, in elements
+    stride_pages_page: tl.int64,
+    stride_pages_slot: tl.int64,
+    stride_pages_head: tl.int64,
+    stride_k_token: tl.int64,
+    stride_k_head: tl.int64,
+    stride_v_token: tl.int64,
+    stride_v_head: tl.int64,
+    # Tiles and flags
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    IS_PER_HEAD_K: tl.constexpr,
+    IS_PER_HEAD_V: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Program p copies rows p * BLOCK_ROWS and on; a row is one head of one token."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    tokens = rows // NUM_KV_HEADS
+    heads = rows % NUM_KV_HEADS
+    slots = tl.load(slots_ptr + tokens, mask=tokens < num_tokens, other=-1)  # i64[BLOCK_ROWS]
+    live = slots >= 0
+    dims = tl.arange(0, BLOCK_D)
+    mask = live[:, None]
+    if BLOCK_D != HEAD_DIM:
+        mask &= (dims < HEAD_DIM)[None, :]
+
+    k_offsets = tokens * stride_k_token + heads * stride_k_head
+    v_offsets = tokens * stride_v_token + heads * stride_v_head
+    k = tl.load(k_ptr + k_offsets[:, None] + dims[None, :], mask=mask)  # [BLOCK_ROWS, BLOCK_D]
+    v = tl.load(v_ptr + v_offsets[:, None] + dims[None, :], mask=mask)  # [BLOCK_ROWS, BLOCK_D]
+
+    slot = tl.where(live, slots, 0)
+    in_pages = slot_offsets(slot, stride_pages_page, stride_pages_slot, PAGE_TOKENS)
+    offsets = (in_pages + heads * stride_pages_head)[:, None] + dims[None, :]
+    k = _stored(k, heads, live, k_scale_ptr, IS_FP8, IS_PER_HEAD_K)
+    v = _stored(v, heads, live, v_scale_ptr, IS_FP8, IS_PER_HEAD_V)
+    tl.store(k_pages_ptr + offsets, k, mask=mask)
+    tl.store(v_pages_ptr + offsets, v, mask=mask)

@@ -1,0 +1,29 @@
+"""The matrix product of all kernels."""
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+"""Whether kernels of this process run in Triton's interpreter."""
+
+
+@triton.jit
+def matmul(a, b):
+    """Product of a [M, K] and b [K, N], accumulated and returned in float32.
+
+    Operands of less than 32 bits are widened in the interpreter, which holds bfloat16 as integers
+    and multiplies those; on a GPU they go to the tensor cores as they are.
+    """
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32))
+    else:
+        return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def matmul_add(a, b, c):
+    """Product of a [M, K] and b [K, N] added to c, f32[M, N]; see `matmul`."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), c)
+    else:
+        return tl.dot(a, b, c, input_precision="ieee")

@@ -1,0 +1,38 @@
+"""Online softmax in base 2.
+
+Rows carry their greatest score so far, the sum of weights relative to it, and whatever the caller
+accumulates with these weights. A row that has seen no key has maximum -inf and sum 0.
+
+Source: FlashAttention-2 (arXiv 2307.08691), algorithm 1.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def softmax_step(scores, scale, row_max, row_sum):
+    """Take one tile of scores into a running softmax.
+
+    Args:
+        scores: f32[M, N]; -inf where a key is not visible.
+        scale: Positive factor that brings scores to base 2.
+        row_max: f32[M], the greatest scaled score so far.
+        row_sum: f32[M], the weights so far, relative to 2**row_max.
+
+    Returns:
+        The weights of this tile, the factor for what was accumulated, the new maximum and sum.
+    """
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
+    # Before its first visible key a row's maximum is -inf, and -inf - -inf is not a number.
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2(scores * scale - shift[:, None])
+    rescale = tl.exp2(row_max - shift)
+    return weights, rescale, new_max, row_sum * rescale + tl.sum(weights, 1)
+
+
+@triton.jit
+def soft_capped(scores, soft_cap):
+    """soft_cap * tanh(scores / soft_cap), through exp2."""
+    power = tl.exp2(scores * (2.8853900817779268 / soft_cap))  # e ** (2 x / cap)
+    return soft_cap - 2 * soft_cap / (power + 1)

@@ -1,0 +1,133 @@
+"""Compile, on a machine without a GPU, exactly what the operations would launch on one.
+
+A job is a function that calls public operations on CPU tensors. It runs in a process of its own
+(the interpreter is off there) where launches compile for the given GPU and are recorded.
+"""
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+INSTRUCTIONS = {
+    "wgmma": r"\bwgmma\.mma_async",
+    "mma": r"\bmma\.sync",
+    "load_128": r"\bld\.global[.\w]*\.v4\.b32|\bld\.global[.\w]*\.v2\.b64|\bcp\.async\.c[ag]"
+    r"\.shared\.global \[[^;]*?, 0x10",
+    "store_128": r"\bst\.global[.\w]*\.v4\.b32|\bst\.global[.\w]*\.v2\.b64",
+    "load_global": r"\bld\.global",
+    "store_global": r"\bst\.global",
+    "cp_async": r"\bcp\.async\.c[ag]",
+    "tma": r"\bcp\.async\.bulk\.tensor",
+}
+"""Names of counts -> what they count in PTX."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler says of one kernel."""
+
+    name: str
+    capability: int
+    num_warps: int
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+    counts: dict[str, int]
+
+
+def compile_job(job: Callable[[], None], *capabilities: int) -> list[Compiled]:
+    """Run a module-level function in the compiling process, for each compute capability."""
+    results: list[Compiled] = []
+    root = Path(__file__).parents[2]
+    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(root)
+    for capability in capabilities:
+        command = [sys.executable, "-m", "tests.kernels.compiling"]
+        command += [job.__module__, job.__name__, str(capability)]
+        done = subprocess.run(
+            command, cwd=root, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        results += [Compiled(**row) for row in json.loads(done.stdout.splitlines()[-1])]
+    assert results, f"{job.__name__} launched nothing"
+    return results
+
+
+class _PretendedDriver:
+    """As much of a Triton driver as compiling asks for."""
+
+    def __init__(self, capability: int) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self.target = GPUTarget("cuda", capability, 32)
+        self.utils = self
+
+    def get_current_target(self) -> object:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_device_properties(self, _device: int) -> dict[str, int]:
+        return {"multiprocessor_count": 132}
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+
+def _resources(cubin: bytes) -> dict[str, int]:
+    """Registers, stack and shared bytes of a binary with one kernel."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+
+
+def _main(module: str, function: str, capability: int) -> None:
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    driver.set_active(_PretendedDriver(capability))
+    compiled: dict[int, object] = {}
+    run = JITFunction.run
+
+    def compile_only(self: JITFunction, *args: object, **kwargs: object) -> object:
+        kernel = run(self, *args, **(kwargs | {"warmup": True}))
+        compiled[id(kernel)] = kernel
+        return kernel
+
+    JITFunction.run = compile_only
+    getattr(importlib.import_module(module), function)()
+    rows = []
+    for kernel in compiled.values():
+        resources = _resources(kernel.asm["cubin"])
+        counts = {
+            name: len(re.findall(text, kernel.asm["ptx"])) for name, text in INSTRUCTIONS.items()
+        }
+        row = Compiled(
+            name=kernel.metadata.name,
+            capability=capability,
+            num_warps=kernel.metadata.num_warps,
+            registers=resources["REG"],
+            stack_bytes=resources["STACK"] + resources.get("LOCAL", 0),
+            shared_bytes=kernel.metadata.shared,
+            counts=counts,
+        )
+        rows.append(asdict(row))
+    sys.stdout.write(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
