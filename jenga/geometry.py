@@ -188,8 +188,8 @@ def place_layers(
 
     Args:
         layer_type: Where the layers come from.
-        tokens_per_page: Tokens of a small page. A state always takes one slot, a window with its
-            own page length keeps that, and tokens that share a slot are never parted.
+        tokens_per_page: Tokens of a small page. A state always takes one slot, a type with
+            its own page length keeps that, and tokens that share a slot are never parted.
         alignment_bytes: Every offset is a multiple of it.
         layer_start: First layer placed.
         layer_end: One past the last; the type's end where None.
@@ -224,8 +224,8 @@ def _page_tokens(layer_type: LayerType, tokens_per_page: int) -> int:
     match layer_type:
         case State():
             return 1
-        case SlidingWindow(tokens_per_page=int(own_tokens)):
-            return own_tokens
+        case FullAttention(tokens_per_page=int(own)) | SlidingWindow(tokens_per_page=int(own)):
+            return own
         case _:
             return lcm(tokens_per_page, tokens_per_slot(layer_type))
 

@@ -26,8 +26,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import merge
 from itertools import count, islice, product
-from math import ceil, lcm
+from math import lcm
+from operator import mul
 
+from jenga.demand import TYPICAL_TOKENS, UNSHARED_TAIL, held_pages, is_packed
 from jenga.geometry import (
     ALIGNMENT_BYTES,
     TOKENS_PER_PAGE,
@@ -35,37 +37,22 @@ from jenga.geometry import (
     PageContent,
     check_arena,
     check_page_options,
-    exact_lcm,
     has_pages,
     place_layers,
     round_up,
 )
-from jenga.spec import (
-    ChunkedLocal,
-    CrossAttention,
-    FullAttention,
-    ImageEmbedding,
-    LayerType,
-    ModelSpec,
-    SlidingWindow,
-    State,
-    TokenBudget,
-    check_positive,
-)
-
-TYPICAL_TOKENS = (512, 1024, 2048, 4096, 8192, 32768)
-"""Request lengths a plan is averaged over: short ones weigh the states, long ones the padding."""
+from jenga.spec import ModelSpec, State, check_positive
 
 TYPICAL_ARENA_BYTES = 8 << 30
 """The arena planned for where none is given: what a model leaves free on a GPU it barely fits."""
 
 MAX_PADDING = 0.01
-"""Padding a small page may get, as a share of its content."""
+"""Share of held bytes that may be padding, at every typical length."""
 
-UNSHARED_TAIL = 0.05
-"""Share of a request's last, partly filled large page that no other request fills."""
+MAX_PAGE_PADDING = 0.125
+"""Padding a small page may get, as a share of its content, however little of it is held."""
 
-PAGE_TABLE_COST = 0.001
+PAGE_TABLE_COST = 0.002
 """Waste worth one page table less: a page table costs the engine host time in every step."""
 
 _STRIDE_ALIGNMENT_BYTES = 128
@@ -74,31 +61,11 @@ _STRIDE_ALIGNMENT_BYTES = 128
 _ARENA_LARGE_PAGES = 1.5
 """Large pages an arena loses: the null page, and half a one at its end."""
 
-_MAX_TRIALS = 512
+_MAX_TRIALS = 4096
 """Large pages tried per way to cut; plans settle within far fewer."""
 
 _MAX_FEWER_PAGES = 8
 """How far below what fits a count is lowered in search of a smaller common multiple."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Waste:
-    """Shares of the bytes held by requests of one length that hold no data.
-
-    Attributes:
-        padding: Bytes of small pages that no slot covers.
-        last_page: Slots held that the next token does not need.
-        tail: Empty small pages in large pages that a request shares with nobody.
-    """
-
-    padding: float
-    last_page: float
-    tail: float
-
-    @property
-    def total(self) -> float:
-        """All of it."""
-        return self.padding + self.last_page + self.tail
 
 
 def plan(
@@ -118,8 +85,9 @@ def plan(
             plan may differ. None plans for `TYPICAL_ARENA_BYTES`.
         tokens_per_page: Tokens of a small page of every token type, a multiple of 16.
         typical_tokens: Request lengths the expected waste is averaged over.
-        max_padding: Padding of a small page at most, as a share of its content. Where no large page
-            of a reasonable size keeps to it, the least multiple of it that one does.
+        max_padding: Share of held bytes that may be padding, at each of those lengths; no single
+            small page gets more than `MAX_PAGE_PADDING` of its content. Where no large page of a
+            reasonable size keeps to it, it is doubled until one does.
         alignment_bytes: Alignment of every layer and small page, a power of two of at least 16.
 
     Raises:
@@ -165,84 +133,6 @@ def plan(
     return geometry
 
 
-def expected_waste(geometry: Geometry, typical_tokens: Sequence[int] = TYPICAL_TOKENS) -> Waste:
-    """Waste of requests in mid decode, averaged over their lengths.
-
-    Args:
-        geometry: Any geometry.
-        typical_tokens: Lengths to average over. Image embeddings count at their peak.
-    """
-    padding = last_page = tail = 0.0
-    for num_tokens in typical_tokens:
-        held_bytes = padding_bytes = unneeded_bytes = tail_bytes = 0.0
-        for table in geometry.page_tables:
-            num_pages = _held_pages(table.layer_type, table.tokens_per_page, num_tokens)
-            num_slots = num_pages * table.slots_per_page
-            held_bytes += num_pages * table.small_page_bytes
-            padding_bytes += num_pages * table.padding_bytes
-            needed_slots = _needed_tokens(table.layer_type, num_tokens) / (
-                table.tokens_per_page / table.slots_per_page
-            )
-            unneeded_bytes += (num_slots - needed_slots) * table.slot_bytes
-            if num_pages and not table.is_state:
-                tail_bytes += (
-                    UNSHARED_TAIL * (geometry.large_page_bytes - table.small_page_bytes) / 2
-                )
-        held_bytes += tail_bytes
-        padding += padding_bytes / held_bytes / len(typical_tokens)
-        last_page += unneeded_bytes / held_bytes / len(typical_tokens)
-        tail += tail_bytes / held_bytes / len(typical_tokens)
-    return Waste(padding=padding, last_page=last_page, tail=tail)
-
-
-def geometry_by_name(name: str, model: ModelSpec, *, arena_bytes: int | None = None) -> Geometry:
-    """The geometry of a rule: "planned" or "lcm".
-
-    Raises:
-        ValueError: No rule has this name, or the rule refuses the model or the arena.
-    """
-    match name:
-        case "planned":
-            return plan(model, arena_bytes=arena_bytes)
-        case "lcm":
-            geometry = exact_lcm(model)
-        case _:
-            msg = f"geometry must be 'planned' or 'lcm', got {name!r}"
-            raise ValueError(msg)
-    if arena_bytes is not None:
-        check_arena(geometry, arena_bytes)
-    return geometry
-
-
-def _needed_tokens(layer_type: LayerType, num_tokens: int) -> int:
-    """Tokens that the next token of a request of this length reads; 1 for a state."""
-    match layer_type:
-        case FullAttention():
-            return num_tokens
-        case SlidingWindow(window_tokens=window_tokens):
-            return min(num_tokens, window_tokens)
-        case ChunkedLocal(chunk_tokens=chunk_tokens):
-            return (num_tokens - 1) % chunk_tokens + 1
-        case (
-            CrossAttention(typical_tokens=typical_tokens)
-            | ImageEmbedding(typical_tokens=typical_tokens)
-        ):
-            return typical_tokens
-        case TokenBudget():
-            return layer_type.budget_tokens(num_tokens)
-        case State():
-            return 1
-
-
-def _held_pages(layer_type: LayerType, tokens_per_page: int, num_tokens: int) -> int:
-    """Small pages that hold those tokens."""
-    needed_tokens = _needed_tokens(layer_type, num_tokens)
-    if isinstance(layer_type, SlidingWindow | ChunkedLocal):
-        first_page = (num_tokens - needed_tokens) // tokens_per_page
-        return ceil(num_tokens / tokens_per_page) - first_page
-    return ceil(needed_tokens / tokens_per_page)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
     """A geometry that the search found, with the expected waste that it minimises."""
@@ -271,12 +161,12 @@ def _best_candidate(
             break
         sizes = _size_costs(contents, arena_bytes=arena_bytes, typical_tokens=typical_tokens)
         search = _Search(
-            contents=contents,
-            sizes=sizes,
-            arena_bytes=arena_bytes,
-            max_padding=max_padding,
-            tables_cost=tables_cost,
+            contents,
+            sizes,
             stride_bytes=_stride_alignment(contents, alignment_bytes),
+            max_padding=max_padding,
+            fixed_cost=tables_cost,
+            per_large_page_byte=_ARENA_LARGE_PAGES / arena_bytes,
         )
         best = search.better_than(best)
     return best
@@ -345,8 +235,18 @@ class _SizeCost:
     """What small pages of one size cost, all page tables of that size together."""
 
     content_bytes: int
-    per_padding_byte: float  # expected waste of one byte of padding
+    per_padding_byte: tuple[float, ...]  # share of held bytes, per typical length
     per_tail_byte: float  # expected waste of one byte of large page beyond the first small page
+
+    @property
+    def mean_per_padding_byte(self) -> float:
+        """Expected waste of one byte of padding."""
+        return sum(self.per_padding_byte) / len(self.per_padding_byte)
+
+    def padding_limit_bytes(self, max_padding: float) -> int:
+        """The padding that this size alone may have."""
+        share_limit = max_padding / max(self.per_padding_byte)
+        return int(min(share_limit, max(max_padding, MAX_PAGE_PADDING) * self.content_bytes))
 
 
 def _size_costs(
@@ -354,105 +254,124 @@ def _size_costs(
 ) -> list[_SizeCost]:
     """Costs per size, largest first."""
     num_pages = [
-        [_held_pages(each.layer_type, each.tokens_per_page, length) for each in contents]
+        [held_pages(each.layer_type, each.tokens_per_page, length) for each in contents]
         for length in typical_tokens
     ]
     held_bytes = [
-        sum(count * each.content_bytes for count, each in zip(counts, contents, strict=True))
+        sum(pages * each.content_bytes for pages, each in zip(counts, contents, strict=True))
         for counts in num_pages
     ]
     request_share = sum(1 / held for held in held_bytes) / len(typical_tokens)
-    costs: dict[int, _SizeCost] = {}
-    for index, content in enumerate(contents):
-        per_padding_byte = sum(
-            counts[index] / held for counts, held in zip(num_pages, held_bytes, strict=True)
-        ) / len(typical_tokens)
-        unshared = 0.0 if isinstance(content.layer_type, State) else UNSHARED_TAIL * request_share
-        before = costs.get(content.content_bytes, _SizeCost(content.content_bytes, 0.0, 0.0))
-        costs[content.content_bytes] = _SizeCost(
-            content.content_bytes,
-            before.per_padding_byte + per_padding_byte,
-            before.per_tail_byte + (1 / arena_bytes + unshared) / 2,
+    costs: list[_SizeCost] = []
+    for content_bytes in sorted({each.content_bytes for each in contents}, reverse=True):
+        members = [i for i, each in enumerate(contents) if each.content_bytes == content_bytes]
+        num_unpacked = sum(not is_packed(contents[i].layer_type) for i in members)
+        costs.append(
+            _SizeCost(
+                content_bytes,
+                tuple(
+                    sum(counts[i] for i in members) / held
+                    for counts, held in zip(num_pages, held_bytes, strict=True)
+                ),
+                (len(members) / arena_bytes + num_unpacked * UNSHARED_TAIL * request_share) / 2,
+            )
         )
-    return sorted(costs.values(), key=lambda cost: -cost.content_bytes)
+    return costs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Search:
     """The large pages worth trying for one way to cut the states."""
 
-    contents: tuple[PageContent, ...]
-    sizes: list[_SizeCost]  # largest first
-    arena_bytes: int
-    max_padding: float
-    tables_cost: float
-    stride_bytes: int
+    def __init__(
+        self,
+        contents: tuple[PageContent, ...],
+        sizes: Sequence[_SizeCost],
+        *,
+        stride_bytes: int,
+        max_padding: float,
+        fixed_cost: float,
+        per_large_page_byte: float,
+    ) -> None:
+        self._contents = contents
+        self._sizes = sizes
+        self._stride_bytes = stride_bytes
+        self._max_padding = max_padding
+        self._fixed_cost = fixed_cost
+        self._per_large_page_byte = per_large_page_byte
+        self._limits = [
+            size.content_bytes + size.padding_limit_bytes(max_padding) for size in sizes
+        ]
+        self._mean_per_padding_byte = [size.mean_per_padding_byte for size in sizes]
 
     def better_than(self, best: _Candidate | None) -> _Candidate | None:
         """The cheapest candidate, or the one given where none is cheaper."""
-        largest = self.sizes[0].content_bytes
+        largest = self._sizes[0].content_bytes
         multiples = merge(
             *(
                 count(round_up(largest, size.content_bytes), size.content_bytes)
-                for size in self.sizes
+                for size in self._sizes
             )
         )
         for least_bytes in islice(multiples, _MAX_TRIALS):
             if best is not None and self._least_cost(least_bytes) >= best.cost:
                 break
             for counts in self._counts(least_bytes):
-                granule_bytes = lcm(*counts) * self.stride_bytes
-                large_page_bytes = round_up(least_bytes, granule_bytes)
+                large_page_bytes = round_up(least_bytes, lcm(*counts) * self._stride_bytes)
                 cost = self._cost(large_page_bytes, counts)
                 if cost is not None and (best is None or cost < best.cost):
                     best = _Candidate(
                         cost=cost,
                         large_page_bytes=large_page_bytes,
-                        contents=self.contents,
+                        contents=self._contents,
                         pages_of_content={
                             size.content_bytes: num_pages
-                            for size, num_pages in zip(self.sizes, counts, strict=True)
+                            for size, num_pages in zip(self._sizes, counts, strict=True)
                         },
                     )
         return best
 
     def _least_cost(self, large_page_bytes: int) -> float:
         """A lower bound that only grows with the large page."""
-        tails = sum(
-            size.per_tail_byte
-            * max(0.0, large_page_bytes - size.content_bytes * (1 + self.max_padding))
-            for size in self.sizes
-        )
-        return self.tables_cost + _ARENA_LARGE_PAGES * large_page_bytes / self.arena_bytes + tails
+        cost = self._fixed_cost + self._per_large_page_byte * large_page_bytes
+        for size, limit_bytes in zip(self._sizes, self._limits, strict=True):
+            cost += size.per_tail_byte * max(0, large_page_bytes - limit_bytes)
+        return cost
 
     def _cost(self, large_page_bytes: int, counts: Sequence[int]) -> float | None:
         """Expected waste of a large page cut into these counts; None if padded beyond the bound."""
-        cost = self.tables_cost + _ARENA_LARGE_PAGES * large_page_bytes / self.arena_bytes
-        for size, num_pages in zip(self.sizes, counts, strict=True):
+        cost = self._fixed_cost + self._per_large_page_byte * large_page_bytes
+        paddings: list[int] = []
+        for index, num_pages in enumerate(counts):
+            size = self._sizes[index]
             stride_bytes = large_page_bytes // num_pages
-            padding_bytes = stride_bytes - size.content_bytes
-            if padding_bytes > self.max_padding * size.content_bytes:
+            if stride_bytes > self._limits[index]:
                 return None
-            cost += size.per_padding_byte * padding_bytes
+            paddings.append(stride_bytes - size.content_bytes)
+            cost += self._mean_per_padding_byte[index] * paddings[-1]
             cost += size.per_tail_byte * (large_page_bytes - stride_bytes)
+        for shares in zip(*(size.per_padding_byte for size in self._sizes), strict=True):
+            if sum(map(mul, shares, paddings)) > self._max_padding:
+                return None
         return cost
 
     def _counts(self, least_bytes: int) -> Iterator[list[int]]:
-        """Small pages per large page, per size: as many as fit; and with a smaller common multiple.
+        """Small pages per large page, per size: as many as fit, and some with fewer primes.
 
-        A large page is a multiple of the counts' least common multiple, so counts with few prime
-        factors between them keep the rounding small where there are many sizes.
+        A large page is a multiple of the counts' least common multiple, so counts that share their
+        prime factors keep the rounding small where there are many sizes.
         """
-        most = [least_bytes // size.content_bytes for size in self.sizes]
+        most: list[int] = []
+        for size, limit_bytes in zip(self._sizes, self._limits, strict=True):
+            num_pages = least_bytes // size.content_bytes
+            if num_pages * limit_bytes < least_bytes:
+                return
+            most.append(num_pages)
         yield most
         common = 1
         chosen: list[int] = []
-        for size, highest in zip(self.sizes, most, strict=True):
-            lowest = max(1, ceil(least_bytes / (size.content_bytes * (1 + self.max_padding))))
-            if lowest > highest:
-                return
-            options = range(highest, max(lowest, highest - _MAX_FEWER_PAGES) - 1, -1)
-            num_pages = min(options, key=lambda option: lcm(common, option))
+        for highest, limit_bytes in zip(most, self._limits, strict=True):
+            lowest = max(-(-least_bytes // limit_bytes), highest - _MAX_FEWER_PAGES)
+            num_pages = min(range(highest, lowest - 1, -1), key=lambda option: lcm(common, option))
             common = lcm(common, num_pages)
             chosen.append(num_pages)
         if chosen != most:

@@ -112,7 +112,9 @@ def _check_layers(name: str, layers: Sequence[Layer]) -> None:
     if not layers:
         msg = f"layer type {name!r} must have at least one layer"
         raise ValueError(msg)
-    _check_distinct(f"layer type {name!r}", "layers", [layer.name for layer in layers])
+    names = [layer.name for layer in layers]
+    readers = [reader for layer in layers for reader in layer.readers]
+    _check_distinct(f"layer type {name!r}", "layers", names + readers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,15 +124,28 @@ class FullAttention:
     Attributes:
         tokens_per_slot: Tokens that share one slot; more than 1 where keys are compressed along
             the sequence.
+        tokens_per_page: The page length its kernel asks for, a multiple of `tokens_per_slot`; None
+            leaves it to the planner.
     """
 
     name: str
     layers: tuple[Layer, ...]
     tokens_per_slot: int = 1
+    tokens_per_page: int | None = None
 
     def __post_init__(self) -> None:
+        owner = f"layer type {self.name!r}"
         _check_layers(self.name, self.layers)
-        check_positive(f"layer type {self.name!r}", "tokens_per_slot", self.tokens_per_slot)
+        check_positive(owner, "tokens_per_slot", self.tokens_per_slot)
+        if self.tokens_per_page is None:
+            return
+        check_positive(owner, "tokens_per_page", self.tokens_per_page)
+        if self.tokens_per_page % self.tokens_per_slot:
+            msg = (
+                f"{owner}: tokens_per_page must be a multiple of tokens_per_slot "
+                f"({self.tokens_per_slot}), got {self.tokens_per_page}"
+            )
+            raise ValueError(msg)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,8 +154,8 @@ class SlidingWindow:
 
     Attributes:
         window_tokens: Tokens a query reads: itself and the `window_tokens - 1` before it.
-        tokens_per_page: The page length its kernel asks for, where it is not the planner's choice:
-            windows of a few tokens (the compressors of DeepSeek-V4) would waste a page of 16.
+        tokens_per_page: The page length its kernel asks for; windows of a few tokens (those of
+            DeepSeek-V4's compressors) would waste a page of 16. None leaves it to the planner.
     """
 
     name: str

@@ -11,7 +11,6 @@ from jenga.geometry import (
     exact_lcm,
     place_layers,
 )
-from jenga.planner import geometry_by_name
 from jenga.spec import (
     CrossAttention,
     FullAttention,
@@ -198,13 +197,3 @@ def broken(**changes):
 def test_check_geometry_refuses_what_does_not_tile(geometry, message):
     with pytest.raises(ValueError, match=message):
         check_geometry(geometry)
-
-
-def test_geometry_by_name_refuses_an_unknown_name():
-    with pytest.raises(ValueError, match=r"geometry must be .*got 'best'"):
-        geometry_by_name("best", PAPER_VISION)
-
-
-def test_geometry_by_name_checks_the_arena():
-    with pytest.raises(ValueError, match="arena_bytes must hold"):
-        geometry_by_name("lcm", PAPER_VISION, arena_bytes=100)

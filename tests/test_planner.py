@@ -4,8 +4,9 @@ import time
 
 import pytest
 
+from jenga.demand import TYPICAL_TOKENS, expected_waste
 from jenga.geometry import check_arena, check_geometry, exact_lcm
-from jenga.planner import expected_waste, plan
+from jenga.planner import MAX_PAGE_PADDING, plan
 from jenga.spec import FullAttention, Layer, ModelSpec, SlidingWindow, State, StatePart, combine
 
 
@@ -82,9 +83,14 @@ def test_plan_stores_every_layer_once(model):
     )
 
 
-def test_plan_pads_no_small_page_beyond_the_bound(model):
-    for table in plan(model, max_padding=0.01).page_tables:
-        assert table.padding_bytes <= 0.01 * table.payload_bytes
+@pytest.mark.parametrize("max_padding", [0.01, 0.002])
+def test_plan_pads_within_the_bound_at_every_typical_length(model, max_padding):
+    geometry = plan(model, max_padding=max_padding)
+
+    for num_tokens in TYPICAL_TOKENS:
+        assert expected_waste(geometry, [num_tokens]).padding <= max_padding
+    for table in geometry.page_tables:
+        assert table.padding_bytes <= MAX_PAGE_PADDING * table.payload_bytes
 
 
 def test_plan_keeps_sixteen_tokens_in_every_attention_page(model):
@@ -97,7 +103,7 @@ def test_plan_makes_a_large_page_a_small_part_of_the_arena(model):
 
     geometry = plan(model, arena_bytes=arena_bytes)
 
-    assert geometry.large_page_bytes <= arena_bytes / 100
+    assert geometry.large_page_bytes <= arena_bytes / 64
 
 
 def test_plan_wastes_little_at_every_length(model):
