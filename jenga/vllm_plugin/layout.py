@@ -183,8 +183,6 @@ def max_concurrency(vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig) -
     geometry = geometry_of(kv_cache_config)
     large_pages_per_request = sum(
         Fraction(_pages_of_longest_request(vllm_config, group), table.small_pages_per_large_page)
-        for group, table in zip(
-            kv_cache_config.kv_cache_groups, geometry.page_tables, strict=True
-        )
+        for group, table in zip(kv_cache_config.kv_cache_groups, geometry.page_tables, strict=True)
     )
     return float((kv_cache_config.num_blocks - 1) / large_pages_per_request)

@@ -1,0 +1,23 @@
+"""The bytes of the arena of a real engine."""
+
+import pytest
+
+pytestmark = pytest.mark.vllm
+
+
+def test_keys_and_values_lie_where_the_geometry_says_and_nothing_else_is_touched(
+    tiny_model, run_engine
+):
+    result = run_engine(
+        tiny_model("gpt_oss"),
+        [],
+        script="arena_process.py",
+        options={"attention_backend": "JENGA_TRITON"},
+    )
+
+    assert "error" not in result, result["error"][-4000:]
+    # Of each prompt all tokens are stored and 3 generated ones (the fourth is never computed on).
+    assert result["layers"] == 4
+    assert result["stores"] == (19 + 70 + 2 * 3) * 4
+    assert result["lowest_address"] >= result["large_page_bytes"]  # the null page is not written
+    assert result["differing_bytes"] == 0

@@ -1,0 +1,172 @@
+"""Switching the plugin on, and what it refuses, without starting an engine."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from jenga.vllm_plugin.environment import read_settings
+from tests.vllm_plugin.conftest import engine_environment
+
+
+@pytest.mark.parametrize(
+    ("environ", "named"),
+    [
+        ({"VLLM_ATTENTION_BACKEND": "JENGA_TRITN"}, "JENGA_TRITN"),
+        ({"VLLM_ATTENTION_BACKEND": "jenga"}, "VLLM_ATTENTION_BACKEND"),
+        ({"JENGA_GEOMETRY": "best"}, "JENGA_GEOMETRY"),
+        ({"JENGA_GEOMETERY": "lcm"}, "JENGA_GEOMETERY"),
+        ({"JENGA_MEMORY_LOG": "/no/such/folder/log.jsonl"}, "JENGA_MEMORY_LOG"),
+    ],
+)
+def test_settings_refuse_what_they_do_not_know(environ, named):
+    with pytest.raises(ValueError, match=named):
+        read_settings(environ)
+
+
+def test_settings_leave_other_backends_to_vllm():
+    assert not read_settings({"VLLM_ATTENTION_BACKEND": "FLASH_ATTN"}).selects_backend
+    assert not read_settings({}).selects_backend
+    assert read_settings({"VLLM_ATTENTION_BACKEND": " jenga_triton "}).selects_backend
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.32.0", "0.3.2"])
+def test_versions_other_than_the_supported_are_refused_by_name(version):
+    from jenga.vllm_plugin.replacements import check_version
+
+    with pytest.raises(ValueError, match=rf"0\.32.*{version}"):
+        check_version(version)
+
+
+def run_python(code, **environment):
+    process = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=engine_environment(**environment),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    return process.returncode, process.stdout + process.stderr
+
+
+CONFIGURE = """
+    from vllm.engine.arg_utils import EngineArgs
+    def configure(**options):
+        common = dict(model={model!r}, dtype="float32", enforce_eager=True, skip_tokenizer_init=True,
+                      max_model_len=256, attention_backend="JENGA_TRITON")
+        return EngineArgs(**(common | options)).create_engine_config()
+"""
+
+
+@pytest.fixture(scope="module")
+def refusals(tiny_model):
+    """Get the message of the refusal of each feature, all in one process."""
+    code = (
+        CONFIGURE.format(model=str(tiny_model("llama")))
+        + """
+    features = {
+        "pipeline parallelism": dict(pipeline_parallel_size=2),
+        "decode context parallelism": dict(decode_context_parallel_size=2, tensor_parallel_size=4),
+        "KV cache events": dict(kv_events_config={"enable_kv_cache_events": True}),
+        "KV connectors": dict(kv_transfer_config={
+            "kv_connector": "ExampleConnector", "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": "/tmp"}}),
+        "KV offloading": dict(kv_offloading_size=1.0),
+        "speculative decoding": dict(speculative_config={
+            "method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}),
+        "disable-hybrid-kv-cache-manager": dict(disable_hybrid_kv_cache_manager=True),
+        "kv-cache-dtype": dict(kv_cache_dtype="fp8"),
+        "block-size": dict(block_size=24),
+    }
+    for feature, options in features.items():
+        try:
+            configure(**options)
+            print(f"RESULT|{feature}|accepted")
+        except Exception as error:
+            print(f"RESULT|{feature}|{error!r}".replace(chr(10), " "))
+    """
+    )
+    _, output = run_python(code)
+    rows = [line.split("|", 2)[1:] for line in output.splitlines() if line.startswith("RESULT|")]
+    return dict(rows), output
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    "feature",
+    [
+        "pipeline parallelism",
+        "decode context parallelism",
+        "KV cache events",
+        "KV connectors",
+        "KV offloading",
+        "speculative decoding",
+        "disable-hybrid-kv-cache-manager",
+        "kv-cache-dtype",
+        "block-size",
+    ],
+)
+def test_unsupported_features_are_refused_by_name_at_start_up(feature, refusals):
+    messages, output = refusals
+
+    assert feature in messages, output[-4000:]
+    assert feature in messages[feature]
+
+
+@pytest.mark.vllm
+def test_vllm_is_untouched_unless_the_backend_is_selected(tiny_model):
+    code = (
+        CONFIGURE.format(model=str(tiny_model("llama")))
+        + """
+    from jenga.vllm_plugin.replacements import REPLACEMENTS, _is_applied
+    stock = configure(attention_backend=None)
+    print("BEFORE", [r.name for r in REPLACEMENTS if _is_applied(r)])
+    print("BLOCK", stock.cache_config.block_size, stock.attention_config.backend)
+    configure()
+    print("AFTER", sum(_is_applied(r) for r in REPLACEMENTS) == len(REPLACEMENTS))
+    again = configure(attention_backend=None)
+    print("AGAIN", again.cache_config.block_size, again.cache_config.enable_prefix_caching)
+    """
+    )
+    returncode, output = run_python(code)
+
+    assert returncode == 0, output[-4000:]
+    assert "BEFORE ['current_platform.check_and_update_config']" in output
+    assert "BLOCK 128 None" in output  # what vLLM chooses on a CPU
+    assert "AFTER True" in output
+    assert "AGAIN 128 True" in output
+
+
+@pytest.mark.vllm
+def test_the_environment_variable_selects_the_backend_in_any_case(tiny_model):
+    code = (
+        CONFIGURE.format(model=str(tiny_model("llama")))
+        + """
+    config = configure(attention_backend=None)
+    print("BACKEND", config.attention_config.backend.name, config.cache_config.block_size)
+    """
+    )
+    returncode, output = run_python(code, VLLM_ATTENTION_BACKEND="jenga_triton")
+
+    assert returncode == 0, output[-4000:]
+    assert "BACKEND JENGA_TRITON 16" in output
+    assert "Unknown vLLM environment variable" not in output
+
+
+@pytest.mark.vllm
+def test_another_vllm_is_refused_with_its_version_and_the_supported_ones(tiny_model):
+    code = (
+        CONFIGURE.format(model=str(tiny_model("llama")))
+        + """
+    import vllm
+    vllm.__version__ = "0.31.0"
+    configure()
+    """
+    )
+    returncode, output = run_python(code)
+
+    assert returncode != 0
+    assert "supports vLLM 0.32.*" in output
+    assert "0.31.0" in output
