@@ -1,0 +1,147 @@
+"""Two-level allocation: small pages of every page table out of large pages of one arena.
+
+A large page is *empty*, or held by one page table, which cuts it into its small pages. A held
+large page is *pinned* while a small page of it is used, and *reclaimable* otherwise: whatever mix
+of evictable and empty small pages it has, it can be emptied and given to any page table. So a need
+can be met exactly if the large pages it takes beyond the unused small pages of pinned large pages
+do not outnumber the empty and the reclaimable ones. `Allocator.room` says so without a change.
+
+Source: Jenga paper, sections 4.3 and 5.4. Its five steps are kept with their price in view: a
+large page is opened for one request only if the request is sure to fill it; otherwise empty small
+pages are packed, best fit, before anything is opened or evicted; and what is evicted, a small page
+or a large one, is what is oldest.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jenga.errors import InvariantError
+from jenga.large_pages import LargePages
+from jenga.small_pages import Budget, SplitPages, WholePages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """Whether a need can be met, in numbers.
+
+    Attributes:
+        spare_pages: Small pages to be had in pinned large pages, per page table.
+        needed_large_pages: Large pages needed beyond those.
+        available_large_pages: Large pages empty or reclaimable, less the reserve.
+    """
+
+    spare_pages: tuple[int, ...]
+    needed_large_pages: int
+    available_large_pages: int
+
+    @property
+    def suffices(self) -> bool:
+        """Whether the need can be met."""
+        return self.needed_large_pages <= self.available_large_pages
+
+
+class Allocator:
+    """Books of which page is used, evictable or empty.
+
+    Attributes:
+        large_pages: The arena's large pages.
+        tables: The small pages of each page table.
+    """
+
+    __slots__ = ("large_pages", "tables")
+
+    def __init__(self, small_pages_per_large_page: Sequence[int], num_large_pages: int) -> None:
+        """All pages empty.
+
+        Args:
+            small_pages_per_large_page: Of each page table.
+            num_large_pages: Large pages of the arena, the null page included.
+        """
+        self.large_pages = LargePages(num_large_pages)
+        self.tables = tuple(
+            WholePages(index, self.large_pages)
+            if pages_per_large == 1
+            else SplitPages(index, pages_per_large, self.large_pages)
+            for index, pages_per_large in enumerate(small_pages_per_large_page)
+        )
+        self.large_pages.tables.extend(self.tables)
+
+    def room(
+        self,
+        needs: Sequence[int],
+        *,
+        hits: Sequence[Sequence[int]] | None = None,
+        reserve_large_pages: int = 0,
+    ) -> Room:
+        """Whether so many small pages can be taken, evicting where it must be.
+
+        Args:
+            needs: Small pages of each page table.
+            hits: Per page table, cached small pages that will be shared first.
+            reserve_large_pages: Large pages that must be left empty or reclaimable.
+        """
+        available = self.large_pages.num_available - reserve_large_pages
+        needed = 0
+        all_spare: list[int] = []
+        for table, need in zip(self.tables, needs, strict=True):
+            spare = table.num_spare
+            if hits is not None and hits[table.index]:
+                num_pinned, change = table.sharing(hits[table.index])
+                available -= num_pinned
+                spare += change
+            if need > spare:
+                needed -= (spare - need) // table.pages_per_large
+            all_spare.append(spare)
+        return Room(
+            spare_pages=tuple(all_spare),
+            needed_large_pages=needed,
+            available_large_pages=available,
+        )
+
+    def take(
+        self,
+        needs: Sequence[int],
+        expected: Sequence[int],
+        *,
+        owner: int,
+        reserve_large_pages: int = 0,
+    ) -> list[list[int]]:
+        """Take small pages in every page table; `room` must have said that they can be had.
+
+        Args:
+            needs: Small pages of each page table.
+            expected: Small pages that the owner will take for certain, these included.
+            owner: For whom; any positive number.
+            reserve_large_pages: Large pages to leave empty or reclaimable.
+
+        Returns:
+            Page ids, per page table.
+        """
+        required = [
+            -((table.num_spare - need) // table.pages_per_large) if need > table.num_spare else 0
+            for table, need in zip(self.tables, needs, strict=True)
+        ]
+        slack = self.large_pages.num_available - reserve_large_pages - sum(required)
+        if slack < 0:
+            msg = f"{list(needs)} small pages cannot be had: {-slack} large pages are missing"
+            raise InvariantError(msg)
+        budget = Budget(slack)
+        taken: list[list[int]] = []
+        for table, need in zip(self.tables, needs, strict=True):
+            budget.required = required[table.index]
+            pages: list[int] = []
+            if need:
+                pages = table.take(need, expected[table.index], owner, budget)
+            taken.append(pages)
+        return taken
+
+    def disown(self, owner: int) -> None:
+        """Let others have what the owner has claimed."""
+        for table in self.tables:
+            table.disown(owner)
+
+    def check(self) -> None:
+        """Raise `InvariantError` unless the books of both levels agree."""
+        self.large_pages.check()
+        for table in self.tables:
+            table.check()

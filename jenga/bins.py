@@ -1,0 +1,51 @@
+"""Best fit in constant time: large pages binned by how many of their small pages are empty."""
+
+from jenga.errors import InvariantError
+
+NO_PAGE = 0
+"""What a search gives when no bin holds a page: the null page is never in one."""
+
+
+class Bins:
+    """Large pages by their number of empty small pages, at least one."""
+
+    __slots__ = ("_bins", "_mask")
+
+    def __init__(self) -> None:
+        self._bins: dict[int, dict[int, None]] = {}
+        self._mask = 0
+
+    def add(self, large: int, num_empty: int) -> None:
+        """Put a large page in; one without empty small pages is left out."""
+        if num_empty:
+            self._bins.setdefault(num_empty, {})[large] = None
+            self._mask |= 1 << num_empty
+
+    def remove(self, large: int, num_empty: int) -> None:
+        """Take out a large page that was added with that number."""
+        if num_empty:
+            pages = self._bins[num_empty]
+            del pages[large]
+            if not pages:
+                self._mask ^= 1 << num_empty
+
+    def fullest(self) -> int:
+        """A large page with the fewest empty small pages, or `NO_PAGE`."""
+        mask = self._mask
+        return next(reversed(self._bins[(mask & -mask).bit_length() - 1])) if mask else NO_PAGE
+
+    def emptiest(self) -> int:
+        """A large page with the most empty small pages, or `NO_PAGE`."""
+        mask = self._mask
+        return next(reversed(self._bins[mask.bit_length() - 1])) if mask else NO_PAGE
+
+    def contents(self) -> dict[int, int]:
+        """Large page -> its number of empty small pages."""
+        return {large: count for count, pages in self._bins.items() for large in pages}
+
+    def check(self, expected: dict[int, int]) -> None:
+        """Raise `InvariantError` unless the bins hold exactly these pages."""
+        mask = sum(1 << count for count, pages in self._bins.items() if pages)
+        if self.contents() != expected or mask != self._mask:
+            msg = f"bins hold {self.contents()}, expected {expected}"
+            raise InvariantError(msg)

@@ -1,0 +1,127 @@
+"""The upper level of the allocator: which large pages are empty, held and reclaimable."""
+
+from typing import Protocol
+
+from jenga.errors import InvariantError
+from jenga.victims import NOT_QUEUED, VictimQueue
+
+NOT_HELD = -1
+"""Holder of a large page that no page table holds."""
+
+NULL_PAGE = 0
+"""The large page, and in every page table the small page, that is never handed out."""
+
+
+class Holder(Protocol):
+    """A page table's side of the bargain: what it holds can be taken from it."""
+
+    def evict_large(self, large: int) -> None:
+        """Forget all cached small pages of a reclaimable large page and close it."""
+        ...
+
+
+class LargePages:
+    """The arena's large pages.
+
+    Attributes:
+        holders: Large page -> index of the page table that holds it, or `NOT_HELD`.
+        reclaimable: Held large pages without a used small page, by the rank of the youngest.
+        num_empty: Large pages that nobody holds, the null page not counted.
+        num_evicted: Large pages evicted whole so far.
+        tables: The page tables, in the order of their indices.
+    """
+
+    __slots__ = (
+        "_free",
+        "_next_fresh",
+        "holders",
+        "num_empty",
+        "num_evicted",
+        "num_pages",
+        "reclaimable",
+        "tables",
+    )
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self.tables: list[Holder] = []
+        self.reclaimable = VictimQueue(num_pages)
+        self.num_evicted = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Make every large page empty."""
+        self.holders = [NOT_HELD] * self.num_pages
+        self.reclaimable.clear()
+        self._free: list[int] = []
+        # Pages never opened lie behind `_next_fresh`.
+        self._next_fresh = NULL_PAGE + 1
+        self.num_empty = self.num_pages - 1
+
+    @property
+    def num_available(self) -> int:
+        """Large pages that are empty or can be made so."""
+        return self.num_empty + self.reclaimable.num_queued
+
+    def open(self, holder: int) -> int:
+        """Give one empty large page to a page table; there must be one."""
+        self.num_empty -= 1
+        if self._free:
+            large = self._free.pop()
+        else:
+            large = self._next_fresh
+            self._next_fresh += 1
+        self.holders[large] = holder
+        return large
+
+    def open_many(self, holder: int, num_pages: int) -> list[int]:
+        """Give several empty large pages to a page table; there must be so many."""
+        self.num_empty -= num_pages
+        free = self._free
+        from_free = min(num_pages, len(free))
+        larges = free[len(free) - from_free :]
+        larges.reverse()
+        del free[len(free) - from_free :]
+        if from_free < num_pages:
+            start = self._next_fresh
+            self._next_fresh += num_pages - from_free
+            larges.extend(range(start, self._next_fresh))
+        holders = self.holders
+        for large in larges:
+            holders[large] = holder
+        return larges
+
+    def close(self, large: int) -> None:
+        """Take back a large page whose small pages are all empty."""
+        self.holders[large] = NOT_HELD
+        self._free.append(large)
+        self.num_empty += 1
+
+    def close_many(self, larges: list[int]) -> None:
+        """Take back large pages whose small pages are all empty."""
+        holders = self.holders
+        for large in larges:
+            holders[large] = NOT_HELD
+        self._free.extend(larges)
+        self.num_empty += len(larges)
+
+    def evict_oldest(self) -> None:
+        """Empty the reclaimable large page that goes first; there must be one."""
+        large = self.reclaimable.peek()
+        if large == NOT_QUEUED:
+            msg = "no large page is empty or reclaimable"
+            raise InvariantError(msg)
+        self.tables[self.holders[large]].evict_large(large)
+        self.num_evicted += 1
+
+    def check(self) -> None:
+        """Raise `InvariantError` unless every large page is either empty or held, once."""
+        self.reclaimable.check()
+        empty = [*self._free, *range(self._next_fresh, self.num_pages)]
+        held = [page for page, holder in enumerate(self.holders) if holder != NOT_HELD]
+        if sorted([NULL_PAGE, *empty, *held]) != list(range(self.num_pages)):
+            msg = f"of {self.num_pages} large pages {empty} are empty and {held} are held"
+            raise InvariantError(msg)
+        if len(empty) != self.num_empty:
+            msg = f"{len(empty)} large pages are empty, {self.num_empty} counted"
+            raise InvariantError(msg)

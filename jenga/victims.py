@@ -1,0 +1,137 @@
+"""Which cached page goes next: eviction orders, and the queue that keeps victims in order.
+
+A *rank* is a non-negative integer; the lowest goes first.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+
+from jenga.errors import InvariantError
+
+NOT_QUEUED = -1
+"""Stamp of an item that is not in a queue, and what `VictimQueue.peek` gives when nothing is."""
+
+SLACK_ENTRIES = 64
+"""Stale entries a queue may always hold; below this a rebuild costs more than it frees."""
+
+
+class VictimQueue:
+    """Items `0..num_items - 1` by rank, lowest first, with lazy removal.
+
+    An entry is `rank * num_items + item`. `stamps[item]` holds the item's valid entry, any other
+    entry of it is stale and skipped. Entries that come in rising order, as those of least
+    recently used do, cost O(1); others go through a heap. Stale entries never outnumber the
+    valid ones by more than a constant: the queue is rebuilt before.
+    """
+
+    __slots__ = ("_heap", "_num_items", "_rising", "num_queued", "stamps")
+
+    def __init__(self, num_items: int) -> None:
+        self._num_items = num_items
+        self._rising: deque[int] = deque()
+        self._heap: list[int] = []
+        self.stamps = [NOT_QUEUED] * num_items
+        self.num_queued = 0
+
+    def push(self, item: int, rank: int) -> None:
+        """Queue an item, or give a queued one another rank."""
+        entry = rank * self._num_items + item
+        stamps = self.stamps
+        if stamps[item] == entry:
+            return
+        if stamps[item] < 0:
+            self.num_queued += 1
+        stamps[item] = entry
+        rising = self._rising
+        if not rising or entry > rising[-1]:
+            rising.append(entry)
+        else:
+            heappush(self._heap, entry)
+        self._shrink()
+
+    def extend(self, items: Sequence[int], ranks: Sequence[int]) -> None:
+        """Queue items, none of which is queued."""
+        num_items = self._num_items
+        stamps = self.stamps
+        rising = self._rising
+        last = rising[-1] if rising else NOT_QUEUED
+        for item, rank in zip(items, ranks, strict=True):
+            entry = rank * num_items + item
+            stamps[item] = entry
+            if entry > last:
+                rising.append(entry)
+                last = entry
+            else:
+                heappush(self._heap, entry)
+        self.num_queued += len(items)
+        self._shrink()
+
+    def drop(self, item: int) -> None:
+        """Take an item out; nothing happens if it is not queued."""
+        if self.stamps[item] >= 0:
+            self.stamps[item] = NOT_QUEUED
+            self.num_queued -= 1
+
+    def drop_many(self, items: list[int]) -> None:
+        """Take out items, all of which are queued."""
+        stamps = self.stamps
+        for item in items:
+            stamps[item] = NOT_QUEUED
+        self.num_queued -= len(items)
+
+    def peek(self) -> int:
+        """The item that goes next, or `NOT_QUEUED`."""
+        entry = self._first()
+        return entry % self._num_items if entry >= 0 else NOT_QUEUED
+
+    def peek_rank(self) -> int:
+        """The rank of the item that goes next, or `NOT_QUEUED`."""
+        entry = self._first()
+        return entry // self._num_items if entry >= 0 else NOT_QUEUED
+
+    def rank(self, item: int) -> int:
+        """The rank of a queued item."""
+        return self.stamps[item] // self._num_items
+
+    def clear(self) -> None:
+        """Take every item out."""
+        self._rising.clear()
+        self._heap.clear()
+        self.stamps[:] = [NOT_QUEUED] * self._num_items
+        self.num_queued = 0
+
+    def _first(self) -> int:
+        num_items, stamps, rising, heap = self._num_items, self.stamps, self._rising, self._heap
+        while rising and stamps[rising[0] % num_items] != rising[0]:
+            rising.popleft()
+        while heap and stamps[heap[0] % num_items] != heap[0]:
+            heappop(heap)
+        if rising and heap:
+            return min(rising[0], heap[0])
+        if rising:
+            return rising[0]
+        return heap[0] if heap else NOT_QUEUED
+
+    def _shrink(self) -> None:
+        if len(self._rising) + len(self._heap) <= 2 * self.num_queued + SLACK_ENTRIES:
+            return
+        num_items, stamps = self._num_items, self.stamps
+        self._rising = deque(e for e in self._rising if stamps[e % num_items] == e)
+        self._heap = [e for e in self._heap if stamps[e % num_items] == e]
+        heapify(self._heap)
+
+    def check(self) -> None:
+        """Raise `InvariantError` unless exactly the stamped items have a valid entry."""
+        entries = [*self._rising, *self._heap]
+        valid = {e for e in entries if self.stamps[e % self._num_items] == e}
+        stamped = {stamp for stamp in self.stamps if stamp >= 0}
+        if valid != stamped or len(stamped) != self.num_queued:
+            msg = (
+                f"{len(stamped)} items are stamped, {len(valid)} entries are valid, "
+                f"{self.num_queued} are counted"
+            )
+            raise InvariantError(msg)
+        if any(a >= b for a, b in zip(self._rising, list(self._rising)[1:], strict=False)):
+            msg = "the rising part of the queue does not rise"
+            raise InvariantError(msg)

@@ -1,0 +1,68 @@
+"""Small geometries with every layer type, for machines that try everything."""
+
+from jenga.geometry import Geometry, PageTable
+from jenga.spec import ChunkedLocal, FullAttention, Layer, LayerType, SlidingWindow, State
+
+
+def _layer(name, slot_bytes):
+    return (Layer(name=name, slot_bytes=slot_bytes),)
+
+
+def page_table(layer_type: LayerType, tokens_per_page: int, pages_per_large: int, padding: int = 0):
+    layers = len(layer_type.layers)
+    slot_bytes = sum(layer.slot_bytes for layer in layer_type.layers)
+    return PageTable(
+        layer_type=layer_type,
+        layer_start=0,
+        layer_end=layers,
+        tokens_per_page=tokens_per_page,
+        small_page_bytes=slot_bytes * tokens_per_page + padding,
+        layer_offset_bytes=(0,) * layers,
+        small_pages_per_large_page=pages_per_large,
+    )
+
+
+def geometry(name, *page_tables) -> Geometry:
+    large = {t.small_page_bytes * t.small_pages_per_large_page for t in page_tables}
+    assert len(large) == 1, large
+    return Geometry(name=name, large_page_bytes=large.pop(), page_tables=page_tables)
+
+
+def full(name="full", slot_bytes=16, tokens=4, per_large=1, padding=0):
+    layer_type = FullAttention(name=name, layers=_layer(name, slot_bytes))
+    return page_table(layer_type, tokens, per_large, padding)
+
+
+def sliding(name="sliding", slot_bytes=16, tokens=4, per_large=1, window=6):
+    layer_type = SlidingWindow(name=name, layers=_layer(name, slot_bytes), window_tokens=window)
+    return page_table(layer_type, tokens, per_large)
+
+
+def chunked(name="chunked", slot_bytes=16, tokens=4, per_large=1, chunk=8):
+    layer_type = ChunkedLocal(name=name, layers=_layer(name, slot_bytes), chunk_tokens=chunk)
+    return page_table(layer_type, tokens, per_large)
+
+
+def state(name="state", slot_bytes=192, per_large=1):
+    return page_table(State(name=name, layers=_layer(name, slot_bytes)), 1, per_large)
+
+
+HOMOGENEOUS = geometry("homogeneous", full())
+WINDOWED = geometry(
+    "windowed", full(slot_bytes=48, per_large=2), sliding(slot_bytes=32, per_large=3)
+)
+HYBRID = geometry(
+    "hybrid",
+    full(slot_bytes=16, per_large=12),
+    state("state[0]", slot_bytes=768),
+    state("state[1]", slot_bytes=384, per_large=2),
+)
+MIXED = geometry(
+    "mixed",
+    full(slot_bytes=16, per_large=6),
+    sliding(slot_bytes=32, per_large=3, window=6),
+    chunked(slot_bytes=24, per_large=4, chunk=8),
+    state(slot_bytes=192, per_large=2),
+    full("draft", slot_bytes=96, per_large=1),
+)
+ALL = (HOMOGENEOUS, WINDOWED, HYBRID, MIXED)
