@@ -1,0 +1,196 @@
+"""Readers of models whose layers are all attention over keys and values."""
+
+from collections.abc import Callable, Sequence
+
+from jenga.models.config import Config
+from jenga.models.layers import (
+    AttentionLayer,
+    Kind,
+    attention_types,
+    kv_slot_bytes,
+    layer_kinds,
+    layer_name,
+    shared_sources,
+    uniform_attention,
+)
+from jenga.models.options import ReadOptions
+from jenga.spec import CrossAttention, FullAttention, Layer, LayerType
+
+Reader = Callable[[Config, ReadOptions], list[LayerType]]
+"""From the fields of a language model to its layer types."""
+
+_GEMMA_3 = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "sliding_window": 4096,
+}
+_GEMMA_3N = {
+    "num_hidden_layers": 35,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "hidden_size": 2048,
+    "sliding_window": 512,
+    "num_kv_shared_layers": 15,
+}
+_GEMMA_4 = {
+    "num_attention_heads": 8,
+    "head_dim": 256,
+    "num_key_value_heads": 4,
+    "sliding_window": 512,
+    "global_head_dim": 512,
+}
+_MLLAMA_TOKENS_PER_IMAGE = 6193
+"""Image tokens of a request on MMMU-Pro, from the Jenga paper."""
+
+
+def _every(interval: int, num_layers: int, *, others: Kind) -> list[Kind]:
+    """The last layer of every `interval` attends to everything."""
+    return [Kind.FULL if (i + 1) % interval == 0 else others for i in range(num_layers)]
+
+
+def read_full(config: Config, options: ReadOptions) -> list[LayerType]:
+    """Llama and the many like it: full attention everywhere, unless `layer_types` says else."""
+    num_layers = config.integer("num_hidden_layers")
+    kinds = layer_kinds(config, num_layers, [Kind.FULL] * num_layers)
+    return attention_types(uniform_attention(config, options, kinds, window_field="sliding_window"))
+
+
+def read_mistral(config: Config, options: ReadOptions) -> list[LayerType]:
+    """Mistral: a window in every layer, or none where it is null; Ministral by `layer_types`."""
+    num_layers = config.integer("num_hidden_layers")
+    kind = Kind.SLIDING if "sliding_window" in config else Kind.FULL
+    kinds = layer_kinds(config, num_layers, [kind] * num_layers)
+    return attention_types(uniform_attention(config, options, kinds, window_field="sliding_window"))
+
+
+def read_qwen(config: Config, options: ReadOptions) -> list[LayerType]:
+    """Qwen 2 and 3: full attention; a window above `max_window_layers` only if switched on."""
+    num_layers = config.integer("num_hidden_layers")
+    kinds = [Kind.FULL] * num_layers
+    if config.flag("use_sliding_window", default=False):
+        num_full = config.count("max_window_layers")
+        kinds = [Kind.FULL if i < num_full else Kind.SLIDING for i in range(num_layers)]
+        kinds = layer_kinds(config, num_layers, kinds)
+    return attention_types(uniform_attention(config, options, kinds, window_field="sliding_window"))
+
+
+def read_alternating(config: Config, options: ReadOptions) -> list[LayerType]:
+    """Gemma 2 and gpt-oss: a window in every other layer, the first included."""
+    num_layers = config.integer("num_hidden_layers")
+    kinds = layer_kinds(config, num_layers, _every(2, num_layers, others=Kind.SLIDING))
+    return attention_types(uniform_attention(config, options, kinds, window_field="sliding_window"))
+
+
+def read_gemma3(config: Config, options: ReadOptions) -> list[LayerType]:
+    """Gemma 3: every sixth layer attends to everything."""
+    config = config.with_defaults(_GEMMA_3)
+    num_layers = config.integer("num_hidden_layers")
+    interval = config.integer("sliding_window_pattern", default=6)
+    kinds = layer_kinds(config, num_layers, _every(interval, num_layers, others=Kind.SLIDING))
+    return attention_types(uniform_attention(config, options, kinds, window_field="sliding_window"))
+
+
+def read_gemma3n(config: Config, options: ReadOptions) -> list[LayerType]:
+    """Gemma 3n: every fifth layer attends to everything, the last 15 read others' KV."""
+    config = config.with_defaults(_GEMMA_3N)
+    num_layers = config.integer("num_hidden_layers")
+    kinds = layer_kinds(config, num_layers, _every(5, num_layers, others=Kind.SLIDING))
+    return attention_types(
+        uniform_attention(config, options, kinds, window_field="sliding_window"),
+        sources=shared_sources(config, kinds, config.count("num_kv_shared_layers")),
+    )
+
+
+def read_gemma4(config: Config, options: ReadOptions) -> list[LayerType]:
+    """Gemma 4: like Gemma 3n, with other heads in the layers that attend to everything."""
+    config = config.with_defaults(_GEMMA_4)
+    num_layers = config.integer("num_hidden_layers")
+    kinds = layer_kinds(config, num_layers, _every(6, num_layers, others=Kind.SLIDING))
+    kinds[-1] = Kind.FULL
+    window_tokens = config.integer("sliding_window")
+    options.shard("attention heads", config.integer("num_attention_heads"))
+    num_kv_heads = config.integer("num_key_value_heads")
+    num_global_kv_heads = (
+        config.integer("num_global_key_value_heads", default=num_kv_heads)
+        if config.flag("attention_k_eq_v", default=False)
+        else num_kv_heads
+    )
+    sliding_bytes = options.kv_slot_bytes(num_kv_heads, config.integer("head_dim"))
+    full_bytes = options.kv_slot_bytes(num_global_kv_heads, config.integer("global_head_dim"))
+    layers: list[AttentionLayer] = []
+    for index, kind in enumerate(kinds):
+        is_full = kind is Kind.FULL
+        if kind not in {Kind.FULL, Kind.SLIDING}:
+            config.refuse("layer_types", "full_attention and sliding_attention only")
+        layers.append(
+            AttentionLayer(
+                index=index,
+                slot_bytes=full_bytes if is_full else sliding_bytes,
+                window_tokens=None if is_full else window_tokens,
+            )
+        )
+    num_shared_layers = config.count("num_kv_shared_layers", default=0)
+    return attention_types(layers, sources=shared_sources(config, kinds, num_shared_layers))
+
+
+def read_llama4(config: Config, options: ReadOptions) -> list[LayerType]:
+    """Llama 4: chunked attention with rotary positions, full attention in layers without."""
+    num_layers = config.integer("num_hidden_layers")
+    if "no_rope_layers" in config:
+        has_rope = config.counts("no_rope_layers")
+        if len(has_rope) != num_layers:
+            config.refuse("no_rope_layers", f"a list of {num_layers} numbers, one per layer")
+        default = [Kind.CHUNKED if rope else Kind.FULL for rope in has_rope]
+    else:
+        interval = config.integer("no_rope_layer_interval", default=4)
+        default = _every(interval, num_layers, others=Kind.CHUNKED)
+    config = config.with_defaults({"attention_chunk_size": 8192})
+    kinds = layer_kinds(config, num_layers, default)
+    return attention_types(
+        uniform_attention(config, options, kinds, window_field="attention_chunk_size")
+    )
+
+
+def read_mllama(config: Config, options: ReadOptions) -> list[LayerType]:
+    """Llama 3.2 Vision: some layers attend to the image instead of the text."""
+    num_layers = config.integer("num_hidden_layers")
+    cross_layers = config.counts("cross_attention_layers")
+    if any(index >= num_layers for index in cross_layers):
+        config.refuse("cross_attention_layers", f"layers below {num_layers}")
+    slot_bytes = kv_slot_bytes(config, options)
+    return [
+        FullAttention(
+            name="full",
+            layers=_named(sorted(set(range(num_layers)) - set(cross_layers)), slot_bytes),
+        ),
+        CrossAttention(
+            name="cross",
+            layers=_named(cross_layers, slot_bytes),
+            typical_tokens=_MLLAMA_TOKENS_PER_IMAGE,
+        ),
+    ]
+
+
+def read_whisper(config: Config, options: ReadOptions) -> list[LayerType]:
+    """Whisper: every decoder layer attends to the text and to the audio."""
+    num_layers = config.integer("decoder_layers")
+    num_heads = config.integer("decoder_attention_heads")
+    width = config.integer("d_model")
+    if width % num_heads:
+        config.refuse("d_model", f"a multiple of decoder_attention_heads ({num_heads})")
+    options.shard("attention heads", num_heads)
+    slot_bytes = options.kv_slot_bytes(num_heads, width // num_heads)
+    return [
+        FullAttention(name="full", layers=_named(range(num_layers), slot_bytes)),
+        CrossAttention(
+            name="cross",
+            layers=_named(range(num_layers), slot_bytes),
+            typical_tokens=config.integer("max_source_positions", default=1500),
+        ),
+    ]
+
+
+def _named(indices: Sequence[int], slot_bytes: int) -> tuple[Layer, ...]:
+    return tuple(Layer(name=layer_name(index), slot_bytes=slot_bytes) for index in indices)

@@ -1,0 +1,165 @@
+"""Typed access to a Hugging Face configuration; every error names the field."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn, TypeVar, cast
+
+T = TypeVar("T")
+
+
+class Config:
+    """The fields of a configuration, or of a section of one.
+
+    Attributes:
+        source: What errors call it: a file, and the section within it.
+    """
+
+    def __init__(self, fields: Mapping[str, object], *, source: str) -> None:
+        self._fields = fields
+        self.source = source
+
+    def __contains__(self, name: str) -> bool:
+        return self._fields.get(name) is not None
+
+    def refuse(self, name: str, expected: str) -> NoReturn:
+        """Raise the error for a field that is not what it must be.
+
+        Raises:
+            ValueError: Always.
+        """
+        actual = repr(self._fields[name]) if name in self._fields else "nothing"
+        msg = f"{self.source}: field {name!r} must be {expected}, got {actual}"
+        raise ValueError(msg)
+
+    def equals(self, name: str, value: object) -> bool:
+        """Whether a field has this very value."""
+        return self._fields.get(name) == value
+
+    def integer(self, name: str, *, default: int | None = None) -> int:
+        """A positive integer."""
+        return self._read(name, default, _is_positive, "a positive integer")
+
+    def count(self, name: str, *, default: int | None = None) -> int:
+        """An integer that may be zero."""
+        return self._read(name, default, _is_count, "an integer of at least 0")
+
+    def number(self, name: str, *, default: float | None = None) -> float:
+        """A positive number."""
+        return self._read(name, default, _is_number, "a positive number")
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        """True or false."""
+        return self._read(name, default, lambda value: isinstance(value, bool), "true or false")
+
+    def text(self, name: str, *, default: str | None = None) -> str:
+        """A string."""
+        return self._read(name, default, lambda value: isinstance(value, str), "a string")
+
+    def choice(self, name: str, choices: Sequence[str], *, default: str | None = None) -> str:
+        """One of some strings."""
+        expected = f"one of {', '.join(choices)}"
+        return self._read(name, default, lambda value: value in choices, expected)
+
+    def counts(self, name: str, *, default: Sequence[int] | None = None) -> list[int]:
+        """A list of integers of at least 0."""
+        values = self._list(name, default)
+        if not all(_is_count(value) for value in values):
+            self.refuse(name, "a list of integers of at least 0")
+        return cast("list[int]", values)
+
+    def kinds(self, name: str, known: Mapping[str, T], *, length: int) -> list[T]:
+        """A list of strings, one per layer, translated.
+
+        Args:
+            name: The field.
+            known: Meaning of each string that is understood.
+            length: Layers of the model.
+        """
+        values = self._list(name, None)
+        if len(values) != length:
+            self.refuse(name, f"a list of {length} strings, one per layer")
+        for index, value in enumerate(values):
+            if value not in known:
+                msg = (
+                    f"{self.source}: field '{name}[{index}]' must be one of "
+                    f"{', '.join(known)}, got {value!r}"
+                )
+                raise ValueError(msg)
+        return [known[cast("str", value)] for value in values]
+
+    def groups(self, name: str) -> list[list[int]]:
+        """A list of lists of integers."""
+        groups = self._list(name, [])
+        for group in groups:
+            if not isinstance(group, list) or not all(
+                _is_count(value) for value in cast("list[object]", group)
+            ):
+                self.refuse(name, "a list of lists of integers of at least 0")
+        return cast("list[list[int]]", groups)
+
+    def section(self, *names: str) -> "Config":
+        """The first of some sections that is present."""
+        name = next((name for name in names if name in self), names[0])
+        value = self._fields.get(name)
+        if not isinstance(value, dict):
+            self.refuse(name, "an object")
+        return Config(cast("dict[str, object]", value), source=f"{self.source}: {name}")
+
+    def with_defaults(self, defaults: Mapping[str, object]) -> "Config":
+        """The same fields, with some for those that are absent."""
+        present = {name: value for name, value in self._fields.items() if value is not None}
+        return Config({**defaults, **present}, source=self.source)
+
+    def _list(self, name: str, default: Sequence[object] | None) -> list[object]:
+        value = self._fields.get(name)
+        if value is None and default is not None:
+            return list(default)
+        if not isinstance(value, list):
+            self.refuse(name, "a list")
+        return cast("list[object]", value)
+
+    def _read(
+        self, name: str, default: T | None, accepts: Callable[[object], bool], expected: str
+    ) -> T:
+        value = self._fields.get(name)
+        if value is None and default is not None:
+            return default
+        if not accepts(value):
+            self.refuse(name, expected)
+        return cast("T", value)
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def load_config(path: str | Path) -> Config:
+    """The configuration in a file, or in the `config.json` of a directory.
+
+    Raises:
+        ValueError: There is no such file, or it is not a JSON object.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file /= "config.json"
+    try:
+        fields: object = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        msg = f"config must be a readable file or a directory with config.json, got {path}: {error}"
+        raise ValueError(msg) from error
+    except ValueError as error:
+        msg = f"{file} must be JSON: {error}"
+        raise ValueError(msg) from error
+    if not isinstance(fields, dict):
+        msg = f"{file} must hold a JSON object, got {type(fields).__name__}"
+        raise ValueError(msg)  # noqa: TRY004 - a caller's mistake is a ValueError in this package
+    return Config(cast("dict[str, object]", fields), source=str(file))

@@ -1,0 +1,104 @@
+"""Readers of models with multi-head latent attention: DeepSeek and its descendants."""
+
+from jenga.models.config import Config
+from jenga.models.layers import layer_name
+from jenga.models.options import ReadOptions
+from jenga.spec import FullAttention, Layer, LayerType, SlidingWindow
+
+_INDEXER_SCALE_BYTES = 4
+_INDEXER_GROUP_ELEMENTS = 128
+
+_V4_ROTARY_DIM = 64
+_V4_SCALE_BYTES = 8
+"""Of a slot of DeepSeek-V4: a byte per 64 float8 elements, and one of padding."""
+
+_V4_PAGE_TOKENS = 64
+"""Makes 16 slots of the keys compressed fourfold: whole vectors for a kernel."""
+
+_V4_COMPRESSOR_PAGE_TOKENS = 4
+_FLOAT32_BYTES = 4
+_DENSE_RATIO = 4
+"""The compression ratio with overlapping groups and an indexer."""
+
+
+def _indexer_bytes(index_head_dim: int) -> int:
+    """Bytes of an indexer's key: float8 with a float32 scale per 128 elements."""
+    return index_head_dim + index_head_dim // _INDEXER_GROUP_ELEMENTS * _INDEXER_SCALE_BYTES
+
+
+def latent_layer(config: Config, options: ReadOptions, index: int) -> Layer:
+    """The latent of one layer."""
+    latent_dim = config.integer("kv_lora_rank")
+    slot_bytes = options.latent_slot_bytes(latent_dim, config.integer("qk_rope_head_dim"))
+    return Layer(name=layer_name(index), slot_bytes=slot_bytes)
+
+
+def read_deepseek(config: Config, options: ReadOptions) -> list[LayerType]:
+    """DeepSeek V2 to V3.2: a latent per token and layer, and an indexer's key from V3.2 on.
+
+    Both are read for the whole prefix, so they share one page table.
+    """
+    indices = range(config.integer("num_hidden_layers"))
+    options.shard("attention heads", config.integer("num_attention_heads"))
+    layers = [latent_layer(config, options, index) for index in indices]
+    if "index_head_dim" in config:
+        slot_bytes = _indexer_bytes(config.integer("index_head_dim"))
+        layers += [
+            Layer(name=f"{layer_name(index)}.indexer", slot_bytes=slot_bytes) for index in indices
+        ]
+    return [FullAttention(name="full", layers=tuple(layers))]
+
+
+def read_deepseek_v4(config: Config, options: ReadOptions) -> list[LayerType]:
+    """DeepSeek V4: a window in every layer, and keys compressed 4- or 128-fold beside it.
+
+    A compressor reads a few raw tokens back. Its format is float8 whatever the options say.
+    """
+    num_layers = config.integer("num_hidden_layers")
+    ratios = config.counts("compress_ratios")
+    if len(ratios) != num_layers:
+        config.refuse("compress_ratios", f"a list of {num_layers} numbers, one per layer")
+    options.shard("attention heads", config.integer("num_attention_heads"))
+    head_dim = config.integer("head_dim")
+    index_dim = config.integer("index_head_dim")
+    rotary_dim = config.integer("qk_rope_head_dim", default=_V4_ROTARY_DIM)
+    slot_bytes = head_dim - rotary_dim + 2 * rotary_dim + _V4_SCALE_BYTES
+
+    window_tokens = config.integer("sliding_window")
+    windows: dict[int, list[Layer]] = {
+        window_tokens: [Layer(name=layer_name(i), slot_bytes=slot_bytes) for i in range(num_layers)]
+    }
+    compressed: dict[int, list[Layer]] = {}
+    for index, ratio in enumerate(ratios):
+        if ratio == 0:
+            continue
+        overlap = 2 if ratio == _DENSE_RATIO else 1
+        dims = {"compressed": (head_dim, slot_bytes)}
+        if ratio == _DENSE_RATIO:
+            dims["indexer"] = (index_dim, _indexer_bytes(index_dim))
+        for part, (dim, bytes_per_slot) in dims.items():
+            name = f"{layer_name(index)}.{part}"
+            compressed.setdefault(ratio, []).append(Layer(name=name, slot_bytes=bytes_per_slot))
+            # The compressor keeps a value and a weight per element, in float32.
+            windows.setdefault(ratio * overlap, []).append(
+                Layer(name=f"{name}.compressor", slot_bytes=2 * overlap * dim * _FLOAT32_BYTES)
+            )
+    types: list[LayerType] = [
+        FullAttention(
+            name=f"full_{ratio}",
+            layers=tuple(layers),
+            tokens_per_slot=ratio,
+            tokens_per_page=max(ratio, _V4_PAGE_TOKENS),
+        )
+        for ratio, layers in sorted(compressed.items())
+    ]
+    types += [
+        SlidingWindow(
+            name=f"sliding_{tokens}",
+            layers=tuple(layers),
+            window_tokens=tokens,
+            tokens_per_page=_V4_COMPRESSOR_PAGE_TOKENS if tokens < window_tokens else None,
+        )
+        for tokens, layers in sorted(windows.items())
+    ]
+    return types

@@ -1,0 +1,199 @@
+"""From a list of layers to layer types: what the readers of all architectures share."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from jenga.models.config import Config
+from jenga.models.options import ReadOptions
+from jenga.spec import (
+    ChunkedLocal,
+    FullAttention,
+    ImageEmbedding,
+    Layer,
+    LayerType,
+    SlidingWindow,
+    State,
+    StatePart,
+)
+
+
+class Kind(Enum):
+    """What a layer of a hybrid model does with the past."""
+
+    FULL = "full"
+    SLIDING = "sliding"
+    CHUNKED = "chunked"
+    STATE = "state"
+    NOTHING = "nothing"
+
+
+LAYER_KINDS = {
+    "full_attention": Kind.FULL,
+    "attention": Kind.FULL,
+    "sliding_attention": Kind.SLIDING,
+    "chunked_attention": Kind.CHUNKED,
+    "linear_attention": Kind.STATE,
+    "mamba": Kind.STATE,
+    "mamba2": Kind.STATE,
+    "moe": Kind.NOTHING,
+    "mlp": Kind.NOTHING,
+}
+"""Hugging Face's `layer_types`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionLayer:
+    """One attention layer as a reader finds it.
+
+    Attributes:
+        index: Its place in the model.
+        slot_bytes: Bytes of a token.
+        window_tokens: Tokens a query reads, or of a chunk; None for all.
+        is_chunked: Whether `window_tokens` are those of a chunk.
+    """
+
+    index: int
+    slot_bytes: int
+    window_tokens: int | None = None
+    is_chunked: bool = False
+
+
+def layer_name(index: int) -> str:
+    """The name of a model's layer."""
+    return f"layers.{index}"
+
+
+def attention_types(
+    layers: Iterable[AttentionLayer], *, sources: Mapping[int, int] | None = None
+) -> list[LayerType]:
+    """Layer types of attention layers: those that remember the same tokens are one type.
+
+    Args:
+        layers: In the order of the model.
+        sources: Layer whose keys and values a layer reads instead of its own.
+    """
+    sources = sources or {}
+    readers: dict[int, list[str]] = {}
+    for reader, source in sources.items():
+        readers.setdefault(source, []).append(layer_name(reader))
+    groups: dict[tuple[bool, int | None], list[Layer]] = {}
+    for layer in layers:
+        if layer.index not in sources:
+            groups.setdefault((layer.is_chunked, layer.window_tokens), []).append(
+                Layer(
+                    name=layer_name(layer.index),
+                    slot_bytes=layer.slot_bytes,
+                    readers=tuple(readers.get(layer.index, ())),
+                )
+            )
+    num_windows = sum(window is not None for _, window in groups)
+    types: list[LayerType] = []
+    for (is_chunked, window_tokens), members in sorted(
+        groups.items(), key=lambda item: (item[0][1] is not None, item[0][1] or 0)
+    ):
+        suffix = "" if num_windows <= 1 else f"_{window_tokens}"
+        if window_tokens is None:
+            types.append(FullAttention(name="full", layers=tuple(members)))
+        elif is_chunked:
+            name = f"chunked{suffix}"
+            types.append(ChunkedLocal(name=name, layers=tuple(members), chunk_tokens=window_tokens))
+        else:
+            name = f"sliding{suffix}"
+            types.append(
+                SlidingWindow(name=name, layers=tuple(members), window_tokens=window_tokens)
+            )
+    return types
+
+
+def layer_kinds(config: Config, num_layers: int, default: Sequence[Kind] | None) -> list[Kind]:
+    """What each layer does: `layer_types`, or the architecture's rule where it is absent."""
+    if "layer_types" not in config and default is not None:
+        return list(default)
+    return config.kinds("layer_types", LAYER_KINDS, length=num_layers)
+
+
+def uniform_attention(
+    config: Config, options: ReadOptions, kinds: Sequence[Kind], *, window_field: str | None = None
+) -> list[AttentionLayer]:
+    """Attention layers that all have the same heads.
+
+    Args:
+        config: The language model's fields.
+        options: How it is run.
+        kinds: What each layer does; layers without attention are skipped.
+        window_field: Names the window, or the chunk, of the layers that have one.
+    """
+    slot_bytes = kv_slot_bytes(config, options)
+    layers: list[AttentionLayer] = []
+    for index, kind in enumerate(kinds):
+        if kind is Kind.FULL:
+            layers.append(AttentionLayer(index=index, slot_bytes=slot_bytes))
+        elif kind in {Kind.SLIDING, Kind.CHUNKED}:
+            if window_field is None:
+                config.refuse("layer_types", "free of layers with a window")
+            layers.append(
+                AttentionLayer(
+                    index=index,
+                    slot_bytes=slot_bytes,
+                    window_tokens=config.integer(window_field),
+                    is_chunked=kind is Kind.CHUNKED,
+                )
+            )
+    return layers
+
+
+def kv_slot_bytes(config: Config, options: ReadOptions) -> int:
+    """Bytes of one token in one layer, from the usual names of the fields."""
+    num_heads = config.integer("num_attention_heads")
+    options.shard("attention heads", num_heads)
+    num_kv_heads = config.integer("num_key_value_heads", default=num_heads)
+    return options.kv_slot_bytes(num_kv_heads, head_dim(config))
+
+
+def head_dim(config: Config) -> int:
+    """Elements of an attention head."""
+    if "head_dim" in config:
+        return config.integer("head_dim")
+    hidden_size = config.integer("hidden_size")
+    num_heads = config.integer("num_attention_heads")
+    if hidden_size % num_heads:
+        config.refuse("hidden_size", f"a multiple of num_attention_heads ({num_heads})")
+    return hidden_size // num_heads
+
+
+def shared_sources(config: Config, kinds: Sequence[Kind], num_shared_layers: int) -> dict[int, int]:
+    """Sources where the last layers read the last layer of their kind that keeps its own."""
+    num_own = len(kinds) - num_shared_layers
+    sources: dict[int, int] = {}
+    for index in range(num_own, len(kinds)):
+        own = [i for i in range(num_own) if kinds[i] is kinds[index]]
+        if not own:
+            config.refuse("num_kv_shared_layers", "so few that every kind keeps a layer")
+        sources[index] = own[-1]
+    return sources
+
+
+def state_type(indices: Iterable[int], parts: Sequence[StatePart]) -> State:
+    """The layer type of recurrent layers that are all alike."""
+    slot_bytes = sum(part.num_bytes for part in parts)
+    return State(
+        name="state",
+        layers=tuple(
+            Layer(name=layer_name(index), slot_bytes=slot_bytes, parts=tuple(parts))
+            for index in indices
+        ),
+    )
+
+
+def image_embedding(
+    hidden_size: int, options: ReadOptions, *, typical_tokens: int
+) -> ImageEmbedding:
+    """The layer type of a vision encoder's output, as wide as the language model."""
+    layer = Layer(name="vision_encoder", slot_bytes=hidden_size * options.element_bytes)
+    return ImageEmbedding(
+        name="image",
+        layers=(layer,),
+        host="full" if options.embeddings_in_kv_pages else None,
+        typical_tokens=typical_tokens,
+    )

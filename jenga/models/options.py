@@ -1,0 +1,130 @@
+"""How a model is run, as far as it decides what a token or a state takes: shards and formats."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from jenga.spec import ELEMENT_BYTES, check_positive
+
+_SCALE_BYTES = 4
+_NVFP4_GROUP_ELEMENTS = 16
+_DS_MLA_GROUP_ELEMENTS = 128
+
+
+class KvFormat(Enum):
+    """How keys and values are stored.
+
+    `MODEL` is the model's dtype. `FP8` has one scale per tensor, kept elsewhere; the per-token-head
+    formats keep a float32 scale beside each head's vector, NVFP4 a byte per 16 elements. `DS_MLA`
+    is DeepSeek's layout of a latent: float8 with a float32 scale per 128, rotary part in bfloat16.
+
+    Source: page sizes of vLLM 0.33.
+    """
+
+    MODEL = "model"
+    FP8 = "fp8"
+    FP8_PER_TOKEN_HEAD = "fp8_per_token_head"
+    INT4_PER_TOKEN_HEAD = "int4_per_token_head"
+    NVFP4 = "nvfp4"
+    DS_MLA = "ds_mla"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadOptions:
+    """What a configuration file does not say.
+
+    Attributes:
+        tensor_parallel: Ranks that share every layer; all bytes are those of one rank.
+        kv_format: How keys and values are stored.
+        model_dtype: Dtype of activations, convolution states and image embeddings; a key of
+            `jenga.spec.ELEMENT_BYTES`.
+        state_dtype: Dtype of recurrent states; None takes the architecture's own default.
+        embeddings_in_kv_pages: Image embeddings live in the full-attention pages of their tokens
+            until the KV is written there; otherwise they have pages of their own.
+    """
+
+    tensor_parallel: int = 1
+    kv_format: KvFormat = KvFormat.MODEL
+    model_dtype: str = "bfloat16"
+    state_dtype: str | None = None
+    embeddings_in_kv_pages: bool = False
+
+    def __post_init__(self) -> None:
+        check_positive("options", "tensor_parallel", self.tensor_parallel)
+        for field in ("model_dtype", "state_dtype"):
+            dtype = getattr(self, field)
+            if dtype not in ELEMENT_BYTES and (dtype is not None or field == "model_dtype"):
+                msg = f"options: {field} must be one of {sorted(ELEMENT_BYTES)}, got {dtype!r}"
+                raise ValueError(msg)
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element in the model's dtype."""
+        return ELEMENT_BYTES[self.model_dtype]
+
+    def shard(self, what: str, total: int) -> int:
+        """This rank's part of something that is divided evenly.
+
+        Raises:
+            ValueError: It cannot be.
+        """
+        if total % self.tensor_parallel:
+            msg = f"tensor_parallel must divide the {total} {what}, got {self.tensor_parallel}"
+            raise ValueError(msg)
+        return total // self.tensor_parallel
+
+    def shard_kv_heads(self, num_kv_heads: int) -> int:
+        """This rank's KV heads: a part of them, or one copied to several ranks.
+
+        Raises:
+            ValueError: Neither the heads nor the ranks divide the other.
+        """
+        if num_kv_heads < self.tensor_parallel and self.tensor_parallel % num_kv_heads == 0:
+            return 1
+        return self.shard("key-value heads", num_kv_heads)
+
+    def kv_slot_bytes(self, num_kv_heads: int, head_dim: int) -> int:
+        """Bytes of one token's keys and values in one layer, on this rank.
+
+        Args:
+            num_kv_heads: Of the whole model.
+            head_dim: Elements of a head's key, and of its value.
+
+        Raises:
+            ValueError: The heads cannot be divided, or the format is for latents only.
+        """
+        match self.kv_format:
+            case KvFormat.MODEL:
+                head_bytes = head_dim * self.element_bytes
+            case KvFormat.FP8:
+                head_bytes = head_dim
+            case KvFormat.FP8_PER_TOKEN_HEAD:
+                head_bytes = head_dim + _SCALE_BYTES
+            case KvFormat.INT4_PER_TOKEN_HEAD:
+                head_bytes = head_dim // 2 + _SCALE_BYTES
+            case KvFormat.NVFP4:
+                head_bytes = head_dim // 2 + head_dim // _NVFP4_GROUP_ELEMENTS
+            case KvFormat.DS_MLA:
+                msg = "options: kv_format 'ds_mla' is for models with latent attention only"
+                raise ValueError(msg)
+        return 2 * self.shard_kv_heads(num_kv_heads) * head_bytes
+
+    def latent_slot_bytes(self, latent_dim: int, rotary_dim: int) -> int:
+        """Bytes of one token's latent and rotary key in one layer; every rank keeps it whole.
+
+        Raises:
+            ValueError: The format has no meaning for latents.
+        """
+        match self.kv_format:
+            case KvFormat.MODEL:
+                return (latent_dim + rotary_dim) * self.element_bytes
+            case KvFormat.FP8:
+                return latent_dim + rotary_dim
+            case KvFormat.DS_MLA:
+                scale_bytes = latent_dim // _DS_MLA_GROUP_ELEMENTS * _SCALE_BYTES
+                return latent_dim + scale_bytes + 2 * rotary_dim
+            case _:
+                msg = (
+                    "options: kv_format of a model with latent attention must be model, fp8 or "
+                    f"ds_mla, got {self.kv_format.value!r}"
+                )
+                raise ValueError(msg)

@@ -1,0 +1,104 @@
+"""From a configuration to a `ModelSpec`: which reader serves which `model_type`."""
+
+from pathlib import Path
+
+from jenga.models import attention, designs, latent, recurrent
+from jenga.models.attention import Reader
+from jenga.models.config import Config, load_config
+from jenga.models.layers import image_embedding
+from jenga.models.options import ReadOptions
+from jenga.models.vision import VISION_MODELS
+from jenga.spec import ModelSpec
+
+TEXT_READERS: dict[str, Reader] = {
+    "bamba": recurrent.read_bamba,
+    "character_ai": designs.read_character_ai,
+    "deepseek_v2": latent.read_deepseek,
+    "deepseek_v3": latent.read_deepseek,
+    "deepseek_v32": latent.read_deepseek,
+    "deepseek_v4": latent.read_deepseek_v4,
+    "falcon_h1": recurrent.read_falcon_h1,
+    "gemma2": attention.read_alternating,
+    "gemma3_text": attention.read_gemma3,
+    "gemma3n_text": attention.read_gemma3n,
+    "gemma4_text": attention.read_gemma4,
+    "gpt_oss": attention.read_alternating,
+    "granitemoehybrid": recurrent.read_granite_hybrid,
+    "hymba": recurrent.read_hymba,
+    "internlm2": attention.read_full,
+    "jamba": recurrent.read_jamba,
+    "kimi_linear": recurrent.read_kimi_linear,
+    "llama": attention.read_full,
+    "llama4_text": attention.read_llama4,
+    "mamba": recurrent.read_mamba,
+    "minimax": recurrent.read_minimax,
+    "minimax_text_01": recurrent.read_minimax,
+    "ministral": attention.read_mistral,
+    "mistral": attention.read_mistral,
+    "mllama_text_model": attention.read_mllama,
+    "nemotron_h": recurrent.read_nemotron_h,
+    "phi3": attention.read_full,
+    "pyramid_kv": designs.read_pyramid_kv,
+    "qwen2": attention.read_qwen,
+    "qwen2_5_vl_text": attention.read_qwen,
+    "qwen3": attention.read_qwen,
+    "qwen3_5_moe_text": recurrent.read_gated_delta,
+    "qwen3_5_text": recurrent.read_gated_delta,
+    "qwen3_next": recurrent.read_gated_delta,
+    "whisper": attention.read_whisper,
+    "zamba2": recurrent.read_zamba2,
+}
+"""Readers of language models, by `model_type`."""
+
+_TEXT_SECTIONS = {"mllama": ("text_config", "mllama_text_model")}
+"""Models whose language model lies in a section and that keep no image embeddings."""
+
+MODEL_TYPES = tuple(sorted({*TEXT_READERS, *VISION_MODELS, *_TEXT_SECTIONS}))
+"""Every `model_type` that is understood."""
+
+
+def read_model(
+    path: str | Path, *, name: str | None = None, options: ReadOptions | None = None
+) -> ModelSpec:
+    """The layer types of the model that a Hugging Face configuration describes.
+
+    Args:
+        path: A `config.json`, or the directory that holds it.
+        name: The spec's name; the directory's, or the file's without its ending, where None.
+        options: How the model is run; one rank in bfloat16 where None.
+
+    Raises:
+        ValueError: No such file, or a field, named in the message, that is not understood; or
+            options that do not fit the model.
+    """
+    path = Path(path)
+    if name is None:
+        name = path.parent.resolve().name if path.name == "config.json" else path.stem
+    return read_config(load_config(path), name=name, options=options)
+
+
+def read_config(config: Config, *, name: str, options: ReadOptions | None = None) -> ModelSpec:
+    """As `read_model`, from fields already loaded."""
+    options = options or ReadOptions()
+    model_type = config.choice("model_type", MODEL_TYPES)
+    if model_type in VISION_MODELS:
+        vision = VISION_MODELS[model_type]
+        has_section = any(section in config for section in vision.sections)
+        text = config.section(*vision.sections) if has_section else config
+        reader = _text_reader(text, vision.text_model, is_section=has_section)
+        image = image_embedding(
+            text.integer("hidden_size"), options, typical_tokens=vision.image_tokens(config)
+        )
+        return ModelSpec(name=name, layer_types=(*reader(text, options), image))
+    if model_type in _TEXT_SECTIONS:
+        section, text_model = _TEXT_SECTIONS[model_type]
+        text = config.section(section)
+        reader = _text_reader(text, text_model, is_section=True)
+        return ModelSpec(name=name, layer_types=tuple(reader(text, options)))
+    return ModelSpec(name=name, layer_types=tuple(TEXT_READERS[model_type](config, options)))
+
+
+def _text_reader(text: Config, default: str, *, is_section: bool) -> Reader:
+    if not is_section:
+        return TEXT_READERS[default]
+    return TEXT_READERS[text.choice("model_type", tuple(TEXT_READERS), default=default)]

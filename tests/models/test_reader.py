@@ -1,0 +1,312 @@
+"""Readers against the bytes that each architecture is known to keep."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from jenga.models import MODEL_TYPES, KvFormat, ReadOptions, read_model
+from jenga.models.config import Config
+from jenga.models.reader import TEXT_READERS, read_config
+from jenga.models.vision import VISION_MODELS
+from jenga.spec import (
+    ChunkedLocal,
+    CrossAttention,
+    FullAttention,
+    ImageEmbedding,
+    SlidingWindow,
+    State,
+    TokenBudget,
+)
+
+DATA = Path(__file__).parent / "data"
+NAMES = sorted(path.stem for path in DATA.glob("*.json"))
+KIND = {
+    FullAttention: "full",
+    SlidingWindow: "sliding",
+    ChunkedLocal: "chunked",
+    CrossAttention: "cross",
+    State: "state",
+    TokenBudget: "budget",
+    ImageEmbedding: "image",
+}
+
+
+def facts(name):
+    return json.loads((DATA / f"{name}.json").read_text())
+
+
+def read(name, **options):
+    config = Config(facts(name)["config"], source=name)
+    return read_config(config, name=name, options=ReadOptions(**options))
+
+
+def slot_bytes(model, name):
+    (layer_type,) = [each for each in model.layer_types if each.name == name]
+    return {layer.slot_bytes for layer in layer_type.layers}
+
+
+def summary(model):
+    """Layers and bytes per kind, window and compression: a plain value to compare."""
+    found = {}
+    for layer_type in model.layer_types:
+        window_tokens = getattr(layer_type, "window_tokens", None) or getattr(
+            layer_type, "chunk_tokens", None
+        )
+        tokens_per_slot = getattr(layer_type, "tokens_per_slot", 1)
+        key = (KIND[type(layer_type)], window_tokens, tokens_per_slot)
+        counter = found.setdefault(key, Counter())
+        counter["layers"] += len(layer_type.layers)
+        counter["slot_bytes"] += sum(layer.slot_bytes for layer in layer_type.layers)
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_reader_finds_the_bytes_of_every_layer(name):
+    expected = {
+        (each["kind"], each.get("window_tokens"), each.get("tokens_per_slot", 1)): {
+            "layers": each["layers"],
+            "slot_bytes": each["slot_bytes"],
+        }
+        for each in facts(name)["expected"]
+    }
+
+    assert summary(read(name)) == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_reader_accounts_for_every_layer_that_reads_anothers(name):
+    model = read(name)
+
+    num_readers = sum(len(layer.readers) for each in model.layer_types for layer in each.layers)
+    assert num_readers == facts(name).get("shared_layers", 0)
+
+
+def test_every_reader_is_exercised_by_a_known_model():
+    used = set()
+    for name in NAMES:
+        config = facts(name)["config"]
+        used.add(config["model_type"])
+        for section in ("text_config", "llm_config"):
+            used.add(config.get(section, {}).get("model_type"))
+    readers = {TEXT_READERS[each] for each in used & set(TEXT_READERS)}
+
+    assert readers == set(TEXT_READERS.values())
+    assert set(VISION_MODELS) <= used
+
+
+def test_gemma_3n_layers_read_the_last_of_their_kind():
+    full, sliding, _ = read("gemma-3n-e4b").layer_types
+
+    readers = {layer.name: layer.readers for layer in (*full.layers, *sliding.layers)}
+    assert readers["layers.19"] == ("layers.24", "layers.29", "layers.34")
+    assert len(readers["layers.18"]) == 12
+
+
+def test_mamba_state_has_its_parts_in_order():
+    _, state = read("nemotron-h-8b").layer_types
+
+    conv, recurrent = state.layers[0].parts
+    assert (conv.shape, conv.dtype) == ((10240, 3), "bfloat16")
+    assert (recurrent.shape, recurrent.dtype) == ((128, 64, 128), "float32")
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor_parallel", "attention_bytes", "state_bytes"),
+    [
+        ("bamba-9b", 1, 4096, 2_147_840),
+        ("bamba-9b", 8, 512, 2 * (8192 // 8 + 2 * 128) * 3 + 2_097_152 // 8),
+        ("jamba-v0.1", 4, 1024, 311_296 // 4),
+        ("nemotron-h-8b", 8, 512, 4_255_744 // 8),
+        ("qwen3-next-80b-a3b", 4, 1024, 1_097_728 // 4),
+        ("kimi-linear-48b", 8, 1152, 2_170_880 // 8),
+        ("minimax-text-01", 8, 512, 2_097_152 // 8),
+    ],
+)
+def test_ranks_divide_heads_and_copy_what_they_cannot(
+    name, tensor_parallel, attention_bytes, state_bytes
+):
+    model = read(name, tensor_parallel=tensor_parallel)
+
+    assert slot_bytes(model, "full") == {attention_bytes}
+    assert slot_bytes(model, "state") == {state_bytes}
+
+
+@pytest.mark.parametrize("name", ["falcon-h1-7b", "hymba-1.5b"])
+def test_ranks_that_do_not_divide_the_heads_are_refused(name):
+    with pytest.raises(ValueError, match=r"tensor_parallel must divide the \d+ attention heads"):
+        read(name, tensor_parallel=8)
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "expected_bytes"),
+    [
+        (KvFormat.MODEL, 4096),
+        (KvFormat.FP8, 2048),
+        (KvFormat.FP8_PER_TOKEN_HEAD, 2 * 8 * (128 + 4)),
+        (KvFormat.INT4_PER_TOKEN_HEAD, 2 * 8 * (64 + 4)),
+        (KvFormat.NVFP4, 2 * 8 * (64 + 8)),
+    ],
+)
+def test_scales_stored_inline_count(kv_format, expected_bytes):
+    assert slot_bytes(read("llama-3.1-8b", kv_format=kv_format), "full") == {expected_bytes}
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "expected_bytes"),
+    [(KvFormat.MODEL, 1152), (KvFormat.FP8, 576), (KvFormat.DS_MLA, 656)],
+)
+def test_latents_are_whole_on_every_rank(kv_format, expected_bytes):
+    model = read("deepseek-v3", kv_format=kv_format, tensor_parallel=8)
+
+    assert slot_bytes(model, "full") == {expected_bytes}
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_format"),
+    [("deepseek-v3", KvFormat.NVFP4), ("llama-3.1-8b", KvFormat.DS_MLA)],
+)
+def test_formats_that_do_not_fit_the_model_are_refused(name, kv_format):
+    with pytest.raises(ValueError, match="kv_format"):
+        read(name, kv_format=kv_format)
+
+
+def test_state_dtype_overrides_the_architectures():
+    half = read("nemotron-h-8b", state_dtype="bfloat16")
+    full = read("jamba-v0.1", state_dtype="float32")
+
+    assert slot_bytes(half, "state") == {61_440 + 4_194_304 // 2}
+    assert slot_bytes(full, "state") == {49_152 + 2 * 262_144}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "whisper-large-v3"])
+def test_embeddings_live_in_kv_pages_where_asked(name):
+    model = read(name, embeddings_in_kv_pages=True)
+
+    hosts = [each.host for each in model.layer_types if isinstance(each, ImageEmbedding)]
+    assert set(hosts) <= {"full"}
+
+
+def changed(name, **changes):
+    config = facts(name)["config"]
+    for field, value in changes.items():
+        config[field] = value
+    return config
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (changed("llama-3.1-8b", model_type="lama"), "field 'model_type' must be one of"),
+        (changed("llama-3.1-8b", model_type=None), "field 'model_type' must be one of"),
+        (changed("llama-3.1-8b", num_hidden_layers=0), "'num_hidden_layers' must be a positive"),
+        (changed("llama-3.1-8b", num_hidden_layers="32"), "'num_hidden_layers' must be"),
+        (changed("llama-3.1-8b", head_dim=True), "'head_dim' must be a positive integer"),
+        (
+            changed("llama-3.1-8b", head_dim=None, hidden_size=4097),
+            "'hidden_size' must be a multiple of num_attention_heads",
+        ),
+        (
+            changed("gpt-oss-20b", layer_types=["full_attention"]),
+            "'layer_types' must be a list of 24",
+        ),
+        (
+            changed("gpt-oss-20b", layer_types=["full_attention"] * 23 + ["ring_attention"]),
+            r"field 'layer_types\[23\]' must be one of .*got 'ring_attention'",
+        ),
+        (changed("gpt-oss-20b", sliding_window=None), "'sliding_window' must be a positive"),
+        (changed("gemma-3-4b", text_config=[]), "'text_config' must be an object"),
+        (changed("nemotron-h-8b", hybrid_override_pattern="M?"), "'hybrid_override_pattern'"),
+        (changed("bamba-9b", mamba_n_heads=100), "'mamba_n_heads' must be a divisor"),
+        (changed("bamba-9b", attn_layer_indices=[-1]), "'attn_layer_indices' must be a list of"),
+        (changed("zamba2-7b", n_mamba_heads=100), "'n_mamba_heads' must be a divisor"),
+        (changed("minimax-text-01", attn_type_list=[1]), "'attn_type_list' must be a list of 80"),
+        (changed("deepseek-v4-flash", compress_ratios=[4]), "'compress_ratios' must be a list"),
+        (changed("deepseek-v3", kv_lora_rank=None), "'kv_lora_rank' must be a positive integer"),
+        (changed("hymba-1.5b", kv_reuse_group=[1, 2]), "'kv_reuse_group' must be a list of lists"),
+        (changed("whisper-large-v3", d_model=1281), "'d_model' must be a multiple"),
+        (
+            changed("qwen2.5-vl-7b", use_sliding_window="no"),
+            "'use_sliding_window' must be true or false",
+        ),
+        (
+            changed("granite-4.0-h-tiny", layer_types=["sliding_attention"] * 40),
+            "'layer_types' must be free of layers with a window",
+        ),
+    ],
+)
+def test_fields_that_are_not_understood_are_named(config, message):
+    with pytest.raises(ValueError, match=message):
+        read_config(Config(config, source="config.json"), name="model")
+
+
+def test_nemotron_pattern_may_be_a_list():
+    config = facts("nemotron-h-8b")["config"]
+    names = {"M": "mamba", "*": "attention", "-": "mlp"}
+    config["layers_block_type"] = [
+        names[letter] for letter in config.pop("hybrid_override_pattern")
+    ]
+
+    model = read_config(Config(config, source="config.json"), name="nemotron-h-8b")
+
+    assert model == read("nemotron-h-8b")
+
+
+def test_fields_of_a_section_are_named_with_it():
+    config = facts("gemma-3-12b")["config"]
+    config["text_config"]["num_hidden_layers"] = -1
+
+    with pytest.raises(ValueError, match=r"^config.json: text_config: field 'num_hidden_layers'"):
+        read_config(Config(config, source="config.json"), name="model")
+
+
+def test_shared_layers_of_every_layer_are_refused():
+    config = facts("gemma-3n-e4b")["config"]
+    config["text_config"]["num_kv_shared_layers"] = 35
+
+    with pytest.raises(ValueError, match="'num_kv_shared_layers' must be so few"):
+        read_config(Config(config, source="config.json"), name="model")
+
+
+def test_read_model_takes_a_directory_or_a_file(tmp_path):
+    directory = tmp_path / "tiny-llama"
+    directory.mkdir()
+    file = directory / "config.json"
+    file.write_text(json.dumps(facts("llama-3.2-1b")["config"]))
+
+    assert read_model(directory).name == "tiny-llama"
+    assert read_model(file).layer_types == read_model(directory).layer_types
+    assert read_model(file, name="other").name == "other"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "config must be a readable file"),
+        ("{", "must be JSON"),
+        ("[]", "must hold a JSON object"),
+    ],
+)
+def test_read_model_refuses_what_is_no_configuration(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+
+    with pytest.raises(ValueError, match=message):
+        read_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"tensor_parallel": 0}, {"model_dtype": "float64"}, {"state_dtype": "half"}],
+    ids=["no_rank", "unknown_model_dtype", "unknown_state_dtype"],
+)
+def test_options_out_of_range_are_refused_by_name(options):
+    (name,) = options
+
+    with pytest.raises(ValueError, match=name):
+        ReadOptions(**options)
+
+
+def test_model_types_are_listed_once():
+    assert len(set(MODEL_TYPES)) == len(MODEL_TYPES)
