@@ -130,6 +130,9 @@ def checked_backend_path(attn_selector_config: Any) -> str:  # noqa: ANN401 (a n
         **attn_selector_config._asdict(),
     )
     if reasons:
-        msg = f"{BACKEND_NAME} cannot serve a layer of this model: {'; '.join(reasons)}"
+        msg = (
+            f"{BACKEND_NAME} cannot serve a layer of this model: {'; '.join(reasons)} "
+            f"({attn_selector_config})"
+        )
         raise ValueError(msg)
     return f"{JengaTritonBackend.__module__}.{JengaTritonBackend.__qualname__}"

@@ -18,8 +18,8 @@ from vllm.v1.kv_cache_interface import (
     iter_layer_specs,
 )
 
-from jenga.geometry import Geometry, PageTable
-from jenga.planner import check_arena, exact_lcm, plan
+from jenga.geometry import Geometry, PageTable, check_arena, exact_lcm
+from jenga.planner import plan
 from jenga.vllm_plugin.config import TOKENS_PER_PAGE
 from jenga.vllm_plugin.environment import read_settings
 from jenga.vllm_plugin.specs import layer_names, model_spec, table_spec

@@ -30,6 +30,24 @@ def runner_of(llm):
     return llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
 
+def scheduler_of(llm):
+    """Get the scheduler of an engine that lives in this process."""
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def count_preemptions(llm):
+    """Get a list that grows by a request's id whenever the scheduler preempts one."""
+    scheduler, preempted = scheduler_of(llm), []
+    original = scheduler._preempt_request
+
+    def preempt_request(request, *args, **kwargs):
+        preempted.append(request.request_id)
+        return original(request, *args, **kwargs)
+
+    scheduler._preempt_request = preempt_request
+    return preempted
+
+
 def arena_of(llm):
     """Get the bytes of the one buffer that all layers of an engine's model view."""
     import torch
@@ -75,13 +93,13 @@ def main():
         detokenize=False,
     )
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
+    preemptions = count_preemptions(llm) if job.get("report_manager") else None
     result = {"outputs": _result(llm.generate(prompts, sampling, use_tqdm=False))}
-    if job.get("report_manager"):
-        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        manager = scheduler.kv_cache_manager.manager
+    if preemptions is not None:
+        manager = scheduler_of(llm).kv_cache_manager.manager
         manager.check()
         result["request_tokens"] = manager.request_tokens()
-        result["preemptions"] = job.get("preemptions", 0)
+        result["preemptions"] = len(preemptions)
     Path(sys.argv[2]).write_text(json.dumps(result))
 
 

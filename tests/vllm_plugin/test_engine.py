@@ -21,3 +21,56 @@ def test_engine_generates_what_stock_vllm_generates(name, tiny_model, run_engine
 
     assert_same_generation(ours, stock)
     assert ours["request_tokens"] == {}
+
+
+def test_gemma_3_with_its_real_weights_generates_what_stock_vllm_generates(run_engine):
+    from jenga.demo.weights import gemma3_270m_directory
+
+    model = gemma3_270m_directory("float32")
+    options = {
+        "max_model_len": 1024,
+        "kv_cache_memory_bytes": 96 << 20,
+        "max_num_batched_tokens": 512,
+    }
+    # 15 of its 18 layers slide over 512 tokens: one prompt crosses pages, one is longer than that.
+    prompts = [[2, *prompt[1:]] for prompt in prompts_of_lengths((40, 700), seed=1, vocab_size=9000)]
+
+    stock = run_engine(model, prompts, options=options)
+    ours = run_engine(model, prompts, options=options | JENGA, fill_arena=True, report_manager=True)
+
+    assert_same_generation(ours, stock)
+
+
+def test_engine_in_processes_of_its_own_generates_the_same(tiny_model, run_engine):
+    model = tiny_model("gpt_oss")
+
+    stock = run_engine(model, PROMPTS)
+    ours = run_engine(
+        model,
+        PROMPTS,
+        environment={
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            "VLLM_ATTENTION_BACKEND": "JENGA_TRITON",
+            "VLLM_LOGGING_LEVEL": "INFO",
+        },
+    )
+
+    assert_same_generation(ours, stock)
+    assert "JENGA_TRITON" in ours["log"]
+
+
+def test_engine_preempts_in_a_small_arena_and_loses_nothing(tiny_model, run_engine):
+    model = tiny_model("gpt_oss")
+    prompts = prompts_of_lengths((90, 100, 110, 95, 105, 60), seed=5)
+
+    stock = run_engine(model, prompts, max_tokens=60)
+    ours = run_engine(
+        model,
+        prompts,
+        max_tokens=60,
+        options=JENGA | {"kv_cache_memory_bytes": 1 << 20},
+        report_manager=True,
+    )
+
+    assert_same_generation(ours, stock)
+    assert ours["preemptions"] > 0

@@ -22,6 +22,9 @@ _COMMON = {
     "pad_token_id": 0,
 }
 
+# Where the head dimension cannot be set apart, it is hidden_size / num_attention_heads.
+_TWO_HEADS = _COMMON | {"num_attention_heads": 2, "num_key_value_heads": 1}
+
 
 def _llama():
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -72,7 +75,7 @@ def _granite_hybrid():
     from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
 
     config = GraniteMoeHybridConfig(
-        **_COMMON,
+        **_TWO_HEADS,
         num_hidden_layers=5,
         layer_types=["mamba", "mamba", "attention", "mamba", "attention"],
         mamba_n_heads=8,
@@ -94,7 +97,7 @@ def _jamba():
     from transformers import JambaConfig, JambaForCausalLM
 
     config = JambaConfig(
-        **_COMMON,
+        **_TWO_HEADS,
         num_hidden_layers=6,
         attn_layer_period=3,
         attn_layer_offset=1,
