@@ -118,11 +118,10 @@ def get_kv_cache_config_from_groups(
     if not kv_cache_groups:
         return JengaKVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
     geometry = _geometry_of_groups(kv_cache_groups)
-    num_large_pages = available_memory // geometry.large_page_bytes
     if cache_config.num_gpu_blocks_override is not None:
-        num_large_pages = cache_config.num_gpu_blocks_override
+        available_memory = cache_config.num_gpu_blocks_override * geometry.large_page_bytes
+    num_large_pages = check_arena(geometry, available_memory)
     arena_bytes = num_large_pages * geometry.large_page_bytes
-    check_arena(geometry, arena_bytes)
     tensors: list[KVCacheTensor] = []
     for table in geometry.page_tables:
         layers = table.layer_type.layers[table.layer_start : table.layer_end]

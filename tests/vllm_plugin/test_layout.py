@@ -1,0 +1,179 @@
+"""Groups, strides and views that the plugin gives vLLM's workers, without an engine."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.vllm
+
+MIB = 1 << 20
+
+
+def attention(**changes):
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    window = changes.pop("window", None)
+    options = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
+    options |= changes
+    if window is None:
+        return FullAttentionSpec(**options)
+    return SlidingWindowSpec(**options, sliding_window=window)
+
+
+def mamba(**changes):
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    options = {
+        "block_size": 2048,
+        "shapes": ((3, 160), (4, 32, 16)),
+        "dtypes": (torch.float32, torch.float32),
+    }
+    return MambaSpec(**(options | changes))
+
+
+def engine_config(**cache):
+    options = {
+        "block_size": 16,
+        "num_gpu_blocks_override": None,
+        "prefix_cache_retention_interval": None,
+        "mamba_cache_mode": "none",
+    }
+    return SimpleNamespace(
+        cache_config=SimpleNamespace(**(options | cache)),
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        model_config=SimpleNamespace(max_model_len=2048),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        max_in_flight_tokens=64,
+    )
+
+
+HYBRID = {
+    "full.0": attention(),
+    "sliding.0": attention(window=32),
+    "sliding.1": attention(window=32),
+    "wide.0": attention(head_size=128),
+    "mamba.0": mamba(),
+    "mamba.1": mamba(),
+    "mamba.2": mamba(),
+}
+
+
+def config_of(specs, available_memory, **cache):
+    from jenga.vllm_plugin.layout import get_kv_cache_config_from_groups, get_kv_cache_groups
+
+    config = engine_config(**cache)
+    groups = get_kv_cache_groups(config, specs)
+    return get_kv_cache_config_from_groups(config, groups, available_memory)
+
+
+def test_layers_of_one_kind_share_a_group_whatever_their_width():
+    config = config_of(HYBRID, 8 * MIB)
+
+    groups = [group.layer_names for group in config.kv_cache_groups]
+    assert ["full.0", "wide.0"] in groups
+    assert ["sliding.0", "sliding.1"] in groups
+    assert sorted(sum(groups, [])) == sorted(HYBRID)
+
+
+def test_views_of_all_layers_tile_the_arena_without_overlap():
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+    from vllm.v1.worker.utils import allocate_kv_cache
+
+    from jenga.vllm_plugin.layout import geometry_of
+
+    config = config_of(HYBRID, 8 * MIB)
+    geometry = geometry_of(config)
+    views = allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout.BLHNC)
+
+    # Each large page is held by one page table at a time: mark those of one table after another.
+    for table in geometry.page_tables:
+        names = [layer.name for layer in table.layer_type.layers]
+        names = names[table.layer_start : table.layer_end]
+        storage = views[names[0]].untyped_storage()
+        arena = torch.empty(0, dtype=torch.uint8).set_(storage)
+        arena.zero_()
+        written = 0
+        for mark, name in enumerate(names, start=1):
+            view = views[name]
+            assert view.untyped_storage().data_ptr() == storage.data_ptr()
+            assert view.shape[0] == config.num_blocks * table.small_pages_per_large_page
+            raw = view if view.dtype == torch.int8 else view.view(torch.int8)
+            raw.fill_(mark)
+            written += raw.numel()
+        assert int((arena != 0).sum()) == written  # a byte written twice would be missing
+        assert written == arena.numel() - table.padding_bytes * (
+            config.num_blocks * table.small_pages_per_large_page
+        )
+
+
+def test_mamba_states_bind_to_the_strided_view():
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+    from vllm.v1.worker.utils import allocate_kv_cache
+
+    config = config_of(HYBRID, 8 * MIB)
+    views = allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout.BLHNC)
+    layer = SimpleNamespace(
+        get_state_shape=lambda: mamba().shapes, get_state_dtype=lambda: mamba().dtypes
+    )
+    MambaBase.bind_kv_cache(layer, views["mamba.1"])
+
+    conv, ssm = layer.kv_cache
+    assert conv.shape[1:] == (3, 160)
+    assert ssm.shape[1:] == (4, 32, 16)
+    ssm[3] = 7.0
+    start = conv[3].numel() * 4
+    assert views["mamba.1"][3].flatten()[start : start + 4].view(torch.float32).item() == 7.0
+
+
+def test_memory_for_less_than_one_large_page_per_table_is_refused_with_the_numbers():
+    with pytest.raises(ValueError, match="large page"):
+        config_of(HYBRID, 1000)
+
+
+@pytest.mark.parametrize(
+    ("spec", "named"),
+    [
+        ({"num_head_slots": 1}, "packed head slots"),
+        ({"head_size_v": 32}, "different width"),
+        ({"page_size_padded": 1 << 20}, "padded pages"),
+    ],
+)
+def test_a_cache_the_kernels_cannot_read_is_refused_by_layer_and_reason(spec, named):
+    with pytest.raises(ValueError, match=rf"odd\.0.*{named}"):
+        config_of({"odd.0": attention(**spec)}, 8 * MIB)
+
+
+def test_a_cache_of_an_unknown_kind_is_refused_by_its_name():
+    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
+
+    spec = ChunkedLocalAttentionSpec(
+        block_size=16, num_kv_heads=2, head_size=64, dtype=torch.float32, attention_chunk_size=64
+    )
+    with pytest.raises(ValueError, match="ChunkedLocalAttentionSpec"):
+        config_of({"local.0": spec}, 8 * MIB)
+
+
+def test_the_longest_request_is_counted_in_large_pages_of_each_table():
+    from jenga.vllm_plugin.layout import (
+        geometry_of,
+        get_kv_cache_groups,
+        max_concurrency,
+        max_memory_usage_bytes_from_groups,
+    )
+
+    config = engine_config()
+    groups = get_kv_cache_groups(config, HYBRID)
+    kv_config = config_of(HYBRID, 8 * MIB)
+    geometry = geometry_of(kv_config)
+    pages = {"full": 2048 // 16, "sliding_32": -(-(31 + 64) // 16) + 1}
+
+    needed = max_memory_usage_bytes_from_groups(config, groups)
+    expected = sum(
+        -(-pages.get(table.layer_type.name, 1) // table.small_pages_per_large_page)
+        for table in geometry.page_tables
+    )
+    assert needed == expected * geometry.large_page_bytes
+    assert 0 < max_concurrency(config, kv_config)
+    assert max_concurrency(config, kv_config) >= (kv_config.num_blocks - 1) / expected
