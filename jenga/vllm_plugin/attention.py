@@ -14,11 +14,14 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
     MultipleOf,
 )
+from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
+from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from jenga.vllm_plugin.environment import BACKEND_NAME
+from jenga_kernels.attention_plan import AttentionKind, AttentionPlan, plan_attention
 from jenga_kernels.kv_store import kv_store
 from jenga_kernels.paged_attention import paged_attention
-from jenga.vllm_plugin.environment import BACKEND_NAME
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -93,29 +96,25 @@ class JengaTritonBackend(AttentionBackend):
 
 @dataclass
 class JengaTritonMetadata(AttentionMetadata):
-    """What all layers of one page table need for a step.
+    """What all layers of one kind and page table need for a step.
 
     Attributes:
         num_actual_tokens: Tokens of the step, without padding.
         query_starts: i32[num_requests + 1], where each request's tokens begin.
         seq_lens: i32[num_requests], tokens of each request with this step's.
         page_table: i32[num_requests, max_pages].
-        slot_mapping: i64[num_tokens], slot of each token of the step.
-        max_query_tokens: Most tokens of one request in the step.
-        max_seq_tokens: Greatest length of a request, or an upper bound.
+        plan: The step's work lists.
     """
 
     num_actual_tokens: int
     query_starts: torch.Tensor
     seq_lens: torch.Tensor
     page_table: torch.Tensor
-    slot_mapping: torch.Tensor
-    max_query_tokens: int
-    max_seq_tokens: int
+    plan: AttentionPlan
 
 
 class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
-    """Prepares what the layers of one page table share in a step."""
+    """Prepares what the layers of one kind and page table share in a step."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
 
@@ -127,6 +126,19 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        if not isinstance(kv_cache_spec, AttentionSpec):
+            msg = f"expected the spec of an attention layer, got {type(kv_cache_spec).__name__}"
+            raise TypeError(msg)
+        num_heads = get_num_attention_heads_from_layers(vllm_config, layer_names)
+        self._kind = AttentionKind(
+            num_heads=num_heads
+            or vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config),
+            num_kv_heads=kv_cache_spec.num_kv_heads,
+            head_dim=kv_cache_spec.head_size,
+            page_tokens=kv_cache_spec.block_size,
+            window_tokens=getattr(kv_cache_spec, "sliding_window", None),
+        )
+        self._dtype = vllm_config.model_config.dtype
 
     def build(
         self,
@@ -134,7 +146,7 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> JengaTritonMetadata:
-        """Collect a step's tensors."""
+        """Collect a step's tensors and count its work."""
         common = common_attn_metadata
         if common.causal is not True:
             msg = f"{BACKEND_NAME} does not support non-causal attention"
@@ -144,9 +156,14 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
             query_starts=common.query_start_loc,
             seq_lens=common.seq_lens,
             page_table=common.block_table_tensor,
-            slot_mapping=common.slot_mapping,
-            max_query_tokens=common.max_query_len,
-            max_seq_tokens=common.max_seq_len,
+            plan=plan_attention(
+                common.query_start_loc,
+                common.seq_lens,
+                self._kind,
+                num_tokens=common.num_actual_tokens,
+                dtype=self._dtype,
+                max_query_tokens=common.max_query_len,
+            ),
         )
 
 
@@ -242,5 +259,6 @@ class JengaTritonImpl(AttentionImpl[JengaTritonMetadata]):
             soft_cap=self.soft_cap,
             sinks=self.sinks,
             out=output[:num_tokens],
+            plan=attn_metadata.plan,
         )
         return output

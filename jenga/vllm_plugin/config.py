@@ -78,7 +78,7 @@ def prepare_config(vllm_config: "VllmConfig") -> bool:
     if not is_selected(vllm_config):
         if settings.selects_backend:
             logger.warning_once(
-                "VLLM_ATTENTION_BACKEND=%s is overridden by the backend selected as an argument: %s",
+                "VLLM_ATTENTION_BACKEND=%s gives way to the backend selected as an argument, %s",
                 BACKEND_NAME,
                 getattr(attention.backend, "name", attention.backend),
             )
@@ -121,8 +121,9 @@ def checked_backend_path(attn_selector_config: Any) -> str:  # noqa: ANN401 (a n
     Raises:
         ValueError: It cannot; the message lists why.
     """
-    from jenga.vllm_plugin.attention import JengaTritonBackend
     from vllm.platforms import current_platform
+
+    from jenga.vllm_plugin.attention import JengaTritonBackend
 
     capability = current_platform.get_device_capability()
     reasons = JengaTritonBackend.validate_configuration(

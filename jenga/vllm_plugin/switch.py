@@ -20,7 +20,7 @@ def backend_member() -> Any:  # noqa: ANN401 (a member of an enumeration that vL
 
     if BACKEND_NAME not in AttentionBackendEnum.__members__:
         member = AttentionBackendEnum.register(BACKEND_NAME, _BACKEND_PATH)
-        member.__reduce_ex__ = lambda _protocol: (restore_backend, ())
+        member.__reduce_ex__ = lambda proto: (restore_backend, ())  # noqa: ARG005 (pickle's)
     return AttentionBackendEnum[BACKEND_NAME]
 
 

@@ -33,7 +33,9 @@ def test_gemma_3_with_its_real_weights_generates_what_stock_vllm_generates(run_e
         "max_num_batched_tokens": 512,
     }
     # 15 of its 18 layers slide over 512 tokens: one prompt crosses pages, one is longer than that.
-    prompts = [[2, *prompt[1:]] for prompt in prompts_of_lengths((40, 700), seed=1, vocab_size=9000)]
+    prompts = [
+        [2, *prompt[1:]] for prompt in prompts_of_lengths((40, 700), seed=1, vocab_size=9000)
+    ]
 
     stock = run_engine(model, prompts, options=options)
     ours = run_engine(model, prompts, options=options | JENGA, fill_arena=True, report_manager=True)

@@ -73,7 +73,7 @@ def test_layers_of_one_kind_share_a_group_whatever_their_width():
     groups = [group.layer_names for group in config.kv_cache_groups]
     assert ["full.0", "wide.0"] in groups
     assert ["sliding.0", "sliding.1"] in groups
-    assert sorted(sum(groups, [])) == sorted(HYBRID)
+    assert sorted(name for group in groups for name in group) == sorted(HYBRID)
 
 
 def test_views_of_all_layers_tile_the_arena_without_overlap():
@@ -175,5 +175,4 @@ def test_the_longest_request_is_counted_in_large_pages_of_each_table():
         for table in geometry.page_tables
     )
     assert needed == expected * geometry.large_page_bytes
-    assert 0 < max_concurrency(config, kv_config)
     assert max_concurrency(config, kv_config) >= (kv_config.num_blocks - 1) / expected

@@ -74,7 +74,9 @@ def test_server_completes_and_streams_the_same_text_on_the_selected_backend(serv
     with complete(address) as response:
         whole = json.load(response)["choices"][0]["text"]
     with complete(address, stream=True) as response:
-        events = [line[6:] for line in response.read().decode().splitlines() if line[:6] == "data: "]
+        events = [
+            line[6:] for line in response.read().decode().splitlines() if line[:6] == "data: "
+        ]
     streamed = [json.loads(event)["choices"][0]["text"] for event in events[:-1]]
 
     assert "Paris" in whole

@@ -54,8 +54,8 @@ def run_python(code, **environment):
 CONFIGURE = """
     from vllm.engine.arg_utils import EngineArgs
     def configure(**options):
-        common = dict(model={model!r}, dtype="float32", enforce_eager=True, skip_tokenizer_init=True,
-                      max_model_len=256, attention_backend="JENGA_TRITON")
+        common = dict(model={model!r}, dtype="float32", enforce_eager=True, max_model_len=256,
+                      skip_tokenizer_init=True, attention_backend="JENGA_TRITON")
         return EngineArgs(**(common | options)).create_engine_config()
 """
 
