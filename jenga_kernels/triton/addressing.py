@@ -4,23 +4,24 @@ An arena holds far more than 2**31 elements, so every id is widened before it is
 """
 
 import torch
-import triton
 import triton.language as tl
 
+from jenga_kernels.triton.device import device_function
 
-@triton.jit
+
+@device_function
 def page_offsets(page_ids, stride_page):
     """Offset of each page from the base of its layer, in elements."""
     return page_ids.to(tl.int64) * stride_page
 
 
-@triton.jit
+@device_function
 def slot_offsets(slots, stride_page, stride_slot, PAGE_TOKENS: tl.constexpr):
     """Offset of each slot; slot s is token s % PAGE_TOKENS of page s // PAGE_TOKENS."""
     return page_offsets(slots // PAGE_TOKENS, stride_page) + (slots % PAGE_TOKENS) * stride_slot
 
 
-@triton.jit
+@device_function
 def key_offsets(
     page_table_ptr,  # i32[max_pages], the request's row
     first_key,
@@ -47,7 +48,7 @@ def key_offsets(
         return page_offsets(page_ids, stride_page) + (keys % PAGE_TOKENS) * stride_slot
 
 
-@triton.jit
+@device_function
 def first_tile_key(first_key, PAGE_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr):
     """Where the tiles of a range of keys begin: at its start, unless tiles must stay in a page."""
     if PAGE_TOKENS % BLOCK_N == 0:

@@ -1,15 +1,15 @@
 """Conversion to float8_e4m3fn."""
 
-import triton
 import triton.language as tl
 
+from jenga_kernels.triton.device import device_function
 from jenga_kernels.triton.matmul import INTERPRETED
 
 FP8_MAX = tl.constexpr(448.0)
 """Greatest finite float8_e4m3fn."""
 
 
-@triton.jit
+@device_function
 def to_fp8(values):
     """f32 values as float8_e4m3fn, rounded to nearest even; out of range becomes +-448.
 

@@ -4,10 +4,11 @@ import triton
 import triton.language as tl
 
 from jenga_kernels.triton.addressing import slot_offsets
+from jenga_kernels.triton.device import device_function
 from jenga_kernels.triton.fp8 import to_fp8
 
 
-@triton.jit
+@device_function
 def _stored(rows, heads, live, scale_ptr, IS_FP8: tl.constexpr, IS_PER_HEAD: tl.constexpr):
     """Rows as they are kept: unchanged, or scaled and saturated."""
     if not IS_FP8:

@@ -3,11 +3,13 @@
 import triton
 import triton.language as tl
 
+from jenga_kernels.triton.device import device_function
+
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 """Whether kernels of this process run in Triton's interpreter."""
 
 
-@triton.jit
+@device_function
 def matmul(a, b):
     """Product of a [M, K] and b [K, N], accumulated and returned in float32.
 
@@ -20,7 +22,7 @@ def matmul(a, b):
         return tl.dot(a, b, input_precision="ieee")
 
 
-@triton.jit
+@device_function
 def matmul_add(a, b, c):
     """Product of a [M, K] and b [K, N] added to c, f32[M, N]; see `matmul`."""
     if INTERPRETED:

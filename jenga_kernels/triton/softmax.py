@@ -6,11 +6,12 @@ accumulates with these weights. A row that has seen no key has maximum -inf and 
 Source: FlashAttention-2 (arXiv 2307.08691), algorithm 1.
 """
 
-import triton
 import triton.language as tl
 
+from jenga_kernels.triton.device import device_function
 
-@triton.jit
+
+@device_function
 def softmax_step(scores, scale, row_max, row_sum):
     """Take one tile of scores into a running softmax.
 
@@ -31,7 +32,7 @@ def softmax_step(scores, scale, row_max, row_sum):
     return weights, rescale, new_max, row_sum * rescale + tl.sum(weights, 1)
 
 
-@triton.jit
+@device_function
 def soft_capped(scores, soft_cap):
     """soft_cap * tanh(scores / soft_cap), through exp2."""
     power = tl.exp2(scores * (2.8853900817779268 / soft_cap))  # e ** (2 x / cap)

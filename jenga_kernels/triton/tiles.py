@@ -84,3 +84,94 @@ def copy_tiles(machine: Machine, row_elements: int) -> CopyTiles:
         return CopyTiles(block_rows=1024, num_warps=1)
     # 4 warps with 16 elements of K and of V a thread: two 16-byte loads of each in flight.
     return CopyTiles(block_rows=max(1, 2048 // power_of_two(row_elements)), num_warps=4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopTiles:
+    """Tiles of a kernel that walks over keys.
+
+    Attributes:
+        block_m: Rows of a program; a row is one head of one query token.
+        block_n: Keys of one step.
+        num_warps: Warps of a program.
+        num_stages: Depth of the software pipeline over keys.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionTiles:
+    """Tiles of `paged_attention`.
+
+    Attributes:
+        decode: Of requests with few query tokens.
+        prefill: Of all others.
+        num_programs: Programs the decode kernel's work is spread over.
+        block_splits: Partial results that the merge reads at once.
+    """
+
+    decode: LoopTiles
+    prefill: LoopTiles
+    num_programs: int
+    block_splits: int
+
+
+MIN_ROWS = 16
+"""Fewest rows of a matrix instruction."""
+
+DECODE_PROGRAMS_PER_PROCESSOR = 2
+"""Two programs hide each other's waits at the start and the end of a range of keys."""
+
+
+def attention_tiles(
+    machine: Machine, *, head_dim: int, element_bytes: int, decode_rows: int
+) -> AttentionTiles:
+    """Tiles of `paged_attention`.
+
+    Args:
+        machine: Where it runs.
+        head_dim: Elements of one head of one token.
+        element_bytes: Bytes of an element of the queries.
+        decode_rows: Most rows of a request that the decode kernel serves.
+    """
+    decode_rows = max(MIN_ROWS, power_of_two(decode_rows))
+    if machine.is_interpreter:
+        return AttentionTiles(
+            decode=LoopTiles(block_m=decode_rows, block_n=1024, num_warps=1, num_stages=1),
+            prefill=LoopTiles(block_m=1024, block_n=512, num_warps=1, num_stages=1),
+            num_programs=1,
+            block_splits=16,
+        )
+    return AttentionTiles(
+        decode=_decode_tiles(machine, head_dim, element_bytes, decode_rows),
+        prefill=_prefill_tiles(machine, head_dim, element_bytes),
+        num_programs=DECODE_PROGRAMS_PER_PROCESSOR * machine.num_processors,
+        block_splits=32,
+    )
+
+
+def _decode_tiles(
+    machine: Machine, head_dim: int, element_bytes: int, decode_rows: int
+) -> LoopTiles:
+    """Tiles that keep enough bytes in flight: a step loads about 32 KiB of keys and values."""
+    block_d = power_of_two(head_dim)
+    block_n = max(16, min(128, 8192 // (block_d * element_bytes // 2)))
+    if machine.capability < HOPPER or decode_rows > MIN_ROWS:
+        block_n = max(16, block_n // 2)
+    return LoopTiles(block_m=decode_rows, block_n=block_n, num_warps=4, num_stages=3)
+
+
+def _prefill_tiles(machine: Machine, head_dim: int, element_bytes: int) -> LoopTiles:
+    """Tiles as large as registers and shared memory allow without spills."""
+    block_d = power_of_two(head_dim)
+    if element_bytes > 2:  # noqa: PLR2004 - float32 has no tensor-core path here
+        return LoopTiles(block_m=64, block_n=32, num_warps=8, num_stages=1)
+    if machine.capability < HOPPER:
+        block_n = 64 if block_d <= 128 else 32  # noqa: PLR2004 - see HOPPER
+        return LoopTiles(block_m=128, block_n=block_n, num_warps=8, num_stages=2)
+    block_n = 128 if block_d <= 128 else 64  # noqa: PLR2004
+    return LoopTiles(block_m=128, block_n=block_n, num_warps=8, num_stages=2)

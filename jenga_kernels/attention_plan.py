@@ -1,0 +1,263 @@
+"""The work of one engine step, counted once and shared by all layers that read the same keys."""
+
+from dataclasses import dataclass, field
+
+import torch
+import triton
+
+from jenga_kernels.checks import check_at_least, check_dtype, check_same_device, check_shape
+from jenga_kernels.triton.attention_plan import MAX_SPLITS, attention_plan_kernel
+from jenga_kernels.triton.tiles import AttentionTiles, attention_tiles, machine_of
+
+BLOCK_REQUESTS = 256
+"""Requests the plan's kernel looks at together: one load of a few values a thread."""
+
+BLOCK_ENTRIES = 32
+"""Entries of the work lists made by one program."""
+
+FREE_ROWS = 16
+"""Rows of the smallest matrix product: a decoding request gets that many at the price of one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionKind:
+    """What layers must have in common to share a plan.
+
+    Attributes:
+        num_heads: Query heads.
+        num_kv_heads: Heads of keys; a divisor of num_heads.
+        head_dim: Elements of a head.
+        page_tokens: Slots of a small page.
+        window_tokens: Keys a query reads: itself and the window_tokens - 1 before it; None: all.
+        chunk_tokens: Queries read no key before the last multiple of it; None: no such chunks.
+        is_causal: Whether a query reads only keys up to its own position.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_tokens: int
+    window_tokens: int | None = None
+    chunk_tokens: int | None = None
+    is_causal: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the sizes."""
+        for name in ("num_heads", "num_kv_heads", "head_dim", "page_tokens"):
+            check_at_least(name, getattr(self, name), 1)
+        if self.num_heads % self.num_kv_heads:
+            msg = f"num_heads must be a multiple of {self.num_kv_heads}, got {self.num_heads}"
+            raise ValueError(msg)
+        for name in ("window_tokens", "chunk_tokens"):
+            value = getattr(self, name)
+            if value is not None:
+                check_at_least(name, value, 1)
+                if not self.is_causal:
+                    msg = f"{name} must be None without a causal mask, got {value}"
+                    raise ValueError(msg)
+
+    @property
+    def group_heads(self) -> int:
+        """Query heads that share a head of keys."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionPlan:
+    """Work lists of one step, on the device; made by `plan_attention`.
+
+    All sizes follow from what the host knows, so a plan may be updated and used in a CUDA graph:
+    launches depend on upper bounds alone, and the kernels read the real counts.
+
+    Attributes:
+        kind: What the layers have in common.
+        tiles: Tiles of the kernels.
+        num_tokens: Rows of the queries.
+        num_requests: Requests, padding included.
+        decode_query_tokens: Requests with at most so many query tokens are decoded.
+        is_batch_invariant: Whether a request's result may not depend on the others.
+        max_row_tiles: Bound on the tiles of the prefill kernel; 0 where there is nothing for it.
+        unit_starts: Decode work before each request, i32[num_requests + 1].
+        units_per_program: Decode work of one program, i32[1].
+        first_requests: Where each decode program begins, i32[num_programs].
+        row_tile_requests: Request of each tile of prefill rows, i32[max_row_tiles], or -1.
+        row_tile_indices: Which of its request's tiles it is, i32[max_row_tiles].
+        partial_out: Room for parts of a split result, f32[parts, rows, head_dim].
+        partial_lse: Their log-sum-exps, f32[parts, rows].
+    """
+
+    kind: AttentionKind
+    tiles: AttentionTiles
+    num_tokens: int
+    num_requests: int
+    decode_query_tokens: int
+    is_batch_invariant: bool
+    max_row_tiles: int
+    unit_starts: torch.Tensor = field(repr=False)
+    units_per_program: torch.Tensor = field(repr=False)
+    first_requests: torch.Tensor = field(repr=False)
+    row_tile_requests: torch.Tensor = field(repr=False)
+    row_tile_indices: torch.Tensor = field(repr=False)
+    partial_out: torch.Tensor = field(repr=False)
+    partial_lse: torch.Tensor = field(repr=False)
+
+    @property
+    def may_split(self) -> bool:
+        """Whether a decoding request's keys may be split over programs."""
+        return self.is_batch_invariant or self.tiles.num_programs > 1
+
+    def update(self, query_starts: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        """Make the lists anew, in place, for another step with the same bounds.
+
+        Args:
+            query_starts: First query token of each request, and their number,
+                i32[num_requests + 1].
+            seq_lens: Tokens of each request whose keys are stored, i32[num_requests].
+
+        Raises:
+            ValueError: If a shape, dtype or device does not fit.
+        """
+        check_steps(query_starts, seq_lens, self.num_requests)
+        check_same_device(
+            unit_starts=self.unit_starts, query_starts=query_starts, seq_lens=seq_lens
+        )
+        num_entries = max(self.tiles.num_programs, self.max_row_tiles)
+        attention_plan_kernel[(triton.cdiv(num_entries, BLOCK_ENTRIES),)](
+            unit_starts_ptr=self.unit_starts,
+            units_per_program_ptr=self.units_per_program,
+            first_requests_ptr=self.first_requests,
+            row_tile_requests_ptr=self.row_tile_requests,
+            row_tile_indices_ptr=self.row_tile_indices,
+            query_starts_ptr=query_starts,
+            seq_lens_ptr=seq_lens,
+            window_tokens=self.kind.window_tokens,
+            chunk_tokens=self.kind.chunk_tokens,
+            num_requests=self.num_requests,
+            num_programs=self.tiles.num_programs,
+            max_row_tiles=self.max_row_tiles,
+            NUM_KV_HEADS=self.kind.num_kv_heads,
+            GROUP=self.kind.group_heads,
+            QUERY_TOKENS=self.decode_query_tokens,
+            PAGE_TOKENS=self.kind.page_tokens,
+            IS_INVARIANT=self.is_batch_invariant,
+            BLOCK_N=self.tiles.decode.block_n,
+            BLOCK_M=self.tiles.prefill.block_m,
+            BLOCK_REQUESTS=BLOCK_REQUESTS,
+            BLOCK_ENTRIES=BLOCK_ENTRIES,
+        )
+
+
+def plan_attention(
+    query_starts: torch.Tensor,
+    seq_lens: torch.Tensor,
+    kind: AttentionKind,
+    *,
+    num_tokens: int,
+    dtype: torch.dtype,
+    max_query_tokens: int | None = None,
+    decode_query_tokens: int | None = None,
+    is_batch_invariant: bool = False,
+    tiles: AttentionTiles | None = None,
+) -> AttentionPlan:
+    """Count the work of a step, for every `paged_attention` of layers of one kind.
+
+    The number of tokens a decode program reads is balanced over programs, windows counted. Requests
+    of up to `decode_query_tokens` query tokens have their keys split; all others walk over all
+    their keys in one program per tile of queries.
+
+    Args:
+        query_starts: First query token of each request, and their number, i32[num_requests + 1].
+            Requests may have none. Rows of the queries past the last number are padding.
+        seq_lens: Tokens of each request whose keys are stored, queries included, i32[num_requests];
+            without a causal mask simply the keys to read.
+        kind: What the layers have in common.
+        num_tokens: Rows of the queries, padding included.
+        dtype: Element type of the queries.
+        max_query_tokens: No request has more query tokens; None: num_tokens. If it does not exceed
+            decode_query_tokens the prefill kernel is not launched.
+        decode_query_tokens: Up to so many query tokens a request is decoded; 0 sends all requests
+            to the prefill kernel. None takes what costs no more than one token. With speculative
+            decoding, pass 1 + the number of drafted tokens.
+        is_batch_invariant: Split a request's keys by its own length alone, so that its result does
+            not depend, to the last bit, on what else is in the batch.
+        tiles: Tiles to use instead of those chosen for the machine.
+
+    Returns:
+        The plan, good for one step; `AttentionPlan.update` brings it to the next.
+
+    Raises:
+        ValueError: If a shape, dtype, device or size does not fit.
+    """
+    check_shape("seq_lens", seq_lens, (None,))
+    num_requests = seq_lens.shape[0]
+    check_steps(query_starts, seq_lens, num_requests)
+    check_at_least("num_tokens", num_tokens, 0)
+    if decode_query_tokens is None:
+        decode_query_tokens = max(1, FREE_ROWS // kind.group_heads)
+    check_at_least("decode_query_tokens", decode_query_tokens, 0)
+    if max_query_tokens is None:
+        max_query_tokens = num_tokens
+    check_at_least("max_query_tokens", max_query_tokens, 0)
+    if tiles is None:
+        tiles = attention_tiles(
+            machine_of(seq_lens.device),
+            head_dim=kind.head_dim,
+            element_bytes=dtype.itemsize,
+            decode_rows=decode_query_tokens * kind.group_heads,
+        )
+    elif tiles.decode.block_m < decode_query_tokens * kind.group_heads:
+        msg = (
+            f"tiles must have at least {decode_query_tokens * kind.group_heads} decode rows, got "
+            f"{tiles.decode.block_m}"
+        )
+        raise ValueError(msg)
+    max_row_tiles = 0
+    if max_query_tokens > decode_query_tokens:
+        num_prefills = min(num_requests, num_tokens // (decode_query_tokens + 1))
+        max_row_tiles = num_tokens * kind.group_heads // tiles.prefill.block_m + num_prefills
+    num_pairs = num_requests * kind.num_kv_heads
+    if decode_query_tokens == 0 or (tiles.num_programs == 1 and not is_batch_invariant):
+        num_partials = 0
+    elif is_batch_invariant:
+        num_partials = num_pairs * MAX_SPLITS.value
+    else:
+        num_partials = num_pairs + tiles.num_programs
+    rows = decode_query_tokens * kind.group_heads
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=seq_lens.device)
+
+    plan = AttentionPlan(
+        kind=kind,
+        tiles=tiles,
+        num_tokens=num_tokens,
+        num_requests=num_requests,
+        decode_query_tokens=decode_query_tokens,
+        is_batch_invariant=is_batch_invariant,
+        max_row_tiles=max_row_tiles,
+        unit_starts=empty(num_requests + 1),
+        units_per_program=empty(1),
+        first_requests=empty(tiles.num_programs),
+        row_tile_requests=empty(max_row_tiles),
+        row_tile_indices=empty(max_row_tiles),
+        partial_out=empty(num_partials, rows, kind.head_dim, dtype=torch.float32),
+        partial_lse=empty(num_partials, rows, dtype=torch.float32),
+    )
+    plan.update(query_starts, seq_lens)
+    return plan
+
+
+def check_steps(query_starts: torch.Tensor, seq_lens: torch.Tensor, num_requests: int) -> None:
+    """Check the bounds of requests.
+
+    Raises:
+        ValueError: If a shape, dtype or device does not fit.
+    """
+    check_shape("query_starts", query_starts, (num_requests + 1,))
+    check_shape("seq_lens", seq_lens, (num_requests,))
+    check_same_device(query_starts=query_starts, seq_lens=seq_lens)
+    for name, tensor in (("query_starts", query_starts), ("seq_lens", seq_lens)):
+        check_dtype(name, tensor, (torch.int32,))
+        if tensor.numel() > 1 and tensor.stride(0) != 1:
+            msg = f"{name} must be contiguous, got stride {tensor.stride(0)}"
+            raise ValueError(msg)

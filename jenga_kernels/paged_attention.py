@@ -1,0 +1,282 @@
+"""Attention over keys and values in pages."""
+
+import torch
+
+from jenga_kernels.attention_plan import AttentionKind, AttentionPlan, check_steps, plan_attention
+from jenga_kernels.cache import check_pages, check_scales
+from jenga_kernels.checks import (
+    FLOAT_DTYPES,
+    check_contiguous,
+    check_dtype,
+    check_positive,
+    check_rows,
+    check_same_device,
+    check_shape,
+)
+from jenga_kernels.triton.addressing import strides
+from jenga_kernels.triton.attention_decode import attention_decode_kernel, attention_merge_kernel
+from jenga_kernels.triton.attention_prefill import attention_prefill_kernel
+from jenga_kernels.triton.tiles import power_of_two
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    page_table: torch.Tensor,
+    query_starts: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    window_tokens: int | None = None,
+    chunk_tokens: int | None = None,
+    is_causal: bool = True,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    spans: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    plan: AttentionPlan | None = None,
+) -> torch.Tensor:
+    """Attend from each query token to the keys of its request, found through the page table.
+
+    The queries of a request are its last tokens: prompts, chunks on a long context and decoded
+    tokens may share a batch. With a causal mask, query token i of a request is at position
+    seq_len - query_len + i and reads keys up to and including its own.
+
+    Rows of q past query_starts[-1] are padding: their results are left as they were. A query that
+    reads no key (seq_len 0) gets zeros. Slots and pages that no query reads may hold anything, and
+    table entries of pages before every window may be stale; neither is read into a result.
+
+    Args:
+        q: Queries, [num_tokens, num_heads, head_dim], bfloat16, float16 or float32; last dimension
+            contiguous.
+        k_pages: Keys, [num_pages, page_tokens, num_kv_heads, head_dim], dtype of q or
+            float8_e4m3fn; any strides that are multiples of 16 bytes, last dimension contiguous.
+        v_pages: Values, shape, dtype and strides of k_pages.
+        page_table: Page of tokens [i * page_tokens, (i + 1) * page_tokens) of each request in
+            column i, i32[num_requests, max_pages].
+        query_starts: First query token of each request, and their number, i32[num_requests + 1].
+        seq_lens: Tokens of each request whose keys are stored, queries included,
+            i32[num_requests].
+        scale: What scores are multiplied with.
+        window_tokens: Keys a query reads: itself and the window_tokens - 1 before it.
+        chunk_tokens: A query reads no key before the last multiple of chunk_tokens that is not
+            after its position.
+        is_causal: False lets every query read all seq_len keys, as in cross attention, where
+            seq_lens counts encoder tokens and may be smaller than the number of queries.
+        soft_cap: Scores become soft_cap * tanh(scores / soft_cap).
+        sinks: Score of a key without a value that each head sees besides, [num_heads], dtype of q
+            or float32.
+        alibi_slopes: slope * (key position - query position) is added to scores, f32[num_heads].
+        spans: Keys [start, end) that a query token reads besides those, before and after it, i32
+            [num_tokens, 2]; start >= end for none. For tokens of an image that see each other.
+            Needs a plan with decode_query_tokens 0, or no plan.
+        k_scale: What stored keys are multiplied with, f32[1] or f32[num_kv_heads]; only with
+            float8_e4m3fn pages.
+        v_scale: As k_scale, of values; shape of k_scale where both are given.
+        out: Written in place and returned, shape and dtype of q, contiguous; None allocates it.
+        lse: Written in place: natural log-sum-exp of each row's scores, sinks included,
+            f32[num_tokens, num_heads]; -inf where no key is read.
+        plan: Work lists of this step; None makes them for this call alone.
+
+    Returns:
+        The results, [num_tokens, num_heads, head_dim].
+
+    Raises:
+        ValueError: If a shape, dtype, stride, alignment, device or number does not fit, or the plan
+            was made for other layers.
+
+    Source:
+        FlashAttention-2 (arXiv 2307.08691) for the loop; the decode work is cut into equal runs of
+        tiles over all requests as in stream-K (arXiv 2301.03598), merged in a fixed order.
+    """
+    check_shape("q", q, (None, None, None))
+    num_tokens, num_heads, head_dim = q.shape
+    check_shape("k_pages", k_pages, (None, None, None, head_dim))
+    num_kv_heads = k_pages.shape[2]
+    check_dtype("q", q, FLOAT_DTYPES)
+    check_rows("q", q)
+    page_tokens = check_pages(k_pages, v_pages, num_kv_heads, head_dim, q.dtype)
+    check_shape("page_table", page_table, (None, None))
+    num_requests = page_table.shape[0]
+    check_dtype("page_table", page_table, (torch.int32,))
+    if page_table.shape[1] > 1 and page_table.stride(1) != 1:
+        msg = (
+            f"page_table must be contiguous in its last dimension, got strides "
+            f"{page_table.stride()}"
+        )
+        raise ValueError(msg)
+    check_steps(query_starts, seq_lens, num_requests)
+    check_positive("scale", scale)
+    if soft_cap is not None:
+        check_positive("soft_cap", soft_cap)
+    _check_heads(q, sinks, alibi_slopes)
+    _check_spans(spans, num_tokens, plan)
+    check_scales(k_pages, k_scale, v_scale, num_kv_heads)
+    if k_scale is not None and v_scale is not None:
+        check_shape("v_scale", v_scale, k_scale.shape)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    check_shape("out", out, q.shape)
+    check_dtype("out", out, (q.dtype,))
+    check_contiguous("out", out)
+    if lse is not None:
+        check_shape("lse", lse, (num_tokens, num_heads))
+        check_dtype("lse", lse, (torch.float32,))
+        check_contiguous("lse", lse)
+    check_same_device(
+        q=q,
+        k_pages=k_pages,
+        v_pages=v_pages,
+        page_table=page_table,
+        query_starts=query_starts,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        spans=spans,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        out=out,
+        lse=lse,
+        plan=None if plan is None else plan.unit_starts,
+    )
+    kind = AttentionKind(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        page_tokens=page_tokens,
+        window_tokens=window_tokens,
+        chunk_tokens=chunk_tokens,
+        is_causal=is_causal,
+    )
+    if plan is None:
+        plan = plan_attention(
+            query_starts,
+            seq_lens,
+            kind,
+            num_tokens=num_tokens,
+            dtype=q.dtype,
+            decode_query_tokens=None if spans is None else 0,
+        )
+    elif (plan.kind, plan.num_tokens, plan.num_requests) != (kind, num_tokens, num_requests):
+        msg = (
+            f"plan must be made for {kind}, {num_tokens} tokens and {num_requests} requests, got "
+            f"{plan.kind}, {plan.num_tokens} and {plan.num_requests}"
+        )
+        raise ValueError(msg)
+    if num_requests == 0 or num_tokens == 0:
+        return out
+
+    stride_page, stride_slot, stride_head, _ = strides(k_pages)
+    shared = {
+        "out_ptr": out,
+        "lse_ptr": lse,
+        "q_ptr": q,
+        "k_pages_ptr": k_pages,
+        "v_pages_ptr": v_pages,
+        "page_table_ptr": page_table,
+        "query_starts_ptr": query_starts,
+        "seq_lens_ptr": seq_lens,
+        "sinks_ptr": sinks,
+        "alibi_slopes_ptr": alibi_slopes,
+        "k_scale_ptr": k_scale,
+        "v_scale_ptr": v_scale,
+        "scale": scale,
+        "soft_cap": soft_cap,
+        "window_tokens": window_tokens,
+        "chunk_tokens": chunk_tokens,
+        "stride_q_token": q.stride(0),
+        "stride_q_head": q.stride(1),
+        "stride_pages_page": stride_page,
+        "stride_pages_slot": stride_slot,
+        "stride_pages_head": stride_head,
+        "stride_table_request": page_table.stride(0),
+        "NUM_KV_HEADS": num_kv_heads,
+        "GROUP": kind.group_heads,
+        "HEAD_DIM": head_dim,
+        "PAGE_TOKENS": page_tokens,
+        "IS_CAUSAL": is_causal,
+        "IS_PER_HEAD_SCALE": any(
+            given is not None and given.numel() > 1 for given in (k_scale, v_scale)
+        ),
+        "BLOCK_D": power_of_two(head_dim),
+    }
+    if plan.max_row_tiles:
+        tiles = plan.tiles.prefill
+        attention_prefill_kernel[(plan.max_row_tiles, num_kv_heads)](
+            **shared,
+            row_tile_requests_ptr=plan.row_tile_requests,
+            row_tile_indices_ptr=plan.row_tile_indices,
+            spans_ptr=spans,
+            BLOCK_M=tiles.block_m,
+            BLOCK_N=tiles.block_n,
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+        )
+    if plan.decode_query_tokens:
+        tiles = plan.tiles.decode
+        attention_decode_kernel[(plan.tiles.num_programs,)](
+            **shared,
+            partial_out_ptr=plan.partial_out,
+            partial_lse_ptr=plan.partial_lse,
+            unit_starts_ptr=plan.unit_starts,
+            units_per_program_ptr=plan.units_per_program,
+            first_requests_ptr=plan.first_requests,
+            num_requests=num_requests,
+            QUERY_TOKENS=plan.decode_query_tokens,
+            IS_INVARIANT=plan.is_batch_invariant,
+            BLOCK_M=tiles.block_m,
+            BLOCK_N=tiles.block_n,
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+        )
+    if plan.decode_query_tokens and plan.may_split:
+        attention_merge_kernel[(num_requests * plan.decode_query_tokens, num_heads)](
+            out_ptr=out,
+            lse_ptr=lse,
+            partial_out_ptr=plan.partial_out,
+            partial_lse_ptr=plan.partial_lse,
+            query_starts_ptr=query_starts,
+            unit_starts_ptr=plan.unit_starts,
+            units_per_program_ptr=plan.units_per_program,
+            sinks_ptr=sinks,
+            NUM_KV_HEADS=num_kv_heads,
+            GROUP=kind.group_heads,
+            HEAD_DIM=head_dim,
+            QUERY_TOKENS=plan.decode_query_tokens,
+            IS_INVARIANT=plan.is_batch_invariant,
+            BLOCK_SPLITS=plan.tiles.block_splits,
+            BLOCK_D=power_of_two(head_dim),
+            num_warps=4,
+        )
+    return out
+
+
+def _check_heads(
+    q: torch.Tensor, sinks: torch.Tensor | None, alibi_slopes: torch.Tensor | None
+) -> None:
+    num_heads = q.shape[1]
+    if sinks is not None:
+        check_shape("sinks", sinks, (num_heads,))
+        check_dtype("sinks", sinks, (q.dtype, torch.float32))
+        check_contiguous("sinks", sinks)
+    if alibi_slopes is not None:
+        check_shape("alibi_slopes", alibi_slopes, (num_heads,))
+        check_dtype("alibi_slopes", alibi_slopes, (torch.float32,))
+        check_contiguous("alibi_slopes", alibi_slopes)
+
+
+def _check_spans(spans: torch.Tensor | None, num_tokens: int, plan: AttentionPlan | None) -> None:
+    if spans is None:
+        return
+    check_shape("spans", spans, (num_tokens, 2))
+    check_dtype("spans", spans, (torch.int32,))
+    check_contiguous("spans", spans)
+    if plan is not None and plan.decode_query_tokens:
+        msg = (
+            f"plan must have decode_query_tokens 0 where spans are given, got "
+            f"{plan.decode_query_tokens}"
+        )
+        raise ValueError(msg)

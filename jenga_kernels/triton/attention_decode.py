@@ -1,0 +1,256 @@
+"""Attention of requests with few query tokens: their keys are split over programs, then merged."""
+
+import triton
+import triton.language as tl
+
+from jenga_kernels.triton.attention_plan import MAX_SPLITS, decode_keys, invariant_split_tiles
+from jenga_kernels.triton.attention_tile import (
+    LN_2,
+    attend_tile,
+    element_mask,
+    end_visible,
+    finish_rows,
+    first_visible,
+    query_offsets,
+)
+
+
+@triton.jit
+def attention_decode_kernel(
+    # Outputs
+    out_ptr,  # [num_tokens, num_heads, head_dim], contiguous
+    lse_ptr,  # f32[num_tokens, num_heads] or None
+    partial_out_ptr,  # f32[num_partials, QUERY_TOKENS * GROUP, head_dim]
+    partial_lse_ptr,  # f32[num_partials, QUERY_TOKENS * GROUP]
+    # Inputs
+    q_ptr,  # [num_tokens, num_heads, head_dim]
+    k_pages_ptr,  # [num_pages, page_tokens, num_kv_heads, head_dim]
+    v_pages_ptr,  # [num_pages, page_tokens, num_kv_heads, head_dim]
+    page_table_ptr,  # i32[num_requests, max_pages]
+    query_starts_ptr,  # i32[num_requests + 1]
+    seq_lens_ptr,  # i32[num_requests]
+    unit_starts_ptr,  # i32[num_requests + 1]
+    units_per_program_ptr,  # i32[1]
+    first_requests_ptr,  # i32[num_programs]
+    sinks_ptr,  # [num_heads] or None
+    alibi_slopes_ptr,  # f32[num_heads] or None
+    k_scale_ptr,  # f32[1] or f32[num_kv_heads] or None
+    v_scale_ptr,  # f32[1] or f32[num_kv_heads] or None
+    # Scalars
+    scale,
+    soft_cap,
+    window_tokens,
+    chunk_tokens,
+    # Sizes
+    num_requests,
+    # Strides, in elements
+    stride_q_token: tl.int64,
+    stride_q_head: tl.int64,
+    stride_pages_page: tl.int64,
+    stride_pages_slot: tl.int64,
+    stride_pages_head: tl.int64,
+    stride_table_request: tl.int64,
+    # Tiles and flags
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    QUERY_TOKENS: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    IS_PER_HEAD_SCALE: tl.constexpr,
+    IS_INVARIANT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Program p does units p * units_per_program and on of all (request, head of keys) pairs.
+
+    A unit is a tile of keys, or a part of fixed length in batch-invariant mode. The units of a pair
+    that one program does give one partial result; a pair that is not split goes straight out.
+    """
+    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    PARTIAL_ROWS: tl.constexpr = QUERY_TOKENS * GROUP
+    program = tl.program_id(0)
+    units_per_program = tl.load(units_per_program_ptr)
+    total = tl.load(unit_starts_ptr + num_requests) * NUM_KV_HEADS
+    unit = program * units_per_program
+    program_end = tl.minimum(unit + units_per_program, total)
+    request = tl.load(first_requests_ptr + program)
+
+    while unit < program_end:
+        while unit >= tl.load(unit_starts_ptr + request + 1) * NUM_KV_HEADS:
+            request += 1
+        units_before = tl.load(unit_starts_ptr + request)
+        num_units = tl.load(unit_starts_ptr + request + 1) - units_before
+        kv_head = (unit - units_before * NUM_KV_HEADS) // num_units
+        unit_in_pair = unit - units_before * NUM_KV_HEADS - kv_head * num_units
+
+        query_start = tl.load(query_starts_ptr + request)
+        query_len = tl.load(query_starts_ptr + request + 1) - query_start
+        seq_len = tl.load(seq_lens_ptr + request)
+        keys_start, tiles_start, num_tiles = decode_keys(
+            query_len, seq_len, window_tokens, chunk_tokens, PAGE_TOKENS, BLOCK_N
+        )
+        pair = request * NUM_KV_HEADS + kv_head
+        if IS_INVARIANT:
+            units_done = 1
+            split_tiles = invariant_split_tiles(num_tiles)
+            tile_start = unit_in_pair * split_tiles
+            tile_end = tl.minimum(num_tiles, tile_start + split_tiles)
+            partial = pair * MAX_SPLITS + unit_in_pair
+        else:
+            units_done = tl.minimum(num_units - unit_in_pair, program_end - unit)
+            tile_start = unit_in_pair
+            tile_end = unit_in_pair + units_done
+            # From one partial result to the next either program or pair grows by one.
+            partial = program + pair
+
+        rows = tl.arange(0, BLOCK_M)
+        live = rows < query_len * GROUP
+        positions = seq_len - query_len + rows // GROUP  # i32[BLOCK_M]
+        heads = kv_head * GROUP + rows % GROUP  # i32[BLOCK_M]
+        tokens = query_start + rows // GROUP  # i32[BLOCK_M]
+        row_starts = first_visible(positions, window_tokens, chunk_tokens)
+        row_ends = end_visible(positions, seq_len, IS_CAUSAL)
+        mask = element_mask(live, HEAD_DIM, BLOCK_D)
+        q_offsets = query_offsets(tokens, heads, stride_q_token, stride_q_head, BLOCK_D)
+        q = tl.load(q_ptr + q_offsets, mask=mask, other=0.0)  # [BLOCK_M, BLOCK_D]
+        slopes = None
+        if alibi_slopes_ptr is not None:
+            slopes = tl.load(alibi_slopes_ptr + heads, mask=live, other=0.0)
+        head_scale = scale
+        if k_scale_ptr is not None:
+            head_scale = scale * tl.load(k_scale_ptr + kv_head * IS_PER_HEAD_SCALE)
+
+        acc = tl.full([BLOCK_M, BLOCK_D], 0, tl.float32)
+        row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        row_sum = tl.full([BLOCK_M], 0, tl.float32)
+        head_offset = kv_head.to(tl.int64) * stride_pages_head
+        table_row_ptr = page_table_ptr + request.to(tl.int64) * stride_table_request
+        for tile in range(tile_start, tile_end):
+            acc, row_max, row_sum = attend_tile(
+                acc,
+                row_max,
+                row_sum,
+                q,
+                positions,
+                row_starts,
+                row_ends,
+                None,
+                None,
+                slopes,
+                k_pages_ptr + head_offset,
+                v_pages_ptr + head_offset,
+                table_row_ptr,
+                tiles_start + tile * BLOCK_N,
+                keys_start,
+                seq_len,
+                head_scale,
+                soft_cap,
+                stride_pages_page,
+                stride_pages_slot,
+                HEAD_DIM,
+                PAGE_TOKENS,
+                BLOCK_N,
+                BLOCK_D,
+                IS_EDGE=True,
+            )
+        if v_scale_ptr is not None:
+            acc *= tl.load(v_scale_ptr + kv_head * IS_PER_HEAD_SCALE)
+
+        if units_done == num_units:
+            sinks = None
+            if sinks_ptr is not None:
+                sinks = tl.load(sinks_ptr + heads, mask=live, other=0.0).to(tl.float32)
+            out, lse = finish_rows(acc, row_max, row_sum, sinks)
+            offsets = query_offsets(tokens, heads, NUM_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_D)
+            tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
+            if lse_ptr is not None:
+                tl.store(lse_ptr + tokens.to(tl.int64) * NUM_HEADS + heads, lse, mask=live)
+        else:
+            out, lse = finish_rows(acc, row_max, row_sum, None)
+            partial_rows = partial.to(tl.int64) * PARTIAL_ROWS + rows
+            offsets = partial_rows[:, None] * HEAD_DIM + tl.arange(0, BLOCK_D)[None, :]
+            tl.store(partial_out_ptr + offsets, out, mask=mask)
+            tl.store(partial_lse_ptr + partial_rows, lse, mask=live)
+        unit += units_done
+
+
+@triton.jit
+def attention_merge_kernel(
+    # Outputs
+    out_ptr,  # [num_tokens, num_heads, head_dim], contiguous
+    lse_ptr,  # f32[num_tokens, num_heads] or None
+    # Inputs
+    partial_out_ptr,  # f32[num_partials, QUERY_TOKENS * GROUP, head_dim]
+    partial_lse_ptr,  # f32[num_partials, QUERY_TOKENS * GROUP]
+    query_starts_ptr,  # i32[num_requests + 1]
+    unit_starts_ptr,  # i32[num_requests + 1]
+    units_per_program_ptr,  # i32[1]
+    sinks_ptr,  # [num_heads] or None
+    # Tiles and flags
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    QUERY_TOKENS: tl.constexpr,
+    IS_INVARIANT: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Program (x, h) merges head h of query token x % QUERY_TOKENS of request x // QUERY_TOKENS.
+
+    Parts are taken in the order of their keys, so the result does not depend on timing.
+    """
+    PARTIAL_ROWS: tl.constexpr = QUERY_TOKENS * GROUP
+    request = tl.program_id(0) // QUERY_TOKENS
+    token_in_request = tl.program_id(0) % QUERY_TOKENS
+    head = tl.program_id(1)
+    query_start = tl.load(query_starts_ptr + request)
+    query_len = tl.load(query_starts_ptr + request + 1) - query_start
+    units_before = tl.load(unit_starts_ptr + request)
+    num_units = tl.load(unit_starts_ptr + request + 1) - units_before
+    pair = request * NUM_KV_HEADS + head // GROUP
+    if IS_INVARIANT:
+        first_partial = pair * MAX_SPLITS
+        num_partials = num_units
+    else:
+        units_per_program = tl.load(units_per_program_ptr)
+        first_unit = units_before * NUM_KV_HEADS + (head // GROUP) * num_units
+        first_program = first_unit // units_per_program
+        last_program = (first_unit + num_units - 1) // units_per_program
+        first_partial = first_program + pair
+        num_partials = tl.where(num_units == 0, 0, last_program - first_program + 1)
+
+    if (token_in_request < query_len) & (num_partials > 1):
+        row = token_in_request * GROUP + head % GROUP
+        dims = tl.arange(0, BLOCK_D)
+        acc = tl.full([BLOCK_D], 0, tl.float32)
+        row_max = tl.max(tl.full([BLOCK_SPLITS], float("-inf"), tl.float32), 0)
+        row_sum = 0.0
+        for split in range(0, num_partials, BLOCK_SPLITS):
+            splits = split + tl.arange(0, BLOCK_SPLITS)
+            live = splits < num_partials
+            partial_rows = (first_partial + splits).to(tl.int64) * PARTIAL_ROWS + row
+            lse = tl.load(partial_lse_ptr + partial_rows, mask=live, other=float("-inf")) / LN_2
+            new_max = tl.maximum(row_max, tl.max(lse, 0))
+            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+            weights = tl.exp2(lse - shift)  # f32[BLOCK_SPLITS]
+            rescale = tl.exp2(row_max - shift)
+            offsets = partial_rows[:, None] * HEAD_DIM + dims[None, :]
+            mask = element_mask(live, HEAD_DIM, BLOCK_D)
+            out = tl.load(partial_out_ptr + offsets, mask=mask, other=0.0)
+            acc = acc * rescale + tl.sum(out * weights[:, None], 0)
+            row_sum = row_sum * rescale + tl.sum(weights, 0)
+            row_max = new_max
+        sinks = None
+        if sinks_ptr is not None:
+            sinks = tl.load(sinks_ptr + head + tl.arange(0, 1)).to(tl.float32)
+        row = tl.full([1], 0, tl.float32)
+        out, lse = finish_rows(acc[None, :], row + row_max, row + row_sum, sinks)
+        token_head = (query_start + token_in_request).to(tl.int64) * NUM_KV_HEADS * GROUP + head
+        offsets = (token_head * HEAD_DIM + dims)[None, :]
+        tl.store(
+            out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=(dims < HEAD_DIM)[None, :]
+        )
+        if lse_ptr is not None:
+            tl.store(lse_ptr + token_head + tl.arange(0, 1), lse)

@@ -1,0 +1,163 @@
+"""Attention of requests with many query tokens: a tile of rows walks over all keys it reads."""
+
+import triton
+import triton.language as tl
+
+from jenga_kernels.triton.addressing import first_tile_key
+from jenga_kernels.triton.attention_tile import (
+    attend_tile,
+    element_mask,
+    end_visible,
+    finish_rows,
+    first_visible,
+    query_offsets,
+)
+from jenga_kernels.triton.device import ceil_div
+
+
+@triton.jit
+def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out, each an `if`
+    # Outputs
+    out_ptr,  # [num_tokens, num_heads, head_dim], contiguous
+    lse_ptr,  # f32[num_tokens, num_heads] or None
+    # Inputs
+    q_ptr,  # [num_tokens, num_heads, head_dim]
+    k_pages_ptr,  # [num_pages, page_tokens, num_kv_heads, head_dim]
+    v_pages_ptr,  # [num_pages, page_tokens, num_kv_heads, head_dim]
+    page_table_ptr,  # i32[num_requests, max_pages]
+    query_starts_ptr,  # i32[num_requests + 1]
+    seq_lens_ptr,  # i32[num_requests]
+    row_tile_requests_ptr,  # i32[max_row_tiles]
+    row_tile_indices_ptr,  # i32[max_row_tiles]
+    sinks_ptr,  # [num_heads] or None
+    alibi_slopes_ptr,  # f32[num_heads] or None
+    spans_ptr,  # i32[num_tokens, 2] or None
+    k_scale_ptr,  # f32[1] or f32[num_kv_heads] or None
+    v_scale_ptr,  # f32[1] or f32[num_kv_heads] or None
+    # Scalars
+    scale,
+    soft_cap,
+    window_tokens,
+    chunk_tokens,
+    # Strides, in elements
+    stride_q_token: tl.int64,
+    stride_q_head: tl.int64,
+    stride_pages_page: tl.int64,
+    stride_pages_slot: tl.int64,
+    stride_pages_head: tl.int64,
+    stride_table_request: tl.int64,
+    # Tiles and flags
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    IS_PER_HEAD_SCALE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Program (t, h) does tile t of the list of row tiles for head h of keys."""
+    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    kv_head = tl.program_id(1)
+    request = tl.load(row_tile_requests_ptr + tl.program_id(0))
+    if request < 0:
+        return
+    row_start = tl.load(row_tile_indices_ptr + tl.program_id(0)) * BLOCK_M
+    query_start = tl.load(query_starts_ptr + request)
+    query_len = tl.load(query_starts_ptr + request + 1) - query_start
+    seq_len = tl.load(seq_lens_ptr + request)
+
+    rows = row_start + tl.arange(0, BLOCK_M)
+    live = rows < query_len * GROUP
+    # Rows past the end stand in for the last one, so that they widen no range of keys.
+    tokens_in_request = tl.minimum(rows // GROUP, query_len - 1)
+    positions = seq_len - query_len + tokens_in_request  # i32[BLOCK_M]
+    heads = kv_head * GROUP + rows % GROUP  # i32[BLOCK_M]
+    tokens = query_start + tokens_in_request  # i32[BLOCK_M]
+    row_starts = first_visible(positions, window_tokens, chunk_tokens)
+    row_ends = end_visible(positions, seq_len, IS_CAUSAL)
+    keys_start = tl.min(row_starts, 0)
+    keys_end = tl.maximum(tl.max(row_ends, 0), 0)
+    span_starts = None
+    span_ends = None
+    if spans_ptr is not None:
+        span_starts = tl.load(spans_ptr + tokens.to(tl.int64) * 2)
+        span_ends = tl.minimum(tl.load(spans_ptr + tokens.to(tl.int64) * 2 + 1), seq_len)
+        has_span = span_starts < span_ends
+        keys_start = tl.minimum(keys_start, tl.min(tl.where(has_span, span_starts, seq_len), 0))
+        keys_end = tl.maximum(keys_end, tl.max(tl.where(has_span, span_ends, 0), 0))
+
+    # Keys [full_start, full_end) are read by every row; the tiles within need no mask.
+    tiles_start = first_tile_key(keys_start, PAGE_TOKENS, BLOCK_N)
+    num_tiles = ceil_div(tl.maximum(keys_end - tiles_start, 0), BLOCK_N)
+    full_start = tl.max(row_starts, 0)
+    full_end = tl.maximum(tl.min(row_ends, 0), 0)
+    first_full = tl.minimum(ceil_div(full_start - tiles_start, BLOCK_N), num_tiles)
+    end_full = tl.maximum(tl.maximum(full_end - tiles_start, 0) // BLOCK_N, first_full)
+
+    mask = element_mask(live, HEAD_DIM, BLOCK_D)
+    q_offsets = query_offsets(tokens, heads, stride_q_token, stride_q_head, BLOCK_D)
+    q = tl.load(q_ptr + q_offsets, mask=mask, other=0.0)  # [BLOCK_M, BLOCK_D]
+    slopes = None
+    if alibi_slopes_ptr is not None:
+        slopes = tl.load(alibi_slopes_ptr + heads)
+    if k_scale_ptr is not None:
+        scale = scale * tl.load(k_scale_ptr + kv_head * IS_PER_HEAD_SCALE)
+
+    acc = tl.full([BLOCK_M, BLOCK_D], 0, tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.full([BLOCK_M], 0, tl.float32)
+    head_offset = kv_head.to(tl.int64) * stride_pages_head
+    table_row_ptr = page_table_ptr + request.to(tl.int64) * stride_table_request
+    for phase in tl.static_range(3):
+        if phase == 0:
+            phase_start = 0
+            phase_end = first_full
+        elif phase == 1:
+            phase_start = first_full
+            phase_end = end_full
+        else:
+            phase_start = end_full
+            phase_end = num_tiles
+        # Without a window the first tiles are full ones.
+        if phase > 0 or window_tokens is not None or chunk_tokens is not None:
+            for tile in range(phase_start, phase_end):
+                acc, row_max, row_sum = attend_tile(
+                    acc,
+                    row_max,
+                    row_sum,
+                    q,
+                    positions,
+                    row_starts,
+                    row_ends,
+                    span_starts,
+                    span_ends,
+                    slopes,
+                    k_pages_ptr + head_offset,
+                    v_pages_ptr + head_offset,
+                    table_row_ptr,
+                    tiles_start + tile * BLOCK_N,
+                    keys_start,
+                    keys_end,
+                    scale,
+                    soft_cap,
+                    stride_pages_page,
+                    stride_pages_slot,
+                    HEAD_DIM,
+                    PAGE_TOKENS,
+                    BLOCK_N,
+                    BLOCK_D,
+                    IS_EDGE=phase != 1,
+                )
+
+    if v_scale_ptr is not None:
+        acc *= tl.load(v_scale_ptr + kv_head * IS_PER_HEAD_SCALE)
+    sinks = None
+    if sinks_ptr is not None:
+        sinks = tl.load(sinks_ptr + heads).to(tl.float32)
+    out, lse = finish_rows(acc, row_max, row_sum, sinks)
+    offsets = query_offsets(tokens, heads, NUM_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_D)
+    tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + tokens.to(tl.int64) * NUM_HEADS + heads, lse, mask=live)

@@ -1,0 +1,166 @@
+"""What the attention kernels share: which keys a query reads, one step over keys, the end of a row.
+
+A row is one head of one query token. The rows of a request that belong to one head of keys are
+numbered row = token * GROUP + head in group, so that one tile of queries serves a whole group.
+"""
+
+import triton.language as tl
+
+from jenga_kernels.triton.addressing import key_offsets
+from jenga_kernels.triton.device import device_function
+from jenga_kernels.triton.matmul import matmul, matmul_add
+from jenga_kernels.triton.softmax import soft_capped, softmax_step
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@device_function
+def first_visible(positions, window_tokens, chunk_tokens):
+    """First key that the query at each position reads."""
+    first = tl.maximum(positions, 0) * 0
+    if window_tokens is not None:
+        first = tl.maximum(first, positions - window_tokens + 1)
+    if chunk_tokens is not None:
+        first = tl.maximum(first, tl.maximum(positions, 0) // chunk_tokens * chunk_tokens)
+    return first
+
+
+@device_function
+def end_visible(positions, seq_len, IS_CAUSAL: tl.constexpr):
+    """One past the last key that the query at each position reads."""
+    if IS_CAUSAL:
+        return tl.minimum(positions + 1, seq_len)
+    else:
+        return positions * 0 + seq_len
+
+
+@device_function
+def query_offsets(tokens, heads, stride_token, stride_head, BLOCK_D: tl.constexpr):
+    """Offsets of the elements of rows, i64[M, BLOCK_D]; tokens count over the batch."""
+    offsets = tokens.to(tl.int64) * stride_token + heads.to(tl.int64) * stride_head
+    return offsets[:, None] + tl.arange(0, BLOCK_D)[None, :]
+
+
+@device_function
+def element_mask(live, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Elements of live rows that exist, i1[M, BLOCK_D]."""
+    mask = live[:, None]
+    if BLOCK_D != HEAD_DIM:
+        mask = mask & (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
+    return mask
+
+
+@device_function
+def attend_tile(
+    # Running softmax of the rows
+    acc,  # f32[M, BLOCK_D]
+    row_max,  # f32[M]
+    row_sum,  # f32[M]
+    # Rows
+    q,  # [M, BLOCK_D]
+    positions,  # i32[M]
+    row_starts,  # i32[M], first key each row reads
+    row_ends,  # i32[M], one past the last
+    span_starts,  # i32[M] or None: keys read besides
+    span_ends,  # i32[M] or None
+    slopes,  # f32[M] or None: ALiBi
+    # Keys
+    k_pages_ptr,
+    v_pages_ptr,
+    page_table_ptr,  # i32[max_pages], the request's row
+    first_key,
+    keys_start,  # keys outside [keys_start, keys_end) are not read at all
+    keys_end,
+    # Scalars
+    scale,
+    soft_cap,
+    # Strides, in elements
+    stride_pages_page,
+    stride_pages_slot,
+    # Tiles and flags
+    HEAD_DIM: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    IS_EDGE: tl.constexpr,
+):
+    """Take keys first_key to first_key + BLOCK_N into the running softmax of the rows.
+
+    Without IS_EDGE every row reads every one of these keys.
+    """
+    keys = first_key + tl.arange(0, BLOCK_N)
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    if IS_EDGE:
+        live = (keys >= keys_start) & (keys < keys_end)
+        offsets = key_offsets(
+            page_table_ptr,
+            first_key,
+            live,
+            stride_pages_page,
+            stride_pages_slot,
+            PAGE_TOKENS,
+            BLOCK_N,
+        )
+        mask = element_mask(live, HEAD_DIM, BLOCK_D)
+        k = tl.load(k_pages_ptr + offsets[:, None] + dims, mask=mask, other=0.0)
+        # A dead slot may hold NaN, and 0 * NaN is NaN: values are zeroed, not only their weights.
+        v = tl.load(v_pages_ptr + offsets[:, None] + dims, mask=mask, other=0.0)
+    else:
+        offsets = key_offsets(
+            page_table_ptr,
+            first_key,
+            None,
+            stride_pages_page,
+            stride_pages_slot,
+            PAGE_TOKENS,
+            BLOCK_N,
+        )
+        if BLOCK_D == HEAD_DIM:
+            k = tl.load(k_pages_ptr + offsets[:, None] + dims)
+            v = tl.load(v_pages_ptr + offsets[:, None] + dims)
+        else:
+            k = tl.load(k_pages_ptr + offsets[:, None] + dims, mask=dims < HEAD_DIM, other=0.0)
+            v = tl.load(v_pages_ptr + offsets[:, None] + dims, mask=dims < HEAD_DIM, other=0.0)
+    k = k.to(q.dtype)  # [BLOCK_N, BLOCK_D]
+    v = v.to(q.dtype)  # [BLOCK_N, BLOCK_D]
+
+    scores = matmul(q, tl.trans(k))  # f32[M, BLOCK_N]
+    to_base_2 = scale * LOG2_E
+    if soft_cap is not None or slopes is not None:
+        scores = scores * scale
+        to_base_2 = LOG2_E
+        if soft_cap is not None:
+            scores = soft_capped(scores, soft_cap)
+        if slopes is not None:
+            scores += slopes[:, None] * (keys[None, :] - positions[:, None]).to(tl.float32)
+    if IS_EDGE:
+        visible = (keys[None, :] >= row_starts[:, None]) & (keys[None, :] < row_ends[:, None])
+        if span_starts is not None:
+            in_span = (keys[None, :] >= span_starts[:, None]) & (keys[None, :] < span_ends[:, None])
+            visible = visible | in_span
+        scores = tl.where(visible, scores, float("-inf"))
+
+    weights, rescale, row_max, row_sum = softmax_step(scores, to_base_2, row_max, row_sum)
+    acc = matmul_add(weights.to(v.dtype), v, acc * rescale[:, None])
+    return acc, row_max, row_sum
+
+
+@device_function
+def finish_rows(acc, row_max, row_sum, sinks):
+    """Results and natural log-sum-exp of rows whose keys are all seen.
+
+    A sink is the score of a key without a value: it takes weight and gives nothing. A row without
+    any key gives 0 and -inf.
+    """
+    if sinks is not None:
+        sinks = sinks * LOG2_E
+        new_max = tl.maximum(row_max, sinks)
+        rescale = tl.exp2(row_max - new_max)
+        acc = acc * rescale[:, None]
+        row_sum = row_sum * rescale + tl.exp2(sinks - new_max)
+        row_max = new_max
+    is_empty = row_sum == 0.0
+    divisor = tl.where(is_empty, 1.0, row_sum)
+    log_sum = tl.where(is_empty, float("-inf"), (row_max + tl.log2(divisor)) * LN_2)
+    return acc / divisor[:, None], log_sum

@@ -1,0 +1,224 @@
+"""Batches of requests over a paged cache, for the tests and benchmarks of attention."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from jenga_kernels.attention_plan import AttentionKind, AttentionPlan, plan_attention
+from jenga_kernels.paged_attention import paged_attention
+from jenga_kernels.reference import paged_attention as reference
+from jenga_kernels.triton.tiles import AttentionTiles, LoopTiles
+from tests.kernels.support import (
+    DEVICE,
+    check_close,
+    generator,
+    randn,
+    shuffled_page_table,
+    strided_layer,
+)
+
+SMALL_TILES = AttentionTiles(
+    decode=LoopTiles(block_m=16, block_n=32, num_warps=4, num_stages=2),
+    prefill=LoopTiles(block_m=32, block_n=32, num_warps=4, num_stages=2),
+    num_programs=7,
+    block_splits=4,
+)
+"""Tiles that cut even short requests into many pieces."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A batch: (query tokens, tokens stored) of each request, and the layer."""
+
+    requests: Sequence[tuple[int, int]]
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    page_tokens: int = 16
+    dtype: torch.dtype = torch.float32
+    pages_dtype: torch.dtype | None = None
+    is_head_major: bool = True
+    num_padding_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of `paged_attention`, as numbers a test can write."""
+
+    window_tokens: int | None = None
+    chunk_tokens: int | None = None
+    is_causal: bool = True
+    soft_cap: float | None = None
+    has_sinks: bool = False
+    has_alibi: bool = False
+    has_spans: bool = False
+    num_scales: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Arguments of one call."""
+
+    shape: Shape
+    options: Options
+    q: torch.Tensor
+    k_pages: torch.Tensor
+    v_pages: torch.Tensor
+    page_table: torch.Tensor
+    query_starts: torch.Tensor
+    seq_lens: torch.Tensor
+    sinks: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None
+    spans: torch.Tensor | None
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+
+    @property
+    def arguments(self) -> dict:
+        names = ("q", "k_pages", "v_pages", "page_table", "query_starts", "seq_lens", "sinks")
+        names += ("alibi_slopes", "spans", "k_scale", "v_scale")
+        options = ("window_tokens", "chunk_tokens", "is_causal", "soft_cap")
+        return (
+            {name: getattr(self, name) for name in names}
+            | {name: getattr(self.options, name) for name in options}
+            | {"scale": self.shape.head_dim**-0.5}
+        )
+
+    @property
+    def kind(self) -> AttentionKind:
+        shape, options = self.shape, self.options
+        return AttentionKind(
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            page_tokens=shape.page_tokens,
+            window_tokens=options.window_tokens,
+            chunk_tokens=options.chunk_tokens,
+            is_causal=options.is_causal,
+        )
+
+    def plan(self, **changes: object) -> AttentionPlan:
+        arguments = {"num_tokens": self.q.shape[0], "dtype": self.q.dtype}
+        if self.spans is not None:
+            arguments["decode_query_tokens"] = 0
+        return plan_attention(self.query_starts, self.seq_lens, self.kind, **arguments | changes)
+
+
+def read_range(query_len: int, seq_len: int, options: Options, spans: Sequence) -> tuple[int, int]:
+    """Keys [start, end) that some query of a request reads."""
+    first = max(0, seq_len - query_len)
+    start = 0
+    if options.window_tokens is not None:
+        start = max(start, first - options.window_tokens + 1)
+    if options.chunk_tokens is not None:
+        start = max(start, first // options.chunk_tokens * options.chunk_tokens)
+    for span_start, span_end in spans:
+        if span_start < span_end:
+            start = min(start, span_start)
+    return (start, seq_len) if query_len else (0, 0)
+
+
+def random_spans(query_len: int, seq_len: int, rng: torch.Generator) -> list[tuple[int, int]]:
+    """One image of up to 40 tokens somewhere in the request; (0, 0) for its other tokens."""
+    length = int(torch.randint(1, 41, (), generator=rng))
+    image_start = int(torch.randint(0, max(1, seq_len - length), (), generator=rng))
+    image = (image_start, min(seq_len, image_start + length))
+    positions = range(seq_len - query_len, seq_len)
+    return [image if image[0] <= position < image[1] else (0, 0) for position in positions]
+
+
+def make_batch(shape: Shape, options: Options, *, seed: int = 0) -> Batch:
+    """A batch over shuffled pages of a strided arena; every slot that no query reads is NaN."""
+    rng = generator(seed)
+    query_lens = [query_len for query_len, _ in shape.requests]
+    seq_lens = [seq_len for _, seq_len in shape.requests]
+    query_starts = [0]
+    for query_len in query_lens:
+        query_starts.append(query_starts[-1] + query_len)
+    num_tokens = query_starts[-1] + shape.num_padding_tokens
+    num_pages_of = [-(-seq_len // shape.page_tokens) for seq_len in seq_lens]
+    num_pages = sum(num_pages_of) + 3
+    layer = strided_layer(
+        num_pages,
+        shape.page_tokens,
+        shape.num_kv_heads,
+        shape.head_dim,
+        shape.pages_dtype or shape.dtype,
+        is_head_major=shape.is_head_major,
+    )
+    table = shuffled_page_table(num_pages_of, num_pages, rng)
+    spans = [
+        random_spans(query_len, seq_len, rng) if options.has_spans else []
+        for query_len, seq_len in shape.requests
+    ]
+    for request, (query_len, seq_len) in enumerate(shape.requests):
+        start, end = read_range(query_len, seq_len, options, spans[request])
+        tokens = torch.arange(start, end)
+        page_ids = table[request, tokens // shape.page_tokens].long()
+        rows = (len(tokens), shape.num_kv_heads, shape.head_dim)
+        for pages in (layer.k_pages, layer.v_pages):
+            pages[page_ids, tokens % shape.page_tokens] = randn(rows, pages.dtype, rng)
+        # Pages before everything read are stale: another request's, or out of the arena.
+        table[request, : start // shape.page_tokens] = 1 + request % 2 * (2**30)
+    scales = [None, None]
+    if options.num_scales:
+        scales = [torch.rand(options.num_scales, generator=rng).to(DEVICE) + 0.5 for _ in range(2)]
+    wide = randn((num_tokens, shape.num_heads + 2, shape.head_dim), shape.dtype, rng)
+    span_rows = [span for request in spans for span in request]
+    span_rows += [(0, 0)] * shape.num_padding_tokens
+    return Batch(
+        shape=shape,
+        options=options,
+        q=wide[:, : shape.num_heads],
+        k_pages=layer.k_pages,
+        v_pages=layer.v_pages,
+        page_table=table,
+        query_starts=torch.tensor(query_starts, dtype=torch.int32, device=DEVICE),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE),
+        sinks=randn((shape.num_heads,), torch.float32, rng) if options.has_sinks else None,
+        alibi_slopes=(
+            torch.rand(shape.num_heads, generator=rng).to(DEVICE) if options.has_alibi else None
+        ),
+        spans=(
+            torch.tensor(span_rows, dtype=torch.int32, device=DEVICE).reshape(-1, 2)
+            if options.has_spans
+            else None
+        ),
+        k_scale=scales[0],
+        v_scale=scales[1],
+    )
+
+
+def expected(batch: Batch, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Results and log-sum-exps of the reference, computed in another dtype if given."""
+    arguments = dict(batch.arguments)
+    if dtype is not None:
+        arguments["q"] = arguments["q"].to(dtype)
+    out = torch.zeros_like(arguments["q"], memory_format=torch.contiguous_format)
+    lse = torch.zeros(*out.shape[:2], dtype=dtype or torch.float32, device=out.device)
+    reference.paged_attention(**arguments, out=out, lse=lse)
+    return out, lse
+
+
+def check_batch(batch: Batch, **plan: object) -> None:
+    """Compare the operation with the reference, results and log-sum-exps."""
+    out = torch.full_like(batch.q, 7.0, memory_format=torch.contiguous_format)
+    lse = torch.full(out.shape[:2], 7.0, device=out.device)
+    used = int(batch.query_starts[-1])
+
+    paged_attention(**batch.arguments, out=out, lse=lse, plan=batch.plan(**plan))
+
+    exact, exact_lse = expected(batch, torch.float64)
+    naive, naive_lse = expected(batch)
+    check_close(out[:used], exact[:used], naive[:used])
+    is_empty = torch.isinf(exact_lse[:used])
+    assert torch.equal(torch.isinf(lse[:used]), is_empty)
+    lses = [values[:used].masked_fill(is_empty, 0.0) for values in (lse, exact_lse, naive_lse)]
+    check_close(*lses)
+    assert (out[used:] == 7.0).all()
+    assert (lse[used:] == 7.0).all()
+
+
+def with_dtype(shape: Shape, dtype: torch.dtype) -> Shape:
+    return replace(shape, dtype=dtype)

@@ -1,0 +1,264 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from jenga_kernels.attention_plan import AttentionKind, plan_attention
+from jenga_kernels.paged_attention import paged_attention
+from tests.kernels.attention_cases import (
+    SMALL_TILES,
+    Options,
+    Shape,
+    check_batch,
+    make_batch,
+)
+from tests.kernels.support import DEVICE
+
+MIXED = ((40, 40), (1, 77), (0, 0), (3, 64), (17, 130), (1, 1), (2, 300))
+"""A prompt, decoded tokens, nothing, drafted tokens, a chunk on a context, and so on."""
+
+SHAPES = {
+    "one_decoded_token": Shape(requests=((1, 1),)),
+    "one_prompt": Shape(requests=((70, 70),)),
+    "mixed_batch": Shape(requests=MIXED),
+    "only_decoding": Shape(requests=((1, 90), (1, 5), (1, 200), (1, 33))),
+    "more_requests_than_programs": Shape(requests=((1, 20),) * 19),
+    "token_major_pages": Shape(requests=MIXED, is_head_major=False),
+    "padding_tokens": Shape(requests=MIXED, num_padding_tokens=9),
+    "padding_requests": Shape(requests=((1, 50), (5, 40), (0, 0), (0, 0)), num_padding_tokens=2),
+    "queries_without_keys": Shape(requests=((1, 0), (1, 30), (1, 0))),
+    "multi_query": Shape(requests=MIXED, num_heads=6, num_kv_heads=1),
+    "multi_head": Shape(requests=MIXED, num_heads=3, num_kv_heads=3),
+    "group_of_seven": Shape(requests=MIXED, num_heads=14, num_kv_heads=2),
+    "group_of_sixteen": Shape(requests=MIXED, num_heads=16, num_kv_heads=1),
+    "head_dim_80": Shape(requests=MIXED, head_dim=80),
+    "head_dim_96": Shape(requests=MIXED, head_dim=96),
+    "head_dim_112": Shape(requests=MIXED, head_dim=112),
+    "head_dim_128": Shape(requests=MIXED, head_dim=128),
+    "head_dim_192": Shape(requests=MIXED, head_dim=192),
+    "head_dim_256": Shape(requests=MIXED, head_dim=256),
+    "page_of_48_tokens": Shape(requests=MIXED, page_tokens=48),
+    "page_of_128_tokens": Shape(requests=MIXED, page_tokens=128),
+    "page_of_528_tokens": Shape(requests=MIXED, page_tokens=528),
+    "page_of_784_tokens": Shape(requests=((1, 1000), (20, 900)), page_tokens=784),
+    "page_of_1344_tokens": Shape(requests=((1, 1400), (33, 1360)), page_tokens=1344),
+}
+
+OPTIONS = {
+    "causal": Options(),
+    "window": Options(window_tokens=20),
+    "window_of_one": Options(window_tokens=1),
+    "wide_window": Options(window_tokens=1000),
+    "chunked": Options(chunk_tokens=48),
+    "cross": Options(is_causal=False),
+    "soft_cap": Options(soft_cap=2.0),
+    "sinks": Options(has_sinks=True),
+    "alibi": Options(has_alibi=True),
+    "spans": Options(has_spans=True),
+    "window_and_spans": Options(window_tokens=20, has_spans=True),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_paged_attention_agrees_with_its_reference(shape):
+    check_batch(make_batch(shape, Options()), tiles=SMALL_TILES)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_paged_attention_has_option(options, dtype):
+    check_batch(make_batch(Shape(requests=MIXED, dtype=dtype), options), tiles=SMALL_TILES)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_paged_attention_has_option_with_the_tiles_chosen(options):
+    check_batch(make_batch(Shape(requests=MIXED), options))
+
+
+@pytest.mark.parametrize("window_tokens", [16, 17, 32, 33, 100])
+def test_paged_attention_window_counts_its_own_token_at_page_edges(window_tokens):
+    shape = Shape(requests=((1, 100), (40, 96), (1, 97)), page_tokens=32)
+
+    check_batch(make_batch(shape, Options(window_tokens=window_tokens)), tiles=SMALL_TILES)
+
+
+@pytest.mark.parametrize("num_scales", [0, 1, 2], ids=["unscaled", "per_tensor", "per_head"])
+def test_paged_attention_reads_fp8(num_scales):
+    shape = Shape(requests=MIXED, dtype=torch.bfloat16, pages_dtype=torch.float8_e4m3fn)
+
+    check_batch(make_batch(shape, Options(num_scales=num_scales)), tiles=SMALL_TILES)
+
+
+@pytest.mark.parametrize("query_len", [2, 5, 8])
+def test_paged_attention_decodes_drafted_tokens(query_len):
+    requests = [(query_len, 100), (query_len, query_len), (query_len - 1, 300), (1, 40)]
+    batch = make_batch(Shape(requests=requests, num_heads=8), Options(window_tokens=60))
+    tiles = replace(SMALL_TILES, decode=replace(SMALL_TILES.decode, block_m=32))
+
+    check_batch(batch, tiles=tiles, decode_query_tokens=8, max_query_tokens=8)
+
+
+def test_paged_attention_may_leave_all_requests_to_one_kernel():
+    batch = make_batch(Shape(requests=MIXED), Options())
+
+    check_batch(batch, tiles=SMALL_TILES, decode_query_tokens=0)
+    check_batch(make_batch(Shape(requests=((1, 60), (2, 9))), Options()), max_query_tokens=2)
+
+
+def test_paged_attention_without_a_plan_is_the_same():
+    batch = make_batch(Shape(requests=MIXED), Options(window_tokens=30))
+
+    alone = paged_attention(**batch.arguments)
+
+    assert torch.equal(alone, paged_attention(**batch.arguments, plan=batch.plan()))
+
+
+def test_paged_attention_with_one_plan_serves_many_layers_and_steps():
+    shape = Shape(requests=((1, 50), (20, 30)))
+    first = make_batch(shape, Options())
+    second = make_batch(replace(shape, requests=((20, 90), (1, 7))), Options(), seed=1)
+    plan = first.plan(tiles=SMALL_TILES)
+
+    plan.update(second.query_starts, second.seq_lens)
+    updated = paged_attention(**second.arguments, plan=plan)
+
+    again = paged_attention(**second.arguments, plan=second.plan(tiles=SMALL_TILES))
+    assert torch.equal(updated, again)
+
+
+@pytest.mark.parametrize("num_programs", [1, 2, 5, 64, 1000])
+def test_paged_attention_may_be_spread_over_any_number_of_programs(num_programs):
+    batch = make_batch(Shape(requests=((1, 90), (2, 400), (0, 0), (1, 3), (30, 64))), Options())
+
+    check_batch(batch, tiles=replace(SMALL_TILES, num_programs=num_programs))
+
+
+def test_paged_attention_in_batch_invariant_mode_ignores_the_rest_of_the_batch():
+    shape = Shape(requests=((1, 300), (40, 50), (1, 700), (2, 33), (1, 9)))
+    batch = make_batch(shape, Options(has_sinks=True))
+    whole = paged_attention(
+        **batch.arguments, plan=batch.plan(tiles=SMALL_TILES, is_batch_invariant=True)
+    )
+    check_batch(batch, tiles=SMALL_TILES, is_batch_invariant=True)
+
+    for request in range(len(shape.requests)):
+        start, end = batch.query_starts[request : request + 2].tolist()
+        alone = replace(
+            batch,
+            q=batch.q[start:end],
+            page_table=batch.page_table[request : request + 1],
+            seq_lens=batch.seq_lens[request : request + 1],
+            query_starts=torch.tensor([0, end - start], dtype=torch.int32, device=DEVICE),
+        )
+        plan = alone.plan(tiles=SMALL_TILES, is_batch_invariant=True)
+        assert torch.equal(paged_attention(**alone.arguments, plan=plan), whole[start:end])
+
+
+def test_paged_attention_of_no_tokens_or_requests_is_empty():
+    batch = make_batch(Shape(requests=((0, 0),)), Options())
+    assert paged_attention(**batch.arguments).shape == (0, 4, 64)
+
+    no_requests = replace(
+        batch,
+        page_table=batch.page_table[:0],
+        seq_lens=batch.seq_lens[:0],
+        query_starts=batch.query_starts[:1],
+    )
+    assert paged_attention(**no_requests.arguments).shape == (0, 4, 64)
+
+
+def test_paged_attention_reaches_past_2_to_the_31_elements():
+    # Pages nobody touches cost no memory, so this arena is mostly not there.
+    num_pages = 2**31 // (16 * 128) + 8
+    arena = torch.empty(num_pages, 16, 1, 128, dtype=torch.float16, device=DEVICE)
+    batch = make_batch(
+        Shape(requests=((1, 33), (20, 48)), num_heads=2, num_kv_heads=1, dtype=torch.float16),
+        Options(),
+    )
+    far = batch.page_table.clone()
+    used = far.unique()
+    for page in used.tolist():
+        arena[num_pages - 1 - page, ..., :64] = batch.k_pages[page]
+        arena[num_pages - 1 - page, ..., 64:] = batch.v_pages[page]
+    near = paged_attention(**batch.arguments)
+
+    moved = replace(
+        batch,
+        k_pages=arena[..., :64],
+        v_pages=arena[..., 64:],
+        page_table=(num_pages - 1 - far).to(torch.int32),
+    )
+
+    assert arena.numel() > 2**31
+    assert torch.equal(paged_attention(**moved.arguments), near)
+
+
+def good_arguments():
+    return make_batch(Shape(requests=((1, 20), (3, 20)), dtype=torch.float16), Options()).arguments
+
+
+def plan_of(arguments, **changes):
+    kind = AttentionKind(num_heads=4, num_kv_heads=2, head_dim=64, page_tokens=16)
+    options = {"num_tokens": 4, "dtype": torch.float16} | changes
+    return plan_attention(arguments["query_starts"], arguments["seq_lens"], kind, **options)
+
+
+BAD_ARGUMENTS = {
+    "a_flat_query": ("q", lambda a: {"q": a["q"].flatten(1)}),
+    "queries_of_another_head_dim": ("k_pages", lambda a: {"q": a["q"][..., :32]}),
+    "integer_queries": ("q", lambda a: {"q": a["q"].int()}),
+    "queries_of_another_dtype": ("k_pages", lambda a: {"q": a["q"].float()}),
+    "heads_that_do_not_divide": ("num_heads", lambda a: {"q": a["q"][:, :3]}),
+    "values_of_another_layout": ("v_pages", lambda a: {"v_pages": a["v_pages"].contiguous()}),
+    "a_64_bit_page_table": ("page_table", lambda a: {"page_table": a["page_table"].long()}),
+    "a_transposed_page_table": (
+        "page_table",
+        lambda a: {"page_table": a["page_table"].T.contiguous().T},
+    ),
+    "too_few_query_starts": ("query_starts", lambda a: {"query_starts": a["query_starts"][:2]}),
+    "too_many_lengths": ("seq_lens", lambda a: {"seq_lens": a["seq_lens"].repeat(2)}),
+    "lengths_of_64_bits": ("seq_lens", lambda a: {"seq_lens": a["seq_lens"].long()}),
+    "a_scale_of_zero": ("scale", lambda _: {"scale": 0.0}),
+    "a_scale_that_is_no_number": ("scale", lambda _: {"scale": float("nan")}),
+    "a_window_of_zero": ("window_tokens", lambda _: {"window_tokens": 0}),
+    "a_negative_chunk": ("chunk_tokens", lambda _: {"chunk_tokens": -1}),
+    "a_window_in_cross_attention": (
+        "window_tokens",
+        lambda _: {"window_tokens": 5, "is_causal": False},
+    ),
+    "a_negative_soft_cap": ("soft_cap", lambda _: {"soft_cap": -1.0}),
+    "sinks_of_another_length": ("sinks", lambda _: {"sinks": torch.zeros(3, device=DEVICE)}),
+    "slopes_of_another_dtype": (
+        "alibi_slopes",
+        lambda _: {"alibi_slopes": torch.zeros(4, dtype=torch.float16, device=DEVICE)},
+    ),
+    "spans_of_another_shape": (
+        "spans",
+        lambda _: {"spans": torch.zeros(4, 3, dtype=torch.int32, device=DEVICE)},
+    ),
+    "a_scale_of_pages_that_have_none": (
+        "k_scale",
+        lambda _: {"k_scale": torch.ones(1, device=DEVICE)},
+    ),
+    "results_of_another_dtype": ("out", lambda a: {"out": a["q"].float().contiguous()}),
+    "scattered_results": ("out", lambda a: {"out": a["q"]}),
+    "sums_of_another_shape": ("lse", lambda _: {"lse": torch.zeros(4, 3, device=DEVICE)}),
+    "a_plan_for_other_layers": ("plan", lambda a: {"plan": plan_of(a), "window_tokens": 4}),
+    "a_plan_for_fewer_tokens": ("plan", lambda a: {"plan": plan_of(a, num_tokens=3)}),
+    "a_decoding_plan_with_spans": (
+        "plan",
+        lambda a: {
+            "plan": plan_of(a),
+            "spans": torch.zeros(4, 2, dtype=torch.int32, device=DEVICE),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "change"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS.keys())
+def test_paged_attention_refuses(name, change):
+    arguments = good_arguments()
+    arguments |= change(arguments)
+
+    with pytest.raises(ValueError, match=f"^{name} "):
+        paged_attention(**arguments)
