@@ -19,7 +19,10 @@ def _describe(geometry: "Geometry") -> dict[str, Any]:
         "page_tables": [
             {
                 "name": table.name,
-                "layers": len(table.layer_offset_bytes),
+                "layer_type": table.layer_type.name,
+                "layer_names": [layer.name for layer in table.layers],
+                "slot_bytes": [layer.slot_bytes for layer in table.layers],
+                "window_tokens": getattr(table.layer_type, "window_tokens", None),
                 "is_state": table.is_state,
                 "tokens_per_page": table.tokens_per_page,
                 "small_page_bytes": table.small_page_bytes,
