@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import (
 from jenga.geometry import Geometry, PageTable, check_arena, exact_lcm
 from jenga.planner import plan
 from jenga.vllm_plugin.config import TOKENS_PER_PAGE
-from jenga.vllm_plugin.environment import read_settings
+from jenga.vllm_plugin.environment import BACKEND_NAME, read_settings
 from jenga.vllm_plugin.specs import layer_names, model_spec, table_spec
 
 if TYPE_CHECKING:
@@ -121,6 +121,7 @@ def get_kv_cache_config_from_groups(
     if cache_config.num_gpu_blocks_override is not None:
         available_memory = cache_config.num_gpu_blocks_override * geometry.large_page_bytes
     num_large_pages = check_arena(geometry, available_memory)
+    _log_geometry(geometry, num_large_pages, prefix_caching=cache_config.enable_prefix_caching)
     arena_bytes = num_large_pages * geometry.large_page_bytes
     tensors: list[KVCacheTensor] = []
     for table in geometry.page_tables:
@@ -141,6 +142,22 @@ def get_kv_cache_config_from_groups(
         kv_cache_groups=kv_cache_groups,
         prefix_cache_retention_interval=cache_config.prefix_cache_retention_interval,
         geometry=geometry,
+    )
+
+
+def _log_geometry(geometry: Geometry, num_large_pages: int, *, prefix_caching: bool) -> None:
+    logger.info(
+        "%s: %s geometry, %d large pages of %d bytes; small pages (bytes x number in a large "
+        "page): %s; prefix caching %s",
+        BACKEND_NAME,
+        geometry.name,
+        num_large_pages,
+        geometry.large_page_bytes,
+        ", ".join(
+            f"{table.name} {table.small_page_bytes} x {table.small_pages_per_large_page}"
+            for table in geometry.page_tables
+        ),
+        "on" if prefix_caching else "off",
     )
 
 

@@ -57,8 +57,7 @@ def arena_of(llm):
 
     caches = [tensor for cache in runner_of(llm).kv_caches for tensor in tensors(cache)]
     storages = {cache.untyped_storage().data_ptr(): cache.untyped_storage() for cache in caches}
-    if len(storages) != 1:
-        raise AssertionError(f"expected one buffer, found {len(storages)}")
+    assert len(storages) == 1
     (storage,) = storages.values()
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
