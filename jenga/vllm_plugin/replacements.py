@@ -113,6 +113,42 @@ def _kv_cache_manager(original: _Function) -> _Function:
     return make_kv_cache_manager
 
 
+def _selective_scan_fn(original: _Function) -> _Function:
+    @functools.wraps(original)
+    def selective_scan_fn(u: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        from jenga.vllm_plugin.mamba import selective_scan
+
+        if u.device.type != "cpu":
+            return original(u, *args, **kwargs)
+        for name in ("cu_chunk_seqlen", "last_chunk_indices"):  # of cached states, which are off
+            kwargs.pop(name, None)
+        return selective_scan(u, *args, **kwargs)
+
+    return selective_scan_fn
+
+
+def _selective_state_update(original: _Function) -> _Function:
+    @functools.wraps(original)
+    def update(state: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        from jenga.vllm_plugin.mamba import selective_state_update
+
+        if state.device.type != "cpu":
+            original(state, *args, **kwargs)
+            return
+        kwargs.pop("dst_state_batch_indices", None)  # the same slots: states stay where they are
+        selective_state_update(state, *args, **kwargs)
+
+    return update
+
+
+def _cpu_unquantized_gemm(original: _Function) -> _Function:
+    @functools.wraps(original)
+    def gemm(layer: Any, x: Any, weight: Any, bias: Any = None) -> Any:  # noqa: ANN401
+        return original(layer, x if x.stride(-1) == 1 else x.contiguous(), weight, bias)
+
+    return gemm
+
+
 _CONFIG_WATCH = Replacement(
     module="vllm.platforms",
     name="current_platform.check_and_update_config",
@@ -196,6 +232,66 @@ _WHEN_SELECTED = (
             "enable_mamba_shared_prefix_checkpoint",
         ),
         make=_kv_cache_manager,
+    ),
+    Replacement(
+        module="vllm.model_executor.layers.mamba.mamba_mixer",
+        name="selective_scan_fn",
+        reason="vLLM's CPU build has no scan of Mamba-1 prompts; on a GPU the original is called",
+        parameters=(
+            "u",
+            "ssm_states",
+            "delta",
+            "A",
+            "B",
+            "C",
+            "D",
+            "z",
+            "delta_bias",
+            "delta_softplus",
+            "query_start_loc",
+            "cache_indices",
+            "has_initial_state",
+            "null_block_id",
+            "block_size",
+            "block_idx_first_scheduled_token",
+            "block_idx_last_scheduled_token",
+            "initial_state_idx",
+            "cu_chunk_seqlen",
+            "last_chunk_indices",
+        ),
+        make=_selective_scan_fn,
+    ),
+    Replacement(
+        module="vllm.model_executor.layers.mamba.mamba_mixer",
+        name="selective_state_update",
+        reason="vLLM's CPU build updates only states with heads; on a GPU the original is called",
+        parameters=(
+            "state",
+            "x",
+            "dt",
+            "A",
+            "B",
+            "C",
+            "D",
+            "dt_bias",
+            "z",
+            "dt_softplus",
+            "state_batch_indices",
+            "dst_state_batch_indices",
+            "null_block_id",
+            "out",
+            "num_accepted_tokens",
+            "cu_seqlens",
+            "is_blackwell",
+        ),
+        make=_selective_state_update,
+    ),
+    Replacement(
+        module="vllm.model_executor.layers.utils",
+        name="cpu_unquantized_gemm",
+        reason="vLLM's CPU build refuses the transposed inputs its Mamba-1 layer gives it",
+        parameters=("layer", "x", "weight", "bias"),
+        make=_cpu_unquantized_gemm,
     ),
 )
 

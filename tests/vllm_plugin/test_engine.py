@@ -77,3 +77,14 @@ def test_engine_preempts_in_a_small_arena_and_loses_nothing(tiny_model, run_engi
 
     assert_same_generation(ours, stock)
     assert ours["preemptions"] > 0
+
+
+def test_jamba_generates_what_transformers_generates(tiny_model, run_engine):
+    # vLLM's CPU build has no Mamba-1 prompt scan, so stock vLLM cannot run Jamba here.
+    model = tiny_model("jamba")
+
+    theirs = run_engine(model, PROMPTS, script="reference_process.py")
+    ours = run_engine(model, PROMPTS, options=JENGA, fill_arena=True, report_manager=True)
+
+    assert_same_generation(ours, theirs)
+    assert ours["request_tokens"] == {}
