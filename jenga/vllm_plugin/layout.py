@@ -118,8 +118,11 @@ def get_kv_cache_config_from_groups(
     if not kv_cache_groups:
         return JengaKVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
     geometry = _geometry_of_groups(kv_cache_groups)
-    if cache_config.num_gpu_blocks_override is not None:
-        available_memory = cache_config.num_gpu_blocks_override * geometry.large_page_bytes
+    override = cache_config.num_gpu_blocks_override
+    if override is not None:
+        if available_memory == 0:  # a throw-away arena, to measure CUDA graphs with
+            override = max(override, 1 + len(geometry.page_tables))
+        available_memory = override * geometry.large_page_bytes
     num_large_pages = check_arena(geometry, available_memory)
     _log_geometry(geometry, num_large_pages, prefix_caching=cache_config.enable_prefix_caching)
     arena_bytes = num_large_pages * geometry.large_page_bytes

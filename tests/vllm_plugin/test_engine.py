@@ -88,3 +88,14 @@ def test_jamba_generates_what_transformers_generates(tiny_model, run_engine):
 
     assert_same_generation(ours, theirs)
     assert ours["request_tokens"] == {}
+
+
+def test_an_arena_too_small_for_one_request_is_refused_at_start_up_with_the_numbers(
+    tiny_model, run_engine
+):
+    result = run_engine(
+        tiny_model("gpt_oss"), [], options=JENGA | {"kv_cache_memory_bytes": 600 << 10}
+    )
+
+    assert "serve at least one request" in result["error"]
+    assert "(256)" in result["error"]  # its length, and how much would do

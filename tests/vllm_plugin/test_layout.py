@@ -38,6 +38,7 @@ def engine_config(**cache):
         "num_gpu_blocks_override": None,
         "prefix_cache_retention_interval": None,
         "mamba_cache_mode": "none",
+        "enable_prefix_caching": False,
     }
     return SimpleNamespace(
         cache_config=SimpleNamespace(**(options | cache)),
@@ -130,6 +131,18 @@ def test_mamba_states_bind_to_the_strided_view():
 def test_memory_for_less_than_one_large_page_per_table_is_refused_with_the_numbers():
     with pytest.raises(ValueError, match="large page"):
         config_of(HYBRID, 1000)
+
+
+def test_a_throw_away_arena_for_measuring_has_a_large_page_for_every_table():
+    config = config_of(HYBRID, 0, num_gpu_blocks_override=1)
+
+    assert config.num_blocks == 1 + len(config.kv_cache_groups)
+
+
+def test_a_number_of_large_pages_asked_for_is_kept_or_refused():
+    assert config_of(HYBRID, 8 * MIB, num_gpu_blocks_override=50).num_blocks == 50
+    with pytest.raises(ValueError, match="large page"):
+        config_of(HYBRID, 8 * MIB, num_gpu_blocks_override=1)
 
 
 @pytest.mark.parametrize(
