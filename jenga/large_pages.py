@@ -13,10 +13,20 @@ NULL_PAGE = 0
 
 
 class Holder(Protocol):
-    """A page table's side of the bargain: what it holds can be taken from it."""
+    """A page table's side of the bargain: what it holds can be taken from it.
 
-    def evict_large(self, large: int) -> None:
-        """Forget all cached small pages of a reclaimable large page and close it."""
+    Attributes:
+        evicted: Small pages evicted, until someone takes note and clears the list.
+        num_evicted_own: Small pages evicted with their large page for this page table.
+        num_evicted_foreign: Small pages evicted with their large page for another one.
+    """
+
+    evicted: list[int]
+    num_evicted_own: int
+    num_evicted_foreign: int
+
+    def surrender(self, large: int) -> list[int]:
+        """Close a reclaimable large page; the small pages whose cached content is lost."""
         ...
 
 
@@ -27,7 +37,6 @@ class LargePages:
         holders: Large page -> index of the page table that holds it, or `NOT_HELD`.
         reclaimable: Held large pages without a used small page, by the rank of the youngest.
         num_empty: Large pages that nobody holds, the null page not counted.
-        num_evicted: Large pages evicted whole so far.
         tables: The page tables, in the order of their indices.
     """
 
@@ -36,7 +45,6 @@ class LargePages:
         "_next_fresh",
         "holders",
         "num_empty",
-        "num_evicted",
         "num_pages",
         "reclaimable",
         "tables",
@@ -46,17 +54,11 @@ class LargePages:
         self.num_pages = num_pages
         self.tables: list[Holder] = []
         self.reclaimable = VictimQueue(num_pages)
-        self.num_evicted = 0
-        self.reset()
-
-    def reset(self) -> None:
-        """Make every large page empty."""
-        self.holders = [NOT_HELD] * self.num_pages
-        self.reclaimable.clear()
+        self.holders = [NOT_HELD] * num_pages
         self._free: list[int] = []
         # Pages never opened lie behind `_next_fresh`.
         self._next_fresh = NULL_PAGE + 1
-        self.num_empty = self.num_pages - 1
+        self.num_empty = num_pages - 1
 
     @property
     def num_available(self) -> int:
@@ -105,14 +107,26 @@ class LargePages:
         self._free.extend(larges)
         self.num_empty += len(larges)
 
-    def evict_oldest(self) -> None:
-        """Empty the reclaimable large page that goes first; there must be one."""
+    def evict_oldest(self, taker: int) -> None:
+        """Empty the reclaimable large page that goes first, for a page table; there must be one."""
         large = self.reclaimable.peek()
         if large == NOT_QUEUED:
             msg = "no large page is empty or reclaimable"
             raise InvariantError(msg)
-        self.tables[self.holders[large]].evict_large(large)
-        self.num_evicted += 1
+        holder = self.holders[large]
+        table = self.tables[holder]
+        pages = table.surrender(large)
+        table.evicted += pages
+        if holder == taker:
+            table.num_evicted_own += len(pages)
+        else:
+            table.num_evicted_foreign += len(pages)
+
+    def surrender_all(self) -> None:
+        """Close all reclaimable large pages; whoever asks knows that all cached content is lost."""
+        while self.reclaimable.num_queued:
+            large = self.reclaimable.peek()
+            self.tables[self.holders[large]].surrender(large)
 
     def check(self) -> None:
         """Raise `InvariantError` unless every large page is either empty or held, once."""

@@ -72,7 +72,9 @@ class WholePages:
         num_used: Small pages used.
         num_evictable: Small pages evictable.
         num_spare: Unused small pages in pinned large pages: there are none.
-        num_evicted: Small pages evicted one by one: none, they go as large pages.
+        num_evicted_alone: Small pages evicted one by one: none, they go as large pages.
+        num_evicted_own: Small pages evicted with their large page for this page table.
+        num_evicted_foreign: Small pages evicted with their large page for another one.
     """
 
     __slots__ = (
@@ -80,7 +82,9 @@ class WholePages:
         "evicted",
         "index",
         "num_evictable",
-        "num_evicted",
+        "num_evicted_alone",
+        "num_evicted_foreign",
+        "num_evicted_own",
         "num_spare",
         "num_used",
         "pages_per_large",
@@ -95,7 +99,8 @@ class WholePages:
         self.stamps = large_pages.reclaimable.stamps
         self.shares: dict[int, int] = {}
         self.evicted: list[int] = []
-        self.num_used = self.num_evictable = self.num_spare = self.num_evicted = 0
+        self.num_used = self.num_evictable = self.num_spare = 0
+        self.num_evicted_alone = self.num_evicted_own = self.num_evicted_foreign = 0
 
     @property
     def num_large(self) -> int:
@@ -124,7 +129,7 @@ class WholePages:
         """Small pages that were empty or evictable, each with one user."""
         large_pages = self._large_pages
         while large_pages.num_empty < num_pages:
-            large_pages.evict_oldest()
+            large_pages.evict_oldest(self.index)
         self.num_used += num_pages
         return large_pages.open_many(self.index, num_pages)
 
@@ -144,12 +149,12 @@ class WholePages:
         self.num_evictable += len(pages)
         self._large_pages.reclaimable.extend(pages, ranks)
 
-    def evict_large(self, large: int) -> None:
-        """Forget the cached content of an evictable page and give it back."""
+    def surrender(self, large: int) -> list[int]:
+        """Close an evictable page; the page."""
         self._large_pages.reclaimable.drop(large)
-        self.evicted.append(large)
         self.num_evictable -= 1
         self._large_pages.close(large)
+        return [large]
 
     def disown(self, owner: int) -> None:
         """Give up the owner's claim; there is never one."""
@@ -190,7 +195,9 @@ class SplitPages:
         num_evictable: Small pages evictable.
         num_large: Large pages held.
         num_spare: Unused small pages in pinned large pages.
-        num_evicted: Small pages evicted one by one so far.
+        num_evicted_alone: Small pages evicted one by one so far.
+        num_evicted_own: Small pages evicted with their large page for this page table.
+        num_evicted_foreign: Small pages evicted with their large page for another one.
     """
 
     __slots__ = (
@@ -208,7 +215,9 @@ class SplitPages:
         "evicted",
         "index",
         "num_evictable",
-        "num_evicted",
+        "num_evicted_alone",
+        "num_evicted_foreign",
+        "num_evicted_own",
         "num_large",
         "num_spare",
         "num_used",
@@ -225,7 +234,8 @@ class SplitPages:
         self.stamps = [NOT_QUEUED] * (num_larges * pages_per_large)
         self.shares: dict[int, int] = {}
         self.evicted: list[int] = []
-        self.num_used = self.num_evictable = self.num_large = self.num_spare = self.num_evicted = 0
+        self.num_used = self.num_evictable = self.num_large = self.num_spare = 0
+        self.num_evicted_alone = self.num_evicted_own = self.num_evicted_foreign = 0
         # Per large page: used small pages; the empty ones; the evictable ones in order, with
         # stale entries; the rank at which it last had a user.
         self._used = [0] * num_larges
@@ -337,7 +347,7 @@ class SplitPages:
             budget.spend()
             self._pin(self._large_pages.reclaimable.peek())
         else:
-            self._large_pages.evict_oldest()
+            self._large_pages.evict_oldest(self.index)
             self._fill(self._open_empty(budget), num_pages - len(pages), pages)
 
     def _oldest_is_own(self) -> bool:
@@ -361,7 +371,7 @@ class SplitPages:
         del self._orders[large][0]
         self.stamps[page] = NOT_QUEUED
         self.evicted.append(page)
-        self.num_evicted += 1
+        self.num_evicted_alone += 1
         pages.append(page)
         self._used[large] += 1
         self.num_spare -= 1
@@ -512,17 +522,17 @@ class SplitPages:
         self.num_large -= 1
         self._large_pages.close(large)
 
-    def evict_large(self, large: int) -> None:
-        """Forget the cached content of a reclaimable large page and give it back."""
+    def surrender(self, large: int) -> list[int]:
+        """Close a reclaimable large page; the small pages whose cached content is lost."""
         self._large_pages.reclaimable.drop(large)
         self._idle.remove(large, len(self._empties[large]))
         stamps, k = self.stamps, self.pages_per_large
-        for page in range(large * k, (large + 1) * k):
-            if stamps[page] >= 0:
-                stamps[page] = NOT_QUEUED
-                self.num_evictable -= 1
-                self.evicted.append(page)
+        lost = [page for page in range(large * k, (large + 1) * k) if stamps[page] >= 0]
+        for page in lost:
+            stamps[page] = NOT_QUEUED
+        self.num_evictable -= len(lost)
         self._close(large)
+        return lost
 
     def disown(self, owner: int) -> None:
         """Give up the owner's claim, if it has one."""

@@ -1,22 +1,29 @@
-"""One policy per layer type: which pages its requests touch, and which prefixes can be hit."""
+"""One policy per layer type: which slots its requests touch, and which prefixes can be hit."""
 
 from jenga.geometry import PageTable
-from jenga.policies.base import NEVER, LayerPolicy, RequestFacts
+from jenga.policies.base import ALL_PAGES, NEVER, Grain, Image, LayerPolicy, RequestFacts
 from jenga.policies.chunked_local import ChunkedLocalPolicy
+from jenga.policies.cross_attention import CrossAttentionPolicy
 from jenga.policies.full_attention import FullAttentionPolicy
+from jenga.policies.image_embedding import ImageEmbeddingPolicy
 from jenga.policies.sliding_window import SlidingWindowPolicy
 from jenga.policies.state import StatePolicy
-from jenga.spec import ChunkedLocal, FullAttention, SlidingWindow, State
+from jenga.policies.token_budget import TokenBudgetPolicy
+from jenga.spec import (
+    ChunkedLocal,
+    CrossAttention,
+    FullAttention,
+    ImageEmbedding,
+    SlidingWindow,
+    State,
+    TokenBudget,
+)
 
-__all__ = ["NEVER", "LayerPolicy", "RequestFacts", "policy_of"]
+__all__ = ["ALL_PAGES", "NEVER", "Grain", "Image", "LayerPolicy", "RequestFacts", "policy_of"]
 
 
-def policy_of(page_table: PageTable) -> LayerPolicy:
-    """The policy of a page table's layer type; a new type is one more row.
-
-    Raises:
-        ValueError: The layer type has no policy.
-    """
+def policy_of(page_table: PageTable) -> LayerPolicy:  # noqa: PLR0911  one row per layer type
+    """The policy of a page table's layer type; a new type is one more row."""
     match page_table.layer_type:
         case FullAttention():
             return FullAttentionPolicy()
@@ -24,8 +31,11 @@ def policy_of(page_table: PageTable) -> LayerPolicy:
             return SlidingWindowPolicy(window_tokens)
         case ChunkedLocal(chunk_tokens=chunk_tokens):
             return ChunkedLocalPolicy(chunk_tokens)
+        case CrossAttention():
+            return CrossAttentionPolicy(page_table.tokens_per_page)
+        case ImageEmbedding():
+            return ImageEmbeddingPolicy(page_table.tokens_per_page)
+        case TokenBudget() as spec:
+            return TokenBudgetPolicy(spec)
         case State():
             return StatePolicy()
-        case layer_type:
-            msg = f"layer type {layer_type.name!r}: {type(layer_type).__name__} has no policy"
-            raise ValueError(msg)

@@ -1,10 +1,12 @@
-"""The questions a layer type answers about its slots.
+"""The questions a layer type answers about its slots and their cached content.
 
 A policy is pure: same question, same answer. It knows tokens and the slots of one page table
-(slot 0 is the first of page 0), neither pages nor their ids. "Processed" tokens are those whose
-step is over; the next query is token number `num_processed_tokens`. Ranges are half-open.
+(slot 0 is the first of page 0) and counts pages, but knows no page ids. "Processed" tokens are
+those whose step is over; the next query is token number `num_processed_tokens`. Ranges are
+half-open.
 """
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,18 +15,54 @@ NEVER = 1 << 62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Image:
+    """Tokens that an encoder makes of one image, or of one stretch of audio.
+
+    Attributes:
+        start_token: The token of the request at which they are first wanted.
+        num_tokens: How many.
+        content: Names the image: equal contents give equal embeddings. None: never cached.
+    """
+
+    start_token: int
+    num_tokens: int
+    content: bytes | None = None
+
+    @property
+    def end_token(self) -> int:
+        """One past the last token, where the image's tokens are tokens of the request."""
+        return self.start_token + self.num_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFacts:
     """What is known of a request from its arrival on.
 
     Attributes:
         prompt_tokens: Tokens of its prompt.
+        images: Its images, in the order of their tokens.
     """
 
     prompt_tokens: int = 0
+    images: tuple[Image, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grain:
+    """The units in which a page table is filled and cached.
+
+    Attributes:
+        page_slots: Slots of a page.
+        hash_tokens: Tokens that each further prefix hash covers; divides `page_slots`, or is a
+            multiple of it.
+    """
+
+    page_slots: int
+    hash_tokens: int
 
 
 class LayerPolicy(Protocol):
-    """How requests use the slots of one layer type.
+    """How requests use, keep and find again the slots of one layer type.
 
     Source: Jenga paper, section 5 (`update_last_access`, `set_prefix_length`,
     `get_possible_prefix`). There they change the evictor's books; here they say what to change.
@@ -43,13 +81,7 @@ class LayerPolicy(Protocol):
     def next_release(
         self, facts: RequestFacts, num_processed_tokens: int, page_slots: int, /
     ) -> int:
-        """Processed tokens at which the touched slots next leave a page, or `NEVER`.
-
-        Args:
-            facts: Of the request.
-            num_processed_tokens: Processed tokens now.
-            page_slots: Slots of a page.
-        """
+        """Processed tokens at which the touched slots next leave a page, or `NEVER`."""
         ...
 
     def max_tokens(self, facts: RequestFacts, num_processed_tokens: int, num_slots: int, /) -> int:
@@ -60,9 +92,88 @@ class LayerPolicy(Protocol):
         """Most slots touched by one step until `num_tokens` tokens are computed, in such chunks."""
         ...
 
-    def set_prefix_length(self, facts: RequestFacts, slot_end: int, /) -> int:
-        """Place of a page that ends there among those of equal time, in tokens.
+    def set_prefix_length(
+        self, facts: RequestFacts, pages: range, grain: Grain, /
+    ) -> Sequence[int]:
+        """Place of each page among those of equal time, in tokens; the greatest goes first.
 
-        The greatest goes first; pages of the same tokens agree in every layer type.
+        Pages of the same tokens agree in every layer type, so that they go together.
         """
         ...
+
+    def final_pages(self, facts: RequestFacts, num_tokens: int, grain: Grain, /) -> int:
+        """Pages from the first on whose content is final once so many tokens are computed."""
+        ...
+
+    def content_keys(
+        self, facts: RequestFacts, prefix_hashes: Sequence[bytes], grain: Grain, pages: range, /
+    ) -> Sequence[Hashable]:
+        """Keys of the content of pages, as far as the hashes go."""
+        ...
+
+    def get_possible_prefix(
+        self, facts: RequestFacts, is_hit: Sequence[object], grain: Grain, at_most_tokens: int, /
+    ) -> int:
+        """Longest prefix, in tokens, from which a request can go on with what is cached.
+
+        Every possible prefix is found by asking again for less than the last answer.
+
+        Args:
+            facts: Of the request.
+            is_hit: Of each key of `content_keys`, None if it is not cached.
+            grain: Of the page table.
+            at_most_tokens: The answer is no longer.
+        """
+        ...
+
+    def reused_pages(
+        self, facts: RequestFacts, is_hit: Sequence[object], grain: Grain, num_tokens: int, /
+    ) -> Sequence[int]:
+        """Numbers of the cached pages with which a request goes on from such a prefix."""
+        ...
+
+    @property
+    def is_overwritten(self) -> bool:
+        """Whether requests write over their pages, so that cached ones must be copied first."""
+        ...
+
+
+ALL_PAGES = range(NEVER)
+"""Asks `content_keys` for as many keys as the hashes give."""
+
+
+class TokenSlots:
+    """What holds for every layer type with one slot for each token of the request."""
+
+    __slots__ = ()
+
+    is_overwritten = False
+
+    def max_tokens(
+        self, _facts: RequestFacts, _num_processed_tokens: int, num_slots: int, /
+    ) -> int:
+        """One token for each slot, given up or not."""
+        return num_slots
+
+    def set_prefix_length(
+        self, _facts: RequestFacts, pages: range, grain: Grain, /
+    ) -> Sequence[int]:
+        """Tokens up to the end of the page."""
+        slots = grain.page_slots
+        return range((pages.start + 1) * slots, (pages.stop + 1) * slots, slots)
+
+    def final_pages(self, _facts: RequestFacts, num_tokens: int, grain: Grain, /) -> int:
+        """The full pages."""
+        return num_tokens // grain.page_slots
+
+    def content_keys(
+        self, _facts: RequestFacts, prefix_hashes: Sequence[bytes], grain: Grain, pages: range, /
+    ) -> Sequence[Hashable]:
+        """The hash of all tokens up to the end of the page; with a number where pages share it."""
+        page_slots, hash_tokens = grain.page_slots, grain.hash_tokens
+        if page_slots >= hash_tokens:
+            ratio = page_slots // hash_tokens
+            return prefix_hashes[(pages.start + 1) * ratio - 1 : pages.stop * ratio : ratio]
+        ratio = hash_tokens // page_slots
+        end = min(pages.stop, len(prefix_hashes) * ratio)
+        return [(prefix_hashes[page // ratio], page % ratio) for page in range(pages.start, end)]

@@ -1,13 +1,14 @@
 """Chunked local attention: a token reads those before it in its own chunk."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jenga.policies.base import RequestFacts
+from jenga.policies.base import Grain, RequestFacts, TokenSlots
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkedLocalPolicy:
-    """Keeps the tokens of the current chunk; a prefix is hit if those before its end are.
+class ChunkedLocalPolicy(TokenSlots):
+    """Keeps the tokens of the current chunk; a prefix is hit if those of its last chunk are.
 
     Attributes:
         chunk_tokens: Tokens of a chunk of the attention (not of a prefill).
@@ -15,30 +16,42 @@ class ChunkedLocalPolicy:
 
     chunk_tokens: int
 
+    def _chunk_start(self, token: int) -> int:
+        return token // self.chunk_tokens * self.chunk_tokens
+
     def update_last_access(
         self, _facts: RequestFacts, num_processed_tokens: int, num_tokens: int, /
     ) -> range:
         """From the start of the next query's chunk on."""
-        return range(num_processed_tokens // self.chunk_tokens * self.chunk_tokens, num_tokens)
+        return range(self._chunk_start(num_processed_tokens), num_tokens)
 
     def next_release(
         self, _facts: RequestFacts, num_processed_tokens: int, page_slots: int, /
     ) -> int:
         """The first start of a chunk at or after the end of the page where this one begins."""
-        start = num_processed_tokens // self.chunk_tokens * self.chunk_tokens
-        end_of_page = (start // page_slots + 1) * page_slots
+        end_of_page = (self._chunk_start(num_processed_tokens) // page_slots + 1) * page_slots
         return -(-end_of_page // self.chunk_tokens) * self.chunk_tokens
-
-    def max_tokens(
-        self, _facts: RequestFacts, _num_processed_tokens: int, num_slots: int, /
-    ) -> int:
-        """One token for each slot, given up or not."""
-        return num_slots
 
     def peak_slots(self, _facts: RequestFacts, num_tokens: int, chunk_tokens: int, /) -> int:
         """A chunk of the prefill and what its first token reads."""
         return min(num_tokens, self.chunk_tokens - 1 + chunk_tokens)
 
-    def set_prefix_length(self, _facts: RequestFacts, slot_end: int, /) -> int:
-        """Tokens up to the end of the page."""
-        return slot_end
+    def get_possible_prefix(
+        self, _facts: RequestFacts, is_hit: Sequence[object], grain: Grain, at_most_tokens: int, /
+    ) -> int:
+        """The last place whose chunk has no page missing before it."""
+        page_slots = grain.page_slots
+        end = min(len(is_hit), at_most_tokens // page_slots)
+        page = end - 1
+        while page >= 0 and (page + 1) * page_slots > self._chunk_start(end * page_slots):
+            if is_hit[page] is None:
+                end = page
+            page -= 1
+        return end * page_slots
+
+    def reused_pages(
+        self, _facts: RequestFacts, _is_hit: Sequence[object], grain: Grain, num_tokens: int, /
+    ) -> Sequence[int]:
+        """The pages of the next token's chunk."""
+        end = num_tokens // grain.page_slots
+        return range(min(self._chunk_start(num_tokens) // grain.page_slots, end), end)

@@ -1,12 +1,13 @@
 """Full attention: every token reads all before it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jenga.policies.base import NEVER, RequestFacts
+from jenga.policies.base import NEVER, Grain, RequestFacts, TokenSlots
 
 
 @dataclass(frozen=True, slots=True)
-class FullAttentionPolicy:
+class FullAttentionPolicy(TokenSlots):
     """Keeps every token; a prefix is hit if all of it is."""
 
     def update_last_access(
@@ -21,16 +22,22 @@ class FullAttentionPolicy:
         """Never."""
         return NEVER
 
-    def max_tokens(
-        self, _facts: RequestFacts, _num_processed_tokens: int, num_slots: int, /
-    ) -> int:
-        """One token for each slot."""
-        return num_slots
-
     def peak_slots(self, _facts: RequestFacts, num_tokens: int, _chunk_tokens: int, /) -> int:
         """All tokens."""
         return num_tokens
 
-    def set_prefix_length(self, _facts: RequestFacts, slot_end: int, /) -> int:
-        """Tokens up to the end of the page."""
-        return slot_end
+    def get_possible_prefix(
+        self, _facts: RequestFacts, is_hit: Sequence[object], grain: Grain, at_most_tokens: int, /
+    ) -> int:
+        """The pages before the first one missing."""
+        try:
+            num_hit = is_hit.index(None)
+        except ValueError:
+            num_hit = len(is_hit)
+        return min(num_hit, at_most_tokens // grain.page_slots) * grain.page_slots
+
+    def reused_pages(
+        self, _facts: RequestFacts, _is_hit: Sequence[object], grain: Grain, num_tokens: int, /
+    ) -> Sequence[int]:
+        """All pages."""
+        return range(num_tokens // grain.page_slots)

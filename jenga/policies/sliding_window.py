@@ -1,13 +1,14 @@
 """Sliding window: a token reads itself and a fixed number before it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jenga.policies.base import RequestFacts
+from jenga.policies.base import Grain, RequestFacts, TokenSlots
 
 
 @dataclass(frozen=True, slots=True)
-class SlidingWindowPolicy:
-    """Keeps the tokens of the window; a prefix is hit if those before its end are.
+class SlidingWindowPolicy(TokenSlots):
+    """Keeps the tokens of the window; a prefix is hit if the next token's window is.
 
     Attributes:
         window_tokens: Tokens a query reads, itself included.
@@ -29,16 +30,26 @@ class SlidingWindowPolicy:
         end_of_page = (start // page_slots + 1) * page_slots
         return end_of_page + self.window_tokens - 1
 
-    def max_tokens(
-        self, _facts: RequestFacts, _num_processed_tokens: int, num_slots: int, /
-    ) -> int:
-        """One token for each slot, given up or not."""
-        return num_slots
-
     def peak_slots(self, _facts: RequestFacts, num_tokens: int, chunk_tokens: int, /) -> int:
         """A chunk and the window of its first token."""
         return min(num_tokens, self.window_tokens - 1 + chunk_tokens)
 
-    def set_prefix_length(self, _facts: RequestFacts, slot_end: int, /) -> int:
-        """Tokens up to the end of the page."""
-        return slot_end
+    def get_possible_prefix(
+        self, _facts: RequestFacts, is_hit: Sequence[object], grain: Grain, at_most_tokens: int, /
+    ) -> int:
+        """The last place whose window has no page missing."""
+        page_slots = grain.page_slots
+        end = min(len(is_hit), at_most_tokens // page_slots)
+        page = end - 1
+        while page >= max(0, end * page_slots - self.window_tokens + 1) // page_slots:
+            if is_hit[page] is None:
+                end = page
+            page -= 1
+        return end * page_slots
+
+    def reused_pages(
+        self, _facts: RequestFacts, _is_hit: Sequence[object], grain: Grain, num_tokens: int, /
+    ) -> Sequence[int]:
+        """The pages of the next token's window."""
+        end = num_tokens // grain.page_slots
+        return range(min(max(0, num_tokens - self.window_tokens + 1) // grain.page_slots, end), end)

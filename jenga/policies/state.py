@@ -1,13 +1,20 @@
 """State: a recurrent layer's memory of fixed size."""
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from jenga.policies.base import NEVER, RequestFacts
+from jenga.policies.base import NEVER, Grain, RequestFacts
 
 
 @dataclass(frozen=True, slots=True)
 class StatePolicy:
-    """Keeps one slot, the running state; a prefix is hit where a state was kept."""
+    """Keeps one slot, the running state; a prefix is hit where a state was kept.
+
+    What is cached is not the running state but copies of it, one for each prefix hash at which
+    one was kept.
+    """
+
+    is_overwritten = True
 
     def update_last_access(
         self, _facts: RequestFacts, _num_processed_tokens: int, _num_tokens: int, /
@@ -31,6 +38,35 @@ class StatePolicy:
         """The one slot."""
         return 1
 
-    def set_prefix_length(self, _facts: RequestFacts, _slot_end: int, /) -> int:
-        """The running state is never cached."""
+    def set_prefix_length(
+        self, _facts: RequestFacts, pages: range, grain: Grain, /
+    ) -> Sequence[int]:
+        """Tokens that went into the state kept at that prefix hash."""
+        step = grain.hash_tokens
+        return range((pages.start + 1) * step, (pages.stop + 1) * step, step)
+
+    def final_pages(self, _facts: RequestFacts, _num_tokens: int, _grain: Grain, /) -> int:
+        """The running state is never final."""
         return 0
+
+    def content_keys(
+        self, _facts: RequestFacts, prefix_hashes: Sequence[bytes], _grain: Grain, pages: range, /
+    ) -> Sequence[Hashable]:
+        """One for each prefix hash."""
+        return prefix_hashes[pages.start : pages.stop]
+
+    def get_possible_prefix(
+        self, _facts: RequestFacts, is_hit: Sequence[object], grain: Grain, at_most_tokens: int, /
+    ) -> int:
+        """The last prefix hash at which a state was kept."""
+        end = min(len(is_hit), at_most_tokens // grain.hash_tokens)
+        while end and is_hit[end - 1] is None:
+            end -= 1
+        return end * grain.hash_tokens
+
+    def reused_pages(
+        self, _facts: RequestFacts, _is_hit: Sequence[object], grain: Grain, num_tokens: int, /
+    ) -> Sequence[int]:
+        """The state kept there."""
+        end = num_tokens // grain.hash_tokens
+        return range(max(0, end - 1), end)

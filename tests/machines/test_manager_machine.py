@@ -44,11 +44,13 @@ class ManagerMachine(RuleBasedStateMachine):
         before = dump(self.manager)
         try:
             new_pages = self.manager.allocate(request_id, **arguments)
-        except OutOfPagesError as error:
-            assert error.needed_large_pages > error.available_large_pages
-            assert dump(self.manager) == before
-            return None
-        return new_pages
+        except OutOfPagesError as refused:
+            error = refused
+        else:
+            return new_pages
+        assert error.needed_large_pages > error.available_large_pages
+        assert dump(self.manager) == before
+        return None
 
     @rule(
         prompt=st.integers(1, 60),

@@ -1,0 +1,94 @@
+"""What layer types share whose slots belong to images and not to tokens of the request.
+
+Each image begins on a page of its own, so that its pages hold nothing else and can be found again
+by its content alone, in whatever request.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from jenga.policies.base import NEVER, Grain, Image, RequestFacts
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSlots:
+    """Slots of images, one after another.
+
+    Attributes:
+        page_slots: Slots of a page.
+    """
+
+    page_slots: int
+
+    is_overwritten = False
+
+    def num_pages(self, image: Image) -> int:
+        """Pages of one image."""
+        return -(-image.num_tokens // self.page_slots)
+
+    def slots_wanted(self, facts: RequestFacts, num_tokens: int) -> int:
+        """Slots of the images that begin before so many tokens."""
+        return self.page_slots * sum(
+            self.num_pages(image) for image in facts.images if image.start_token < num_tokens
+        )
+
+    def max_tokens(self, facts: RequestFacts, _num_processed_tokens: int, num_slots: int, /) -> int:
+        """Tokens up to the first image without slots."""
+        for image in facts.images:
+            num_slots -= self.num_pages(image) * self.page_slots
+            if num_slots < 0:
+                return image.start_token
+        return NEVER
+
+    def set_prefix_length(
+        self, facts: RequestFacts, pages: range, _grain: Grain, /
+    ) -> Sequence[int]:
+        """One random length for all pages of an image, so that images go whole.
+
+        One missing page costs the encoder's whole run. The length is drawn from the content, no
+        longer than the prompt: images go neither before nor after all text of their request.
+
+        Source: Jenga paper, section 5.3.
+        """
+        lengths: list[int] = []
+        for index, image in enumerate(facts.images):
+            content = image.content or index.to_bytes(4)
+            draw = int.from_bytes(blake2b(content, digest_size=8).digest())
+            lengths += [1 + draw % max(1, facts.prompt_tokens)] * self.num_pages(image)
+        return lengths[pages.start : pages.stop]
+
+    def final_pages(self, facts: RequestFacts, num_tokens: int, _grain: Grain, /) -> int:
+        """The pages of every image whose first token is computed."""
+        return self.slots_wanted(facts, num_tokens) // self.page_slots
+
+    def content_keys(
+        self, facts: RequestFacts, _prefix_hashes: Sequence[bytes], _grain: Grain, pages: range, /
+    ) -> Sequence[Hashable]:
+        """The image's content and which of its pages; None for an image without a name."""
+        keys = [
+            None if image.content is None else (image.content, page)
+            for image in facts.images
+            for page in range(self.num_pages(image))
+        ]
+        return keys[pages.start : pages.stop]
+
+    def get_possible_prefix(
+        self, _facts: RequestFacts, _is_hit: Sequence[object], _grain: Grain, at_most_tokens: int, /
+    ) -> int:
+        """Any: the encoder can run again without the text before the image."""
+        return at_most_tokens
+
+    def complete_images(
+        self, facts: RequestFacts, is_hit: Sequence[object], first_page: int
+    ) -> list[int]:
+        """Pages from `first_page` on of the images of which none of those is missing."""
+        complete: list[int] = []
+        start = 0
+        for image in facts.images:
+            end = start + self.num_pages(image)
+            pages = range(max(start, first_page), end)
+            if all(is_hit[page] is not None for page in pages):
+                complete += pages
+            start = end
+        return complete

@@ -1,0 +1,58 @@
+"""Which content lies in which small page of one page table.
+
+A key names content: the hash of the tokens up to the end of a page, or of an image and a part of
+it. Equal keys mean equal bytes, in every layer stored there.
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+
+from jenga.errors import InvariantError
+
+
+class PrefixCache:
+    """Content keys of one page table's small pages, one page per key.
+
+    Attributes:
+        keys: Small page -> key of its content, or None if nobody may find it.
+    """
+
+    __slots__ = ("_pages", "keys")
+
+    def __init__(self, num_pages: int) -> None:
+        self._pages: dict[Hashable, int] = {}
+        self.keys: list[Hashable | None] = [None] * num_pages
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def find(self, keys: Iterable[Hashable]) -> list[int | None]:
+        """The page of each key, None where there is none."""
+        return list(map(self._pages.get, keys))
+
+    def enter(self, pages: Sequence[int], keys: Sequence[Hashable]) -> None:
+        """Let pages be found under keys; a key that has a page already keeps that one.
+
+        Null pages, and keys that are None, are passed over.
+        """
+        page_of, key_of = self._pages.setdefault, self.keys
+        for page, key in zip(pages, keys, strict=True):
+            if page > 0 and key is not None and page_of(key, page) == page:
+                key_of[page] = key
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """Let cached pages no longer be found."""
+        page_of, key_of = self._pages, self.keys
+        for page in pages:
+            del page_of[key_of[page]]
+            key_of[page] = None
+
+    def clear(self) -> None:
+        """Let no page be found."""
+        self.forget(list(self._pages.values()))
+
+    def check(self) -> None:
+        """Raise `InvariantError` unless keys and pages name each other."""
+        keyed = {key: page for page, key in enumerate(self.keys) if key is not None}
+        if keyed != self._pages:
+            msg = f"{len(self._pages)} keys lead to pages, {len(keyed)} pages have keys"
+            raise InvariantError(msg)

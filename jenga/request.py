@@ -1,0 +1,111 @@
+"""What the manager keeps of a running request, and what it hands out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from jenga.policies import RequestFacts
+
+MISSING = -1
+"""In a page table: a page still to be allocated, among pages that were found in the cache."""
+
+NO_LIMIT = -1
+"""Index of the page table that limits a prefix hit, where none does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixHit:
+    """The longest cached prefix of a request, valid until pages are evicted.
+
+    Attributes:
+        num_tokens: Its tokens.
+        asked_tokens: Tokens it could have had.
+        branch_tokens: Tokens it would have if states were kept everywhere.
+        limit: Index of the page table that allows no more, or `NO_LIMIT`.
+        pages: Its small pages per page table: the null page where no later token reads, `MISSING`
+            where one must be allocated. Of page tables whose pages are written over, the pages to
+            copy from.
+        facts: Of the request.
+        prefix_hashes: Of the request.
+        num_forgotten: The manager's count of pages evicted when this was found.
+    """
+
+    num_tokens: int
+    asked_tokens: int
+    branch_tokens: int
+    limit: int
+    pages: tuple[Sequence[int], ...]
+    facts: RequestFacts = field(repr=False)
+    prefix_hashes: Sequence[bytes] = field(repr=False)
+    num_forgotten: int = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageCopy:
+    """A copy to make, before any kernel of the next step runs and in the order of their issue.
+
+    Attributes:
+        table_index: Page table of both pages.
+        source: Page to copy from.
+        target: Page to copy to.
+    """
+
+    table_index: int
+    source: int
+    target: int
+
+
+class Request:
+    """A running request.
+
+    Attributes:
+        owner: Its number as an owner of pages.
+        facts: What is known of it from its arrival on.
+        num_tokens: Tokens it has slots for.
+        num_processed_tokens: Tokens whose step is over.
+        expected_tokens: Tokens it is certain to reach.
+        step: The last step it took part in.
+        pages: Per page table, its small pages in order; the null page where given up.
+        first: Per page table, its first page not given up.
+        committed: Per page table, pages entered into the cache, or too late for it.
+        committed_tokens: Tokens whose content is final.
+        kept: States kept or hit, as (page table index, key, prefix tokens).
+        branch_tokens: Where it left what others have computed.
+        max_tokens: Per page table, tokens its pages suffice for.
+        releases: Per page table, processed tokens at which a page is given up.
+        grows_at: Tokens for which a page table needs a page more.
+        shrinks_at: Processed tokens at which a page table gives up a page.
+        commits_at: Final tokens at which a page table may have a page more to commit.
+    """
+
+    __slots__ = (
+        "branch_tokens",
+        "commits_at",
+        "committed",
+        "committed_tokens",
+        "expected_tokens",
+        "facts",
+        "first",
+        "grows_at",
+        "kept",
+        "max_tokens",
+        "num_processed_tokens",
+        "num_tokens",
+        "owner",
+        "pages",
+        "releases",
+        "shrinks_at",
+        "step",
+    )
+
+    def __init__(self, facts: RequestFacts, num_tables: int) -> None:
+        self.owner = 0
+        self.facts = facts
+        self.num_tokens = self.num_processed_tokens = self.expected_tokens = self.step = 0
+        self.pages: list[list[int]] = [[] for _ in range(num_tables)]
+        self.first = [0] * num_tables
+        self.committed = [0] * num_tables
+        self.committed_tokens = self.branch_tokens = 0
+        self.kept: list[tuple[int, bytes, int]] = []
+        self.max_tokens = [0] * num_tables
+        self.releases = [0] * num_tables
+        self.grows_at = self.shrinks_at = self.commits_at = 0
