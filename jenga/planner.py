@@ -25,7 +25,7 @@ Source: Jenga paper, section 4.4, whose rule this replaces.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import merge
-from itertools import count, islice, product
+from itertools import count, islice
 from math import lcm
 from operator import mul
 
@@ -61,8 +61,11 @@ _STRIDE_ALIGNMENT_BYTES = 128
 _ARENA_LARGE_PAGES = 1.5
 """Large pages an arena loses: the null page, and half a one at its end."""
 
-_MAX_TRIALS = 4096
-"""Large pages tried per way to cut; plans settle within far fewer."""
+_MAX_TRIALS = 2048
+"""Large pages tried per way to cut; plans of one model settle within far fewer."""
+
+_MAX_WAYS = 48
+"""Ways to cut that are tried, those with fewest page tables first."""
 
 _MAX_FEWER_PAGES = 8
 """How far below what fits a count is lowered in search of a smaller common multiple."""
@@ -155,7 +158,8 @@ def _best_candidate(
     """The cheapest candidate over all ways to cut the model's states; None if none fits."""
     best: _Candidate | None = None
     num_types = sum(has_pages(layer_type) for layer_type in model.layer_types)
-    for contents in _cut_contents(model, tokens_per_page, alignment_bytes):
+    ways = _cut_contents(model, tokens_per_page, alignment_bytes)
+    for contents in islice(ways, _MAX_WAYS):
         tables_cost = PAGE_TABLE_COST * (len(contents) - num_types)
         if best is not None and tables_cost >= best.cost:
             break
@@ -181,53 +185,64 @@ def _stride_alignment(contents: Sequence[PageContent], alignment_bytes: int) -> 
 def _cut_contents(
     model: ModelSpec, tokens_per_page: int, alignment_bytes: int
 ) -> Iterator[tuple[PageContent, ...]]:
-    """Every way to cut the model's state types, fewest page tables first."""
-    cuts_of_type = [
-        _cuts(len(layer_type.layers))
-        if isinstance(layer_type, State)
-        else [[len(layer_type.layers)]]
-        for layer_type in model.layer_types
-        if has_pages(layer_type)
-    ]
+    """Ways to cut the model's state types, fewest page tables first.
+
+    Where there are several state types their largest runs are about the same size, so the number of
+    ways grows with the sum of their layers and not with the product.
+    """
     layer_types = [layer_type for layer_type in model.layer_types if has_pages(layer_type)]
-    placed: dict[tuple[int, int, int], PageContent] = {}
-    for cuts in sorted(product(*cuts_of_type), key=lambda cuts: sum(map(len, cuts))):
+    layer_bytes = [
+        max(layer.slot_bytes for layer in layer_type.layers) for layer_type in layer_types
+    ]
+    run_bytes = {
+        num_layers * one_layer_bytes
+        for layer_type, one_layer_bytes in zip(layer_types, layer_bytes, strict=True)
+        if isinstance(layer_type, State)
+        for num_layers in range(1, len(layer_type.layers) + 1)
+    }
+    ways = {
+        tuple(
+            _runs(len(layer_type.layers), max(1, limit_bytes // one_layer_bytes))
+            if isinstance(layer_type, State)
+            else (len(layer_type.layers),)
+            for layer_type, one_layer_bytes in zip(layer_types, layer_bytes, strict=True)
+        )
+        for limit_bytes in run_bytes or {0}
+    }
+    for way in sorted(ways, key=lambda way: (sum(map(len, way)), way)):
         contents: list[PageContent] = []
-        for type_index, (layer_type, runs) in enumerate(zip(layer_types, cuts, strict=True)):
+        for layer_type, runs in zip(layer_types, way, strict=True):
             layer_start = 0
             for num_layers in runs:
-                key = (type_index, layer_start, layer_start + num_layers)
-                if key not in placed:
-                    placed[key] = place_layers(
+                contents.append(
+                    place_layers(
                         layer_type,
                         tokens_per_page=tokens_per_page,
                         alignment_bytes=alignment_bytes,
                         layer_start=layer_start,
                         layer_end=layer_start + num_layers,
                     )
-                contents.append(placed[key])
+                )
                 layer_start += num_layers
         yield tuple(contents)
 
 
-def _cuts(num_layers: int) -> list[list[int]]:
-    """Ways to cut a number of layers into runs whose sizes all divide the largest of them.
+def _runs(num_layers: int, largest: int) -> tuple[int, ...]:
+    """Cut a number of layers into runs whose sizes all divide the largest of them.
 
     Runs of one size and, for the rest, ever smaller divisors of it: 29 layers as 14 + 14 + 1. So a
     large page of a whole number of largest runs holds a whole number of every run, also where the
     number of layers is prime.
     """
-    cuts: list[list[int]] = []
-    for largest in range(num_layers, 0, -1):
-        runs = [largest] * (num_layers // largest)
-        rest = num_layers % largest
-        divisor = largest
-        while rest:
-            divisor = next(d for d in range(min(divisor, rest), 0, -1) if largest % d == 0)
-            runs += [divisor] * (rest // divisor)
-            rest %= divisor
-        cuts.append(runs)
-    return sorted(cuts, key=len)
+    largest = min(largest, num_layers)
+    runs = [largest] * (num_layers // largest)
+    rest = num_layers % largest
+    divisor = largest
+    while rest:
+        divisor = next(d for d in range(min(divisor, rest), 0, -1) if largest % d == 0)
+        runs += [divisor] * (rest // divisor)
+        rest %= divisor
+    return tuple(runs)
 
 
 @dataclass(frozen=True, slots=True)

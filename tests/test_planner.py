@@ -28,6 +28,7 @@ def hybrid(
 
 BAMBA = hybrid(attention_layers=3, state_layers=29)
 GRANITE = hybrid(attention_layers=4, state_layers=36)
+BAMBA_NAMED = hybrid("bamba", attention_layers=3, state_layers=29)
 NEMOTRON_56B = hybrid(attention_layers=10, state_layers=54, state_bytes=16_900_096)
 ZAMBA2 = hybrid(attention_layers=13, slot_bytes=28_672, state_layers=81, state_bytes=962_048)
 GEMMA_3_27B = ModelSpec(
@@ -122,10 +123,30 @@ def test_plan_takes_milliseconds(model):
 
     best_s = float("inf")
     for _ in range(3):
-        start_s = time.perf_counter()
+        start_s = time.process_time()
         plan(model)
-        best_s = min(best_s, time.perf_counter() - start_s)
-    assert best_s < 0.2
+        best_s = min(best_s, time.process_time() - start_s)
+    assert best_s < 0.1
+
+
+def test_plan_of_many_hybrids_in_one_arena_stays_bounded():
+    many = combine(
+        "many",
+        (
+            BAMBA_NAMED,
+            hybrid("jamba", attention_layers=4, state_layers=28, state_bytes=311_296),
+            hybrid("zamba", attention_layers=13, slot_bytes=28_672, state_layers=81),
+            hybrid("qwen", attention_layers=12, slot_bytes=2048, state_layers=36),
+        ),
+    )
+
+    start_s = time.process_time()
+    geometry = plan(many, arena_bytes=80 << 30)
+    elapsed_s = time.process_time() - start_s
+
+    check_geometry(geometry)
+    assert elapsed_s < 2
+    assert max(expected_waste(geometry, [n]).padding for n in TYPICAL_TOKENS) <= 0.02
 
 
 def test_plan_is_the_exact_lcm_where_that_wastes_least():
