@@ -3,6 +3,8 @@
 import time
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jenga.demand import TYPICAL_TOKENS, expected_waste
 from jenga.geometry import check_arena, check_geometry, exact_lcm
@@ -229,3 +231,43 @@ def test_plan_fits_the_least_arena_that_it_names():
     geometry = plan(GRANITE, arena_bytes=120_000_000)
 
     assert check_arena(geometry, 120_000_000) > len(geometry.page_tables)
+
+
+@st.composite
+def models(draw):
+    """Odd numbers of layers of odd sizes, up to three types with layers of their own sizes."""
+    layer_types = []
+    for index in range(draw(st.integers(1, 3))):
+        sizes = draw(st.lists(st.integers(1, 5000), min_size=1, max_size=9))
+        stored = tuple(Layer(name=f"layer{i}", slot_bytes=size) for i, size in enumerate(sizes))
+        kind = draw(st.sampled_from(["full", "sliding", "state"]))
+        name = f"{kind}{index}"
+        if kind == "full":
+            layer_types.append(FullAttention(name=name, layers=stored))
+        elif kind == "sliding":
+            window_tokens = draw(st.integers(1, 4096))
+            layer_types.append(SlidingWindow(name=name, layers=stored, window_tokens=window_tokens))
+        else:
+            layer_types.append(State(name=name, layers=stored))
+    return ModelSpec(name="drawn", layer_types=tuple(layer_types))
+
+
+@given(model=models(), alignment_bytes=st.sampled_from([16, 64, 128]))
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_plan_of_any_model_tiles_and_stores_every_layer_once(model, alignment_bytes):
+    geometry = plan(model, alignment_bytes=alignment_bytes)
+
+    check_geometry(geometry)
+    stored = [
+        (table.layer_type.name, layer.name)
+        for table in geometry.page_tables
+        for layer in table.layers
+    ]
+    assert stored == [
+        (layer_type.name, layer.name)
+        for layer_type in model.layer_types
+        for layer in layer_type.layers
+    ]
+    for table in geometry.page_tables:
+        assert table.small_page_bytes % alignment_bytes == 0
+        assert all(offset % alignment_bytes == 0 for offset in table.layer_offset_bytes)
