@@ -1,0 +1,137 @@
+"""The command line: `jenga <command>`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+_DISTRIBUTION = "jenga-kv"
+
+EXIT_MISTAKE = 2
+"""Exit code of a command that could not do what it was asked, as argparse's own."""
+
+_DEMO_DESCRIPTION = """\
+Serve a few prompts with a real vLLM engine on JENGA_TRITON and show what memory it held.
+
+Without --model the model is Gemma 3 270M (15 sliding-window and 3 full-attention layers), whose
+weights come with the extra `demo`. On a machine without an NVIDIA GPU the kernels run in Triton's
+interpreter: the same code, thousands of times slower."""
+
+_DEMO_EPILOG = """\
+examples:
+  jenga demo
+  jenga demo --prompt "The tallest mountain on Earth is" --max-tokens 32
+  jenga demo --model ~/models/granite-4.0-h-tiny --json > demo.json"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: What follows `jenga`; the process's own arguments by default.
+
+    Returns:
+        0, or 2 after one line on standard error that says what was wrong.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except ModuleNotFoundError as error:
+        message = (
+            f"package {error.name!r} is not installed; `make env` builds an environment with it, "
+            f"and {options.extras} names what to install by hand"
+        )
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        message = " ".join(str(error).split()) or type(error).__name__
+    except KeyboardInterrupt:
+        message = "interrupted"
+    print(f"jenga: error: {message}", file=sys.stderr)
+    return EXIT_MISTAKE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jenga",
+        description="Memory management and paged kernels for serving hybrid models with vLLM.",
+        epilog="`jenga <command> --help` explains a command.",
+    )
+    parser.add_argument("--version", action="version", version=f"jenga {_version()}")
+    commands = parser.add_subparsers(title="commands", metavar="<command>", required=True)
+    _configure_demo(
+        commands.add_parser(
+            "demo",
+            help="serve a few prompts with a real engine and show the memory held",
+            description=_DEMO_DESCRIPTION,
+            epilog=_DEMO_EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+    )
+    return parser
+
+
+def _version() -> str:
+    try:
+        return version(_DISTRIBUTION)
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def _configure_demo(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        dest="prompts",
+        metavar="TEXT",
+        help="a prompt to continue; give it several times for several requests "
+        "(default: three short ones and one longer than the model's window)",
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=_positive_integer,
+        default=12,
+        metavar="N",
+        help="tokens to generate for each prompt (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIRECTORY",
+        help="a local model in Hugging Face's form to serve instead",
+    )
+    parser.add_argument(
+        "--arena-mib",
+        type=_positive_integer,
+        default=128,
+        metavar="N",
+        help="size of the arena, in MiB (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the result as JSON on standard output"
+    )
+    parser.set_defaults(run=_demo, extras="jenga-kv[vllm,demo]")
+
+
+def _positive_integer(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value <= 0:
+        msg = f"must be a positive integer, got {text!r}"
+        raise argparse.ArgumentTypeError(msg)
+    return value
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from jenga.demo.report import as_json, as_text
+    from jenga.demo.run import run_demo
+
+    result = run_demo(
+        prompts=options.prompts,
+        max_tokens=options.max_tokens,
+        model_directory=options.model,
+        arena_bytes=options.arena_mib << 20,
+    )
+    print(as_json(result) if options.json else as_text(result))
+    return 0

@@ -1,0 +1,181 @@
+"""A demo's result as text for people and as JSON for programs."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from jenga.demo.memory import Step, StoredTable, Timeline
+from jenga.demo.run import Completion, DemoResult
+from jenga.demo.stock import StockTimeline
+
+_MAX_ROWS = 14
+"""Steps shown of a timeline; the peak is always among them."""
+
+_SHOWN_CHARACTERS = 66
+"""Of a prompt, from its end."""
+
+
+def as_json(result: DemoResult) -> str:
+    """Get everything the demo ran and saw."""
+    return json.dumps(asdict(result), indent=2)
+
+
+def as_text(result: DemoResult) -> str:
+    """Get the report a person reads."""
+    sections = [
+        _generation(result.completions),
+        _geometry(result.timeline, result.arena_bytes),
+        _memory(result.timeline, result.stock),
+        _speed(result),
+    ]
+    return "\n\n".join(sections)
+
+
+def _heading(text: str) -> str:
+    return f"{text}\n{'-' * len(text)}"
+
+
+def _generation(completions: Sequence[Completion]) -> str:
+    lines = [_heading("Generated text")]
+    for completion in completions:
+        prompt = completion.prompt.replace("\n", "\\n")
+        if len(prompt) > _SHOWN_CHARACTERS:
+            prompt = "..." + prompt[-_SHOWN_CHARACTERS:]
+        text = completion.text.replace("\n", "\\n")
+        lines.append(f"[{completion.num_prompt_tokens} tokens] {prompt}")
+        lines.append(f"    -> {text}")
+    return "\n".join(lines)
+
+
+def _geometry(timeline: Timeline, arena_bytes: int) -> str:
+    rows = [_table_row(table, timeline.large_page_bytes) for table in timeline.tables]
+    header = (
+        "page table", "layers", "tokens/page", "small page", "small/large", "padding"
+    )  # fmt: skip
+    num_large_pages = arena_bytes // timeline.large_page_bytes
+    return "\n".join(
+        [
+            _heading(f"Geometry ({timeline.geometry_name})"),
+            arena,
+            *_aligned([header, *rows]),
+        ]
+    )
+
+
+def _table_row(table: StoredTable, large_page_bytes: int) -> tuple[str, ...]:
+    padding = table.small_pages_per_large_page * table.padding_bytes / large_page_bytes
+    return (
+        table.name,
+        str(len(table.layers)),
+        "a state" if table.is_state else str(table.tokens_per_page),
+        _bytes(table.small_page_bytes),
+        str(table.small_pages_per_large_page),
+        f"{padding:.2%}",
+    )
+
+
+def _memory(timeline: Timeline, stock: Sequence[StockTimeline]) -> str:
+    numbers = [f"[{number}]" for number in range(1, len(stock) + 1)]
+    groups = ["", "", ""]
+    header = ["step", "requests", "tokens"]
+    for layer_type in timeline.layer_types:
+        groups += [layer_type, "", *("" for _ in numbers[:1])]
+        header += ["needed", "jenga", *numbers[:1]]
+    groups += ["all types", "", *("" for _ in numbers)]
+    header += ["needed", "jenga", *numbers]
+    rows = [
+        _memory_row(index, timeline.steps[index], [run.held_bytes[index] for run in stock])
+        for index in _shown_steps(timeline.steps)
+    ]
+    legend = [
+        f"[{number}] {run.name}: groups: {run.num_groups}, block: {run.block_tokens} tokens, "
+        f"{_bytes(run.block_bytes)}"
+        for number, run in enumerate(stock, start=1)
+    ]
+    return "\n".join(
+        [
+            _heading("Memory held over the run, in KiB"),
+            "needed: slots that a next token reads or writes. jenga: large pages held, with the empty",
+            "small pages in them. [n]: blocks that vLLM's own manager holds when vLLM's planner groups",
+            "the same layers and it is given the same requests in the same steps:",
+            *legend,
+            "",
+            *_aligned([tuple(groups), tuple(header), *rows]),
+            "",
+            *_peaks(timeline, stock),
+        ]
+    )
+
+
+def _memory_row(index: int, step: Step, stock_bytes: Sequence[dict[str, int]]) -> tuple[str, ...]:
+    row = [str(index), str(len(step.request_tokens)), str(sum(step.request_tokens.values()))]
+    held = [step.needed_bytes, step.held_bytes, *stock_bytes]
+    for layer_type in step.held_bytes:
+        row += [_kib(by_type[layer_type]) for by_type in held[:3]]
+    row += [_kib(sum(by_type.values())) for by_type in held]
+    return tuple(row)
+
+
+def _peaks(timeline: Timeline, stock: Sequence[StockTimeline]) -> list[str]:
+    """Compare the sums over the run, in which a long stay counts more than a short one."""
+    needed_bytes = sum(sum(step.needed_bytes.values()) for step in timeline.steps)
+    if not needed_bytes:
+        return []
+    series = [("jenga", [step.held_bytes for step in timeline.steps])]
+    series += [(f"[{n}] {run.name}", list(run.held_bytes)) for n, run in enumerate(stock, start=1)]
+    rows = [("", "peak", "held / needed, over all steps")]
+    for name, steps in series:
+        totals = [sum(step.values()) for step in steps]
+        rows.append((name, _bytes(max(totals)), f"{sum(totals) / needed_bytes:.3f}"))
+    return _aligned(rows)
+
+
+def _shown_steps(steps: Sequence[Step]) -> list[int]:
+    """Choose steps spread over the run, with the first of the greatest holdings."""
+    if len(steps) <= _MAX_ROWS:
+        return list(range(len(steps)))
+    spread = {round(i * (len(steps) - 1) / (_MAX_ROWS - 2)) for i in range(_MAX_ROWS - 1)}
+    peak = max(range(len(steps)), key=lambda index: sum(steps[index].held_bytes.values()))
+    return sorted(spread | {peak})
+
+
+def _speed(result: DemoResult) -> str:
+    prompt_tokens = sum(completion.num_prompt_tokens for completion in result.completions)
+    tokens = sum(completion.num_tokens for completion in result.completions)
+    kernels = "in Triton's interpreter" if result.is_interpreted else "compiled"
+    lines = [
+        _heading("Speed of what ran"),
+        f"{Path(result.model).name} in {result.dtype} on {result.machine}, kernels {kernels}",
+        f"engine ready in {result.start_s:.0f} s",
+        f"{prompt_tokens} prompt tokens read and {tokens} generated in {result.generate_s:.1f} s",
+    ]
+    if result.is_interpreted:
+        lines.append(
+            "(the interpreter runs the kernels for their results; its speed is no measure)"
+        )
+    return "\n".join(lines)
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Align columns: the first to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _kib(num_bytes: int) -> str:
+    return f"{num_bytes / 1024:,.0f}"
+
+
+def _bytes(num_bytes: int) -> str:
+    """Write bytes in the largest binary unit that keeps a whole part."""
+    for unit, unit_bytes in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= unit_bytes:
+            return f"{num_bytes / unit_bytes:,.4g} {unit}"
+    return f"{num_bytes} bytes"

@@ -1,0 +1,298 @@
+"""Serving a few prompts with a real vLLM engine on JENGA_TRITON."""
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TextIO
+
+from jenga.demo.memory import Timeline, read_memory_log
+from jenga.demo.stock import StockTimeline, replay_on_stock
+from jenga.demo.weights import gemma3_270m_directory
+
+_BACKEND_NAME = "JENGA_TRITON"
+
+_MAX_MODEL_TOKENS = 2048
+"""Longest request served, where the model allows it: several windows of the default model."""
+
+_MAX_STEP_TOKENS = 256
+"""Tokens of a step, small enough that the long prompt is served in several chunks."""
+
+_HEARTBEAT_S = 10.0
+"""Seconds between two signs of life while the engine starts or generates."""
+
+_LAST_LINES = 15
+"""Lines of the engine's output that may hold the cause of a failure."""
+
+_SHORT_PROMPTS = (
+    "The capital of France is",
+    "Here is a list of the planets of the solar system:\n1.",
+    "Water boils at",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One prompt and what the model made of it.
+
+    Attributes:
+        prompt: The text given.
+        num_prompt_tokens: Its length.
+        text: The text generated.
+        num_tokens: Its length.
+    """
+
+    prompt: str
+    num_prompt_tokens: int
+    text: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoResult:
+    """What a demo ran and saw.
+
+    Attributes:
+        model: The model's directory.
+        dtype: What weights, keys and values were stored as.
+        machine: What the kernels ran on.
+        is_interpreted: Whether the kernels ran in Triton's interpreter.
+        arena_bytes: The one buffer.
+        completions: One per prompt, in order.
+        start_s: Seconds until the engine could serve.
+        generate_s: Seconds from the first prompt handed in to the last token.
+        timeline: What the arena held.
+        stock: What vLLM's own manager would have held.
+    """
+
+    model: str
+    dtype: str
+    machine: str
+    is_interpreted: bool
+    arena_bytes: int
+    completions: tuple[Completion, ...]
+    start_s: float
+    generate_s: float
+    timeline: Timeline
+    stock: tuple[StockTimeline, ...]
+
+
+def default_prompts() -> list[str]:
+    """Get three short prompts and one longer than the default model's window of 512 tokens."""
+    ledger = [
+        f"Day {day}: {7 * day % 23 + 5} boxes of apples came in and {5 * day % 11 + 2} went out."
+        for day in range(1, 46)
+    ]
+    return [*_SHORT_PROMPTS, "\n".join(["A grocer keeps this ledger.", *ledger, "Day 46:"])]
+
+
+def has_gpu() -> bool:
+    """Whether an NVIDIA GPU's driver is present."""
+    return Path("/dev/nvidiactl").exists()
+
+
+def run_demo(
+    *,
+    max_tokens: int,
+    arena_bytes: int,
+    prompts: Sequence[str] | None = None,
+    model_directory: Path | None = None,
+    progress: TextIO | None = None,
+) -> DemoResult:
+    """Serve prompts with a real engine and collect what it held.
+
+    Args:
+        max_tokens: Tokens to generate for each prompt.
+        arena_bytes: Size of the arena.
+        prompts: Texts to continue; `default_prompts` if None.
+        model_directory: A model in Hugging Face's form; Gemma 3 270M if None.
+        progress: Where to say what is being done; standard error by default.
+
+    Raises:
+        ModuleNotFoundError: vLLM, or what the default model needs, is not installed.
+        ValueError: The model's directory is not one, or vLLM refused what was asked.
+        RuntimeError: The engine failed; the message names the file with its output.
+    """
+    progress = progress or os.fdopen(os.dup(2), "w", encoding="utf-8")
+    if model_directory is not None and not (model_directory / "config.json").is_file():
+        msg = f"--model must be a directory with a config.json, got {str(model_directory)!r}"
+        raise ValueError(msg)
+    if find_spec("vllm") is None:
+        msg = "vLLM is not installed"
+        raise ModuleNotFoundError(msg, name="vllm")
+    dtype = "bfloat16" if has_gpu() else "float32"
+    directory = model_directory or gemma3_270m_directory(dtype, progress=progress)
+    folder = Path(tempfile.mkdtemp(prefix="jenga-demo-"))
+    _prepare_environment(os.environ, folder / "memory.jsonl")
+    options: dict[str, Any] = {
+        "model": str(directory),
+        "attention_backend": _BACKEND_NAME,
+        "dtype": dtype,
+        "enforce_eager": True,
+        "max_model_len": min(_MAX_MODEL_TOKENS, _position_limit(directory)),
+        "max_num_batched_tokens": _MAX_STEP_TOKENS,
+        "max_num_seqs": 8,
+        "enable_prefix_caching": False,
+        "kv_cache_memory_bytes": arena_bytes,
+        "seed": 0,
+    }
+    texts = list(prompts) if prompts else default_prompts()
+    completions, start_s, generate_s = _serve(options, texts, max_tokens, folder, progress)
+    timeline = read_memory_log(folder / "memory.jsonl")
+    with _engine_output(folder / "stock.log"):
+        stock = replay_on_stock(timeline, options)
+    shutil.rmtree(folder)
+    return DemoResult(
+        model=str(directory),
+        dtype=dtype,
+        machine=_machine(),
+        is_interpreted=not has_gpu(),
+        arena_bytes=arena_bytes,
+        completions=completions,
+        start_s=start_s,
+        generate_s=generate_s,
+        timeline=timeline,
+        stock=tuple(stock),
+    )
+
+
+def _prepare_environment(environ: "os._Environ[str]", memory_log: Path) -> None:
+    """Set what vLLM and Triton read when imported, here and in the processes they start."""
+    environ["JENGA_MEMORY_LOG"] = str(memory_log)
+    # The engine's argument selects the backend; the replay on vLLM's own manager must not.
+    environ.pop("VLLM_ATTENTION_BACKEND", None)
+    environ.setdefault("HF_HUB_OFFLINE", "1")
+    environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if not has_gpu():
+        environ["TRITON_INTERPRET"] = "1"
+        # Engine and worker in this process: three imports of vLLM become one.
+        environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+
+def _position_limit(directory: Path) -> int:
+    """Get the longest request a model was made for."""
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    text_config = config.get("text_config", config)
+    return int(text_config.get("max_position_embeddings", _MAX_MODEL_TOKENS))
+
+
+def _machine() -> str:
+    if not has_gpu():
+        return f"{os.cpu_count()} CPU cores"
+    import torch
+
+    return torch.cuda.get_device_name(0)
+
+
+def _serve(
+    options: dict[str, Any], prompts: list[str], max_tokens: int, folder: Path, progress: TextIO
+) -> tuple[tuple[Completion, ...], float, float]:
+    """Start an engine, let it generate, shut it down.
+
+    Returns:
+        The completions, the seconds it took to start and the seconds it took to generate.
+    """
+    log = folder / "engine.log"
+    try:
+        begin_s = time.monotonic()
+        with _engine_output(log), _heartbeat("starting vLLM", progress):
+            from vllm import LLM, SamplingParams
+
+            llm = LLM(**options)
+        start_s = time.monotonic() - begin_s
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        begin_s = time.monotonic()
+        what = f"generating for {len(prompts)} prompts"
+        with _engine_output(log), _heartbeat(what, progress, memory_log=folder / "memory.jsonl"):
+            outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        generate_s = time.monotonic() - begin_s
+        with _engine_output(log):
+            llm.llm_engine.engine_core.shutdown()
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:
+        msg = f"{_cause(error, log)} (the engine's output is in {log})"
+        raise RuntimeError(msg) from error
+    completions = tuple(
+        Completion(
+            prompt=prompt,
+            num_prompt_tokens=len(output.prompt_token_ids or ()),
+            text=output.outputs[0].text,
+            num_tokens=len(output.outputs[0].token_ids),
+        )
+        for prompt, output in zip(prompts, outputs, strict=True)
+    )
+    return completions, start_s, generate_s
+
+
+def _cause(error: Exception, log: Path) -> str:
+    """Find the sentence that says why the engine failed.
+
+    An engine in a process of its own logs its reason and reaches us only as a general failure.
+    """
+    if "Engine core initialization failed" not in str(error):
+        return f"vLLM failed: {error}"
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    reasons = [line for line in lines if "Error: " in line and "Engine core init" not in line]
+    return f"vLLM failed: {(reasons or lines[-_LAST_LINES:] or [str(error)])[-1]}"
+
+
+@contextmanager
+def _engine_output(log: Path) -> Generator[None]:
+    """Send file descriptors 1 and 2 to a file, for this process and those it starts."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = {number: os.dup(number) for number in (1, 2)}
+    try:
+        with log.open("ab") as file:
+            for number in saved:
+                os.dup2(file.fileno(), number)
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, copy in saved.items():
+            os.dup2(copy, number)
+            os.close(copy)
+
+
+@contextmanager
+def _heartbeat(what: str, progress: TextIO, *, memory_log: Path | None = None) -> Generator[None]:
+    """Say what begins, every few seconds that it still runs, and how long it took."""
+    begin_s = time.monotonic()
+    is_done = threading.Event()
+
+    def beat() -> None:
+        while not is_done.wait(_HEARTBEAT_S):
+            doing = _latest_step(memory_log) if memory_log else ""
+            print(f"    {time.monotonic() - begin_s:.0f} s{doing}", file=progress, flush=True)
+
+    print(f"{what} ...", file=progress, flush=True)
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        thread.join()
+    print(f"    done in {time.monotonic() - begin_s:.0f} s", file=progress, flush=True)
+
+
+def _latest_step(memory_log: Path) -> str:
+    """Describe the last step in a memory log that is still being written."""
+    lines = memory_log.read_text(encoding="utf-8").splitlines()
+    if len(lines) < 3:  # noqa: PLR2004 (the geometry, and a last line that may be half written)
+        return ""
+    record = json.loads(lines[-2])
+    if "step" not in record:
+        return ""
+    tokens = record["tokens"]
+    return f": step {record['step']}, {len(tokens)} requests, {sum(tokens.values())} tokens held"

@@ -1,0 +1,250 @@
+"""What vLLM's own memory manager would hold for the requests of a run.
+
+vLLM's planner groups the same layers, and vLLM's `KVCacheManager` is given the same requests,
+growing by the same tokens in the same steps. Only bookkeeping runs: nothing is computed.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jenga.demo.memory import StoredTable, Timeline
+from jenga.errors import InvariantError
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
+
+_LAYOUT = "LBNHC"
+"""A layout with layers outermost, as vLLM's own attention backends prefer; groups depend on it."""
+
+_PROBE_BYTES = 1 << 40
+"""Memory to plan for where only the bytes of a block are wanted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StockTimeline:
+    """What vLLM would hold, step by step.
+
+    Attributes:
+        name: Which configuration of vLLM.
+        block_tokens: Tokens of a block in an attention layer.
+        block_bytes: Bytes of a block; every group takes whole ones.
+        num_groups: Groups that the layers were put in.
+        held_bytes: Per step of the run, bytes of the blocks that each layer type holds.
+    """
+
+    name: str
+    block_tokens: int
+    block_bytes: int
+    num_groups: int
+    held_bytes: tuple[dict[str, int], ...]
+
+
+def replay_on_stock(timeline: Timeline, engine_options: dict[str, Any]) -> list[StockTimeline]:
+    """Replay a run on vLLM's manager, in each of the configurations to compare with.
+
+    They are: vLLM as it configures itself on this machine; with blocks of as many tokens as our
+    small pages, where that differs; and with its hybrid manager off, so that every layer keeps
+    every token, where vLLM can do that.
+
+    Args:
+        timeline: The run.
+        engine_options: What its engine was made with; the attention backend is left out.
+    """
+    options = {key: value for key, value in engine_options.items() if key != "attention_backend"}
+    has_states = any(table.is_state for table in timeline.tables)
+    own_tokens = {table.tokens_per_page for table in timeline.tables if not table.is_state}
+    runs = [_replay(timeline, "vLLM", options)]
+    for block_tokens in sorted(own_tokens - {runs[0].block_tokens}):
+        if not has_states:  # blocks of a model with states are as large as a state
+            name = f"vLLM, blocks of {block_tokens}"
+            runs.append(_replay(timeline, name, options | {"block_size": block_tokens}))
+    if not has_states and len(timeline.layer_types) > 1:
+        uniform = {"disable_hybrid_kv_cache_manager": True}
+        runs.append(_replay(timeline, "vLLM, hybrid manager off", options | uniform))
+    return runs
+
+
+def _replay(timeline: Timeline, name: str, options: dict[str, Any]) -> StockTimeline:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
+
+    config = EngineArgs(**options).create_engine_config()
+    config.cache_config.kv_cache_layout = _LAYOUT
+    specs = _specs(timeline, config)
+    groups = get_kv_cache_groups(config, dict(specs))
+    planned = get_kv_cache_config_from_groups(config, groups, _PROBE_BYTES)
+    block_bytes = planned.kv_cache_tensors[0].size // planned.num_blocks
+    return StockTimeline(
+        name=name,
+        block_tokens=_block_tokens(timeline, config)[0],
+        block_bytes=block_bytes,
+        num_groups=len(groups),
+        held_bytes=_held_bytes(timeline, config, groups, block_bytes),
+    )
+
+
+def _specs(timeline: Timeline, config: "VllmConfig") -> "dict[str, KVCacheSpec]":
+    """Describe a run's layers in vLLM's words, with vLLM's own block size."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+
+    block_tokens, padded_state_bytes = _block_tokens(timeline, config)
+    dtype: torch.dtype = config.model_config.dtype
+    specs: dict[str, KVCacheSpec] = {}
+    for table in timeline.tables:
+        for layer in table.layers:
+            if table.is_state:
+                specs[layer.name] = MambaSpec(
+                    block_size=config.model_config.max_model_len,
+                    shapes=((layer.slot_bytes,),),
+                    dtypes=(_byte_dtype(),),
+                    page_size_padded=padded_state_bytes,
+                )
+                continue
+            # Heads and head dimension enter only through the bytes of a token.
+            shape = {
+                "block_size": block_tokens,
+                "num_kv_heads": 1,
+                "head_size": layer.slot_bytes // (2 * dtype.itemsize),
+                "dtype": dtype,
+            }
+            specs[layer.name] = (
+                FullAttentionSpec(**shape)
+                if table.window_tokens is None
+                else SlidingWindowSpec(**shape, sliding_window=table.window_tokens)
+            )
+    return specs
+
+
+def _byte_dtype() -> "torch.dtype":
+    import torch
+
+    return torch.int8
+
+
+def _block_tokens(timeline: Timeline, config: "VllmConfig") -> tuple[int, int | None]:
+    """Get the tokens of vLLM's blocks, and what it pads a state to.
+
+    In a model with states vLLM raises the blocks of its attention layers until one is as large as
+    a state, then pads states to that. It does so in its workers, from the loaded layers, so the
+    rule is stated again here.
+
+    Source: vLLM 0.32, `vllm/platforms/interface.py`, `_align_hybrid_block_size`.
+    """
+    from vllm.platforms import current_platform
+
+    block_tokens: int = config.cache_config.block_size
+    state_bytes = max((_slot_bytes(t) for t in timeline.tables if t.is_state), default=0)
+    token_bytes = max((_slot_bytes(t) for t in timeline.tables if not t.is_state), default=0)
+    if not state_bytes or not token_bytes:
+        return block_tokens, None
+    kernel_tokens = 32 if current_platform.is_cpu() else 16
+    step_tokens = max(kernel_tokens, block_tokens)
+    block_tokens = step_tokens * math.ceil(state_bytes / (step_tokens * token_bytes))
+    return block_tokens, block_tokens * token_bytes
+
+
+def _slot_bytes(table: StoredTable) -> int:
+    """Get the bytes of a slot in the largest of a page table's layers."""
+    return max(layer.slot_bytes for layer in table.layers)
+
+
+def _held_bytes(
+    timeline: Timeline,
+    config: "VllmConfig",
+    groups: "list[KVCacheGroupSpec]",
+    block_bytes: int,
+) -> tuple[dict[str, int], ...]:
+    manager = _manager(timeline, config, groups)
+    shares = [_shares(timeline, group) for group in groups]
+    requests: dict[str, Any] = {}
+    held: list[dict[str, int]] = []
+    for step in timeline.steps:
+        _advance(manager, requests, step.request_tokens)
+        blocks = [
+            sum(
+                not block.is_null
+                for request_id in requests
+                for block in manager.coordinator.single_type_managers[index].req_to_blocks[
+                    request_id
+                ]
+            )
+            for index in range(len(groups))
+        ]
+        held.append(
+            {
+                layer_type: round(
+                    sum(
+                        num_blocks * block_bytes * share.get(layer_type, 0.0)
+                        for num_blocks, share in zip(blocks, shares, strict=True)
+                    )
+                )
+                for layer_type in timeline.layer_types
+            }
+        )
+    return tuple(held)
+
+
+def _manager(
+    timeline: Timeline, config: "VllmConfig", groups: "list[KVCacheGroupSpec]"
+) -> "KVCacheManager":
+    """Make vLLM's manager with blocks enough that nothing is ever refused."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    tokens = max((sum(step.request_tokens.values()) for step in timeline.steps), default=0)
+    num_requests = max((len(step.request_tokens) for step in timeline.steps), default=0)
+    block_sizes = [group.kv_cache_spec.block_size for group in groups]
+    num_blocks = 1 + sum(tokens // size + 2 * num_requests for size in block_sizes)
+    aligned_tokens = math.lcm(*block_sizes)
+    return KVCacheManager(
+        KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups),
+        max_model_len=config.model_config.max_model_len,
+        scheduler_block_size=aligned_tokens,
+        hash_block_size=aligned_tokens,
+        enable_caching=False,
+    )
+
+
+def _shares(timeline: Timeline, group: "KVCacheGroupSpec") -> dict[str, float]:
+    """Get the part of a group's bytes that each layer type has."""
+    bytes_of: dict[str, int] = {}
+    for table in timeline.tables:
+        for layer in table.layers:
+            if layer.name in group.layer_names:
+                bytes_of[table.layer_type] = bytes_of.get(table.layer_type, 0) + layer.slot_bytes
+    total_bytes = sum(bytes_of.values())
+    return {layer_type: part / total_bytes for layer_type, part in bytes_of.items()}
+
+
+def _advance(
+    manager: "KVCacheManager", requests: dict[str, Any], request_tokens: dict[str, int]
+) -> None:
+    """Bring vLLM's manager to the requests and lengths of a step."""
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    for request_id in list(requests):
+        # A request that lost tokens was preempted and began again.
+        gone = request_id not in request_tokens
+        if gone or request_tokens[request_id] < requests[request_id].num_computed_tokens:
+            manager.free(requests.pop(request_id))
+    for request_id, num_tokens in request_tokens.items():
+        if request_id not in requests:
+            requests[request_id] = Request(
+                request_id=request_id,
+                prompt_token_ids=[0],
+                sampling_params=SamplingParams(max_tokens=1),
+                pooling_params=None,
+            )
+        request = requests[request_id]
+        num_new_tokens = num_tokens - request.num_computed_tokens
+        if num_new_tokens:
+            manager.new_step_starts()
+            if manager.allocate_slots(request, num_new_tokens) is None:
+                msg = f"vLLM's manager refused {num_new_tokens} tokens of request {request_id!r}"
+                raise InvariantError(msg)
+            request.num_computed_tokens = num_tokens
