@@ -50,10 +50,12 @@ def _generation(completions: Sequence[Completion]) -> str:
 
 def _geometry(timeline: Timeline, arena_bytes: int) -> str:
     rows = [_table_row(table, timeline.large_page_bytes) for table in timeline.tables]
-    header = (
-        "page table", "layers", "tokens/page", "small page", "small/large", "padding"
-    )  # fmt: skip
+    header = ("page table", "layers", "tokens/page", "small page", "small/large", "padding")
     num_large_pages = arena_bytes // timeline.large_page_bytes
+    arena = (
+        f"arena {_bytes(arena_bytes)} = {num_large_pages} large pages of "
+        f"{_bytes(timeline.large_page_bytes)}, the null page included"
+    )
     return "\n".join(
         [
             _heading(f"Geometry ({timeline.geometry_name})"),
@@ -96,14 +98,14 @@ def _memory(timeline: Timeline, stock: Sequence[StockTimeline]) -> str:
     return "\n".join(
         [
             _heading("Memory held over the run, in KiB"),
-            "needed: slots that a next token reads or writes. jenga: large pages held, with the empty",
-            "small pages in them. [n]: blocks that vLLM's own manager holds when vLLM's planner groups",
-            "the same layers and it is given the same requests in the same steps:",
+            "needed: slots that a next token reads or writes. jenga: large pages held, with the",
+            "empty small pages in them. [n]: blocks that vLLM's own manager holds when vLLM's planner",
+            "groups the same layers and the manager is given the same requests in the same steps:",
             *legend,
             "",
             *_aligned([tuple(groups), tuple(header), *rows]),
             "",
-            *_peaks(timeline, stock),
+            *_totals(timeline, stock),
         ]
     )
 
@@ -117,7 +119,7 @@ def _memory_row(index: int, step: Step, stock_bytes: Sequence[dict[str, int]]) -
     return tuple(row)
 
 
-def _peaks(timeline: Timeline, stock: Sequence[StockTimeline]) -> list[str]:
+def _totals(timeline: Timeline, stock: Sequence[StockTimeline]) -> list[str]:
     """Compare the sums over the run, in which a long stay counts more than a short one."""
     needed_bytes = sum(sum(step.needed_bytes.values()) for step in timeline.steps)
     if not needed_bytes:
