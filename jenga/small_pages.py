@@ -7,7 +7,7 @@ allocator asks both the same questions.
 A large page that is held is *pinned* while one of its small pages is used, else *reclaimable*.
 """
 
-from bisect import insort
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from jenga.bins import NO_PAGE, Bins
@@ -470,7 +470,10 @@ class SplitPages:
                 if not order or entry > order[-1]:
                     order.append(entry)
                 else:
-                    insort(order, entry)
+                    # The page may have left and come back with the same rank.
+                    position = bisect_left(order, entry)
+                    if order[position] != entry:
+                        order.insert(position, entry)
             youngest[large] = max(youngest[large], *ranks[start:end])
             if len(order) > 2 * self.pages_per_large:
                 order[:] = [e for e in order if stamps[e % num_stamps] == e]

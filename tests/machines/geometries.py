@@ -1,7 +1,17 @@
 """Small geometries with every layer type, for machines that try everything."""
 
 from jenga.geometry import Geometry, PageTable
-from jenga.spec import ChunkedLocal, FullAttention, Layer, LayerType, SlidingWindow, State
+from jenga.spec import (
+    ChunkedLocal,
+    CrossAttention,
+    FullAttention,
+    ImageEmbedding,
+    Layer,
+    LayerType,
+    SlidingWindow,
+    State,
+    TokenBudget,
+)
 
 
 def _layer(name, slot_bytes):
@@ -47,6 +57,27 @@ def state(name="state", slot_bytes=192, per_large=1):
     return page_table(State(name=name, layers=_layer(name, slot_bytes)), 1, per_large)
 
 
+def cross(name="cross", slot_bytes=24, tokens=4, per_large=1):
+    return page_table(CrossAttention(name=name, layers=_layer(name, slot_bytes)), tokens, per_large)
+
+
+def embedding(name="embedding", slot_bytes=96, tokens=4, per_large=1):
+    return page_table(ImageEmbedding(name=name, layers=_layer(name, slot_bytes)), tokens, per_large)
+
+
+def budget(name="budget", slot_bytes=32, tokens=4, per_large=1):
+    layer_type = TokenBudget(
+        name=name,
+        layers=_layer(name, slot_bytes),
+        mean_budget_tokens=12,
+        recent_tokens=4,
+        steepness=4,
+        layer_index=1,
+        num_layers=3,
+    )
+    return page_table(layer_type, tokens, per_large)
+
+
 HOMOGENEOUS = geometry("homogeneous", full())
 WINDOWED = geometry(
     "windowed", full(slot_bytes=48, per_large=2), sliding(slot_bytes=32, per_large=3)
@@ -66,3 +97,33 @@ MIXED = geometry(
     full("draft", slot_bytes=96, per_large=1),
 )
 ALL = (HOMOGENEOUS, WINDOWED, HYBRID, MIXED)
+
+ATTENTION = geometry(
+    "attention_of_two_models",
+    full(slot_bytes=16, tokens=4, per_large=6),
+    sliding(slot_bytes=16, tokens=2, per_large=12, window=7),
+    chunked(slot_bytes=48, tokens=4, per_large=2, chunk=12),
+    full("draft", slot_bytes=16, tokens=8, per_large=3),
+)
+STATES = geometry(
+    "states_of_two_sizes",
+    full(slot_bytes=16, tokens=4, per_large=6),
+    state("state[0]", slot_bytes=384, per_large=1),
+    state("state[1]", slot_bytes=96, per_large=4),
+    sliding(slot_bytes=32, tokens=4, per_large=3, window=5),
+)
+VISION = geometry(
+    "vision",
+    full(slot_bytes=16, tokens=4, per_large=6),
+    cross(slot_bytes=24, tokens=4, per_large=4),
+    embedding(slot_bytes=96, tokens=4, per_large=1),
+    sliding(slot_bytes=48, tokens=4, per_large=2, window=9),
+)
+BUDGETED = geometry(
+    "budgeted",
+    full(slot_bytes=16, tokens=4, per_large=6),
+    budget(slot_bytes=32, tokens=4, per_large=3),
+    sliding(slot_bytes=96, tokens=4, per_large=1, window=6),
+    state(slot_bytes=192, per_large=2),
+)
+CACHED = (HOMOGENEOUS, ATTENTION, STATES, VISION, BUDGETED)

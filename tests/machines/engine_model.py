@@ -1,0 +1,195 @@
+"""An engine that computes nothing but knows what every byte of the arena should be.
+
+Content of a slot is a value that names the tokens it was computed from. Writing a small page
+destroys what other page tables had in the same large page.
+"""
+
+from dataclasses import dataclass, field
+
+from jenga.policies import Image, RequestFacts
+from jenga.spec import (
+    ChunkedLocal,
+    CrossAttention,
+    ImageEmbedding,
+    SlidingWindow,
+    State,
+    TokenBudget,
+)
+
+
+@dataclass
+class Run:
+    """One request as the engine sees it."""
+
+    request_id: str
+    tokens: tuple
+    prompt: int
+    images: tuple[Image, ...]
+    processed: int = 0
+    scheduled: int = 0
+    images_written: set = field(default_factory=set)
+
+    @property
+    def facts(self):
+        return RequestFacts(prompt_tokens=self.prompt, images=self.images)
+
+    def hashes(self, hash_tokens):
+        """Chained hashes, as an engine makes them: images count as part of the tokens."""
+        named = tuple((image.start_token, image.content) for image in self.images)
+        return [
+            repr((self.tokens[:end], [n for n in named if n[0] < end])).encode()
+            for end in range(hash_tokens, len(self.tokens) + 1, hash_tokens)
+        ]
+
+    def content(self, token):
+        """What the KV of a token depends on: all tokens and images up to it."""
+        images = tuple(i.content for i in self.images if i.start_token <= token)
+        return ("kv", self.tokens[: token + 1], images)
+
+
+class EngineModel:
+    """The arena's content, and the steps that write and read it."""
+
+    def __init__(self, manager, hash_tokens):
+        self.manager = manager
+        self.tables = manager.geometry.page_tables
+        self.hash_tokens = hash_tokens
+        # (large page, table) -> {(page, slot): content}
+        self.arena = {}
+
+    def write(self, index, page, slot, content):
+        large = page // self.tables[index].small_pages_per_large_page
+        assert large > 0
+        for other in range(len(self.tables)):
+            if other != index:
+                self.arena.pop((large, other), None)
+        self.arena.setdefault((large, index), {})[page, slot] = content
+
+    def read(self, index, page, slot):
+        large = page // self.tables[index].small_pages_per_large_page
+        return self.arena.get((large, index), {}).get((page, slot))
+
+    def copy(self, copy):
+        table = self.tables[copy.table_index]
+        for slot in range(table.tokens_per_page):
+            content = self.read(copy.table_index, copy.source, slot)
+            self.write(copy.table_index, copy.target, slot, content)
+
+    def execute(self, runs):
+        """One step of all scheduled requests: copies, then writes, then reads."""
+        scheduled = [run for run in runs if run.scheduled]
+        for copy in self.manager.take_copies():
+            self.copy(copy)
+        pages = {run.request_id: self.manager.page_tables(run.request_id) for run in scheduled}
+        for index, table in enumerate(self.tables):
+            for run in scheduled:
+                self._write_step(index, table, run, pages[run.request_id][index])
+        for index, table in enumerate(self.tables):
+            for run in scheduled:
+                self._read_step(index, table, run, pages[run.request_id][index])
+        for run in scheduled:
+            self._end_step(run, pages[run.request_id])
+
+    def _write_step(self, index, table, run, pages):
+        layer_type, page_tokens = table.layer_type, table.tokens_per_page
+        end = run.processed + run.scheduled
+        if isinstance(layer_type, State):
+            if run.processed:
+                assert self.read(index, pages[0], 0) == ("state", run.content(run.processed - 1))
+            self.write(index, pages[0], 0, ("state", run.content(end - 1)))
+        elif isinstance(layer_type, CrossAttention | ImageEmbedding):
+            for number, start, image in image_pages(run, page_tokens):
+                begins = image.start_token < end
+                if begins and (index, image.start_token) not in run.images_written:
+                    for page in range(-(-image.num_tokens // page_tokens)):
+                        if start + page < len(pages) and pages[start + page]:
+                            for slot in range(page_tokens):
+                                content = ("image", image.content or number, page, slot)
+                                self.write(index, pages[start + page], slot, content)
+                    run.images_written.add((index, image.start_token))
+        else:
+            for token in range(run.processed, end):
+                slot = self.slot_of(layer_type, run, token)
+                page = pages[slot // page_tokens]
+                assert page > 0
+                self.write(index, page, slot % page_tokens, run.content(token))
+
+    def slot_of(self, layer_type, run, token):
+        if isinstance(layer_type, TokenBudget) and run.processed >= run.prompt:
+            return token - run.prompt + layer_type.budget_tokens(run.prompt)
+        return token
+
+    def _read_step(self, index, table, run, pages):
+        layer_type, page_tokens = table.layer_type, table.tokens_per_page
+        end = run.processed + run.scheduled
+        if isinstance(layer_type, State):
+            return
+        if isinstance(layer_type, CrossAttention | ImageEmbedding):
+            for number, start, image in image_pages(run, page_tokens):
+                if image.start_token >= end:
+                    continue
+                wanted = range(image.num_tokens)
+                if isinstance(layer_type, ImageEmbedding):
+                    # Tokens of the image computed in this step.
+                    first = max(run.processed, image.start_token) - image.start_token
+                    wanted = range(first, min(image.num_tokens, end - image.start_token))
+                for token in wanted:
+                    page = token // page_tokens
+                    content = ("image", image.content or number, page, token % page_tokens)
+                    assert self.read(index, pages[start + page], token % page_tokens) == content
+            return
+        if isinstance(layer_type, TokenBudget) and run.processed >= run.prompt:
+            budget = layer_type.budget_tokens(run.prompt)
+            slots = range(budget + end - run.prompt)
+            for slot in slots:
+                token = slot - budget + run.prompt
+                dropped = budget < run.prompt and slot < budget
+                content = ("kept", run.tokens[: run.prompt], slot) if dropped else None
+                if budget == run.prompt:
+                    token = slot
+                expected = content or run.content(token)
+                page = pages[slot // page_tokens]
+                assert self.read(index, page, slot % page_tokens) == expected
+            return
+        for token in needed_tokens(layer_type, run.processed, end):
+            page = pages[token // page_tokens]
+            assert page > 0, (layer_type.name, token, pages)
+            assert self.read(index, page, token % page_tokens) == run.content(token)
+
+    def _end_step(self, run, pages):
+        run.processed += run.scheduled
+        run.scheduled = 0
+        for index, table in enumerate(self.tables):
+            layer_type = table.layer_type
+            if not isinstance(layer_type, TokenBudget) or run.processed != run.prompt:
+                continue
+            budget = layer_type.budget_tokens(run.prompt)
+            if budget < run.prompt:
+                for slot in range(budget):
+                    page = pages[index][slot // table.tokens_per_page]
+                    kept = ("kept", run.tokens[: run.prompt], slot)
+                    self.write(index, page, slot % table.tokens_per_page, kept)
+
+
+def image_pages(run, page_tokens):
+    """(number, first page, image) of each image of a request."""
+    start = 0
+    for number, image in enumerate(run.images):
+        yield number, start, image
+        start += -(-image.num_tokens // page_tokens)
+
+
+def needed_tokens(layer_type, processed, end):
+    """Tokens read by the queries `processed..end`, from the words of the specification."""
+    needed = set()
+    for query in range(processed, end):
+        for token in range(query + 1):
+            if isinstance(layer_type, SlidingWindow):
+                reads = query - token < layer_type.window_tokens
+            elif isinstance(layer_type, ChunkedLocal):
+                reads = query // layer_type.chunk_tokens == token // layer_type.chunk_tokens
+            else:
+                reads = True
+            if reads:
+                needed.add(token)
+    return needed

@@ -1,0 +1,208 @@
+"""Random requests over shared prefixes, with the bytes of the arena modelled beside the manager."""
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from jenga.errors import OutOfPagesError
+from jenga.manager import Manager
+from jenga.policies import Image
+from tests.machines.engine_model import EngineModel, Run
+from tests.machines.geometries import CACHED
+from tests.machines.test_manager_machine import dump
+
+HASH_TOKENS = 4
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Admit with hits, grow, fork, keep states, preempt, finish, evict, reset."""
+
+    geometry = CACHED[0]
+
+    @initialize(num_large_pages=st.integers(8, 20))
+    def start(self, num_large_pages):
+        self.manager = Manager(
+            self.geometry,
+            num_large_pages=num_large_pages,
+            prefix_caching=True,
+            hash_tokens=HASH_TOKENS,
+        )
+        self.engine = EngineModel(self.manager, HASH_TOKENS)
+        self.runs = {}
+        self.num_runs = 0
+        self.has_states = any(table.is_state for table in self.geometry.page_tables)
+
+    # Prompts are prefixes of few documents, with a tail of few values: they fork everywhere.
+    @rule(
+        document=st.integers(0, 2),
+        shared=st.integers(0, 44),
+        tail=st.lists(st.integers(0, 1), max_size=12),
+        output=st.integers(0, 14),
+        chunk=st.integers(1, 40),
+        image=st.sampled_from([None, b"cat", b"dog"]),
+        image_start=st.integers(0, 30),
+        gate=st.booleans(),
+    )
+    def admit(self, document, shared, tail, output, chunk, image, image_start, gate):
+        prompt = (*((document, i) for i in range(shared)), *tail)
+        if not prompt:
+            return
+        self.num_runs += 1
+        images = ()
+        if image is not None:
+            size = 5 if image == b"cat" else 8
+            images = (
+                Image(start_token=image_start, num_tokens=size, content=image),
+                Image(start_token=image_start + size, num_tokens=3, content=b"end"),
+            )
+            images = tuple(each for each in images if each.end_token <= len(prompt))
+        tokens = (*prompt, *(("out", i % 2) for i in range(output)))
+        run = Run(f"r{self.num_runs}", tokens, len(prompt), images)
+        before = dump(self.manager)
+        hit = self.manager.lookup(
+            run.hashes(HASH_TOKENS), max_tokens=len(prompt) - 1, facts=run.facts
+        )
+        assert dump(self.manager) == before
+        assert hit.num_tokens < len(prompt)
+        num_tokens = min(len(prompt), hit.num_tokens + chunk)
+        try:
+            self.manager.allocate(
+                run.request_id,
+                num_tokens=num_tokens,
+                hit=hit,
+                full_tokens=len(prompt) if gate else 0,
+            )
+        except OutOfPagesError:
+            assert dump(self.manager) == before
+            return
+        run.processed = hit.num_tokens
+        run.scheduled = num_tokens - hit.num_tokens
+        for index, pages in enumerate(hit.pages):
+            start = 0
+            for each in images:
+                page_tokens = self.geometry.page_tables[index].tokens_per_page
+                end = start + -(-each.num_tokens // page_tokens)
+                held = self.manager.page_table(run.request_id, index)
+                found = [page > 0 for page in pages[start:end]]
+                kept = [page > 0 for page in held[start:end]]
+                consumed = each.end_token <= hit.num_tokens
+                if consumed or (any(found) and found == kept and len(found) == end - start):
+                    run.images_written.add((index, each.start_token))
+                start = end
+        self.runs[run.request_id] = run
+        self._commit(run)
+
+    def _commit(self, run):
+        self.manager.commit(run.request_id, run.hashes(HASH_TOKENS), run.processed + run.scheduled)
+
+    def _choose(self, data, runs):
+        return self.runs[data.draw(st.sampled_from(sorted(runs)))]
+
+    @precondition(lambda self: any(not run.scheduled for run in self.runs.values()))
+    @rule(data=st.data(), chunk=st.integers(1, 24))
+    def schedule(self, data, chunk):
+        run = self._choose(data, [r.request_id for r in self.runs.values() if not r.scheduled])
+        end = run.prompt if run.processed < run.prompt else len(run.tokens)
+        num_tokens = min(end, run.processed + chunk)
+        if num_tokens == run.processed:
+            self.manager.free(run.request_id)
+            del self.runs[run.request_id]
+            return
+        self.manager.release_passed(run.request_id, run.processed)
+        before = dump(self.manager)
+        try:
+            self.manager.allocate(
+                run.request_id, num_tokens=num_tokens, num_processed_tokens=run.processed
+            )
+        except OutOfPagesError:
+            assert dump(self.manager) == before
+            return
+        run.scheduled = num_tokens - run.processed
+        self._commit(run)
+
+    @rule()
+    def execute(self):
+        self.engine.execute(self.runs.values())
+        self.manager.new_step()
+
+    @precondition(lambda self: self.has_states)
+    @rule(data=st.data())
+    def keep_state(self, data):
+        ready = [
+            run.request_id
+            for run in self.runs.values()
+            if run.processed and not run.scheduled and run.processed % HASH_TOKENS == 0
+        ]
+        if ready:
+            run = self._choose(data, ready)
+            prefix_hash = run.hashes(HASH_TOKENS)[run.processed // HASH_TOKENS - 1]
+            self.manager.keep_state(run.request_id, prefix_hash, run.processed)
+
+    @precondition(lambda self: self.runs)
+    @rule(data=st.data())
+    def finish_or_preempt(self, data):
+        self.execute()
+        run = self._choose(data, self.runs)
+        self.manager.free(run.request_id)
+        del self.runs[run.request_id]
+
+    @rule()
+    def reset(self):
+        assert self.manager.reset_prefix_cache() == (not self.runs)
+
+    @invariant()
+    def books_balance(self):
+        if hasattr(self, "manager"):
+            self.manager.check()
+
+    def teardown(self):
+        if not hasattr(self, "manager"):
+            return
+        self.execute()
+        for run in self.runs.values():
+            self.manager.free(run.request_id)
+        self.manager.check()
+        memory = self.manager.memory()
+        assert memory.used_bytes == sum(table.useless_bytes for table in memory.tables) == 0
+        assert self.manager.reset_prefix_cache()
+        self.manager.check()
+        memory = self.manager.memory()
+        assert memory.empty_large_bytes + memory.null_bytes == memory.arena_bytes
+
+
+@pytest.mark.parametrize("geometry", CACHED, ids=lambda geometry: geometry.name)
+def test_a_hit_holds_exactly_what_was_cached_whatever_requests_do(geometry):
+    machine = type("Machine", (CacheMachine,), {"geometry": geometry})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=60,
+            stateful_step_count=50,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("geometry", CACHED, ids=lambda geometry: geometry.name)
+def test_a_hit_holds_exactly_what_was_cached_over_long_runs(geometry):
+    machine = type("Machine", (CacheMachine,), {"geometry": geometry})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=400,
+            stateful_step_count=150,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
