@@ -1,0 +1,101 @@
+"""The short causal convolution of a recurrent layer over prompts, with states in pages."""
+
+import torch
+import triton
+
+from jenga_kernels.checks import check_same_device, check_shape
+from jenga_kernels.states import (
+    Checkpoints,
+    check_checkpoints,
+    check_convolution,
+    check_query_starts,
+    check_slots,
+)
+from jenga_kernels.triton.addressing import strides
+from jenga_kernels.triton.causal_conv import causal_conv_kernel
+from jenga_kernels.triton.state_tiles import conv_tiles
+from jenga_kernels.triton.tiles import machine_of, power_of_two
+
+
+def causal_conv(
+    out: torch.Tensor,
+    states: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    query_starts: torch.Tensor,
+    initial_slots: torch.Tensor,
+    state_slots: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    silu: bool = True,
+    checkpoints: Checkpoints | None = None,
+) -> None:
+    """Convolve requests' tokens, each with the inputs before it, and keep the last inputs.
+
+    The state of a request is its last width - 1 inputs, oldest first. Requests whose state slot is
+    `NULL_SLOT` are padding: their output is zero and nothing else is read or written.
+
+    Args:
+        out: Written in place, shape and dtype of x, not overlapping x.
+        states: Written in place, [num_slots, dim, width - 1] or more columns, of which the first
+            width - 1 are used; bfloat16, float16 or float32, any strides.
+        x: Inputs, [num_tokens, dim], bfloat16, float16 or float32, last dimension contiguous.
+        weight: [dim, width] with width 2 to 4; the last column weighs the token itself.
+        query_starts: Where each request's tokens begin, and the end, i32[num_requests + 1].
+        initial_slots: Where each request's state is read, i32[num_requests]; `NULL_SLOT` begins
+            with zero.
+        state_slots: Where each request's last state is written, i32[num_requests].
+        bias: Added to every output, [dim].
+        silu: Whether outputs pass through SiLU.
+        checkpoints: States to write besides the last ones.
+
+    Raises:
+        ValueError: If a shape, dtype, stride, alignment or device does not fit.
+    """
+    check_convolution(out, states, x, weight, bias=bias)
+    num_tokens, dim = x.shape
+    num_requests = check_query_starts(query_starts, num_tokens)
+    check_shape("initial_slots", initial_slots, (num_requests,))
+    check_shape("state_slots", state_slots, (num_requests,))
+    check_slots("initial_slots", initial_slots, states.shape[0])
+    check_slots("state_slots", state_slots, states.shape[0])
+    check_checkpoints(checkpoints, query_starts, states.shape[0])
+    check_same_device(
+        x=x, query_starts=query_starts, initial_slots=initial_slots, state_slots=state_slots
+    )
+    if num_requests == 0 or num_tokens == 0:
+        return
+    width = weight.shape[1]
+    tiles = conv_tiles(machine_of(x.device), dim)
+    blocks = num_tokens // tiles.block_tokens + num_requests
+    stride_slot, stride_dim, stride_column = strides(states)
+    causal_conv_kernel[(triton.cdiv(dim, tiles.block_dims), blocks)](
+        out_ptr=out,
+        states_ptr=states,
+        x_ptr=x,
+        weight_ptr=weight,
+        bias_ptr=bias,
+        query_starts_ptr=query_starts,
+        initial_slots_ptr=initial_slots,
+        state_slots_ptr=state_slots,
+        checkpoint_starts_ptr=None if checkpoints is None else checkpoints.starts,
+        checkpoint_after_ptr=None if checkpoints is None else checkpoints.after_tokens,
+        checkpoint_slots_ptr=None if checkpoints is None else checkpoints.slots,
+        num_requests=num_requests,
+        stride_out_token=strides(out)[0],
+        stride_states_slot=stride_slot,
+        stride_states_dim=stride_dim,
+        stride_states_column=stride_column,
+        stride_x_token=strides(x)[0],
+        stride_weight_dim=weight.stride(0),
+        stride_weight_column=weight.stride(1),
+        stride_initial=initial_slots.stride(0),
+        stride_slots=state_slots.stride(0),
+        DIM=dim,
+        WIDTH=width,
+        IS_SILU=silu,
+        BLOCK_T=tiles.block_tokens,
+        BLOCK_D=tiles.block_dims,
+        BLOCK_W=power_of_two(width),
+        num_warps=tiles.num_warps,
+    )

@@ -1,0 +1,87 @@
+"""A step, or a few, of the short causal convolution of a recurrent layer, with states in pages."""
+
+import torch
+import triton
+
+from jenga_kernels.checks import check_same_device
+from jenga_kernels.states import check_convolution, check_steps
+from jenga_kernels.triton.addressing import strides
+from jenga_kernels.triton.conv_update import conv_update_kernel
+from jenga_kernels.triton.state_tiles import conv_update_tiles
+from jenga_kernels.triton.tiles import machine_of, power_of_two
+
+
+def conv_update(
+    out: torch.Tensor,
+    states: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    initial_slots: torch.Tensor,
+    state_slots: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    silu: bool = True,
+    query_starts: torch.Tensor | None = None,
+) -> None:
+    """Convolve the next token of each request, or the next few, with the inputs before them.
+
+    With several tokens of which some may be rejected, each token's state goes to a slot of its own,
+    and the next call begins at the slot of the last token accepted. Requests whose first state slot
+    is `NULL_SLOT` are padding: their output is zero and nothing else is read or written.
+
+    Args:
+        out: Written in place, shape and dtype of x; may be x.
+        states: Written in place, [num_slots, dim, width - 1] or more columns, of which the first
+            width - 1 are used, oldest input first; bfloat16, float16 or float32, any strides.
+        x: Inputs, [num_tokens, dim], bfloat16, float16 or float32, last dimension contiguous.
+        weight: [dim, width] with width 2 to 4; the last column weighs the token itself.
+        initial_slots: Where each request's state is read, i32[num_requests]; `NULL_SLOT` begins
+            with zero.
+        state_slots: Where the state after each token is written, i32[num_requests] or
+            i32[num_requests, max_tokens]; `NULL_SLOT` drops it.
+        bias: Added to every output, [dim].
+        silu: Whether outputs pass through SiLU.
+        query_starts: Where each request's tokens begin, and the end, i32[num_requests + 1], at most
+            max_tokens each; None means one token each.
+
+    Raises:
+        ValueError: If a shape, dtype, stride or device does not fit.
+    """
+    check_convolution(out, states, x, weight, bias=bias)
+    num_tokens, dim = x.shape
+    slots = check_steps(initial_slots, state_slots, query_starts, num_tokens, states.shape[0])
+    check_same_device(
+        x=x, initial_slots=initial_slots, state_slots=state_slots, query_starts=query_starts
+    )
+    num_requests = slots.shape[0]
+    if num_requests == 0 or num_tokens == 0:
+        return
+    width = weight.shape[1]
+    tiles = conv_update_tiles(machine_of(x.device), dim)
+    stride_slot, stride_dim, stride_column = strides(states)
+    conv_update_kernel[(triton.cdiv(dim, tiles.block_dims), num_requests)](
+        out_ptr=out,
+        states_ptr=states,
+        x_ptr=x,
+        weight_ptr=weight,
+        bias_ptr=bias,
+        query_starts_ptr=query_starts,
+        initial_slots_ptr=initial_slots,
+        state_slots_ptr=slots,
+        stride_out_token=strides(out)[0],
+        stride_states_slot=stride_slot,
+        stride_states_dim=stride_dim,
+        stride_states_column=stride_column,
+        stride_x_token=strides(x)[0],
+        stride_weight_dim=weight.stride(0),
+        stride_weight_column=weight.stride(1),
+        stride_initial=initial_slots.stride(0),
+        stride_slots_request=slots.stride(0),
+        stride_slots_token=slots.stride(1),
+        DIM=dim,
+        WIDTH=width,
+        IS_SILU=silu,
+        BLOCK_D=tiles.block_dims,
+        BLOCK_W=power_of_two(width),
+        num_warps=tiles.num_warps,
+    )

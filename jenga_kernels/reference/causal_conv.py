@@ -1,0 +1,40 @@
+"""Reference of `jenga_kernels.causal_conv`."""
+
+import torch
+
+from jenga_kernels.reference.conv_update import convolved, initial_inputs
+from jenga_kernels.reference.state_scan import checkpoints_of
+from jenga_kernels.states import NULL_SLOT, Checkpoints
+
+
+def causal_conv(
+    out: torch.Tensor,
+    states: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    query_starts: torch.Tensor,
+    initial_slots: torch.Tensor,
+    state_slots: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    silu: bool = True,
+    checkpoints: Checkpoints | None = None,
+) -> None:
+    """Convolve requests' tokens and keep the last inputs; see the operation for the arguments."""
+    width = weight.shape[1]
+    starts = query_starts.tolist()
+    begun = [initial_inputs(states, slot, width) for slot in initial_slots.tolist()]
+    for request, slot in enumerate(state_slots.tolist()):
+        start, end = starts[request], starts[request + 1]
+        if slot <= NULL_SLOT:
+            out[start:end] = 0
+            continue
+        before = begun[request]
+        inputs = torch.cat([before, x[start:end].T.to(before.dtype)], dim=1)
+        out[start:end] = convolved(inputs, weight, bias, silu=silu).T.to(out.dtype)
+        kept = checkpoints_of(checkpoints, request)
+        for after, kept_slot in [*kept.items(), (end - start, slot)]:
+            if kept_slot > NULL_SLOT:
+                states[kept_slot, :, : width - 1] = inputs[:, after : after + width - 1].to(
+                    states.dtype
+                )

@@ -1,0 +1,151 @@
+"""The recurrence of a selective state space model over prompts, with states in pages."""
+
+import torch
+import triton
+
+from jenga_kernels.checks import check_same_device, check_shape
+from jenga_kernels.states import (
+    Checkpoints,
+    check_checkpoints,
+    check_query_starts,
+    check_recurrence,
+    check_slots,
+    per_channel,
+)
+from jenga_kernels.triton.addressing import strides
+from jenga_kernels.triton.state_scan_channels import state_scan_channels_kernel
+from jenga_kernels.triton.state_scan_heads import state_scan_heads_kernel
+from jenga_kernels.triton.state_tiles import channel_scan_tiles, head_scan_tiles
+from jenga_kernels.triton.tiles import machine_of, power_of_two
+
+
+def state_scan(
+    out: torch.Tensor,
+    states: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    query_starts: torch.Tensor,
+    initial_slots: torch.Tensor,
+    state_slots: torch.Tensor,
+    *,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = True,
+    dt_limits: tuple[float, float] = (0.0, float("inf")),
+    checkpoints: Checkpoints | None = None,
+) -> None:
+    """Scan requests' tokens: read each one's state, apply every token, write the states asked for.
+
+    With s the step size of a token, softplus(dt + dt_bias) within dt_limits, the state h of a
+    channel becomes exp(s A) h + s x B, and its output C h + D x, times silu(z).
+
+    A Mamba-2 layer has one A, dt and dt_bias per head. A Mamba-1 layer has them per channel, and A
+    per state element too; it is one head of all its channels. Requests whose state slot is
+    `NULL_SLOT` are padding: their output is zero and nothing else is read or written.
+
+    Args:
+        out: Written in place, shape and dtype of x.
+        states: Written in place, [num_slots, num_heads, head_dim, d_state], bfloat16, float16 or
+            float32; any strides that are multiples of 16 bytes, last dimension contiguous.
+        x: Inputs, [num_tokens, num_heads, head_dim], bfloat16, float16 or float32.
+        dt: Projected step sizes, [num_tokens, num_heads], or [num_tokens, num_heads, head_dim] if
+            A has one per channel.
+        A: Decay rates, f32[num_heads], or f32[num_heads, head_dim, d_state]; below 0.
+        B: Input projections, [num_tokens, num_groups, d_state], dtype of x; the heads of a group
+            are next to each other.
+        C: Output projections, shape and dtype of B.
+        query_starts: Where each request's tokens begin, and the end, i32[num_requests + 1].
+        initial_slots: Where each request's state is read, i32[num_requests]; `NULL_SLOT` begins
+            with zero.
+        state_slots: Where each request's last state is written, i32[num_requests].
+        D: Weight of the input itself, [num_heads] or [num_heads, head_dim].
+        z: Gates, shape and dtype of x.
+        dt_bias: Added to dt, shape of one token's dt.
+        dt_softplus: Whether step sizes pass through softplus.
+        dt_limits: Least and greatest step size.
+        checkpoints: States to write besides the last ones.
+
+    Raises:
+        ValueError: If a shape, dtype, stride, alignment or device does not fit.
+
+    Source: the recurrence is algorithm 2 of "Mamba: Linear-Time Sequence Modeling with Selective
+    State Spaces" (arXiv 2312.00752), its form by chunks section 6 of "Transformers are SSMs"
+    (arXiv 2405.21060).
+    """
+    check_recurrence(out, states, x, dt, A, B, C, D=D, z=z, dt_bias=dt_bias, dt_limits=dt_limits)
+    num_tokens, num_heads, head_dim = x.shape
+    num_slots, _, _, d_state = states.shape
+    num_requests = check_query_starts(query_starts, num_tokens)
+    check_shape("initial_slots", initial_slots, (num_requests,))
+    check_shape("state_slots", state_slots, (num_requests,))
+    check_slots("initial_slots", initial_slots, num_slots)
+    check_slots("state_slots", state_slots, num_slots)
+    check_checkpoints(checkpoints, query_starts, num_slots)
+    check_same_device(
+        x=x, query_starts=query_starts, initial_slots=initial_slots, state_slots=state_slots
+    )
+    if num_requests == 0 or num_tokens == 0:
+        return
+    D = per_channel(D, num_heads, head_dim)
+    machine = machine_of(x.device)
+    if A.dim() > 1:
+        kernel = state_scan_channels_kernel
+        tiles = channel_scan_tiles(machine, head_dim, d_state)
+    else:
+        kernel = state_scan_heads_kernel
+        tiles = head_scan_tiles(machine, num_heads * num_requests, head_dim, d_state)
+    stride_slot, stride_head, stride_dim, _ = strides(states)
+    kernel[(triton.cdiv(head_dim, tiles.block_dims) * num_heads, num_requests)](
+        out_ptr=out,
+        states_ptr=states,
+        x_ptr=x,
+        dt_ptr=dt,
+        A_ptr=A,
+        B_ptr=B,
+        C_ptr=C,
+        D_ptr=D,
+        z_ptr=z,
+        dt_bias_ptr=dt_bias,
+        query_starts_ptr=query_starts,
+        initial_slots_ptr=initial_slots,
+        state_slots_ptr=state_slots,
+        checkpoint_starts_ptr=None if checkpoints is None else checkpoints.starts,
+        checkpoint_after_ptr=None if checkpoints is None else checkpoints.after_tokens,
+        checkpoint_slots_ptr=None if checkpoints is None else checkpoints.slots,
+        dt_min=dt_limits[0],
+        dt_max=dt_limits[1],
+        stride_out_token=strides(out)[0],
+        stride_out_head=strides(out)[1],
+        stride_states_slot=stride_slot,
+        stride_states_head=stride_head,
+        stride_states_dim=stride_dim,
+        stride_x_token=strides(x)[0],
+        stride_x_head=strides(x)[1],
+        stride_dt_token=strides(dt)[0],
+        stride_dt_head=strides(dt)[1],
+        stride_B_token=strides(B)[0],
+        stride_B_group=strides(B)[1],
+        stride_C_token=strides(C)[0],
+        stride_C_group=strides(C)[1],
+        stride_D_head=0 if D is None else D.stride(0),
+        stride_D_dim=0 if D is None else D.stride(1),
+        stride_z_token=0 if z is None else strides(z)[0],
+        stride_z_head=0 if z is None else strides(z)[1],
+        stride_dt_bias_head=0 if dt_bias is None else strides(dt_bias)[0],
+        stride_initial=initial_slots.stride(0),
+        stride_slots=state_slots.stride(0),
+        HEADS_PER_GROUP=num_heads // B.shape[1],
+        HEAD_DIM=head_dim,
+        D_STATE=d_state,
+        IS_SOFTPLUS=dt_softplus,
+        HAS_LIMITS=dt_limits != (0.0, float("inf")),
+        BLOCK_T=tiles.block_tokens,
+        BLOCK_P=tiles.block_dims,
+        BLOCK_N=max(tiles.least_state, power_of_two(d_state)),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )

@@ -1,0 +1,125 @@
+"""One step, or a few, of the recurrence of a selective state space model, with states in pages."""
+
+import torch
+import triton
+
+from jenga_kernels.checks import check_same_device
+from jenga_kernels.states import check_recurrence, check_steps, per_channel
+from jenga_kernels.triton.addressing import strides
+from jenga_kernels.triton.state_tiles import state_update_tiles
+from jenga_kernels.triton.state_update import state_update_kernel
+from jenga_kernels.triton.tiles import machine_of, power_of_two
+
+
+def state_update(
+    out: torch.Tensor,
+    states: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    initial_slots: torch.Tensor,
+    state_slots: torch.Tensor,
+    *,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = True,
+    dt_limits: tuple[float, float] = (0.0, float("inf")),
+    query_starts: torch.Tensor | None = None,
+) -> None:
+    """Apply the next token of each request, or the next few, to its state.
+
+    The recurrence and its tensors are those of `jenga_kernels.state_scan.state_scan`. With several
+    tokens of which some may be rejected, each token's state goes to a slot of its own, and the next
+    call begins at the slot of the last token accepted. Requests whose first state slot is
+    `NULL_SLOT` are padding: their output is zero and nothing else is read or written. No
+    request may write a slot that another one reads.
+
+    Args:
+        out: Written in place, shape and dtype of x.
+        states: Written in place, [num_slots, num_heads, head_dim, d_state], bfloat16, float16 or
+            float32; any strides that are multiples of 16 bytes, last dimension contiguous.
+        x: Inputs, [num_tokens, num_heads, head_dim], bfloat16, float16 or float32.
+        dt: Projected step sizes, [num_tokens, num_heads], or [num_tokens, num_heads, head_dim] if
+            A has one per channel.
+        A: Decay rates, f32[num_heads], or f32[num_heads, head_dim, d_state]; below 0.
+        B: Input projections, [num_tokens, num_groups, d_state], dtype of x; the heads of a group
+            are next to each other.
+        C: Output projections, shape and dtype of B.
+        initial_slots: Where each request's state is read, i32[num_requests]; `NULL_SLOT` begins
+            with zero.
+        state_slots: Where the state after each token is written, i32[num_requests] or
+            i32[num_requests, max_tokens]; `NULL_SLOT` drops it.
+        D: Weight of the input itself, [num_heads] or [num_heads, head_dim].
+        z: Gates, shape and dtype of x.
+        dt_bias: Added to dt, shape of one token's dt.
+        dt_softplus: Whether step sizes pass through softplus.
+        dt_limits: Least and greatest step size.
+        query_starts: Where each request's tokens begin, and the end, i32[num_requests + 1], at most
+            max_tokens each; None means one token each.
+
+    Raises:
+        ValueError: If a shape, dtype, stride, alignment or device does not fit.
+    """
+    check_recurrence(out, states, x, dt, A, B, C, D=D, z=z, dt_bias=dt_bias, dt_limits=dt_limits)
+    num_tokens, num_heads, head_dim = x.shape
+    num_slots, _, _, d_state = states.shape
+    slots = check_steps(initial_slots, state_slots, query_starts, num_tokens, num_slots)
+    check_same_device(
+        x=x, initial_slots=initial_slots, state_slots=state_slots, query_starts=query_starts
+    )
+    num_requests = slots.shape[0]
+    if num_requests == 0 or num_tokens == 0:
+        return
+    D = per_channel(D, num_heads, head_dim)
+    tiles = state_update_tiles(machine_of(x.device), head_dim, d_state, states.element_size())
+    stride_slot, stride_head, stride_dim, _ = strides(states)
+    state_update_kernel[(triton.cdiv(head_dim, tiles.block_dims) * num_heads, num_requests)](
+        out_ptr=out,
+        states_ptr=states,
+        x_ptr=x,
+        dt_ptr=dt,
+        A_ptr=A,
+        B_ptr=B,
+        C_ptr=C,
+        D_ptr=D,
+        z_ptr=z,
+        dt_bias_ptr=dt_bias,
+        query_starts_ptr=query_starts,
+        initial_slots_ptr=initial_slots,
+        state_slots_ptr=slots,
+        dt_min=dt_limits[0],
+        dt_max=dt_limits[1],
+        stride_out_token=strides(out)[0],
+        stride_out_head=strides(out)[1],
+        stride_states_slot=stride_slot,
+        stride_states_head=stride_head,
+        stride_states_dim=stride_dim,
+        stride_x_token=strides(x)[0],
+        stride_x_head=strides(x)[1],
+        stride_dt_token=strides(dt)[0],
+        stride_dt_head=strides(dt)[1],
+        stride_B_token=strides(B)[0],
+        stride_B_group=strides(B)[1],
+        stride_C_token=strides(C)[0],
+        stride_C_group=strides(C)[1],
+        stride_D_head=0 if D is None else D.stride(0),
+        stride_D_dim=0 if D is None else D.stride(1),
+        stride_z_token=0 if z is None else strides(z)[0],
+        stride_z_head=0 if z is None else strides(z)[1],
+        stride_dt_bias_head=0 if dt_bias is None else strides(dt_bias)[0],
+        stride_initial=initial_slots.stride(0),
+        stride_slots_request=slots.stride(0),
+        stride_slots_token=slots.stride(1),
+        HEADS_PER_GROUP=num_heads // B.shape[1],
+        HEAD_DIM=head_dim,
+        D_STATE=d_state,
+        IS_PER_CHANNEL=A.dim() > 1,
+        IS_SOFTPLUS=dt_softplus,
+        HAS_LIMITS=dt_limits != (0.0, float("inf")),
+        BLOCK_P=tiles.block_dims,
+        BLOCK_N=power_of_two(d_state),
+        num_warps=tiles.num_warps,
+    )

@@ -1,0 +1,261 @@
+"""Recurrent states in pages: their slots and checkpoints, and what operations on them check."""
+
+from dataclasses import dataclass
+
+import torch
+
+from jenga_kernels.checks import (
+    FLOAT_DTYPES,
+    check_at_least,
+    check_dtype,
+    check_rows,
+    check_same_device,
+    check_shape,
+)
+
+NULL_SLOT = 0
+"""The slot no request owns: a state read from it is zero, and a state written to it is dropped."""
+
+
+MIN_WIDTH, MAX_WIDTH = 2, 4
+"""Taps of the convolutions of recurrent layers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoints:
+    """States to keep from the middle of requests, written in the pass that computes the last one.
+
+    Attributes:
+        starts: Where the checkpoints of each request begin in the other two, i32[num_requests + 1].
+        after_tokens: Each checkpoint is the state after this many of the request's tokens of this
+            call, i32[num_checkpoints]; at least 1 and rising within a request.
+        slots: Where it is written, i32[num_checkpoints].
+    """
+
+    starts: torch.Tensor
+    after_tokens: torch.Tensor
+    slots: torch.Tensor
+
+
+def check_contiguous_rows(name: str, tensor: torch.Tensor) -> None:
+    """Check that a tensor's last dimension is contiguous.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        msg = f"{name} must be contiguous in its last dimension, got stride {tensor.stride(-1)}"
+        raise ValueError(msg)
+
+
+def check_slots(name: str, slots: torch.Tensor, num_slots: int) -> None:
+    """Check slot ids; their values only on the CPU, where looking at them waits for nothing.
+
+    Raises:
+        ValueError: If the dtype is wrong or a slot is not in the pages.
+    """
+    check_dtype(name, slots, (torch.int32,))
+    if slots.device.type == "cpu" and slots.numel() and int(slots.max()) >= num_slots:
+        msg = f"{name} must be less than the number of slots, {num_slots}, got {int(slots.max())}"
+        raise ValueError(msg)
+
+
+def check_query_starts(query_starts: torch.Tensor, num_tokens: int) -> int:
+    """Check where requests begin in the tokens; return num_requests.
+
+    Raises:
+        ValueError: If shape or dtype is wrong or, on the CPU, if they do not rise.
+    """
+    check_shape("query_starts", query_starts, (None,))
+    check_dtype("query_starts", query_starts, (torch.int32,))
+    check_at_least("the length of query_starts", query_starts.shape[0], 1)
+    check_contiguous_rows("query_starts", query_starts)
+    if query_starts.device.type == "cpu":
+        starts = query_starts.tolist()
+        if starts[0] < 0 or starts[-1] > num_tokens or sorted(starts) != starts:
+            msg = f"query_starts must rise from 0 or more to at most {num_tokens}, got {starts}"
+            raise ValueError(msg)
+    return query_starts.shape[0] - 1
+
+
+def check_checkpoints(
+    checkpoints: Checkpoints | None, query_starts: torch.Tensor, num_slots: int
+) -> None:
+    """Check checkpoints; positions and their order only on the CPU.
+
+    Raises:
+        ValueError: If a shape, dtype or device is wrong or, on the CPU, a value.
+    """
+    if checkpoints is None:
+        return
+    starts, after_tokens, slots = checkpoints.starts, checkpoints.after_tokens, checkpoints.slots
+    check_shape("checkpoints.starts", starts, query_starts.shape)
+    check_dtype("checkpoints.starts", starts, (torch.int32,))
+    check_shape("checkpoints.after_tokens", after_tokens, (None,))
+    check_dtype("checkpoints.after_tokens", after_tokens, (torch.int32,))
+    check_shape("checkpoints.slots", slots, after_tokens.shape)
+    check_slots("checkpoints.slots", slots, num_slots)
+    check_same_device(
+        query_starts=query_starts,
+        **{"checkpoints.starts": starts, "checkpoints.after_tokens": after_tokens},
+        **{"checkpoints.slots": slots},
+    )
+    for name, tensor in (("starts", starts), ("after_tokens", after_tokens), ("slots", slots)):
+        check_contiguous_rows(f"checkpoints.{name}", tensor)
+    if starts.device.type != "cpu":
+        return
+    bounds = starts.tolist()
+    if bounds[0] != 0 or bounds[-1] > len(slots) or sorted(bounds) != bounds:
+        msg = f"checkpoints.starts must rise from 0 to at most {len(slots)}, got {bounds}"
+        raise ValueError(msg)
+    lengths = query_starts.diff().tolist()
+    for length, start, end in zip(lengths, bounds, bounds[1:], strict=False):
+        after = after_tokens[start:end].tolist()
+        if after and (after[0] < 1 or after[-1] > length or sorted(set(after)) != after):
+            msg = (
+                f"checkpoints.after_tokens must rise from 1 or more to at most the request's "
+                f"{length} tokens, got {after}"
+            )
+            raise ValueError(msg)
+
+
+def check_steps(
+    initial_slots: torch.Tensor,
+    state_slots: torch.Tensor,
+    query_starts: torch.Tensor | None,
+    num_tokens: int,
+    num_slots: int,
+) -> torch.Tensor:
+    """Check the slots of single steps; return state_slots as i32[num_requests, max_tokens].
+
+    Raises:
+        ValueError: If a shape, dtype or, on the CPU, a value does not fit.
+    """
+    if query_starts is None:
+        num_requests = num_tokens
+    else:
+        num_requests = check_query_starts(query_starts, num_tokens)
+    check_shape("initial_slots", initial_slots, (num_requests,))
+    if state_slots.dim() == 1:
+        check_shape("state_slots", state_slots, (num_requests,))
+        state_slots = state_slots[:, None]
+    check_shape("state_slots", state_slots, (num_requests, None))
+    check_at_least("the columns of state_slots", state_slots.shape[1], 1)
+    check_slots("initial_slots", initial_slots, num_slots)
+    check_slots("state_slots", state_slots, num_slots)
+    if query_starts is not None and query_starts.device.type == "cpu" and num_requests:
+        most = int(query_starts.diff().max())
+        if most > state_slots.shape[1]:
+            msg = f"state_slots must have {most} columns, one a token, got {state_slots.shape[1]}"
+            raise ValueError(msg)
+    return state_slots
+
+
+def check_recurrence(
+    out: torch.Tensor,
+    states: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    *,
+    D: torch.Tensor | None,
+    z: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    dt_limits: tuple[float, float],
+) -> None:
+    """Check the tensors of a selective state space model.
+
+    Raises:
+        ValueError: If a shape, dtype, stride, alignment or device does not fit.
+    """
+    check_shape("x", x, (None, None, None))
+    num_tokens, num_heads, head_dim = x.shape
+    check_shape("out", out, x.shape)
+    check_shape("states", states, (None, num_heads, head_dim, None))
+    d_state = states.shape[3]
+    is_per_channel = A.dim() > 1
+    check_shape("A", A, (num_heads, head_dim, d_state) if is_per_channel else (num_heads,))
+    check_shape("dt", dt, x.shape if is_per_channel else (num_tokens, num_heads))
+    check_shape("B", B, (num_tokens, None, d_state))
+    check_shape("C", C, B.shape)
+    num_groups = B.shape[1]
+    if num_groups == 0 or num_heads % num_groups:
+        msg = f"B must have a number of groups that divides the {num_heads} heads, got {num_groups}"
+        raise ValueError(msg)
+    if z is not None:
+        check_shape("z", z, x.shape)
+    if dt_bias is not None:
+        check_shape("dt_bias", dt_bias, dt.shape[1:])
+    if D is not None:
+        check_shape("D", D, (num_heads,) if D.dim() == 1 else (num_heads, head_dim))
+
+    check_dtype("x", x, FLOAT_DTYPES)
+    check_dtype("states", states, FLOAT_DTYPES)
+    check_dtype("A", A, (torch.float32,))
+    for name, tensor in (("out", out), ("B", B), ("C", C), ("z", z)):
+        if tensor is not None:
+            check_dtype(name, tensor, (x.dtype,))
+    for name, tensor in (("dt", dt), ("D", D), ("dt_bias", dt_bias)):
+        if tensor is not None:
+            check_dtype(name, tensor, FLOAT_DTYPES)
+
+    check_rows("states", states)
+    rows = {"out": out, "x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z}
+    for name, tensor in (rows | {"dt_bias": dt_bias}).items():
+        if tensor is not None:
+            check_contiguous_rows(name, tensor)
+    if not A.is_contiguous():
+        msg = f"A must be contiguous, got strides {A.stride()}"
+        raise ValueError(msg)
+    check_same_device(**rows, dt_bias=dt_bias, states=states)
+    low, high = dt_limits
+    if not 0 <= low <= high:
+        msg = f"dt_limits must be two numbers of at least 0 that do not fall, got {dt_limits}"
+        raise ValueError(msg)
+
+
+def per_channel(weights: torch.Tensor | None, num_heads: int, head_dim: int) -> torch.Tensor | None:
+    """Weights of heads or of channels as a view [num_heads, head_dim]."""
+    if weights is None or weights.dim() > 1:
+        return weights
+    return weights[:, None].expand(num_heads, head_dim)
+
+
+def check_convolution(
+    out: torch.Tensor,
+    states: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    bias: torch.Tensor | None,
+) -> None:
+    """Check the tensors of a short causal convolution.
+
+    Raises:
+        ValueError: If a shape, dtype, stride or device does not fit.
+    """
+    check_shape("x", x, (None, None))
+    dim = x.shape[1]
+    check_shape("out", out, x.shape)
+    check_shape("weight", weight, (dim, None))
+    width = weight.shape[1]
+    if not MIN_WIDTH <= width <= MAX_WIDTH:
+        msg = f"weight must have {MIN_WIDTH} to {MAX_WIDTH} columns, got {width}"
+        raise ValueError(msg)
+    check_shape("states", states, (None, dim, None))
+    if states.shape[2] < width - 1:
+        msg = f"states must have at least {width - 1} columns, got {states.shape[2]}"
+        raise ValueError(msg)
+    check_dtype("x", x, FLOAT_DTYPES)
+    check_dtype("out", out, (x.dtype,))
+    check_dtype("states", states, FLOAT_DTYPES)
+    check_dtype("weight", weight, FLOAT_DTYPES)
+    check_contiguous_rows("x", x)
+    check_contiguous_rows("out", out)
+    if bias is not None:
+        check_shape("bias", bias, (dim,))
+        check_dtype("bias", bias, FLOAT_DTYPES)
+        check_contiguous_rows("bias", bias)
+    check_same_device(x=x, out=out, states=states, weight=weight, bias=bias)

@@ -1,0 +1,76 @@
+"""What kernels of recurrent layers share: activations, step sizes, sums, stretches of a prompt."""
+
+import triton.language as tl
+
+from jenga_kernels.triton.device import device_function
+
+LOG2E = tl.constexpr(1.4426950408889634)
+"""exp(x) is exp2(x * LOG2E)."""
+
+# The interpreter knows this combination and sums at once; `tl.sum` costs it ten times as much.
+_add = tl.standard._sum_combine
+
+
+@device_function
+def row_sums(values):
+    """Sums over the last dimension of [M, N]."""
+    return tl.reduce(values, 1, _add)
+
+
+@device_function
+def softplus(v):
+    """log(1 + exp(v)), also right where exp(v) is far below 1."""
+    u = tl.exp2(-tl.abs(v) * LOG2E)
+    w = 1.0 + u
+    # u - (w - 1) is what rounding took from u, nearly all of u where u is small.
+    return tl.maximum(v, 0.0) + (tl.log(w) + (u - (w - 1.0)))
+
+
+@device_function
+def silu(v):
+    """V times its sigmoid."""
+    return v / (1.0 + tl.exp2(-v * LOG2E))
+
+
+@device_function
+def step_sizes(dt, dt_bias, dt_min, dt_max, IS_SOFTPLUS: tl.constexpr, HAS_LIMITS: tl.constexpr):
+    """Step sizes from projected ones: bias added, made positive, limited."""
+    if dt_bias is not None:
+        dt += dt_bias
+    if IS_SOFTPLUS:
+        dt = softplus(dt)
+    if HAS_LIMITS:
+        dt = tl.minimum(tl.maximum(dt, dt_min), dt_max)
+    return dt
+
+
+@device_function
+def checkpoint_range(checkpoint_starts_ptr, request):
+    """First of a request's checkpoints, and the end; both 0 where there are none."""
+    if checkpoint_starts_ptr is None:
+        return 0, 0
+    else:
+        first = tl.load(checkpoint_starts_ptr + request)
+        return first, tl.load(checkpoint_starts_ptr + request + 1)
+
+
+@device_function
+def stretch_end(
+    stretch,
+    end,
+    checkpoint_after_ptr,  # i32[num_checkpoints] or None
+    checkpoint_slots_ptr,  # i32[num_checkpoints] or None
+    num_tokens,
+    state_slot,
+):
+    """Tokens of a request after which a stretch ends, and the slot for the state there.
+
+    The tokens are cut where a state is to be kept: at each checkpoint, numbered up to `end`, and
+    after the last token, which is stretch `end` itself.
+    """
+    after = num_tokens
+    slot = state_slot
+    if checkpoint_after_ptr is not None and stretch < end:
+        after = tl.load(checkpoint_after_ptr + stretch)
+        slot = tl.load(checkpoint_slots_ptr + stretch)
+    return after, slot

@@ -1,0 +1,177 @@
+"""Kernel of `jenga_kernels.state_scan` where a head decays as one: matrix products over chunks."""
+
+import triton
+import triton.language as tl
+
+from jenga_kernels.triton.addressing import page_offsets
+from jenga_kernels.triton.device import device_function
+from jenga_kernels.triton.matmul import matmul, matmul_add
+from jenga_kernels.triton.recurrence import (
+    LOG2E,
+    checkpoint_range,
+    silu,
+    step_sizes,
+    stretch_end,
+)
+
+LEAST_LOG2 = tl.constexpr(-126.0)
+"""Decay of a token, in powers of two, below which the state before it counts for nothing."""
+
+GRID = tl.constexpr(1024.0)
+"""Multiples of 1 / GRID down to BLOCK_T * LEAST_LOG2 add up exactly in float32."""
+
+
+@device_function
+def log_decays(dt, rate):
+    """Logarithms to base two of the decay from a chunk's start through each token, in two parts.
+
+    The first part adds up without rounding and the second is small, so that the difference of two
+    tokens' is right however much the state has decayed before them.
+    """
+    steps = tl.maximum(dt * rate, LEAST_LOG2)
+    coarse = tl.floor(steps * GRID) / GRID
+    return tl.cumsum(coarse, 0), tl.cumsum(steps - coarse, 0)
+
+
+@triton.jit
+def state_scan_heads_kernel(
+    # Outputs
+    out_ptr,  # [num_tokens, num_heads, head_dim]
+    states_ptr,  # [num_slots, num_heads, head_dim, d_state]
+    # Inputs
+    x_ptr,  # [num_tokens, num_heads, head_dim]
+    dt_ptr,  # [num_tokens, num_heads]
+    A_ptr,  # f32[num_heads]
+    B_ptr,  # [num_tokens, num_groups, d_state]
+    C_ptr,  # [num_tokens, num_groups, d_state]
+    D_ptr,  # [num_heads, head_dim]
+    z_ptr,  # [num_tokens, num_heads, head_dim]
+    dt_bias_ptr,  # [num_heads]
+    query_starts_ptr,  # i32[num_requests + 1]
+    initial_slots_ptr,  # i32[num_requests]
+    state_slots_ptr,  # i32[num_requests]
+    checkpoint_starts_ptr,  # i32[num_requests + 1]
+    checkpoint_after_ptr,  # i32[num_checkpoints]
+    checkpoint_slots_ptr,  # i32[num_checkpoints]
+    # Scalars
+    dt_min,
+    dt_max,
+    # Strides, in elements
+    stride_out_token: tl.int64,
+    stride_out_head: tl.int64,
+    stride_states_slot: tl.int64,
+    stride_states_head: tl.int64,
+    stride_states_dim: tl.int64,
+    stride_x_token: tl.int64,
+    stride_x_head: tl.int64,
+    stride_dt_token: tl.int64,
+    stride_dt_head: tl.int64,
+    stride_B_token: tl.int64,
+    stride_B_group: tl.int64,
+    stride_C_token: tl.int64,
+    stride_C_group: tl.int64,
+    stride_D_head: tl.int64,
+    stride_D_dim: tl.int64,
+    stride_z_token: tl.int64,
+    stride_z_head: tl.int64,
+    stride_dt_bias_head: tl.int64,
+    stride_initial: tl.int64,
+    stride_slots: tl.int64,
+    # Tiles and flags
+    HEADS_PER_GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D_STATE: tl.constexpr,
+    IS_SOFTPLUS: tl.constexpr,
+    HAS_LIMITS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Program (b, r) scans request r in BLOCK_P channels of one head, chunk by chunk."""
+    BLOCKS: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
+    head = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    request = tl.program_id(1)
+    dims = (tl.program_id(0) % BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
+    ns = tl.arange(0, BLOCK_N)
+    tile = tl.arange(0, BLOCK_T)
+    is_dim = (dims < HEAD_DIM)[None, :]
+    is_n = (ns < D_STATE)[None, :]
+    in_state = (ns < D_STATE)[:, None] & is_dim
+    dtype = x_ptr.dtype.element_ty
+    query_start = tl.load(query_starts_ptr + request)
+    num_tokens = tl.load(query_starts_ptr + request + 1) - query_start
+    state_slot = tl.load(state_slots_ptr + request * stride_slots)
+    initial_slot = tl.load(initial_slots_ptr + request * stride_initial)
+    out_ptr += query_start * stride_out_token + head * stride_out_head + dims[None, :]
+
+    if state_slot <= 0:
+        for first in range(0, num_tokens, BLOCK_T):
+            tokens = (first + tile).to(tl.int64)[:, None]
+            zero = tl.full([BLOCK_T, BLOCK_P], 0.0, out_ptr.dtype.element_ty)
+            tl.store(out_ptr + tokens * stride_out_token, zero, mask=is_dim & (tokens < num_tokens))
+        return
+
+    group = head // HEADS_PER_GROUP
+    x_ptr += query_start * stride_x_token + head * stride_x_head + dims[None, :]
+    dt_ptr += query_start * stride_dt_token + head * stride_dt_head
+    B_ptr += query_start * stride_B_token + group * stride_B_group + ns[None, :]
+    C_ptr += query_start * stride_C_token + group * stride_C_group + ns[None, :]
+    in_page = head * stride_states_head + dims[None, :] * stride_states_dim + ns[:, None]
+    rate = tl.load(A_ptr + head) * LOG2E
+    dt_bias = None
+    if dt_bias_ptr is not None:
+        dt_bias = tl.load(dt_bias_ptr + head * stride_dt_bias_head).to(tl.float32)
+    if D_ptr is not None:
+        D_ptr += head * stride_D_head + dims * stride_D_dim
+        D = tl.load(D_ptr, mask=dims < HEAD_DIM, other=0.0).to(tl.float32)[None, :]
+    if z_ptr is not None:
+        z_ptr += query_start * stride_z_token + head * stride_z_head + dims[None, :]
+    initial = states_ptr + page_offsets(initial_slot, stride_states_slot) + in_page
+    h = tl.load(initial, mask=in_state & (initial_slot > 0), other=0.0).to(tl.float32)  # [N, P]
+
+    start = 0
+    stretch, last_stretch = checkpoint_range(checkpoint_starts_ptr, request)
+    for s in range(stretch, last_stretch + 1):
+        stop, slot = stretch_end(
+            s, last_stretch, checkpoint_after_ptr, checkpoint_slots_ptr, num_tokens, state_slot
+        )
+        for first in range(start, stop, BLOCK_T):
+            tokens = (first + tile).to(tl.int64)
+            live = tokens < stop
+            rows = live[:, None]
+            row = tokens[:, None]
+            dt = tl.load(dt_ptr + tokens * stride_dt_token, mask=live, other=0.0).to(tl.float32)
+            dt = step_sizes(dt, dt_bias, dt_min, dt_max, IS_SOFTPLUS, HAS_LIMITS)
+            # A token past the stretch has step size zero: the state stays.
+            dt = tl.where(live, dt, 0.0)
+            coarse, fine = log_decays(dt, rate)
+            x = tl.load(x_ptr + row * stride_x_token, mask=rows & is_dim, other=0.0)  # [T, P]
+            b = tl.load(B_ptr + row * stride_B_token, mask=rows & is_n, other=0.0)  # [T, N]
+            c = tl.load(C_ptr + row * stride_C_token, mask=rows & is_n, other=0.0)  # [T, N]
+
+            y = matmul(c, h.to(dtype)) * tl.exp2(coarse + fine)[:, None]
+            between = (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :])
+            between = tl.where(tile[:, None] >= tile[None, :], between, float("-inf"))
+            weights = matmul(c, tl.trans(b)) * tl.exp2(between) * dt[None, :]  # [T, T]
+            y = matmul_add(weights.to(dtype), x, y)
+
+            last = tile == BLOCK_T - 1
+            all_coarse = tl.sum(tl.where(last, coarse, 0.0), 0)
+            all_fine = tl.sum(tl.where(last, fine, 0.0), 0)
+            until_end = tl.exp2((all_coarse - coarse) + (all_fine - fine)) * dt
+            x32 = x.to(tl.float32)
+            h = matmul_add(
+                tl.trans(b),
+                (x32 * until_end[:, None]).to(dtype),
+                h * tl.exp2(all_coarse + all_fine),
+            )
+            if D_ptr is not None:
+                y += D * x32
+            if z_ptr is not None:
+                z = tl.load(z_ptr + row * stride_z_token, mask=rows & is_dim, other=0.0)
+                y *= silu(z.to(tl.float32))
+            y = y.to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + row * stride_out_token, y, mask=rows & is_dim)
+        start = stop
+        kept = states_ptr + page_offsets(slot, stride_states_slot) + in_page
+        tl.store(kept, h.to(states_ptr.dtype.element_ty), mask=in_state & (slot > 0))
