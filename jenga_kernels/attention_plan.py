@@ -31,6 +31,7 @@ class AttentionKind:
         window_tokens: Keys a query reads: itself and the window_tokens - 1 before it; None: all.
         chunk_tokens: Queries read no key before the last multiple of it; None: no such chunks.
         is_causal: Whether a query reads only keys up to its own position.
+        is_fp8: Whether pages are float8_e4m3fn.
     """
 
     num_heads: int
@@ -40,6 +41,7 @@ class AttentionKind:
     window_tokens: int | None = None
     chunk_tokens: int | None = None
     is_causal: bool = True
+    is_fp8: bool = False
 
     def __post_init__(self) -> None:
         """Check the sizes."""
@@ -203,6 +205,7 @@ def plan_attention(
             machine_of(seq_lens.device),
             head_dim=kind.head_dim,
             element_bytes=dtype.itemsize,
+            stored_bytes=1 if kind.is_fp8 else dtype.itemsize,
             decode_rows=decode_query_tokens * kind.group_heads,
         )
     elif tiles.decode.block_m < decode_query_tokens * kind.group_heads:

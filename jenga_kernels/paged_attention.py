@@ -6,6 +6,7 @@ from jenga_kernels.attention_plan import AttentionKind, AttentionPlan, check_ste
 from jenga_kernels.cache import check_pages, check_scales
 from jenga_kernels.checks import (
     FLOAT_DTYPES,
+    FP8_DTYPE,
     check_contiguous,
     check_dtype,
     check_positive,
@@ -150,6 +151,7 @@ def paged_attention(
         window_tokens=window_tokens,
         chunk_tokens=chunk_tokens,
         is_causal=is_causal,
+        is_fp8=k_pages.dtype == FP8_DTYPE,
     )
     if plan is None:
         plan = plan_attention(

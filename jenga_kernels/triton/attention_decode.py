@@ -78,12 +78,15 @@ def attention_decode_kernel(
     request = tl.load(first_requests_ptr + program)
 
     while unit < program_end:
-        while unit >= tl.load(unit_starts_ptr + request + 1) * NUM_KV_HEADS:
+        units_end = tl.load(unit_starts_ptr + request + 1)
+        while unit >= units_end * NUM_KV_HEADS:
             request += 1
+            units_end = tl.load(unit_starts_ptr + request + 1)
         units_before = tl.load(unit_starts_ptr + request)
-        num_units = tl.load(unit_starts_ptr + request + 1) - units_before
-        kv_head = (unit - units_before * NUM_KV_HEADS) // num_units
-        unit_in_pair = unit - units_before * NUM_KV_HEADS - kv_head * num_units
+        num_units = units_end - units_before
+        unit_in_request = unit - units_before * NUM_KV_HEADS
+        kv_head = unit_in_request // num_units
+        unit_in_pair = unit_in_request - kv_head * num_units
 
         query_start = tl.load(query_starts_ptr + request)
         query_len = tl.load(query_starts_ptr + request + 1) - query_start
@@ -107,9 +110,10 @@ def attention_decode_kernel(
 
         rows = tl.arange(0, BLOCK_M)
         live = rows < query_len * GROUP
-        positions = seq_len - query_len + rows // GROUP  # i32[BLOCK_M]
-        heads = kv_head * GROUP + rows % GROUP  # i32[BLOCK_M]
-        tokens = query_start + rows // GROUP  # i32[BLOCK_M]
+        row_tokens = rows // GROUP
+        positions = row_tokens + (seq_len - query_len)  # i32[BLOCK_M]
+        heads = rows - row_tokens * GROUP + kv_head * GROUP  # i32[BLOCK_M]
+        tokens = row_tokens + query_start  # i32[BLOCK_M]
         row_starts = first_visible(positions, window_tokens, chunk_tokens)
         row_ends = end_visible(positions, seq_len, IS_CAUSAL)
         mask = element_mask(live, HEAD_DIM, BLOCK_D)

@@ -9,6 +9,7 @@ import triton.language as tl
 from jenga_kernels.triton.addressing import key_offsets
 from jenga_kernels.triton.device import device_function
 from jenga_kernels.triton.matmul import matmul, matmul_add
+from jenga_kernels.triton.rows import load_rows
 from jenga_kernels.triton.softmax import soft_capped, softmax_step
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -18,7 +19,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 @device_function
 def first_visible(positions, window_tokens, chunk_tokens):
     """First key that the query at each position reads."""
-    first = tl.maximum(positions, 0) * 0
+    first = positions * 0
     if window_tokens is not None:
         first = tl.maximum(first, positions - window_tokens + 1)
     if chunk_tokens is not None:
@@ -90,38 +91,21 @@ def attend_tile(
     Without IS_EDGE every row reads every one of these keys.
     """
     keys = first_key + tl.arange(0, BLOCK_N)
-    dims = tl.arange(0, BLOCK_D)[None, :]
+    live = None
     if IS_EDGE:
         live = (keys >= keys_start) & (keys < keys_end)
-        offsets = key_offsets(
-            page_table_ptr,
-            first_key,
-            live,
-            stride_pages_page,
-            stride_pages_slot,
-            PAGE_TOKENS,
-            BLOCK_N,
-        )
-        mask = element_mask(live, HEAD_DIM, BLOCK_D)
-        k = tl.load(k_pages_ptr + offsets[:, None] + dims, mask=mask, other=0.0)
-        # A dead slot may hold NaN, and 0 * NaN is NaN: values are zeroed, not only their weights.
-        v = tl.load(v_pages_ptr + offsets[:, None] + dims, mask=mask, other=0.0)
-    else:
-        offsets = key_offsets(
-            page_table_ptr,
-            first_key,
-            None,
-            stride_pages_page,
-            stride_pages_slot,
-            PAGE_TOKENS,
-            BLOCK_N,
-        )
-        if BLOCK_D == HEAD_DIM:
-            k = tl.load(k_pages_ptr + offsets[:, None] + dims)
-            v = tl.load(v_pages_ptr + offsets[:, None] + dims)
-        else:
-            k = tl.load(k_pages_ptr + offsets[:, None] + dims, mask=dims < HEAD_DIM, other=0.0)
-            v = tl.load(v_pages_ptr + offsets[:, None] + dims, mask=dims < HEAD_DIM, other=0.0)
+    offsets = key_offsets(
+        page_table_ptr,
+        first_key,
+        live,
+        stride_pages_page,
+        stride_pages_slot,
+        PAGE_TOKENS,
+        BLOCK_N,
+    )
+    # A dead slot may hold NaN, and 0 * NaN is NaN: values are zeroed, not only their weights.
+    k = load_rows(k_pages_ptr, offsets, live, HEAD_DIM, BLOCK_D)
+    v = load_rows(v_pages_ptr, offsets, live, HEAD_DIM, BLOCK_D)
     k = k.to(q.dtype)  # [BLOCK_N, BLOCK_D]
     v = v.to(q.dtype)  # [BLOCK_N, BLOCK_D]
 

@@ -128,7 +128,12 @@ DECODE_PROGRAMS_PER_PROCESSOR = 2
 
 
 def attention_tiles(
-    machine: Machine, *, head_dim: int, element_bytes: int, decode_rows: int
+    machine: Machine,
+    *,
+    head_dim: int,
+    element_bytes: int,
+    stored_bytes: int,
+    decode_rows: int,
 ) -> AttentionTiles:
     """Tiles of `paged_attention`.
 
@@ -136,6 +141,7 @@ def attention_tiles(
         machine: Where it runs.
         head_dim: Elements of one head of one token.
         element_bytes: Bytes of an element of the queries.
+        stored_bytes: Bytes of an element in the pages.
         decode_rows: Most rows of a request that the decode kernel serves.
     """
     decode_rows = max(MIN_ROWS, power_of_two(decode_rows))
@@ -146,32 +152,63 @@ def attention_tiles(
             num_programs=1,
             block_splits=16,
         )
+    block_d = min(256, max(64, power_of_two(head_dim)))
+    is_hopper = machine.capability >= HOPPER
     return AttentionTiles(
-        decode=_decode_tiles(machine, head_dim, element_bytes, decode_rows),
-        prefill=_prefill_tiles(machine, head_dim, element_bytes),
+        decode=_decode_tiles(block_d, element_bytes, stored_bytes, decode_rows, is_hopper),
+        prefill=PREFILL_TILES[is_hopper, element_bytes, stored_bytes, block_d],
         num_programs=DECODE_PROGRAMS_PER_PROCESSOR * machine.num_processors,
         block_splits=32,
     )
 
 
 def _decode_tiles(
-    machine: Machine, head_dim: int, element_bytes: int, decode_rows: int
+    block_d: int, element_bytes: int, stored_bytes: int, decode_rows: int, is_hopper: bool
 ) -> LoopTiles:
-    """Tiles that keep enough bytes in flight: a step loads about 32 KiB of keys and values."""
-    block_d = power_of_two(head_dim)
-    block_n = max(16, min(128, 8192 // (block_d * element_bytes // 2)))
-    if machine.capability < HOPPER or decode_rows > MIN_ROWS:
-        block_n = max(16, block_n // 2)
-    return LoopTiles(block_m=decode_rows, block_n=block_n, num_warps=4, num_stages=3)
+    """Tiles with 16 KiB of keys and of values a step.
+
+    A load behind a page id takes two stages, so five stages keep two steps in flight.
+    """
+    block_n = min(128, 16384 // (block_d * stored_bytes))
+    if block_d > 128:  # noqa: PLR2004 - rows this wide leave no registers for more keys
+        block_n = 32
+    if not is_hopper or decode_rows > MIN_ROWS:
+        block_n = block_n // 2
+    num_stages = 5 if element_bytes == 2 else 4  # noqa: PLR2004 - float32 products need registers
+    return LoopTiles(
+        block_m=decode_rows, block_n=max(16, block_n), num_warps=4, num_stages=num_stages
+    )
 
 
-def _prefill_tiles(machine: Machine, head_dim: int, element_bytes: int) -> LoopTiles:
-    """Tiles as large as registers and shared memory allow without spills."""
-    block_d = power_of_two(head_dim)
-    if element_bytes > 2:  # noqa: PLR2004 - float32 has no tensor-core path here
-        return LoopTiles(block_m=64, block_n=32, num_warps=8, num_stages=1)
-    if machine.capability < HOPPER:
-        block_n = 64 if block_d <= 128 else 32  # noqa: PLR2004 - see HOPPER
-        return LoopTiles(block_m=128, block_n=block_n, num_warps=8, num_stages=2)
-    block_n = 128 if block_d <= 128 else 64  # noqa: PLR2004
-    return LoopTiles(block_m=128, block_n=block_n, num_warps=8, num_stages=2)
+def _loop_tiles(block_m: int, block_n: int, num_warps: int, num_stages: int) -> LoopTiles:
+    return LoopTiles(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
+
+
+PREFILL_TILES = {
+    # Hopper, bytes of an element of queries and of pages, padded head_dim
+    (True, 2, 2, 64): _loop_tiles(128, 128, 8, 2),
+    (True, 2, 2, 128): _loop_tiles(128, 64, 8, 3),
+    (True, 2, 2, 256): _loop_tiles(128, 32, 8, 3),
+    (True, 2, 1, 64): _loop_tiles(128, 128, 8, 2),
+    (True, 2, 1, 128): _loop_tiles(128, 64, 8, 3),
+    (True, 2, 1, 256): _loop_tiles(64, 64, 8, 2),
+    (True, 4, 4, 64): _loop_tiles(64, 32, 8, 1),
+    (True, 4, 4, 128): _loop_tiles(32, 16, 8, 1),
+    (True, 4, 4, 256): _loop_tiles(16, 32, 8, 1),
+    (True, 4, 1, 64): _loop_tiles(64, 32, 8, 1),
+    (True, 4, 1, 128): _loop_tiles(32, 16, 8, 1),
+    (True, 4, 1, 256): _loop_tiles(16, 32, 8, 1),
+    (False, 2, 2, 64): _loop_tiles(128, 64, 8, 2),
+    (False, 2, 2, 128): _loop_tiles(64, 64, 8, 2),
+    (False, 2, 2, 256): _loop_tiles(64, 32, 8, 2),
+    (False, 2, 1, 64): _loop_tiles(128, 64, 8, 2),
+    (False, 2, 1, 128): _loop_tiles(64, 64, 8, 2),
+    (False, 2, 1, 256): _loop_tiles(64, 32, 8, 2),
+    (False, 4, 4, 64): _loop_tiles(64, 32, 8, 1),
+    (False, 4, 4, 128): _loop_tiles(32, 16, 8, 1),
+    (False, 4, 4, 256): _loop_tiles(16, 32, 8, 1),
+    (False, 4, 1, 64): _loop_tiles(64, 32, 8, 1),
+    (False, 4, 1, 128): _loop_tiles(32, 16, 8, 1),
+    (False, 4, 1, 256): _loop_tiles(16, 32, 8, 1),
+}
+"""The largest tiles that compile without spills with every option; no GPU has timed them yet."""

@@ -1,7 +1,7 @@
 """Batches of requests over a paged cache, for the tests and benchmarks of attention."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -96,6 +96,7 @@ class Batch:
             window_tokens=options.window_tokens,
             chunk_tokens=options.chunk_tokens,
             is_causal=options.is_causal,
+            is_fp8=shape.pages_dtype == torch.float8_e4m3fn,
         )
 
     def plan(self, **changes: object) -> AttentionPlan:
@@ -218,7 +219,3 @@ def check_batch(batch: Batch, **plan: object) -> None:
     check_close(*lses)
     assert (out[used:] == 7.0).all()
     assert (lse[used:] == 7.0).all()
-
-
-def with_dtype(shape: Shape, dtype: torch.dtype) -> Shape:
-    return replace(shape, dtype=dtype)

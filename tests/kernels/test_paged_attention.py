@@ -14,7 +14,7 @@ from tests.kernels.attention_cases import (
 )
 from tests.kernels.support import DEVICE
 
-MIXED = ((40, 40), (1, 77), (0, 0), (3, 64), (17, 130), (1, 1), (2, 300))
+MIXED = ((40, 40), (1, 77), (0, 0), (3, 50), (11, 70), (1, 1))
 """A prompt, decoded tokens, nothing, drafted tokens, a chunk on a context, and so on."""
 
 SHAPES = {
@@ -64,7 +64,14 @@ def test_paged_attention_agrees_with_its_reference(shape):
     check_batch(make_batch(shape, Options()), tiles=SMALL_TILES)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+DTYPES = [
+    torch.bfloat16,
+    pytest.param(torch.float16, marks=pytest.mark.slow),
+    pytest.param(torch.float32, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_paged_attention_has_option(options, dtype):
     check_batch(make_batch(Shape(requests=MIXED, dtype=dtype), options), tiles=SMALL_TILES)
@@ -75,7 +82,7 @@ def test_paged_attention_has_option_with_the_tiles_chosen(options):
     check_batch(make_batch(Shape(requests=MIXED), options))
 
 
-@pytest.mark.parametrize("window_tokens", [16, 17, 32, 33, 100])
+@pytest.mark.parametrize("window_tokens", [16, 17, 33])
 def test_paged_attention_window_counts_its_own_token_at_page_edges(window_tokens):
     shape = Shape(requests=((1, 100), (40, 96), (1, 97)), page_tokens=32)
 
@@ -89,7 +96,7 @@ def test_paged_attention_reads_fp8(num_scales):
     check_batch(make_batch(shape, Options(num_scales=num_scales)), tiles=SMALL_TILES)
 
 
-@pytest.mark.parametrize("query_len", [2, 5, 8])
+@pytest.mark.parametrize("query_len", [2, 8])
 def test_paged_attention_decodes_drafted_tokens(query_len):
     requests = [(query_len, 100), (query_len, query_len), (query_len - 1, 300), (1, 40)]
     batch = make_batch(Shape(requests=requests, num_heads=8), Options(window_tokens=60))
@@ -126,7 +133,7 @@ def test_paged_attention_with_one_plan_serves_many_layers_and_steps():
     assert torch.equal(updated, again)
 
 
-@pytest.mark.parametrize("num_programs", [1, 2, 5, 64, 1000])
+@pytest.mark.parametrize("num_programs", [1, 2, 5, 300])
 def test_paged_attention_may_be_spread_over_any_number_of_programs(num_programs):
     batch = make_batch(Shape(requests=((1, 90), (2, 400), (0, 0), (1, 3), (30, 64))), Options())
 
