@@ -14,7 +14,8 @@ from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import RequestStatus
 
 from jenga.errors import OutOfPagesError
-from jenga.manager import Manager, PrefixHit
+from jenga.manager import Manager
+from jenga.request import PrefixHit
 from jenga.vllm_plugin.layout import JengaKVCacheConfig, geometry_of
 from jenga.vllm_plugin.memory_log import MemoryLog, open_memory_log
 

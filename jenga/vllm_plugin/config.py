@@ -101,10 +101,13 @@ def _set_cache_options(vllm_config: "VllmConfig") -> None:
     else:
         cache.block_size = TOKENS_PER_PAGE
         cache.user_specified_block_size = True  # keeps platforms from choosing another
-    if cache.enable_prefix_caching:
-        logger.info_once("%s: prefix caching is not supported and is turned off", BACKEND_NAME)
-        cache.enable_prefix_caching = False
     if model is not None and (model.is_hybrid or model.is_attention_free):
+        if cache.enable_prefix_caching:
+            logger.warning_once(
+                "%s does not cache prefixes of models with Mamba layers: prefix caching is off",
+                BACKEND_NAME,
+            )
+        cache.enable_prefix_caching = False
         cache.mamba_cache_mode = "none"
         cache.mamba_block_size = model.max_model_len
         cache.mamba_page_size_padded = None

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 NAN_BYTE = 0xFF
@@ -93,12 +94,18 @@ def main():
     )
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
     preemptions = count_preemptions(llm) if job.get("report_manager") else None
-    result = {"outputs": _result(llm.generate(prompts, sampling, use_tqdm=False))}
+    rounds = job.get("rounds", 1)
+    size = -(-len(prompts) // rounds)
+    outputs = []
+    for start in range(0, len(prompts), size):  # later rounds find what earlier ones left
+        outputs += llm.generate(prompts[start : start + size], sampling, use_tqdm=False)
+    result = {"outputs": _result(outputs)}
     if preemptions is not None:
         manager = scheduler_of(llm).kv_cache_manager.manager
         manager.check()
         result["request_tokens"] = manager.request_tokens()
         result["preemptions"] = len(preemptions)
+        result["cache"] = asdict(manager.cache_report())
     Path(sys.argv[2]).write_text(json.dumps(result))
 
 
