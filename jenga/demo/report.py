@@ -9,7 +9,7 @@ from jenga.demo.memory import Step, StoredTable, Timeline
 from jenga.demo.run import Completion, DemoResult
 from jenga.demo.stock import StockTimeline
 
-_MAX_ROWS = 14
+_MAX_ROWS = 18
 """Steps shown of a timeline; the peak is always among them."""
 
 _SHOWN_CHARACTERS = 66
@@ -99,7 +99,7 @@ def _memory(timeline: Timeline, stock: Sequence[StockTimeline]) -> str:
         [
             _heading("Memory held over the run, in KiB"),
             "needed: slots that a next token reads or writes. jenga: large pages held, with the",
-            "empty small pages in them. [n]: blocks that vLLM's own manager holds when vLLM's planner",
+            "empty small pages in them. [n]: blocks that vLLM's own manager holds when its planner",
             "groups the same layers and the manager is given the same requests in the same steps:",
             *legend,
             "",
@@ -146,11 +146,13 @@ def _speed(result: DemoResult) -> str:
     prompt_tokens = sum(completion.num_prompt_tokens for completion in result.completions)
     tokens = sum(completion.num_tokens for completion in result.completions)
     kernels = "in Triton's interpreter" if result.is_interpreted else "compiled"
+    speed = (prompt_tokens + tokens) / result.generate_s
     lines = [
         _heading("Speed of what ran"),
         f"{Path(result.model).name} in {result.dtype} on {result.machine}, kernels {kernels}",
         f"engine ready in {result.start_s:.0f} s",
-        f"{prompt_tokens} prompt tokens read and {tokens} generated in {result.generate_s:.1f} s",
+        f"{prompt_tokens} prompt tokens read, {tokens} generated in {result.generate_s:.1f} s",
+        f"{speed:.2f} tokens/s, read and generated together",
     ]
     if result.is_interpreted:
         lines.append(

@@ -105,29 +105,47 @@ def run_demo(
     arena_bytes: int,
     prompts: Sequence[str] | None = None,
     model_directory: Path | None = None,
-    progress: TextIO | None = None,
 ) -> DemoResult:
     """Serve prompts with a real engine and collect what it held.
+
+    What is being done is said on standard error as it goes.
 
     Args:
         max_tokens: Tokens to generate for each prompt.
         arena_bytes: Size of the arena.
         prompts: Texts to continue; `default_prompts` if None.
         model_directory: A model in Hugging Face's form; Gemma 3 270M if None.
-        progress: Where to say what is being done; standard error by default.
 
     Raises:
         ModuleNotFoundError: vLLM, or what the default model needs, is not installed.
         ValueError: The model's directory is not one, or vLLM refused what was asked.
         RuntimeError: The engine failed; the message names the file with its output.
     """
-    progress = progress or os.fdopen(os.dup(2), "w", encoding="utf-8")
     if model_directory is not None and not (model_directory / "config.json").is_file():
         msg = f"--model must be a directory with a config.json, got {str(model_directory)!r}"
         raise ValueError(msg)
     if find_spec("vllm") is None:
         msg = "vLLM is not installed"
         raise ModuleNotFoundError(msg, name="vllm")
+    # A copy of standard error stays open to people while the engine's goes to a file.
+    with os.fdopen(os.dup(2), "w", encoding="utf-8") as progress:
+        return _run(
+            texts=list(prompts) if prompts else default_prompts(),
+            max_tokens=max_tokens,
+            arena_bytes=arena_bytes,
+            model_directory=model_directory,
+            progress=progress,
+        )
+
+
+def _run(
+    *,
+    texts: list[str],
+    max_tokens: int,
+    arena_bytes: int,
+    model_directory: Path | None,
+    progress: TextIO,
+) -> DemoResult:
     dtype = "bfloat16" if has_gpu() else "float32"
     directory = model_directory or gemma3_270m_directory(dtype, progress=progress)
     folder = Path(tempfile.mkdtemp(prefix="jenga-demo-"))
@@ -144,7 +162,6 @@ def run_demo(
         "kv_cache_memory_bytes": arena_bytes,
         "seed": 0,
     }
-    texts = list(prompts) if prompts else default_prompts()
     completions, start_s, generate_s = _serve(options, texts, max_tokens, folder, progress)
     timeline = read_memory_log(folder / "memory.jsonl")
     with _engine_output(folder / "stock.log"):
@@ -287,12 +304,10 @@ def _heartbeat(what: str, progress: TextIO, *, memory_log: Path | None = None) -
 
 
 def _latest_step(memory_log: Path) -> str:
-    """Describe the last step in a memory log that is still being written."""
-    lines = memory_log.read_text(encoding="utf-8").splitlines()
-    if len(lines) < 3:  # noqa: PLR2004 (the geometry, and a last line that may be half written)
-        return ""
-    record = json.loads(lines[-2])
+    """Describe the last whole line of a memory log that is still being written."""
+    *lines, _ = memory_log.read_text(encoding="utf-8").split("\n")
+    record = json.loads(lines[-1]) if lines else {}
     if "step" not in record:
         return ""
     tokens = record["tokens"]
-    return f": step {record['step']}, {len(tokens)} requests, {sum(tokens.values())} tokens held"
+    return f": step {record['step']}, {sum(tokens.values())} tokens held before it"
