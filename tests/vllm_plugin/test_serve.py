@@ -3,16 +3,23 @@
 import json
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
 
 import pytest
 
-from tests.vllm_plugin.conftest import engine_environment
+from tests.vllm_plugin.conftest import HERE, engine_environment
 
 pytestmark = pytest.mark.vllm
 
 PROMPT = "The capital of France is"
+
+
+def model():
+    from jenga.demo.weights import gemma3_270m_directory
+
+    return gemma3_270m_directory("float32")
 
 
 def free_port():
@@ -24,16 +31,14 @@ def free_port():
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """Start a server and yield its address; its log is shown if it does not come up."""
-    import shutil
-    import sys
-    from pathlib import Path
-
-    from jenga.demo.weights import gemma3_270m_directory
-
-    vllm = shutil.which("vllm", path=str(Path(sys.executable).parent))
     port = free_port()
     log_path = tmp_path_factory.mktemp("server") / "log.txt"
-    command = [vllm, "serve", str(gemma3_270m_directory("float32"))]
+    command = [
+        sys.executable,
+        str(HERE / "serve_process.py"),
+        "serve",
+        str(model()),
+    ]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "gemma"]
     command += ["--attention-backend", "JENGA_TRITON", "--dtype", "float32", "--enforce-eager"]
     command += ["--max-model-len", "256", "--max-num-seqs", "4"]
@@ -58,29 +63,32 @@ def server(tmp_path_factory):
         process.wait(timeout=60)
 
 
-def complete(address, **options):
-    body = {"model": "gemma", "prompt": PROMPT, "max_tokens": 6, "temperature": 0.0} | options
+def post(address, path, **body):
     request = urllib.request.Request(
-        f"{address}/v1/completions",
-        data=json.dumps(body).encode(),
+        f"{address}{path}",
+        data=json.dumps({"model": "gemma"} | body).encode(),
         headers={"Content-Type": "application/json"},
     )
-    return urllib.request.urlopen(request, timeout=240)
+    with urllib.request.urlopen(request, timeout=240) as response:
+        return response.read().decode()
 
 
-def test_server_completes_and_streams_the_same_text_on_the_selected_backend(server):
+def complete(address, **options):
+    return post(address, "/v1/completions", prompt=PROMPT, max_tokens=6, temperature=0.0, **options)
+
+
+def test_server_completes_and_streams_what_transformers_generates(server, run_engine):
     address, log_path = server
 
-    with complete(address) as response:
-        whole = json.load(response)["choices"][0]["text"]
-    with complete(address, stream=True) as response:
-        events = [
-            line[6:] for line in response.read().decode().splitlines() if line[:6] == "data: "
-        ]
+    whole = json.loads(complete(address))["choices"][0]["text"]
+    events = [line[6:] for line in complete(address, stream=True).splitlines() if line[6:]]
     streamed = [json.loads(event)["choices"][0]["text"] for event in events[:-1]]
+    prompt = json.loads(post(address, "/tokenize", prompt=PROMPT))["tokens"]
+    reference = run_engine(model(), [prompt], max_tokens=6, script="reference_process.py")
+    (expected,) = reference["outputs"]
 
-    assert "Paris" in whole
+    assert json.loads(post(address, "/detokenize", tokens=expected["tokens"]))["prompt"] == whole
     assert events[-1] == "[DONE]"
     assert len(streamed) > 1
     assert "".join(streamed) == whole
-    assert "JENGA_TRITON" in log_path.read_text()
+    assert "JENGA_TRITON: planned geometry" in log_path.read_text()
