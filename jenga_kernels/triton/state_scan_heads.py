@@ -17,20 +17,41 @@ from jenga_kernels.triton.recurrence import (
 LEAST_LOG2 = tl.constexpr(-126.0)
 """Decay of a token, in powers of two, below which the state before it counts for nothing."""
 
+LEAST_DT = tl.constexpr(1e-37)
+"""Step size that adds nothing; unlike zero it has a logarithm."""
+
 GRID = tl.constexpr(1024.0)
 """Multiples of 1 / GRID down to BLOCK_T * LEAST_LOG2 add up exactly in float32."""
 
 
 @device_function
-def log_decays(dt, rate):
+def log_decays(dt, rate, IS_WIDE: tl.constexpr):
     """Logarithms to base two of the decay from a chunk's start through each token, in two parts.
 
-    The first part adds up without rounding and the second is small, so that the difference of two
-    tokens' is right however much the state has decayed before them.
+    The difference of two tokens' must be right however much the state has decayed before them. For
+    float32 the first part therefore adds up without rounding, and the second is small. Narrower
+    inputs do not need the second, which is None.
     """
     steps = tl.maximum(dt * rate, LEAST_LOG2)
-    coarse = tl.floor(steps * GRID) / GRID
-    return tl.cumsum(coarse, 0), tl.cumsum(steps - coarse, 0)
+    if IS_WIDE:
+        coarse = tl.floor(steps * GRID) / GRID
+        return tl.cumsum(coarse, 0), tl.cumsum(steps - coarse, 0)
+    else:
+        return tl.cumsum(steps, 0), None
+
+
+@device_function
+def mixing_weights(scores, coarse, fine, dt, BLOCK_T: tl.constexpr):
+    """What token j of a chunk adds to token i: scores of C and B times step size times decay."""
+    tile = tl.arange(0, BLOCK_T)
+    # log2(dt) rides with the decay: a vector of its own would be computed anew for every column.
+    ahead = coarse if fine is not None else coarse - tl.log2(tl.maximum(dt, LEAST_DT))
+    exponent = coarse[:, None] - ahead[None, :]
+    if fine is not None:
+        exponent += fine[:, None] - fine[None, :]
+        scores *= dt[None, :]
+    exponent = tl.where(tile[:, None] >= tile[None, :], exponent, float("-inf"))
+    return scores * tl.exp2(exponent)  # [T, T]
 
 
 @triton.jit
@@ -144,27 +165,25 @@ def state_scan_heads_kernel(
             dt = step_sizes(dt, dt_bias, dt_min, dt_max, IS_SOFTPLUS, HAS_LIMITS)
             # A token past the stretch has step size zero: the state stays.
             dt = tl.where(live, dt, 0.0)
-            coarse, fine = log_decays(dt, rate)
+            coarse, fine = log_decays(dt, rate, dtype == tl.float32)
             x = tl.load(x_ptr + row * stride_x_token, mask=rows & is_dim, other=0.0)  # [T, P]
             b = tl.load(B_ptr + row * stride_B_token, mask=rows & is_n, other=0.0)  # [T, N]
             c = tl.load(C_ptr + row * stride_C_token, mask=rows & is_n, other=0.0)  # [T, N]
 
-            y = matmul(c, h.to(dtype)) * tl.exp2(coarse + fine)[:, None]
-            between = (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :])
-            between = tl.where(tile[:, None] >= tile[None, :], between, float("-inf"))
-            weights = matmul(c, tl.trans(b)) * tl.exp2(between) * dt[None, :]  # [T, T]
+            # What the state before the chunk gives, then what the chunk's own tokens give.
+            since_start = coarse if fine is None else coarse + fine
+            y = matmul(c, h.to(dtype)) * tl.exp2(since_start)[:, None]
+            weights = mixing_weights(matmul(c, tl.trans(b)), coarse, fine, dt, BLOCK_T)
             y = matmul_add(weights.to(dtype), x, y)
 
             last = tile == BLOCK_T - 1
-            all_coarse = tl.sum(tl.where(last, coarse, 0.0), 0)
-            all_fine = tl.sum(tl.where(last, fine, 0.0), 0)
-            until_end = tl.exp2((all_coarse - coarse) + (all_fine - fine)) * dt
+            until_end = tl.sum(tl.where(last, coarse, 0.0), 0) - coarse
+            if fine is not None:
+                until_end += tl.sum(tl.where(last, fine, 0.0), 0) - fine
             x32 = x.to(tl.float32)
-            h = matmul_add(
-                tl.trans(b),
-                (x32 * until_end[:, None]).to(dtype),
-                h * tl.exp2(all_coarse + all_fine),
-            )
+            kept = (x32 * (tl.exp2(until_end) * dt)[:, None]).to(dtype)
+            h *= tl.exp2(tl.sum(tl.where(last, since_start, 0.0), 0))
+            h = matmul_add(tl.trans(b), kept, h)
             if D_ptr is not None:
                 y += D * x32
             if z_ptr is not None:
@@ -173,5 +192,5 @@ def state_scan_heads_kernel(
             y = y.to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + row * stride_out_token, y, mask=rows & is_dim)
         start = stop
-        kept = states_ptr + page_offsets(slot, stride_states_slot) + in_page
-        tl.store(kept, h.to(states_ptr.dtype.element_ty), mask=in_state & (slot > 0))
+        state_ptr = states_ptr + page_offsets(slot, stride_states_slot) + in_page
+        tl.store(state_ptr, h.to(states_ptr.dtype.element_ty), mask=in_state & (slot > 0))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import triton
 
-from jenga_kernels.triton.tiles import Machine, power_of_two
+from jenga_kernels.triton.tiles import HOPPER, Machine, power_of_two
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,33 +43,43 @@ LEAST_PRODUCT = 16
 """Least size of each dimension of a matrix product."""
 
 
-MAX_STATE_COLUMNS = 128
-"""Greatest d_state at which 64 channels of it fit in the registers of 4 warps."""
+WIDE_STATE = 128
+"""Greatest d_state whose tiles fit in registers with chunks of 64 tokens."""
 
 
-def head_scan_tiles(machine: Machine, num_columns: int, head_dim: int, d_state: int) -> ScanTiles:
+def head_scan_tiles(
+    machine: Machine, num_columns: int, head_dim: int, d_state: int, element_bytes: int
+) -> ScanTiles:
     """Tiles of `state_scan` where a head decays as one.
+
+    All have one stage: with more, Triton's warpgroup products whose left operand is in registers
+    may run on into the next turn of the loop and read what that one has overwritten.
 
     Args:
         machine: Where it runs.
         num_columns: Heads times requests: sequential scans that go on side by side.
         head_dim: Channels of a head.
         d_state: State elements of a channel.
+        element_bytes: Bytes of an element of x.
     """
-    block_dims = max(LEAST_PRODUCT, power_of_two(head_dim))
+    whole_head = max(LEAST_PRODUCT, power_of_two(head_dim))
     if machine.is_interpreter:
-        return ScanTiles(
-            block_tokens=64, block_dims=block_dims, num_warps=1, least_state=LEAST_PRODUCT
-        )
-    # Few scans: cut heads so that two programs share a processor and hide each other's waits.
-    is_few = num_columns * triton.cdiv(head_dim, 64) < 2 * machine.num_processors
-    block_dims = min(block_dims, 32 if is_few or d_state > MAX_STATE_COLUMNS else 64)
-    # One stage: with more, warpgroup products whose left operand is in registers go wrong.
+        block_tokens, block_dims, num_warps = 64, whole_head, 1
+    elif element_bytes > 2:  # noqa: PLR2004 - wider than 16 bits: no tensor cores
+        block_tokens, block_dims, num_warps = 16, 16, 8 if d_state <= WIDE_STATE else 16
+    elif machine.capability < HOPPER:
+        block_tokens, block_dims, num_warps = (32, 32, 4) if d_state <= WIDE_STATE else (16, 16, 4)
+    elif d_state > WIDE_STATE:
+        block_tokens, block_dims, num_warps = 32, 16, 8
+    elif num_columns * triton.cdiv(head_dim, 64) < 2 * machine.num_processors:
+        # Few scans: cut heads so that two programs share a processor and hide each other's waits.
+        block_tokens, block_dims, num_warps = 64, 32, 4
+    else:
+        block_tokens, block_dims, num_warps = 64, 64, 8
     return ScanTiles(
-        block_tokens=64,
-        block_dims=block_dims,
-        num_warps=4,
-        num_stages=1,
+        block_tokens=block_tokens,
+        block_dims=min(whole_head, block_dims),
+        num_warps=num_warps,
         least_state=LEAST_PRODUCT,
     )
 
