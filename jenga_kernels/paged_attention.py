@@ -15,7 +15,7 @@ from jenga_kernels.checks import (
     check_shape,
 )
 from jenga_kernels.triton.addressing import strides
-from jenga_kernels.triton.attention_decode import attention_decode_kernel, attention_merge_kernel
+from jenga_kernels.triton.attention_decode import attention_decode_kernel, attention_splits_kernel
 from jenga_kernels.triton.attention_prefill import attention_prefill_kernel
 from jenga_kernels.triton.tiles import power_of_two
 
@@ -235,7 +235,7 @@ def paged_attention(
             num_stages=tiles.num_stages,
         )
     if plan.decode_query_tokens and plan.may_split:
-        attention_merge_kernel[(num_requests * plan.decode_query_tokens, num_heads)](
+        attention_splits_kernel[(num_requests * plan.decode_query_tokens, num_heads)](
             out_ptr=out,
             lse_ptr=lse,
             partial_out_ptr=plan.partial_out,

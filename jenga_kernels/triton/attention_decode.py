@@ -181,7 +181,7 @@ def attention_decode_kernel(
 
 
 @triton.jit
-def attention_merge_kernel(
+def attention_splits_kernel(
     # Outputs
     out_ptr,  # [num_tokens, num_heads, head_dim], contiguous
     lse_ptr,  # f32[num_tokens, num_heads] or None

@@ -86,6 +86,13 @@ def copy_tiles(machine: Machine, row_elements: int) -> CopyTiles:
     return CopyTiles(block_rows=max(1, 2048 // power_of_two(row_elements)), num_warps=4)
 
 
+def page_tiles(machine: Machine) -> CopyTiles:
+    """Tiles of `page_copy` and `page_clear`; rows are words of 4 bytes."""
+    if machine.is_interpreter:
+        return CopyTiles(block_rows=65536, num_warps=1)
+    return CopyTiles(block_rows=4096, num_warps=8)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopTiles:
     """Tiles of a kernel that walks over keys.
@@ -171,7 +178,7 @@ def _decode_tiles(
     """
     block_n = min(128, 16384 // (block_d * stored_bytes))
     if block_d > 128:  # noqa: PLR2004 - rows this wide leave no registers for more keys
-        block_n = 32
+        block_n = min(32, block_n)
     if not is_hopper or decode_rows > MIN_ROWS:
         block_n = block_n // 2
     num_stages = 5 if element_bytes == 2 else 4  # noqa: PLR2004 - float32 products need registers
@@ -194,10 +201,10 @@ PREFILL_TILES = {
     (True, 2, 1, 256): _loop_tiles(64, 64, 8, 2),
     (True, 4, 4, 64): _loop_tiles(64, 32, 8, 1),
     (True, 4, 4, 128): _loop_tiles(32, 16, 8, 1),
-    (True, 4, 4, 256): _loop_tiles(16, 32, 8, 1),
+    (True, 4, 4, 256): _loop_tiles(16, 16, 8, 1),
     (True, 4, 1, 64): _loop_tiles(64, 32, 8, 1),
     (True, 4, 1, 128): _loop_tiles(32, 16, 8, 1),
-    (True, 4, 1, 256): _loop_tiles(16, 32, 8, 1),
+    (True, 4, 1, 256): _loop_tiles(16, 16, 8, 1),
     (False, 2, 2, 64): _loop_tiles(128, 64, 8, 2),
     (False, 2, 2, 128): _loop_tiles(64, 64, 8, 2),
     (False, 2, 2, 256): _loop_tiles(64, 32, 8, 2),
@@ -206,9 +213,9 @@ PREFILL_TILES = {
     (False, 2, 1, 256): _loop_tiles(64, 32, 8, 2),
     (False, 4, 4, 64): _loop_tiles(64, 32, 8, 1),
     (False, 4, 4, 128): _loop_tiles(32, 16, 8, 1),
-    (False, 4, 4, 256): _loop_tiles(16, 32, 8, 1),
+    (False, 4, 4, 256): _loop_tiles(16, 16, 8, 1),
     (False, 4, 1, 64): _loop_tiles(64, 32, 8, 1),
     (False, 4, 1, 128): _loop_tiles(32, 16, 8, 1),
-    (False, 4, 1, 256): _loop_tiles(16, 32, 8, 1),
+    (False, 4, 1, 256): _loop_tiles(16, 16, 8, 1),
 }
 """The largest tiles that compile without spills with every option; no GPU has timed them yet."""

@@ -159,7 +159,10 @@ def make_batch(shape: Shape, options: Options, *, seed: int = 0) -> Batch:
         page_ids = table[request, tokens // shape.page_tokens].long()
         rows = (len(tokens), shape.num_kv_heads, shape.head_dim)
         for pages in (layer.k_pages, layer.v_pages):
-            pages[page_ids, tokens % shape.page_tokens] = randn(rows, pages.dtype, rng)
+            values = randn(rows, pages.dtype, rng)
+            # CUDA does not index float8: bytes go in.
+            stored = pages.view(torch.uint8) if pages.dtype.itemsize == 1 else pages
+            stored[page_ids, tokens % shape.page_tokens] = values.view(stored.dtype)
         # Pages before everything read are stale: another request's, or out of the arena.
         table[request, : start // shape.page_tokens] = 1 + request % 2 * (2**30)
     scales = [None, None]
@@ -212,10 +215,14 @@ def check_batch(batch: Batch, **plan: object) -> None:
 
     exact, exact_lse = expected(batch, torch.float64)
     naive, naive_lse = expected(batch)
-    check_close(out[:used], exact[:used], naive[:used])
+    # Through exp2, tanh loses the last places of 1, so a capped score those of the cap; a weight
+    # errs by the same share.
+    slack = 2 * torch.finfo(torch.float32).eps * (batch.options.soft_cap or 0.0)
+    largest = exact[:used].abs().max().item() if used else 0.0
+    check_close(out[:used], exact[:used], naive[:used], slack=slack * largest)
     is_empty = torch.isinf(exact_lse[:used])
     assert torch.equal(torch.isinf(lse[:used]), is_empty)
     lses = [values[:used].masked_fill(is_empty, 0.0) for values in (lse, exact_lse, naive_lse)]
-    check_close(*lses)
+    check_close(*lses, slack=slack)
     assert (out[used:] == 7.0).all()
     assert (lse[used:] == 7.0).all()

@@ -1,0 +1,38 @@
+"""Zeroing whole pages of an arena."""
+
+import torch
+import triton
+
+from jenga_kernels.checks import check_contiguous, check_dtype, check_same_device, check_shape
+from jenga_kernels.page_copy import check_whole_pages
+from jenga_kernels.triton.page_copy import page_clear_kernel
+from jenga_kernels.triton.tiles import machine_of, page_tiles
+
+
+def page_clear(pages: torch.Tensor, page_ids: torch.Tensor) -> None:
+    """Set every byte of some pages to zero.
+
+    Args:
+        pages: Written in place, [num_pages, page_elements] of any dtype; a view into an arena whose
+            pages begin at, and hold, multiples of 16 bytes.
+        page_ids: Pages to clear, i64[num_cleared]; negative entries are skipped.
+
+    Raises:
+        ValueError: If a shape, dtype, stride, alignment or device does not fit.
+    """
+    words = check_whole_pages(pages)
+    check_shape("page_ids", page_ids, (None,))
+    check_dtype("page_ids", page_ids, (torch.int64,))
+    check_contiguous("page_ids", page_ids)
+    check_same_device(pages=pages, page_ids=page_ids)
+    if page_ids.numel() == 0 or words.shape[1] == 0:
+        return
+    tiles = page_tiles(machine_of(pages.device))
+    page_clear_kernel[(triton.cdiv(words.shape[1], tiles.block_rows), page_ids.numel())](
+        words_ptr=words,
+        page_ids_ptr=page_ids,
+        num_words=words.shape[1],
+        stride_page=words.stride(0),
+        BLOCK_WORDS=tiles.block_rows,
+        num_warps=tiles.num_warps,
+    )

@@ -1,0 +1,190 @@
+"""Other implementations of paged attention, on the same pages and strides as ours.
+
+Each peer is a function from a batch to a launch that writes into `out`; it raises
+`UnsupportedError` with the reason where it cannot take the shape or is not installed.
+"""
+
+from collections.abc import Callable
+
+import torch
+import triton
+
+from perf.attention_shapes import AttentionBatch
+
+Launch = Callable[[], object]
+
+VLLM_SEGMENTS = 16
+"""Parts vLLM's Triton kernel cuts a decoding request's keys into."""
+
+VLLM_MIN_PROGRAMS = 128
+"""Programs below which vLLM's Triton backend splits keys."""
+
+WORKSPACE_BYTES = 512 << 20
+
+
+class UnsupportedError(Exception):
+    """A peer is not here, or does not do this."""
+
+
+def vllm_triton(batch: AttentionBatch, out: torch.Tensor) -> Launch:
+    """Call vLLM's Triton unified attention, as its TRITON_ATTN backend does."""
+    try:
+        from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+    except ImportError as error:
+        raise UnsupportedError(str(error)) from error
+    shape = batch.shape
+    segments = torch.empty(
+        shape.num_tokens,
+        shape.num_heads,
+        VLLM_SEGMENTS,
+        triton.next_power_of_2(shape.head_dim),
+        device=out.device,
+    )
+    sums = torch.empty(2, *segments.shape[:3], device=out.device)
+    scale = batch.scale
+    if scale is not None:
+        scale = scale.expand(len(shape.requests), shape.num_kv_heads)
+    window = (shape.window_tokens - 1, 0) if shape.window_tokens else (-1, -1)
+
+    def launch() -> None:
+        unified_attention(
+            q=batch.q,
+            k=batch.k_pages,
+            v=batch.v_pages,
+            out=out,
+            cu_seqlens_q=batch.query_starts,
+            max_seqlen_q=max(queries for queries, _ in shape.requests),
+            seqused_k=batch.seq_lens,
+            max_seqlen_k=max(stored for _, stored in shape.requests),
+            softmax_scale=shape.head_dim**-0.5,
+            causal=shape.is_causal,
+            window_size=window,
+            block_table=batch.page_table,
+            softcap=shape.soft_cap or 0.0,
+            q_descale=None,
+            k_descale=scale,
+            v_descale=scale,
+            seq_threshold_3D=VLLM_MIN_PROGRAMS // shape.num_kv_heads,
+            num_par_softmax_segments=VLLM_SEGMENTS,
+            softmax_segm_output=segments,
+            softmax_segm_max=sums[0],
+            softmax_segm_expsum=sums[1],
+            sinks=batch.sinks,
+        )
+
+    return launch
+
+
+def flash_attention_3(batch: AttentionBatch, out: torch.Tensor) -> Launch:
+    """Call FlashAttention-3 in vLLM's build, with its schedule computed ahead."""
+    try:
+        from vllm.vllm_flash_attn.flash_attn_interface import (
+            flash_attn_varlen_func,
+            get_scheduler_metadata,
+            is_fa_version_supported,
+        )
+    except ImportError as error:
+        raise UnsupportedError(str(error)) from error
+    if not is_fa_version_supported(3):
+        msg = "FlashAttention-3 is not in this build"
+        raise UnsupportedError(msg)
+    shape = batch.shape
+    if shape.is_fp8:
+        msg = "needs queries of float8_e4m3fn too"
+        raise UnsupportedError(msg)
+    max_queries = max(queries for queries, _ in shape.requests)
+    max_stored = max(stored for _, stored in shape.requests)
+    window = [shape.window_tokens - 1, 0] if shape.window_tokens else [-1, -1]
+    schedule = get_scheduler_metadata(
+        batch_size=len(shape.requests),
+        max_seqlen_q=max_queries,
+        max_seqlen_k=max_stored,
+        num_heads_q=shape.num_heads,
+        num_heads_kv=shape.num_kv_heads,
+        headdim=shape.head_dim,
+        cache_seqlens=batch.seq_lens,
+        qkv_dtype=batch.q.dtype,
+        cu_seqlens_q=batch.query_starts,
+        page_size=shape.page_tokens,
+        causal=shape.is_causal,
+        window_size=window,
+    )
+    sinks = None if batch.sinks is None else batch.sinks.to(torch.bfloat16)
+
+    def launch() -> None:
+        flash_attn_varlen_func(
+            q=batch.q,
+            k=batch.k_pages,
+            v=batch.v_pages,
+            out=out,
+            cu_seqlens_q=batch.query_starts,
+            max_seqlen_q=max_queries,
+            seqused_k=batch.seq_lens,
+            max_seqlen_k=max_stored,
+            softmax_scale=shape.head_dim**-0.5,
+            causal=shape.is_causal,
+            window_size=window,
+            block_table=batch.page_table,
+            softcap=shape.soft_cap or 0.0,
+            scheduler_metadata=schedule,
+            fa_version=3,
+            s_aux=sinks,
+        )
+
+    return launch
+
+
+def flashinfer(batch: AttentionBatch, out: torch.Tensor) -> Launch:
+    """Call FlashInfer's paged wrappers; planning is not timed."""
+    try:
+        import flashinfer as library
+    except ImportError as error:
+        raise UnsupportedError(str(error)) from error
+    shape = batch.shape
+    if shape.has_sinks:
+        msg = "sinks need a kernel variant compiled at run time"
+        raise UnsupportedError(msg)
+    counts = [-(-stored // shape.page_tokens) for _, stored in shape.requests]
+    indptr = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0).to(torch.int32)
+    indices = torch.cat([batch.page_table[request, :count] for request, count in enumerate(counts)])
+    last = [(stored - 1) % shape.page_tokens + 1 for _, stored in shape.requests]
+    last_tokens = torch.tensor(last, dtype=torch.int32)
+    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=out.device)
+    options = {
+        "window_left": shape.window_tokens - 1 if shape.window_tokens else -1,
+        "logits_soft_cap": shape.soft_cap,
+        "q_data_type": batch.q.dtype,
+        "kv_data_type": batch.k_pages.dtype,
+        "sm_scale": shape.head_dim**-0.5,
+    }
+    heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
+    if shape.num_tokens == len(shape.requests):
+        wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
+            workspace, "NHD", use_tensor_cores=True
+        )
+        wrapper.plan(indptr, indices, last_tokens, *heads, shape.page_tokens, **options)
+    else:
+        wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+        wrapper.plan(
+            batch.query_starts.cpu(),
+            indptr,
+            indices,
+            last_tokens,
+            *heads,
+            shape.page_tokens,
+            causal=shape.is_causal,
+            **options,
+        )
+
+    def launch() -> None:
+        wrapper.run(batch.q, (batch.k_pages, batch.v_pages), out=out)
+
+    return launch
+
+
+PEERS = {
+    "vllm-triton": vllm_triton,
+    "flash-attention-3": flash_attention_3,
+    "flashinfer": flashinfer,
+}
+"""Name in a row -> what prepares its launch."""

@@ -1,0 +1,241 @@
+"""Shapes of attention from real models, and batches of them on an arena in page-layer layout."""
+
+from dataclasses import dataclass
+
+import torch
+
+from jenga_kernels.attention_plan import AttentionKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """One layer of a model and one batch.
+
+    Attributes:
+        name: What rows are filed under: model, kind of layer, batch.
+        requests: (query tokens, tokens stored) of each request.
+        num_heads: Query heads.
+        num_kv_heads: Heads of keys.
+        head_dim: Elements of a head.
+        page_tokens: Slots of a small page.
+        num_layers: Layers that share a small page, which sets its stride.
+        window_tokens: As in `paged_attention`.
+        soft_cap: As in `paged_attention`.
+        has_sinks: Whether heads have a sink.
+        is_causal: As in `paged_attention`.
+        is_fp8: Whether pages are float8_e4m3fn.
+    """
+
+    name: str
+    requests: tuple[tuple[int, int], ...]
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_tokens: int = 16
+    num_layers: int = 4
+    window_tokens: int | None = None
+    soft_cap: float | None = None
+    has_sinks: bool = False
+    is_causal: bool = True
+    is_fp8: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens of the batch."""
+        return sum(queries for queries, _ in self.requests)
+
+    @property
+    def kind(self) -> AttentionKind:
+        """What a plan is made for."""
+        return AttentionKind(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            page_tokens=self.page_tokens,
+            window_tokens=self.window_tokens,
+            is_causal=self.is_causal,
+            is_fp8=self.is_fp8,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Keys and values read once, queries read, results written."""
+        keys = sum(self._read_keys(queries, stored) for queries, stored in self.requests)
+        stored_bytes = 1 if self.is_fp8 else 2
+        cache = 2 * keys * self.num_kv_heads * self.head_dim * stored_bytes
+        return cache + 2 * self.num_tokens * self.num_heads * self.head_dim * 2
+
+    @property
+    def num_flops(self) -> int:
+        """Two products for each visible pair of query and key, a multiply and an add each."""
+        pairs = sum(self._pairs(queries, stored) for queries, stored in self.requests)
+        return 4 * pairs * self.num_heads * self.head_dim
+
+    def _read_keys(self, queries: int, stored: int) -> int:
+        if self.window_tokens is None:
+            return stored
+        return min(stored, queries + self.window_tokens - 1)
+
+    def _pairs(self, queries: int, stored: int) -> int:
+        if not self.is_causal:
+            return queries * stored
+        window = self.window_tokens or stored
+        return sum(min(window, position + 1) for position in range(stored - queries, stored))
+
+
+def _decode(batch: int, stored: int) -> tuple[tuple[int, int], ...]:
+    return ((1, stored),) * batch
+
+
+LLAMA_8B = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+LLAMA_70B = {"num_heads": 64, "num_kv_heads": 8, "head_dim": 128}
+GEMMA_2_27B = {"num_heads": 32, "num_kv_heads": 16, "head_dim": 128, "soft_cap": 50.0}
+GEMMA_3_27B = {"num_heads": 32, "num_kv_heads": 16, "head_dim": 128, "window_tokens": 1024}
+GPT_OSS_120B = {"num_heads": 64, "num_kv_heads": 8, "head_dim": 64, "has_sinks": True}
+K = 1024
+
+SHAPES = (
+    AttentionShape(name="D1 llama-8b decode 1x1k", requests=_decode(1, K), **LLAMA_8B),
+    AttentionShape(name="D2 llama-8b decode 1x32k", requests=_decode(1, 32 * K), **LLAMA_8B),
+    AttentionShape(name="D3 llama-8b decode 8x4k", requests=_decode(8, 4 * K), **LLAMA_8B),
+    AttentionShape(name="D4 llama-8b decode 8x16k", requests=_decode(8, 16 * K), **LLAMA_8B),
+    AttentionShape(name="D5 llama-8b decode 32x4k", requests=_decode(32, 4 * K), **LLAMA_8B),
+    AttentionShape(name="D6 llama-8b decode 8x32k", requests=_decode(8, 32 * K), **LLAMA_8B),
+    AttentionShape(name="D7 llama-70b decode 1x128k", requests=_decode(1, 128 * K), **LLAMA_70B),
+    AttentionShape(
+        name="D8 llama-70b tp4 decode 64x8k",
+        requests=_decode(64, 8 * K),
+        num_heads=16,
+        num_kv_heads=2,
+        head_dim=128,
+    ),
+    AttentionShape(
+        name="D9 gemma-2-27b full decode 32x8k", requests=_decode(32, 8 * K), **GEMMA_2_27B
+    ),
+    AttentionShape(
+        name="D10 gemma-2-27b window decode 32x8k",
+        requests=_decode(32, 8 * K),
+        window_tokens=4096,
+        **GEMMA_2_27B,
+    ),
+    AttentionShape(
+        name="D11 gemma-3-27b window decode 64x32k", requests=_decode(64, 32 * K), **GEMMA_3_27B
+    ),
+    AttentionShape(
+        name="D12 ministral-8b window decode 16x128k",
+        requests=_decode(16, 128 * K),
+        window_tokens=32 * K,
+        **LLAMA_8B,
+    ),
+    AttentionShape(
+        name="D13 gpt-oss-120b window decode 128x8k",
+        requests=_decode(128, 8 * K),
+        window_tokens=128,
+        **GPT_OSS_120B,
+    ),
+    AttentionShape(
+        name="D14 gpt-oss-120b full decode 128x8k", requests=_decode(128, 8 * K), **GPT_OSS_120B
+    ),
+    AttentionShape(
+        name="D15 llama-8b fp8 decode 64x8k", requests=_decode(64, 8 * K), is_fp8=True, **LLAMA_8B
+    ),
+    AttentionShape(
+        name="D16 llama-3.2-11b-vision cross decode 32x6404",
+        requests=_decode(32, 6404),
+        is_causal=False,
+        **LLAMA_8B,
+    ),
+    AttentionShape(name="P1 llama-8b prefill 8k", requests=((8 * K, 8 * K),), **LLAMA_8B),
+    AttentionShape(name="P2 llama-8b prefill 16k", requests=((16 * K, 16 * K),), **LLAMA_8B),
+    AttentionShape(name="P3 llama-8b chunk 2k on 30k", requests=((2 * K, 30 * K),), **LLAMA_8B),
+    AttentionShape(
+        name="P4 gemma-3-27b window prefill 32k", requests=((32 * K, 32 * K),), **GEMMA_3_27B
+    ),
+    AttentionShape(
+        name="P5 gpt-oss-120b window prefill 8k",
+        requests=((8 * K, 8 * K),),
+        window_tokens=128,
+        **GPT_OSS_120B,
+    ),
+    AttentionShape(
+        name="P6 gemma-2-27b full prefill 8k", requests=((8 * K, 8 * K),), **GEMMA_2_27B
+    ),
+    AttentionShape(
+        name="P7 llama-3.2-11b-vision cross prefill 2k",
+        requests=((2 * K, 6404),),
+        is_causal=False,
+        **LLAMA_8B,
+    ),
+    AttentionShape(
+        name="X1 llama-8b mixed 1x2k prefill, 31x4k decode",
+        requests=((2 * K, 2 * K), *_decode(31, 4 * K)),
+        **LLAMA_8B,
+    ),
+    AttentionShape(
+        name="X2 llama-8b uneven decode",
+        requests=tuple((1, 512 * (1 + index * index)) for index in range(16)),
+        **LLAMA_8B,
+    ),
+)
+
+DRY_SHAPES = (
+    AttentionShape(
+        name="dry decode", requests=_decode(2, 40), num_heads=4, num_kv_heads=2, head_dim=64
+    ),
+    AttentionShape(
+        name="dry prefill", requests=((33, 40),), num_heads=4, num_kv_heads=2, head_dim=64
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionBatch:
+    """Tensors of a shape; pages are shuffled over the arena."""
+
+    shape: AttentionShape
+    q: torch.Tensor
+    k_pages: torch.Tensor
+    v_pages: torch.Tensor
+    page_table: torch.Tensor
+    query_starts: torch.Tensor
+    seq_lens: torch.Tensor
+    sinks: torch.Tensor | None
+    scale: torch.Tensor | None
+
+
+def make_batch(shape: AttentionShape, device: torch.device, *, seed: int = 0) -> AttentionBatch:
+    """Random tensors of a shape, bfloat16, in one layer of an arena of `num_layers`."""
+    torch.manual_seed(seed)
+    pages_of = [-(-stored // shape.page_tokens) for _, stored in shape.requests]
+    num_pages = sum(pages_of) + 1
+    rows = (shape.num_layers, shape.num_kv_heads, shape.page_tokens, 2 * shape.head_dim)
+    dtype = torch.float8_e4m3fn if shape.is_fp8 else torch.bfloat16
+    arena = torch.empty(num_pages, *rows, dtype=dtype, device=device)
+    layer = arena[:, 1 % shape.num_layers]
+    for start in range(0, num_pages, 4096):  # random numbers piece by piece: the arena is large
+        part = layer[start : start + 4096]
+        part.copy_(torch.randn(part.shape, device=device).to(dtype))
+    layer = layer.transpose(1, 2)
+    table = torch.zeros(len(pages_of), max(pages_of), dtype=torch.int32)
+    order = (1 + torch.randperm(num_pages - 1)).to(torch.int32)
+    taken = 0
+    for request, count in enumerate(pages_of):
+        table[request, :count] = order[taken : taken + count]
+        taken += count
+    starts = [0]
+    for queries, _ in shape.requests:
+        starts.append(starts[-1] + queries)
+    q_shape = (shape.num_tokens, shape.num_heads, shape.head_dim)
+    return AttentionBatch(
+        shape=shape,
+        q=torch.randn(q_shape, device=device).to(torch.bfloat16),
+        k_pages=layer[..., : shape.head_dim],
+        v_pages=layer[..., shape.head_dim :],
+        page_table=table.to(device),
+        query_starts=torch.tensor(starts, dtype=torch.int32, device=device),
+        seq_lens=torch.tensor(
+            [stored for _, stored in shape.requests], dtype=torch.int32, device=device
+        ),
+        sinks=torch.randn(shape.num_heads, device=device) if shape.has_sinks else None,
+        scale=torch.ones(1, device=device) if shape.is_fp8 else None,
+    )

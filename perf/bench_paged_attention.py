@@ -1,0 +1,101 @@
+"""Time paged attention on the shapes of real models, beside its peers on the same pages.
+
+python -m perf.bench_paged_attention [--only D5] [--peers vllm-triton,flashinfer] [--dry-run]
+"""
+
+import torch
+
+from jenga_kernels.attention_plan import plan_attention
+from jenga_kernels.paged_attention import paged_attention
+from perf.attention_peers import PEERS, Launch, UnsupportedError
+from perf.attention_shapes import DRY_SHAPES, SHAPES, AttentionBatch, AttentionShape, make_batch
+from perf.harness import Benchmark, Row, read_roofline
+
+
+def jenga(batch: AttentionBatch, out: torch.Tensor) -> Launch:
+    """Ours; the plan is made once a step and shared by layers, so it is not timed."""
+    shape = batch.shape
+    plan = plan_attention(
+        batch.query_starts,
+        batch.seq_lens,
+        shape.kind,
+        num_tokens=shape.num_tokens,
+        dtype=batch.q.dtype,
+        max_query_tokens=max(queries for queries, _ in shape.requests),
+    )
+
+    def launch() -> None:
+        paged_attention(
+            batch.q,
+            batch.k_pages,
+            batch.v_pages,
+            batch.page_table,
+            batch.query_starts,
+            batch.seq_lens,
+            scale=shape.head_dim**-0.5,
+            window_tokens=shape.window_tokens,
+            is_causal=shape.is_causal,
+            soft_cap=shape.soft_cap,
+            sinks=batch.sinks,
+            k_scale=batch.scale,
+            v_scale=batch.scale,
+            out=out,
+            plan=plan,
+        )
+
+    return launch
+
+
+def measure_shape(benchmark: Benchmark, shape: AttentionShape) -> None:
+    """Add the rows of one shape: ours and its peers', each checked against ours."""
+    batch = make_batch(shape, benchmark.device)
+    ours = torch.empty_like(batch.q)
+    for name, prepare in {"jenga": jenga, **PEERS}.items():
+        if name != "jenga" and not benchmark.wants_peer(name):
+            continue
+        out = ours if name == "jenga" else torch.empty_like(batch.q)
+        details: dict[str, object] = {
+            "page_tokens": shape.page_tokens,
+            "page_stride_bytes": batch.k_pages.stride(0) * batch.k_pages.element_size(),
+        }
+        try:
+            launch = prepare(batch, out)
+            timing = benchmark.measure(launch)
+        except UnsupportedError as reason:
+            print(f"  {shape.name}: no {name}: {reason}", flush=True)
+            continue
+        except Exception as error:  # a peer that fails must not end the run
+            if name == "jenga":
+                raise
+            print(f"  {shape.name}: {name} failed: {str(error)[:300]}", flush=True)
+            continue
+        details["max_difference_from_jenga"] = (out.float() - ours.float()).abs().max().item()
+        benchmark.add(
+            Row(
+                shape=shape.name,
+                implementation=name,
+                timing=timing,
+                num_bytes=shape.num_bytes,
+                num_flops=shape.num_flops,
+                details=details,
+            )
+        )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    benchmark = Benchmark(
+        "bench_paged_attention",
+        __doc__ or "",
+        ["tests/kernels/test_paged_attention.py"],
+        arguments,
+    )
+    for shape in DRY_SHAPES if benchmark.is_dry else SHAPES:
+        if benchmark.wants_shape(shape.name):
+            measure_shape(benchmark, shape)
+            if benchmark.device.type == "cuda":
+                torch.cuda.empty_cache()
+    benchmark.finish(roofline_gigabytes_per_second=read_roofline(benchmark.options.results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""What all benchmarks share: tests first, one way to time, rows, one table.
+
+A benchmark first runs its operation's tests and stops if one fails. A time is that of one launch of
+the operation in a CUDA graph, with the L2 cache emptied by reading before each replay. Rows go to
+`results/<gpu>/<benchmark>.jsonl`, one a line, and are printed as one table under a line that names
+the machine.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import triton
+
+ROOT = Path(__file__).parent.parent
+FLUSH_BYTES = 512 << 20
+"""Read before each timed launch; several times the largest L2 cache."""
+
+NUM_WARM_UPS = 3
+NUM_REPEATS = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Quantiles of the time of one launch."""
+
+    p20_us: float
+    p50_us: float
+    p80_us: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One measurement.
+
+    Attributes:
+        shape: The shape's name.
+        implementation: "jenga" or a peer.
+        timing: Its time.
+        num_bytes: Fewest bytes the operation must move.
+        num_flops: Floating-point operations it must do.
+        details: What else the row records.
+    """
+
+    shape: str
+    implementation: str
+    timing: Timing
+    num_bytes: int
+    num_flops: int = 0
+    details: dict[str, object]
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        """Bytes over the median time."""
+        return self.num_bytes / self.timing.p50_us / 1e3
+
+    @property
+    def teraflops(self) -> float:
+        """Operations over the median time."""
+        return self.num_flops / self.timing.p50_us / 1e6
+
+
+class Benchmark:
+    """One run of one benchmark: its options, its machine and its rows.
+
+    Args:
+        name: The file of results.
+        description: What `--help` says.
+        tests: Test files that must pass first, from the repository's root.
+        arguments: The command line; None takes the process's.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        description: str,
+        tests: Sequence[str],
+        arguments: Sequence[str] | None = None,
+    ) -> None:
+        parser = argparse.ArgumentParser(
+            prog=f"python -m perf.{name}",
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        parser.add_argument("--only", default="", help="shapes whose name contains this")
+        parser.add_argument(
+            "--peers",
+            default="all",
+            help="implementations beside ours, by comma; 'none' for ours alone",
+        )
+        parser.add_argument(
+            "--results", type=Path, default=ROOT / "perf" / "results", help="folder of the rows"
+        )
+        parser.add_argument("--skip-tests", action="store_true", help="for work on the benchmark")
+        parser.add_argument(
+            "--dry-run",
+            action="store_true",
+            help="tiny shapes, on a CPU too; rows go to a temporary folder and mean nothing",
+        )
+        self.options = parser.parse_args(arguments)
+        self.name = name
+        self.rows: list[Row] = []
+        self.is_dry = self.options.dry_run
+        if not self.is_dry and not torch.cuda.is_available():
+            parser.error("no CUDA GPU here; --dry-run tries the benchmark without one")
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._flush = None
+        if self.device.type == "cuda":
+            self._flush = torch.ones(FLUSH_BYTES // 4, dtype=torch.int32, device=self.device)
+        if not (self.options.skip_tests or self.is_dry):
+            self._run_tests(tests)
+
+    def wants_peer(self, name: str) -> bool:
+        """Whether an implementation beside ours shall be measured."""
+        return self.options.peers == "all" or name in self.options.peers.split(",")
+
+    def wants_shape(self, name: str) -> bool:
+        """Whether a shape shall be measured."""
+        return self.options.only in name
+
+    def measure(self, launch: Callable[[], object]) -> Timing:
+        """Time one call that launches GPU work and allocates nothing that outlives it."""
+        if self.device.type == "cpu":
+            started = time.perf_counter()
+            launch()
+            took_us = (time.perf_counter() - started) * 1e6
+            return Timing(p20_us=took_us, p50_us=took_us, p80_us=took_us)
+        for _ in range(NUM_WARM_UPS):
+            launch()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            launch()
+        begun = [torch.cuda.Event(enable_timing=True) for _ in range(NUM_REPEATS)]
+        ended = [torch.cuda.Event(enable_timing=True) for _ in range(NUM_REPEATS)]
+        for begin, end in zip(begun, ended, strict=True):
+            self._empty_cache()
+            begin.record()
+            graph.replay()
+            end.record()
+        torch.cuda.synchronize()
+        times = [begin.elapsed_time(end) * 1e3 for begin, end in zip(begun, ended, strict=True)]
+        cuts = statistics.quantiles(times, n=10)
+        return Timing(p20_us=cuts[1], p50_us=statistics.median(times), p80_us=cuts[7])
+
+    def add(self, row: Row) -> None:
+        """Record a row and show that it came."""
+        self.rows.append(row)
+        print(f"  {row.shape}: {row.implementation} {row.timing.p50_us:.1f} us", flush=True)
+
+    def finish(self, *, roofline_gigabytes_per_second: float | None = None) -> Path:
+        """Write the rows and print them as a table.
+
+        Args:
+            roofline_gigabytes_per_second: Highest rate measured on this machine, for the table.
+
+        Returns:
+            The file written.
+        """
+        folder = self.options.results / machine_name()
+        if self.is_dry:
+            folder = Path(tempfile.mkdtemp(prefix="dry-run-"))
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{self.name}.jsonl"
+        machine = machine_line()
+        with path.open("a") as file:
+            for row in self.rows:
+                file.write(json.dumps(_as_record(row, machine)) + "\n")
+        print(machine)
+        print(table(self.rows, roofline_gigabytes_per_second))
+        print(f"rows: {path}")
+        return path
+
+    def _empty_cache(self) -> None:
+        # Reading leaves no dirty lines, whose writing back would disturb the launch timed.
+        if self._flush is not None:
+            self._flush.sum()
+
+    @staticmethod
+    def _run_tests(tests: Sequence[str]) -> None:
+        print(f"tests first: {' '.join(tests)}", flush=True)
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", *tests]
+        if subprocess.run(command, cwd=ROOT, check=False).returncode:
+            sys.exit("the operation's tests fail here: no time is worth measuring")
+
+
+def machine_name() -> str:
+    """Folder of the results of this machine."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    return torch.cuda.get_device_name().lower().replace("nvidia ", "").replace(" ", "-")
+
+
+def machine_line() -> str:
+    """GPU, driver, clocks, versions and commit."""
+    commit = _output("git", "-C", str(ROOT), "describe", "--always", "--dirty") or os.environ.get(
+        "JENGA_COMMIT", "unknown"
+    )
+    versions = f"torch {torch.__version__}, triton {triton.__version__}, jenga {commit}"
+    if not torch.cuda.is_available():
+        return f"no GPU: times mean nothing, {versions}"
+    fields = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
+    state = _output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader")
+    return f"{torch.cuda.get_device_name()}, {fields} = {state}, {versions}"
+
+
+def table(rows: Sequence[Row], roofline_gigabytes_per_second: float | None = None) -> str:
+    """Rows as text; the last column is the time of a row's shape here over ours."""
+    ours = {row.shape: row.timing.p50_us for row in rows if row.implementation == "jenga"}
+    width = max([5, *(len(row.shape) for row in rows)])
+    head = f"{'shape':{width}} {'implementation':16} {'p50 us (p20-p80)':>27} {'GB/s':>7} "
+    lines = [head + f"{'% roof':>6} {'TFLOPS':>7} {'jenga is':>9}"]
+    for row in rows:
+        timing = row.timing
+        times = f"{timing.p50_us:.1f} ({timing.p20_us:.1f}-{timing.p80_us:.1f})"
+        share = ""
+        if roofline_gigabytes_per_second:
+            share = f"{100 * row.gigabytes_per_second / roofline_gigabytes_per_second:.0f}"
+        ratio = ""
+        if row.shape in ours and row.implementation != "jenga":
+            ratio = f"{timing.p50_us / ours[row.shape]:.2f}x"
+        lines.append(
+            f"{row.shape:{width}} {row.implementation:16} {times:>27} "
+            f"{row.gigabytes_per_second:7.0f} {share:>6} {row.teraflops:7.1f} {ratio:>9}"
+        )
+    return "\n".join(lines)
+
+
+def read_roofline(results: Path) -> float | None:
+    """Highest read rate `perf.roofline` has measured on this machine, in GB/s."""
+    path = results / machine_name() / "roofline.jsonl"
+    if not path.exists():
+        return None
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    rates = [record["gigabytes_per_second"] for record in records if record["shape"] == "read"]
+    return max(rates, default=None)
+
+
+def _as_record(row: Row, machine: str) -> dict[str, object]:
+    return {
+        "shape": row.shape,
+        "implementation": row.implementation,
+        "p20_us": row.timing.p20_us,
+        "p50_us": row.timing.p50_us,
+        "p80_us": row.timing.p80_us,
+        "num_bytes": row.num_bytes,
+        "num_flops": row.num_flops,
+        "gigabytes_per_second": row.gigabytes_per_second,
+        "teraflops": row.teraflops,
+        **row.details,
+        "machine": machine,
+        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
+
+
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip()

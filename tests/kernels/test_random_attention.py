@@ -1,0 +1,123 @@
+"""Random batches, layers and options, each against the reference."""
+
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.kernels.attention_cases import SMALL_TILES, Options, Shape, check_batch, make_batch
+
+SETTINGS = {
+    "deadline": None,
+    "derandomize": True,
+    "database": None,
+    "suppress_health_check": [HealthCheck.too_slow],
+}
+
+
+@st.composite
+def requests(draw):
+    """(query tokens, tokens stored): prompts, chunks, decoded tokens, nothing."""
+    stored = draw(st.integers(0, 90))
+    queries = draw(st.sampled_from([0, min(1, stored), min(3, stored), stored // 2, stored]))
+    return (queries, stored)
+
+
+@st.composite
+def shapes(draw):
+    num_kv_heads = draw(st.sampled_from([1, 2, 3]))
+    is_fp8 = draw(st.booleans())
+    return Shape(
+        requests=tuple(draw(st.lists(requests(), min_size=1, max_size=5))),
+        num_heads=num_kv_heads * draw(st.sampled_from([1, 2, 3, 5, 8])),
+        num_kv_heads=num_kv_heads,
+        head_dim=draw(st.sampled_from([64, 80, 96, 112, 128])),
+        page_tokens=draw(st.sampled_from([16, 32, 48, 64, 528])),
+        dtype=draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32])),
+        pages_dtype=torch.float8_e4m3fn if is_fp8 else None,
+        is_head_major=draw(st.booleans()),
+        num_padding_tokens=draw(st.integers(0, 3)),
+    )
+
+
+@st.composite
+def options(draw, shape):
+    is_causal = draw(st.booleans())
+    sizes = st.one_of(st.none(), st.integers(1, 100))
+    return Options(
+        is_causal=is_causal,
+        window_tokens=draw(sizes) if is_causal else None,
+        chunk_tokens=draw(sizes) if is_causal else None,
+        soft_cap=draw(st.sampled_from([None, 1.0, 50.0])),
+        has_sinks=draw(st.booleans()),
+        has_alibi=draw(st.booleans()),
+        has_spans=is_causal and draw(st.booleans()),
+        num_scales=(draw(st.sampled_from([0, 1, shape.num_kv_heads])) if shape.pages_dtype else 0),
+    )
+
+
+def check_random(data):
+    shape = data.draw(shapes())
+    chosen = data.draw(options(shape))
+    group_heads = shape.num_heads // shape.num_kv_heads
+    decode_query_tokens = data.draw(st.sampled_from([0, 1, 3])) if not chosen.has_spans else 0
+    tiles = replace(
+        SMALL_TILES,
+        num_programs=data.draw(st.integers(1, 30)),
+        decode=replace(
+            SMALL_TILES.decode, block_m=16 if group_heads * decode_query_tokens <= 16 else 32
+        ),
+    )
+
+    check_batch(
+        make_batch(shape, chosen, seed=data.draw(st.integers(0, 1000))),
+        tiles=tiles,
+        decode_query_tokens=decode_query_tokens,
+        is_batch_invariant=data.draw(st.booleans()),
+    )
+
+
+@settings(max_examples=12, **SETTINGS)
+@given(st.data())
+def test_paged_attention_agrees_with_its_reference_on_random_batches(data):
+    check_random(data)
+
+
+@pytest.mark.slow
+@settings(max_examples=300, **SETTINGS)
+@given(st.data())
+def test_paged_attention_agrees_with_its_reference_on_many_random_batches(data):
+    check_random(data)
+
+
+FEATURES = {
+    "window": {"window_tokens": 20},
+    "chunk": {"chunk_tokens": 24},
+    "soft_cap": {"soft_cap": 2.0},
+    "sinks": {"has_sinks": True},
+    "alibi": {"has_alibi": True},
+    "spans": {"has_spans": True},
+    "fp8": {"num_scales": 2},
+    "cross": {"is_causal": False},
+}
+PAIRS = [
+    pair
+    for pair in combinations(FEATURES, 2)
+    if "cross" not in pair or not {"window", "chunk"} & set(pair)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", PAIRS, ids="_and_".join)
+def test_paged_attention_combines(pair):
+    chosen = Options(**{name: value for one in pair for name, value in FEATURES[one].items()})
+    shape = Shape(
+        requests=((40, 40), (1, 77), (0, 0), (3, 50), (11, 70), (1, 1)),
+        dtype=torch.bfloat16,
+        pages_dtype=torch.float8_e4m3fn if "fp8" in pair else None,
+    )
+
+    check_batch(make_batch(shape, chosen), tiles=SMALL_TILES)
