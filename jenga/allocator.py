@@ -15,7 +15,6 @@ or a large one, is what is oldest.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jenga.errors import InvariantError
 from jenga.large_pages import LargePages
 from jenga.small_pages import Budget, SplitPages, WholePages
 
@@ -105,8 +104,8 @@ class Allocator:
         *,
         owner: int,
         reserve_large_pages: int = 0,
-    ) -> list[list[int]]:
-        """Take small pages in every page table; `room` must have said that they can be had.
+    ) -> list[list[int]] | None:
+        """Take small pages in every page table, or none if not all can be had.
 
         Args:
             needs: Small pages of each page table.
@@ -115,22 +114,22 @@ class Allocator:
             reserve_large_pages: Large pages to leave empty or reclaimable.
 
         Returns:
-            Page ids, per page table.
+            Page ids per page table; None if `room` would say that they do not suffice.
         """
-        required = [
-            -((table.num_spare - need) // table.pages_per_large) if need > table.num_spare else 0
-            for table, need in zip(self.tables, needs, strict=True)
-        ]
-        slack = self.large_pages.num_available - reserve_large_pages - sum(required)
+        slack = self.large_pages.num_available - reserve_large_pages
+        required: list[int] = []
+        for table, need in zip(self.tables, needs, strict=True):
+            missing = need - table.num_spare
+            required.append(-(-missing // table.pages_per_large) if missing > 0 else 0)
+            slack -= required[-1]
         if slack < 0:
-            msg = f"{list(needs)} small pages cannot be had: {-slack} large pages are missing"
-            raise InvariantError(msg)
+            return None
         budget = Budget(slack)
         taken: list[list[int]] = []
         for table, need in zip(self.tables, needs, strict=True):
-            budget.required = required[table.index]
             pages: list[int] = []
             if need:
+                budget.required = required[table.index]
                 pages = table.take(need, expected[table.index], owner, budget)
             taken.append(pages)
         return taken

@@ -4,9 +4,36 @@ A key names content: the hash of the tokens up to the end of a page, or of an im
 it. Equal keys mean equal bytes, in every layer stored there.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import overload
 
 from jenga.errors import InvariantError
+
+
+class FoundPages(Sequence[int | None]):
+    """Pages of keys, looked up one by one: a window needs the last few of many."""
+
+    __slots__ = ("_get", "_keys")
+
+    def __init__(self, pages: Mapping[Hashable, int], keys: Sequence[Hashable]) -> None:
+        self._get = pages.get
+        self._keys = keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    @overload
+    def __getitem__(self, index: int) -> int | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int | None]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int | None] | None:
+        if isinstance(index, slice):
+            return list(map(self._get, self._keys[index]))
+        return self._get(self._keys[index])
+
+    def index(self, value: object, start: int = 0, stop: int | None = None) -> int:
+        """The first place of a page, or of None."""
+        return start + self[start:stop].index(value)  # pyright: ignore[reportArgumentType]
 
 
 class PrefixCache:
@@ -25,9 +52,13 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._pages)
 
-    def find(self, keys: Iterable[Hashable]) -> list[int | None]:
-        """The page of each key, None where there is none."""
-        return list(map(self._pages.get, keys))
+    def get(self, key: Hashable) -> int | None:
+        """The page of a key, None if there is none."""
+        return self._pages.get(key)
+
+    def find(self, keys: Sequence[Hashable]) -> "FoundPages":
+        """The page of each key, None where there is none; looked up when asked for."""
+        return FoundPages(self._pages, keys)
 
     def enter(self, pages: Sequence[int], keys: Sequence[Hashable]) -> None:
         """Let pages be found under keys; a key that has a page already keeps that one.

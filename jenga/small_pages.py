@@ -7,8 +7,8 @@ allocator asks both the same questions.
 A large page that is held is *pinned* while one of its small pages is used, else *reclaimable*.
 """
 
-from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import groupby
 
 from jenga.bins import NO_PAGE, Bins
 from jenga.errors import InvariantError
@@ -259,21 +259,21 @@ class SplitPages:
 
     def share(self, pages: Sequence[int]) -> None:
         """Give each page, used or evictable, one user more."""
-        stamps, shares, used, k = self.stamps, self.shares, self._used, self.pages_per_large
-        num_revived = 0
-        for page in pages:
-            if stamps[page] < 0:
-                shares[page] = shares.get(page, 0) + 1
-                continue
-            large = page // k
-            if not used[large]:
+        stamps, shares = self.stamps, self.shares
+        revived = [page for page in pages if stamps[page] >= 0]
+        if len(revived) < len(pages):
+            for page in pages:
+                if stamps[page] < 0:
+                    shares[page] = shares.get(page, 0) + 1
+        for large, start, end in self._runs(revived):
+            if not self._used[large]:
                 self._pin(large)
+            self._used[large] += end - start
+        for page in revived:
             stamps[page] = NOT_QUEUED
-            used[large] += 1
-            num_revived += 1
-        self.num_spare -= num_revived
-        self.num_used += num_revived
-        self.num_evictable -= num_revived
+        self.num_spare -= len(revived)
+        self.num_used += len(revived)
+        self.num_evictable -= len(revived)
 
     def take(self, num_pages: int, expected_pages: int, owner: int, budget: Budget) -> list[int]:
         """Small pages that were empty or evictable, each with one user.
@@ -462,19 +462,17 @@ class SplitPages:
         self.num_used -= len(pages)
         self.num_evictable += len(pages)
         stamps, num_stamps, youngest = self.stamps, len(self.stamps), self._youngest
+        entries = [rank * num_stamps + page for page, rank in zip(pages, ranks, strict=True)]
+        for page, entry in zip(pages, entries, strict=True):
+            stamps[page] = entry
         for large, start, end in self._runs(pages):
-            order = self._orders[large]
-            for i in range(start, end):
-                page = pages[i]
-                entry = stamps[page] = ranks[i] * num_stamps + page
-                if not order or entry > order[-1]:
-                    order.append(entry)
-                else:
-                    # The page may have left and come back with the same rank.
-                    position = bisect_left(order, entry)
-                    if order[position] != entry:
-                        order.insert(position, entry)
-            youngest[large] = max(youngest[large], *ranks[start:end])
+            order, run = self._orders[large], sorted(entries[start:end])
+            if not order or run[0] > order[-1]:
+                order += run
+            else:
+                # Stale entries, and pages that come back with the rank they had, go.
+                order[:] = sorted({e for e in (*order, *run) if stamps[e % num_stamps] == e})
+            youngest[large] = max(youngest[large], run[-1] // num_stamps)
             if len(order) > 2 * self.pages_per_large:
                 order[:] = [e for e in order if stamps[e % num_stamps] == e]
             self._leave(large, end - start, len(self._empties[large]))
@@ -484,12 +482,8 @@ class SplitPages:
         k = self.pages_per_large
         runs: list[tuple[int, int, int]] = []
         start = 0
-        while start < len(pages):
-            large = pages[start] // k
-            low, high = large * k, (large + 1) * k
-            end = start + 1
-            while end < len(pages) and low <= pages[end] < high:
-                end += 1
+        for large, run in groupby([page // k for page in pages]):
+            end = start + len(list(run))
             runs.append((large, start, end))
             start = end
         return runs

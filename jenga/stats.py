@@ -1,9 +1,10 @@
 """What the manager reports: where every byte of the arena is, and what the cache was worth."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from jenga.geometry import PageTable
+from jenga.request import Request
+from jenga.table import Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,65 +92,55 @@ class CacheReport:
     evictions: tuple[Evictions, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class TouchedPages:
-    """Where one request ends in one page table.
+def table_memory(table: Table, requests: Iterable[Request]) -> TableMemory:
+    """Where the bytes of a page table's large pages are.
 
-    Attributes:
-        pages: Its small pages in order.
-        first: The first one not given up.
-        slots: The slots its next step touches.
+    Args:
+        table: The page table.
+        requests: All running requests.
     """
+    spec, pages = table.spec, table.pages
+    slot_bytes = spec.payload_bytes // spec.tokens_per_page
+    num_slots = pages.num_used * spec.tokens_per_page - _count_dead_slots(table, requests)
+    num_empty = pages.num_large * pages.pages_per_large - pages.num_used - pages.num_evictable
+    return TableMemory(
+        name=spec.name,
+        used_bytes=num_slots * slot_bytes,
+        useless_bytes=pages.num_used * spec.small_page_bytes - num_slots * slot_bytes,
+        evictable_bytes=pages.num_evictable * spec.small_page_bytes,
+        empty_bytes=num_empty * spec.small_page_bytes,
+    )
 
-    pages: Sequence[int]
-    first: int
-    slots: range
 
-
-def count_dead_slots(
-    requests: Iterable[TouchedPages], shares: Mapping[int, int], page_slots: int
-) -> int:
+def _count_dead_slots(table: Table, requests: Iterable[Request]) -> int:
     """Slots of used small pages that no running request touches.
 
     Only the pages at the ends of a page table have any; a shared page is touched wherever one of
     its users touches it.
-
-    Args:
-        requests: All running requests.
-        shares: Used small page -> its users beyond the first.
-        page_slots: Slots of a page.
     """
+    page_slots, shares = table.grain.page_slots, table.pages.shares
     dead_slots: dict[int, list[int]] = {}
     for request in requests:
-        pages, first = request.pages, request.first
+        pages, first = request.pages[table.index], request.first[table.index]
         if first == len(pages):
             continue
+        touched = table.policy.update_last_access(
+            request.facts, request.num_processed_tokens, request.num_tokens
+        )
+        ends = {first: touched.start - first * page_slots}
         last = len(pages) - 1
-        ends = {first: request.slots.start - first * page_slots}
-        ends[last] = ends.get(last, 0) + len(pages) * page_slots - request.slots.stop
+        ends[last] = ends.get(last, 0) + len(pages) * page_slots - touched.stop
         for number, dead in ends.items():
             dead_slots.setdefault(pages[number], []).append(dead)
     return sum(min(dead) for page, dead in dead_slots.items() if len(dead) > shares.get(page, 0))
 
 
-def table_memory(
-    table: PageTable, *, num_used: int, num_evictable: int, num_empty: int, num_dead_slots: int
-) -> TableMemory:
-    """Bytes of a page table from counts of its small pages.
-
-    Args:
-        table: Whose.
-        num_used: Small pages used.
-        num_evictable: Small pages evictable.
-        num_empty: Small pages empty, in large pages held.
-        num_dead_slots: Slots of used pages that nobody touches.
-    """
-    slot_bytes = table.payload_bytes // table.tokens_per_page
-    used_bytes = (num_used * table.tokens_per_page - num_dead_slots) * slot_bytes
-    return TableMemory(
-        name=table.name,
-        used_bytes=used_bytes,
-        useless_bytes=num_used * table.small_page_bytes - used_bytes,
-        evictable_bytes=num_evictable * table.small_page_bytes,
-        empty_bytes=num_empty * table.small_page_bytes,
+def table_evictions(table: Table) -> Evictions:
+    """What a page table lost of its cached content."""
+    pages = table.pages
+    return Evictions(
+        name=table.spec.name,
+        alone=pages.num_evicted_alone,
+        own_large=pages.num_evicted_own,
+        foreign_large=pages.num_evicted_foreign,
     )

@@ -69,7 +69,7 @@ def budget(name="budget", slot_bytes=32, tokens=4, per_large=1):
     layer_type = TokenBudget(
         name=name,
         layers=_layer(name, slot_bytes),
-        mean_budget_tokens=12,
+        mean_budget_tokens=20,
         recent_tokens=4,
         steepness=4,
         layer_index=1,
@@ -124,6 +124,6 @@ BUDGETED = geometry(
     full(slot_bytes=16, tokens=4, per_large=6),
     budget(slot_bytes=32, tokens=4, per_large=3),
     sliding(slot_bytes=96, tokens=4, per_large=1, window=6),
-    state(slot_bytes=192, per_large=2),
+    full("draft", slot_bytes=24, tokens=4, per_large=4),
 )
 CACHED = (HOMOGENEOUS, ATTENTION, STATES, VISION, BUDGETED)

@@ -1,0 +1,93 @@
+"""The longest cached prefix of a request that every page table can go on from."""
+
+from collections.abc import Sequence
+
+from jenga.large_pages import NULL_PAGE
+from jenga.policies import ALL_PAGES, RequestFacts
+from jenga.request import MISSING, NO_LIMIT, PrefixHit
+from jenga.table import Table
+
+
+def longest_prefix(
+    tables: Sequence[Table],
+    prefix_hashes: Sequence[bytes],
+    facts: RequestFacts,
+    *,
+    max_tokens: int,
+    num_forgotten: int,
+) -> PrefixHit:
+    """The longest prefix possible in all page tables.
+
+    Args:
+        tables: All page tables.
+        prefix_hashes: Hash i is of the request's first `(i + 1) * hash_tokens` tokens.
+        facts: Of the request.
+        max_tokens: The answer is no longer.
+        num_forgotten: Pages evicted so far.
+    """
+    hash_tokens = tables[0].grain.hash_tokens
+    num_hashes = max(0, min(max_tokens // hash_tokens, len(prefix_hashes)))
+    hashes = prefix_hashes[:num_hashes]
+    found: list[Sequence[int | None]] = []
+    for table in tables:
+        keys = table.policy.content_keys(facts, hashes, table.grain, ALL_PAGES)
+        found.append(table.cache.find(keys) if table.cache is not None else [None] * len(keys))
+    # What would be hit if states were kept everywhere is where the request leaves a known path.
+    kept = [table for table in tables if not table.policy.is_overwritten]
+    asked_tokens = num_hashes * hash_tokens
+    branch_tokens, limit = _agree(kept, facts, found, asked_tokens, NO_LIMIT)
+    num_tokens, limit = _agree(tables, facts, found, branch_tokens, limit)
+    return PrefixHit(
+        num_tokens=num_tokens,
+        asked_tokens=asked_tokens,
+        branch_tokens=branch_tokens,
+        limit=limit,
+        pages=tuple(_reused(table, facts, found[table.index], num_tokens) for table in tables),
+        facts=facts,
+        prefix_hashes=prefix_hashes,
+        num_forgotten=num_forgotten,
+    )
+
+
+def _agree(
+    tables: Sequence[Table],
+    facts: RequestFacts,
+    found: Sequence[Sequence[int | None]],
+    num_tokens: int,
+    limit: int,
+) -> tuple[int, int]:
+    """The longest prefix that these page tables agree on, and which of them shortened it last."""
+    num_agreed = 0
+    while num_agreed < len(tables):
+        for table in tables:
+            possible = table.policy.get_possible_prefix(
+                facts, found[table.index], table.grain, num_tokens
+            )
+            if possible < num_tokens:
+                num_tokens, limit, num_agreed = possible, table.index, 1
+            else:
+                num_agreed += 1
+            if num_agreed == len(tables):
+                break
+    return num_tokens, limit
+
+
+def _reused(
+    table: Table, facts: RequestFacts, found: Sequence[int | None], num_tokens: int
+) -> list[int]:
+    """The page table with which a request goes on from a prefix, or the pages to copy from."""
+    numbers = table.policy.reused_pages(facts, found, table.grain, num_tokens)
+    if not numbers:
+        return []
+    first, end = numbers[0], numbers[-1] + 1
+    if len(numbers) == end - first:
+        reused = [page or MISSING for page in found[first:end]]
+    else:
+        reused = [MISSING] * (end - first)
+        for number in numbers:
+            reused[number - first] = found[number] or MISSING
+    if table.policy.is_overwritten:
+        return reused
+    touched = table.policy.update_last_access(facts, num_tokens, num_tokens)
+    num_given_up = min(first, table.pages_for(touched).start)
+    return [NULL_PAGE] * num_given_up + [MISSING] * (first - num_given_up) + reused

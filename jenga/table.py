@@ -1,0 +1,95 @@
+"""One page table with everything the manager keeps for it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jenga.allocator import Allocator
+from jenga.eviction_order import EvictionOrder
+from jenga.geometry import Geometry, PageTable
+from jenga.policies import Grain, LayerPolicy, policy_of
+from jenga.prefix_cache import PrefixCache
+from jenga.request import Request
+from jenga.small_pages import SplitPages, WholePages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A page table: its geometry, its layer type's policy, its small pages and their content.
+
+    Attributes:
+        index: Its place in the geometry.
+        spec: Its geometry.
+        policy: What its layer type answers.
+        grain: The units it is filled and cached in.
+        pages: Which of its small pages are used, evictable and empty.
+        cache: What lies in them; None where nothing is kept for others.
+    """
+
+    index: int
+    spec: PageTable
+    policy: LayerPolicy
+    grain: Grain
+    pages: WholePages | SplitPages
+    cache: PrefixCache | None
+
+    def pages_for(self, slots: range) -> range:
+        """Numbers of the pages in which slots lie."""
+        page_slots = self.grain.page_slots
+        return range(slots.start // page_slots, -(-slots.stop // page_slots))
+
+    def leave(self, request: Request, numbers: range, order: EvictionOrder) -> None:
+        """Take a request from some of its pages: cached ones become evictable, others empty."""
+        pages = request.pages[self.index][numbers.start : numbers.stop]
+        if self.cache is None:
+            self.pages.release(pages)
+            return
+        keys = self.cache.keys
+        lengths = self.policy.set_prefix_length(request.facts, numbers, self.grain)
+        cached = [page for page in pages if keys[page] is not None]
+        if len(cached) < len(pages):
+            self.pages.release([page for page in pages if keys[page] is None])
+            lengths = [
+                length
+                for page, length in zip(pages, lengths, strict=True)
+                if keys[page] is not None
+            ]
+        if cached:
+            ranks = order.ranks(request.step, lengths)
+            # The last page, of the longest prefix, goes first.
+            cached.reverse()
+            ranks.reverse()
+            self.pages.retire(cached, ranks)
+
+    def renew(self, pages: Sequence[int], ranks: Sequence[int]) -> None:
+        """Give cached pages another rank, as if they had been used and left."""
+        self.pages.share(pages)
+        self.pages.retire(pages, ranks)
+
+
+def build_tables(
+    geometry: Geometry, allocator: Allocator, *, hash_tokens: int, prefix_caching: bool
+) -> tuple[Table, ...]:
+    """The page tables of a geometry.
+
+    Raises:
+        ValueError: Pages and prefix hashes do not divide each other, with prefix caching on.
+    """
+    tables: list[Table] = []
+    for index, (spec, pages) in enumerate(zip(geometry.page_tables, allocator.tables, strict=True)):
+        policy = policy_of(spec)
+        grain = Grain(page_slots=spec.tokens_per_page, hash_tokens=hash_tokens)
+        cache = None
+        if prefix_caching:
+            larger, smaller = sorted((grain.page_slots, hash_tokens), reverse=True)
+            if larger % smaller:
+                msg = (
+                    f"hash_tokens must divide, or be a multiple of, the {grain.page_slots} tokens "
+                    f"per page of {spec.name!r}, got {hash_tokens}"
+                )
+                raise ValueError(msg)
+            num_pages = allocator.large_pages.num_pages * spec.small_pages_per_large_page
+            cache = PrefixCache(num_pages)
+        tables.append(
+            Table(index=index, spec=spec, policy=policy, grain=grain, pages=pages, cache=cache)
+        )
+    return tuple(tables)
