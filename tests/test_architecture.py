@@ -1,0 +1,145 @@
+"""The layout is the architecture: what README and pyproject say of it is what the files are."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("jenga", "jenga_kernels")
+
+
+def text_of(name):
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def readme_tree():
+    """Get the files that README's tree names, as paths from the root.
+
+    A line names a folder, or files of one folder; what follows the names is their explanation.
+    """
+    section = text_of("README.md").split("## Layout")[1]
+    files, folders = [], []
+    for line in section.split("```")[1].strip("\n").splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        folders = folders[:depth]
+        for name in line.split():
+            if name.endswith("/"):
+                folders.append(name.rstrip("/"))
+                break
+            if not name.endswith(".py"):
+                break
+            files.append("/".join([*folders, name]))
+    return files
+
+
+def modules_of(package):
+    """Get the files of a package as paths from the root.
+
+    Left out are `__init__`s, and references, which have their operations' names.
+    """
+    return {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / package).rglob("*.py")
+        if path.name != "__init__.py" and path.parent.name != "reference"
+    }
+
+
+def operation_names():
+    """Get the modules of `jenga_kernels` that hold a public function of their own name."""
+    return [
+        path.stem
+        for path in sorted((ROOT / "jenga_kernels").glob("*.py"))
+        if re.search(rf"^def {path.stem}\(", path.read_text(encoding="utf-8"), re.MULTILINE)
+    ]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_readmes_tree_is_the_files(package):
+    named = [name for name in readme_tree() if name.startswith(f"{package}/")]
+
+    assert sorted(named) == sorted(modules_of(package))
+
+
+def test_every_operation_has_a_reference_and_every_reference_an_operation():
+    references = {
+        path.stem
+        for path in (ROOT / "jenga_kernels" / "reference").glob("*.py")
+        if path.name != "__init__.py"
+    }
+
+    assert set(operation_names()) == references
+    assert references
+
+
+@pytest.mark.parametrize(
+    ("modules", "forbidden"),
+    [
+        (["jenga.manager", "jenga.planner", "jenga.models", "jenga.cli"], {"torch", "triton"}),
+        (
+            ["jenga.manager", "jenga.planner", "jenga.models", "jenga.cli"],
+            {"vllm", "jenga_kernels"},
+        ),
+        (["jenga.vllm_plugin"], {"vllm", "torch", "triton"}),
+        (["jenga_kernels.paged_attention", "jenga_kernels.state_scan"], {"jenga", "vllm"}),
+    ],
+    ids=["floors_need_no_torch", "floors_need_no_engine", "plugin_is_light", "kernels_alone"],
+)
+def test_importing_brings_in_no_more_than_its_floor(modules, forbidden):
+    script = f"import {', '.join(modules)}, sys; print(*sys.modules)"
+
+    process = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+
+    assert forbidden & set(process.stdout.split()) == set()
+
+
+def test_entry_points_name_functions_that_exist():
+    (plugin,) = entry_points(group="vllm.general_plugins", name="jenga")
+    (command,) = entry_points(group="console_scripts", name="jenga")
+
+    assert (plugin.value, command.value) == ("jenga.vllm_plugin:register", "jenga.cli:main")
+    assert callable(plugin.load())
+    assert callable(command.load())
+
+
+def test_changelog_begins_with_the_version_in_hand():
+    version = tomllib.loads(text_of("pyproject.toml"))["project"]["version"]
+
+    headings = re.findall(r"^## \[(.+?)\]", text_of("CHANGELOG.md"), re.MULTILINE)
+
+    assert headings[0] in {"Unreleased", version}
+    assert "Unreleased" not in headings[1:]
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+def test_documents_name_targets_the_makefile_has(document):
+    targets = set(re.findall(r"^([a-z-]+):", text_of("Makefile"), re.MULTILINE))
+
+    named = set(
+        re.findall(r"`?make ([a-z-]+)`?", "".join(re.findall(r"`[^`]+`", text_of(document))))
+    )
+
+    assert named
+    assert named <= targets
+
+
+def test_readme_names_the_environment_variables_the_package_reads():
+    from jenga.vllm_plugin.environment import _KNOWN_VARIABLES
+
+    named = set(re.findall(r"`(JENGA_[A-Z_]+)[`=]", text_of("README.md"))) - {"JENGA_TRITON"}
+
+    assert named == _KNOWN_VARIABLES
+
+
+def test_makefile_installs_a_vllm_that_the_plugin_supports():
+    from jenga.vllm_plugin.replacements import check_version
+
+    (version,) = re.findall(r"^VLLM_VERSION := (.+)$", text_of("Makefile"), re.MULTILINE)
+
+    check_version(version)
