@@ -51,7 +51,8 @@ def causal_conv_kernel(
     num_tokens = tl.load(query_starts_ptr + request + 1) - query_start
     query_start = query_start.to(tl.int64)
     positions = block * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]  # [T, 1]
-    if block * BLOCK_T >= num_tokens:
+    # The first block goes on without tokens too: it hands the state on to its slot.
+    if (block > 0) & (block * BLOCK_T >= num_tokens):
         return
     live = (positions < num_tokens) & is_dim
     out_ptr += (query_start + positions) * stride_out_token + dims

@@ -66,7 +66,7 @@ def head_scan_tiles(
     if machine.is_interpreter:
         block_tokens, block_dims, num_warps = 64, whole_head, 1
     elif element_bytes > 2:  # noqa: PLR2004 - wider than 16 bits: no tensor cores
-        block_tokens, block_dims, num_warps = 16, 16, 8 if d_state <= WIDE_STATE else 16
+        block_tokens, block_dims, num_warps = 16, 16, 8
     elif machine.capability < HOPPER:
         block_tokens, block_dims, num_warps = (32, 32, 4) if d_state <= WIDE_STATE else (16, 16, 4)
     elif d_state > WIDE_STATE:

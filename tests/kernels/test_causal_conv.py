@@ -1,0 +1,154 @@
+import pytest
+import torch
+
+from jenga_kernels.causal_conv import causal_conv
+from jenga_kernels.reference import causal_conv as reference
+from jenga_kernels.states import Checkpoints
+from tests.kernels.compiling import compile_job
+from tests.kernels.conv_cases import conv_states, conv_tensors
+from tests.kernels.state_cases import PADDING, i32, prompt_slots, same_elsewhere, widened
+from tests.kernels.support import check_close, generator, randn
+
+NUM_SLOTS = 32
+LENGTHS = {
+    "short": [1, 2, 0, PADDING, 3],
+    "past_a_tile": [130, 64, 1, 65],
+}
+
+
+def arguments(lengths, dim, width, dtype, is_dim_last):
+    rng = generator(0)
+    slots, read, written = prompt_slots(lengths, NUM_SLOTS, rng)
+    tensors = conv_tensors(int(slots["query_starts"][-1]), dim, width, dtype, rng)
+    pages = conv_states(NUM_SLOTS, dim, width, dtype, is_dim_last=is_dim_last)
+    for slot in read:
+        pages.states[slot] = randn((dim, width - 1), dtype, rng)
+    return tensors, slots, pages, written
+
+
+def by_reference(tensors, slots, states):
+    """Output and states of the reference in the precision of its arguments."""
+    states = states.clone()
+    out = torch.full_like(tensors["x"], float("nan"))
+    reference.causal_conv(out, states, **tensors, **slots)
+    return out, states
+
+
+@pytest.mark.parametrize("is_dim_last", [True, False], ids=["dim_last", "dim_first"])
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+def test_causal_conv_matches_its_reference(lengths, dtype, width, is_dim_last):
+    tensors, slots, pages, written = arguments(lengths, 72, width, dtype, is_dim_last)
+    before = pages.arena.clone()
+    naive, want_states = by_reference(tensors, slots, pages.states)
+    exact, _ = by_reference(widened(tensors), slots, pages.states.double())
+    out = torch.full_like(tensors["x"], float("nan"))
+
+    causal_conv(out, pages.states, **tensors, **slots)
+
+    check_close(out, exact, naive)
+    assert torch.equal(pages.states[written], want_states[written])
+    assert same_elsewhere(pages.arena, before, written)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_causal_conv_gives_the_same_wherever_a_prompt_is_cut(seed):
+    rng = generator(seed)
+    length, dim, width = 80, 24, 4
+    tensors = conv_tensors(length, dim, width, torch.float32, rng)
+    cuts = sorted((1 + torch.randperm(length - 1, generator=rng)[:4]).tolist())
+    whole, pieces = (conv_states(8, dim, width, torch.float32) for _ in range(2))
+    out, cut_out = (torch.empty_like(tensors["x"]) for _ in range(2))
+
+    causal_conv(
+        out,
+        whole.states,
+        **tensors,
+        query_starts=i32([0, length]),
+        initial_slots=i32([0]),
+        state_slots=i32([5]),
+        checkpoints=Checkpoints(
+            starts=i32([0, 4]), after_tokens=i32(cuts), slots=i32([1, 2, 3, 4])
+        ),
+    )
+    for slot, (start, end) in enumerate(zip([0, *cuts], [*cuts, length], strict=True)):
+        causal_conv(
+            cut_out[start:end],
+            pieces.states,
+            **(tensors | {"x": tensors["x"][start:end]}),
+            query_starts=i32([0, end - start]),
+            initial_slots=i32([slot]),
+            state_slots=i32([slot + 1]),
+        )
+
+    assert torch.equal(out, cut_out)
+    assert torch.equal(whole.states[1:6], pieces.states[1:6])
+
+
+def test_causal_conv_without_bias_and_activation():
+    tensors, slots, pages, _ = arguments([7, 2], 16, 4, torch.float32, True)
+    tensors |= {"bias": None, "silu": False}
+    naive, _ = by_reference(tensors, slots, pages.states)
+    exact, _ = by_reference(widened(tensors), slots, pages.states.double())
+    out = torch.empty_like(tensors["x"])
+
+    causal_conv(out, pages.states, **tensors, **slots)
+
+    check_close(out, exact, naive)
+
+
+BAD_ARGUMENTS = {
+    "a_width_of_five": ("weight", lambda a: {"weight": a["weight"].repeat(1, 2)[:, :5]}),
+    "weight_of_other_channels": ("weight", lambda a: {"weight": a["weight"][:3]}),
+    "states_of_other_channels": ("states", lambda a: {"states": a["states"][:, :3]}),
+    "states_of_too_few_columns": ("states", lambda a: {"states": a["states"][..., :2]}),
+    "bias_of_other_channels": ("bias", lambda a: {"bias": a["bias"][:3]}),
+    "out_of_another_shape": ("out", lambda a: {"out": a["out"][:3]}),
+    "scattered_x": ("x", lambda a: {"x": a["x"].T.contiguous().T}),
+    "x_of_integers": ("x", lambda a: {"x": a["x"].int()}),
+    "a_slot_past_the_states": ("state_slots", lambda _: {"state_slots": i32([1, NUM_SLOTS])}),
+    "query_starts_past_the_tokens": ("query_starts", lambda _: {"query_starts": i32([0, 3, 99])}),
+}
+
+
+@pytest.mark.parametrize(("name", "change"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS.keys())
+def test_causal_conv_refuses(name, change):
+    tensors, slots, pages, _ = arguments([4, 5], 16, 4, torch.float32, True)
+    out = torch.full_like(tensors["x"], float("nan"))
+    before = pages.states.clone()
+    args = {"out": out, "states": pages.states, **tensors, **slots}
+
+    with pytest.raises(ValueError, match=f"^{name} "):
+        causal_conv(**(args | change(args)))
+
+    assert out.isnan().all()
+    assert torch.equal(pages.states.nan_to_num(7), before.nan_to_num(7))
+
+
+def compile_convolutions():
+    for is_dim_last in (True, False):
+        for dtype in (torch.bfloat16, torch.float32):
+            tensors = conv_tensors(40, 10240, 4, dtype, generator(0))
+            pages = conv_states(2, 10240, 4, dtype, is_dim_last=is_dim_last)
+            causal_conv(
+                torch.empty(40, 10240, dtype=dtype),
+                pages.states,
+                **tensors,
+                query_starts=i32([0, 40]),
+                initial_slots=i32([1]),
+                state_slots=i32([1]),
+            )
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_causal_conv_compiles_to_wide_loads_without_spills(capability):
+    kernels = compile_job(compile_convolutions, capability)
+
+    assert len(kernels) >= 2
+    for kernel in kernels:
+        assert kernel.stack_bytes == 0, kernel
+        assert kernel.registers <= 168, kernel
+        # Every tap reads its tokens in rows of 16 bytes.
+        assert kernel.counts["load_128"] >= 4, kernel
+        assert kernel.counts["store_128"] >= 1, kernel

@@ -1,0 +1,118 @@
+import pytest
+import torch
+
+from jenga_kernels.conv_update import conv_update
+from jenga_kernels.reference import conv_update as reference
+from tests.kernels.compiling import compile_job
+from tests.kernels.conv_cases import conv_states, conv_tensors
+from tests.kernels.state_cases import PADDING, i32, same_elsewhere, step_slots, widened
+from tests.kernels.support import check_close, generator, randn
+
+NUM_SLOTS = 24
+LENGTHS = {"one_token_each": [1, PADDING, 1, 1], "speculative": [8, 2, PADDING, 3]}
+
+
+def arguments(lengths, dim, width, dtype, is_dim_last):
+    rng = generator(0)
+    slots, read, written = step_slots(lengths, NUM_SLOTS, rng)
+    tensors = conv_tensors(int(slots["query_starts"][-1]), dim, width, dtype, rng)
+    pages = conv_states(NUM_SLOTS, dim, width, dtype, is_dim_last=is_dim_last)
+    for slot in read:
+        pages.states[slot] = randn((dim, width - 1), dtype, rng)
+    return tensors, slots, pages, written
+
+
+def by_reference(tensors, slots, states):
+    """Output and states of the reference in the precision of its arguments."""
+    states = states.clone()
+    out = torch.full_like(tensors["x"], float("nan"))
+    reference.conv_update(out, states, **tensors, **slots)
+    return out, states
+
+
+@pytest.mark.parametrize("is_dim_last", [True, False], ids=["dim_last", "dim_first"])
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+def test_conv_update_matches_its_reference(lengths, dtype, width, is_dim_last):
+    tensors, slots, pages, written = arguments(lengths, 72, width, dtype, is_dim_last)
+    before = pages.arena.clone()
+    naive, want_states = by_reference(tensors, slots, pages.states)
+    exact, _ = by_reference(widened(tensors), slots, pages.states.double())
+    out = torch.full_like(tensors["x"], float("nan"))
+
+    conv_update(out, pages.states, **tensors, **slots)
+
+    check_close(out, exact, naive)
+    assert torch.equal(pages.states[written], want_states[written])
+    assert same_elsewhere(pages.arena, before, written)
+
+
+def test_conv_update_may_write_over_its_input():
+    tensors, slots, pages, _ = arguments([3, 1], 40, 4, torch.float32, True)
+    want, _ = by_reference(tensors, slots, pages.states)
+
+    conv_update(tensors["x"], pages.states, **tensors, **slots)
+
+    check_close(tensors["x"], want, want)
+
+
+def test_conv_update_of_one_token_each_needs_no_query_starts():
+    tensors, _, pages, _ = arguments([1, 1], 40, 4, torch.float32, True)
+    tensors |= {"bias": None, "silu": False}
+    pages.states[4] = randn((40, 3), torch.float32, generator(5))
+    slots = {"initial_slots": i32([4, 0]), "state_slots": i32([4, 7])}
+    want, want_states = by_reference(tensors, slots, pages.states)
+    out = torch.empty_like(tensors["x"])
+
+    conv_update(out, pages.states, **tensors, **slots)
+
+    check_close(out, want, want)
+    assert torch.equal(pages.states[[4, 7]], want_states[[4, 7]])
+
+
+BAD_ARGUMENTS = {
+    "a_width_of_five": ("weight", lambda a: {"weight": a["weight"].repeat(1, 2)[:, :5]}),
+    "states_of_too_few_columns": ("states", lambda a: {"states": a["states"][..., :2]}),
+    "fewer_slots_than_tokens": ("state_slots", lambda a: {"state_slots": a["state_slots"][:, :1]}),
+    "slots_of_64_bits": ("initial_slots", lambda a: {"initial_slots": a["initial_slots"].long()}),
+    "a_slot_past_the_states": ("state_slots", lambda a: {"state_slots": a["state_slots"] + 99}),
+    "out_of_another_dtype": ("out", lambda a: {"out": a["out"].half()}),
+}
+
+
+@pytest.mark.parametrize(("name", "change"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS.keys())
+def test_conv_update_refuses(name, change):
+    tensors, slots, pages, _ = arguments([2, 1], 16, 4, torch.float32, True)
+    out = torch.full_like(tensors["x"], float("nan"))
+    before = pages.states.clone()
+    args = {"out": out, "states": pages.states, **tensors, **slots}
+
+    with pytest.raises(ValueError, match=f"^{name} "):
+        conv_update(**(args | change(args)))
+
+    assert out.isnan().all()
+    assert torch.equal(pages.states.nan_to_num(7), before.nan_to_num(7))
+
+
+def compile_updates():
+    for is_dim_last in (True, False):
+        tensors = conv_tensors(3, 10240, 4, torch.bfloat16, generator(0))
+        pages = conv_states(2, 10240, 4, torch.bfloat16, is_dim_last=is_dim_last)
+        conv_update(
+            tensors["x"],
+            pages.states,
+            **tensors,
+            initial_slots=i32([1, 1, 1]),
+            state_slots=i32([1, 1, 1]),
+        )
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_conv_update_compiles_without_spills(capability):
+    kernels = compile_job(compile_updates, capability)
+
+    assert len(kernels) >= 1
+    for kernel in kernels:
+        assert kernel.stack_bytes == 0, kernel
+        assert kernel.registers <= 80, kernel

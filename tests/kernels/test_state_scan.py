@@ -1,0 +1,427 @@
+import pytest
+import torch
+
+from jenga_kernels.reference import state_scan as reference
+from jenga_kernels.state_scan import state_scan
+from jenga_kernels.states import NULL_SLOT, Checkpoints
+from tests.kernels.compiling import compile_job
+from tests.kernels.state_cases import (
+    PADDING,
+    i32,
+    prompt_slots,
+    recurrence_tensors,
+    same_elsewhere,
+    state_pages,
+    widened,
+)
+from tests.kernels.support import DEVICE, check_close, generator, max_error, randn
+
+NUM_SLOTS = 40
+CASES = {
+    # kind; heads, channels of a head, state elements, groups; tokens of each prompt
+    "mamba1": ("channels", (1, 96, 16, 1), [1, 17, 40]),
+    "mamba1_odd_state_and_two_groups": ("channels", (2, 24, 24, 2), [3, 0, 19, PADDING, 2]),
+    "mamba2": ("heads", (4, 64, 128, 2), [1, 64, 130]),
+    "mamba2_odd_head_and_state": ("heads", (3, 24, 40, 1), [5, 0, 70, PADDING, 2, 129]),
+}
+
+
+def arguments(kind, shape, lengths, dtype, state_dtype, *, seed=0, checkpoints=True):
+    rng = generator(seed)
+    num_heads, head_dim, d_state, _ = shape
+    slots, read, written = prompt_slots(lengths, NUM_SLOTS, rng, checkpoints=checkpoints)
+    tensors = recurrence_tensors(int(slots["query_starts"][-1]), kind, shape, dtype, rng)
+    pages = state_pages(NUM_SLOTS, (num_heads, head_dim, d_state), state_dtype)
+    for slot in read:
+        pages.states[slot] = randn((num_heads, head_dim, d_state), state_dtype, rng)
+    return tensors, slots, pages, written
+
+
+def by_reference(tensors, slots, states):
+    """Output and states of the reference in the precision of its arguments."""
+    states = states.clone()
+    out = torch.full_like(tensors["x"], float("nan"))
+    reference.state_scan(out, states, **tensors, **slots)
+    return out, states
+
+
+def naive_by_heads(tensors, slots, states):
+    """The same by PyTorch's matrix products over a whole prompt, in the dtype of x."""
+    x, B, C, dtype = tensors["x"], tensors["B"], tensors["C"], tensors["x"].dtype
+    states = states.clone()
+    out = torch.zeros_like(x)
+    starts = slots["query_starts"].tolist()
+    heads_per_group = x.shape[1] // B.shape[1]
+    dt = torch.nn.functional.softplus(tensors["dt"].float() + tensors["dt_bias"])
+    for request, slot in enumerate(slots["state_slots"].tolist()):
+        rows = slice(starts[request], starts[request + 1])
+        initial_slot = int(slots["initial_slots"][request])
+        h = torch.zeros_like(states[0]) if initial_slot == NULL_SLOT else states[initial_slot]
+        if slot == NULL_SLOT:
+            continue
+        total = (dt[rows] * tensors["A"]).cumsum(0)  # [T, H]
+        between = (total[:, None] - total[None, :]).movedim(2, 0)  # [H, T, T]
+        is_past = torch.ones_like(between, dtype=torch.bool).tril()
+        decay = torch.exp(between.masked_fill(~is_past, float("-inf")))
+        b = B[rows].repeat_interleave(heads_per_group, 1).movedim(1, 0)  # [H, T, N]
+        c = C[rows].repeat_interleave(heads_per_group, 1).movedim(1, 0)
+        weights = (c @ b.mT).float() * decay * dt[rows].T[:, None]
+        x_heads = x[rows].movedim(1, 0)  # [H, T, P]
+        y = (weights.to(dtype) @ x_heads).float()
+        y += (c @ h.to(dtype).mT).float() * total.exp().T[..., None]
+        y = y.movedim(0, 1) + tensors["D"][:, None] * x[rows].float()
+        out[rows] = (y * torch.nn.functional.silu(tensors["z"][rows].float())).to(dtype)
+        scale = (torch.exp(total[-1:] - total) * dt[rows]).T[..., None] if len(total) else 0
+        if len(total):
+            h = h * total[-1].exp()[:, None, None]
+            h = h + ((x_heads.float() * scale).to(dtype).mT @ b).float()
+        states[slot] = h.to(states.dtype)
+    return out, states
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_state_scan_matches_the_recurrence(case, state_dtype):
+    kind, shape, lengths = case
+    tensors, slots, pages, written = arguments(kind, shape, lengths, torch.float32, state_dtype)
+    before = pages.arena.clone()
+    naive, naive_states = by_reference(tensors, slots, pages.states)
+    exact, exact_states = by_reference(widened(tensors), slots, pages.states.double())
+    out = torch.full_like(tensors["x"], float("nan"))
+
+    state_scan(out, pages.states, **tensors, **slots)
+
+    check_close(out, exact, naive)
+    check_close(pages.states[written], exact_states[written], naive_states[written])
+    assert same_elsewhere(pages.arena, before, written)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_state_scan_of_channels_rounds_its_output_only(dtype):
+    kind, shape, lengths = CASES["mamba1"]
+    tensors, slots, pages, written = arguments(kind, shape, lengths, dtype, torch.float32)
+    naive, naive_states = by_reference(tensors, slots, pages.states)
+    exact, exact_states = by_reference(widened(tensors), slots, pages.states.double())
+    out = torch.full_like(tensors["x"], float("nan"))
+
+    state_scan(out, pages.states, **tensors, **slots)
+
+    check_close(out, exact, naive)
+    check_close(pages.states[written], exact_states[written], naive_states[written])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_state_scan_of_heads_is_as_exact_as_matrix_products_in_its_dtype(dtype):
+    kind, shape, lengths = CASES["mamba2"]
+    tensors, slots, pages, written = arguments(
+        kind, shape, lengths, dtype, torch.float32, checkpoints=False
+    )
+    naive, naive_states = naive_by_heads(tensors, slots, pages.states)
+    exact, exact_states = by_reference(widened(tensors), slots, pages.states.double())
+    out = torch.full_like(tensors["x"], float("nan"))
+
+    state_scan(out, pages.states, **tensors, **slots)
+
+    check_close(out, exact, naive)
+    check_close(pages.states[written], exact_states[written], naive_states[written])
+
+
+@pytest.mark.parametrize("kind", ["channels", "heads"])
+@pytest.mark.parametrize(
+    "left_out", [["D"], ["z"], ["dt_bias"], ["D", "z", "dt_bias"]], ids="_".join
+)
+def test_state_scan_without_optional_tensors(kind, left_out):
+    shape = (1, 24, 16, 1) if kind == "channels" else (2, 16, 16, 1)
+    tensors, slots, pages, written = arguments(
+        kind, shape, [9, 3], torch.float32, torch.float32, checkpoints=False
+    )
+    tensors |= dict.fromkeys(left_out)
+    options = {"dt_softplus": "z" in left_out, "dt_limits": (0.25, 0.75)}
+    tensors["dt"] = tensors["dt"].abs()
+    naive, naive_states = by_reference(tensors | options, slots, pages.states)
+    exact, _ = by_reference(widened(tensors) | options, slots, pages.states.double())
+    out = torch.full_like(tensors["x"], float("nan"))
+
+    state_scan(out, pages.states, **tensors, **slots, **options)
+
+    check_close(out, exact, naive)
+    check_close(pages.states[written], naive_states[written], naive_states[written], slack=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", ["channels", "heads"])
+def test_state_scan_gives_the_same_wherever_a_prompt_is_cut(kind, seed):
+    rng = generator(seed)
+    shape = (1, 32, 16, 1) if kind == "channels" else (2, 32, 32, 1)
+    length = 90
+    tensors = recurrence_tensors(length, kind, shape, torch.float32, rng)
+    cuts = sorted((1 + torch.randperm(length - 1, generator=rng)[:3]).tolist())
+    whole, pieces = (state_pages(8, shape[:3], torch.float32) for _ in range(2))
+    kept = Checkpoints(starts=i32([0, 3]), after_tokens=i32(cuts), slots=i32([2, 3, 4]))
+    out, cut_out = (torch.empty_like(tensors["x"]) for _ in range(2))
+    exact, exact_states = torch.empty_like(out).double(), whole.states.double()
+    reference.state_scan(
+        exact,
+        exact_states,
+        **widened(tensors),
+        query_starts=i32([0, length]),
+        initial_slots=i32([0]),
+        state_slots=i32([1]),
+        checkpoints=kept,
+    )
+    naive, _ = by_reference(
+        tensors,
+        {"query_starts": i32([0, length]), "initial_slots": i32([0]), "state_slots": i32([1])},
+        whole.states,
+    )
+
+    state_scan(
+        out,
+        whole.states,
+        **tensors,
+        query_starts=i32([0, length]),
+        initial_slots=i32([0]),
+        state_slots=i32([1]),
+        checkpoints=kept,
+    )
+    for slot, (start, end) in enumerate(zip([0, *cuts], [*cuts, length], strict=True)):
+        part = {name: value[start:end] for name, value in tensors.items() if len(value) == length}
+        state_scan(
+            cut_out[start:end],
+            pieces.states,
+            **(tensors | part),
+            query_starts=i32([0, end - start]),
+            initial_slots=i32([slot]),
+            state_slots=i32([slot + 1]),
+        )
+
+    check_close(out, exact, naive)
+    # A cut restarts the tiles, so that sums are taken in another order where heads decay as one.
+    assert torch.equal(out, cut_out) if kind == "channels" else max_error(out, cut_out) < 1e-4
+    order = [2, 3, 4, 1]
+    assert max_error(whole.states[order], pieces.states[1:5]) <= 1e-5
+    assert max_error(whole.states[order], exact_states[order]) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", ["channels", "heads"])
+def test_state_scan_stays_near_float64_over_long_prompts(kind):
+    rng = generator(7)
+    shape = (1, 64, 16, 1) if kind == "channels" else (1, 16, 16, 1)
+    length = 512 if kind == "channels" else 4096
+    tensors = recurrence_tensors(length, kind, shape, torch.float32, rng)
+    # Slow decay, so that rounding of the first tokens would still show at the end.
+    tensors["A"] = tensors["A"] * 1e-3
+    slots = {
+        "query_starts": i32([0, length]),
+        "initial_slots": i32([0]),
+        "state_slots": i32([1]),
+    }
+    pages = state_pages(2, shape[:3], torch.float32)
+    naive, naive_states = by_reference(tensors, slots, pages.states)
+    exact, exact_states = by_reference(widened(tensors), slots, pages.states.double())
+    out = torch.empty_like(tensors["x"])
+
+    state_scan(out, pages.states, **tensors, **slots)
+
+    check_close(out, exact, naive)
+    check_close(pages.states[1], exact_states[1], naive_states[1])
+    scale = exact_states[1].abs().max().item()
+    assert max_error(pages.states[1], exact_states[1]) < 2e-6 * scale
+
+
+def test_state_scan_keeps_neighbours_apart_after_strong_decay():
+    # One token forgets everything; what decays are after it must not depend on how much that was.
+    rng = generator(8)
+    shape = (1, 16, 16, 1)
+    tensors = recurrence_tensors(64, "heads", shape, torch.float32, rng)
+    tensors["dt"][:] = -4.0
+    tensors["dt"][5] = 2000.0
+    slots = {"query_starts": i32([0, 64]), "initial_slots": i32([0]), "state_slots": i32([1])}
+    pages = state_pages(2, shape[:3], torch.float32)
+    tensors["x"][5] = 0
+    naive, _ = by_reference(tensors, slots, pages.states)
+    exact, _ = by_reference(widened(tensors), slots, pages.states.double())
+    out = torch.empty_like(tensors["x"])
+
+    state_scan(out, pages.states, **tensors, **slots)
+
+    check_close(out, exact, naive)
+
+
+def test_state_scan_reaches_past_2_to_the_31_elements():
+    num_slots = 2**31 // (1 << 20) + 3
+    # Slots nobody touches cost no memory, so this arena is mostly not there.
+    arena = torch.empty(num_slots, 1 << 20, dtype=torch.float32, device=DEVICE)
+    states = arena[:, -256:].unflatten(1, (1, 16, 16))
+    tensors = recurrence_tensors(3, "heads", (1, 16, 16, 1), torch.float32, generator(2))
+    few = state_pages(2, (1, 16, 16), torch.float32)
+    out, want = (torch.empty_like(tensors["x"]) for _ in range(2))
+    starts, none = i32([0, 3]), i32([0])
+
+    state_scan(
+        out,
+        states,
+        **tensors,
+        query_starts=starts,
+        initial_slots=none,
+        state_slots=i32([num_slots - 1]),
+    )
+    state_scan(
+        want, few.states, **tensors, query_starts=starts, initial_slots=none, state_slots=i32([1])
+    )
+
+    assert arena.numel() > 2**31
+    assert torch.equal(states[-1], few.states[1])
+    assert torch.equal(out, want)
+
+
+def good_call(kind="heads"):
+    shape = (2, 16, 16, 1)
+    tensors, slots, pages, _ = arguments(kind, shape, [4, 5], torch.float32, torch.float32)
+    return {
+        "out": torch.full_like(tensors["x"], float("nan")),
+        "states": pages.states,
+        **tensors,
+        **slots,
+    }
+
+
+BAD_ARGUMENTS = {
+    "x_without_heads": ("x", lambda a: {"x": a["x"][:, 0]}),
+    "out_of_another_dtype": ("out", lambda a: {"out": a["out"].half()}),
+    "states_of_other_heads": ("states", lambda a: {"states": a["states"][:, :1]}),
+    "states_of_integers": ("states", lambda a: {"states": a["states"].int()}),
+    "scattered_states": ("states", lambda a: {"states": a["states"].transpose(2, 3)}),
+    "groups_that_do_not_divide_the_heads": (
+        "B",
+        lambda a: {"B": a["B"].repeat(1, 3, 1), "C": a["C"].repeat(1, 3, 1)},
+    ),
+    "C_of_other_groups": ("C", lambda a: {"C": a["C"].repeat(1, 2, 1)}),
+    "dt_per_channel_with_A_per_head": ("dt", lambda a: {"dt": a["x"]}),
+    "A_of_other_heads": ("A", lambda a: {"A": a["A"][:1]}),
+    "A_in_half_precision": ("A", lambda a: {"A": a["A"].half()}),
+    "z_of_another_shape": ("z", lambda a: {"z": a["z"][:4]}),
+    "D_of_other_heads": ("D", lambda a: {"D": a["D"][:1]}),
+    "dt_bias_of_other_heads": ("dt_bias", lambda a: {"dt_bias": a["dt_bias"][:1]}),
+    "dt_limits_that_fall": ("dt_limits", lambda _: {"dt_limits": (1.0, 0.5)}),
+    "query_starts_past_the_tokens": ("query_starts", lambda _: {"query_starts": i32([0, 4, 10])}),
+    "query_starts_that_fall": ("query_starts", lambda _: {"query_starts": i32([0, 5, 4])}),
+    "query_starts_of_64_bits": (
+        "query_starts",
+        lambda a: {"query_starts": a["query_starts"].long()},
+    ),
+    "slots_for_another_number_of_requests": (
+        "state_slots",
+        lambda a: {"state_slots": a["state_slots"][:1]},
+    ),
+    "a_slot_past_the_states": ("state_slots", lambda _: {"state_slots": i32([1, NUM_SLOTS])}),
+    "an_initial_slot_past_the_states": ("initial_slots", lambda _: {"initial_slots": i32([99, 1])}),
+    "a_checkpoint_past_the_prompt": (
+        r"checkpoints\.after_tokens",
+        lambda _: {
+            "checkpoints": Checkpoints(starts=i32([0, 1, 1]), after_tokens=i32([5]), slots=i32([1]))
+        },
+    ),
+    "checkpoints_out_of_order": (
+        r"checkpoints\.after_tokens",
+        lambda _: {
+            "checkpoints": Checkpoints(
+                starts=i32([0, 2, 2]), after_tokens=i32([3, 2]), slots=i32([1, 2])
+            )
+        },
+    ),
+    "checkpoints_of_other_requests": (
+        r"checkpoints\.starts",
+        lambda _: {
+            "checkpoints": Checkpoints(starts=i32([0, 1]), after_tokens=i32([3]), slots=i32([1]))
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "change"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS.keys())
+def test_state_scan_refuses(name, change):
+    args = good_call()
+    changed = args | change(args)
+    out, states = changed["out"].clone(), changed["states"].clone()
+
+    with pytest.raises(ValueError, match=f"^{name} "):
+        state_scan(**changed)
+
+    assert torch.equal(changed["out"].isnan(), out.isnan())
+    assert torch.equal(changed["states"].nan_to_num(7), states.nan_to_num(7))
+
+
+def test_state_scan_of_no_tokens_writes_nothing():
+    args = good_call()
+    for name in ("out", "x", "dt", "B", "C", "z"):
+        args[name] = args[name][:0]
+    args |= {"query_starts": i32([0, 0, 0]), "checkpoints": None}
+    before = args["states"].clone()
+
+    state_scan(**args)
+
+    assert torch.equal(args["states"].nan_to_num(7), before.nan_to_num(7))
+
+
+def compile_channels():
+    for dtype in (torch.bfloat16, torch.float32):
+        for state_dtype in (torch.float32, torch.bfloat16):
+            launch("channels", (1, 8192, 16, 1), dtype, state_dtype)
+
+
+def compile_heads():
+    for shape in ((128, 64, 128, 8), (24, 128, 256, 1), (48, 64, 64, 1)):
+        for dtype in (torch.bfloat16, torch.float16):
+            for num_requests in (1, 12):
+                launch("heads", shape, dtype, torch.float32, num_requests)
+    launch("heads", (128, 64, 128, 8), torch.float32, torch.float32)
+
+
+def launch(kind, shape, dtype, state_dtype, num_requests=1):
+    """Call the operation with tensors of a shape, for what it compiles."""
+    num_heads, head_dim, d_state, num_groups = shape
+    x = torch.zeros(16, num_heads, head_dim, dtype=dtype)
+    B = torch.zeros(16, num_groups, d_state, dtype=dtype)
+    per_channel = kind == "channels"
+    state_scan(
+        x,
+        torch.zeros(2, num_heads, head_dim, d_state, dtype=state_dtype),
+        x,
+        x if per_channel else x[:, :, 0].contiguous(),
+        torch.zeros(shape[:3] if per_channel else shape[:1]),
+        B,
+        B,
+        i32(range(num_requests + 1)),
+        i32([1] * num_requests),
+        i32([1] * num_requests),
+        D=torch.zeros(num_heads),
+        z=x if per_channel else None,
+        dt_bias=torch.zeros(shape[:2] if per_channel else shape[:1]),
+    )
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_state_scan_of_channels_compiles_without_spills(capability):
+    kernels = compile_job(compile_channels, capability)
+
+    assert len(kernels) == 4
+    for kernel in kernels:
+        assert kernel.stack_bytes == 0, kernel
+        assert kernel.registers <= 128, kernel
+        assert kernel.counts["load_128"] >= 2, kernel
+        assert kernel.counts["store_128"] >= 1, kernel
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_state_scan_of_heads_compiles_to_matrix_instructions_without_spills(capability):
+    kernels = compile_job(compile_heads, capability)
+
+    assert len(kernels) >= 7
+    for kernel in kernels:
+        assert kernel.stack_bytes == 0, kernel
+        assert kernel.counts["load_128"] >= 6, kernel
+        assert kernel.counts["store_128"] >= 2, kernel
+        assert kernel.num_warps == 8 or kernel.counts["mma"] + kernel.counts["wgmma"] > 0, kernel
+    if capability >= 90:
+        assert sum(kernel.counts["wgmma"] > 0 for kernel in kernels) >= 6
