@@ -1,4 +1,23 @@
-"""Attention over keys and values in pages."""
+"""Attention over keys and values in pages.
+
+A plain paged cache is two tensors; a layer of an arena is two views with longer strides.
+
+    >>> import torch
+    >>> from jenga_kernels.kv_store import kv_store
+    >>> from jenga_kernels.paged_attention import paged_attention
+    >>> device = "cuda" if torch.cuda.is_available() else "cpu"
+    >>> k_pages, v_pages = torch.zeros(2, 8, 16, 2, 64, device=device)  # 8 pages of 16 tokens
+    >>> page_table = torch.tensor([[5, 2]], dtype=torch.int32, device=device)
+    >>> q, k, v = torch.ones(20, 4, 64, device=device), *torch.ones(2, 20, 2, 64, device=device)
+    >>> slots = torch.tensor([*range(80, 96), *range(32, 36)], device=device)  # pages 5 and 2
+    >>> kv_store(k, v, k_pages, v_pages, slots)
+    >>> starts = torch.tensor([0, 20], dtype=torch.int32, device=device)
+    >>> out = paged_attention(
+    ...     q, k_pages, v_pages, page_table, starts, starts[1:].contiguous(), scale=0.125
+    ... )
+    >>> out.shape, bool((out == 1).all())
+    (torch.Size([20, 4, 64]), True)
+"""
 
 import torch
 

@@ -15,7 +15,8 @@ from jenga_kernels.triton.attention_tile import (
 )
 
 
-@triton.jit
+# Counts differ from step to step and must not compile anew.
+@triton.jit(do_not_specialize=["num_requests"])
 def attention_decode_kernel(
     # Outputs
     out_ptr,  # [num_tokens, num_heads, head_dim], contiguous

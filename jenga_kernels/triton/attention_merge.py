@@ -6,7 +6,8 @@ import triton.language as tl
 from jenga_kernels.triton.attention_tile import LOG2_E, element_mask
 
 
-@triton.jit
+# Counts differ from step to step and must not compile anew.
+@triton.jit(do_not_specialize=["num_rows"])
 def attention_merge_kernel(
     # Outputs
     out_ptr,  # [num_rows, head_dim], contiguous

@@ -68,7 +68,8 @@ def _units(
     return units, row_tiles
 
 
-@triton.jit
+# Counts differ from step to step and must not compile anew.
+@triton.jit(do_not_specialize=["num_requests", "num_programs", "max_row_tiles"])
 def attention_plan_kernel(
     # Outputs
     unit_starts_ptr,  # i32[num_requests + 1], decode work before each request, per head of keys

@@ -24,7 +24,8 @@ def _stored(rows, heads, live, scale_ptr, IS_FP8: tl.constexpr, IS_PER_HEAD: tl.
         return to_fp8(values)
 
 
-@triton.jit
+# Counts differ from step to step and must not compile anew.
+@triton.jit(do_not_specialize=["num_tokens"])
 def kv_store_kernel(
     # Outputs
     k_pages_ptr,  # [num_pages, page_tokens, num_kv_heads, head_dim]

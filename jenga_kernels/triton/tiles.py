@@ -5,6 +5,7 @@ Shapes decide, never model names. The sizes for GPUs are those that compile with
 and hardly per element.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +44,7 @@ class Machine:
 INTERPRETER = Machine(capability=0, num_processors=1)
 
 
+@functools.cache
 def machine_of(device: torch.device) -> Machine:
     """The machine that runs kernels on `device`'s tensors."""
     if triton.knobs.runtime.interpret:
