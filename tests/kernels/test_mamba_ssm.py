@@ -55,22 +55,22 @@ def test_channel_scan_agrees_with_mamba_ssm(mamba_ssm):
         initial_slots=i32([0]),
         state_slots=i32([2]),
     )
-    x, dt, z = (tensors[name][:, 0].T[None] for name in ("x", "dt", "z"))
-    B, C = (tensors[name][:, 0].T[None, None] for name in ("B", "C"))
+    # Their reference computes in float32 whatever it is given.
+    x, dt, z = (tensors[name][:, 0].T[None].float() for name in ("x", "dt", "z"))
+    B, C = (tensors[name][:, 0].T[None, None].float() for name in ("B", "C"))
     want, want_state = mamba_ssm.selective_scan(
         x,
         dt,
-        tensors["A"][0],
+        tensors["A"][0].float(),
         B,
         C,
-        D=tensors["D"][0],
+        D=tensors["D"][0].float(),
         z=z,
-        delta_bias=tensors["dt_bias"][0],
+        delta_bias=tensors["dt_bias"][0].float(),
         delta_softplus=True,
         return_last_state=True,
     )
 
-    # Their reference computes in float32 whatever it is given.
     assert max_error(out[:, 0], want[0].T) < 2e-5
     assert max_error(pages.states[2, 0], want_state[0]) < 2e-5
 
