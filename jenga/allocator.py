@@ -116,22 +116,25 @@ class Allocator:
         Returns:
             Page ids per page table; None if `room` would say that they do not suffice.
         """
+        tables = self.tables
         slack = self.large_pages.num_available - reserve_large_pages
-        required: list[int] = []
-        for table, need in zip(self.tables, needs, strict=True):
-            missing = need - table.num_spare
-            required.append(-(-missing // table.pages_per_large) if missing > 0 else 0)
-            slack -= required[-1]
+        required = [0] * len(tables)
+        for index, need in enumerate(needs):
+            if need:
+                missing = need - tables[index].num_spare
+                if missing > 0:
+                    required[index] = -(-missing // tables[index].pages_per_large)
+                    slack -= required[index]
         if slack < 0:
             return None
         budget = Budget(slack)
         taken: list[list[int]] = []
-        for table, need in zip(self.tables, needs, strict=True):
-            pages: list[int] = []
+        for index, need in enumerate(needs):
             if need:
-                budget.required = required[table.index]
-                pages = table.take(need, expected[table.index], owner, budget)
-            taken.append(pages)
+                budget.required = required[index]
+                taken.append(tables[index].take(need, expected[index], owner, budget))
+            else:
+                taken.append([])
         return taken
 
     def disown(self, owner: int) -> None:

@@ -36,6 +36,7 @@ class LargePages:
     Attributes:
         holders: Large page -> index of the page table that holds it, or `NOT_HELD`.
         reclaimable: Held large pages without a used small page, by the rank of the youngest.
+        num_evicted: Small pages evicted so far, in all page tables.
         num_empty: Large pages that nobody holds, the null page not counted.
         tables: The page tables, in the order of their indices.
     """
@@ -45,6 +46,7 @@ class LargePages:
         "_next_fresh",
         "holders",
         "num_empty",
+        "num_evicted",
         "num_pages",
         "reclaimable",
         "tables",
@@ -59,6 +61,7 @@ class LargePages:
         # Pages never opened lie behind `_next_fresh`.
         self._next_fresh = NULL_PAGE + 1
         self.num_empty = num_pages - 1
+        self.num_evicted = 0
 
     @property
     def num_available(self) -> int:
@@ -117,6 +120,7 @@ class LargePages:
         table = self.tables[holder]
         pages = table.surrender(large)
         table.evicted += pages
+        self.num_evicted += len(pages)
         if holder == taker:
             table.num_evicted_own += len(pages)
         else:

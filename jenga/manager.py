@@ -1,6 +1,7 @@
 """Requests in, page tables out: the one place that knows allocator, prefix cache and policies."""
 
 from collections.abc import Sequence
+from math import ceil
 
 from jenga.allocator import Allocator
 from jenga.books import check_table
@@ -10,7 +11,7 @@ from jenga.eviction_order import EvictionOrder, LeastRecentlyUsed
 from jenga.geometry import Geometry
 from jenga.large_pages import NULL_PAGE
 from jenga.lookup import longest_prefix
-from jenga.policies import RequestFacts
+from jenga.policies import NEVER, RequestFacts
 from jenga.request import MISSING, NO_LIMIT, PageCopy, PrefixHit, Request
 from jenga.stats import CacheReport, MemoryReport, table_evictions, table_memory
 from jenga.table import Table, build_tables
@@ -33,6 +34,7 @@ class Manager:
         prefix_caching: bool = False,
         hash_tokens: int = 16,
         eviction_order: EvictionOrder | None = None,
+        checkpoint_interval_tokens: int | None = None,
     ) -> None:
         """An empty arena.
 
@@ -42,6 +44,8 @@ class Manager:
             prefix_caching: Whether pages of finished requests are kept for others.
             hash_tokens: Tokens that each further prefix hash covers.
             eviction_order: What goes first when space is needed; least recently used by default.
+            checkpoint_interval_tokens: Distance between states kept within a prompt; 0 for none,
+                by default what the bytes of a state allow.
 
         Raises:
             ValueError: The arena is too small for the null page and one large page per page table,
@@ -71,11 +75,17 @@ class Manager:
         self._prefix_caching = prefix_caching
         self._hash_tokens = hash_tokens
         # Tokens after which some page table may have one more page to commit.
-        self._commit_tokens = min([hash_tokens, *(spec.tokens_per_page for spec in specs)])
+        self._commit_tokens = min(
+            table.grain.page_slots if not table.policy.is_overwritten else hash_tokens
+            for table in self._tables
+        )
+        if checkpoint_interval_tokens is None:
+            checkpoint_interval_tokens = _interval_by_bytes(self._tables, hash_tokens)
+        self._checkpoint_interval_tokens = checkpoint_interval_tokens
         self._order = eviction_order or LeastRecentlyUsed()
         self._requests: dict[str, Request] = {}
         self._copies: list[PageCopy] = []
-        self._step = self._num_owners = self._num_forgotten = 0
+        self._step = self._num_owners = self._num_forgotten = self._num_evicted = 0
         self._asked_tokens = self._hit_tokens = 0
         self._limited_tokens = [0] * len(specs)
         self._no_pages: tuple[list[int], ...] = tuple([] for _ in specs)
@@ -154,10 +164,12 @@ class Manager:
             request.num_processed_tokens = num_processed_tokens
             request.step = self._step
             return self._no_pages
-        _check_tokens(num_tokens, num_processed_tokens)
+        if not 0 <= num_processed_tokens <= num_tokens or num_tokens == 0:
+            raise _token_error(num_tokens, num_processed_tokens)
         found = None
         if request is not None:
-            _check_running(request_id, request, hit, num_processed_tokens)
+            if hit is not None or num_processed_tokens > request.num_tokens:
+                raise _running_error(request_id, request, hit, num_processed_tokens)
         else:
             request = _new_request(
                 hit, facts, num_tables=len(self._tables), prompt_tokens=max(full_tokens, num_tokens)
@@ -168,6 +180,10 @@ class Manager:
                 num_processed_tokens = hit.num_tokens
                 found = self._start_from(request, hit, num_tokens)
         self._give_up(request, num_processed_tokens)
+        if request.num_tokens and num_tokens < request.grows_at and not full_tokens:
+            request.num_tokens = num_tokens
+            request.step = self._step
+            return self._no_pages
         needs = self._needs(request, num_tokens)
         expected = needs
         if full_tokens > num_tokens:
@@ -180,6 +196,28 @@ class Manager:
             # To share is to use: from here on nothing may be refused.
             self._require(request_id, needs, found, reserve_large_pages)
             self._share(found, hit)
+        taken: Sequence[list[int]] = self._no_pages
+        if any(needs):
+            taken = self._take(request_id, request, needs, expected, reserve_large_pages)
+        request.num_tokens = num_tokens
+        request.expected_tokens = max(request.expected_tokens, full_tokens)
+        request.step = self._step
+        if request_id not in self._requests:
+            self._num_owners += 1
+            self._requests[request_id] = request
+            if hit is not None:
+                self._copy_hit(request, hit)
+        return tuple(taken)
+
+    def _take(
+        self,
+        request_id: str,
+        request: Request,
+        needs: list[int],
+        expected: list[int],
+        reserve_large_pages: int,
+    ) -> Sequence[list[int]]:
+        """Take small pages and put them into the request's page tables, or refuse."""
         taken = self._allocator.take(
             needs, expected, owner=request.owner, reserve_large_pages=reserve_large_pages
         )
@@ -187,18 +225,9 @@ class Manager:
             self._require(request_id, needs, None, reserve_large_pages)
             msg = f"{needs} small pages can be had and cannot"
             raise InvariantError(msg)
-        request.num_tokens = num_tokens
-        request.expected_tokens = max(request.expected_tokens, full_tokens)
-        request.step = self._step
-        if self._prefix_caching:
-            self._forget_evicted()
+        self._forget_evicted()
         self._append(request, taken)
-        if request_id not in self._requests:
-            self._num_owners += 1
-            self._requests[request_id] = request
-            if hit is not None:
-                self._copy_hit(request, hit)
-        return tuple(taken)
+        return taken
 
     def _require(
         self,
@@ -259,47 +288,53 @@ class Manager:
             return
         facts = request.facts
         num_tokens = max(request.num_tokens, num_processed_tokens)
-        for table in self._tables:
-            index, policy, page_slots = table.index, table.policy, table.grain.page_slots
-            if num_processed_tokens < request.releases[index]:
+        for index, release in enumerate(request.releases):
+            if num_processed_tokens < release:
                 continue
+            table = self._tables[index]
+            policy, page_slots = table.policy, table.grain.page_slots
             touched = policy.update_last_access(facts, num_processed_tokens, num_tokens)
             start, end = touched.start // page_slots, -(-touched.stop // page_slots)
             pages, first = request.pages[index], request.first[index]
+            num_pages = len(pages)
             if first < start:
                 # A request may come in with its first tokens out of the window already.
-                pages.extend([NULL_PAGE] * (start - len(pages)))
+                if num_pages < start:
+                    pages.extend([NULL_PAGE] * (start - num_pages))
                 if pages[start - 1] != NULL_PAGE:
                     table.leave(request, range(first, start), self._order)
                 pages[first:start] = [NULL_PAGE] * (start - first)
                 request.first[index] = start
-            if request.num_tokens and end < len(pages):
+            if request.num_tokens and end < num_pages:
                 table.leave(request, range(max(start, end), len(pages)), self._order)
                 del pages[end:]
             request.releases[index] = policy.next_release(facts, num_processed_tokens, page_slots)
-            request.max_tokens[index] = policy.max_tokens(
-                facts, num_processed_tokens, len(pages) * page_slots
-            )
-            if MISSING in pages:
-                request.max_tokens[index] = 0
+            if request.releases[index] == NEVER or len(pages) != num_pages or not first:
+                self._measure(request, table)
         request.shrinks_at = min(request.releases)
         request.grows_at = min(request.max_tokens) + 1
 
+    def _measure(self, request: Request, table: Table) -> None:
+        """Note for how many tokens a page table's pages suffice."""
+        pages = request.pages[table.index]
+        request.max_tokens[table.index] = table.policy.max_tokens(
+            request.facts, request.num_processed_tokens, len(pages) * table.grain.page_slots
+        )
+        if not request.num_tokens and MISSING in pages:
+            request.max_tokens[table.index] = 0
+
     def _needs(self, request: Request, num_tokens: int) -> list[int]:
         """Small pages to take in each page table for so many tokens."""
-        needs: list[int] = []
-        for table, max_tokens, pages in zip(
-            self._tables, request.max_tokens, request.pages, strict=True
-        ):
-            need = 0
+        needs = [0] * len(self._tables)
+        for index, max_tokens in enumerate(request.max_tokens):
             if num_tokens > max_tokens:
+                table, pages = self._tables[index], request.pages[index]
                 touched = table.policy.update_last_access(
                     request.facts, request.num_processed_tokens, num_tokens
                 )
-                need = -(-touched.stop // table.grain.page_slots) - len(pages)
+                needs[index] = -(-touched.stop // table.grain.page_slots) - len(pages)
                 if not max_tokens:
-                    need += pages.count(MISSING)
-            needs.append(need)
+                    needs[index] += pages.count(MISSING)
         return needs
 
     def _further_pages(
@@ -350,20 +385,18 @@ class Manager:
 
     def _append(self, request: Request, taken: Sequence[list[int]]) -> None:
         """Put pages taken where they are missing, the others at the end."""
-        for table, new_pages in zip(self._tables, taken, strict=True):
+        for index, new_pages in enumerate(taken):
             if not new_pages:
                 continue
-            pages = request.pages[table.index]
+            table, pages = self._tables[index], request.pages[index]
             num_missing = 0
-            if not request.max_tokens[table.index] and MISSING in pages:
+            if not request.max_tokens[index] and MISSING in pages:
                 holes = [number for number, page in enumerate(pages) if page == MISSING]
                 num_missing = len(holes)
                 for number, page in zip(holes, new_pages, strict=False):
                     pages[number] = page
-            pages += new_pages[num_missing:]
-            request.max_tokens[table.index] = table.policy.max_tokens(
-                request.facts, request.num_processed_tokens, len(pages) * table.grain.page_slots
-            )
+            pages += new_pages[num_missing:] if num_missing else new_pages
+            self._measure(request, table)
         request.grows_at = min(request.max_tokens) + 1
 
     def _copy_hit(self, request: Request, hit: PrefixHit) -> None:
@@ -379,17 +412,22 @@ class Manager:
 
     def _forget_evicted(self) -> None:
         """Let evicted pages no longer be found."""
+        num_evicted = self._allocator.large_pages.num_evicted
+        if num_evicted == self._num_evicted:
+            return
+        self._num_forgotten += num_evicted - self._num_evicted
+        self._num_evicted = num_evicted
         for table in self._tables:
             evicted = table.pages.evicted
             if evicted and table.cache is not None:
-                self._num_forgotten += len(evicted)
                 table.cache.forget(evicted)
                 evicted.clear()
 
     def release_passed(self, request_id: str, num_processed_tokens: int) -> None:
         """Give up the pages that no token from `num_processed_tokens` on reads."""
         request = self._running(request_id)
-        _check_running(request_id, request, None, num_processed_tokens)
+        if not 0 <= num_processed_tokens <= request.num_tokens:
+            raise _running_error(request_id, request, None, num_processed_tokens)
         self._give_up(request, num_processed_tokens)
 
     def commit(self, request_id: str, prefix_hashes: Sequence[bytes], num_tokens: int) -> None:
@@ -400,7 +438,7 @@ class Manager:
             prefix_hashes: Hash i is of the request's first `(i + 1) * hash_tokens` tokens.
             num_tokens: Tokens whose content is final, at the latest when the next step reads it.
         """
-        request = self._running(request_id)
+        request = self._requests.get(request_id) or self._running(request_id)
         if num_tokens < request.commits_at or not self._prefix_caching:
             return
         num_tokens = min(num_tokens, len(prefix_hashes) * self._hash_tokens)
@@ -439,6 +477,27 @@ class Manager:
         return request
 
     # States
+
+    def checkpoint_tokens(self, request_id: str) -> tuple[int, ...]:
+        """Where a request's states are worth keeping: steps should end there.
+
+        At the end of its prompt, so that it can be asked again or continued; where it leaves what
+        others have computed, since a third request may leave it there too; and as often between as
+        a state takes no more bytes than the keys and values that go with it.
+
+        Source: Marconi (arXiv 2411.19379), section 4 (branch points).
+        """
+        request = self._running(request_id)
+        if not self._copied or not self._prefix_caching:
+            return ()
+        # The last token of a prompt is always computed again.
+        end = (request.facts.prompt_tokens - 1) // self._hash_tokens * self._hash_tokens
+        start = max((tokens for _, _, tokens in request.kept), default=0)
+        wanted = {end, request.branch_tokens}
+        if self._checkpoint_interval_tokens:
+            interval = self._checkpoint_interval_tokens
+            wanted.update(range((start // interval + 1) * interval, end, interval))
+        return tuple(sorted(tokens for tokens in wanted if start < tokens <= end))
 
     def keep_state(self, request_id: str, prefix_hash: bytes, num_tokens: int) -> bool:
         """Keep a copy of a request's running states for others to start from.
@@ -554,6 +613,22 @@ class Manager:
             raise InvariantError(msg)
 
 
+def _interval_by_bytes(tables: Sequence[Table], hash_tokens: int) -> int:
+    """Tokens whose keys and values take as many bytes as the states, in whole hashes; 0 for none.
+
+    Kept more often, states would take more than half of the cache.
+    """
+    state_bytes = sum(t.spec.small_page_bytes for t in tables if t.policy.is_overwritten)
+    kv_bytes_per_token = sum(
+        table.spec.small_page_bytes / table.spec.tokens_per_page
+        for table in tables
+        if not table.policy.is_overwritten
+    )
+    if not kv_bytes_per_token:
+        return 0
+    return ceil(state_bytes / kv_bytes_per_token / hash_tokens) * hash_tokens
+
+
 def _new_request(
     hit: PrefixHit | None, facts: RequestFacts | None, *, num_tables: int, prompt_tokens: int
 ) -> Request:
@@ -565,24 +640,19 @@ def _new_request(
     return Request(facts, num_tables)
 
 
-def _check_tokens(num_tokens: int, num_processed_tokens: int) -> None:
-    if num_tokens <= 0 or not 0 <= num_processed_tokens <= num_tokens:
-        msg = (
-            f"num_tokens must be positive and no less than num_processed_tokens, "
-            f"got {num_tokens} and {num_processed_tokens}"
-        )
-        raise ValueError(msg)
+def _token_error(num_tokens: int, num_processed_tokens: int) -> ValueError:
+    return ValueError(
+        f"num_tokens must be positive and no less than num_processed_tokens, "
+        f"got {num_tokens} and {num_processed_tokens}"
+    )
 
 
-def _check_running(
+def _running_error(
     request_id: str, request: Request, hit: PrefixHit | None, num_processed_tokens: int
-) -> None:
+) -> ValueError:
     if hit is not None:
-        msg = f"hit must be None for request {request_id!r}, which is running"
-        raise ValueError(msg)
-    if not 0 <= num_processed_tokens <= request.num_tokens:
-        msg = (
-            f"num_processed_tokens must be within the {request.num_tokens} tokens that request "
-            f"{request_id!r} has slots for, got {num_processed_tokens}"
-        )
-        raise ValueError(msg)
+        return ValueError(f"hit must be None for request {request_id!r}, which is running")
+    return ValueError(
+        f"num_processed_tokens must be within the {request.num_tokens} tokens that request "
+        f"{request_id!r} has slots for, got {num_processed_tokens}"
+    )

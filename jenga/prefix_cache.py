@@ -5,6 +5,7 @@ it. Equal keys mean equal bytes, in every layer stored there.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from sys import maxsize
 from typing import overload
 
 from jenga.errors import InvariantError
@@ -13,11 +14,12 @@ from jenga.errors import InvariantError
 class FoundPages(Sequence[int | None]):
     """Pages of keys, looked up one by one: a window needs the last few of many."""
 
-    __slots__ = ("_get", "_keys")
+    __slots__ = ("_all", "_get", "_keys")
 
     def __init__(self, pages: Mapping[Hashable, int], keys: Sequence[Hashable]) -> None:
         self._get = pages.get
         self._keys = keys
+        self._all: list[int | None] | None = None
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -27,13 +29,17 @@ class FoundPages(Sequence[int | None]):
     @overload
     def __getitem__(self, index: slice) -> list[int | None]: ...
     def __getitem__(self, index: int | slice) -> int | list[int | None] | None:
+        if self._all is not None:
+            return self._all[index]
         if isinstance(index, slice):
             return list(map(self._get, self._keys[index]))
         return self._get(self._keys[index])
 
-    def index(self, value: object, start: int = 0, stop: int | None = None) -> int:
-        """The first place of a page, or of None."""
-        return start + self[start:stop].index(value)  # pyright: ignore[reportArgumentType]
+    def index(self, value: int | None, start: int = 0, stop: int = maxsize) -> int:
+        """The first place of a page, or of None; all keys are looked up."""
+        if self._all is None:
+            self._all = list(map(self._get, self._keys))
+        return self._all.index(value, start, stop)
 
 
 class PrefixCache:

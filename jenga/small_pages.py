@@ -147,7 +147,10 @@ class WholePages:
             ranks = [rank_of[page] for page in pages]
         self.num_used -= len(pages)
         self.num_evictable += len(pages)
-        self._large_pages.reclaimable.extend(pages, ranks)
+        if len(pages) == 1:
+            self._large_pages.reclaimable.push(pages[0], ranks[0])
+        else:
+            self._large_pages.reclaimable.extend(pages, ranks)
 
     def surrender(self, large: int) -> list[int]:
         """Close an evictable page; the page."""
@@ -372,6 +375,7 @@ class SplitPages:
         self.stamps[page] = NOT_QUEUED
         self.evicted.append(page)
         self.num_evicted_alone += 1
+        self._large_pages.num_evicted += 1
         pages.append(page)
         self._used[large] += 1
         self.num_spare -= 1
@@ -425,10 +429,11 @@ class SplitPages:
         empties = self._empties[large]
         num_before = len(empties)
         num_taken = min(num_pages, num_before)
-        taken = empties[num_before - num_taken :]
-        taken.reverse()
-        pages += taken
-        del empties[num_before - num_taken :]
+        if num_taken == 1:
+            pages.append(empties.pop())
+        else:
+            pages += empties[: -num_taken - 1 : -1]
+            del empties[num_before - num_taken :]
         self._used[large] += num_taken
         self.num_spare -= num_taken
         self.num_used += num_taken
@@ -466,7 +471,9 @@ class SplitPages:
         for page, entry in zip(pages, entries, strict=True):
             stamps[page] = entry
         for large, start, end in self._runs(pages):
-            order, run = self._orders[large], sorted(entries[start:end])
+            order, run = self._orders[large], entries[start:end]
+            if end - start > 1:
+                run.sort()
             if not order or run[0] > order[-1]:
                 order += run
             else:
@@ -476,10 +483,14 @@ class SplitPages:
             if len(order) > 2 * self.pages_per_large:
                 order[:] = [e for e in order if stamps[e % num_stamps] == e]
             self._leave(large, end - start, len(self._empties[large]))
+            if self._used[large] and (order[0] == run[0] or self._pinned.stamps[large] < 0):
+                self._queue_pinned(large)
 
     def _runs(self, pages: Sequence[int]) -> list[tuple[int, int, int]]:
         """Stretches of pages that lie in one large page, as (large page, start, end)."""
         k = self.pages_per_large
+        if len(pages) == 1:
+            return [(pages[0] // k, 0, 1)]
         runs: list[tuple[int, int, int]] = []
         start = 0
         for large, run in groupby([page // k for page in pages]):
@@ -498,8 +509,6 @@ class SplitPages:
                 bins = self._claimed if large in self._owners else self._open
                 bins.remove(large, num_empty_before)
                 bins.add(large, num_empty)
-            else:
-                self._queue_pinned(large)
             return
         self.num_spare -= self.pages_per_large - num_left
         if large in self._owners:

@@ -44,6 +44,9 @@ class Table:
             self.pages.release(pages)
             return
         keys = self.cache.keys
+        if len(pages) == 1 and keys[pages[0]] is None:
+            self.pages.release(pages)
+            return
         lengths = self.policy.set_prefix_length(request.facts, numbers, self.grain)
         cached = [page for page in pages if keys[page] is not None]
         if len(cached) < len(pages):

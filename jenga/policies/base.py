@@ -6,7 +6,7 @@ those whose step is over; the next query is token number `num_processed_tokens`.
 half-open.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -177,3 +177,27 @@ class TokenSlots:
         ratio = hash_tokens // page_slots
         end = min(pages.stop, len(prefix_hashes) * ratio)
         return [(prefix_hashes[page // ratio], page % ratio) for page in range(pages.start, end)]
+
+
+_SCAN_PAGES = 64
+"""Pages looked at together: enough to make a long window cheap, few where a page is missing."""
+
+
+def last_gapless_end(is_hit: Sequence[object], end: int, first_needed: Callable[[int], int]) -> int:
+    """The last number of pages, at most `end`, before which no page needed is missing.
+
+    Args:
+        is_hit: Of each page, None if it is not cached.
+        end: Where to begin.
+        first_needed: The first page needed by a request that goes on after so many pages.
+    """
+    checked = end  # pages from here to `end` are there
+    while checked > (needed := first_needed(end)):
+        start = max(needed, checked - _SCAN_PAGES)
+        pages = is_hit[start:checked]
+        if None in pages:
+            last_missing = len(pages) - 1 - pages[::-1].index(None)
+            end = checked = start + last_missing
+        else:
+            checked = start
+    return end

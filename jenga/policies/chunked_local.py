@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jenga.policies.base import Grain, RequestFacts, TokenSlots
+from jenga.policies.base import Grain, RequestFacts, TokenSlots, last_gapless_end
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,11 @@ class ChunkedLocalPolicy(TokenSlots):
     ) -> int:
         """The last place whose chunk has no page missing before it."""
         page_slots = grain.page_slots
-        end = min(len(is_hit), at_most_tokens // page_slots)
-        page = end - 1
-        while page >= 0 and (page + 1) * page_slots > self._chunk_start(end * page_slots):
-            if is_hit[page] is None:
-                end = page
-            page -= 1
+        end = last_gapless_end(
+            is_hit,
+            min(len(is_hit), at_most_tokens // page_slots),
+            lambda end: self._chunk_start(end * page_slots) // page_slots,
+        )
         return end * page_slots
 
     def reused_pages(

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jenga.policies.base import Grain, RequestFacts, TokenSlots
+from jenga.policies.base import Grain, RequestFacts, TokenSlots, last_gapless_end
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,11 @@ class SlidingWindowPolicy(TokenSlots):
     ) -> int:
         """The last place whose window has no page missing."""
         page_slots = grain.page_slots
-        end = min(len(is_hit), at_most_tokens // page_slots)
-        page = end - 1
-        while page >= max(0, end * page_slots - self.window_tokens + 1) // page_slots:
-            if is_hit[page] is None:
-                end = page
-            page -= 1
+        end = last_gapless_end(
+            is_hit,
+            min(len(is_hit), at_most_tokens // page_slots),
+            lambda end: max(0, end * page_slots - self.window_tokens + 1) // page_slots,
+        )
         return end * page_slots
 
     def reused_pages(
