@@ -7,7 +7,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -146,10 +146,12 @@ def _run(
     model_directory: Path | None,
     progress: TextIO,
 ) -> DemoResult:
+    # First, because preparing the weights imports Triton.
+    _prepare_environment(os.environ)
     dtype = "bfloat16" if has_gpu() else "float32"
     directory = model_directory or gemma3_270m_directory(dtype, progress=progress)
     folder = Path(tempfile.mkdtemp(prefix="jenga-demo-"))
-    _prepare_environment(os.environ, folder / "memory.jsonl")
+    os.environ["JENGA_MEMORY_LOG"] = str(folder / "memory.jsonl")
     options: dict[str, Any] = {
         "model": str(directory),
         "attention_backend": _BACKEND_NAME,
@@ -181,9 +183,8 @@ def _run(
     )
 
 
-def _prepare_environment(environ: "os._Environ[str]", memory_log: Path) -> None:
+def _prepare_environment(environ: MutableMapping[str, str]) -> None:
     """Set what vLLM and Triton read when imported, here and in the processes they start."""
-    environ["JENGA_MEMORY_LOG"] = str(memory_log)
     # The engine's argument selects the backend; the replay on vLLM's own manager must not.
     environ.pop("VLLM_ATTENTION_BACKEND", None)
     environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -5,13 +5,14 @@ for a dtype dequantises them and keeps the result in the cache directory.
 """
 
 import fcntl
+import io
 import json
 import os
 import shutil
 import sys
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -158,7 +159,8 @@ def _convert(directory: Path, dtype: Dtype, progress: TextIO) -> None:
                 directory, gguf_file=gguf_path.name, add_bos_token=True
             )
             tokenizer.save_pretrained(directory)
-        with steps.step("dequantise and save the weights"):
+        # Progress bars of several packages would run through the lines of the steps.
+        with steps.step("dequantise and save the weights"), redirect_stderr(io.StringIO()):
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 directory, gguf_file=gguf_path.name, dtype=getattr(torch, dtype)
             )

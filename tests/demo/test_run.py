@@ -57,23 +57,41 @@ def test_latest_step_of_a_log_without_a_step_is_nothing(tmp_path, text):
     assert run._latest_step(log) == ""
 
 
-def test_environment_leaves_the_choice_of_backend_to_the_engines_argument(tmp_path, monkeypatch):
+def test_environment_leaves_the_choice_of_backend_to_the_engines_argument(monkeypatch):
     monkeypatch.setattr(run, "has_gpu", lambda: False)
     environ = {"VLLM_ATTENTION_BACKEND": "JENGA_TRITON", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
-    run._prepare_environment(environ, tmp_path / "log")
+    run._prepare_environment(environ)
 
-    assert environ["JENGA_MEMORY_LOG"] == str(tmp_path / "log")
     assert "VLLM_ATTENTION_BACKEND" not in environ
     assert environ["TRITON_INTERPRET"] == "1"
     assert environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
 
 
-def test_environment_on_a_gpu_compiles_the_kernels(tmp_path, monkeypatch):
+def test_environment_is_prepared_before_weights_import_triton(monkeypatch):
+    seen = []
+
+    def directory(*_, **__):
+        seen.append(os.environ.get("TRITON_INTERPRET"))
+        raise OSError
+
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(run, "has_gpu", lambda: False)
+    monkeypatch.setattr(run, "gemma3_270m_directory", directory)
+    for name in ("HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS", "VLLM_ENABLE_V1_MULTIPROCESSING"):
+        monkeypatch.setenv(name, "1")  # set back after the test, as the others are
+
+    with pytest.raises(OSError, match=r"^$"):
+        run.run_demo(max_tokens=1, arena_bytes=1)
+
+    assert seen == ["1"]
+
+
+def test_environment_on_a_gpu_compiles_the_kernels(monkeypatch):
     monkeypatch.setattr(run, "has_gpu", lambda: True)
     environ = {}
 
-    run._prepare_environment(environ, tmp_path / "log")
+    run._prepare_environment(environ)
 
     assert "TRITON_INTERPRET" not in environ
 
