@@ -39,13 +39,12 @@ def check_hits(result):
 
 @pytest.mark.slow
 def test_forty_requests_over_shared_prefixes_in_an_arena_that_always_evicts(tiny_model, run_engine):
-    model = tiny_model("gpt_oss")
     prompts = prompts_over_shared_prefixes(40, seed=11)
     options = {"max_num_seqs": 4}
 
-    stock = run_engine(model, prompts, max_tokens=4, options=options)
+    stock = run_engine(tiny_model("gpt_oss"), prompts, max_tokens=4, options=options)
     ours = run_engine(
-        model,
+        tiny_model("gpt_oss"),
         prompts,
         max_tokens=4,
         options=options | JENGA | {"kv_cache_memory_bytes": 5 << 18},
@@ -55,6 +54,29 @@ def test_forty_requests_over_shared_prefixes_in_an_arena_that_always_evicts(tiny
 
     assert_same_generation(ours, stock)
     assert check_hits(ours) > 40  # eviction never rests
+
+
+@pytest.mark.slow
+def test_forty_requests_to_gemma_3_with_its_real_weights_in_an_arena_that_always_evicts(run_engine):
+    from jenga.demo.weights import gemma3_270m_directory
+
+    model = gemma3_270m_directory("float32")
+    prompts = prompts_over_shared_prefixes(40, seed=13, vocab_size=9000)
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": 256}
+
+    stock = run_engine(model, prompts, max_tokens=2, options=options)
+    ours = run_engine(
+        model,
+        prompts,
+        max_tokens=2,
+        # Two requests of the greatest length: three prefixes and what runs do not fit together.
+        options=options | JENGA | {"kv_cache_memory_bytes": 24 << 20},
+        fill_arena=True,
+        report_manager=True,
+    )
+
+    assert_same_generation(ours, stock)
+    assert check_hits(ours) > 40
 
 
 def test_a_hit_gives_the_tokens_and_logprobs_of_a_computation_without(tiny_model, run_engine):
