@@ -16,7 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jenga.large_pages import LargePages
-from jenga.small_pages import Budget, SplitPages, WholePages
+from jenga.small_pages import Budget
+from jenga.split_pages import SplitPages
+from jenga.whole_pages import WholePages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ def longest_prefix(
     facts: RequestFacts,
     *,
     max_tokens: int,
-    num_forgotten: int,
+    version: tuple[int, int],
 ) -> PrefixHit:
     """The longest prefix possible in all page tables.
 
@@ -23,7 +23,7 @@ def longest_prefix(
         prefix_hashes: Hash i is of the request's first `(i + 1) * hash_tokens` tokens.
         facts: Of the request.
         max_tokens: The answer is no longer.
-        num_forgotten: Pages evicted so far.
+        version: The state of the cache that the answer holds for.
     """
     hash_tokens = tables[0].grain.hash_tokens
     num_hashes = max(0, min(max_tokens // hash_tokens, len(prefix_hashes)))
@@ -45,7 +45,7 @@ def longest_prefix(
         pages=tuple(_reused(table, facts, found[table.index], num_tokens) for table in tables),
         facts=facts,
         prefix_hashes=prefix_hashes,
-        num_forgotten=num_forgotten,
+        version=version,
     )
 
 

@@ -1,7 +1,6 @@
 """Requests in, page tables out: the one place that knows allocator, prefix cache and policies."""
 
 from collections.abc import Sequence
-from math import ceil
 
 from jenga.allocator import Allocator
 from jenga.books import check_table
@@ -9,6 +8,7 @@ from jenga.capacity import Capacity
 from jenga.errors import InvariantError, OutOfPagesError
 from jenga.eviction_order import EvictionOrder, LeastRecentlyUsed
 from jenga.geometry import Geometry
+from jenga.kept_states import KeptStates
 from jenga.large_pages import NULL_PAGE
 from jenga.lookup import longest_prefix
 from jenga.policies import NEVER, RequestFacts
@@ -69,7 +69,6 @@ class Manager:
         self._tables = build_tables(
             geometry, self._allocator, hash_tokens=hash_tokens, prefix_caching=prefix_caching
         )
-        self._copied = tuple(table for table in self._tables if table.policy.is_overwritten)
         policies = [table.policy for table in self._tables]
         self.capacity = Capacity(geometry, policies, num_large_pages)
         self._prefix_caching = prefix_caching
@@ -79,16 +78,24 @@ class Manager:
             table.grain.page_slots if not table.policy.is_overwritten else hash_tokens
             for table in self._tables
         )
-        if checkpoint_interval_tokens is None:
-            checkpoint_interval_tokens = _interval_by_bytes(self._tables, hash_tokens)
-        self._checkpoint_interval_tokens = checkpoint_interval_tokens
         self._order = eviction_order or LeastRecentlyUsed()
+        self._states = KeptStates(
+            self._tables,
+            self._allocator,
+            self._order,
+            hash_tokens=hash_tokens,
+            interval_tokens=checkpoint_interval_tokens,
+        )
         self._requests: dict[str, Request] = {}
-        self._copies: list[PageCopy] = []
-        self._step = self._num_owners = self._num_forgotten = self._num_evicted = 0
+        self._step = self._num_owners = self._num_evicted = self._num_resets = 0
         self._asked_tokens = self._hit_tokens = 0
         self._limited_tokens = [0] * len(specs)
         self._no_pages: tuple[list[int], ...] = tuple([] for _ in specs)
+
+    @property
+    def _version(self) -> tuple[int, int]:
+        """Changes whenever cached pages are lost."""
+        return self._allocator.large_pages.num_evicted, self._num_resets
 
     def new_step(self) -> None:
         """Note that a step of the engine begins: what it touches is younger than all before."""
@@ -115,7 +122,7 @@ class Manager:
             prefix_hashes if self._prefix_caching else (),
             facts or RequestFacts(prompt_tokens=max_tokens + 1),
             max_tokens=max_tokens,
-            num_forgotten=self._num_forgotten,
+            version=self._version,
         )
 
     def allocate(  # noqa: PLR0913  one question of the engine, all facts of one step
@@ -190,8 +197,9 @@ class Manager:
             chunk_tokens = num_tokens - num_processed_tokens
             further = self._further_pages(request, found, needs, chunk_tokens, full_tokens)
             self._require(request_id, further, found, reserve_large_pages)
-        if max(full_tokens, request.expected_tokens) > num_tokens:
-            expected = self._needs(request, max(full_tokens, request.expected_tokens))
+        expected_tokens = max(full_tokens, request.expected_tokens)
+        if expected_tokens > num_tokens:
+            expected = self._needs(request, expected_tokens)
         if hit is not None and found is not None:
             # To share is to use: from here on nothing may be refused.
             self._require(request_id, needs, found, reserve_large_pages)
@@ -200,14 +208,18 @@ class Manager:
         if any(needs):
             taken = self._take(request_id, request, needs, expected, reserve_large_pages)
         request.num_tokens = num_tokens
-        request.expected_tokens = max(request.expected_tokens, full_tokens)
+        request.expected_tokens = expected_tokens
         request.step = self._step
-        if request_id not in self._requests:
-            self._num_owners += 1
-            self._requests[request_id] = request
-            if hit is not None:
-                self._copy_hit(request, hit)
+        if request.owner > self._num_owners:
+            self._enter(request_id, request, hit)
         return tuple(taken)
+
+    def _enter(self, request_id: str, request: Request, hit: PrefixHit | None) -> None:
+        """Count an admitted request among the running."""
+        self._num_owners += 1
+        self._requests[request_id] = request
+        if hit is not None:
+            self._states.start_from(request, hit)
 
     def _take(
         self,
@@ -254,7 +266,7 @@ class Manager:
                 f"num_tokens more than those, got {num_processed_tokens} and {num_tokens}"
             )
             raise ValueError(msg)
-        if hit.num_forgotten != self._num_forgotten:
+        if hit.version != self._version:
             again = self.lookup(hit.prefix_hashes, max_tokens=hit.asked_tokens, facts=hit.facts)
             if again.num_tokens != hit.num_tokens or again.pages != hit.pages:
                 msg = (
@@ -372,16 +384,11 @@ class Manager:
         for table, pages in zip(self._tables, found, strict=True):
             if pages:
                 table.pages.share(pages)
-        for table in self._copied:
-            self._renew(table, hit.pages[table.index], hit.num_tokens)
+        self._states.renew_hit(hit, self._step)
         self._asked_tokens += hit.asked_tokens
         self._hit_tokens += hit.num_tokens
         if hit.limit != NO_LIMIT:
             self._limited_tokens[hit.limit] += hit.asked_tokens - hit.num_tokens
-
-    def _renew(self, table: Table, pages: Sequence[int], num_tokens: int) -> None:
-        """Give kept states the rank of this step."""
-        table.renew(pages, self._order.ranks(self._step, [num_tokens] * len(pages)))
 
     def _append(self, request: Request, taken: Sequence[list[int]]) -> None:
         """Put pages taken where they are missing, the others at the end."""
@@ -399,29 +406,13 @@ class Manager:
             self._measure(request, table)
         request.grows_at = min(request.max_tokens) + 1
 
-    def _copy_hit(self, request: Request, hit: PrefixHit) -> None:
-        """Order the copies with which a request starts from kept states."""
-        for table in self._copied:
-            for source in hit.pages[table.index]:
-                target = request.pages[table.index][0]
-                if source != target:
-                    copy = PageCopy(table_index=table.index, source=source, target=target)
-                    self._copies.append(copy)
-                key = hit.prefix_hashes[hit.num_tokens // self._hash_tokens - 1]
-                request.kept.append((table.index, key, hit.num_tokens))
-
     def _forget_evicted(self) -> None:
         """Let evicted pages no longer be found."""
         num_evicted = self._allocator.large_pages.num_evicted
-        if num_evicted == self._num_evicted:
-            return
-        self._num_forgotten += num_evicted - self._num_evicted
-        self._num_evicted = num_evicted
-        for table in self._tables:
-            evicted = table.pages.evicted
-            if evicted and table.cache is not None:
-                table.cache.forget(evicted)
-                evicted.clear()
+        if num_evicted != self._num_evicted:
+            self._num_evicted = num_evicted
+            for table in self._tables:
+                table.forget_evicted()
 
     def release_passed(self, request_id: str, num_processed_tokens: int) -> None:
         """Give up the pages that no token from `num_processed_tokens` on reads."""
@@ -461,11 +452,7 @@ class Manager:
             numbers = range(request.first[table.index], len(request.pages[table.index]))
             if numbers:
                 table.leave(request, numbers, self._order)
-        for index, key, num_tokens in request.kept:
-            table = self._tables[index]
-            page = table.cache.get(key) if table.cache is not None else None
-            if page is not None:
-                self._renew(table, [page], num_tokens)
+        self._states.renew_kept(request)
         self._allocator.disown(request.owner)
         del self._requests[request_id]
 
@@ -484,20 +471,9 @@ class Manager:
         At the end of its prompt, so that it can be asked again or continued; where it leaves what
         others have computed, since a third request may leave it there too; and as often between as
         a state takes no more bytes than the keys and values that go with it.
-
-        Source: Marconi (arXiv 2411.19379), section 4 (branch points).
         """
         request = self._running(request_id)
-        if not self._copied or not self._prefix_caching:
-            return ()
-        # The last token of a prompt is always computed again.
-        end = (request.facts.prompt_tokens - 1) // self._hash_tokens * self._hash_tokens
-        start = max((tokens for _, _, tokens in request.kept), default=0)
-        wanted = {end, request.branch_tokens}
-        if self._checkpoint_interval_tokens:
-            interval = self._checkpoint_interval_tokens
-            wanted.update(range((start // interval + 1) * interval, end, interval))
-        return tuple(sorted(tokens for tokens in wanted if start < tokens <= end))
+        return self._states.checkpoint_tokens(request) if self._prefix_caching else ()
 
     def keep_state(self, request_id: str, prefix_hash: bytes, num_tokens: int) -> bool:
         """Keep a copy of a request's running states for others to start from.
@@ -520,29 +496,11 @@ class Manager:
                 f"caching on, got {num_tokens}"
             )
             raise ValueError(msg)
-        needs = [0] * len(self._tables)
-        for table in self._copied:
-            needs[table.index] = int(
-                table.cache is not None and table.cache.get(prefix_hash) is None
-            )
-        taken = self._allocator.take(needs, needs, owner=request.owner)
-        if taken is None:
-            return False
-        self._forget_evicted()
-        for table in self._copied:
-            for page in taken[table.index]:
-                if table.cache is not None:
-                    table.cache.enter([page], [prefix_hash])
-                table.pages.retire([page], self._order.ranks(self._step, [num_tokens]))
-                source = request.pages[table.index][0]
-                self._copies.append(PageCopy(table_index=table.index, source=source, target=page))
-            request.kept.append((table.index, prefix_hash, num_tokens))
-        return True
+        return self._states.keep(request, prefix_hash, num_tokens, self._step)
 
     def take_copies(self) -> list[PageCopy]:
         """Copies to make before any kernel of the next step runs, in this order."""
-        copies, self._copies = self._copies, []
-        return copies
+        return self._states.take_copies()
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached content; False, and nothing forgotten, while requests run."""
@@ -550,10 +508,10 @@ class Manager:
             return False
         for table in self._tables:
             if table.cache is not None:
-                self._num_forgotten += len(table.cache)
                 table.cache.clear()
         self._allocator.large_pages.surrender_all()
-        self._copies.clear()
+        self._states.take_copies()
+        self._num_resets += 1
         return True
 
     # Questions
@@ -611,22 +569,6 @@ class Manager:
         if self.memory().arena_bytes != self.num_large_pages * self.geometry.large_page_bytes:
             msg = f"the memory report does not add up to the arena: {self.memory()}"
             raise InvariantError(msg)
-
-
-def _interval_by_bytes(tables: Sequence[Table], hash_tokens: int) -> int:
-    """Tokens whose keys and values take as many bytes as the states, in whole hashes; 0 for none.
-
-    Kept more often, states would take more than half of the cache.
-    """
-    state_bytes = sum(t.spec.small_page_bytes for t in tables if t.policy.is_overwritten)
-    kv_bytes_per_token = sum(
-        table.spec.small_page_bytes / table.spec.tokens_per_page
-        for table in tables
-        if not table.policy.is_overwritten
-    )
-    if not kv_bytes_per_token:
-        return 0
-    return ceil(state_bytes / kv_bytes_per_token / hash_tokens) * hash_tokens
 
 
 def _new_request(

@@ -26,7 +26,7 @@ class PrefixHit:
             copy from.
         facts: Of the request.
         prefix_hashes: Of the request.
-        num_forgotten: The manager's count of pages evicted when this was found.
+        version: The state of the cache in which this was found.
     """
 
     num_tokens: int
@@ -36,7 +36,7 @@ class PrefixHit:
     pages: tuple[Sequence[int], ...]
     facts: RequestFacts = field(repr=False)
     prefix_hashes: Sequence[bytes] = field(repr=False)
-    num_forgotten: int = field(repr=False)
+    version: tuple[int, int] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +54,21 @@ class PageCopy:
     target: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptState:
+    """One state kept in one page table.
+
+    Attributes:
+        table_index: The page table.
+        key: Hash of the tokens that went into it.
+        num_tokens: How many those are.
+    """
+
+    table_index: int
+    key: bytes
+    num_tokens: int
+
+
 class Request:
     """A running request.
 
@@ -68,7 +83,7 @@ class Request:
         first: Per page table, its first page not given up.
         committed: Per page table, pages entered into the cache, or too late for it.
         committed_tokens: Tokens whose content is final.
-        kept: States kept or hit, as (page table index, key, prefix tokens).
+        kept: States it kept or started from.
         branch_tokens: Where it left what others have computed.
         max_tokens: Per page table, tokens its pages suffice for.
         releases: Per page table, processed tokens at which a page is given up.
@@ -105,7 +120,7 @@ class Request:
         self.first = [0] * num_tables
         self.committed = [0] * num_tables
         self.committed_tokens = self.branch_tokens = 0
-        self.kept: list[tuple[int, bytes, int]] = []
+        self.kept: list[KeptState] = []
         self.max_tokens = [0] * num_tables
         self.releases = [0] * num_tables
         self.grows_at = self.shrinks_at = self.commits_at = 0

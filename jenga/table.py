@@ -1,6 +1,5 @@
 """One page table with everything the manager keeps for it."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jenga.allocator import Allocator
@@ -9,7 +8,8 @@ from jenga.geometry import Geometry, PageTable
 from jenga.policies import Grain, LayerPolicy, policy_of
 from jenga.prefix_cache import PrefixCache
 from jenga.request import Request
-from jenga.small_pages import SplitPages, WholePages
+from jenga.split_pages import SplitPages
+from jenga.whole_pages import WholePages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +63,11 @@ class Table:
             ranks.reverse()
             self.pages.retire(cached, ranks)
 
-    def renew(self, pages: Sequence[int], ranks: Sequence[int]) -> None:
-        """Give cached pages another rank, as if they had been used and left."""
-        self.pages.share(pages)
-        self.pages.retire(pages, ranks)
+    def forget_evicted(self) -> None:
+        """Let evicted pages no longer be found."""
+        if self.pages.evicted and self.cache is not None:
+            self.cache.forget(self.pages.evicted)
+            self.pages.evicted.clear()
 
 
 def build_tables(

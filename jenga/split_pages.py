@@ -1,0 +1,452 @@
+"""Small pages of page tables that have several in a large page.
+
+A large page that is held is *pinned* while one of its small pages is used, else *reclaimable*.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from jenga.bins import NO_PAGE, Bins
+from jenga.errors import InvariantError
+from jenga.large_pages import LargePages
+from jenga.small_pages import Budget, check_shares, unshare
+from jenga.victims import NOT_QUEUED, VictimQueue
+
+NO_PAGES: list[int] = []
+"""Stands for the lists of a large page that is not open; never written."""
+
+
+class SplitPages:
+    """Small pages of a page table that has several per large page.
+
+    A request that is certain to fill a whole large page claims the one it opens: others take its
+    empty small pages only when nothing else is empty. All other needs are packed, best fit.
+
+    Attributes:
+        index: The page table's index.
+        pages_per_large: Small pages per large page.
+        stamps: Of an evictable small page its place in the order, else `NOT_QUEUED`.
+        shares: Used small page -> its users beyond the first.
+        evicted: Small pages evicted, until the caller takes note and clears the list.
+        num_used: Small pages used.
+        num_evictable: Small pages evictable.
+        num_large: Large pages held.
+        num_spare: Unused small pages in pinned large pages.
+        num_evicted_alone: Small pages evicted one by one so far.
+        num_evicted_own: Small pages evicted with their large page for this page table.
+        num_evicted_foreign: Small pages evicted with their large page for another one.
+    """
+
+    __slots__ = (
+        "_claimed",
+        "_claims",
+        "_empties",
+        "_idle",
+        "_large_pages",
+        "_open",
+        "_orders",
+        "_owners",
+        "_pinned",
+        "_used",
+        "_youngest",
+        "evicted",
+        "index",
+        "num_evictable",
+        "num_evicted_alone",
+        "num_evicted_foreign",
+        "num_evicted_own",
+        "num_large",
+        "num_spare",
+        "num_used",
+        "pages_per_large",
+        "shares",
+        "stamps",
+    )
+
+    def __init__(self, index: int, pages_per_large: int, large_pages: LargePages) -> None:
+        num_larges = large_pages.num_pages
+        self._large_pages = large_pages
+        self.index = index
+        self.pages_per_large = pages_per_large
+        self.stamps = [NOT_QUEUED] * (num_larges * pages_per_large)
+        self.shares: dict[int, int] = {}
+        self.evicted: list[int] = []
+        self.num_used = self.num_evictable = self.num_large = self.num_spare = 0
+        self.num_evicted_alone = self.num_evicted_own = self.num_evicted_foreign = 0
+        # Per large page: used small pages; the empty ones; the evictable ones in order, with
+        # stale entries; the rank at which it last had a user.
+        self._used = [0] * num_larges
+        self._empties = [NO_PAGES] * num_larges
+        self._orders = [NO_PAGES] * num_larges
+        self._youngest = [0] * num_larges
+        # Large pages with empty small pages: pinned and free for all, pinned and claimed,
+        # reclaimable.
+        self._open, self._claimed, self._idle = Bins(), Bins(), Bins()
+        self._claims: dict[int, int] = {}  # owner -> large page
+        self._owners: dict[int, int] = {}  # large page -> owner
+        # Pinned large pages with evictable small pages, by a lower bound of the oldest's rank.
+        self._pinned = VictimQueue(num_larges)
+
+    def sharing(self, pages: Sequence[int]) -> tuple[int, int]:
+        """Large pages that `share` would pin, and what it would add to `num_spare`."""
+        stamps, used, k = self.stamps, self._used, self.pages_per_large
+        larges = [page // k for page in pages if stamps[page] >= 0]
+        num_pinned = sum(not used[large] for large in set(larges))
+        return num_pinned, num_pinned * k - len(larges)
+
+    def share(self, pages: Sequence[int]) -> None:
+        """Give each page, used or evictable, one user more."""
+        stamps, shares = self.stamps, self.shares
+        revived = [page for page in pages if stamps[page] >= 0]
+        if len(revived) < len(pages):
+            for page in pages:
+                if stamps[page] < 0:
+                    shares[page] = shares.get(page, 0) + 1
+        for large, start, end in self._runs(revived):
+            if not self._used[large]:
+                self._pin(large)
+            self._used[large] += end - start
+        for page in revived:
+            stamps[page] = NOT_QUEUED
+        self.num_spare -= len(revived)
+        self.num_used += len(revived)
+        self.num_evictable -= len(revived)
+
+    def take(self, num_pages: int, expected_pages: int, owner: int, budget: Budget) -> list[int]:
+        """Small pages that were empty or evictable, each with one user.
+
+        Args:
+            num_pages: How many.
+            expected_pages: Small pages the owner will take for certain, these included.
+            owner: For whom; any positive number.
+            budget: Large pages that may be opened; written.
+        """
+        pages: list[int] = []
+        if self._claims and owner in self._claims:
+            self._fill(self._claims[owner], num_pages, pages)
+        if expected_pages - len(pages) >= self.pages_per_large:
+            self._take_whole_larges(num_pages, expected_pages, owner, budget, pages)
+        while len(pages) < num_pages:
+            large = self._best_fit(budget)
+            if large == NO_PAGE:
+                break
+            self._fill(large, num_pages - len(pages), pages)
+        while len(pages) < num_pages:
+            self._evict(num_pages, budget, pages)
+        return pages
+
+    def _take_whole_larges(
+        self, num_pages: int, expected_pages: int, owner: int, budget: Budget, pages: list[int]
+    ) -> None:
+        """Open empty large pages, each for the owner alone, while it is sure to fill them."""
+        k = self.pages_per_large
+        while (
+            len(pages) < num_pages
+            and expected_pages - len(pages) >= k
+            and self._large_pages.num_empty
+            and budget.allows
+        ):
+            large = self._open_empty(budget)
+            self._fill(large, num_pages - len(pages), pages)
+            num_empty = len(self._empties[large])
+            if num_empty:
+                self._open.remove(large, num_empty)
+                self._claimed.add(large, num_empty)
+                self._claims[owner] = large
+                self._owners[large] = owner
+
+    def _best_fit(self, budget: Budget) -> int:
+        """A pinned large page with empty small pages, opened or pinned if need be, or `NO_PAGE`."""
+        large = self._open.fullest()
+        if large != NO_PAGE:
+            return large
+        if budget.allows:
+            large = self._idle.emptiest()
+            if large != NO_PAGE:
+                budget.spend()
+                self._pin(large)
+                return large
+            if self._large_pages.num_empty:
+                return self._open_empty(budget)
+        return self._claimed.emptiest()
+
+    def _evict(self, num_pages: int, budget: Budget, pages: list[int]) -> None:
+        """Evict what is oldest: a small page of a pinned large page, or a large page."""
+        small = self._pinned.peek_rank()
+        large = self._large_pages.reclaimable.peek_rank() if budget.allows else NOT_QUEUED
+        if small >= 0 and (large < 0 or small <= large):
+            self._evict_small(pages)
+        elif large < 0:
+            msg = f"page table {self.index}: a small page promised cannot be had"
+            raise InvariantError(msg)
+        elif self._oldest_is_own() and num_pages - len(pages) < self.pages_per_large:
+            # Only some of its pages are needed: the others may stay cached.
+            budget.spend()
+            self._pin(self._large_pages.reclaimable.peek())
+        else:
+            self._large_pages.evict_oldest(self.index)
+            self._fill(self._open_empty(budget), num_pages - len(pages), pages)
+
+    def _oldest_is_own(self) -> bool:
+        oldest = self._large_pages.reclaimable.peek()
+        return self._large_pages.holders[oldest] == self.index
+
+    def _evict_small(self, pages: list[int]) -> None:
+        """Take the oldest evictable small page of the first pinned large page.
+
+        The large page's rank is a lower bound; where it is too low it is corrected instead.
+        """
+        large = self._pinned.peek()
+        entry = self._oldest(large)
+        if entry < 0:
+            self._pinned.drop(large)
+            return
+        if entry // len(self.stamps) > self._pinned.rank(large):
+            self._pinned.push(large, entry // len(self.stamps))
+            return
+        page = entry % len(self.stamps)
+        del self._orders[large][0]
+        self.stamps[page] = NOT_QUEUED
+        self.evicted.append(page)
+        self.num_evicted_alone += 1
+        self._large_pages.num_evicted += 1
+        pages.append(page)
+        self._used[large] += 1
+        self.num_spare -= 1
+        self.num_used += 1
+        self.num_evictable -= 1
+        self._queue_pinned(large)
+
+    def _oldest(self, large: int) -> int:
+        """Stamp of the oldest evictable small page of a large page, or `NOT_QUEUED`."""
+        order, stamps = self._orders[large], self.stamps
+        num_stale = 0
+        for entry in order:
+            if stamps[entry % len(stamps)] == entry:
+                break
+            num_stale += 1
+        del order[:num_stale]
+        return order[0] if order else NOT_QUEUED
+
+    def _queue_pinned(self, large: int) -> None:
+        """Put a pinned large page in the order of victims, or out, by its oldest small page."""
+        entry = self._oldest(large)
+        if entry < 0:
+            self._pinned.drop(large)
+        else:
+            self._pinned.push(large, entry // len(self.stamps))
+
+    def _open_empty(self, budget: Budget) -> int:
+        """Open an empty large page; the caller fills at least one small page of it."""
+        budget.spend()
+        k = self.pages_per_large
+        large = self._large_pages.open(self.index)
+        self._empties[large] = list(range((large + 1) * k - 1, large * k - 1, -1))
+        self._orders[large] = []
+        self._youngest[large] = 0
+        self.num_large += 1
+        self.num_spare += k
+        self._open.add(large, k)
+        return large
+
+    def _pin(self, large: int) -> None:
+        """Make a reclaimable large page pinned; the caller uses at least one small page of it."""
+        self._large_pages.reclaimable.drop(large)
+        self.num_spare += self.pages_per_large
+        num_empty = len(self._empties[large])
+        self._idle.remove(large, num_empty)
+        self._open.add(large, num_empty)
+        self._queue_pinned(large)
+
+    def _fill(self, large: int, num_pages: int, pages: list[int]) -> None:
+        """Take up to `num_pages` empty small pages of a pinned large page."""
+        empties = self._empties[large]
+        num_before = len(empties)
+        num_taken = min(num_pages, num_before)
+        if num_taken == 1:
+            pages.append(empties.pop())
+        else:
+            pages += empties[: -num_taken - 1 : -1]
+            del empties[num_before - num_taken :]
+        self._used[large] += num_taken
+        self.num_spare -= num_taken
+        self.num_used += num_taken
+        if large not in self._owners:
+            self._open.remove(large, num_before)
+            self._open.add(large, num_before - num_taken)
+        elif num_taken < num_before:
+            self._claimed.remove(large, num_before)
+            self._claimed.add(large, num_before - num_taken)
+        else:
+            self._claimed.remove(large, num_before)
+            del self._claims[self._owners.pop(large)]
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Take one user from each page; what has none left becomes empty."""
+        if self.shares:
+            pages = unshare(self.shares, pages)
+        self.num_used -= len(pages)
+        for large, start, end in self._runs(pages):
+            empties = self._empties[large]
+            num_before = len(empties)
+            empties.extend(pages[start:end])
+            self._leave(large, end - start, num_before)
+
+    def retire(self, pages: Sequence[int], ranks: Sequence[int]) -> None:
+        """Take one user from each page; what has none left becomes evictable, with that rank."""
+        if self.shares:
+            rank_of = dict(zip(pages, ranks, strict=True))
+            pages = unshare(self.shares, pages)
+            ranks = [rank_of[page] for page in pages]
+        self.num_used -= len(pages)
+        self.num_evictable += len(pages)
+        stamps, num_stamps, youngest = self.stamps, len(self.stamps), self._youngest
+        entries = [rank * num_stamps + page for page, rank in zip(pages, ranks, strict=True)]
+        for page, entry in zip(pages, entries, strict=True):
+            stamps[page] = entry
+        for large, start, end in self._runs(pages):
+            order, run = self._orders[large], entries[start:end]
+            if end - start > 1:
+                run.sort()
+            if not order or run[0] > order[-1]:
+                order += run
+            else:
+                # Stale entries, and pages that come back with the rank they had, go.
+                order[:] = sorted({e for e in (*order, *run) if stamps[e % num_stamps] == e})
+            youngest[large] = max(youngest[large], run[-1] // num_stamps)
+            if len(order) > 2 * self.pages_per_large:
+                order[:] = [e for e in order if stamps[e % num_stamps] == e]
+            self._leave(large, end - start, len(self._empties[large]))
+            if self._used[large] and (order[0] == run[0] or self._pinned.stamps[large] < 0):
+                self._queue_pinned(large)
+
+    def _runs(self, pages: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Stretches of pages that lie in one large page, as (large page, start, end)."""
+        k = self.pages_per_large
+        if len(pages) == 1:
+            return [(pages[0] // k, 0, 1)]
+        runs: list[tuple[int, int, int]] = []
+        start = 0
+        for large, run in groupby([page // k for page in pages]):
+            end = start + len(list(run))
+            runs.append((large, start, end))
+            start = end
+        return runs
+
+    def _leave(self, large: int, num_left: int, num_empty_before: int) -> None:
+        """Settle the books of a pinned large page that `num_left` small pages lost their users."""
+        self._used[large] -= num_left
+        num_empty = len(self._empties[large])
+        if self._used[large]:
+            self.num_spare += num_left
+            if num_empty != num_empty_before:
+                bins = self._claimed if large in self._owners else self._open
+                bins.remove(large, num_empty_before)
+                bins.add(large, num_empty)
+            return
+        self.num_spare -= self.pages_per_large - num_left
+        if large in self._owners:
+            self._claimed.remove(large, num_empty_before)
+            del self._claims[self._owners.pop(large)]
+        else:
+            self._open.remove(large, num_empty_before)
+        self._pinned.drop(large)
+        if num_empty == self.pages_per_large:
+            self._close(large)
+        else:
+            self._idle.add(large, num_empty)
+            self._large_pages.reclaimable.push(large, self._youngest[large])
+
+    def _close(self, large: int) -> None:
+        self._empties[large] = self._orders[large] = NO_PAGES
+        self.num_large -= 1
+        self._large_pages.close(large)
+
+    def surrender(self, large: int) -> list[int]:
+        """Close a reclaimable large page; the small pages whose cached content is lost."""
+        self._large_pages.reclaimable.drop(large)
+        self._idle.remove(large, len(self._empties[large]))
+        stamps, k = self.stamps, self.pages_per_large
+        lost = [page for page in range(large * k, (large + 1) * k) if stamps[page] >= 0]
+        for page in lost:
+            stamps[page] = NOT_QUEUED
+        self.num_evictable -= len(lost)
+        self._close(large)
+        return lost
+
+    def disown(self, owner: int) -> None:
+        """Give up the owner's claim, if it has one."""
+        large = self._claims.pop(owner, NO_PAGE)
+        if large != NO_PAGE:
+            del self._owners[large]
+            num_empty = len(self._empties[large])
+            self._claimed.remove(large, num_empty)
+            self._open.add(large, num_empty)
+
+    def check(self) -> None:
+        """Raise `InvariantError` unless counts, bins and orders are those of the pages."""
+        k, index = self.pages_per_large, self.index
+        held = [p for p, holder in enumerate(self._large_pages.holders) if holder == index]
+        bins: dict[str, dict[int, int]] = {"open": {}, "claimed": {}, "idle": {}}
+        num_used = num_evictable = num_spare = 0
+        users: set[int] = set()
+        for large in held:
+            pages = range(large * k, (large + 1) * k)
+            empties = set(self._empties[large])
+            evictable = {page for page in pages if self.stamps[page] >= 0}
+            used = set(pages) - empties - evictable
+            users |= used
+            reclaimable = self._large_pages.reclaimable.stamps[large] >= 0
+            problems = {
+                "pages both empty and evictable or foreign": empties & evictable
+                or not empties <= set(pages)
+                or len(empties) != len(self._empties[large]),
+                "used pages counted wrong": len(used) != self._used[large],
+                "an empty large page held": len(empties) == k,
+                "reclaimable though used, or the reverse": reclaimable == bool(used),
+                "evictable pages missing in the order": not evictable
+                <= {entry % len(self.stamps) for entry in self._orders[large]},
+                "an order that does not rise": self._orders[large]
+                != sorted(set(self._orders[large])),
+                "pinned victims not queued": used and evictable and self._pinned.stamps[large] < 0,
+                "rank of the oldest not a lower bound": used
+                and evictable
+                and self._pinned.rank(large)
+                > min(self.stamps[page] for page in evictable) // len(self.stamps),
+                "rank of the youngest too low": self._youngest[large]
+                < max((self.stamps[page] // len(self.stamps) for page in evictable), default=0),
+            }
+            for problem, found in problems.items():
+                if found:
+                    msg = (
+                        f"page table {index}, large page {large}: {problem} (used {sorted(used)}, "
+                        f"evictable {sorted(evictable)}, empty {sorted(empties)})"
+                    )
+                    raise InvariantError(msg)
+            num_used += len(used)
+            num_evictable += len(evictable)
+            if used:
+                num_spare += k - len(used)
+            if empties:
+                bin_ = "idle" if not used else "claimed" if large in self._owners else "open"
+                bins[bin_][large] = len(empties)
+        self._open.check(bins["open"])
+        self._claimed.check(bins["claimed"])
+        self._idle.check(bins["idle"])
+        self._pinned.check()
+        check_shares(self.shares, users)
+        counted = (self.num_large, self.num_used, self.num_evictable, self.num_spare)
+        if counted != (len(held), num_used, num_evictable, num_spare):
+            msg = (
+                f"page table {index}: counted large, used, evictable, spare {counted}, found "
+                f"{(len(held), num_used, num_evictable, num_spare)}"
+            )
+            raise InvariantError(msg)
+        if {owner: large for large, owner in self._owners.items()} != self._claims or not set(
+            self._owners
+        ) <= set(bins["claimed"]):
+            msg = f"page table {index}: claims {self._claims} against owners {self._owners}"
+            raise InvariantError(msg)
+        if NO_PAGES:
+            msg = "the lists of a large page that is not open were written"
+            raise InvariantError(msg)

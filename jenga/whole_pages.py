@@ -1,0 +1,122 @@
+"""Small pages of page tables whose small pages are whole large pages."""
+
+from collections.abc import Sequence
+
+from jenga.errors import InvariantError
+from jenga.large_pages import LargePages
+from jenga.small_pages import Budget, check_shares, unshare
+
+
+class WholePages:
+    """Small pages of a page table that has one per large page.
+
+    Attributes:
+        index: The page table's index.
+        pages_per_large: 1.
+        stamps: Of an evictable small page its place in the order, else `NOT_QUEUED`.
+        shares: Used small page -> its users beyond the first.
+        evicted: Small pages evicted, until the caller takes note and clears the list.
+        num_used: Small pages used.
+        num_evictable: Small pages evictable.
+        num_spare: Unused small pages in pinned large pages: there are none.
+        num_evicted_alone: Small pages evicted one by one: none, they go as large pages.
+        num_evicted_own: Small pages evicted with their large page for this page table.
+        num_evicted_foreign: Small pages evicted with their large page for another one.
+    """
+
+    __slots__ = (
+        "_large_pages",
+        "evicted",
+        "index",
+        "num_evictable",
+        "num_evicted_alone",
+        "num_evicted_foreign",
+        "num_evicted_own",
+        "num_spare",
+        "num_used",
+        "pages_per_large",
+        "shares",
+        "stamps",
+    )
+
+    def __init__(self, index: int, large_pages: LargePages) -> None:
+        self._large_pages = large_pages
+        self.index = index
+        self.pages_per_large = 1
+        self.stamps = large_pages.reclaimable.stamps
+        self.shares: dict[int, int] = {}
+        self.evicted: list[int] = []
+        self.num_used = self.num_evictable = self.num_spare = 0
+        self.num_evicted_alone = self.num_evicted_own = self.num_evicted_foreign = 0
+
+    @property
+    def num_large(self) -> int:
+        """Large pages held."""
+        return self.num_used + self.num_evictable
+
+    def sharing(self, pages: Sequence[int]) -> tuple[int, int]:
+        """Large pages that `share` would pin, and what it would add to `num_spare`."""
+        stamps = self.stamps
+        return sum(stamps[page] >= 0 for page in pages), 0
+
+    def share(self, pages: Sequence[int]) -> None:
+        """Give each page, used or evictable, one user more."""
+        stamps, shares = self.stamps, self.shares
+        revived: list[int] = []
+        for page in pages:
+            if stamps[page] < 0:
+                shares[page] = shares.get(page, 0) + 1
+            else:
+                revived.append(page)
+        self._large_pages.reclaimable.drop_many(revived)
+        self.num_used += len(revived)
+        self.num_evictable -= len(revived)
+
+    def take(self, num_pages: int, _expected_pages: int, _owner: int, _budget: Budget) -> list[int]:
+        """Small pages that were empty or evictable, each with one user."""
+        large_pages = self._large_pages
+        while large_pages.num_empty < num_pages:
+            large_pages.evict_oldest(self.index)
+        self.num_used += num_pages
+        return large_pages.open_many(self.index, num_pages)
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Take one user from each page; what has none left becomes empty."""
+        unused = unshare(self.shares, pages) if self.shares else list(pages)
+        self.num_used -= len(unused)
+        self._large_pages.close_many(unused)
+
+    def retire(self, pages: Sequence[int], ranks: Sequence[int]) -> None:
+        """Take one user from each page; what has none left becomes evictable, with that rank."""
+        if self.shares:
+            rank_of = dict(zip(pages, ranks, strict=True))
+            pages = unshare(self.shares, pages)
+            ranks = [rank_of[page] for page in pages]
+        self.num_used -= len(pages)
+        self.num_evictable += len(pages)
+        if len(pages) == 1:
+            self._large_pages.reclaimable.push(pages[0], ranks[0])
+        else:
+            self._large_pages.reclaimable.extend(pages, ranks)
+
+    def surrender(self, large: int) -> list[int]:
+        """Close an evictable page; the page."""
+        self._large_pages.reclaimable.drop(large)
+        self.num_evictable -= 1
+        self._large_pages.close(large)
+        return [large]
+
+    def disown(self, owner: int) -> None:
+        """Give up the owner's claim; there is never one."""
+
+    def check(self) -> None:
+        """Raise `InvariantError` unless the counts are those of the pages."""
+        held = [p for p, holder in enumerate(self._large_pages.holders) if holder == self.index]
+        evictable = [page for page in held if self.stamps[page] >= 0]
+        if (self.num_used, self.num_evictable) != (len(held) - len(evictable), len(evictable)):
+            msg = (
+                f"page table {self.index} holds {len(held)} pages, {len(evictable)} evictable; "
+                f"{self.num_used} used and {self.num_evictable} evictable counted"
+            )
+            raise InvariantError(msg)
+        check_shares(self.shares, set(held) - set(evictable))
