@@ -1,0 +1,158 @@
+"""Time the short convolutions of recurrent layers, beside vLLM's kernels on the same pages.
+
+python -m perf.bench_conv_update [--only b256] [--peers none] [--dry-run]
+"""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+
+from jenga_kernels.causal_conv import causal_conv
+from jenga_kernels.conv_update import conv_update
+from perf.attention_peers import UnsupportedError
+from perf.harness import Benchmark, Row, read_roofline
+from perf.state_shapes import DRY_MODELS, MODELS, ConvBatch, make_conv_batch
+
+BATCHES = (1, 64, 256)
+PROMPTS = {"prompt 1x8192": [8192], "prompts 16 odd": [517, 33, 1200, 740, 5, 999, 250, 611] * 2}
+VLLM_BLOCK_TOKENS = 8
+"""Tokens of a program of vLLM's kernel for prompts."""
+
+
+def jenga(batch: ConvBatch) -> Callable[[], None]:
+    if len(batch.x) == len(batch.slots):
+
+        def launch() -> None:
+            conv_update(
+                batch.out,
+                batch.states,
+                batch.x,
+                batch.weight,
+                batch.slots,
+                batch.slots,
+                bias=batch.bias,
+            )
+
+        return launch
+
+    none = torch.zeros_like(batch.slots)
+
+    def launch_prompts() -> None:
+        causal_conv(
+            batch.out,
+            batch.states,
+            batch.x,
+            batch.weight,
+            batch.query_starts,
+            none,
+            batch.slots,
+            bias=batch.bias,
+        )
+
+    return launch_prompts
+
+
+def vllm_metadata(batch: ConvBatch) -> SimpleNamespace:
+    """Which program takes which block of which request, as vLLM's metadata has it."""
+    device = batch.x.device
+    blocks = -(-batch.query_starts.diff().cpu() // VLLM_BLOCK_TOKENS)
+    requests = torch.arange(len(blocks)).repeat_interleave(blocks)
+    offsets = torch.cat([torch.arange(count) for count in blocks.tolist()])
+    requests, offsets = (values.to(torch.int32).to(device) for values in (requests, offsets))
+    program = {
+        "tot": len(requests),
+        "mlist": requests,
+        "mlist_len": len(requests),
+        "offsetlist": offsets,
+        "batch_ptr": requests,
+        "token_chunk_offset_ptr": offsets,
+    }
+    return SimpleNamespace(
+        nums_dict={VLLM_BLOCK_TOKENS: program},
+        batch_ptr=requests,
+        token_chunk_offset_ptr=offsets,
+    )
+
+
+def vllm(batch: ConvBatch) -> Callable[[], object]:
+    try:
+        from vllm.model_executor.layers.mamba.ops.causal_conv1d import (
+            causal_conv1d_fn,
+            causal_conv1d_update,
+        )
+    except ImportError as error:
+        raise UnsupportedError(str(error)) from error
+    if len(batch.x) == len(batch.slots):
+        return lambda: causal_conv1d_update(
+            batch.x,
+            batch.states,
+            batch.weight,
+            batch.bias,
+            "silu",
+            conv_state_indices=batch.slots,
+            out=batch.out,
+        )
+    metadata = vllm_metadata(batch)
+    has_initial = torch.zeros(len(batch.slots), dtype=torch.bool, device=batch.x.device)
+    return lambda: causal_conv1d_fn(
+        batch.x.T,
+        batch.weight,
+        batch.bias,
+        batch.states,
+        batch.query_starts,
+        cache_indices=batch.slots,
+        has_initial_state=has_initial,
+        activation="silu",
+        metadata=metadata,
+    )
+
+
+def measure(benchmark: Benchmark, name: str, batch: ConvBatch) -> None:
+    """Add a row for each implementation that takes the batch."""
+    num_tokens, dim = batch.x.shape
+    state_bytes = len(batch.slots) * dim * batch.states.shape[2] * batch.states.element_size()
+    is_update = num_tokens == len(batch.slots)
+    num_bytes = 2 * num_tokens * dim * batch.x.element_size()
+    num_bytes += state_bytes * (2 if is_update else 1)
+    for peer, prepare in {"jenga": jenga, "vllm": vllm}.items():
+        if peer != "jenga" and not benchmark.wants_peer(peer):
+            continue
+        try:
+            timing = benchmark.measure(prepare(batch))
+        except Exception as error:  # a peer that fails must not end the run
+            if peer == "jenga":
+                raise
+            print(f"  {name}: no {peer}: {str(error)[:300]}", flush=True)
+            continue
+        benchmark.add(
+            Row(
+                shape=name,
+                implementation=peer,
+                timing=timing,
+                num_bytes=num_bytes,
+                details={"num_tokens": num_tokens, "num_requests": len(batch.slots), "dim": dim},
+            )
+        )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    benchmark = Benchmark(
+        "bench_conv_update",
+        __doc__ or "",
+        ["tests/kernels/test_conv_update.py", "tests/kernels/test_causal_conv.py"],
+        arguments,
+    )
+    cases = {f"b{count}": [1] * count for count in BATCHES} | PROMPTS
+    if benchmark.is_dry:
+        cases = {"b2": [1, 1], "prompts": [5, 40]}
+    for model in DRY_MODELS[:1] if benchmark.is_dry else MODELS:
+        for label, lengths in cases.items():
+            name = f"{model.name} {label}"
+            if benchmark.wants_shape(name):
+                measure(benchmark, name, make_conv_batch(model, lengths, benchmark.device))
+    benchmark.finish(roofline_gigabytes_per_second=read_roofline(benchmark.options.results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Recurrent layers of real models, and random batches of them in an arena shared by several layers.
+
+Sizes are those of the models' Hugging Face configurations (tests/models/data).
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+NUM_LAYERS = 2
+"""Layers side by side in the arena, so that slots are as far apart as they are when serving."""
+
+DTYPE = torch.bfloat16
+"""Element type of activations."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateModel:
+    """A recurrent layer.
+
+    Attributes:
+        name: The model.
+        num_heads: Heads; 1 where every channel decays on its own (Mamba-1).
+        head_dim: Channels of a head.
+        d_state: State elements of a channel.
+        num_groups: Groups of heads with the same B and C.
+        conv_dim: Channels of the convolution.
+    """
+
+    name: str
+    num_heads: int
+    head_dim: int
+    d_state: int
+    num_groups: int
+    conv_dim: int
+
+    @property
+    def is_per_channel(self) -> bool:
+        """Whether every channel and state element decays on its own."""
+        return self.num_heads == 1
+
+    @property
+    def dim(self) -> int:
+        """Channels of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def state_elements(self) -> int:
+        """Elements of one request's state."""
+        return self.dim * self.d_state
+
+    @property
+    def token_elements(self) -> int:
+        """Elements of x, dt, B, C and the output of one token."""
+        steps = self.dim if self.is_per_channel else self.num_heads
+        return 2 * self.dim + steps + 2 * self.num_groups * self.d_state
+
+
+JAMBA = StateModel(
+    name="jamba-1.5-mini", num_heads=1, head_dim=8192, d_state=16, num_groups=1, conv_dim=8192
+)
+NEMOTRON = StateModel(
+    name="nemotron-h-8b", num_heads=128, head_dim=64, d_state=128, num_groups=8, conv_dim=10240
+)
+GRANITE = StateModel(
+    name="granite-4.0-h-small",
+    num_heads=128,
+    head_dim=64,
+    d_state=128,
+    num_groups=1,
+    conv_dim=8448,
+)
+FALCON = StateModel(
+    name="falcon-h1-7b", num_heads=24, head_dim=128, d_state=256, num_groups=1, conv_dim=3584
+)
+MODELS = (JAMBA, NEMOTRON, GRANITE, FALCON)
+DRY_MODELS = (
+    StateModel(name="dry-1", num_heads=1, head_dim=64, d_state=16, num_groups=1, conv_dim=64),
+    StateModel(name="dry-2", num_heads=2, head_dim=16, d_state=16, num_groups=1, conv_dim=64),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateBatch:
+    """Tensors of requests of a model; the names are those of the operations' arguments."""
+
+    model: StateModel
+    query_starts: torch.Tensor
+    slots: torch.Tensor
+    states: torch.Tensor
+    out: torch.Tensor
+    x: torch.Tensor
+    dt: torch.Tensor
+    A: torch.Tensor
+    B: torch.Tensor
+    C: torch.Tensor
+    D: torch.Tensor
+    dt_bias: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvBatch:
+    """Tensors of requests of a model's convolution."""
+
+    query_starts: torch.Tensor
+    slots: torch.Tensor
+    states: torch.Tensor
+    out: torch.Tensor
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+
+def slots_in_arena(num_requests: int, device: torch.device) -> torch.Tensor:
+    """Slots in random order; slot 0 is no request's."""
+    return (1 + torch.randperm(num_requests)).to(torch.int32).to(device)
+
+
+def starts_of(lengths: list[int], device: torch.device) -> torch.Tensor:
+    """Where requests of these lengths begin, and the end."""
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device)
+
+
+def make_state_batch(
+    model: StateModel, lengths: list[int], state_dtype: torch.dtype, device: torch.device
+) -> StateBatch:
+    """Random tokens and states of requests with these numbers of tokens."""
+    torch.manual_seed(0)
+    num_tokens, num_requests = sum(lengths), len(lengths)
+    state_shape = (model.num_heads, model.head_dim, model.d_state)
+    arena = torch.zeros(num_requests + 1, NUM_LAYERS, *state_shape, dtype=state_dtype).to(device)
+    per_channel = (model.num_heads, model.head_dim)
+    steps = per_channel if model.is_per_channel else per_channel[:1]
+    rates = state_shape if model.is_per_channel else per_channel[:1]
+    x = torch.randn(num_tokens, *per_channel, device=device).to(DTYPE)
+    projections = torch.randn(2, num_tokens, model.num_groups, model.d_state, device=device)
+    projections = projections.to(DTYPE)
+    return StateBatch(
+        model=model,
+        query_starts=starts_of(lengths, device),
+        slots=slots_in_arena(num_requests, device),
+        states=arena[:, 1],
+        out=torch.empty_like(x),
+        x=x,
+        dt=torch.randn(num_tokens, *steps, device=device).to(DTYPE),
+        A=-torch.rand(rates, device=device) * 8 - 1,
+        B=projections[0],
+        C=projections[1],
+        D=torch.ones(steps, device=device),
+        dt_bias=torch.randn(steps, device=device) - 4,
+    )
+
+
+def make_conv_batch(model: StateModel, lengths: list[int], device: torch.device) -> ConvBatch:
+    """Random tokens and states of requests with these numbers of tokens, channels innermost."""
+    torch.manual_seed(0)
+    width = 4
+    arena = torch.zeros(len(lengths) + 1, NUM_LAYERS, width - 1, model.conv_dim, dtype=DTYPE)
+    x = torch.randn(sum(lengths), model.conv_dim, device=device).to(DTYPE)
+    return ConvBatch(
+        query_starts=starts_of(lengths, device),
+        slots=slots_in_arena(len(lengths), device),
+        states=arena.to(device)[:, 1].transpose(1, 2),
+        out=torch.empty_like(x),
+        x=x,
+        weight=torch.randn(model.conv_dim, width, device=device).to(DTYPE),
+        bias=torch.randn(model.conv_dim, device=device).to(DTYPE),
+    )
