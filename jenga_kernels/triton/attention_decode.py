@@ -11,8 +11,9 @@ from jenga_kernels.triton.attention_tile import (
     end_visible,
     finish_rows,
     first_visible,
-    query_offsets,
+    row_offsets,
 )
+from jenga_kernels.triton.rows import load_rows, store_rows
 
 
 # Counts differ from step to step and must not compile anew.
@@ -117,9 +118,8 @@ def attention_decode_kernel(
         tokens = row_tokens + query_start  # i32[BLOCK_M]
         row_starts = first_visible(positions, window_tokens, chunk_tokens)
         row_ends = end_visible(positions, seq_len, IS_CAUSAL)
-        mask = element_mask(live, HEAD_DIM, BLOCK_D)
-        q_offsets = query_offsets(tokens, heads, stride_q_token, stride_q_head, BLOCK_D)
-        q = tl.load(q_ptr + q_offsets, mask=mask, other=0.0)  # [BLOCK_M, BLOCK_D]
+        q_offsets = row_offsets(tokens, heads, stride_q_token, stride_q_head)
+        q = load_rows(q_ptr, q_offsets, live, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
         slopes = None
         if alibi_slopes_ptr is not None:
             slopes = tl.load(alibi_slopes_ptr + heads, mask=live, other=0.0)
@@ -168,15 +168,14 @@ def attention_decode_kernel(
             if sinks_ptr is not None:
                 sinks = tl.load(sinks_ptr + heads, mask=live, other=0.0).to(tl.float32)
             out, lse = finish_rows(acc, row_max, row_sum, sinks)
-            offsets = query_offsets(tokens, heads, NUM_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_D)
-            tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
+            offsets = row_offsets(tokens, heads, NUM_HEADS * HEAD_DIM, HEAD_DIM)
+            store_rows(out_ptr, offsets, out, live, HEAD_DIM, BLOCK_D)
             if lse_ptr is not None:
                 tl.store(lse_ptr + tokens.to(tl.int64) * NUM_HEADS + heads, lse, mask=live)
         else:
             out, lse = finish_rows(acc, row_max, row_sum, None)
             partial_rows = partial.to(tl.int64) * PARTIAL_ROWS + rows
-            offsets = partial_rows[:, None] * HEAD_DIM + tl.arange(0, BLOCK_D)[None, :]
-            tl.store(partial_out_ptr + offsets, out, mask=mask)
+            store_rows(partial_out_ptr, partial_rows * HEAD_DIM, out, live, HEAD_DIM, BLOCK_D)
             tl.store(partial_lse_ptr + partial_rows, lse, mask=live)
         unit += units_done
 

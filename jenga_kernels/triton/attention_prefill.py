@@ -6,13 +6,13 @@ import triton.language as tl
 from jenga_kernels.triton.addressing import first_tile_key
 from jenga_kernels.triton.attention_tile import (
     attend_tile,
-    element_mask,
     end_visible,
     finish_rows,
     first_visible,
-    query_offsets,
+    row_offsets,
 )
 from jenga_kernels.triton.device import ceil_div
+from jenga_kernels.triton.rows import load_rows, store_rows
 
 
 @triton.jit
@@ -96,9 +96,8 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
     first_full = tl.minimum(ceil_div(full_start - tiles_start, BLOCK_N), num_tiles)
     end_full = tl.maximum(tl.maximum(full_end - tiles_start, 0) // BLOCK_N, first_full)
 
-    mask = element_mask(live, HEAD_DIM, BLOCK_D)
-    q_offsets = query_offsets(tokens, heads, stride_q_token, stride_q_head, BLOCK_D)
-    q = tl.load(q_ptr + q_offsets, mask=mask, other=0.0)  # [BLOCK_M, BLOCK_D]
+    q_offsets = row_offsets(tokens, heads, stride_q_token, stride_q_head)
+    q = load_rows(q_ptr, q_offsets, live, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
     slopes = None
     if alibi_slopes_ptr is not None:
         slopes = tl.load(alibi_slopes_ptr + heads)
@@ -157,7 +156,7 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
     if sinks_ptr is not None:
         sinks = tl.load(sinks_ptr + heads).to(tl.float32)
     out, lse = finish_rows(acc, row_max, row_sum, sinks)
-    offsets = query_offsets(tokens, heads, NUM_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_D)
-    tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
+    offsets = row_offsets(tokens, heads, NUM_HEADS * HEAD_DIM, HEAD_DIM)
+    store_rows(out_ptr, offsets, out, live, HEAD_DIM, BLOCK_D)
     if lse_ptr is not None:
         tl.store(lse_ptr + tokens.to(tl.int64) * NUM_HEADS + heads, lse, mask=live)

@@ -37,10 +37,9 @@ def end_visible(positions, seq_len, IS_CAUSAL: tl.constexpr):
 
 
 @device_function
-def query_offsets(tokens, heads, stride_token, stride_head, BLOCK_D: tl.constexpr):
-    """Offsets of the elements of rows, i64[M, BLOCK_D]; tokens count over the batch."""
-    offsets = tokens.to(tl.int64) * stride_token + heads.to(tl.int64) * stride_head
-    return offsets[:, None] + tl.arange(0, BLOCK_D)[None, :]
+def row_offsets(tokens, heads, stride_token, stride_head):
+    """Offset of each row, i64[M]; tokens count over the batch."""
+    return tokens.to(tl.int64) * stride_token + heads.to(tl.int64) * stride_head
 
 
 @device_function
