@@ -115,8 +115,8 @@ def table_memory(table: Table, requests: Iterable[Request]) -> TableMemory:
 def _count_dead_slots(table: Table, requests: Iterable[Request]) -> int:
     """Slots of used small pages that no running request touches.
 
-    Only the pages at the ends of a page table have any; a shared page is touched wherever one of
-    its users touches it.
+    Only pages at the ends of a page table, and those its policy leaves unfilled, have any; a shared
+    page is touched wherever one of its users touches it.
     """
     page_slots, shares = table.grain.page_slots, table.pages.shares
     dead_slots: dict[int, list[int]] = {}
@@ -130,6 +130,9 @@ def _count_dead_slots(table: Table, requests: Iterable[Request]) -> int:
         ends = {first: touched.start - first * page_slots}
         last = len(pages) - 1
         ends[last] = ends.get(last, 0) + len(pages) * page_slots - touched.stop
+        unfilled = table.policy.unfilled_slots(request.facts, range(first, len(pages)))
+        for number, dead in unfilled.items():
+            ends[number] = ends.get(number, 0) + dead
         for number, dead in ends.items():
             dead_slots.setdefault(pages[number], []).append(dead)
     return sum(min(dead) for page, dead in dead_slots.items() if len(dead) > shares.get(page, 0))

@@ -6,7 +6,7 @@ those whose step is over; the next query is token number `num_processed_tokens`.
 half-open.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -92,6 +92,10 @@ class LayerPolicy(Protocol):
         """Most slots touched by one step until `num_tokens` tokens are computed, in such chunks."""
         ...
 
+    def unfilled_slots(self, facts: RequestFacts, pages: range, /) -> Mapping[int, int]:
+        """Pages between the first and the last touched slot -> slots there that nothing fills."""
+        ...
+
     def set_prefix_length(
         self, facts: RequestFacts, pages: range, grain: Grain, /
     ) -> Sequence[int]:
@@ -148,6 +152,10 @@ class TokenSlots:
     __slots__ = ()
 
     is_overwritten = False
+
+    def unfilled_slots(self, _facts: RequestFacts, _pages: range, /) -> Mapping[int, int]:
+        """Every slot is filled."""
+        return {}
 
     def max_tokens(
         self, _facts: RequestFacts, _num_processed_tokens: int, num_slots: int, /

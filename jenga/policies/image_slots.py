@@ -4,7 +4,7 @@ Each image begins on a page of its own, so that its pages hold nothing else and 
 by its content alone, in whatever request.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -40,6 +40,16 @@ class ImageSlots:
             if num_slots < 0:
                 return image.start_token
         return NEVER
+
+    def unfilled_slots(self, facts: RequestFacts, pages: range, /) -> Mapping[int, int]:
+        """The rest of each image's last page."""
+        unfilled: dict[int, int] = {}
+        end = 0
+        for image in facts.images:
+            end += self.num_pages(image)
+            if end - 1 in pages:
+                unfilled[end - 1] = self.num_pages(image) * self.page_slots - image.num_tokens
+        return unfilled
 
     def set_prefix_length(
         self, facts: RequestFacts, pages: range, _grain: Grain, /

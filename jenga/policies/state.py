@@ -1,6 +1,6 @@
 """State: a recurrent layer's memory of fixed size."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jenga.policies.base import NEVER, Grain, RequestFacts
@@ -37,6 +37,10 @@ class StatePolicy:
     def peak_slots(self, _facts: RequestFacts, _num_tokens: int, _chunk_tokens: int, /) -> int:
         """The one slot."""
         return 1
+
+    def unfilled_slots(self, _facts: RequestFacts, _pages: range, /) -> Mapping[int, int]:
+        """The one slot is filled."""
+        return {}
 
     def set_prefix_length(
         self, _facts: RequestFacts, pages: range, grain: Grain, /

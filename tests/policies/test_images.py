@@ -1,0 +1,94 @@
+"""Cross attention and image embeddings: slots of images, found again by their content."""
+
+import pytest
+
+from jenga.policies import ALL_PAGES, NEVER, Grain, Image, RequestFacts
+from jenga.policies.cross_attention import CrossAttentionPolicy
+from jenga.policies.image_embedding import ImageEmbeddingPolicy
+
+CAT = Image(start_token=3, num_tokens=6, content=b"cat")
+DOG = Image(start_token=20, num_tokens=4, content=b"dog")
+FACTS = RequestFacts(prompt_tokens=40, images=(CAT, DOG))
+GRAIN = Grain(page_slots=4, hash_tokens=16)
+
+
+def test_an_image_begins_on_a_page_of_its_own():
+    keys = CrossAttentionPolicy(4).content_keys(FACTS, [], GRAIN, ALL_PAGES)
+
+    assert keys == [(b"cat", 0), (b"cat", 1), (b"dog", 0)]
+
+
+def test_an_image_without_a_name_has_no_key():
+    facts = RequestFacts(images=(Image(start_token=0, num_tokens=5),))
+
+    assert CrossAttentionPolicy(4).content_keys(facts, [], GRAIN, ALL_PAGES) == [None, None]
+
+
+def test_cross_attention_wants_slots_when_the_image_begins():
+    policy = CrossAttentionPolicy(4)
+
+    assert policy.update_last_access(FACTS, 0, 3) == range(0)
+    assert policy.update_last_access(FACTS, 0, 4) == range(8)
+    assert policy.update_last_access(FACTS, 30, 31) == range(12)
+    assert policy.max_tokens(FACTS, 0, 0) == 3
+    assert policy.max_tokens(FACTS, 0, 8) == 20
+    assert policy.max_tokens(FACTS, 0, 12) == NEVER
+
+
+def test_all_pages_of_an_image_are_reused_or_none():
+    policy = CrossAttentionPolicy(4)
+
+    assert list(policy.reused_pages(FACTS, [5, None, 6], GRAIN, 0)) == [2]
+    assert list(policy.reused_pages(FACTS, [5, 4, None], GRAIN, 0)) == [0, 1]
+    assert policy.get_possible_prefix(FACTS, [None] * 3, GRAIN, 32) == 32
+
+
+def test_pages_of_an_image_share_a_random_length_within_the_prompt():
+    policy = CrossAttentionPolicy(4)
+
+    lengths = policy.set_prefix_length(FACTS, range(3), GRAIN)
+
+    assert lengths[0] == lengths[1] != lengths[2]
+    assert all(1 <= length <= 40 for length in lengths)
+    assert lengths == policy.set_prefix_length(FACTS, range(3), GRAIN)
+
+
+def test_embeddings_are_given_up_as_they_are_consumed():
+    policy = ImageEmbeddingPolicy(4)
+
+    assert policy.update_last_access(FACTS, 0, 4) == range(8)
+    assert policy.update_last_access(FACTS, 7, 8) == range(4, 8)
+    assert policy.update_last_access(FACTS, 9, 20) == range(8, 8)
+    assert policy.update_last_access(FACTS, 9, 21) == range(8, 12)
+    assert policy.update_last_access(FACTS, 24, 30) == range(12, 12)
+
+
+@pytest.mark.parametrize("processed", range(30))
+def test_embeddings_are_released_no_sooner_and_no_later_than_said(processed):
+    policy = ImageEmbeddingPolicy(4)
+
+    def first_page(at):
+        return policy._first_slot(FACTS, at) // 4
+
+    expected = next(
+        (at for at in range(processed + 1, 60) if first_page(at) > first_page(processed)), NEVER
+    )
+    assert policy.next_release(FACTS, processed, 4) == expected
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 8, 18, 40])
+def test_the_peak_of_embeddings_is_the_most_that_any_chunk_finds(chunk):
+    policy = ImageEmbeddingPolicy(4)
+
+    most = max(
+        len(policy.update_last_access(FACTS, start, min(40, start + chunk))) for start in range(40)
+    )
+
+    assert policy.peak_slots(FACTS, 40, chunk) == most
+
+
+def test_only_embeddings_not_yet_consumed_must_be_cached():
+    policy = ImageEmbeddingPolicy(4)
+
+    assert list(policy.reused_pages(FACTS, [None, 4, 5], GRAIN, 8)) == [1, 2]
+    assert list(policy.reused_pages(FACTS, [None, 4, 5], GRAIN, 3)) == [2]

@@ -1,0 +1,494 @@
+"""The manager: admission, hits, states, reports, refusals."""
+
+import pytest
+
+from jenga.errors import OutOfPagesError
+from jenga.manager import Manager
+from jenga.policies import Image, RequestFacts
+from jenga.request import MISSING
+from tests.machines.geometries import (
+    HYBRID,
+    STATES,
+    WINDOWED,
+    cross,
+    full,
+    geometry,
+    sliding,
+    state,
+)
+
+TWO_TYPES = geometry("two types", full(tokens=16, per_large=1), sliding(tokens=16, window=32))
+
+
+def hashes(num_tokens, *, name="p", hash_tokens=16):
+    return [f"{name}{end}".encode() for end in range(num_tokens // hash_tokens)]
+
+
+def manager_of(cut, num_large_pages, **options):
+    return Manager(cut, num_large_pages=num_large_pages, **options)
+
+
+def compute(manager, name, num_tokens, *, prefix="p", chunk=None, free=True):
+    """Run a prompt in chunks, from what is cached, and return what was hit."""
+    keys = hashes(num_tokens, name=prefix)
+    hit = manager.lookup(keys, max_tokens=num_tokens - 1)
+    processed, first = hit.num_tokens, True
+    while processed < num_tokens:
+        manager.new_step()
+        end = min(num_tokens, processed + (chunk or num_tokens))
+        manager.allocate(
+            name, num_tokens=end, num_processed_tokens=processed, hit=hit if first else None
+        )
+        manager.commit(name, keys, end)
+        processed, first = end, False
+    if free:
+        manager.free(name)
+    manager.check()
+    return hit
+
+
+# Bad input
+
+
+def test_manager_refuses_an_arena_without_a_large_page_per_table():
+    with pytest.raises(ValueError, match=r"num_large_pages must be at least 4.* got 3"):
+        manager_of(HYBRID, 3)
+
+
+@pytest.mark.parametrize("hash_tokens", [0, -16])
+def test_manager_refuses_hashes_of_no_tokens(hash_tokens):
+    with pytest.raises(ValueError, match="hash_tokens must be a positive integer"):
+        manager_of(HYBRID, 8, hash_tokens=hash_tokens)
+
+
+def test_manager_refuses_hashes_that_do_not_divide_pages():
+    with pytest.raises(ValueError, match=r"hash_tokens must divide.*16 tokens per page.*got 24"):
+        manager_of(TWO_TYPES, 8, prefix_caching=True, hash_tokens=24)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_tokens": 0}, "num_tokens must be positive"),
+        ({"num_tokens": -3}, "num_tokens must be positive"),
+        ({"num_tokens": 4, "num_processed_tokens": 5}, "no less than num_processed_tokens"),
+        ({"num_tokens": 4, "num_processed_tokens": -1}, "no less than num_processed_tokens"),
+    ],
+)
+def test_allocate_refuses_token_counts_that_contradict_each_other(arguments, message):
+    manager = manager_of(WINDOWED, 8)
+
+    with pytest.raises(ValueError, match=message):
+        manager.allocate("r", **arguments)
+
+    manager.check()
+    assert manager.request_tokens() == {}
+
+
+def test_allocate_refuses_a_hit_for_a_running_request():
+    manager = manager_of(TWO_TYPES, 20, prefix_caching=True)
+    compute(manager, "a", 64)
+    hit = manager.lookup(hashes(64), max_tokens=63)
+    manager.allocate("b", num_tokens=64, hit=hit)
+
+    with pytest.raises(ValueError, match="hit must be None for request 'b'"):
+        manager.allocate("b", num_tokens=80, hit=hit)
+
+
+def test_allocate_refuses_processed_tokens_without_slots():
+    manager = manager_of(WINDOWED, 8)
+    manager.allocate("r", num_tokens=4)
+
+    with pytest.raises(ValueError, match="within the 4 tokens"):
+        manager.allocate("r", num_tokens=9, num_processed_tokens=5)
+    with pytest.raises(ValueError, match="within the 4 tokens"):
+        manager.release_passed("r", 5)
+
+
+@pytest.mark.parametrize("question", ["free", "page_tables", "committed_tokens"])
+def test_a_request_that_does_not_run_is_refused_by_name(question):
+    with pytest.raises(ValueError, match="request_id must name a running request, got 'x'"):
+        getattr(manager_of(WINDOWED, 8), question)("x")
+
+
+def test_allocate_refuses_a_hit_whose_pages_were_evicted():
+    manager = manager_of(TWO_TYPES, 9, prefix_caching=True)
+    compute(manager, "a", 64)
+    hit = manager.lookup(hashes(64), max_tokens=63)
+    compute(manager, "b", 64, prefix="q")
+
+    with pytest.raises(ValueError, match="hit must be looked up again"):
+        manager.allocate("c", num_tokens=64, hit=hit)
+    manager.check()
+
+
+# Capacity
+
+
+def test_a_request_that_can_never_fit_is_refused_with_the_numbers():
+    manager = manager_of(TWO_TYPES, 11)
+
+    assert manager.can_ever_fit(96, chunk_tokens=16)
+    assert not manager.can_ever_fit(128, chunk_tokens=16)
+    with pytest.raises(ValueError, match=r"fits in 10 large pages.*got 128.*full 8, sliding 4"):
+        manager.capacity.require_fit(128, chunk_tokens=16)
+
+
+def test_the_longest_request_fits_and_one_token_more_does_not():
+    manager = manager_of(TWO_TYPES, 11)
+
+    longest = manager.capacity.max_tokens(chunk_tokens=16, limit_tokens=10_000)
+
+    assert manager.can_ever_fit(longest, chunk_tokens=16)
+    assert not manager.can_ever_fit(longest + 1, chunk_tokens=16)
+    processed = 0
+    while processed < longest:
+        num_tokens = min(longest, processed + 16)
+        manager.allocate("r", num_tokens=num_tokens, num_processed_tokens=processed)
+        processed = num_tokens
+    manager.check()
+
+
+def test_the_gate_refuses_what_would_not_fit_in_full_and_counts_windows_as_windows():
+    manager = manager_of(TWO_TYPES, 11)
+
+    with pytest.raises(OutOfPagesError) as refusal:
+        manager.allocate("r", num_tokens=16, full_tokens=128)
+    assert refusal.value.needed_pages == (8, 4)
+    assert refusal.value.needed_large_pages == 12
+    assert refusal.value.available_large_pages == 10
+    assert manager.request_tokens() == {}
+
+    manager.allocate("r", num_tokens=16, full_tokens=96)
+    manager.check()
+
+
+def test_the_gate_counts_a_hit_as_held():
+    manager = manager_of(TWO_TYPES, 12, prefix_caching=True)
+    compute(manager, "a", 112, chunk=16)
+    hit = manager.lookup(hashes(112), max_tokens=111)
+    assert hit.num_tokens == 96
+
+    manager.allocate("b", num_tokens=112, hit=hit, full_tokens=112)
+
+    manager.check()
+
+
+def test_the_reserve_is_left_alone():
+    manager = manager_of(TWO_TYPES, 11)
+
+    with pytest.raises(OutOfPagesError):
+        manager.allocate("r", num_tokens=64, reserve_large_pages=3)
+    manager.allocate("r", num_tokens=64, reserve_large_pages=2)
+
+
+# Hits
+
+
+def test_hits_end_at_any_16_tokens_though_states_are_large_and_windows_are_cut():
+    manager = manager_of(TWO_TYPES, 60, prefix_caching=True)
+    compute(manager, "a", 112, chunk=16)
+
+    for shared_tokens in range(16, 112, 16):
+        keys = hashes(shared_tokens) + hashes(64, name="other")
+        hit = manager.lookup(keys, max_tokens=shared_tokens + 63)
+        assert hit.num_tokens == shared_tokens
+
+
+def test_a_hit_reuses_only_the_window_of_a_sliding_type():
+    manager = manager_of(TWO_TYPES, 40, prefix_caching=True)
+    compute(manager, "a", 128)
+
+    hit = manager.lookup(hashes(128), max_tokens=127)
+
+    full_pages, window_pages = hit.pages
+    assert all(full_pages)
+    assert [bool(page) for page in window_pages] == [False] * 5 + [True] * 2
+
+
+def test_a_hit_is_limited_by_the_type_that_lost_pages():
+    manager = manager_of(TWO_TYPES, 40, prefix_caching=True)
+    compute(manager, "a", 128, chunk=16)
+    for table_pages in (manager._tables[1],):
+        lost = table_pages.cache.get(hashes(128)[-2])
+        table_pages.cache.forget([lost])
+
+    hit = manager.lookup(hashes(128), max_tokens=127)
+
+    assert (hit.num_tokens, hit.limit) == (96, 1)
+
+
+def test_the_last_token_is_never_hit_and_short_prompts_hit_nothing():
+    manager = manager_of(TWO_TYPES, 40, prefix_caching=True)
+    compute(manager, "a", 64)
+
+    assert manager.lookup(hashes(64), max_tokens=63).num_tokens == 48
+    assert manager.lookup(hashes(16), max_tokens=15).num_tokens == 0
+    assert manager.lookup([], max_tokens=100).num_tokens == 0
+
+
+def test_two_requests_share_pages_while_both_run():
+    manager = manager_of(TWO_TYPES, 40, prefix_caching=True)
+    compute(manager, "a", 64, free=False)
+    compute(manager, "b", 64, free=False)
+
+    shared = [
+        set(a) & set(b) - {0}
+        for a, b in zip(manager.page_tables("a"), manager.page_tables("b"), strict=True)
+    ]
+
+    # 48 tokens are hit; of the sliding type only the pages that token 48 reads.
+    assert [len(pages) for pages in shared] == [3, 2]
+    manager.free("a")
+    manager.check()
+
+
+def test_without_prefix_caching_nothing_is_hit_or_kept():
+    manager = manager_of(TWO_TYPES, 40)
+    compute(manager, "a", 64)
+
+    assert manager.lookup(hashes(64), max_tokens=63).num_tokens == 0
+    assert manager.memory().empty_large_bytes == 39 * TWO_TYPES.large_page_bytes
+
+
+def test_reset_forgets_everything_unless_requests_run():
+    manager = manager_of(TWO_TYPES, 40, prefix_caching=True)
+    compute(manager, "a", 64, free=False)
+    assert not manager.reset_prefix_cache()
+    manager.free("a")
+    assert manager.lookup(hashes(64), max_tokens=63).num_tokens == 48
+
+    assert manager.reset_prefix_cache()
+
+    assert manager.lookup(hashes(64), max_tokens=63).num_tokens == 0
+    manager.check()
+
+
+def test_eviction_takes_both_types_of_the_older_request_and_its_longest_prefix_first():
+    manager = manager_of(TWO_TYPES, 17, prefix_caching=True)
+    compute(manager, "old", 64, prefix="old")
+    compute(manager, "new", 64, prefix="new")
+
+    manager.new_step()
+    manager.allocate("filler", num_tokens=48)
+
+    assert manager.lookup(hashes(64, name="new"), max_tokens=64).num_tokens == 64
+    # Six pages went: three of each type, from the end.
+    assert manager.lookup(hashes(64, name="old"), max_tokens=64).num_tokens == 16
+    manager.check()
+
+
+# Images
+
+
+def test_an_image_is_found_again_behind_another_text():
+    cut = geometry("cross", full(tokens=16, slot_bytes=16), cross(tokens=16, slot_bytes=16))
+    manager = manager_of(cut, 30, prefix_caching=True)
+    image = Image(start_token=0, num_tokens=40, content=b"cat")
+    first = RequestFacts(prompt_tokens=20, images=(image,))
+    manager.allocate("a", num_tokens=20, facts=first)
+    manager.commit("a", hashes(20), 20)
+    pages = manager.page_table("a", 1)
+    manager.free("a")
+
+    second = RequestFacts(
+        prompt_tokens=30,
+        images=(Image(start_token=0, num_tokens=9, content=b"dog"), image),
+    )
+    hit = manager.lookup(hashes(30, name="other"), max_tokens=29, facts=second)
+    manager.allocate("b", num_tokens=30, hit=hit)
+
+    assert hit.num_tokens == 0
+    assert list(hit.pages[1]) == [MISSING, *pages]
+    assert manager.page_table("b", 1)[1:] == pages
+    manager.check()
+
+
+# States
+
+
+def hybrid(num_large_pages=60, **options):
+    cut = geometry("hybrid", full(tokens=16, slot_bytes=16, per_large=2), state(slot_bytes=512))
+    return manager_of(cut, num_large_pages, prefix_caching=True, **options)
+
+
+def test_without_a_kept_state_a_hybrid_hits_nothing():
+    manager = hybrid()
+    compute(manager, "a", 64)
+
+    hit = manager.lookup(hashes(64), max_tokens=63)
+
+    assert (hit.num_tokens, hit.branch_tokens, hit.limit) == (0, 48, 1)
+
+
+def test_a_kept_state_is_hit_and_copied():
+    manager = hybrid()
+    compute(manager, "a", 48, free=False)
+    running = manager.page_table("a", 1)[0]
+
+    assert manager.keep_state("a", hashes(48)[-1], 48)
+    (kept,) = manager.take_copies()
+    manager.free("a")
+    hit = manager.lookup(hashes(64), max_tokens=63)
+    manager.allocate("b", num_tokens=64, hit=hit)
+    (copied,) = manager.take_copies()
+
+    assert kept.source == running
+    assert hit.num_tokens == 48
+    assert copied.source == kept.target
+    assert copied.target == manager.page_table("b", 1)[0] != kept.target
+    manager.check()
+
+
+def test_states_are_kept_at_the_end_of_the_prompt_at_branches_and_as_bytes_allow():
+    manager = hybrid()
+    # A state of 512 bytes is the KV of 32 tokens.
+    manager.allocate("a", num_tokens=16, facts=RequestFacts(prompt_tokens=100))
+    assert manager.checkpoint_tokens("a") == (32, 64, 96)
+    manager.free("a")
+    sparse = hybrid(checkpoint_interval_tokens=0)
+    compute(sparse, "a", 64)
+    hit = sparse.lookup(
+        hashes(48) + hashes(64, name="q"), max_tokens=111, facts=RequestFacts(prompt_tokens=112)
+    )
+    sparse.allocate("b", num_tokens=16, hit=hit)
+    assert sparse.checkpoint_tokens("b") == (48, 96)
+
+
+def test_a_state_is_not_kept_where_there_is_no_page_for_it():
+    manager = hybrid(4)
+    compute(manager, "a", 64, free=False)
+
+    assert not manager.keep_state("a", hashes(64)[-1], 64)
+    manager.check()
+
+
+@pytest.mark.parametrize("num_tokens", [0, 17])
+def test_a_state_between_hashes_is_refused(num_tokens):
+    manager = hybrid()
+    compute(manager, "a", 64, free=False)
+
+    with pytest.raises(ValueError, match="positive multiple of 16"):
+        manager.keep_state("a", b"x", num_tokens)
+
+
+def test_a_request_alone_in_the_arena_fits_though_its_hit_is_a_state():
+    manager = hybrid(4)
+    compute(manager, "a", 48, free=False)
+    manager.free("a")
+    compute(manager, "a", 16, prefix="q", free=False)
+    assert manager.keep_state("a", hashes(16, name="q")[-1], 16)
+    manager.free("a")
+
+    hit = manager.lookup(hashes(64, name="q"), max_tokens=63)
+    assert hit.num_tokens == 16
+    manager.allocate("b", num_tokens=64, hit=hit)
+
+    manager.check()
+
+
+# Reports
+
+
+def test_memory_adds_up_and_names_what_is_useless():
+    manager = manager_of(TWO_TYPES, 20, prefix_caching=True)
+    manager.allocate("r", num_tokens=40)
+
+    memory = manager.memory()
+
+    table = memory.tables[0]
+    assert table.used_bytes == 40 * 16
+    assert table.useless_bytes == 8 * 16
+    assert memory.arena_bytes == 20 * TWO_TYPES.large_page_bytes
+
+    manager.allocate("r", num_tokens=41, num_processed_tokens=40)
+    assert manager.memory().tables[1].used_bytes == 32 * 16
+
+
+def test_the_rest_of_an_image_s_last_page_is_useless():
+    cut = geometry("cross", full(tokens=16, slot_bytes=16), cross(tokens=16, slot_bytes=16))
+    manager = manager_of(cut, 30, prefix_caching=True)
+    image = Image(start_token=0, num_tokens=17, content=b"cat")
+    facts = RequestFacts(prompt_tokens=20, images=(image,))
+
+    manager.allocate("a", num_tokens=20, facts=facts)
+
+    assert manager.memory().tables[1].used_bytes == 17 * 16
+    assert manager.memory().tables[1].useless_bytes == 15 * 16
+
+
+def test_padding_is_useless():
+    cut = geometry("padded", full(tokens=4, slot_bytes=15, padding=4), sliding(tokens=4))
+    manager = manager_of(cut, 5)
+    manager.allocate("r", num_tokens=4)
+
+    assert manager.memory().tables[0].used_bytes == 60
+    assert manager.memory().tables[0].useless_bytes == 4
+
+
+def test_the_cache_report_counts_tokens_and_the_limiting_type():
+    manager = manager_of(TWO_TYPES, 40, prefix_caching=True)
+    compute(manager, "a", 64)
+    compute(manager, "b", 64)
+
+    report = manager.cache_report()
+
+    assert (report.asked_tokens, report.hit_tokens) == (48 + 48, 48)
+    assert report.limited_tokens == {"full": 48, "sliding": 0}
+
+
+def test_evictions_are_counted_by_cause():
+    manager = manager_of(STATES, 8, prefix_caching=True, hash_tokens=4)
+    for number in range(6):
+        keys = hashes(24, name=str(number), hash_tokens=4)
+        manager.new_step()
+        manager.allocate("r", num_tokens=24)
+        manager.commit("r", keys, 24)
+        manager.free("r")
+        manager.check()
+
+    evictions = manager.cache_report().evictions
+    lost = sum(each.alone + each.own_large + each.foreign_large for each in evictions)
+    entered = 6 * (6 + 6)
+    cached = sum(table.pages.num_evictable for table in manager._tables)
+    assert lost == entered - cached > 0
+
+
+# Memory.md section 4: what goes wrong where the five steps are followed blindly
+
+
+def test_short_requests_beside_large_states_leave_large_pages_to_states():
+    # 97 attention pages or one state in a large page.
+    cut = geometry("granite", full(tokens=16, slot_bytes=1, per_large=97), state(slot_bytes=1552))
+    manager = manager_of(cut, 33)
+
+    for number in range(31):
+        manager.allocate(f"r{number}", num_tokens=48, full_tokens=48)
+
+    manager.check()
+    with pytest.raises(OutOfPagesError):
+        manager.allocate("one more", num_tokens=48)
+
+
+def test_a_type_that_filled_the_cache_gives_way_to_another():
+    cut = geometry("granite", full(tokens=16, slot_bytes=1, per_large=97), state(slot_bytes=1552))
+    manager = manager_of(cut, 9, prefix_caching=True)
+    for number in range(8):
+        compute(manager, f"r{number}", 16 * 90, prefix=str(number))
+
+    for number in range(7):
+        manager.allocate(f"s{number}", num_tokens=16)
+
+    manager.check()
+
+
+def test_growing_requests_reuse_the_pages_their_windows_gave_up():
+    manager = manager_of(WINDOWED, 40)
+    manager.allocate("r", num_tokens=8)
+    held = []
+    for num_tokens in range(9, 160):
+        manager.allocate("r", num_tokens=num_tokens, num_processed_tokens=num_tokens - 1)
+        held.append(manager._tables[1].pages.num_large)
+
+    assert max(held) <= 2
+    manager.check()
