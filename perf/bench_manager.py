@@ -20,13 +20,15 @@ import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
+from jenga.errors import OutOfPagesError
 from jenga.geometry import Geometry
 from jenga.manager import Manager
 from jenga.models.config import Config
 from jenga.models.reader import read_config
 from jenga.planner import plan
+from jenga.request import PrefixHit
 from jenga.spec import ChunkedLocal, FullAttention, ModelSpec, SlidingWindow, State
 
 DATA = Path(__file__).parent.parent / "tests" / "models" / "data"
@@ -51,6 +53,10 @@ HASH_TOKENS = 16
 REPETITIONS = 9
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
     """What one manager takes, in microseconds; None where the arena is too small for the case."""
@@ -71,9 +77,10 @@ def median_us(durations: Sequence[float]) -> float:
     return statistics.median(durations) * 1e6
 
 
-def timed(call: Callable[[], Any]) -> tuple[float, Any]:
+def timed(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> tuple[float, T]:
+    """Seconds of this thread's CPU time, so that other programs do not count, and the result."""
     start = time.thread_time()
-    result = call()
+    result = call(*args, **kwargs)
     return time.thread_time() - start, result
 
 
@@ -95,13 +102,16 @@ class Ours:
         self.tokens: dict[str, int] = {}
 
     def begin(self, name: str, seed: int, num_tokens: int) -> None:
+        """Make a request of so many tokens; the seed names its content."""
         self.hashes[name] = hashes_of(seed, num_tokens + 4096)
         self.tokens[name] = 0
 
-    def lookup(self, name: str, num_tokens: int) -> Any:
+    def lookup(self, name: str, num_tokens: int) -> PrefixHit:
+        """Look its cached prefix up."""
         return self.manager.lookup(self.hashes[name], max_tokens=num_tokens - 1)
 
-    def advance(self, name: str, num_tokens: int, hit: Any = None) -> None:
+    def advance(self, name: str, num_tokens: int, hit: PrefixHit | None = None) -> None:
+        """Give it slots for so many tokens more and commit them."""
         processed = hit.num_tokens if hit is not None else self.tokens[name]
         num_tokens += processed
         self.manager.allocate(name, num_tokens=num_tokens, num_processed_tokens=processed, hit=hit)
@@ -109,15 +119,18 @@ class Ours:
         self.tokens[name] = num_tokens
 
     def keep_states(self, name: str) -> None:
+        """Keep its states, where they stand at a hash."""
         if self.tokens[name] % HASH_TOKENS == 0:
             prefix_hash = self.hashes[name][self.tokens[name] // HASH_TOKENS - 1]
             self.manager.keep_state(name, prefix_hash, self.tokens[name])
             self.manager.take_copies()
 
     def new_step(self) -> None:
+        """Begin a step."""
         self.manager.new_step()
 
     def finish(self, name: str) -> None:
+        """End a request."""
         self.manager.free(name)
 
 
@@ -151,6 +164,7 @@ class Stock:
         self.requests: dict[str, Any] = {}
 
     def begin(self, name: str, seed: int, num_tokens: int) -> None:
+        """Make a request of so many tokens; the seed names its content."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 
@@ -160,10 +174,12 @@ class Stock:
         request.block_hashes = hashes[ratio - 1 :: ratio]
         self.requests[name] = request
 
-    def lookup(self, name: str, _num_tokens: int) -> Any:
+    def lookup(self, name: str, _num_tokens: int) -> tuple[Any, ...]:
+        """Look its cached prefix up."""
         return self.manager.get_computed_blocks(self.requests[name])
 
-    def advance(self, name: str, num_tokens: int, hit: Any = None) -> None:
+    def advance(self, name: str, num_tokens: int, hit: tuple[Any, ...] | None = None) -> None:
+        """Give it slots for so many tokens more and commit them."""
         request = self.requests[name]
         blocks, num_hit = (None, 0) if hit is None else hit[:2]
         allocated = self.manager.allocate_slots(request, num_tokens, num_hit, blocks)
@@ -174,17 +190,19 @@ class Stock:
             request.append_output_token_ids(1)
 
     def keep_states(self, name: str) -> None:
-        pass
+        """Nothing: stock keeps states by itself."""
 
     def new_step(self) -> None:
+        """Begin a step."""
         self.manager.new_step_starts()
 
     def finish(self, name: str) -> None:
+        """End a request."""
         self.manager.free(self.requests.pop(name))
 
 
 def stock_specs(model: ModelSpec) -> tuple[dict[str, Any], int]:
-    """vLLM's spec of each layer, and the tokens of an attention page it would choose."""
+    """Make vLLM's spec of each layer, and the tokens of an attention page it would choose."""
     import torch
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
@@ -260,7 +278,7 @@ def chunk_us(side: Ours | Stock) -> float:
         side.begin(name, 5000 + repetition, 4 * CHUNK_TOKENS)
         for chunk in range(4):
             side.new_step()
-            duration, _ = timed(lambda: side.advance(name, CHUNK_TOKENS))
+            duration, _ = timed(side.advance, name, CHUNK_TOKENS)
             if chunk:
                 durations.append(duration)
         side.finish(name)
@@ -280,27 +298,31 @@ def long_request_us(side: Ours | Stock) -> tuple[float, float, float]:
         name = f"l{repetition}"
         side.begin(name, 9000, PREFIX_TOKENS + 64)
         side.new_step()
-        duration, hit = timed(lambda: side.lookup(name, PREFIX_TOKENS + 64))
+        duration, hit = timed(side.lookup, name, PREFIX_TOKENS + 64)
         lookups.append(duration)
-        admissions.append(timed(lambda: side.advance(name, 64, hit))[0])
+        admissions.append(timed(side.advance, name, 64, hit)[0])
         side.new_step()
-        ends.append(timed(lambda: side.finish(name))[0])
+        ends.append(timed(side.finish, name)[0])
     return median_us(lookups), median_us(admissions), median_us(ends)
 
 
+def unless_too_small(measure_case: Callable[[Ours | Stock], T], side: Ours | Stock) -> T | None:
+    """None where the arena is too small for the case."""
+    try:
+        return measure_case(side)
+    except (MemoryError, OutOfPagesError):
+        return None
+
+
 def measure(side: Ours | Stock) -> Times:
-    def unless_too_small(call: Callable[[], Any]) -> Any:
-        from jenga.errors import OutOfPagesError
-
-        try:
-            return call()
-        except (MemoryError, OutOfPagesError):
-            return None
-
-    decode = unless_too_small(lambda: decode_step_us(side))
-    chunk = unless_too_small(lambda: chunk_us(side))
-    long = unless_too_small(lambda: long_request_us(side)) or (None, None, None)
-    return Times(decode_step=decode, chunk=chunk, lookup=long[0], admission=long[1], finish=long[2])
+    long = unless_too_small(long_request_us, side) or (None, None, None)
+    return Times(
+        decode_step=unless_too_small(decode_step_us, side),
+        chunk=unless_too_small(chunk_us, side),
+        lookup=long[0],
+        admission=long[1],
+        finish=long[2],
+    )
 
 
 def cell(ours: float | None, stock: float | None) -> str:
