@@ -1,0 +1,363 @@
+"""Waste of every known model with the arena full: ours, exact LCM, MAX, and vLLM's own planner.
+
+    python -m perf.table_waste [--models ...] [--lengths ...] [--json] [--save FOLDER]
+
+Waste is `1 - used / held`, both averaged over the steps of a run once the arena is full: held are
+the bytes that running requests keep from others (whole large pages, or vLLM's blocks), used are the
+slots that their next tokens read or write. Nothing is computed or timed: the same table comes out
+on any machine.
+
+A model runs in bfloat16 on the smallest GPU of 80 GB or more that its weights fit, on as few ranks
+as that takes. To save time an arena is cut down to what 128 requests need, or 256 large pages if
+these are more; large pages are then a larger part of it, so waste is overstated, if anything.
+
+Columns: the lengths; the arena run and the arena there is (GB); then, in percent of held bytes, our
+waste by cause: slots a window has left beside slots it has not, slots not written yet in the last
+page, padding, empty small pages in large pages held; the total; the floor of pages of 16 tokens,
+which is the first two alone; and the totals of exact LCM, MAX (both under our manager) and vLLM.
+Last, the requests running on average over those that an arena without waste would hold: ours,
+vLLM's. A dash: the system does not start, or holds no request.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from jenga.baselines import max_page
+from jenga.geometry import check_arena, exact_lcm
+from jenga.models import KvFormat
+from jenga.planner import plan
+from jenga.spec import ModelSpec
+from perf.table_geometry import DATA, arenas, model_names, read
+from perf.waste_replay import (
+    LENGTHS,
+    Arena,
+    Bytes,
+    Lengths,
+    ManagedArena,
+    Need,
+    Scheduler,
+    draw_requests,
+    long_documents,
+)
+from perf.waste_stock import StockArena
+
+LEAST_GPU_GB = 80
+RANKS = (1, 2, 4, 8)
+
+DOCUMENTS = "documents"
+DOCUMENTS_MODEL = "ministral-8b-2410"
+"""The paper's trace, on an H100 of 80 GB; the model reads longer text than its file says."""
+
+SPEECH = "speech"
+ALL_LENGTHS = (*LENGTHS, DOCUMENTS)
+
+SYSTEMS = ("planned", "lcm", "max", "vllm")
+
+MAX_REQUESTS = 128
+"""Requests that an arena is cut down to."""
+
+MIN_UNITS = 256
+"""Large pages, or blocks of vLLM, that a cut-down arena keeps."""
+
+NUM_STEPS = 320
+WARM_UP_STEPS = 64
+SAMPLED_EVERY = 8
+NUM_TRACES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model on a machine, and the lengths of its requests.
+
+    Attributes:
+        arena_bytes: What the weights leave free.
+        wanted_bytes: What `MAX_REQUESTS` requests need; no less for the paper's trace.
+    """
+
+    name: str
+    model: ModelSpec
+    ranks: int
+    gpu_gb: int
+    arena_bytes: int
+    wanted_bytes: int
+    lengths: str
+
+    def run_bytes(self, unit_bytes: int) -> int:
+        """The arena to run, for a system that cuts it into such units."""
+        return min(self.arena_bytes, max(self.wanted_bytes, MIN_UNITS * unit_bytes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What one system made of a case.
+
+    Attributes:
+        system: Of `SYSTEMS`.
+        refusal: Why there is nothing else.
+        unit_bytes: Its large page, or vLLM's block.
+        run_bytes: The arena run.
+        held: Averaged over the steps sampled.
+        num_requests: Running, on average.
+        num_preemptions: In all.
+    """
+
+    system: str
+    refusal: str = ""
+    unit_bytes: int = 0
+    run_bytes: int = 0
+    held: Bytes = field(default_factory=Bytes)
+    num_requests: float = 0
+    num_preemptions: int = 0
+
+    @property
+    def capacity(self) -> float:
+        """Requests running, as a share of those that an arena without waste would hold."""
+        return self.held.used / self.run_bytes
+
+    @property
+    def floor(self) -> float:
+        """Waste if nothing were padded or empty."""
+        unneeded = self.held.window + self.held.last_page
+        return unneeded / (self.held.used + unneeded)
+
+
+def context_tokens(name: str) -> int:
+    """The longest text that a model's configuration names; without end where it names none."""
+    config = json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))["config"]
+    text = config.get("text_config")
+    for section in (config, text if isinstance(text, dict) else {}):
+        for key in ("max_position_embeddings", "max_target_positions"):
+            if key in section:
+                return int(section[key])
+    return 1 << 30
+
+
+def cases(names: Sequence[str], lengths: Sequence[str]) -> Iterator[Case]:
+    """Every model with every length that it can read."""
+    for name in names:
+        context = context_tokens(name)
+        for each in lengths:
+            if each == DOCUMENTS:
+                if name == DOCUMENTS_MODEL:
+                    yield case(name, each)
+            elif LENGTHS[each].most_tokens <= context and (each == SPEECH) == (context < 512):
+                yield case(name, each)
+
+
+def case(name: str, lengths: str) -> Case:
+    """A model on the smallest machine that it fits.
+
+    Raises:
+        ValueError: There is none.
+    """
+    for ranks in RANKS:
+        model, parameters_billion = read(name, ranks, KvFormat.MODEL)
+        for gpu_gb, arena_bytes in arenas(parameters_billion, ranks):
+            if gpu_gb >= LEAST_GPU_GB:
+                wanted_bytes = arena_bytes
+                if lengths != DOCUMENTS:
+                    wanted_bytes = int(MAX_REQUESTS * mean_need(model, LENGTHS[lengths]))
+                return Case(
+                    name=name,
+                    model=model,
+                    ranks=ranks,
+                    gpu_gb=gpu_gb,
+                    arena_bytes=arena_bytes,
+                    wanted_bytes=wanted_bytes,
+                    lengths=lengths,
+                )
+    msg = f"no GPU holds the weights of {name!r}"
+    raise ValueError(msg)
+
+
+def mean_need(model: ModelSpec, lengths: Lengths) -> float:
+    """Bytes that a request needs as it ends."""
+    need = Need(model)
+    num_requests = 64
+    total_bytes = 0.0
+    for request in islice(draw_requests(model, lengths), num_requests):
+        request.num_tokens = request.total_tokens
+        request.num_processed_tokens = request.total_tokens - 1
+        total_bytes += need.of(request)
+    return total_bytes / num_requests
+
+
+def make_arena(system: str, one: Case) -> tuple[Arena, int, int]:
+    """A system's arena, the bytes of its units and its own bytes.
+
+    Raises:
+        ValueError: The system does not start in the arena there is.
+    """
+    if system == "vllm":
+        unit_bytes = StockArena(one.model, one.arena_bytes).block_bytes
+        run_bytes = one.run_bytes(unit_bytes)
+        return StockArena(one.model, run_bytes), unit_bytes, run_bytes
+    match system:
+        case "planned":
+            geometry = plan(one.model, arena_bytes=one.arena_bytes)
+        case "lcm":
+            geometry = exact_lcm(one.model)
+        case _:
+            geometry = max_page(one.model)
+    check_arena(geometry, one.arena_bytes)
+    run_bytes = one.run_bytes(geometry.large_page_bytes)
+    return ManagedArena(geometry, run_bytes), geometry.large_page_bytes, run_bytes
+
+
+def measure(system: str, one: Case) -> Outcome:
+    """Run a case on one system."""
+    held, num_samples, num_requests, num_preemptions = Bytes(), 0, 0, 0
+    num_runs = NUM_TRACES if one.lengths == DOCUMENTS else 1
+    unit_bytes = run_bytes = 0
+    for seed in range(num_runs):
+        try:
+            arena, unit_bytes, run_bytes = make_arena(system, one)
+        except ValueError as error:
+            return Outcome(system=system, refusal=f"does not start: {error}")
+        if one.lengths == DOCUMENTS:
+            scheduler = Scheduler(arena, long_documents(one.model, seed=seed))
+            steps = sampled_while_waiting(scheduler)
+        else:
+            scheduler = Scheduler(arena, draw_requests(one.model, LENGTHS[one.lengths]))
+            steps = sampled_after_filling(scheduler)
+        for _ in steps:
+            held += arena.held_bytes(scheduler.running)
+            num_requests += len(scheduler.running)
+            num_samples += 1
+        num_preemptions += scheduler.num_preemptions
+    if not num_requests:
+        return Outcome(system=system, refusal="no request fits")
+    return Outcome(
+        system=system,
+        unit_bytes=unit_bytes,
+        run_bytes=run_bytes,
+        held=held.over(num_samples),
+        num_requests=num_requests / num_samples,
+        num_preemptions=num_preemptions,
+    )
+
+
+def sampled_after_filling(scheduler: Scheduler) -> Iterator[None]:
+    """Steps with requests that never end, once the arena is full."""
+    scheduler.fill(seed=0)
+    for step in range(NUM_STEPS):
+        scheduler.step()
+        if step >= WARM_UP_STEPS and step % SAMPLED_EVERY == 0:
+            yield
+        scheduler.finish_step()
+
+
+def sampled_while_waiting(scheduler: Scheduler) -> Iterator[None]:
+    """Steps of a trace while there is no room for the next request, until it ends."""
+    scheduler.step()
+    while scheduler.running:
+        if scheduler.is_full:
+            yield
+        scheduler.finish_step()
+        scheduler.step()
+
+
+def record(one: Case, found: Outcome) -> dict[str, Any]:
+    """A row as it is kept."""
+    row: dict[str, Any] = {
+        "model": one.name,
+        "lengths": one.lengths,
+        "system": found.system,
+        "gpu_gb": one.gpu_gb,
+        "ranks": one.ranks,
+        "arena_bytes": one.arena_bytes,
+    }
+    if found.refusal:
+        return row | {"refusal": found.refusal}
+    return row | {
+        "run_bytes": found.run_bytes,
+        "unit_bytes": found.unit_bytes,
+        "waste": round(found.held.waste, 6),
+        **{
+            cause: round(getattr(found.held, cause) / found.held.held, 6)
+            for cause in ("window", "last_page", "padding", "empty")
+        },
+        "full": round(found.held.held / found.run_bytes, 4),
+        "requests": round(found.num_requests, 2),
+        "capacity": round(found.capacity, 4),
+        "preemptions": found.num_preemptions,
+    }
+
+
+HEADER = (
+    f"{'model':22} {'lengths':9} {'run/arena':>11} {'window':>6} {'last':>6} {'pad':>6} "
+    f"{'empty':>6} {'ours':>6} {'floor':>6} {'LCM':>6} {'MAX':>6} {'vLLM':>6} "
+    f"{'ours/ideal':>10} {'vLLM/ideal':>10}"
+)
+
+
+def line(one: Case, outcomes: Sequence[Outcome]) -> str:
+    """The row of a case as text."""
+    ours, lcm, largest, stock = outcomes
+    sizes = f"{ours.run_bytes / 1e9:.1f}/{one.arena_bytes / 1e9:.0f}"
+    start = f"{one.name:22} {one.lengths:9} {sizes:>11} "
+    if ours.refusal:
+        return start + ours.refusal
+    causes = (ours.held.window, ours.held.last_page, ours.held.padding, ours.held.empty)
+    cells = [f"{100 * cause / ours.held.held:6.2f}" for cause in causes]
+    cells += [_waste_cell(ours), f"{100 * ours.floor:6.2f}"]
+    cells += [_waste_cell(each) for each in (lcm, largest, stock)]
+    cells += [f"{'-' if each.refusal else f'{each.capacity:.1%}':>10}" for each in (ours, stock)]
+    return start + " ".join(cells)
+
+
+def _waste_cell(found: Outcome) -> str:
+    return f"{'-' if found.refusal else f'{100 * found.held.waste:.2f}':>6}"
+
+
+def machine_line() -> str:
+    """What the rows depend on."""
+    from perf.harness import machine_line as harness_line
+
+    return f"{harness_line()}, vllm {version('vllm')}; bytes are counted, no time is measured"
+
+
+def save(records: Sequence[dict[str, Any]], lines: Sequence[str], folder: Path) -> None:
+    """Write rows and table, each with the machine line."""
+    machine = machine_line()
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [json.dumps(each | {"machine": machine}) for each in records]
+    (folder / "table_waste.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    table = "\n".join(["# Waste with the arena full", "", machine, "", "```", *lines, "```", ""])
+    (folder / "table_waste.md").write_text(table, encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m perf.table_waste",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--models", nargs="+", choices=model_names(), default=model_names())
+    parser.add_argument("--lengths", nargs="+", choices=ALL_LENGTHS, default=ALL_LENGTHS)
+    parser.add_argument("--json", action="store_true", help="rows as JSON lines, not a table")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="where to keep rows and table")
+    arguments = parser.parse_args()
+    records: list[dict[str, Any]] = []
+    lines = [HEADER]
+    if not arguments.json:
+        print(HEADER)
+    for one in cases(arguments.models, arguments.lengths):
+        outcomes = [measure(system, one) for system in SYSTEMS]
+        new_records = [record(one, found) for found in outcomes]
+        records += new_records
+        lines.append(line(one, outcomes))
+        text = "\n".join(map(json.dumps, new_records)) if arguments.json else lines[-1]
+        print(text, flush=True)
+    if arguments.save:
+        save(records, lines, arguments.save)
+
+
+if __name__ == "__main__":
+    main()
