@@ -97,9 +97,7 @@ def state_scan(
         tiles = channel_scan_tiles(machine, head_dim, d_state)
     else:
         kernel = state_scan_heads_kernel
-        tiles = head_scan_tiles(
-            machine, num_heads * num_requests, head_dim, d_state, x.element_size()
-        )
+        tiles = head_scan_tiles(machine, head_dim, d_state, x.element_size())
     stride_slot, stride_head, stride_dim, _ = strides(states)
     kernel[(triton.cdiv(head_dim, tiles.block_dims) * num_heads, num_requests)](
         out_ptr=out,

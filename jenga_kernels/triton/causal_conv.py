@@ -45,8 +45,9 @@ def causal_conv_kernel(
 ):
     """Program (d, b) convolves token block b in BLOCK_D channels; first blocks keep states too."""
     request, block = find_block(query_starts_ptr, num_requests, tl.program_id(1), BLOCK_T)
-    dims = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]  # [1, D]
-    is_dim = dims < DIM
+    channels = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    is_channel = channels < DIM
+    dims, is_dim = channels[None, :], is_channel[None, :]
     query_start = tl.load(query_starts_ptr + request)
     num_tokens = tl.load(query_starts_ptr + request + 1) - query_start
     query_start = query_start.to(tl.int64)
@@ -68,7 +69,7 @@ def causal_conv_kernel(
     has_initial = is_dim & (initial_slot > 0)
     acc = tl.full([BLOCK_T, BLOCK_D], 0.0, tl.float32)
     if bias_ptr is not None:
-        acc += tl.load(bias_ptr + dims, mask=is_dim, other=0.0).to(tl.float32)
+        acc += tl.load(bias_ptr + channels, mask=is_channel, other=0.0).to(tl.float32)[None, :]
     for tap in tl.static_range(WIDTH):  # pyright: ignore[reportGeneralTypeIssues]
         sources = positions + (tap + 1 - WIDTH)
         inputs = tl.load(
@@ -80,8 +81,9 @@ def causal_conv_kernel(
             before = initial_ptr + columns * stride_states_column
             kept = tl.load(before, mask=has_initial & live & (sources < 0), other=0.0)
             inputs += kept.to(tl.float32)
-        column_ptr = weight_ptr + dims * stride_weight_dim + tap * stride_weight_column
-        acc += inputs * tl.load(column_ptr, mask=is_dim, other=0.0).to(tl.float32)
+        column_ptr = weight_ptr + channels * stride_weight_dim + tap * stride_weight_column
+        weight = tl.load(column_ptr, mask=is_channel, other=0.0).to(tl.float32)
+        acc += inputs * weight[None, :]
     if IS_SILU:
         acc = silu(acc)
     tl.store(out_ptr, acc.to(out_ptr.dtype.element_ty), mask=live)

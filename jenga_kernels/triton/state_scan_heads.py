@@ -25,19 +25,9 @@ GRID = tl.constexpr(1024.0)
 
 
 @device_function
-def log_decays(dt, rate, IS_WIDE: tl.constexpr):
-    """Logarithms to base two of the decay from a chunk's start through each token, in two parts.
-
-    The difference of two tokens' must be right however much the state has decayed before them. For
-    float32 the first part therefore adds up without rounding, and the second is small. Narrower
-    inputs do not need the second, which is None.
-    """
-    steps = tl.maximum(dt * rate, LEAST_LOG2)
-    if IS_WIDE:
-        coarse = tl.floor(steps * GRID) / GRID
-        return tl.cumsum(coarse, 0), tl.cumsum(steps - coarse, 0)
-    else:
-        return tl.cumsum(steps, 0), None
+def exact_part(logarithms):
+    """The nearest multiples of 1 / GRID below: sums of these, and their differences, are exact."""
+    return tl.floor(logarithms * GRID) / GRID
 
 
 @device_function
@@ -137,7 +127,8 @@ def state_scan_heads_kernel(
     dt_ptr += query_start * stride_dt_token + head * stride_dt_head
     B_ptr += query_start * stride_B_token + group * stride_B_group + ns[None, :]
     C_ptr += query_start * stride_C_token + group * stride_C_group + ns[None, :]
-    in_page = head * stride_states_head + dims[None, :] * stride_states_dim + ns[:, None]
+    # Rows only: offsets of all elements would stay in registers from the first load to the store.
+    in_page = head * stride_states_head + dims[None, :] * stride_states_dim  # [1, P]
     rate = tl.load(A_ptr + head) * LOG2E
     dt_bias = None
     if dt_bias_ptr is not None:
@@ -147,8 +138,10 @@ def state_scan_heads_kernel(
         D = tl.load(D_ptr, mask=dims < HEAD_DIM, other=0.0).to(tl.float32)[None, :]
     if z_ptr is not None:
         z_ptr += query_start * stride_z_token + head * stride_z_head + dims[None, :]
-    initial = states_ptr + page_offsets(initial_slot, stride_states_slot) + in_page
-    h = tl.load(initial, mask=in_state & (initial_slot > 0), other=0.0).to(tl.float32)  # [N, P]
+    initial = states_ptr + (page_offsets(initial_slot, stride_states_slot) + in_page)
+    h = tl.load(initial + ns[:, None], mask=in_state & (initial_slot > 0), other=0.0).to(
+        tl.float32
+    )  # [N, P]
 
     start = 0
     stretch, last_stretch = checkpoint_range(checkpoint_starts_ptr, request)
@@ -165,7 +158,15 @@ def state_scan_heads_kernel(
             dt = step_sizes(dt, dt_bias, dt_min, dt_max, IS_SOFTPLUS, HAS_LIMITS)
             # A token past the stretch has step size zero: the state stays.
             dt = tl.where(live, dt, 0.0)
-            coarse, fine = log_decays(dt, rate, dtype == tl.float32)
+            # Logarithms to base two of the decay from the chunk's start through each token. Their
+            # differences must be right however much has decayed before: for float32 one part of
+            # them adds up exactly and the other is small. Narrower inputs do without the other.
+            coarse = tl.maximum(dt * rate, LEAST_LOG2)
+            fine = None
+            if dtype == tl.float32:
+                fine = tl.cumsum(coarse - exact_part(coarse), 0)
+                coarse = exact_part(coarse)
+            coarse = tl.cumsum(coarse, 0)
             x = tl.load(x_ptr + row * stride_x_token, mask=rows & is_dim, other=0.0)  # [T, P]
             b = tl.load(B_ptr + row * stride_B_token, mask=rows & is_n, other=0.0)  # [T, N]
             c = tl.load(C_ptr + row * stride_C_token, mask=rows & is_n, other=0.0)  # [T, N]
@@ -192,5 +193,7 @@ def state_scan_heads_kernel(
             y = y.to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + row * stride_out_token, y, mask=rows & is_dim)
         start = stop
-        state_ptr = states_ptr + page_offsets(slot, stride_states_slot) + in_page
-        tl.store(state_ptr, h.to(states_ptr.dtype.element_ty), mask=in_state & (slot > 0))
+        state_ptr = states_ptr + (page_offsets(slot, stride_states_slot) + in_page)
+        tl.store(
+            state_ptr + ns[:, None], h.to(states_ptr.dtype.element_ty), mask=in_state & (slot > 0)
+        )

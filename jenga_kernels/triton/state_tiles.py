@@ -6,8 +6,6 @@ large, because it pays per operation and hardly per element.
 
 from dataclasses import dataclass
 
-import triton
-
 from jenga_kernels.triton.tiles import HOPPER, Machine, power_of_two
 
 
@@ -47,17 +45,15 @@ WIDE_STATE = 128
 """Greatest d_state whose tiles fit in registers with chunks of 64 tokens."""
 
 
-def head_scan_tiles(
-    machine: Machine, num_columns: int, head_dim: int, d_state: int, element_bytes: int
-) -> ScanTiles:
+def head_scan_tiles(machine: Machine, head_dim: int, d_state: int, element_bytes: int) -> ScanTiles:
     """Tiles of `state_scan` where a head decays as one.
 
     All have one stage: with more, Triton's warpgroup products whose left operand is in registers
-    may run on into the next turn of the loop and read what that one has overwritten.
+    may run on into the next turn of the loop and read what that one has overwritten. Programs are
+    small, so that those of one prompt fill a GPU.
 
     Args:
         machine: Where it runs.
-        num_columns: Heads times requests: sequential scans that go on side by side.
         head_dim: Channels of a head.
         d_state: State elements of a channel.
         element_bytes: Bytes of an element of x.
@@ -69,13 +65,8 @@ def head_scan_tiles(
         block_tokens, block_dims, num_warps = 16, 16, 8
     elif machine.capability < HOPPER:
         block_tokens, block_dims, num_warps = (32, 32, 4) if d_state <= WIDE_STATE else (16, 16, 4)
-    elif d_state > WIDE_STATE:
-        block_tokens, block_dims, num_warps = 32, 16, 8
-    elif num_columns * triton.cdiv(head_dim, 64) < 2 * machine.num_processors:
-        # Few scans: cut heads so that two programs share a processor and hide each other's waits.
-        block_tokens, block_dims, num_warps = 64, 32, 4
     else:
-        block_tokens, block_dims, num_warps = 64, 64, 8
+        block_tokens, block_dims, num_warps = (64, 32, 4) if d_state <= WIDE_STATE else (32, 16, 8)
     return ScanTiles(
         block_tokens=block_tokens,
         block_dims=min(whole_head, block_dims),
