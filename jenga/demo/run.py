@@ -191,6 +191,7 @@ def _prepare_environment(environ: MutableMapping[str, str]) -> None:
     environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if not has_gpu():
         environ["TRITON_INTERPRET"] = "1"
+        environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its products are too small for more
         # Engine and worker in this process: three imports of vLLM become one.
         environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 

@@ -22,6 +22,7 @@ from jenga.vllm_plugin.environment import BACKEND_NAME
 from jenga_kernels.attention_plan import AttentionKind, AttentionPlan, plan_attention
 from jenga_kernels.kv_store import kv_store
 from jenga_kernels.paged_attention import paged_attention
+from jenga_kernels.triton.device import skip_overflow_checks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -126,6 +127,8 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        if device.type == "cpu":
+            skip_overflow_checks()
         if not isinstance(kv_cache_spec, AttentionSpec):
             msg = f"expected the spec of an attention layer, got {type(kv_cache_spec).__name__}"
             raise TypeError(msg)
@@ -198,9 +201,6 @@ class JengaTritonImpl(AttentionImpl[JengaTritonMetadata]):
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        if alibi_slopes is not None:
-            msg = f"{BACKEND_NAME} does not support ALiBi"
-            raise NotImplementedError(msg)
         if attn_type != AttentionType.DECODER:
             msg = f"{BACKEND_NAME} does not support attention of type {attn_type}"
             raise NotImplementedError(msg)
@@ -213,6 +213,15 @@ class JengaTritonImpl(AttentionImpl[JengaTritonMetadata]):
         self.soft_cap = logits_soft_cap or None
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
+        self.alibi_slopes = (
+            None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        )
+
+    def _slopes(self, device: torch.device) -> torch.Tensor | None:
+        """Get the ALiBi slopes on the device of the queries, moved there once."""
+        if self.alibi_slopes is not None and self.alibi_slopes.device != device:
+            self.alibi_slopes = self.alibi_slopes.to(device)
+        return self.alibi_slopes
 
     def do_kv_cache_update(
         self,
@@ -258,6 +267,7 @@ class JengaTritonImpl(AttentionImpl[JengaTritonMetadata]):
             window_tokens=self.window_tokens,
             soft_cap=self.soft_cap,
             sinks=self.sinks,
+            alibi_slopes=self._slopes(query.device),
             out=output[:num_tokens],
             plan=attn_metadata.plan,
         )

@@ -31,6 +31,7 @@ def engine_environment(**changes):
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "JENGA_"))}
     environment |= {} if HAS_GPU else {"TRITON_INTERPRET": "1"}
     environment |= {
+        "OPENBLAS_NUM_THREADS": "1",  # the interpreter's products are too small for more
         "HF_HUB_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -73,7 +74,7 @@ def run_engine(tmp_path_factory):
                 env=engine_environment(**(environment or {})),
                 capture_output=True,
                 text=True,
-                timeout=540,
+                timeout=1500,
                 check=False,
             )
             log = process.stdout + process.stderr

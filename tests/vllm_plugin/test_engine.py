@@ -12,7 +12,7 @@ JENGA = {"attention_backend": "JENGA_TRITON"}
 PROMPTS = prompts_of_lengths((5, 33, 70, 150), seed=0)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "granite_hybrid"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "bloom", "granite_hybrid"])
 def test_engine_generates_what_stock_vllm_generates(name, tiny_model, run_engine):
     model = tiny_model(name)
 

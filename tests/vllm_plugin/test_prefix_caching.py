@@ -38,6 +38,7 @@ def check_hits(result):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_forty_requests_over_shared_prefixes_in_an_arena_that_always_evicts(tiny_model, run_engine):
     prompts = prompts_over_shared_prefixes(40, seed=11)
     options = {"max_num_seqs": 4}
@@ -57,6 +58,7 @@ def test_forty_requests_over_shared_prefixes_in_an_arena_that_always_evicts(tiny
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_forty_requests_to_gemma_3_with_its_real_weights_in_an_arena_that_always_evicts(run_engine):
     from jenga.demo.weights import gemma3_270m_directory
 

@@ -71,6 +71,22 @@ def _gpt_oss():
     return GptOssForCausalLM(config)
 
 
+def _bloom():
+    from transformers import BloomConfig, BloomForCausalLM
+
+    config = BloomConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=2 * HEAD_DIM,
+        n_layer=3,
+        n_head=2,
+        initializer_range=0.15,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    return BloomForCausalLM(config)
+
+
 def _granite_hybrid():
     from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
 
@@ -118,6 +134,7 @@ _MAKERS = {
     "llama": _llama,
     "gemma2": _gemma2,
     "gpt_oss": _gpt_oss,
+    "bloom": _bloom,
     "granite_hybrid": _granite_hybrid,
     "jamba": _jamba,
 }
@@ -130,8 +147,8 @@ def save(name: str, directory: Path) -> Path:
 
     torch.manual_seed(0)
     model = _MAKERS[name]().to(torch.float32).eval()
-    if name == "gemma2":
-        # Gemma ties its head to its embeddings: at full width every token would predict itself.
+    if name in ("gemma2", "bloom"):
+        # They tie their heads to their embeddings: at full width every token predicts itself.
         model.get_input_embeddings().weight.data.mul_(0.4)
     if name == "gpt_oss":
         # Sinks start at zero in a fresh model; give them weight, so that leaving them out shows.
