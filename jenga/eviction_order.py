@@ -12,7 +12,7 @@ _MOST_TOKENS = (1 << _LENGTH_BITS) - 1
 class EvictionOrder(Protocol):
     """Ranks pages. One order serves all page tables, so that their pages go together."""
 
-    def ranks(self, step: int, prefix_lengths: Sequence[int], /) -> list[int]:
+    def ranks(self, step: int, prefix_lengths: Sequence[int], /) -> Sequence[int]:
         """Ranks of pages last touched in a step, the least prefix length the highest.
 
         Args:
@@ -30,7 +30,10 @@ class LeastRecentlyUsed:
 
     __slots__ = ()
 
-    def ranks(self, step: int, prefix_lengths: Sequence[int], /) -> list[int]:
+    def ranks(self, step: int, prefix_lengths: Sequence[int], /) -> Sequence[int]:
         """Later steps above earlier ones, shorter prefixes above longer ones."""
         youngest = (step << _LENGTH_BITS) + _MOST_TOKENS
+        if isinstance(prefix_lengths, range):
+            lengths = prefix_lengths
+            return range(youngest - lengths.start, youngest - lengths.stop, -lengths.step)
         return [youngest - length for length in prefix_lengths]

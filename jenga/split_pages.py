@@ -102,12 +102,13 @@ class SplitPages:
             for page in pages:
                 if stamps[page] < 0:
                     shares[page] = shares.get(page, 0) + 1
-        for large, start, end in self._runs(revived):
-            if not self._used[large]:
-                self._pin(large)
-            self._used[large] += end - start
         for page in revived:
             stamps[page] = NOT_QUEUED
+        used = self._used
+        for large, start, end in self._runs(revived):
+            if not used[large]:
+                self._pin(large)
+            used[large] += end - start
         self.num_spare -= len(revived)
         self.num_used += len(revived)
         self.num_evictable -= len(revived)

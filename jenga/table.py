@@ -60,8 +60,7 @@ class Table:
             ranks = order.ranks(request.step, lengths)
             # The last page, of the longest prefix, goes first.
             cached.reverse()
-            ranks.reverse()
-            self.pages.retire(cached, ranks)
+            self.pages.retire(cached, ranks[::-1])
 
     def forget_evicted(self) -> None:
         """Let evicted pages no longer be found."""

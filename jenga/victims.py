@@ -52,17 +52,16 @@ class VictimQueue:
 
     def extend(self, items: Sequence[int], ranks: Sequence[int]) -> None:
         """Queue items, none of which is queued."""
-        num_items = self._num_items
-        stamps = self.stamps
-        rising = self._rising
-        last = rising[-1] if rising else NOT_QUEUED
-        for item, rank in zip(items, ranks, strict=True):
-            entry = rank * num_items + item
+        num_items, stamps, rising = self._num_items, self.stamps, self._rising
+        entries = [rank * num_items + item for item, rank in zip(items, ranks, strict=True)]
+        for item, entry in zip(items, entries, strict=True):
             stamps[item] = entry
-            if entry > last:
-                rising.append(entry)
-                last = entry
-            else:
+        if not isinstance(ranks, range) or ranks.step < 0:
+            entries.sort()
+        if not rising or (entries and entries[0] > rising[-1]):
+            rising.extend(entries)
+        else:
+            for entry in entries:
                 heappush(self._heap, entry)
         self.num_queued += len(items)
         self._shrink()
@@ -114,7 +113,12 @@ class VictimQueue:
         return heap[0] if heap else NOT_QUEUED
 
     def _shrink(self) -> None:
-        if len(self._rising) + len(self._heap) <= 2 * self.num_queued + SLACK_ENTRIES:
+        most = 2 * self.num_queued + SLACK_ENTRIES
+        if len(self._rising) + len(self._heap) <= most:
+            return
+        # What comes back into use is mostly what would have gone next.
+        self._first()
+        if len(self._rising) + len(self._heap) <= most:
             return
         num_items, stamps = self._num_items, self.stamps
         self._rising = deque(e for e in self._rising if stamps[e % num_items] == e)
