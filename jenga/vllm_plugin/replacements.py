@@ -1,9 +1,9 @@
 """Every name of vLLM that this plugin replaces, with the reason for each.
 
-Each replacement calls the original unless the configuration in hand selects JENGA_TRITON. All but
-the first are put in place only once a configuration selects it. Before that the installed version
-and the signature of each name are checked, so that another vLLM is refused with a message instead
-of failing later.
+Each replacement that is given a configuration calls the original unless that selects JENGA_TRITON.
+All but the first are put in place only once a configuration selects it, so a process that never
+does runs vLLM's own functions. Before that the installed version and the signature of each name are
+checked, so that another vLLM is refused with a message instead of failing later.
 
 Official hooks are used where vLLM has them: the backend enumeration and its `register`, the
 attention backend interface (layouts, supported features), and `KVCacheConfig.num_blocks_of`, which
