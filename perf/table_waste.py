@@ -8,8 +8,9 @@ slots that their next tokens read or write. Nothing is computed or timed: the sa
 on any machine.
 
 A model runs in bfloat16 on the smallest GPU of 80 GB or more that its weights fit, on as few ranks
-as that takes. To save time an arena is cut down to what 128 requests need, or 256 large pages if
-these are more; large pages are then a larger part of it, so waste is overstated, if anything.
+as that takes. To save time an arena is cut down to what 128 requests need as they end, 64 in their
+first chunk, or 256 large pages, whichever is most; large pages are then a larger part of it, so
+waste is overstated, if anything. vLLM's is cut down to a quarter: its blocks are all alike.
 
 Columns: the lengths; the arena run and the arena there is (GB); then, in percent of held bytes, our
 waste by cause: slots a window has left beside slots it has not, slots not written yet in the last
@@ -35,6 +36,7 @@ from jenga.planner import plan
 from jenga.spec import ModelSpec
 from perf.table_geometry import DATA, arenas, model_names, read
 from perf.waste_replay import (
+    CHUNK_TOKENS,
     LENGTHS,
     Arena,
     Bytes,
@@ -62,8 +64,14 @@ SYSTEMS = ("planned", "lcm", "max", "vllm")
 MAX_REQUESTS = 128
 """Requests that an arena is cut down to."""
 
+MIN_PREFILLS = 64
+"""Requests that a cut-down arena holds in their first chunk, of which windows keep little."""
+
 MIN_UNITS = 256
 """Large pages, or blocks of vLLM, that a cut-down arena keeps."""
+
+STOCK_SHARE = 0.25
+"""Of that many requests for vLLM: blocks of one size leave nothing to chance, and it is slower."""
 
 NUM_STEPS = 320
 WARM_UP_STEPS = 64
@@ -77,7 +85,7 @@ class Case:
 
     Attributes:
         arena_bytes: What the weights leave free.
-        wanted_bytes: What `MAX_REQUESTS` requests need; no less for the paper's trace.
+        wanted_bytes: What the arena is cut down to.
     """
 
     name: str
@@ -85,12 +93,14 @@ class Case:
     ranks: int
     gpu_gb: int
     arena_bytes: int
-    wanted_bytes: int
+    wanted_bytes: float
     lengths: str
 
-    def run_bytes(self, unit_bytes: int) -> int:
+    def run_bytes(self, unit_bytes: int, *, share: float = 1) -> int:
         """The arena to run, for a system that cuts it into such units."""
-        return min(self.arena_bytes, max(self.wanted_bytes, MIN_UNITS * unit_bytes))
+        if self.lengths == DOCUMENTS:
+            return self.arena_bytes
+        return min(self.arena_bytes, max(int(share * self.wanted_bytes), MIN_UNITS * unit_bytes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,32 +170,32 @@ def case(name: str, lengths: str) -> Case:
         model, parameters_billion = read(name, ranks, KvFormat.MODEL)
         for gpu_gb, arena_bytes in arenas(parameters_billion, ranks):
             if gpu_gb >= LEAST_GPU_GB:
-                wanted_bytes = arena_bytes
-                if lengths != DOCUMENTS:
-                    wanted_bytes = int(MAX_REQUESTS * mean_need(model, LENGTHS[lengths]))
+                is_whole = lengths == DOCUMENTS
                 return Case(
                     name=name,
                     model=model,
                     ranks=ranks,
                     gpu_gb=gpu_gb,
                     arena_bytes=arena_bytes,
-                    wanted_bytes=wanted_bytes,
+                    wanted_bytes=arena_bytes if is_whole else wanted_bytes(model, LENGTHS[lengths]),
                     lengths=lengths,
                 )
     msg = f"no GPU holds the weights of {name!r}"
     raise ValueError(msg)
 
 
-def mean_need(model: ModelSpec, lengths: Lengths) -> float:
-    """Bytes that a request needs as it ends."""
+def wanted_bytes(model: ModelSpec, lengths: Lengths) -> float:
+    """What `MAX_REQUESTS` requests need as they end, or `MIN_PREFILLS` as they are prefilled."""
     need = Need(model)
     num_requests = 64
-    total_bytes = 0.0
+    ending = prefilled = 0.0
     for request in islice(draw_requests(model, lengths), num_requests):
+        request.num_tokens = min(request.facts.prompt_tokens, CHUNK_TOKENS)
+        prefilled += need.of(request)
         request.num_tokens = request.total_tokens
         request.num_processed_tokens = request.total_tokens - 1
-        total_bytes += need.of(request)
-    return total_bytes / num_requests
+        ending += need.of(request)
+    return max(MAX_REQUESTS * ending, MIN_PREFILLS * prefilled) / num_requests
 
 
 def make_arena(system: str, one: Case) -> tuple[Arena, int, int]:
@@ -196,7 +206,7 @@ def make_arena(system: str, one: Case) -> tuple[Arena, int, int]:
     """
     if system == "vllm":
         unit_bytes = StockArena(one.model, one.arena_bytes).block_bytes
-        run_bytes = one.run_bytes(unit_bytes)
+        run_bytes = one.run_bytes(unit_bytes, share=STOCK_SHARE)
         return StockArena(one.model, run_bytes), unit_bytes, run_bytes
     match system:
         case "planned":

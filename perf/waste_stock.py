@@ -47,8 +47,11 @@ class StockArena:
         """
         from vllm.config import VllmConfig
         from vllm.v1.core.kv_cache_manager import KVCacheManager
-        from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
-        from vllm.v1.kv_cache_interface import KVCacheConfig
+        from vllm.v1.core.kv_cache_utils import (
+            generate_scheduler_kv_cache_config,
+            get_kv_cache_config_from_groups,
+            get_kv_cache_groups,
+        )
 
         self._need = Need(model)
         self._encoder_tokens = 0
@@ -73,13 +76,13 @@ class StockArena:
         self.block_bytes = planned.kv_cache_tensors[0].size // planned.num_blocks
         self.group_layers = [len(group.layer_names) for group in groups]
         self._num_blocks = planned.num_blocks
+        scheduled = generate_scheduler_kv_cache_config([planned])
+        block_sizes = [group.kv_cache_spec.block_size for group in scheduled.kv_cache_groups]
         self._manager = KVCacheManager(
-            KVCacheConfig(
-                num_blocks=planned.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups
-            ),
+            scheduled,
             max_model_len=NEVER,
             max_in_flight_tokens=CHUNK_TOKENS,
-            scheduler_block_size=math.lcm(*(group.kv_cache_spec.block_size for group in groups)),
+            scheduler_block_size=math.lcm(*block_sizes),
             hash_block_size=1,
             enable_caching=False,
         )
