@@ -524,6 +524,10 @@ class Manager:
         """All page tables of a request."""
         return tuple(list(pages) for pages in self._running(request_id).pages)
 
+    def is_running(self, request_id: str) -> bool:
+        """Whether a request was admitted and has not ended."""
+        return request_id in self._requests
+
     def request_tokens(self) -> dict[str, int]:
         """Running request -> tokens it has slots for."""
         return {request_id: request.num_tokens for request_id, request in self._requests.items()}

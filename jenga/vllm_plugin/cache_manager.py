@@ -197,8 +197,12 @@ class JengaKVCacheManager:
             self.manager.commit(request.request_id, request.block_hashes, num_computed_tokens)
 
     def free(self, request: "Request") -> None:
-        """Take back all pages of a request that finished, was aborted or is preempted."""
-        self.manager.free(request.request_id)
+        """Take back all pages of a request that finished, was aborted or is preempted.
+
+        The scheduler also asks for requests that hold none, aborted while they waited.
+        """
+        if self.manager.is_running(request.request_id):
+            self.manager.free(request.request_id)
 
     def pop_blocks_for_free(self, request: "Request") -> list[KVCacheBlock]:
         """Take back a request's pages; nothing is left to free later.
@@ -216,10 +220,12 @@ class JengaKVCacheManager:
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
         """Get a request's page tables, whole."""
-        return PageTables(self.manager.page_tables(request_id))
+        return PageTables(self.get_block_ids(request_id))
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        """Get a request's page ids per group."""
+        """Get a request's page ids per group; none of a request that waits."""
+        if not self.manager.is_running(request_id):
+            return tuple([] for _ in range(self.num_kv_cache_groups))
         return self.manager.page_tables(request_id)
 
     def evict_blocks(self, block_ids: set[int]) -> None:
@@ -237,7 +243,9 @@ class JengaKVCacheManager:
 
     def estimate_cached_tokens(self, request: "Request") -> int:
         """Estimate how many of a request's tokens a later one could hit."""
-        return self.manager.committed_tokens(request.request_id) if self.enable_caching else 0
+        if not self.enable_caching or not self.manager.is_running(request.request_id):
+            return 0
+        return self.manager.committed_tokens(request.request_id)
 
     def record_prefix_cache_stats(self, request: "Request", num_hits: int) -> None:
         """Count a lookup that led to an admission."""

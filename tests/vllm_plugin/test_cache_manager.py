@@ -1,0 +1,167 @@
+"""The cache manager as vLLM's real scheduler drives it, without workers."""
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.vllm
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def engine_config(tiny_model):
+    from vllm.engine.arg_utils import EngineArgs
+
+    options = EngineArgs(
+        model=str(tiny_model("gpt_oss")),
+        dtype="float32",
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        max_model_len=256,
+        max_num_batched_tokens=64,
+        max_num_seqs=4,
+        attention_backend="JENGA_TRITON",
+    )
+    return options.create_engine_config()
+
+
+@pytest.fixture
+def make_scheduler(engine_config):
+    """Get a maker of real schedulers over an arena of so many bytes."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    from jenga.vllm_plugin.layout import get_kv_cache_config_from_groups, get_kv_cache_groups
+
+    shape = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
+
+    def make(arena_bytes):
+        specs = {
+            "full": FullAttentionSpec(**shape),
+            "sliding.0": SlidingWindowSpec(**shape, sliding_window=32),
+            "sliding.1": SlidingWindowSpec(**shape, sliding_window=32),
+        }
+        groups = get_kv_cache_groups(engine_config, specs)
+        config = get_kv_cache_config_from_groups(engine_config, groups, arena_bytes)
+        engine_config.cache_config.num_gpu_blocks = config.num_blocks
+        return Scheduler(
+            vllm_config=engine_config,
+            kv_cache_config=config,
+            structured_output_manager=StructuredOutputManager(engine_config),
+            block_size=16,
+            log_stats=True,
+        )
+
+    return make
+
+
+def request(name, tokens, max_tokens=4):
+    from vllm import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return Request(
+        request_id=name,
+        prompt_token_ids=tokens,
+        sampling_params=sampling,
+        pooling_params=None,
+        block_hasher=get_request_block_hasher(16, sha256),
+    )
+
+
+def run_step(scheduler):
+    """Schedule a step and answer it with token 7 for every request whose prompt is read."""
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    step = scheduler.schedule()
+    names = list(step.num_scheduled_tokens)
+    sampled = [
+        [7]
+        if scheduler.requests[name].num_computed_tokens >= scheduler.requests[name].num_tokens
+        else []
+        for name in names
+    ]
+    output = ModelRunnerOutput(
+        req_ids=names,
+        req_id_to_index={name: index for index, name in enumerate(names)},
+        sampled_token_ids=sampled,
+    )
+    scheduler.update_from_output(step, output)
+    scheduler.kv_cache_manager.manager.check()
+    return step
+
+
+def test_scheduler_uses_the_manager_and_gives_every_page_back(make_scheduler):
+    from jenga.vllm_plugin.cache_manager import JengaKVCacheManager
+
+    scheduler = make_scheduler(8 * MIB)
+    assert isinstance(scheduler.kv_cache_manager, JengaKVCacheManager)
+    for index in range(6):
+        scheduler.add_request(request(f"r{index}", list(range(3 + index, 103 + 9 * index))))
+
+    for _ in range(40):
+        run_step(scheduler)
+
+    assert not scheduler.has_unfinished_requests()
+    assert scheduler.kv_cache_manager.manager.request_tokens() == {}
+    assert scheduler.kv_cache_manager.usage == 0.0
+
+
+def test_aborting_requests_that_wait_run_or_were_preempted_loses_nothing(make_scheduler):
+    from vllm.v1.request import RequestStatus
+
+    # Room for about two of these at their full length, so that one of three is preempted.
+    scheduler = make_scheduler(22 * 32 << 10)
+    for name in ("a", "b", "c", "waits"):
+        scheduler.add_request(request(name, [*range(3, 90)], max_tokens=150))
+    preempted = set()
+    for _ in range(60):
+        step = run_step(scheduler)
+        preempted |= step.preempted_req_ids or set()
+    assert preempted
+    waiting = [r.request_id for r in scheduler.waiting]
+    assert waiting
+
+    scheduler.finish_requests(waiting, RequestStatus.FINISHED_ABORTED)
+    scheduler.kv_cache_manager.manager.check()
+    scheduler.finish_requests(
+        [r.request_id for r in list(scheduler.running)], RequestStatus.FINISHED_ABORTED
+    )
+    scheduler.kv_cache_manager.manager.check()
+
+    assert scheduler.kv_cache_manager.manager.request_tokens() == {}
+    assert scheduler.kv_cache_manager.usage == 0.0
+    assert scheduler.kv_cache_manager.reset_prefix_cache()
+
+
+def test_a_request_without_pages_is_answered_with_none(make_scheduler):
+    manager = make_scheduler(8 * MIB).kv_cache_manager
+    unknown = request("unknown", [1, 2, 3])
+
+    manager.free(unknown)
+
+    assert manager.get_block_ids("unknown") == ([], [])
+    assert manager.estimate_cached_tokens(unknown) == 0
+
+
+def test_a_second_request_starts_from_the_pages_of_the_first(make_scheduler):
+    scheduler = make_scheduler(8 * MIB)
+    tokens = [*range(3, 103)]
+    scheduler.add_request(request("first", tokens))
+    for _ in range(10):
+        run_step(scheduler)
+
+    scheduler.add_request(request("second", [*tokens, 1, 2]))
+    step = scheduler.schedule()
+
+    assert step.num_scheduled_tokens == {"second": 102 - 96}
+    (new,) = step.scheduled_new_reqs
+    assert new.num_computed_tokens == 96
+    full, sliding = sorted(new.block_ids, key=lambda pages: pages.count(0))
+    assert full.count(0) == 0
+    assert sliding[:4] == [0, 0, 0, 0]  # tokens 0 to 64 are in no window from 96 on
+    assert 0 not in sliding[4:]
