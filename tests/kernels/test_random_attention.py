@@ -87,7 +87,8 @@ def test_paged_attention_agrees_with_its_reference_on_random_batches(data):
 
 
 @pytest.mark.slow
-@settings(max_examples=300, **SETTINGS)
+@pytest.mark.timeout(1800)
+@settings(max_examples=100, **SETTINGS)
 @given(st.data())
 def test_paged_attention_agrees_with_its_reference_on_many_random_batches(data):
     check_random(data)
