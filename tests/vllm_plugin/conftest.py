@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 LOGPROB_TOLERANCE = 2e-3
 """Greatest difference of a log-probability between two float32 engines that add in another order.
 
-Measured differences are below 1e-4; a wrong mask or a lost token gives 0.1 and more.
+Engines of the tiny models were seen to agree to the fourth decimal place.
 """
 
 ENGINE_OPTIONS = {
