@@ -15,6 +15,7 @@ from hypothesis.stateful import (
 from jenga.errors import OutOfPagesError
 from jenga.manager import Manager
 from jenga.policies import Image
+from jenga.spec import ImageEmbedding
 from tests.machines.engine_model import EngineModel, Run
 from tests.machines.geometries import CACHED
 from tests.machines.test_manager_machine import dump
@@ -93,7 +94,11 @@ class CacheMachine(RuleBasedStateMachine):
                 held = self.manager.page_table(run.request_id, index)
                 found = [page > 0 for page in pages[start:end]]
                 kept = [page > 0 for page in held[start:end]]
-                consumed = each.end_token <= hit.num_tokens
+                # Embeddings are not wanted once read; cross attention wants them to the end.
+                is_embedding = isinstance(
+                    self.geometry.page_tables[index].layer_type, ImageEmbedding
+                )
+                consumed = is_embedding and each.end_token <= hit.num_tokens
                 if consumed or (any(found) and found == kept and len(found) == end - start):
                     run.images_written.add((index, each.start_token))
                 start = end
