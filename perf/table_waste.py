@@ -24,7 +24,6 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -289,6 +288,7 @@ def record(one: Case, found: Outcome) -> dict[str, Any]:
         "run_bytes": found.run_bytes,
         "unit_bytes": found.unit_bytes,
         "waste": round(found.held.waste, 6),
+        "floor": round(found.floor, 6),
         **{
             cause: round(getattr(found.held, cause) / found.held.held, 6)
             for cause in ("window", "last_page", "padding", "empty")
@@ -307,40 +307,57 @@ HEADER = (
 )
 
 
-def line(one: Case, outcomes: Sequence[Outcome]) -> str:
-    """The row of a case as text."""
-    ours, lcm, largest, stock = outcomes
-    sizes = f"{ours.run_bytes / 1e9:.1f}/{one.arena_bytes / 1e9:.0f}"
-    start = f"{one.name:22} {one.lengths:9} {sizes:>11} "
-    if ours.refusal:
-        return start + ours.refusal
-    causes = (ours.held.window, ours.held.last_page, ours.held.padding, ours.held.empty)
-    cells = [f"{100 * cause / ours.held.held:6.2f}" for cause in causes]
-    cells += [_waste_cell(ours), f"{100 * ours.floor:6.2f}"]
-    cells += [_waste_cell(each) for each in (lcm, largest, stock)]
-    cells += [f"{'-' if each.refusal else f'{each.capacity:.1%}':>10}" for each in (ours, stock)]
+def lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Rows as text, the systems of a case side by side."""
+    sides: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        sides.setdefault((row["model"], row["lengths"]), {})[row["system"]] = row
+    return [_line(systems) for systems in sides.values()]
+
+
+def _line(systems: dict[str, dict[str, Any]]) -> str:
+    ours = systems["planned"]
+    run_bytes = ours.get("run_bytes", 0)
+    sizes = f"{run_bytes / 1e9:.1f}/{ours['arena_bytes'] / 1e9:.0f}"
+    start = f"{ours['model']:22} {ours['lengths']:9} {sizes:>11} "
+    if "refusal" in ours:
+        return start + ours["refusal"]
+    cells = [_percent(ours, key) for key in ("window", "last_page", "padding", "empty")]
+    cells += [_percent(ours, key) for key in ("waste", "floor")]
+    cells += [_percent(systems[name], "waste") for name in ("lcm", "max", "vllm")]
+    cells += [f"{_percent(systems[name], 'capacity'):>10}" for name in ("planned", "vllm")]
     return start + " ".join(cells)
 
 
-def _waste_cell(found: Outcome) -> str:
-    return f"{'-' if found.refusal else f'{100 * found.held.waste:.2f}':>6}"
+def _percent(row: dict[str, Any], key: str) -> str:
+    return f"{'-' if 'refusal' in row else f'{100 * row[key]:.2f}':>6}"
 
 
 def machine_line() -> str:
     """What the rows depend on."""
+    import vllm
+
     from perf.harness import machine_line as harness_line
 
-    return f"{harness_line()}, vllm {version('vllm')}; bytes are counted, no time is measured"
+    return f"{harness_line()}, vllm {vllm.__version__}; bytes are counted, no time is measured"
 
 
-def save(records: Sequence[dict[str, Any]], lines: Sequence[str], folder: Path) -> None:
-    """Write rows and table, each with the machine line."""
-    machine = machine_line()
+def save(rows: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Write rows in place of those there of the same case, and the table of all."""
+    path = folder / "table_waste.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [json.dumps(each | {"machine": machine}) for each in records]
-    (folder / "table_waste.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
-    table = "\n".join(["# Waste with the arena full", "", machine, "", "```", *lines, "```", ""])
-    (folder / "table_waste.md").write_text(table, encoding="utf-8")
+    kept: dict[tuple[str, ...], dict[str, Any]] = {}
+    old = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    for row in [*map(json.loads, old), *rows]:
+        kept[row["model"], row["lengths"], row["system"]] = row
+    ordered = sorted(
+        kept.values(), key=lambda row: (row["model"], ALL_LENGTHS.index(row["lengths"]))
+    )
+    path.write_text("".join(json.dumps(row) + "\n" for row in ordered), encoding="utf-8")
+    machines = sorted({row["machine"] for row in ordered})
+    table = ["# Waste with the arena full", "", *machines, "", "```", HEADER, *lines(ordered)]
+    text = "\n".join([*table, "```", ""])
+    (folder / "table_waste.md").write_text(text, encoding="utf-8")
 
 
 def main() -> None:
@@ -352,21 +369,21 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=model_names(), default=model_names())
     parser.add_argument("--lengths", nargs="+", choices=ALL_LENGTHS, default=ALL_LENGTHS)
     parser.add_argument("--json", action="store_true", help="rows as JSON lines, not a table")
-    parser.add_argument("--save", type=Path, metavar="FOLDER", help="where to keep rows and table")
+    parser.add_argument(
+        "--save",
+        type=Path,
+        metavar="FOLDER",
+        help="of rows and table; a case measured again replaces what is there of it",
+    )
     arguments = parser.parse_args()
-    records: list[dict[str, Any]] = []
-    lines = [HEADER]
+    machine = {"machine": machine_line()} if arguments.save else {}
     if not arguments.json:
         print(HEADER)
     for one in cases(arguments.models, arguments.lengths):
-        outcomes = [measure(system, one) for system in SYSTEMS]
-        new_records = [record(one, found) for found in outcomes]
-        records += new_records
-        lines.append(line(one, outcomes))
-        text = "\n".join(map(json.dumps, new_records)) if arguments.json else lines[-1]
-        print(text, flush=True)
-    if arguments.save:
-        save(records, lines, arguments.save)
+        rows = [record(one, measure(system, one)) | machine for system in SYSTEMS]
+        print("\n".join(map(json.dumps, rows) if arguments.json else lines(rows)), flush=True)
+        if arguments.save:
+            save(rows, arguments.save)
 
 
 if __name__ == "__main__":
