@@ -187,8 +187,8 @@ class JengaKVCacheManager:
         except OutOfPagesError:
             return None
         if self.enable_caching:
-            # Draft tokens may yet be rejected: only what the request holds is final.
-            self.cache_blocks(request, min(num_tokens, request.num_tokens))
+            # This step's own tokens wait for the next: a step may yet lose a request it scheduled.
+            self.cache_blocks(request, min(computed_tokens, request.num_tokens))
         return PageTables(new_pages) if any(new_pages) else self.empty_kv_cache_blocks
 
     def cache_blocks(self, request: "Request", num_computed_tokens: int) -> None:
@@ -202,6 +202,7 @@ class JengaKVCacheManager:
         The scheduler also asks for requests that hold none, aborted while they waited.
         """
         if self.manager.is_running(request.request_id):
+            self.cache_blocks(request, min(request.num_computed_tokens, request.num_tokens))
             self.manager.free(request.request_id)
 
     def pop_blocks_for_free(self, request: "Request") -> list[KVCacheBlock]:
