@@ -1,0 +1,1 @@
+"""Requests replayed against a memory manager, without a GPU: what memory would do."""
