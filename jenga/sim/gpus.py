@@ -4,9 +4,9 @@ Memory is what the driver reports (`nvidia-smi`, memory.total), not the figure o
 "80 GB" H100 has 81,559 MiB = 85.5 GB, a "24 GB" L4 23,034 MiB = 24.2 GB. CUDA keeps about 0.6 % of
 it for itself. Bandwidth and dense FLOP/s are the data sheets' peaks; no kernel reaches them.
 
-Source: memory of A10, A100, H100, L4, L40S and T4 as listed in modal-labs/modal-client#2797, of B200
-in NVIDIA/TensorRT-LLM#10278, of the others as `nvidia-smi` prints it on them; the rest NVIDIA's data
-sheets, whose figures with sparsity are halved.
+Source: memory of A10, A100, H100, L4, L40S and T4 as listed in modal-labs/modal-client#2797, of
+B200 in NVIDIA/TensorRT-LLM#10278, of the others as `nvidia-smi` prints it on them; the rest from
+NVIDIA's data sheets, whose figures with sparsity are halved.
 """
 
 import re
