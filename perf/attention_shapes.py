@@ -24,6 +24,7 @@ class AttentionShape:
         has_sinks: Whether heads have a sink.
         is_causal: As in `paged_attention`.
         is_fp8: Whether pages are float8_e4m3fn.
+        arena_bytes: The arena's least size; requests' pages lie scattered over all of it.
     """
 
     name: str
@@ -38,6 +39,7 @@ class AttentionShape:
     has_sinks: bool = False
     is_causal: bool = True
     is_fp8: bool = False
+    arena_bytes: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -56,6 +58,12 @@ class AttentionShape:
             is_causal=self.is_causal,
             is_fp8=self.is_fp8,
         )
+
+    @property
+    def small_page_bytes(self) -> int:
+        """Bytes from a page to the next, all layers' parts."""
+        token_bytes = 2 * self.num_kv_heads * self.head_dim * (1 if self.is_fp8 else 2)
+        return self.num_layers * self.page_tokens * token_bytes
 
     @property
     def num_bytes(self) -> int:
@@ -207,17 +215,19 @@ def make_batch(shape: AttentionShape, device: torch.device, *, seed: int = 0) ->
     """Random tensors of a shape, bfloat16, in one layer of an arena of `num_layers`."""
     torch.manual_seed(seed)
     pages_of = [-(-stored // shape.page_tokens) for _, stored in shape.requests]
-    num_pages = sum(pages_of) + 1
+    num_pages = max(sum(pages_of) + 1, shape.arena_bytes // shape.small_page_bytes)
     rows = (shape.num_layers, shape.num_kv_heads, shape.page_tokens, 2 * shape.head_dim)
     dtype = torch.float8_e4m3fn if shape.is_fp8 else torch.bfloat16
     arena = torch.empty(num_pages, *rows, dtype=dtype, device=device)
     layer = arena[:, 1 % shape.num_layers]
-    for start in range(0, num_pages, 4096):  # random numbers piece by piece: the arena is large
-        part = layer[start : start + 4096]
-        part.copy_(torch.randn(part.shape, device=device).to(dtype))
+    order = (1 + torch.randperm(num_pages - 1)[: sum(pages_of)]).to(torch.int32)
+    # No index reaches fp8 tensors: its bytes are written.
+    writable = torch.uint8 if shape.is_fp8 else dtype
+    for some in order.long().split(4096):  # random numbers piece by piece: the arena is large
+        part = torch.randn(len(some), *rows[1:], device=device).to(dtype)
+        layer.view(writable)[some.to(device)] = part.view(writable)
     layer = layer.transpose(1, 2)
     table = torch.zeros(len(pages_of), max(pages_of), dtype=torch.int32)
-    order = (1 + torch.randperm(num_pages - 1)).to(torch.int32)
     taken = 0
     for request, count in enumerate(pages_of):
         table[request, :count] = order[taken : taken + count]
