@@ -12,26 +12,21 @@ page it chooses.
 """
 
 import argparse
-import json
 import platform
 import statistics
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from jenga.errors import OutOfPagesError
 from jenga.geometry import Geometry
 from jenga.manager import Manager
-from jenga.models.config import Config
-from jenga.models.reader import read_config
+from jenga.models import known_model
 from jenga.planner import plan
 from jenga.request import PrefixHit
 from jenga.spec import ChunkedLocal, FullAttention, ModelSpec, SlidingWindow, State
-
-DATA = Path(__file__).parent.parent / "tests" / "models" / "data"
 
 MODELS = (
     "llama-3.1-8b",
@@ -66,11 +61,6 @@ class Times:
     lookup: float | None
     admission: float | None
     finish: float | None
-
-
-def read(name: str) -> ModelSpec:
-    facts = json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))
-    return read_config(Config(facts["config"], source=name), name=name)
 
 
 def median_us(durations: Sequence[float]) -> float:
@@ -338,7 +328,7 @@ def print_models(names: Sequence[str], arena_bytes: int) -> None:
     print(f"{'model':20} {'tab':>3} {'grp':>3} | {header} | vs llama")
     homogeneous = None
     for name in names:
-        model = read(name)
+        model = known_model(name).spec()
         geometry = plan(model, arena_bytes=arena_bytes)
         stock_side = Stock(model, arena_bytes)
         ours, stock = measure(Ours(geometry, arena_bytes)), measure(stock_side)
@@ -354,7 +344,7 @@ def print_models(names: Sequence[str], arena_bytes: int) -> None:
 def print_arenas(names: Sequence[str], arena_bytes: int, factors: Sequence[int]) -> None:
     print("\nsame geometry, larger arenas: decode step, chunk, lookup, admission, finish (us)")
     for name in names:
-        geometry = plan(read(name), arena_bytes=arena_bytes)
+        geometry = plan(known_model(name).spec(), arena_bytes=arena_bytes)
         for factor in factors:
             times = measure(Ours(geometry, arena_bytes * factor))
             columns = (times.decode_step, times.chunk, times.lookup, times.admission, times.finish)
@@ -365,7 +355,7 @@ def print_arenas(names: Sequence[str], arena_bytes: int, factors: Sequence[int])
 def print_memory(names: Sequence[str], arena_bytes: int) -> None:
     print("\nmemory of the manager, bytes per small page: empty arena, and all pages cached")
     for name in names:
-        geometry = plan(read(name), arena_bytes=arena_bytes)
+        geometry = plan(known_model(name).spec(), arena_bytes=arena_bytes)
         tracemalloc.start()
         side = Ours(geometry, arena_bytes)
         num_small_pages = sum(

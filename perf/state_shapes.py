@@ -1,6 +1,6 @@
 """Recurrent layers of real models, and random batches of them in an arena shared by several layers.
 
-Sizes are those of the models' Hugging Face configurations (tests/models/data).
+Sizes are those of the models' Hugging Face configurations (jenga/models/data).
 """
 
 from dataclasses import dataclass

@@ -12,20 +12,14 @@ bytes); the large page of the paper's exact LCM (MB).
 """
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from jenga.demand import expected_waste
 from jenga.geometry import Geometry, exact_lcm
-from jenga.models import KvFormat, ReadOptions
-from jenga.models.config import Config
-from jenga.models.reader import read_config
+from jenga.models import KvFormat, ReadOptions, known_model, known_names
 from jenga.planner import plan
 from jenga.spec import ModelSpec
-
-DATA = Path(__file__).parent.parent / "tests" / "models" / "data"
 
 RANKS = (1, 2, 4, 8)
 FORMATS = (KvFormat.MODEL, KvFormat.FP8)
@@ -67,17 +61,11 @@ def arenas(parameters_billion: float, ranks: int) -> Iterator[tuple[int, int]]:
             yield gpu_gb, int(USABLE_SHARE * gpu_gb * 1e9 - weight_bytes - ACTIVATION_BYTES)
 
 
-def model_names() -> list[str]:
-    """Models with a configuration among the test data."""
-    return sorted(path.stem for path in DATA.glob("*.json"))
-
-
 def read(name: str, ranks: int, kv_format: KvFormat) -> tuple[ModelSpec, float]:
     """A model as run by some ranks, and its billions of parameters."""
-    facts = json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))
+    facts = known_model(name)
     options = ReadOptions(tensor_parallel=ranks, kv_format=kv_format)
-    model = read_config(Config(facts["config"], source=name), name=name, options=options)
-    return model, facts["parameters_billion"]
+    return facts.spec(options), (facts.total_parameters or 0) / 1e9
 
 
 def rows(
@@ -143,7 +131,7 @@ HEADER = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("models", nargs="*", help="names among the test data; all where absent")
+    parser.add_argument("models", nargs="*", help="known names; all where absent")
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument(
         "--formats",
@@ -153,12 +141,12 @@ def main() -> None:
         help=", ".join(kv_format.value for kv_format in KvFormat),
     )
     arguments = parser.parse_args()
-    unknown = sorted(set(arguments.models) - set(model_names()))
+    unknown = sorted(set(arguments.models) - set(known_names()))
     if unknown:
-        parser.error(f"no data for {', '.join(unknown)}; known: {', '.join(model_names())}")
+        parser.error(f"not known: {', '.join(unknown)}; known: {', '.join(known_names())}")
     print(HEADER)
     for row in rows(
-        arguments.models or model_names(), ranks=arguments.ranks, formats=arguments.formats
+        arguments.models or known_names(), ranks=arguments.ranks, formats=arguments.formats
     ):
         print(line(row) if isinstance(row, Row) else row)
 

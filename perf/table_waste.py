@@ -22,6 +22,7 @@ vLLM's. A dash: the system does not start, or holds no request.
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -30,10 +31,10 @@ from typing import Any
 
 from jenga.baselines import max_page
 from jenga.geometry import check_arena, exact_lcm
-from jenga.models import KvFormat
+from jenga.models import KvFormat, known_model, known_names
 from jenga.planner import plan
 from jenga.spec import ModelSpec
-from perf.table_geometry import DATA, arenas, model_names, read
+from perf.table_geometry import arenas, read
 from perf.waste_replay import (
     CHUNK_TOKENS,
     LENGTHS,
@@ -136,21 +137,10 @@ class Outcome:
         return unneeded / (self.held.used + unneeded)
 
 
-def context_tokens(name: str) -> int:
-    """The longest text that a model's configuration names; without end where it names none."""
-    config = json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))["config"]
-    text = config.get("text_config")
-    for section in (config, text if isinstance(text, dict) else {}):
-        for key in ("max_position_embeddings", "max_target_positions"):
-            if key in section:
-                return int(section[key])
-    return 1 << 30
-
-
 def cases(names: Sequence[str], lengths: Sequence[str]) -> Iterator[Case]:
     """Every model with every length that it can read."""
     for name in names:
-        context = context_tokens(name)
+        context = known_model(name).context_tokens or sys.maxsize
         for each in lengths:
             if each == DOCUMENTS:
                 if name == DOCUMENTS_MODEL:
@@ -366,7 +356,7 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--models", nargs="+", choices=model_names(), default=model_names())
+    parser.add_argument("--models", nargs="+", choices=known_names(), default=known_names())
     parser.add_argument("--lengths", nargs="+", choices=ALL_LENGTHS, default=ALL_LENGTHS)
     parser.add_argument("--json", action="store_true", help="rows as JSON lines, not a table")
     parser.add_argument(

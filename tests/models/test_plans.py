@@ -10,7 +10,7 @@ import pytest
 
 from jenga.demand import TYPICAL_TOKENS, expected_waste
 from jenga.geometry import check_arena, check_geometry
-from jenga.models import KvFormat
+from jenga.models import KvFormat, known_names
 from jenga.planner import plan
 from jenga.spec import State
 
@@ -25,7 +25,7 @@ def load_table():
 
 
 table = load_table()
-NAMES = table.model_names()
+NAMES = known_names()
 
 
 def read_or_none(name, num_ranks, kv_format, *, refused_for):

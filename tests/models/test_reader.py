@@ -2,11 +2,12 @@
 
 import json
 from collections import Counter
+from importlib import resources
 from pathlib import Path
 
 import pytest
 
-from jenga.models import MODEL_TYPES, KvFormat, ReadOptions, read_model
+from jenga.models import MODEL_TYPES, KvFormat, ReadOptions, known_model, known_names, read_model
 from jenga.models.config import Config
 from jenga.models.reader import TEXT_READERS, read_config
 from jenga.models.vision import VISION_MODELS
@@ -20,8 +21,9 @@ from jenga.spec import (
     TokenBudget,
 )
 
-DATA = Path(__file__).parent / "data"
-NAMES = sorted(path.stem for path in DATA.glob("*.json"))
+DATA = resources.files("jenga.models") / "data"
+EXPECTED = json.loads((Path(__file__).parent / "expected_layers.json").read_text())
+NAMES = known_names()
 KIND = {
     FullAttention: "full",
     SlidingWindow: "sliding",
@@ -38,8 +40,7 @@ def facts(name):
 
 
 def read(name, **options):
-    config = Config(facts(name)["config"], source=name)
-    return read_config(config, name=name, options=ReadOptions(**options))
+    return known_model(name).spec(ReadOptions(**options))
 
 
 def slot_bytes(model, name):
@@ -69,7 +70,7 @@ def test_reader_finds_the_bytes_of_every_layer(name):
             "layers": each["layers"],
             "slot_bytes": each["slot_bytes"],
         }
-        for each in facts(name)["expected"]
+        for each in EXPECTED[name]["types"]
     }
 
     assert summary(read(name)) == expected
@@ -80,7 +81,7 @@ def test_reader_accounts_for_every_layer_that_reads_anothers(name):
     model = read(name)
 
     num_readers = sum(len(layer.readers) for each in model.layer_types for layer in each.layers)
-    assert num_readers == facts(name).get("shared_layers", 0)
+    assert num_readers == EXPECTED[name].get("shared_layers", 0)
 
 
 def test_every_reader_is_exercised_by_a_known_model():
