@@ -140,6 +140,7 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
             head_dim=kv_cache_spec.head_size,
             page_tokens=kv_cache_spec.block_size,
             window_tokens=getattr(kv_cache_spec, "sliding_window", None),
+            chunk_tokens=getattr(kv_cache_spec, "attention_chunk_size", None),
         )
         self._dtype = vllm_config.model_config.dtype
 
@@ -265,6 +266,7 @@ class JengaTritonImpl(AttentionImpl[JengaTritonMetadata]):
             attn_metadata.seq_lens,
             scale=self.scale,
             window_tokens=self.window_tokens,
+            chunk_tokens=attn_metadata.plan.kind.chunk_tokens,
             soft_cap=self.soft_cap,
             sinks=self.sinks,
             alibi_slopes=self._slopes(query.device),

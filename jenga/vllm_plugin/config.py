@@ -49,7 +49,6 @@ def _unsupported_features(vllm_config: "VllmConfig") -> list[str]:
         "HiSparse": vllm_config.attention_config.hisparse_config is not None,
         "encoder-decoder models": model is not None and model.is_encoder_decoder,
         "multi-head latent attention (MLA)": model is not None and model.use_mla,
-        "chunked local attention": model is not None and model.attention_chunk_size is not None,
     }
     return [feature for feature, in_use in checks.items() if in_use]
 
@@ -101,6 +100,9 @@ def _set_cache_options(vllm_config: "VllmConfig") -> None:
     else:
         cache.block_size = TOKENS_PER_PAGE
         cache.user_specified_block_size = True  # keeps platforms from choosing another
+    if model is not None:
+        # vLLM turns page tables of their own off for models with it; layers read theirs elsewhere.
+        model.attention_chunk_size = None
     if model is not None and (model.is_hybrid or model.is_attention_free):
         if cache.enable_prefix_caching:
             logger.warning_once(

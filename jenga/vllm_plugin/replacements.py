@@ -113,6 +113,18 @@ def _kv_cache_manager(original: _Function) -> _Function:
     return make_kv_cache_manager
 
 
+def _create_chunked_local_attention_backend(original: _Function) -> _Function:
+    @functools.wraps(original)
+    def create(underlying_attn_backend: Any, attention_chunk_size: int) -> Any:  # noqa: ANN401
+        from jenga.vllm_plugin.attention import JengaTritonBackend
+
+        if issubclass(underlying_attn_backend, JengaTritonBackend):
+            return underlying_attn_backend
+        return original(underlying_attn_backend, attention_chunk_size)
+
+    return create
+
+
 def _selective_scan_fn(original: _Function) -> _Function:
     @functools.wraps(original)
     def selective_scan_fn(u: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -232,6 +244,13 @@ _WHEN_SELECTED = (
             "enable_mamba_shared_prefix_checkpoint",
         ),
         make=_kv_cache_manager,
+    ),
+    Replacement(
+        module="vllm.model_executor.layers.attention.chunked_local_attention",
+        name="create_chunked_local_attention_backend",
+        reason="cuts a request into one per chunk on the host; our kernels mask chunks themselves",
+        parameters=("underlying_attn_backend", "attention_chunk_size"),
+        make=_create_chunked_local_attention_backend,
     ),
     Replacement(
         module="vllm.model_executor.layers.mamba.mamba_mixer",

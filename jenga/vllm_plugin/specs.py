@@ -8,7 +8,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from jenga.geometry import PageTable
-from jenga.spec import FullAttention, Layer, LayerType, ModelSpec, SlidingWindow, State
+from jenga.spec import (
+    ChunkedLocal,
+    FullAttention,
+    Layer,
+    LayerType,
+    ModelSpec,
+    SlidingWindow,
+    State,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
@@ -39,7 +47,12 @@ def _layer(name: str, spec: "KVCacheSpec") -> tuple[tuple[object, ...], Layer]:
     Raises:
         ValueError: The layer's cache is of a kind the plugin cannot serve; the message names it.
     """
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        FullAttentionSpec,
+        MambaSpec,
+        SlidingWindowSpec,
+    )
 
     if type(spec) is FullAttentionSpec and spec.sliding_window is None:
         _check_attention(name, spec)
@@ -50,12 +63,17 @@ def _layer(name: str, spec: "KVCacheSpec") -> tuple[tuple[object, ...], Layer]:
         slot_bytes = spec.page_size_bytes // spec.block_size
         kept = spec.sliding_window + spec.extra_retained_tokens
         return ("sliding", kept), Layer(name=name, slot_bytes=slot_bytes)
+    if type(spec) is ChunkedLocalAttentionSpec:
+        _check_attention(name, spec)
+        slot_bytes = spec.page_size_bytes // spec.block_size
+        return ("chunked", spec.attention_chunk_size), Layer(name=name, slot_bytes=slot_bytes)
     if type(spec) is MambaSpec and spec.mamba_cache_mode == "none":
         key = ("state", spec.mamba_type.name.lower(), spec.shapes, spec.dtypes)
         return key, Layer(name=name, slot_bytes=spec.state_content_size_bytes)
     msg = (
         f"JENGA_TRITON does not support layer {name!r}: its cache is a {type(spec).__name__} "
-        f"({spec}); supported are full attention, sliding window and Mamba states"
+        f"({spec}); supported are full attention, sliding window, chunked local attention "
+        "and Mamba states"
     )
     raise ValueError(msg)
 
@@ -83,6 +101,11 @@ def model_spec(specs: Mapping[str, "KVCacheSpec"]) -> ModelSpec:
                 name = f"sliding_{window_tokens}"
                 layer_types.append(
                     SlidingWindow(name=name, layers=tuple(layers), window_tokens=window_tokens)
+                )
+            case ("chunked", int(chunk_tokens)):
+                name = f"chunked_{chunk_tokens}"
+                layer_types.append(
+                    ChunkedLocal(name=name, layers=tuple(layers), chunk_tokens=chunk_tokens)
                 )
             case ("state", str(kind), *_):
                 # States of different shapes are different types of one kind.

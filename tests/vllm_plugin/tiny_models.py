@@ -71,6 +71,24 @@ def _gpt_oss():
     return GptOssForCausalLM(config)
 
 
+def _llama4():
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    config = Llama4TextConfig(
+        **_COMMON,
+        num_hidden_layers=4,
+        head_dim=HEAD_DIM,
+        intermediate_size_mlp=256,
+        attention_chunk_size=32,
+        no_rope_layers=[1, 1, 0, 1],
+        moe_layers=[],
+        interleave_moe_layer_step=0,
+        num_local_experts=1,
+        attn_temperature_tuning=False,
+    )
+    return Llama4ForCausalLM(config)
+
+
 def _bloom():
     from transformers import BloomConfig, BloomForCausalLM
 
@@ -134,6 +152,7 @@ _MAKERS = {
     "llama": _llama,
     "gemma2": _gemma2,
     "gpt_oss": _gpt_oss,
+    "llama4": _llama4,
     "bloom": _bloom,
     "granite_hybrid": _granite_hybrid,
     "jamba": _jamba,

@@ -1,0 +1,57 @@
+"""Features of attention in the real engine, each by a tiny model that needs it.
+
+Prefix caching is on and every prompt comes twice, so each feature is also read from pages hit.
+"""
+
+import pytest
+
+from tests.vllm_plugin.conftest import assert_same_generation
+from tests.vllm_plugin.engine_process import prompts_of_lengths
+
+pytestmark = pytest.mark.vllm
+
+JENGA = {"attention_backend": "JENGA_TRITON", "enable_prefix_caching": True}
+# Short, page-crossing, longer than one chunk of 64 tokens, longer than two.
+PROMPTS = prompts_of_lengths((5, 33, 70, 150), seed=0)
+
+
+def run_twice(run_engine, model, **job):
+    """Run ours with every prompt given in two rounds; check what the second one hit."""
+    options = JENGA | job.pop("options", {})
+    ours = run_engine(
+        model,
+        PROMPTS + PROMPTS,
+        rounds=2,
+        options=options,
+        fill_arena=True,
+        report_manager=True,
+        **job,
+    )
+    assert "error" not in ours, ours["error"][-4000:]
+    hits = [output["cached_tokens"] for output in ours["outputs"]]
+    assert hits == [0] * len(PROMPTS) + [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]
+    assert ours["request_tokens"] == {}
+    return ours
+
+
+def twice(result):
+    return result | {"outputs": result["outputs"] * 2} if "outputs" in result else result
+
+
+def test_chunked_local_attention_generates_what_transformers_generates(tiny_model, run_engine):
+    model = tiny_model("llama4")
+
+    theirs = run_engine(model, PROMPTS, script="reference_process.py")
+    ours = run_twice(run_engine, model)
+
+    assert_same_generation(ours, twice(theirs))
+
+
+@pytest.mark.slow
+def test_chunked_local_attention_generates_what_stock_vllm_generates(tiny_model, run_engine):
+    model = tiny_model("llama4")
+
+    stock = run_engine(model, PROMPTS, options={"block_size": 32})  # a divisor of its chunks
+    ours = run_twice(run_engine, model)
+
+    assert_same_generation(ours, twice(stock))
