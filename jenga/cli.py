@@ -5,6 +5,9 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Protocol
+
+from jenga.sim import plan_command
 
 _DISTRIBUTION = "jenga-kv"
 
@@ -23,6 +26,24 @@ examples:
   jenga demo
   jenga demo --prompt "The tallest mountain on Earth is" --max-tokens 32
   jenga demo --model ~/models/granite-4.0-h-tiny --json > demo.json"""
+
+
+class _Command(Protocol):
+    """A module that is one command."""
+
+    @property
+    def DESCRIPTION(self) -> str:  # noqa: N802  a module's constant
+        """What the command does."""
+        ...
+
+    @property
+    def EPILOG(self) -> str:  # noqa: N802  a module's constant
+        """Examples."""
+        ...
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Give the command's parser its arguments, and `run` and `extras` as defaults."""
+        ...
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,7 +88,31 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
     )
+    _add_command(
+        commands,
+        "plan",
+        plan_command,
+        summary="show how a model's memory is cut, how many requests fit and what is wasted",
+    )
     return parser
+
+
+def _add_command(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",  # pyright: ignore[reportPrivateUsage]
+    name: str,
+    module: _Command,
+    *,
+    summary: str,
+) -> None:
+    module.configure(
+        commands.add_parser(
+            name,
+            help=summary,
+            description=module.DESCRIPTION,
+            epilog=module.EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+    )
 
 
 def _version() -> str:
