@@ -15,14 +15,17 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
-from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, KVQuantMode
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from jenga.vllm_plugin.config import CACHE_DTYPES
 from jenga.vllm_plugin.environment import BACKEND_NAME
 from jenga_kernels.attention_plan import AttentionKind, AttentionPlan, plan_attention
+from jenga_kernels.checks import FP8_DTYPE
 from jenga_kernels.kv_store import kv_store
 from jenga_kernels.paged_attention import paged_attention
 from jenga_kernels.triton.device import skip_overflow_checks
+from jenga_kernels.triton.tiles import ADA
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -37,7 +40,7 @@ class JengaTritonBackend(AttentionBackend):
 
     forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", "float32"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = list(CACHE_DTYPES)
 
     @staticmethod
     def get_name() -> str:
@@ -83,6 +86,30 @@ class JengaTritonBackend(AttentionBackend):
     def supports_sink(cls) -> bool:
         """Whether attention sinks are served: they are."""
         return True
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        """Whether each head of a quantised cache may have its own scale: it may."""
+        return True
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: Any,  # noqa: ANN401
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: Any,  # noqa: ANN401
+    ) -> str | None:
+        """Say why a combination is not served: float8_e4m3fn on a GPU that cannot convert it."""
+        is_fp8 = kv_cache_dtype is not None and kv_cache_dtype.startswith("fp8")
+        if is_fp8 and device_capability is not None and device_capability.to_int() < ADA:
+            return f"--kv-cache-dtype {kv_cache_dtype} needs compute capability 8.9"
+        return None
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
@@ -141,6 +168,7 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
             page_tokens=kv_cache_spec.block_size,
             window_tokens=getattr(kv_cache_spec, "sliding_window", None),
             chunk_tokens=getattr(kv_cache_spec, "attention_chunk_size", None),
+            is_fp8=kv_cache_spec.kv_quant_mode is KVQuantMode.FP8_PER_TENSOR,
         )
         self._dtype = vllm_config.model_config.dtype
 
@@ -175,14 +203,31 @@ def _pages(kv_cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.T
     """View a layer's cache as its key pages and value pages.
 
     Args:
-        kv_cache: [num_pages, num_kv_heads, page_tokens, 2 * head_dim], a slot's key then its value.
+        kv_cache: [num_pages, num_kv_heads, page_tokens, 2 * head_dim], a slot's key then its value;
+            vLLM's uint8 are float8_e4m3fn.
         head_dim: Elements of a key.
 
     Returns:
         Keys and values, each [num_pages, page_tokens, num_kv_heads, head_dim].
     """
+    if kv_cache.dtype == torch.uint8:
+        kv_cache = kv_cache.view(FP8_DTYPE)
     by_token = kv_cache.transpose(1, 2)
     return by_token[..., :head_dim], by_token[..., head_dim:]
+
+
+def _scales(
+    layer: Any,  # noqa: ANN401
+    kv_cache: torch.Tensor,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Get what a quantised layer's keys and values are multiplied with; None for another.
+
+    Returns:
+        Each f32[1] or f32[num_kv_heads].
+    """
+    if kv_cache.dtype != torch.uint8:
+        return None, None
+    return layer._k_scale.reshape(-1), layer._v_scale.reshape(-1)
 
 
 class JengaTritonImpl(AttentionImpl[JengaTritonMetadata]):
@@ -234,8 +279,17 @@ class JengaTritonImpl(AttentionImpl[JengaTritonMetadata]):
     ) -> None:
         """Write a step's keys and values into their slots."""
         k_pages, v_pages = _pages(kv_cache, self.head_size)
+        k_scale, v_scale = _scales(layer, kv_cache)
         num_tokens = slot_mapping.shape[0]
-        kv_store(key[:num_tokens], value[:num_tokens], k_pages, v_pages, slot_mapping)
+        kv_store(
+            key[:num_tokens],
+            value[:num_tokens],
+            k_pages,
+            v_pages,
+            slot_mapping,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
 
     def forward(
         self,
@@ -256,6 +310,7 @@ class JengaTritonImpl(AttentionImpl[JengaTritonMetadata]):
         if attn_metadata is None:  # vLLM measures memory without a cache
             return output.fill_(0)
         k_pages, v_pages = _pages(kv_cache, self.head_size)
+        k_scale, v_scale = _scales(layer, kv_cache)
         num_tokens = attn_metadata.num_actual_tokens
         paged_attention(
             query[:num_tokens],
@@ -270,6 +325,8 @@ class JengaTritonImpl(AttentionImpl[JengaTritonMetadata]):
             soft_cap=self.soft_cap,
             sinks=self.sinks,
             alibi_slopes=self._slopes(query.device),
+            k_scale=k_scale,
+            v_scale=v_scale,
             out=output[:num_tokens],
             plan=attn_metadata.plan,
         )

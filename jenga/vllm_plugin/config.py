@@ -17,6 +17,9 @@ TOKENS_PER_PAGE = 16
 """Tokens of an attention layer's small page unless --block-size says otherwise: the finest
 granularity at which vLLM hashes prefixes."""
 
+CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3")
+"""Values of --kv-cache-dtype that are served; vLLM's fp8 is float8_e4m3fn."""
+
 
 def is_selected(vllm_config: "VllmConfig") -> bool:
     """Whether a configuration selects JENGA_TRITON."""
@@ -44,16 +47,13 @@ def _unsupported_features(vllm_config: "VllmConfig") -> list[str]:
         "speculative decoding": vllm_config.speculative_config is not None,
         "--disable-hybrid-kv-cache-manager": scheduler.disable_hybrid_kv_cache_manager is True,
         f"other attention backends per kind {other_backends}": bool(other_backends),
-        f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype not in _CACHE_DTYPES,
+        f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype not in CACHE_DTYPES,
         "--kv-sharing-fast-prefill": cache.kv_sharing_fast_prefill,
         "HiSparse": vllm_config.attention_config.hisparse_config is not None,
         "encoder-decoder models": model is not None and model.is_encoder_decoder,
         "multi-head latent attention (MLA)": model is not None and model.use_mla,
     }
     return [feature for feature, in_use in checks.items() if in_use]
-
-
-_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32")
 
 
 def prepare_config(vllm_config: "VllmConfig") -> bool:

@@ -31,7 +31,8 @@ def _check_attention(name: str, spec: "AttentionSpec") -> None:
         "packed head slots": spec.num_head_slots is not None,
         "packed content": spec.state_content_bytes is not None,
         "compressed tokens": spec.tokens_per_state != 1,
-        f"quantised KV ({spec.kv_quant_mode.name})": spec.kv_quant_mode is not KVQuantMode.NONE,
+        f"quantised KV ({spec.kv_quant_mode.name})": spec.kv_quant_mode
+        not in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR),
         "keys and values of different width": spec.head_size_v != spec.head_size,
         "non-causal attention": getattr(spec, "non_causal", False),
     }

@@ -77,11 +77,33 @@ def _result(outputs):
     ]
 
 
+def round_what_the_cpu_truncates():
+    """Give vLLM's CPU store keys and values that float8_e4m3fn holds exactly.
+
+    It drops the bits that do not fit, where its GPU build rounds to nearest.
+    """
+    import torch
+    from vllm import _custom_ops as ops
+
+    store = ops.cpu_attn_reshape_and_cache
+
+    def rounded(values, scale):
+        return (values / scale).clamp(-448, 448).to(torch.float8_e4m3fn).to(values.dtype) * scale
+
+    def round_and_store(key, value, *args, k_scale, v_scale, **kwargs):
+        key, value = rounded(key, k_scale), rounded(value, v_scale)
+        store(key, value, *args, k_scale=k_scale, v_scale=v_scale, **kwargs)
+
+    ops.cpu_attn_reshape_and_cache = round_and_store
+
+
 def main():
     job = json.loads(Path(sys.argv[1]).read_text())
     os.environ.update(job.get("environment", {}))
     from vllm import LLM, SamplingParams
 
+    if job.get("round_stock_fp8"):
+        round_what_the_cpu_truncates()
     llm = LLM(**job["options"])
     if job.get("fill_arena"):
         arena_of(llm).fill_(NAN_BYTE)

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
 def generate(model, prompt, max_tokens):
@@ -24,9 +26,36 @@ def generate(model, prompt, max_tokens):
     return {"tokens": tokens[len(prompt) :], "logprobs": logprobs}
 
 
+def store_in_fp8(path):
+    """Make attention see keys and values as a float8_e4m3fn cache returns them.
+
+    Args:
+        path: The model's directory; scales are taken from its checkpoint, where it has some.
+    """
+    tensors = load_file(path / "model.safetensors")
+    attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def stored(states, scale):
+        return (states / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+
+    def attend_to_stored(module, query, key, value, *args, **kwargs):
+        prefix = f"model.layers.{module.layer_idx}.self_attn"
+        k_scale = tensors.get(f"{prefix}.k_scale", torch.ones(1, 1, 1))
+        v_scale = tensors.get(f"{prefix}.v_scale", torch.ones(1, 1, 1))
+        key, value = stored(key, k_scale), stored(value, v_scale)
+        return attend(module, query, key, value, *args, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS.register("sdpa", attend_to_stored)
+
+
 def main():
     job = json.loads(Path(sys.argv[1]).read_text())
-    model = AutoModelForCausalLM.from_pretrained(job["options"]["model"], dtype=torch.float32)
+    path = Path(job["options"]["model"])
+    config = AutoConfig.from_pretrained(path)
+    if job.get("fp8_cache"):
+        store_in_fp8(path)
+        config.quantization_config = None  # of the cache alone
+    model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32)
     outputs = [generate(model.eval(), prompt, job["max_tokens"]) for prompt in job["prompts"]]
     Path(sys.argv[2]).write_text(json.dumps({"outputs": outputs}))
 

@@ -55,3 +55,26 @@ def test_chunked_local_attention_generates_what_stock_vllm_generates(tiny_model,
     ours = run_twice(run_engine, model)
 
     assert_same_generation(ours, twice(stock))
+
+
+def test_a_float8_cache_with_a_scale_per_head_generates_what_transformers_generates(
+    tiny_model, run_engine
+):
+    model = tiny_model("llama_fp8_cache")
+
+    theirs = run_engine(model, PROMPTS, script="reference_process.py", fp8_cache=True)
+    ours = run_twice(run_engine, model)
+
+    assert_same_generation(ours, twice(theirs))
+
+
+@pytest.mark.slow
+def test_a_float8_cache_generates_what_stock_vllm_generates_from_rounded_keys_and_values(
+    tiny_model, run_engine
+):
+    model, options = tiny_model("gemma2"), {"kv_cache_dtype": "fp8"}
+
+    stock = run_engine(model, PROMPTS, options=options, round_stock_fp8=True)
+    ours = run_twice(run_engine, model, options=options)
+
+    assert_same_generation(ours, twice(stock))

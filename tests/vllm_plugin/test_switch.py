@@ -77,7 +77,7 @@ def refusals(tiny_model):
         "speculative decoding": dict(speculative_config={
             "method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}),
         "disable-hybrid-kv-cache-manager": dict(disable_hybrid_kv_cache_manager=True),
-        "kv-cache-dtype": dict(kv_cache_dtype="fp8"),
+        "kv-cache-dtype": dict(kv_cache_dtype="fp8_e5m2"),
         "block-size": dict(block_size=24),
     }
     for feature, options in features.items():

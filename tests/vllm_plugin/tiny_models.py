@@ -4,6 +4,7 @@ The weights are saved as a Hugging Face directory, so that vLLM loads them as it
 both backends read the same numbers. They are wide enough that attention is far from uniform.
 """
 
+import json
 from pathlib import Path
 
 VOCAB_SIZE = 512
@@ -148,8 +149,36 @@ def _jamba():
     return JambaForCausalLM(config)
 
 
+def _save_scales(path):
+    """Make a checkpoint one whose cache is float8_e4m3fn with a scale for each head of keys."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    for layer in range(config["num_hidden_layers"]):
+        for kind, scales in (("q", 4 * [1.0]), ("k", [0.02, 0.05]), ("v", [0.01, 0.003])):
+            name = f"model.layers.{layer}.self_attn.{kind}_scale"
+            tensors[name] = torch.tensor(scales)[:, None, None] * (1 + layer)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "dense",
+        "config_groups": {},
+        "kv_cache_scheme": {
+            "num_bits": 8,
+            "type": "float",
+            "strategy": "attn_head",
+            "symmetric": True,
+            "dynamic": False,
+        },
+    }
+    (path / "config.json").write_text(json.dumps(config))
+
+
 _MAKERS = {
     "llama": _llama,
+    "llama_fp8_cache": _llama,
     "gemma2": _gemma2,
     "gpt_oss": _gpt_oss,
     "llama4": _llama4,
@@ -176,4 +205,6 @@ def save(name: str, directory: Path) -> Path:
                 torch.nn.init.normal_(parameter, mean=1.0, std=1.0)
     path = directory / name
     model.save_pretrained(path)
+    if name == "llama_fp8_cache":
+        _save_scales(path)
     return path
