@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Protocol
 
-from jenga.sim import plan_command
+from jenga.sim import plan_command, plot_command
 
 _DISTRIBUTION = "jenga-kv"
 
@@ -93,6 +93,9 @@ def _parser() -> argparse.ArgumentParser:
         "plan",
         plan_command,
         summary="show how a model's memory is cut, how many requests fit and what is wasted",
+    )
+    _add_command(
+        commands, "plot", plot_command, summary="draw a figure from the rows of replays"
     )
     return parser
 
