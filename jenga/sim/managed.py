@@ -1,0 +1,148 @@
+"""Arenas under `jenga.manager.Manager`: on one geometry, or divided among the layer types."""
+
+from collections.abc import Sequence
+
+from jenga.errors import OutOfPagesError
+from jenga.eviction_order import EvictionOrder
+from jenga.geometry import Geometry
+from jenga.manager import Manager
+from jenga.request import PrefixHit
+from jenga.sim.arena import ActiveRequest, ArenaBytes
+from jenga.sim.rows import TableBytes
+
+HASH_TOKENS = 16
+"""Tokens of each further prefix hash, as in the plugin."""
+
+
+class ManagedArena:
+    """An arena on one geometry, driven as the plugin drives it.
+
+    Pages become known to others when the step that computed them is over. States are kept wherever
+    the manager asks for them inside a chunk, as the package's kernels can.
+
+    Attributes:
+        manager: The manager, for questions.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        arena_bytes: int,
+        *,
+        prefix_caching: bool = True,
+        eviction_order: EvictionOrder | None = None,
+        checkpoint_interval_tokens: int | None = None,
+    ) -> None:
+        """An empty arena; see `Manager`."""
+        self._prefix_caching = prefix_caching
+        self.manager = Manager(
+            geometry,
+            num_large_pages=geometry.num_large_pages(arena_bytes),
+            prefix_caching=prefix_caching,
+            hash_tokens=HASH_TOKENS,
+            eviction_order=eviction_order,
+            checkpoint_interval_tokens=checkpoint_interval_tokens,
+        )
+
+    @property
+    def num_evicted(self) -> int:
+        """See `Arena`."""
+        return sum(
+            each.alone + each.own_large + each.foreign_large
+            for each in self.manager.cache_report().evictions
+        )
+
+    def new_step(self) -> None:
+        """See `Arena`."""
+        self.manager.new_step()
+
+    def find(self, active: ActiveRequest) -> int:
+        """See `Arena`."""
+        if not self._prefix_caching:
+            return 0
+        hit = self.manager.lookup(
+            active.hashes(HASH_TOKENS), max_tokens=active.num_tokens - 1, facts=active.facts
+        )
+        active.found = hit if hit.num_tokens else None
+        return hit.num_tokens
+
+    def chunk_tokens(self, _active: ActiveRequest, _start: int, num_tokens: int) -> int:
+        """See `Arena`: any chunk will do."""
+        return num_tokens
+
+    def admit(self, active: ActiveRequest, hit_tokens: int, num_tokens: int) -> bool:
+        """See `Arena`."""
+        hit: PrefixHit | None = active.found
+        try:
+            self.manager.allocate(
+                active.name,
+                num_tokens=num_tokens,
+                num_processed_tokens=hit_tokens,
+                hit=hit,
+                facts=active.facts,
+                full_tokens=active.num_tokens,
+            )
+        except OutOfPagesError:
+            return False
+        active.found = None
+        return True
+
+    def grow(self, active: ActiveRequest, num_tokens: int) -> bool:
+        """See `Arena`."""
+        processed_tokens = active.num_computed
+        try:
+            self.manager.allocate(
+                active.name, num_tokens=num_tokens, num_processed_tokens=processed_tokens
+            )
+        except OutOfPagesError:
+            return False
+        if self._prefix_caching:
+            self.manager.commit(active.name, active.hashes(HASH_TOKENS), processed_tokens)
+        return True
+
+    def computed(self, active: ActiveRequest, start: int, end: int) -> None:
+        """See `Arena`."""
+        if not self._prefix_caching:
+            return
+        for num_tokens in self.manager.checkpoint_tokens(active.name):
+            if start < num_tokens <= end:
+                prefix_hash = active.hashes(HASH_TOKENS)[num_tokens // HASH_TOKENS - 1]
+                self.manager.keep_state(active.name, prefix_hash, num_tokens)
+        self.manager.take_copies()
+
+    def free(self, active: ActiveRequest) -> None:
+        """See `Arena`."""
+        if self._prefix_caching:
+            self.manager.commit(active.name, active.hashes(HASH_TOKENS), active.num_computed)
+        self.manager.free(active.name)
+
+    def memory(self, _running: list[ActiveRequest]) -> ArenaBytes:
+        """See `Arena`."""
+        return bytes_of([self.manager])
+
+    def check(self) -> None:
+        """See `Arena`."""
+        self.manager.check()
+
+
+def bytes_of(managers: Sequence[Manager]) -> ArenaBytes:
+    """What several managers, each with an arena of its own, hold together."""
+    reports = [manager.memory() for manager in managers]
+    tables = {
+        table.name: TableBytes(
+            used_bytes=table.used_bytes,
+            useless_bytes=table.useless_bytes,
+            cached_bytes=table.evictable_bytes,
+            empty_bytes=table.empty_bytes,
+        )
+        for report in reports
+        for table in report.tables
+    }
+    return ArenaBytes(
+        used_bytes=sum(table.used_bytes for table in tables.values()),
+        useless_bytes=sum(table.useless_bytes for table in tables.values()),
+        cached_bytes=sum(table.cached_bytes for table in tables.values()),
+        empty_bytes=sum(table.empty_bytes for table in tables.values()),
+        unallocated_bytes=sum(report.empty_large_bytes for report in reports),
+        tables=tables,
+    )

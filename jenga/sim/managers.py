@@ -1,0 +1,60 @@
+"""The managers to compare, by name."""
+
+from jenga.baselines import geometry_by_name, static_partition
+from jenga.eviction_order import EvictionOrder
+from jenga.sim.arena import Arena
+from jenga.sim.managed import ManagedArena
+from jenga.sim.partitioned import PartitionedArena
+from jenga.sim.scheduler import CHUNK_TOKENS
+from jenga.sim.stock import StockArena
+from jenga.spec import ModelSpec
+
+_GEOMETRIES = {"jenga": "planned", "paged": "homogeneous", "max": "max", "lcm": "lcm"}
+
+MANAGER_NAMES = (*_GEOMETRIES, "static", "vllm")
+"""Managers that `make_arena` knows."""
+
+
+def make_arena(
+    manager: str,
+    model: ModelSpec,
+    arena_bytes: int,
+    *,
+    prefix_caching: bool = True,
+    eviction_order: EvictionOrder | None = None,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> Arena:
+    """An empty arena.
+
+    Args:
+        manager: "jenga"; our manager with the geometry of another rule: "lcm", "max", "paged" (all
+            layers alike, PagedAttention's); "static", our manager in parts of fixed size, one per
+            layer type; "vllm", vLLM's manager and planner.
+        model: Its layers, of one rank.
+        arena_bytes: Of one rank.
+        prefix_caching: Whether pages are kept for others.
+        eviction_order: Of our manager.
+        chunk_tokens: Tokens computed in a step, of all requests together.
+
+    Raises:
+        ValueError: No manager has this name, or it cannot start with such a model or arena.
+    """
+    if manager in _GEOMETRIES:
+        geometry = geometry_by_name(_GEOMETRIES[manager], model, arena_bytes=arena_bytes)
+        return ManagedArena(
+            geometry, arena_bytes, prefix_caching=prefix_caching, eviction_order=eviction_order
+        )
+    match manager:
+        case "static":
+            return PartitionedArena(
+                static_partition(model, arena_bytes=arena_bytes),
+                prefix_caching=prefix_caching,
+                eviction_order=eviction_order,
+            )
+        case "vllm":
+            return StockArena(
+                model, arena_bytes, prefix_caching=prefix_caching, chunk_tokens=chunk_tokens
+            )
+        case _:
+            msg = f"manager must be one of {', '.join(MANAGER_NAMES)}, got {manager!r}"
+            raise ValueError(msg)

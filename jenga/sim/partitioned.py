@@ -1,0 +1,143 @@
+"""The baseline of an arena divided once among the layer types."""
+
+from jenga.baselines import StaticPartition
+from jenga.errors import OutOfPagesError
+from jenga.eviction_order import EvictionOrder
+from jenga.geometry import Geometry, PageContent
+from jenga.manager import Manager
+from jenga.request import PrefixHit
+from jenga.sim.arena import ActiveRequest, ArenaBytes
+from jenga.sim.managed import HASH_TOKENS, bytes_of
+
+
+class PartitionedArena:
+    """One manager per layer type, each with a part of the arena that no other can use.
+
+    A prefix is hit as far as all of them have it; a request runs if each of them takes it.
+    """
+
+    def __init__(
+        self,
+        partition: StaticPartition,
+        *,
+        prefix_caching: bool = True,
+        eviction_order: EvictionOrder | None = None,
+    ) -> None:
+        """Empty parts."""
+        self._prefix_caching = prefix_caching
+        self._managers = [
+            Manager(
+                _one_type(region.content),
+                num_large_pages=region.num_pages,
+                prefix_caching=prefix_caching,
+                hash_tokens=HASH_TOKENS,
+                eviction_order=eviction_order,
+            )
+            for region in partition.regions
+        ]
+
+    @property
+    def num_evicted(self) -> int:
+        """See `Arena`."""
+        return sum(
+            each.alone + each.own_large + each.foreign_large
+            for manager in self._managers
+            for each in manager.cache_report().evictions
+        )
+
+    def new_step(self) -> None:
+        """See `Arena`."""
+        for manager in self._managers:
+            manager.new_step()
+
+    def find(self, active: ActiveRequest) -> int:
+        """See `Arena`."""
+        active.found = None
+        if not self._prefix_caching:
+            return 0
+        hashes = active.hashes(HASH_TOKENS)
+        num_tokens = active.num_tokens - 1
+        while num_tokens:
+            hits: list[PrefixHit] = []
+            for manager in self._managers:
+                hit = manager.lookup(hashes, max_tokens=num_tokens, facts=active.facts)
+                num_tokens = hit.num_tokens
+                hits.append(hit)
+            if num_tokens and hits[0].num_tokens == num_tokens:
+                active.found = hits
+                break
+        return num_tokens
+
+    def chunk_tokens(self, _active: ActiveRequest, _start: int, num_tokens: int) -> int:
+        """See `Arena`: any chunk will do."""
+        return num_tokens
+
+    def admit(self, active: ActiveRequest, hit_tokens: int, num_tokens: int) -> bool:
+        """See `Arena`."""
+        hits: list[PrefixHit | None] = active.found or [None] * len(self._managers)
+        for index, (manager, hit) in enumerate(zip(self._managers, hits, strict=True)):
+            try:
+                manager.allocate(
+                    active.name,
+                    num_tokens=num_tokens,
+                    num_processed_tokens=hit_tokens,
+                    hit=hit,
+                    facts=active.facts,
+                    full_tokens=active.num_tokens,
+                )
+            except OutOfPagesError:
+                for before in self._managers[:index]:
+                    before.free(active.name)
+                    before.take_copies()
+                return False
+        active.found = None
+        return True
+
+    def grow(self, active: ActiveRequest, num_tokens: int) -> bool:
+        """See `Arena`."""
+        for manager in self._managers:
+            try:
+                manager.allocate(
+                    active.name, num_tokens=num_tokens, num_processed_tokens=active.num_computed
+                )
+            except OutOfPagesError:
+                return False
+        self._commit(active)
+        return True
+
+    def _commit(self, active: ActiveRequest) -> None:
+        if self._prefix_caching:
+            for manager in self._managers:
+                manager.commit(active.name, active.hashes(HASH_TOKENS), active.num_computed)
+
+    def computed(self, active: ActiveRequest, start: int, end: int) -> None:
+        """See `Arena`."""
+        if not self._prefix_caching:
+            return
+        for manager in self._managers:
+            for num_tokens in manager.checkpoint_tokens(active.name):
+                if start < num_tokens <= end:
+                    prefix_hash = active.hashes(HASH_TOKENS)[num_tokens // HASH_TOKENS - 1]
+                    manager.keep_state(active.name, prefix_hash, num_tokens)
+            manager.take_copies()
+
+    def free(self, active: ActiveRequest) -> None:
+        """See `Arena`."""
+        self._commit(active)
+        for manager in self._managers:
+            manager.free(active.name)
+
+    def memory(self, _running: list[ActiveRequest]) -> ArenaBytes:
+        """See `Arena`."""
+        return bytes_of(self._managers)
+
+    def check(self) -> None:
+        """See `Arena`."""
+        for manager in self._managers:
+            manager.check()
+
+
+def _one_type(content: PageContent) -> Geometry:
+    """Large pages of one small page."""
+    table = content.page_table(large_page_bytes=content.content_bytes, small_pages_per_large_page=1)
+    return Geometry(name="static", large_page_bytes=content.content_bytes, page_tables=(table,))

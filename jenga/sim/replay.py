@@ -1,0 +1,150 @@
+"""Replays requests step by step against an arena."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from jenga.sim.arena import ActiveRequest, Arena, ArenaBytes
+from jenga.sim.scheduler import CHUNK_TOKENS, MAX_REQUESTS, Scheduler
+from jenga.sim.workload import Request
+
+MOST_WAITING = 4096
+"""Requests taken from a trace before they can run: of more, nobody needs to know."""
+
+Clock = Callable[[list[ActiveRequest]], float]
+"""Seconds of a step that computes `num_scheduled` tokens of each request."""
+
+
+def constant_clock(seconds: float) -> Clock:
+    """A clock by which every step takes as long."""
+    return lambda _scheduled: seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step that was scheduled and not finished: the arena holds what it needs.
+
+    Attributes:
+        number: From 1.
+        time_s: When it begins.
+        num_decoding: Requests that compute one token after all of their prompt.
+        prefill_tokens: Tokens of prompts computed.
+        num_running: Requests that have pages.
+        num_waiting: Requests that have arrived and have none, counted up to `MOST_WAITING`.
+    """
+
+    number: int
+    time_s: float
+    num_decoding: int
+    prefill_tokens: int
+    num_running: int
+    num_waiting: int
+
+
+class Replay:
+    """One run of requests through one arena.
+
+    >>> run = Replay(requests, arena, clock=clock)  # doctest: +SKIP
+    >>> for step in run:  # doctest: +SKIP
+    ...     bytes_now = run.memory()
+
+    Attributes:
+        scheduler: The scheduler, for its counters.
+        num_steps: Steps finished.
+        time_s: Modelled time.
+        num_finished: Requests that have all their tokens.
+        num_refused: Requests that the arena could not hold alone.
+        prompt_tokens: Of requests finished or refused.
+        output_tokens: Of requests finished.
+        hit_tokens: Tokens of prompts found cached at the first admission.
+    """
+
+    def __init__(
+        self,
+        requests: Iterable[Request],
+        arena: Arena,
+        *,
+        clock: Clock,
+        chunk_tokens: int = CHUNK_TOKENS,
+        max_requests: int = MAX_REQUESTS,
+        on_end: Callable[[ActiveRequest], None] | None = None,
+    ) -> None:
+        """Nothing has run.
+
+        Args:
+            requests: In the order of their arrival.
+            arena: Empty.
+            clock: Seconds of a step.
+            chunk_tokens: Tokens computed in a step, of all requests together.
+            max_requests: Requests running at once.
+            on_end: Called with each request that finished or was refused; the latter has no
+                `finished_s`.
+        """
+        self.arena = arena
+        self.scheduler = Scheduler(arena, chunk_tokens=chunk_tokens, max_requests=max_requests)
+        self._requests = iter(requests)
+        self._next: Request | None = next(self._requests, None)
+        self._clock = clock
+        self._on_end = on_end
+        self.num_steps = self.num_finished = self.num_refused = 0
+        self.prompt_tokens = self.output_tokens = self.hit_tokens = 0
+        self.time_s = 0.0
+
+    def memory(self) -> ArenaBytes:
+        """Where the arena's bytes are."""
+        return self.arena.memory(self.scheduler.running)
+
+    def __iter__(self) -> Iterator[Step]:
+        """Run to the end, step by step."""
+        scheduler = self.scheduler
+        while self._arrive():
+            scheduler.step()
+            scheduled = scheduler.scheduled
+            if not scheduled:
+                if scheduler.running:
+                    # Every chunk waits to end where its arena wants it: the next step has room.
+                    continue
+                self._end(scheduler.refuse_next(), is_refused=True)
+                continue
+            num_tokens = num_decoding = 0
+            for active in scheduled:
+                if active.num_scheduled == 1 and active.num_computed >= active.prompt_tokens:
+                    num_decoding += 1
+                else:
+                    num_tokens += active.num_scheduled
+            yield Step(
+                number=self.num_steps + 1,
+                time_s=self.time_s,
+                num_decoding=num_decoding,
+                prefill_tokens=num_tokens,
+                num_running=len(scheduler.running),
+                num_waiting=len(scheduler.waiting),
+            )
+            self.time_s += self._clock(scheduled)
+            self.num_steps += 1
+            for active in scheduler.finish_step(self.time_s):
+                self._end(active, is_refused=False)
+
+    def _arrive(self) -> bool:
+        """Let requests arrive; False if none is left."""
+        waiting = self.scheduler.waiting
+        if self._next is not None and not waiting and not self.scheduler.running:
+            self.time_s = max(self.time_s, self._next.arrival_s)
+        while (
+            self._next is not None
+            and self._next.arrival_s <= self.time_s
+            and len(waiting) < MOST_WAITING
+        ):
+            waiting.append(ActiveRequest(self._next))
+            self._next = next(self._requests, None)
+        return bool(waiting or self.scheduler.running)
+
+    def _end(self, active: ActiveRequest, *, is_refused: bool) -> None:
+        self.prompt_tokens += active.prompt_tokens
+        self.hit_tokens += active.hit_tokens or 0
+        if is_refused:
+            self.num_refused += 1
+        else:
+            self.num_finished += 1
+            self.output_tokens += active.total_tokens - active.prompt_tokens
+        if self._on_end is not None:
+            self._on_end(active)

@@ -1,0 +1,174 @@
+"""How long a step would take: a roofline, not a measurement.
+
+A step is as slow as its arithmetic at the GPU's peak, or as its memory traffic at the peak
+bandwidth, whichever is slower. Kernels reach a part of the peaks and an engine adds time of its
+own: where these were measured they are given as shares and seconds, by default as 1 and 0, so that
+seconds are the least that the GPU allows.
+
+Arithmetic: two operations for each active parameter and token; four for each query element and key
+that attention pairs. Traffic: the weights that the step's tokens touch (with experts, as many as
+that many tokens choose at random), and the slots that the last token of each request reads.
+"""
+
+from dataclasses import dataclass
+
+from jenga.models import ModelFacts
+from jenga.sim.arena import ActiveRequest
+from jenga.sim.gpus import Gpu
+from jenga.sim.need import Need
+from jenga.spec import ChunkedLocal, FullAttention, ModelSpec, SlidingWindow, State, TokenBudget
+
+_OPERATIONS_PER_PARAMETER = 2
+_OPERATIONS_PER_PAIR = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a step costs however fast the GPU is, of one rank.
+
+    Attributes:
+        operations: Floating point operations.
+        traffic_bytes: Bytes read.
+    """
+
+    operations: float
+    traffic_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """The parameters of one rank.
+
+    Attributes:
+        num_bytes: Of all.
+        total: Parameters.
+        active: Those that one token is multiplied with.
+        query_elements: Heads times their size, of one attention layer; 0 leaves attention's
+            arithmetic out.
+        dtype: In which products are computed; a key of `jenga.spec.ELEMENT_BYTES`.
+    """
+
+    num_bytes: float
+    total: float
+    active: float
+    query_elements: int = 0
+    dtype: str = "bfloat16"
+
+    def touched_bytes(self, num_tokens: int) -> float:
+        """Bytes of the weights that so many tokens are multiplied with."""
+        untouched = (1 - self.active / self.total) ** num_tokens
+        return self.num_bytes * (1 - untouched)
+
+
+def weights_of(facts: ModelFacts, *, ranks: int = 1) -> Weights:
+    """Parameters as published, divided evenly over some ranks.
+
+    Raises:
+        ValueError: Nothing says how many there are.
+    """
+    if facts.total_parameters is None or facts.weight_bytes is None:
+        msg = f"parameters of {facts.name!r} must be known for a model of time"
+        raise ValueError(msg)
+    section = facts.config
+    for name in ("text_config", "llm_config"):
+        if name in section:
+            section = section.section(name)
+    query_elements = 0
+    if "num_attention_heads" in section:
+        num_heads = section.integer("num_attention_heads")
+        hidden_size = section.integer("hidden_size", default=num_heads * 128)
+        query_elements = num_heads * section.integer("head_dim", default=hidden_size // num_heads)
+    return Weights(
+        num_bytes=facts.weight_bytes / ranks,
+        total=facts.total_parameters / ranks,
+        active=(facts.active_parameters or facts.total_parameters) / ranks,
+        query_elements=query_elements // ranks,
+    )
+
+
+class StepTime:
+    """A clock for `Replay`: seconds of a step by the roofline of a GPU."""
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        weights: Weights,
+        gpu: Gpu,
+        *,
+        arithmetic_share: float = 1.0,
+        bandwidth_share: float = 1.0,
+        overhead_s: float = 0.0,
+    ) -> None:
+        """A roofline.
+
+        Args:
+            model: Its layers, of one rank.
+            weights: Of one rank.
+            gpu: Of each rank.
+            arithmetic_share: Of the peak of arithmetic that is reached.
+            bandwidth_share: Of the peak of bandwidth that is reached.
+            overhead_s: Of each step, whatever it computes.
+
+        Raises:
+            ValueError: The GPU is known by its memory only.
+        """
+        if gpu.bytes_per_s is None:
+            msg = f"gpu must be known by name where time is modelled, got {gpu.name!r}"
+            raise ValueError(msg)
+        self._weights = weights
+        self._operations_per_s = gpu.flops(weights.dtype) * arithmetic_share
+        self._bytes_per_s = gpu.bytes_per_s * bandwidth_share
+        self._overhead_s = overhead_s
+        need = Need(model)
+        self._token_bytes = self._fixed_bytes = 0.0
+        self._limited: list[tuple[int, float]] = []  # (most tokens, bytes of one)
+        num_full = 0
+        self._limits: list[tuple[int, int]] = []  # (most tokens paired, layers)
+        for layer_type, token_bytes in need.types:
+            num_layers = sum(1 + len(layer.readers) for layer in layer_type.layers)
+            match layer_type:
+                case FullAttention():
+                    self._token_bytes += token_bytes
+                    num_full += num_layers
+                case SlidingWindow(window_tokens=limit) | ChunkedLocal(chunk_tokens=limit):
+                    self._limited.append((limit, token_bytes))
+                    self._limits.append((limit, num_layers))
+                case State():
+                    self._fixed_bytes += token_bytes
+                case TokenBudget(mean_budget_tokens=limit):
+                    self._limited.append((limit, token_bytes))
+                    self._limits.append((limit, num_layers))
+                case _:
+                    self._fixed_bytes += token_bytes * layer_type.typical_tokens
+        self._num_full = num_full
+
+    def work(self, scheduled: list[ActiveRequest]) -> Work:
+        """What a step costs that computes `num_scheduled` tokens of each request."""
+        num_tokens = 0
+        end_tokens = 0
+        pairs = 0.0  # of queries and keys, times layers
+        limited_bytes = 0.0
+        for active in scheduled:
+            chunk_tokens = active.num_scheduled
+            num_tokens += chunk_tokens
+            end = active.num_computed + chunk_tokens
+            end_tokens += end
+            middle = end - chunk_tokens / 2
+            pairs += chunk_tokens * middle * self._num_full
+            for limit, num_layers in self._limits:
+                pairs += chunk_tokens * min(middle, limit) * num_layers
+            for limit, token_bytes in self._limited:
+                limited_bytes += min(end, limit) * token_bytes
+        weights = self._weights
+        operations = _OPERATIONS_PER_PARAMETER * weights.active * num_tokens
+        operations += _OPERATIONS_PER_PAIR * weights.query_elements * pairs
+        traffic_bytes = weights.touched_bytes(num_tokens) + limited_bytes
+        traffic_bytes += end_tokens * self._token_bytes + len(scheduled) * self._fixed_bytes
+        return Work(operations=operations, traffic_bytes=traffic_bytes)
+
+    def __call__(self, scheduled: list[ActiveRequest]) -> float:
+        """Seconds of the step."""
+        work = self.work(scheduled)
+        return self._overhead_s + max(
+            work.operations / self._operations_per_s, work.traffic_bytes / self._bytes_per_s
+        )

@@ -1,0 +1,253 @@
+"""The arena of vLLM's own KVCacheManager and planner, for the layers of one of our models.
+
+Everything that decides is vLLM's code: the planner, the manager with its prefix cache, the split of
+prefill chunks at which states of recurrent layers are cached. What is ours is the description of
+the layers by their bytes, and the scheduler around it.
+
+Not as in vLLM: image embeddings are left out, since it keeps them in a cache of their own outside
+of the arena, and so are token budgets, which it does not know: such layers keep every token.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from jenga.sim.arena import ActiveRequest, ArenaBytes
+from jenga.sim.need import Need, encoder_tokens
+from jenga.sim.rows import TableBytes
+from jenga.sim.scheduler import CHUNK_TOKENS
+from jenga.sim.stock_plan import NEVER, plan_stock
+from jenga.spec import CrossAttention, ModelSpec
+
+
+class _StockRequest:
+    """What vLLM's manager reads of a request."""
+
+    __slots__ = (
+        "block_hashes",
+        "lora_request",
+        "num_computed_tokens",
+        "num_in_flight_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_tokens",
+        "request_id",
+        "shared_prefix_boundary",
+        "skip_reading_prefix_cache",
+        "status",
+    )
+
+    def __init__(self, active: ActiveRequest, status: object, hashes: list[bytes]) -> None:
+        self.request_id = active.name
+        self.num_prompt_tokens = active.prompt_tokens
+        self.num_tokens = active.num_tokens
+        self.num_computed_tokens = active.num_computed
+        self.num_preemptions = active.num_preemptions
+        self.num_in_flight_tokens = self.shared_prefix_boundary = 0
+        self.block_hashes = hashes
+        self.lora_request = None
+        self.skip_reading_prefix_cache = False
+        self.status = status
+
+
+class _Evictions:
+    """Counts evicted blocks, where vLLM has a collector of metrics."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_block_allocated(self, _block: object) -> None:
+        """Count nothing."""
+
+    def on_block_accessed(self, _block: object) -> None:
+        """Count nothing."""
+
+    def on_block_evicted(self, _block: object) -> None:
+        """Count a block."""
+        self.count += 1
+
+    def reset(self) -> None:
+        """Count from 0."""
+        self.count = 0
+
+
+class StockArena:
+    """An arena under vLLM's manager, cut by vLLM's planner.
+
+    Attributes:
+        plan: How it is cut.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        arena_bytes: int,
+        *,
+        prefix_caching: bool = True,
+        chunk_tokens: int = CHUNK_TOKENS,
+    ) -> None:
+        """An empty arena.
+
+        Args:
+            model: The layers.
+            arena_bytes: For all blocks.
+            prefix_caching: Whether blocks are kept for others; states of recurrent layers are then
+                kept as in vLLM's mode "align", its default.
+            chunk_tokens: Tokens computed in a step, of all requests together.
+
+        Raises:
+            ValueError: vLLM is not installed, or see `plan_stock`.
+        """
+        try:
+            from vllm.v1.core.kv_cache_manager import KVCacheManager
+            from vllm.v1.request import RequestStatus
+        except ImportError as error:
+            msg = "manager 'vllm' must have vLLM 0.32 installed: its own manager is replayed"
+            raise ValueError(msg) from error
+
+        self.plan = plan_stock(model, arena_bytes, prefix_caching=prefix_caching)
+        self._need = Need(model)
+        self._encoder_tokens = 0
+        if any(isinstance(each, CrossAttention) for each in model.layer_types):
+            self._encoder_tokens = encoder_tokens(model)
+        self._prefix_caching = prefix_caching
+        self._evictions = _Evictions()
+        collector: Any = self._evictions
+        self._manager: Any = KVCacheManager(
+            self.plan.kv_cache_config,
+            max_model_len=NEVER,
+            max_in_flight_tokens=chunk_tokens,
+            scheduler_block_size=self.plan.scheduler_tokens,
+            hash_block_size=self.plan.hash_tokens,
+            enable_caching=prefix_caching,
+            metrics_collector=collector,
+        )
+        self._waiting_status = RequestStatus.WAITING
+        self._running_status = RequestStatus.RUNNING
+        self._requests: dict[str, Any] = {}
+        self._split = self._state_splitter(chunk_tokens) if prefix_caching else None
+
+    def _state_splitter(self, chunk_tokens: int) -> "Callable[..., int] | None":
+        """VLLM's own rule for where chunks end; None without states."""
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.kv_cache_interface import MambaSpec
+
+        plan = self.plan
+        specs = [group.kv_cache_spec for group in plan.kv_cache_config.kv_cache_groups]
+        states = [spec for spec in specs if isinstance(spec, MambaSpec)]
+        if not states:
+            return None
+        # What the method reads of the scheduler that it belongs to.
+        scheduler = SimpleNamespace(
+            cache_config=plan.cache_config,
+            block_size=plan.scheduler_tokens,
+            hash_block_size=plan.hash_tokens,
+            max_num_scheduled_tokens=chunk_tokens,
+            scheduler_config=SimpleNamespace(long_prefill_token_threshold=0),
+            use_eagle_block_drop=False,
+            mamba_partial_cache_hit=plan.hash_tokens < plan.scheduler_tokens
+            and self._manager.coordinator.enable_partial_hash_hits,
+            mamba_shared_prefix_checkpoint=False,
+            mamba_has_prefill_checkpoint_blocks=all(
+                spec.num_prefill_checkpoint_blocks > 0 for spec in states
+            ),
+            mamba_prefill_checkpoint_alignment=states[0].prefill_checkpoint_alignment,
+        )
+        split: Any = Scheduler._mamba_block_aligned_split  # pyright: ignore[reportPrivateUsage]
+        return partial(split, scheduler)
+
+    @property
+    def num_evicted(self) -> int:
+        """See `Arena`."""
+        return self._evictions.count
+
+    def new_step(self) -> None:
+        """See `Arena`."""
+        self._manager.new_step_starts()
+
+    def find(self, active: ActiveRequest) -> int:
+        """See `Arena`."""
+        hashes = active.hashes(self.plan.hash_tokens) if self._prefix_caching else []
+        stock = _StockRequest(active, self._waiting_status, hashes)
+        blocks, num_tokens, stock.shared_prefix_boundary = self._manager.get_computed_blocks(stock)
+        active.found = (stock, blocks)
+        return num_tokens
+
+    def chunk_tokens(self, active: ActiveRequest, start: int, num_tokens: int) -> int:
+        """See `Arena`: with states, chunks end where vLLM caches them."""
+        if self._split is None:
+            return num_tokens
+        stock = self._requests.get(active.name)
+        num_hit = 0
+        if stock is None:
+            stock, num_hit = active.found[0], start
+        else:
+            stock.num_computed_tokens = start
+            stock.num_tokens = active.num_tokens
+        return self._split(stock, num_tokens, num_hit)
+
+    def admit(self, active: ActiveRequest, hit_tokens: int, num_tokens: int) -> bool:
+        """See `Arena`."""
+        stock, blocks = active.found
+        slots = self._manager.allocate_slots(
+            stock,
+            num_tokens - hit_tokens,
+            num_new_computed_tokens=hit_tokens,
+            new_computed_blocks=blocks,
+            num_encoder_tokens=self._encoder_tokens,
+            full_sequence_must_fit=True,
+            has_scheduled_reqs=bool(self._requests),
+        )
+        if slots is None:
+            return False
+        active.found = None
+        stock.status = self._running_status
+        self._requests[active.name] = stock
+        return True
+
+    def grow(self, active: ActiveRequest, num_tokens: int) -> bool:
+        """See `Arena`."""
+        stock = self._requests[active.name]
+        stock.num_computed_tokens = active.num_computed
+        stock.num_tokens = active.num_tokens
+        return self._manager.allocate_slots(stock, num_tokens - active.num_computed) is not None
+
+    def computed(self, active: ActiveRequest, start: int, end: int) -> None:
+        """See `Arena`: vLLM does all at allocation."""
+
+    def free(self, active: ActiveRequest) -> None:
+        """See `Arena`."""
+        self._manager.free(self._requests.pop(active.name))
+
+    def memory(self, running: list[ActiveRequest]) -> ArenaBytes:
+        """See `Arena`; whole blocks are held, and what is not used of them is useless."""
+        pool = self._manager.block_pool
+        num_free = pool.get_num_free_blocks()
+        num_cached = sum(
+            block.ref_cnt == 0 and block.block_hash is not None for block in pool.blocks
+        )
+        # vLLM's null block is neither held nor free.
+        held_bytes = (self.plan.kv_cache_config.num_blocks - 1 - num_free) * self.plan.block_bytes
+        # A page shared by several requests is used once, and can only be counted by its bytes.
+        used_bytes = min(
+            held_bytes,
+            round(sum(self._need.of_tokens(active.num_computed + 1) for active in running)),
+        )
+        useless_bytes = held_bytes - used_bytes
+        cached_bytes = num_cached * self.plan.block_bytes
+        return ArenaBytes(
+            used_bytes=used_bytes,
+            useless_bytes=useless_bytes,
+            cached_bytes=cached_bytes,
+            empty_bytes=0,
+            unallocated_bytes=num_free * self.plan.block_bytes - cached_bytes,
+            tables={
+                "blocks": TableBytes(
+                    used_bytes=used_bytes, useless_bytes=useless_bytes, cached_bytes=cached_bytes
+                )
+            },
+        )
+
+    def check(self) -> None:
+        """See `Arena`: vLLM has no check."""

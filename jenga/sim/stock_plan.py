@@ -1,0 +1,213 @@
+"""The layers of one of our models in vLLM's words, and the arena that vLLM's planner cuts."""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jenga.spec import (
+    ChunkedLocal,
+    CrossAttention,
+    FullAttention,
+    ImageEmbedding,
+    Layer,
+    LayerType,
+    ModelSpec,
+    SlidingWindow,
+    State,
+)
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+BLOCK_TOKENS = 16
+"""Of vLLM on a GPU, and the multiple its attention kernels ask for."""
+
+LAYER_OUTERMOST = "LBNHC"
+"""What vLLM's attention backends prefer."""
+
+BLOCK_OUTERMOST = "BLHNC"
+"""What vLLM wants for pages of mixed sizes, side by side in one block."""
+
+NEVER = 1 << 24
+"""A length that no request reaches."""
+
+_MAMBA2_DIMENSIONS = 3
+"""Of a Mamba-2 state: heads, their width, the state's. Mamba-1 has channels for the first two."""
+
+_LEAST_BLOCKS = 2
+"""The null block and another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StockPlan:
+    """An arena as vLLM cuts it.
+
+    Attributes:
+        cache_config: vLLM's, as the planner left it.
+        kv_cache_config: What vLLM's manager is made for.
+        block_bytes: Of one block, all its layers together.
+        group_layers: Per group, its layers.
+        scheduler_tokens: Multiple of tokens at which vLLM's scheduler works.
+        hash_tokens: Tokens that each further prefix hash covers.
+    """
+
+    cache_config: Any
+    kv_cache_config: "KVCacheConfig"
+    block_bytes: int
+    group_layers: tuple[int, ...]
+    scheduler_tokens: int
+    hash_tokens: int
+
+
+def plan_stock(model: ModelSpec, arena_bytes: int, *, prefix_caching: bool) -> StockPlan:
+    """Cut an arena by vLLM's planner.
+
+    Raises:
+        ValueError: The planner refuses the layers, or the arena does not hold two blocks.
+    """
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_utils import (
+        generate_scheduler_kv_cache_config,
+        get_kv_cache_config_from_groups,
+        get_kv_cache_groups,
+        resolve_kv_cache_block_sizes,
+    )
+
+    config = VllmConfig()
+    cache_config = config.cache_config
+    cache_config.enable_prefix_caching = prefix_caching
+    cache_config.block_size = attention_block_tokens(model)
+    cache_config.mamba_cache_mode = "align" if prefix_caching else "none"
+    layer_specs = specs(model, prefix_caching=prefix_caching)
+    refusals: list[str] = []
+    for layout in layouts(model):
+        cache_config.kv_cache_layout = layout
+        try:
+            groups = get_kv_cache_groups(config, layer_specs)
+            planned = get_kv_cache_config_from_groups(config, groups, arena_bytes)
+        except (NotImplementedError, ValueError, AssertionError) as error:
+            refusals.append(f"{layout}: {error}")
+            continue
+        break
+    else:
+        raise ValueError("; ".join(refusals))
+    if planned.num_blocks < _LEAST_BLOCKS:
+        msg = f"arena_bytes must hold {_LEAST_BLOCKS} blocks, got {arena_bytes}"
+        raise ValueError(msg)
+    scheduled = generate_scheduler_kv_cache_config([planned])
+    block_tokens = [group.kv_cache_spec.block_size for group in scheduled.kv_cache_groups]
+    scheduler_tokens, hash_tokens = math.lcm(*block_tokens), 1
+    if prefix_caching:
+        if len(block_tokens) == 1:
+            cache_config.block_size = block_tokens[0]
+        scheduler_tokens, hash_tokens = resolve_kv_cache_block_sizes(scheduled, config)
+    return StockPlan(
+        cache_config=cache_config,
+        kv_cache_config=scheduled,
+        block_bytes=planned.kv_cache_tensors[0].size // planned.num_blocks,
+        group_layers=tuple(len(group.layer_names) for group in groups),
+        scheduler_tokens=scheduler_tokens,
+        hash_tokens=hash_tokens,
+    )
+
+
+def layouts(model: ModelSpec) -> tuple[str, str]:
+    """Layouts to try; compressed keys are declared to be block-outermost, as DeepSeek-V4's are."""
+    is_compressed = any(
+        isinstance(each, FullAttention) and each.tokens_per_slot > 1 for each in model.layer_types
+    )
+    if is_compressed:
+        return BLOCK_OUTERMOST, LAYER_OUTERMOST
+    return LAYER_OUTERMOST, BLOCK_OUTERMOST
+
+
+def _stored(model: ModelSpec) -> list[tuple[LayerType, Layer]]:
+    return [
+        (layer_type, layer)
+        for layer_type in model.layer_types
+        if not isinstance(layer_type, ImageEmbedding)
+        for layer in layer_type.layers
+    ]
+
+
+def attention_block_tokens(model: ModelSpec) -> int:
+    """Tokens of an attention block: as many as make its page no smaller than a state.
+
+    Source: vLLM 0.32, `Platform._align_hybrid_block_size`.
+    """
+    stored = _stored(model)
+    state_bytes = max(
+        (one.slot_bytes for kind, one in stored if isinstance(kind, State)), default=0
+    )
+    token_bytes = max(
+        (one.slot_bytes for kind, one in stored if not isinstance(kind, State)), default=0
+    )
+    if not state_bytes or not token_bytes:
+        return BLOCK_TOKENS
+    return BLOCK_TOKENS * -(-state_bytes // (BLOCK_TOKENS * token_bytes))
+
+
+def specs(model: ModelSpec, *, prefix_caching: bool) -> "dict[str, KVCacheSpec]":
+    """Describe each layer in vLLM's words."""
+    stored = _stored(model)
+    block_tokens = attention_block_tokens(model)
+    token_bytes = max(
+        (one.slot_bytes for kind, one in stored if not isinstance(kind, State)), default=0
+    )
+    padded_bytes = block_tokens * token_bytes or None
+    return {
+        f"{layer_type.name}.{layer.name}": (
+            _state_spec(layer, block_tokens, padded_bytes, prefix_caching=prefix_caching)
+            if isinstance(layer_type, State)
+            else _spec(layer_type, layer, block_tokens)
+        )
+        for layer_type, layer in stored
+    }
+
+
+def _state_spec(
+    layer: Layer, block_tokens: int, padded_bytes: int | None, *, prefix_caching: bool
+) -> "KVCacheSpec":
+    import torch
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    recurrent = next((part for part in layer.parts if part.name == "recurrent"), None)
+    is_mamba2 = recurrent is not None and len(recurrent.shape) == _MAMBA2_DIMENSIONS
+    return MambaSpec(
+        block_size=block_tokens if prefix_caching else NEVER,
+        shapes=((layer.slot_bytes,),),
+        dtypes=(torch.int8,),
+        page_size_padded=padded_bytes,
+        mamba_cache_mode="align" if prefix_caching else "none",
+        num_prefill_checkpoint_blocks=int(prefix_caching and is_mamba2),
+        prefill_checkpoint_alignment=1 if prefix_caching and is_mamba2 else None,
+    )
+
+
+def _spec(layer_type: LayerType, layer: Layer, block_tokens: int) -> "KVCacheSpec":
+    import torch
+    from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        CrossAttentionSpec,
+        FullAttentionSpec,
+        SlidingWindowSpec,
+    )
+
+    # Heads, their size and their dtype enter only through the bytes of a token.
+    shape: dict[str, Any] = {
+        "block_size": getattr(layer_type, "tokens_per_page", None) or block_tokens,
+        "num_kv_heads": 1,
+        "head_size": layer.slot_bytes // 2,
+        "dtype": torch.int8,
+    }
+    match layer_type:
+        case SlidingWindow(window_tokens=window_tokens):
+            return SlidingWindowSpec(**shape, sliding_window=window_tokens)
+        case ChunkedLocal(chunk_tokens=chunk_tokens):
+            return ChunkedLocalAttentionSpec(**shape, attention_chunk_size=chunk_tokens)
+        case CrossAttention():
+            return CrossAttentionSpec(**shape)
+        case FullAttention(tokens_per_slot=tokens_per_slot):
+            return FullAttentionSpec(**shape, tokens_per_state=tokens_per_slot)
+        case _:
+            return FullAttentionSpec(**shape)
