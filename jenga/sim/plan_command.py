@@ -6,7 +6,7 @@ from pathlib import Path
 from jenga.models import ModelFacts, ReadOptions, find_model
 from jenga.sim.budget import RESERVED_BYTES, UTILIZATION, memory_budget
 from jenga.sim.gpus import GPUS, find_gpu, parse_bytes
-from jenga.sim.plan import KV_DTYPES, LENGTHS, Plan, plan_model
+from jenga.sim.plan import KV_DTYPES, LENGTHS, Plan, StockSystem, plan_model
 from jenga.sim.plan_text import known_models_text, plan_json, plan_text
 
 DESCRIPTION = """\
@@ -77,6 +77,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="BYTES",
         help="set aside for activations and graphs (default: 1.5GiB)",
     )
+    parser.add_argument(
+        "--without-vllm",
+        action="store_true",
+        help="leave out vLLM's planner, whose import takes seconds",
+    )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument(
         "--plot",
@@ -131,7 +136,14 @@ def _plan(options: argparse.Namespace) -> Plan:
             tensor_parallel=options.tp, kv_format=kv_format, model_dtype=model_dtype
         ),
         lengths=options.length or _lengths(models[0]),
+        stock=None if options.without_vllm else _stock_system(),
     )
+
+
+def _stock_system() -> StockSystem:
+    from jenga.sim.stock_fit import stock_system
+
+    return stock_system
 
 
 def _lengths(model: ModelFacts) -> tuple[int, ...]:

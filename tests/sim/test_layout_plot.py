@@ -49,7 +49,9 @@ def test_like_page_tables_are_drawn_once():
 def test_command_draws_the_same_svg_every_time(tmp_path):
     files = [tmp_path / "first.svg", tmp_path / "second.svg"]
     for file in files:
-        assert main(["plan", "gemma-3-4b", "--gpu", "L4", "--plot", str(file)]) == 0
+        assert (
+            main(["plan", "gemma-3-4b", "--gpu", "L4", "--without-vllm", "--plot", str(file)]) == 0
+        )
 
     first, second = (file.read_bytes() for file in files)
     assert first == second
@@ -61,6 +63,6 @@ def test_command_draws_the_same_svg_every_time(tmp_path):
 def test_command_refuses_another_format(tmp_path, capsys):
     file = tmp_path / "layout.bmp"
 
-    assert main(["plan", "gemma-3-4b", "--plot", str(file)]) == 2
+    assert main(["plan", "gemma-3-4b", "--without-vllm", "--plot", str(file)]) == 2
     assert "must end in .svg, .png, .pdf" in capsys.readouterr().err
     assert not file.exists()

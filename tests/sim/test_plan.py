@@ -10,6 +10,7 @@ from jenga.cli import main
 from jenga.errors import OutOfPagesError
 from jenga.manager import Manager
 from jenga.models import KvFormat, ReadOptions, known_model, known_names
+from jenga.sim import stock_fit
 from jenga.sim.budget import memory_budget
 from jenga.sim.gpus import find_gpu
 from jenga.sim.plan import LENGTHS, decode_bytes, fit_of, plan_model
@@ -147,8 +148,12 @@ def test_json_holds_what_the_text_rounds():
     assert fields["models"][0]["total_parameters"] == 27_400_000_000
 
 
+def plan_command(*arguments):
+    return main(["plan", *arguments, "--without-vllm"])
+
+
 def test_command_prints_a_plan(capsys):
-    assert main(["plan", "gemma-3-27b", "--gpu", "H200", "--length", "2048"]) == 0
+    assert plan_command("gemma-3-27b", "--gpu", "H200", "--length", "2048") == 0
 
     printed = capsys.readouterr().out
     assert "0.92 of the 150.8 GB of an H200" in printed
@@ -162,8 +167,8 @@ def test_command_lists_the_known_models(capsys):
 
 
 def test_command_takes_ranks_format_and_arena(capsys):
-    arguments = ["plan", "qwen3-next-80b-a3b", "--tp", "2", "--kv-dtype", "fp8", "--arena", "20GB"]
-    assert main([*arguments, "--json"]) == 0
+    arguments = ["qwen3-next-80b-a3b", "--tp", "2", "--kv-dtype", "fp8", "--arena", "20GB"]
+    assert plan_command(*arguments, "--json") == 0
 
     fields = json.loads(capsys.readouterr().out)
     assert (fields["tensor_parallel"], fields["kv_format"]) == (2, "fp8")
@@ -187,7 +192,33 @@ def test_command_takes_ranks_format_and_arena(capsys):
     ],
 )
 def test_command_says_what_is_wrong_in_one_line(arguments, message, capsys):
-    assert main(["plan", *arguments]) == 2
+    assert plan_command(*arguments) == 2
 
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(message, line)
+
+
+def test_vllm_is_left_out_by_name_where_it_is_not_installed(monkeypatch):
+    monkeypatch.setattr(stock_fit, "find_spec", lambda _name: None)
+
+    plan = plan_of("gemma-3-27b", lengths=(2048,), stock=stock_fit.stock_system)
+
+    assert system(plan, "vllm").refusal == "vLLM 0.32 is not installed"
+    assert "vLLM's planner does not start: vLLM 0.32 is not installed" in plan_text(plan)
+
+
+def test_vllms_planner_wastes_what_its_replay_was_seen_to_waste():
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    arena_bytes = 40 << 30
+
+    stock = stock_fit.stock_system
+    gemma = plan_of("gemma-3-27b", arena_bytes, lengths=(1300,), stock=stock)
+    llama = plan_of("llama-3.1-8b", arena_bytes, lengths=(1300, 400_000), stock=stock)
+
+    # Replays of requests of about 1.3k tokens: 12 % and half a percent.
+    assert system(gemma, "vllm").fits[0].waste == pytest.approx(0.12, abs=0.03)
+    short, long = system(llama, "vllm").fits
+    assert short.waste < 0.015
+    assert (long.num_requests, long.waste) == (0, None)
+    # One layer type: all cut alike, and admit the same.
+    assert system(llama, "vllm").longest_tokens == system(llama, "planned").longest_tokens
