@@ -4,8 +4,11 @@ Every reader takes a path and yields requests in the order of their arrival; a l
 the format says is an error that names file, line and field.
 """
 
+import csv
 import json
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import NoReturn, cast
 
@@ -36,6 +39,99 @@ def read_mooncake(path: Path) -> Iterator[Request]:
                 yield _mooncake_request(line, _Line(path, number))
 
 
+def read_azure(path: Path) -> Iterator[Request]:
+    """Requests of a trace of Azure's: times and lengths; nothing says what prompts share.
+
+    Args:
+        path: CSV of `TIMESTAMP`, `ContextTokens`, `GeneratedTokens`.
+
+    Raises:
+        ValueError: A line is not one; file, line and field are named.
+
+    Source: AzureLLMInferenceTrace of Azure/AzurePublicDataset, with Splitwise (ISCA 2024).
+    """
+    first: datetime | None = None
+    for where, row in _csv_rows(path, ("TIMESTAMP", "ContextTokens", "GeneratedTokens")):
+        arrival = where.time("TIMESTAMP", row["TIMESTAMP"])
+        first = first or arrival
+        yield Request(
+            name=str(where.number),
+            arrival_s=(arrival - first).total_seconds(),
+            prompt=(Piece(f"{where.number}", where.digits("ContextTokens", row["ContextTokens"])),),
+            output_tokens=where.digits("GeneratedTokens", row["GeneratedTokens"]),
+        )
+
+
+LENGTH_COLUMNS = (
+    ("num_prefill_tokens", "num_decode_tokens"),
+    ("prompt_tokens", "output_tokens"),
+    ("prompt_len", "output_len"),
+    ("input_length", "output_length"),
+)
+"""Names of the two columns of lengths, in files that have only those."""
+
+
+def read_lengths(path: Path, *, arrivals_per_s: float = 0.0, seed: int = 0) -> Iterator[Request]:
+    """Requests of a file of lengths, such as those of ShareGPT or of arXiv's articles.
+
+    Args:
+        path: CSV with one of the pairs of `LENGTH_COLUMNS`; others are passed over.
+        arrivals_per_s: Requests a second, at random; 0 for all at once.
+        seed: Of the arrivals.
+
+    Raises:
+        ValueError: A line is not one; file, line and field are named.
+
+    Source: the lengths published with microsoft/vidur.
+    """
+    draw = random.Random(seed)
+    arrival_s = 0.0
+    columns = _length_columns(path)
+    for where, row in _csv_rows(path, columns):
+        prompt_tokens, output_tokens = (where.digits(column, row[column]) for column in columns)
+        yield Request(
+            name=str(where.number),
+            arrival_s=arrival_s,
+            prompt=(Piece(f"{where.number}", prompt_tokens),),
+            output_tokens=output_tokens,
+        )
+        if arrivals_per_s:
+            arrival_s += draw.expovariate(arrivals_per_s)
+
+
+def _length_columns(path: Path) -> tuple[str, str]:
+    names = header_of(path)
+    for columns in LENGTH_COLUMNS:
+        if set(columns) <= set(names):
+            return columns
+    pairs = " or ".join(",".join(columns) for columns in LENGTH_COLUMNS)
+    msg = f"{path}:1: columns must be {pairs}, got {','.join(names)}"
+    raise ValueError(msg)
+
+
+def header_of(path: Path) -> list[str]:
+    """The names in the first line of a CSV file."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        return next(csv.reader(file), list[str]())
+
+
+def _csv_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple["_Line", dict[str, str]]]:
+    """Lines of a CSV file with a header, as the columns asked for."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file)
+        names = next(reader, list[str]())
+        missing = [column for column in columns if column not in names]
+        if missing:
+            msg = f"{path}:1: columns must have {missing[0]}, got {','.join(names)}"
+            raise ValueError(msg)
+        for cells in reader:
+            if cells:
+                where = _Line(path, reader.line_num)
+                if len(cells) != len(names):
+                    where.refuse("the line", f"{len(names)} columns", ",".join(cells)[:60])
+                yield where, dict(zip(names, cells, strict=True))
+
+
 class _Line:
     """Where a line is, for errors."""
 
@@ -53,6 +149,20 @@ class _Line:
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             self.refuse(field, f"an integer of at least {least}", value)
         return value
+
+    def digits(self, field: str, text: str) -> int:
+        """A positive whole number."""
+        try:
+            return self.count(field, int(text))
+        except ValueError:
+            self.refuse(field, "an integer of at least 1", text)
+
+    def time(self, field: str, text: str) -> datetime:
+        """A time of day."""
+        try:
+            return datetime.fromisoformat(text)
+        except ValueError:
+            self.refuse(field, "a time such as 2023-11-16 18:15:46.680590", text)
 
     def number_of(self, field: str, value: object) -> float:
         """A number that is not negative."""

@@ -1,0 +1,164 @@
+"""Where requests come from, in a user's words: a file, or a workload made up by its name."""
+
+import inspect
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from difflib import get_close_matches
+from itertools import islice
+from pathlib import Path
+from typing import cast, get_args, get_origin
+
+from jenga.sim import generators
+from jenga.sim.servegen import read_servegen
+from jenga.sim.traces import header_of, read_azure, read_lengths, read_mooncake
+from jenga.sim.workload import Request
+
+GENERATORS: dict[str, Callable[..., Iterator[Request]]] = {
+    "articles": generators.articles,
+    "long-documents": generators.long_documents,
+    "static-lengths": generators.static_lengths,
+    "dynamic-lengths": generators.dynamic_lengths,
+    "mmlu-pro": generators.mmlu_pro,
+    "mmmu-pro": generators.mmmu_pro,
+    "agentic": generators.agentic,
+    "servegen": read_servegen,
+}
+"""Workloads by name; their arguments are those of the functions."""
+
+_SHORT_NAMES = {
+    "n": {"articles": "num_articles", "": "num_requests"},
+    "requests": {"": "num_requests"},
+    "sessions": {"": "num_sessions"},
+    "turns": {"": "num_turns"},
+    "questions": {"": "num_questions"},
+    "tokens": {"articles": "article_tokens", "": "prompt_tokens"},
+    "question": {"": "question_tokens"},
+    "output": {"": "output_tokens"},
+    "rate": {"": "arrivals_per_s"},
+}
+"""Short names of arguments; what they are short for, per workload and otherwise."""
+
+FORMATS: dict[str, Callable[[Path], Iterator[Request]]] = {
+    "mooncake": read_mooncake,
+    "azure": read_azure,
+    "lengths": read_lengths,
+}
+"""Formats of files."""
+
+
+def open_source(
+    text: str, *, file_format: str | None = None, limit: int | None = None, speed: float = 1.0
+) -> Iterator[Request]:
+    """Requests of a trace.
+
+    Args:
+        text: A path, or the name of a workload with arguments: `articles:n=24,questions=8`; a range
+            of lengths is written `tokens=1000-2000`.
+        file_format: Of `FORMATS`; by default what the file's first line says.
+        limit: No more requests than these.
+        speed: Arrivals come so many times as fast.
+
+    Raises:
+        ValueError: There is no such file or workload, it has no such argument, or a file is of no
+            known format.
+    """
+    if not speed > 0:
+        msg = f"speed must be positive, got {speed}"
+        raise ValueError(msg)
+    if limit is not None and limit <= 0:
+        msg = f"requests must be a positive number, got {limit}"
+        raise ValueError(msg)
+    requests = islice(_requests(text, file_format), limit)
+    if speed == 1:
+        return requests
+    return (replace(each, arrival_s=each.arrival_s / speed) for each in requests)
+
+
+def _requests(text: str, file_format: str | None) -> Iterator[Request]:
+    name, _, arguments = text.partition(":")
+    if name in GENERATORS and file_format is None:
+        return _made(name, arguments)
+    path = Path(text).expanduser()
+    if not path.is_file():
+        close = get_close_matches(name, GENERATORS, n=2)
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        msg = f"trace must be a file or one of {', '.join(GENERATORS)}, got {text!r}{hint}"
+        raise ValueError(msg)
+    return FORMATS[file_format or format_of(path)](path)
+
+
+def format_of(path: Path) -> str:
+    """The format of a file, by its first line.
+
+    Raises:
+        ValueError: It is none of `FORMATS`.
+    """
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            line = file.readline()
+    except UnicodeDecodeError:
+        line = ""
+    if line.lstrip().startswith("{"):
+        try:
+            fields: object = json.loads(line)
+        except json.JSONDecodeError:
+            fields = None
+        if isinstance(fields, dict) and "hash_ids" in fields:
+            return "mooncake"
+        expected = "timestamp, input_length, output_length and hash_ids"
+        msg = f"{path}:1: must be a JSON object with {expected}, got {line.strip()[:60]!r}"
+        raise ValueError(msg)
+    names = header_of(path) if line else []
+    if "ContextTokens" in names:
+        return "azure"
+    if line and len(names) > 1:
+        return "lengths"
+    msg = f"{path}:1: format must be one of {', '.join(FORMATS)}, got {line.strip()[:60]!r}"
+    raise ValueError(msg)
+
+
+def _made(name: str, arguments: str) -> Iterator[Request]:
+    """A workload with arguments `key=value,...`."""
+    function = GENERATORS[name]
+    parameters = inspect.signature(function).parameters
+    values: dict[str, object] = {}
+    for argument in filter(None, arguments.split(",")):
+        key, _, value = argument.partition("=")
+        short = _SHORT_NAMES.get(key, {})
+        parameter = key if key in parameters else short.get(name, short.get("", key))
+        if parameter not in parameters:
+            msg = f"{name} must have arguments of {', '.join(parameters)}, got {argument!r}"
+            raise ValueError(msg)
+        values[parameter] = _value(name, argument, value, parameters[parameter].annotation)
+    for parameter in parameters.values():
+        if parameter.default is inspect.Parameter.empty and parameter.name not in values:
+            msg = f"{name} must be given {parameter.name}, as {name}:{parameter.name}=..."
+            raise ValueError(msg)
+    return function(**values)
+
+
+def _value(name: str, argument: str, text: str, kind: object) -> object:
+    """An argument of the type that its parameter has."""
+    value = _parsed(text, kind)
+    if value is None:
+        expected = "first-last" if get_origin(kind) is tuple else getattr(kind, "__name__", "")
+        msg = f"{name}: {argument.partition('=')[0]} must be {expected}, got {text!r}"
+        raise ValueError(msg)
+    return value
+
+
+def _parsed(text: str, kind: object) -> object:
+    """What a text stands for; None if it stands for nothing of this type."""
+    if get_origin(kind) is tuple:
+        first, _, last = text.partition("-")
+        number = get_args(kind)[0]
+        pair = _parsed(first, number), _parsed(last or first, number)
+        is_range = None not in pair and cast("int", pair[0]) <= cast("int", pair[1])
+        return pair if is_range else None
+    if kind is bool:
+        return {"true": True, "false": False}.get(text)
+    try:
+        return cast("type[str]", kind)(text)
+    except ValueError:
+        return None
