@@ -479,7 +479,8 @@ class Manager:
         """Keep a copy of a request's running states for others to start from.
 
         Args:
-            request_id: Whose states; its last step ended at exactly `num_tokens` tokens.
+            request_id: Whose states. Its last step ended at exactly `num_tokens` tokens, or the one
+                about to run passes there and writes them on its way; then no copies are made.
             prefix_hash: Hash of those tokens.
             num_tokens: A multiple of `hash_tokens`.
 
@@ -497,6 +498,11 @@ class Manager:
             )
             raise ValueError(msg)
         return self._states.keep(request, prefix_hash, num_tokens, self._step)
+
+    def keeps_state(self, table_index: int, prefix_hash: bytes, page: int) -> bool:
+        """Whether a page still holds the state kept in it: another one may have taken it since."""
+        cache = self._tables[table_index].cache
+        return cache is not None and cache.get(prefix_hash) == page
 
     def take_copies(self) -> list[PageCopy]:
         """Copies to make before any kernel of the next step runs, in this order."""

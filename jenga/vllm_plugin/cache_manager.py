@@ -15,9 +15,12 @@ from vllm.v1.request import RequestStatus
 
 from jenga.errors import OutOfPagesError
 from jenga.manager import Manager
+from jenga.policies import RequestFacts
 from jenga.request import PrefixHit
+from jenga.vllm_plugin.config import TOKENS_PER_PAGE
 from jenga.vllm_plugin.layout import JengaKVCacheConfig, geometry_of
 from jenga.vllm_plugin.memory_log import MemoryLog, open_memory_log
+from jenga.vllm_plugin.state_orders import StateKeeper, StateOrders
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
@@ -107,12 +110,17 @@ class JengaKVCacheManager:
         self.enable_caching = enable_caching
         self.log_stats = log_stats
         self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
+        hash_tokens = hash_block_size if enable_caching else TOKENS_PER_PAGE
         self.manager = Manager(
             geometry_of(kv_cache_config),
             num_large_pages=kv_cache_config.num_blocks,
             prefix_caching=enable_caching,
-            hash_tokens=hash_block_size if enable_caching else 16,
+            hash_tokens=hash_tokens,
         )
+        has_states = any(table.is_state for table in self.manager.geometry.page_tables)
+        self._states: StateKeeper | None = None
+        if enable_caching and has_states:
+            self._states = StateKeeper(self.manager, hash_tokens=hash_tokens)
         self.coordinator = _Coordinator(kv_cache_config)
         self.block_pool = _BlockPool()
         self.num_kv_cache_groups = len(kv_cache_config.kv_cache_groups)
@@ -128,6 +136,8 @@ class JengaKVCacheManager:
     def new_step_starts(self) -> None:
         """Note that the scheduler begins a step."""
         self.manager.new_step()
+        if self._states is not None:
+            self._states.step_starts()
         if self._memory_log is not None:
             self._memory_log.step()
 
@@ -145,8 +155,7 @@ class JengaKVCacheManager:
             return self.empty_kv_cache_blocks, 0, 0
         # The last token is always computed: its logits are wanted.
         hit = self.manager.lookup(request.block_hashes, max_tokens=request.num_tokens - 1)
-        if hit.num_tokens == 0:
-            return self.empty_kv_cache_blocks, 0, 0
+        # Also without a token it says where the request leaves what others have computed.
         page_ids = tuple([] for _ in range(self.num_kv_cache_groups))
         return PageTables(page_ids, hit), hit.num_tokens, 0
 
@@ -174,6 +183,7 @@ class JengaKVCacheManager:
         is_waiting = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         reserve = self._watermark_large_pages if is_waiting and has_scheduled_reqs else 0
         hit = new_computed_blocks.hit if isinstance(new_computed_blocks, PageTables) else None
+        facts = RequestFacts(prompt_tokens=request.num_tokens) if is_waiting else None
         full_tokens = min(request.num_tokens, self.max_model_len) if full_sequence_must_fit else 0
         try:
             new_pages = self.manager.allocate(
@@ -181,6 +191,7 @@ class JengaKVCacheManager:
                 num_tokens=min(num_tokens + num_lookahead_tokens, self.max_model_len),
                 num_processed_tokens=max(0, computed_tokens - request.num_in_flight_tokens),
                 hit=hit,
+                facts=facts,
                 full_tokens=full_tokens,
                 reserve_large_pages=reserve,
             )
@@ -189,6 +200,8 @@ class JengaKVCacheManager:
         if self.enable_caching:
             # This step's own tokens wait for the next: a step may yet lose a request it scheduled.
             self.cache_blocks(request, min(computed_tokens, request.num_tokens))
+        if self._states is not None:
+            self._states.schedule(request, computed_tokens, num_tokens)
         return PageTables(new_pages) if any(new_pages) else self.empty_kv_cache_blocks
 
     def cache_blocks(self, request: "Request", num_computed_tokens: int) -> None:
@@ -204,6 +217,8 @@ class JengaKVCacheManager:
         if self.manager.is_running(request.request_id):
             self.cache_blocks(request, min(request.num_computed_tokens, request.num_tokens))
             self.manager.free(request.request_id)
+            if self._states is not None:
+                self._states.forget(request.request_id)
 
     def pop_blocks_for_free(self, request: "Request") -> list[KVCacheBlock]:
         """Take back a request's pages; nothing is left to free later.
@@ -268,9 +283,14 @@ class JengaKVCacheManager:
         """Get pages to clear before use: none, the kernels read no slot that was not written."""
         return []
 
-    def take_kv_cache_block_copies(self) -> tuple[list[Any], list[KVCacheBlock]]:
-        """Get pages to copy before the step: none, hits end at whole pages."""
-        return [], []
+    def take_kv_cache_block_copies(self) -> tuple[list[StateOrders], list[KVCacheBlock]]:
+        """Get what the workers do with kept states; asked once all requests of a step are known.
+
+        Returns:
+            The orders, at most one; and no blocks to free later, the manager has them in its books.
+        """
+        orders = self._states.take_orders() if self._states is not None else None
+        return ([] if orders is None else [orders]), []
 
     def take_boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:
         """Get states to hand to a KV connector: none, connectors are refused at start-up."""

@@ -49,6 +49,10 @@ def _unsupported_features(vllm_config: "VllmConfig") -> list[str]:
         f"other attention backends per kind {other_backends}": bool(other_backends),
         f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype not in CACHE_DTYPES,
         "--kv-sharing-fast-prefill": cache.kv_sharing_fast_prefill,
+        "--use-replayssm": cache.use_replayssm,
+        "--enable-mamba-cache-stochastic-rounding": (
+            vllm_config.mamba_config.enable_stochastic_rounding
+        ),
         "HiSparse": vllm_config.attention_config.hisparse_config is not None,
         "encoder-decoder models": model is not None and model.is_encoder_decoder,
         "multi-head latent attention (MLA)": model is not None and model.use_mla,
@@ -104,12 +108,7 @@ def _set_cache_options(vllm_config: "VllmConfig") -> None:
         # vLLM turns page tables of their own off for models with it; layers read theirs elsewhere.
         model.attention_chunk_size = None
     if model is not None and (model.is_hybrid or model.is_attention_free):
-        if cache.enable_prefix_caching:
-            logger.warning_once(
-                "%s does not cache prefixes of models with Mamba layers: prefix caching is off",
-                BACKEND_NAME,
-            )
-        cache.enable_prefix_caching = False
+        # vLLM's other mode ends steps where states are kept; ours are kept on the way.
         cache.mamba_cache_mode = "none"
         cache.mamba_block_size = model.max_model_len
         cache.mamba_page_size_padded = None

@@ -5,7 +5,7 @@ and signatures; `replacements` says why.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,13 @@ from jenga.geometry import Geometry, PageTable, check_arena, exact_lcm
 from jenga.planner import plan
 from jenga.vllm_plugin.config import TOKENS_PER_PAGE
 from jenga.vllm_plugin.environment import BACKEND_NAME, read_settings
-from jenga.vllm_plugin.specs import layer_names, model_spec, table_spec
+from jenga.vllm_plugin.specs import (
+    SERVED_STATES,
+    kinds_of_states,
+    layer_names,
+    model_spec,
+    table_spec,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -70,6 +76,12 @@ def geometry_of(config: JengaKVCacheConfig) -> Geometry:
     return config.geometry
 
 
+def groups_of_tokens(config: JengaKVCacheConfig) -> KVCacheConfig:
+    """Get a configuration with only those groups whose pages hold tokens, not states."""
+    groups = zip(config.kv_cache_groups, geometry_of(config).page_tables, strict=True)
+    return replace(config, kv_cache_groups=[group for group, table in groups if not table.is_state])
+
+
 def _geometry_of_groups(groups: list[KVCacheGroupSpec]) -> Geometry:
     first = groups[0]
     if not isinstance(first, JengaGroupSpec) or first.geometry is None:
@@ -92,6 +104,15 @@ def get_kv_cache_groups(
     if not kv_cache_spec:
         return []
     model = model_spec(kv_cache_spec)
+    others = kinds_of_states(kv_cache_spec) - SERVED_STATES
+    if others and vllm_config.cache_config.enable_prefix_caching:
+        logger.warning(
+            "%s keeps states of %s layers for other requests, not of %s: prefix caching is off",
+            BACKEND_NAME,
+            " and ".join(sorted(SERVED_STATES)),
+            " and ".join(sorted(others)),
+        )
+        vllm_config.cache_config.enable_prefix_caching = False
     tokens_per_page = vllm_config.cache_config.block_size or TOKENS_PER_PAGE
     make = {"planned": plan, "lcm": exact_lcm}[read_settings(os.environ).geometry]
     geometry = make(model, tokens_per_page=tokens_per_page)

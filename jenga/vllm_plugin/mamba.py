@@ -1,117 +1,363 @@
-"""Mamba layers' operations where vLLM has none of its own."""
+"""Mamba-1 and Mamba-2 layers of vLLM, served by `jenga_kernels` on states in pages.
+
+vLLM's layers keep their weights, projections and norms; what lies between, the convolution and the
+recurrence, reads and writes the state slots of the page-layer buffer in place. A step's tokens are
+those of decoding requests, one each, then those of prompts.
+"""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.backends.mamba1_attn import Mamba1AttentionMetadataBuilder
+from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
+from vllm.v1.attention.backends.mamba_attn import (
+    BaseMambaAttentionMetadata,
+    BaseMambaAttentionMetadataBuilder,
+)
 
+from jenga.errors import InvariantError
+from jenga.vllm_plugin.config import is_selected
+from jenga.vllm_plugin.state_worker import checkpoints_of, take_writes
+from jenga_kernels.causal_conv import causal_conv
+from jenga_kernels.conv_update import conv_update
 from jenga_kernels.state_scan import state_scan
-from jenga_kernels.states import NULL_SLOT
+from jenga_kernels.state_update import state_update
+from jenga_kernels.states import NULL_SLOT, Checkpoints
+from jenga_kernels.triton.device import skip_overflow_checks
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 
 
-def selective_scan(
-    u: torch.Tensor,
-    ssm_states: torch.Tensor,
-    delta: torch.Tensor,
-    A: torch.Tensor,  # noqa: N803 (vLLM's names)
-    B: torch.Tensor,  # noqa: N803
-    C: torch.Tensor,  # noqa: N803
-    D: torch.Tensor | None,  # noqa: N803
-    z: torch.Tensor | None,
-    delta_bias: torch.Tensor | None,
-    *,
-    delta_softplus: bool,
-    query_start_loc: torch.Tensor,
-    cache_indices: torch.Tensor,
-    has_initial_state: torch.Tensor,
-) -> torch.Tensor:
-    """Scan prompts of a Mamba-1 layer, in the words of vLLM's `selective_scan_fn`.
+@dataclass
+class JengaMambaMetadata(BaseMambaAttentionMetadata):
+    """What all layers of a page table of states need for a step.
 
-    Args:
-        u: Inputs, [dim, num_tokens].
-        ssm_states: Written in place, [num_slots, dim, d_state].
-        delta: Projected step sizes, [dim, num_tokens].
-        A: Decay rates, [dim, d_state].
-        B: Input projections, [d_state, num_tokens].
-        C: Output projections, shape of B.
-        D: Weight of the input, [dim].
-        z: Gates, shape of u.
-        delta_bias: [dim].
-        delta_softplus: Whether step sizes pass through softplus.
-        query_start_loc: i32[num_requests + 1].
-        cache_indices: State slot of each request, i32[num_requests].
-        has_initial_state: bool[num_requests].
+    Attributes:
+        initial_slots_p: State slot each prompt goes on from, the null slot at its beginning,
+            i32[num_prefills].
+        checkpoints: States of prompts to keep on the way.
+    """
+
+    initial_slots_p: torch.Tensor | None = None
+    checkpoints: Checkpoints | None = None
+
+
+class JengaMambaMetadataBuilder(BaseMambaAttentionMetadataBuilder[JengaMambaMetadata]):
+    """Prepares what the layers of a page table of states share in a step."""
+
+    metadata_cls = JengaMambaMetadata
+    needs_causal_conv1d_metadata = False
+    supports_update_block_table = False  # each page table has checkpoints of its own
+
+    def __init__(
+        self,
+        kv_cache_spec: Any,  # noqa: ANN401 (vLLM's MambaSpec)
+        layer_names: list[str],
+        vllm_config: "VllmConfig",
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        if device.type == "cpu":
+            skip_overflow_checks()
+        self._layer_names = tuple(layer_names)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: "CommonAttentionMetadata",
+        fast_build: bool = False,
+        **kwargs: Any,  # noqa: ANN401 (of speculative decoding, which is refused)
+    ) -> JengaMambaMetadata:
+        """Collect a step's state slots and the states to keep."""
+        common = self._compute_common_metadata(common_attn_metadata)
+        writes = take_writes(self._layer_names)
+        slots, goes_on = common.state_indices_tensor_p, common.has_initial_states_p
+        if slots is None or goes_on is None:
+            if writes:
+                msg = f"states are to be kept in a step that reads no prompt: {writes}"
+                raise InvariantError(msg)
+            return common
+        return replace(
+            common,
+            initial_slots_p=torch.where(goes_on, slots, NULL_SLOT),
+            checkpoints=checkpoints_of(writes, slots) if writes else None,
+        )
+
+
+class _JengaMamba1Builder(JengaMambaMetadataBuilder):
+    def __new__(
+        cls,
+        kv_cache_spec: Any,  # noqa: ANN401
+        layer_names: list[str],
+        vllm_config: "VllmConfig",
+        device: torch.device,
+    ) -> "AttentionMetadataBuilder[Any]":
+        if is_selected(vllm_config):
+            return super().__new__(cls)
+        return Mamba1AttentionMetadataBuilder(kv_cache_spec, layer_names, vllm_config, device)
+
+
+class _JengaMamba2Builder(JengaMambaMetadataBuilder):
+    def __new__(
+        cls,
+        kv_cache_spec: Any,  # noqa: ANN401
+        layer_names: list[str],
+        vllm_config: "VllmConfig",
+        device: torch.device,
+    ) -> "AttentionMetadataBuilder[Any]":
+        if is_selected(vllm_config):
+            return super().__new__(cls)
+        return Mamba2AttentionMetadataBuilder(kv_cache_spec, layer_names, vllm_config, device)
+
+
+class _JengaMambaBackend(AttentionBackend):
+    @classmethod
+    def is_ssm(cls) -> bool:
+        """Whether the layers have states: they have."""
+        return True
+
+
+class JengaMamba1Backend(_JengaMambaBackend):
+    """Registered in place of vLLM's backend of Mamba-1 layers."""
+
+    @staticmethod
+    def get_name() -> str:
+        """Get the backend's name."""
+        return "JENGA_MAMBA1"
+
+    @staticmethod
+    def get_builder_cls() -> type["AttentionMetadataBuilder[Any]"]:
+        """Get the class that prepares a step; vLLM's own where JENGA_TRITON is not selected."""
+        return _JengaMamba1Builder
+
+
+class JengaMamba2Backend(_JengaMambaBackend):
+    """Registered in place of vLLM's backend of Mamba-2 layers."""
+
+    @staticmethod
+    def get_name() -> str:
+        """Get the backend's name."""
+        return "JENGA_MAMBA2"
+
+    @staticmethod
+    def get_builder_cls() -> type["AttentionMetadataBuilder[Any]"]:
+        """Get the class that prepares a step; vLLM's own where JENGA_TRITON is not selected."""
+        return _JengaMamba2Builder
+
+
+def metadata_of(layer_name: str) -> JengaMambaMetadata | None:
+    """Get the metadata of a layer in the step under way.
 
     Returns:
-        Outputs, [dim, num_tokens].
+        None where vLLM measures memory without a cache, or the layer is not served here.
     """
-    # One head of all channels, one group; the kernel reads token by token.
-    x = u.t().contiguous().unsqueeze(1)
-    out = torch.empty_like(x)
-    state_scan(
-        out,
-        ssm_states.unsqueeze(1),
-        x,
-        delta.t().contiguous().unsqueeze(1),
-        A.float().unsqueeze(0),
-        B.t().contiguous().unsqueeze(1),
-        C.t().contiguous().unsqueeze(1),
-        query_start_loc,
-        torch.where(has_initial_state, cache_indices, NULL_SLOT),
-        cache_indices,
-        D=None if D is None else D.unsqueeze(0),
-        z=None if z is None else z.t().contiguous().unsqueeze(1),
-        dt_bias=None if delta_bias is None else delta_bias.unsqueeze(0),
-        dt_softplus=delta_softplus,
-    )
-    return out.squeeze(1).t()
+    by_layer = get_forward_context().attn_metadata
+    metadata = by_layer.get(layer_name) if isinstance(by_layer, dict) else None
+    return metadata if isinstance(metadata, JengaMambaMetadata) else None
 
 
-def selective_state_update(
-    state: torch.Tensor,
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,  # noqa: N803
-    B: torch.Tensor,  # noqa: N803
-    C: torch.Tensor,  # noqa: N803
-    D: torch.Tensor | None,  # noqa: N803
-    dt_bias: torch.Tensor | None,
-    *,
-    z: torch.Tensor | None,
-    dt_softplus: bool,
-    state_batch_indices: torch.Tensor,
+def _states(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401
+    """Get a layer's states: [num_slots, dim, width - 1] and [num_slots, ..., d_state]."""
+    conv_states, states = layer.kv_cache
+    return conv_states if is_conv_state_dim_first() else conv_states.transpose(1, 2), states
+
+
+def _decode_slots(metadata: JengaMambaMetadata) -> torch.Tensor:
+    """Get the state slot of each decoding request, i32[num_decode_tokens]."""
+    slots = metadata.state_indices_tensor_d
+    if slots is None:
+        msg = "a step that decodes must come with the state slots of its requests"
+        raise ValueError(msg)
+    return slots[: metadata.num_decode_tokens, 0]
+
+
+def _prompts(
+    metadata: JengaMambaMetadata,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Get where prompts begin and their slots: query_starts, initial_slots, state_slots."""
+    query_starts, slots = metadata.query_start_loc_p, metadata.state_indices_tensor_p
+    if query_starts is None or slots is None or metadata.initial_slots_p is None:
+        msg = "a step that reads prompts must come with their bounds and state slots"
+        raise ValueError(msg)
+    return query_starts, metadata.initial_slots_p, slots
+
+
+def convolve(
     out: torch.Tensor,
+    x: torch.Tensor,
+    layer: Any,  # noqa: ANN401
+    weight: torch.Tensor,
+    metadata: JengaMambaMetadata,
 ) -> None:
-    """Apply one token per request in a Mamba-1 layer, in the words of vLLM's function of this name.
+    """Convolve a step's tokens.
 
     Args:
-        state: Written in place, [num_slots, dim, d_state].
-        x: Inputs, [num_requests, dim].
-        dt: Projected step sizes, shape of x.
-        A: Decay rates, [dim, d_state].
-        B: Input projections, [num_requests, d_state].
-        C: Output projections, shape of B.
-        D: Weight of the input, [dim].
-        dt_bias: [dim].
-        z: Gates, shape of x.
-        dt_softplus: Whether step sizes pass through softplus.
-        state_batch_indices: State slot of each request, i32[num_requests].
-        out: Written in place, shape of x.
+        out: Written in place, [num_tokens, dim].
+        x: Inputs, [num_tokens, dim].
+        layer: vLLM's layer; its convolution states are written in place.
+        weight: [dim, width].
+        metadata: Of the step.
     """
-    num_requests = x.shape[0]
-    result = torch.empty_like(x, memory_format=torch.contiguous_format).unsqueeze(1)
-    slots = state_batch_indices.flatten()
-    state_scan(
-        result,
-        state.unsqueeze(1),
-        x.contiguous().unsqueeze(1),
-        dt.contiguous().unsqueeze(1),
-        A.float().unsqueeze(0),
-        B.contiguous().unsqueeze(1),
-        C.contiguous().unsqueeze(1),
-        torch.arange(num_requests + 1, dtype=torch.int32, device=x.device),
-        slots,
-        slots,
-        D=None if D is None else D.unsqueeze(0),
-        z=None if z is None else z.contiguous().unsqueeze(1),
-        dt_bias=None if dt_bias is None else dt_bias.float().unsqueeze(0),
-        dt_softplus=dt_softplus,
+    conv_states, _ = _states(layer)
+    bias, silu = layer.conv1d.bias, layer.activation in ("silu", "swish")
+    first = metadata.num_decode_tokens
+    if first:
+        slots = _decode_slots(metadata)
+        conv_update(out[:first], conv_states, x[:first], weight, slots, slots, bias=bias, silu=silu)
+    if metadata.num_prefill_tokens:
+        query_starts, initial_slots, slots = _prompts(metadata)
+        causal_conv(
+            out[first:],
+            conv_states,
+            x[first:],
+            weight,
+            query_starts,
+            initial_slots,
+            slots,
+            bias=bias,
+            silu=silu,
+            checkpoints=metadata.checkpoints,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recurrence:
+    """A step's inputs to the recurrence, as `jenga_kernels.state_scan.state_scan` names them."""
+
+    x: torch.Tensor
+    dt: torch.Tensor
+    A: torch.Tensor
+    B: torch.Tensor
+    C: torch.Tensor
+    D: torch.Tensor
+    z: torch.Tensor | None
+    dt_bias: torch.Tensor | None
+
+
+def recur(
+    out: torch.Tensor, states: torch.Tensor, step: Recurrence, metadata: JengaMambaMetadata
+) -> None:
+    """Apply a step's tokens to the states.
+
+    Args:
+        out: Written in place, [num_tokens, num_heads, head_dim].
+        states: Written in place, [num_slots, num_heads, head_dim, d_state].
+        step: Inputs.
+        metadata: Of the step.
+    """
+    first = metadata.num_decode_tokens
+    if first:
+        slots = _decode_slots(metadata)
+        state_update(
+            out[:first],
+            states,
+            step.x[:first],
+            step.dt[:first],
+            step.A,
+            step.B[:first],
+            step.C[:first],
+            slots,
+            slots,
+            D=step.D,
+            z=None if step.z is None else step.z[:first],
+            dt_bias=step.dt_bias,
+        )
+    if metadata.num_prefill_tokens:
+        query_starts, initial_slots, slots = _prompts(metadata)
+        state_scan(
+            out[first:],
+            states,
+            step.x[first:],
+            step.dt[first:],
+            step.A,
+            step.B[first:],
+            step.C[first:],
+            query_starts,
+            initial_slots,
+            slots,
+            D=step.D,
+            z=None if step.z is None else step.z[first:],
+            dt_bias=step.dt_bias,
+            checkpoints=metadata.checkpoints,
+        )
+
+
+def forward_mamba1(
+    layer: Any,  # noqa: ANN401
+    hidden_states: torch.Tensor,
+    output: torch.Tensor,
+    metadata: JengaMambaMetadata,
+) -> None:
+    """Run a Mamba-1 layer of vLLM.
+
+    Args:
+        layer: A `MambaMixer`; its states are written in place.
+        hidden_states: [num_tokens or more, hidden].
+        output: Written in place for the step's tokens, shape of hidden_states.
+        metadata: Of the step.
+    """
+    num_tokens = metadata.num_decode_tokens + metadata.num_prefill_tokens
+    x, gate = layer.in_proj(hidden_states)[0][:num_tokens].chunk(2, dim=-1)
+    weight = layer.conv1d.weight.view(layer.conv1d.weight.shape[0], -1)
+    convolved = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    convolve(convolved, x, layer, weight, metadata)
+    dt, B, C = layer._ssm_transform(convolved)  # noqa: N806
+    scanned = torch.empty_like(convolved)
+    # One head of all channels, one group.
+    step = Recurrence(
+        x=convolved.unsqueeze(1),
+        dt=dt.transpose(0, 1).unsqueeze(1),
+        A=layer.A.unsqueeze(0),
+        B=B.unsqueeze(1),
+        C=C.unsqueeze(1),
+        D=layer.D.unsqueeze(0),
+        z=gate.unsqueeze(1),
+        dt_bias=None if layer.dt_proj.bias is None else layer.dt_proj.bias.unsqueeze(0),
     )
-    out.copy_(result.squeeze(1))
+    _, states = _states(layer)
+    recur(scanned.unsqueeze(1), states.unsqueeze(1), step, metadata)
+    output[:num_tokens] = layer.out_proj(scanned)[0]
+
+
+def forward_mamba2(
+    layer: Any,  # noqa: ANN401
+    projected: torch.Tensor,
+    output: torch.Tensor,
+    metadata: JengaMambaMetadata,
+) -> None:
+    """Run what lies between the projections of a Mamba-2 layer of vLLM.
+
+    Args:
+        layer: A `MambaMixer2`; its states are written in place.
+        projected: [num_tokens or more, gate and dim and num_heads].
+        output: Written in place for the step's tokens, [num_tokens or more, num_heads * head_dim].
+        metadata: Of the step.
+    """
+    num_tokens = metadata.num_decode_tokens + metadata.num_prefill_tokens
+    inner, dim, num_heads = (
+        layer.tped_intermediate_size,
+        layer.tped_conv_size,
+        layer.tped_dt_size,
+    )
+    _, x, dt = projected[:num_tokens].split([inner, dim, num_heads], dim=-1)
+    convolved = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    convolve(convolved, x, layer, layer.conv_weights, metadata)
+    x, B, C = layer.split_hidden_states_B_C_fn(convolved)  # noqa: N806
+    _, states = _states(layer)
+    step = Recurrence(
+        x=x.unflatten(-1, (num_heads, -1)),
+        dt=dt,
+        A=layer.A,
+        B=B.unflatten(-1, (-1, layer.ssm_state_size)),
+        C=C.unflatten(-1, (-1, layer.ssm_state_size)),
+        D=layer.D,
+        z=None,
+        dt_bias=layer.dt_bias,
+    )
+    recur(output[:num_tokens].unflatten(-1, (num_heads, -1)), states, step, metadata)

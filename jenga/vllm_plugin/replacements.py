@@ -5,7 +5,7 @@ All but the first are put in place only once a configuration selects it, so a pr
 does runs vLLM's own functions. Before that the installed version and the signature of each name are
 checked, so that another vLLM is refused with a message instead of failing later.
 
-Official hooks are used where vLLM has them: the backend enumeration and its `register`, the
+Official hooks are used where vLLM has them: the backend enumerations and their `register`, the
 attention backend interface (layouts, supported features), and `KVCacheConfig.num_blocks_of`, which
 is overridden in a subclass.
 """
@@ -125,40 +125,57 @@ def _create_chunked_local_attention_backend(original: _Function) -> _Function:
     return create
 
 
-def _selective_scan_fn(original: _Function) -> _Function:
+def _forward_impl(original: _Function) -> _Function:
     @functools.wraps(original)
-    def selective_scan_fn(u: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        from jenga.vllm_plugin.mamba import selective_scan
+    def forward_impl(self: Any, hidden_states: Any, output: Any) -> Any:  # noqa: ANN401
+        from jenga.vllm_plugin.mamba import forward_mamba1, metadata_of
 
-        if u.device.type != "cpu":
-            return original(u, *args, **kwargs)
-        for name in ("cu_chunk_seqlen", "last_chunk_indices"):  # of cached states, which are off
-            kwargs.pop(name, None)
-        return selective_scan(u, *args, **kwargs)
+        metadata = metadata_of(self.prefix)
+        if metadata is None:
+            return original(self, hidden_states, output)
+        return forward_mamba1(self, hidden_states, output, metadata)
 
-    return selective_scan_fn
+    return forward_impl
 
 
-def _selective_state_update(original: _Function) -> _Function:
+def _conv_ssm_forward(original: _Function) -> _Function:
     @functools.wraps(original)
-    def update(state: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        from jenga.vllm_plugin.mamba import selective_state_update
+    def conv_ssm_forward(self: Any, projected_states: Any, output: Any) -> Any:  # noqa: ANN401
+        from jenga.vllm_plugin.mamba import forward_mamba2, metadata_of
 
-        if state.device.type != "cpu":
-            original(state, *args, **kwargs)
-            return
-        kwargs.pop("dst_state_batch_indices", None)  # the same slots: states stay where they are
-        selective_state_update(state, *args, **kwargs)
+        metadata = metadata_of(self.prefix)
+        if metadata is None:
+            return original(self, projected_states, output)
+        return forward_mamba2(self, projected_states, output, metadata)
 
-    return update
+    return conv_ssm_forward
 
 
-def _cpu_unquantized_gemm(original: _Function) -> _Function:
+def _resolve_kv_cache_block_sizes(original: _Function) -> _Function:
     @functools.wraps(original)
-    def gemm(layer: Any, x: Any, weight: Any, bias: Any = None) -> Any:  # noqa: ANN401
-        return original(layer, x if x.stride(-1) == 1 else x.contiguous(), weight, bias)
+    def resolve(kv_cache_config: Any, vllm_config: Any) -> tuple[int, int]:  # noqa: ANN401
+        from jenga.vllm_plugin.layout import JengaKVCacheConfig, groups_of_tokens
 
-    return gemm
+        if isinstance(kv_cache_config, JengaKVCacheConfig):
+            kv_cache_config = groups_of_tokens(kv_cache_config)
+        return original(kv_cache_config, vllm_config)
+
+    return resolve
+
+
+def _copy_kv_cache_blocks_inplace(original: _Function) -> _Function:
+    @functools.wraps(original)
+    def copy(kv_caches: Any, num_blocks: int, kv_cache_block_copies: Any) -> None:  # noqa: ANN401
+        from jenga.vllm_plugin.state_orders import StateOrders
+        from jenga.vllm_plugin.state_worker import deliver_orders
+
+        if any(isinstance(orders, StateOrders) for orders in kv_cache_block_copies):
+            for orders in kv_cache_block_copies:
+                deliver_orders(kv_caches, orders)
+        else:
+            original(kv_caches, num_blocks, kv_cache_block_copies)
+
+    return copy
 
 
 _CONFIG_WATCH = Replacement(
@@ -253,64 +270,35 @@ _WHEN_SELECTED = (
         make=_create_chunked_local_attention_backend,
     ),
     Replacement(
-        module="vllm.model_executor.layers.mamba.mamba_mixer",
-        name="selective_scan_fn",
-        reason="vLLM's CPU build has no scan of Mamba-1 prompts; on a GPU the original is called",
-        parameters=(
-            "u",
-            "ssm_states",
-            "delta",
-            "A",
-            "B",
-            "C",
-            "D",
-            "z",
-            "delta_bias",
-            "delta_softplus",
-            "query_start_loc",
-            "cache_indices",
-            "has_initial_state",
-            "null_block_id",
-            "block_size",
-            "block_idx_first_scheduled_token",
-            "block_idx_last_scheduled_token",
-            "initial_state_idx",
-            "cu_chunk_seqlen",
-            "last_chunk_indices",
-        ),
-        make=_selective_scan_fn,
+        module="vllm.v1.engine.core",
+        name="resolve_kv_cache_block_sizes",
+        reason="hashes prefixes as coarsely as states were kept if steps had to end there",
+        parameters=("kv_cache_config", "vllm_config"),
+        make=_resolve_kv_cache_block_sizes,
+    ),
+    *(
+        Replacement(
+            module=module,
+            name="copy_kv_cache_blocks_inplace",
+            reason="copies a block id in every group; ours name a page table, and states to keep",
+            parameters=("kv_caches", "num_blocks", "kv_cache_block_copies"),
+            make=_copy_kv_cache_blocks_inplace,
+        )
+        for module in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
     ),
     Replacement(
         module="vllm.model_executor.layers.mamba.mamba_mixer",
-        name="selective_state_update",
-        reason="vLLM's CPU build updates only states with heads; on a GPU the original is called",
-        parameters=(
-            "state",
-            "x",
-            "dt",
-            "A",
-            "B",
-            "C",
-            "D",
-            "dt_bias",
-            "z",
-            "dt_softplus",
-            "state_batch_indices",
-            "dst_state_batch_indices",
-            "null_block_id",
-            "out",
-            "num_accepted_tokens",
-            "cu_seqlens",
-            "is_blackwell",
-        ),
-        make=_selective_state_update,
+        name="MambaMixer.forward_impl",
+        reason="runs on our kernels: states in place, kept on the way; vLLM has no hook for either",
+        parameters=("self", "hidden_states", "output"),
+        make=_forward_impl,
     ),
     Replacement(
-        module="vllm.model_executor.layers.utils",
-        name="cpu_unquantized_gemm",
-        reason="vLLM's CPU build refuses the transposed inputs its Mamba-1 layer gives it",
-        parameters=("layer", "x", "weight", "bias"),
-        make=_cpu_unquantized_gemm,
+        module="vllm.model_executor.layers.mamba.mamba_mixer2",
+        name="MambaMixer2.conv_ssm_forward",
+        reason="the same for Mamba-2",
+        parameters=("self", "projected_states", "output"),
+        make=_conv_ssm_forward,
     ),
 )
 
@@ -395,8 +383,11 @@ def apply_replacements() -> None:
     """
     import vllm
 
+    from jenga.vllm_plugin.switch import register_state_backends
+
     check_version(vllm.__version__)
     check_names()
     for replacement in REPLACEMENTS:
         if not _is_applied(replacement):
             _apply(replacement)
+    register_state_backends()

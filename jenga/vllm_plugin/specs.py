@@ -5,6 +5,7 @@ vLLM's words end here: its group is our page table, its block our small page.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING
 
 from jenga.geometry import PageTable
@@ -19,7 +20,32 @@ from jenga.spec import (
 )
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, MambaSpec
+
+
+SERVED_STATES = frozenset({"MAMBA1", "MAMBA2"})
+"""Kinds of recurrent layers, in vLLM's words, that run on our kernels; others run on vLLM's."""
+
+_STATE_ALIGNMENT_BYTES = 16
+"""Of a state within its page: the widest load of one thread."""
+
+
+def kinds_of_states(specs: Mapping[str, "KVCacheSpec"]) -> frozenset[str]:
+    """Get the kinds of a model's recurrent layers, in vLLM's words."""
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    return frozenset(spec.mamba_type.name for spec in specs.values() if isinstance(spec, MambaSpec))
+
+
+def _check_states(name: str, spec: "MambaSpec") -> None:
+    """Refuse states that would not begin where the kernels' loads must."""
+    conv_bytes = prod(spec.shapes[0]) * spec.dtypes[0].itemsize
+    if spec.mamba_type.name in SERVED_STATES and conv_bytes % _STATE_ALIGNMENT_BYTES:
+        msg = (
+            f"JENGA_TRITON does not support layer {name!r}: its convolution state must take a "
+            f"multiple of {_STATE_ALIGNMENT_BYTES} bytes, got {conv_bytes}"
+        )
+        raise ValueError(msg)
 
 
 def _check_attention(name: str, spec: "AttentionSpec") -> None:
@@ -69,6 +95,7 @@ def _layer(name: str, spec: "KVCacheSpec") -> tuple[tuple[object, ...], Layer]:
         slot_bytes = spec.page_size_bytes // spec.block_size
         return ("chunked", spec.attention_chunk_size), Layer(name=name, slot_bytes=slot_bytes)
     if type(spec) is MambaSpec and spec.mamba_cache_mode == "none":
+        _check_states(name, spec)
         key = ("state", spec.mamba_type.name.lower(), spec.shapes, spec.dtypes)
         return key, Layer(name=name, slot_bytes=spec.state_content_size_bytes)
     msg = (

@@ -12,6 +12,8 @@ from typing import Any
 from jenga.vllm_plugin.environment import BACKEND_NAME
 
 _BACKEND_PATH = "jenga.vllm_plugin.attention.JengaTritonBackend"
+_MAMBA1_BACKEND_PATH = "jenga.vllm_plugin.mamba.JengaMamba1Backend"
+_MAMBA2_BACKEND_PATH = "jenga.vllm_plugin.mamba.JengaMamba2Backend"
 
 
 def backend_member() -> Any:  # noqa: ANN401 (a member of an enumeration that vLLM extends at run time)
@@ -31,6 +33,17 @@ def restore_backend() -> Any:  # noqa: ANN401
     member = backend_member()
     apply_replacements()
     return member
+
+
+def register_state_backends() -> None:
+    """Register our backends of Mamba layers in vLLM's own registry."""
+    from vllm.v1.attention.backends.registry import (
+        MambaAttentionBackendEnum,
+        register_backend,
+    )
+
+    register_backend(MambaAttentionBackendEnum.MAMBA1, _MAMBA1_BACKEND_PATH, is_mamba=True)
+    register_backend(MambaAttentionBackendEnum.MAMBA2, _MAMBA2_BACKEND_PATH, is_mamba=True)
 
 
 def register_backend() -> None:

@@ -121,6 +121,12 @@ def main():
     outputs = []
     for start in range(0, len(prompts), size):  # later rounds find what earlier ones left
         outputs += llm.generate(prompts[start : start + size], sampling, use_tqdm=False)
+    last = list(outputs)
+    for turn in job.get("turns", []):  # each prompt goes on with its answer and these tokens
+        tokens = [[*o.prompt_token_ids, *o.outputs[0].token_ids, *turn] for o in last]
+        again = [{"prompt_token_ids": prompt} for prompt in tokens]
+        last = llm.generate(again, sampling, use_tqdm=False)
+        outputs += last
     result = {"outputs": _result(outputs)}
     if preemptions is not None:
         manager = scheduler_of(llm).kv_cache_manager.manager

@@ -56,7 +56,14 @@ def main():
         store_in_fp8(path)
         config.quantization_config = None  # of the cache alone
     model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32)
-    outputs = [generate(model.eval(), prompt, job["max_tokens"]) for prompt in job["prompts"]]
+    prompts, outputs = job["prompts"], []
+    for turn in [[], *job.get("turns", [])]:
+        if outputs:
+            answers = [output["tokens"] for output in outputs[-len(prompts) :]]
+            prompts = [
+                [*prompt, *answer, *turn] for prompt, answer in zip(prompts, answers, strict=True)
+            ]
+        outputs += [generate(model.eval(), prompt, job["max_tokens"]) for prompt in prompts]
     Path(sys.argv[2]).write_text(json.dumps({"outputs": outputs}))
 
 

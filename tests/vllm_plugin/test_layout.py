@@ -159,13 +159,50 @@ def test_a_cache_the_kernels_cannot_read_is_refused_by_layer_and_reason(spec, na
 
 
 def test_a_cache_of_an_unknown_kind_is_refused_by_its_name():
-    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
+    from vllm.v1.kv_cache_interface import SinkFullAttentionSpec
 
-    spec = ChunkedLocalAttentionSpec(
-        block_size=16, num_kv_heads=2, head_size=64, dtype=torch.float32, attention_chunk_size=64
+    spec = SinkFullAttentionSpec(
+        block_size=16, num_kv_heads=2, head_size=64, dtype=torch.float32, sink_len=4
     )
-    with pytest.raises(ValueError, match="ChunkedLocalAttentionSpec"):
-        config_of({"local.0": spec}, 8 * MIB)
+    with pytest.raises(ValueError, match="SinkFullAttentionSpec"):
+        config_of({"sink.0": spec}, 8 * MIB)
+
+
+def test_a_convolution_state_that_would_leave_the_next_unaligned_is_refused():
+    with pytest.raises(ValueError, match=r"mamba\.0.*multiple of 16 bytes, got 36"):
+        config_of({"mamba.0": mamba(shapes=((3, 3), (4, 32, 16)))}, 8 * MIB)
+
+
+@pytest.mark.parametrize(("kind", "is_kept"), [("MAMBA1", True), ("GDN_ATTN", False)])
+def test_prefixes_are_cached_only_if_all_states_are_kept(kind, is_kept, caplog):
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+
+    from jenga.vllm_plugin.layout import get_kv_cache_groups
+
+    config = engine_config(enable_prefix_caching=True)
+    specs = HYBRID | {"other": mamba(mamba_type=MambaAttentionBackendEnum[kind])}
+
+    get_kv_cache_groups(config, specs)
+
+    assert config.cache_config.enable_prefix_caching == is_kept
+    assert (kind in caplog.text) == (not is_kept)
+
+
+def test_prefixes_of_hybrids_are_hashed_by_pages_of_tokens():
+    from vllm.v1.engine import core
+
+    from jenga.vllm_plugin.replacements import apply_replacements
+
+    apply_replacements()
+    config = config_of(HYBRID, 8 * MIB, enable_prefix_caching=True)
+    options = engine_config(enable_prefix_caching=True, prefix_match_unit=None)
+    options.kv_transfer_config = None
+
+    sizes = core.resolve_kv_cache_block_sizes(config, options)
+
+    tokens_per_page = [t.tokens_per_page for t in config.geometry.page_tables if not t.is_state]
+    assert sizes == (max(tokens_per_page), min(tokens_per_page))
+    assert sizes[1] == 16
 
 
 def test_the_longest_request_is_counted_in_large_pages_of_each_table():

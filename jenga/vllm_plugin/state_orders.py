@@ -1,0 +1,200 @@
+"""What the scheduler asks of the workers so that recurrent states are kept for other requests.
+
+A state is kept in the pass that computes it: the layers write it to a page of its own on their way
+through a prompt. A request that starts from a kept state starts with a copy of it. The scheduler's
+process decides both at the end of `schedule`, when all requests of the step are known; the orders
+travel in `SchedulerOutput.kv_cache_block_copies`, which every kind of executor hands to its workers
+before the step.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from jenga.geometry import Geometry
+from jenga.manager import Manager
+from jenga.request import PageCopy
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyRound:
+    """Copies of pages of one page table that may be made at once.
+
+    Attributes:
+        page_bytes: Bytes from one of its small pages to the next.
+        source_pages: Pages to read.
+        target_pages: Pages to write, none of them a source or twice.
+    """
+
+    page_bytes: int
+    source_pages: tuple[int, ...]
+    target_pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateWrite:
+    """A state to keep on the way through a step.
+
+    Attributes:
+        running_page: Page of the request's running state, which names the request to the layers.
+        after_tokens: Tokens of this step after which the state is kept.
+        page: Page to keep it in.
+    """
+
+    running_page: int
+    after_tokens: int
+    page: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateOrders:
+    """All orders of one step.
+
+    Attributes:
+        copies: To be made in this order before any layer runs.
+        writes: First layer of a page table -> states its layers keep, those of one request in the
+            order of its tokens.
+    """
+
+    copies: tuple[CopyRound, ...]
+    writes: Mapping[str, tuple[StateWrite, ...]]
+
+
+@dataclass(slots=True)
+class _Window:
+    """Copies that may be made in any order: none touches what another one writes."""
+
+    tables: dict[int, int] = field(default_factory=dict)  # large page -> page table it serves
+    sources: set[tuple[int, int]] = field(default_factory=set)
+    targets: set[tuple[int, int]] = field(default_factory=set)
+    copies: dict[int, list[PageCopy]] = field(default_factory=dict)  # page table -> copies
+
+    def admits(self, copy: PageCopy, large_pages: Sequence[int]) -> bool:
+        source, target = (copy.table_index, copy.source), (copy.table_index, copy.target)
+        return (
+            source not in self.targets
+            and target not in self.targets
+            and target not in self.sources
+            # A large page that changed hands holds pages of two page tables in the same bytes.
+            and all(
+                self.tables.get(page, copy.table_index) == copy.table_index for page in large_pages
+            )
+        )
+
+    def add(self, copy: PageCopy, large_pages: Sequence[int]) -> None:
+        self.tables.update(dict.fromkeys(large_pages, copy.table_index))
+        self.sources.add((copy.table_index, copy.source))
+        self.targets.add((copy.table_index, copy.target))
+        self.copies.setdefault(copy.table_index, []).append(copy)
+
+
+def copy_rounds(copies: Iterable[PageCopy], geometry: Geometry) -> tuple[CopyRound, ...]:
+    """Order copies into as few rounds as give what making them one by one gives."""
+    windows = [_Window()]
+    for copy in copies:
+        per_large_page = geometry.page_tables[copy.table_index].small_pages_per_large_page
+        large_pages = (copy.source // per_large_page, copy.target // per_large_page)
+        if not windows[-1].admits(copy, large_pages):
+            windows.append(_Window())
+        windows[-1].add(copy, large_pages)
+    return tuple(
+        CopyRound(
+            page_bytes=geometry.page_tables[index].small_page_bytes,
+            source_pages=tuple(copy.source for copy in table_copies),
+            target_pages=tuple(copy.target for copy in table_copies),
+        )
+        for window in windows
+        for index, table_copies in window.copies.items()
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Passage:
+    """The tokens of a request that a step computes."""
+
+    request: "Request"
+    start_tokens: int
+    end_tokens: int
+
+
+class StateKeeper:
+    """Decides at the end of each step which states it keeps, and collects the orders."""
+
+    __slots__ = ("_ended", "_geometry", "_hash_tokens", "_manager", "_passages")
+
+    def __init__(self, manager: Manager, *, hash_tokens: int) -> None:
+        """Nothing to keep.
+
+        Args:
+            manager: Gives the pages.
+            hash_tokens: Tokens that each further hash of a request covers.
+        """
+        self._manager = manager
+        self._geometry = manager.geometry
+        self._hash_tokens = hash_tokens
+        self._passages: dict[str, _Passage] = {}
+        self._ended: dict[str, tuple[bytes, int]] = {}
+
+    def step_starts(self) -> None:
+        """Begin a step: keep what the last one could not write on its way."""
+        for request_id, (prefix_hash, num_tokens) in self._ended.items():
+            if self._manager.is_running(request_id):
+                self._manager.keep_state(request_id, prefix_hash, num_tokens)
+        self._ended.clear()
+        self._passages.clear()
+
+    def schedule(self, request: "Request", start_tokens: int, end_tokens: int) -> None:
+        """Note that the step computes these tokens of a request."""
+        # A step of one token that ends at the request's last is a decoding one: all is kept.
+        if end_tokens - start_tokens > 1 or end_tokens < request.num_tokens:
+            self._passages[request.request_id] = _Passage(
+                request=request, start_tokens=start_tokens, end_tokens=end_tokens
+            )
+
+    def forget(self, request_id: str) -> None:
+        """Note that a request has ended or lost its place in the step."""
+        self._passages.pop(request_id, None)
+        self._ended.pop(request_id, None)
+
+    def take_orders(self) -> StateOrders | None:
+        """Give pages to the states that the step passes; get its orders, None if it has none."""
+        copies = copy_rounds(self._manager.take_copies(), self._geometry)
+        kept: list[tuple[bytes, PageCopy, int]] = []
+        for request_id, passage in self._passages.items():
+            kept += self._keep(request_id, passage)
+        writes: dict[str, list[StateWrite]] = {}
+        for prefix_hash, copy, after_tokens in kept:
+            # In a full arena a state may have lost its page to one that was kept after it.
+            if self._manager.keeps_state(copy.table_index, prefix_hash, copy.target):
+                first_layer = self._geometry.page_tables[copy.table_index].layers[0].name
+                writes.setdefault(first_layer, []).append(
+                    StateWrite(
+                        running_page=copy.source, after_tokens=after_tokens, page=copy.target
+                    )
+                )
+        if not copies and not writes:
+            return None
+        return StateOrders(
+            copies=copies, writes={name: tuple(orders) for name, orders in writes.items()}
+        )
+
+    def _keep(self, request_id: str, passage: _Passage) -> list[tuple[bytes, PageCopy, int]]:
+        """Give pages to a request's states: hash, running page and target, tokens of the step."""
+        kept: list[tuple[bytes, PageCopy, int]] = []
+        start_tokens, end_tokens = passage.start_tokens, passage.end_tokens
+        for num_tokens in self._manager.checkpoint_tokens(request_id):
+            if not start_tokens < num_tokens <= end_tokens:
+                continue
+            prefix_hash = passage.request.block_hashes[num_tokens // self._hash_tokens - 1]
+            if end_tokens - start_tokens == 1:
+                # Layers take single tokens for decoding, which writes running states only.
+                self._ended[request_id] = (prefix_hash, num_tokens)
+            elif self._manager.keep_state(request_id, prefix_hash, num_tokens):
+                kept += [
+                    (prefix_hash, copy, num_tokens - start_tokens)
+                    for copy in self._manager.take_copies()
+                ]
+        return kept

@@ -1,0 +1,92 @@
+"""A worker's side of keeping recurrent states: copies before a step, writes on the way through it.
+
+vLLM's model runner hands over a step's orders once, before it asks the metadata builders of all
+layers for the step's metadata; in between they wait here, by the name of the first layer of the
+page table they concern.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from jenga.errors import InvariantError
+from jenga.vllm_plugin.state_orders import CopyRound, StateOrders, StateWrite
+from jenga_kernels.page_copy import page_copy
+from jenga_kernels.states import Checkpoints
+
+_waiting: dict[str, tuple[StateWrite, ...]] = {}
+
+
+def deliver_orders(kv_caches: Iterable[Any], orders: StateOrders) -> None:
+    """Make a step's copies, and let its writes wait for the layers.
+
+    Args:
+        kv_caches: vLLM's caches, tensors or sequences of tensors, all views of the arena.
+        orders: What the scheduler asks for.
+
+    Raises:
+        InvariantError: The layers did not take the orders of an earlier step.
+    """
+    if _waiting:
+        msg = f"states of {sorted(_waiting)} were to be kept in an earlier step and were not"
+        raise InvariantError(msg)
+    _waiting.update(orders.writes)
+    if orders.copies:
+        arena = arena_of(kv_caches)
+        for copies in orders.copies:
+            copy_pages(arena, copies)
+
+
+def arena_of(kv_caches: Iterable[Any]) -> torch.Tensor:
+    """View the one buffer that all caches lie in, i8[arena_bytes]."""
+    first = next(iter(kv_caches))
+    tensor = first if isinstance(first, torch.Tensor) else first[0]
+    arena = torch.empty(0, dtype=torch.int8, device=tensor.device)
+    return arena.set_(tensor.untyped_storage())
+
+
+def copy_pages(arena: torch.Tensor, copies: CopyRound) -> None:
+    """Make one round of copies.
+
+    Args:
+        arena: Written in place, i8[arena_bytes].
+        copies: What to copy.
+    """
+    pages = arena.view(-1, copies.page_bytes)  # [num_pages, page_bytes]
+    ids = async_tensor_h2d(
+        [copies.source_pages, copies.target_pages], dtype=torch.int64, device=arena.device
+    )
+    page_copy(pages, ids[0], ids[1])
+
+
+def take_writes(layer_names: Sequence[str]) -> tuple[StateWrite, ...]:
+    """Take the writes that wait for a page table's layers."""
+    for name in layer_names:
+        if name in _waiting:
+            return _waiting.pop(name)
+    return ()
+
+
+def checkpoints_of(writes: Sequence[StateWrite], running_pages: torch.Tensor) -> Checkpoints:
+    """Order writes by the requests of a batch, without waiting for the device.
+
+    Args:
+        writes: Each of a request of the batch.
+        running_pages: Page of each request's running state, i32[num_requests].
+
+    Raises:
+        InvariantError: On the CPU, a write is of a request that is not in the batch.
+    """
+    device = running_pages.device
+    fields = [[write.running_page, write.after_tokens, write.page] for write in writes]
+    pages, after_tokens, slots = async_tensor_h2d(fields, dtype=torch.int32, device=device).t()
+    is_of = running_pages[:, None] == pages  # [num_requests, num_writes]
+    if device.type == "cpu" and not bool(is_of.any(dim=0).all()):
+        msg = f"states of {writes} are to be kept, but the step computes {running_pages.tolist()}"
+        raise InvariantError(msg)
+    order = is_of.int().argmax(dim=0).sort(stable=True).indices
+    starts = torch.zeros(len(running_pages) + 1, dtype=torch.int32, device=device)
+    torch.cumsum(is_of.sum(dim=1), dim=0, dtype=torch.int32, out=starts[1:])
+    return Checkpoints(starts=starts, after_tokens=after_tokens[order], slots=slots[order])

@@ -1,0 +1,140 @@
+"""Models with recurrent layers in the real engine: states in pages, kept for other requests."""
+
+import pytest
+
+from tests.vllm_plugin.conftest import assert_same_generation
+from tests.vllm_plugin.test_prefix_caching import check_hits, prompts_over_shared_prefixes
+
+pytestmark = pytest.mark.vllm
+
+JENGA = {"attention_backend": "JENGA_TRITON", "enable_prefix_caching": True}
+# A budget that cuts prompts anywhere, the fewer tokens the more others decode.
+CUTS = {"max_num_batched_tokens": 37, "max_num_seqs": 3}
+NUM_PROMPTS = 6
+TURN = [7, 8, 9, 10, 11]
+
+
+def hits_of(result, first, last):
+    return [output["cached_tokens"] for output in result["outputs"][first:last]]
+
+
+def check_turns(result, prompts):
+    """Check what the second turn of each prompt found: at least the end of its first.
+
+    The state at the end of a prompt is kept at the last 16 tokens before its last token.
+    """
+    ends = [(len(prompt) - 1) // 16 * 16 for prompt in prompts]
+    hits = hits_of(result, len(prompts), 2 * len(prompts))
+    assert all(hit >= end for hit, end in zip(hits, ends, strict=True)), (hits, ends)
+    assert all(hit % 16 == 0 for hit in hits)
+    assert any(hit % 32 for hit in hits)
+
+
+def test_mamba2_hybrid_generates_what_stock_vllm_generates_and_finds_its_prefixes(
+    tiny_model, run_engine
+):
+    model = tiny_model("granite_hybrid")
+    prompts = prompts_over_shared_prefixes(NUM_PROMPTS, seed=21)
+
+    stock = run_engine(model, prompts, turns=[TURN], options=CUTS)
+    ours = run_engine(
+        model, prompts, turns=[TURN], options=CUTS | JENGA, fill_arena=True, report_manager=True
+    )
+
+    assert_same_generation(ours, stock)
+    assert ours["request_tokens"] == {}
+    check_hits(ours)
+    check_turns(ours, prompts)
+    # Of requests with one prefix, the second leaves a state where it leaves the first.
+    assert any(hits_of(ours, 0, NUM_PROMPTS))
+
+
+def test_mamba1_hybrid_generates_what_transformers_generates_and_finds_its_prefixes(
+    tiny_model, run_engine
+):
+    # vLLM's CPU build has no Mamba-1 prompt scan, so stock vLLM cannot run Jamba here.
+    model = tiny_model("jamba")
+    prompts = prompts_over_shared_prefixes(NUM_PROMPTS, seed=22)
+
+    theirs = run_engine(model, prompts, turns=[TURN], script="reference_process.py")
+    ours = run_engine(
+        model,
+        prompts,
+        turns=[TURN],
+        options=CUTS | JENGA,
+        # The scheduler's orders go to a worker in another process.
+        environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"},
+    )
+
+    assert_same_generation(ours, theirs)
+    assert "prefix caching on" in ours["log"]
+    check_turns(ours, prompts)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("name", "arena_bytes"), [("granite_hybrid", 5 << 19), ("jamba", 1 << 20)])
+def test_hybrids_in_an_arena_that_always_evicts_lose_nothing(
+    name, arena_bytes, tiny_model, run_engine
+):
+    prompts = prompts_over_shared_prefixes(24, seed=23)
+    options = CUTS | {"max_num_seqs": 4}
+    is_jamba = name == "jamba"
+
+    theirs = run_engine(
+        tiny_model(name),
+        prompts,
+        turns=[TURN],
+        options=options,
+        **({"script": "reference_process.py"} if is_jamba else {}),
+    )
+    ours = run_engine(
+        tiny_model(name),
+        prompts,
+        turns=[TURN],
+        options=options | JENGA | {"kv_cache_memory_bytes": arena_bytes},
+        fill_arena=True,
+        report_manager=True,
+    )
+
+    assert_same_generation(ours, theirs)
+    assert check_hits(ours) > 24
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_hybrid_preempts_in_a_small_arena_and_goes_on_from_its_states(tiny_model, run_engine):
+    model = tiny_model("granite_hybrid")
+    prompts = prompts_over_shared_prefixes(6, seed=24)
+    options = CUTS | {"max_num_seqs": 6}
+
+    stock = run_engine(model, prompts, max_tokens=60, options=options)
+    ours = run_engine(
+        model,
+        prompts,
+        max_tokens=60,
+        options=options | JENGA | {"kv_cache_memory_bytes": 5 << 18},
+        fill_arena=True,
+        report_manager=True,
+    )
+
+    assert_same_generation(ours, stock)
+    assert ours["preemptions"] > 0
+
+
+@pytest.mark.slow
+def test_hybrid_without_prefix_caching_generates_what_stock_vllm_generates(tiny_model, run_engine):
+    model = tiny_model("granite_hybrid")
+    prompts = prompts_over_shared_prefixes(NUM_PROMPTS, seed=21)
+
+    stock = run_engine(model, prompts, turns=[TURN], options=CUTS)
+    ours = run_engine(
+        model,
+        prompts,
+        turns=[TURN],
+        options=CUTS | {"attention_backend": "JENGA_TRITON"},
+        fill_arena=True,
+    )
+
+    assert_same_generation(ours, stock)
+    assert not any(hits_of(ours, 0, None))

@@ -1,0 +1,339 @@
+"""States kept for other requests, as vLLM's real scheduler orders them, on a worker of symbols.
+
+The worker holds in each page what a real one would: which tokens went into the state there. A
+request must find its own tokens in its running page whenever a step begins.
+"""
+
+import pickle
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from jenga.geometry import exact_lcm
+from jenga.manager import Manager
+from jenga.policies import RequestFacts
+from jenga.request import PageCopy
+from jenga.spec import FullAttention, Layer, ModelSpec, State
+from jenga.vllm_plugin.state_orders import CopyRound, StateKeeper, StateOrders, copy_rounds
+from tests.vllm_plugin.test_cache_manager import request
+
+pytestmark = pytest.mark.vllm
+
+MIB = 1 << 20
+LOST = "lost"
+
+
+@pytest.fixture(scope="module")
+def engine_config(tiny_model):
+    from vllm.engine.arg_utils import EngineArgs
+
+    options = EngineArgs(
+        model=str(tiny_model("granite_hybrid")),
+        dtype="float32",
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        max_model_len=512,
+        max_num_batched_tokens=48,
+        max_num_seqs=5,
+        attention_backend="JENGA_TRITON",
+    )
+    return options.create_engine_config()
+
+
+@pytest.fixture
+def make_scheduler(engine_config):
+    """Get a maker of real schedulers of a hybrid over an arena of so many bytes."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine import core
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    from jenga.vllm_plugin.layout import get_kv_cache_config_from_groups, get_kv_cache_groups
+
+    def make(arena_bytes, *, num_kinds=2):
+        specs = {
+            "full": FullAttentionSpec(
+                block_size=16, num_kv_heads=2, head_size=64, dtype=torch.float32
+            )
+        }
+        for kind in range(num_kinds):
+            shapes = ((3, 160), (4 + 4 * kind, 32, 32))
+            for layer in range(2):
+                specs[f"mamba.{kind}.{layer}"] = MambaSpec(
+                    block_size=512, shapes=shapes, dtypes=(torch.float32,) * 2
+                )
+        groups = get_kv_cache_groups(engine_config, specs)
+        config = get_kv_cache_config_from_groups(engine_config, groups, arena_bytes)
+        engine_config.cache_config.num_gpu_blocks = config.num_blocks
+        block_size, hash_block_size = core.resolve_kv_cache_block_sizes(config, engine_config)
+        return Scheduler(
+            vllm_config=engine_config,
+            kv_cache_config=config,
+            structured_output_manager=StructuredOutputManager(engine_config),
+            block_size=block_size,
+            hash_block_size=hash_block_size,
+            log_stats=True,
+        )
+
+    return make
+
+
+class Worker:
+    """Runs steps on states that are the tokens that went into them."""
+
+    def __init__(self, scheduler):
+        self.scheduler = scheduler
+        self.manager = scheduler.kv_cache_manager.manager
+        self.tables = [table for table in self.manager.geometry.page_tables if table.is_state]
+        # A large page belongs to one page table at a time; its bytes to all of them.
+        self.pages = {}  # (page table, page) -> tokens
+        self.num_copies = self.num_writes = 0
+
+    def _put(self, table, page, tokens):
+        large_page = page // table.small_pages_per_large_page
+        for other in self.tables:
+            if other is not table:
+                first = large_page * other.small_pages_per_large_page
+                for lost in range(first, first + other.small_pages_per_large_page):
+                    if (other.name, lost) in self.pages:
+                        self.pages[other.name, lost] = LOST
+        self.pages[table.name, page] = tokens
+
+    def _copy(self, orders):
+        by_bytes = {table.small_page_bytes: table for table in self.tables}
+        assert len(by_bytes) == len(self.tables)
+        for copies in orders.copies:
+            table = by_bytes[copies.page_bytes]
+            assert len(set(copies.target_pages)) == len(copies.target_pages)
+            assert not set(copies.target_pages) & set(copies.source_pages)
+            self.num_copies += len(copies.target_pages)
+            for source, target in zip(copies.source_pages, copies.target_pages, strict=True):
+                self._put(table, target, self.pages[table.name, source])
+
+    def run(self, step):
+        """Run a step's orders and layers."""
+        (orders,) = step.kv_cache_block_copies or (StateOrders(copies=(), writes={}),)
+        orders = pickle.loads(pickle.dumps(orders))
+        self._copy(orders)
+        for table in self.tables:
+            index = self.manager.geometry.page_tables.index(table)
+            writes = list(orders.writes.get(table.layers[0].name, ()))
+            for name, num_tokens in step.num_scheduled_tokens.items():
+                request = self.scheduler.requests[name]
+                tokens = tuple(request.all_token_ids)
+                # The scheduler has counted the step's tokens already.
+                end = request.num_computed_tokens
+                start = end - num_tokens
+                (page,) = self.manager.page_table(name, index)
+                if start:
+                    assert self.pages[table.name, page] == tokens[:start], (name, start)
+                mine = [write for write in writes if write.running_page == page]
+                assert not mine or num_tokens > 1  # one token is decoded, which keeps nothing
+                assert mine == sorted(mine, key=lambda write: write.after_tokens)
+                for write in mine:
+                    assert 0 < write.after_tokens <= num_tokens
+                    self._put(table, write.page, tokens[: start + write.after_tokens])
+                    writes.remove(write)
+                    self.num_writes += 1
+                self._put(table, page, tokens[:end])
+            assert not writes
+
+
+def finish_step(scheduler, step, source):
+    """Answer a step with a random token for every request whose prompt is read."""
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    names = list(step.num_scheduled_tokens)
+    requests = [scheduler.requests[name] for name in names]
+    output = ModelRunnerOutput(
+        req_ids=names,
+        req_id_to_index={name: index for index, name in enumerate(names)},
+        sampled_token_ids=[
+            [source.randrange(4)] if r.num_computed_tokens >= r.num_tokens else [] for r in requests
+        ],
+    )
+    scheduler.update_from_output(step, output)
+    scheduler.kv_cache_manager.manager.check()
+
+
+def run_steps(scheduler, source, *, num_steps, prompts):
+    """Run random requests; the tokens each hit, by name."""
+    from vllm.v1.request import RequestStatus
+
+    worker, hits, preempted = Worker(scheduler), {}, 0
+    for number in range(num_steps):
+        if source.random() < 0.4:
+            prefix = source.choice(prompts)
+            own = [source.randrange(4, 400) for _ in range(source.randrange(1, 40))]
+            tokens = [*prefix[: source.randrange(16, len(prefix))], *own]
+            scheduler.add_request(request(f"r{number}", tokens, max_tokens=source.randrange(1, 40)))
+        if source.random() < 0.05 and scheduler.running:
+            victim = source.choice(scheduler.running).request_id
+            scheduler.finish_requests([victim], RequestStatus.FINISHED_ABORTED)
+        step = scheduler.schedule()
+        worker.run(step)
+        hits |= {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
+        preempted += len(step.preempted_req_ids or ())
+        finish_step(scheduler, step, source)
+    return worker, hits, preempted
+
+
+@pytest.mark.parametrize(
+    ("arena_bytes", "num_kinds", "is_tight"),
+    [
+        pytest.param(8 * MIB, 2, False, id="two_kinds_of_states_with_room_for_many"),
+        pytest.param(2 * MIB, 2, False, id="two_kinds_of_states_always_evicting"),
+        pytest.param(12 << 16, 1, True, id="requests_that_preempt_each_other"),
+    ],
+)
+def test_every_request_goes_on_from_its_own_tokens(
+    arena_bytes, num_kinds, is_tight, make_scheduler
+):
+    source = random.Random(arena_bytes)
+    prompts = [[source.randrange(4, 400) for _ in range(length)] for length in (50, 120, 200)]
+    scheduler = make_scheduler(arena_bytes, num_kinds=num_kinds)
+    assert scheduler.kv_cache_manager.enable_caching
+
+    worker, hits, num_preempted = run_steps(scheduler, source, num_steps=300, prompts=prompts)
+
+    assert sum(hits.values()) > 0
+    assert all(hit % 16 == 0 for hit in hits.values())
+    assert worker.num_writes > 40
+    assert worker.num_copies > 8
+    assert bool(num_preempted) == is_tight
+    report = scheduler.kv_cache_manager.manager.cache_report()
+    assert num_preempted or report.hit_tokens == sum(hits.values())
+
+
+def geometry():
+    state = [Layer(name=f"state.{index}", slot_bytes=4096) for index in range(2)]
+    wide = [Layer(name="wide", slot_bytes=3 * 4096)]
+    full = [Layer(name="full", slot_bytes=64)]
+    return exact_lcm(
+        ModelSpec(
+            name="model",
+            layer_types=(
+                State(name="small", layers=tuple(state)),
+                State(name="wide", layers=tuple(wide)),
+                FullAttention(name="full", layers=tuple(full)),
+            ),
+        ),
+        tokens_per_page=16,
+    )
+
+
+def copies_of(*triples):
+    return [PageCopy(table_index=t, source=s, target=g) for t, s, g in triples]
+
+
+def test_copies_that_do_not_touch_are_made_at_once():
+    rounds = copy_rounds(copies_of((0, 4, 5), (1, 8, 9), (0, 4, 6)), geometry())
+
+    small, wide = geometry().page_tables[:2]
+    assert rounds == (
+        CopyRound(page_bytes=small.small_page_bytes, source_pages=(4, 4), target_pages=(5, 6)),
+        CopyRound(page_bytes=wide.small_page_bytes, source_pages=(8,), target_pages=(9,)),
+    )
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        pytest.param((0, 5, 6), id="reads_what_the_first_wrote"),
+        pytest.param((0, 7, 4), id="writes_what_the_first_reads"),
+        pytest.param((0, 7, 5), id="writes_what_the_first_wrote"),
+        pytest.param((1, 8, 3), id="of_another_table_in_the_same_large_page"),
+    ],
+)
+def test_copies_that_touch_are_made_one_after_the_other(second):
+    assert geometry().page_tables[0].small_pages_per_large_page == 3
+    assert geometry().page_tables[1].small_pages_per_large_page == 2
+
+    rounds = copy_rounds(copies_of((0, 4, 5), second), geometry())
+
+    assert len(rounds) == 2
+    assert rounds[0].target_pages == (5,)
+
+
+def test_a_round_of_copies_moves_whole_pages_and_nothing_else():
+    from jenga.vllm_plugin.state_worker import arena_of, copy_pages
+
+    arena = torch.randint(-100, 100, (6 * 48,), dtype=torch.int8)
+    before = arena.clone().view(6, 48)
+    cache = arena.view(6, 48)[:, 16:32]
+
+    copies = CopyRound(page_bytes=48, source_pages=(1, 4), target_pages=(3, 2))
+    copy_pages(arena_of([(cache,)]), copies)
+
+    expected = before.clone()
+    expected[3], expected[2] = before[1], before[4]
+    assert torch.equal(arena.view(6, 48), expected)
+
+
+def fake_request(name, num_tokens):
+    hashes = [f"{name}{end}".encode() for end in range(16, num_tokens + 1, 16)]
+    return SimpleNamespace(request_id=name, block_hashes=hashes, num_tokens=num_tokens)
+
+
+def test_a_state_kept_later_may_take_the_page_of_an_earlier_one_which_is_not_written():
+    layers = (
+        State(name="state", layers=(Layer(name="state.0", slot_bytes=4096),)),
+        FullAttention(name="full", layers=(Layer(name="full", slot_bytes=64),)),
+    )
+    cut = exact_lcm(ModelSpec(name="model", layer_types=layers), tokens_per_page=16)
+    assert [table.small_pages_per_large_page for table in cut.page_tables] == [1, 4]
+    # The null page, a page of keys and values, two running states, and one more.
+    manager = Manager(cut, num_large_pages=5, prefix_caching=True)
+    keeper = StateKeeper(manager, hash_tokens=16)
+    requests = [fake_request("a", 20), fake_request("b", 20)]
+    for one in requests:
+        manager.allocate(one.request_id, num_tokens=20)
+        keeper.schedule(one, 0, 20)
+
+    orders = keeper.take_orders()
+
+    (write,) = orders.writes["state.0"]
+    assert write.running_page == manager.page_table("b", 0)[0]
+    assert write.after_tokens == 16
+    assert orders.copies == ()
+    assert manager.lookup(requests[0].block_hashes, max_tokens=16).num_tokens == 0
+    manager.check()
+
+
+def test_a_state_after_a_single_token_is_copied_before_the_next_step():
+    layers = (State(name="state", layers=(Layer(name="state.0", slot_bytes=4096),)),)
+    cut = exact_lcm(ModelSpec(name="model", layer_types=layers), tokens_per_page=16)
+    manager = Manager(cut, num_large_pages=5, prefix_caching=True)
+    keeper = StateKeeper(manager, hash_tokens=16)
+    one = fake_request("a", 20)
+    facts = RequestFacts(prompt_tokens=20)
+    manager.allocate("a", num_tokens=15, facts=facts)
+    keeper.schedule(one, 0, 15)
+    assert keeper.take_orders() is None
+
+    keeper.step_starts()
+    manager.allocate("a", num_tokens=16, num_processed_tokens=15)
+    keeper.schedule(one, 15, 16)
+    assert keeper.take_orders() is None
+    keeper.step_starts()
+    orders = keeper.take_orders()
+
+    (copies,) = orders.copies
+    assert copies.source_pages == tuple(manager.page_table("a", 0))
+    assert manager.keeps_state(0, one.block_hashes[0], copies.target_pages[0])
+
+
+def test_a_request_that_lost_its_place_in_the_step_keeps_nothing():
+    layers = (State(name="state", layers=(Layer(name="state.0", slot_bytes=4096),)),)
+    cut = exact_lcm(ModelSpec(name="model", layer_types=layers), tokens_per_page=16)
+    manager = Manager(cut, num_large_pages=5, prefix_caching=True)
+    keeper = StateKeeper(manager, hash_tokens=16)
+    manager.allocate("a", num_tokens=20)
+    keeper.schedule(fake_request("a", 20), 0, 20)
+
+    manager.free("a")
+    keeper.forget("a")
+
+    assert keeper.take_orders() is None
