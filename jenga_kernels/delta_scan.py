@@ -1,0 +1,174 @@
+"""The gated delta rule over prompts, with states in pages."""
+
+import torch
+import triton
+
+from jenga_kernels.checks import check_same_device, check_shape
+from jenga_kernels.delta import check_delta_rule
+from jenga_kernels.states import Checkpoints, check_checkpoints, check_query_starts, check_slots
+from jenga_kernels.triton.addressing import strides
+from jenga_kernels.triton.delta_chunks import delta_chunks_kernel
+from jenga_kernels.triton.delta_scan import delta_scan_kernel
+from jenga_kernels.triton.delta_tiles import delta_scan_tiles
+from jenga_kernels.triton.tiles import machine_of
+
+
+def delta_scan(
+    out: torch.Tensor,
+    states: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    gates: torch.Tensor,
+    betas: torch.Tensor,
+    query_starts: torch.Tensor,
+    initial_slots: torch.Tensor,
+    state_slots: torch.Tensor,
+    *,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    scale: float | None = None,
+    qk_l2norm: bool = True,
+    checkpoints: Checkpoints | None = None,
+) -> None:
+    """Scan requests' tokens: read each one's state, apply every token, write the states asked for.
+
+    With g the exponential of a token's gate, the state H [head_v_dim, head_k_dim] of a head becomes
+    g H + beta (v - g H k) k^T, and its output H q, times the scale.
+
+    Requests whose state slot is `NULL_SLOT` are padding: their output is zero and nothing else is
+    read or written. While it runs, a call takes memory for 64 to 128 elements per token and value
+    head, and for a query and a key of each head.
+
+    Args:
+        out: Written in place, shape and dtype of v.
+        states: Written in place, [num_slots, num_v_heads, head_v_dim, head_k_dim], bfloat16,
+            float16 or float32; any strides that are multiples of 16 bytes, last dimension
+            contiguous.
+        q: Queries, [num_tokens, num_qk_heads, head_k_dim], dtype of v; the value heads that share
+            one are next to each other. At most 256 elements a head.
+        k: Keys, shape and dtype of q.
+        v: Values, [num_tokens, num_v_heads, head_v_dim], bfloat16, float16 or float32.
+        gates: Natural logarithms of the decays, [num_tokens, num_v_heads], at most 0. With A_log
+            they are projections, and the logarithms -exp(A_log) softplus(gates + dt_bias).
+        betas: How far a value replaces what the state holds under its key, [num_tokens,
+            num_v_heads]. With A_log they are projections, which pass through a sigmoid.
+        query_starts: Where each request's tokens begin, and the end, i32[num_requests + 1].
+        initial_slots: Where each request's state is read, i32[num_requests]; `NULL_SLOT` begins
+            with zero.
+        state_slots: Where each request's last state is written, i32[num_requests].
+        A_log: Logarithms of the decay rates, [num_v_heads]; None where gates and betas are ready.
+        dt_bias: Added to gates, [num_v_heads].
+        scale: Factor of the queries; None means head_k_dim ** -0.5.
+        qk_l2norm: Whether queries and keys are brought to length one.
+        checkpoints: States to write besides the last ones.
+
+    Raises:
+        ValueError: If a shape, dtype, stride, alignment or device does not fit.
+
+    Source: the rule is that of "Gated Delta Networks: Improving Mamba2 with Delta Rule" (arXiv
+    2412.06464), its form by chunks section 3 of "Parallelizing Linear Transformers with the Delta
+    Rule over Sequence Length" (arXiv 2406.06484).
+    """
+    scale = check_delta_rule(
+        out, states, q, k, v, gates, betas, A_log=A_log, dt_bias=dt_bias, scale=scale
+    )
+    num_tokens, num_v_heads, head_v_dim = v.shape
+    _, num_qk_heads, head_k_dim = q.shape
+    num_slots = states.shape[0]
+    num_requests = check_query_starts(query_starts, num_tokens)
+    check_shape("initial_slots", initial_slots, (num_requests,))
+    check_shape("state_slots", state_slots, (num_requests,))
+    check_slots("initial_slots", initial_slots, num_slots)
+    check_slots("state_slots", state_slots, num_slots)
+    check_checkpoints(checkpoints, query_starts, num_slots)
+    check_same_device(
+        v=v, query_starts=query_starts, initial_slots=initial_slots, state_slots=state_slots
+    )
+    if num_requests == 0 or num_tokens == 0:
+        return
+    machine = machine_of(v.device)
+    tiles = delta_scan_tiles(machine, head_k_dim, head_v_dim, v.element_size())
+    # What the first kernel leaves for the second.
+    pair = (2, num_qk_heads, num_tokens, tiles.block_keys)
+    queries, keys = torch.empty(pair, dtype=v.dtype, device=v.device)
+    square = (2, num_v_heads, num_tokens, tiles.block_tokens)
+    scores, solution = torch.empty(square, dtype=v.dtype, device=v.device)
+    since_start, until_end = torch.empty(square[:3], dtype=torch.float32, device=v.device)
+    num_chunks = num_tokens // tiles.block_tokens + num_requests
+    if checkpoints is not None:
+        num_chunks += checkpoints.slots.shape[0]
+    delta_chunks_kernel[(num_v_heads, num_chunks)](
+        queries_ptr=queries,
+        keys_ptr=keys,
+        scores_ptr=scores,
+        solution_ptr=solution,
+        since_start_ptr=since_start,
+        until_end_ptr=until_end,
+        q_ptr=q,
+        k_ptr=k,
+        gates_ptr=gates,
+        betas_ptr=betas,
+        A_log_ptr=A_log,
+        dt_bias_ptr=dt_bias,
+        query_starts_ptr=query_starts,
+        state_slots_ptr=state_slots,
+        checkpoint_starts_ptr=None if checkpoints is None else checkpoints.starts,
+        checkpoint_after_ptr=None if checkpoints is None else checkpoints.after_tokens,
+        scale=scale,
+        num_requests=num_requests,
+        num_tokens=num_tokens,
+        stride_q_token=strides(q)[0],
+        stride_q_head=strides(q)[1],
+        stride_k_token=strides(k)[0],
+        stride_k_head=strides(k)[1],
+        stride_gates_token=strides(gates)[0],
+        stride_betas_token=strides(betas)[0],
+        stride_dt_bias_head=0 if dt_bias is None else strides(dt_bias)[0],
+        stride_slots=state_slots.stride(0),
+        HEADS_PER_GROUP=num_v_heads // num_qk_heads,
+        HEAD_K_DIM=head_k_dim,
+        IS_NORMALIZED=qk_l2norm,
+        PRECISION="ieee" if v.dtype == torch.float32 else "tf32",
+        BLOCK_T=tiles.block_tokens,
+        BLOCK_K=tiles.block_keys,
+        num_warps=tiles.chunk_warps,
+        num_stages=1,
+    )
+    num_blocks = triton.cdiv(head_v_dim, tiles.block_values)
+    stride_slot, stride_head, stride_dim, _ = strides(states)
+    delta_scan_kernel[(num_blocks * num_v_heads, num_requests)](
+        out_ptr=out,
+        states_ptr=states,
+        v_ptr=v,
+        queries_ptr=queries,
+        keys_ptr=keys,
+        scores_ptr=scores,
+        solution_ptr=solution,
+        since_start_ptr=since_start,
+        until_end_ptr=until_end,
+        query_starts_ptr=query_starts,
+        initial_slots_ptr=initial_slots,
+        state_slots_ptr=state_slots,
+        checkpoint_starts_ptr=None if checkpoints is None else checkpoints.starts,
+        checkpoint_after_ptr=None if checkpoints is None else checkpoints.after_tokens,
+        checkpoint_slots_ptr=None if checkpoints is None else checkpoints.slots,
+        num_tokens_of_all=num_tokens,
+        stride_out_token=strides(out)[0],
+        stride_out_head=strides(out)[1],
+        stride_states_slot=stride_slot,
+        stride_states_head=stride_head,
+        stride_states_dim=stride_dim,
+        stride_v_token=strides(v)[0],
+        stride_v_head=strides(v)[1],
+        stride_initial=initial_slots.stride(0),
+        stride_slots=state_slots.stride(0),
+        HEADS_PER_GROUP=num_v_heads // num_qk_heads,
+        HEAD_K_DIM=head_k_dim,
+        HEAD_V_DIM=head_v_dim,
+        BLOCK_T=tiles.block_tokens,
+        BLOCK_K=tiles.block_keys,
+        BLOCK_V=tiles.block_values,
+        num_warps=tiles.scan_warps,
+        num_stages=tiles.scan_stages,
+    )

@@ -1,0 +1,122 @@
+"""One step, or a few, of the gated delta rule, with states in pages."""
+
+import torch
+import triton
+
+from jenga_kernels.checks import check_same_device
+from jenga_kernels.delta import check_delta_rule
+from jenga_kernels.states import check_steps
+from jenga_kernels.triton.addressing import strides
+from jenga_kernels.triton.delta_update import delta_update_kernel
+from jenga_kernels.triton.state_tiles import state_update_tiles
+from jenga_kernels.triton.tiles import machine_of, power_of_two
+
+
+def delta_update(
+    out: torch.Tensor,
+    states: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    gates: torch.Tensor,
+    betas: torch.Tensor,
+    initial_slots: torch.Tensor,
+    state_slots: torch.Tensor,
+    *,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    scale: float | None = None,
+    qk_l2norm: bool = True,
+    query_starts: torch.Tensor | None = None,
+) -> None:
+    """Apply the next token of each request, or the next few, to its state.
+
+    The rule and its tensors are those of `jenga_kernels.delta_scan.delta_scan`. With several tokens
+    of which some may be rejected, each token's state goes to a slot of its own, and the next call
+    begins at the slot of the last token accepted. Requests whose first state slot is `NULL_SLOT`
+    are padding: their output is zero and nothing else is read or written. No request may write a
+    slot that another one reads.
+
+    Args:
+        out: Written in place, shape and dtype of v.
+        states: Written in place, [num_slots, num_v_heads, head_v_dim, head_k_dim], bfloat16,
+            float16 or float32; any strides that are multiples of 16 bytes, last dimension
+            contiguous.
+        q: Queries, [num_tokens, num_qk_heads, head_k_dim], dtype of v; the value heads that share
+            one are next to each other. At most 256 elements a head.
+        k: Keys, shape and dtype of q.
+        v: Values, [num_tokens, num_v_heads, head_v_dim], bfloat16, float16 or float32.
+        gates: Natural logarithms of the decays, [num_tokens, num_v_heads], or [num_tokens,
+            num_v_heads, head_k_dim] where every key channel decays on its own; at most 0. With
+            A_log they are projections, and the logarithms -exp(A_log) softplus(gates + dt_bias).
+        betas: How far a value replaces what the state holds under its key, [num_tokens,
+            num_v_heads]. With A_log they are projections, which pass through a sigmoid.
+        initial_slots: Where each request's state is read, i32[num_requests]; `NULL_SLOT` begins
+            with zero.
+        state_slots: Where the state after each token is written, i32[num_requests] or
+            i32[num_requests, max_tokens]; `NULL_SLOT` drops it.
+        A_log: Logarithms of the decay rates, [num_v_heads]; None where gates and betas are ready.
+        dt_bias: Added to gates, shape of one token's.
+        scale: Factor of the queries; None means head_k_dim ** -0.5.
+        qk_l2norm: Whether queries and keys are brought to length one.
+        query_starts: Where each request's tokens begin, and the end, i32[num_requests + 1], at most
+            max_tokens each; None means one token each.
+
+    Raises:
+        ValueError: If a shape, dtype, stride, alignment or device does not fit.
+    """
+    scale = check_delta_rule(
+        out, states, q, k, v, gates, betas, A_log=A_log, dt_bias=dt_bias, scale=scale
+    )
+    num_tokens, num_v_heads, head_v_dim = v.shape
+    _, num_qk_heads, head_k_dim = q.shape
+    slots = check_steps(initial_slots, state_slots, query_starts, num_tokens, states.shape[0])
+    check_same_device(
+        v=v, initial_slots=initial_slots, state_slots=state_slots, query_starts=query_starts
+    )
+    num_requests = slots.shape[0]
+    if num_requests == 0 or num_tokens == 0:
+        return
+    tiles = state_update_tiles(machine_of(v.device), head_v_dim, head_k_dim, states.element_size())
+    stride_slot, stride_head, stride_dim, _ = strides(states)
+    delta_update_kernel[(triton.cdiv(head_v_dim, tiles.block_dims) * num_v_heads, num_requests)](
+        out_ptr=out,
+        states_ptr=states,
+        q_ptr=q,
+        k_ptr=k,
+        v_ptr=v,
+        gates_ptr=gates,
+        betas_ptr=betas,
+        A_log_ptr=A_log,
+        dt_bias_ptr=dt_bias,
+        query_starts_ptr=query_starts,
+        initial_slots_ptr=initial_slots,
+        state_slots_ptr=slots,
+        scale=scale,
+        stride_out_token=strides(out)[0],
+        stride_out_head=strides(out)[1],
+        stride_states_slot=stride_slot,
+        stride_states_head=stride_head,
+        stride_states_dim=stride_dim,
+        stride_q_token=strides(q)[0],
+        stride_q_head=strides(q)[1],
+        stride_k_token=strides(k)[0],
+        stride_k_head=strides(k)[1],
+        stride_v_token=strides(v)[0],
+        stride_v_head=strides(v)[1],
+        stride_gates_token=strides(gates)[0],
+        stride_gates_head=strides(gates)[1],
+        stride_betas_token=strides(betas)[0],
+        stride_dt_bias_head=0 if dt_bias is None else strides(dt_bias)[0],
+        stride_initial=initial_slots.stride(0),
+        stride_slots_request=slots.stride(0),
+        stride_slots_token=slots.stride(1),
+        HEADS_PER_GROUP=num_v_heads // num_qk_heads,
+        HEAD_K_DIM=head_k_dim,
+        HEAD_V_DIM=head_v_dim,
+        IS_PER_CHANNEL=gates.dim() > 2,  # noqa: PLR2004 - tokens, heads, channels
+        IS_NORMALIZED=qk_l2norm,
+        BLOCK_K=power_of_two(head_k_dim),
+        BLOCK_V=tiles.block_dims,
+        num_warps=tiles.num_warps,
+    )

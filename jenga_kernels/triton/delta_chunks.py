@@ -1,0 +1,196 @@
+"""First kernel of `jenga_kernels.delta_scan`: what the tokens of a chunk do to each other."""
+
+import triton
+import triton.language as tl
+
+from jenga_kernels.triton.delta_rule import decay_log2, rounded, sigmoid, unit_factors
+from jenga_kernels.triton.device import device_function
+from jenga_kernels.triton.matmul import matmul
+from jenga_kernels.triton.recurrence import LOG2E
+
+
+@device_function
+def unit_triangular_inverse(lower, BLOCK_T: tl.constexpr, PRECISION: tl.constexpr):
+    """Inverse of the identity plus `lower`, f32[BLOCK_T, BLOCK_T] below its diagonal.
+
+    Inverses of blocks on the diagonal are joined to those of blocks twice as wide. Powers of
+    `lower` would need fewer products, but where keys are alike they grow beyond all precision.
+    """
+    rows = tl.arange(0, BLOCK_T)[:, None]
+    columns = tl.arange(0, BLOCK_T)[None, :]
+    inverse = tl.where(rows == columns, 1.0, 0.0)
+    inverse -= tl.where(rows // 2 == columns // 2, lower, 0.0)
+    width = 2
+    while width < BLOCK_T:
+        is_corner = (rows // width != columns // width) & (
+            rows // (2 * width) == columns // (2 * width)
+        )
+        corner = tl.where(is_corner, lower, 0.0)
+        product = tl.dot(inverse, corner, input_precision=PRECISION)
+        inverse -= tl.dot(product, inverse, input_precision=PRECISION)
+        width *= 2
+    return inverse
+
+
+@device_function
+def find_chunk(
+    query_starts_ptr,  # i32[num_requests + 1]
+    checkpoint_starts_ptr,  # i32[num_requests + 1] or None
+    checkpoint_after_ptr,  # i32[num_checkpoints] or None
+    num_requests,
+    block,
+    BLOCK_T: tl.constexpr,
+):
+    """Request of a chunk, its first token among all, and the end of the stretch it lies in.
+
+    Stretches are what checkpoints cut requests into. The stretch number s of all, which begins at
+    token t, has the blocks from t // BLOCK_T + s on; not all of them have tokens.
+    """
+    low = 0
+    high = num_requests
+    while high - low > 1:
+        middle = (low + high) // 2
+        begin = tl.load(query_starts_ptr + middle) // BLOCK_T + middle
+        if checkpoint_starts_ptr is not None:
+            begin += tl.load(checkpoint_starts_ptr + middle)
+        if begin <= block:
+            low = middle
+        else:
+            high = middle
+    request = low
+    start = tl.load(query_starts_ptr + request)
+    end = tl.load(query_starts_ptr + request + 1)
+    stretch = request
+    if checkpoint_starts_ptr is not None:
+        query_start = start
+        checkpoint = tl.load(checkpoint_starts_ptr + request)
+        checkpoint_end = tl.load(checkpoint_starts_ptr + request + 1)
+        # How many of the request's checkpoints lie before the chunk.
+        low = checkpoint
+        high = checkpoint_end
+        while low < high:
+            middle = (low + high) // 2
+            after = query_start + tl.load(checkpoint_after_ptr + middle)
+            if after // BLOCK_T + request + middle + 1 <= block:
+                low = middle + 1
+            else:
+                high = middle
+        if low > checkpoint:
+            start = query_start + tl.load(checkpoint_after_ptr + low - 1)
+        if low < checkpoint_end:
+            end = query_start + tl.load(checkpoint_after_ptr + low)
+        stretch = request + low
+    return request, start + (block - (start // BLOCK_T + stretch)) * BLOCK_T, end
+
+
+@triton.jit
+def delta_chunks_kernel(
+    # Outputs
+    queries_ptr,  # [num_qk_heads, num_tokens, BLOCK_K]
+    keys_ptr,  # [num_qk_heads, num_tokens, BLOCK_K]
+    scores_ptr,  # [num_v_heads, num_tokens, BLOCK_T]
+    solution_ptr,  # [num_v_heads, num_tokens, BLOCK_T]
+    since_start_ptr,  # f32[num_v_heads, num_tokens]
+    until_end_ptr,  # f32[num_v_heads, num_tokens]
+    # Inputs
+    q_ptr,  # [num_tokens, num_qk_heads, head_k_dim]
+    k_ptr,  # [num_tokens, num_qk_heads, head_k_dim]
+    gates_ptr,  # [num_tokens, num_v_heads]
+    betas_ptr,  # [num_tokens, num_v_heads]
+    A_log_ptr,  # [num_v_heads]
+    dt_bias_ptr,  # [num_v_heads]
+    query_starts_ptr,  # i32[num_requests + 1]
+    state_slots_ptr,  # i32[num_requests]
+    checkpoint_starts_ptr,  # i32[num_requests + 1]
+    checkpoint_after_ptr,  # i32[num_checkpoints]
+    # Scalars
+    scale,
+    # Sizes
+    num_requests,
+    num_tokens,
+    # Strides, in elements
+    stride_q_token: tl.int64,
+    stride_q_head: tl.int64,
+    stride_k_token: tl.int64,
+    stride_k_head: tl.int64,
+    stride_gates_token: tl.int64,
+    stride_betas_token: tl.int64,
+    stride_dt_bias_head: tl.int64,
+    stride_slots: tl.int64,
+    # Tiles and flags
+    HEADS_PER_GROUP: tl.constexpr,
+    HEAD_K_DIM: tl.constexpr,
+    IS_NORMALIZED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Program (h, b) prepares chunk b of head h for the walk over chunks."""
+    head = tl.program_id(0).to(tl.int64)
+    request, first, end = find_chunk(
+        query_starts_ptr,
+        checkpoint_starts_ptr,
+        checkpoint_after_ptr,
+        num_requests,
+        tl.program_id(1),
+        BLOCK_T,
+    )
+    if first >= end:
+        return
+    if tl.load(state_slots_ptr + request * stride_slots) <= 0:
+        return
+    tile = tl.arange(0, BLOCK_T)
+    ks = tl.arange(0, BLOCK_K)[None, :]
+    tokens = (first + tile).to(tl.int64)
+    live = tokens < end
+    rows = live[:, None]
+    group = head // HEADS_PER_GROUP
+    dtype = k_ptr.dtype.element_ty
+
+    rate = None
+    bias = None
+    if A_log_ptr is not None:
+        rate = tl.exp2(tl.load(A_log_ptr + head).to(tl.float32) * LOG2E)
+        if dt_bias_ptr is not None:
+            bias = tl.load(dt_bias_ptr + head * stride_dt_bias_head).to(tl.float32)
+    gates = tl.load(gates_ptr + tokens * stride_gates_token + head, mask=live, other=0.0)
+    betas = tl.load(betas_ptr + tokens * stride_betas_token + head, mask=live, other=0.0)
+    betas = betas.to(tl.float32)
+    if A_log_ptr is not None:
+        betas = sigmoid(betas)
+    # Logarithms to base two of the decay from the chunk's start through each token. Their
+    # differences must be right however much has decayed before.
+    decays = tl.where(live, decay_log2(gates.to(tl.float32), rate, bias), 0.0)
+    decays = tl.cumsum(decays.to(tl.float64) if dtype == tl.float32 else decays, 0)
+    left = tl.sum(tl.where(tile == BLOCK_T - 1, decays, 0.0), 0) - decays
+    in_head = head * num_tokens + tokens
+    tl.store(since_start_ptr + in_head, tl.exp2(decays.to(tl.float32)), mask=live)
+    tl.store(until_end_ptr + in_head, tl.exp2(left.to(tl.float32)), mask=live)
+
+    in_rows = rows & (ks < HEAD_K_DIM)
+    q_ptr += group * stride_q_head + ks
+    k_ptr += group * stride_k_head + ks
+    q = tl.load(q_ptr + tokens[:, None] * stride_q_token, mask=in_rows, other=0.0)  # [T, K]
+    k = tl.load(k_ptr + tokens[:, None] * stride_k_token, mask=in_rows, other=0.0)  # [T, K]
+    if IS_NORMALIZED:
+        scale *= unit_factors(q)[:, None]  # [T, 1]
+        k = rounded(k.to(tl.float32) * unit_factors(k)[:, None], dtype)
+    q = rounded(q.to(tl.float32) * scale, dtype)
+    if head % HEADS_PER_GROUP == 0:
+        in_group = (group * num_tokens + tokens)[:, None] * BLOCK_K + ks
+        tl.store(queries_ptr + in_group, q, mask=rows)
+        tl.store(keys_ptr + in_group, k, mask=rows)
+
+    is_past = tile[:, None] >= tile[None, :]
+    exponent = (decays[:, None] - decays[None, :]).to(tl.float32)
+    between = tl.exp2(tl.where(is_past, exponent, float("-inf")))  # [T, T]
+    columns = in_head[:, None] * BLOCK_T + tile[None, :]
+    scores = matmul(q, tl.trans(k)) * between
+    tl.store(scores_ptr + columns, rounded(scores, dtype), mask=rows)
+
+    # Each token's change of the state takes off what the changes before it, in the same chunk,
+    # hold under its key: a unit triangular system for all changes at once.
+    lower = matmul(k, tl.trans(k)) * between * betas[:, None]
+    lower = tl.where(tile[:, None] > tile[None, :], lower, 0.0)
+    solution = unit_triangular_inverse(lower, BLOCK_T, PRECISION) * betas[None, :]
+    tl.store(solution_ptr + columns, rounded(solution, dtype), mask=rows)

@@ -1,0 +1,60 @@
+"""Tile sizes of the kernels of the gated delta rule.
+
+Those for GPUs compile without spills (tests/kernels/test_delta_*.py); those for the interpreter are
+large, because it pays per operation and hardly per element.
+"""
+
+from dataclasses import dataclass
+
+from jenga_kernels.triton.state_tiles import LEAST_PRODUCT
+from jenga_kernels.triton.tiles import HOPPER, Machine, power_of_two
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaTiles:
+    """Tiles of `delta_scan`.
+
+    Attributes:
+        block_tokens: Tokens of a chunk.
+        block_keys: Width of a tile of keys.
+        block_values: Values of a program that walks over chunks.
+        chunk_warps: Warps of a program that serves one chunk.
+        scan_warps: Warps of a program that walks over chunks.
+        scan_stages: Loads in flight of such a program, in chunks.
+    """
+
+    block_tokens: int
+    block_keys: int
+    block_values: int
+    chunk_warps: int
+    scan_warps: int
+    scan_stages: int
+
+
+def delta_scan_tiles(
+    machine: Machine, head_k_dim: int, head_v_dim: int, element_bytes: int
+) -> DeltaTiles:
+    """Tiles of `delta_scan`.
+
+    Args:
+        machine: Where it runs.
+        head_k_dim: Elements of a key.
+        head_v_dim: Elements of a value.
+        element_bytes: Bytes of an element of keys and values.
+    """
+    whole_value = max(LEAST_PRODUCT, power_of_two(head_v_dim))
+    block_tokens, block_values, chunk_warps, scan_warps, scan_stages = 64, 32, 4, 4, 2
+    if machine.is_interpreter:
+        block_values, chunk_warps, scan_warps, scan_stages = whole_value, 1, 1, 1
+    elif element_bytes > 2:  # noqa: PLR2004 - wider than 16 bits: no tensor cores
+        block_tokens, block_values, chunk_warps, scan_warps, scan_stages = 16, 16, 4, 8, 1
+    elif machine.capability < HOPPER:
+        block_tokens = 32
+    return DeltaTiles(
+        block_tokens=block_tokens,
+        block_keys=max(LEAST_PRODUCT, power_of_two(head_k_dim)),
+        block_values=min(whole_value, block_values),
+        chunk_warps=chunk_warps,
+        scan_warps=scan_warps,
+        scan_stages=scan_stages,
+    )

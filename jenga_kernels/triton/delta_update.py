@@ -1,0 +1,131 @@
+"""Kernel of `jenga_kernels.delta_update`."""
+
+import triton
+import triton.language as tl
+
+from jenga_kernels.triton.addressing import page_offsets
+from jenga_kernels.triton.delta_rule import decay_log2, inverse_length, rounded, sigmoid
+from jenga_kernels.triton.recurrence import LOG2E, row_sums
+
+
+@triton.jit
+def delta_update_kernel(  # noqa: PLR0912 - a branch for each optional tensor
+    # Outputs
+    out_ptr,  # [num_tokens, num_v_heads, head_v_dim]
+    states_ptr,  # [num_slots, num_v_heads, head_v_dim, head_k_dim]
+    # Inputs
+    q_ptr,  # [num_tokens, num_qk_heads, head_k_dim]
+    k_ptr,  # [num_tokens, num_qk_heads, head_k_dim]
+    v_ptr,  # [num_tokens, num_v_heads, head_v_dim]
+    gates_ptr,  # [num_tokens, num_v_heads] or [num_tokens, num_v_heads, head_k_dim]
+    betas_ptr,  # [num_tokens, num_v_heads]
+    A_log_ptr,  # [num_v_heads]
+    dt_bias_ptr,  # [num_v_heads] or [num_v_heads, head_k_dim]
+    query_starts_ptr,  # i32[num_requests + 1]
+    initial_slots_ptr,  # i32[num_requests]
+    state_slots_ptr,  # i32[num_requests, max_tokens]
+    # Scalars
+    scale,
+    # Strides, in elements
+    stride_out_token: tl.int64,
+    stride_out_head: tl.int64,
+    stride_states_slot: tl.int64,
+    stride_states_head: tl.int64,
+    stride_states_dim: tl.int64,
+    stride_q_token: tl.int64,
+    stride_q_head: tl.int64,
+    stride_k_token: tl.int64,
+    stride_k_head: tl.int64,
+    stride_v_token: tl.int64,
+    stride_v_head: tl.int64,
+    stride_gates_token: tl.int64,
+    stride_gates_head: tl.int64,
+    stride_betas_token: tl.int64,
+    stride_dt_bias_head: tl.int64,
+    stride_initial: tl.int64,
+    stride_slots_request: tl.int64,
+    stride_slots_token: tl.int64,
+    # Tiles and flags
+    HEADS_PER_GROUP: tl.constexpr,
+    HEAD_K_DIM: tl.constexpr,
+    HEAD_V_DIM: tl.constexpr,
+    IS_PER_CHANNEL: tl.constexpr,
+    IS_NORMALIZED: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Program (b, r) updates BLOCK_V rows of one head of request r; requests vary slowest."""
+    BLOCKS: tl.constexpr = (HEAD_V_DIM + BLOCK_V - 1) // BLOCK_V
+    head = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    request = tl.program_id(1)
+    vs = (tl.program_id(0) % BLOCKS) * BLOCK_V + tl.arange(0, BLOCK_V)
+    ks = tl.arange(0, BLOCK_K)
+    is_v = vs < HEAD_V_DIM
+    is_k = ks < HEAD_K_DIM
+    in_state = is_v[:, None] & is_k[None, :]
+    first = request.to(tl.int64)
+    num_tokens = 1
+    if query_starts_ptr is not None:
+        first = tl.load(query_starts_ptr + request).to(tl.int64)
+        num_tokens = tl.load(query_starts_ptr + request + 1) - tl.load(query_starts_ptr + request)
+    state_slots_ptr += request * stride_slots_request
+    out_ptr += first * stride_out_token + head * stride_out_head + vs
+    if tl.load(state_slots_ptr) <= 0:
+        for _ in range(num_tokens):
+            tl.store(out_ptr, tl.full([BLOCK_V], 0.0, out_ptr.dtype.element_ty), mask=is_v)
+            out_ptr += stride_out_token
+        return
+
+    initial_slot = tl.load(initial_slots_ptr + request * stride_initial)
+    in_page = head * stride_states_head + vs[:, None] * stride_states_dim + ks[None, :]
+    initial = states_ptr + page_offsets(initial_slot, stride_states_slot) + in_page
+    h = tl.load(initial, mask=in_state & (initial_slot > 0), other=0.0).to(tl.float32)  # [V, K]
+
+    group = head // HEADS_PER_GROUP
+    q_ptr += first * stride_q_token + group * stride_q_head + ks
+    k_ptr += first * stride_k_token + group * stride_k_head + ks
+    v_ptr += first * stride_v_token + head * stride_v_head + vs
+    gates_ptr += first * stride_gates_token + head * stride_gates_head
+    betas_ptr += first * stride_betas_token + head
+    if IS_PER_CHANNEL:
+        gates_ptr += ks
+    rate = None
+    bias = None
+    if A_log_ptr is not None:
+        rate = tl.exp2(tl.load(A_log_ptr + head).to(tl.float32) * LOG2E)
+        if dt_bias_ptr is not None:
+            dt_bias_ptr += head * stride_dt_bias_head
+            if IS_PER_CHANNEL:
+                bias = tl.load(dt_bias_ptr + ks, mask=is_k, other=0.0).to(tl.float32)  # [K]
+            else:
+                bias = tl.load(dt_bias_ptr).to(tl.float32)
+    for _ in range(num_tokens):
+        q = tl.load(q_ptr, mask=is_k, other=0.0).to(tl.float32)  # [K]
+        k = tl.load(k_ptr, mask=is_k, other=0.0).to(tl.float32)  # [K]
+        v = tl.load(v_ptr, mask=is_v, other=0.0).to(tl.float32)  # [V]
+        if IS_NORMALIZED:
+            q *= inverse_length(tl.sum(q * q, 0))
+            k *= inverse_length(tl.sum(k * k, 0))
+        beta = tl.load(betas_ptr).to(tl.float32)
+        if A_log_ptr is not None:
+            beta = sigmoid(beta)
+        if IS_PER_CHANNEL:
+            gate = tl.load(gates_ptr, mask=is_k, other=0.0).to(tl.float32)  # [K]
+            h *= tl.exp2(decay_log2(gate, rate, bias))[None, :]
+        else:
+            h *= tl.exp2(decay_log2(tl.load(gates_ptr).to(tl.float32), rate, bias))
+        # What the state holds under the key gives way to the value, as far as beta says.
+        change = beta * (v - row_sums(h * k[None, :]))  # [V]
+        h += change[:, None] * k[None, :]
+        y = row_sums(h * (q * scale)[None, :])  # [V]
+        tl.store(out_ptr, rounded(y, out_ptr.dtype.element_ty), mask=is_v)
+        slot = tl.load(state_slots_ptr)
+        kept = states_ptr + page_offsets(slot, stride_states_slot) + in_page
+        tl.store(kept, rounded(h, states_ptr.dtype.element_ty), mask=in_state & (slot > 0))
+        q_ptr += stride_q_token
+        k_ptr += stride_k_token
+        v_ptr += stride_v_token
+        gates_ptr += stride_gates_token
+        betas_ptr += stride_betas_token
+        out_ptr += stride_out_token
+        state_slots_ptr += stride_slots_token

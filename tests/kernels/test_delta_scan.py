@@ -1,0 +1,346 @@
+import pytest
+import torch
+
+from jenga_kernels.delta_scan import delta_scan
+from jenga_kernels.delta_update import delta_update
+from jenga_kernels.reference import delta_scan as reference
+from jenga_kernels.states import Checkpoints
+from tests.kernels.compiling import compile_job
+from tests.kernels.delta_cases import by_products, delta_states, delta_tensors, fill, tokens_of
+from tests.kernels.state_cases import PADDING, i32, prompt_slots, same_elsewhere, widened
+from tests.kernels.support import DEVICE, check_close, generator, max_error
+
+NUM_SLOTS = 40
+CASES = {
+    # heads of queries and of values, elements of keys and of values; tokens of each prompt
+    "qwen3_next": ((1, 2, 128, 128), [1, 64, 70]),
+    "odd_sizes_and_three_values_a_query": ((1, 3, 40, 24), [5, 0, 70, PADDING, 2, 129]),
+    "wide_keys": ((1, 1, 256, 16), [65, 3]),
+}
+
+
+def arguments(shape, lengths, dtype, state_dtype, *, seed=0, checkpoints=True):
+    rng = generator(seed)
+    slots, read, written = prompt_slots(lengths, NUM_SLOTS, rng, checkpoints=checkpoints)
+    tensors = delta_tensors(int(slots["query_starts"][-1]), shape, dtype, rng)
+    pages = delta_states(NUM_SLOTS, shape, state_dtype)
+    fill(pages, read, rng)
+    return tensors, slots, pages, written
+
+
+def by_reference(tensors, slots, states):
+    """Output and states of the reference in the precision of its arguments."""
+    states = states.clone()
+    out = torch.full_like(tensors["v"], float("nan"))
+    reference.delta_scan(out, states, **tensors, **slots)
+    return out, states
+
+
+def one_prompt(length):
+    """Slots of one prompt from zero to slot 1."""
+    return {"query_starts": i32([0, length]), "initial_slots": i32([0]), "state_slots": i32([1])}
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_delta_scan_matches_the_rule(case, state_dtype):
+    shape, lengths = case
+    tensors, slots, pages, written = arguments(shape, lengths, torch.float32, state_dtype)
+    before = pages.arena.clone()
+    naive, naive_states = by_reference(tensors, slots, pages.states)
+    exact, exact_states = by_reference(widened(tensors), slots, pages.states.double())
+    out = torch.full_like(tensors["v"], float("nan"))
+
+    delta_scan(out, pages.states, **tensors, **slots)
+
+    check_close(out, exact, naive)
+    check_close(pages.states[written], exact_states[written], naive_states[written])
+    assert same_elsewhere(pages.arena, before, written)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_delta_scan_is_as_exact_as_matrix_products_in_its_dtype(case, dtype):
+    shape, lengths = case
+    tensors, slots, pages, written = arguments(
+        shape, lengths, dtype, torch.float32, checkpoints=False
+    )
+    naive, naive_states = by_products(tensors, slots, pages.states)
+    exact, exact_states = by_reference(widened(tensors), slots, pages.states.double())
+    out = torch.full_like(tensors["v"], float("nan"))
+
+    delta_scan(out, pages.states, **tensors, **slots)
+
+    check_close(out, exact, naive)
+    check_close(pages.states[written], exact_states[written], naive_states[written])
+
+
+OPTIONS = {
+    "without_bias": lambda _: {"dt_bias": None},
+    "gates_and_betas_ready": lambda a: {
+        "A_log": None,
+        "dt_bias": None,
+        "gates": -a["gates"].abs(),
+        "betas": a["betas"].sigmoid(),
+    },
+    "a_scale": lambda _: {"scale": 0.25},
+    "lengths_as_they_are": lambda a: {"qk_l2norm": False, "q": a["q"] / 8, "k": a["k"] / 8},
+}
+
+
+@pytest.mark.parametrize("change", OPTIONS.values(), ids=OPTIONS.keys())
+def test_delta_scan_with_options(change):
+    tensors, slots, pages, written = arguments(
+        (1, 2, 32, 16), [70, 3], torch.float32, torch.float32
+    )
+    tensors |= change(tensors)
+    naive, naive_states = by_reference(tensors, slots, pages.states)
+    exact, exact_states = by_reference(widened(tensors), slots, pages.states.double())
+    out = torch.full_like(tensors["v"], float("nan"))
+
+    delta_scan(out, pages.states, **tensors, **slots)
+
+    check_close(out, exact, naive)
+    check_close(pages.states[written], exact_states[written], naive_states[written])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_delta_scan_gives_the_same_wherever_a_prompt_is_cut(seed):
+    rng = generator(seed)
+    shape, length = (1, 2, 32, 32), 150
+    tensors = delta_tensors(length, shape, torch.float32, rng)
+    cuts = sorted((1 + torch.randperm(length - 1, generator=rng)[:3]).tolist())
+    whole, pieces, plain = (delta_states(8, shape, torch.float32) for _ in range(3))
+    kept = Checkpoints(starts=i32([0, 3]), after_tokens=i32(cuts), slots=i32([2, 3, 4]))
+    slots = one_prompt(length)
+    naive, naive_states = by_reference(tensors, slots | {"checkpoints": kept}, whole.states)
+    exact, exact_states = by_reference(
+        widened(tensors), slots | {"checkpoints": kept}, whole.states.double()
+    )
+    out, cut_out, plain_out = (torch.empty_like(tensors["v"]) for _ in range(3))
+
+    delta_scan(out, whole.states, **tensors, **slots, checkpoints=kept)
+    delta_scan(plain_out, plain.states, **tensors, **slots)
+    for slot, (start, end) in enumerate(zip([0, *cuts], [*cuts, length], strict=True)):
+        delta_scan(
+            cut_out[start:end],
+            pieces.states,
+            **tokens_of(tensors, slice(start, end)),
+            query_starts=i32([0, end - start]),
+            initial_slots=i32([slot]),
+            state_slots=i32([slot + 1]),
+        )
+
+    # A checkpoint ends a chunk as the end of a prompt does, so that the sums are the same ones.
+    order = [2, 3, 4, 1]
+    assert torch.equal(out, cut_out)
+    assert torch.equal(whole.states[order], pieces.states[1:5])
+    check_close(out, exact, naive)
+    check_close(plain_out, exact, naive)
+    check_close(whole.states[order], exact_states[order], naive_states[order])
+    check_close(plain.states[1], exact_states[1], naive_states[1])
+
+
+def test_delta_scan_goes_on_where_an_update_ended():
+    shape = (1, 2, 16, 16)
+    rng = generator(5)
+    tensors = delta_tensors(20, shape, torch.float32, rng)
+    pages = delta_states(3, shape, torch.float32)
+    naive, _ = by_reference(tensors, one_prompt(20), pages.states)
+    exact, _ = by_reference(widened(tensors), one_prompt(20), pages.states.double())
+    out = torch.empty_like(tensors["v"])
+
+    for start, end in ((0, 7), (8, 20)):
+        delta_scan(
+            out[start:end],
+            pages.states,
+            **tokens_of(tensors, slice(start, end)),
+            query_starts=i32([0, end - start]),
+            initial_slots=i32([2 if start else 0]),
+            state_slots=i32([2]),
+        )
+        if start == 0:
+            delta_update(
+                out[7:8],
+                pages.states,
+                **tokens_of(tensors, slice(7, 8)),
+                initial_slots=i32([2]),
+                state_slots=i32([2]),
+            )
+
+    check_close(out, exact, naive)
+
+
+def test_delta_scan_stays_near_float64_over_long_prompts():
+    rng = generator(7)
+    shape, length = (1, 1, 32, 16), 4096
+    tensors = delta_tensors(length, shape, torch.float32, rng)
+    # Slow decay, so that rounding of the first tokens would still show at the end.
+    tensors["A_log"] = tensors["A_log"] - 7
+    pages = delta_states(2, shape, torch.float32)
+    naive, naive_states = by_reference(tensors, one_prompt(length), pages.states)
+    exact, exact_states = by_reference(widened(tensors), one_prompt(length), pages.states.double())
+    out = torch.empty_like(tensors["v"])
+
+    delta_scan(out, pages.states, **tensors, **one_prompt(length))
+
+    check_close(out, exact, naive)
+    check_close(pages.states[1], exact_states[1], naive_states[1])
+    assert max_error(pages.states[1], exact_states[1]) < 2e-6 * exact_states[1].abs().max().item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_delta_scan_takes_keys_that_are_all_alike(dtype):
+    # Powers of a chunk's matrix would reach 1e18 here; the inverse itself has no entry above 1.
+    shape = (1, 1, 16, 16)
+    tensors = delta_tensors(128, shape, dtype, generator(9))
+    tensors["k"][:] = tensors["k"][:1]
+    tensors["betas"][:] = 8.0
+    tensors["gates"][:] = -20.0
+    pages = delta_states(2, shape, torch.float32)
+    naive, naive_states = by_products(tensors, one_prompt(128), pages.states)
+    exact, exact_states = by_reference(widened(tensors), one_prompt(128), pages.states.double())
+    out = torch.empty_like(tensors["v"])
+
+    delta_scan(out, pages.states, **tensors, **one_prompt(128))
+
+    check_close(out, exact, naive)
+    check_close(pages.states[1], exact_states[1], naive_states[1])
+
+
+def test_delta_scan_keeps_neighbours_apart_after_strong_decay():
+    # One token forgets everything; what decays are after it must not depend on how much that was.
+    shape = (1, 1, 16, 16)
+    tensors = delta_tensors(64, shape, torch.float32, generator(8))
+    tensors["gates"][:] = -4.0
+    tensors["gates"][5] = 2000.0
+    tensors["v"][5] = 0
+    pages = delta_states(2, shape, torch.float32)
+    naive, _ = by_reference(tensors, one_prompt(64), pages.states)
+    exact, _ = by_reference(widened(tensors), one_prompt(64), pages.states.double())
+    out = torch.empty_like(tensors["v"])
+
+    delta_scan(out, pages.states, **tensors, **one_prompt(64))
+
+    check_close(out, exact, naive)
+
+
+def test_delta_scan_reaches_past_2_to_the_31_elements():
+    num_slots = 2**31 // (1 << 20) + 3
+    # Slots nobody touches cost no memory, so this arena is mostly not there.
+    arena = torch.empty(num_slots, 1 << 20, dtype=torch.float32, device=DEVICE)
+    states = arena[:, -256:].unflatten(1, (1, 16, 16))
+    shape = (1, 1, 16, 16)
+    tensors = delta_tensors(3, shape, torch.float32, generator(2))
+    few = delta_states(2, shape, torch.float32)
+    out, stepped, want = (torch.empty_like(tensors["v"]) for _ in range(3))
+    starts, none, last = i32([0, 3]), i32([0]), i32([num_slots - 1])
+
+    delta_scan(out, states, **tensors, query_starts=starts, initial_slots=none, state_slots=last)
+    delta_scan(want, few.states, **tensors, **one_prompt(3))
+    scanned = states[-1].clone()
+    for token in range(3):
+        delta_update(
+            stepped[token : token + 1],
+            states,
+            **tokens_of(tensors, slice(token, token + 1)),
+            initial_slots=last if token else none,
+            state_slots=last,
+        )
+
+    assert arena.numel() > 2**31
+    assert torch.equal(scanned, few.states[1])
+    assert torch.equal(out, want)
+    assert max_error(states[-1], scanned) < 1e-6
+    assert max_error(stepped, out) < 1e-6
+
+
+def good_call():
+    tensors, slots, pages, _ = arguments((1, 2, 16, 16), [4, 5], torch.float32, torch.float32)
+    return {
+        "out": torch.full_like(tensors["v"], float("nan")),
+        "states": pages.states,
+        **tensors,
+        **slots,
+    }
+
+
+BAD_ARGUMENTS = {
+    "out_of_another_dtype": ("out", lambda a: {"out": a["out"].half()}),
+    "states_of_other_heads": ("states", lambda a: {"states": a["states"][:, :1]}),
+    "states_of_integers": ("states", lambda a: {"states": a["states"].int()}),
+    "v_without_heads": ("v", lambda a: {"v": a["v"][:, 0]}),
+    "scattered_keys": ("k", lambda a: {"k": a["k"].repeat(1, 1, 2)[..., ::2]}),
+    "query_starts_past_the_tokens": ("query_starts", lambda _: {"query_starts": i32([0, 4, 10])}),
+    "query_starts_that_fall": ("query_starts", lambda _: {"query_starts": i32([0, 5, 4])}),
+    "slots_for_another_number_of_requests": (
+        "state_slots",
+        lambda a: {"state_slots": a["state_slots"][:1]},
+    ),
+    "a_slot_past_the_states": ("state_slots", lambda _: {"state_slots": i32([1, NUM_SLOTS])}),
+    "an_initial_slot_past_the_states": ("initial_slots", lambda _: {"initial_slots": i32([99, 1])}),
+    "a_checkpoint_past_the_prompt": (
+        r"checkpoints\.after_tokens",
+        lambda _: {
+            "checkpoints": Checkpoints(starts=i32([0, 1, 1]), after_tokens=i32([5]), slots=i32([1]))
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "change"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS.keys())
+def test_delta_scan_refuses(name, change):
+    args = good_call()
+    changed = args | change(args)
+    out, states = changed["out"].clone(), changed["states"].clone()
+
+    with pytest.raises(ValueError, match=f"^{name} "):
+        delta_scan(**changed)
+
+    assert torch.equal(changed["out"].isnan(), out.isnan())
+    assert torch.equal(changed["states"].nan_to_num(7), states.nan_to_num(7))
+
+
+def test_delta_scan_of_no_tokens_writes_nothing():
+    args = good_call()
+    args = args | tokens_of({name: args[name] for name in ("q", "k", "v", "gates", "betas")}, [])
+    args |= {"out": args["out"][:0], "query_starts": i32([0, 0, 0]), "checkpoints": None}
+    before = args["states"].clone()
+
+    delta_scan(**args)
+
+    assert torch.equal(args["states"].nan_to_num(7), before.nan_to_num(7))
+
+
+def compile_scans():
+    kept = Checkpoints(starts=i32([0, 1]), after_tokens=i32([3]), slots=i32([1]))
+    for dtype in (torch.bfloat16, torch.float32):
+        tensors = delta_tensors(16, (16, 32, 128, 128), dtype, generator(0))
+        for state_dtype in (torch.float32, torch.bfloat16):
+            states = torch.zeros(2, 32, 128, 128, dtype=state_dtype)
+            delta_scan(tensors["v"], states, **tensors, **one_prompt(16), checkpoints=kept)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_delta_scan_compiles_to_matrix_instructions_without_spills(capability):
+    kernels = compile_job(compile_scans, capability)
+
+    assert [kernel.name for kernel in kernels].count("delta_chunks_kernel") == 2
+    assert len(kernels) == 6
+    for kernel in kernels:
+        assert kernel.stack_bytes == 0, kernel
+    for kernel in kernels[:3]:
+        assert kernel.counts["load_128"] >= 8, kernel
+        assert kernel.counts["store_128"] >= 6, kernel
+        if capability >= 90:
+            # Five products of 4 to 8 instructions a chunk, or two of queries and keys and those
+            # of the inverse.
+            assert kernel.counts["wgmma"] == 32, kernel
+            assert kernel.counts["mma"] == 0, kernel
+        else:
+            assert kernel.counts["mma"] == 96, kernel
+        if kernel.name == "delta_scan_kernel":
+            # The next chunk's tiles come while this one is worked on.
+            assert kernel.counts["cp_async"] >= 16, kernel
+            assert kernel.counts["load_128"] >= kernel.counts["cp_async"], kernel
+            assert kernel.registers <= 224, kernel
