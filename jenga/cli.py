@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Protocol
 
-from jenga.sim import plan_command, plot_command, report_command
+from jenga.sim import plan_command, plot_command, replay_command, report_command
 
 _DISTRIBUTION = "jenga-kv"
 
@@ -93,6 +93,12 @@ def _parser() -> argparse.ArgumentParser:
         "plan",
         plan_command,
         summary="show how a model's memory is cut, how many requests fit and what is wasted",
+    )
+    _add_command(
+        commands,
+        "replay",
+        replay_command,
+        summary="run requests through memory managers without a GPU, and count",
     )
     _add_command(commands, "plot", plot_command, summary="draw a figure from the rows of replays")
     _add_command(

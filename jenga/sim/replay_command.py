@@ -1,0 +1,389 @@
+"""`jenga replay`: its arguments, and what it prints."""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from jenga.models import ModelFacts, ReadOptions, find_model
+from jenga.sim.budget import RESERVED_BYTES, UTILIZATION, memory_budget
+from jenga.sim.gpus import GPUS, Gpu, find_gpu, parse_bytes
+from jenga.sim.managers import EVICTION_ORDERS, MANAGER_NAMES
+from jenga.sim.plan import KV_DTYPES, served_model
+from jenga.sim.record import SAMPLED_EVERY
+from jenga.sim.replay import Clock, Replay, Step, constant_clock
+from jenga.sim.scheduler import CHUNK_TOKENS, MAX_REQUESTS
+from jenga.sim.session import (
+    Machine,
+    Outcome,
+    RowFile,
+    Settings,
+    Trace,
+    outcome_of,
+    replay_rows,
+    run_row,
+)
+from jenga.sim.sources import FORMATS, GENERATORS, open_source
+from jenga.sim.step_time import StepTime, Weights, weights_of
+from jenga.sim.text import aligned, bytes_text
+
+DESCRIPTION = """\
+Replay requests step by step against a memory manager, as an engine without a GPU would: continuous
+batching, prompts in chunks, preemption, prefix caching. Tokens, pages and bytes are counted;
+seconds are modelled by the roofline of the GPU."""
+
+EPILOG = f"""\
+traces:
+  a file: JSON lines of Mooncake, CSV of Azure, CSV of prompt and output lengths
+  a workload: {", ".join(GENERATORS)}
+  with arguments: articles:n=24,questions=8,tokens=30000  long-documents  mmlu-pro:n=500,rate=4
+
+examples:
+  jenga replay --model gemma-3-27b --gpu H200 --trace articles --manager jenga vllm --bounds
+  jenga replay --model ministral-8b-2410 --trace long-documents --no-prefix-caching --every 1
+  jenga replay --model falcon-h1-7b --trace conversation_trace.jsonl --speed 4 --requests 1000 \\
+      --out rows.jsonl --check 100"""
+
+_PROGRESS_S = 0.5
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Give a parser the arguments of `jenga replay`."""
+    what = parser.add_argument_group("what")
+    what.add_argument(
+        "--model", nargs="+", required=True, metavar="MODEL", help="as of `jenga plan`; several"
+    )
+    what.add_argument("--draft", metavar="MODEL", help="a model that drafts, in the same arena")
+    what.add_argument("--trace", required=True, metavar="TRACE", help="see below")
+    what.add_argument(
+        "--format", choices=tuple(FORMATS), help="of the file (default: by its first line)"
+    )
+    what.add_argument("--requests", type=int, metavar="N", help="only the first of the trace")
+    what.add_argument(
+        "--speed", type=float, default=1.0, metavar="X", help="arrivals come so many times as fast"
+    )
+    _configure_memory(parser.add_argument_group("memory"))
+    _configure_engine(parser.add_argument_group("engine"))
+    rows = parser.add_argument_group("rows")
+    rows.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="add rows to a file of JSON lines; replays that it has whole are not run again",
+    )
+    rows.add_argument(
+        "--every",
+        type=int,
+        default=SAMPLED_EVERY,
+        metavar="N",
+        help="look at the arena's bytes every N steps (default: %(default)s)",
+    )
+    rows.add_argument("--request-rows", action="store_true", help="a row for every request, too")
+    rows.add_argument(
+        "--check", type=int, default=0, metavar="N", help="check the manager's books every N steps"
+    )
+    rows.add_argument(
+        "--bounds",
+        action="store_true",
+        help="also the hits of a cache without end and of the best eviction",
+    )
+    rows.add_argument("--quiet", action="store_true", help="no progress")
+    parser.set_defaults(run=run, extras="jenga-kv[vllm]")
+
+
+def _configure_memory(group: "argparse._ArgumentGroup") -> None:  # pyright: ignore[reportPrivateUsage]
+    group.add_argument(
+        "--manager",
+        nargs="+",
+        choices=MANAGER_NAMES,
+        default=["jenga"],
+        metavar="MANAGER",
+        help=f"{', '.join(MANAGER_NAMES)}; several are compared (default: jenga)",
+    )
+    group.add_argument(
+        "--eviction",
+        nargs="+",
+        choices=tuple(EVICTION_ORDERS),
+        default=["lru"],
+        help="what our manager evicts first; several are compared (default: lru)",
+    )
+    group.add_argument("--no-prefix-caching", action="store_true", help="keep nothing for others")
+    group.add_argument(
+        "--gpu",
+        default="H100-80G",
+        metavar="GPU",
+        help=f"{', '.join(GPUS)}, or its memory such as 24GiB (default: %(default)s)",
+    )
+    group.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks")
+    group.add_argument("--kv-dtype", choices=tuple(KV_DTYPES), default="auto")
+    group.add_argument(
+        "--weights", type=_bytes, metavar="BYTES", help="of all weights, all ranks together"
+    )
+    group.add_argument(
+        "--arena", type=_bytes, metavar="BYTES", help="in place of what --gpu leaves"
+    )
+    group.add_argument("--utilization", type=float, default=UTILIZATION, metavar="SHARE")
+    group.add_argument("--reserve", type=_bytes, default=RESERVED_BYTES, metavar="BYTES")
+
+
+def _configure_engine(group: "argparse._ArgumentGroup") -> None:  # pyright: ignore[reportPrivateUsage]
+    group.add_argument(
+        "--chunk-tokens",
+        type=int,
+        default=CHUNK_TOKENS,
+        metavar="N",
+        help="tokens computed in a step, of all requests together (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-requests",
+        type=int,
+        default=MAX_REQUESTS,
+        metavar="N",
+        help="requests running at once (default: %(default)s)",
+    )
+    group.add_argument(
+        "--step-seconds",
+        type=float,
+        metavar="S",
+        help="every step takes as long, in place of the roofline",
+    )
+    for name, of in (("arithmetic", "operations"), ("bandwidth", "memory bandwidth")):
+        group.add_argument(
+            f"--{name}-share",
+            type=_share,
+            default=1.0,
+            metavar="SHARE",
+            help=f"share of the GPU's peak {of} that was measured (default: 1)",
+        )
+    group.add_argument(
+        "--overhead-seconds", type=float, default=0.0, metavar="S", help="of each step, as measured"
+    )
+
+
+def _bytes(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        msg = f"must be in (0, 1], got {text!r}"
+        raise argparse.ArgumentTypeError(msg)
+    return share
+
+
+def run(options: argparse.Namespace) -> int:
+    """Replay and print.
+
+    Raises:
+        ValueError: A model, a trace or an option is refused, or an arena holds no request.
+    """
+    for name in ("every", "requests", "chunk_tokens", "max_requests"):
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            msg = f"--{name.replace('_', '-')} must be a positive number, got {value}"
+            raise ValueError(msg)
+    machines = [_machine(name, options) for name in options.model]
+    trace = Trace(
+        _trace_name(options),
+        lambda: open_source(
+            options.trace,
+            file_format=options.format,
+            limit=options.requests,
+            speed=options.speed,
+        ),
+    )
+    out = RowFile(options.out) if options.out is not None else None
+    found: list[Outcome] = []
+    for machine in machines:
+        for manager in options.manager:
+            # vLLM has no choice of orders.
+            for eviction in options.eviction[: 1 if manager == "vllm" else None]:
+                settings = _settings(options, eviction)
+                found.append(_replay(machine, manager, trace, settings, out, quiet=options.quiet))
+    print(_text(found, trace))
+    return 0
+
+
+def _trace_name(options: argparse.Namespace) -> str:
+    """The file's name without its folders, or the workload as it was asked for."""
+    path = Path(options.trace)
+    return path.name if path.is_file() else options.trace
+
+
+def _settings(options: argparse.Namespace, eviction: str) -> Settings:
+    details = {
+        name: str(value)
+        for name in ("speed", "requests", "step_seconds", "overhead_seconds")
+        if (value := getattr(options, name)) not in (None, 0.0)
+    }
+    return Settings(
+        eviction=eviction,
+        prefix_caching=not options.no_prefix_caching,
+        chunk_tokens=options.chunk_tokens,
+        max_requests=options.max_requests,
+        every=options.every,
+        check_every=options.check,
+        keep_requests=options.request_rows,
+        with_bounds=options.bounds,
+        details=tuple(details.items()),
+    )
+
+
+def _machine(name: str, options: argparse.Namespace) -> Machine:
+    models = [find_model(each) for each in (name, options.draft) if each is not None]
+    kv_format, model_dtype = KV_DTYPES[options.kv_dtype]
+    model = served_model(
+        models,
+        ReadOptions(tensor_parallel=options.tp, kv_format=kv_format, model_dtype=model_dtype),
+    )
+    gpu = find_gpu(options.gpu)
+    arena_bytes = options.arena
+    if arena_bytes is None:
+        arena_bytes = memory_budget(
+            models,
+            gpu,
+            ranks=options.tp,
+            weight_bytes=options.weights,
+            utilization=options.utilization,
+            reserved_bytes=options.reserve,
+        ).require_arena()
+    clock: Clock
+    if options.step_seconds is not None:
+        clock = constant_clock(options.step_seconds)
+    else:
+        clock = StepTime(
+            model,
+            _weights(models, options),
+            _named(gpu),
+            arithmetic_share=options.arithmetic_share,
+            bandwidth_share=options.bandwidth_share,
+            overhead_s=options.overhead_seconds,
+        )
+    return Machine(
+        model=model,
+        arena_bytes=arena_bytes,
+        clock=clock,
+        tp=options.tp,
+        kv_format=options.kv_dtype,
+        gpu=gpu.name,
+    )
+
+
+def _named(gpu: Gpu) -> Gpu:
+    if gpu.bytes_per_s is None:
+        msg = (
+            f"--gpu must be one of {', '.join(GPUS)} for a model of time, got {gpu.name!r}; or "
+            f"give --step-seconds"
+        )
+        raise ValueError(msg)
+    return gpu
+
+
+def _weights(models: Sequence[ModelFacts], options: argparse.Namespace) -> Weights:
+    """Of the first model: what drafts is as a part of it."""
+    try:
+        return weights_of(models[0], ranks=options.tp)
+    except ValueError as error:
+        msg = f"{error}; or give --step-seconds"
+        raise ValueError(msg) from error
+
+
+def _replay(
+    machine: Machine,
+    manager: str,
+    trace: Trace,
+    settings: Settings,
+    out: RowFile | None,
+    *,
+    quiet: bool,
+) -> Outcome:
+    row = run_row(machine, manager, trace, settings)
+    outcome = out.outcome_of(row.run) if out is not None else None
+    if outcome is not None:
+        return outcome
+    label = f"{row.model} {manager} {row.eviction}".rstrip()
+    progress = None if quiet else _Progress(label, trace.num_requests)
+    rows = replay_rows(row, machine, trace, settings, progress)
+    outcome = outcome_of(rows if out is None else out.written(row.run, rows))
+    if progress is not None:
+        progress.clear()
+    return outcome
+
+
+class _Progress:
+    """A line on standard error that says how far a replay is."""
+
+    def __init__(self, label: str, num_requests: int) -> None:
+        self._label = label
+        self._num_requests = num_requests
+        self._next_s = self._start_s = time.monotonic()
+        self._width = 0
+
+    def __call__(self, replay: Replay, step: Step) -> None:
+        """Show a step, now and then."""
+        now_s = time.monotonic()
+        if now_s < self._next_s:
+            return
+        self._next_s = now_s + _PROGRESS_S
+        num_ended = replay.num_finished + replay.num_refused
+        share = num_ended / self._num_requests
+        elapsed_s = now_s - self._start_s
+        rate = step.number / elapsed_s if elapsed_s > 0 else 0.0
+        left_s = elapsed_s * (1 - share) / share if share else 0.0
+        hit_rate = replay.hit_tokens / replay.prompt_tokens if replay.prompt_tokens else 0.0
+        text = (
+            f"{self._label}: {num_ended}/{self._num_requests} requests ({share:.0%}), "
+            f"{step.num_running} running, {step.num_waiting} waiting, hit {hit_rate:.1%}, "
+            f"{rate:,.0f} steps/s, {left_s:.0f} s left"
+        )
+        self._width = max(self._width, len(text))
+        print(f"\r{text:<{self._width}}", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Leave the line empty."""
+        if self._width:
+            print(f"\r{'':<{self._width}}\r", end="", file=sys.stderr, flush=True)
+
+
+def _text(found: Sequence[Outcome], trace: Trace) -> str:
+    header = ["model", "manager", "arena", "hit %", "waste %", "decode batch", "steps"]
+    header += ["preempted", "evicted", "refused", "seconds", "requests/s", "TTFT p50", "TPOT p50"]
+    has_bounds = any("best_eviction_hit_rate" in each.row.options for each in found)
+    if has_bounds:
+        header += ["unlimited %", "best %"]
+    lines = [header]
+    for each in found:
+        row, summary = each.row, each.summary
+        manager = row.manager if row.eviction in ("", "lru") else f"{row.manager} {row.eviction}"
+        cells = [
+            row.model,
+            manager,
+            bytes_text(row.arena_bytes),
+            f"{100 * summary.hit_rate:.1f}",
+            f"{100 * summary.waste:.2f}",
+            f"{summary.mean_decode_batch:.2f}",
+            f"{summary.num_steps:,}",
+            f"{summary.num_preemptions:,}",
+            f"{summary.evicted_pages:,}",
+            f"{summary.num_refused:,}",
+            f"{summary.seconds:,.1f}",
+            f"{summary.requests_per_s:.3g}",
+            f"{summary.ttft_s.p50:.3g}",
+            f"{summary.tpot_s.p50:.3g}",
+        ]
+        if has_bounds:
+            cells += [
+                f"{100 * row.options[name]:.1f}" if name in row.options else "-"
+                for name in ("unlimited_hit_rate", "best_eviction_hit_rate")
+            ]
+        lines.append(cells)
+    title = f"{trace.num_requests:,} requests of {trace.name}; seconds are modelled"
+    return "\n".join([title, *aligned(lines, alignment="<<" + ">" * (len(header) - 2))])
