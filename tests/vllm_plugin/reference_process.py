@@ -49,6 +49,7 @@ def store_in_fp8(path):
 
 
 def main():
+    torch.set_num_threads(1)  # its loops over tokens do too little at a time for more
     job = json.loads(Path(sys.argv[1]).read_text())
     path = Path(job["options"]["model"])
     config = AutoConfig.from_pretrained(path)
