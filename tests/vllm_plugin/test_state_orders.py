@@ -6,6 +6,7 @@ request must find its own tokens in its running page whenever a step begins.
 
 import pickle
 import random
+from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -52,7 +53,7 @@ def make_scheduler(engine_config):
 
     from jenga.vllm_plugin.layout import get_kv_cache_config_from_groups, get_kv_cache_groups
 
-    def make(arena_bytes, *, num_kinds=2):
+    def make(arena_bytes, *, num_kinds=2, scheduler_class=Scheduler):
         specs = {
             "full": FullAttentionSpec(
                 block_size=16, num_kv_heads=2, head_size=64, dtype=torch.float32
@@ -68,7 +69,7 @@ def make_scheduler(engine_config):
         config = get_kv_cache_config_from_groups(engine_config, groups, arena_bytes)
         engine_config.cache_config.num_gpu_blocks = config.num_blocks
         block_size, hash_block_size = core.resolve_kv_cache_block_sizes(config, engine_config)
-        return Scheduler(
+        return scheduler_class(
             vllm_config=engine_config,
             kv_cache_config=config,
             structured_output_manager=StructuredOutputManager(engine_config),
@@ -83,86 +84,104 @@ def make_scheduler(engine_config):
 class Worker:
     """Runs steps on states that are the tokens that went into them."""
 
-    def __init__(self, scheduler):
+    def __init__(self, scheduler, source):
         self.scheduler = scheduler
+        self.source = source
         self.manager = scheduler.kv_cache_manager.manager
-        self.tables = [table for table in self.manager.geometry.page_tables if table.is_state]
-        # A large page belongs to one page table at a time; its bytes to all of them.
-        self.pages = {}  # (page table, page) -> tokens
+        self.tables = {
+            index: table
+            for index, table in enumerate(self.manager.geometry.page_tables)
+            if table.is_state
+        }
+        self.pages = {}  # (page table, page) -> tokens, or LOST
+        self.tokens = {}  # request -> its tokens
         self.num_copies = self.num_writes = 0
 
-    def _put(self, table, page, tokens):
-        large_page = page // table.small_pages_per_large_page
-        for other in self.tables:
-            if other is not table:
-                first = large_page * other.small_pages_per_large_page
-                for lost in range(first, first + other.small_pages_per_large_page):
-                    if (other.name, lost) in self.pages:
-                        self.pages[other.name, lost] = LOST
-        self.pages[table.name, page] = tokens
+    def plan(self, step):
+        """Note what a step runs on: its orders, and tokens and pages of each request."""
+        starts = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
+        cached = step.scheduled_cached_reqs
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for new in step.scheduled_new_reqs:
+            self.tokens[new.req_id] = list(new.prompt_token_ids)
+        rows = {
+            name: (starts[name], starts[name] + count, self.manager.page_tables(name))
+            for name, count in step.num_scheduled_tokens.items()
+        }
+        (orders,) = step.kv_cache_block_copies or (StateOrders(copies=(), writes={}),)
+        return step, pickle.loads(pickle.dumps(orders)), rows
+
+    def run(self, planned):
+        """Run a planned step; a random token for every request whose prompt is read."""
+        _, orders, rows = planned
+        self._copy(orders)
+        for index, table in self.tables.items():
+            writes = list(orders.writes.get(table.layers[0].name, ()))
+            for name, (start, end, pages) in rows.items():
+                (page,) = pages[index]
+                tokens = tuple(self.tokens[name])
+                assert end <= len(tokens)
+                if start:
+                    assert self.pages[index, page] == tokens[:start], (name, start)
+                mine = [write for write in writes if write.running_page == page]
+                assert not mine or end - start > 1  # one token is decoded, which keeps nothing
+                assert mine == sorted(mine, key=lambda write: write.after_tokens)
+                for write in mine:
+                    assert 0 < write.after_tokens <= end - start
+                    self._put(index, write.page, tokens[: start + write.after_tokens])
+                    writes.remove(write)
+                    self.num_writes += 1
+                self._put(index, page, tokens[:end])
+            assert not writes
+        return [self._sample(name, end) for name, (_, end, _) in rows.items()]
+
+    def _sample(self, name, end):
+        if end < len(self.tokens[name]):
+            return []
+        self.tokens[name].append(self.source.randrange(4))
+        return self.tokens[name][-1:]
 
     def _copy(self, orders):
-        by_bytes = {table.small_page_bytes: table for table in self.tables}
+        by_bytes = {table.small_page_bytes: index for index, table in self.tables.items()}
         assert len(by_bytes) == len(self.tables)
         for copies in orders.copies:
-            table = by_bytes[copies.page_bytes]
+            index = by_bytes[copies.page_bytes]
             assert len(set(copies.target_pages)) == len(copies.target_pages)
             assert not set(copies.target_pages) & set(copies.source_pages)
             self.num_copies += len(copies.target_pages)
             for source, target in zip(copies.source_pages, copies.target_pages, strict=True):
-                self._put(table, target, self.pages[table.name, source])
+                self._put(index, target, self.pages[index, source])
 
-    def run(self, step):
-        """Run a step's orders and layers."""
-        (orders,) = step.kv_cache_block_copies or (StateOrders(copies=(), writes={}),)
-        orders = pickle.loads(pickle.dumps(orders))
-        self._copy(orders)
-        for table in self.tables:
-            index = self.manager.geometry.page_tables.index(table)
-            writes = list(orders.writes.get(table.layers[0].name, ()))
-            for name, num_tokens in step.num_scheduled_tokens.items():
-                request = self.scheduler.requests[name]
-                tokens = tuple(request.all_token_ids)
-                # The scheduler has counted the step's tokens already.
-                end = request.num_computed_tokens
-                start = end - num_tokens
-                (page,) = self.manager.page_table(name, index)
-                if start:
-                    assert self.pages[table.name, page] == tokens[:start], (name, start)
-                mine = [write for write in writes if write.running_page == page]
-                assert not mine or num_tokens > 1  # one token is decoded, which keeps nothing
-                assert mine == sorted(mine, key=lambda write: write.after_tokens)
-                for write in mine:
-                    assert 0 < write.after_tokens <= num_tokens
-                    self._put(table, write.page, tokens[: start + write.after_tokens])
-                    writes.remove(write)
-                    self.num_writes += 1
-                self._put(table, page, tokens[:end])
-            assert not writes
+    def _put(self, index, page, tokens):
+        """Write a page; what other page tables had in the same bytes is lost."""
+        large_page = page // self.tables[index].small_pages_per_large_page
+        for other, table in self.tables.items():
+            first = large_page * table.small_pages_per_large_page
+            for lost in range(first, first + table.small_pages_per_large_page):
+                if other != index and (other, lost) in self.pages:
+                    self.pages[other, lost] = LOST
+        self.pages[index, page] = tokens
 
 
-def finish_step(scheduler, step, source):
-    """Answer a step with a random token for every request whose prompt is read."""
+def finish_step(scheduler, step, sampled):
+    """Hand a step's tokens to the scheduler."""
     from vllm.v1.outputs import ModelRunnerOutput
 
     names = list(step.num_scheduled_tokens)
-    requests = [scheduler.requests[name] for name in names]
     output = ModelRunnerOutput(
         req_ids=names,
         req_id_to_index={name: index for index, name in enumerate(names)},
-        sampled_token_ids=[
-            [source.randrange(4)] if r.num_computed_tokens >= r.num_tokens else [] for r in requests
-        ],
+        sampled_token_ids=sampled,
     )
     scheduler.update_from_output(step, output)
     scheduler.kv_cache_manager.manager.check()
 
 
-def run_steps(scheduler, source, *, num_steps, prompts):
-    """Run random requests; the tokens each hit, by name."""
+def run_steps(scheduler, source, *, num_steps, prompts, num_ahead=0):
+    """Run random requests, steps scheduled ahead of those that run; the tokens each hit by name."""
     from vllm.v1.request import RequestStatus
 
-    worker, hits, preempted = Worker(scheduler), {}, 0
+    worker, ahead, hits, num_preempted = Worker(scheduler, source), deque(), {}, 0
     for number in range(num_steps):
         if source.random() < 0.4:
             prefix = source.choice(prompts)
@@ -173,11 +192,13 @@ def run_steps(scheduler, source, *, num_steps, prompts):
             victim = source.choice(scheduler.running).request_id
             scheduler.finish_requests([victim], RequestStatus.FINISHED_ABORTED)
         step = scheduler.schedule()
-        worker.run(step)
+        ahead.append(worker.plan(step))
         hits |= {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
-        preempted += len(step.preempted_req_ids or ())
-        finish_step(scheduler, step, source)
-    return worker, hits, preempted
+        num_preempted += len(step.preempted_req_ids or ())
+        if len(ahead) > num_ahead:
+            planned = ahead.popleft()
+            finish_step(scheduler, planned[0], worker.run(planned))
+    return worker, hits, num_preempted
 
 
 @pytest.mark.parametrize(
@@ -205,6 +226,20 @@ def test_every_request_goes_on_from_its_own_tokens(
     assert bool(num_preempted) == is_tight
     report = scheduler.kv_cache_manager.manager.cache_report()
     assert num_preempted or report.hit_tokens == sum(hits.values())
+
+
+def test_requests_go_on_from_their_tokens_where_steps_are_scheduled_ahead(make_scheduler):
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    source = random.Random(5)
+    prompts = [[source.randrange(4, 400) for _ in range(length)] for length in (50, 120, 200)]
+    scheduler = make_scheduler(2 * MIB, scheduler_class=AsyncScheduler)
+
+    worker, hits, _ = run_steps(scheduler, source, num_steps=300, prompts=prompts, num_ahead=1)
+
+    assert sum(hits.values()) > 0
+    assert worker.num_writes > 40
+    assert worker.num_copies > 8
 
 
 def geometry():
