@@ -279,17 +279,29 @@ def test_copies_that_do_not_touch_are_made_at_once():
         pytest.param((0, 5, 6), id="reads_what_the_first_wrote"),
         pytest.param((0, 7, 4), id="writes_what_the_first_reads"),
         pytest.param((0, 7, 5), id="writes_what_the_first_wrote"),
-        pytest.param((1, 8, 3), id="of_another_table_in_the_same_large_page"),
     ],
 )
 def test_copies_that_touch_are_made_one_after_the_other(second):
-    assert geometry().page_tables[0].small_pages_per_large_page == 3
-    assert geometry().page_tables[1].small_pages_per_large_page == 2
-
     rounds = copy_rounds(copies_of((0, 4, 5), second), geometry())
 
     assert len(rounds) == 2
     assert rounds[0].target_pages == (5,)
+
+
+def test_copies_of_a_large_page_that_changed_hands_keep_their_order():
+    small, wide = geometry().page_tables[:2]
+    assert small.small_pages_per_large_page == 3
+    assert wide.small_pages_per_large_page == 2
+    # Large page 4 is read as one table's, then written as the other's, beside a copy before.
+    first, reads, writes = (0, 3, 6), (1, 8, 5), (0, 4, 13)
+
+    rounds = copy_rounds(copies_of(first, reads, writes), geometry())
+
+    assert [(done.source_pages, done.target_pages) for done in rounds] == [
+        ((3,), (6,)),
+        ((8,), (5,)),
+        ((4,), (13,)),
+    ]
 
 
 def test_a_round_of_copies_moves_whole_pages_and_nothing_else():
