@@ -466,7 +466,7 @@ class Manager:
     # States
 
     def checkpoint_tokens(self, request_id: str) -> tuple[int, ...]:
-        """Where a request's states are worth keeping: steps should end there.
+        """Where a request's states are worth keeping: steps end there, or write them on their way.
 
         At the end of its prompt, so that it can be asked again or continued; where it leaves what
         others have computed, since a third request may leave it there too; and as often between as
