@@ -139,7 +139,7 @@ def _css_class(index: int) -> str:
 
 def _colours(runs: Sequence[Run]) -> list[str]:
     """A colour for each run, or for each manager where there are more runs than colours."""
-    keys = [run.row.manager for run in runs] if len(runs) > len(SERIES) else range(len(runs))
+    keys = [run.manager for run in runs] if len(runs) > len(SERIES) else range(len(runs))
     places = {key: place for place, key in enumerate(dict.fromkeys(keys))}
     return [SERIES[places[key] % len(SERIES)] for key in keys]
 
@@ -269,11 +269,11 @@ def _against(runs: Sequence[Run], charts: dict[str, Chart]) -> str:
     The lines are of all runs, chosen or not: a line belongs to several.
     """
     for parameter, words in _PARAMETERS.items():
-        points: list[tuple[tuple[str, str, str], float, float]] = []
+        points: list[tuple[tuple[str, str], float, float]] = []
         for run in runs:
             value = _parameter(run, parameter)
             if value is not None and run.summary is not None:
-                key = (run.row.model, run.row.manager, run.row.eviction)
+                key = (run.row.model, run.manager)
                 points.append((key, value, run.summary.hit_rate))
         points.sort()
         groups = [(key, list(group)) for key, group in groupby(points, lambda each: each[0])]
@@ -340,8 +340,7 @@ def _run_card(index: int, colour: str, runs: Sequence[Run], charts: dict[str, Ch
     row = run.row
     facts = [
         row.model,
-        f"manager {row.manager}",
-        f"eviction {row.eviction}" if row.eviction else "",
+        f"manager {run.manager}",
         f"{row.gpu}, arena {bytes_text(row.arena_bytes)}"
         if row.gpu
         else f"arena {bytes_text(row.arena_bytes)}",

@@ -1,6 +1,7 @@
 """Arenas under `jenga.manager.Manager`: on one geometry, or divided among the layer types."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from jenga.errors import OutOfPagesError
 from jenga.eviction_order import EvictionOrder
@@ -8,7 +9,9 @@ from jenga.geometry import Geometry
 from jenga.manager import Manager
 from jenga.request import PrefixHit
 from jenga.sim.arena import ActiveRequest, ArenaBytes
+from jenga.sim.need import Need
 from jenga.sim.rows import TableBytes
+from jenga.spec import ModelSpec
 
 HASH_TOKENS = 16
 """Tokens of each further prefix hash, as in the plugin."""
@@ -123,6 +126,43 @@ class ManagedArena:
     def check(self) -> None:
         """See `Arena`."""
         self.manager.check()
+
+
+class PagedArena(ManagedArena):
+    """An arena of one page table that keeps every token of every layer.
+
+    The manager knows no window and no state here, so what is of use is counted by the model's
+    layers: tokens outside of a window are held for nothing.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        geometry: Geometry,
+        arena_bytes: int,
+        *,
+        prefix_caching: bool = True,
+        eviction_order: EvictionOrder | None = None,
+    ) -> None:
+        """An empty arena; the geometry is `jenga.baselines.homogeneous`."""
+        super().__init__(
+            geometry, arena_bytes, prefix_caching=prefix_caching, eviction_order=eviction_order
+        )
+        self._need = Need(model)
+
+    def memory(self, running: list[ActiveRequest]) -> ArenaBytes:
+        """See `Arena`."""
+        memory = super().memory(running)
+        held_bytes = memory.used_bytes + memory.useless_bytes
+        # A page shared by several requests is used once, and can only be counted by its bytes.
+        needed = sum(self._need.of_tokens(active.num_computed + 1) for active in running)
+        used_bytes = min(held_bytes, round(needed))
+        useless_bytes = held_bytes - used_bytes
+        tables = {
+            name: replace(table, used_bytes=used_bytes, useless_bytes=useless_bytes)
+            for name, table in memory.tables.items()
+        }
+        return replace(memory, used_bytes=used_bytes, useless_bytes=useless_bytes, tables=tables)
 
 
 def bytes_of(managers: Sequence[Manager]) -> ArenaBytes:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from jenga.baselines import geometry_by_name, static_partition
 from jenga.eviction_order import EvictionOrder, LeastRecentlyUsed
 from jenga.sim.arena import Arena
-from jenga.sim.managed import ManagedArena
+from jenga.sim.managed import ManagedArena, PagedArena
 from jenga.sim.partitioned import PartitionedArena
 from jenga.sim.scheduler import CHUNK_TOKENS
 from jenga.sim.stock import StockArena
@@ -46,6 +46,14 @@ def make_arena(
     """
     if manager in _GEOMETRIES:
         geometry = geometry_by_name(_GEOMETRIES[manager], model, arena_bytes=arena_bytes)
+        if manager == "paged":
+            return PagedArena(
+                model,
+                geometry,
+                arena_bytes,
+                prefix_caching=prefix_caching,
+                eviction_order=eviction_order,
+            )
         return ManagedArena(
             geometry, arena_bytes, prefix_caching=prefix_caching, eviction_order=eviction_order
         )

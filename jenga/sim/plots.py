@@ -167,7 +167,7 @@ def against(runs: Sequence[Run], *, parameter: str, metric: str) -> Any:  # noqa
     """
     y_label, value_of = METRICS[metric]
     models = of_each(run.row.model for run in runs)
-    managers = of_each(_manager(run) for run in runs)
+    managers = of_each(run.manager for run in runs)
     with plotting() as plt:
         figure, axes = plt.subplots(
             1, len(models), figsize=(1.2 + 3.4 * len(models), 3.4), squeeze=False, sharey=True
@@ -177,7 +177,7 @@ def against(runs: Sequence[Run], *, parameter: str, metric: str) -> Any:  # noqa
                 points = sorted(
                     (run.parameter(parameter), value_of(run.required_summary()))
                     for run in runs
-                    if run.row.model == model and _manager(run) == manager
+                    if run.row.model == model and run.manager == manager
                 )
                 if points:
                     axis.plot(
@@ -211,7 +211,7 @@ def bars(runs: Sequence[Run], *, metric: str) -> Any:  # noqa: ANN401
     """
     label, value_of = METRICS[metric]
     models = of_each(run.row.model for run in runs)
-    managers = of_each(_manager(run) for run in runs)
+    managers = of_each(run.manager for run in runs)
     width = 0.8 / len(managers)
     with plotting() as plt:
         figure, axis = plt.subplots(figsize=(max(5, 1.5 + 0.35 * len(models) * len(managers)), 3.6))
@@ -220,7 +220,7 @@ def bars(runs: Sequence[Run], *, metric: str) -> Any:  # noqa: ANN401
                 values = [
                     value_of(run.required_summary())
                     for run in runs
-                    if run.row.model == model and _manager(run) == manager
+                    if run.row.model == model and run.manager == manager
                 ]
                 left = place - 0.4 + (index + 0.5) * width
                 if not values:
@@ -244,11 +244,6 @@ def bars(runs: Sequence[Run], *, metric: str) -> Any:  # noqa: ANN401
         )
         figure.tight_layout()
     return figure
-
-
-def _manager(run: Run) -> str:
-    """A run's manager, with its eviction order where that is not the usual."""
-    return f"{run.row.manager} {run.row.eviction}".strip()
 
 
 def _short(metric: str, value: float) -> str:

@@ -10,7 +10,7 @@ from jenga.sim.rows import Row, RunRow, StepRow, SummaryRow, read_rows
 MAX_STEPS = 2048
 """Steps of a run that are kept: more than a figure has pixels for."""
 
-_NAMED_FIELDS = ("model", "gpu", "tp", "kv_format", "manager", "eviction", "trace", "arena_bytes")
+_NAMED_FIELDS = ("model", "gpu", "tp", "kv_format", "trace", "arena_bytes")
 
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 
@@ -43,6 +43,11 @@ class Run:
                 del self.steps[1::2]
                 self._stride *= 2
         self._seen += 1
+
+    @property
+    def manager(self) -> str:
+        """Its manager, with the eviction order where that is not the usual one."""
+        return f"{self.row.manager} {self.row.eviction}".removesuffix(" lru").strip()
 
     def required_summary(self) -> SummaryRow:
         """Its summary.
@@ -127,16 +132,18 @@ def _labels(runs: Sequence[Run]) -> list[str]:
             if len({repr(each.row.options.get(name)) for each in runs}) > 1
         }
     )
+    several_managers = len({run.manager for run in runs}) > 1
     labels = [
         " ".join(
             [
+                *([run.manager] if several_managers else []),
                 *(_words(name, getattr(run.row, name)) for name in differing),
                 *(f"{name}={run.row.options[name]}" for name in options if name in run.row.options),
             ]
         ).strip()
         for run in runs
     ]
-    labels = [label or run.row.manager for label, run in zip(labels, runs, strict=True)]
+    labels = [label or run.manager for label, run in zip(labels, runs, strict=True)]
     return [
         f"{label} ({index + 1})" if labels.count(label) > 1 else label
         for index, label in enumerate(labels)
