@@ -1,5 +1,7 @@
 """Models with recurrent layers in the real engine: states in pages, kept for other requests."""
 
+import os
+
 import pytest
 
 from tests.vllm_plugin.conftest import assert_same_generation
@@ -138,3 +140,26 @@ def test_hybrid_without_prefix_caching_generates_what_stock_vllm_generates(tiny_
 
     assert_same_generation(ours, stock)
     assert not any(hits_of(ours, 0, None))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs a core for each of two workers")
+def test_two_tensor_parallel_workers_generate_what_one_does(tiny_model, run_engine):
+    model = tiny_model("granite_hybrid")
+    prompts = prompts_over_shared_prefixes(NUM_PROMPTS, seed=21)
+    options = CUTS | JENGA
+
+    one = run_engine(
+        model, prompts, turns=[TURN], options=options, fill_arena=True, report_manager=True
+    )
+    two = run_engine(
+        model,
+        prompts,
+        turns=[TURN],
+        options=options | {"tensor_parallel_size": 2},
+        environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+    )
+
+    assert_same_generation(two, one)
+    assert hits_of(two, 0, None) == hits_of(one, 0, None)
