@@ -49,6 +49,30 @@ def key_offsets(
 
 
 @device_function
+def repeated_key_offsets(
+    page_table_ptr,  # i32[max_pages], the request's row
+    first_key,
+    last_key,  # not before first_key
+    stride_page,
+    stride_slot,
+    PAGE_TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """`key_offsets` where each key past last_key has the offset of last_key.
+
+    What is loaded there needs no mask and is finite; first_key must be a multiple of BLOCK_N.
+    """
+    ahead = tl.minimum(tl.arange(0, BLOCK_N), last_key - first_key)
+    if PAGE_TOKENS % BLOCK_N == 0:
+        page_id = tl.load(page_table_ptr + first_key // PAGE_TOKENS)
+        return page_offsets(page_id, stride_page) + (first_key % PAGE_TOKENS + ahead) * stride_slot
+    else:
+        keys = first_key + ahead
+        page_ids = tl.load(page_table_ptr + keys // PAGE_TOKENS)
+        return page_offsets(page_ids, stride_page) + (keys % PAGE_TOKENS) * stride_slot
+
+
+@device_function
 def first_tile_key(first_key, PAGE_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr):
     """Where the tiles of a range of keys begin: at its start, unless tiles must stay in a page."""
     if PAGE_TOKENS % BLOCK_N == 0:

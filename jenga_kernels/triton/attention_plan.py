@@ -38,6 +38,58 @@ def invariant_split_tiles(num_tiles):
 
 
 @device_function
+def next_run(
+    program,
+    unit,
+    program_end,
+    request,
+    query_starts_ptr,  # i32[num_requests + 1]
+    seq_lens_ptr,  # i32[num_requests]
+    unit_starts_ptr,  # i32[num_requests + 1]
+    window_tokens,
+    chunk_tokens,
+    NUM_KV_HEADS: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    IS_INVARIANT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """What a decode program does from `unit` on, which belongs to `request` or a later one.
+
+    Returns:
+        The request and head of keys, the tiles [start, end) of its keys, how many units these are
+        and of how many, and the partial result they give if they are not all.
+    """
+    units_end = tl.load(unit_starts_ptr + request + 1)
+    while unit >= units_end * NUM_KV_HEADS:
+        request += 1
+        units_end = tl.load(unit_starts_ptr + request + 1)
+    units_before = tl.load(unit_starts_ptr + request)
+    num_units = units_end - units_before
+    unit_in_request = unit - units_before * NUM_KV_HEADS
+    kv_head = unit_in_request // num_units
+    unit_in_pair = unit_in_request - kv_head * num_units
+    pair = request * NUM_KV_HEADS + kv_head
+    if IS_INVARIANT:
+        query_len = tl.load(query_starts_ptr + request + 1) - tl.load(query_starts_ptr + request)
+        seq_len = tl.load(seq_lens_ptr + request)
+        _, _, num_tiles = decode_keys(
+            query_len, seq_len, window_tokens, chunk_tokens, PAGE_TOKENS, BLOCK_N
+        )
+        units_done = 1
+        split_tiles = invariant_split_tiles(num_tiles)
+        tile_start = unit_in_pair * split_tiles
+        tile_end = tl.minimum(num_tiles, tile_start + split_tiles)
+        partial = pair * MAX_SPLITS + unit_in_pair
+    else:
+        units_done = tl.minimum(num_units - unit_in_pair, program_end - unit)
+        tile_start = unit_in_pair
+        tile_end = unit_in_pair + units_done
+        # From one partial result to the next either program or pair grows by one.
+        partial = program + pair
+    return request, kv_head, tile_start, tile_end, units_done, num_units, partial
+
+
+@device_function
 def _units(
     requests,
     query_starts_ptr,

@@ -1,0 +1,221 @@
+"""Multi-head latent attention over latents in pages, in its absorbed form."""
+
+from dataclasses import replace
+
+import torch
+
+from jenga_kernels.attention_plan import AttentionKind, AttentionPlan, check_steps
+from jenga_kernels.checks import (
+    FLOAT_DTYPES,
+    FP8_DTYPE,
+    check_contiguous,
+    check_dtype,
+    check_positive,
+    check_rows,
+    check_same_device,
+    check_shape,
+)
+from jenga_kernels.latent_plan import plan_latent_attention
+from jenga_kernels.latents import check_latent_pages, check_latent_scale
+from jenga_kernels.triton.addressing import strides
+from jenga_kernels.triton.attention_decode import attention_splits_kernel
+from jenga_kernels.triton.latent_decode import latent_decode_kernel
+from jenga_kernels.triton.latent_prefill import latent_prefill_kernel
+from jenga_kernels.triton.tiles import MIN_ROWS, power_of_two
+
+
+def latent_attention(
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    page_table: torch.Tensor,
+    query_starts: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    latent_dim: int,
+    is_causal: bool = True,
+    latent_scale: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    plan: AttentionPlan | None = None,
+) -> torch.Tensor:
+    """Attend from each head of each query token to the latents of its request.
+
+    A stored row is the key of every head, and its first latent_dim elements are the value of every
+    head: what turns a latent into a head's own key and value is absorbed into q before and applied
+    to the results after.
+
+    The queries of a request are its last tokens: prompts, chunks on a long context and decoded
+    tokens may share a batch. With a causal mask, query token i of a request is at position
+    seq_len - query_len + i and reads keys up to and including its own.
+
+    Rows of q past query_starts[-1] are padding: their results are left as they were. A query that
+    reads no key (seq_len 0) gets zeros. Slots and pages that no query reads may hold anything.
+
+    Args:
+        q: Queries, [num_tokens, num_heads, latent_dim + rotary_dim], bfloat16, float16 or float32;
+            last dimension contiguous.
+        pages: Latents and rotary keys, [num_pages, page_tokens, latent_dim + rotary_dim], dtype of
+            q or float8_e4m3fn; any strides that are multiples of 16 bytes, last dimension
+            contiguous.
+        page_table: Page of tokens [i * page_tokens, (i + 1) * page_tokens) of each request in
+            column i, i32[num_requests, max_pages].
+        query_starts: First query token of each request, and their number, i32[num_requests + 1].
+        seq_lens: Tokens of each request whose rows are stored, queries included,
+            i32[num_requests].
+        scale: What scores are multiplied with; that of the heads before absorption.
+        latent_dim: Elements of a latent, a multiple of 16 up to 512.
+        is_causal: False lets every query read all seq_len keys, as those of a shared prefix.
+        latent_scale: What stored rows are multiplied with, f32[1]; only with float8_e4m3fn pages.
+        out: Written in place and returned, [num_tokens, num_heads, latent_dim], dtype of q,
+            contiguous; None allocates it.
+        lse: Written in place: natural log-sum-exp of each row's scores, f32[num_tokens, num_heads];
+            -inf where no key is read. For `attention_merge`.
+        plan: Work lists of this step, from `plan_latent_attention`; None makes them for this call
+            alone.
+
+    Returns:
+        The results, [num_tokens, num_heads, latent_dim].
+
+    Raises:
+        ValueError: If a shape, dtype, stride, alignment, device or number does not fit, or the plan
+            was made for other layers.
+
+    Source:
+        DeepSeek-V2 (arXiv 2405.04434), section 2.1.2, for the absorption; FlashMLA for 64 rows of
+        one latent's width a program.
+    """
+    check_shape("q", q, (None, None, None))
+    num_tokens, num_heads, width = q.shape
+    check_dtype("q", q, FLOAT_DTYPES)
+    check_rows("q", q)
+    check_shape("pages", pages, (None, None, width))
+    page_tokens, rotary_dim = check_latent_pages(pages, latent_dim, q.dtype)
+    check_shape("page_table", page_table, (None, None))
+    num_requests = page_table.shape[0]
+    check_dtype("page_table", page_table, (torch.int32,))
+    if page_table.shape[1] > 1 and page_table.stride(1) != 1:
+        msg = (
+            f"page_table must be contiguous in its last dimension, got strides "
+            f"{page_table.stride()}"
+        )
+        raise ValueError(msg)
+    check_steps(query_starts, seq_lens, num_requests)
+    check_positive("scale", scale)
+    check_latent_scale(pages, latent_scale)
+    results = (num_tokens, num_heads, latent_dim)
+    out = q.new_empty(results) if out is None else out
+    check_shape("out", out, results)
+    check_dtype("out", out, (q.dtype,))
+    check_contiguous("out", out)
+    if lse is not None:
+        check_shape("lse", lse, (num_tokens, num_heads))
+        check_dtype("lse", lse, (torch.float32,))
+        check_contiguous("lse", lse)
+    check_same_device(
+        q=q,
+        pages=pages,
+        page_table=page_table,
+        query_starts=query_starts,
+        latent_scale=latent_scale,
+        out=out,
+        lse=lse,
+        plan=None if plan is None else plan.unit_starts,
+    )
+    kind = AttentionKind(
+        num_heads=num_heads,
+        num_kv_heads=1,
+        head_dim=latent_dim,
+        page_tokens=page_tokens,
+        is_causal=is_causal,
+        is_fp8=pages.dtype == FP8_DTYPE,
+    )
+    if plan is None:
+        plan = plan_latent_attention(
+            query_starts, seq_lens, kind, num_tokens=num_tokens, dtype=q.dtype
+        )
+    made_for = (replace(plan.kind, num_kv_heads=1), plan.num_tokens, plan.num_requests)
+    if made_for != (kind, num_tokens, num_requests):
+        msg = (
+            f"plan must be made for {kind}, {num_tokens} tokens and {num_requests} requests, got "
+            f"{made_for[0]}, {plan.num_tokens} and {plan.num_requests}"
+        )
+        raise ValueError(msg)
+    if num_requests == 0 or num_tokens == 0:
+        return out
+
+    stride_page, stride_slot, _ = strides(pages)
+    num_groups, group = plan.kind.num_kv_heads, plan.kind.group_heads
+    block_latent = max(MIN_ROWS, power_of_two(latent_dim))
+    shared = {
+        "out_ptr": out,
+        "lse_ptr": lse,
+        "q_ptr": q,
+        "pages_ptr": pages,
+        "page_table_ptr": page_table,
+        "query_starts_ptr": query_starts,
+        "seq_lens_ptr": seq_lens,
+        "latent_scale_ptr": latent_scale,
+        "scale": scale,
+        "stride_q_token": q.stride(0),
+        "stride_q_head": q.stride(1),
+        "stride_pages_page": stride_page,
+        "stride_pages_slot": stride_slot,
+        "stride_table_request": page_table.stride(0),
+        "NUM_GROUPS": num_groups,
+        "GROUP": group,
+        "LATENT_DIM": latent_dim,
+        "ROTARY_DIM": rotary_dim,
+        "PAGE_TOKENS": page_tokens,
+        "IS_CAUSAL": is_causal,
+        "BLOCK_LATENT": block_latent,
+        "BLOCK_ROTARY": max(MIN_ROWS, power_of_two(rotary_dim)),
+    }
+    if plan.max_row_tiles:
+        tiles = plan.tiles.prefill
+        latent_prefill_kernel[(plan.max_row_tiles * num_groups,)](
+            **shared,
+            row_tile_requests_ptr=plan.row_tile_requests,
+            row_tile_indices_ptr=plan.row_tile_indices,
+            BLOCK_M=tiles.block_m,
+            BLOCK_N=tiles.block_n,
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+        )
+    if plan.decode_query_tokens:
+        tiles = plan.tiles.decode
+        latent_decode_kernel[(plan.tiles.num_programs,)](
+            **shared,
+            partial_out_ptr=plan.partial_out,
+            partial_lse_ptr=plan.partial_lse,
+            unit_starts_ptr=plan.unit_starts,
+            units_per_program_ptr=plan.units_per_program,
+            first_requests_ptr=plan.first_requests,
+            num_requests=num_requests,
+            QUERY_TOKENS=plan.decode_query_tokens,
+            IS_INVARIANT=plan.is_batch_invariant,
+            BLOCK_M=tiles.block_m,
+            BLOCK_N=tiles.block_n,
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+        )
+    if plan.decode_query_tokens and plan.may_split:
+        attention_splits_kernel[(num_requests * plan.decode_query_tokens, num_heads)](
+            out_ptr=out,
+            lse_ptr=lse,
+            partial_out_ptr=plan.partial_out,
+            partial_lse_ptr=plan.partial_lse,
+            query_starts_ptr=query_starts,
+            unit_starts_ptr=plan.unit_starts,
+            units_per_program_ptr=plan.units_per_program,
+            sinks_ptr=None,
+            NUM_KV_HEADS=num_groups,
+            GROUP=group,
+            HEAD_DIM=latent_dim,
+            QUERY_TOKENS=plan.decode_query_tokens,
+            IS_INVARIANT=plan.is_batch_invariant,
+            BLOCK_SPLITS=plan.tiles.block_splits,
+            BLOCK_D=block_latent,
+            num_warps=4,
+        )
+    return out

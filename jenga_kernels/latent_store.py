@@ -1,0 +1,90 @@
+"""Writing latents and rotary keys into a paged cache."""
+
+import torch
+import triton
+
+from jenga_kernels.checks import (
+    FLOAT_DTYPES,
+    FP8_DTYPE,
+    check_dtype,
+    check_rows,
+    check_same_device,
+    check_shape,
+)
+from jenga_kernels.latents import check_latent_pages, check_latent_scale
+from jenga_kernels.triton.addressing import strides
+from jenga_kernels.triton.latent_store import latent_store_kernel
+from jenga_kernels.triton.tiles import copy_tiles, machine_of, power_of_two
+
+
+def latent_store(
+    latents: torch.Tensor,
+    rotary_keys: torch.Tensor,
+    pages: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    latent_scale: torch.Tensor | None = None,
+) -> None:
+    """Copy each token's latent and rotary key, one behind the other, into the slot given for it.
+
+    A cache of float8_e4m3fn gets both divided by latent_scale, rounded and saturated. Slots must
+    lie in the cache and differ from each other; neither is checked, because both are on the device.
+
+    Args:
+        latents: Latents, normalised, [num_tokens, latent_dim], bfloat16, float16 or float32.
+        rotary_keys: Rotary parts of the keys, rotated, [num_tokens, rotary_dim], dtype of latents.
+        pages: Written in place, [num_pages, page_tokens, latent_dim + rotary_dim], dtype of latents
+            or float8_e4m3fn; any strides that are multiples of 16 bytes, last dimension contiguous.
+        slots: Slot of each token, i64[num_tokens]: slot s is token s % page_tokens of page
+            s // page_tokens. Tokens with a negative slot (`kv_store.NO_SLOT`) are skipped.
+        latent_scale: What a stored row must be multiplied with, f32[1]; only with a float8_e4m3fn
+            cache, where None means 1.
+
+    Raises:
+        ValueError: If a shape, dtype, stride, alignment or device does not fit.
+    """
+    check_shape("latents", latents, (None, None))
+    num_tokens, latent_dim = latents.shape
+    check_dtype("latents", latents, FLOAT_DTYPES)
+    page_tokens, rotary_dim = check_latent_pages(pages, latent_dim, latents.dtype)
+    check_shape("rotary_keys", rotary_keys, (num_tokens, rotary_dim))
+    check_dtype("rotary_keys", rotary_keys, (latents.dtype,))
+    check_shape("slots", slots, (num_tokens,))
+    check_dtype("slots", slots, (torch.int64,))
+    if slots.numel() > 1 and slots.stride(0) != 1:
+        msg = f"slots must be contiguous, got stride {slots.stride(0)}"
+        raise ValueError(msg)
+    check_rows("latents", latents)
+    check_rows("rotary_keys", rotary_keys)
+    check_latent_scale(pages, latent_scale)
+    check_same_device(
+        latents=latents,
+        rotary_keys=rotary_keys,
+        pages=pages,
+        slots=slots,
+        latent_scale=latent_scale,
+    )
+    if num_tokens == 0:
+        return
+    tiles = copy_tiles(machine_of(latents.device), latent_dim)
+    stride_page, stride_slot, _ = strides(pages)
+    latent_store_kernel[(triton.cdiv(num_tokens, tiles.block_rows),)](
+        pages_ptr=pages,
+        latents_ptr=latents,
+        rotary_keys_ptr=rotary_keys,
+        slots_ptr=slots,
+        latent_scale_ptr=latent_scale,
+        num_tokens=num_tokens,
+        stride_pages_page=stride_page,
+        stride_pages_slot=stride_slot,
+        stride_latents_token=latents.stride(0),
+        stride_rotary_keys_token=rotary_keys.stride(0),
+        LATENT_DIM=latent_dim,
+        ROTARY_DIM=rotary_dim,
+        PAGE_TOKENS=page_tokens,
+        IS_FP8=pages.dtype == FP8_DTYPE,
+        BLOCK_ROWS=tiles.block_rows,
+        BLOCK_LATENT=power_of_two(latent_dim),
+        BLOCK_ROTARY=power_of_two(rotary_dim),
+        num_warps=tiles.num_warps,
+    )

@@ -1,0 +1,25 @@
+"""Reference of `jenga_kernels.latent_store`."""
+
+import torch
+
+from jenga_kernels.checks import FP8_DTYPE
+
+
+def latent_store(
+    latents: torch.Tensor,
+    rotary_keys: torch.Tensor,
+    pages: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    latent_scale: torch.Tensor | None = None,
+) -> None:
+    """Copy each token's latent and rotary key into its slot; see the operation."""
+    page_tokens = pages.shape[1]
+    rows = torch.cat([latents, rotary_keys], 1)
+    if pages.dtype == FP8_DTYPE:
+        values = rows.float() if latent_scale is None else rows.float() / latent_scale
+        limit = torch.finfo(FP8_DTYPE).max
+        rows = values.clamp(-limit, limit).to(FP8_DTYPE)
+    for row, slot in zip(rows, slots.tolist(), strict=True):
+        if slot >= 0:
+            pages[slot // page_tokens, slot % page_tokens] = row

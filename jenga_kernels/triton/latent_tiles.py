@@ -1,0 +1,118 @@
+"""Tile sizes, warps and stages of `latent_attention`, by shape and machine.
+
+A program keeps results as wide as a latent in registers, 128 a thread for 64 rows and 512 elements,
+so a row tile holds few rows. The sizes are those that compile without spills
+(tests/kernels/test_compiled_latents.py); no GPU has timed them yet.
+"""
+
+from jenga_kernels.triton.tiles import (
+    HOPPER,
+    MIN_ROWS,
+    AttentionTiles,
+    LoopTiles,
+    Machine,
+    power_of_two,
+)
+
+BLACKWELL = 100
+"""Compute capability of the first GPU whose matrix instructions keep results out of registers."""
+
+WARPGROUP_ROWS = 64
+"""Rows of a warpgroup matrix instruction."""
+
+INTERPRETER_ROWS = 1024
+"""The interpreter pays per operation: as many rows as ever come."""
+
+
+def latent_rows(machine: Machine, *, element_bytes: int, stored_bytes: int) -> int:
+    """Most rows of a program; a row is one head of one query token.
+
+    Args:
+        machine: Where it runs.
+        element_bytes: Bytes of an element of the queries.
+        stored_bytes: Bytes of an element in the pages.
+    """
+    if machine.is_interpreter:
+        return INTERPRETER_ROWS
+    if element_bytes > 2:  # noqa: PLR2004 - float32 products need registers
+        return 16
+    # Quantised latents pass through registers and leave none for more rows.
+    if _has_warpgroups(machine) and stored_bytes == element_bytes:
+        return WARPGROUP_ROWS
+    return 32
+
+
+def _has_warpgroups(machine: Machine) -> bool:
+    """Whether there are warpgroup matrix instructions, which no GPU after Hopper has."""
+    return HOPPER <= machine.capability < BLACKWELL
+
+
+def group_heads(num_heads: int, query_tokens: int, max_rows: int) -> int:
+    """Heads that share a program: the most that divide `num_heads` and fit into its rows."""
+    fitting = (
+        heads
+        for heads in range(1, num_heads + 1)
+        if num_heads % heads == 0 and heads * query_tokens <= max_rows
+    )
+    return max(fitting, default=1)
+
+
+def latent_tiles(
+    machine: Machine,
+    *,
+    element_bytes: int,
+    stored_bytes: int,
+    decode_rows: int,
+) -> AttentionTiles:
+    """Tiles of `latent_attention`.
+
+    Args:
+        machine: Where it runs.
+        element_bytes: Bytes of an element of the queries.
+        stored_bytes: Bytes of an element in the pages.
+        decode_rows: Most rows of a request that a decode program serves, at most `latent_rows`.
+    """
+    decode_rows = max(MIN_ROWS, power_of_two(decode_rows))
+    if machine.is_interpreter:
+        return AttentionTiles(
+            decode=LoopTiles(block_m=decode_rows, block_n=1024, num_warps=1, num_stages=1),
+            prefill=LoopTiles(block_m=1024, block_n=512, num_warps=1, num_stages=1),
+            num_programs=1,
+            block_splits=16,
+        )
+    max_rows = latent_rows(machine, element_bytes=element_bytes, stored_bytes=stored_bytes)
+
+    def tiles_of(block_m: int) -> LoopTiles:
+        block_n, num_warps, num_stages = _STEPS[
+            machine.capability >= HOPPER, element_bytes, stored_bytes, block_m
+        ]
+        return LoopTiles(
+            block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages
+        )
+
+    # The shared memory of 64 rows and two steps leaves none for a second program.
+    programs_per_processor = 1 if decode_rows == WARPGROUP_ROWS else 2
+    return AttentionTiles(
+        decode=tiles_of(decode_rows),
+        prefill=tiles_of(max_rows),
+        num_programs=programs_per_processor * machine.num_processors,
+        block_splits=16,
+    )
+
+
+_STEPS = {
+    # Hopper, bytes of an element of queries and of pages, rows -> keys of a step, warps, stages
+    (True, 2, 2, 16): (32, 4, 5),
+    (True, 2, 2, 32): (32, 8, 4),
+    (True, 2, 2, 64): (64, 8, 2),
+    (True, 2, 1, 16): (64, 8, 3),
+    (True, 2, 1, 32): (32, 8, 3),
+    (True, 4, 4, 16): (16, 8, 1),
+    (True, 4, 1, 16): (16, 8, 1),
+    (False, 2, 2, 16): (32, 4, 3),
+    (False, 2, 2, 32): (32, 8, 3),
+    (False, 2, 1, 16): (64, 8, 3),
+    (False, 2, 1, 32): (32, 8, 3),
+    (False, 4, 4, 16): (16, 8, 1),
+    (False, 4, 1, 16): (16, 8, 1),
+}
