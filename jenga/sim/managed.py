@@ -66,7 +66,8 @@ class ManagedArena:
         hit = self.manager.lookup(
             active.hashes(HASH_TOKENS), max_tokens=active.num_tokens - 1, facts=active.facts
         )
-        active.found = hit if hit.num_tokens else None
+        # A hit of no tokens says all the same where a state is worth keeping.
+        active.found = hit
         return hit.num_tokens
 
     def chunk_tokens(self, _active: ActiveRequest, _start: int, num_tokens: int) -> int:
@@ -93,14 +94,15 @@ class ManagedArena:
     def grow(self, active: ActiveRequest, num_tokens: int) -> bool:
         """See `Arena`."""
         processed_tokens = active.num_computed
+        if self._prefix_caching:
+            # Before windows give up pages of the step before.
+            self.manager.commit(active.name, active.hashes(HASH_TOKENS), processed_tokens)
         try:
             self.manager.allocate(
                 active.name, num_tokens=num_tokens, num_processed_tokens=processed_tokens
             )
         except OutOfPagesError:
             return False
-        if self._prefix_caching:
-            self.manager.commit(active.name, active.hashes(HASH_TOKENS), processed_tokens)
         return True
 
     def computed(self, active: ActiveRequest, start: int, end: int) -> None:

@@ -1,5 +1,7 @@
 """The baseline of an arena divided once among the layer types."""
 
+from collections.abc import Sequence
+
 from jenga.baselines import StaticPartition
 from jenga.errors import OutOfPagesError
 from jenga.eviction_order import EvictionOrder
@@ -8,6 +10,7 @@ from jenga.manager import Manager
 from jenga.request import PrefixHit
 from jenga.sim.arena import ActiveRequest, ArenaBytes
 from jenga.sim.managed import HASH_TOKENS, bytes_of
+from jenga.spec import State
 
 
 class PartitionedArena:
@@ -35,6 +38,11 @@ class PartitionedArena:
             )
             for region in partition.regions
         ]
+        self._others = [
+            manager
+            for manager, region in zip(self._managers, partition.regions, strict=True)
+            if not isinstance(region.content.layer_type, State)
+        ]
 
     @property
     def num_evicted(self) -> int:
@@ -55,17 +63,34 @@ class PartitionedArena:
         active.found = None
         if not self._prefix_caching:
             return 0
+        # States are worth keeping where the others part: they are asked for no more than that.
+        branch_tokens = self._agreed(active, self._others, active.num_tokens - 1)
+        hit_tokens = self._agreed(active, self._managers, branch_tokens)
         hashes = active.hashes(HASH_TOKENS)
-        num_tokens = active.num_tokens - 1
-        while num_tokens:
-            hits: list[PrefixHit] = []
-            for manager in self._managers:
-                hit = manager.lookup(hashes, max_tokens=num_tokens, facts=active.facts)
-                num_tokens = hit.num_tokens
-                hits.append(hit)
-            if num_tokens and hits[0].num_tokens == num_tokens:
-                active.found = hits
-                break
+        active.found = [
+            manager.lookup(
+                hashes,
+                max_tokens=hit_tokens if manager in self._others else branch_tokens,
+                facts=active.facts,
+            )
+            for manager in self._managers
+        ]
+        return hit_tokens
+
+    def _agreed(self, active: ActiveRequest, managers: Sequence[Manager], most_tokens: int) -> int:
+        """The longest prefix that some managers can all go on from."""
+        num_tokens, num_agreed = most_tokens, 0
+        while num_agreed < len(managers):
+            for manager in managers:
+                hit = manager.lookup(
+                    active.hashes(HASH_TOKENS), max_tokens=num_tokens, facts=active.facts
+                )
+                if hit.num_tokens < num_tokens:
+                    num_tokens, num_agreed = hit.num_tokens, 1
+                else:
+                    num_agreed += 1
+                if num_agreed == len(managers):
+                    break
         return num_tokens
 
     def chunk_tokens(self, _active: ActiveRequest, _start: int, num_tokens: int) -> int:
@@ -74,7 +99,8 @@ class PartitionedArena:
 
     def admit(self, active: ActiveRequest, hit_tokens: int, num_tokens: int) -> bool:
         """See `Arena`."""
-        hits: list[PrefixHit | None] = active.found or [None] * len(self._managers)
+        none: list[PrefixHit | None] = [None] * len(self._managers)
+        hits: list[PrefixHit | None] = active.found or none
         for index, (manager, hit) in enumerate(zip(self._managers, hits, strict=True)):
             try:
                 manager.allocate(
@@ -95,6 +121,7 @@ class PartitionedArena:
 
     def grow(self, active: ActiveRequest, num_tokens: int) -> bool:
         """See `Arena`."""
+        self._commit(active)
         for manager in self._managers:
             try:
                 manager.allocate(
@@ -102,7 +129,6 @@ class PartitionedArena:
                 )
             except OutOfPagesError:
                 return False
-        self._commit(active)
         return True
 
     def _commit(self, active: ActiveRequest) -> None:

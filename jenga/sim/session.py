@@ -18,6 +18,7 @@ from jenga.sim.workload import Request
 from jenga.spec import ModelSpec
 
 _ID_BYTES = 6
+_READ_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +140,7 @@ class RowFile:
         self._done: dict[str, Outcome] = {}
         runs: dict[str, RunRow] = {}
         if path.exists():
+            _drop_half_a_line(path)
             for row in read_rows(path):
                 if isinstance(row, RunRow):
                     runs[row.run] = row
@@ -167,6 +169,22 @@ class RowFile:
             file.writelines(row_line(row) for row in read_rows(self.path) if row.run != run)
         kept.replace(self.path)
         self._broken.discard(run)
+
+
+def _drop_half_a_line(path: Path) -> None:
+    """Cut off a last line that has no end: whoever wrote it was interrupted."""
+    with path.open("rb+") as file:
+        size = end = file.seek(0, 2)
+        while end:
+            start = max(0, end - _READ_BYTES)
+            file.seek(start)
+            found = file.read(end - start).rfind(b"\n")
+            end = start + found + 1
+            if found >= 0:
+                break
+            end = start
+        if end < size:
+            file.truncate(end)
 
 
 def run_row(machine: Machine, manager: str, trace: Trace, settings: Settings) -> RunRow:

@@ -1,0 +1,315 @@
+"""Replays count what happens, on every manager, and what they write says so."""
+
+import json
+
+import pytest
+
+from jenga.errors import InvariantError
+from jenga.sim.bounds import unlimited
+from jenga.sim.generators import agentic, articles
+from jenga.sim.managers import MANAGER_NAMES, make_arena
+from jenga.sim.record import Recorder, Recording, spread
+from jenga.sim.replay import MOST_WAITING, Replay, constant_clock
+from jenga.sim.rows import RequestRow, RunRow, StepRow, SummaryRow, read_rows
+from jenga.sim.session import Machine, RowFile, Settings, Trace, outcome_of, replay_rows, run_row
+from jenga.sim.workload import Piece, Request
+from jenga.spec import FullAttention, Layer, ModelSpec, SlidingWindow, State
+
+MODEL = ModelSpec(
+    name="three-types",
+    layer_types=(
+        FullAttention(name="full", layers=(Layer(name="0", slot_bytes=64),)),
+        SlidingWindow(
+            name="sliding",
+            layers=(Layer(name="1", slot_bytes=64), Layer(name="2", slot_bytes=64)),
+            window_tokens=64,
+        ),
+        State(name="state", layers=(Layer(name="3", slot_bytes=3000),)),
+    ),
+)
+OUR_MANAGERS = tuple(name for name in MANAGER_NAMES if name != "vllm")
+
+
+def requests_of(count=12):
+    return list(
+        articles(num_articles=3, num_questions=count // 3, article_tokens=320, output_tokens=20)
+    )
+
+
+def replay_of(requests, arena_bytes=1 << 20, manager="jenga", **options):
+    arena = make_arena(manager, MODEL, arena_bytes)
+    return Replay(requests, arena, clock=constant_clock(0.5), **options)
+
+
+@pytest.mark.parametrize("manager", OUR_MANAGERS)
+def test_every_manager_finishes_every_request_and_gives_every_page_back(manager):
+    requests = requests_of()
+    run = replay_of(requests, arena_bytes=1 << 23, manager=manager, chunk_tokens=256)
+
+    for step in run:
+        memory = run.memory()
+        assert memory.used_bytes > 0
+        assert 0 <= memory.waste < 1
+        assert step.num_running <= 12
+        run.arena.check()
+
+    assert (run.num_finished, run.num_refused) == (12, 0)
+    assert run.prompt_tokens == sum(request.prompt_tokens for request in requests)
+    assert run.output_tokens == 12 * 20
+    assert 0 < run.hit_tokens <= unlimited(requests).hit_tokens
+    assert run.memory().used_bytes == 0
+    assert run.memory().cached_bytes > 0
+
+
+@pytest.mark.parametrize("manager", OUR_MANAGERS)
+def test_one_after_another_everything_shared_is_hit_where_there_is_room(manager):
+    requests = requests_of()
+    run = replay_of(requests, arena_bytes=1 << 26, manager=manager, max_requests=1)
+
+    for _ in run:
+        pass
+
+    assert run.hit_tokens == unlimited(requests).hit_tokens
+
+
+def test_a_prefix_that_a_window_left_behind_within_one_step_is_hit():
+    # The article's end is out of the window before the second step begins.
+    requests = list(
+        articles(num_articles=1, num_questions=2, article_tokens=320, question_tokens=200)
+    )
+    model = ModelSpec(name="windows", layer_types=MODEL.layer_types[:2])
+    arena = make_arena("jenga", model, 1 << 22)
+    run = Replay(requests, arena, clock=constant_clock(0.5), max_requests=1)
+
+    for _ in run:
+        pass
+
+    assert run.hit_tokens == 320
+
+
+def test_turns_of_a_session_hit_what_the_one_before_generated():
+    requests = list(agentic(num_sessions=1, num_turns=4, system_tokens=64, think_s=1000.0))
+    model = ModelSpec(name="full", layer_types=MODEL.layer_types[:1])
+    run = Replay(requests, make_arena("jenga", model, 1 << 21), clock=constant_clock(0.01))
+
+    for _ in run:
+        pass
+
+    # The last token generated is never computed.
+    bound = unlimited(requests).hit_tokens
+    assert bound - 3 * 16 <= run.hit_tokens <= bound
+
+
+def test_time_passes_by_the_clock_and_waits_for_arrivals():
+    requests = [
+        Request(name="a", arrival_s=2.0, prompt=(Piece("a", 100),), output_tokens=3),
+        Request(name="b", arrival_s=100.0, prompt=(Piece("b", 100),), output_tokens=1),
+    ]
+    ended = []
+    run = replay_of(requests, on_end=ended.append)
+
+    steps = list(run)
+
+    assert [step.time_s for step in steps] == [2.0, 2.5, 3.0, 100.0]
+    assert [step.num_decoding for step in steps] == [0, 1, 1, 0]
+    assert [step.prefill_tokens for step in steps] == [100, 0, 0, 100]
+    assert [(each.first_token_s, each.finished_s) for each in ended] == [
+        (2.5, 3.5),
+        (100.5, 100.5),
+    ]
+
+
+def test_a_request_that_no_arena_could_hold_is_refused_and_the_others_run():
+    requests = [
+        Request(name="huge", prompt=(Piece("huge", 100_000),), output_tokens=1),
+        Request(name="small", prompt=(Piece("small", 10),), output_tokens=1),
+    ]
+    ended = []
+    run = replay_of(requests, on_end=ended.append)
+
+    for _ in run:
+        pass
+
+    assert (run.num_finished, run.num_refused) == (1, 1)
+    assert [(each.name, each.finished_s >= 0) for each in ended] == [
+        ("huge", False),
+        ("small", True),
+    ]
+
+
+def test_a_request_that_outgrows_the_arena_is_preempted_and_then_refused():
+    model = ModelSpec(name="full", layer_types=MODEL.layer_types[:1])
+    arena = make_arena("jenga", model, 64 * 16 * 8)
+    requests = [Request(name="a", prompt=(Piece("a", 100),), output_tokens=200)]
+    run = Replay(requests, arena, clock=constant_clock(1.0))
+
+    for _ in run:
+        pass
+
+    assert (run.num_finished, run.num_refused, run.scheduler.num_preemptions) == (0, 1, 1)
+
+
+def test_requests_are_taken_from_a_trace_only_as_they_are_needed():
+    taken = 0
+
+    def endless():
+        nonlocal taken
+        while True:
+            taken += 1
+            yield Request(name=str(taken), prompt=(Piece(taken, 10),), output_tokens=2)
+
+    run = replay_of(endless(), max_requests=4)
+    for step in run:
+        if step.number == 50:
+            break
+
+    assert taken <= MOST_WAITING + 200
+
+
+def rows_of(requests, **recording):
+    recorder = Recorder(Recording(run="x", **recording))
+    run = replay_of(requests, on_end=recorder.on_end, chunk_tokens=256)
+    return list(recorder.rows(run)), run
+
+
+def test_rows_say_what_the_replay_counted():
+    requests = requests_of()
+
+    rows, run = rows_of(requests, every=2, keep_requests=True)
+
+    steps = [row for row in rows if isinstance(row, StepRow)]
+    told = [row for row in rows if isinstance(row, RequestRow)]
+    summary = rows[-1]
+    assert [row.step for row in steps] == list(range(2, run.num_steps + 1, 2))
+    assert len(told) == summary.num_requests == 12
+    assert summary.hit_tokens == run.hit_tokens == sum(row.hit_tokens for row in told)
+    assert summary.hit_rate == run.hit_tokens / run.prompt_tokens
+    assert summary.seconds == run.num_steps * 0.5
+    assert summary.tokens_per_s == 240 / summary.seconds
+    assert summary.e2e_s.mean == pytest.approx(sum(row.finished_s for row in told) / 12)
+    decoding = [row for row in steps if row.num_decoding]
+    wastes = [
+        1 - row.used_bytes / (row.used_bytes + row.useless_bytes + row.empty_bytes)
+        for row in decoding
+    ]
+    assert summary.waste == pytest.approx(sum(wastes) / len(wastes))
+    for row in steps:
+        for name in ("used_bytes", "useless_bytes", "cached_bytes", "empty_bytes"):
+            assert getattr(row, name) == sum(getattr(t, name) for t in row.tables.values())
+
+
+def test_a_replay_is_checked_as_often_as_asked(monkeypatch):
+    recorder = Recorder(Recording(run="x", check_every=10))
+    run = replay_of(requests_of(), on_end=recorder.on_end)
+    checked = []
+    monkeypatch.setattr(run.arena, "check", lambda: checked.append(run.num_steps + 1))
+
+    list(recorder.rows(run))
+
+    assert checked == [*range(10, run.num_steps + 1, 10), run.num_steps + 1]
+
+
+def test_quantiles_are_values_that_occur():
+    found = spread([3.0, 1.0, 2.0])
+
+    assert (found.p50, found.p90, found.p99, found.mean) == (2.0, 3.0, 3.0, 2.0)
+    assert spread([]).p99 == 0.0
+
+
+def machine_of(arena_bytes=1 << 20):
+    return Machine(model=MODEL, arena_bytes=arena_bytes, clock=constant_clock(0.5))
+
+
+def trace_of(requests):
+    return Trace("made", lambda: iter(requests))
+
+
+def written(path, settings, machine=None):
+    trace, machine = trace_of(requests_of()), machine or machine_of()
+    row = run_row(machine, "jenga", trace, settings)
+    out = RowFile(path)
+    return row, outcome_of(out.written(row.run, replay_rows(row, machine, trace, settings)))
+
+
+def test_a_file_knows_the_replays_that_it_has_whole(tmp_path):
+    path = tmp_path / "rows.jsonl"
+
+    row, outcome = written(path, Settings(with_bounds=True))
+
+    assert RowFile(path).outcome_of(row.run) == outcome
+    assert outcome.row.options["unlimited_hit_rate"] == unlimited(requests_of()).hit_rate
+    other = run_row(machine_of(), "jenga", trace_of(requests_of()), Settings(chunk_tokens=64))
+    assert other.run != row.run
+    assert RowFile(path).outcome_of(other.run) is None
+
+
+def test_a_replay_that_was_cut_short_is_run_again_and_its_rows_go(tmp_path):
+    path, settings = tmp_path / "rows.jsonl", Settings(every=1)
+    other, _ = written(path, Settings(chunk_tokens=64))
+    kept = list(read_rows(path))
+    row, outcome = written(path, settings)
+    whole = path.read_text(encoding="utf-8")
+    lines = whole.splitlines(keepends=True)
+    path.write_text("".join(lines[: len(kept) + 3]), encoding="utf-8")
+    assert RowFile(path).outcome_of(row.run) is None
+    assert RowFile(path).outcome_of(other.run) is not None
+
+    _, again = written(path, settings)
+
+    assert again == outcome
+    assert path.read_text(encoding="utf-8") == whole
+
+
+def test_a_last_line_that_was_cut_short_does_not_keep_a_file_from_going_on(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    _, outcome = written(path, Settings(every=1))
+    whole = path.read_text(encoding="utf-8")
+    path.write_text(whole[: len(whole) // 2], encoding="utf-8")
+
+    _, again = written(path, Settings(every=1))
+
+    assert again == outcome
+    assert path.read_text(encoding="utf-8") == whole
+
+
+def test_an_arena_that_holds_no_request_is_named_with_the_shortest_prompt():
+    machine, trace, settings = machine_of(1 << 16), trace_of(requests_of()), Settings()
+    row = run_row(machine, "jenga", trace, settings)
+
+    with pytest.raises(ValueError, match=r"arena_bytes must hold a request, got 65536: .* 352"):
+        list(replay_rows(row, machine, trace, settings))
+
+
+def test_an_arena_too_small_for_a_manager_to_start_is_named():
+    machine, trace, settings = machine_of(100), trace_of(requests_of()), Settings()
+    row = run_row(machine, "max", trace, settings)
+
+    with pytest.raises(ValueError, match=r"manager 'max' does not start .* of 100 bytes"):
+        list(replay_rows(row, machine, trace, settings))
+
+
+def test_a_trace_out_of_order_or_without_requests_is_refused():
+    late = Request(name="a", arrival_s=2.0, prompt=(Piece("a", 1),), output_tokens=1)
+    early = Request(name="b", arrival_s=1.0, prompt=(Piece("b", 1),), output_tokens=1)
+
+    with pytest.raises(
+        ValueError, match=r"order of their arrival, got 'b' at 1 s after one at 2 s"
+    ):
+        trace_of([late, early])
+    with pytest.raises(ValueError, match="trace must have a request, got none in 'made'"):
+        trace_of([])
+
+
+def test_rows_without_a_summary_are_no_outcome():
+    row = run_row(machine_of(), "jenga", trace_of(requests_of()), Settings())
+
+    with pytest.raises(InvariantError, match="must begin with a row of its run and end with a"):
+        outcome_of([row])
+    assert isinstance(row, RunRow)
+    assert json.dumps(row.options)
+    assert not isinstance(row, SummaryRow)
+
+
+def test_managers_are_named_where_there_is_no_such_one():
+    with pytest.raises(ValueError, match=r"manager must be one of jenga, .* got 'slab'"):
+        make_arena("slab", MODEL, 1 << 20)

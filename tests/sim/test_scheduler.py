@@ -1,0 +1,172 @@
+"""What a step computes: running requests first, in chunks, the youngest preempted, FIFO behind."""
+
+import pytest
+
+from jenga.sim.arena import ActiveRequest
+from jenga.sim.scheduler import Scheduler
+from jenga.sim.workload import Piece, Request
+
+
+class SlotArena:
+    """So many slots, one a token; hits are given; the log says what was asked."""
+
+    def __init__(self, num_slots, hits=None):
+        self.num_slots = num_slots
+        self.held = {}
+        self.hits = hits or {}
+        self.log = []
+        self.num_evicted = 0
+
+    def new_step(self):
+        self.log.append("step")
+
+    def find(self, active):
+        return self.hits.get(active.name, 0)
+
+    def chunk_tokens(self, _active, _start, num_tokens):
+        return num_tokens
+
+    def admit(self, active, _hit_tokens, num_tokens):
+        # As vLLM, all that is known must fit.
+        if sum(self.held.values()) + active.num_tokens > self.num_slots:
+            return False
+        self.held[active.name] = num_tokens
+        return True
+
+    def grow(self, active, num_tokens):
+        others = sum(self.held.values()) - self.held[active.name]
+        if others + num_tokens > self.num_slots:
+            return False
+        self.held[active.name] = num_tokens
+        return True
+
+    def computed(self, active, start, end):
+        self.log.append((active.name, start, end))
+
+    def free(self, active):
+        del self.held[active.name]
+
+
+def active_of(name, prompt_tokens, output_tokens):
+    return ActiveRequest(
+        Request(name=name, prompt=(Piece(name, prompt_tokens),), output_tokens=output_tokens)
+    )
+
+
+def scheduler_of(arena, *requests, **options):
+    scheduler = Scheduler(arena, **options)
+    scheduler.waiting.extend(requests)
+    return scheduler
+
+
+def scheduled(scheduler):
+    scheduler.step()
+    found = [(active.name, active.num_scheduled) for active in scheduler.scheduled]
+    return found, [active.name for active in scheduler.finish_step(1.0)]
+
+
+def test_prompts_are_computed_in_chunks_beside_what_decodes():
+    scheduler = scheduler_of(
+        SlotArena(1000), active_of("a", 10, 3), active_of("b", 250, 2), chunk_tokens=100
+    )
+
+    assert scheduled(scheduler) == ([("a", 10), ("b", 90)], [])
+    assert scheduled(scheduler) == ([("a", 1), ("b", 99)], [])
+    assert scheduled(scheduler) == ([("a", 1), ("b", 61)], ["a"])
+    assert scheduled(scheduler) == ([("b", 1)], ["b"])
+
+
+def test_first_token_comes_with_the_last_chunk_of_the_prompt():
+    request = active_of("a", 150, 1)
+    scheduler = scheduler_of(SlotArena(1000), request, chunk_tokens=100)
+
+    scheduler.step()
+    assert scheduler.finish_step(1.0) == []
+    assert request.first_token_s < 0
+    scheduler.step()
+    assert scheduler.finish_step(2.0) == [request]
+    assert request.first_token_s == request.finished_s == 2.0
+
+
+def test_no_more_requests_run_than_are_allowed_and_the_first_come_first():
+    requests = [active_of(name, 10, 2) for name in "abc"]
+    scheduler = scheduler_of(SlotArena(1000), *requests, max_requests=2)
+
+    assert scheduled(scheduler) == ([("a", 10), ("b", 10)], [])
+    assert scheduled(scheduler) == ([("a", 1), ("b", 1)], ["a", "b"])
+    assert scheduled(scheduler) == ([("c", 10)], [])
+
+
+def test_a_request_that_does_not_fit_holds_up_those_behind_it():
+    scheduler = scheduler_of(
+        SlotArena(100), active_of("a", 60, 2), active_of("b", 60, 2), active_of("c", 10, 2)
+    )
+
+    assert scheduled(scheduler) == ([("a", 60)], [])
+    assert scheduled(scheduler) == ([("a", 1)], ["a"])
+    assert scheduled(scheduler) == ([("b", 60), ("c", 10)], [])
+
+
+def test_the_youngest_is_preempted_and_comes_back_first_with_what_it_generated():
+    requests = [active_of(name, 10, 20) for name in "abc"]
+    scheduler = scheduler_of(SlotArena(36), *requests, active_of("d", 3, 2))
+
+    assert scheduled(scheduler)[0] == [("a", 10), ("b", 10), ("c", 10), ("d", 3)]
+    assert scheduled(scheduler)[0] == [("a", 1), ("b", 1), ("c", 1)]
+    assert scheduler.num_preemptions == 1
+    # d has its first token, finds no slot for it and waits; then c makes room for a and b.
+    assert scheduled(scheduler)[0] == [("a", 1), ("b", 1), ("c", 1)]
+    assert scheduled(scheduler)[0] == [("a", 1), ("b", 1)]
+
+    assert [active.name for active in scheduler.waiting] == ["c", "d"]
+    assert scheduler.waiting[0].num_tokens == 13
+    assert scheduler.waiting[0].facts.prompt_tokens == 13
+    assert scheduler.waiting[0].num_computed == 0
+    assert scheduler.num_preemptions == 2
+
+
+def test_nobody_comes_in_during_a_step_that_preempted():
+    arena = SlotArena(21)
+    scheduler = scheduler_of(arena, active_of("a", 10, 9), active_of("b", 10, 9))
+    scheduled(scheduler)
+    scheduler.waiting.append(active_of("c", 1, 2))
+
+    assert scheduled(scheduler)[0] == [("a", 1)]
+    assert [active.name for active in scheduler.waiting] == ["b", "c"]
+
+
+def test_a_hit_is_not_computed_again_and_counts_once():
+    arena = SlotArena(100, hits={"a": 16})
+    request = active_of("a", 20, 3)
+    scheduler = scheduler_of(arena, request)
+
+    assert scheduled(scheduler) == ([("a", 4)], [])
+    assert arena.log == ["step", ("a", 16, 20)]
+    assert request.hit_tokens == 16
+    arena.free(request)
+    scheduler.running.clear()
+    request.restart()
+    scheduler.waiting.append(request)
+    arena.hits["a"] = 0
+    assert scheduled(scheduler) == ([("a", 21)], [])
+    assert request.hit_tokens == 16
+
+
+def test_a_chunk_that_its_arena_shortens_to_nothing_waits_for_the_next_step():
+    class AlignedArena(SlotArena):
+        def chunk_tokens(self, _active, start, num_tokens):
+            return (start + num_tokens) // 64 * 64 - start if num_tokens > 1 else num_tokens
+
+    scheduler = scheduler_of(
+        AlignedArena(1000), active_of("a", 128, 2), active_of("b", 128, 2), chunk_tokens=100
+    )
+
+    assert scheduled(scheduler)[0] == [("a", 64)]
+    assert scheduled(scheduler)[0] == [("a", 64)]
+    assert scheduled(scheduler)[0] == [("a", 1), ("b", 64)]
+
+
+@pytest.mark.parametrize("field", ["chunk_tokens", "max_requests"])
+def test_scheduler_refuses_to_compute_nothing(field):
+    with pytest.raises(ValueError, match=f"{field} must be a positive"):
+        Scheduler(SlotArena(1), **{field: 0})
