@@ -1,5 +1,6 @@
 """The baseline of an arena divided once among the layer types."""
 
+import math
 from collections.abc import Sequence
 
 from jenga.baselines import StaticPartition
@@ -28,6 +29,7 @@ class PartitionedArena:
     ) -> None:
         """Empty parts."""
         self._prefix_caching = prefix_caching
+        interval_tokens = _interval_tokens(partition)
         self._managers = [
             Manager(
                 _one_type(region.content),
@@ -35,6 +37,7 @@ class PartitionedArena:
                 prefix_caching=prefix_caching,
                 hash_tokens=HASH_TOKENS,
                 eviction_order=eviction_order,
+                checkpoint_interval_tokens=interval_tokens,
             )
             for region in partition.regions
         ]
@@ -161,6 +164,20 @@ class PartitionedArena:
         """See `Arena`."""
         for manager in self._managers:
             manager.check()
+
+
+def _interval_tokens(partition: StaticPartition) -> int:
+    """Tokens between two states kept: as many as the states take bytes for, as in one arena."""
+    contents = [region.content for region in partition.regions]
+    state_bytes = sum(each.content_bytes for each in contents if isinstance(each.layer_type, State))
+    token_bytes = sum(
+        each.content_bytes / each.tokens_per_page
+        for each in contents
+        if not isinstance(each.layer_type, State)
+    )
+    if not token_bytes:
+        return 0
+    return math.ceil(state_bytes / token_bytes / HASH_TOKENS) * HASH_TOKENS
 
 
 def _one_type(content: PageContent) -> Geometry:
