@@ -14,12 +14,12 @@ from jenga_kernels.triton.tiles import AttentionTiles, LoopTiles
 from tests.kernels.latent_cases import Shape, check_batch, make_batch
 from tests.kernels.support import DEVICE, check_close
 
-MIXED = ((40, 40), (1, 77), (0, 0), (3, 50), (11, 70), (1, 1))
+MIXED = ((20, 20), (1, 77), (0, 0), (3, 50), (11, 40), (1, 1))
 """A prompt, decoded tokens, nothing, drafted tokens, a chunk on a context, and so on."""
 
 SMALL_TILES = AttentionTiles(
     decode=LoopTiles(block_m=16, block_n=32, num_warps=4, num_stages=2),
-    prefill=LoopTiles(block_m=32, block_n=32, num_warps=4, num_stages=2),
+    prefill=LoopTiles(block_m=64, block_n=32, num_warps=4, num_stages=2),
     num_programs=7,
     block_splits=4,
 )
@@ -32,7 +32,7 @@ SHAPES = {
     "one_prompt": Shape(requests=((70, 70),)),
     "mixed_batch": Shape(requests=MIXED),
     "only_decoding": Shape(requests=((1, 90), (1, 5), (1, 200), (1, 33))),
-    "more_requests_than_programs": Shape(requests=((1, 20),) * 19),
+    "more_requests_than_programs": Shape(requests=((1, 20),) * 11),
     "padding_tokens": Shape(requests=MIXED, num_padding_tokens=9),
     "padding_requests": Shape(requests=((1, 50), (5, 40), (0, 0), (0, 0)), num_padding_tokens=2),
     "queries_without_keys": Shape(requests=((1, 0), (1, 30), (4, 0), (1, 0))),
@@ -51,8 +51,8 @@ SHAPES = {
     "a_narrow_rotary_key": Shape(requests=MIXED, rotary_dim=8),
     "page_of_48_tokens": Shape(requests=MIXED, page_tokens=48),
     "page_of_64_tokens": Shape(requests=MIXED, page_tokens=64),
-    "page_of_784_tokens": Shape(requests=((1, 1000), (20, 900)), page_tokens=784),
-    "page_of_1344_tokens": Shape(requests=((1, 1400), (3, 1360)), page_tokens=1344),
+    "page_of_784_tokens": Shape(requests=((1, 1000), (5, 900)), page_tokens=784),
+    "page_of_1344_tokens": Shape(requests=((1, 1400),), page_tokens=1344),
     "deepseek_decode": Shape(requests=((1, 130), (2, 40)), num_heads=16, **DEEPSEEK),
     "deepseek_chunk": Shape(requests=((5, 37),), num_heads=16, page_tokens=64, **DEEPSEEK),
 }
@@ -104,18 +104,18 @@ def test_latent_attention_with_one_plan_serves_many_layers_and_steps():
     assert torch.equal(updated, again)
 
 
-@pytest.mark.parametrize("num_programs", [1, 5, 100])
+@pytest.mark.parametrize("num_programs", [1, 100])
 def test_latent_attention_may_be_spread_over_any_number_of_programs(num_programs):
-    requests = ((1, 90), (1, 400), (0, 0), (1, 3), (30, 64))
+    requests = ((1, 90), (1, 300), (0, 0), (1, 3), (9, 64))
 
     check_batch(
-        make_batch(Shape(requests=requests, num_heads=18)),
+        make_batch(Shape(requests=requests, num_heads=6)),
         tiles=replace(SMALL_TILES, num_programs=num_programs),
     )
 
 
 def test_latent_attention_in_batch_invariant_mode_ignores_the_rest_of_the_batch():
-    shape = Shape(requests=((1, 200), (20, 50), (1, 420), (2, 33), (1, 9)), num_heads=18)
+    shape = Shape(requests=((1, 200), (9, 50), (1, 420), (1, 33)), num_heads=6)
     batch = make_batch(shape)
     options = {"tiles": SMALL_TILES, "is_batch_invariant": True}
     whole = latent_attention(**batch.arguments, plan=batch.plan(**options))
@@ -238,7 +238,7 @@ SETTINGS = {
 }
 
 
-@settings(max_examples=6, **SETTINGS)
+@settings(max_examples=5, **SETTINGS)
 @given(st.data())
 def test_latent_attention_agrees_with_its_reference_on_random_batches(data):
     check_random(data)

@@ -157,7 +157,8 @@ def compile_plain():
     compile_latent_store(torch.float32, torch.float32)
 
 
-def compile_fp8():
+def compile_all():
+    compile_plain()
     compile_latent_store(torch.float16, torch.float8_e4m3fn)
 
 
@@ -168,7 +169,8 @@ def compile_latent_store(dtype, pages_dtype):
 
 
 @pytest.mark.parametrize(
-    ("job", "capability"), [(compile_plain, 80), (compile_plain, 90), (compile_fp8, 90)]
+    ("job", "capability"),
+    [(compile_all, 90), pytest.param(compile_plain, 80, marks=pytest.mark.slow)],
 )
 def test_latent_store_compiles_to_wide_copies(job, capability):
     for kernel in compile_job(job, capability):
