@@ -2,16 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from jenga.errors import OutOfPagesError
 from jenga.eviction_order import EvictionOrder
 from jenga.geometry import Geometry
 from jenga.manager import Manager
+from jenga.policies import RequestFacts
 from jenga.request import PrefixHit
 from jenga.sim.arena import ActiveRequest, ArenaBytes
-from jenga.sim.need import Need
+from jenga.sim.need import Need, encoder_tokens
 from jenga.sim.rows import TableBytes
-from jenga.spec import ModelSpec
+from jenga.spec import CrossAttention, ModelSpec
 
 HASH_TOKENS = 16
 """Tokens of each further prefix hash, as in the plugin."""
@@ -134,7 +136,9 @@ class PagedArena(ManagedArena):
     """An arena of one page table that keeps every token of every layer.
 
     The manager knows no window and no state here, so what is of use is counted by the model's
-    layers: tokens outside of a window are held for nothing.
+    layers: tokens outside of a window are held for nothing. It knows no encoder either: where
+    layers attend to an encoder's tokens, these take slots in every layer as all tokens do, and
+    prefixes are not cached, as in the engine that the paper compares with.
     """
 
     def __init__(
@@ -147,10 +151,45 @@ class PagedArena(ManagedArena):
         eviction_order: EvictionOrder | None = None,
     ) -> None:
         """An empty arena; the geometry is `jenga.baselines.homogeneous`."""
+        has_encoder = any(isinstance(each, CrossAttention) for each in model.layer_types)
         super().__init__(
-            geometry, arena_bytes, prefix_caching=prefix_caching, eviction_order=eviction_order
+            geometry,
+            arena_bytes,
+            prefix_caching=prefix_caching and not has_encoder,
+            eviction_order=eviction_order,
         )
         self._need = Need(model)
+        self._encoder_tokens = encoder_tokens(model) if has_encoder else 0
+
+    def admit(self, active: ActiveRequest, hit_tokens: int, num_tokens: int) -> bool:
+        """See `Arena`."""
+        further = self._encoder_tokens
+        if not further:
+            return super().admit(active, hit_tokens, num_tokens)
+        return self._allocates(
+            active,
+            num_tokens=num_tokens + further,
+            facts=RequestFacts(prompt_tokens=active.facts.prompt_tokens + further),
+            full_tokens=active.num_tokens + further,
+        )
+
+    def grow(self, active: ActiveRequest, num_tokens: int) -> bool:
+        """See `Arena`."""
+        further = self._encoder_tokens
+        if not further:
+            return super().grow(active, num_tokens)
+        return self._allocates(
+            active,
+            num_tokens=num_tokens + further,
+            num_processed_tokens=active.num_computed + further,
+        )
+
+    def _allocates(self, active: ActiveRequest, **arguments: Any) -> bool:  # noqa: ANN401
+        try:
+            self.manager.allocate(active.name, **arguments)
+        except OutOfPagesError:
+            return False
+        return True
 
     def memory(self, running: list[ActiveRequest]) -> ArenaBytes:
         """See `Arena`."""

@@ -3,7 +3,7 @@
 import pytest
 
 from jenga.models import known_model
-from jenga.sim.generators import long_documents
+from jenga.sim.generators import long_documents, mmmu_pro
 from jenga.sim.managers import make_arena
 from jenga.sim.replay import Replay, constant_clock
 
@@ -33,3 +33,15 @@ def test_paged_attention_wastes_nothing_where_every_layer_reads_every_token():
 
 def test_our_manager_holds_windows_alone():
     assert max(waste for waste, _ in wastes("jenga", "ministral-8b-2410", 131_072)) < 0.001
+
+
+def test_paged_attention_takes_slots_for_an_encoders_tokens_in_every_layer():
+    arena = make_arena("paged", known_model("llama-3.2-11b-vision").spec(), ARENA_BYTES)
+    requests = mmmu_pro(num_requests=3, image_in_prompt=False)
+    run = Replay(requests, arena, clock=constant_clock(1.0))
+
+    wastes = [run.memory().waste for step in run if step.num_decoding > 1]
+
+    # 6,193 tokens of images and 43 of text waste 79.6 % in the paper; answers are text, too.
+    assert run.num_finished == 3
+    assert max(wastes) == pytest.approx(0.796, abs=0.01)
