@@ -1,0 +1,117 @@
+"""`jenga replay` prints what was counted, goes on where it was, and says what it refuses."""
+
+import json
+
+import pytest
+
+from jenga.cli import main
+from jenga.sim.rows import RequestRow, RunRow, StepRow, SummaryRow, read_rows
+
+SMALL = ["--model", "llama-3.2-1b", "--arena", "40MB", "--quiet"]
+TRACE = ["--trace", "articles:n=3,questions=2,tokens=160,output=4"]
+
+
+def replay(capsys, *arguments):
+    code = main(["replay", *map(str, arguments)])
+    return code, capsys.readouterr()
+
+
+def test_replay_compares_managers_in_a_table(capsys):
+    code, printed = replay(
+        capsys, *SMALL, *TRACE, "--manager", "jenga", "paged", "--bounds", "--check", 2
+    )
+
+    lines = printed.out.splitlines()
+    assert code == 0
+    assert lines[0].startswith("6 requests of articles:n=3,")
+    assert lines[1].split()[:3] == ["model", "manager", "arena"]
+    assert [line.split()[:2] for line in lines[2:]] == [
+        ["llama-3.2-1b", "jenga"],
+        ["llama-3.2-1b", "paged"],
+    ]
+    assert printed.err == ""
+
+
+def test_rows_are_written_once_and_read_where_a_replay_is_asked_again(capsys, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    arguments = [*SMALL, *TRACE, "--out", path, "--every", 1, "--request-rows"]
+
+    _, first = replay(capsys, *arguments)
+    written = path.read_text(encoding="utf-8")
+    _, second = replay(capsys, *arguments)
+    _, third = replay(capsys, *arguments, "--manager", "jenga", "max")
+
+    rows = list(read_rows(path))
+    assert path.read_text(encoding="utf-8").startswith(written)
+    assert first.out == second.out
+    assert third.out.splitlines()[2].split() == first.out.splitlines()[2].split()
+    assert [type(row) for row in rows if isinstance(row, RunRow | SummaryRow)] == [
+        RunRow,
+        SummaryRow,
+    ] * 2
+    assert sum(isinstance(row, RequestRow) for row in rows) == 2 * 6
+    steps = [row for row in rows if isinstance(row, StepRow)]
+    assert steps[0].run != steps[-1].run
+
+
+def test_progress_is_on_standard_error_and_leaves_nothing(capsys):
+    code, printed = replay(capsys, *SMALL[:-1], *TRACE)
+
+    assert code == 0
+    assert "llama-3.2-1b jenga lru: 0/6 requests (0%)" in printed.err
+    assert printed.err.endswith(" \r")
+
+
+def test_a_draft_model_shares_the_arena(capsys):
+    code, printed = replay(
+        capsys, "--model", "llama-3.1-8b", "--draft", "llama-3.2-1b", "--quiet", *TRACE
+    )
+
+    assert code == 0
+    assert "llama-3.1-8b+llama-3.2-1b" in printed.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "llama-9"], "model must be a local"),
+        (["--trace", "nowhere"], "trace must be a file or one of"),
+        (["--arena", "20MB"], "arena_bytes must hold a request, got 20000000"),
+        (["--arena", "10B"], "does not start for 'llama-3.2-1b' in an arena of 10 bytes"),
+        (["--gpu", "24GiB"], "or give --step-seconds"),
+        (["--every", "0"], "--every must be a positive number, got 0"),
+        (["--requests", "0"], "--requests must be a positive number, got 0"),
+        (["--speed", "0"], "speed must be positive"),
+    ],
+)
+def test_what_cannot_be_replayed_is_one_line_of_error(capsys, arguments, words):
+    trace = ["--trace", "articles:n=3,questions=2,tokens=1600,output=4"]
+
+    code, printed = replay(capsys, *SMALL, *trace, *arguments)
+
+    assert code == 2
+    assert printed.err.startswith("jenga: error: ")
+    assert printed.err.count("\n") == 1
+    assert words in printed.err
+
+
+def test_a_malformed_line_of_a_trace_is_named(capsys, tmp_path):
+    path = tmp_path / "trace.jsonl"
+    good = {"timestamp": 0, "input_length": 10, "output_length": 5, "hash_ids": [0]}
+    lines = [json.dumps(good), json.dumps(good | {"output_length": -1})]
+    path.write_text("\n".join(lines), encoding="utf-8")
+
+    code, printed = replay(capsys, *SMALL, "--trace", path)
+
+    assert code == 2
+    assert "trace.jsonl:2: output_length must be an integer of at least 1, got -1" in printed.err
+
+
+def test_a_gpu_of_any_size_will_do_with_seconds_given(capsys):
+    code, printed = replay(
+        capsys, "--model", "llama-3.2-1b", "--gpu", "8GiB", "--step-seconds", 0.5, "--quiet", *TRACE
+    )
+
+    assert code == 0
+    # All prompts in one step, three further tokens.
+    assert " 2.0 " in printed.out.splitlines()[2]

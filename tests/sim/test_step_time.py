@@ -1,0 +1,115 @@
+"""A step takes what its arithmetic or its traffic takes at the GPU's peaks."""
+
+import pytest
+
+from jenga.models import known_model
+from jenga.sim.arena import ActiveRequest
+from jenga.sim.gpus import GPUS, Gpu
+from jenga.sim.step_time import StepTime, Weights, weights_of
+from jenga.sim.workload import Piece, Request
+from jenga.spec import (
+    ChunkedLocal,
+    CrossAttention,
+    FullAttention,
+    Layer,
+    ModelSpec,
+    SlidingWindow,
+    State,
+)
+
+GPU = Gpu(name="test", memory_bytes=1, bytes_per_s=1e9, flops_16_bit=1e12)
+WEIGHTS = Weights(num_bytes=2000, total=1000, active=1000, query_elements=8)
+
+
+def layers(count, slot_bytes):
+    return tuple(Layer(name=str(i), slot_bytes=slot_bytes) for i in range(count))
+
+
+def model_of(*layer_types):
+    return ModelSpec(name="m", layer_types=layer_types)
+
+
+def active_of(num_computed, num_scheduled):
+    request = Request(name="a", prompt=(Piece("a", 10_000),), output_tokens=1)
+    active = ActiveRequest(request)
+    active.num_computed, active.num_scheduled = num_computed, num_scheduled
+    return active
+
+
+def test_a_decode_step_reads_the_weights_and_every_token_before():
+    model = model_of(FullAttention(name="full", layers=layers(3, 10)))
+    clock = StepTime(model, WEIGHTS, GPU)
+
+    work = clock.work([active_of(99, 1), active_of(199, 1)])
+
+    assert work.traffic_bytes == 2000 + (100 + 200) * 3 * 10
+    assert work.operations == 2 * 1000 * 2 + 4 * 8 * 3 * (99.5 + 199.5)
+
+
+def test_windows_chunks_and_states_read_no_more_than_they_keep():
+    model = model_of(
+        SlidingWindow(name="sliding", layers=layers(2, 10), window_tokens=50),
+        ChunkedLocal(name="chunked", layers=layers(1, 10), chunk_tokens=80),
+        State(name="state", layers=layers(2, 1000)),
+        CrossAttention(name="cross", layers=layers(1, 4), typical_tokens=100),
+    )
+    clock = StepTime(model, WEIGHTS, GPU)
+
+    work = clock.work([active_of(999, 1)])
+
+    assert work.traffic_bytes == 2000 + 50 * 20 + 80 * 10 + 2000 + 400
+    assert work.operations == 2 * 1000 + 4 * 8 * (2 * 50 + 80)
+
+
+def test_a_prompt_pairs_every_token_with_those_before_it():
+    model = model_of(FullAttention(name="full", layers=layers(1, 10)))
+    whole = StepTime(model, WEIGHTS, GPU).work([active_of(0, 1000)])
+    chunks = [StepTime(model, WEIGHTS, GPU).work([active_of(s, 100)]) for s in range(0, 1000, 100)]
+
+    assert sum(chunk.operations for chunk in chunks) == pytest.approx(whole.operations)
+
+
+def test_the_slower_of_arithmetic_and_traffic_is_the_time():
+    model = model_of(FullAttention(name="full", layers=layers(1, 10)))
+    decode, prefill = [active_of(99, 1)], [active_of(0, 8000)]
+    clock = StepTime(model, WEIGHTS, GPU)
+
+    assert clock(decode) == clock.work(decode).traffic_bytes / 1e9
+    assert clock(prefill) == clock.work(prefill).operations / 1e12
+    half = StepTime(model, WEIGHTS, GPU, arithmetic_share=0.5, bandwidth_share=0.5, overhead_s=2.0)
+    assert half(decode) == pytest.approx(2.0 + 2 * clock(decode))
+    assert half(prefill) == pytest.approx(2.0 + 2 * clock(prefill))
+
+
+def test_experts_are_read_as_tokens_choose_them():
+    weights = Weights(num_bytes=1600, total=800, active=100)
+
+    assert weights.touched_bytes(1) == pytest.approx(200)
+    assert weights.touched_bytes(2) == pytest.approx(1600 * (1 - (7 / 8) ** 2))
+    assert weights.touched_bytes(1000) == pytest.approx(1600)
+
+
+def test_weights_are_divided_over_ranks():
+    facts = known_model("gpt-oss-120b")
+
+    one, four = weights_of(facts), weights_of(facts, ranks=4)
+
+    assert one.active < one.total
+    assert (four.num_bytes, four.active) == (one.num_bytes / 4, one.active / 4)
+    assert one.query_elements == 64 * 64
+
+
+@pytest.mark.parametrize("name", ["gemma-3-27b", "whisper-large-v3", "falcon-h1-7b", "mamba-130m"])
+def test_every_kind_of_model_has_a_time(name):
+    facts = known_model(name)
+
+    clock = StepTime(facts.spec(), weights_of(facts), GPUS["H200"])
+
+    assert 0 < clock([active_of(99, 1)]) < clock([active_of(0, 8000)])
+
+
+def test_a_gpu_known_by_its_size_has_no_time():
+    model = model_of(FullAttention(name="full", layers=layers(1, 10)))
+
+    with pytest.raises(ValueError, match="gpu must be known by name where time is modelled"):
+        StepTime(model, WEIGHTS, Gpu(name="24GiB", memory_bytes=24 << 30))
