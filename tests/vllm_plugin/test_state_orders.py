@@ -242,6 +242,24 @@ def test_requests_go_on_from_their_tokens_where_steps_are_scheduled_ahead(make_s
     assert worker.num_copies > 8
 
 
+def test_a_third_request_starts_where_the_second_left_the_first(make_scheduler):
+    scheduler, source = make_scheduler(8 * MIB), random.Random(1)
+    worker = Worker(scheduler, source)
+    shared = [source.randrange(4, 400) for _ in range(57)]
+    prompts = [[*shared, *([3 + number] * 40)] for number in range(3)]
+    hits = []
+
+    for number, prompt in enumerate([*prompts, prompts[0]]):
+        scheduler.add_request(request(f"r{number}", prompt, max_tokens=2))
+        while scheduler.has_unfinished_requests():
+            step = scheduler.schedule()
+            hits += [new.num_computed_tokens for new in step.scheduled_new_reqs]
+            finish_step(scheduler, step, worker.run(worker.plan(step)))
+
+    # The first again starts at the end of its prompt: 96 of 97 tokens.
+    assert hits == [0, 0, 48, 96]
+
+
 def geometry():
     state = [Layer(name=f"state.{index}", slot_bytes=4096) for index in range(2)]
     wide = [Layer(name="wide", slot_bytes=3 * 4096)]
