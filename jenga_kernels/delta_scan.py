@@ -7,9 +7,10 @@ from jenga_kernels.checks import check_same_device, check_shape
 from jenga_kernels.delta import check_delta_rule
 from jenga_kernels.states import Checkpoints, check_checkpoints, check_query_starts, check_slots
 from jenga_kernels.triton.addressing import strides
-from jenga_kernels.triton.delta_chunks import delta_chunks_kernel
+from jenga_kernels.triton.delta_chunks_channels import delta_chunks_channels_kernel
+from jenga_kernels.triton.delta_chunks_heads import delta_chunks_heads_kernel
 from jenga_kernels.triton.delta_scan import delta_scan_kernel
-from jenga_kernels.triton.delta_tiles import delta_scan_tiles
+from jenga_kernels.triton.delta_tiles import DeltaTiles, delta_scan_tiles
 from jenga_kernels.triton.tiles import machine_of
 
 
@@ -33,12 +34,13 @@ def delta_scan(
 ) -> None:
     """Scan requests' tokens: read each one's state, apply every token, write the states asked for.
 
-    With g the exponential of a token's gate, the state H [head_v_dim, head_k_dim] of a head becomes
-    g H + beta (v - g H k) k^T, and its output H q, times the scale.
+    With g the exponential of a token's gate, a number or one for each column, the state H
+    [head_v_dim, head_k_dim] of a head becomes g H + beta (v - g H k) k^T, and its output is H q,
+    times the scale.
 
     Requests whose state slot is `NULL_SLOT` are padding: their output is zero and nothing else is
-    read or written. While it runs, a call takes memory for 64 to 128 elements per token and value
-    head, and for a query and a key of each head.
+    read or written. While it runs, a call takes memory for two rows of a chunk per token and value
+    head, and for copies of queries and keys.
 
     Args:
         out: Written in place, shape and dtype of v.
@@ -49,8 +51,9 @@ def delta_scan(
             one are next to each other. At most 256 elements a head.
         k: Keys, shape and dtype of q.
         v: Values, [num_tokens, num_v_heads, head_v_dim], bfloat16, float16 or float32.
-        gates: Natural logarithms of the decays, [num_tokens, num_v_heads], at most 0. With A_log
-            they are projections, and the logarithms -exp(A_log) softplus(gates + dt_bias).
+        gates: Natural logarithms of the decays, [num_tokens, num_v_heads], or [num_tokens,
+            num_v_heads, head_k_dim] where every key channel decays on its own; at most 0. With
+            A_log they are projections, and the logarithms -exp(A_log) softplus(gates + dt_bias).
         betas: How far a value replaces what the state holds under its key, [num_tokens,
             num_v_heads]. With A_log they are projections, which pass through a sigmoid.
         query_starts: Where each request's tokens begin, and the end, i32[num_requests + 1].
@@ -58,7 +61,7 @@ def delta_scan(
             with zero.
         state_slots: Where each request's last state is written, i32[num_requests].
         A_log: Logarithms of the decay rates, [num_v_heads]; None where gates and betas are ready.
-        dt_bias: Added to gates, [num_v_heads].
+        dt_bias: Added to gates, shape of one token's.
         scale: Factor of the queries; None means head_k_dim ** -0.5.
         qk_l2norm: Whether queries and keys are brought to length one.
         checkpoints: States to write besides the last ones.
@@ -67,8 +70,9 @@ def delta_scan(
         ValueError: If a shape, dtype, stride, alignment or device does not fit.
 
     Source: the rule is that of "Gated Delta Networks: Improving Mamba2 with Delta Rule" (arXiv
-    2412.06464), its form by chunks section 3 of "Parallelizing Linear Transformers with the Delta
-    Rule over Sequence Length" (arXiv 2406.06484).
+    2412.06464), with a decay for each channel that of "Kimi Linear" (arXiv 2510.26692), its form by
+    chunks section 3 of "Parallelizing Linear Transformers with the Delta Rule over Sequence Length"
+    (arXiv 2406.06484).
     """
     scale = check_delta_rule(
         out, states, q, k, v, gates, betas, A_log=A_log, dt_bias=dt_bias, scale=scale
@@ -88,23 +92,17 @@ def delta_scan(
     if num_requests == 0 or num_tokens == 0:
         return
     machine = machine_of(v.device)
-    tiles = delta_scan_tiles(machine, head_k_dim, head_v_dim, v.element_size())
-    # What the first kernel leaves for the second.
-    pair = (2, num_qk_heads, num_tokens, tiles.block_keys)
-    queries, keys = torch.empty(pair, dtype=v.dtype, device=v.device)
-    square = (2, num_v_heads, num_tokens, tiles.block_tokens)
-    scores, solution = torch.empty(square, dtype=v.dtype, device=v.device)
-    since_start, until_end = torch.empty(square[:3], dtype=torch.float32, device=v.device)
+    is_per_channel = gates.dim() > 2  # noqa: PLR2004 - tokens, heads, channels
+    tiles = delta_scan_tiles(
+        machine, head_k_dim, head_v_dim, v.element_size(), is_per_channel=is_per_channel
+    )
     num_chunks = num_tokens // tiles.block_tokens + num_requests
     if checkpoints is not None:
         num_chunks += checkpoints.slots.shape[0]
-    delta_chunks_kernel[(num_v_heads, num_chunks)](
-        queries_ptr=queries,
-        keys_ptr=keys,
-        scores_ptr=scores,
-        solution_ptr=solution,
-        since_start_ptr=since_start,
-        until_end_ptr=until_end,
+    chunks = _chunk_tensors(v, num_qk_heads, num_chunks, tiles, is_per_channel=is_per_channel)
+    kernel = delta_chunks_channels_kernel if is_per_channel else delta_chunks_heads_kernel
+    kernel[(num_v_heads, num_chunks)](
+        **chunks,
         q_ptr=q,
         k_ptr=k,
         gates_ptr=gates,
@@ -123,6 +121,7 @@ def delta_scan(
         stride_k_token=strides(k)[0],
         stride_k_head=strides(k)[1],
         stride_gates_token=strides(gates)[0],
+        stride_gates_head=strides(gates)[1] if is_per_channel else 0,
         stride_betas_token=strides(betas)[0],
         stride_dt_bias_head=0 if dt_bias is None else strides(dt_bias)[0],
         stride_slots=state_slots.stride(0),
@@ -141,12 +140,7 @@ def delta_scan(
         out_ptr=out,
         states_ptr=states,
         v_ptr=v,
-        queries_ptr=queries,
-        keys_ptr=keys,
-        scores_ptr=scores,
-        solution_ptr=solution,
-        since_start_ptr=since_start,
-        until_end_ptr=until_end,
+        **chunks,
         query_starts_ptr=query_starts,
         initial_slots_ptr=initial_slots,
         state_slots_ptr=state_slots,
@@ -154,6 +148,7 @@ def delta_scan(
         checkpoint_after_ptr=None if checkpoints is None else checkpoints.after_tokens,
         checkpoint_slots_ptr=None if checkpoints is None else checkpoints.slots,
         num_tokens_of_all=num_tokens,
+        num_chunks=num_chunks,
         stride_out_token=strides(out)[0],
         stride_out_head=strides(out)[1],
         stride_states_slot=stride_slot,
@@ -166,9 +161,40 @@ def delta_scan(
         HEADS_PER_GROUP=num_v_heads // num_qk_heads,
         HEAD_K_DIM=head_k_dim,
         HEAD_V_DIM=head_v_dim,
+        IS_PER_CHANNEL=is_per_channel,
         BLOCK_T=tiles.block_tokens,
         BLOCK_K=tiles.block_keys,
         BLOCK_V=tiles.block_values,
         num_warps=tiles.scan_warps,
         num_stages=tiles.scan_stages,
     )
+
+
+def _chunk_tensors(
+    v: torch.Tensor, num_qk_heads: int, num_chunks: int, tiles: DeltaTiles, *, is_per_channel: bool
+) -> dict[str, torch.Tensor | None]:
+    """What the first kernel leaves for the second, by the names of the kernels' arguments."""
+    num_tokens, num_v_heads, _ = v.shape
+
+    def empty(*shape: int, dtype: torch.dtype = v.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=v.device)
+
+    keys = (num_v_heads if is_per_channel else num_qk_heads, num_tokens, tiles.block_keys)
+    squares = (num_v_heads, num_tokens, tiles.block_tokens)
+    chunks = {
+        "queries_ptr": empty(*keys),
+        "keys_ptr": empty(*keys),
+        "kept_keys_ptr": None,
+        "scores_ptr": empty(*squares),
+        "solution_ptr": empty(*squares),
+        "since_start_ptr": None,
+        "until_end_ptr": None,
+    }
+    if is_per_channel:
+        chunks["kept_keys_ptr"] = empty(*keys)
+        decays = (num_v_heads, num_chunks, tiles.block_keys)
+    else:
+        chunks["since_start_ptr"] = empty(*squares[:2], dtype=torch.float32)
+        chunks["until_end_ptr"] = empty(*squares[:2], dtype=torch.float32)
+        decays = (num_v_heads, num_chunks)
+    return chunks | {"decays_ptr": empty(*decays, dtype=torch.float32)}

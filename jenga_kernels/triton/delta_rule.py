@@ -1,4 +1,4 @@
-"""What kernels of the gated delta rule share: rows of length one, and what a token's gate says."""
+"""What kernels of the gated delta rule share: gates, rows of length one, chunks, their inverses."""
 
 import triton.language as tl
 
@@ -56,3 +56,77 @@ def unit_factors(rows):
     """What to multiply each row of [M, N] with for length one."""
     rows = rows.to(tl.float32)
     return inverse_length(row_sums(rows * rows))
+
+
+@device_function
+def unit_triangular_inverse(lower, BLOCK_T: tl.constexpr, PRECISION: tl.constexpr):
+    """Inverse of the identity plus `lower`, f32[BLOCK_T, BLOCK_T] below its diagonal.
+
+    Inverses of blocks on the diagonal are joined to those of blocks twice as wide. Powers of
+    `lower` would need fewer products, but where keys are alike they grow beyond all precision.
+    """
+    rows = tl.arange(0, BLOCK_T)[:, None]
+    columns = tl.arange(0, BLOCK_T)[None, :]
+    inverse = tl.where(rows == columns, 1.0, 0.0)
+    inverse -= tl.where(rows // 2 == columns // 2, lower, 0.0)
+    width = 2
+    while width < BLOCK_T:
+        is_corner = (rows // width != columns // width) & (
+            rows // (2 * width) == columns // (2 * width)
+        )
+        corner = tl.where(is_corner, lower, 0.0)
+        product = tl.dot(inverse, corner, input_precision=PRECISION)
+        inverse -= tl.dot(product, inverse, input_precision=PRECISION)
+        width *= 2
+    return inverse
+
+
+@device_function
+def find_chunk(
+    query_starts_ptr,  # i32[num_requests + 1]
+    checkpoint_starts_ptr,  # i32[num_requests + 1] or None
+    checkpoint_after_ptr,  # i32[num_checkpoints] or None
+    num_requests,
+    block,
+    BLOCK_T: tl.constexpr,
+):
+    """Request of a chunk, its first token among all, and the end of the stretch it lies in.
+
+    Stretches are what checkpoints cut requests into. Stretch s of all, which begins at token t, has
+    the blocks from t // BLOCK_T + s on; not all of them have tokens.
+    """
+    low = 0
+    high = num_requests
+    while high - low > 1:
+        middle = (low + high) // 2
+        begin = tl.load(query_starts_ptr + middle) // BLOCK_T + middle
+        if checkpoint_starts_ptr is not None:
+            begin += tl.load(checkpoint_starts_ptr + middle)
+        if begin <= block:
+            low = middle
+        else:
+            high = middle
+    request = low
+    start = tl.load(query_starts_ptr + request)
+    end = tl.load(query_starts_ptr + request + 1)
+    stretch = request
+    if checkpoint_starts_ptr is not None:
+        query_start = start
+        checkpoint = tl.load(checkpoint_starts_ptr + request)
+        checkpoint_end = tl.load(checkpoint_starts_ptr + request + 1)
+        # How many of the request's checkpoints lie before the chunk.
+        low = checkpoint
+        high = checkpoint_end
+        while low < high:
+            middle = (low + high) // 2
+            after = query_start + tl.load(checkpoint_after_ptr + middle)
+            if after // BLOCK_T + request + middle + 1 <= block:
+                low = middle + 1
+            else:
+                high = middle
+        if low > checkpoint:
+            start = query_start + tl.load(checkpoint_after_ptr + low - 1)
+        if low < checkpoint_end:
+            end = query_start + tl.load(checkpoint_after_ptr + low)
+        stretch = request + low
+    return request, start + (block - (start // BLOCK_T + stretch)) * BLOCK_T, end

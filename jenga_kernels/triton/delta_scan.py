@@ -16,12 +16,14 @@ def delta_scan_kernel(
     states_ptr,  # [num_slots, num_v_heads, head_v_dim, head_k_dim]
     # Inputs
     v_ptr,  # [num_tokens, num_v_heads, head_v_dim]
-    queries_ptr,  # [num_qk_heads, num_tokens, BLOCK_K]
-    keys_ptr,  # [num_qk_heads, num_tokens, BLOCK_K]
+    queries_ptr,  # [num_qk_heads or num_v_heads, num_tokens, BLOCK_K]
+    keys_ptr,  # [num_qk_heads or num_v_heads, num_tokens, BLOCK_K]
+    kept_keys_ptr,  # [num_v_heads, num_tokens, BLOCK_K]
     scores_ptr,  # [num_v_heads, num_tokens, BLOCK_T]
     solution_ptr,  # [num_v_heads, num_tokens, BLOCK_T]
     since_start_ptr,  # f32[num_v_heads, num_tokens]
     until_end_ptr,  # f32[num_v_heads, num_tokens]
+    decays_ptr,  # f32[num_v_heads, num_chunks] or f32[num_v_heads, num_chunks, BLOCK_K]
     query_starts_ptr,  # i32[num_requests + 1]
     initial_slots_ptr,  # i32[num_requests]
     state_slots_ptr,  # i32[num_requests]
@@ -30,6 +32,7 @@ def delta_scan_kernel(
     checkpoint_slots_ptr,  # i32[num_checkpoints]
     # Sizes
     num_tokens_of_all,
+    num_chunks,
     # Strides, in elements
     stride_out_token: tl.int64,
     stride_out_head: tl.int64,
@@ -44,6 +47,7 @@ def delta_scan_kernel(
     HEADS_PER_GROUP: tl.constexpr,
     HEAD_K_DIM: tl.constexpr,
     HEAD_V_DIM: tl.constexpr,
+    IS_PER_CHANNEL: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -72,14 +76,21 @@ def delta_scan_kernel(
         return
 
     v_ptr += query_start * stride_v_token + head * stride_v_head + vs[None, :]
-    in_group = (head // HEADS_PER_GROUP * num_tokens_of_all + query_start) * BLOCK_K
-    queries_ptr += in_group + ks[None, :]
-    keys_ptr += in_group + ks[None, :]
     in_head = head * num_tokens_of_all + query_start
+    if IS_PER_CHANNEL:
+        in_keys = in_head * BLOCK_K + ks[None, :]
+        kept_keys_ptr += in_keys
+        decays_ptr += head * num_chunks * BLOCK_K + ks
+    else:
+        group = head // HEADS_PER_GROUP
+        in_keys = (group * num_tokens_of_all + query_start) * BLOCK_K + ks[None, :]
+        since_start_ptr += in_head
+        until_end_ptr += in_head
+        decays_ptr += head * num_chunks
+    queries_ptr += in_keys
+    keys_ptr += in_keys
     scores_ptr += in_head * BLOCK_T + tile[None, :]
     solution_ptr += in_head * BLOCK_T + tile[None, :]
-    since_start_ptr += in_head
-    until_end_ptr += in_head
     # Rows only: offsets of all elements would stay in registers from the first load to the store.
     in_page = head * stride_states_head + vs[None, :] * stride_states_dim  # [1, V]
     initial = states_ptr + (page_offsets(initial_slot, stride_states_slot) + in_page)
@@ -93,6 +104,8 @@ def delta_scan_kernel(
         stop, slot = stretch_end(
             s, last_stretch, checkpoint_after_ptr, checkpoint_slots_ptr, num_tokens, state_slot
         )
+        # As `find_chunk` numbers them.
+        chunk = (query_start + start) // BLOCK_T + request + s
         for first in range(start, stop, BLOCK_T):
             tokens = (first + tile).to(tl.int64)
             live = tokens < stop
@@ -101,22 +114,32 @@ def delta_scan_kernel(
             k = tl.load(keys_ptr + row * BLOCK_K, mask=rows, other=0.0)  # [T, K]
             v = tl.load(v_ptr + row * stride_v_token, mask=rows & is_v, other=0.0)  # [T, V]
             solution = tl.load(solution_ptr + row * BLOCK_T, mask=rows, other=0.0)  # [T, T]
-            since_start = tl.load(since_start_ptr + tokens, mask=live, other=0.0)  # [T]
-            until_end = tl.load(until_end_ptr + tokens, mask=live, other=0.0)  # [T]
-            decay = tl.load(since_start_ptr + tl.minimum(first + BLOCK_T, stop) - 1)
-
             # What the state before the chunk holds under the keys gives way to the values. The
             # solution knows what the chunk's own tokens hold under each other's keys.
             before = rounded(h, dtype)
-            new = v.to(tl.float32) - matmul(k, before) * since_start[:, None]
-            changes = matmul(solution, rounded(new, dtype))  # [T, V]
-            h = matmul_add(tl.trans(k), rounded(changes * until_end[:, None], dtype), h * decay)
+            held = matmul(k, before)  # [T, V]
+            if IS_PER_CHANNEL:
+                decay = tl.load(decays_ptr + chunk * BLOCK_K)[:, None]  # [K, 1]
+                kept_k = tl.load(kept_keys_ptr + row * BLOCK_K, mask=rows, other=0.0)  # [T, K]
+                changes = matmul(solution, rounded(v.to(tl.float32) - held, dtype))
+                kept = changes
+            else:
+                decay = tl.load(decays_ptr + chunk)
+                since_start = tl.load(since_start_ptr + tokens, mask=live, other=0.0)[:, None]
+                until_end = tl.load(until_end_ptr + tokens, mask=live, other=0.0)[:, None]
+                kept_k = k
+                changes = matmul(solution, rounded(v.to(tl.float32) - held * since_start, dtype))
+                kept = changes * until_end
 
             q = tl.load(queries_ptr + row * BLOCK_K, mask=rows, other=0.0)  # [T, K]
             scores = tl.load(scores_ptr + row * BLOCK_T, mask=rows, other=0.0)  # [T, T]
-            y = matmul(q, before) * since_start[:, None]
+            y = matmul(q, before)
+            if not IS_PER_CHANNEL:
+                y *= since_start
             y = rounded(matmul_add(scores, rounded(changes, dtype), y), dtype)
             tl.store(out_ptr + row * stride_out_token, y, mask=rows & is_v)
+            h = matmul_add(tl.trans(kept_k), rounded(kept, dtype), h * decay)
+            chunk += 1
         start = stop
         state_ptr = states_ptr + (page_offsets(slot, stride_states_slot) + in_page)
         tl.store(

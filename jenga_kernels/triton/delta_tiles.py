@@ -32,7 +32,12 @@ class DeltaTiles:
 
 
 def delta_scan_tiles(
-    machine: Machine, head_k_dim: int, head_v_dim: int, element_bytes: int
+    machine: Machine,
+    head_k_dim: int,
+    head_v_dim: int,
+    element_bytes: int,
+    *,
+    is_per_channel: bool,
 ) -> DeltaTiles:
     """Tiles of `delta_scan`.
 
@@ -41,6 +46,7 @@ def delta_scan_tiles(
         head_k_dim: Elements of a key.
         head_v_dim: Elements of a value.
         element_bytes: Bytes of an element of keys and values.
+        is_per_channel: Whether every key channel decays on its own.
     """
     whole_value = max(LEAST_PRODUCT, power_of_two(head_v_dim))
     block_tokens, block_values, chunk_warps, scan_warps, scan_stages = 64, 32, 4, 4, 2
@@ -50,6 +56,8 @@ def delta_scan_tiles(
         block_tokens, block_values, chunk_warps, scan_warps, scan_stages = 16, 16, 4, 8, 1
     elif machine.capability < HOPPER:
         block_tokens = 32
+    if is_per_channel and not machine.is_interpreter:
+        chunk_warps = 8
     return DeltaTiles(
         block_tokens=block_tokens,
         block_keys=max(LEAST_PRODUCT, power_of_two(head_k_dim)),

@@ -2,7 +2,8 @@
 
 import torch
 
-from jenga_kernels.reference.delta_update import DeltaSteps, delta_steps
+from jenga_kernels.reference.delta_update import delta_steps
+from jenga_kernels.reference.state_scan import checkpoints_of
 from jenga_kernels.states import NULL_SLOT
 from tests.kernels.state_cases import state_pages
 from tests.kernels.support import DEVICE, randn
@@ -53,7 +54,7 @@ def by_products(tensors, slots, states):
 
     Where a triangular system is to be solved, that is done in float32.
     """
-    steps: DeltaSteps = delta_steps(**tensors, scale=None, qk_l2norm=True)
+    steps = delta_steps(**tensors, scale=None, qk_l2norm=True)
     dtype = tensors["v"].dtype
     states = states.clone()
     out = torch.zeros_like(tensors["v"])
@@ -66,23 +67,37 @@ def by_products(tensors, slots, states):
         h = torch.zeros_like(states[0]) if initial == NULL_SLOT else states[initial].clone()
         q, k = (x[rows].movedim(1, 0).to(dtype) for x in (steps.q, steps.k))  # [H, T, K]
         v = steps.v[rows].movedim(1, 0)  # [H, T, V]
-        total = steps.decays[rows, :, 0].log().cumsum(0).T  # [H, T]
-        beta = steps.betas[rows].T
-        between = total[:, :, None] - total[:, None, :]
-        is_past = torch.ones_like(between, dtype=torch.bool).tril()
-        between = torch.exp(between.masked_fill(~is_past, float("-inf")))
-        lower = ((k @ k.mT).float() * between * beta[..., None]).tril(-1)
+        beta = steps.betas[rows].T[..., None]  # [H, T, 1]
+        total = steps.decays[rows].log().cumsum(0).movedim(1, 0)  # [H, T, 1 or K]
+        between = pairwise_decay(total)
+        lower = (pairs(k, k, between) * beta).tril(-1)
         identity = torch.eye(lower.shape[-1], device=DEVICE).expand_as(lower)
         solution = torch.linalg.solve_triangular(identity + lower, identity, upper=False)
-        solution = (solution * beta[:, None, :]).to(dtype)
-        held = (k @ h.to(dtype).mT).float() * total.exp()[..., None]
-        changes = (solution @ (v - held).to(dtype)).float()  # [H, T, V]
-        scores = ((q @ k.mT).float() * between).to(dtype)
-        y = (q @ h.to(dtype).mT).float() * total.exp()[..., None]
-        y += (scores @ changes.to(dtype)).float()
+        solution = (solution * beta.mT).to(dtype)
+        held = ((k * total.exp()).to(dtype) @ h.to(dtype).mT).float()
+        changes = (solution @ (v - held).to(dtype)).to(dtype)  # [H, T, V]
+        y = ((q * total.exp()).to(dtype) @ h.to(dtype).mT).float()
+        y += (pairs(q, k, between).to(dtype) @ changes).float()
         out[rows] = y.movedim(0, 1).to(dtype)
-        left = torch.exp(total[:, -1:] - total)[..., None]
-        h = h.float() * total[:, -1].exp()[:, None, None]
-        h += ((changes * left).to(dtype).mT @ k).float()
-        states[slot] = h.to(states.dtype)
+        asked = checkpoints_of(slots.get("checkpoints"), request) | {len(q[0]): slot}
+        for num_tokens, kept_slot in asked.items():
+            until = total[:, num_tokens - 1 : num_tokens] - total[:, :num_tokens]
+            kept = (k[:, :num_tokens] * until.exp()).to(dtype)
+            kept = (changes[:, :num_tokens].mT @ kept).float()
+            kept += h.float() * total[:, num_tokens - 1 : num_tokens].exp()
+            states[kept_slot] = kept.to(states.dtype)
     return out, states
+
+
+def pairwise_decay(total):
+    """Decay from each token to each later one, [H, T, T, 1 or K], of its logarithms up to each."""
+    between = total[:, :, None] - total[:, None]
+    is_past = torch.ones(between.shape[1:3], dtype=torch.bool, device=DEVICE).tril()
+    return torch.exp(between.masked_fill(~is_past[..., None], float("-inf")))
+
+
+def pairs(a, b, between):
+    """Scores of a and b, [H, T, K] each, with the decay between their tokens; in float32."""
+    if between.shape[-1] == 1:
+        return (a @ b.mT).float() * between[..., 0]
+    return torch.einsum("hik,hjk,hijk->hij", a.float(), b.float(), between)

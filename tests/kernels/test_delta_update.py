@@ -13,7 +13,7 @@ NUM_SLOTS = 24
 GATES = {"heads": False, "channels": True}
 CASES = {
     # heads of queries and of values, elements of keys and of values; tokens of each request
-    "qwen3_next": ((2, 4, 128, 128), [1, PADDING, 1, 1]),
+    "qwen3_next": ((1, 2, 128, 128), [1, PADDING, 1]),
     "wide_keys": ((1, 1, 256, 64), [1, 1]),
     "speculative": ((2, 2, 32, 48), [3, 0, 1, PADDING, 2]),
     "odd_sizes_and_three_values_a_query": ((1, 3, 40, 24), [8, 2, PADDING, 1]),
@@ -42,11 +42,10 @@ def by_reference(tensors, slots, states):
     ("dtype", "state_dtype"),
     [
         (torch.float32, torch.float32),
-        (torch.bfloat16, torch.float32),
         (torch.bfloat16, torch.bfloat16),
-        (torch.float16, torch.float16),
+        (torch.float16, torch.float32),
     ],
-    ids=["f32", "bf16_state_f32", "bf16", "f16"],
+    ids=["f32", "bf16", "f16_state_f32"],
 )
 @pytest.mark.parametrize("channels", GATES.values(), ids=GATES.keys())
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())

@@ -1,97 +1,31 @@
-"""First kernel of `jenga_kernels.delta_scan`: what the tokens of a chunk do to each other."""
+"""First kernel of `jenga_kernels.delta_scan` where a head decays as one: every chunk."""
 
 import triton
 import triton.language as tl
 
-from jenga_kernels.triton.delta_rule import decay_log2, rounded, sigmoid, unit_factors
-from jenga_kernels.triton.device import device_function
+from jenga_kernels.triton.delta_rule import (
+    decay_log2,
+    find_chunk,
+    rounded,
+    sigmoid,
+    unit_factors,
+    unit_triangular_inverse,
+)
 from jenga_kernels.triton.matmul import matmul
 from jenga_kernels.triton.recurrence import LOG2E
 
 
-@device_function
-def unit_triangular_inverse(lower, BLOCK_T: tl.constexpr, PRECISION: tl.constexpr):
-    """Inverse of the identity plus `lower`, f32[BLOCK_T, BLOCK_T] below its diagonal.
-
-    Inverses of blocks on the diagonal are joined to those of blocks twice as wide. Powers of
-    `lower` would need fewer products, but where keys are alike they grow beyond all precision.
-    """
-    rows = tl.arange(0, BLOCK_T)[:, None]
-    columns = tl.arange(0, BLOCK_T)[None, :]
-    inverse = tl.where(rows == columns, 1.0, 0.0)
-    inverse -= tl.where(rows // 2 == columns // 2, lower, 0.0)
-    width = 2
-    while width < BLOCK_T:
-        is_corner = (rows // width != columns // width) & (
-            rows // (2 * width) == columns // (2 * width)
-        )
-        corner = tl.where(is_corner, lower, 0.0)
-        product = tl.dot(inverse, corner, input_precision=PRECISION)
-        inverse -= tl.dot(product, inverse, input_precision=PRECISION)
-        width *= 2
-    return inverse
-
-
-@device_function
-def find_chunk(
-    query_starts_ptr,  # i32[num_requests + 1]
-    checkpoint_starts_ptr,  # i32[num_requests + 1] or None
-    checkpoint_after_ptr,  # i32[num_checkpoints] or None
-    num_requests,
-    block,
-    BLOCK_T: tl.constexpr,
-):
-    """Request of a chunk, its first token among all, and the end of the stretch it lies in.
-
-    Stretches are what checkpoints cut requests into. The stretch number s of all, which begins at
-    token t, has the blocks from t // BLOCK_T + s on; not all of them have tokens.
-    """
-    low = 0
-    high = num_requests
-    while high - low > 1:
-        middle = (low + high) // 2
-        begin = tl.load(query_starts_ptr + middle) // BLOCK_T + middle
-        if checkpoint_starts_ptr is not None:
-            begin += tl.load(checkpoint_starts_ptr + middle)
-        if begin <= block:
-            low = middle
-        else:
-            high = middle
-    request = low
-    start = tl.load(query_starts_ptr + request)
-    end = tl.load(query_starts_ptr + request + 1)
-    stretch = request
-    if checkpoint_starts_ptr is not None:
-        query_start = start
-        checkpoint = tl.load(checkpoint_starts_ptr + request)
-        checkpoint_end = tl.load(checkpoint_starts_ptr + request + 1)
-        # How many of the request's checkpoints lie before the chunk.
-        low = checkpoint
-        high = checkpoint_end
-        while low < high:
-            middle = (low + high) // 2
-            after = query_start + tl.load(checkpoint_after_ptr + middle)
-            if after // BLOCK_T + request + middle + 1 <= block:
-                low = middle + 1
-            else:
-                high = middle
-        if low > checkpoint:
-            start = query_start + tl.load(checkpoint_after_ptr + low - 1)
-        if low < checkpoint_end:
-            end = query_start + tl.load(checkpoint_after_ptr + low)
-        stretch = request + low
-    return request, start + (block - (start // BLOCK_T + stretch)) * BLOCK_T, end
-
-
 @triton.jit
-def delta_chunks_kernel(
+def delta_chunks_heads_kernel(
     # Outputs
     queries_ptr,  # [num_qk_heads, num_tokens, BLOCK_K]
     keys_ptr,  # [num_qk_heads, num_tokens, BLOCK_K]
+    kept_keys_ptr,  # None  # noqa: ARG001 - the parameters of the kernel for channels
     scores_ptr,  # [num_v_heads, num_tokens, BLOCK_T]
     solution_ptr,  # [num_v_heads, num_tokens, BLOCK_T]
     since_start_ptr,  # f32[num_v_heads, num_tokens]
     until_end_ptr,  # f32[num_v_heads, num_tokens]
+    decays_ptr,  # f32[num_v_heads, num_chunks]
     # Inputs
     q_ptr,  # [num_tokens, num_qk_heads, head_k_dim]
     k_ptr,  # [num_tokens, num_qk_heads, head_k_dim]
@@ -114,6 +48,7 @@ def delta_chunks_kernel(
     stride_k_token: tl.int64,
     stride_k_head: tl.int64,
     stride_gates_token: tl.int64,
+    stride_gates_head: tl.int64,  # noqa: ARG001 - 1
     stride_betas_token: tl.int64,
     stride_dt_bias_head: tl.int64,
     stride_slots: tl.int64,
@@ -162,10 +97,13 @@ def delta_chunks_kernel(
     # differences must be right however much has decayed before.
     decays = tl.where(live, decay_log2(gates.to(tl.float32), rate, bias), 0.0)
     decays = tl.cumsum(decays.to(tl.float64) if dtype == tl.float32 else decays, 0)
-    left = tl.sum(tl.where(tile == BLOCK_T - 1, decays, 0.0), 0) - decays
+    total = tl.sum(tl.where(tile == BLOCK_T - 1, decays, 0.0), 0)
+    left = total - decays
     in_head = head * num_tokens + tokens
     tl.store(since_start_ptr + in_head, tl.exp2(decays.to(tl.float32)), mask=live)
     tl.store(until_end_ptr + in_head, tl.exp2(left.to(tl.float32)), mask=live)
+    decay_ptr = decays_ptr + head * tl.num_programs(1) + tl.program_id(1)
+    tl.store(decay_ptr, tl.exp2(total.to(tl.float32)))
 
     in_rows = rows & (ks < HEAD_K_DIM)
     q_ptr += group * stride_q_head + ks
