@@ -2,18 +2,19 @@
 
 from collections.abc import Callable
 
-from jenga.baselines import geometry_by_name, static_partition
+from jenga.baselines import gcd_pages, geometry_by_name, static_partition
 from jenga.eviction_order import EvictionOrder, LeastRecentlyUsed
 from jenga.sim.arena import Arena
 from jenga.sim.managed import ManagedArena, PagedArena
 from jenga.sim.partitioned import PartitionedArena
+from jenga.sim.scattered import ScatteredArena
 from jenga.sim.scheduler import CHUNK_TOKENS
 from jenga.sim.stock import StockArena
 from jenga.spec import ModelSpec
 
 _GEOMETRIES = {"jenga": "planned", "paged": "homogeneous", "max": "max", "lcm": "lcm"}
 
-MANAGER_NAMES = (*_GEOMETRIES, "static", "vllm")
+MANAGER_NAMES = (*_GEOMETRIES, "static", "gcd", "vllm")
 """Managers that `make_arena` knows."""
 
 EVICTION_ORDERS: dict[str, Callable[[], EvictionOrder]] = {"lru": LeastRecentlyUsed}
@@ -34,7 +35,8 @@ def make_arena(
     Args:
         manager: "jenga"; our manager with the geometry of another rule: "lcm", "max", "paged" (all
             layers alike, PagedAttention's); "static", our manager in parts of fixed size, one per
-            layer type; "vllm", vLLM's manager and planner.
+            layer type; "gcd", pages scattered over pieces of their greatest common divisor, which
+            keeps nothing for others; "vllm", vLLM's manager and planner.
         model: Its layers, of one rank.
         arena_bytes: Of one rank.
         prefix_caching: Whether pages are kept for others.
@@ -64,6 +66,8 @@ def make_arena(
                 prefix_caching=prefix_caching,
                 eviction_order=eviction_order,
             )
+        case "gcd":
+            return ScatteredArena(gcd_pages(model), arena_bytes)
         case "vllm":
             return StockArena(
                 model, arena_bytes, prefix_caching=prefix_caching, chunk_tokens=chunk_tokens
