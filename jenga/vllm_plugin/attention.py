@@ -1,38 +1,30 @@
 """JENGA_TRITON: vLLM's attention backend interface, served by `jenga_kernels`."""
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.v1.attention.backend import (
     AttentionBackend,
-    AttentionCGSupport,
     AttentionImpl,
-    AttentionMetadata,
-    AttentionMetadataBuilder,
     AttentionType,
-    CommonAttentionMetadata,
     MultipleOf,
 )
-from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
-from vllm.v1.kv_cache_interface import AttentionSpec, KVQuantMode
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from jenga.vllm_plugin.attention_builder import JengaTritonMetadata, JengaTritonMetadataBuilder
 from jenga.vllm_plugin.config import CACHE_DTYPES
 from jenga.vllm_plugin.environment import BACKEND_NAME
-from jenga_kernels.attention_plan import AttentionKind, AttentionPlan, plan_attention
 from jenga_kernels.checks import FP8_DTYPE
 from jenga_kernels.kv_store import kv_store
 from jenga_kernels.paged_attention import paged_attention
-from jenga_kernels.triton.device import skip_overflow_checks
 from jenga_kernels.triton.tiles import ADA
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
 _MIN_HEAD_DIM = 64
 _MAX_HEAD_DIM = 256
+_ATTENTION_TYPES = (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
 
 
 class JengaTritonBackend(AttentionBackend):
@@ -53,7 +45,7 @@ class JengaTritonBackend(AttentionBackend):
         return JengaTritonImpl
 
     @staticmethod
-    def get_builder_cls() -> type["JengaTritonMetadataBuilder"]:
+    def get_builder_cls() -> type[JengaTritonMetadataBuilder]:
         """Get the class that prepares a step."""
         return JengaTritonMetadataBuilder
 
@@ -118,85 +110,8 @@ class JengaTritonBackend(AttentionBackend):
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
-        """Whether an attention type is served: decoder self-attention."""
-        return attn_type == AttentionType.DECODER
-
-
-@dataclass
-class JengaTritonMetadata(AttentionMetadata):
-    """What all layers of one kind and page table need for a step.
-
-    Attributes:
-        num_actual_tokens: Tokens of the step, without padding.
-        query_starts: i32[num_requests + 1], where each request's tokens begin.
-        seq_lens: i32[num_requests], tokens of each request with this step's.
-        page_table: i32[num_requests, max_pages].
-        plan: The step's work lists.
-    """
-
-    num_actual_tokens: int
-    query_starts: torch.Tensor
-    seq_lens: torch.Tensor
-    page_table: torch.Tensor
-    plan: AttentionPlan
-
-
-class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
-    """Prepares what the layers of one kind and page table share in a step."""
-
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
-
-    def __init__(
-        self,
-        kv_cache_spec: "KVCacheSpec",
-        layer_names: list[str],
-        vllm_config: "VllmConfig",
-        device: torch.device,
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        if device.type == "cpu":
-            skip_overflow_checks()
-        if not isinstance(kv_cache_spec, AttentionSpec):
-            msg = f"expected the spec of an attention layer, got {type(kv_cache_spec).__name__}"
-            raise TypeError(msg)
-        num_heads = get_num_attention_heads_from_layers(vllm_config, layer_names)
-        self._kind = AttentionKind(
-            num_heads=num_heads
-            or vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config),
-            num_kv_heads=kv_cache_spec.num_kv_heads,
-            head_dim=kv_cache_spec.head_size,
-            page_tokens=kv_cache_spec.block_size,
-            window_tokens=getattr(kv_cache_spec, "sliding_window", None),
-            chunk_tokens=getattr(kv_cache_spec, "attention_chunk_size", None),
-            is_fp8=kv_cache_spec.kv_quant_mode is KVQuantMode.FP8_PER_TENSOR,
-        )
-        self._dtype = vllm_config.model_config.dtype
-
-    def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
-    ) -> JengaTritonMetadata:
-        """Collect a step's tensors and count its work."""
-        common = common_attn_metadata
-        if common.causal is not True:
-            msg = f"{BACKEND_NAME} does not support non-causal attention"
-            raise NotImplementedError(msg)
-        return JengaTritonMetadata(
-            num_actual_tokens=common.num_actual_tokens,
-            query_starts=common.query_start_loc,
-            seq_lens=common.seq_lens,
-            page_table=common.block_table_tensor,
-            plan=plan_attention(
-                common.query_start_loc,
-                common.seq_lens,
-                self._kind,
-                num_tokens=common.num_actual_tokens,
-                dtype=self._dtype,
-                max_query_tokens=common.max_query_len,
-            ),
-        )
+        """Whether an attention type is served: a decoder's, to its own tokens or an encoder's."""
+        return attn_type in _ATTENTION_TYPES
 
 
 def _pages(kv_cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -247,7 +162,7 @@ class JengaTritonImpl(AttentionImpl[JengaTritonMetadata]):
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        if attn_type != AttentionType.DECODER:
+        if attn_type not in _ATTENTION_TYPES:
             msg = f"{BACKEND_NAME} does not support attention of type {attn_type}"
             raise NotImplementedError(msg)
         self.num_heads = num_heads
@@ -322,6 +237,7 @@ class JengaTritonImpl(AttentionImpl[JengaTritonMetadata]):
             scale=self.scale,
             window_tokens=self.window_tokens,
             chunk_tokens=attn_metadata.plan.kind.chunk_tokens,
+            is_causal=attn_metadata.plan.kind.is_causal,
             soft_cap=self.soft_cap,
             sinks=self.sinks,
             alibi_slopes=self._slopes(query.device),

@@ -16,7 +16,9 @@ from vllm.v1.request import RequestStatus
 from jenga.errors import OutOfPagesError
 from jenga.manager import Manager
 from jenga.policies import RequestFacts
+from jenga.policies.base import Image
 from jenga.request import PrefixHit
+from jenga.spec import CrossAttention
 from jenga.vllm_plugin.config import TOKENS_PER_PAGE
 from jenga.vllm_plugin.layout import JengaKVCacheConfig, geometry_of
 from jenga.vllm_plugin.memory_log import MemoryLog, open_memory_log
@@ -121,12 +123,24 @@ class JengaKVCacheManager:
         self._states: StateKeeper | None = None
         if enable_caching and has_states:
             self._states = StateKeeper(self.manager, hash_tokens=hash_tokens)
+        self._has_encoder = any(
+            isinstance(table.layer_type, CrossAttention)
+            for table in self.manager.geometry.page_tables
+        )
         self.coordinator = _Coordinator(kv_cache_config)
         self.block_pool = _BlockPool()
         self.num_kv_cache_groups = len(kv_cache_config.kv_cache_groups)
         self.empty_kv_cache_blocks = PageTables(tuple([] for _ in kv_cache_config.kv_cache_groups))
         self._watermark_large_pages = int(watermark * kv_cache_config.num_blocks)
         self._memory_log: MemoryLog | None = open_memory_log(self.manager)
+
+    def _facts(self, request: "Request") -> RequestFacts:
+        """Say what a request is and, where layers read an encoder's tokens, how many those are."""
+        images = tuple(
+            Image(start_token=0, num_tokens=feature.mm_position.length)
+            for feature in (request.mm_features if self._has_encoder else ())
+        )
+        return RequestFacts(prompt_tokens=request.num_tokens, images=images)
 
     @property
     def usage(self) -> float:
@@ -183,7 +197,7 @@ class JengaKVCacheManager:
         is_waiting = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         reserve = self._watermark_large_pages if is_waiting and has_scheduled_reqs else 0
         hit = new_computed_blocks.hit if isinstance(new_computed_blocks, PageTables) else None
-        facts = RequestFacts(prompt_tokens=request.num_tokens) if is_waiting else None
+        facts = self._facts(request) if is_waiting else None
         full_tokens = min(request.num_tokens, self.max_model_len) if full_sequence_must_fit else 0
         try:
             new_pages = self.manager.allocate(

@@ -54,7 +54,6 @@ def _unsupported_features(vllm_config: "VllmConfig") -> list[str]:
             vllm_config.mamba_config.enable_stochastic_rounding
         ),
         "HiSparse": vllm_config.attention_config.hisparse_config is not None,
-        "encoder-decoder models": model is not None and model.is_encoder_decoder,
         "multi-head latent attention (MLA)": model is not None and model.use_mla,
     }
     return [feature for feature, in_use in checks.items() if in_use]
@@ -107,6 +106,9 @@ def _set_cache_options(vllm_config: "VllmConfig") -> None:
     if model is not None:
         # vLLM turns page tables of their own off for models with it; layers read theirs elsewhere.
         model.attention_chunk_size = None
+        if model.is_encoder_decoder:
+            # A prefix's hash names the decoder's tokens, and cross attention reads another's.
+            cache.enable_prefix_caching = False
     if model is not None and (model.is_hybrid or model.is_attention_free):
         # vLLM's other mode ends steps where states are kept; ours are kept on the way.
         cache.mamba_cache_mode = "none"

@@ -14,7 +14,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 SUPPORTED_VERSIONS = ("0.32",)
@@ -178,6 +178,21 @@ def _copy_kv_cache_blocks_inplace(original: _Function) -> _Function:
     return copy
 
 
+def _batch_mm_inputs_from_scheduler(original: _Function) -> _Function:
+    @functools.wraps(original)
+    def batch(self: Any, scheduler_output: Any) -> Any:  # noqa: ANN401
+        from jenga.vllm_plugin.config import is_selected
+
+        inputs = scheduler_output.scheduled_encoder_inputs
+        if inputs and self.model_config.is_encoder_decoder and is_selected(self.vllm_config):
+            rows = sorted(inputs, key=self.input_batch.req_id_to_index.__getitem__)
+            ordered = {request_id: inputs[request_id] for request_id in rows}
+            scheduler_output = replace(scheduler_output, scheduled_encoder_inputs=ordered)
+        return original(self, scheduler_output)
+
+    return batch
+
+
 _CONFIG_WATCH = Replacement(
     module="vllm.platforms",
     name="current_platform.check_and_update_config",
@@ -261,6 +276,16 @@ _WHEN_SELECTED = (
             "enable_mamba_shared_prefix_checkpoint",
         ),
         make=_kv_cache_manager,
+    ),
+    Replacement(
+        module="vllm.v1.worker.gpu_model_runner",
+        name="GPUModelRunner._batch_mm_inputs_from_scheduler",
+        reason=(
+            "encodes in the order of the schedule, but cross attention stores in that of the "
+            "batch: a request resumed beside a new one gets its audio. Its other runner sorts"
+        ),
+        parameters=("self", "scheduler_output"),
+        make=_batch_mm_inputs_from_scheduler,
     ),
     Replacement(
         module="vllm.model_executor.layers.attention.chunked_local_attention",

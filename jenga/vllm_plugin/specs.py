@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from jenga.geometry import PageTable
 from jenga.spec import (
     ChunkedLocal,
+    CrossAttention,
     FullAttention,
     Layer,
     LayerType,
@@ -76,6 +77,7 @@ def _layer(name: str, spec: "KVCacheSpec") -> tuple[tuple[object, ...], Layer]:
     """
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
+        CrossAttentionSpec,
         FullAttentionSpec,
         MambaSpec,
         SlidingWindowSpec,
@@ -94,14 +96,18 @@ def _layer(name: str, spec: "KVCacheSpec") -> tuple[tuple[object, ...], Layer]:
         _check_attention(name, spec)
         slot_bytes = spec.page_size_bytes // spec.block_size
         return ("chunked", spec.attention_chunk_size), Layer(name=name, slot_bytes=slot_bytes)
+    if type(spec) is CrossAttentionSpec:
+        _check_attention(name, spec)
+        slot_bytes = spec.page_size_bytes // spec.block_size
+        return ("cross",), Layer(name=name, slot_bytes=slot_bytes)
     if type(spec) is MambaSpec and spec.mamba_cache_mode == "none":
         _check_states(name, spec)
         key = ("state", spec.mamba_type.name.lower(), spec.shapes, spec.dtypes)
         return key, Layer(name=name, slot_bytes=spec.state_content_size_bytes)
     msg = (
         f"JENGA_TRITON does not support layer {name!r}: its cache is a {type(spec).__name__} "
-        f"({spec}); supported are full attention, sliding window, chunked local attention "
-        "and Mamba states"
+        f"({spec}); supported are full attention, sliding window, chunked local and cross "
+        "attention, and Mamba states"
     )
     raise ValueError(msg)
 
@@ -135,6 +141,8 @@ def model_spec(specs: Mapping[str, "KVCacheSpec"]) -> ModelSpec:
                 layer_types.append(
                     ChunkedLocal(name=name, layers=tuple(layers), chunk_tokens=chunk_tokens)
                 )
+            case ("cross",):
+                layer_types.append(CrossAttention(name="cross", layers=tuple(layers)))
             case ("state", str(kind), *_):
                 # States of different shapes are different types of one kind.
                 names[kind] = names.get(kind, 0) + 1

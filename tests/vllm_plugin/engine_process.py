@@ -26,6 +26,13 @@ def prompts_of_lengths(lengths, *, seed, vocab_size=500, shared_tokens=0):
     return prompts
 
 
+def audio_of_seed(seed):
+    """Make a second of noise: samples, and how many a second has."""
+    import numpy as np
+
+    return np.random.default_rng(seed).normal(size=16000).astype(np.float32), 16000
+
+
 def runner_of(llm):
     """Get the model runner of an engine that lives in this process."""
     return llm.llm_engine.model_executor.driver_worker.worker.model_runner
@@ -115,6 +122,8 @@ def main():
         detokenize=False,
     )
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
+    for prompt, seed in zip(prompts, job.get("audio_seeds", ()), strict=False):
+        prompt["multi_modal_data"] = {"audio": audio_of_seed(seed)}
     preemptions = count_preemptions(llm) if job.get("report_manager") else None
     rounds = job.get("rounds", 1)
     size = -(-len(prompts) // rounds)

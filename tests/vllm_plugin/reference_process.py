@@ -9,21 +9,38 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSpeechSeq2Seq,
+    AutoProcessor,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from tests.vllm_plugin.engine_process import audio_of_seed
 
-def generate(model, prompt, max_tokens):
+
+def generate(model, prompt, max_tokens, **encoder_inputs):
     """Choose the likeliest token again and again, each time from the whole sequence."""
     tokens, logprobs = list(prompt), []
+    name = "decoder_input_ids" if encoder_inputs else "input_ids"
     for _ in range(max_tokens):
+        inputs = {name: torch.tensor([tokens])} | encoder_inputs
         with torch.no_grad():
-            logits = model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
+            logits = model(**inputs, use_cache=False).logits[0, -1]
         top = logits.float().log_softmax(-1).topk(5)
         pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
         logprobs.append({str(token): value for token, value in pairs})
         tokens.append(int(top.indices[0]))
     return {"tokens": tokens[len(prompt) :], "logprobs": logprobs}
+
+
+def inputs_of_audio(path, seed):
+    """Make what an encoder reads of one second of audio."""
+    samples, rate = audio_of_seed(seed)
+    extractor = AutoProcessor.from_pretrained(path).feature_extractor
+    features = extractor(samples, sampling_rate=rate, return_tensors="pt")
+    return {"input_features": features.input_features}
 
 
 def store_in_fp8(path):
@@ -56,7 +73,10 @@ def main():
     if job.get("fp8_cache"):
         store_in_fp8(path)
         config.quantization_config = None  # of the cache alone
-    model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32)
+    seeds = job.get("audio_seeds")
+    make = AutoModelForSpeechSeq2Seq if seeds else AutoModelForCausalLM
+    model = make.from_pretrained(path, config=config, dtype=torch.float32).eval()
+    inputs = [inputs_of_audio(path, seed) for seed in seeds or ()] or [{}] * len(job["prompts"])
     prompts, outputs = job["prompts"], []
     for turn in [[], *job.get("turns", [])]:
         if outputs:
@@ -64,7 +84,10 @@ def main():
             prompts = [
                 [*prompt, *answer, *turn] for prompt, answer in zip(prompts, answers, strict=True)
             ]
-        outputs += [generate(model.eval(), prompt, job["max_tokens"]) for prompt in prompts]
+        outputs += [
+            generate(model, prompt, job["max_tokens"], **encoder_inputs)
+            for prompt, encoder_inputs in zip(prompts, inputs, strict=True)
+        ]
     Path(sys.argv[2]).write_text(json.dumps({"outputs": outputs}))
 
 

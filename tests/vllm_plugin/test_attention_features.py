@@ -78,3 +78,45 @@ def test_a_float8_cache_generates_what_stock_vllm_generates_from_rounded_keys_an
     ours = run_twice(run_engine, model, options=options)
 
     assert_same_generation(ours, twice(stock))
+
+
+# Its processor needs a tokenizer, and vLLM does not cut the prompts of such models into chunks.
+WHISPER = {"skip_tokenizer_init": False, "max_num_batched_tokens": 256}
+
+
+def test_cross_attention_generates_what_transformers_generates(tiny_model, run_engine):
+    model, audio_seeds = tiny_model("whisper"), [0, 1, 2, 1]
+
+    theirs = run_engine(model, PROMPTS, script="reference_process.py", audio_seeds=audio_seeds)
+    ours = run_engine(
+        model,
+        PROMPTS,
+        audio_seeds=audio_seeds,
+        options=WHISPER | {"attention_backend": "JENGA_TRITON"},
+        fill_arena=True,
+        report_manager=True,
+    )
+
+    assert_same_generation(ours, theirs)
+    assert ours["request_tokens"] == {}
+
+
+@pytest.mark.slow
+def test_cross_attention_generates_what_stock_vllm_generates_with_requests_preempted(
+    tiny_model, run_engine
+):
+    model = tiny_model("whisper")
+    prompts = prompts_of_lengths((90, 100, 110, 95, 105, 60), seed=5)
+    job = {"audio_seeds": list(range(len(prompts))), "max_tokens": 60}
+
+    stock = run_engine(model, prompts, options=WHISPER, **job)
+    ours = run_engine(
+        model,
+        prompts,
+        options=WHISPER | {"attention_backend": "JENGA_TRITON", "kv_cache_memory_bytes": 2 << 20},
+        report_manager=True,
+        **job,
+    )
+
+    assert_same_generation(ours, stock)
+    assert ours["preemptions"] > 0

@@ -149,6 +149,45 @@ def _jamba():
     return JambaForCausalLM(config)
 
 
+def _whisper():
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    config = WhisperConfig(
+        vocab_size=VOCAB_SIZE,
+        num_mel_bins=16,
+        d_model=2 * HEAD_DIM,
+        encoder_layers=2,
+        decoder_layers=3,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=256,
+        decoder_ffn_dim=256,
+        max_source_positions=50,  # of one second: three pages and two tokens
+        max_target_positions=256,
+        init_std=0.15,
+        bos_token_id=1,
+        decoder_start_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    return WhisperForConditionalGeneration(config)
+
+
+def _save_processor(path):
+    """Save what turns a second of audio into a tiny Whisper's inputs; its text is single bytes."""
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import WhisperFeatureExtractor, WhisperProcessor, WhisperTokenizer
+
+    vocabulary = {symbol: index for index, symbol in enumerate(sorted(ByteLevel.alphabet()))}
+    (path / "vocab.json").write_text(json.dumps(vocabulary))
+    (path / "merges.txt").write_text("#version: 0.2\n")
+    tokenizer = WhisperTokenizer(str(path / "vocab.json"), str(path / "merges.txt"))
+    words = ["<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|notimestamps|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": words})
+    extractor = WhisperFeatureExtractor(feature_size=16, chunk_length=1)
+    WhisperProcessor(extractor, tokenizer).save_pretrained(path)
+
+
 def _save_scales(path):
     """Make a checkpoint one whose cache is float8_e4m3fn with a scale for each head of keys."""
     import torch
@@ -183,9 +222,11 @@ _MAKERS = {
     "gpt_oss": _gpt_oss,
     "llama4": _llama4,
     "bloom": _bloom,
+    "whisper": _whisper,
     "granite_hybrid": _granite_hybrid,
     "jamba": _jamba,
 }
+_FINISHERS = {"llama_fp8_cache": _save_scales, "whisper": _save_processor}
 NAMES = tuple(_MAKERS)
 
 
@@ -195,7 +236,7 @@ def save(name: str, directory: Path) -> Path:
 
     torch.manual_seed(0)
     model = _MAKERS[name]().to(torch.float32).eval()
-    if name in ("gemma2", "bloom"):
+    if name in ("gemma2", "bloom", "whisper"):
         # They tie their heads to their embeddings: at full width every token predicts itself.
         model.get_input_embeddings().weight.data.mul_(0.4)
     if name == "gpt_oss":
@@ -205,6 +246,6 @@ def save(name: str, directory: Path) -> Path:
                 torch.nn.init.normal_(parameter, mean=1.0, std=1.0)
     path = directory / name
     model.save_pretrained(path)
-    if name == "llama_fp8_cache":
-        _save_scales(path)
+    if name in _FINISHERS:
+        _FINISHERS[name](path)
     return path

@@ -1,0 +1,156 @@
+"""What the attention layers of a page table share in a step, counted once before they run."""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
+from vllm.v1.kv_cache_interface import AttentionSpec, CrossAttentionSpec, KVQuantMode
+
+from jenga.vllm_plugin.environment import BACKEND_NAME
+from jenga_kernels.attention_plan import AttentionKind, AttentionPlan, plan_attention
+from jenga_kernels.triton.device import skip_overflow_checks
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+
+@dataclass
+class JengaTritonMetadata(AttentionMetadata):
+    """What all layers of one kind and page table need for a step.
+
+    Attributes:
+        num_actual_tokens: Tokens of the step; in a CUDA graph those of its padding too.
+        query_starts: i32[num_requests + 1], where each request's tokens begin.
+        seq_lens: i32[num_requests], tokens of each request with this step's; in cross attention
+            those of its encoder.
+        page_table: i32[num_requests, max_pages].
+        plan: The step's work lists.
+    """
+
+    num_actual_tokens: int
+    query_starts: torch.Tensor
+    seq_lens: torch.Tensor
+    page_table: torch.Tensor
+    plan: AttentionPlan
+
+
+def attention_kind(spec: AttentionSpec, num_heads: int) -> AttentionKind:
+    """Describe layers to the kernels by vLLM's spec of their cache."""
+    return AttentionKind(
+        num_heads=num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_size,
+        page_tokens=spec.block_size,
+        window_tokens=getattr(spec, "sliding_window", None),
+        chunk_tokens=getattr(spec, "attention_chunk_size", None),
+        is_causal=not isinstance(spec, CrossAttentionSpec),
+        is_fp8=spec.kv_quant_mode is KVQuantMode.FP8_PER_TENSOR,
+    )
+
+
+class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
+    """Prepares what the layers of one kind and page table share in a step.
+
+    A CUDA graph holds the addresses of the work lists it was captured with. Their sizes follow from
+    the batch's, so each size captured has its own lists, made anew in place before every replay.
+    vLLM's own options turn graphs off (`enforce_eager`, `cudagraph_mode`).
+    """
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = (
+        AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    )
+
+    def __init__(
+        self,
+        kv_cache_spec: "KVCacheSpec",
+        layer_names: list[str],
+        vllm_config: "VllmConfig",
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        if device.type == "cpu":
+            skip_overflow_checks()
+        if not isinstance(kv_cache_spec, AttentionSpec):
+            msg = f"expected the spec of an attention layer, got {type(kv_cache_spec).__name__}"
+            raise TypeError(msg)
+        num_heads = get_num_attention_heads_from_layers(
+            vllm_config, layer_names
+        ) or vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
+        self._kind = attention_kind(kv_cache_spec, num_heads)
+        self._dtype = vllm_config.model_config.dtype
+        # (requests, tokens) of a captured batch -> its plan
+        self._captured: dict[tuple[int, int], AttentionPlan] = {}
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> JengaTritonMetadata:
+        """Collect a step's tensors and count its work."""
+        common = common_attn_metadata
+        if common.causal is not self._kind.is_causal:
+            msg = f"{BACKEND_NAME} does not support causal={common.causal} in this layer"
+            raise NotImplementedError(msg)
+        return JengaTritonMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            query_starts=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            page_table=common.block_table_tensor,
+            plan=self._plan(common),
+        )
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> JengaTritonMetadata:
+        """Collect tensors that stay where they are, for a batch of decoding requests."""
+        metadata = self.build(0, common_attn_metadata)
+        plan = metadata.plan
+        if plan.max_row_tiles:
+            msg = (
+                f"a CUDA graph must have at most {plan.decode_query_tokens} query tokens per "
+                f"request, got {common_attn_metadata.max_query_len}"
+            )
+            raise NotImplementedError(msg)
+        size = (plan.num_requests, plan.num_tokens)
+        if size not in self._captured:
+            self._captured[size] = self._with_shared_partials(plan)
+        metadata.plan = self._captured[size]
+        return metadata
+
+    def _plan(self, common: CommonAttentionMetadata) -> AttentionPlan:
+        captured = self._captured.get((common.num_reqs, common.num_actual_tokens))
+        if captured is not None and common.max_query_len <= captured.decode_query_tokens:
+            captured.update(common.query_start_loc, common.seq_lens)
+            return captured
+        return plan_attention(
+            common.query_start_loc,
+            common.seq_lens,
+            self._kind,
+            num_tokens=common.num_actual_tokens,
+            dtype=self._dtype,
+            max_query_tokens=common.max_query_len,
+        )
+
+    def _with_shared_partials(self, plan: AttentionPlan) -> AttentionPlan:
+        """Let a plan keep parts of split results where a larger one keeps its own.
+
+        No two steps run at once, and vLLM captures the largest batch first.
+        """
+        num_partials = plan.partial_out.shape[0]
+        for other in self._captured.values():
+            if other.partial_out.shape[0] >= num_partials:
+                return replace(
+                    plan,
+                    partial_out=other.partial_out[:num_partials],
+                    partial_lse=other.partial_lse[:num_partials],
+                )
+        return plan
