@@ -1,0 +1,216 @@
+"""What the builder prepares for steps, and that a CUDA graph could go on reading it."""
+
+from dataclasses import fields, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVQuantMode,
+    SlidingWindowSpec,
+)
+
+from jenga.vllm_plugin.attention_builder import JengaTritonMetadataBuilder, attention_kind
+from jenga_kernels.attention_plan import AttentionPlan
+from jenga_kernels.paged_attention import paged_attention
+from jenga_kernels.reference.paged_attention import paged_attention as attend_plainly
+from tests.kernels.support import check_close
+
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_TOKENS = 4, 2, 64, 16
+SHAPE = {
+    "block_size": PAGE_TOKENS,
+    "num_kv_heads": NUM_KV_HEADS,
+    "head_size": HEAD_DIM,
+    "dtype": torch.float32,
+}
+SPECS = {
+    "full": FullAttentionSpec(**SHAPE),
+    "sliding": SlidingWindowSpec(**SHAPE, sliding_window=20),
+    "chunked": ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=32),
+    "cross": CrossAttentionSpec(**SHAPE),
+}
+
+
+def make_builder(spec):
+    vllm_config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context={}),
+        parallel_config=None,
+        model_config=SimpleNamespace(
+            dtype=torch.float32, get_num_attention_heads=lambda _: NUM_HEADS
+        ),
+    )
+    return JengaTritonMetadataBuilder(spec, [], vllm_config, torch.device("cpu"))
+
+
+class Batches:
+    """A runner's buffers, which stay where they are from step to step."""
+
+    def __init__(self, max_requests=8, max_pages=6):
+        self.starts = torch.zeros(max_requests + 1, dtype=torch.int32)
+        self.seq_lens = torch.zeros(max_requests, dtype=torch.int32)
+        pages = torch.randperm(max_requests * max_pages, generator=torch.Generator().manual_seed(0))
+        self.page_table = pages.reshape(max_requests, max_pages).to(torch.int32)
+
+    def decode(self, seq_lens, *, num_padded, causal=True):
+        """Get the metadata of requests of one token each, padded as for a CUDA graph."""
+        num_requests = len(seq_lens)
+        self.starts[: num_requests + 1] = torch.arange(num_requests + 1)
+        self.starts[num_requests + 1 :] = num_requests
+        self.seq_lens.zero_()
+        self.seq_lens[:num_requests] = torch.tensor(seq_lens)
+        return self.common(num_padded, num_padded, 1, causal=causal)
+
+    def prefill(self, query_lens):
+        self.starts[1 : len(query_lens) + 1] = torch.tensor(query_lens).cumsum(0)
+        self.seq_lens[: len(query_lens)] = torch.tensor(query_lens)
+        return self.common(len(query_lens), sum(query_lens), max(query_lens))
+
+    def common(self, num_requests, num_tokens, max_query_tokens, *, causal=True):
+        starts = self.starts[: num_requests + 1]
+        return CommonAttentionMetadata(
+            query_start_loc=starts,
+            query_start_loc_cpu=starts.clone(),
+            seq_lens=self.seq_lens[:num_requests],
+            num_reqs=num_requests,
+            num_actual_tokens=num_tokens,
+            max_query_len=max_query_tokens,
+            max_seq_len=96,
+            block_table_tensor=self.page_table[:num_requests],
+            slot_mapping=torch.zeros(num_tokens, dtype=torch.int64),
+            causal=causal,
+        )
+
+
+def addresses(metadata):
+    """Get where everything is that a launch would read."""
+    plan = metadata.plan
+    tensors = [getattr(plan, field.name) for field in fields(AttentionPlan)]
+    tensors += [metadata.query_starts, metadata.seq_lens, metadata.page_table]
+    return [tensor.data_ptr() for tensor in tensors if isinstance(tensor, torch.Tensor)]
+
+
+def attend(attend_with, metadata, q, pages, **plan):
+    kind = metadata.plan.kind
+    return attend_with(
+        q,
+        *pages,
+        metadata.page_table,
+        metadata.query_starts,
+        metadata.seq_lens,
+        scale=HEAD_DIM**-0.5,
+        window_tokens=kind.window_tokens,
+        chunk_tokens=kind.chunk_tokens,
+        is_causal=kind.is_causal,
+        out=torch.zeros_like(q),
+        **plan,
+    )
+
+
+def test_graphs_of_single_token_decode_are_announced():
+    support = JengaTritonMetadataBuilder.get_cudagraph_support(None, None)
+
+    assert support is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_captured_plan_stays_where_it_is_and_serves_later_batches_of_its_size(name):
+    builder, batches = make_builder(SPECS[name]), Batches()
+    causal = name != "cross"
+    generator = torch.Generator().manual_seed(4)
+    pages = torch.randn(2, 48, PAGE_TOKENS, NUM_KV_HEADS, HEAD_DIM, generator=generator)
+    captured = builder.build_for_cudagraph_capture(
+        batches.decode([96] * 8, num_padded=8, causal=causal)
+    )
+    places, results = addresses(captured), []
+
+    for seq_lens in ([1, 96, 40, 80, 63], [33, 7, 64, 90, 2, 48, 55, 71], [17, 94]):
+        common = batches.decode(seq_lens, num_padded=8, causal=causal)
+        q = torch.randn(8, NUM_HEADS, HEAD_DIM, generator=generator)
+        metadata = builder.build(0, common)
+        # A graph replays the launches of the captured objects.
+        results.append(
+            (
+                attend(paged_attention, captured, q, pages, plan=captured.plan),
+                attend(attend_plainly, metadata, q.double(), pages.double()),
+                attend(attend_plainly, metadata, q, pages),
+            )
+        )
+        assert metadata.plan is captured.plan
+        assert addresses(metadata) == places
+
+    check_close(*(torch.cat(step) for step in zip(*results, strict=True)))
+
+
+def test_an_updated_plan_gives_bit_for_bit_what_a_new_one_gives():
+    builder, batches = make_builder(SPECS["full"]), Batches()
+    generator = torch.Generator().manual_seed(2)
+    pages = torch.randn(2, 48, PAGE_TOKENS, NUM_KV_HEADS, HEAD_DIM, generator=generator)
+    q = torch.randn(4, NUM_HEADS, HEAD_DIM, generator=generator)
+    builder.build_for_cudagraph_capture(batches.decode([96] * 4, num_padded=4))
+
+    common = batches.decode([5, 70, 31, 16], num_padded=4)
+    updated, fresh = builder.build(0, common), make_builder(SPECS["full"]).build(0, common)
+
+    assert updated.plan is not fresh.plan
+    results = [attend(paged_attention, m, q, pages, plan=m.plan) for m in (updated, fresh)]
+    assert torch.equal(*results)
+
+
+def test_captured_sizes_share_room_for_split_results_and_nothing_else(monkeypatch):
+    from jenga_kernels import attention_plan
+
+    tiles = attention_plan.attention_tiles
+    monkeypatch.setattr(  # as on a GPU of several processors
+        attention_plan,
+        "attention_tiles",
+        lambda *args, **kwargs: replace(tiles(*args, **kwargs), num_programs=6),
+    )
+    builder, batches = make_builder(SPECS["full"]), Batches()
+    large = builder.build_for_cudagraph_capture(batches.decode([96] * 8, num_padded=8)).plan
+    small = builder.build_for_cudagraph_capture(batches.decode([96] * 2, num_padded=2)).plan
+
+    assert small.partial_out.data_ptr() == large.partial_out.data_ptr()
+    assert small.partial_lse.data_ptr() == large.partial_lse.data_ptr()
+    assert 0 < small.partial_out.shape[0] < large.partial_out.shape[0]
+    assert small.unit_starts.data_ptr() != large.unit_starts.data_ptr()
+    assert builder.build_for_cudagraph_capture(batches.decode([3], num_padded=2)).plan is small
+
+
+def test_a_prompt_of_a_captured_size_gets_a_plan_of_its_own():
+    builder, batches = make_builder(SPECS["full"]), Batches()
+    captured = builder.build_for_cudagraph_capture(batches.decode([96], num_padded=1))
+
+    prompt = builder.build(0, batches.prefill([40]))
+
+    assert prompt.plan is not captured.plan
+    assert prompt.plan.max_row_tiles > 0
+
+
+def test_a_graph_of_prompts_is_refused():
+    builder, batches = make_builder(SPECS["full"]), Batches()
+
+    with pytest.raises(NotImplementedError, match="40"):
+        builder.build_for_cudagraph_capture(batches.prefill([40, 40]))
+
+
+@pytest.mark.parametrize(("name", "causal"), [("full", False), ("cross", True)])
+def test_a_mask_other_than_the_layers_own_is_refused(name, causal):
+    common = Batches().decode([5], num_padded=1, causal=causal)
+
+    with pytest.raises(NotImplementedError, match="causal"):
+        make_builder(SPECS[name]).build(0, common)
+
+
+def test_the_kind_of_layers_says_what_their_spec_says():
+    spec = replace(SPECS["sliding"], kv_quant_mode=KVQuantMode.FP8_PER_TENSOR, dtype=torch.uint8)
+
+    kinds = {name: attention_kind(each, NUM_HEADS) for name, each in SPECS.items()}
+
+    assert attention_kind(spec, NUM_HEADS) == replace(kinds["sliding"], is_fp8=True)
+    assert kinds["sliding"] == replace(kinds["full"], window_tokens=20)
+    assert kinds["chunked"] == replace(kinds["full"], chunk_tokens=32)
+    assert kinds["cross"] == replace(kinds["full"], is_causal=False)
