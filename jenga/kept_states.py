@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from math import ceil
 
 from jenga.allocator import Allocator
-from jenga.eviction_order import EvictionOrder
+from jenga.eviction_order import EvictionOrder, Leaving, Prospect
 from jenga.request import KeptState, PageCopy, PrefixHit, Request
 from jenga.table import Table
 
@@ -98,7 +98,8 @@ class KeptStates:
                 continue
             for page in taken[table.index]:
                 table.cache.enter([page], [key])
-                table.pages.retire([page], self._order.ranks(step, [num_tokens]))
+                leaving = Leaving(step, Prospect.HELD, [num_tokens])
+                table.pages.retire([page], self._order.ranks(leaving))
                 self._copy(table, request.pages[table.index][0], page)
             request.kept.append(KeptState(table_index=table.index, key=key, num_tokens=num_tokens))
         return True
@@ -118,7 +119,8 @@ class KeptStates:
     def renew_hit(self, hit: PrefixHit, step: int) -> None:
         """Let the states of a hit be the last to be evicted until they are copied."""
         for table in self.tables:
-            self._renew(table, hit.pages[table.index], hit.num_tokens, step)
+            leaving = Leaving(step, Prospect.HELD, [hit.num_tokens])
+            self._renew(table, hit.pages[table.index], leaving)
 
     def renew_kept(self, request: Request) -> None:
         """Rank the states that a request kept or started from as the pages it leaves."""
@@ -126,7 +128,10 @@ class KeptStates:
             table = self._all_tables[kept.table_index]
             page = table.cache.get(kept.key) if table.cache is not None else None
             if page is not None:
-                self._renew(table, [page], kept.num_tokens, request.step)
+                branches = (request.hit_tokens, request.branch_tokens)
+                prospect = Prospect.BRANCHED if kept.num_tokens in branches else Prospect.ENDED
+                leaving = Leaving(request.step, prospect, [kept.num_tokens])
+                self._renew(table, [page], leaving)
 
     def take_copies(self) -> list[PageCopy]:
         """Copies ordered since the last call."""
@@ -136,10 +141,11 @@ class KeptStates:
     def _copy(self, table: Table, source: int, target: int) -> None:
         self._copies.append(PageCopy(table_index=table.index, source=source, target=target))
 
-    def _renew(self, table: Table, pages: Sequence[int], num_tokens: int, step: int) -> None:
-        """Give kept states another rank, as if they had been used and left."""
-        table.pages.share(pages)
-        table.pages.retire(pages, self._order.ranks(step, [num_tokens] * len(pages)))
+    def _renew(self, table: Table, pages: Sequence[int], leaving: Leaving) -> None:
+        """Give a kept state another rank, as if it had been used and left."""
+        if pages:
+            table.pages.share(pages)
+            table.pages.retire(pages, self._order.ranks(leaving))
 
 
 def _interval_by_bytes(tables: Sequence[Table], hash_tokens: int) -> int:

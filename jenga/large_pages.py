@@ -36,6 +36,7 @@ class LargePages:
     Attributes:
         holders: Large page -> index of the page table that holds it, or `NOT_HELD`.
         reclaimable: Held large pages without a used small page, by the rank of the youngest.
+        last_evicted_rank: Rank of what was evicted last, a small page or a large one.
         num_evicted: Small pages evicted so far, in all page tables.
         num_empty: Large pages that nobody holds, the null page not counted.
         tables: The page tables, in the order of their indices.
@@ -45,6 +46,7 @@ class LargePages:
         "_free",
         "_next_fresh",
         "holders",
+        "last_evicted_rank",
         "num_empty",
         "num_evicted",
         "num_pages",
@@ -61,7 +63,7 @@ class LargePages:
         # Pages never opened lie behind `_next_fresh`.
         self._next_fresh = NULL_PAGE + 1
         self.num_empty = num_pages - 1
-        self.num_evicted = 0
+        self.num_evicted = self.last_evicted_rank = 0
 
     @property
     def num_available(self) -> int:
@@ -116,6 +118,7 @@ class LargePages:
         if large == NOT_QUEUED:
             msg = "no large page is empty or reclaimable"
             raise InvariantError(msg)
+        self.last_evicted_rank = self.reclaimable.rank(large)
         holder = self.holders[large]
         table = self.tables[holder]
         pages = table.surrender(large)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jenga.large_pages import NULL_PAGE
-from jenga.policies import ALL_PAGES, RequestFacts
+from jenga.policies import ALL_PAGES, NEVER, RequestFacts
 from jenga.request import MISSING, NO_LIMIT, PrefixHit
 from jenga.table import Table
 
@@ -32,10 +32,12 @@ def longest_prefix(
     for table in tables:
         keys = table.policy.content_keys(facts, hashes, table.grain, ALL_PAGES)
         found.append(table.cache.find(keys) if table.cache is not None else [None] * len(keys))
-    # What would be hit if states were kept everywhere is where the request leaves a known path.
+    # What would be hit if states and windows were kept everywhere is where the request leaves a
+    # known path.
     kept = [table for table in tables if not table.policy.is_overwritten]
+    lasting = [table for table in kept if _keeps_all(table, facts)]
     asked_tokens = num_hashes * hash_tokens
-    branch_tokens, limit = _agree(kept, facts, found, asked_tokens, NO_LIMIT)
+    branch_tokens, limit = _agree(lasting or kept, facts, found, asked_tokens, NO_LIMIT)
     num_tokens, limit = _agree(tables, facts, found, branch_tokens, limit)
     return PrefixHit(
         num_tokens=num_tokens,
@@ -47,6 +49,11 @@ def longest_prefix(
         prefix_hashes=prefix_hashes,
         version=version,
     )
+
+
+def _keeps_all(table: Table, facts: RequestFacts) -> bool:
+    """Whether no page is given up before a request ends."""
+    return table.policy.next_release(facts, 0, table.grain.page_slots) == NEVER
 
 
 def _agree(

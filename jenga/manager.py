@@ -6,7 +6,7 @@ from jenga.allocator import Allocator
 from jenga.books import check_table
 from jenga.capacity import Capacity
 from jenga.errors import InvariantError, OutOfPagesError
-from jenga.eviction_order import EvictionOrder, LeastRecentlyUsed
+from jenga.eviction_order import EvictionOrder, LeastWanted
 from jenga.geometry import Geometry
 from jenga.kept_states import KeptStates
 from jenga.large_pages import NULL_PAGE
@@ -43,7 +43,7 @@ class Manager:
             num_large_pages: Large pages of the arena, the null page included.
             prefix_caching: Whether pages of finished requests are kept for others.
             hash_tokens: Tokens that each further prefix hash covers.
-            eviction_order: What goes first when space is needed; least recently used by default.
+            eviction_order: What goes first when space is needed; what is least wanted by default.
             checkpoint_interval_tokens: Distance between states kept within a prompt; 0 for none,
                 by default what the bytes of a state allow.
 
@@ -78,7 +78,8 @@ class Manager:
             table.grain.page_slots if not table.policy.is_overwritten else hash_tokens
             for table in self._tables
         )
-        self._order = eviction_order or LeastRecentlyUsed()
+        self._order = eviction_order or LeastWanted()
+        self._order.begin(geometry)
         self._states = KeptStates(
             self._tables,
             self._allocator,
@@ -281,6 +282,7 @@ class Manager:
         Returns:
             The small pages found, per page table.
         """
+        request.hit_tokens = hit.num_tokens
         request.branch_tokens = hit.branch_tokens
         found: list[list[int]] = [[] for _ in self._tables]
         for table in self._tables:
@@ -314,11 +316,11 @@ class Manager:
                 if num_pages < start:
                     pages.extend([NULL_PAGE] * (start - num_pages))
                 if pages[start - 1] != NULL_PAGE:
-                    table.leave(request, range(first, start), self._order)
+                    table.pass_by(request, range(first, start), self._order)
                 pages[first:start] = [NULL_PAGE] * (start - first)
                 request.first[index] = start
             if request.num_tokens and end < num_pages:
-                table.leave(request, range(max(start, end), len(pages)), self._order)
+                table.pass_by(request, range(max(start, end), len(pages)), self._order)
                 del pages[end:]
             request.releases[index] = policy.next_release(facts, num_processed_tokens, page_slots)
             if request.releases[index] == NEVER or len(pages) != num_pages or not first:
@@ -411,6 +413,7 @@ class Manager:
         num_evicted = self._allocator.large_pages.num_evicted
         if num_evicted != self._num_evicted:
             self._num_evicted = num_evicted
+            self._order.evicted(self._allocator.large_pages.last_evicted_rank, self._step)
             for table in self._tables:
                 table.forget_evicted()
 
@@ -449,9 +452,9 @@ class Manager:
         """End a request: it finished, was aborted or is preempted."""
         request = self._running(request_id)
         for table in self._tables:
-            numbers = range(request.first[table.index], len(request.pages[table.index]))
-            if numbers:
-                table.leave(request, numbers, self._order)
+            table.end(request, self._order)
+        for held in request.held:
+            self._tables[held[0]].renew(request, held, self._order)
         self._states.renew_kept(request)
         self._allocator.disown(request.owner)
         del self._requests[request_id]

@@ -1,8 +1,10 @@
 """What the manager keeps of a running request, and what it hands out."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
+from jenga.eviction_order import Prospect
+from jenga.landmarks import Landmark
 from jenga.policies import RequestFacts
 
 MISSING = -1
@@ -19,7 +21,7 @@ class PrefixHit:
     Attributes:
         num_tokens: Its tokens.
         asked_tokens: Tokens it could have had.
-        branch_tokens: Tokens it would have if states were kept everywhere.
+        branch_tokens: Tokens it would have if windows and states were kept everywhere.
         limit: Index of the page table that allows no more, or `NO_LIMIT`.
         pages: Its small pages per page table: the null page where no later token reads, `MISSING`
             where one must be allocated. Of page tables whose pages are written over, the pages to
@@ -69,6 +71,10 @@ class KeptState:
     num_tokens: int
 
 
+Held = tuple[int, range, list[tuple[int, Hashable]], Prospect]
+"""Pages that a request passed and others may want: page table, numbers, pages with keys, who."""
+
+
 class Request:
     """A running request.
 
@@ -84,7 +90,10 @@ class Request:
         committed: Per page table, pages entered into the cache, or too late for it.
         committed_tokens: Tokens whose content is final.
         kept: States it kept or started from.
+        hit_tokens: Where it started from.
         branch_tokens: Where it left what others have computed.
+        landmarks: Per page table, where others are likely to go on; None until a page is passed.
+        held: Pages passed that others may want.
         max_tokens: Per page table, tokens its pages suffice for.
         releases: Per page table, processed tokens at which a page is given up.
         grows_at: Tokens for which a page table needs a page more.
@@ -101,7 +110,10 @@ class Request:
         "facts",
         "first",
         "grows_at",
+        "held",
+        "hit_tokens",
         "kept",
+        "landmarks",
         "max_tokens",
         "num_processed_tokens",
         "num_tokens",
@@ -119,7 +131,9 @@ class Request:
         self.pages: list[list[int]] = [[] for _ in range(num_tables)]
         self.first = [0] * num_tables
         self.committed = [0] * num_tables
-        self.committed_tokens = self.branch_tokens = 0
+        self.committed_tokens = self.hit_tokens = self.branch_tokens = 0
+        self.landmarks: list[Sequence[Landmark] | None] = [None] * num_tables
+        self.held: list[Held] = []
         self.kept: list[KeptState] = []
         self.max_tokens = [0] * num_tables
         self.releases = [0] * num_tables

@@ -207,6 +207,7 @@ class SplitPages:
             return
         page = entry % len(self.stamps)
         del self._orders[large][0]
+        self._large_pages.last_evicted_rank = entry // len(self.stamps)
         self.stamps[page] = NOT_QUEUED
         self.evicted.append(page)
         self.num_evicted_alone += 1

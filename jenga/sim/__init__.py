@@ -8,7 +8,7 @@ into modelled seconds; `rows` is what is written of it. An experiment in a few l
     model, gpu = facts.spec(), GPUS["H200"]
     arena_bytes = memory_budget([facts], gpu).require_arena()
     requests = articles(num_articles=24, num_questions=8, article_tokens=30_000)
-    arena = make_arena("jenga", model, arena_bytes, eviction_order=LeastRecentlyUsed())
+    arena = make_arena("jenga", model, arena_bytes)
     run = Replay(requests, arena, clock=StepTime(model, weights_of(facts), gpu))
     waste = [run.memory().waste for step in run if step.number % 32 == 0]
     hit_rate = run.hit_tokens / run.prompt_tokens

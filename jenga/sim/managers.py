@@ -1,9 +1,7 @@
 """The managers to compare, by name."""
 
-from collections.abc import Callable
-
 from jenga.baselines import gcd_pages, geometry_by_name, static_partition
-from jenga.eviction_order import EvictionOrder, LeastRecentlyUsed
+from jenga.eviction_order import EvictionOrder
 from jenga.sim.arena import Arena
 from jenga.sim.managed import ManagedArena, PagedArena
 from jenga.sim.partitioned import PartitionedArena
@@ -16,9 +14,6 @@ _GEOMETRIES = {"jenga": "planned", "paged": "homogeneous", "max": "max", "lcm": 
 
 MANAGER_NAMES = (*_GEOMETRIES, "static", "gcd", "vllm")
 """Managers that `make_arena` knows."""
-
-EVICTION_ORDERS: dict[str, Callable[[], EvictionOrder]] = {"lru": LeastRecentlyUsed}
-"""What our manager evicts first, by name."""
 
 
 def make_arena(

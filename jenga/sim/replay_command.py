@@ -6,10 +6,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from jenga.eviction_order import EVICTION_ORDERS
 from jenga.models import ModelFacts, ReadOptions, find_model
 from jenga.sim.budget import RESERVED_BYTES, UTILIZATION, memory_budget
 from jenga.sim.gpus import GPUS, Gpu, find_gpu, parse_bytes
-from jenga.sim.managers import EVICTION_ORDERS, MANAGER_NAMES
+from jenga.sim.managers import MANAGER_NAMES
 from jenga.sim.plan import KV_DTYPES, served_model
 from jenga.sim.record import SAMPLED_EVERY
 from jenga.sim.replay import Clock, Replay, Step, constant_clock
@@ -105,8 +106,8 @@ def _configure_memory(group: "argparse._ArgumentGroup") -> None:  # pyright: ign
         "--eviction",
         nargs="+",
         choices=tuple(EVICTION_ORDERS),
-        default=["lru"],
-        help="what our manager evicts first; several are compared (default: lru)",
+        default=["wanted"],
+        help="what our manager evicts first; several are compared (default: wanted)",
     )
     group.add_argument("--no-prefix-caching", action="store_true", help="keep nothing for others")
     group.add_argument(

@@ -7,9 +7,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from jenga.errors import InvariantError
+from jenga.eviction_order import EVICTION_ORDERS
 from jenga.sim.arena import Arena
 from jenga.sim.bounds import best_eviction, unlimited
-from jenga.sim.managers import EVICTION_ORDERS, make_arena
+from jenga.sim.managers import make_arena
 from jenga.sim.record import SAMPLED_EVERY, Recorder, Recording
 from jenga.sim.replay import Clock, Replay, Step
 from jenga.sim.rows import Row, RunRow, SummaryRow, read_rows, row_line
@@ -58,7 +59,7 @@ class Settings:
         details: Further options, written and not read.
     """
 
-    eviction: str = "lru"
+    eviction: str = "wanted"
     prefix_caching: bool = True
     chunk_tokens: int = CHUNK_TOKENS
     max_requests: int = MAX_REQUESTS

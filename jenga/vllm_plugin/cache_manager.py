@@ -199,6 +199,9 @@ class JengaKVCacheManager:
         hit = new_computed_blocks.hit if isinstance(new_computed_blocks, PageTables) else None
         facts = self._facts(request) if is_waiting else None
         full_tokens = min(request.num_tokens, self.max_model_len) if full_sequence_must_fit else 0
+        if self.enable_caching and self.manager.is_running(request.request_id):
+            # First, since pages that windows give up are cached only if they are known by then.
+            self.cache_blocks(request, min(computed_tokens, request.num_tokens))
         try:
             new_pages = self.manager.allocate(
                 request.request_id,

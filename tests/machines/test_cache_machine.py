@@ -13,6 +13,7 @@ from hypothesis.stateful import (
 )
 
 from jenga.errors import OutOfPagesError
+from jenga.eviction_order import EVICTION_ORDERS
 from jenga.manager import Manager
 from jenga.policies import Image
 from jenga.spec import ImageEmbedding
@@ -28,13 +29,14 @@ class CacheMachine(RuleBasedStateMachine):
 
     geometry = CACHED[0]
 
-    @initialize(num_large_pages=st.integers(8, 26))
-    def start(self, num_large_pages):
+    @initialize(num_large_pages=st.integers(8, 26), order=st.sampled_from(sorted(EVICTION_ORDERS)))
+    def start(self, num_large_pages, order):
         self.manager = Manager(
             self.geometry,
             num_large_pages=num_large_pages,
             prefix_caching=True,
             hash_tokens=HASH_TOKENS,
+            eviction_order=EVICTION_ORDERS[order](),
         )
         self.engine = EngineModel(self.manager, HASH_TOKENS)
         self.runs = {}

@@ -58,7 +58,7 @@ def test_progress_is_on_standard_error_and_leaves_nothing(capsys):
     code, printed = replay(capsys, *SMALL[:-1], *TRACE)
 
     assert code == 0
-    assert "llama-3.2-1b jenga lru: 0/6 requests (0%)" in printed.err
+    assert "llama-3.2-1b jenga wanted: 0/6 requests (0%)" in printed.err
     assert printed.err.endswith(" \r")
 
 
