@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jenga.models import KvFormat, ModelFacts, ReadOptions, known_model
@@ -52,6 +52,7 @@ class Case:
         with_bounds: Whether to find what no cache could exceed.
         every: Steps between two looks at the arena.
         managers: Those that make sense here; all where empty.
+        adapt: Changes the layers and the clock, where a case is about something else than a model.
         name: What the table calls it; the model where empty.
     """
 
@@ -68,6 +69,7 @@ class Case:
     with_bounds: bool = False
     every: int = 1
     managers: tuple[str, ...] = ()
+    adapt: Callable[[Machine], Machine] | None = None
     name: str = ""
 
     @property
@@ -96,7 +98,7 @@ class Case:
         arena_bytes = self.arena_bytes
         if arena_bytes is None:
             arena_bytes = memory_budget(facts, gpu, ranks=self.ranks).require_arena()
-        return Machine(
+        machine = Machine(
             model=model,
             arena_bytes=arena_bytes,
             clock=StepTime(model, self._weights(), gpu),
@@ -104,6 +106,7 @@ class Case:
             kv_format=self.kv_format.value,
             gpu=gpu.name,
         )
+        return machine if self.adapt is None else self.adapt(machine)
 
     def _weights(self) -> Weights:
         """Of the first model, what drafts as a part of it."""
@@ -309,18 +312,3 @@ def _thinned(outcome: Outcome, num_kept: int) -> Iterator[Row]:
         # The run's row comes first.
         if not isinstance(row, StepRow) or (index - 1) % stride == 0:
             yield row
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Paper:
-    """What the paper says of a case.
-
-    Attributes:
-        values: By manager, as written.
-    """
-
-    values: Mapping[str, str] = field(default_factory=dict)
-
-    def of(self, manager: str) -> str:
-        """Its number for a manager; "-" where it has none."""
-        return self.values.get(manager, "-")
