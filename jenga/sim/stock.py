@@ -13,12 +13,16 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+from jenga.geometry import tokens_per_slot
 from jenga.sim.arena import ActiveRequest, ArenaBytes
 from jenga.sim.need import Need, encoder_tokens
 from jenga.sim.rows import TableBytes
 from jenga.sim.scheduler import CHUNK_TOKENS
-from jenga.sim.stock_plan import NEVER, plan_stock
-from jenga.spec import CrossAttention, ModelSpec
+from jenga.sim.stock_plan import NEVER, StockPlan, layer_name, plan_stock
+from jenga.spec import CrossAttention, ModelSpec, State
+
+_GROUP_BYTES = 4
+"""Of the number of a group, at the end of the key of a cached block."""
 
 
 class _StockRequest:
@@ -108,6 +112,7 @@ class StockArena:
 
         self.plan = plan_stock(model, arena_bytes, prefix_caching=prefix_caching)
         self._need = Need(model)
+        self._group_bytes = _group_bytes(model, self.plan)
         self._encoder_tokens = 0
         if any(isinstance(each, CrossAttention) for each in model.layer_types):
             self._encoder_tokens = encoder_tokens(model)
@@ -221,19 +226,28 @@ class StockArena:
         self._manager.free(self._requests.pop(active.name))
 
     def memory(self, running: list[ActiveRequest]) -> ArenaBytes:
-        """See `Arena`; whole blocks are held, and what is not used of them is useless."""
+        """See `Arena`; whole blocks are held, and what is not used of them is useless.
+
+        A block of keys and values that several requests share is used once.
+        """
         pool = self._manager.block_pool
+        num_cached = 0
+        shared_bytes = 0.0
+        for block in pool.blocks:
+            if block.block_hash is not None:
+                if not block.ref_cnt:
+                    num_cached += 1
+                elif block.ref_cnt > 1:
+                    group = int.from_bytes(block.block_hash[-_GROUP_BYTES:], "big")
+                    shared_bytes += (block.ref_cnt - 1) * self._group_bytes[group]
         num_free = pool.get_num_free_blocks()
-        num_cached = sum(
-            block.ref_cnt == 0 and block.block_hash is not None for block in pool.blocks
-        )
         # vLLM's null block is neither held nor free.
-        held_bytes = (self.plan.kv_cache_config.num_blocks - 1 - num_free) * self.plan.block_bytes
-        # A page shared by several requests is used once, and can only be counted by its bytes.
-        used_bytes = min(
-            held_bytes,
-            round(sum(self._need.of_tokens(active.num_computed + 1) for active in running)),
+        num_held = self.plan.kv_cache_config.num_blocks - 1 - num_free
+        needed_bytes = sum(
+            self._need.of_tokens(active.num_computed + active.num_scheduled) for active in running
         )
+        held_bytes = num_held * self.plan.block_bytes
+        used_bytes = min(held_bytes, round(needed_bytes - shared_bytes))
         useless_bytes = held_bytes - used_bytes
         cached_bytes = num_cached * self.plan.block_bytes
         return ArenaBytes(
@@ -251,3 +265,18 @@ class StockArena:
 
     def check(self) -> None:
         """See `Arena`: vLLM has no check."""
+
+
+def _group_bytes(model: ModelSpec, plan: StockPlan) -> list[float]:
+    """Bytes of keys and values that the layers of each group have in a block; 0 of states."""
+    token_bytes = {
+        layer_name(layer_type, layer): (
+            0.0 if isinstance(layer_type, State) else layer.slot_bytes / tokens_per_slot(layer_type)
+        )
+        for layer_type in model.layer_types
+        for layer in layer_type.layers
+    }
+    return [
+        group.kv_cache_spec.block_size * sum(token_bytes[name] for name in group.layer_names)
+        for group in plan.kv_cache_config.kv_cache_groups
+    ]

@@ -147,6 +147,11 @@ def attention_block_tokens(model: ModelSpec) -> int:
     return BLOCK_TOKENS * -(-state_bytes // (BLOCK_TOKENS * token_bytes))
 
 
+def layer_name(layer_type: LayerType, layer: Layer) -> str:
+    """What vLLM is told as the name of a layer."""
+    return f"{layer_type.name}.{layer.name}"
+
+
 def specs(model: ModelSpec, *, prefix_caching: bool) -> "dict[str, KVCacheSpec]":
     """Describe each layer in vLLM's words."""
     stored = _stored(model)
@@ -156,7 +161,7 @@ def specs(model: ModelSpec, *, prefix_caching: bool) -> "dict[str, KVCacheSpec]"
     )
     padded_bytes = block_tokens * token_bytes or None
     return {
-        f"{layer_type.name}.{layer.name}": (
+        layer_name(layer_type, layer): (
             _state_spec(layer, block_tokens, padded_bytes, prefix_caching=prefix_caching)
             if isinstance(layer_type, State)
             else _spec(layer_type, layer, block_tokens)

@@ -188,3 +188,30 @@ def test_replay_of_vllm_schedules_as_vllm_does(engine_config, name, seed):
     assert arena.num_evicted > 0
     if name == "full":
         assert scheduler.num_preemptions > 0
+
+
+def test_bytes_of_vllm_add_up_and_shared_blocks_are_used_once():
+    model = ModelSpec(name="full", layer_types=MODELS["full"])
+    arena = make_arena("vllm", model, 120_000)
+    document = Piece("document", 160)
+    requests = [
+        Request(name=name, prompt=(document, Piece(name, 16)), output_tokens=8) for name in "abc"
+    ]
+    scheduler = Scheduler(arena)
+    scheduler.waiting.extend(map(ActiveRequest, requests))
+
+    for step in range(8):
+        scheduler.step()
+        memory = arena.memory(scheduler.running)
+        num_tokens = 176 + step
+        # All come in the first step, in which vLLM lets the second already share the first's.
+        assert memory.used_bytes == (160 + 3 * (num_tokens - 160)) * 128
+        blocks = 10 + 3 * -(-(num_tokens - 160) // 16)
+        assert memory.used_bytes + memory.useless_bytes == blocks * 2048
+        total = memory.used_bytes + memory.useless_bytes + memory.cached_bytes
+        assert total + memory.unallocated_bytes == 57 * 2048
+        scheduler.finish_step(1.0)
+
+    assert arena.memory([]).used_bytes == 0
+    # The last token generated is never computed.
+    assert arena.memory([]).cached_bytes == (10 + 3) * 2048
