@@ -26,9 +26,9 @@ image. Time is the roofline's with the encoder's matrix products added, at the G
 of encoders are those of their model cards, patches those of one image at the model's own
 resolution, as many tiles as its tokens are. With 20 tokens of an answer, which the paper does not
 give: the longer the answer, the less is gained. At the peak an encoder of 0.3 billion parameters
-costs little beside a language model of 8, which is why ours are smaller ratios than the paper's: its
-engine ran each encoder far below the peak. The embeddings' pages cost the bytes shown, and are free
-again when the prompt was read."""
+costs little beside a language model of 8, so our ratios are smaller than the paper's, whose engine
+ran encoders far below the peak. The embeddings' pages cost the bytes shown, and are free again when
+the prompt was read."""
 
 
 @dataclass(frozen=True, slots=True)
