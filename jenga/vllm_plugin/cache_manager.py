@@ -131,6 +131,8 @@ class JengaKVCacheManager:
         self.block_pool = _BlockPool()
         self.num_kv_cache_groups = len(kv_cache_config.kv_cache_groups)
         self.empty_kv_cache_blocks = PageTables(tuple([] for _ in kv_cache_config.kv_cache_groups))
+        # Request -> itself and the tokens it will have, of the step that is being scheduled.
+        self._scheduled: dict[str, tuple[Request, int]] = {}
         self._watermark_large_pages = int(watermark * kv_cache_config.num_blocks)
         self._memory_log: MemoryLog | None = open_memory_log(self.manager)
 
@@ -150,6 +152,7 @@ class JengaKVCacheManager:
     def new_step_starts(self) -> None:
         """Note that the scheduler begins a step."""
         self.manager.new_step()
+        self._scheduled.clear()
         if self._states is not None:
             self._states.step_starts()
         if self._memory_log is not None:
@@ -167,6 +170,10 @@ class JengaKVCacheManager:
         """
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
+        # From here on the step loses no request: what it computes is there when layers read it.
+        for scheduled, num_tokens in self._scheduled.values():
+            self.cache_blocks(scheduled, num_tokens)
+        self._scheduled.clear()
         # The last token is always computed: its logits are wanted.
         hit = self.manager.lookup(request.block_hashes, max_tokens=request.num_tokens - 1)
         # Also without a token it says where the request leaves what others have computed.
@@ -215,8 +222,9 @@ class JengaKVCacheManager:
         except OutOfPagesError:
             return None
         if self.enable_caching:
-            # This step's own tokens wait for the next: a step may yet lose a request it scheduled.
             self.cache_blocks(request, min(computed_tokens, request.num_tokens))
+            # This step's own tokens wait: while it serves who runs, it may lose a request again.
+            self._scheduled[request.request_id] = (request, min(num_tokens, request.num_tokens))
         if self._states is not None:
             self._states.schedule(request, computed_tokens, num_tokens)
         return PageTables(new_pages) if any(new_pages) else self.empty_kv_cache_blocks
@@ -231,6 +239,7 @@ class JengaKVCacheManager:
 
         The scheduler also asks for requests that hold none, aborted while they waited.
         """
+        self._scheduled.pop(request.request_id, None)
         if self.manager.is_running(request.request_id):
             self.cache_blocks(request, min(request.num_computed_tokens, request.num_tokens))
             self.manager.free(request.request_id)

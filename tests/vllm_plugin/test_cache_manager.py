@@ -165,3 +165,29 @@ def test_a_second_request_starts_from_the_pages_of_the_first(make_scheduler):
     assert full.count(0) == 0
     assert sliding[:4] == [0, 0, 0, 0]  # tokens 0 to 64 are in no window from 96 on
     assert 0 not in sliding[4:]
+
+
+def test_requests_admitted_in_one_step_share_what_it_computes(make_scheduler):
+    scheduler = make_scheduler(8 * MIB)
+    tokens = [*range(3, 43)]
+    scheduler.add_request(request("first", tokens))
+    scheduler.add_request(request("second", [*tokens, 1, 2]))
+
+    step = scheduler.schedule()
+
+    assert step.num_scheduled_tokens == {"first": 40, "second": 42 - 32}
+    first, second = step.scheduled_new_reqs
+    for first_pages, second_pages in zip(first.block_ids, second.block_ids, strict=True):
+        assert second_pages[:2] in (first_pages[:2], [0, first_pages[1]])
+
+
+def test_a_request_lost_in_its_step_leaves_nothing_to_find(make_scheduler):
+    manager = make_scheduler(8 * MIB).kv_cache_manager
+    tokens = [*range(3, 43)]
+    lost, other = request("lost", tokens), request("other", [*tokens, 1])
+    manager.new_step_starts()
+    assert manager.allocate_slots(lost, 40) is not None
+
+    manager.free(lost)
+
+    assert manager.get_computed_blocks(other)[1] == 0
