@@ -11,6 +11,7 @@ import torch
 from jenga_kernels.causal_conv import causal_conv
 from jenga_kernels.conv_update import conv_update
 from perf.attention_peers import UnsupportedError
+from perf.delta_shapes import KIMI_LINEAR, QWEN3_NEXT
 from perf.harness import Benchmark, Row, read_roofline
 from perf.state_shapes import DRY_MODELS, MODELS, ConvBatch, make_conv_batch
 
@@ -146,11 +147,12 @@ def main(arguments: list[str] | None = None) -> None:
     cases = {f"b{count}": [1] * count for count in BATCHES} | PROMPTS
     if benchmark.is_dry:
         cases = {"b2": [1, 1], "prompts": [5, 40]}
-    for model in DRY_MODELS[:1] if benchmark.is_dry else MODELS:
+    models = (*MODELS, QWEN3_NEXT, KIMI_LINEAR)
+    for model in DRY_MODELS[:1] if benchmark.is_dry else models:
         for label, lengths in cases.items():
             name = f"{model.name} {label}"
             if benchmark.wants_shape(name):
-                measure(benchmark, name, make_conv_batch(model, lengths, benchmark.device))
+                measure(benchmark, name, make_conv_batch(model.conv_dim, lengths, benchmark.device))
     benchmark.finish(roofline_gigabytes_per_second=read_roofline(benchmark.options.results))
 
 

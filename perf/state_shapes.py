@@ -151,18 +151,18 @@ def make_state_batch(
     )
 
 
-def make_conv_batch(model: StateModel, lengths: list[int], device: torch.device) -> ConvBatch:
+def make_conv_batch(conv_dim: int, lengths: list[int], device: torch.device) -> ConvBatch:
     """Random tokens and states of requests with these numbers of tokens, channels innermost."""
     torch.manual_seed(0)
     width = 4
-    arena = torch.zeros(len(lengths) + 1, NUM_LAYERS, width - 1, model.conv_dim, dtype=DTYPE)
-    x = torch.randn(sum(lengths), model.conv_dim, device=device).to(DTYPE)
+    arena = torch.zeros(len(lengths) + 1, NUM_LAYERS, width - 1, conv_dim, dtype=DTYPE)
+    x = torch.randn(sum(lengths), conv_dim, device=device).to(DTYPE)
     return ConvBatch(
         query_starts=starts_of(lengths, device),
         slots=slots_in_arena(len(lengths), device),
         states=arena.to(device)[:, 1].transpose(1, 2),
         out=torch.empty_like(x),
         x=x,
-        weight=torch.randn(model.conv_dim, width, device=device).to(DTYPE),
-        bias=torch.randn(model.conv_dim, device=device).to(DTYPE),
+        weight=torch.randn(conv_dim, width, device=device).to(DTYPE),
+        bias=torch.randn(conv_dim, device=device).to(DTYPE),
     )
