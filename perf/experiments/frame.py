@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from jenga.eviction_order import EVICTION_ORDERS
 from jenga.models import KvFormat, ModelFacts, ReadOptions, known_model
 from jenga.sim.budget import memory_budget
 from jenga.sim.gpus import find_gpu
@@ -29,6 +30,14 @@ from jenga.sim.text import aligned
 
 FOLDER = Path(__file__).parents[1] / "results" / "cpu" / "experiments"
 """Where the rows of the last full run are kept."""
+
+OURS = "jenga"
+
+ORDER = Settings().eviction
+"""Our manager's usual eviction order; the baselines evict what was used least recently."""
+
+MANAGERS = (*MANAGER_NAMES, *(f"{OURS} {order}" for order in EVICTION_ORDERS if order != ORDER))
+"""Managers that can be compared: those of `jenga replay`, and ours with its other orders."""
 
 STEPS_KEPT = 300
 """Step rows kept of a run: as many as a figure shows."""
@@ -125,7 +134,7 @@ class Outcome:
 
     Attributes:
         case: The case.
-        manager: Of `MANAGER_NAMES`.
+        manager: Of `MANAGERS`.
         rows: Of the replay; empty where the manager does not start.
         refusal: Why the manager does not start.
     """
@@ -158,9 +167,11 @@ class Outcome:
 def run_case(
     case: Case, manager: str, progress: Callable[[Replay, Step], None] | None = None
 ) -> Outcome:
-    """Replay a case under a manager."""
+    """Replay a case under a manager of `MANAGERS`."""
     machine, trace = case.machine(), trace_of(case.trace)
+    name, _, order = manager.partition(" ")
     settings = Settings(
+        eviction=order or (ORDER if name == OURS else "lru"),
         prefix_caching=case.prefix_caching,
         chunk_tokens=case.chunk_tokens,
         max_requests=case.max_requests,
@@ -168,7 +179,7 @@ def run_case(
         with_bounds=case.with_bounds,
         details=tuple(_versions().items()),
     )
-    row = run_row(machine, manager, trace, settings)
+    row = run_row(machine, name, trace, settings)
     try:
         rows = tuple(replay_rows(row, machine, trace, settings, progress))
     except ValueError as error:
@@ -210,6 +221,7 @@ class Experiment:
         lines: Its table, header first, from the outcomes of its cases.
         notes: What differs from the paper, and why.
         steps_kept: Step rows kept of each run.
+        managers: Those compared where the command line names none.
     """
 
     name: str
@@ -218,6 +230,7 @@ class Experiment:
     lines: Callable[[Sequence[tuple[Case, Found]]], Iterable[Sequence[str]]]
     notes: str
     steps_kept: int = STEPS_KEPT
+    managers: tuple[str, ...] = MANAGER_NAMES
 
     def main(self) -> None:
         """Run it from the command line."""
@@ -226,7 +239,7 @@ class Experiment:
             description=self.description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        parser.add_argument("--managers", nargs="+", choices=MANAGER_NAMES, default=MANAGER_NAMES)
+        parser.add_argument("--managers", nargs="+", choices=MANAGERS, default=self.managers)
         parser.add_argument("--models", nargs="+", metavar="MODEL", help="cases of these only")
         parser.add_argument(
             "--save",
@@ -241,7 +254,7 @@ class Experiment:
         for case in self.cases():
             if options.models and not set(options.models) & set(case.models):
                 continue
-            names = [each for each in options.managers if each in (case.managers or MANAGER_NAMES)]
+            names = [each for each in options.managers if each in (case.managers or MANAGERS)]
             found.append((case, {each: _run_and_tell(case, each) for each in names}))
         table = "\n".join([*aligned([tuple(line) for line in self.lines(found)]), "", self.notes])
         print(table)
@@ -300,6 +313,7 @@ def _key(row: RunRow) -> tuple[object, ...]:
         row.kv_format,
         row.arena_bytes,
         row.manager,
+        row.eviction,
         row.trace,
         repr(settled),
     )
