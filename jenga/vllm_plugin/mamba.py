@@ -173,7 +173,7 @@ def _decode_slots(metadata: JengaMambaMetadata) -> torch.Tensor:
     slots = metadata.state_indices_tensor_d
     if slots is None:
         msg = "a step that decodes must come with the state slots of its requests"
-        raise ValueError(msg)
+        raise InvariantError(msg)
     return slots[: metadata.num_decode_tokens, 0]
 
 
@@ -184,7 +184,7 @@ def _prompts(
     query_starts, slots = metadata.query_start_loc_p, metadata.state_indices_tensor_p
     if query_starts is None or slots is None or metadata.initial_slots_p is None:
         msg = "a step that reads prompts must come with their bounds and state slots"
-        raise ValueError(msg)
+        raise InvariantError(msg)
     return query_starts, metadata.initial_slots_p, slots
 
 
