@@ -182,7 +182,7 @@ def run_case(
     row = run_row(machine, name, trace, settings)
     try:
         rows = tuple(replay_rows(row, machine, trace, settings, progress))
-    except ValueError as error:
+    except (NotImplementedError, ValueError) as error:
         return Outcome(case=case, manager=manager, refusal=str(error))
     return Outcome(case=case, manager=manager, rows=rows)
 
