@@ -22,8 +22,8 @@ HASH_TOKENS = 16
 class ManagedArena:
     """An arena on one geometry, driven as the plugin drives it.
 
-    Pages become known to others when the step that computed them is over. States are kept wherever
-    the manager asks for them inside a chunk, as the package's kernels can.
+    Pages become known to others once their step can lose no request any more. States are kept
+    wherever the manager asks for them inside a chunk, as the package's kernels can.
 
     Attributes:
         manager: The manager, for questions.
@@ -40,6 +40,7 @@ class ManagedArena:
     ) -> None:
         """An empty arena; see `Manager`."""
         self._prefix_caching = prefix_caching
+        self._scheduled: dict[ActiveRequest, int] = {}  # of this step -> tokens it will have
         self.manager = Manager(
             geometry,
             num_large_pages=geometry.num_large_pages(arena_bytes),
@@ -59,12 +60,16 @@ class ManagedArena:
 
     def new_step(self) -> None:
         """See `Arena`."""
+        self._scheduled.clear()
         self.manager.new_step()
 
     def find(self, active: ActiveRequest) -> int:
         """See `Arena`."""
         if not self._prefix_caching:
             return 0
+        for scheduled, num_tokens in self._scheduled.items():
+            self.manager.commit(scheduled.name, scheduled.hashes(HASH_TOKENS), num_tokens)
+        self._scheduled.clear()
         hit = self.manager.lookup(
             active.hashes(HASH_TOKENS), max_tokens=active.num_tokens - 1, facts=active.facts
         )
@@ -91,6 +96,7 @@ class ManagedArena:
         except OutOfPagesError:
             return False
         active.found = None
+        self._scheduled[active] = num_tokens
         return True
 
     def grow(self, active: ActiveRequest, num_tokens: int) -> bool:
@@ -105,6 +111,7 @@ class ManagedArena:
             )
         except OutOfPagesError:
             return False
+        self._scheduled[active] = num_tokens
         return True
 
     def computed(self, active: ActiveRequest, start: int, end: int) -> None:
@@ -119,6 +126,7 @@ class ManagedArena:
 
     def free(self, active: ActiveRequest) -> None:
         """See `Arena`."""
+        self._scheduled.pop(active, None)
         if self._prefix_caching:
             self.manager.commit(active.name, active.hashes(HASH_TOKENS), active.num_computed)
         self.manager.free(active.name)

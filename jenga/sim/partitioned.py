@@ -29,6 +29,7 @@ class PartitionedArena:
     ) -> None:
         """Empty parts."""
         self._prefix_caching = prefix_caching
+        self._scheduled: dict[ActiveRequest, int] = {}  # of this step -> tokens it will have
         interval_tokens = _interval_tokens(partition)
         self._managers = [
             Manager(
@@ -58,6 +59,7 @@ class PartitionedArena:
 
     def new_step(self) -> None:
         """See `Arena`."""
+        self._scheduled.clear()
         for manager in self._managers:
             manager.new_step()
 
@@ -66,6 +68,9 @@ class PartitionedArena:
         active.found = None
         if not self._prefix_caching:
             return 0
+        for scheduled, num_tokens in self._scheduled.items():
+            self._commit(scheduled, num_tokens)
+        self._scheduled.clear()
         # States are worth keeping where the others part: they are asked for no more than that.
         branch_tokens = self._agreed(active, self._others, active.num_tokens - 1)
         hit_tokens = self._agreed(active, self._managers, branch_tokens)
@@ -120,11 +125,12 @@ class PartitionedArena:
                     before.take_copies()
                 return False
         active.found = None
+        self._scheduled[active] = num_tokens
         return True
 
     def grow(self, active: ActiveRequest, num_tokens: int) -> bool:
         """See `Arena`."""
-        self._commit(active)
+        self._commit(active, active.num_computed)
         for manager in self._managers:
             try:
                 manager.allocate(
@@ -132,12 +138,13 @@ class PartitionedArena:
                 )
             except OutOfPagesError:
                 return False
+        self._scheduled[active] = num_tokens
         return True
 
-    def _commit(self, active: ActiveRequest) -> None:
+    def _commit(self, active: ActiveRequest, num_tokens: int) -> None:
         if self._prefix_caching:
             for manager in self._managers:
-                manager.commit(active.name, active.hashes(HASH_TOKENS), active.num_computed)
+                manager.commit(active.name, active.hashes(HASH_TOKENS), num_tokens)
 
     def computed(self, active: ActiveRequest, start: int, end: int) -> None:
         """See `Arena`."""
@@ -152,7 +159,8 @@ class PartitionedArena:
 
     def free(self, active: ActiveRequest) -> None:
         """See `Arena`."""
-        self._commit(active)
+        self._scheduled.pop(active, None)
+        self._commit(active, active.num_computed)
         for manager in self._managers:
             manager.free(active.name)
 
