@@ -8,13 +8,13 @@ from typing import Protocol
 from jenga.geometry import Geometry
 from jenga.spec import ChunkedLocal, SlidingWindow, State
 
-_LENGTH_BITS = 32
-"""Room for prefix lengths below the time: no request reaches 2**32 tokens."""
+_LENGTH_BITS = 28
+"""Room for prefix lengths below the time: no request reaches 268 million tokens."""
 
 _MOST_TOKENS = (1 << _LENGTH_BITS) - 1
 
-_STEP_BITS = 40
-"""Room for the time below what goes before it: a century of steps of 3 ms."""
+_STEP_BITS = 36
+"""Room for the time below what goes before it: two years of steps of a millisecond."""
 
 
 class Prospect(IntEnum):

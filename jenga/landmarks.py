@@ -66,7 +66,12 @@ def _pages(policy: LayerPolicy, facts: RequestFacts, grain: Grain, start: int, e
 
 def prospect_of(marks: Sequence[Landmark], number: int) -> Prospect:
     """What is known of one page that was passed."""
-    return max((m.prospect for m in marks if number in m.pages), default=Prospect.PASSED)
+    found = Prospect.PASSED
+    for mark in marks:
+        pages = mark.pages
+        if pages.start <= number < pages.stop and mark.prospect > found:
+            found = mark.prospect
+    return found
 
 
 def parts(marks: Sequence[Landmark], numbers: range) -> list[tuple[range, Prospect]]:

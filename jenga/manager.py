@@ -8,13 +8,14 @@ from jenga.capacity import Capacity
 from jenga.errors import InvariantError, OutOfPagesError
 from jenga.eviction_order import EvictionOrder, LeastWanted
 from jenga.geometry import Geometry
+from jenga.growth import Growth
+from jenga.hits import Hits
 from jenga.kept_states import KeptStates
-from jenga.large_pages import NULL_PAGE
 from jenga.lookup import longest_prefix
-from jenga.policies import NEVER, RequestFacts
-from jenga.request import MISSING, NO_LIMIT, PageCopy, PrefixHit, Request
-from jenga.stats import CacheReport, MemoryReport, table_evictions, table_memory
-from jenga.table import Table, build_tables
+from jenga.policies import RequestFacts
+from jenga.request import PageCopy, PrefixHit, Request, new_request
+from jenga.stats import CacheReport, MemoryReport, table_memory
+from jenga.table import build_tables
 
 
 class Manager:
@@ -87,10 +88,10 @@ class Manager:
             hash_tokens=hash_tokens,
             interval_tokens=checkpoint_interval_tokens,
         )
+        self._hits = Hits(self._tables, self._states)
+        self._growth = Growth(self._tables, self.capacity, self._order)
         self._requests: dict[str, Request] = {}
         self._step = self._num_owners = self._num_evicted = self._num_resets = 0
-        self._asked_tokens = self._hit_tokens = 0
-        self._limited_tokens = [0] * len(specs)
         self._no_pages: tuple[list[int], ...] = tuple([] for _ in specs)
 
     @property
@@ -179,32 +180,32 @@ class Manager:
             if hit is not None or num_processed_tokens > request.num_tokens:
                 raise _running_error(request_id, request, hit, num_processed_tokens)
         else:
-            request = _new_request(
+            request = new_request(
                 hit, facts, num_tables=len(self._tables), prompt_tokens=max(full_tokens, num_tokens)
             )
             request.owner = self._num_owners + 1
             if hit is not None:
                 self._check_hit(hit, num_tokens, num_processed_tokens)
                 num_processed_tokens = hit.num_tokens
-                found = self._start_from(request, hit, num_tokens)
-        self._give_up(request, num_processed_tokens)
+                found = self._hits.start_from(request, hit, num_tokens)
+        self._growth.give_up(request, num_processed_tokens)
         if request.num_tokens and num_tokens < request.grows_at and not full_tokens:
             request.num_tokens = num_tokens
             request.step = self._step
             return self._no_pages
-        needs = self._needs(request, num_tokens)
+        needs = self._growth.needs(request, num_tokens)
         expected = needs
         if full_tokens > num_tokens:
             chunk_tokens = num_tokens - num_processed_tokens
-            further = self._further_pages(request, found, needs, chunk_tokens, full_tokens)
+            further = self._growth.further_pages(request, found, needs, chunk_tokens, full_tokens)
             self._require(request_id, further, found, reserve_large_pages)
         expected_tokens = max(full_tokens, request.expected_tokens)
         if expected_tokens > num_tokens:
-            expected = self._needs(request, expected_tokens)
+            expected = self._growth.needs(request, expected_tokens)
         if hit is not None and found is not None:
             # To share is to use: from here on nothing may be refused.
             self._require(request_id, needs, found, reserve_large_pages)
-            self._share(found, hit)
+            self._hits.share(found, hit, self._step)
         taken: Sequence[list[int]] = self._no_pages
         if any(needs):
             taken = self._take(request_id, request, needs, expected, reserve_large_pages)
@@ -239,7 +240,7 @@ class Manager:
             msg = f"{needs} small pages can be had and cannot"
             raise InvariantError(msg)
         self._forget_evicted()
-        self._append(request, taken)
+        self._growth.append(request, taken)
         return taken
 
     def _require(
@@ -276,138 +277,6 @@ class Manager:
                 )
                 raise ValueError(msg)
 
-    def _start_from(self, request: Request, hit: PrefixHit, num_tokens: int) -> list[list[int]]:
-        """Give a new request the page tables of its hit, as far as this step touches them.
-
-        Returns:
-            The small pages found, per page table.
-        """
-        request.hit_tokens = hit.num_tokens
-        request.branch_tokens = hit.branch_tokens
-        found: list[list[int]] = [[] for _ in self._tables]
-        for table in self._tables:
-            if hit.pages[table.index] and not table.policy.is_overwritten:
-                touched = table.policy.update_last_access(request.facts, hit.num_tokens, num_tokens)
-                pages = list(hit.pages[table.index][: table.pages_for(touched).stop])
-                request.pages[table.index] = pages
-                found[table.index] = [page for page in pages if page > 0]
-                if MISSING not in pages:
-                    request.committed[table.index] = len(pages)
-        return found
-
-    def _give_up(self, request: Request, num_processed_tokens: int) -> None:
-        """Give up pages out of every future window, at the time of the step before."""
-        request.num_processed_tokens = num_processed_tokens
-        if num_processed_tokens < request.shrinks_at:
-            return
-        facts = request.facts
-        num_tokens = max(request.num_tokens, num_processed_tokens)
-        for index, release in enumerate(request.releases):
-            if num_processed_tokens < release:
-                continue
-            table = self._tables[index]
-            policy, page_slots = table.policy, table.grain.page_slots
-            touched = policy.update_last_access(facts, num_processed_tokens, num_tokens)
-            start, end = touched.start // page_slots, -(-touched.stop // page_slots)
-            pages, first = request.pages[index], request.first[index]
-            num_pages = len(pages)
-            if first < start:
-                # A request may come in with its first tokens out of the window already.
-                if num_pages < start:
-                    pages.extend([NULL_PAGE] * (start - num_pages))
-                if pages[start - 1] != NULL_PAGE:
-                    table.pass_by(request, range(first, start), self._order)
-                pages[first:start] = [NULL_PAGE] * (start - first)
-                request.first[index] = start
-            if request.num_tokens and end < num_pages:
-                table.pass_by(request, range(max(start, end), len(pages)), self._order)
-                del pages[end:]
-            request.releases[index] = policy.next_release(facts, num_processed_tokens, page_slots)
-            if request.releases[index] == NEVER or len(pages) != num_pages or not first:
-                self._measure(request, table)
-        request.shrinks_at = min(request.releases)
-        request.grows_at = min(request.max_tokens) + 1
-
-    def _measure(self, request: Request, table: Table) -> None:
-        """Note for how many tokens a page table's pages suffice."""
-        pages = request.pages[table.index]
-        request.max_tokens[table.index] = table.policy.max_tokens(
-            request.facts, request.num_processed_tokens, len(pages) * table.grain.page_slots
-        )
-        if not request.num_tokens and MISSING in pages:
-            request.max_tokens[table.index] = 0
-
-    def _needs(self, request: Request, num_tokens: int) -> list[int]:
-        """Small pages to take in each page table for so many tokens."""
-        needs = [0] * len(self._tables)
-        for index, max_tokens in enumerate(request.max_tokens):
-            if num_tokens > max_tokens:
-                table, pages = self._tables[index], request.pages[index]
-                touched = table.policy.update_last_access(
-                    request.facts, request.num_processed_tokens, num_tokens
-                )
-                needs[index] = -(-touched.stop // table.grain.page_slots) - len(pages)
-                if not max_tokens:
-                    needs[index] += pages.count(MISSING)
-        return needs
-
-    def _further_pages(
-        self,
-        request: Request,
-        found: Sequence[Sequence[int]] | None,
-        needs: Sequence[int],
-        chunk_tokens: int,
-        full_tokens: int,
-    ) -> list[int]:
-        """Small pages to take beyond those held until `full_tokens` tokens, at the peak.
-
-        A page held counts against the peak if it will be touched to the end, or if giving it up
-        makes room for another: not if someone else goes on using it.
-        """
-        facts = request.facts
-        peaks = self.capacity.peak_pages(full_tokens, chunk_tokens=chunk_tokens, facts=facts)
-        further: list[int] = []
-        for table, peak, need in zip(self._tables, peaks, needs, strict=True):
-            small_pages, pages = table.pages, request.pages[table.index]
-            at_end = table.policy.update_last_access(facts, full_tokens - 1, full_tokens)
-            first = request.first[table.index]
-            lasting = min(max(first, table.pages_for(at_end).start), len(pages))
-            num_kept = len(pages) - lasting - pages[lasting:].count(MISSING)
-            passing = [page for page in pages[first:lasting] if page > 0]
-            if found is None:
-                num_kept += sum(page not in small_pages.shares for page in passing)
-            else:
-                num_kept += sum(small_pages.stamps[page] >= 0 for page in passing)
-            further.append(max(need, peak - num_kept))
-        return further
-
-    def _share(self, found: Sequence[Sequence[int]], hit: PrefixHit) -> None:
-        """Use the pages found, and let those to copy from be the last to be evicted."""
-        for table, pages in zip(self._tables, found, strict=True):
-            if pages:
-                table.pages.share(pages)
-        self._states.renew_hit(hit, self._step)
-        self._asked_tokens += hit.asked_tokens
-        self._hit_tokens += hit.num_tokens
-        if hit.limit != NO_LIMIT:
-            self._limited_tokens[hit.limit] += hit.asked_tokens - hit.num_tokens
-
-    def _append(self, request: Request, taken: Sequence[list[int]]) -> None:
-        """Put pages taken where they are missing, the others at the end."""
-        for index, new_pages in enumerate(taken):
-            if not new_pages:
-                continue
-            table, pages = self._tables[index], request.pages[index]
-            num_missing = 0
-            if not request.max_tokens[index] and MISSING in pages:
-                holes = [number for number, page in enumerate(pages) if page == MISSING]
-                num_missing = len(holes)
-                for number, page in zip(holes, new_pages, strict=False):
-                    pages[number] = page
-            pages += new_pages[num_missing:] if num_missing else new_pages
-            self._measure(request, table)
-        request.grows_at = min(request.max_tokens) + 1
-
     def _forget_evicted(self) -> None:
         """Let evicted pages no longer be found."""
         num_evicted = self._allocator.large_pages.num_evicted
@@ -422,7 +291,7 @@ class Manager:
         request = self._running(request_id)
         if not 0 <= num_processed_tokens <= request.num_tokens:
             raise _running_error(request_id, request, None, num_processed_tokens)
-        self._give_up(request, num_processed_tokens)
+        self._growth.give_up(request, num_processed_tokens)
 
     def commit(self, request_id: str, prefix_hashes: Sequence[bytes], num_tokens: int) -> None:
         """Let others find the full pages of a request's first tokens.
@@ -566,13 +435,7 @@ class Manager:
 
     def cache_report(self) -> CacheReport:
         """What prefix hits brought since start-up."""
-        names = [table.spec.name for table in self._tables]
-        return CacheReport(
-            asked_tokens=self._asked_tokens,
-            hit_tokens=self._hit_tokens,
-            limited_tokens=dict(zip(names, self._limited_tokens, strict=True)),
-            evictions=tuple(table_evictions(table) for table in self._tables),
-        )
+        return self._hits.report()
 
     def check(self) -> None:
         """Raise `InvariantError` unless the books of requests, allocator and cache agree."""
@@ -582,17 +445,6 @@ class Manager:
         if self.memory().arena_bytes != self.num_large_pages * self.geometry.large_page_bytes:
             msg = f"the memory report does not add up to the arena: {self.memory()}"
             raise InvariantError(msg)
-
-
-def _new_request(
-    hit: PrefixHit | None, facts: RequestFacts | None, *, num_tables: int, prompt_tokens: int
-) -> Request:
-    if facts is None:
-        facts = RequestFacts(prompt_tokens=prompt_tokens) if hit is None else hit.facts
-    elif hit is not None and facts != hit.facts:
-        msg = f"facts must be those of the hit, {hit.facts}, got {facts}"
-        raise ValueError(msg)
-    return Request(facts, num_tables)
 
 
 def _token_error(num_tokens: int, num_processed_tokens: int) -> ValueError:

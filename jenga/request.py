@@ -138,3 +138,19 @@ class Request:
         self.max_tokens = [0] * num_tables
         self.releases = [0] * num_tables
         self.grows_at = self.shrinks_at = self.commits_at = 0
+
+
+def new_request(
+    hit: PrefixHit | None, facts: RequestFacts | None, *, num_tables: int, prompt_tokens: int
+) -> Request:
+    """A request that comes in, with the facts given or those of its hit.
+
+    Raises:
+        ValueError: They are not the same.
+    """
+    if facts is None:
+        facts = RequestFacts(prompt_tokens=prompt_tokens) if hit is None else hit.facts
+    elif hit is not None and facts != hit.facts:
+        msg = f"facts must be those of the hit, {hit.facts}, got {facts}"
+        raise ValueError(msg)
+    return Request(facts, num_tables)

@@ -104,12 +104,22 @@ class SplitPages:
                     shares[page] = shares.get(page, 0) + 1
         for page in revived:
             stamps[page] = NOT_QUEUED
-        used = self._used
+        used, all_empties, k = self._used, self._empties, self.pages_per_large
+        unpinned: list[int] = []
         for large, start, end in self._runs(revived):
+            num_empty = len(all_empties[large])
             if not used[large]:
-                self._pin(large)
+                unpinned.append(large)
+                if num_empty:
+                    self._idle.remove(large, num_empty)
+                    self._open.add(large, num_empty)
             used[large] += end - start
-        self.num_spare -= len(revived)
+            if used[large] + num_empty < k:
+                self._queue_pinned(large)
+            else:
+                self._pinned.drop(large)
+        self._large_pages.reclaimable.drop_many(unpinned)
+        self.num_spare += len(unpinned) * k - len(revived)
         self.num_used += len(revived)
         self.num_evictable -= len(revived)
 
@@ -306,6 +316,7 @@ class SplitPages:
         entries = [rank * num_stamps + page for page, rank in zip(pages, ranks, strict=True)]
         for page, entry in zip(pages, entries, strict=True):
             stamps[page] = entry
+        unused: list[int] = []
         for large, start, end in self._runs(pages):
             order, run = self._orders[large], entries[start:end]
             if end - start > 1:
@@ -315,12 +326,19 @@ class SplitPages:
             else:
                 # Stale entries, and pages that come back with the rank they had, go.
                 order[:] = sorted({e for e in (*order, *run) if stamps[e % num_stamps] == e})
-            youngest[large] = max(youngest[large], run[-1] // num_stamps)
+            rank = run[-1] // num_stamps
+            youngest[large] = max(youngest[large], rank)
             if len(order) > 2 * self.pages_per_large:
                 order[:] = [e for e in order if stamps[e % num_stamps] == e]
-            self._leave(large, end - start, len(self._empties[large]))
-            if self._used[large] and (order[0] == run[0] or self._pinned.stamps[large] < 0):
-                self._queue_pinned(large)
+            if self._used[large] == end - start:
+                self._unpin(large, end - start, len(self._empties[large]))
+                unused.append(large)
+            else:
+                self._used[large] -= end - start
+                self.num_spare += end - start
+                if order[0] == run[0] or self._pinned.stamps[large] < 0:
+                    self._queue_pinned(large)
+        self._large_pages.reclaimable.extend(unused, [youngest[large] for large in unused])
 
     def _runs(self, pages: Sequence[int]) -> list[tuple[int, int, int]]:
         """Stretches of pages that lie in one large page, as (large page, start, end)."""
@@ -336,28 +354,34 @@ class SplitPages:
         return runs
 
     def _leave(self, large: int, num_left: int, num_empty_before: int) -> None:
-        """Settle the books of a pinned large page that `num_left` small pages lost their users."""
-        self._used[large] -= num_left
+        """Settle the books of a pinned large page that `num_left` small pages became empty of."""
         num_empty = len(self._empties[large])
-        if self._used[large]:
+        if self._used[large] > num_left:
+            self._used[large] -= num_left
             self.num_spare += num_left
-            if num_empty != num_empty_before:
-                bins = self._claimed if large in self._owners else self._open
-                bins.remove(large, num_empty_before)
-                bins.add(large, num_empty)
+            bins = self._claimed if large in self._owners else self._open
+            bins.remove(large, num_empty_before)
+            bins.add(large, num_empty)
             return
+        self._unpin(large, num_left, num_empty_before)
+        if num_empty == self.pages_per_large:
+            self._close(large)
+        else:
+            self._large_pages.reclaimable.push(large, self._youngest[large])
+
+    def _unpin(self, large: int, num_left: int, num_empty_before: int) -> None:
+        """Settle the books of a large page whose last `num_left` users left; not closed, idle."""
+        self._used[large] = 0
         self.num_spare -= self.pages_per_large - num_left
         if large in self._owners:
             self._claimed.remove(large, num_empty_before)
             del self._claims[self._owners.pop(large)]
-        else:
+        elif num_empty_before:
             self._open.remove(large, num_empty_before)
         self._pinned.drop(large)
-        if num_empty == self.pages_per_large:
-            self._close(large)
-        else:
+        num_empty = len(self._empties[large])
+        if 0 < num_empty < self.pages_per_large:
             self._idle.add(large, num_empty)
-            self._large_pages.reclaimable.push(large, self._youngest[large])
 
     def _close(self, large: int) -> None:
         self._empties[large] = self._orders[large] = NO_PAGES

@@ -6,6 +6,8 @@ A *rank* is a non-negative integer; the lowest goes first.
 from collections import deque
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
+from itertools import chain, pairwise
+from operator import add
 
 from jenga.errors import InvariantError
 
@@ -14,6 +16,10 @@ NOT_QUEUED = -1
 
 SLACK_ENTRIES = 64
 """Stale entries a queue may always hold; below this a rebuild costs more than it frees."""
+
+
+NUM_LANES = 4
+"""Orders rank by a few levels, each of which rises with time."""
 
 
 class VictimQueue:
@@ -25,11 +31,11 @@ class VictimQueue:
     valid ones by more than a constant: the queue is rebuilt before.
     """
 
-    __slots__ = ("_heap", "_num_items", "_rising", "num_queued", "stamps")
+    __slots__ = ("_heap", "_lanes", "_num_items", "num_queued", "stamps")
 
     def __init__(self, num_items: int) -> None:
         self._num_items = num_items
-        self._rising: deque[int] = deque()
+        self._lanes: tuple[deque[int], ...] = tuple(deque() for _ in range(NUM_LANES))
         self._heap: list[int] = []
         self.stamps = [NOT_QUEUED] * num_items
         self.num_queued = 0
@@ -43,23 +49,39 @@ class VictimQueue:
         if stamps[item] < 0:
             self.num_queued += 1
         stamps[item] = entry
-        rising = self._rising
-        if not rising or entry > rising[-1]:
-            rising.append(entry)
+        lane = self._lane(entry)
+        if lane is not None:
+            lane.append(entry)
         else:
             heappush(self._heap, entry)
         self._shrink()
 
+    def _lane(self, entry: int) -> deque[int] | None:
+        """A lane that an entry goes on rising, or None."""
+        for lane in self._lanes:
+            if not lane or entry > lane[-1]:
+                return lane
+        return None
+
     def extend(self, items: Sequence[int], ranks: Sequence[int]) -> None:
         """Queue items, none of which is queued."""
-        num_items, stamps, rising = self._num_items, self.stamps, self._rising
-        entries = [rank * num_items + item for item, rank in zip(items, ranks, strict=True)]
+        if not items:
+            return
+        num_items, stamps = self._num_items, self.stamps
+        if isinstance(ranks, range):
+            step = ranks.step * num_items
+            ranks = range(
+                ranks.start * num_items, ranks.start * num_items + len(ranks) * step, step
+            )
+            entries = list(map(add, ranks, items))
+        else:
+            entries = [rank * num_items + item for item, rank in zip(items, ranks, strict=True)]
         for item, entry in zip(items, entries, strict=True):
             stamps[item] = entry
-        if not isinstance(ranks, range) or ranks.step < 0:
-            entries.sort()
-        if not rising or (entries and entries[0] > rising[-1]):
-            rising.extend(entries)
+        entries.sort()
+        lane = self._lane(entries[0])
+        if lane is not None:
+            lane.extend(entries)
         else:
             for entry in entries:
                 heappush(self._heap, entry)
@@ -95,39 +117,47 @@ class VictimQueue:
 
     def clear(self) -> None:
         """Take every item out."""
-        self._rising.clear()
+        for lane in self._lanes:
+            lane.clear()
         self._heap.clear()
         self.stamps[:] = [NOT_QUEUED] * self._num_items
         self.num_queued = 0
 
     def _first(self) -> int:
-        num_items, stamps, rising, heap = self._num_items, self.stamps, self._rising, self._heap
-        while rising and stamps[rising[0] % num_items] != rising[0]:
-            rising.popleft()
+        num_items, stamps, heap = self._num_items, self.stamps, self._heap
+        first = NOT_QUEUED
+        for lane in self._lanes:
+            while lane and stamps[lane[0] % num_items] != lane[0]:
+                lane.popleft()
+            if lane and (first < 0 or lane[0] < first):
+                first = lane[0]
         while heap and stamps[heap[0] % num_items] != heap[0]:
             heappop(heap)
-        if rising and heap:
-            return min(rising[0], heap[0])
-        if rising:
-            return rising[0]
-        return heap[0] if heap else NOT_QUEUED
+        return heap[0] if heap and (first < 0 or heap[0] < first) else first
+
+    @property
+    def _num_entries(self) -> int:
+        return sum(map(len, self._lanes)) + len(self._heap)
 
     def _shrink(self) -> None:
         most = 2 * self.num_queued + SLACK_ENTRIES
-        if len(self._rising) + len(self._heap) <= most:
+        if self._num_entries <= most:
             return
         # What comes back into use is mostly what would have gone next.
         self._first()
-        if len(self._rising) + len(self._heap) <= most:
+        if self._num_entries <= most:
             return
         num_items, stamps = self._num_items, self.stamps
-        self._rising = deque(e for e in self._rising if stamps[e % num_items] == e)
+        for lane in self._lanes:
+            valid = [e for e in lane if stamps[e % num_items] == e]
+            lane.clear()
+            lane.extend(valid)
         self._heap = [e for e in self._heap if stamps[e % num_items] == e]
         heapify(self._heap)
 
     def check(self) -> None:
         """Raise `InvariantError` unless exactly the stamped items have a valid entry."""
-        entries = [*self._rising, *self._heap]
+        entries = [*chain.from_iterable(self._lanes), *self._heap]
         valid = {e for e in entries if self.stamps[e % self._num_items] == e}
         stamped = {stamp for stamp in self.stamps if stamp >= 0}
         if valid != stamped or len(stamped) != self.num_queued:
@@ -136,6 +166,6 @@ class VictimQueue:
                 f"{self.num_queued} are counted"
             )
             raise InvariantError(msg)
-        if any(a >= b for a, b in zip(self._rising, list(self._rising)[1:], strict=False)):
-            msg = "the rising part of the queue does not rise"
+        if any(a >= b for lane in self._lanes for a, b in pairwise(lane)):
+            msg = "a lane of the queue does not rise"
             raise InvariantError(msg)

@@ -57,17 +57,16 @@ class WholePages:
     def sharing(self, pages: Sequence[int]) -> tuple[int, int]:
         """Large pages that `share` would pin, and what it would add to `num_spare`."""
         stamps = self.stamps
-        return sum(stamps[page] >= 0 for page in pages), 0
+        return len([page for page in pages if stamps[page] >= 0]), 0
 
     def share(self, pages: Sequence[int]) -> None:
         """Give each page, used or evictable, one user more."""
         stamps, shares = self.stamps, self.shares
-        revived: list[int] = []
-        for page in pages:
-            if stamps[page] < 0:
-                shares[page] = shares.get(page, 0) + 1
-            else:
-                revived.append(page)
+        revived = [page for page in pages if stamps[page] >= 0]
+        if len(revived) < len(pages):
+            for page in pages:
+                if stamps[page] < 0:
+                    shares[page] = shares.get(page, 0) + 1
         self._large_pages.reclaimable.drop_many(revived)
         self.num_used += len(revived)
         self.num_evictable -= len(revived)

@@ -1,0 +1,134 @@
+"""How a request's page tables grow with its tokens, and shrink as windows pass.
+
+A request notes for how many tokens its pages suffice and when the next of them is given up, so that
+most steps of decoding ask no page table at all.
+"""
+
+from collections.abc import Sequence
+
+from jenga.capacity import Capacity
+from jenga.eviction_order import EvictionOrder
+from jenga.large_pages import NULL_PAGE
+from jenga.policies import NEVER
+from jenga.request import MISSING, Request
+from jenga.table import Table
+
+
+class Growth:
+    """What requests need, put into their page tables and give up."""
+
+    __slots__ = ("_capacity", "_order", "_tables")
+
+    def __init__(self, tables: Sequence[Table], capacity: Capacity, order: EvictionOrder) -> None:
+        """For requests of one arena.
+
+        Args:
+            tables: All page tables.
+            capacity: What the arena can hold at all.
+            order: How cached pages are ranked.
+        """
+        self._tables = tables
+        self._capacity = capacity
+        self._order = order
+
+    def give_up(self, request: Request, num_processed_tokens: int) -> None:
+        """Give up pages out of every future window, at the time of the step before."""
+        request.num_processed_tokens = num_processed_tokens
+        if num_processed_tokens < request.shrinks_at:
+            return
+        facts = request.facts
+        num_tokens = max(request.num_tokens, num_processed_tokens)
+        for index, release in enumerate(request.releases):
+            if num_processed_tokens < release:
+                continue
+            table = self._tables[index]
+            policy, page_slots = table.policy, table.grain.page_slots
+            touched = policy.update_last_access(facts, num_processed_tokens, num_tokens)
+            start, end = touched.start // page_slots, -(-touched.stop // page_slots)
+            pages, first = request.pages[index], request.first[index]
+            num_pages = len(pages)
+            if first < start:
+                # A request may come in with its first tokens out of the window already.
+                if num_pages < start:
+                    pages.extend([NULL_PAGE] * (start - num_pages))
+                if pages[start - 1] != NULL_PAGE:
+                    table.pass_by(request, range(first, start), self._order)
+                pages[first:start] = [NULL_PAGE] * (start - first)
+                request.first[index] = start
+            if request.num_tokens and end < num_pages:
+                table.pass_by(request, range(max(start, end), len(pages)), self._order)
+                del pages[end:]
+            request.releases[index] = policy.next_release(facts, num_processed_tokens, page_slots)
+            if request.releases[index] == NEVER or len(pages) != num_pages or not first:
+                self._measure(request, table)
+        request.shrinks_at = min(request.releases)
+        request.grows_at = min(request.max_tokens) + 1
+
+    def _measure(self, request: Request, table: Table) -> None:
+        """Note for how many tokens a page table's pages suffice."""
+        pages = request.pages[table.index]
+        request.max_tokens[table.index] = table.policy.max_tokens(
+            request.facts, request.num_processed_tokens, len(pages) * table.grain.page_slots
+        )
+        if not request.num_tokens and MISSING in pages:
+            request.max_tokens[table.index] = 0
+
+    def needs(self, request: Request, num_tokens: int) -> list[int]:
+        """Small pages to take in each page table for so many tokens."""
+        needs = [0] * len(self._tables)
+        for index, max_tokens in enumerate(request.max_tokens):
+            if num_tokens > max_tokens:
+                table, pages = self._tables[index], request.pages[index]
+                touched = table.policy.update_last_access(
+                    request.facts, request.num_processed_tokens, num_tokens
+                )
+                needs[index] = -(-touched.stop // table.grain.page_slots) - len(pages)
+                if not max_tokens:
+                    needs[index] += pages.count(MISSING)
+        return needs
+
+    def further_pages(
+        self,
+        request: Request,
+        found: Sequence[Sequence[int]] | None,
+        needs: Sequence[int],
+        chunk_tokens: int,
+        full_tokens: int,
+    ) -> list[int]:
+        """Small pages to take beyond those held until `full_tokens` tokens, at the peak.
+
+        A page held counts against the peak if it will be touched to the end, or if giving it up
+        makes room for another: not if someone else goes on using it.
+        """
+        facts = request.facts
+        peaks = self._capacity.peak_pages(full_tokens, chunk_tokens=chunk_tokens, facts=facts)
+        further: list[int] = []
+        for table, peak, need in zip(self._tables, peaks, needs, strict=True):
+            small_pages, pages = table.pages, request.pages[table.index]
+            at_end = table.policy.update_last_access(facts, full_tokens - 1, full_tokens)
+            first = request.first[table.index]
+            lasting = min(max(first, table.pages_for(at_end).start), len(pages))
+            num_kept = len(pages) - lasting - pages[lasting:].count(MISSING)
+            passing = [page for page in pages[first:lasting] if page > 0]
+            if found is None:
+                num_kept += sum(page not in small_pages.shares for page in passing)
+            else:
+                num_kept += sum(small_pages.stamps[page] >= 0 for page in passing)
+            further.append(max(need, peak - num_kept))
+        return further
+
+    def append(self, request: Request, taken: Sequence[list[int]]) -> None:
+        """Put pages taken where they are missing, the others at the end."""
+        for index, new_pages in enumerate(taken):
+            if not new_pages:
+                continue
+            table, pages = self._tables[index], request.pages[index]
+            num_missing = 0
+            if not request.max_tokens[index] and MISSING in pages:
+                holes = [number for number, page in enumerate(pages) if page == MISSING]
+                num_missing = len(holes)
+                for number, page in zip(holes, new_pages, strict=False):
+                    pages[number] = page
+            pages += new_pages[num_missing:] if num_missing else new_pages
+            self._measure(request, table)
+        request.grows_at = min(request.max_tokens) + 1

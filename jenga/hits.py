@@ -1,0 +1,66 @@
+"""Prefix hits: how a request starts from one, and what they brought."""
+
+from collections.abc import Sequence
+
+from jenga.kept_states import KeptStates
+from jenga.request import MISSING, NO_LIMIT, PrefixHit, Request
+from jenga.stats import CacheReport, table_evictions
+from jenga.table import Table
+
+
+class Hits:
+    """Gives requests the pages of their hits, and counts tokens hit and missed."""
+
+    __slots__ = ("_asked_tokens", "_hit_tokens", "_limited_tokens", "_states", "_tables")
+
+    def __init__(self, tables: Sequence[Table], states: KeptStates) -> None:
+        """No hit.
+
+        Args:
+            tables: All page tables.
+            states: States kept for others.
+        """
+        self._tables = tables
+        self._states = states
+        self._asked_tokens = self._hit_tokens = 0
+        self._limited_tokens = [0] * len(tables)
+
+    def start_from(self, request: Request, hit: PrefixHit, num_tokens: int) -> list[list[int]]:
+        """Give a new request the page tables of its hit, as far as this step touches them.
+
+        Returns:
+            The small pages found, per page table.
+        """
+        request.hit_tokens = hit.num_tokens
+        request.branch_tokens = hit.branch_tokens
+        found: list[list[int]] = [[] for _ in self._tables]
+        for table in self._tables:
+            if hit.pages[table.index] and not table.policy.is_overwritten:
+                touched = table.policy.update_last_access(request.facts, hit.num_tokens, num_tokens)
+                pages = list(hit.pages[table.index][: table.pages_for(touched).stop])
+                request.pages[table.index] = pages
+                found[table.index] = [page for page in pages if page > 0]
+                if MISSING not in pages:
+                    request.committed[table.index] = len(pages)
+        return found
+
+    def share(self, found: Sequence[Sequence[int]], hit: PrefixHit, step: int) -> None:
+        """Use the pages found, and let those to copy from be the last to be evicted."""
+        for table, pages in zip(self._tables, found, strict=True):
+            if pages:
+                table.pages.share(pages)
+        self._states.renew_hit(hit, step)
+        self._asked_tokens += hit.asked_tokens
+        self._hit_tokens += hit.num_tokens
+        if hit.limit != NO_LIMIT:
+            self._limited_tokens[hit.limit] += hit.asked_tokens - hit.num_tokens
+
+    def report(self) -> CacheReport:
+        """What prefix hits brought since start-up."""
+        names = [table.spec.name for table in self._tables]
+        return CacheReport(
+            asked_tokens=self._asked_tokens,
+            hit_tokens=self._hit_tokens,
+            limited_tokens=dict(zip(names, self._limited_tokens, strict=True)),
+            evictions=tuple(table_evictions(table) for table in self._tables),
+        )
