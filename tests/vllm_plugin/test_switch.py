@@ -65,6 +65,8 @@ def refusals(tiny_model):
     """Get the message of the refusal of each feature, all in one process."""
     code = (
         CONFIGURE.format(model=str(tiny_model("llama")))
+        + f"""
+    hybrid = {str(tiny_model("granite_hybrid"))!r}"""
         + """
     features = {
         "pipeline parallelism": dict(pipeline_parallel_size=2),
@@ -79,6 +81,9 @@ def refusals(tiny_model):
         "disable-hybrid-kv-cache-manager": dict(disable_hybrid_kv_cache_manager=True),
         "kv-cache-dtype": dict(kv_cache_dtype="fp8_e5m2"),
         "block-size": dict(block_size=24),
+        "use-replayssm": dict(model=hybrid, use_replayssm=True),
+        "stochastic-rounding": dict(model=hybrid, mamba_ssm_cache_dtype="float16",
+                                    enable_mamba_cache_stochastic_rounding=True),
     }
     for feature, options in features.items():
         try:
@@ -106,6 +111,8 @@ def refusals(tiny_model):
         "disable-hybrid-kv-cache-manager",
         "kv-cache-dtype",
         "block-size",
+        "use-replayssm",
+        "stochastic-rounding",
     ],
 )
 def test_unsupported_features_are_refused_by_name_at_start_up(feature, refusals):
