@@ -206,11 +206,15 @@ def _summary_table(runs: Sequence[Run], colours: Sequence[str]) -> str:
 
 def _cell(column: _Column, summary: SummaryRow, rivals: Sequence[SummaryRow]) -> str:
     """A number, bold where no run of the same model and trace has a better one."""
-    value = column.value(summary)
+    text = column.text(column.value(summary))
     values = [column.value(each) for each in rivals]
-    is_best = column.best is not None and len(set(values)) > 1 and value == column.best(values)
+    # What is shown decides: digits that nobody sees make nothing better.
+    texts = {column.text(value) for value in values}
+    is_best = (
+        column.best is not None and len(texts) > 1 and text == column.text(column.best(values))
+    )
     css_class = "best" if is_best else "usual"
-    return f'<td class="{css_class}">{escape(column.text(value))}</td>'
+    return f'<td class="{css_class}">{escape(text)}</td>'
 
 
 def _bars(runs: Sequence[Run], colours: Sequence[str]) -> str:

@@ -103,7 +103,7 @@ def _draw_tables(axis: Any, run: Run, x: Sequence[float]) -> None:  # noqa: ANN4
         colours += [colour, f"{colour}66"]
         labels += [name, f"_{name}"]
     axis.stackplot(x, layers, labels=labels, colors=colours, linewidth=0)
-    axis.legend(loc="upper left", fontsize=7, ncols=2)
+    axis.legend(loc="upper right", fontsize=7, frameon=True, framealpha=0.85, ncols=2)
 
 
 def _table_bytes(step: StepRow, name: str, field: str) -> int:

@@ -1,5 +1,6 @@
 """The picture of a large page."""
 
+import sys
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -66,3 +67,15 @@ def test_command_refuses_another_format(tmp_path, capsys):
     assert main(["plan", "gemma-3-4b", "--without-vllm", "--plot", str(file)]) == 2
     assert "must end in .svg, .png, .pdf" in capsys.readouterr().err
     assert not file.exists()
+
+
+def test_command_says_what_to_install_without_matplotlib(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+    code = main(["plan", "gemma-3-4b", "--without-vllm", "--plot", str(tmp_path / "page.svg")])
+
+    printed = capsys.readouterr()
+    assert code == 2
+    assert "Layer types" in printed.out
+    assert "package 'matplotlib' is not installed" in printed.err
+    assert "jenga-kv[plots]" in printed.err
