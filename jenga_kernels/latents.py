@@ -17,8 +17,8 @@ MAX_LATENT_DIM = 512
 LATENT_DIM_STEP = 16
 """Rotary keys begin at multiples of 16 bytes in rows of any dtype."""
 
-MAX_ROTARY_DIM = 128
-"""Widest rotary key that the tiles leave room for."""
+MAX_ROTARY_DIM = 64
+"""Widest rotary key that the tiles leave shared memory for."""
 
 
 def check_latent_pages(pages: torch.Tensor, latent_dim: int, dtype: torch.dtype) -> tuple[int, int]:

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from jenga_kernels.triton.attention_plan import next_run
-from jenga_kernels.triton.attention_tile import end_visible, row_offsets
+from jenga_kernels.triton.attention_tile import end_visible
 from jenga_kernels.triton.device import ceil_div
 from jenga_kernels.triton.latent_tile import attend_latents
 from jenga_kernels.triton.rows import store_rows
@@ -118,13 +118,14 @@ def latent_decode_kernel(
             BLOCK_LATENT,
             BLOCK_ROTARY,
         )
+        # Rows of results are numbered in 32 bits, their elements are not.
         if is_whole:
-            offsets = row_offsets(tokens, heads, NUM_HEADS * LATENT_DIM, LATENT_DIM)
+            out_rows = tokens * NUM_HEADS + heads
+            offsets = out_rows.to(tl.int64) * LATENT_DIM
             store_rows(out_ptr, offsets, out, live, LATENT_DIM, BLOCK_LATENT)
             if lse_ptr is not None:
-                tl.store(lse_ptr + tokens.to(tl.int64) * NUM_HEADS + heads, lse, mask=live)
+                tl.store(lse_ptr + out_rows, lse, mask=live)
         else:
-            # Rows of partial results are numbered in 32 bits, their elements are not.
             partial_rows = partial * PARTIAL_ROWS + rows
             offsets = partial_rows.to(tl.int64) * LATENT_DIM
             store_rows(partial_out_ptr, offsets, out, live, LATENT_DIM, BLOCK_LATENT)

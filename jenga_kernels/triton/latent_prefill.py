@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from jenga_kernels.triton.attention_tile import end_visible, row_offsets
+from jenga_kernels.triton.attention_tile import end_visible
 from jenga_kernels.triton.device import ceil_div
 from jenga_kernels.triton.latent_tile import attend_latents
 from jenga_kernels.triton.rows import store_rows
@@ -91,7 +91,9 @@ def latent_prefill_kernel(
         BLOCK_LATENT,
         BLOCK_ROTARY,
     )
-    offsets = row_offsets(tokens, heads, NUM_HEADS * LATENT_DIM, LATENT_DIM)
+    # Rows of results are numbered in 32 bits, their elements are not.
+    out_rows = tokens * NUM_HEADS + heads
+    offsets = out_rows.to(tl.int64) * LATENT_DIM
     store_rows(out_ptr, offsets, out, live, LATENT_DIM, BLOCK_LATENT)
     if lse_ptr is not None:
-        tl.store(lse_ptr + tokens.to(tl.int64) * NUM_HEADS + heads, lse, mask=live)
+        tl.store(lse_ptr + out_rows, lse, mask=live)

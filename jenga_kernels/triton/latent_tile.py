@@ -69,15 +69,20 @@ def attend_latents(
             PAGE_TOKENS,
             BLOCK_N,
         )
-        # One copy of a latent in shared memory serves as key and as value.
-        latents = load_rows(pages_ptr, offsets, None, LATENT_DIM, BLOCK_LATENT).to(q_latent.dtype)
-        rotary = load_rows(pages_ptr + LATENT_DIM, offsets, None, ROTARY_DIM, BLOCK_ROTARY)
-        scores = matmul(q_latent, tl.trans(latents))  # f32[BLOCK_M, BLOCK_N]
-        scores = matmul_add(q_rotary, tl.trans(rotary.to(q_rotary.dtype)), scores)
         keys = first_key + tl.arange(0, BLOCK_N)
+        latents = load_rows(pages_ptr, offsets, None, LATENT_DIM, BLOCK_LATENT)
+        rotary = load_rows(pages_ptr + LATENT_DIM, offsets, None, ROTARY_DIM, BLOCK_ROTARY)
+        # One copy of a latent in shared memory serves as key and as value, unless it is converted
+        # for each: the compiler loads ahead only what it converts once. The mask keeps two loads.
+        values = latents
+        if latents.dtype != q_latent.dtype:
+            values = load_rows(pages_ptr, offsets, keys < keys_end, LATENT_DIM, BLOCK_LATENT)
+        scores = matmul(q_latent, tl.trans(latents.to(q_latent.dtype)))  # f32[BLOCK_M, BLOCK_N]
+        scores = matmul_add(q_rotary, tl.trans(rotary.to(q_rotary.dtype)), scores)
         scores = tl.where(keys[None, :] < row_ends[:, None], scores, float("-inf"))
         weights, rescale, row_max, row_sum = softmax_step(scores, to_base_2, row_max, row_sum)
-        acc = matmul_add(weights.to(latents.dtype), latents, acc * rescale[:, None])
+        values = values.to(q_latent.dtype)  # [BLOCK_N, BLOCK_LATENT]
+        acc = matmul_add(weights.to(values.dtype), values, acc * rescale[:, None])
 
     out, lse = finish_rows(acc, row_max, row_sum, None)
     if latent_scale_ptr is not None:

@@ -111,8 +111,9 @@ def test_latent_attention_compiles_to_wide_loads_and_tensor_cores_without_spills
         assert kernel.counts["store_global"] - kernel.counts["store_128"] <= 2, kernel
         if job is not compile_float32:
             assert kernel.counts["wgmma"] + kernel.counts["mma"] > 0, kernel
-        if job not in {compile_float32, compile_fp8}:
-            assert kernel.counts["cp_async"] > 0, kernel
+        if job is not compile_float32:
+            # A page id, and a step of latents loaded ahead.
+            assert kernel.counts["cp_async"] >= 16, kernel
         if job in {compile_usual, compile_other_shapes} and capability == 90:
             assert kernel.counts["wgmma"] in {0, WARPGROUP_PRODUCTS}, kernel
             assert kernel.counts["wgmma"] > 0 or kernel.name == "latent_decode_kernel", kernel

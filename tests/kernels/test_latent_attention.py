@@ -285,6 +285,10 @@ BAD_ARGUMENTS = {
     "pages_without_tokens": ("pages", lambda a: {"pages": a["pages"][:, :0]}),
     "a_latent_of_no_elements": ("latent_dim", lambda _: {"latent_dim": 0}),
     "a_latent_of_odd_width": ("latent_dim", lambda _: {"latent_dim": 56}),
+    "a_wide_rotary_key": (
+        "pages",
+        lambda a: {"q": a["q"].repeat(1, 1, 2), "pages": a["pages"].repeat(1, 1, 2)},
+    ),
     "no_rotary_key": ("pages", lambda _: {"latent_dim": 80}),
     "a_64_bit_page_table": ("page_table", lambda a: {"page_table": a["page_table"].long()}),
     "a_transposed_page_table": (
