@@ -162,4 +162,4 @@ def test_two_tensor_parallel_workers_generate_what_one_does(tiny_model, run_engi
     )
 
     assert_same_generation(two, one)
-    assert hits_of(two, 0, None) == hits_of(one, 0, None)
+    check_turns(two, prompts)  # in their own process requests arrive at other steps
