@@ -1,32 +1,37 @@
 """Host time of the memory manager, side by side with vLLM's own KVCacheManager.
 
-    python perf/bench_manager.py [model ...] [--arena-gb 40] [--arena-factors 1 10 100] [--memory]
+    python -m perf.bench_manager [model ...] [--arena-gb 400] [--arena-factors 1 10 100] [--memory]
+        [--rounds 3] [--save FOLDER]
 
 One process, both managers by turns, on the same layers. Hashes are made beforehand in both.
-Columns, in microseconds unless said: a decode step of 256 running requests (ms) and one allocation
-of it; a 2,048-token chunk of a prefill; the lookup of a 32,768-token prefix that is cached, and its
-admission; the end of a request of 32,768 tokens. p50 of the repetitions; x is ours over vLLM's.
+Columns, in microseconds of CPU time of the thread: a decode step of 256 running requests; a
+2,048-token chunk of a prefill; the lookup of a 32,768-token prefix that is cached, and its
+admission; the end of a request of 32,768 tokens. Each is the median of its repetitions in a round,
+and of those the least of all rounds: what other programs do to the caches comes and goes. Python's
+garbage collector is off, as its cost is that of all objects alive, the other manager's too.
 
 Stock is run as it runs by default: prefix caching on, hybrids in `align` mode with the attention
-page it chooses.
+page it chooses. Pages of 16 tokens are looked up, shared and freed in ours on every model; where
+stock has states its pages have hundreds of tokens or thousands, so there are as much fewer.
 """
 
 import argparse
+import gc
+import json
 import platform
 import statistics
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from jenga.errors import OutOfPagesError
-from jenga.geometry import Geometry
 from jenga.manager import Manager
 from jenga.models import known_model
 from jenga.planner import plan
-from jenga.request import PrefixHit
-from jenga.spec import ChunkedLocal, FullAttention, ModelSpec, SlidingWindow, State
+from perf.manager_sides import PREFIX_TOKENS, Ours, Stock
 
 MODELS = (
     "llama-3.1-8b",
@@ -42,10 +47,16 @@ MODELS = (
 NUM_RUNNING = 256
 DECODE_STEPS = 48
 CHUNK_TOKENS = 2048
-PREFIX_TOKENS = 32768
 PROMPT_TOKENS = 1024
-HASH_TOKENS = 16
 REPETITIONS = 9
+MOST_REQUESTS = 2000
+
+TABLES = {
+    "models": "us of CPU time: ours, stock, ratio; last, ours over ours on the first model",
+    "arenas": "us of CPU time of ours, the same geometry in arenas so many times larger",
+    "memory": "bytes of the manager for each small page: empty arena, all of it cached",
+}
+"""What is measured, with the words above it."""
 
 
 P = ParamSpec("P")
@@ -72,174 +83,6 @@ def timed(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> tuple[floa
     start = time.thread_time()
     result = call(*args, **kwargs)
     return time.thread_time() - start, result
-
-
-def hashes_of(seed: int, num_tokens: int) -> list[bytes]:
-    return [f"{seed:08}{i:024}".encode() for i in range(num_tokens // HASH_TOKENS)]
-
-
-class Ours:
-    """`jenga.manager.Manager`, called as the vLLM plugin calls it."""
-
-    def __init__(self, geometry: Geometry, arena_bytes: int) -> None:
-        self.manager = Manager(
-            geometry,
-            num_large_pages=geometry.num_large_pages(arena_bytes),
-            prefix_caching=True,
-            hash_tokens=HASH_TOKENS,
-        )
-        self.hashes: dict[str, list[bytes]] = {}
-        self.tokens: dict[str, int] = {}
-
-    def begin(self, name: str, seed: int, num_tokens: int) -> None:
-        """Make a request of so many tokens; the seed names its content."""
-        self.hashes[name] = hashes_of(seed, num_tokens + 4096)
-        self.tokens[name] = 0
-
-    def lookup(self, name: str, num_tokens: int) -> PrefixHit:
-        """Look its cached prefix up."""
-        return self.manager.lookup(self.hashes[name], max_tokens=num_tokens - 1)
-
-    def advance(self, name: str, num_tokens: int, hit: PrefixHit | None = None) -> None:
-        """Give it slots for so many tokens more and commit them."""
-        processed = hit.num_tokens if hit is not None else self.tokens[name]
-        num_tokens += processed
-        self.manager.allocate(name, num_tokens=num_tokens, num_processed_tokens=processed, hit=hit)
-        self.manager.commit(name, self.hashes[name], num_tokens)
-        self.tokens[name] = num_tokens
-
-    def keep_states(self, name: str) -> None:
-        """Keep its states, where they stand at a hash."""
-        if self.tokens[name] % HASH_TOKENS == 0:
-            prefix_hash = self.hashes[name][self.tokens[name] // HASH_TOKENS - 1]
-            self.manager.keep_state(name, prefix_hash, self.tokens[name])
-            self.manager.take_copies()
-
-    def new_step(self) -> None:
-        """Begin a step."""
-        self.manager.new_step()
-
-    def finish(self, name: str) -> None:
-        """End a request."""
-        self.manager.free(name)
-
-
-class Stock:
-    """vLLM's KVCacheManager, called as vLLM's scheduler calls it."""
-
-    def __init__(self, model: ModelSpec, arena_bytes: int) -> None:
-        from vllm.config import VllmConfig
-        from vllm.v1.core.kv_cache_manager import KVCacheManager
-        from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
-        from vllm.v1.kv_cache_interface import KVCacheConfig
-
-        specs, self.block_tokens = stock_specs(model)
-        vllm_config = VllmConfig()
-        vllm_config.cache_config.kv_cache_layout = "LBNHC"
-        groups = get_kv_cache_groups(vllm_config, specs)
-        block_bytes = max(
-            sum(specs[name].page_size_bytes for name in group.layer_names) for group in groups
-        )
-        config = KVCacheConfig(
-            num_blocks=arena_bytes // block_bytes, kv_cache_tensors=[], kv_cache_groups=groups
-        )
-        self.num_groups = len(groups)
-        self.manager = KVCacheManager(
-            config,
-            max_model_len=PREFIX_TOKENS + 8192,
-            scheduler_block_size=self.block_tokens,
-            hash_block_size=HASH_TOKENS if self.block_tokens == HASH_TOKENS else self.block_tokens,
-            enable_caching=True,
-        )
-        self.requests: dict[str, Any] = {}
-
-    def begin(self, name: str, seed: int, num_tokens: int) -> None:
-        """Make a request of so many tokens; the seed names its content."""
-        from vllm.sampling_params import SamplingParams
-        from vllm.v1.request import Request
-
-        request = Request(name, [seed] * num_tokens, SamplingParams(max_tokens=4096), None)
-        hashes = hashes_of(seed, num_tokens + 4096)
-        ratio = self.block_tokens // HASH_TOKENS
-        request.block_hashes = hashes[ratio - 1 :: ratio]
-        self.requests[name] = request
-
-    def lookup(self, name: str, _num_tokens: int) -> tuple[Any, ...]:
-        """Look its cached prefix up."""
-        return self.manager.get_computed_blocks(self.requests[name])
-
-    def advance(self, name: str, num_tokens: int, hit: tuple[Any, ...] | None = None) -> None:
-        """Give it slots for so many tokens more and commit them."""
-        request = self.requests[name]
-        blocks, num_hit = (None, 0) if hit is None else hit[:2]
-        allocated = self.manager.allocate_slots(request, num_tokens, num_hit, blocks)
-        if allocated is None:
-            raise MemoryError
-        request.num_computed_tokens += num_hit + num_tokens
-        while request.num_tokens <= request.num_computed_tokens:
-            request.append_output_token_ids(1)
-
-    def keep_states(self, name: str) -> None:
-        """Nothing: stock keeps states by itself."""
-
-    def new_step(self) -> None:
-        """Begin a step."""
-        self.manager.new_step_starts()
-
-    def finish(self, name: str) -> None:
-        """End a request."""
-        self.manager.free(self.requests.pop(name))
-
-
-def stock_specs(model: ModelSpec) -> tuple[dict[str, Any], int]:
-    """Make vLLM's spec of each layer, and the tokens of an attention page it would choose."""
-    import torch
-    from vllm.v1.kv_cache_interface import (
-        ChunkedLocalAttentionSpec,
-        FullAttentionSpec,
-        MambaSpec,
-        SlidingWindowSpec,
-    )
-
-    attention = [
-        layer_type
-        for layer_type in model.layer_types
-        if isinstance(layer_type, FullAttention | SlidingWindow | ChunkedLocal)
-    ]
-    states = [layer_type for layer_type in model.layer_types if isinstance(layer_type, State)]
-    slot_bytes = max(layer.slot_bytes for each in attention for layer in each.layers)
-    state_bytes = max((layer.slot_bytes for each in states for layer in each.layers), default=0)
-    # As vLLM's platforms do: an attention page no smaller than a state.
-    block_tokens = HASH_TOKENS * max(1, -(-state_bytes // (HASH_TOKENS * slot_bytes)))
-    specs: dict[str, Any] = {}
-    for layer_type in attention:
-        for layer in layer_type.layers:
-            shape = {
-                "block_size": block_tokens,
-                "num_kv_heads": 1,
-                "head_size": layer.slot_bytes // 4,
-                "dtype": torch.bfloat16,
-            }
-            name = f"{layer_type.name}.{layer.name}"
-            match layer_type:
-                case SlidingWindow(window_tokens=window_tokens):
-                    specs[name] = SlidingWindowSpec(**shape, sliding_window=window_tokens)
-                case ChunkedLocal(chunk_tokens=chunk_tokens):
-                    specs[name] = ChunkedLocalAttentionSpec(
-                        **shape, attention_chunk_size=chunk_tokens
-                    )
-                case _:
-                    specs[name] = FullAttentionSpec(**shape)
-    for layer_type in states:
-        for layer in layer_type.layers:
-            specs[f"{layer_type.name}.{layer.name}"] = MambaSpec(
-                block_size=block_tokens,
-                shapes=((layer.slot_bytes,),),
-                dtypes=(torch.int8,),
-                page_size_padded=block_tokens * slot_bytes,
-                mamba_cache_mode="align",
-            )
-    return specs, block_tokens
 
 
 def decode_step_us(side: Ours | Stock) -> float:
@@ -304,7 +147,25 @@ def unless_too_small(measure_case: Callable[[Ours | Stock], T], side: Ours | Sto
         return None
 
 
-def measure(side: Ours | Stock) -> Times:
+def measure(*sides: Ours | Stock, rounds: int) -> list[Times]:
+    """Every case on every side by turns; of each the least of the rounds."""
+    best: list[dict[str, float | None]] = [{} for _ in sides]
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(rounds):
+            for side, least in zip(sides, best, strict=True):
+                # Content of this round alone, or nothing would be new to the cache.
+                side.first_seed = number * 1_000_000
+                for case, value in asdict(measure_once(side)).items():
+                    known = least.get(case)
+                    least[case] = value if known is None or value is None else min(known, value)
+    finally:
+        gc.enable()
+    return [Times(**each) for each in best]
+
+
+def measure_once(side: Ours | Stock) -> Times:
     long = unless_too_small(long_request_us, side) or (None, None, None)
     return Times(
         decode_step=unless_too_small(decode_step_us, side),
@@ -315,85 +176,206 @@ def measure(side: Ours | Stock) -> Times:
     )
 
 
+CASES = ("decode_step", "chunk", "lookup", "admission", "finish")
+
+MODEL_HEADER = (
+    f"{'model':20} {'tab':>3} {'grp':>3} | "
+    + " | ".join(f"{case:^21}" for case in CASES)
+    + " | ours over ours on the first model"
+)
+
+
 def cell(ours: float | None, stock: float | None) -> str:
     if ours is None or stock is None:
-        return f"{'-' if ours is None else f'{ours:.0f}':>7} {'-':>7} {'-':>5}"
-    return f"{ours:7.0f} {stock:7.0f} {ours / stock:4.2f}x"
+        return f"{'-' if ours is None else f'{ours:.0f}':>7} {'-':>7} {'-':>6}"
+    return f"{ours:7.0f} {stock:7.0f} {ours / stock:5.2f}x"
 
 
-def print_models(names: Sequence[str], arena_bytes: int) -> None:
-    cases = ("decode_step", "chunk", "lookup", "admission", "finish")
-    print(f"arena {arena_bytes / 1e9:.0f} GB; ours, stock, ratio; us; {NUM_RUNNING} decoding")
-    header = " | ".join(f"{case:^21}" for case in cases)
-    print(f"{'model':20} {'tab':>3} {'grp':>3} | {header} | vs llama")
-    homogeneous = None
+def model_line(row: dict[str, Any], first: dict[str, Any]) -> str:
+    cells = " | ".join(cell(row["ours"][case], row["stock"][case]) for case in CASES)
+    ratios = " ".join(
+        f"{row['ours'][case] / first['ours'][case]:5.2f}"
+        if row["ours"][case] and first["ours"][case]
+        else f"{'-':>5}"
+        for case in CASES
+    )
+    return f"{row['model']:20} {row['page_tables']:3} {row['groups']:3} | {cells} | {ratios}"
+
+
+def measure_models(names: Sequence[str], arena_bytes: int, rounds: int) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    print(f"arena {arena_bytes / 1e9:.0f} GB; us: ours, stock, ratio\n{MODEL_HEADER}")
     for name in names:
         model = known_model(name).spec()
         geometry = plan(model, arena_bytes=arena_bytes)
         stock_side = Stock(model, arena_bytes)
-        ours, stock = measure(Ours(geometry, arena_bytes)), measure(stock_side)
-        homogeneous = homogeneous or ours.decode_step
-        cells = " | ".join(cell(getattr(ours, case), getattr(stock, case)) for case in cases)
-        ratio = (ours.decode_step or 0) / (homogeneous or 1)
-        print(
-            f"{name:20} {len(geometry.page_tables):3} {stock_side.num_groups:3} | {cells} | "
-            f"{ratio:.2f}x"
-        )
+        ours, stock = measure(Ours(geometry, arena_bytes), stock_side, rounds=rounds)
+        row = {
+            "table": "models",
+            "model": name,
+            "arena_bytes": arena_bytes,
+            "page_tables": len(geometry.page_tables),
+            "groups": stock_side.num_groups,
+            "ours": rounded(ours),
+            "stock": rounded(stock),
+        }
+        rows.append(row)
+        print(model_line(row, rows[0]), flush=True)
+    return rows
 
 
-def print_arenas(names: Sequence[str], arena_bytes: int, factors: Sequence[int]) -> None:
-    print("\nsame geometry, larger arenas: decode step, chunk, lookup, admission, finish (us)")
+def rounded(times: Times) -> dict[str, float | None]:
+    return {case: value and round(value, 1) for case, value in asdict(times).items()}
+
+
+ARENA_HEADER = f"{'model':20} {'arena':>6} {'small pages':>12} " + " ".join(
+    f"{case:>11}" for case in CASES
+)
+
+
+def arena_line(row: dict[str, Any]) -> str:
+    cells = " ".join(f"{row['ours'][case] or 0:11.0f}" for case in CASES)
+    return f"{row['model']:20} {row['factor']:5}x {row['small_pages']:12} {cells}"
+
+
+def measure_arenas(
+    names: Sequence[str], arena_bytes: int, factors: Sequence[int], rounds: int
+) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    print(f"\nus of ours, the same geometry in arenas so many times larger\n{ARENA_HEADER}")
     for name in names:
         geometry = plan(known_model(name).spec(), arena_bytes=arena_bytes)
         for factor in factors:
-            times = measure(Ours(geometry, arena_bytes * factor))
-            columns = (times.decode_step, times.chunk, times.lookup, times.admission, times.finish)
-            cells = " ".join(f"{value or 0:8.0f}" for value in columns)
-            print(f"{name:20} {factor:4}x {cells}")
+            side = Ours(geometry, arena_bytes * factor)
+            row = {
+                "table": "arenas",
+                "model": name,
+                "arena_bytes": arena_bytes * factor,
+                "factor": factor,
+                "small_pages": count_small_pages(side.manager),
+                "ours": rounded(measure(side, rounds=rounds)[0]),
+            }
+            rows.append(row)
+            print(arena_line(row), flush=True)
+    return rows
 
 
-def print_memory(names: Sequence[str], arena_bytes: int) -> None:
-    print("\nmemory of the manager, bytes per small page: empty arena, and all pages cached")
+def count_small_pages(manager: Manager) -> int:
+    tables = manager.geometry.page_tables
+    return manager.num_large_pages * sum(each.small_pages_per_large_page for each in tables)
+
+
+MEMORY_HEADER = f"{'model':20} {'small pages':>12} {'empty':>7} {'full':>7}"
+
+
+def memory_line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['model']:20} {row['small_pages']:12} {row['empty_bytes_per_page']:7.1f} "
+        f"{row['full_bytes_per_page']:7.1f}"
+    )
+
+
+def measure_memory(names: Sequence[str], arena_bytes: int) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    print(
+        "\nmemory of the manager: bytes (MB per million) of each small page of any page table, in"
+    )
+    print(f"an empty arena and in one full of cached pages\n{MEMORY_HEADER}")
     for name in names:
         geometry = plan(known_model(name).spec(), arena_bytes=arena_bytes)
         tracemalloc.start()
         side = Ours(geometry, arena_bytes)
-        num_small_pages = sum(
-            side.manager.num_large_pages * table.small_pages_per_large_page
-            for table in geometry.page_tables
-        )
+        num_small_pages = count_small_pages(side.manager)
         empty, _ = tracemalloc.get_traced_memory()
-        number = 0
-        while side.manager.cache_report().evictions[0].own_large == 0 and number < 2000:
+        for number in range(MOST_REQUESTS):
+            if any(each.own_large for each in side.manager.cache_report().evictions):
+                break
             side.begin(f"m{number}", number, CHUNK_TOKENS)
             side.advance(f"m{number}", CHUNK_TOKENS)
             side.keep_states(f"m{number}")
             side.finish(f"m{number}")
             # The hashes belong to the engine.
             side.hashes.clear()
-            number += 1
         full, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        print(
-            f"{name:20} {num_small_pages:9} small pages  {empty / num_small_pages:6.1f} "
-            f"{full / num_small_pages:6.1f}"
-        )
+        row = {
+            "table": "memory",
+            "model": name,
+            "arena_bytes": arena_bytes,
+            "small_pages": num_small_pages,
+            "empty_bytes_per_page": round(empty / num_small_pages, 1),
+            "full_bytes_per_page": round(full / num_small_pages, 1),
+        }
+        rows.append(row)
+        print(memory_line(row), flush=True)
+    return rows
+
+
+def machine_line() -> str:
+    import vllm
+
+    from perf.harness import machine_line as harness_line
+
+    with Path("/proc/cpuinfo").open(encoding="utf-8") as file:
+        names = {line.split(":")[1].strip() for line in file if line.startswith("model name")}
+    processor = ", ".join(sorted(names)) or platform.machine()
+    versions = f"Python {platform.python_version()}, vllm {vllm.__version__}"
+    return f"{processor}, {versions}; {harness_line()}"
+
+
+def save(rows: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Write the rows of a run in place of those there of the same tables, and all as text."""
+    path = folder / "bench_manager.jsonl"
+    folder.mkdir(parents=True, exist_ok=True)
+    machine = machine_line()
+    tables = {row["table"] for row in rows}
+    old = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    kept = [row for row in map(json.loads, old) if row["table"] not in tables]
+    kept += [row | {"machine": machine} for row in rows]
+    path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+    text = ["# Host time of the manager", "", *sorted({row["machine"] for row in kept})]
+    parts = {name: [row for row in kept if row["table"] == name] for name in TABLES}
+    for name, title in TABLES.items():
+        if parts[name]:
+            text += ["", title, "", "```"]
+        match name:
+            case "models" if parts[name]:
+                text += [MODEL_HEADER, *(model_line(row, parts[name][0]) for row in parts[name])]
+            case "arenas" if parts[name]:
+                text += [ARENA_HEADER, *map(arena_line, parts[name])]
+            case "memory" if parts[name]:
+                text += [MEMORY_HEADER, *map(memory_line, parts[name])]
+            case _:
+                continue
+        text.append("```")
+    (folder / "bench_manager.md").write_text("\n".join([*text, ""]), encoding="utf-8")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m perf.bench_manager",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("models", nargs="*", default=MODELS)
     parser.add_argument("--arena-gb", type=float, default=400)
     parser.add_argument("--arena-factors", type=int, nargs="*", default=[])
     parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="of rows and text")
     arguments = parser.parse_args()
     arena_bytes = int(arguments.arena_gb * 1e9)
-    print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}")
-    print_models(arguments.models, arena_bytes)
+    print(machine_line())
     if arguments.arena_factors:
-        print_arenas(arguments.models, arena_bytes, arguments.arena_factors)
-    if arguments.memory:
-        print_memory(arguments.models, arena_bytes)
+        rows = measure_arenas(
+            arguments.models, arena_bytes, arguments.arena_factors, arguments.rounds
+        )
+    elif arguments.memory:
+        rows = measure_memory(arguments.models, arena_bytes)
+    else:
+        rows = measure_models(arguments.models, arena_bytes, arguments.rounds)
+    if arguments.save:
+        save(rows, arguments.save)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import pytest
 
 from jenga.errors import OutOfPagesError
+from jenga.eviction_order import LeastRecentlyUsed, LeastWanted
 from jenga.manager import Manager
 from jenga.policies import Image, RequestFacts
 from jenga.request import MISSING
@@ -275,6 +276,45 @@ def test_eviction_takes_both_types_of_the_older_request_and_its_longest_prefix_f
     assert manager.lookup(hashes(64, name="new"), max_tokens=64).num_tokens == 64
     # Six pages went: three of each type, from the end.
     assert manager.lookup(hashes(64, name="old"), max_tokens=64).num_tokens == 16
+    manager.check()
+
+
+@pytest.mark.parametrize(("order", "kept_tokens"), [(LeastWanted, 512), (LeastRecentlyUsed, 0)])
+def test_what_windows_pass_goes_before_an_older_whole_prefix(order, kept_tokens):
+    manager = manager_of(TWO_TYPES, 220, prefix_caching=True, eviction_order=order())
+    compute(manager, "old", 512, prefix="old")
+
+    # Of both types it has 256 pages in all, and holds 146 at most.
+    compute(manager, "long", 2048, prefix="long", chunk=256)
+
+    assert manager.lookup(hashes(512, name="old"), max_tokens=512).num_tokens == kept_tokens
+
+
+def test_another_question_hits_where_the_text_before_it_ends():
+    manager = manager_of(TWO_TYPES, 180, prefix_caching=True)
+    text = hashes(1984)
+    compute(manager, "a", 2048, chunk=256)
+    compute(manager, "other", 256, prefix="other")
+
+    hit = manager.lookup([*text, *hashes(64, name="question")], max_tokens=2047)
+
+    assert hit.num_tokens == 1984
+
+
+def test_a_branch_is_known_where_its_windows_are_gone_and_kept_from_then_on():
+    manager = manager_of(TWO_TYPES, 330, prefix_caching=True)
+    compute(manager, "a", 2048, chunk=256)
+    compute(manager, "b", 2048, prefix="b", chunk=256)
+    forked = [[*hashes(512), *hashes(512, name=name)] for name in ("c", "d")]
+
+    hit = manager.lookup(forked[0], max_tokens=1023)
+    manager.allocate("c", num_tokens=1024, hit=hit)
+    manager.commit("c", forked[0], 1024)
+    manager.new_step()
+    manager.free("c")
+
+    assert (hit.num_tokens, hit.branch_tokens) == (0, 512)
+    assert manager.lookup(forked[1], max_tokens=1023).num_tokens == 512
     manager.check()
 
 
