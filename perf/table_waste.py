@@ -33,21 +33,22 @@ from jenga.baselines import max_page
 from jenga.geometry import check_arena, exact_lcm
 from jenga.models import KvFormat, known_model, known_names
 from jenga.planner import plan
+from jenga.sim.arena import ActiveRequest, Arena
+from jenga.sim.managed import ManagedArena
+from jenga.sim.need import Need
+from jenga.sim.scheduler import CHUNK_TOKENS
+from jenga.sim.stock import StockArena
 from jenga.spec import ModelSpec
-from perf.table_geometry import arenas, read
-from perf.waste_replay import (
-    CHUNK_TOKENS,
+from perf.full_arena import (
     LENGTHS,
-    Arena,
     Bytes,
+    FullArena,
     Lengths,
-    ManagedArena,
-    Need,
-    Scheduler,
     draw_requests,
+    held_bytes,
     long_documents,
 )
-from perf.waste_stock import StockArena
+from perf.table_geometry import arenas, read
 
 LEAST_GPU_GB = 80
 RANKS = (1, 2, 4, 8)
@@ -178,12 +179,11 @@ def wanted_bytes(model: ModelSpec, lengths: Lengths) -> float:
     need = Need(model)
     num_requests = 64
     ending = prefilled = 0.0
-    for request in islice(draw_requests(model, lengths), num_requests):
-        request.num_tokens = min(request.facts.prompt_tokens, CHUNK_TOKENS)
-        prefilled += need.of(request)
-        request.num_tokens = request.total_tokens
-        request.num_processed_tokens = request.total_tokens - 1
-        ending += need.of(request)
+    for active in map(ActiveRequest, islice(draw_requests(model, lengths), num_requests)):
+        active.num_scheduled = min(active.prompt_tokens, CHUNK_TOKENS)
+        prefilled += need.of_step(active)
+        active.num_computed, active.num_scheduled = active.total_tokens - 1, 1
+        ending += need.of_step(active)
     return max(MAX_REQUESTS * ending, MIN_PREFILLS * prefilled) / num_requests
 
 
@@ -194,9 +194,10 @@ def make_arena(system: str, one: Case) -> tuple[Arena, int, int]:
         ValueError: The system does not start in the arena there is.
     """
     if system == "vllm":
-        unit_bytes = StockArena(one.model, one.arena_bytes).block_bytes
+        stock = StockArena(one.model, one.arena_bytes, prefix_caching=False)
+        unit_bytes = stock.plan.block_bytes
         run_bytes = one.run_bytes(unit_bytes, share=STOCK_SHARE)
-        return StockArena(one.model, run_bytes), unit_bytes, run_bytes
+        return StockArena(one.model, run_bytes, prefix_caching=False), unit_bytes, run_bytes
     match system:
         case "planned":
             geometry = plan(one.model, arena_bytes=one.arena_bytes)
@@ -206,7 +207,8 @@ def make_arena(system: str, one: Case) -> tuple[Arena, int, int]:
             geometry = max_page(one.model)
     check_arena(geometry, one.arena_bytes)
     run_bytes = one.run_bytes(geometry.large_page_bytes)
-    return ManagedArena(geometry, run_bytes), geometry.large_page_bytes, run_bytes
+    arena = ManagedArena(geometry, run_bytes, prefix_caching=False)
+    return arena, geometry.large_page_bytes, run_bytes
 
 
 def measure(system: str, one: Case) -> Outcome:
@@ -220,16 +222,16 @@ def measure(system: str, one: Case) -> Outcome:
         except ValueError as error:
             return Outcome(system=system, refusal=f"does not start: {error}")
         if one.lengths == DOCUMENTS:
-            scheduler = Scheduler(arena, long_documents(one.model, seed=seed))
-            steps = sampled_while_waiting(scheduler)
+            full = FullArena(arena, long_documents(one.model, seed=seed))
+            steps = sampled_while_waiting(full)
         else:
-            scheduler = Scheduler(arena, draw_requests(one.model, LENGTHS[one.lengths]))
-            steps = sampled_after_filling(scheduler)
+            full = FullArena(arena, draw_requests(one.model, LENGTHS[one.lengths]))
+            steps = sampled_after_filling(full)
         for _ in steps:
-            held += arena.held_bytes(scheduler.running)
-            num_requests += len(scheduler.running)
+            held += held_bytes(arena, full.running)
+            num_requests += len(full.running)
             num_samples += 1
-        num_preemptions += scheduler.num_preemptions
+        num_preemptions += full.num_preemptions
     if not num_requests:
         return Outcome(system=system, refusal="no request fits")
     return Outcome(
@@ -242,24 +244,24 @@ def measure(system: str, one: Case) -> Outcome:
     )
 
 
-def sampled_after_filling(scheduler: Scheduler) -> Iterator[None]:
+def sampled_after_filling(full: FullArena) -> Iterator[None]:
     """Steps with requests that never end, once the arena is full."""
-    scheduler.fill(seed=0)
+    full.fill(seed=0)
     for step in range(NUM_STEPS):
-        scheduler.step()
+        full.step()
         if step >= WARM_UP_STEPS and step % SAMPLED_EVERY == 0:
             yield
-        scheduler.finish_step()
+        full.finish_step()
 
 
-def sampled_while_waiting(scheduler: Scheduler) -> Iterator[None]:
+def sampled_while_waiting(full: FullArena) -> Iterator[None]:
     """Steps of a trace while there is no room for the next request, until it ends."""
-    scheduler.step()
-    while scheduler.running:
-        if scheduler.is_full:
+    full.step()
+    while full.running:
+        if full.is_full:
             yield
-        scheduler.finish_step()
-        scheduler.step()
+        full.finish_step()
+        full.step()
 
 
 def record(one: Case, found: Outcome) -> dict[str, Any]:

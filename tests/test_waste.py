@@ -5,19 +5,15 @@ import pytest
 from jenga.geometry import exact_lcm
 from jenga.models import KvFormat
 from jenga.planner import plan
-from jenga.policies import RequestFacts
+from jenga.sim.arena import ActiveRequest
+from jenga.sim.managed import ManagedArena
+from jenga.sim.need import Need
+from jenga.sim.stock import StockArena
+from jenga.sim.workload import Piece, Request
 from jenga.spec import FullAttention, Layer, ModelSpec, SlidingWindow
+from perf.full_arena import LENGTHS, FullArena, draw_requests, held_bytes
 from perf.table_geometry import read
 from perf.table_waste import DOCUMENTS, DOCUMENTS_MODEL, Case, case, measure
-from perf.waste_replay import (
-    LENGTHS,
-    ManagedArena,
-    Need,
-    Request,
-    Scheduler,
-    draw_requests,
-)
-from perf.waste_stock import StockArena
 
 PER_CENT = 0.01
 
@@ -26,10 +22,9 @@ def small_case(name, lengths, *, num_requests=32):
     """A model with requests of these lengths, in an arena for few of them."""
     model, _ = read(name, 1, KvFormat.MODEL)
     need = Need(model)
-    request = next(draw_requests(model, LENGTHS[lengths]))
-    request.num_tokens = request.total_tokens
-    request.num_processed_tokens = request.total_tokens - 1
-    wanted_bytes = num_requests * need.of(request)
+    active = ActiveRequest(next(draw_requests(model, LENGTHS[lengths])))
+    active.num_computed, active.num_scheduled = active.total_tokens - 1, 1
+    wanted_bytes = num_requests * need.of_step(active)
     return Case(
         name=name,
         model=model,
@@ -51,14 +46,14 @@ def test_bytes_held_are_told_apart_by_what_is_in_them():
             ),
         ),
     )
-    arena = ManagedArena(exact_lcm(model), 2048 * 10)
-    request = Request("0", RequestFacts(prompt_tokens=40), 100)
+    arena = ManagedArena(exact_lcm(model), 2048 * 10, prefix_caching=False)
+    active = ActiveRequest(Request(name="0", prompt=(Piece("0", 40),), output_tokens=60))
 
-    assert arena.grow(request, 40, is_new=True)
-    request.num_processed_tokens = 40
-    assert arena.grow(request, 41, is_new=False)
-    request.num_tokens = 41
-    held = arena.held_bytes([request])
+    assert arena.admit(active, 0, 40)
+    active.num_computed = 40
+    assert arena.grow(active, 41)
+    active.num_scheduled = 1
+    held = held_bytes(arena, [active])
 
     # 41 tokens in 3 pages of 16, 2 pages to a large one; tokens 21 to 40 in pages 1 and 2.
     assert held.used == 41 * 64 + 20 * 128
@@ -135,16 +130,16 @@ def test_exact_lcm_of_a_hybrid_does_not_start():
 def test_scheduler_keeps_the_arena_full():
     one = small_case("jamba-1.5-mini", "short")
     geometry = plan(one.model, arena_bytes=one.arena_bytes)
-    arena = ManagedArena(geometry, one.run_bytes(geometry.large_page_bytes))
-    scheduler = Scheduler(arena, draw_requests(one.model, LENGTHS["short"]))
-    scheduler.fill(seed=0)
+    run_bytes = one.run_bytes(geometry.large_page_bytes)
+    arena = ManagedArena(geometry, run_bytes, prefix_caching=False)
+    full = FullArena(arena, draw_requests(one.model, LENGTHS["short"]))
+    full.fill(seed=0)
 
     shares = []
     for _ in range(100):
-        scheduler.step()
-        held = arena.held_bytes(scheduler.running)
-        shares.append(held.held / one.run_bytes(geometry.large_page_bytes))
-        scheduler.finish_step()
+        full.step()
+        shares.append(held_bytes(arena, full.running).held / run_bytes)
+        full.finish_step()
 
     assert min(shares) > 0.9
 
@@ -162,21 +157,22 @@ def test_vllm_plans_the_groups_it_is_known_for(name, num_groups, block_bytes):
     pytest.importorskip("vllm")
     model, _ = read(name, 1, KvFormat.MODEL)
 
-    stock = StockArena(model, 10_000_000_000)
+    plan_of_vllm = StockArena(model, 10_000_000_000, prefix_caching=False).plan
 
-    assert len(stock.group_layers) == num_groups
-    assert stock.block_bytes == block_bytes
+    assert len(plan_of_vllm.group_layers) == num_groups
+    assert plan_of_vllm.block_bytes == block_bytes
 
 
 def test_vllm_counts_whole_blocks_of_every_group():
     pytest.importorskip("vllm")
     model, _ = read("jamba-1.5-mini", 1, KvFormat.MODEL)
-    stock = StockArena(model, 1_000_000_000)
-    request = Request("0", RequestFacts(prompt_tokens=100), 200)
+    stock = StockArena(model, 1_000_000_000, prefix_caching=False)
+    active = ActiveRequest(Request(name="0", prompt=(Piece("0", 100),), output_tokens=100))
 
-    assert stock.grow(request, 100, is_new=True)
-    request.num_tokens = 100
-    held = stock.held_bytes([request])
+    assert stock.find(active) == 0
+    assert stock.admit(active, 0, 100)
+    active.num_scheduled = 100
+    held = held_bytes(stock, [active])
 
     # 100 tokens take two blocks of 80, each group of states takes one.
     assert held.held == (2 + 7) * 1_310_720

@@ -1,7 +1,9 @@
 """What the next tokens of requests need, whatever holds it."""
 
 from jenga.demand import needed_tokens
-from jenga.geometry import has_pages, tokens_per_slot
+from jenga.geometry import exact_lcm, has_pages, tokens_per_slot
+from jenga.policies import policy_of
+from jenga.sim.arena import ActiveRequest
 from jenga.spec import CrossAttention, ImageEmbedding, ModelSpec
 
 ENCODER_TYPES = (CrossAttention, ImageEmbedding)
@@ -16,7 +18,7 @@ def encoder_tokens(model: ModelSpec) -> int:
 
 
 class Need:
-    """Bytes that the next token of a request reads or writes.
+    """Bytes that the next tokens of a request read or write.
 
     Attributes:
         types: Per layer type, its layers' bytes of one token.
@@ -32,10 +34,27 @@ class Need:
             for each in model.layer_types
             if has_pages(each) and not isinstance(each, ImageEmbedding)
         ]
+        kept = tuple(layer_type for layer_type, _ in self.types)
+        tokens = exact_lcm(
+            ModelSpec(name=model.name, layer_types=kept), tokens_per_page=1, alignment_bytes=1
+        )
+        self._tables = [
+            (policy_of(table), table.payload_bytes / table.tokens_per_page)
+            for table in tokens.page_tables
+        ]
 
     def of_tokens(self, num_tokens: int) -> float:
-        """Of a request with so many tokens."""
+        """Of the token after so many, of a request like any other."""
         return sum(
             needed_tokens(layer_type, num_tokens) * token_bytes
             for layer_type, token_bytes in self.types
+        )
+
+    def of_step(self, active: ActiveRequest) -> float:
+        """Of all tokens that the current step computes of a request."""
+        start = active.num_computed
+        end = start + active.num_scheduled
+        return sum(
+            len(policy.update_last_access(active.facts, start, end)) * token_bytes
+            for policy, token_bytes in self._tables
         )

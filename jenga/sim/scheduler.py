@@ -125,6 +125,7 @@ class Scheduler:
         for active in self.scheduled:
             start = active.num_computed
             end = active.num_computed = start + active.num_scheduled
+            active.num_scheduled = 0
             if end <= active.prompt_tokens or end - start > 1:
                 arena.computed(active, start, end)
             if end == active.num_tokens:

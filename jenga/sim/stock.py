@@ -243,9 +243,7 @@ class StockArena:
         num_free = pool.get_num_free_blocks()
         # vLLM's null block is neither held nor free.
         num_held = self.plan.kv_cache_config.num_blocks - 1 - num_free
-        needed_bytes = sum(
-            self._need.of_tokens(active.num_computed + active.num_scheduled) for active in running
-        )
+        needed_bytes = sum(map(self._need.of_step, running))
         held_bytes = num_held * self.plan.block_bytes
         used_bytes = min(held_bytes, round(needed_bytes - shared_bytes))
         useless_bytes = held_bytes - used_bytes
