@@ -163,3 +163,25 @@ def test_throughput_is_compared_with_the_better_of_the_simple_schemes():
 
     assert figure_14._over(rates, figure_14.SIMPLE) == "1.50"
     assert figure_14._over(rates, ("vllm",)) == "-"
+
+
+def test_kept_rows_are_taken_and_only_others_are_run(tmp_path, monkeypatch, capsys):
+    one = small_experiment()
+    run_main(one, monkeypatch, "--managers", "jenga", "--save", str(tmp_path))
+    capsys.readouterr()
+
+    run_main(one, monkeypatch, "--kept", str(tmp_path))
+
+    printed = capsys.readouterr()
+    (line,) = printed.err.splitlines()
+    assert " paged: " in line
+    assert {"jenga", "paged"} <= set(printed.out.split())
+
+
+def test_cases_that_differ_by_hand_are_kept_apart(tmp_path, monkeypatch):
+    for name in ("first", "second"):
+        one = small_experiment(adapt=lambda machine: machine, name=name)
+        run_main(one, monkeypatch, "--managers", "jenga", "--save", str(tmp_path))
+
+    runs = read_runs([tmp_path / "small.jsonl"])
+    assert [run.row.options["case"] for run in runs] == ["first", "second"]

@@ -20,7 +20,6 @@ from jenga.sim.budget import memory_budget
 from jenga.sim.gpus import find_gpu
 from jenga.sim.managers import MANAGER_NAMES
 from jenga.sim.plan import served_model
-from jenga.sim.replay import Replay, Step
 from jenga.sim.rows import Row, RunRow, StepRow, SummaryRow, read_rows, row_line
 from jenga.sim.scheduler import CHUNK_TOKENS, MAX_REQUESTS
 from jenga.sim.session import Machine, Settings, Trace, outcome_of, replay_rows, run_row
@@ -164,27 +163,35 @@ class Outcome:
         return "-" if self.refusal else format(value(self.summary), form)
 
 
-def run_case(
-    case: Case, manager: str, progress: Callable[[Replay, Step], None] | None = None
-) -> Outcome:
+def run_case(case: Case, manager: str) -> Outcome:
     """Replay a case under a manager of `MANAGERS`."""
-    machine, trace = case.machine(), trace_of(case.trace)
+    row, settings = _row(case, manager), _settings(case, manager)
+    try:
+        rows = tuple(replay_rows(row, case.machine(), trace_of(case.trace), settings))
+    except (NotImplementedError, ValueError) as error:
+        return Outcome(case=case, manager=manager, refusal=str(error))
+    return Outcome(case=case, manager=manager, rows=rows)
+
+
+def _row(case: Case, manager: str) -> RunRow:
+    """The row that a replay begins with."""
+    name = manager.partition(" ")[0]
+    return run_row(case.machine(), name, trace_of(case.trace), _settings(case, manager))
+
+
+def _settings(case: Case, manager: str) -> Settings:
     name, _, order = manager.partition(" ")
-    settings = Settings(
+    # What is changed by hand is told apart by the case's name alone.
+    named = {} if case.adapt is None else {"case": case.name}
+    return Settings(
         eviction=order or (ORDER if name == OURS else "lru"),
         prefix_caching=case.prefix_caching,
         chunk_tokens=case.chunk_tokens,
         max_requests=case.max_requests,
         every=case.every,
         with_bounds=case.with_bounds,
-        details=tuple(_versions().items()),
+        details=tuple((named | _versions()).items()),
     )
-    row = run_row(machine, name, trace, settings)
-    try:
-        rows = tuple(replay_rows(row, machine, trace, settings, progress))
-    except (NotImplementedError, ValueError) as error:
-        return Outcome(case=case, manager=manager, refusal=str(error))
-    return Outcome(case=case, manager=manager, rows=rows)
 
 
 @functools.cache
@@ -249,13 +256,22 @@ class Experiment:
             metavar="FOLDER",
             help="keep the rows and the table there (default: perf/results/cpu/experiments)",
         )
+        parser.add_argument(
+            "--kept",
+            type=Path,
+            nargs="?",
+            const=FOLDER,
+            metavar="FOLDER",
+            help="take the rows that are kept there, and run only what is not",
+        )
         options = parser.parse_args()
+        kept = {} if options.kept is None else _kept(options.kept / f"{self.name}.jsonl")
         found: list[tuple[Case, Found]] = []
         for case in self.cases():
             if options.models and not set(options.models) & set(case.models):
                 continue
             names = [each for each in options.managers if each in (case.managers or MANAGERS)]
-            found.append((case, {each: _run_and_tell(case, each) for each in names}))
+            found.append((case, {each: _run_and_tell(case, each, kept) for each in names}))
         table = "\n".join([*aligned([tuple(line) for line in self.lines(found)]), "", self.notes])
         print(table)
         if options.save is not None:
@@ -267,16 +283,11 @@ class Experiment:
         path = folder / f"{self.name}.jsonl"
         outcomes = [outcome for _, by_manager in found for outcome in by_manager.values()]
         new = [outcome for outcome in outcomes if not outcome.refusal]
-        replaced = {_key(outcome.row) for outcome in new}
-        kept: list[str] = []
-        is_kept = True
-        for row in read_rows(path) if path.exists() else ():
-            if isinstance(row, RunRow):
-                is_kept = _key(row) not in replaced
-            if is_kept:
-                kept.append(row_line(row))
-        kept += [row_line(row) for outcome in new for row in _thinned(outcome, self.steps_kept)]
-        path.write_text("".join(kept), encoding="utf-8")
+        rows = _kept(path)
+        for outcome in new:
+            rows[_key(outcome.row)] = tuple(_thinned(outcome, self.steps_kept))
+        lines = [row_line(row) for run in rows.values() for row in run]
+        path.write_text("".join(lines), encoding="utf-8")
         refusals = [
             f"- {outcome.case.title}, {outcome.manager}: {outcome.refusal}"
             for outcome in outcomes
@@ -287,8 +298,23 @@ class Experiment:
         (folder / f"{self.name}.md").write_text("\n".join(text).rstrip() + "\n", encoding="utf-8")
 
 
-def _run_and_tell(case: Case, manager: str) -> Outcome:
+Kept = dict[tuple[object, ...], tuple[Row, ...]]
+"""The rows of replays, by what makes two replays the same one."""
+
+
+def _kept(path: Path) -> Kept:
+    """The rows in a file; none where there is none."""
+    runs: dict[str, list[Row]] = {}
+    for row in read_rows(path) if path.exists() else ():
+        runs.setdefault(row.run, []).append(row)
+    return {_key(rows[0]): tuple(rows) for rows in runs.values() if isinstance(rows[0], RunRow)}
+
+
+def _run_and_tell(case: Case, manager: str, kept: Kept) -> Outcome:
     start_s = time.process_time()
+    rows = kept.get(_key(_row(case, manager)))
+    if rows is not None:
+        return Outcome(case=case, manager=manager, rows=rows)
     outcome = run_case(case, manager)
     words = outcome.refusal
     if not words:
