@@ -137,7 +137,7 @@ SIMPLE = ("max", "static")
 
 def lines(found: Sequence[tuple[Case, Found]]) -> Iterable[Sequence[str]]:
     papers = {replace(bar.case, prefix_caching=False): bar.paper for bar in bars()}
-    header = "model|GPUs|paper: x paged|x best simple|x paged|x best simple|x vLLM|x lcm"
+    header = "model|GPUs|paper: x paged|x best simple|ours: x paged|x best simple|x vLLM|x lcm"
     yield f"{header}|batch paged|vLLM|jenga|arena held: paged|jenga".split("|")
     for case, by_manager in found:
         paper = papers[case]
