@@ -194,6 +194,26 @@ def test_latent_attention_reaches_past_2_to_the_31_elements():
     assert torch.equal(far, near)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    DEVICE.type != "cuda", reason="needs a CUDA GPU: the interpreter loads in order"
+)
+def test_latent_attention_that_loads_ahead_is_the_same_as_that_which_does_not():
+    requests = ((1, 3000), (2, 1500), (70, 400))
+    batch = make_batch(Shape(requests=requests, num_heads=128, page_tokens=64, **DEEPSEEK))
+    plan = batch.plan()
+    tiles = replace(
+        plan.tiles,
+        decode=replace(plan.tiles.decode, num_stages=1),
+        prefill=replace(plan.tiles.prefill, num_stages=1),
+    )
+
+    ahead = latent_attention(**batch.arguments, plan=plan)
+    in_order = latent_attention(**batch.arguments, plan=batch.plan(tiles=tiles))
+
+    assert torch.equal(ahead, in_order)
+
+
 @st.composite
 def requests(draw):
     """(query tokens, tokens stored): prompts, chunks, decoded tokens, nothing."""
