@@ -12,8 +12,8 @@ from jenga_kernels.checks import (
 )
 from jenga_kernels.states import check_contiguous_rows
 
-MAX_KEY_DIM = 256
-"""Greatest head_k_dim: a row of the state stays in registers."""
+MAX_KEY_DIM = 128
+"""Greatest head_k_dim, that of all models known; the tiles of wider keys would not fit."""
 
 
 def check_delta_rule(

@@ -43,7 +43,7 @@ def delta_update(
             float16 or float32; any strides that are multiples of 16 bytes, last dimension
             contiguous.
         q: Queries, [num_tokens, num_qk_heads, head_k_dim], dtype of v; the value heads that share
-            one are next to each other. At most 256 elements a head.
+            one are next to each other. At most 128 elements a head.
         k: Keys, shape and dtype of q.
         v: Values, [num_tokens, num_v_heads, head_v_dim], bfloat16, float16 or float32.
         gates: Natural logarithms of the decays, [num_tokens, num_v_heads], or [num_tokens,

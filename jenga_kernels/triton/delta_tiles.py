@@ -41,6 +41,11 @@ def delta_scan_tiles(
 ) -> DeltaTiles:
     """Tiles of `delta_scan`.
 
+    With several stages every left operand of the scan's products must lie in shared memory, where
+    the loads put it: Triton's warpgroup products of registers may run on into the next turn of the
+    loop and read what that one has overwritten. Programs are small, so that those of one prompt
+    fill a GPU.
+
     Args:
         machine: Where it runs.
         head_k_dim: Elements of a key.

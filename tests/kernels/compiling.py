@@ -17,6 +17,7 @@ from pathlib import Path
 
 INSTRUCTIONS = {
     "wgmma": r"\bwgmma\.mma_async",
+    "wgmma_of_registers": r"\bwgmma\.mma_async[^;]*?\}, \{",
     "mma": r"\bmma\.sync",
     "load_128": r"\bld\.global[.\w]*\.v4\.b32|\bld\.global[.\w]*\.v2\.b64|\bcp\.async\.c[ag]"
     r"\.shared\.global \[[^;]*?, 0x10",

@@ -16,7 +16,7 @@ CASES = {
     # heads of queries and of values, elements of keys and of values; tokens of each prompt
     "qwen3_next": ((1, 2, 128, 128), [1, 66]),
     "odd_sizes_and_three_values_a_query": ((1, 3, 40, 24), [5, 0, 70, PADDING, 2]),
-    "wide_keys": ((1, 1, 256, 16), [65]),
+    "values_of_several_programs": ((1, 1, 96, 192), [65]),
 }
 
 
@@ -54,9 +54,8 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
         ("odd_sizes_and_three_values_a_query", False, F32, BF16),
         ("odd_sizes_and_three_values_a_query", False, F16, F16),
         ("odd_sizes_and_three_values_a_query", True, F32, F32),
-        ("odd_sizes_and_three_values_a_query", True, F16, F32),
-        ("wide_keys", False, BF16, BF16),
-        ("wide_keys", True, F32, F32),
+        ("values_of_several_programs", False, BF16, BF16),
+        ("values_of_several_programs", True, F32, F32),
     ],
 )
 def test_delta_scan_is_as_exact_as_matrix_products_in_its_dtype(case, channels, dtype, state_dtype):
@@ -358,6 +357,8 @@ def test_delta_scan_compiles_to_matrix_instructions_without_spills(job, capabili
     for kernel in in_half[1:]:
         # The next chunk's tiles come, 16 bytes a thread and load, while this one is worked on.
         assert kernel.name == "delta_scan_kernel"
+        # With loads in flight, products of registers could run on into the next turn of the loop.
+        assert kernel.counts["wgmma_of_registers"] == 0, kernel
         assert kernel.counts["cp_async"] >= 16, kernel
         assert kernel.counts["load_128"] >= kernel.counts["cp_async"], kernel
         assert kernel.registers <= 232, kernel
