@@ -9,6 +9,7 @@ the arena's bytes are looked at as often as `jenga replay` does by default.
 
 import argparse
 import json
+import platform
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +22,6 @@ from jenga.sim.replay import Replay
 from jenga.sim.step_time import StepTime, Weights
 from jenga.sim.workload import Piece, Request
 from jenga.spec import FullAttention, Layer, ModelSpec, SlidingWindow, State
-from perf.harness import machine_line
 
 GOAL_STEPS_PER_MINUTE = 50_000
 """Of 64 requests, on the three-type model."""
@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="rows as JSON lines, not a table")
     options = parser.parse_args(arguments)
     if not options.json:
-        print(machine_line())
+        print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}")
         print(
             f"{'model':16} {'types':>5} {'requests':>8} {'step us':>9} {'steps/minute':>12} "
             f"{'ns per request':>14}"
