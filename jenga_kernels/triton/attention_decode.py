@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from jenga_kernels.triton.attention_plan import MAX_SPLITS, decode_keys, invariant_split_tiles
+from jenga_kernels.triton.attention_plan import MAX_SPLITS, decode_keys, next_run
 from jenga_kernels.triton.attention_tile import (
     LN_2,
     attend_tile,
@@ -80,36 +80,27 @@ def attention_decode_kernel(
     request = tl.load(first_requests_ptr + program)
 
     while unit < program_end:
-        units_end = tl.load(unit_starts_ptr + request + 1)
-        while unit >= units_end * NUM_KV_HEADS:
-            request += 1
-            units_end = tl.load(unit_starts_ptr + request + 1)
-        units_before = tl.load(unit_starts_ptr + request)
-        num_units = units_end - units_before
-        unit_in_request = unit - units_before * NUM_KV_HEADS
-        kv_head = unit_in_request // num_units
-        unit_in_pair = unit_in_request - kv_head * num_units
-
+        request, kv_head, tile_start, tile_end, units_done, num_units, partial = next_run(
+            program,
+            unit,
+            program_end,
+            request,
+            query_starts_ptr,
+            seq_lens_ptr,
+            unit_starts_ptr,
+            window_tokens,
+            chunk_tokens,
+            NUM_KV_HEADS,
+            PAGE_TOKENS,
+            IS_INVARIANT,
+            BLOCK_N,
+        )
         query_start = tl.load(query_starts_ptr + request)
         query_len = tl.load(query_starts_ptr + request + 1) - query_start
         seq_len = tl.load(seq_lens_ptr + request)
-        keys_start, tiles_start, num_tiles = decode_keys(
+        keys_start, tiles_start, _ = decode_keys(
             query_len, seq_len, window_tokens, chunk_tokens, PAGE_TOKENS, BLOCK_N
         )
-        pair = request * NUM_KV_HEADS + kv_head
-        if IS_INVARIANT:
-            units_done = 1
-            split_tiles = invariant_split_tiles(num_tiles)
-            tile_start = unit_in_pair * split_tiles
-            tile_end = tl.minimum(num_tiles, tile_start + split_tiles)
-            partial = pair * MAX_SPLITS + unit_in_pair
-        else:
-            units_done = tl.minimum(num_units - unit_in_pair, program_end - unit)
-            tile_start = unit_in_pair
-            tile_end = unit_in_pair + units_done
-            # From one partial result to the next either program or pair grows by one.
-            partial = program + pair
-
         rows = tl.arange(0, BLOCK_M)
         live = rows < query_len * GROUP
         row_tokens = rows // GROUP
