@@ -37,7 +37,8 @@ def neighbour_products(q, k, decays, width, dtype: tl.constexpr, BLOCK_T: tl.con
     return of_queries, of_keys
 
 
-@triton.jit
+# Counts differ from step to step and must not compile anew.
+@triton.jit(do_not_specialize=["num_requests", "num_tokens"])
 def delta_chunks_channels_kernel(
     # Outputs
     queries_ptr,  # [num_v_heads, num_tokens, BLOCK_K]

@@ -15,7 +15,8 @@ from jenga_kernels.triton.matmul import matmul
 from jenga_kernels.triton.recurrence import LOG2E
 
 
-@triton.jit
+# Counts differ from step to step and must not compile anew.
+@triton.jit(do_not_specialize=["num_requests", "num_tokens"])
 def delta_chunks_heads_kernel(
     # Outputs
     queries_ptr,  # [num_qk_heads, num_tokens, BLOCK_K]

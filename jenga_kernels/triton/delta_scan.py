@@ -9,7 +9,8 @@ from jenga_kernels.triton.matmul import matmul, matmul_add
 from jenga_kernels.triton.recurrence import checkpoint_range, stretch_end
 
 
-@triton.jit
+# Counts differ from step to step and must not compile anew.
+@triton.jit(do_not_specialize=["num_tokens_of_all", "num_chunks"])
 def delta_scan_kernel(
     # Outputs
     out_ptr,  # [num_tokens, num_v_heads, head_v_dim]
