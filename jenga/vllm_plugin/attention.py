@@ -80,6 +80,11 @@ class JengaTritonBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        """Whether the tokens of an image may read each other, before and after: they may."""
+        return True
+
+    @classmethod
     def supports_per_head_quant_scales(cls) -> bool:
         """Whether each head of a quantised cache may have its own scale: it may."""
         return True
@@ -238,6 +243,7 @@ class JengaTritonImpl(AttentionImpl[JengaTritonMetadata]):
             window_tokens=self.window_tokens,
             chunk_tokens=attn_metadata.plan.kind.chunk_tokens,
             is_causal=attn_metadata.plan.kind.is_causal,
+            spans=attn_metadata.spans,
             soft_cap=self.soft_cap,
             sinks=self.sinks,
             alibi_slopes=self._slopes(query.device),

@@ -33,6 +33,8 @@ class JengaTritonMetadata(AttentionMetadata):
             those of its encoder.
         page_table: i32[num_requests, max_pages].
         plan: The step's work lists.
+        spans: i32[num_actual_tokens, 2], the keys [start, end) that a token of an image reads
+            besides; None where the step has no such tokens.
     """
 
     num_actual_tokens: int
@@ -40,6 +42,32 @@ class JengaTritonMetadata(AttentionMetadata):
     seq_lens: torch.Tensor
     page_table: torch.Tensor
     plan: AttentionPlan
+    spans: torch.Tensor | None = None
+
+
+def image_spans(common: CommonAttentionMetadata) -> torch.Tensor | None:
+    """Find the image that each token of a step belongs to.
+
+    Returns:
+        i32[num_tokens, 2] on the host, the image's tokens [start, end) in its request, (0, 0) for
+        a token of none; None where all are.
+    """
+    starts, seq_lens = common.query_start_loc_cpu, common.seq_lens_cpu_upper_bound
+    spans: torch.Tensor | None = None
+    for request, images in (common.mm_req_doc_ranges or {}).items():
+        first_row, end_row = int(starts[request]), int(starts[request + 1])
+        if not images or first_row == end_row or seq_lens is None:
+            continue
+        # Of a prompt the bound is exact, and a decoded token is past every image by any bound.
+        first_position = int(seq_lens[request]) - (end_row - first_row)
+        for start, last in images:
+            first = max(start - first_position, 0) + first_row
+            end = min(last + 1 - first_position + first_row, end_row)
+            if first < end:
+                if spans is None:
+                    spans = torch.zeros(common.num_actual_tokens, 2, dtype=torch.int32)
+                spans[first:end] = torch.tensor([start, last + 1], dtype=torch.int32)
+    return spans
 
 
 def attention_kind(spec: AttentionSpec, num_heads: int) -> AttentionKind:
@@ -54,6 +82,23 @@ def attention_kind(spec: AttentionSpec, num_heads: int) -> AttentionKind:
         is_causal=not isinstance(spec, CrossAttentionSpec),
         is_fp8=spec.kv_quant_mode is KVQuantMode.FP8_PER_TENSOR,
     )
+
+
+def refuse_clamped_images(vllm_config: "VllmConfig", layer_names: list[str]) -> None:
+    """Refuse images of which a token reads only what its window reaches.
+
+    Raises:
+        NotImplementedError: A layer asks for that.
+    """
+    layers = vllm_config.compilation_config.static_forward_context
+    clamped = [
+        name
+        for name in layer_names
+        if getattr(layers.get(name), "mm_prefix_clamp_sliding_window", False)
+    ]
+    if clamped and vllm_config.model_config.is_mm_prefix_lm:
+        msg = f"{BACKEND_NAME} does not support images cut by sliding windows, as in {clamped[0]!r}"
+        raise NotImplementedError(msg)
 
 
 class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
@@ -85,6 +130,7 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
             vllm_config, layer_names
         ) or vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
         self._kind = attention_kind(kv_cache_spec, num_heads)
+        refuse_clamped_images(vllm_config, layer_names)
         self._dtype = vllm_config.model_config.dtype
         # (requests, tokens) of a captured batch -> its plan
         self._captured: dict[tuple[int, int], AttentionPlan] = {}
@@ -100,12 +146,14 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
         if common.causal is not self._kind.is_causal:
             msg = f"{BACKEND_NAME} does not support causal={common.causal} in this layer"
             raise NotImplementedError(msg)
+        spans = image_spans(common)
         return JengaTritonMetadata(
             num_actual_tokens=common.num_actual_tokens,
             query_starts=common.query_start_loc,
             seq_lens=common.seq_lens,
             page_table=common.block_table_tensor,
-            plan=self._plan(common),
+            plan=self._plan(common, has_spans=spans is not None),
+            spans=None if spans is None else spans.to(self.device, non_blocking=True),
         )
 
     def build_for_cudagraph_capture(
@@ -126,9 +174,13 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
         metadata.plan = self._captured[size]
         return metadata
 
-    def _plan(self, common: CommonAttentionMetadata) -> AttentionPlan:
+    def _plan(self, common: CommonAttentionMetadata, *, has_spans: bool) -> AttentionPlan:
         captured = self._captured.get((common.num_reqs, common.num_actual_tokens))
-        if captured is not None and common.max_query_len <= captured.decode_query_tokens:
+        if (
+            captured is not None
+            and not has_spans
+            and common.max_query_len <= captured.decode_query_tokens
+        ):
             captured.update(common.query_start_loc, common.seq_lens)
             return captured
         return plan_attention(
@@ -138,6 +190,8 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
             num_tokens=common.num_actual_tokens,
             dtype=self._dtype,
             max_query_tokens=common.max_query_len,
+            # Only the kernel for prompts reads spans.
+            decode_query_tokens=0 if has_spans else None,
         )
 
     def _with_shared_partials(self, plan: AttentionPlan) -> AttentionPlan:

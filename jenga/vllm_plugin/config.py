@@ -106,6 +106,9 @@ def _set_cache_options(vllm_config: "VllmConfig") -> None:
     if model is not None:
         # vLLM turns page tables of their own off for models with it; layers read theirs elsewhere.
         model.attention_chunk_size = None
+        if model.is_mm_prefix_lm:
+            # A token of an image reads those after it, so they must be there in the same step.
+            vllm_config.scheduler_config.disable_chunked_mm_input = True
         if model.is_encoder_decoder:
             # A prefix's hash names the decoder's tokens, and cross attention reads another's.
             cache.enable_prefix_caching = False

@@ -14,7 +14,12 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from jenga.vllm_plugin.attention_builder import JengaTritonMetadataBuilder, attention_kind
+from jenga.vllm_plugin.attention_builder import (
+    JengaTritonMetadataBuilder,
+    attention_kind,
+    image_spans,
+    refuse_clamped_images,
+)
 from jenga_kernels.attention_plan import AttentionPlan
 from jenga_kernels.paged_attention import paged_attention
 from jenga_kernels.reference.paged_attention import paged_attention as attend_plainly
@@ -35,15 +40,20 @@ SPECS = {
 }
 
 
-def make_builder(spec):
-    vllm_config = SimpleNamespace(
+def make_config():
+    return SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context={}),
         parallel_config=None,
         model_config=SimpleNamespace(
-            dtype=torch.float32, get_num_attention_heads=lambda _: NUM_HEADS
+            dtype=torch.float32,
+            is_mm_prefix_lm=False,
+            get_num_attention_heads=lambda _: NUM_HEADS,
         ),
     )
-    return JengaTritonMetadataBuilder(spec, [], vllm_config, torch.device("cpu"))
+
+
+def make_builder(spec):
+    return JengaTritonMetadataBuilder(spec, [], make_config(), torch.device("cpu"))
 
 
 class Batches:
@@ -188,6 +198,62 @@ def test_a_prompt_of_a_captured_size_gets_a_plan_of_its_own():
 
     assert prompt.plan is not captured.plan
     assert prompt.plan.max_row_tiles > 0
+
+
+def image_step(images):
+    """Get a step of a decoding request and a prompt's last 30 tokens, images in the prompt."""
+    batches = Batches()
+    batches.starts[:3] = torch.tensor([0, 1, 31])
+    batches.seq_lens[:2] = torch.tensor([60, 50])
+    common = batches.common(2, 31, 30)
+    common.seq_lens_cpu_upper_bound = batches.seq_lens[:2].clone()
+    common.mm_req_doc_ranges = images
+    return common
+
+
+def test_every_token_of_an_image_knows_where_the_image_begins_and_ends():
+    # The prompt's step begins at its token 20, in the middle of its first image.
+    spans = image_spans(image_step({0: [(3, 9)], 1: [(2, 5), (16, 23), (40, 49)]}))
+
+    wanted = torch.zeros(31, 2, dtype=torch.int32)
+    wanted[1:5] = torch.tensor([16, 24])
+    wanted[21:31] = torch.tensor([40, 50])
+    assert torch.equal(spans, wanted)
+
+
+@pytest.mark.parametrize("images", [None, {}, {0: [], 1: [(2, 5)]}, {0: [(3, 9)]}])
+def test_steps_without_a_token_of_an_image_have_no_spans(images):
+    assert image_spans(image_step(images)) is None
+
+
+@pytest.mark.parametrize("name", ["full", "sliding"])
+def test_tokens_of_an_image_read_each_other_and_decoding_requests_their_own(name):
+    common = image_step({0: [(3, 9)], 1: [(25, 40)]})
+    generator = torch.Generator().manual_seed(3)
+    pages = torch.randn(2, 48, PAGE_TOKENS, NUM_KV_HEADS, HEAD_DIM, generator=generator)
+    q = torch.randn(31, NUM_HEADS, HEAD_DIM, generator=generator)
+
+    metadata = make_builder(SPECS[name]).build(0, common)
+    spans = metadata.spans
+    got = attend(paged_attention, metadata, q, pages, plan=metadata.plan, spans=spans)
+
+    exact = attend(attend_plainly, metadata, q.double(), pages.double(), spans=spans)
+    check_close(got, exact, attend(attend_plainly, metadata, q, pages, spans=spans))
+    causal = attend(attend_plainly, metadata, q, pages)
+    differs = (got - causal).abs().amax((1, 2)) > 0.01
+    assert differs.nonzero()[:, 0].tolist() == list(range(6, 21))  # all of it but its last token
+
+
+def test_images_cut_by_windows_are_refused_by_the_layers_name():
+    config = make_config()
+    layer = SimpleNamespace(mm_prefix_clamp_sliding_window=True)
+    config.compilation_config.static_forward_context["layers.0.attn"] = layer
+
+    refuse_clamped_images(config, ["layers.0.attn"])  # serving text alone
+    config.model_config.is_mm_prefix_lm = True
+
+    with pytest.raises(NotImplementedError, match=r"layers\.0\.attn"):
+        refuse_clamped_images(config, ["layers.0.attn"])
 
 
 def test_a_graph_of_prompts_is_refused():
