@@ -175,7 +175,16 @@ class JengaKVCacheManager:
             self.cache_blocks(scheduled, num_tokens)
         self._scheduled.clear()
         # The last token is always computed: its logits are wanted.
-        hit = self.manager.lookup(request.block_hashes, max_tokens=request.num_tokens - 1)
+        facts = self._facts(request)
+        hit = self.manager.lookup(
+            request.block_hashes, max_tokens=request.num_tokens - 1, facts=facts
+        )
+        for image in reversed(
+            request.mm_features if self.kv_cache_config.keeps_images_whole else ()
+        ):
+            start_token = image.mm_position.offset
+            if start_token < hit.num_tokens < start_token + image.mm_position.length:
+                hit = self.manager.lookup(request.block_hashes, max_tokens=start_token, facts=facts)
         # Also without a token it says where the request leaves what others have computed.
         page_ids = tuple([] for _ in range(self.num_kv_cache_groups))
         return PageTables(page_ids, hit), hit.num_tokens, 0

@@ -49,10 +49,12 @@ class JengaGroupSpec(KVCacheGroupSpec):
 class JengaKVCacheConfig(KVCacheConfig):
     """A configuration in which each group has its own page size and number of pages.
 
-    `num_blocks` is the number of large pages, the null page included.
+    `num_blocks` is the number of large pages, the null page included. Where `keeps_images_whole`,
+    the tokens of an image read each other, so all of them must be computed in one step.
     """
 
     geometry: Geometry | None = None
+    keeps_images_whole: bool = False
 
     def table_of(self, layer_name: str) -> PageTable:
         """Get the page table that stores a layer."""
@@ -166,6 +168,7 @@ def get_kv_cache_config_from_groups(
         kv_cache_groups=kv_cache_groups,
         prefix_cache_retention_interval=cache_config.prefix_cache_retention_interval,
         geometry=geometry,
+        keeps_images_whole=vllm_config.model_config.is_mm_prefix_lm,
     )
 
 

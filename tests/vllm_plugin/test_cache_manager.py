@@ -1,5 +1,7 @@
 """The cache manager as vLLM's real scheduler drives it, without workers."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -191,3 +193,23 @@ def test_a_request_lost_in_its_step_leaves_nothing_to_find(make_scheduler):
     manager.free(lost)
 
     assert manager.get_computed_blocks(other)[1] == 0
+
+
+def test_a_hit_does_not_end_inside_an_image_that_must_be_computed_whole(make_scheduler):
+    scheduler = make_scheduler(8 * MIB)
+    manager = scheduler.kv_cache_manager
+    tokens = list(range(3, 103))
+    scheduler.add_request(request("first", tokens))
+    while scheduler.has_unfinished_requests():
+        run_step(scheduler)
+    again = request("again", tokens)
+    hits = {}
+
+    for keeps_images_whole in (False, True):
+        manager.kv_cache_config.keeps_images_whole = keeps_images_whole
+        for offset, length in ((4, 40), (70, 50)):
+            position = SimpleNamespace(offset=offset, length=length)
+            again.mm_features = [SimpleNamespace(mm_position=position)]
+            hits[keeps_images_whole, offset] = manager.get_computed_blocks(again)[1]
+
+    assert hits == {(False, 4): 96, (False, 70): 96, (True, 4): 96, (True, 70): 64}

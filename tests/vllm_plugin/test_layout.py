@@ -43,7 +43,7 @@ def engine_config(**cache):
     return SimpleNamespace(
         cache_config=SimpleNamespace(**(options | cache)),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
-        model_config=SimpleNamespace(max_model_len=2048),
+        model_config=SimpleNamespace(max_model_len=2048, is_mm_prefix_lm=False),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
         max_in_flight_tokens=64,
     )
