@@ -36,13 +36,15 @@ BENCHMARKS = (
     "bench_conv_update",
     "bench_state_update",
     "bench_state_scan",
+    "bench_delta",
+    "bench_latent_store",
     "bench_pages",
     "sweep_page_size",
     "sweep_tokens_per_page",
 )
 """In the order of what they tell; the longest is run by the first letter of its shapes' names."""
 
-HOST_BENCHMARKS = ("bench_manager", "bench_replay")
+HOST_BENCHMARKS = ("bench_manager", "bench_replay", "sweep_eviction_order")
 """Benchmarks that time the host alone, and so need no GPU's minutes."""
 
 ENGINE_TESTS = "tests/vllm_plugin"
