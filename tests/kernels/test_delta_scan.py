@@ -105,11 +105,10 @@ def test_delta_scan_with_options(change, channels):
     check_close(pages.states[written], exact_states[written], naive_states[written])
 
 
-@pytest.mark.parametrize("channels", GATES.values(), ids=GATES.keys())
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("seed", "channels"), [(0, False), (1, False), (2, True)])
 def test_delta_scan_gives_the_same_wherever_a_prompt_is_cut(seed, channels):
     rng = generator(seed)
-    shape, length = (1, 2, 32, 32), 150
+    shape, length = (1, 2, 32, 32), 140
     tensors = delta_tensors(length, shape, torch.float32, rng, channels=channels)
     cuts = sorted((1 + torch.randperm(length - 1, generator=rng)[:3]).tolist())
     whole, pieces, plain = (delta_states(8, shape, torch.float32) for _ in range(3))
@@ -175,7 +174,7 @@ def test_delta_scan_goes_on_where_an_update_ended():
 
 def test_delta_scan_stays_near_float64_over_long_prompts():
     rng = generator(7)
-    shape, length = (1, 1, 32, 16), 2048
+    shape, length = (1, 1, 32, 16), 1500
     tensors = delta_tensors(length, shape, torch.float32, rng)
     # Slow decay, so that rounding of the first tokens would still show at the end.
     tensors["A_log"] = tensors["A_log"] - 7

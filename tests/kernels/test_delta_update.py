@@ -13,7 +13,7 @@ NUM_SLOTS = 24
 GATES = {"heads": False, "channels": True}
 CASES = {
     # heads of queries and of values, elements of keys and of values; tokens of each request
-    "qwen3_next": ((1, 2, 128, 128), [1, PADDING, 1]),
+    "qwen3_next": ((1, 2, 128, 128), [1, PADDING]),
     "more_values_than_keys": ((1, 1, 96, 192), [1, 1]),
     "speculative": ((2, 2, 32, 48), [3, 0, 1, PADDING, 2]),
     "odd_sizes_and_three_values_a_query": ((1, 3, 40, 24), [8, 2, PADDING, 1]),
