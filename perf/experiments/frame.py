@@ -49,6 +49,8 @@ class Case:
     Attributes:
         models: Names of the model and of what is served with it, of `known_names`.
         trace: The requests, as of `jenga replay --trace`.
+        num_requests: Only so many of them; all by default.
+        speed: Arrivals come so many times as fast.
         gpu: Of each rank.
         ranks: Tensor-parallel.
         kv_format: Of keys and values.
@@ -66,6 +68,8 @@ class Case:
 
     models: tuple[str, ...]
     trace: str
+    num_requests: int | None = None
+    speed: float = 1.0
     gpu: str = "H100-80G"
     ranks: int = 1
     kv_format: KvFormat = KvFormat.MODEL
@@ -121,10 +125,17 @@ class Case:
         return weights_of(self.facts[0], ranks=self.ranks)
 
 
+def trace_of(case: Case) -> Trace:
+    """The trace of a case, read once for all that have it."""
+    return _trace(case.trace, case.num_requests, case.speed)
+
+
 @functools.cache
-def trace_of(text: str) -> Trace:
-    """A trace, read once for all its cases."""
-    return Trace(text, lambda: open_source(text))
+def _trace(text: str, limit: int | None, speed: float) -> Trace:
+    path = Path(text)
+    # Where a file lay is of no interest to who reads the rows.
+    name = path.name if path.is_file() else text
+    return Trace(name, lambda: open_source(text, limit=limit, speed=speed))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +178,7 @@ def run_case(case: Case, manager: str) -> Outcome:
     """Replay a case under a manager of `MANAGERS`."""
     row, settings = _row(case, manager), _settings(case, manager)
     try:
-        rows = tuple(replay_rows(row, case.machine(), trace_of(case.trace), settings))
+        rows = tuple(replay_rows(row, case.machine(), trace_of(case), settings))
     except (NotImplementedError, ValueError) as error:
         return Outcome(case=case, manager=manager, refusal=str(error))
     return Outcome(case=case, manager=manager, rows=rows)
@@ -176,13 +187,17 @@ def run_case(case: Case, manager: str) -> Outcome:
 def _row(case: Case, manager: str) -> RunRow:
     """The row that a replay begins with."""
     name = manager.partition(" ")[0]
-    return run_row(case.machine(), name, trace_of(case.trace), _settings(case, manager))
+    return run_row(case.machine(), name, trace_of(case), _settings(case, manager))
 
 
 def _settings(case: Case, manager: str) -> Settings:
     name, _, order = manager.partition(" ")
     # What is changed by hand is told apart by the case's name alone.
     named = {} if case.adapt is None else {"case": case.name}
+    if case.num_requests is not None:
+        named["requests"] = str(case.num_requests)
+    if case.speed != 1:
+        named["speed"] = str(case.speed)
     return Settings(
         eviction=order or (ORDER if name == OURS else "lru"),
         prefix_caching=case.prefix_caching,
@@ -239,8 +254,8 @@ class Experiment:
     steps_kept: int = STEPS_KEPT
     managers: tuple[str, ...] = MANAGER_NAMES
 
-    def main(self) -> None:
-        """Run it from the command line."""
+    def main(self, arguments: Sequence[str] | None = None) -> None:
+        """Run it from the command line; from the process's own by default."""
         parser = argparse.ArgumentParser(
             prog=f"python -m perf.experiments.{self.name}",
             description=self.description,
@@ -264,7 +279,7 @@ class Experiment:
             metavar="FOLDER",
             help="take the rows that are kept there, and run only what is not",
         )
-        options = parser.parse_args()
+        options = parser.parse_args(arguments)
         kept = {} if options.kept is None else _kept(options.kept / f"{self.name}.jsonl")
         found: list[tuple[Case, Found]] = []
         for case in self.cases():
