@@ -46,7 +46,9 @@ class Table:
             return
         marks = request.landmarks[self.index]
         if marks is None:
-            branches = (request.hit_tokens, request.branch_tokens)
+            # Where it started from may be where one text goes on: no branch until one leaves there.
+            found, known = request.hit_tokens, request.branch_tokens
+            branches = (known,) if known > found else ()
             marks = landmarks(self.policy, request.facts, self.grain, branches)
             request.landmarks[self.index] = marks
         for part, prospect in parts(marks, numbers):
