@@ -42,7 +42,7 @@ is given to running requests when nothing else is left: so ours hits less than "
 for states has room to spare, and on Jamba less than vLLM.
 Waste is the mean over steps, the last ones with few requests included: then empty small pages of
 large pages that hold cached content weigh more than what is used. While more than a hundred
-requests run it is 0.1 to 0.5 % on Jamba, Nemotron-H, Granite and Qwen3-Next."""
+requests run it is 0.1 to 1.3 % on Jamba, Nemotron-H, Granite and Qwen3-Next."""
 
 
 def cases(trace: str) -> Iterator[Case]:
