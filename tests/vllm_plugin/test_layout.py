@@ -1,5 +1,6 @@
 """Groups, strides and views that the plugin gives vLLM's workers, without an engine."""
 
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -174,11 +175,13 @@ def test_a_convolution_state_that_would_leave_the_next_unaligned_is_refused():
 
 
 @pytest.mark.parametrize(("kind", "is_kept"), [("MAMBA1", True), ("GDN_ATTN", False)])
-def test_prefixes_are_cached_only_if_all_states_are_kept(kind, is_kept, caplog):
+def test_prefixes_are_cached_only_if_all_states_are_kept(kind, is_kept, caplog, monkeypatch):
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
     from jenga.vllm_plugin.layout import get_kv_cache_groups
 
+    # Whether vLLM's logger hands on depends on who imported vLLM first.
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     config = engine_config(enable_prefix_caching=True)
     specs = HYBRID | {"other": mamba(mamba_type=MambaAttentionBackendEnum[kind])}
 
