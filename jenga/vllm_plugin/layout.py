@@ -23,10 +23,10 @@ from jenga.planner import plan
 from jenga.vllm_plugin.config import TOKENS_PER_PAGE
 from jenga.vllm_plugin.environment import BACKEND_NAME, read_settings
 from jenga.vllm_plugin.specs import (
-    SERVED_STATES,
     kinds_of_states,
     layer_names,
     model_spec,
+    served_states,
     table_spec,
 )
 
@@ -106,12 +106,13 @@ def get_kv_cache_groups(
     if not kv_cache_spec:
         return []
     model = model_spec(kv_cache_spec)
-    others = kinds_of_states(kv_cache_spec) - SERVED_STATES
+    served = served_states(vllm_config.model_config.architecture)
+    others = kinds_of_states(kv_cache_spec) - served
     if others and vllm_config.cache_config.enable_prefix_caching:
         logger.warning(
             "%s keeps states of %s layers for other requests, not of %s: prefix caching is off",
             BACKEND_NAME,
-            " and ".join(sorted(SERVED_STATES)),
+            " and ".join(sorted(served)),
             " and ".join(sorted(others)),
         )
         vllm_config.cache_config.enable_prefix_caching = False

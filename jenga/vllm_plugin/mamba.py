@@ -116,14 +116,16 @@ class _JengaMamba2Builder(JengaMambaMetadataBuilder):
         return Mamba2AttentionMetadataBuilder(kv_cache_spec, layer_names, vllm_config, device)
 
 
-class _JengaMambaBackend(AttentionBackend):
+class JengaStateBackend(AttentionBackend):
+    """What our backends of recurrent layers share."""
+
     @classmethod
     def is_ssm(cls) -> bool:
         """Whether the layers have states: they have."""
         return True
 
 
-class JengaMamba1Backend(_JengaMambaBackend):
+class JengaMamba1Backend(JengaStateBackend):
     """Registered in place of vLLM's backend of Mamba-1 layers."""
 
     @staticmethod
@@ -137,7 +139,7 @@ class JengaMamba1Backend(_JengaMambaBackend):
         return _JengaMamba1Builder
 
 
-class JengaMamba2Backend(_JengaMambaBackend):
+class JengaMamba2Backend(JengaStateBackend):
     """Registered in place of vLLM's backend of Mamba-2 layers."""
 
     @staticmethod
@@ -162,13 +164,20 @@ def metadata_of(layer_name: str) -> JengaMambaMetadata | None:
     return metadata if isinstance(metadata, JengaMambaMetadata) else None
 
 
-def _states(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401
-    """Get a layer's states: [num_slots, dim, width - 1] and [num_slots, ..., d_state]."""
+def states_of(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401
+    """Get a layer's states: [num_slots, dim, width - 1] and those of the recurrence."""
     conv_states, states = layer.kv_cache
     return conv_states if is_conv_state_dim_first() else conv_states.transpose(1, 2), states
 
 
-def _decode_slots(metadata: JengaMambaMetadata) -> torch.Tensor:
+def conv_weight_of(layer: Any) -> torch.Tensor:  # noqa: ANN401
+    """Get the weight of a layer's convolution, [dim, width]."""
+    # Where vLLM's CPU operations want it in an order of their own, vLLM keeps it here as it was.
+    weight = getattr(layer.conv1d, "_cpu_unpacked_conv_weight", layer.conv1d.weight)
+    return weight.view(weight.shape[0], -1)
+
+
+def decode_slots(metadata: JengaMambaMetadata) -> torch.Tensor:
     """Get the state slot of each decoding request, i32[num_decode_tokens]."""
     slots = metadata.state_indices_tensor_d
     if slots is None:
@@ -177,7 +186,7 @@ def _decode_slots(metadata: JengaMambaMetadata) -> torch.Tensor:
     return slots[: metadata.num_decode_tokens, 0]
 
 
-def _prompts(
+def prompts_of(
     metadata: JengaMambaMetadata,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Get where prompts begin and their slots: query_starts, initial_slots, state_slots."""
@@ -204,14 +213,14 @@ def convolve(
         weight: [dim, width].
         metadata: Of the step.
     """
-    conv_states, _ = _states(layer)
+    conv_states, _ = states_of(layer)
     bias, silu = layer.conv1d.bias, layer.activation in ("silu", "swish")
     first = metadata.num_decode_tokens
     if first:
-        slots = _decode_slots(metadata)
+        slots = decode_slots(metadata)
         conv_update(out[:first], conv_states, x[:first], weight, slots, slots, bias=bias, silu=silu)
     if metadata.num_prefill_tokens:
-        query_starts, initial_slots, slots = _prompts(metadata)
+        query_starts, initial_slots, slots = prompts_of(metadata)
         causal_conv(
             out[first:],
             conv_states,
@@ -253,7 +262,7 @@ def recur(
     """
     first = metadata.num_decode_tokens
     if first:
-        slots = _decode_slots(metadata)
+        slots = decode_slots(metadata)
         state_update(
             out[:first],
             states,
@@ -269,7 +278,7 @@ def recur(
             dt_bias=step.dt_bias,
         )
     if metadata.num_prefill_tokens:
-        query_starts, initial_slots, slots = _prompts(metadata)
+        query_starts, initial_slots, slots = prompts_of(metadata)
         state_scan(
             out[first:],
             states,
@@ -304,9 +313,8 @@ def forward_mamba1(
     """
     num_tokens = metadata.num_decode_tokens + metadata.num_prefill_tokens
     x, gate = layer.in_proj(hidden_states)[0][:num_tokens].chunk(2, dim=-1)
-    weight = layer.conv1d.weight.view(layer.conv1d.weight.shape[0], -1)
     convolved = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    convolve(convolved, x, layer, weight, metadata)
+    convolve(convolved, x, layer, conv_weight_of(layer), metadata)
     dt, B, C = layer._ssm_transform(convolved)  # noqa: N806
     scanned = torch.empty_like(convolved)
     # One head of all channels, one group.
@@ -320,7 +328,7 @@ def forward_mamba1(
         z=gate.unsqueeze(1),
         dt_bias=None if layer.dt_proj.bias is None else layer.dt_proj.bias.unsqueeze(0),
     )
-    _, states = _states(layer)
+    _, states = states_of(layer)
     recur(scanned.unsqueeze(1), states.unsqueeze(1), step, metadata)
     output[:num_tokens] = layer.out_proj(scanned)[0]
 
@@ -349,7 +357,7 @@ def forward_mamba2(
     convolved = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     convolve(convolved, x, layer, layer.conv_weights, metadata)
     x, B, C = layer.split_hidden_states_B_C_fn(convolved)  # noqa: N806
-    _, states = _states(layer)
+    _, states = states_of(layer)
     step = Recurrence(
         x=x.unflatten(-1, (num_heads, -1)),
         dt=dt,

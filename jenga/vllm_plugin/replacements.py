@@ -151,6 +151,67 @@ def _conv_ssm_forward(original: _Function) -> _Function:
     return conv_ssm_forward
 
 
+def _forward_core(original: _Function) -> _Function:
+    @functools.wraps(original)
+    def forward_core(self: Any, mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any) -> Any:  # noqa: ANN401
+        from jenga.vllm_plugin.gated_delta import forward_gated_delta
+        from jenga.vllm_plugin.mamba import metadata_of
+
+        metadata = metadata_of(self.prefix)
+        if metadata is None:
+            return original(self, mixed_qkv, b, a, core_attn_out)
+        return forward_gated_delta(self, mixed_qkv, b, a, core_attn_out, metadata)
+
+    return forward_core
+
+
+def _cpu_gdn_attention_core(original: _Function) -> _Function:
+    @functools.wraps(original)
+    def core(mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any, layer_name: Any) -> None:  # noqa: ANN401
+        from vllm.forward_context import get_forward_context
+        from vllm.utils.torch_utils import _resolve_layer_name
+
+        from jenga.vllm_plugin.gated_delta import forward_gated_delta
+        from jenga.vllm_plugin.mamba import metadata_of
+
+        name = _resolve_layer_name(layer_name)
+        metadata = metadata_of(name)
+        if metadata is None:
+            original(mixed_qkv, b, a, core_attn_out, layer_name)
+        else:
+            layer = get_forward_context().no_compile_layers[name]
+            forward_gated_delta(layer, mixed_qkv, b, a, core_attn_out, metadata)
+
+    # The schema of the operation is read from these types, which are words in vLLM's module.
+    core.__signature__ = inspect.signature(original, eval_str=True)  # pyright: ignore[reportAttributeAccessIssue]
+    return core
+
+
+def _kimi_forward(original: _Function) -> _Function:
+    from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+
+    @functools.wraps(original)
+    def forward(
+        self: Any,  # noqa: ANN401
+        mixed_qkv: Any,  # noqa: ANN401
+        g1: Any,  # noqa: ANN401
+        g2: Any,  # noqa: ANN401
+        beta: Any,  # noqa: ANN401
+        core_attn_out: Any,  # noqa: ANN401
+    ) -> None:
+        from jenga.vllm_plugin.gated_delta import forward_kimi_delta
+        from jenga.vllm_plugin.mamba import metadata_of
+
+        metadata = metadata_of(self.prefix)
+        if metadata is None:
+            original(self, mixed_qkv, g1, g2, beta, core_attn_out)
+        else:
+            forward_kimi_delta(self, mixed_qkv, g1[0], beta[0], core_attn_out[0], metadata)
+            core_attn_out.copy_(self.o_norm(core_attn_out, g2))
+
+    return eager_break_during_capture(forward)
+
+
 def _resolve_kv_cache_block_sizes(original: _Function) -> _Function:
     @functools.wraps(original)
     def resolve(kv_cache_config: Any, vllm_config: Any) -> tuple[int, int]:  # noqa: ANN401
@@ -324,6 +385,33 @@ _WHEN_SELECTED = (
         reason="the same for Mamba-2",
         parameters=("self", "projected_states", "output"),
         make=_conv_ssm_forward,
+    ),
+    *(
+        Replacement(
+            module=f"vllm.model_executor.layers.mamba.gdn.{module}",
+            name=f"{layer}._forward_core",
+            reason="the same for gated delta nets",
+            parameters=("self", "mixed_qkv", "b", "a", "core_attn_out"),
+            make=_forward_core,
+        )
+        for module, layer in (
+            ("qwen_gdn_linear_attn", "QwenGatedDeltaNetAttention"),
+            ("olmo_gdn_linear_attn", "OlmoHybridGatedDeltaNetAttention"),
+        )
+    ),
+    Replacement(
+        module="vllm.model_executor.layers.mamba.ops.cpu.gdn_attention",
+        name="cpu_gdn_attention_core",
+        reason="the same on the CPU, where the layers of Qwen have another operation",
+        parameters=("mixed_qkv", "b", "a", "core_attn_out", "layer_name"),
+        make=_cpu_gdn_attention_core,
+    ),
+    Replacement(
+        module="vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn",
+        name="KimiGatedDeltaNetAttention._forward",
+        reason="the same for Kimi delta attention",
+        parameters=("self", "mixed_qkv", "g1", "g2", "beta", "core_attn_out"),
+        make=_kimi_forward,
     ),
 )
 

@@ -24,8 +24,30 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, MambaSpec
 
 
-SERVED_STATES = frozenset({"MAMBA1", "MAMBA2"})
-"""Kinds of recurrent layers, in vLLM's words, that run on our kernels; others run on vLLM's."""
+MAMBA_STATES = frozenset({"MAMBA1", "MAMBA2"})
+"""Kinds of recurrent layers, in vLLM's words, that run on our kernels in every model."""
+
+DELTA_STATES = frozenset({"GDN_ATTN"})
+"""Kinds whose layers vLLM has more than one class of, each with operations of its own."""
+
+DELTA_MODELS = frozenset(
+    {
+        "KimiLinearForCausalLM",
+        "OlmoHybridForCausalLM",
+        "Qwen3NextForCausalLM",
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5MoeForConditionalGeneration",
+    }
+)
+"""Architectures, in vLLM's words, in which these run on our kernels."""
+
+
+def served_states(architecture: str | None) -> frozenset[str]:
+    """Get the kinds of recurrent layers of a model that run on our kernels; others on vLLM's."""
+    return MAMBA_STATES | DELTA_STATES if architecture in DELTA_MODELS else MAMBA_STATES
+
 
 _STATE_ALIGNMENT_BYTES = 16
 """Of a state within its page: the widest load of one thread."""
@@ -41,7 +63,8 @@ def kinds_of_states(specs: Mapping[str, "KVCacheSpec"]) -> frozenset[str]:
 def _check_states(name: str, spec: "MambaSpec") -> None:
     """Refuse states that would not begin where the kernels' loads must."""
     conv_bytes = prod(spec.shapes[0]) * spec.dtypes[0].itemsize
-    if spec.mamba_type.name in SERVED_STATES and conv_bytes % _STATE_ALIGNMENT_BYTES:
+    is_served = spec.mamba_type.name in MAMBA_STATES | DELTA_STATES
+    if is_served and conv_bytes % _STATE_ALIGNMENT_BYTES:
         msg = (
             f"JENGA_TRITON does not support layer {name!r}: its convolution state must take a "
             f"multiple of {_STATE_ALIGNMENT_BYTES} bytes, got {conv_bytes}"

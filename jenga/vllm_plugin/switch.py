@@ -14,6 +14,7 @@ from jenga.vllm_plugin.environment import BACKEND_NAME
 _BACKEND_PATH = "jenga.vllm_plugin.attention.JengaTritonBackend"
 _MAMBA1_BACKEND_PATH = "jenga.vllm_plugin.mamba.JengaMamba1Backend"
 _MAMBA2_BACKEND_PATH = "jenga.vllm_plugin.mamba.JengaMamba2Backend"
+_GATED_DELTA_BACKEND_PATH = "jenga.vllm_plugin.gated_delta.JengaGatedDeltaBackend"
 
 
 def backend_member() -> Any:  # noqa: ANN401 (a member of an enumeration that vLLM extends at run time)
@@ -36,7 +37,7 @@ def restore_backend() -> Any:  # noqa: ANN401
 
 
 def register_state_backends() -> None:
-    """Register our backends of Mamba layers in vLLM's own registry."""
+    """Register our backends of recurrent layers in vLLM's own registry."""
     from vllm.v1.attention.backends.registry import (
         MambaAttentionBackendEnum,
         register_backend,
@@ -44,6 +45,7 @@ def register_state_backends() -> None:
 
     register_backend(MambaAttentionBackendEnum.MAMBA1, _MAMBA1_BACKEND_PATH, is_mamba=True)
     register_backend(MambaAttentionBackendEnum.MAMBA2, _MAMBA2_BACKEND_PATH, is_mamba=True)
+    register_backend(MambaAttentionBackendEnum.GDN_ATTN, _GATED_DELTA_BACKEND_PATH, is_mamba=True)
 
 
 def register_backend() -> None:

@@ -32,7 +32,7 @@ def mamba(**changes):
     return MambaSpec(**(options | changes))
 
 
-def engine_config(**cache):
+def engine_config(architecture="LlamaForCausalLM", **cache):
     options = {
         "block_size": 16,
         "num_gpu_blocks_override": None,
@@ -43,7 +43,9 @@ def engine_config(**cache):
     return SimpleNamespace(
         cache_config=SimpleNamespace(**(options | cache)),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
-        model_config=SimpleNamespace(max_model_len=2048, is_mm_prefix_lm=False),
+        model_config=SimpleNamespace(
+            max_model_len=2048, is_mm_prefix_lm=False, architecture=architecture
+        ),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
         max_in_flight_tokens=64,
     )
@@ -173,8 +175,16 @@ def test_a_convolution_state_that_would_leave_the_next_unaligned_is_refused():
         config_of({"mamba.0": mamba(shapes=((3, 3), (4, 32, 16)))}, 8 * MIB)
 
 
-@pytest.mark.parametrize(("kind", "is_kept"), [("MAMBA1", True), ("GDN_ATTN", False)])
-def test_prefixes_are_cached_only_if_all_states_are_kept(kind, is_kept, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "architecture", "is_kept"),
+    [
+        ("MAMBA1", "JambaForCausalLM", True),
+        ("GDN_ATTN", "Qwen3NextForCausalLM", True),
+        ("GDN_ATTN", "BailingMoeV3ForCausalLM", False),
+        ("SHORT_CONV", "Lfm2ForCausalLM", False),
+    ],
+)
+def test_prefixes_are_cached_only_if_all_states_are_kept(kind, architecture, is_kept, monkeypatch):
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
     from jenga.vllm_plugin import layout
@@ -182,7 +192,7 @@ def test_prefixes_are_cached_only_if_all_states_are_kept(kind, is_kept, monkeypa
     # What vLLM's logger lets through depends on who set it up before.
     warnings = []
     monkeypatch.setattr(layout.logger, "warning", lambda *words: warnings.append(words))
-    config = engine_config(enable_prefix_caching=True)
+    config = engine_config(architecture, enable_prefix_caching=True)
     specs = HYBRID | {"other": mamba(mamba_type=MambaAttentionBackendEnum[kind])}
 
     layout.get_kv_cache_groups(config, specs)

@@ -149,6 +149,26 @@ def _jamba():
     return JambaForCausalLM(config)
 
 
+def _qwen3_next():
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    config = Qwen3NextConfig(
+        **_TWO_HEADS,
+        num_hidden_layers=5,
+        layer_types=["linear_attention"] * 2 + ["full_attention"] + ["linear_attention"] * 2,
+        head_dim=HEAD_DIM,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=32,
+        linear_value_head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+    )
+    return Qwen3NextForCausalLM(config)
+
+
 def _whisper():
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
@@ -171,6 +191,59 @@ def _whisper():
         pad_token_id=0,
     )
     return WhisperForConditionalGeneration(config)
+
+
+def _deepseek_v2():
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    config = DeepseekV2Config(
+        **_COMMON | {"num_key_value_heads": 4},
+        num_hidden_layers=3,
+        first_k_dense_replace=2,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        q_lora_rank=None,
+        kv_lora_rank=512,  # the widths that vLLM's backend for a CPU is compiled for
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+    )
+    return DeepseekV2ForCausalLM(config)
+
+
+def _deepseek_v3():
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    config = DeepseekV3Config(
+        **_COMMON | {"num_key_value_heads": 4},
+        num_hidden_layers=3,
+        first_k_dense_replace=2,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        n_group=2,
+        topk_group=1,
+        topk_method="noaux_tc",  # read by vLLM; the only one transformers has
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        q_lora_rank=48,
+        kv_lora_rank=256,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=32,
+        v_head_dim=48,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    )
+    return DeepseekV3ForCausalLM(config)
 
 
 def _save_processor(path):
@@ -222,9 +295,12 @@ _MAKERS = {
     "gpt_oss": _gpt_oss,
     "llama4": _llama4,
     "bloom": _bloom,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
     "whisper": _whisper,
     "granite_hybrid": _granite_hybrid,
     "jamba": _jamba,
+    "qwen3_next": _qwen3_next,
 }
 _FINISHERS = {"llama_fp8_cache": _save_scales, "whisper": _save_processor}
 NAMES = tuple(_MAKERS)
@@ -244,6 +320,11 @@ def save(name: str, directory: Path) -> Path:
         for layer_name, parameter in model.named_parameters():
             if layer_name.endswith("sinks"):
                 torch.nn.init.normal_(parameter, mean=1.0, std=1.0)
+    if name == "qwen3_next":
+        # Fresh rates of decay forget nearly all within a token; keep what shows over a prompt.
+        for layer_name, parameter in model.named_parameters():
+            if layer_name.endswith("A_log"):
+                torch.nn.init.uniform_(parameter, -4.0, 0.0)
     path = directory / name
     model.save_pretrained(path)
     if name in _FINISHERS:

@@ -1,0 +1,223 @@
+"""Layers of the gated delta rule of vLLM, served by `jenga_kernels` on states in pages.
+
+Gated delta nets (Qwen3-Next, Qwen3.5, OLMo Hybrid) decay a head's state as a whole, Kimi delta
+attention (Kimi-Linear) each key channel on its own. As with Mamba layers, vLLM's keep their
+weights, projections and norms; what lies between reads and writes the state slots of the page-layer
+buffer in place. In a step of decoding requests nothing waits for the device and all that changes is
+read from the metadata's buffers, so that a CUDA graph can be made of it.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.functional import softplus
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
+
+from jenga.vllm_plugin.config import is_selected
+from jenga.vllm_plugin.mamba import (
+    JengaMambaMetadata,
+    JengaMambaMetadataBuilder,
+    JengaStateBackend,
+    conv_weight_of,
+    convolve,
+    decode_slots,
+    prompts_of,
+    states_of,
+)
+from jenga_kernels.delta_scan import delta_scan
+from jenga_kernels.delta_update import delta_update
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import AttentionMetadataBuilder
+
+
+def _are_served(layer_names: list[str], vllm_config: "VllmConfig") -> bool:
+    """Whether all of a worker's layers of these names are of a class that is served here."""
+    from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import (
+        KimiGatedDeltaNetAttention,
+    )
+    from vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn import (
+        OlmoHybridGatedDeltaNetAttention,
+    )
+    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import (
+        QwenGatedDeltaNetAttention,
+    )
+
+    served = (
+        QwenGatedDeltaNetAttention,
+        OlmoHybridGatedDeltaNetAttention,
+        KimiGatedDeltaNetAttention,
+    )
+    layers = vllm_config.compilation_config.static_forward_context
+    return all(isinstance(layers.get(name), served) for name in layer_names)
+
+
+class _JengaGatedDeltaBuilder(JengaMambaMetadataBuilder):
+    def __new__(
+        cls,
+        kv_cache_spec: Any,  # noqa: ANN401
+        layer_names: list[str],
+        vllm_config: "VllmConfig",
+        device: torch.device,
+    ) -> "AttentionMetadataBuilder[Any]":
+        if is_selected(vllm_config) and _are_served(layer_names, vllm_config):
+            return super().__new__(cls)
+        return GDNAttentionMetadataBuilder(kv_cache_spec, layer_names, vllm_config, device)
+
+
+class JengaGatedDeltaBackend(JengaStateBackend):
+    """Registered in place of vLLM's backend of layers of the gated delta rule."""
+
+    @staticmethod
+    def get_name() -> str:
+        """Get the backend's name."""
+        return "JENGA_GATED_DELTA"
+
+    @staticmethod
+    def get_builder_cls() -> type["AttentionMetadataBuilder[Any]"]:
+        """Get the class that prepares a step.
+
+        It makes vLLM's own where JENGA_TRITON is not selected, or vLLM's operations serve a layer.
+        """
+        return _JengaGatedDeltaBuilder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaRule:
+    """A step's inputs to the delta rule, as `jenga_kernels.delta_scan.delta_scan` names them."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    gates: torch.Tensor
+    betas: torch.Tensor
+    A_log: torch.Tensor | None
+    dt_bias: torch.Tensor | None
+
+
+def apply_delta_rule(
+    out: torch.Tensor, states: torch.Tensor, step: DeltaRule, metadata: JengaMambaMetadata
+) -> None:
+    """Apply a step's tokens to the states.
+
+    Args:
+        out: Written in place, [num_tokens, num_v_heads, head_v_dim].
+        states: Written in place, [num_slots, num_v_heads, head_v_dim, head_k_dim].
+        step: Inputs.
+        metadata: Of the step.
+    """
+    first = metadata.num_decode_tokens
+    if first:
+        slots = decode_slots(metadata)
+        delta_update(
+            out[:first],
+            states,
+            step.q[:first],
+            step.k[:first],
+            step.v[:first],
+            step.gates[:first],
+            step.betas[:first],
+            slots,
+            slots,
+            A_log=step.A_log,
+            dt_bias=step.dt_bias,
+        )
+    if metadata.num_prefill_tokens:
+        query_starts, initial_slots, slots = prompts_of(metadata)
+        delta_scan(
+            out[first:],
+            states,
+            step.q[first:],
+            step.k[first:],
+            step.v[first:],
+            step.gates[first:],
+            step.betas[first:],
+            query_starts,
+            initial_slots,
+            slots,
+            A_log=step.A_log,
+            dt_bias=step.dt_bias,
+            checkpoints=metadata.checkpoints,
+        )
+
+
+def forward_gated_delta(
+    layer: Any,  # noqa: ANN401
+    mixed_qkv: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    output: torch.Tensor,
+    metadata: JengaMambaMetadata,
+) -> None:
+    """Run what lies between the projections of a gated delta net of vLLM.
+
+    Args:
+        layer: A `QwenGatedDeltaNetAttention` or `OlmoHybridGatedDeltaNetAttention`; its states are
+            written in place.
+        mixed_qkv: Queries, keys and values side by side, [num_tokens or more, dim].
+        b: Projections of betas, [num_tokens or more, num_v_heads].
+        a: Projections of gates, [num_tokens or more, num_v_heads].
+        output: Written in place for the step's tokens, [num_tokens or more, num_v_heads,
+            head_v_dim].
+        metadata: Of the step.
+    """
+    num_tokens = metadata.num_decode_tokens + metadata.num_prefill_tokens
+    x, b, a = mixed_qkv[:num_tokens], b[:num_tokens], a[:num_tokens]
+    convolved = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    convolve(convolved, x, layer, conv_weight_of(layer), metadata)
+    key_dim, value_dim = layer.key_dim // layer.tp_size, layer.value_dim // layer.tp_size
+    q, k, v = convolved.split([key_dim, key_dim, value_dim], dim=-1)
+    A_log, dt_bias = layer.A_log, layer.dt_bias  # noqa: N806
+    if getattr(layer, "allow_neg_eigval", False):
+        # Betas up to 2, where the kernels' sigmoid ends at 1.
+        a = -A_log.float().exp() * softplus(a.float() + dt_bias.float())
+        b = 2.0 * b.float().sigmoid()
+        A_log, dt_bias = None, None  # noqa: N806
+    step = DeltaRule(
+        q=q.unflatten(-1, (-1, layer.head_k_dim)),
+        k=k.unflatten(-1, (-1, layer.head_k_dim)),
+        v=v.unflatten(-1, (-1, layer.head_v_dim)),
+        gates=a,
+        betas=b,
+        A_log=A_log,
+        dt_bias=dt_bias,
+    )
+    _, states = states_of(layer)
+    apply_delta_rule(output[:num_tokens], states, step, metadata)
+
+
+def forward_kimi_delta(
+    layer: Any,  # noqa: ANN401
+    mixed_qkv: torch.Tensor,
+    gates: torch.Tensor,
+    betas: torch.Tensor,
+    output: torch.Tensor,
+    metadata: JengaMambaMetadata,
+) -> None:
+    """Run what lies between the projections and the output norm of Kimi delta attention in vLLM.
+
+    Args:
+        layer: A `KimiGatedDeltaNetAttention`; its states are written in place.
+        mixed_qkv: Queries, keys and values side by side, [num_tokens or more, dim].
+        gates: Projections, [num_tokens or more, num_heads, head_dim].
+        betas: Projections, [num_tokens or more, num_heads].
+        output: Written in place for the step's tokens, [num_tokens or more, num_heads, head_dim].
+        metadata: Of the step.
+    """
+    num_tokens = metadata.num_decode_tokens + metadata.num_prefill_tokens
+    x, gates, betas = mixed_qkv[:num_tokens], gates[:num_tokens], betas[:num_tokens]
+    convolved = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    convolve(convolved, x, layer, conv_weight_of(layer), metadata)
+    q, k, v = convolved.unflatten(-1, (3, -1, layer.head_dim)).unbind(1)
+    A_log, dt_bias = layer.A_log, layer.dt_bias.view(-1, layer.head_dim)  # noqa: N806
+    if layer.gate_lower_bound is not None:
+        # Another function of the projections than the kernels': no decay below this bound.
+        rates = A_log.float().exp()[:, None]
+        gates = layer.gate_lower_bound * (rates * (gates.float() + dt_bias.float())).sigmoid()
+        betas = betas.float().sigmoid()
+        A_log, dt_bias = None, None  # noqa: N806
+    step = DeltaRule(q=q, k=k, v=v, gates=gates, betas=betas, A_log=A_log, dt_bias=dt_bias)
+    _, states = states_of(layer)
+    apply_delta_rule(output[:num_tokens], states, step, metadata)
