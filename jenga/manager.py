@@ -141,7 +141,8 @@ class Manager:
         """Give a request slots for its first `num_tokens` tokens; the first call admits it.
 
         Pages that no token from `num_processed_tokens` on reads are given up first, even if the
-        request is then refused.
+        request is then refused. Tokens may be rejected: a request that asks for slots of fewer
+        tokens than it has keeps those it has.
 
         Args:
             request_id: Who asks.
@@ -163,6 +164,7 @@ class Manager:
             ValueError: An argument contradicts the others or what is known of the request.
         """
         request = self._requests.get(request_id)
+        num_tokens = max(num_tokens, request.num_tokens if request is not None else 0)
         if (
             request is not None
             and num_tokens < request.grows_at

@@ -14,6 +14,7 @@ from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
 from vllm.v1.kv_cache_interface import AttentionSpec, CrossAttentionSpec, KVQuantMode
 
 from jenga.vllm_plugin.environment import BACKEND_NAME
+from jenga.vllm_plugin.speculation import decode_query_tokens, most_group_heads
 from jenga_kernels.attention_plan import AttentionKind, AttentionPlan, plan_attention
 from jenga_kernels.triton.device import skip_overflow_checks
 
@@ -107,11 +108,26 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
     A CUDA graph holds the addresses of the work lists it was captured with. Their sizes follow from
     the batch's, so each size captured has its own lists, made anew in place before every replay.
     vLLM's own options turn graphs off (`enforce_eager`, `cudagraph_mode`).
+
+    A draft model runs between two steps of its target, over page tables of its own: its plans are
+    made for each of its steps, and its graphs hold no attention.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = (
         AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     )
+
+    @classmethod
+    def get_cudagraph_support(
+        cls, vllm_config: "VllmConfig", kv_cache_spec: "KVCacheSpec"
+    ) -> AttentionCGSupport:
+        """Say what a CUDA graph may hold: drafted tokens too, where the decode kernel takes all."""
+        if vllm_config.speculative_config is None or not isinstance(kv_cache_spec, AttentionSpec):
+            return cls._cudagraph_support
+        group_heads = most_group_heads(vllm_config, kv_cache_spec.num_kv_heads)
+        if decode_query_tokens(vllm_config, group_heads) is None:
+            return cls._cudagraph_support
+        return AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(
         self,
@@ -132,6 +148,7 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
         self._kind = attention_kind(kv_cache_spec, num_heads)
         refuse_clamped_images(vllm_config, layer_names)
         self._dtype = vllm_config.model_config.dtype
+        self._decode_query_tokens = decode_query_tokens(vllm_config, self._kind.group_heads)
         # (requests, tokens) of a captured batch -> its plan
         self._captured: dict[tuple[int, int], AttentionPlan] = {}
 
@@ -191,7 +208,7 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
             dtype=self._dtype,
             max_query_tokens=common.max_query_len,
             # Only the kernel for prompts reads spans.
-            decode_query_tokens=0 if has_spans else None,
+            decode_query_tokens=0 if has_spans else self._decode_query_tokens,
         )
 
     def _with_shared_partials(self, plan: AttentionPlan) -> AttentionPlan:

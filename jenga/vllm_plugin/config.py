@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from jenga.vllm_plugin.environment import BACKEND_NAME, read_settings
+from jenga.vllm_plugin.speculation import prepare_speculation, unsupported_speculation
 from jenga.vllm_plugin.switch import backend_member
 
 if TYPE_CHECKING:
@@ -44,7 +45,6 @@ def _unsupported_features(vllm_config: "VllmConfig") -> list[str]:
         "KV connectors (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
         "KV offloading (--kv-offloading-size)": cache.kv_offloading_size is not None,
         "KV cache events": kv_events is not None and kv_events.enable_kv_cache_events,
-        "speculative decoding": vllm_config.speculative_config is not None,
         "--disable-hybrid-kv-cache-manager": scheduler.disable_hybrid_kv_cache_manager is True,
         f"other attention backends per kind {other_backends}": bool(other_backends),
         f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype not in CACHE_DTYPES,
@@ -56,6 +56,7 @@ def _unsupported_features(vllm_config: "VllmConfig") -> list[str]:
         "HiSparse": vllm_config.attention_config.hisparse_config is not None,
         "multi-head latent attention (MLA)": model is not None and model.use_mla,
     }
+    checks |= unsupported_speculation(vllm_config)
     return [feature for feature, in_use in checks.items() if in_use]
 
 
@@ -91,6 +92,7 @@ def prepare_config(vllm_config: "VllmConfig") -> bool:
         msg = f"{BACKEND_NAME} does not support: {'; '.join(unsupported)}"
         raise ValueError(msg)
     _set_cache_options(vllm_config)
+    prepare_speculation(vllm_config)
     return True
 
 

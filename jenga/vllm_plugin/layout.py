@@ -22,6 +22,7 @@ from jenga.geometry import Geometry, PageTable, check_arena, exact_lcm
 from jenga.planner import plan
 from jenga.vllm_plugin.config import TOKENS_PER_PAGE
 from jenga.vllm_plugin.environment import BACKEND_NAME, read_settings
+from jenga.vllm_plugin.speculation import draft_layers
 from jenga.vllm_plugin.specs import (
     kinds_of_states,
     layer_names,
@@ -105,7 +106,7 @@ def get_kv_cache_groups(
         raise ValueError(msg)
     if not kv_cache_spec:
         return []
-    model = model_spec(kv_cache_spec)
+    model = model_spec(kv_cache_spec, draft_layers=draft_layers(vllm_config, kv_cache_spec))
     served = served_states(vllm_config.model_config.architecture)
     others = kinds_of_states(kv_cache_spec) - served
     if others and vllm_config.cache_config.enable_prefix_caching:

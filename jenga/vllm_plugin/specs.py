@@ -3,7 +3,7 @@
 vLLM's words end here: its group is our page table, its block our small page.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ from jenga.spec import (
     SlidingWindow,
     State,
 )
+from jenga.vllm_plugin.speculation import check_draft
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, MambaSpec
@@ -135,15 +136,28 @@ def _layer(name: str, spec: "KVCacheSpec") -> tuple[tuple[object, ...], Layer]:
     raise ValueError(msg)
 
 
-def model_spec(specs: Mapping[str, "KVCacheSpec"]) -> ModelSpec:
-    """Describe a model to the memory manager.
+def model_spec(
+    specs: Mapping[str, "KVCacheSpec"], *, draft_layers: Set[str] = frozenset()
+) -> ModelSpec:
+    """Describe a model, and the one that drafts for it, to the memory manager.
 
     Args:
         specs: vLLM's cache spec of each layer that stores one, by layer name.
+        draft_layers: Names of those of the draft model: they are layer types of their own.
 
     Raises:
         ValueError: A layer's cache is of a kind the plugin cannot serve; the message names it.
     """
+    drafts = _layer_types({name: spec for name, spec in specs.items() if name in draft_layers})
+    check_draft(layer_type.name for layer_type in drafts)
+    # First, since vLLM's runner hands a draft model the page table of the first group.
+    types = [replace(layer_type, name=f"draft_{layer_type.name}") for layer_type in drafts]
+    types += _layer_types({name: spec for name, spec in specs.items() if name not in draft_layers})
+    return ModelSpec(name="model", layer_types=tuple(types))
+
+
+def _layer_types(specs: Mapping[str, "KVCacheSpec"]) -> list[LayerType]:
+    """Describe the layers of one model, each type once."""
     layers_by_key: dict[tuple[object, ...], list[Layer]] = {}
     for name, spec in specs.items():
         key, layer = _layer(name, spec)
@@ -174,7 +188,7 @@ def model_spec(specs: Mapping[str, "KVCacheSpec"]) -> ModelSpec:
             case _:
                 msg = f"unknown key of a layer type: {key}"
                 raise ValueError(msg)
-    return ModelSpec(name="model", layer_types=tuple(layer_types))
+    return layer_types
 
 
 def layer_names(table: PageTable) -> list[str]:

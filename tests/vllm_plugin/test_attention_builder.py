@@ -40,8 +40,14 @@ SPECS = {
 }
 
 
-def make_config():
+def make_config(num_drafted=0, draft_heads=NUM_HEADS):
+    speculation = SimpleNamespace(
+        num_speculative_tokens=num_drafted,
+        max_num_new_slots_for_drafting=1,
+        draft_model_config=SimpleNamespace(get_num_attention_heads=lambda _: draft_heads),
+    )
     return SimpleNamespace(
+        speculative_config=speculation if num_drafted else None,
         compilation_config=SimpleNamespace(static_forward_context={}),
         parallel_config=None,
         model_config=SimpleNamespace(
@@ -52,8 +58,9 @@ def make_config():
     )
 
 
-def make_builder(spec):
-    return JengaTritonMetadataBuilder(spec, [], make_config(), torch.device("cpu"))
+def make_builder(spec, num_drafted=0):
+    config = make_config(num_drafted)
+    return JengaTritonMetadataBuilder(spec, [], config, torch.device("cpu"))
 
 
 class Batches:
@@ -73,6 +80,12 @@ class Batches:
         self.seq_lens.zero_()
         self.seq_lens[:num_requests] = torch.tensor(seq_lens)
         return self.common(num_padded, num_padded, 1, causal=causal)
+
+    def drafted(self, seq_lens, *, num_padded):
+        """Get the metadata of requests of four tokens each, padded as for a CUDA graph."""
+        common = self.decode(seq_lens, num_padded=num_padded)
+        self.starts *= 4
+        return common.replace(num_actual_tokens=4 * num_padded, max_query_len=4)
 
     def prefill(self, query_lens):
         self.starts[1 : len(query_lens) + 1] = torch.tensor(query_lens).cumsum(0)
@@ -120,10 +133,54 @@ def attend(attend_with, metadata, q, pages, **plan):
     )
 
 
-def test_graphs_of_single_token_decode_are_announced():
-    support = JengaTritonMetadataBuilder.get_cudagraph_support(None, None)
+def announced(**speculation):
+    config = make_config(**speculation)
+    return JengaTritonMetadataBuilder.get_cudagraph_support(config, SPECS["full"])
 
-    assert support is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+def test_graphs_of_single_token_decode_are_announced():
+    assert announced() is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+
+def test_graphs_of_drafted_tokens_are_announced_where_the_decode_kernel_takes_them_all():
+    assert announced(num_drafted=7) is AttentionCGSupport.UNIFORM_BATCH
+    assert announced(num_drafted=62) is AttentionCGSupport.UNIFORM_BATCH  # two heads, 128 rows
+    too_many = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    assert announced(num_drafted=63) is too_many
+    assert announced(num_drafted=7, draft_heads=64) is too_many
+
+
+@pytest.mark.parametrize("name", [name for name in SPECS if name != "cross"])
+def test_a_captured_plan_of_drafted_tokens_serves_later_batches_of_its_size(name):
+    builder, batches = make_builder(SPECS[name], num_drafted=3), Batches()
+    generator = torch.Generator().manual_seed(6)
+    pages = torch.randn(2, 48, PAGE_TOKENS, NUM_KV_HEADS, HEAD_DIM, generator=generator)
+    captured = builder.build_for_cudagraph_capture(batches.drafted([96] * 6, num_padded=6))
+    places, results = addresses(captured), []
+
+    for seq_lens in ([4, 96, 40, 80, 63], [33, 7, 64, 90, 4, 48]):
+        common = batches.drafted(seq_lens, num_padded=6)
+        q = torch.randn(24, NUM_HEADS, HEAD_DIM, generator=generator)
+        metadata = builder.build(0, common)
+        assert metadata.plan is captured.plan
+        assert addresses(metadata) == places
+        results.append(
+            (
+                attend(paged_attention, captured, q, pages, plan=captured.plan),
+                attend(attend_plainly, metadata, q.double(), pages.double()),
+                attend(attend_plainly, metadata, q, pages),
+            )
+        )
+
+    check_close(*(torch.cat(step) for step in zip(*results, strict=True)))
+
+
+def test_what_a_draft_model_reads_first_is_decoded_too():
+    builder, batches = make_builder(SPECS["full"], num_drafted=8), Batches()
+
+    accepted = batches.prefill([10, 10])  # what was drafted and accepted, and one token more
+
+    assert builder.build_for_drafting(accepted, draft_index=0).plan.max_row_tiles == 0
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -43,6 +43,7 @@ def engine_config(architecture="LlamaForCausalLM", **cache):
     return SimpleNamespace(
         cache_config=SimpleNamespace(**(options | cache)),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        speculative_config=None,
         model_config=SimpleNamespace(
             max_model_len=2048, is_mm_prefix_lm=False, architecture=architecture
         ),

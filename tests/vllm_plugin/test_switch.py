@@ -66,7 +66,7 @@ def refusals(tiny_model):
     code = (
         CONFIGURE.format(model=str(tiny_model("llama")))
         + f"""
-    hybrid = {str(tiny_model("granite_hybrid"))!r}"""
+    draft, hybrid = {str(tiny_model("llama"))!r}, {str(tiny_model("granite_hybrid"))!r}"""
         + """
     features = {
         "pipeline parallelism": dict(pipeline_parallel_size=2),
@@ -76,8 +76,13 @@ def refusals(tiny_model):
             "kv_connector": "ExampleConnector", "kv_role": "kv_both",
             "kv_connector_extra_config": {"shared_storage_path": "/tmp"}}),
         "KV offloading": dict(kv_offloading_size=1.0),
-        "speculative decoding": dict(speculative_config={
+        "speculative decoding by method 'ngram_gpu'": dict(speculative_config={
+            "method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_max": 3}),
+        "speculative decoding with recurrent layers": dict(model=hybrid, speculative_config={
             "method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}),
+        "speculative decoding with attention backend CPU_ATTN": dict(speculative_config={
+            "method": "draft_model", "model": draft, "num_speculative_tokens": 2,
+            "attention_backend": "CPU_ATTN"}),
         "disable-hybrid-kv-cache-manager": dict(disable_hybrid_kv_cache_manager=True),
         "kv-cache-dtype": dict(kv_cache_dtype="fp8_e5m2"),
         "block-size": dict(block_size=24),
@@ -107,7 +112,9 @@ def refusals(tiny_model):
         "KV cache events",
         "KV connectors",
         "KV offloading",
-        "speculative decoding",
+        "speculative decoding by method 'ngram_gpu'",
+        "speculative decoding with recurrent layers",
+        "speculative decoding with attention backend CPU_ATTN",
         "disable-hybrid-kv-cache-manager",
         "kv-cache-dtype",
         "block-size",

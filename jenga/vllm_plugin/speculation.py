@@ -1,0 +1,116 @@
+"""Speculative decoding: which of vLLM's methods are served, and which layers draft."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from jenga.vllm_plugin.environment import BACKEND_NAME
+from jenga.vllm_plugin.switch import backend_member
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+SERVED_METHODS = ("ngram", "draft_model")
+"""Values of `method` in --speculative-config that are served."""
+
+DRAFT_PREFIX = "draft_model."
+"""How vLLM begins the names of a draft model's layers."""
+
+MAX_DECODE_ROWS = 128
+"""Query rows of a request in the largest tile of the decode kernel; more go to that of prompts."""
+
+
+def _has_states(model: "ModelConfig | None") -> bool:
+    return model is not None and (model.is_hybrid or model.is_attention_free)
+
+
+def unsupported_speculation(vllm_config: "VllmConfig") -> dict[str, bool]:
+    """Say of each feature of speculative decoding that is not served whether it is in use."""
+    speculation, model = vllm_config.speculative_config, vllm_config.model_config
+    if speculation is None:
+        return {}
+    backend, drafts = speculation.attention_backend, speculation.draft_model_config
+    name = "speculative decoding"
+    return {
+        f"{name} by method {speculation.method!r}": speculation.method not in SERVED_METHODS,
+        f"{name} with recurrent layers": _has_states(model) or _has_states(drafts),
+        f"{name} with multi-head latent attention (MLA)": any(
+            config is not None and config.use_mla for config in (model, drafts)
+        ),
+        f"{name} of an encoder-decoder model": model is not None and model.is_encoder_decoder,
+        f"{name} with images whose tokens read each other": (
+            model is not None and model.is_mm_prefix_lm
+        ),
+        f"{name} with parallel drafting": speculation.parallel_drafting,
+        f"{name} with attention backend {getattr(backend, 'name', backend)} for the draft": (
+            backend is not None and backend is not backend_member()
+        ),
+    }
+
+
+def prepare_speculation(vllm_config: "VllmConfig") -> None:
+    """Let a draft model's layers run on the backend too: vLLM does not take it from the target."""
+    speculation = vllm_config.speculative_config
+    if speculation is not None:
+        speculation.attention_backend = backend_member()
+
+
+def draft_layers(vllm_config: "VllmConfig", names: Iterable[str]) -> frozenset[str]:
+    """Find the layers of a draft model among those of both models."""
+    speculation = vllm_config.speculative_config
+    if speculation is None or not speculation.uses_draft_model():
+        return frozenset()
+    return frozenset(name for name in names if name.startswith(DRAFT_PREFIX))
+
+
+def check_draft(type_names: Iterable[str]) -> None:
+    """Refuse a draft model that vLLM could not run: it gives all its layers one page table.
+
+    Args:
+        type_names: Names of its layer types.
+
+    Raises:
+        ValueError: There are several.
+    """
+    names = list(type_names)
+    if len(names) > 1:
+        msg = f"{BACKEND_NAME} does not support a draft model of several layer types: {names}"
+        raise ValueError(msg)
+
+
+def drafted_query_tokens(vllm_config: "VllmConfig") -> int:
+    """Get the most query tokens of a decoding request: those drafted, and the last one's own.
+
+    A draft model reads one more: it first takes in what the target has accepted.
+    """
+    speculation = vllm_config.speculative_config
+    if speculation is None:
+        return 1
+    return 1 + speculation.num_speculative_tokens + speculation.max_num_new_slots_for_drafting
+
+
+def most_group_heads(vllm_config: "VllmConfig", num_kv_heads: int) -> int:
+    """Get the most query heads that may share a head of keys in a layer of either model."""
+    speculation, parallel = vllm_config.speculative_config, vllm_config.parallel_config
+    models = [vllm_config.model_config, speculation.draft_model_config if speculation else None]
+    return max(
+        -(-model.get_num_attention_heads(parallel) // num_kv_heads)
+        for model in models
+        if model is not None
+    )
+
+
+def decode_query_tokens(vllm_config: "VllmConfig", group_heads: int) -> int | None:
+    """Get up to how many query tokens a request is decoded, as `plan_attention` takes it.
+
+    Args:
+        vllm_config: Of the engine.
+        group_heads: Query heads that share a head of keys.
+
+    Returns:
+        None for what costs no more than one token: also where drafts are longer than the kernel
+        for decoding has rows.
+    """
+    num_tokens = drafted_query_tokens(vllm_config)
+    if num_tokens == 1 or num_tokens * group_heads > MAX_DECODE_ROWS:
+        return None
+    return num_tokens
