@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from perf.harness import Benchmark, Row
+from perf.harness import Benchmark, Row, Timing
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 READ_BYTES = 2 * GIB
@@ -21,6 +21,7 @@ POOLS = (GIB, 10 * GIB, 100 * GIB)
 MAX_HOP_READ_BYTES = GIB
 WORD_BYTES = 4
 BLOCK_WORDS = 4096
+MATMUL_SIZE = 8192
 
 
 @triton.jit
@@ -83,6 +84,17 @@ def measure_plain(benchmark: Benchmark, num_bytes: int, num_programs: int) -> No
         benchmark.add(_row("copy", timing, 2 * num_bytes))
 
 
+def measure_matmul(benchmark: Benchmark, size: int) -> None:
+    """Add the row "matmul": a product of two square matrices in bfloat16, by torch."""
+    if not benchmark.wants_shape("matmul"):
+        return
+    left = torch.ones(size, size, dtype=torch.bfloat16, device=benchmark.device)
+    right, out = torch.ones_like(left), torch.empty_like(left)
+    timing = benchmark.measure(lambda: torch.matmul(left, right, out=out))
+    num_bytes = 3 * size * size * left.element_size()
+    benchmark.add(_row("matmul", timing, num_bytes, num_flops=2 * size**3))
+
+
 def measure_hops(
     benchmark: Benchmark, run_bytes: int, hop_bytes: int, pool_bytes: int, num_programs: int
 ) -> None:
@@ -113,9 +125,14 @@ def measure_hops(
     benchmark.add(_row(name, timing, num_runs * run_bytes))
 
 
-def _row(name: str, timing: object, num_bytes: int) -> Row:
+def _row(name: str, timing: Timing, num_bytes: int, *, num_flops: int = 0) -> Row:
     return Row(
-        shape=name, implementation="roofline", timing=timing, num_bytes=num_bytes, details={}
+        shape=name,
+        implementation="roofline",
+        timing=timing,
+        num_bytes=num_bytes,
+        num_flops=num_flops,
+        details={},
     )
 
 
@@ -130,10 +147,12 @@ def main(arguments: list[str] | None = None) -> None:
     benchmark = Benchmark("roofline", __doc__ or "", [], arguments)
     if benchmark.is_dry:
         measure_plain(benchmark, 64 * KIB, 2)
+        measure_matmul(benchmark, 64)
         measure_hops(benchmark, 256, 4 * KIB, 64 * KIB, 2)
     else:
         processors = torch.cuda.get_device_properties(benchmark.device).multi_processor_count
         measure_plain(benchmark, READ_BYTES, 8 * processors)
+        measure_matmul(benchmark, MATMUL_SIZE)
         for pool_bytes in POOLS:
             for hop_bytes in HOPS:
                 for run_bytes in RUNS:

@@ -43,6 +43,7 @@ class Gpu:
         bytes_per_s: Peak bandwidth of its memory; None where only a size was given.
         flops_16_bit: Dense FLOP/s of bfloat16 (float16 on a T4); None likewise.
         flops_8_bit: Dense FLOP/s of float8; None also where it has no float8.
+        folders: Of rows measured on it, in `perf/results`: what the driver calls it.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Gpu:
     bytes_per_s: float | None = None
     flops_16_bit: float | None = None
     flops_8_bit: float | None = None
+    folders: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_positive(f"gpu {self.name!r}", "memory_bytes", self.memory_bytes)
@@ -81,7 +83,13 @@ class Gpu:
 
 
 def _gpu(
-    name: str, *, mib: int, tb_per_s: float, tflops: float, tflops_8_bit: float | None = None
+    name: str,
+    *,
+    mib: int,
+    tb_per_s: float,
+    tflops: float,
+    tflops_8_bit: float | None = None,
+    folders: tuple[str, ...] = (),
 ) -> Gpu:
     return Gpu(
         name=name,
@@ -89,21 +97,42 @@ def _gpu(
         bytes_per_s=tb_per_s * 1e12,
         flops_16_bit=tflops * 1e12,
         flops_8_bit=None if tflops_8_bit is None else tflops_8_bit * 1e12,
+        folders=folders or (name.lower(),),
     )
 
 
 GPUS = {
     each.name: each
     for each in (
-        _gpu("T4", mib=15_360, tb_per_s=0.320, tflops=65),
+        _gpu("T4", mib=15_360, tb_per_s=0.320, tflops=65, folders=("tesla-t4",)),
         _gpu("A10", mib=23_028, tb_per_s=0.600, tflops=125),
         _gpu("L4", mib=23_034, tb_per_s=0.300, tflops=121, tflops_8_bit=242),
         # Tensor cores that accumulate in float32, as vLLM's kernels ask of them.
-        _gpu("RTX-4090", mib=24_564, tb_per_s=1.008, tflops=165.2, tflops_8_bit=330.3),
+        _gpu(
+            "RTX-4090",
+            mib=24_564,
+            tb_per_s=1.008,
+            tflops=165.2,
+            tflops_8_bit=330.3,
+            folders=("geforce-rtx-4090",),
+        ),
         _gpu("L40S", mib=46_068, tb_per_s=0.864, tflops=362, tflops_8_bit=733),
-        _gpu("A100-40G", mib=40_960, tb_per_s=1.555, tflops=312),
-        _gpu("A100-80G", mib=81_920, tb_per_s=2.039, tflops=312),
-        _gpu("H100-80G", mib=81_559, tb_per_s=3.35, tflops=989.4, tflops_8_bit=1978.9),
+        _gpu(
+            "A100-40G",
+            mib=40_960,
+            tb_per_s=1.555,
+            tflops=312,
+            folders=("a100-sxm4-40gb", "a100-pcie-40gb"),
+        ),
+        _gpu("A100-80G", mib=81_920, tb_per_s=2.039, tflops=312, folders=("a100-sxm4-80gb",)),
+        _gpu(
+            "H100-80G",
+            mib=81_559,
+            tb_per_s=3.35,
+            tflops=989.4,
+            tflops_8_bit=1978.9,
+            folders=("h100-80gb-hbm3",),
+        ),
         _gpu("H100-PCIe", mib=81_559, tb_per_s=2.0, tflops=756, tflops_8_bit=1513),
         _gpu("H100-NVL", mib=95_830, tb_per_s=3.9, tflops=835, tflops_8_bit=1671),
         _gpu("H20", mib=97_871, tb_per_s=4.0, tflops=148, tflops_8_bit=296),

@@ -40,10 +40,15 @@ class _Column:
     """
 
     title: str
-    value: Callable[[SummaryRow], float]
+    value: Callable[[SummaryRow], float | None]
     text: Callable[[float], str]
     best: Callable[[Sequence[float]], float] | None = None
     bars: bool = False
+
+    def shown(self, summary: SummaryRow) -> str:
+        """It, or "-" where there is none."""
+        value = self.value(summary)
+        return "-" if value is None else self.text(value)
 
 
 def _percent(value: float) -> str:
@@ -80,6 +85,8 @@ _COLUMNS = (
         bars=True,
     ),
     _Column(title="requests a second", value=lambda row: row.requests_per_s, text=_number),
+    _Column(title="waste while busy", value=lambda row: row.busy_waste, text=_percent, best=min),
+    _Column(title="waste of bytes", value=lambda row: row.waste_of_bytes, text=_percent, best=min),
     _Column(title="steps", value=lambda row: row.num_steps, text=_count, best=min),
     _Column(title="seconds", value=lambda row: row.seconds, text=_number),
     _Column(title="preemptions", value=lambda row: row.num_preemptions, text=_count, best=min),
@@ -206,8 +213,8 @@ def _summary_table(runs: Sequence[Run], colours: Sequence[str]) -> str:
 
 def _cell(column: _Column, summary: SummaryRow, rivals: Sequence[SummaryRow]) -> str:
     """A number, bold where no run of the same model and trace has a better one."""
-    text = column.text(column.value(summary))
-    values = [column.value(each) for each in rivals]
+    text = column.shown(summary)
+    values = [value for each in rivals if (value := column.value(each)) is not None]
     # What is shown decides: digits that nobody sees make nothing better.
     texts = {column.text(value) for value in values}
     is_best = (
@@ -224,9 +231,9 @@ def _bars(runs: Sequence[Run], colours: Sequence[str]) -> str:
         if not column.bars:
             continue
         values = {
-            index: column.value(run.summary)
+            index: value
             for index, run in enumerate(runs)
-            if run.summary is not None
+            if run.summary is not None and (value := column.value(run.summary)) is not None
         }
         most = max(values.values(), default=0.0)
         if not most:

@@ -12,7 +12,10 @@ from jenga.spec import ModelSpec
 
 _GEOMETRIES = {"jenga": "planned", "paged": "homogeneous", "max": "max", "lcm": "lcm"}
 
-MANAGER_NAMES = (*_GEOMETRIES, "static", "gcd", "vllm")
+EVICTING = (*_GEOMETRIES, "static")
+"""Managers that evict in an order of `jenga.eviction_order`: ours, whatever its geometry."""
+
+MANAGER_NAMES = (*EVICTING, "gcd", "vllm")
 """Managers that `make_arena` knows."""
 
 
@@ -31,7 +34,7 @@ def make_arena(
         manager: "jenga"; our manager with the geometry of another rule: "lcm", "max", "paged" (all
             layers alike, PagedAttention's); "static", our manager in parts of fixed size, one per
             layer type; "gcd", pages scattered over pieces of their greatest common divisor, which
-            keeps nothing for others; "vllm", vLLM's manager and planner.
+            keeps nothing for others and so refuses to; "vllm", vLLM's manager and planner.
         model: Its layers, of one rank.
         arena_bytes: Of one rank.
         prefix_caching: Whether pages are kept for others.
@@ -62,11 +65,21 @@ def make_arena(
                 eviction_order=eviction_order,
             )
         case "gcd":
+            if prefix_caching:
+                msg = "prefix_caching must be off for manager 'gcd', whose pages are one request's"
+                raise ValueError(msg)
             return ScatteredArena(gcd_pages(model), arena_bytes)
         case "vllm":
-            return StockArena(
-                model, arena_bytes, prefix_caching=prefix_caching, chunk_tokens=chunk_tokens
-            )
+            try:
+                return StockArena(
+                    model, arena_bytes, prefix_caching=prefix_caching, chunk_tokens=chunk_tokens
+                )
+            except NotImplementedError as error:
+                # Of vLLM's own managers: that of cross attention caches no prefix.
+                msg = f"model must be one that vLLM's manager takes, got {model.name!r}: {error}"
+                if prefix_caching:
+                    msg += "; without prefix caching it may take it"
+                raise ValueError(msg) from error
         case _:
             msg = f"manager must be one of {', '.join(MANAGER_NAMES)}, got {manager!r}"
             raise ValueError(msg)

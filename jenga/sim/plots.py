@@ -9,13 +9,15 @@ from jenga.sim.runs import Run, of_each
 
 GB = 1e9
 
-METRICS: dict[str, tuple[str, Callable[[SummaryRow], float]]] = {
+METRICS: dict[str, tuple[str, Callable[[SummaryRow], float | None]]] = {
     "tokens_per_s": ("tokens after prompts a second (modelled)", lambda row: row.tokens_per_s),
     "requests_per_s": ("requests a second (modelled)", lambda row: row.requests_per_s),
     "mean_decode_batch": ("requests decoding, mean", lambda row: row.mean_decode_batch),
     "num_preemptions": ("preemptions", lambda row: float(row.num_preemptions)),
     "hit_rate": ("hit tokens of prompt tokens", lambda row: row.hit_rate),
     "waste": ("waste: held, not used", lambda row: row.waste),
+    "busy_waste": ("waste while half the batch decodes", lambda row: row.busy_waste),
+    "waste_of_bytes": ("bytes not used of bytes held", lambda row: row.waste_of_bytes),
     "ttft_s": ("time to the first token, mean s (modelled)", lambda row: row.ttft_s.mean),
     "tpot_s": ("time of a further token, mean s (modelled)", lambda row: row.tpot_s.mean),
     "e2e_s": ("time of a request, mean s (modelled)", lambda row: row.e2e_s.mean),
@@ -165,7 +167,7 @@ def against(runs: Sequence[Run], *, parameter: str, metric: str) -> Any:  # noqa
     Raises:
         ValueError: A run has no such parameter or no summary.
     """
-    y_label, value_of = METRICS[metric]
+    y_label, _ = METRICS[metric]
     models = of_each(run.row.model for run in runs)
     managers = of_each(run.manager for run in runs)
     with plotting() as plt:
@@ -175,7 +177,7 @@ def against(runs: Sequence[Run], *, parameter: str, metric: str) -> Any:  # noqa
         for model, axis in zip(models, axes[0], strict=True):
             for index, manager in enumerate(managers):
                 points = sorted(
-                    (run.parameter(parameter), value_of(run.required_summary()))
+                    (run.parameter(parameter), _value(run, metric))
                     for run in runs
                     if run.row.model == model and run.manager == manager
                 )
@@ -209,7 +211,7 @@ def bars(runs: Sequence[Run], *, metric: str) -> Any:  # noqa: ANN401
     Raises:
         ValueError: A run has no summary.
     """
-    label, value_of = METRICS[metric]
+    label, _ = METRICS[metric]
     models = of_each(run.row.model for run in runs)
     managers = of_each(run.manager for run in runs)
     width = 0.8 / len(managers)
@@ -218,7 +220,7 @@ def bars(runs: Sequence[Run], *, metric: str) -> Any:  # noqa: ANN401
         for index, manager in enumerate(managers):
             for place, model in enumerate(models):
                 values = [
-                    value_of(run.required_summary())
+                    _value(run, metric)
                     for run in runs
                     if run.row.model == model and run.manager == manager
                 ]
@@ -246,8 +248,24 @@ def bars(runs: Sequence[Run], *, metric: str) -> Any:  # noqa: ANN401
     return figure
 
 
+def _value(run: Run, metric: str) -> float:
+    """A number of the run's summary."""
+    value = METRICS[metric][1](run.required_summary())
+    if value is None:
+        msg = (
+            f"{run.source}: run {run.row.run!r} has no {metric}: its bytes were looked at in no "
+            f"step that decodes, or its rows are older; replay it again, with --every 1 if short"
+        )
+        raise ValueError(msg)
+    return value
+
+
 def _short(metric: str, value: float) -> str:
-    return f"{value:.1%}" if metric in {"waste", "hit_rate"} else f"{value:.3g}"
+    return (
+        f"{value:.1%}"
+        if metric in {"waste", "busy_waste", "waste_of_bytes", "hit_rate"}
+        else f"{value:.3g}"
+    )
 
 
 def _colours(runs: Sequence[Run]) -> list[str]:

@@ -1,12 +1,12 @@
 """What is written of a replay: rows on the way, and a summary at its end."""
 
-from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from jenga.sim.arena import ActiveRequest
+from jenga.sim.quantiles import Quantiles
 from jenga.sim.replay import Replay, Step
-from jenga.sim.rows import RequestRow, Row, Spread, StepRow, SummaryRow
+from jenga.sim.rows import RequestRow, Row, StepRow, SummaryRow
 
 SAMPLED_EVERY = 16
 """Steps between two looks at the arena's bytes, each of which costs as much as several steps."""
@@ -30,15 +30,18 @@ class Recording:
 
 
 class Recorder:
-    """Runs a replay and makes its rows."""
+    """Runs a replay and makes its rows; memory does not grow with the number of requests."""
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
         self._ended: list[ActiveRequest] = []
-        self._first_tokens_s = array("d")
-        self._per_tokens_s = array("d")
-        self._ends_s = array("d")
+        self._first_tokens_s = Quantiles()
+        self._per_tokens_s = Quantiles()
+        self._ends_s = Quantiles()
         self._first_arrival_s: float | None = None
+        self._num_decode_steps = self._num_decoding = 0
+        # Requests that decoded -> [steps looked at, their wastes, bytes held, bytes held unused].
+        self._sampled: dict[int, list[float]] = {}
 
     def on_end(self, active: ActiveRequest) -> None:
         """Give this to the replay: it notes how each request fared."""
@@ -49,48 +52,64 @@ class Recorder:
             self._ended.append(active)
         if active.finished_s < 0:
             return
-        self._first_tokens_s.append(active.first_token_s - arrival_s)
-        self._ends_s.append(active.finished_s - arrival_s)
+        self._first_tokens_s.add(active.first_token_s - arrival_s)
+        self._ends_s.add(active.finished_s - arrival_s)
         num_further = active.total_tokens - active.prompt_tokens - 1
         if num_further:
-            self._per_tokens_s.append((active.finished_s - active.first_token_s) / num_further)
+            self._per_tokens_s.add((active.finished_s - active.first_token_s) / num_further)
 
     def rows(
-        self, replay: Replay, *, progress: Callable[[Replay, Step], None] | None = None
+        self, replay: Replay, *, on_step: Callable[[Replay, Step], None] | None = None
     ) -> Iterator[Row]:
         """Run a replay to its end; its rows, the last one its summary.
 
         Args:
-            replay: Not begun; its `on_end` is this one's.
-            progress: Called in every step.
+            replay: Not begun, or read from a snapshot together with this; its `on_end` is this
+                one's.
+            on_step: Called in every step, when all rows up to it were taken.
         """
         every, check_every = self._recording.every, self._recording.check_every
-        wastes = num_samples = 0.0
-        num_decode_steps = num_decoding = 0
         for step in replay:
+            yield from self._request_rows()
             if step.num_decoding:
-                num_decode_steps += 1
-                num_decoding += step.num_decoding
+                self._num_decode_steps += 1
+                self._num_decoding += step.num_decoding
             if step.number % every == 0:
                 row = self._step_row(replay, step)
                 if step.num_decoding:
-                    held = row.used_bytes + row.useless_bytes + row.empty_bytes
-                    wastes += 1 - row.used_bytes / held if held else 0.0
-                    num_samples += 1
+                    self._sample(row)
                 yield row
             if check_every and step.number % check_every == 0:
                 replay.arena.check()
-            if progress is not None:
-                progress(replay, step)
-            yield from self._request_rows()
+            if on_step is not None:
+                on_step(replay, step)
         yield from self._request_rows()
         if check_every:
             replay.arena.check()
-        yield self._summary(
-            replay,
-            waste=wastes / num_samples if num_samples else 0.0,
-            mean_decode_batch=num_decoding / num_decode_steps if num_decode_steps else 0.0,
-        )
+        yield self._summary(replay)
+
+    def _sample(self, row: StepRow) -> None:
+        held_bytes = row.used_bytes + row.useless_bytes + row.empty_bytes
+        unused_bytes = held_bytes - row.used_bytes
+        sums = self._sampled.setdefault(row.num_decoding, [0, 0.0, 0, 0])
+        for index, value in enumerate(
+            (1, unused_bytes / held_bytes if held_bytes else 0.0, held_bytes, unused_bytes)
+        ):
+            sums[index] += value
+
+    def _waste(self, *, fewest_decoding: int = 0) -> float | None:
+        """Mean waste of the steps looked at in which so many requests decode; None of none."""
+        num_steps = wastes = 0.0
+        for num_decoding, (count, waste, _, _) in self._sampled.items():
+            if num_decoding >= fewest_decoding:
+                num_steps += count
+                wastes += waste
+        return wastes / num_steps if num_steps else None
+
+    def _waste_of_bytes(self) -> float | None:
+        held_bytes = sum(sums[2] for sums in self._sampled.values())
+        unused_bytes = sum(sums[3] for sums in self._sampled.values())
+        return unused_bytes / held_bytes if held_bytes else None
 
     def _step_row(self, replay: Replay, step: Step) -> StepRow:
         memory = replay.memory()
@@ -126,8 +145,9 @@ class Recorder:
             )
         self._ended.clear()
 
-    def _summary(self, replay: Replay, *, waste: float, mean_decode_batch: float) -> SummaryRow:
+    def _summary(self, replay: Replay) -> SummaryRow:
         seconds = replay.time_s - (self._first_arrival_s or 0.0)
+        num_decode_steps = self._num_decode_steps
         return SummaryRow(
             run=self._recording.run,
             num_steps=replay.num_steps,
@@ -138,27 +158,15 @@ class Recorder:
             output_tokens=replay.output_tokens,
             hit_tokens=replay.hit_tokens,
             hit_rate=replay.hit_tokens / replay.prompt_tokens if replay.prompt_tokens else 0.0,
-            waste=waste,
-            mean_decode_batch=mean_decode_batch,
+            waste=self._waste(),
+            busy_waste=self._waste(fewest_decoding=-(-max(self._sampled, default=0) // 2)),
+            waste_of_bytes=self._waste_of_bytes(),
+            mean_decode_batch=self._num_decoding / num_decode_steps if num_decode_steps else 0.0,
             num_preemptions=replay.scheduler.num_preemptions,
             evicted_pages=replay.arena.num_evicted,
             requests_per_s=replay.num_finished / seconds if seconds else 0.0,
             tokens_per_s=replay.output_tokens / seconds if seconds else 0.0,
-            ttft_s=spread(self._first_tokens_s),
-            tpot_s=spread(self._per_tokens_s),
-            e2e_s=spread(self._ends_s),
+            ttft_s=self._first_tokens_s.spread(),
+            tpot_s=self._per_tokens_s.spread(),
+            e2e_s=self._ends_s.spread(),
         )
-
-
-def spread(values: "array[float]") -> Spread:
-    """Quantiles, each a value that occurs, and the mean; all 0 of none."""
-    if not values:
-        return Spread()
-    ordered = sorted(values)
-    last = len(ordered) - 1
-    return Spread(
-        p50=ordered[round(0.50 * last)],
-        p90=ordered[round(0.90 * last)],
-        p99=ordered[round(0.99 * last)],
-        mean=sum(ordered) / len(ordered),
-    )

@@ -1,7 +1,9 @@
 """Replays requests step by step against an arena."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from jenga.sim.arena import ActiveRequest, Arena, ArenaBytes
 from jenga.sim.scheduler import CHUNK_TOKENS, MAX_REQUESTS, Scheduler
@@ -82,21 +84,65 @@ class Replay:
         self.arena = arena
         self.scheduler = Scheduler(arena, chunk_tokens=chunk_tokens, max_requests=max_requests)
         self._requests = iter(requests)
-        self._next: Request | None = next(self._requests, None)
+        self._num_taken = 0
+        self._last: Request | None = None
+        self._next = self._take()
         self._clock = clock
         self._on_end = on_end
         self.num_steps = self.num_finished = self.num_refused = 0
         self.prompt_tokens = self.output_tokens = self.hit_tokens = 0
         self.time_s = 0.0
 
+    def __getstate__(self) -> dict[str, object]:
+        """What a snapshot keeps: all but what the requests come from and who is told of them."""
+        given = ("_requests", "_clock", "_on_end")
+        return {name: value for name, value in self.__dict__.items() if name not in given}
+
+    def go_on(
+        self,
+        requests: Iterable[Request],
+        *,
+        clock: Clock,
+        on_end: Callable[[ActiveRequest], None] | None = None,
+    ) -> None:
+        """Give a replay read from a snapshot what it was made with.
+
+        Args:
+            requests: The same, from the first on.
+            clock: As in the beginning.
+            on_end: As in the beginning.
+
+        Raises:
+            ValueError: The requests are others.
+        """
+        self._requests = iter(requests)
+        self._clock = clock
+        self._on_end = on_end
+        *_, last = deque(islice(self._requests, self._num_taken), maxlen=1) or (None,)
+        if last != self._last:
+            msg = f"requests must be those that the replay began with, got {last} for {self._last}"
+            raise ValueError(msg)
+
+    def _take(self) -> Request | None:
+        """The next request of the trace."""
+        request = next(self._requests, None)
+        if request is not None:
+            self._last = request
+            self._num_taken += 1
+        return request
+
     def memory(self) -> ArenaBytes:
         """Where the arena's bytes are."""
         return self.arena.memory(self.scheduler.running)
 
     def __iter__(self) -> Iterator[Step]:
-        """Run to the end, step by step."""
+        """Run to the end, step by step; a replay that was cut in a step finishes that one first."""
         scheduler = self.scheduler
-        while self._arrive():
+        while True:
+            if scheduler.scheduled:
+                self._finish_step()
+            if not self._arrive():
+                return
             scheduler.step()
             scheduled = scheduler.scheduled
             if not scheduled:
@@ -119,10 +165,13 @@ class Replay:
                 num_running=len(scheduler.running),
                 num_waiting=len(scheduler.waiting),
             )
-            self.time_s += self._clock(scheduled)
-            self.num_steps += 1
-            for active in scheduler.finish_step(self.time_s):
-                self._end(active, is_refused=False)
+
+    def _finish_step(self) -> None:
+        """Compute what is scheduled."""
+        self.time_s += self._clock(self.scheduler.scheduled)
+        self.num_steps += 1
+        for active in self.scheduler.finish_step(self.time_s):
+            self._end(active, is_refused=False)
 
     def _arrive(self) -> bool:
         """Let requests arrive; False if none is left."""
@@ -135,7 +184,7 @@ class Replay:
             and len(waiting) < MOST_WAITING
         ):
             waiting.append(ActiveRequest(self._next))
-            self._next = next(self._requests, None)
+            self._next = self._take()
         return bool(waiting or self.scheduler.running)
 
     def _end(self, active: ActiveRequest, *, is_refused: bool) -> None:

@@ -3,42 +3,46 @@
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jenga.eviction_order import EVICTION_ORDERS
 from jenga.models import ModelFacts, ReadOptions, find_model
 from jenga.sim.budget import RESERVED_BYTES, UTILIZATION, memory_budget
 from jenga.sim.gpus import GPUS, Gpu, find_gpu, parse_bytes
-from jenga.sim.managers import MANAGER_NAMES
+from jenga.sim.managers import EVICTING, MANAGER_NAMES
+from jenga.sim.measured import RESULTS, measured
 from jenga.sim.plan import KV_DTYPES, served_model
 from jenga.sim.record import SAMPLED_EVERY
 from jenga.sim.replay import Clock, Replay, Step, constant_clock
+from jenga.sim.row_file import RowFile
 from jenga.sim.scheduler import CHUNK_TOKENS, MAX_REQUESTS
-from jenga.sim.session import (
-    Machine,
-    Outcome,
-    RowFile,
-    Settings,
-    Trace,
-    outcome_of,
-    replay_rows,
-    run_row,
-)
+from jenga.sim.session import Machine, Outcome, Running, Settings, Trace, outcome_of, run_row
 from jenga.sim.sources import FORMATS, GENERATORS, open_source
-from jenga.sim.step_time import StepTime, Weights, weights_of
+from jenga.sim.step_time import PEAKS, SHARES, Achieved, StepTime, Weights, weights_of
 from jenga.sim.text import aligned, bytes_text
 
 DESCRIPTION = """\
 Replay requests step by step against a memory manager, as an engine without a GPU would: continuous
 batching, prompts in chunks, preemption, prefix caching. Tokens, pages and bytes are counted;
-seconds are modelled by the roofline of the GPU."""
+seconds are modelled by the roofline of the GPU, at the shares of its peaks that were measured on
+one where perf/results has them."""
 
 EPILOG = f"""\
 traces:
   a file: JSON lines of Mooncake, CSV of Azure, CSV of prompt and output lengths
   a workload: {", ".join(GENERATORS)}
   with arguments: articles:n=24,questions=8,tokens=30000  long-documents  mmlu-pro:n=500,rate=4
+
+managers:
+  jenga   pages of the planned geometry
+  lcm     ours, large pages of the exact least common multiple, the paper's rule
+  max     ours, every small page as large as the largest
+  paged   ours, one page for all layers, no window known: PagedAttention
+  static  ours, a part of the arena for each layer type
+  gcd     pages scattered over pieces of the greatest common divisor: memory alone, no caching
+  vllm    vLLM 0.32's planner and KVCacheManager themselves
 
 examples:
   jenga replay --model gemma-3-27b --gpu H200 --trace articles --manager jenga vllm --bounds
@@ -47,6 +51,17 @@ examples:
       --out rows.jsonl --check 100"""
 
 _PROGRESS_S = 0.5
+
+_EXIT_REFUSED = 2
+"""Some of several replays were refused; the others are in the table."""
+
+_SHARE_WORDS = {
+    "arithmetic_share": "share of the peak of operations that products with weights reach "
+    "(default: as measured, else 1; likewise the others)",
+    "bandwidth_share": "share of the peak of bandwidth that reading weights reaches",
+    "attention_arithmetic_share": "the first, of attention",
+    "attention_bandwidth_share": "the second, of attention",
+}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +86,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         metavar="FILE",
-        help="add rows to a file of JSON lines; replays that it has whole are not run again",
+        help="add rows to a file of JSON lines, or of Parquet (.parquet); replays that it has "
+        "whole are not run again, and one that was cut goes on from a snapshot taken every minute",
     )
     rows.add_argument(
         "--every",
@@ -90,7 +106,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="also the hits of a cache without end and of the best eviction",
     )
     rows.add_argument("--quiet", action="store_true", help="no progress")
-    parser.set_defaults(run=run, extras="jenga-kv[vllm]")
+    parser.set_defaults(run=run, extras="jenga-kv[vllm,parquet]")
 
 
 def _configure_memory(group: "argparse._ArgumentGroup") -> None:  # pyright: ignore[reportPrivateUsage]
@@ -149,16 +165,26 @@ def _configure_engine(group: "argparse._ArgumentGroup") -> None:  # pyright: ign
         metavar="S",
         help="every step takes as long, in place of the roofline",
     )
-    for name, of in (("arithmetic", "operations"), ("bandwidth", "memory bandwidth")):
+    for name in SHARES:
         group.add_argument(
-            f"--{name}-share",
+            f"--{name.replace('_', '-')}",
             type=_share,
-            default=1.0,
             metavar="SHARE",
-            help=f"share of the GPU's peak {of} that was measured (default: 1)",
+            help=_SHARE_WORDS[name],
         )
     group.add_argument(
-        "--overhead-seconds", type=float, default=0.0, metavar="S", help="of each step, as measured"
+        "--overhead-seconds",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="of each step, of the host (default: %(default)s, as nothing measured it)",
+    )
+    group.add_argument(
+        "--measured",
+        type=Path,
+        default=RESULTS,
+        metavar="FOLDER",
+        help="rows of benchmarks, a folder for each GPU (default: perf/results of a checkout)",
     )
 
 
@@ -203,14 +229,33 @@ def run(options: argparse.Namespace) -> int:
     )
     out = RowFile(options.out) if options.out is not None else None
     found: list[Outcome] = []
+    refusals: list[str] = []
+    replays = list(_replays(machines, options))
+    for machine, manager, eviction in replays:
+        settings = _settings(options, machine, eviction)
+        try:
+            found.append(_replay(machine, manager, trace, settings, out, quiet=options.quiet))
+        except ValueError as error:
+            if len(replays) == 1:
+                raise
+            refusals.append(str(error))
+    if out is not None:
+        out.close()
+    if found:
+        print(_text(found, trace))
+    for refusal in refusals:
+        print(f"jenga: error: {refusal}", file=sys.stderr)
+    return _EXIT_REFUSED if refusals else 0
+
+
+def _replays(
+    machines: Sequence["_Timed"], options: argparse.Namespace
+) -> Iterator[tuple["_Timed", str, str]]:
+    """Machines, managers and eviction orders, the latter for managers that have a choice."""
     for machine in machines:
         for manager in options.manager:
-            # vLLM has no choice of orders.
-            for eviction in options.eviction[: 1 if manager == "vllm" else None]:
-                settings = _settings(options, eviction)
-                found.append(_replay(machine, manager, trace, settings, out, quiet=options.quiet))
-    print(_text(found, trace))
-    return 0
+            for eviction in options.eviction[: None if manager in EVICTING else 1]:
+                yield machine, manager, eviction
 
 
 def _trace_name(options: argparse.Namespace) -> str:
@@ -219,11 +264,11 @@ def _trace_name(options: argparse.Namespace) -> str:
     return path.name if path.is_file() else options.trace
 
 
-def _settings(options: argparse.Namespace, eviction: str) -> Settings:
+def _settings(options: argparse.Namespace, machine: "_Timed", eviction: str) -> Settings:
     details = {
         name: str(value)
-        for name in ("speed", "requests", "step_seconds", "overhead_seconds")
-        if (value := getattr(options, name)) not in (None, 0.0)
+        for name in ("speed", "requests")
+        if (value := getattr(options, name)) is not None
     }
     return Settings(
         eviction=eviction,
@@ -234,11 +279,18 @@ def _settings(options: argparse.Namespace, eviction: str) -> Settings:
         check_every=options.check,
         keep_requests=options.request_rows,
         with_bounds=options.bounds,
-        details=tuple(details.items()),
+        details=(*details.items(), ("seconds", machine.seconds)),
     )
 
 
-def _machine(name: str, options: argparse.Namespace) -> Machine:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Timed(Machine):
+    """A machine that says where its seconds come from."""
+
+    seconds: str
+
+
+def _machine(name: str, options: argparse.Namespace) -> _Timed:
     models = [find_model(each) for each in (name, options.draft) if each is not None]
     kv_format, model_dtype = KV_DTYPES[options.kv_dtype]
     model = served_model(
@@ -258,24 +310,41 @@ def _machine(name: str, options: argparse.Namespace) -> Machine:
         ).require_arena()
     clock: Clock
     if options.step_seconds is not None:
-        clock = constant_clock(options.step_seconds)
+        clock, seconds = constant_clock(options.step_seconds), f"{options.step_seconds:g} a step"
     else:
-        clock = StepTime(
-            model,
-            _weights(models, options),
-            _named(gpu),
-            arithmetic_share=options.arithmetic_share,
-            bandwidth_share=options.bandwidth_share,
-            overhead_s=options.overhead_seconds,
-        )
-    return Machine(
+        achieved = _achieved(_named(gpu), options)
+        clock = StepTime(model, _weights(models, options), gpu, achieved=achieved)
+        seconds = _seconds_text(achieved, gpu)
+    return _Timed(
         model=model,
         arena_bytes=arena_bytes,
         clock=clock,
         tp=options.tp,
         kv_format=options.kv_dtype,
         gpu=gpu.name,
+        seconds=seconds,
     )
+
+
+def _achieved(gpu: Gpu, options: argparse.Namespace) -> Achieved:
+    """As measured, unless the command line says otherwise."""
+    given = {name: share for name in SHARES if (share := getattr(options, name)) is not None}
+    return replace(measured(gpu, options.measured), overhead_s=options.overhead_seconds, **given)
+
+
+def _seconds_text(achieved: Achieved, gpu: Gpu) -> str:
+    shares = [
+        f"{words} {getattr(achieved, name):.0%}"
+        for name, words in zip(
+            SHARES,
+            ("products", "weights", "attention's products", "attention's reads"),
+            strict=True,
+        )
+    ]
+    overhead = f", {achieved.overhead_s:g} s of host a step" if achieved.overhead_s else ""
+    if replace(achieved, overhead_s=0.0) == PEAKS:
+        return f"a roofline at the peaks of {gpu.name}, of which no rows were measured{overhead}"
+    return f"a roofline of {gpu.name} at shares of its peaks: {', '.join(shares)}{overhead}"
 
 
 def _named(gpu: Gpu) -> Gpu:
@@ -291,10 +360,13 @@ def _named(gpu: Gpu) -> Gpu:
 def _weights(models: Sequence[ModelFacts], options: argparse.Namespace) -> Weights:
     """Of the first model: what drafts is as a part of it."""
     try:
-        return weights_of(models[0], ranks=options.tp)
+        weights = weights_of(models[0], ranks=options.tp)
     except ValueError as error:
         msg = f"{error}; or give --step-seconds"
         raise ValueError(msg) from error
+    if options.weights is None:
+        return weights
+    return replace(weights, num_bytes=options.weights / options.tp)
 
 
 def _replay(
@@ -312,11 +384,16 @@ def _replay(
         return outcome
     label = f"{row.model} {manager} {row.eviction}".rstrip()
     progress = None if quiet else _Progress(label, trace.num_requests)
-    rows = replay_rows(row, machine, trace, settings, progress)
-    outcome = outcome_of(rows if out is None else out.written(row.run, rows))
-    if progress is not None:
-        progress.clear()
-    return outcome
+    snapshot = out.snapshot_of(row.run) if out is not None else None
+    if snapshot is not None and not quiet:
+        print(f"{label}: goes on after step {snapshot.replay.num_steps:,}", file=sys.stderr)
+    running = Running(row, machine, trace, settings, snapshot=snapshot)
+    rows = running.rows(progress) if out is None else out.written(running, progress)
+    try:
+        return outcome_of(rows)
+    finally:
+        if progress is not None:
+            progress.clear()
 
 
 class _Progress:
@@ -355,8 +432,9 @@ class _Progress:
 
 
 def _text(found: Sequence[Outcome], trace: Trace) -> str:
-    header = ["model", "manager", "arena", "hit %", "waste %", "decode batch", "steps"]
-    header += ["preempted", "evicted", "refused", "seconds", "requests/s", "TTFT p50", "TPOT p50"]
+    header = ["model", "manager", "arena", "hit %", "waste %", "busy %", "of bytes %"]
+    header += ["decode batch", "steps", "preempted", "evicted", "refused"]
+    header += ["seconds", "requests/s", "TTFT p50", "TPOT p50"]
     has_bounds = any("best_eviction_hit_rate" in each.row.options for each in found)
     if has_bounds:
         header += ["unlimited %", "best %"]
@@ -369,7 +447,7 @@ def _text(found: Sequence[Outcome], trace: Trace) -> str:
             manager,
             bytes_text(row.arena_bytes),
             f"{100 * summary.hit_rate:.1f}",
-            f"{100 * summary.waste:.2f}",
+            *map(_percent, (summary.waste, summary.busy_waste, summary.waste_of_bytes)),
             f"{summary.mean_decode_batch:.2f}",
             f"{summary.num_steps:,}",
             f"{summary.num_preemptions:,}",
@@ -386,5 +464,22 @@ def _text(found: Sequence[Outcome], trace: Trace) -> str:
                 for name in ("unlimited_hit_rate", "best_eviction_hit_rate")
             ]
         lines.append(cells)
-    title = f"{trace.num_requests:,} requests of {trace.name}; seconds are modelled"
-    return "\n".join([title, *aligned(lines, alignment="<<" + ">" * (len(header) - 2))])
+    notes = [
+        "waste: bytes held and not used, mean over steps; busy: of those with half the largest"
+    ]
+    notes += ["batch or more; of bytes: of all bytes held in all steps"]
+    if any(each.summary.waste is None for each in found):
+        notes += ["-: bytes were looked at in no step that decodes; give --every 1"]
+    seconds = dict.fromkeys(str(each.row.options["seconds"]) for each in found)
+    notes += [f"seconds: modelled by {'; '.join(seconds)}"]
+    return "\n".join(
+        [
+            f"{trace.num_requests:,} requests of {trace.name}",
+            *aligned(lines, alignment="<<" + ">" * (len(header) - 2)),
+            *notes,
+        ]
+    )
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.2f}"

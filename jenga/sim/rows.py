@@ -1,13 +1,14 @@
 """Rows of a replay: what was run, where the bytes were, how requests fared, and what it came to.
 
-A file of rows holds one JSON object a line. Its `kind` names the row, `run` joins the rows of one
-replay, and a file may hold several runs.
+A file of rows holds one JSON object a line, or is a Parquet file with the same fields as columns.
+Its `kind` names the row, `run` joins the rows of one replay, and a file may hold several runs.
 """
 
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from types import NoneType, UnionType
 from typing import Any, ClassVar, TypeVar, cast, get_args, get_origin, get_type_hints
 
 
@@ -148,8 +149,12 @@ class SummaryRow:
         output_tokens: Of all requests.
         hit_tokens: Tokens of prompts found cached when their request was first admitted.
         hit_rate: Hit tokens of all prompt tokens.
-        waste: 1 - used / (used + useless + empty) bytes, mean over steps in which a request
-            decodes; cached bytes are not held.
+        waste: 1 - used / (used + useless + empty) bytes, mean over the steps looked at in which a
+            request decodes; cached bytes are not held. None where no such step was looked at.
+        busy_waste: The same, mean over those of them with half the requests decoding or more that
+            ever were: without the end of a run, when little is held. None in old rows, too.
+        waste_of_bytes: Bytes held and not used of all bytes held, summed over the same steps as
+            `waste`: a step counts by what it holds.
         mean_decode_batch: Requests that decode, mean over steps in which one does.
         num_preemptions: Requests that lost their pages, each time counted.
         evicted_pages: Cached small pages given to others.
@@ -171,7 +176,9 @@ class SummaryRow:
     output_tokens: int
     hit_tokens: int
     hit_rate: float
-    waste: float
+    waste: float | None
+    busy_waste: float | None = None
+    waste_of_bytes: float | None = None
     mean_decode_batch: float
     num_preemptions: int
     evicted_pages: int
@@ -184,9 +191,10 @@ class SummaryRow:
 
 Row = RunRow | StepRow | RequestRow | SummaryRow
 
-_KINDS: dict[str, type[Row]] = {
+ROW_KINDS: dict[str, type[Row]] = {
     kind.kind: kind for kind in (RunRow, StepRow, RequestRow, SummaryRow)
 }
+"""Kinds of rows by their names."""
 
 
 def row_line(row: Row) -> str:
@@ -201,18 +209,30 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Rows of a file, one at a time.
+    """Rows of a file, one at a time: of lines of JSON, or of Parquet where its name says so.
 
     Raises:
         ValueError: A line is not a row; the line and the field are named.
+        ModuleNotFoundError: pyarrow is not installed, which reads Parquet.
     """
+    if is_parquet(path):
+        from jenga.sim.parquet import read_records
+
+        for number, values in enumerate(read_records(path), start=1):
+            yield _row(values, f"{path}, row {number}")
+        return
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                yield _row(line, f"{path}:{number}")
+                yield _row(_parsed(line, f"{path}:{number}"), f"{path}:{number}")
 
 
-def _row(line: str, where: str) -> Row:
+def is_parquet(path: Path) -> bool:
+    """Whether a file of this name holds Parquet."""
+    return path.suffix.lower() == ".parquet"
+
+
+def _parsed(line: str, where: str) -> dict[str, object]:
     try:
         values = _object(json.loads(line))
     except ValueError:
@@ -220,11 +240,15 @@ def _row(line: str, where: str) -> Row:
     if values is None:
         msg = f"{where}: a row must be one JSON object, got {line.strip()[:60]!r}"
         raise ValueError(msg)
-    kind = _KINDS.get(str(values.pop("kind", None)))
-    if kind is None:
-        msg = f"{where}: kind must be one of {', '.join(_KINDS)}, got {line.strip()[:60]!r}"
+    return values
+
+
+def _row(values: dict[str, object], where: str) -> Row:
+    name = str(values.pop("kind", None))
+    if name not in ROW_KINDS:
+        msg = f"{where}: kind must be one of {', '.join(ROW_KINDS)}, got {name!r}"
         raise ValueError(msg)
-    return _record(kind, values, where)
+    return _record(ROW_KINDS[name], values, where)
 
 
 def _object(value: object) -> dict[str, object] | None:
@@ -258,6 +282,10 @@ def _value(hint: Any, value: object, where: str, name: str) -> Any:  # noqa: ANN
         return _record(TableBytes, members, where)
     if members is not None and get_origin(hint) is dict and get_args(hint)[1] is TableBytes:
         return {key: _value(TableBytes, each, where, name) for key, each in members.items()}
+    if isinstance(hint, UnionType):
+        if value is None:
+            return None
+        (hint,) = set(get_args(hint)) - {NoneType}
     accepted = (int, float) if hint is float else get_origin(hint) or hint
     if isinstance(value, bool) or not isinstance(value, accepted):
         msg = f"{where}: {name} must be of type {hint}, got {value!r}"

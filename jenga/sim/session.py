@@ -1,25 +1,24 @@
-"""Several replays into one file of rows: which are still to run, and running them."""
+"""Replays as they are asked for: a model on a machine, a trace, settings; and running them."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 from jenga.errors import InvariantError
 from jenga.eviction_order import EVICTION_ORDERS
 from jenga.sim.arena import Arena
 from jenga.sim.bounds import best_eviction, unlimited
-from jenga.sim.managers import make_arena
+from jenga.sim.managers import EVICTING, make_arena
 from jenga.sim.record import SAMPLED_EVERY, Recorder, Recording
 from jenga.sim.replay import Clock, Replay, Step
-from jenga.sim.rows import Row, RunRow, SummaryRow, read_rows, row_line
+from jenga.sim.rows import Row, RunRow, SummaryRow, row_line
 from jenga.sim.scheduler import CHUNK_TOKENS, MAX_REQUESTS
+from jenga.sim.snapshot import Snapshot
 from jenga.sim.workload import Request
 from jenga.spec import ModelSpec
 
 _ID_BYTES = 6
-_READ_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +70,15 @@ class Settings:
 
 
 class Trace:
-    """Requests that can be read again and again."""
+    """Requests that can be read again and again.
+
+    Attributes:
+        name: What users call it.
+        read: The requests, from the first on.
+        num_requests: How many.
+        shortest_tokens: Of the shortest prompt.
+        digest: Of all of them: two traces may have one name.
+    """
 
     def __init__(self, name: str, read: Callable[[], Iterator[Request]]) -> None:
         """Read it once.
@@ -84,10 +91,12 @@ class Trace:
         self.read = read
         self.num_requests = 0
         self.shortest_tokens = 1 << 62
+        digest = blake2b(digest_size=_ID_BYTES)
         last_s = 0.0
         for request in read():
             self.num_requests += 1
             self.shortest_tokens = min(self.shortest_tokens, request.prompt_tokens)
+            digest.update(repr(request).encode())
             if request.arrival_s < last_s:
                 msg = (
                     f"{name}: requests must be in the order of their arrival, got "
@@ -95,6 +104,7 @@ class Trace:
                 )
                 raise ValueError(msg)
             last_s = request.arrival_s
+        self.digest = digest.digest()
         self._bounds: dict[tuple[str, int, int], dict[str, float]] = {}
         if not self.num_requests:
             msg = f"trace must have a request, got none in {name!r}"
@@ -125,69 +135,6 @@ class Outcome:
     summary: SummaryRow
 
 
-class RowFile:
-    """A file of rows that replays add to.
-
-    A replay that was interrupted leaves rows without a summary: it is run again, and its rows go.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """Read what is there.
-
-        Raises:
-            ValueError: The file has something else in it.
-        """
-        self.path = path
-        self._done: dict[str, Outcome] = {}
-        runs: dict[str, RunRow] = {}
-        if path.exists():
-            _drop_half_a_line(path)
-            for row in read_rows(path):
-                if isinstance(row, RunRow):
-                    runs[row.run] = row
-                elif isinstance(row, SummaryRow) and row.run in runs:
-                    self._done[row.run] = Outcome(runs[row.run], row)
-        self._broken = runs.keys() - self._done.keys()
-
-    def outcome_of(self, run: str) -> Outcome | None:
-        """What a replay came to, if it ended."""
-        return self._done.get(run)
-
-    def written(self, run: str, rows: Iterable[Row]) -> Iterator[Row]:
-        """Write the rows of a replay as they come."""
-        if run in self._broken:
-            self._forget(run)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            for row in rows:
-                file.write(row_line(row))
-                yield row
-
-    def _forget(self, run: str) -> None:
-        """Write the file again without a replay that was interrupted."""
-        kept = self.path.with_name(f"{self.path.name}.part")
-        with kept.open("w", encoding="utf-8") as file:
-            file.writelines(row_line(row) for row in read_rows(self.path) if row.run != run)
-        kept.replace(self.path)
-        self._broken.discard(run)
-
-
-def _drop_half_a_line(path: Path) -> None:
-    """Cut off a last line that has no end: whoever wrote it was interrupted."""
-    with path.open("rb+") as file:
-        size = end = file.seek(0, 2)
-        while end:
-            start = max(0, end - _READ_BYTES)
-            file.seek(start)
-            found = file.read(end - start).rfind(b"\n")
-            end = start + found + 1
-            if found >= 0:
-                break
-            end = start
-        if end < size:
-            file.truncate(end)
-
-
 def run_row(machine: Machine, manager: str, trace: Trace, settings: Settings) -> RunRow:
     """The row that names a replay; the same replay has the same row, whenever it is asked for."""
     options: dict[str, object] = {
@@ -207,58 +154,92 @@ def run_row(machine: Machine, manager: str, trace: Trace, settings: Settings) ->
         gpu=machine.gpu,
         arena_bytes=machine.arena_bytes,
         manager=manager,
-        eviction="" if manager == "vllm" else settings.eviction,
+        eviction=settings.eviction if manager in EVICTING else "",
         trace=trace.name,
         num_requests=trace.num_requests,
         options=options,
         jenga_version=_version(),
     )
-    digest = blake2b(row_line(row).encode(), digest_size=_ID_BYTES).hexdigest()
+    digest = blake2b(row_line(row).encode() + trace.digest, digest_size=_ID_BYTES).hexdigest()
     return replace(row, run=digest)
 
 
-def replay_rows(
-    row: RunRow,
-    machine: Machine,
-    trace: Trace,
-    settings: Settings,
-    progress: Callable[[Replay, Step], None] | None = None,
-) -> Iterator[Row]:
-    """Run a replay; its rows as they come, its own first and its summary last.
+class Running:
+    """A replay about to run, from its beginning or from where it was cut.
 
-    Raises:
-        ValueError: The manager refuses the model or the arena, or the arena holds no request.
-        InvariantError: A check found the manager's books wrong.
+    Attributes:
+        row: As it was asked for; with its bounds, if it has any, when it runs.
+        snapshot: From which it goes on; None from the beginning.
+        recorder: Makes its rows.
     """
-    arena = _arena(row, machine, settings)
-    if settings.with_bounds:
-        row = replace(row, options=row.options | trace.bounds(machine))
-    recorder = Recorder(
-        Recording(
-            run=row.run,
-            every=settings.every,
-            check_every=settings.check_every,
-            keep_requests=settings.keep_requests,
-        )
-    )
-    replay = Replay(
-        trace.read(),
-        arena,
-        clock=machine.clock,
-        chunk_tokens=settings.chunk_tokens,
-        max_requests=settings.max_requests,
-        on_end=recorder.on_end,
-    )
-    yield row
-    for each in recorder.rows(replay, progress=progress):
-        if isinstance(each, SummaryRow) and not each.num_requests:
-            msg = (
-                f"arena_bytes must hold a request, got {machine.arena_bytes}: manager "
-                f"{row.manager!r} has no room for any of the {trace.num_requests} of {trace.name}, "
-                f"whose shortest prompt has {trace.shortest_tokens} tokens"
+
+    def __init__(
+        self,
+        row: RunRow,
+        machine: Machine,
+        trace: Trace,
+        settings: Settings,
+        *,
+        snapshot: Snapshot | None = None,
+    ) -> None:
+        self.row = row
+        self.snapshot = snapshot
+        self._machine = machine
+        self._trace = trace
+        self._settings = settings
+        if snapshot is not None:
+            self.recorder = snapshot.recorder
+            return
+        self.recorder = Recorder(
+            Recording(
+                run=row.run,
+                every=settings.every,
+                check_every=settings.check_every,
+                keep_requests=settings.keep_requests,
             )
-            raise ValueError(msg)
-        yield each
+        )
+
+    def rows(self, on_step: Callable[[Replay, Step], None] | None = None) -> Iterator[Row]:
+        """Run it; its rows as they come, its own first and its summary last.
+
+        Args:
+            on_step: Called in every step, when all rows up to it were taken.
+
+        Raises:
+            ValueError: The manager refuses the model or the arena, or the arena holds no request.
+            InvariantError: A check found the manager's books wrong.
+        """
+        row, machine, trace, settings = self.row, self._machine, self._trace, self._settings
+        if self.snapshot is not None:
+            row, replay = self.snapshot.row, self.snapshot.replay
+            replay.go_on(trace.read(), clock=machine.clock, on_end=self.recorder.on_end)
+        else:
+            replay = Replay(
+                trace.read(),
+                _arena(row, machine, settings),
+                clock=machine.clock,
+                chunk_tokens=settings.chunk_tokens,
+                max_requests=settings.max_requests,
+                on_end=self.recorder.on_end,
+            )
+            if settings.with_bounds:
+                row = replace(row, options=row.options | trace.bounds(machine))
+        self.row = row
+        yield row
+        for each in self.recorder.rows(replay, on_step=on_step):
+            if isinstance(each, SummaryRow) and not each.num_requests:
+                msg = (
+                    f"arena_bytes must hold a request, got {machine.arena_bytes}: manager "
+                    f"{row.manager!r} has no room for any of the {trace.num_requests} of "
+                    f"{trace.name}, whose shortest prompt has {trace.shortest_tokens} tokens"
+                )
+                raise ValueError(msg)
+            yield each
+
+
+def replay_rows(row: RunRow, machine: Machine, trace: Trace, settings: Settings) -> Iterator[Row]:
+    """Run a replay from its beginning; see `Running.rows`."""
+    return Running(row, machine, trace, settings).rows()
 
 
 def _arena(row: RunRow, machine: Machine, settings: Settings) -> Arena:

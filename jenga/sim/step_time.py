@@ -2,8 +2,8 @@
 
 A step is as slow as its arithmetic at the GPU's peak, or as its memory traffic at the peak
 bandwidth, whichever is slower. Kernels reach a part of the peaks and an engine adds time of its
-own: where these were measured they are given as shares and seconds, by default as 1 and 0, so that
-seconds are the least that the GPU allows.
+own: where these were measured they are given (`Achieved`, of `jenga.sim.measured`), by default as 1
+and 0, so that seconds are the least that the GPU allows.
 
 Arithmetic: two operations for each active parameter and token; four for each query element and key
 that attention pairs. Traffic: the weights that the step's tokens touch (with experts, as many as
@@ -23,16 +23,71 @@ _OPERATIONS_PER_PAIR = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Achieved:
+    """What was measured on a GPU; by default its peaks and no time besides.
+
+    Attributes:
+        arithmetic_share: Of the peak of arithmetic, by products with weights.
+        bandwidth_share: Of the peak of bandwidth, by reading weights.
+        attention_arithmetic_share: The first, by attention.
+        attention_bandwidth_share: The second, by reading what is stored of tokens.
+        overhead_s: Of each step, whatever it computes.
+    """
+
+    arithmetic_share: float = 1.0
+    bandwidth_share: float = 1.0
+    attention_arithmetic_share: float = 1.0
+    attention_bandwidth_share: float = 1.0
+    overhead_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in SHARES:
+            share = getattr(self, name)
+            if not 0 < share <= 1:
+                msg = f"{name} must be in (0, 1], got {share}"
+                raise ValueError(msg)
+        if not self.overhead_s >= 0:
+            msg = f"overhead_s must not be negative, got {self.overhead_s}"
+            raise ValueError(msg)
+
+
+SHARES = (
+    "arithmetic_share",
+    "bandwidth_share",
+    "attention_arithmetic_share",
+    "attention_bandwidth_share",
+)
+"""Fields of `Achieved` that are shares of a peak."""
+
+PEAKS = Achieved()
+"""Nothing was measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """What a step costs however fast the GPU is, of one rank.
 
     Attributes:
-        operations: Floating point operations.
-        traffic_bytes: Bytes read.
+        product_operations: Floating point operations of products with weights.
+        attention_operations: Those of attention.
+        weight_bytes: Bytes of weights read.
+        cache_bytes: Bytes read of what is stored of tokens.
     """
 
-    operations: float
-    traffic_bytes: float
+    product_operations: float
+    attention_operations: float
+    weight_bytes: float
+    cache_bytes: float
+
+    @property
+    def operations(self) -> float:
+        """All floating point operations."""
+        return self.product_operations + self.attention_operations
+
+    @property
+    def traffic_bytes(self) -> float:
+        """All bytes read."""
+        return self.weight_bytes + self.cache_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,9 +150,7 @@ class StepTime:
         weights: Weights,
         gpu: Gpu,
         *,
-        arithmetic_share: float = 1.0,
-        bandwidth_share: float = 1.0,
-        overhead_s: float = 0.0,
+        achieved: Achieved = PEAKS,
     ) -> None:
         """A roofline.
 
@@ -105,9 +158,7 @@ class StepTime:
             model: Its layers, of one rank.
             weights: Of one rank.
             gpu: Of each rank.
-            arithmetic_share: Of the peak of arithmetic that is reached.
-            bandwidth_share: Of the peak of bandwidth that is reached.
-            overhead_s: Of each step, whatever it computes.
+            achieved: What was measured on it.
 
         Raises:
             ValueError: The GPU is known by its memory only.
@@ -116,9 +167,12 @@ class StepTime:
             msg = f"gpu must be known by name where time is modelled, got {gpu.name!r}"
             raise ValueError(msg)
         self._weights = weights
-        self._operations_per_s = gpu.flops(weights.dtype) * arithmetic_share
-        self._bytes_per_s = gpu.bytes_per_s * bandwidth_share
-        self._overhead_s = overhead_s
+        flops = gpu.flops(weights.dtype)
+        self._products_per_s = flops * achieved.arithmetic_share
+        self._attention_per_s = flops * achieved.attention_arithmetic_share
+        self._weight_bytes_per_s = gpu.bytes_per_s * achieved.bandwidth_share
+        self._cache_bytes_per_s = gpu.bytes_per_s * achieved.attention_bandwidth_share
+        self._overhead_s = achieved.overhead_s
         need = Need(model)
         self._token_bytes = self._fixed_bytes = 0.0
         self._limited: list[tuple[int, float]] = []  # (most tokens, bytes of one)
@@ -160,15 +214,19 @@ class StepTime:
             for limit, token_bytes in self._limited:
                 limited_bytes += min(end, limit) * token_bytes
         weights = self._weights
-        operations = _OPERATIONS_PER_PARAMETER * weights.active * num_tokens
-        operations += _OPERATIONS_PER_PAIR * weights.query_elements * pairs
-        traffic_bytes = weights.touched_bytes(num_tokens) + limited_bytes
-        traffic_bytes += end_tokens * self._token_bytes + len(scheduled) * self._fixed_bytes
-        return Work(operations=operations, traffic_bytes=traffic_bytes)
+        cache_bytes = limited_bytes + end_tokens * self._token_bytes
+        return Work(
+            product_operations=_OPERATIONS_PER_PARAMETER * weights.active * num_tokens,
+            attention_operations=_OPERATIONS_PER_PAIR * weights.query_elements * pairs,
+            weight_bytes=weights.touched_bytes(num_tokens),
+            cache_bytes=cache_bytes + len(scheduled) * self._fixed_bytes,
+        )
 
     def __call__(self, scheduled: list[ActiveRequest]) -> float:
         """Seconds of the step."""
         work = self.work(scheduled)
-        return self._overhead_s + max(
-            work.operations / self._operations_per_s, work.traffic_bytes / self._bytes_per_s
-        )
+        arithmetic_s = work.product_operations / self._products_per_s
+        arithmetic_s += work.attention_operations / self._attention_per_s
+        traffic_s = work.weight_bytes / self._weight_bytes_per_s
+        traffic_s += work.cache_bytes / self._cache_bytes_per_s
+        return self._overhead_s + max(arithmetic_s, traffic_s)

@@ -169,9 +169,10 @@ class Outcome:
         """Its steps."""
         return [row for row in self.rows if isinstance(row, StepRow)]
 
-    def text(self, value: Callable[[SummaryRow], float], form: str) -> str:
-        """A number of the summary; "-" where the manager does not start."""
-        return "-" if self.refusal else format(value(self.summary), form)
+    def text(self, value: Callable[[SummaryRow], float | None], form: str) -> str:
+        """A number of the summary; "-" where there is none or the manager does not start."""
+        number = None if self.refusal else value(self.summary)
+        return "-" if number is None else format(number, form)
 
 
 def run_case(case: Case, manager: str) -> Outcome:
@@ -179,7 +180,7 @@ def run_case(case: Case, manager: str) -> Outcome:
     row, settings = _row(case, manager), _settings(case, manager)
     try:
         rows = tuple(replay_rows(row, case.machine(), trace_of(case), settings))
-    except (NotImplementedError, ValueError) as error:
+    except ValueError as error:
         return Outcome(case=case, manager=manager, refusal=str(error))
     return Outcome(case=case, manager=manager, rows=rows)
 
@@ -336,7 +337,7 @@ def _run_and_tell(case: Case, manager: str, kept: Kept) -> Outcome:
         summary = outcome.summary
         words = (
             f"{summary.num_steps} steps, batch {summary.mean_decode_batch:.2f}, waste "
-            f"{summary.waste:.2%}, hits {summary.hit_rate:.2%}, "
+            f"{outcome.text(lambda row: row.waste, '.2%')}, hits {summary.hit_rate:.2%}, "
             f"{time.process_time() - start_s:.1f} s of CPU"
         )
     print(f"{case.title} {case.trace} {manager}: {words}", file=sys.stderr, flush=True)

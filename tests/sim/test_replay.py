@@ -8,10 +8,13 @@ from jenga.errors import InvariantError
 from jenga.sim.bounds import unlimited
 from jenga.sim.generators import agentic, articles
 from jenga.sim.managers import MANAGER_NAMES, make_arena
-from jenga.sim.record import Recorder, Recording, spread
+from jenga.sim.quantiles import EXACT_VALUES, Quantiles
+from jenga.sim.record import Recorder, Recording
 from jenga.sim.replay import MOST_WAITING, Replay, constant_clock
+from jenga.sim.row_file import RowFile
 from jenga.sim.rows import RequestRow, RunRow, StepRow, SummaryRow, read_rows
-from jenga.sim.session import Machine, RowFile, Settings, Trace, outcome_of, replay_rows, run_row
+from jenga.sim.runs import read_runs
+from jenga.sim.session import Machine, Running, Settings, Trace, outcome_of, replay_rows, run_row
 from jenga.sim.workload import Piece, Request
 from jenga.spec import FullAttention, Layer, ModelSpec, SlidingWindow, State
 
@@ -38,7 +41,7 @@ def requests_of(count=12):
 
 
 def replay_of(requests, arena_bytes=1 << 20, manager="jenga", **options):
-    arena = make_arena(manager, MODEL, arena_bytes)
+    arena = make_arena(manager, MODEL, arena_bytes, prefix_caching=manager != "gcd")
     return Replay(requests, arena, clock=constant_clock(0.5), **options)
 
 
@@ -235,10 +238,53 @@ def test_a_replay_is_checked_as_often_as_asked(monkeypatch):
 
 
 def test_quantiles_are_values_that_occur():
-    found = spread([3.0, 1.0, 2.0])
+    values = Quantiles()
+    for value in (3.0, 1.0, 2.0):
+        values.add(value)
+
+    found = values.spread()
 
     assert (found.p50, found.p90, found.p99, found.mean) == (2.0, 3.0, 3.0, 2.0)
-    assert spread([]).p99 == 0.0
+    assert Quantiles().spread().p99 == 0.0
+
+
+def test_quantiles_of_many_values_are_within_a_thousandth_of_one():
+    values = Quantiles()
+    many = [(1 + number % 1000) * 10.0 ** (number % 5 - 3) for number in range(2 * EXACT_VALUES)]
+    for value in many:
+        values.add(value)
+
+    found = values.spread()
+
+    ordered = sorted(many)
+    for share, value in ((0.5, found.p50), (0.9, found.p90), (0.99, found.p99)):
+        assert value == pytest.approx(ordered[round(share * (len(many) - 1))], rel=1e-3)
+    assert found.mean == pytest.approx(sum(many) / len(many))
+
+
+def test_waste_counts_steps_or_bytes_and_leaves_out_the_end_where_it_says_so():
+    rows, _ = rows_of(requests_of(), every=1)
+
+    held = [
+        (row.num_decoding, row.used_bytes, row.used_bytes + row.useless_bytes + row.empty_bytes)
+        for row in rows
+        if isinstance(row, StepRow) and row.num_decoding
+    ]
+    most = max(num for num, _, _ in held)
+    busy = [1 - used / all_bytes for num, used, all_bytes in held if 2 * num >= most]
+    summary = rows[-1]
+    assert 0 < len(busy) < len(held)
+    assert summary.busy_waste == pytest.approx(sum(busy) / len(busy))
+    assert summary.waste_of_bytes == pytest.approx(
+        1 - sum(used for _, used, _ in held) / sum(all_bytes for _, _, all_bytes in held)
+    )
+
+
+def test_no_waste_is_told_where_no_step_was_looked_at():
+    rows, run = rows_of(requests_of(), every=1000)
+
+    assert run.num_steps < 1000
+    assert (rows[-1].waste, rows[-1].busy_waste, rows[-1].waste_of_bytes) == (None, None, None)
 
 
 def machine_of(arena_bytes=1 << 20):
@@ -253,7 +299,7 @@ def written(path, settings, machine=None):
     trace, machine = trace_of(requests_of()), machine or machine_of()
     row = run_row(machine, "jenga", trace, settings)
     out = RowFile(path)
-    return row, outcome_of(out.written(row.run, replay_rows(row, machine, trace, settings)))
+    return row, outcome_of(out.written(Running(row, machine, trace, settings)))
 
 
 def test_a_file_knows_the_replays_that_it_has_whole(tmp_path):
@@ -295,6 +341,119 @@ def test_a_last_line_that_was_cut_short_does_not_keep_a_file_from_going_on(tmp_p
 
     assert again == outcome
     assert path.read_text(encoding="utf-8") == whole
+
+
+class CutError(Exception):
+    """The power failed."""
+
+
+def cut_after(num_steps):
+    def on_step(_replay, step):
+        if step.number == num_steps:
+            raise CutError
+
+    return on_step
+
+
+def cut_and_gone_on(path, manager, settings, *, arena_bytes=1 << 17):
+    """Rows of a replay that was cut, and the step after which it went on."""
+    machine, trace = machine_of(arena_bytes), trace_of(requests_of(30))
+    row = run_row(machine, manager, trace, settings)
+    out = RowFile(path, snapshot_every_s=0)
+    with pytest.raises(CutError):
+        list(out.written(Running(row, machine, trace, settings), cut_after(40)))
+    again = RowFile(path, snapshot_every_s=0)
+    snapshot = again.snapshot_of(row.run)
+    num_steps = snapshot.replay.num_steps
+    list(again.written(Running(row, machine, trace, settings, snapshot=snapshot)))
+    again.close()
+    return list(read_rows(path)), num_steps
+
+
+@pytest.mark.parametrize("manager", OUR_MANAGERS)
+def test_a_replay_that_was_cut_goes_on_to_the_same_rows(tmp_path, manager):
+    settings = Settings(
+        every=3, keep_requests=True, chunk_tokens=128, prefix_caching=manager != "gcd"
+    )
+    # Large pages of the exact LCM, and parts of a divided arena, need a larger one to start.
+    arena_bytes = {"lcm": 1 << 19, "static": 1 << 23}.get(manager, 1 << 17)
+    machine, trace = machine_of(arena_bytes), trace_of(requests_of(30))
+    row = run_row(machine, manager, trace, settings)
+    whole = list(replay_rows(row, machine, trace, settings))
+
+    rows, num_steps = cut_and_gone_on(
+        tmp_path / "rows.jsonl", manager, settings, arena_bytes=arena_bytes
+    )
+
+    assert num_steps == 38
+    assert rows == whole
+    assert whole[-1].evicted_pages > 0 or manager in ("gcd", "lcm", "static")
+    assert list(tmp_path.iterdir()) == [tmp_path / "rows.jsonl"]
+
+
+def test_a_snapshot_of_other_code_or_of_another_run_is_left_alone(tmp_path, monkeypatch):
+    path, settings = tmp_path / "rows.jsonl", Settings(every=1)
+    machine, trace = machine_of(), trace_of(requests_of())
+    row = run_row(machine, "jenga", trace, settings)
+    running = Running(row, machine, trace, settings)
+    with pytest.raises(CutError):
+        list(RowFile(path, snapshot_every_s=0).written(running, cut_after(9)))
+
+    assert RowFile(path).snapshot_of("another") is None
+    assert RowFile(path).snapshot_of(row.run).replay.num_steps == 7
+    monkeypatch.setattr("jenga.sim.snapshot._code", lambda: "changed")
+    assert RowFile(path).snapshot_of(row.run) is None
+    # Rows of another run came after: they must not be cut off.
+    monkeypatch.undo()
+    written(path, Settings(chunk_tokens=64))
+    assert RowFile(path).snapshot_of(row.run) is None
+
+
+def test_a_replay_does_not_go_on_with_other_requests(tmp_path):
+    path, settings = tmp_path / "rows.jsonl", Settings()
+    machine, trace = machine_of(), trace_of(requests_of(30))
+    row = run_row(machine, "jenga", trace, settings)
+    running = Running(row, machine, trace, Settings(max_requests=2))
+    with pytest.raises(CutError):
+        list(RowFile(path, snapshot_every_s=0).written(running, cut_after(9)))
+    snapshot = RowFile(path).snapshot_of(row.run)
+
+    other = Running(row, machine, trace_of(requests_of(6)), settings, snapshot=snapshot)
+
+    with pytest.raises(ValueError, match="requests must be those that the replay began with"):
+        list(other.rows())
+
+
+def test_parquet_holds_the_rows_that_lines_do(tmp_path):
+    pytest.importorskip("pyarrow", reason="the extra `parquet` is not installed")
+    settings = Settings(every=3, keep_requests=True, chunk_tokens=128)
+    machine, trace = machine_of(1 << 17), trace_of(requests_of(30))
+    row = run_row(machine, "jenga", trace, settings)
+    whole = list(replay_rows(row, machine, trace, settings))
+    path = tmp_path / "rows.parquet"
+
+    rows, num_steps = cut_and_gone_on(path, "jenga", settings)
+
+    assert num_steps == 38
+    assert rows == whole
+    assert list(tmp_path.iterdir()) == [path]
+    # A further replay comes after those that are there.
+    file = RowFile(path)
+    assert file.outcome_of(row.run).summary == whole[-1]
+    other = run_row(machine, "max", trace, settings)
+    list(file.written(Running(other, machine, trace, settings)))
+    file.close()
+    assert list(read_rows(path))[: len(whole)] == whole
+    assert [run.row.manager for run in read_runs([path])] == ["jenga", "max"]
+
+
+def test_a_file_that_is_no_parquet_is_refused(tmp_path):
+    pytest.importorskip("pyarrow", reason="the extra `parquet` is not installed")
+    path = tmp_path / "rows.parquet"
+    path.write_text("kind", encoding="utf-8")
+
+    with pytest.raises(ValueError, match=r"rows.parquet: must be a Parquet file"):
+        list(read_rows(path))
 
 
 def test_an_arena_that_holds_no_request_is_named_with_the_shortest_prompt():

@@ -25,11 +25,51 @@ def test_replay_compares_managers_in_a_table(capsys):
     assert code == 0
     assert lines[0].startswith("6 requests of articles:n=3,")
     assert lines[1].split()[:3] == ["model", "manager", "arena"]
-    assert [line.split()[:2] for line in lines[2:]] == [
+    assert [line.split()[:2] for line in lines[2:4]] == [
         ["llama-3.2-1b", "jenga"],
         ["llama-3.2-1b", "paged"],
     ]
+    assert lines[-1] == (
+        "seconds: modelled by a roofline at the peaks of H100-80G, of which no rows were measured"
+    )
     assert printed.err == ""
+
+
+def test_seconds_follow_the_rows_measured_on_the_gpu(capsys, tmp_path):
+    folder = tmp_path / "h100-80gb-hbm3"
+    folder.mkdir()
+    row = {"implementation": "roofline", "shape": "read", "num_flops": 0}
+    # Half of 3.35 TB/s.
+    row |= {"num_bytes": 1.675e9, "p50_us": 1000.0}
+    (folder / "roofline.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+
+    _, peaks = replay(capsys, *SMALL, *TRACE, "--measured", tmp_path / "none")
+    _, halves = replay(capsys, *SMALL, *TRACE, "--measured", tmp_path)
+    _, given = replay(
+        capsys, *SMALL, *TRACE, "--measured", tmp_path, "--bandwidth-share", 0.25, "--quiet"
+    )
+
+    tpot_s = [float(each.out.splitlines()[2].split()[-1]) for each in (peaks, halves, given)]
+    assert tpot_s[1] == pytest.approx(2 * tpot_s[0], rel=0.02)
+    assert tpot_s[2] == pytest.approx(4 * tpot_s[0], rel=0.02)
+    assert "at shares of its peaks: products 100%, weights 50%, attention's" in halves.out
+
+
+def test_a_manager_that_refuses_does_not_keep_the_others_from_the_table(capsys):
+    code, printed = replay(capsys, *SMALL, *TRACE, "--manager", "gcd", "jenga")
+
+    assert code == 2
+    assert printed.out.splitlines()[2].split()[:2] == ["llama-3.2-1b", "jenga"]
+    assert printed.err.startswith("jenga: error: manager 'gcd' does not start")
+    assert "prefix_caching must be off" in printed.err
+
+
+def test_too_few_steps_to_look_at_are_said_to_be(capsys):
+    _, short = replay(capsys, *SMALL, *TRACE)
+    _, every = replay(capsys, *SMALL, *TRACE, "--every", 1)
+
+    assert "give --every 1" in short.out
+    assert "give --every 1" not in every.out
 
 
 def test_rows_are_written_once_and_read_where_a_replay_is_asked_again(capsys, tmp_path):

@@ -5,7 +5,7 @@ import pytest
 from jenga.models import known_model
 from jenga.sim.arena import ActiveRequest
 from jenga.sim.gpus import GPUS, Gpu
-from jenga.sim.step_time import StepTime, Weights, weights_of
+from jenga.sim.step_time import SHARES, Achieved, StepTime, Weights, weights_of
 from jenga.sim.workload import Piece, Request
 from jenga.spec import (
     ChunkedLocal,
@@ -76,7 +76,8 @@ def test_the_slower_of_arithmetic_and_traffic_is_the_time():
 
     assert clock(decode) == clock.work(decode).traffic_bytes / 1e9
     assert clock(prefill) == clock.work(prefill).operations / 1e12
-    half = StepTime(model, WEIGHTS, GPU, arithmetic_share=0.5, bandwidth_share=0.5, overhead_s=2.0)
+    halves = dict.fromkeys(SHARES, 0.5)
+    half = StepTime(model, WEIGHTS, GPU, achieved=Achieved(**halves, overhead_s=2.0))
     assert half(decode) == pytest.approx(2.0 + 2 * clock(decode))
     assert half(prefill) == pytest.approx(2.0 + 2 * clock(prefill))
 
@@ -113,3 +114,26 @@ def test_a_gpu_known_by_its_size_has_no_time():
 
     with pytest.raises(ValueError, match="gpu must be known by name where time is modelled"):
         StepTime(model, WEIGHTS, Gpu(name="24GiB", memory_bytes=24 << 30))
+
+
+def test_attention_and_weights_have_shares_of_their_own():
+    model = model_of(FullAttention(name="full", layers=layers(1, 10)))
+    decode, prefill = [active_of(9_999, 1)], [active_of(0, 8000)]
+    peaks = StepTime(model, WEIGHTS, GPU)
+    slow = StepTime(
+        model,
+        WEIGHTS,
+        GPU,
+        achieved=Achieved(attention_bandwidth_share=0.25, attention_arithmetic_share=0.5),
+    )
+
+    assert slow(decode) - peaks(decode) == pytest.approx(3 * peaks.work(decode).cache_bytes / 1e9)
+    further = peaks.work(prefill).attention_operations / 1e12
+    assert slow(prefill) - peaks(prefill) == pytest.approx(further)
+
+
+def test_shares_are_of_a_peak():
+    with pytest.raises(ValueError, match=r"attention_bandwidth_share must be in \(0, 1\], got 1.5"):
+        Achieved(attention_bandwidth_share=1.5)
+    with pytest.raises(ValueError, match="overhead_s must not be negative, got -1"):
+        Achieved(overhead_s=-1)

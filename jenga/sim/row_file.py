@@ -1,0 +1,152 @@
+"""A file of rows: which replays it has, and adding others, from where they were cut."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import TextIO
+
+from jenga.sim.replay import Replay, Step
+from jenga.sim.rows import Row, RunRow, SummaryRow, is_parquet, read_rows, row_line
+from jenga.sim.session import Outcome, Running
+from jenga.sim.snapshot import Snapshot, read_snapshot, write_snapshot
+
+SNAPSHOT_EVERY_S = 60.0
+"""Between two snapshots of a running replay, each of which takes a second at most."""
+
+_READ_BYTES = 1 << 16
+
+
+class RowFile:
+    """A file of rows that replays add to.
+
+    A replay that was cut leaves rows without a summary, and beside the file a snapshot: it goes on
+    from that one, and rows after it go. Without a snapshot that this code wrote it is run again.
+
+    Parquet cannot be added to, so its rows lie in a file of lines beside it until `close`.
+    """
+
+    def __init__(self, path: Path, *, snapshot_every_s: float = SNAPSHOT_EVERY_S) -> None:
+        """Read what is there.
+
+        Args:
+            path: Of lines of JSON, or of Parquet if it ends in `.parquet`.
+            snapshot_every_s: Seconds between two snapshots of a running replay.
+
+        Raises:
+            ValueError: The file has something else in it.
+            ModuleNotFoundError: The file is of Parquet, and pyarrow is not installed.
+        """
+        self.path = path
+        self._lines = path.with_name(f"{path.name}.jsonl") if is_parquet(path) else path
+        self._snapshot = path.with_name(f"{path.name}.snapshot")
+        self._snapshot_every_s = snapshot_every_s
+        self._done: dict[str, Outcome] = {}
+        runs: dict[str, RunRow] = {}
+        self._last_run = ""
+        if is_parquet(path):
+            import_module("pyarrow")
+        if self._lines.exists():
+            _drop_half_a_line(self._lines)
+        for each in dict.fromkeys((path, self._lines)):
+            for row in read_rows(each) if each.exists() else ():
+                self._last_run = row.run
+                if isinstance(row, RunRow):
+                    runs[row.run] = row
+                elif isinstance(row, SummaryRow) and row.run in runs:
+                    self._done[row.run] = Outcome(runs[row.run], row)
+        self._broken = runs.keys() - self._done.keys()
+
+    def outcome_of(self, run: str) -> Outcome | None:
+        """What a replay came to, if it ended."""
+        return self._done.get(run)
+
+    def snapshot_of(self, run: str) -> Snapshot | None:
+        """Where a replay that was cut can go on, if it can."""
+        # Rows of other runs after its own would be lost.
+        if run not in self._broken or run != self._last_run:
+            return None
+        snapshot = read_snapshot(self._snapshot, run)
+        is_whole = snapshot is not None and snapshot.rows_bytes <= self._lines.stat().st_size
+        return snapshot if is_whole else None
+
+    def written(
+        self, running: Running, on_step: Callable[[Replay, Step], None] | None = None
+    ) -> Iterator[Row]:
+        """Run a replay and write its rows as they come; see `Running.rows`."""
+        run = running.row.run
+        if running.snapshot is not None:
+            with self._lines.open("rb+") as file:
+                file.truncate(running.snapshot.rows_bytes)
+        elif run in self._broken:
+            self._forget(run)
+        self._lines.parent.mkdir(parents=True, exist_ok=True)
+        with self._lines.open("a", encoding="utf-8") as file:
+            keep = self._keeper(running, file, on_step)
+            for row in running.rows(on_step=keep):
+                # A replay that goes on has the row that it began with.
+                if running.snapshot is None or not isinstance(row, RunRow):
+                    file.write(row_line(row))
+                yield row
+        self._broken.discard(run)
+        self._last_run = run
+        self._snapshot.unlink(missing_ok=True)
+
+    def _keeper(
+        self, running: Running, file: TextIO, on_step: Callable[[Replay, Step], None] | None
+    ) -> Callable[[Replay, Step], None]:
+        """Writes a snapshot in a step, now and then."""
+        next_s = time.monotonic() + self._snapshot_every_s
+
+        def keep(replay: Replay, step: Step) -> None:
+            nonlocal next_s
+            if on_step is not None:
+                on_step(replay, step)
+            if time.monotonic() < next_s:
+                return
+            file.flush()
+            os.fsync(file.fileno())
+            snapshot = Snapshot(
+                row=running.row,
+                replay=replay,
+                recorder=running.recorder,
+                rows_bytes=self._lines.stat().st_size,
+            )
+            write_snapshot(self._snapshot, snapshot)
+            next_s = time.monotonic() + self._snapshot_every_s
+
+        return keep
+
+    def _forget(self, run: str) -> None:
+        """Write the file again without a replay that was cut."""
+        kept = self._lines.with_name(f"{self._lines.name}.part")
+        with kept.open("w", encoding="utf-8") as file:
+            file.writelines(row_line(row) for row in read_rows(self._lines) if row.run != run)
+        kept.replace(self._lines)
+
+    def close(self) -> None:
+        """Put rows of Parquet where they belong; other rows are there already."""
+        if not is_parquet(self.path) or not self._lines.exists():
+            return
+        from jenga.sim.parquet import write_parquet
+
+        files = [each for each in (self.path, self._lines) if each.exists()]
+        write_parquet(self.path, (row for each in files for row in read_rows(each)))
+        self._lines.unlink()
+
+
+def _drop_half_a_line(path: Path) -> None:
+    """Cut off a last line that has no end: whoever wrote it was interrupted."""
+    with path.open("rb+") as file:
+        size = end = file.seek(0, 2)
+        while end:
+            start = max(0, end - _READ_BYTES)
+            file.seek(start)
+            found = file.read(end - start).rfind(b"\n")
+            end = start + found + 1
+            if found >= 0:
+                break
+            end = start
+        if end < size:
+            file.truncate(end)
