@@ -1,6 +1,7 @@
 """What the plugin asks of vLLM's configuration: is it selected, can it serve, what it sets."""
 
 import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -10,7 +11,7 @@ from jenga.vllm_plugin.speculation import prepare_speculation, unsupported_specu
 from jenga.vllm_plugin.switch import backend_member
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 logger = init_logger(f"vllm.{__name__}")  # under vLLM's logger, so its level and format apply
 
@@ -22,9 +23,21 @@ CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3")
 """Values of --kv-cache-dtype that are served; vLLM's fp8 is float8_e4m3fn."""
 
 
+_SPARSE_MODEL_TYPES = ("deepseek_v4", "deepseek_v41")
+"""Models of latent attention that read chosen tokens alone, whatever else their options say."""
+
+
 def is_selected(vllm_config: "VllmConfig") -> bool:
     """Whether a configuration selects JENGA_TRITON."""
     return vllm_config.attention_config.backend is backend_member()
+
+
+def uses_sparse_latents(model: "ModelConfig") -> bool:
+    """Whether a model has latent attention that reads the tokens an indexer chooses."""
+    config = model.hf_text_config
+    return model.use_mla and (
+        getattr(config, "index_topk", None) is not None or config.model_type in _SPARSE_MODEL_TYPES
+    )
 
 
 def _unsupported_features(vllm_config: "VllmConfig") -> list[str]:
@@ -54,7 +67,10 @@ def _unsupported_features(vllm_config: "VllmConfig") -> list[str]:
             vllm_config.mamba_config.enable_stochastic_rounding
         ),
         "HiSparse": vllm_config.attention_config.hisparse_config is not None,
-        "multi-head latent attention (MLA)": model is not None and model.use_mla,
+        "sparse multi-head latent attention": model is not None and uses_sparse_latents(model),
+        f"--kv-cache-dtype {cache.cache_dtype} with multi-head latent attention": (
+            model is not None and model.use_mla and cache.cache_dtype.startswith("fp8")
+        ),
     }
     checks |= unsupported_speculation(vllm_config)
     return [feature for feature, in_use in checks.items() if in_use]
@@ -121,9 +137,43 @@ def _set_cache_options(vllm_config: "VllmConfig") -> None:
         cache.mamba_page_size_padded = None
 
 
-def finish_config(vllm_config: "VllmConfig") -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WantedOptions:
+    """Options that vLLM's CPU platform changes for latent attention, which its own cannot serve.
+
+    Attributes:
+        block_size: Tokens of a page.
+        enable_prefix_caching: Whether pages are kept for other requests.
+        enable_chunked_prefill: Whether a prompt may take several steps.
+        max_num_batched_tokens: Most tokens of a step.
+    """
+
+    block_size: int
+    enable_prefix_caching: bool
+    enable_chunked_prefill: bool
+    max_num_batched_tokens: int
+
+
+def wanted_options(vllm_config: "VllmConfig") -> WantedOptions:
+    """Read the options as they are before vLLM's platform has its say."""
+    cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
+    return WantedOptions(
+        block_size=cache.block_size,
+        enable_prefix_caching=cache.enable_prefix_caching,
+        enable_chunked_prefill=scheduler.enable_chunked_prefill,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+    )
+
+
+def finish_config(vllm_config: "VllmConfig", wanted: WantedOptions) -> None:
     """Undo what vLLM's platform does to the options set before."""
-    vllm_config.cache_config.mamba_page_size_padded = None
+    cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
+    cache.mamba_page_size_padded = None
+    if vllm_config.model_config is not None and vllm_config.model_config.use_mla:
+        cache.block_size = wanted.block_size
+        cache.enable_prefix_caching = wanted.enable_prefix_caching
+        scheduler.enable_chunked_prefill = wanted.enable_chunked_prefill
+        scheduler.max_num_batched_tokens = wanted.max_num_batched_tokens
 
 
 def checked_backend_path(attn_selector_config: Any) -> str:  # noqa: ANN401 (a named tuple of vLLM's)
@@ -135,9 +185,11 @@ def checked_backend_path(attn_selector_config: Any) -> str:  # noqa: ANN401 (a n
     from vllm.platforms import current_platform
 
     from jenga.vllm_plugin.attention import JengaTritonBackend
+    from jenga.vllm_plugin.latent import JengaLatentBackend
 
+    backend = JengaLatentBackend if attn_selector_config.use_mla else JengaTritonBackend
     capability = current_platform.get_device_capability()
-    reasons = JengaTritonBackend.validate_configuration(
+    reasons = backend.validate_configuration(
         device_capability=capability,  # pyright: ignore[reportArgumentType] (None on a CPU)
         **attn_selector_config._asdict(),
     )
@@ -147,4 +199,4 @@ def checked_backend_path(attn_selector_config: Any) -> str:  # noqa: ANN401 (a n
             f"({attn_selector_config})"
         )
         raise ValueError(msg)
-    return f"{JengaTritonBackend.__module__}.{JengaTritonBackend.__qualname__}"
+    return f"{backend.__module__}.{backend.__qualname__}"

@@ -45,11 +45,12 @@ class Replacement:
 def _check_and_update_config(original: _Function) -> _Function:
     @functools.wraps(original)
     def check_and_update_config(vllm_config: Any) -> None:  # noqa: ANN401
-        from jenga.vllm_plugin.config import finish_config, prepare_config
+        from jenga.vllm_plugin.config import finish_config, prepare_config, wanted_options
 
         if prepare_config(vllm_config):
+            wanted = wanted_options(vllm_config)
             original(vllm_config)
-            finish_config(vllm_config)
+            finish_config(vllm_config, wanted)
         else:
             original(vllm_config)
 

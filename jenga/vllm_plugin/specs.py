@@ -75,7 +75,7 @@ def _check_states(name: str, spec: "MambaSpec") -> None:
 
 def _check_attention(name: str, spec: "AttentionSpec") -> None:
     """Refuse the ways of packing a page that the kernels do not read."""
-    from vllm.v1.kv_cache_interface import KVQuantMode
+    from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec
 
     checks = {
         "padded pages": spec.page_size_padded is not None,
@@ -84,7 +84,9 @@ def _check_attention(name: str, spec: "AttentionSpec") -> None:
         "compressed tokens": spec.tokens_per_state != 1,
         f"quantised KV ({spec.kv_quant_mode.name})": spec.kv_quant_mode
         not in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR),
-        "keys and values of different width": spec.head_size_v != spec.head_size,
+        # Rows of latents are keys and values in one.
+        "keys and values of different width": not isinstance(spec, MLAAttentionSpec)
+        and spec.head_size_v != spec.head_size,
         "non-causal attention": getattr(spec, "non_causal", False),
     }
     reasons = [reason for reason, found in checks.items() if found]
@@ -104,6 +106,7 @@ def _layer(name: str, spec: "KVCacheSpec") -> tuple[tuple[object, ...], Layer]:
         CrossAttentionSpec,
         FullAttentionSpec,
         MambaSpec,
+        MLAAttentionSpec,
         SlidingWindowSpec,
     )
 
@@ -111,6 +114,10 @@ def _layer(name: str, spec: "KVCacheSpec") -> tuple[tuple[object, ...], Layer]:
         _check_attention(name, spec)
         slot_bytes = spec.page_size_bytes // spec.block_size
         return ("full",), Layer(name=name, slot_bytes=slot_bytes)
+    if type(spec) is MLAAttentionSpec:
+        _check_attention(name, spec)
+        slot_bytes = spec.page_size_bytes // spec.block_size
+        return ("latent",), Layer(name=name, slot_bytes=slot_bytes)
     if type(spec) is SlidingWindowSpec:
         _check_attention(name, spec)
         slot_bytes = spec.page_size_bytes // spec.block_size
@@ -130,8 +137,8 @@ def _layer(name: str, spec: "KVCacheSpec") -> tuple[tuple[object, ...], Layer]:
         return key, Layer(name=name, slot_bytes=spec.state_content_size_bytes)
     msg = (
         f"JENGA_TRITON does not support layer {name!r}: its cache is a {type(spec).__name__} "
-        f"({spec}); supported are full attention, sliding window, chunked local and cross "
-        "attention, and Mamba states"
+        f"({spec}); supported are full, latent, sliding window, chunked local and cross attention, "
+        "and Mamba states"
     )
     raise ValueError(msg)
 
@@ -168,6 +175,8 @@ def _layer_types(specs: Mapping[str, "KVCacheSpec"]) -> list[LayerType]:
         match key:
             case ("full",):
                 layer_types.append(FullAttention(name="full", layers=tuple(layers)))
+            case ("latent",):
+                layer_types.append(FullAttention(name="latent", layers=tuple(layers)))
             case ("sliding", int(window_tokens)):
                 name = f"sliding_{window_tokens}"
                 layer_types.append(

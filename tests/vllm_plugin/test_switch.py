@@ -66,7 +66,8 @@ def refusals(tiny_model):
     code = (
         CONFIGURE.format(model=str(tiny_model("llama")))
         + f"""
-    draft, hybrid = {str(tiny_model("llama"))!r}, {str(tiny_model("granite_hybrid"))!r}"""
+    draft, hybrid = {str(tiny_model("llama"))!r}, {str(tiny_model("granite_hybrid"))!r}
+    latent = {str(tiny_model("deepseek_v3"))!r}"""
         + """
     features = {
         "pipeline parallelism": dict(pipeline_parallel_size=2),
@@ -85,6 +86,11 @@ def refusals(tiny_model):
             "attention_backend": "CPU_ATTN"}),
         "disable-hybrid-kv-cache-manager": dict(disable_hybrid_kv_cache_manager=True),
         "kv-cache-dtype": dict(kv_cache_dtype="fp8_e5m2"),
+        "sparse multi-head latent attention": dict(model=latent, hf_overrides={"index_topk": 64}),
+        "fp8 with multi-head latent attention": dict(model=latent, kv_cache_dtype="fp8"),
+        "speculative decoding with multi-head latent attention": dict(
+            model=latent, speculative_config={
+                "method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}),
         "block-size": dict(block_size=24),
         "use-replayssm": dict(model=hybrid, use_replayssm=True),
         "stochastic-rounding": dict(model=hybrid, mamba_ssm_cache_dtype="float16",
@@ -117,6 +123,9 @@ def refusals(tiny_model):
         "speculative decoding with attention backend CPU_ATTN",
         "disable-hybrid-kv-cache-manager",
         "kv-cache-dtype",
+        "sparse multi-head latent attention",
+        "fp8 with multi-head latent attention",
+        "speculative decoding with multi-head latent attention",
         "block-size",
         "use-replayssm",
         "stochastic-rounding",

@@ -193,56 +193,37 @@ def _whisper():
     return WhisperForConditionalGeneration(config)
 
 
+_DEEPSEEK = _COMMON | {
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 3,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+
+
 def _deepseek_v2():
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
-    config = DeepseekV2Config(
-        **_COMMON | {"num_key_value_heads": 4},
-        num_hidden_layers=3,
-        first_k_dense_replace=2,
-        n_routed_experts=4,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        q_lora_rank=None,
-        kv_lora_rank=512,  # the widths that vLLM's backend for a CPU is compiled for
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=32,
-        v_head_dim=32,
-    )
+    # The widths that vLLM's own backend for a CPU is compiled for.
+    config = DeepseekV2Config(**_DEEPSEEK, q_lora_rank=None, kv_lora_rank=512, v_head_dim=32)
     return DeepseekV2ForCausalLM(config)
 
 
 def _deepseek_v3():
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    config = DeepseekV3Config(
-        **_COMMON | {"num_key_value_heads": 4},
-        num_hidden_layers=3,
-        first_k_dense_replace=2,
-        n_routed_experts=4,
-        n_shared_experts=1,
-        n_group=2,
-        topk_group=1,
-        topk_method="noaux_tc",  # read by vLLM; the only one transformers has
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        q_lora_rank=48,
-        kv_lora_rank=256,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=32,
-        v_head_dim=48,
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 64,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-        },
-    )
+    config = DeepseekV3Config(**_DEEPSEEK, q_lora_rank=48, kv_lora_rank=256, v_head_dim=48)
     return DeepseekV3ForCausalLM(config)
 
 
