@@ -1,6 +1,7 @@
 """Replays count what happens, on every manager, and what they write says so."""
 
 import json
+import tracemalloc
 
 import pytest
 
@@ -15,6 +16,7 @@ from jenga.sim.row_file import RowFile
 from jenga.sim.rows import RequestRow, RunRow, StepRow, SummaryRow, read_rows
 from jenga.sim.runs import read_runs
 from jenga.sim.session import Machine, Running, Settings, Trace, outcome_of, replay_rows, run_row
+from jenga.sim.sources import open_source
 from jenga.sim.workload import Piece, Request
 from jenga.spec import FullAttention, Layer, ModelSpec, SlidingWindow, State
 
@@ -194,6 +196,35 @@ def test_requests_are_taken_from_a_trace_only_as_they_are_needed():
     assert taken <= MOST_WAITING + 200
 
 
+def most_bytes_of(num_requests):
+    """Most memory that a replay of so many short requests had, and the pages it evicted."""
+    recorder = Recorder(Recording(run="x", every=64))
+    name = f"static-lengths:n={num_requests},tokens=20-60,output=2-4"
+    tracemalloc.start()
+    try:
+        run = replay_of(
+            open_source(name), arena_bytes=1 << 17, on_end=recorder.on_end, chunk_tokens=256
+        )
+        for row in recorder.rows(run):
+            summary = row
+        return tracemalloc.get_traced_memory()[1], summary
+    finally:
+        tracemalloc.stop()
+
+
+def test_memory_does_not_grow_with_the_number_of_requests(monkeypatch):
+    # What a trace may grow to in a long run must be reached in the shorter of these two.
+    monkeypatch.setattr("jenga.sim.replay.MOST_WAITING", 16)
+    monkeypatch.setattr("jenga.sim.quantiles.EXACT_VALUES", 64)
+
+    few_bytes, few = most_bytes_of(300)
+    many_bytes, many = most_bytes_of(1200)
+
+    assert (few.num_requests, many.num_requests) == (300, 1200)
+    assert many.evicted_pages > 3 * few.evicted_pages > 0
+    assert many_bytes < 1.05 * few_bytes
+
+
 def rows_of(requests, **recording):
     recorder = Recorder(Recording(run="x", **recording))
     run = replay_of(requests, on_end=recorder.on_end, chunk_tokens=256)
@@ -361,8 +392,8 @@ def cut_and_gone_on(path, manager, settings, *, arena_bytes=1 << 17):
     row = run_row(machine, manager, trace, settings)
     out = RowFile(path, snapshot_every_s=0)
     with pytest.raises(CutError):
-        list(out.written(Running(row, machine, trace, settings), cut_after(40)))
-    again = RowFile(path, snapshot_every_s=0)
+        list(out.written(Running(row, machine, trace, settings), cut_after(20)))
+    again = RowFile(path)
     snapshot = again.snapshot_of(row.run)
     num_steps = snapshot.replay.num_steps
     list(again.written(Running(row, machine, trace, settings, snapshot=snapshot)))
@@ -385,7 +416,7 @@ def test_a_replay_that_was_cut_goes_on_to_the_same_rows(tmp_path, manager):
         tmp_path / "rows.jsonl", manager, settings, arena_bytes=arena_bytes
     )
 
-    assert num_steps == 38
+    assert num_steps == 18
     assert rows == whole
     assert whole[-1].evicted_pages > 0 or manager in ("gcd", "lcm", "static")
     assert list(tmp_path.iterdir()) == [tmp_path / "rows.jsonl"]
@@ -434,7 +465,7 @@ def test_parquet_holds_the_rows_that_lines_do(tmp_path):
 
     rows, num_steps = cut_and_gone_on(path, "jenga", settings)
 
-    assert num_steps == 38
+    assert num_steps == 18
     assert rows == whole
     assert list(tmp_path.iterdir()) == [path]
     # A further replay comes after those that are there.
