@@ -48,6 +48,43 @@ def _gemma2():
     return Gemma2ForCausalLM(config)
 
 
+def _perturb(model):
+    """Change a model a little, so that it mostly drafts what the original would say."""
+    import torch
+
+    for name, parameter in model.named_parameters():
+        if "layers" in name and parameter.dim() == 2:
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.01)
+    return model
+
+
+def _llama_draft():
+    """Get a Llama that drafts for the other, with twice its heads of keys, each of them twice."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    weights = _perturb(_llama()).state_dict()
+    for name, weight in weights.items():
+        if "k_proj" in name or "v_proj" in name:
+            heads = weight.unflatten(0, (-1, HEAD_DIM))
+            weights[name] = heads.repeat_interleave(2, dim=0).flatten(0, 1)
+    sizes = _COMMON | {"num_key_value_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=3, head_dim=HEAD_DIM))
+    model.load_state_dict(weights)
+    return model
+
+
+def _gemma2_draft():
+    """Get a Gemma 2 that drafts for the other, without its windows: vLLM drafts in one group."""
+    from transformers import Gemma2ForCausalLM
+
+    original = _gemma2()
+    config = original.config
+    config.layer_types = ["full_attention"] * config.num_hidden_layers
+    model = Gemma2ForCausalLM(config)
+    model.load_state_dict(original.state_dict())
+    return _perturb(model)
+
+
 def _gpt_oss():
     from transformers import GptOssConfig, GptOssForCausalLM
 
@@ -149,24 +186,38 @@ def _jamba():
     return JambaForCausalLM(config)
 
 
+_DELTA_NETS = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 16,
+}
+
+
 def _qwen3_next():
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     config = Qwen3NextConfig(
         **_TWO_HEADS,
-        num_hidden_layers=5,
-        layer_types=["linear_attention"] * 2 + ["full_attention"] + ["linear_attention"] * 2,
+        **_DELTA_NETS,
         head_dim=HEAD_DIM,
-        linear_num_key_heads=2,
         linear_num_value_heads=4,
-        linear_key_head_dim=32,
-        linear_value_head_dim=16,
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=64,
         shared_expert_intermediate_size=64,
     )
     return Qwen3NextForCausalLM(config)
+
+
+def _qwen3_5():
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    config = Qwen3_5TextConfig(
+        **_TWO_HEADS, **_DELTA_NETS, head_dim=HEAD_DIM, linear_num_value_heads=4
+    )
+    return Qwen3_5ForCausalLM(config)
 
 
 def _whisper():
@@ -272,7 +323,9 @@ def _save_scales(path):
 _MAKERS = {
     "llama": _llama,
     "llama_fp8_cache": _llama,
+    "llama_draft": _llama_draft,
     "gemma2": _gemma2,
+    "gemma2_draft": _gemma2_draft,
     "gpt_oss": _gpt_oss,
     "llama4": _llama4,
     "bloom": _bloom,
@@ -282,6 +335,7 @@ _MAKERS = {
     "granite_hybrid": _granite_hybrid,
     "jamba": _jamba,
     "qwen3_next": _qwen3_next,
+    "qwen3_5": _qwen3_5,
 }
 _FINISHERS = {"llama_fp8_cache": _save_scales, "whisper": _save_processor}
 NAMES = tuple(_MAKERS)
@@ -293,7 +347,7 @@ def save(name: str, directory: Path) -> Path:
 
     torch.manual_seed(0)
     model = _MAKERS[name]().to(torch.float32).eval()
-    if name in ("gemma2", "bloom", "whisper"):
+    if name in ("gemma2", "gemma2_draft", "bloom", "whisper"):
         # They tie their heads to their embeddings: at full width every token predicts itself.
         model.get_input_embeddings().weight.data.mul_(0.4)
     if name == "gpt_oss":
@@ -301,7 +355,7 @@ def save(name: str, directory: Path) -> Path:
         for layer_name, parameter in model.named_parameters():
             if layer_name.endswith("sinks"):
                 torch.nn.init.normal_(parameter, mean=1.0, std=1.0)
-    if name == "qwen3_next":
+    if name in ("qwen3_next", "qwen3_5"):
         # Fresh rates of decay forget nearly all within a token; keep what shows over a prompt.
         for layer_name, parameter in model.named_parameters():
             if layer_name.endswith("A_log"):
