@@ -1,6 +1,6 @@
 """What the attention layers of a page table share in a step, counted once before they run."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -13,6 +13,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
 from vllm.v1.kv_cache_interface import AttentionSpec, CrossAttentionSpec, KVQuantMode
 
+from jenga.vllm_plugin.captured_plans import CapturedPlans
 from jenga.vllm_plugin.environment import BACKEND_NAME
 from jenga.vllm_plugin.speculation import decode_query_tokens, most_group_heads
 from jenga_kernels.attention_plan import AttentionKind, AttentionPlan, plan_attention
@@ -149,8 +150,7 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
         refuse_clamped_images(vllm_config, layer_names)
         self._dtype = vllm_config.model_config.dtype
         self._decode_query_tokens = decode_query_tokens(vllm_config, self._kind.group_heads)
-        # (requests, tokens) of a captured batch -> its plan
-        self._captured: dict[tuple[int, int], AttentionPlan] = {}
+        self._captured = CapturedPlans()
 
     def build(
         self,
@@ -178,28 +178,21 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
     ) -> JengaTritonMetadata:
         """Collect tensors that stay where they are, for a batch of decoding requests."""
         metadata = self.build(0, common_attn_metadata)
-        plan = metadata.plan
-        if plan.max_row_tiles:
-            msg = (
-                f"a CUDA graph must have at most {plan.decode_query_tokens} query tokens per "
-                f"request, got {common_attn_metadata.max_query_len}"
-            )
-            raise NotImplementedError(msg)
-        size = (plan.num_requests, plan.num_tokens)
-        if size not in self._captured:
-            self._captured[size] = self._with_shared_partials(plan)
-        metadata.plan = self._captured[size]
+        metadata.plan = self._captured.keep(
+            metadata.plan, max_query_tokens=common_attn_metadata.max_query_len
+        )
         return metadata
 
     def _plan(self, common: CommonAttentionMetadata, *, has_spans: bool) -> AttentionPlan:
-        captured = self._captured.get((common.num_reqs, common.num_actual_tokens))
-        if (
-            captured is not None
-            and not has_spans
-            and common.max_query_len <= captured.decode_query_tokens
-        ):
-            captured.update(common.query_start_loc, common.seq_lens)
-            return captured
+        if not has_spans:
+            captured = self._captured.updated(
+                common.query_start_loc,
+                common.seq_lens,
+                num_tokens=common.num_actual_tokens,
+                max_query_tokens=common.max_query_len,
+            )
+            if captured is not None:
+                return captured
         return plan_attention(
             common.query_start_loc,
             common.seq_lens,
@@ -210,18 +203,3 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
             # Only the kernel for prompts reads spans.
             decode_query_tokens=0 if has_spans else self._decode_query_tokens,
         )
-
-    def _with_shared_partials(self, plan: AttentionPlan) -> AttentionPlan:
-        """Let a plan keep parts of split results where a larger one keeps its own.
-
-        No two steps run at once, and vLLM captures the largest batch first.
-        """
-        num_partials = plan.partial_out.shape[0]
-        for other in self._captured.values():
-            if other.partial_out.shape[0] >= num_partials:
-                return replace(
-                    plan,
-                    partial_out=other.partial_out[:num_partials],
-                    partial_lse=other.partial_lse[:num_partials],
-                )
-        return plan

@@ -14,8 +14,12 @@ class CapturedPlans:
         # (requests, tokens) of a captured batch -> its plan
         self._plans: dict[tuple[int, int], AttentionPlan] = {}
 
-    def keep(self, plan: AttentionPlan) -> AttentionPlan:
+    def keep(self, plan: AttentionPlan, *, max_query_tokens: int) -> AttentionPlan:
         """Keep the plan of a batch that is captured now, unless its size has one.
+
+        Args:
+            plan: Of the batch.
+            max_query_tokens: No request of it has more, for the message.
 
         Returns:
             The plan to capture.
@@ -27,7 +31,7 @@ class CapturedPlans:
         if plan.max_row_tiles:
             msg = (
                 f"a CUDA graph must have at most {plan.decode_query_tokens} query tokens per "
-                "request, got more"
+                f"request, got {max_query_tokens}"
             )
             raise NotImplementedError(msg)
         size = (plan.num_requests, plan.num_tokens)

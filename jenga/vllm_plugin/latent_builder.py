@@ -102,7 +102,9 @@ class JengaLatentMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata[Jeng
                 f"a CUDA graph must have decoding requests alone, got {metadata.num_prefills} more"
             )
             raise NotImplementedError(msg)
-        metadata.decode.plan = self._captured.keep(metadata.decode.plan)
+        metadata.decode.plan = self._captured.keep(
+            metadata.decode.plan, max_query_tokens=common_attn_metadata.max_query_len
+        )
         return metadata
 
     def _build_decode(

@@ -1,32 +1,180 @@
-"""How a step of latent attention is shared out between absorbed queries and vLLM's prefill."""
+"""What steps of latent attention share, and that a CUDA graph could go on reading it."""
+
+from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
+import torch
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+from jenga.vllm_plugin.latent import gathered_latents
+from jenga.vllm_plugin.latent_builder import JengaLatentMetadataBuilder, absorbed_query_tokens
+from jenga_kernels.attention_plan import AttentionPlan
+from jenga_kernels.latent_attention import latent_attention
+from jenga_kernels.reference.latent_attention import latent_attention as attend_plainly
+from tests.kernels.support import check_close
+from tests.vllm_plugin.test_attention_builder import PAGE_TOKENS, Batches
 
 pytestmark = pytest.mark.vllm
+
+NUM_HEADS, LATENT_DIM, ROTARY_DIM = 4, 256, 64
+WIDTH = LATENT_DIM + ROTARY_DIM
+
+
+def make_builder():
+    """Make a builder with what it reads of an engine's configuration."""
+    prefill_backend = SimpleNamespace(prepare_metadata=lambda _: None)
+    prefill_backend.clone = lambda: prefill_backend
+    layer = SimpleNamespace(
+        q_lora_rank=None,
+        kv_lora_rank=LATENT_DIM,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=ROTARY_DIM,
+        v_head_dim=48,
+        prefill_backend=prefill_backend,
+    )
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(
+            dtype=torch.float32,
+            max_model_len=256,
+            get_num_attention_heads=lambda _: NUM_HEADS,
+            get_head_size=lambda: WIDTH,
+        ),
+        parallel_config=SimpleNamespace(
+            prefill_context_parallel_size=1,
+            decode_context_parallel_size=1,
+            cp_kv_cache_interleave_size=1,
+        ),
+        compilation_config=SimpleNamespace(static_forward_context={"attn": layer}),
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
+        cache_config=SimpleNamespace(block_size=PAGE_TOKENS, cache_dtype="auto"),
+        attention_config=SimpleNamespace(use_prefill_query_quantization=False),
+        speculative_config=None,
+    )
+    spec = MLAAttentionSpec(
+        block_size=PAGE_TOKENS, num_kv_heads=1, head_size=WIDTH, dtype=torch.float32
+    )
+    return JengaLatentMetadataBuilder(spec, ["attn"], config, torch.device("cpu"))
+
+
+def prompts(batches, query_lens):
+    """Get the metadata of requests that begin, with the lengths that vLLM knows on the host."""
+    common = batches.prefill(query_lens)
+    return common.replace(seq_lens_cpu_upper_bound=common.seq_lens.clone())
+
+
+def addresses(decode):
+    """Get where everything is that a launch would read."""
+    tensors = [getattr(decode.plan, field.name) for field in fields(AttentionPlan)]
+    tensors += [decode.query_starts, decode.seq_lens, decode.block_table]
+    return [tensor.data_ptr() for tensor in tensors if isinstance(tensor, torch.Tensor)]
+
+
+def attend(attend_with, decode, q, pages, **plan):
+    return attend_with(
+        q,
+        pages,
+        decode.block_table,
+        decode.query_starts,
+        decode.seq_lens,
+        scale=WIDTH**-0.5,
+        latent_dim=LATENT_DIM,
+        out=q.new_zeros(*q.shape[:2], LATENT_DIM),
+        **plan,
+    )
 
 
 @pytest.mark.parametrize(
     ("dims", "expected"),
     [
         pytest.param((512, 128, 128), 170, id="deepseek_v3"),
-        pytest.param((512, 192, 256), 398, id="glm_4_7_flash"),
-        pytest.param((16, 128, 64), None, id="latents_narrower_than_heads"),
+        pytest.param((512, 192, 256), 398, id="wide_values"),
+        pytest.param((16, 1, 1), 1, id="narrow_heads"),
     ],
 )
 def test_absorption_is_for_as_many_queries_as_it_costs_less(dims, expected):
-    from jenga.vllm_plugin.latent_builder import absorbed_query_tokens
-
     latent, nope, value = dims
 
-    def extra_products(queries):
-        """Products a head and context token take more when absorbed than when expanded."""
-        return queries * (2 * latent - nope - value) - latent * (nope + value)
+    def extra_products(num_queries):
+        """Count what absorbing multiplies more per head and token of context."""
+        return num_queries * (2 * latent - nope - value) - latent * (nope + value)
 
-    if expected is None:
-        with pytest.raises(ValueError, match="latent_dim must exceed half of 128 \\+ 64, got 16"):
-            absorbed_query_tokens(latent_dim=latent, nope_dim=nope, value_dim=value)
-        return
     tokens = absorbed_query_tokens(latent_dim=latent, nope_dim=nope, value_dim=value)
 
     assert tokens == expected
     assert extra_products(tokens) <= 0 < extra_products(tokens + 1)
+
+
+def test_latents_narrower_than_heads_are_refused():
+    with pytest.raises(ValueError, match=r"latent_dim must exceed half of 128 \+ 64, got 96"):
+        absorbed_query_tokens(latent_dim=96, nope_dim=128, value_dim=64)
+
+
+def test_long_prompts_alone_are_left_to_vllms_prefill():
+    builder, batches = make_builder(), Batches()
+    limit = builder.reorder_batch_threshold
+
+    metadata = builder.build(0, prompts(batches, [1, limit, limit + 1, 60]))
+
+    assert (metadata.num_decodes, metadata.num_decode_tokens) == (2, 1 + limit)
+    assert metadata.num_prefills == 2
+    assert metadata.decode.plan.num_tokens == 1 + limit
+    assert metadata.prefill.query_start_loc.tolist() == [0, limit + 1, limit + 61]
+
+
+def test_a_captured_plan_stays_where_it_is_and_serves_later_batches_of_its_size():
+    builder, batches = make_builder(), Batches()
+    generator = torch.Generator().manual_seed(4)
+    pages = torch.randn(48, PAGE_TOKENS, WIDTH, generator=generator)
+    common = batches.decode([96] * 8, num_padded=8)
+    captured = builder.build_for_cudagraph_capture(common).decode
+    places, results = addresses(captured), []
+
+    for seq_lens in ([1, 96, 40, 80, 63], [33, 7, 64, 90, 2, 48, 55, 71]):
+        q = torch.randn(8, NUM_HEADS, WIDTH, generator=generator)
+        decode = builder.build(0, batches.decode(seq_lens, num_padded=8)).decode
+        # A graph replays the launches of the captured objects.
+        results.append(
+            (
+                attend(latent_attention, captured, q, pages, plan=captured.plan),
+                attend(attend_plainly, decode, q.double(), pages.double()),
+                attend(attend_plainly, decode, q, pages),
+            )
+        )
+        assert decode.plan is captured.plan
+        assert addresses(decode) == places
+
+    check_close(*(torch.cat(step) for step in zip(*results, strict=True)))
+
+
+@pytest.mark.parametrize("query_len", [40, 90], ids=["absorbed", "not_absorbed"])
+def test_a_graph_of_prompts_is_refused(query_len):
+    builder, batches = make_builder(), Batches()
+
+    with pytest.raises(NotImplementedError, match="a CUDA graph must have"):
+        builder.build_for_cudagraph_capture(prompts(batches, [query_len] * 2))
+
+
+def test_graphs_of_single_token_decode_are_announced():
+    support = JengaLatentMetadataBuilder.get_cudagraph_support(None, None)
+
+    assert support is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+
+def test_latents_of_earlier_tokens_are_gathered_from_strided_pages():
+    pages = torch.full((6, 3, PAGE_TOKENS, WIDTH), torch.nan)[:, 1]
+    table = torch.tensor([[4, 2], [1, 5]], dtype=torch.int32)
+    starts, lengths = (16, 0), (5, 20)
+    expected = torch.randn(25, WIDTH, generator=torch.Generator().manual_seed(1))
+    pages[2, :5] = expected[:5]
+    pages[1], pages[5, :4] = expected[5:21], expected[21:]
+    chunk = SimpleNamespace(
+        num_context_tokens=25,
+        token_to_seq=torch.tensor([0] * 5 + [1] * 20 + [7] * 3),  # vLLM may pad it
+        cu_seq_lens=torch.tensor([0, 5, 25]),
+        starts=torch.tensor(starts),
+        seq_lens=torch.tensor(lengths),
+    )
+
+    assert torch.equal(gathered_latents(pages, chunk, table), expected)
