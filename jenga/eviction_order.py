@@ -46,6 +46,10 @@ _LEVELS = {
 """What goes before the time. Branches and ends compete: a session goes on from its end."""
 
 
+_AWAITED_LEVEL, _AWAITED_HELD_LEVEL = 4, 5
+"""Above all others. What is held takes little beside the pages in use that it completes."""
+
+
 @dataclass(slots=True)
 class Leaving:
     """Pages of one page table that lose a user together.
@@ -62,7 +66,14 @@ class Leaving:
 
 
 class EvictionOrder(Protocol):
-    """Ranks pages. One order serves all page tables, so that their pages go together."""
+    """Ranks pages. One order serves all page tables, so that their pages go together.
+
+    Attributes:
+        looks_ahead: Whether what waiting requests will read goes last, the first reader's at the
+            very last; see `jenga.waiting`.
+    """
+
+    looks_ahead: bool
 
     def ranks(self, leaving: Leaving, /) -> Sequence[int]:
         """Ranks of pages, the least prefix length the highest; a range if the lengths are one."""
@@ -84,6 +95,8 @@ class LeastRecentlyUsed:
     """
 
     __slots__ = ()
+
+    looks_ahead = False
 
     def ranks(self, leaving: Leaving, /) -> Sequence[int]:
         """Later steps above earlier ones, shorter prefixes above longer ones."""
@@ -109,6 +122,20 @@ class LeastWanted(LeastRecentlyUsed):
         """By prospect, but for branches and ends, then as the least recently used."""
         level = _LEVELS[leaving.prospect]
         return _place((level << _STEP_BITS) + leaving.step, leaving.prefix_lengths)
+
+
+class QueueAware(LeastWanted):
+    """Like `LeastWanted`, but what waiting requests will read goes after everything else.
+
+    Who waits is served before whoever is still to come, so among the pages that the queue reads
+    those of its last readers go first, and none of them before a page that nobody waits for.
+
+    Source: Belady, "A study of replacement algorithms for a virtual-storage computer" (1966).
+    """
+
+    __slots__ = ()
+
+    looks_ahead = True
 
 
 class _Lasting(LeastWanted):
@@ -203,10 +230,34 @@ class CostAware(_Lasting):
 EVICTION_ORDERS: Mapping[str, Callable[[], EvictionOrder]] = {
     "lru": LeastRecentlyUsed,
     "wanted": LeastWanted,
+    "queue": QueueAware,
     "protected": ProtectedPrefixes,
     "cost": CostAware,
 }
 """Eviction orders by name."""
+
+
+def awaited_rank(position: int, rank: int) -> int:
+    """The rank of a page that a waiting request will read.
+
+    Args:
+        position: Of the first such request in the queue.
+        rank: Of the page, if nobody waited for it.
+    """
+    level = _AWAITED_HELD_LEVEL if is_held(rank) else _AWAITED_LEVEL
+    time = (level << _STEP_BITS) + (1 << _STEP_BITS) - 1 - position
+    return (time << _LENGTH_BITS) + (rank & _MOST_TOKENS)
+
+
+def is_held(rank: int) -> bool:
+    """Whether a rank is one of `Prospect.HELD`."""
+    level = rank >> _LENGTH_BITS + _STEP_BITS
+    return level in (_LEVELS[Prospect.HELD], _AWAITED_HELD_LEVEL)
+
+
+def prefix_length(rank: int) -> int:
+    """The prefix length that went into a rank."""
+    return _MOST_TOKENS - (rank & _MOST_TOKENS)
 
 
 def _place(time: int, prefix_lengths: Sequence[int]) -> Sequence[int]:

@@ -13,6 +13,9 @@ from jenga.policies import NEVER
 from jenga.request import MISSING, Request
 from jenga.table import Table
 
+APART_LARGE_PAGES = 32
+"""Large pages of a request beside which one that is half empty does not matter."""
+
 
 class Growth:
     """What requests need, put into their page tables and give up."""
@@ -86,6 +89,22 @@ class Growth:
                 if not max_tokens:
                     needs[index] += pages.count(MISSING)
         return needs
+
+    def apart(self, request: Request, needs: Sequence[int], expected: Sequence[int]) -> list[int]:
+        """Small pages expected, so many that a long request opens large pages of its own.
+
+        Pages that several requests have in one large page leave the cache together, and then most
+        of them too early or too late.
+        """
+        expected = list(expected)
+        for index, need in enumerate(needs):
+            table = self._tables[index]
+            pages_per_large = table.pages.pages_per_large
+            if need and pages_per_large > 1 and table.cache is not None:
+                most = need + pages_per_large
+                if len(request.pages[index]) >= APART_LARGE_PAGES * pages_per_large:
+                    expected[index] = max(expected[index], most)
+        return expected
 
     def further_pages(
         self,

@@ -4,7 +4,7 @@ A request writes over its running state in every step, so what is kept is a copy
 that starts from a kept state starts with a copy of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import ceil
 
 from jenga.allocator import Allocator
@@ -59,8 +59,12 @@ class KeptStates:
         self._interval_tokens = interval_tokens
         self._copies: list[PageCopy] = []
 
-    def checkpoint_tokens(self, request: Request) -> tuple[int, ...]:
+    def checkpoint_tokens(self, request: Request, branches: Collection[int]) -> tuple[int, ...]:
         """Where a request's states are worth keeping.
+
+        Args:
+            request: Whose states.
+            branches: Tokens after which a request that waits goes another way.
 
         Source: Marconi (arXiv 2411.19379), section 4 (branch points).
         """
@@ -69,7 +73,7 @@ class KeptStates:
         # The last token of a prompt is always computed again.
         end = (request.facts.prompt_tokens - 1) // self._hash_tokens * self._hash_tokens
         start = max((kept.num_tokens for kept in request.kept), default=0)
-        wanted = {end, request.branch_tokens}
+        wanted = {end, request.branch_tokens, *branches}
         if self._interval_tokens:
             interval = self._interval_tokens
             wanted.update(range((start // interval + 1) * interval, end, interval))
@@ -99,7 +103,7 @@ class KeptStates:
             for page in taken[table.index]:
                 table.cache.enter([page], [key])
                 leaving = Leaving(step, Prospect.HELD, [num_tokens])
-                table.pages.retire([page], self._order.ranks(leaving))
+                table.pages.retire([page], table.ranks([page], leaving, self._order))
                 self._copy(table, request.pages[table.index][0], page)
             request.kept.append(KeptState(table_index=table.index, key=key, num_tokens=num_tokens))
         return True
@@ -145,7 +149,7 @@ class KeptStates:
         """Give a kept state another rank, as if it had been used and left."""
         if pages:
             table.pages.share(pages)
-            table.pages.retire(pages, self._order.ranks(leaving))
+            table.pages.retire(pages, table.ranks(pages, leaving, self._order))
 
 
 def _interval_by_bytes(tables: Sequence[Table], hash_tokens: int) -> int:

@@ -16,6 +16,7 @@ from jenga.policies import RequestFacts
 from jenga.request import PageCopy, PrefixHit, Request, new_request
 from jenga.stats import CacheReport, MemoryReport, table_memory
 from jenga.table import build_tables
+from jenga.waiting import Waiting
 
 
 class Manager:
@@ -88,22 +89,65 @@ class Manager:
             hash_tokens=hash_tokens,
             interval_tokens=checkpoint_interval_tokens,
         )
+        self._waiting = Waiting(
+            self._tables,
+            self._order,
+            hash_tokens=hash_tokens,
+            arena_bytes=num_large_pages * geometry.large_page_bytes,
+        )
         self._hits = Hits(self._tables, self._states)
         self._growth = Growth(self._tables, self.capacity, self._order)
         self._requests: dict[str, Request] = {}
-        self._step = self._num_owners = self._num_evicted = self._num_resets = 0
+        self._step = self._num_owners = self._num_evicted = self._num_losses = 0
         self._no_pages: tuple[list[int], ...] = tuple([] for _ in specs)
 
     @property
     def _version(self) -> tuple[int, int]:
         """Changes whenever cached pages are lost."""
-        return self._allocator.large_pages.num_evicted, self._num_resets
+        return self._allocator.large_pages.num_evicted, self._num_losses
 
     def new_step(self) -> None:
         """Note that a step of the engine begins: what it touches is younger than all before."""
         self._step += 1
+        self._waiting.begin_step(self._step)
 
     # The life of a request
+
+    def announce(
+        self,
+        request_id: str,
+        prefix_hashes: Sequence[bytes],
+        *,
+        num_tokens: int,
+        facts: RequestFacts | None = None,
+        first: bool = False,
+    ) -> None:
+        """Note that a request waits, so that what it will read is kept if anything is.
+
+        Nothing depends on it but which pages are evicted, and where states are kept. A request is
+        announced once, in the order of the queue; it leaves it by being admitted, or `withdraw`.
+
+        Args:
+            request_id: Who waits.
+            prefix_hashes: Hash i is of the request's first `(i + 1) * hash_tokens` tokens.
+            num_tokens: Its tokens.
+            facts: Of the request; by default that they are its prompt.
+            first: Whether it waits at the head of the queue, as after a preemption.
+
+        Raises:
+            ValueError: It was announced before, or runs.
+        """
+        if request_id in self._requests:
+            msg = f"request_id must not name a running request, got {request_id!r}"
+            raise ValueError(msg)
+        if self._prefix_caching:
+            facts = facts or RequestFacts(prompt_tokens=num_tokens)
+            self._waiting.announce(request_id, prefix_hashes, num_tokens, facts, first=first)
+
+    def withdraw(self, request_id: str) -> None:
+        """Note that a request waits no longer and was not admitted, if it was announced."""
+        if request_id not in self._requests:
+            self._waiting.forget(request_id)
 
     def lookup(
         self,
@@ -204,6 +248,7 @@ class Manager:
         expected_tokens = max(full_tokens, request.expected_tokens)
         if expected_tokens > num_tokens:
             expected = self._growth.needs(request, expected_tokens)
+        expected = self._growth.apart(request, needs, expected)
         if hit is not None and found is not None:
             # To share is to use: from here on nothing may be refused.
             self._require(request_id, needs, found, reserve_large_pages)
@@ -224,6 +269,7 @@ class Manager:
         self._requests[request_id] = request
         if hit is not None:
             self._states.start_from(request, hit)
+        self._waiting.admit(request_id)
 
     def _take(
         self,
@@ -312,12 +358,10 @@ class Manager:
         for table in self._tables:
             start = request.committed[table.index]
             end = table.policy.final_pages(request.facts, num_tokens, table.grain)
-            if end > start and table.cache is not None:
+            if end > start:
                 request.committed[table.index] = end
-                keys = table.policy.content_keys(
-                    request.facts, prefix_hashes, table.grain, range(start, end)
-                )
-                table.cache.enter(request.pages[table.index][start:end], keys)
+                if table.enter(request, prefix_hashes, range(start, end)):
+                    self._num_losses += 1
 
     def free(self, request_id: str) -> None:
         """End a request: it finished, was aborted or is preempted."""
@@ -329,6 +373,7 @@ class Manager:
         self._states.renew_kept(request)
         self._allocator.disown(request.owner)
         del self._requests[request_id]
+        self._waiting.forget(request_id)
 
     def _running(self, request_id: str) -> Request:
         request = self._requests.get(request_id)
@@ -347,7 +392,9 @@ class Manager:
         a state takes no more bytes than the keys and values that go with it.
         """
         request = self._running(request_id)
-        return self._states.checkpoint_tokens(request) if self._prefix_caching else ()
+        if not self._prefix_caching:
+            return ()
+        return self._states.checkpoint_tokens(request, self._waiting.branch_tokens(request_id))
 
     def keep_state(self, request_id: str, prefix_hash: bytes, num_tokens: int) -> bool:
         """Keep a copy of a request's running states for others to start from.
@@ -391,7 +438,7 @@ class Manager:
                 table.cache.clear()
         self._allocator.large_pages.surrender_all()
         self._states.take_copies()
-        self._num_resets += 1
+        self._num_losses += 1
         return True
 
     # Questions
@@ -444,6 +491,7 @@ class Manager:
         self._allocator.check()
         for table in self._tables:
             check_table(table, self._requests.values())
+        self._waiting.check()
         if self.memory().arena_bytes != self.num_large_pages * self.geometry.large_page_bytes:
             msg = f"the memory report does not add up to the arena: {self.memory()}"
             raise InvariantError(msg)

@@ -66,15 +66,31 @@ class PrefixCache:
         """The page of each key, None where there is none; looked up when asked for."""
         return FoundPages(self._pages, keys)
 
-    def enter(self, pages: Sequence[int], keys: Sequence[Hashable]) -> None:
-        """Let pages be found under keys; a key that has a page already keeps that one.
+    def enter(
+        self, pages: Sequence[int], keys: Sequence[Hashable]
+    ) -> list[tuple[int, Hashable, int]]:
+        """Let pages be found under keys.
 
         Null pages, and keys that are None, are passed over.
+
+        Returns:
+            What was not entered, since its key has another page: page, key and that one.
         """
         page_of, key_of = self._pages.setdefault, self.keys
+        others: list[tuple[int, Hashable, int]] = []
         for page, key in zip(pages, keys, strict=True):
-            if page > 0 and key is not None and page_of(key, page) == page:
-                key_of[page] = key
+            if page > 0 and key is not None:
+                found = page_of(key, page)
+                if found == page:
+                    key_of[page] = key
+                else:
+                    others.append((page, key, found))
+        return others
+
+    def move(self, key: Hashable, old: int, new: int) -> None:
+        """Let another page be found under a key; nobody finds the old one any more."""
+        self._pages[key] = new
+        self.keys[new], self.keys[old] = key, None
 
     def forget(self, pages: Iterable[int]) -> None:
         """Let cached pages no longer be found."""

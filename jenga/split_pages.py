@@ -137,6 +137,14 @@ class SplitPages:
             self._fill(self._claims[owner], num_pages, pages)
         if expected_pages - len(pages) >= self.pages_per_large:
             self._take_whole_larges(num_pages, expected_pages, owner, budget, pages)
+        while (
+            len(pages) < num_pages
+            and expected_pages - len(pages) >= self.pages_per_large
+            and budget.allows
+            and self._large_pages.reclaimable.num_queued
+        ):
+            self._large_pages.evict_oldest(self.index)
+            self._claim(self._open_empty(budget), num_pages, owner, pages)
         while len(pages) < num_pages:
             large = self._best_fit(budget)
             if large == NO_PAGE:
@@ -157,14 +165,17 @@ class SplitPages:
             and self._large_pages.num_empty
             and budget.allows
         ):
-            large = self._open_empty(budget)
-            self._fill(large, num_pages - len(pages), pages)
-            num_empty = len(self._empties[large])
-            if num_empty:
-                self._open.remove(large, num_empty)
-                self._claimed.add(large, num_empty)
-                self._claims[owner] = large
-                self._owners[large] = owner
+            self._claim(self._open_empty(budget), num_pages, owner, pages)
+
+    def _claim(self, large: int, num_pages: int, owner: int, pages: list[int]) -> None:
+        """Fill an empty large page; what is left of it is the owner's."""
+        self._fill(large, num_pages - len(pages), pages)
+        num_empty = len(self._empties[large])
+        if num_empty:
+            self._open.remove(large, num_empty)
+            self._claimed.add(large, num_empty)
+            self._claims[owner] = large
+            self._owners[large] = owner
 
     def _best_fit(self, budget: Budget) -> int:
         """A pinned large page with empty small pages, opened or pinned if need be, or `NO_PAGE`."""

@@ -1,10 +1,18 @@
 """One page table with everything the manager keeps for it."""
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 
 from jenga.allocator import Allocator
-from jenga.eviction_order import EvictionOrder, Leaving, Prospect
+from jenga.eviction_order import (
+    EvictionOrder,
+    Leaving,
+    Prospect,
+    awaited_rank,
+    is_held,
+    prefix_length,
+)
 from jenga.geometry import Geometry, PageTable
 from jenga.landmarks import landmarks, parts
 from jenga.policies import Grain, LayerPolicy, policy_of
@@ -25,6 +33,7 @@ class Table:
         grain: The units it is filled and cached in.
         pages: Which of its small pages are used, evictable and empty.
         cache: What lies in them; None where nothing is kept for others.
+        awaited: Content that waiting requests will read -> their places in the queue, rising.
     """
 
     index: int
@@ -33,11 +42,36 @@ class Table:
     grain: Grain
     pages: WholePages | SplitPages
     cache: PrefixCache | None
+    awaited: dict[Hashable, list[int]] = field(default_factory=dict[Hashable, list[int]])
 
     def pages_for(self, slots: range) -> range:
         """Numbers of the pages in which slots lie."""
         page_slots = self.grain.page_slots
         return range(slots.start // page_slots, -(-slots.stop // page_slots))
+
+    def enter(self, request: Request, prefix_hashes: Sequence[bytes], numbers: range) -> bool:
+        """Let others find pages of a request.
+
+        What was computed again while an older page of the same content could not be hit takes that
+        page's place, if nobody uses it: the new one is in use, and is wanted with what is before
+        it. The older one becomes empty.
+
+        Returns:
+            Whether older pages went.
+        """
+        if self.cache is None:
+            return False
+        keys = self.policy.content_keys(request.facts, prefix_hashes, self.grain, numbers)
+        pages = request.pages[self.index][numbers.start : numbers.stop]
+        replaced: list[int] = []
+        for page, key, old in self.cache.enter(pages, keys):
+            if self.pages.stamps[old] >= 0:
+                self.cache.move(key, old, page)
+                replaced.append(old)
+        if replaced:
+            self.pages.share(replaced)
+            self.pages.release(replaced)
+        return bool(replaced)
 
     def pass_by(self, request: Request, numbers: range, order: EvictionOrder) -> None:
         """Take a running request from pages that no later token of it reads."""
@@ -52,11 +86,35 @@ class Table:
             marks = landmarks(self.policy, request.facts, self.grain, branches)
             request.landmarks[self.index] = marks
         for part, prospect in parts(marks, numbers):
-            if prospect < Prospect.ENDED:
+            if prospect >= Prospect.ENDED:
+                self._hold(request, part, order, prospect)
+            elif not self.awaited:
                 self._leave(request, part, order, prospect)
             else:
-                request.held.append((self.index, part, self._named(request, part), prospect))
-                self._leave(request, part, order, Prospect.HELD)
+                for some, is_awaited in self._by_waiting(request, part):
+                    if is_awaited:
+                        self._hold(request, some, order, Prospect.ENDED)
+                    else:
+                        self._leave(request, some, order, prospect)
+
+    def _hold(
+        self, request: Request, numbers: range, order: EvictionOrder, prospect: Prospect
+    ) -> None:
+        """Take a running request from pages that others may want."""
+        request.held.append((self.index, numbers, self._named(request, numbers), prospect))
+        self._leave(request, numbers, order, Prospect.HELD)
+
+    def _by_waiting(self, request: Request, numbers: range) -> list[tuple[range, bool]]:
+        """Divide pages by whether a waiting request will read them, in order."""
+        keys, awaited = self.cache.keys if self.cache is not None else (), self.awaited
+        pages = request.pages[self.index]
+        found: list[tuple[range, bool]] = []
+        start = numbers.start
+        for is_awaited, some in groupby(numbers, lambda number: keys[pages[number]] in awaited):
+            end = start + len(list(some))
+            found.append((range(start, end), is_awaited))
+            start = end
+        return found
 
     def _named(self, request: Request, numbers: range) -> list[tuple[int, Hashable]]:
         """Pages of a request with the keys of their content, from the last on."""
@@ -96,7 +154,36 @@ class Table:
             pages = [page for page, _ in left]
             leaving = Leaving(request.step, prospect, [length for _, length in left])
             self.pages.share(pages)
-            self.pages.retire(pages, order.ranks(leaving))
+            self.pages.retire(pages, self.ranks(pages, leaving, order))
+
+    def rank_again(self, pages: list[int], step: int, order: EvictionOrder) -> None:
+        """Rank cached pages without a user as if their last one had left in a step."""
+        stamps = self.pages.stamps
+        old_ranks = [stamps[page] // len(stamps) for page in pages]
+        for prospect in (Prospect.BRANCHED, Prospect.HELD):
+            held = prospect == Prospect.HELD
+            chosen = [
+                (page, prefix_length(rank))
+                for page, rank in zip(pages, old_ranks, strict=True)
+                if is_held(rank) == held
+            ]
+            if chosen:
+                some = [page for page, _ in chosen]
+                leaving = Leaving(step, prospect, [length for _, length in chosen])
+                ranks = self.ranks(some, leaving, order)
+                self.pages.share(some)
+                self.pages.retire(some, ranks)
+
+    def ranks(self, pages: Sequence[int], leaving: Leaving, order: EvictionOrder) -> Sequence[int]:
+        """Ranks of cached pages: by who reads them next where that is known, else by the order."""
+        ranks, awaited = order.ranks(leaving), self.awaited
+        if not awaited or self.cache is None:
+            return ranks
+        keys = self.cache.keys
+        return [
+            awaited_rank(awaited[key][0], rank) if (key := keys[page]) in awaited else rank
+            for page, rank in zip(pages, ranks, strict=True)
+        ]
 
     def _leave(
         self, request: Request, numbers: range, order: EvictionOrder, prospect: Prospect
@@ -120,7 +207,7 @@ class Table:
                 if keys[page] is not None
             ]
         if cached:
-            ranks = order.ranks(Leaving(request.step, prospect, lengths))
+            ranks = self.ranks(cached, Leaving(request.step, prospect, lengths), order)
             # The last page, of the longest prefix, goes first.
             cached.reverse()
             self.pages.retire(cached, ranks[::-1])

@@ -103,6 +103,10 @@ class Arena(Protocol):
         """Note that a step begins."""
         ...
 
+    def waits(self, active: ActiveRequest, /, *, first: bool = False) -> None:
+        """Note that a request waits, at the end of the queue or at its head."""
+        ...
+
     def find(self, active: ActiveRequest, /) -> int:
         """Tokens of the longest cached prefix of a waiting request; changes nothing."""
         ...
@@ -125,6 +129,10 @@ class Arena(Protocol):
 
     def free(self, active: ActiveRequest, /) -> None:
         """End a running request: it finished or is preempted."""
+        ...
+
+    def refuse(self, active: ActiveRequest, /) -> None:
+        """Note that a waiting request was sent away."""
         ...
 
     def memory(self, running: list[ActiveRequest], /) -> ArenaBytes:

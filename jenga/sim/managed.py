@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, overload
 
 from jenga.errors import OutOfPagesError
 from jenga.eviction_order import EvictionOrder
@@ -17,6 +17,25 @@ from jenga.spec import CrossAttention, ModelSpec
 
 HASH_TOKENS = 16
 """Tokens of each further prefix hash, as in the plugin."""
+
+
+class _Hashes(Sequence[bytes]):
+    """Hashes of a request that waits, made when they are read: most that wait are not looked at."""
+
+    __slots__ = ("_active",)
+
+    def __init__(self, active: ActiveRequest) -> None:
+        self._active = active
+
+    def __len__(self) -> int:
+        return len(self._active.hashes(HASH_TOKENS))
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[bytes]: ...
+    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
+        return self._active.hashes(HASH_TOKENS)[index]
 
 
 class ManagedArena:
@@ -62,6 +81,21 @@ class ManagedArena:
         """See `Arena`."""
         self._scheduled.clear()
         self.manager.new_step()
+
+    def waits(self, active: ActiveRequest, *, first: bool = False) -> None:
+        """See `Arena`."""
+        if self._prefix_caching:
+            self.manager.announce(
+                active.name,
+                _Hashes(active),
+                num_tokens=active.num_tokens,
+                facts=active.facts,
+                first=first,
+            )
+
+    def refuse(self, active: ActiveRequest) -> None:
+        """See `Arena`."""
+        self.manager.withdraw(active.name)
 
     def find(self, active: ActiveRequest) -> int:
         """See `Arena`."""
@@ -204,7 +238,7 @@ class PagedArena(ManagedArena):
         memory = super().memory(running)
         held_bytes = memory.used_bytes + memory.useless_bytes
         # A page shared by several requests is used once, and can only be counted by its bytes.
-        needed = sum(self._need.of_tokens(active.num_computed + 1) for active in running)
+        needed = sum(map(self._needed_bytes, running))
         used_bytes = min(held_bytes, round(needed))
         useless_bytes = held_bytes - used_bytes
         tables = {
@@ -212,6 +246,11 @@ class PagedArena(ManagedArena):
             for name, table in memory.tables.items()
         }
         return replace(memory, used_bytes=used_bytes, useless_bytes=useless_bytes, tables=tables)
+
+    def _needed_bytes(self, active: ActiveRequest) -> float:
+        if self._encoder_tokens:
+            return self._need.of_tokens(active.num_computed + max(1, active.num_scheduled))
+        return self._need.of_step(active)
 
 
 def bytes_of(managers: Sequence[Manager]) -> ArenaBytes:

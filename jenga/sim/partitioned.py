@@ -63,6 +63,12 @@ class PartitionedArena:
         for manager in self._managers:
             manager.new_step()
 
+    def waits(self, active: ActiveRequest, *, first: bool = False) -> None:
+        """See `Arena`: nothing depends on it."""
+
+    def refuse(self, active: ActiveRequest) -> None:
+        """See `Arena`: nothing depends on it."""
+
     def find(self, active: ActiveRequest) -> int:
         """See `Arena`."""
         active.found = None

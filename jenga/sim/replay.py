@@ -183,7 +183,7 @@ class Replay:
             and self._next.arrival_s <= self.time_s
             and len(waiting) < MOST_WAITING
         ):
-            waiting.append(ActiveRequest(self._next))
+            self.scheduler.arrive(ActiveRequest(self._next))
             self._next = self._take()
         return bool(waiting or self.scheduler.running)
 

@@ -75,6 +75,12 @@ class ScatteredArena:
     def new_step(self) -> None:
         """See `Arena`."""
 
+    def waits(self, active: ActiveRequest, *, first: bool = False) -> None:
+        """See `Arena`: nothing depends on it."""
+
+    def refuse(self, active: ActiveRequest) -> None:
+        """See `Arena`: nothing depends on it."""
+
     def find(self, _active: ActiveRequest) -> int:
         """See `Arena`."""
         return 0

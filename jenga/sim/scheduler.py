@@ -51,6 +51,11 @@ class Scheduler:
         self.scheduled: list[ActiveRequest] = []
         self.num_preemptions = 0
 
+    def arrive(self, active: ActiveRequest) -> None:
+        """Let a request wait behind all others."""
+        self.waiting.append(active)
+        self._arena.waits(active)
+
     def step(self) -> None:
         """Schedule a step; nothing is scheduled if nothing can be computed."""
         arena = self._arena
@@ -87,6 +92,7 @@ class Scheduler:
             self._arena.free(youngest)
             youngest.restart()
             self.waiting.appendleft(youngest)
+            self._arena.waits(youngest, first=True)
             self.num_preemptions += 1
             if youngest is active:
                 return False
@@ -144,4 +150,6 @@ class Scheduler:
 
     def refuse_next(self) -> ActiveRequest:
         """Send the next waiting request away: it does not fit the arena alone."""
-        return self.waiting.popleft()
+        active = self.waiting.popleft()
+        self._arena.refuse(active)
+        return active

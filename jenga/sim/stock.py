@@ -171,6 +171,12 @@ class StockArena:
         """See `Arena`."""
         self._manager.new_step_starts()
 
+    def waits(self, active: ActiveRequest, *, first: bool = False) -> None:
+        """See `Arena`: nothing depends on it."""
+
+    def refuse(self, active: ActiveRequest) -> None:
+        """See `Arena`: nothing depends on it."""
+
     def find(self, active: ActiveRequest) -> int:
         """See `Arena`."""
         hashes = active.hashes(self.plan.hash_tokens) if self._prefix_caching else []

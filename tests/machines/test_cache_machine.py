@@ -25,7 +25,7 @@ HASH_TOKENS = 4
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Admit with hits, grow, fork, keep states, preempt, finish, evict, reset."""
+    """Wait, admit with hits, grow, fork, keep states, preempt, finish, evict, reset."""
 
     geometry = CACHED[0]
 
@@ -40,6 +40,7 @@ class CacheMachine(RuleBasedStateMachine):
         )
         self.engine = EngineModel(self.manager, HASH_TOKENS)
         self.runs = {}
+        self.waiting = {}
         self.num_runs = 0
         self.has_states = any(table.is_state for table in self.geometry.page_tables)
 
@@ -53,8 +54,10 @@ class CacheMachine(RuleBasedStateMachine):
         image=st.sampled_from([None, b"cat", b"cat", b"dog"]),
         image_start=st.sampled_from([0, 3, 8, 8, 20]),
         gate=st.booleans(),
+        waits=st.booleans(),
+        first=st.booleans(),
     )
-    def admit(self, document, shared, tail, output, chunk, image, image_start, gate):
+    def arrive(self, document, shared, tail, output, chunk, image, image_start, gate, waits, first):
         prompt = (*((document, i) for i in range(shared)), *tail)
         if not prompt:
             return
@@ -69,6 +72,37 @@ class CacheMachine(RuleBasedStateMachine):
             images = tuple(each for each in images if each.end_token <= len(prompt))
         tokens = (*prompt, *(("out", i % 2) for i in range(output)))
         run = Run(f"r{self.num_runs}", tokens, len(prompt), images)
+        if waits:
+            self._wait(run, first=first)
+        else:
+            self._admit(run, chunk, gate=gate)
+
+    def _wait(self, run, *, first):
+        self.manager.announce(
+            run.request_id,
+            run.hashes(HASH_TOKENS),
+            num_tokens=run.prompt,
+            facts=run.facts,
+            first=first,
+        )
+        self.waiting[run.request_id] = run
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data(), chunk=st.sampled_from([1, 4, 8, 12, 24, 40]), gate=st.booleans())
+    def admit(self, data, chunk, gate):
+        run = self.waiting[data.draw(st.sampled_from(sorted(self.waiting)))]
+        if self._admit(run, chunk, gate=gate):
+            del self.waiting[run.request_id]
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def withdraw(self, data):
+        request_id = data.draw(st.sampled_from(sorted(self.waiting)))
+        self.manager.withdraw(request_id)
+        del self.waiting[request_id]
+
+    def _admit(self, run, chunk, *, gate):
+        prompt, images = run.tokens[: run.prompt], run.images
         before = dump(self.manager)
         hit = self.manager.lookup(
             run.hashes(HASH_TOKENS), max_tokens=len(prompt) - 1, facts=run.facts
@@ -85,7 +119,7 @@ class CacheMachine(RuleBasedStateMachine):
             )
         except OutOfPagesError:
             assert dump(self.manager) == before
-            return
+            return False
         run.processed = hit.num_tokens
         run.scheduled = num_tokens - hit.num_tokens
         for index, pages in enumerate(hit.pages):
@@ -106,6 +140,7 @@ class CacheMachine(RuleBasedStateMachine):
                 start = end
         self.runs[run.request_id] = run
         self._commit(run)
+        return True
 
     def _commit(self, run):
         self.manager.commit(run.request_id, run.hashes(HASH_TOKENS), run.processed + run.scheduled)
@@ -149,12 +184,14 @@ class CacheMachine(RuleBasedStateMachine):
         self.manager.new_step()
 
     @precondition(lambda self: self.runs)
-    @rule(data=st.data())
-    def finish_or_preempt(self, data):
+    @rule(data=st.data(), again=st.booleans())
+    def finish_or_preempt(self, data, again):
         self._execute()
         run = self._choose(data, self.runs)
         self.manager.free(run.request_id)
         del self.runs[run.request_id]
+        if again:
+            self._wait(Run(run.request_id, run.tokens, run.prompt, run.images), first=True)
 
     @rule()
     def reset(self):
@@ -171,7 +208,10 @@ class CacheMachine(RuleBasedStateMachine):
         self._execute()
         for run in self.runs.values():
             self.manager.free(run.request_id)
+        for request_id in self.waiting:
+            self.manager.withdraw(request_id)
         self.manager.check()
+        assert not any(table.awaited for table in self.manager._tables)
         memory = self.manager.memory()
         assert memory.used_bytes == sum(table.useless_bytes for table in memory.tables) == 0
         assert self.manager.reset_prefix_cache()

@@ -20,6 +20,12 @@ class SlotArena:
     def new_step(self):
         self.log.append("step")
 
+    def waits(self, active, *, first=False):
+        self.log.append(("waits", active.name, first))
+
+    def refuse(self, active):
+        self.log.append(("refuse", active.name))
+
     def find(self, active):
         return self.hits.get(active.name, 0)
 

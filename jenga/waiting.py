@@ -1,0 +1,274 @@
+"""Requests that wait for admission: what they will read of what is cached, and who reads it first.
+
+An engine serves its queue in order, so as far as the queue goes the next reader of a cached page is
+known. What comes in later is served later: pages that the queue reads are worth more than any
+others, and those of its first requests most.
+
+Source: Belady, "A study of replacement algorithms for a virtual-storage computer" (1966).
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from jenga.errors import InvariantError
+from jenga.eviction_order import EvictionOrder
+from jenga.lookup import longest_prefix
+from jenga.policies import ALL_PAGES, RequestFacts
+from jenga.table import Table
+
+FIRST_POSITION = 1 << 35
+"""Position of the first request that waits: as many can be put before it as after it."""
+
+MOST_LOOKED_UP = 8
+"""Requests looked up in one step: about so many milliseconds for prompts of 32k tokens."""
+
+MOST_FOLLOWED = 512
+"""Requests whose pages are known at a time: what is further behind is read too late to keep."""
+
+WAITED_STEPS = 2
+"""Steps that begin before a request counts as waiting: the first may admit it."""
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """A request that was announced and has not ended.
+
+    Attributes:
+        position: Its place in the queue, the lowest first.
+        step: When it was announced.
+        prefix_hashes: Hash i is of its first `(i + 1) * hash_tokens` tokens.
+        num_tokens: Its tokens.
+        facts: What is known of it.
+        is_running: Whether it was admitted.
+        branch_tokens: Tokens it shares with what is cached or comes before it.
+        keys: Per page table, content it will read; empty until it was looked up.
+    """
+
+    position: int
+    step: int
+    prefix_hashes: Sequence[bytes]
+    num_tokens: int
+    facts: RequestFacts
+    is_running: bool = False
+    branch_tokens: int = 0
+    keys: list[Sequence[Hashable]] = field(default_factory=list[Sequence[Hashable]])
+
+
+class Waiting:
+    """The queue of an engine, as far ahead as the arena could keep what is read."""
+
+    __slots__ = (
+        "_first",
+        "_followed",
+        "_hash_tokens",
+        "_horizon_bytes",
+        "_is_on",
+        "_last",
+        "_order",
+        "_step",
+        "_tables",
+        "_unknown",
+        "_waiters",
+        "_wanted_bytes",
+    )
+
+    def __init__(
+        self, tables: Sequence[Table], order: EvictionOrder, *, hash_tokens: int, arena_bytes: int
+    ) -> None:
+        """Nobody waits.
+
+        Args:
+            tables: All page tables.
+            order: Ranks cached pages.
+            hash_tokens: Tokens that each further prefix hash covers.
+            arena_bytes: Of which more need not be known.
+        """
+        self._tables = tables
+        self._order = order
+        self._hash_tokens = hash_tokens
+        self._horizon_bytes = arena_bytes
+        self._is_on = order.looks_ahead
+        self._waiters: dict[str, Waiter] = {}
+        self._unknown: dict[str, Waiter] = {}  # not looked up yet, in order
+        self._followed: dict[str, Waiter] = {}  # looked up and not admitted
+        self._wanted_bytes = 0
+        self._first = self._last = FIRST_POSITION
+        self._step = 0
+
+    def announce(
+        self,
+        request_id: str,
+        prefix_hashes: Sequence[bytes],
+        num_tokens: int,
+        facts: RequestFacts,
+        *,
+        first: bool = False,
+    ) -> None:
+        """Put a request at the end of the queue, or at its head; see `Manager.announce`.
+
+        Raises:
+            ValueError: It waits already, or runs.
+        """
+        if request_id in self._waiters:
+            msg = f"request_id must name a request that was not announced, got {request_id!r}"
+            raise ValueError(msg)
+        if not self._is_on:
+            return
+        if first:
+            self._first -= 1
+            position = self._first
+        else:
+            self._last += 1
+            position = self._last
+        waiter = Waiter(position, self._step, prefix_hashes, num_tokens, facts)
+        self._waiters[request_id] = waiter
+        if first:
+            self._follow(request_id, waiter)
+        else:
+            self._unknown[request_id] = waiter
+
+    def begin_step(self, step: int) -> None:
+        """Look up what has waited for more than a step, as far as it matters."""
+        self._step = step
+        for _ in range(MOST_LOOKED_UP):
+            if not self._unknown or len(self._followed) >= MOST_FOLLOWED:
+                return
+            request_id, waiter = next(iter(self._unknown.items()))
+            if step - waiter.step < WAITED_STEPS or self._wanted_bytes >= self._horizon_bytes:
+                return
+            del self._unknown[request_id]
+            self._follow(request_id, waiter)
+
+    def admit(self, request_id: str) -> None:
+        """Note that a request runs: what it reads, it uses."""
+        waiter = self._waiters.get(request_id)
+        if waiter is not None:
+            self._leave_queue(request_id, waiter)
+            waiter.is_running = True
+
+    def forget(self, request_id: str) -> None:
+        """Note that a request has ended, or waits no longer."""
+        waiter = self._waiters.pop(request_id, None)
+        if waiter is not None:
+            self._leave_queue(request_id, waiter)
+
+    def branch_tokens(self, request_id: str) -> set[int]:
+        """Tokens of a request after which one that waits goes another way."""
+        waiter = self._waiters.get(request_id)
+        if waiter is None:
+            return set()
+        hashes = waiter.prefix_hashes
+        found: set[int] = set()
+        for other in self._followed.values():
+            tokens = other.branch_tokens
+            last = tokens // self._hash_tokens - 1
+            if (
+                tokens
+                and tokens not in found
+                and last < len(hashes)
+                and hashes[last] == other.prefix_hashes[last]
+            ):
+                found.add(tokens)
+        return found
+
+    def _follow(self, request_id: str, waiter: Waiter) -> None:
+        """Find what a request will read, and keep it until then."""
+        self._followed[request_id] = waiter
+        asked_tokens = waiter.num_tokens - 1
+        hit = longest_prefix(
+            self._tables,
+            waiter.prefix_hashes,
+            waiter.facts,
+            max_tokens=asked_tokens,
+            version=(0, 0),
+        )
+        waiter.branch_tokens = max(hit.num_tokens, self._shared_tokens(waiter))
+        for table in self._tables:
+            keys = self._keys(table, waiter)
+            waiter.keys.append(keys)
+            awaited = table.awaited
+            for key in keys:
+                positions = awaited.get(key)
+                if positions is None:
+                    awaited[key] = [waiter.position]
+                    self._wanted_bytes += table.spec.small_page_bytes
+                else:
+                    insort(positions, waiter.position)
+            self._rank_again(table, keys)
+
+    def _keys(self, table: Table, waiter: Waiter) -> Sequence[Hashable]:
+        """The content that a request reads in one page table when it comes in."""
+        if table.cache is None:
+            return ()
+        policy, grain, facts = table.policy, table.grain, waiter.facts
+        hashes = waiter.prefix_hashes[: waiter.branch_tokens // self._hash_tokens]
+        keys = policy.content_keys(facts, hashes, grain, ALL_PAGES)
+        numbers = policy.reused_pages(facts, table.cache.find(keys), grain, waiter.branch_tokens)
+        if isinstance(numbers, range):
+            return [key for key in keys[numbers.start : numbers.stop] if key is not None]
+        return [keys[number] for number in numbers if keys[number] is not None]
+
+    def _shared_tokens(self, waiter: Waiter) -> int:
+        """Tokens shared with a request that runs, or comes in before."""
+        hashes = waiter.prefix_hashes
+        most = max(0, min((waiter.num_tokens - 1) // self._hash_tokens, len(hashes)))
+        num_shared = 0
+        for other in self._waiters.values():
+            if not other.is_running and other.position >= waiter.position:
+                continue
+            theirs = other.prefix_hashes
+            if num_shared < min(most, len(theirs)) and theirs[num_shared] == hashes[num_shared]:
+                # Equal hashes mean equal hashes before.
+                low, high = num_shared + 1, min(most, len(theirs))
+                while low < high:
+                    middle = (low + high + 1) // 2
+                    if theirs[middle - 1] == hashes[middle - 1]:
+                        low = middle
+                    else:
+                        high = middle - 1
+                num_shared = low
+        return num_shared * self._hash_tokens
+
+    def _leave_queue(self, request_id: str, waiter: Waiter) -> None:
+        self._unknown.pop(request_id, None)
+        if self._followed.pop(request_id, None) is None:
+            return
+        for table, keys in zip(self._tables, waiter.keys, strict=True):
+            awaited = table.awaited
+            for key in keys:
+                positions = awaited[key]
+                if len(positions) == 1:
+                    del awaited[key]
+                    self._wanted_bytes -= table.spec.small_page_bytes
+                else:
+                    del positions[bisect_left(positions, waiter.position)]
+            self._rank_again(table, keys)
+        waiter.keys = []
+
+    def _rank_again(self, table: Table, keys: Sequence[Hashable]) -> None:
+        """Rank what is cached and unused by who reads it next."""
+        if table.cache is None or not keys:
+            return
+        stamps = table.pages.stamps
+        pages = [
+            page
+            for page in map(table.cache.get, reversed(keys))
+            if page is not None and stamps[page] >= 0
+        ]
+        if pages:
+            table.rank_again(pages, self._step, self._order)
+
+    def check(self) -> None:
+        """Raise `InvariantError` unless page tables know exactly who waits for what."""
+        for table in self._tables:
+            expected: dict[Hashable, list[int]] = {}
+            for waiter in self._followed.values():
+                for key in waiter.keys[table.index]:
+                    insort(expected.setdefault(key, []), waiter.position)
+            if expected != table.awaited:
+                msg = (
+                    f"page table {table.index}: {len(expected)} keys are waited for, "
+                    f"{len(table.awaited)} noted"
+                )
+                raise InvariantError(msg)
