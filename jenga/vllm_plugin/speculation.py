@@ -9,7 +9,7 @@ from jenga.vllm_plugin.switch import backend_member
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-SERVED_METHODS = ("ngram", "draft_model")
+SERVED_METHODS = ("ngram", "draft_model", "eagle")
 """Values of `method` in --speculative-config that are served."""
 
 DRAFT_PREFIX = "draft_model."
@@ -55,11 +55,19 @@ def prepare_speculation(vllm_config: "VllmConfig") -> None:
 
 
 def draft_layers(vllm_config: "VllmConfig", names: Iterable[str]) -> frozenset[str]:
-    """Find the layers of a draft model among those of both models."""
+    """Find the layers of a draft model among those of both models.
+
+    Those of an EAGLE head have the names of its target's, with the numbers after them.
+    """
     speculation = vllm_config.speculative_config
-    if speculation is None or not speculation.uses_draft_model():
+    if speculation is None or not speculation.uses_draft_kv_cache():
         return frozenset()
-    return frozenset(name for name in names if name.startswith(DRAFT_PREFIX))
+    if speculation.uses_draft_model():
+        return frozenset(name for name in names if name.startswith(DRAFT_PREFIX))
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    first = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
+    return frozenset(name for name in names if extract_layer_index(name) >= first)
 
 
 def check_draft(type_names: Iterable[str]) -> None:

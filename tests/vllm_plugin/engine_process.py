@@ -56,6 +56,34 @@ def count_preemptions(llm):
     return preempted
 
 
+def count_drafts(llm):
+    """Get a mapping that grows with what is drafted: request -> tokens drafted, and accepted."""
+    scheduler, drafts = scheduler_of(llm), {}
+    original = scheduler.make_spec_decoding_stats
+
+    def make_spec_decoding_stats(stats, num_draft_tokens, num_accepted_tokens, *args, **kwargs):
+        number = int(kwargs["request_id"].split("-")[0])
+        drafted, accepted = drafts.get(number, (0, 0))
+        drafts[number] = (drafted + num_draft_tokens, accepted + num_accepted_tokens)
+        return original(stats, num_draft_tokens, num_accepted_tokens, *args, **kwargs)
+
+    scheduler.make_spec_decoding_stats = make_spec_decoding_stats
+    return drafts
+
+
+def check_each_step(llm):
+    """Check the manager's books after every step."""
+    scheduler = scheduler_of(llm)
+    original = scheduler.update_from_output
+
+    def update_from_output(*args, **kwargs):
+        outputs = original(*args, **kwargs)
+        scheduler.kv_cache_manager.manager.check()
+        return outputs
+
+    scheduler.update_from_output = update_from_output
+
+
 def arena_of(llm):
     """Get the bytes of the one buffer that all layers of an engine's model view."""
     import torch
@@ -125,6 +153,10 @@ def main():
     for prompt, seed in zip(prompts, job.get("audio_seeds", ()), strict=False):
         prompt["multi_modal_data"] = {"audio": audio_of_seed(seed)}
     preemptions = count_preemptions(llm) if job.get("report_manager") else None
+    speculates = "speculative_config" in job["options"]
+    drafts = count_drafts(llm) if speculates else {}
+    if speculates and preemptions is not None:
+        check_each_step(llm)
     rounds = job.get("rounds", 1)
     size = -(-len(prompts) // rounds)
     outputs = []
@@ -136,7 +168,7 @@ def main():
         again = [{"prompt_token_ids": prompt} for prompt in tokens]
         last = llm.generate(again, sampling, use_tqdm=False)
         outputs += last
-    result = {"outputs": _result(outputs)}
+    result = {"outputs": _result(outputs), "drafts": [drafts[number] for number in sorted(drafts)]}
     if preemptions is not None:
         manager = scheduler_of(llm).kv_cache_manager.manager
         manager.check()

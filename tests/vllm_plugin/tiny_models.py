@@ -73,6 +73,38 @@ def _llama_draft():
     return model
 
 
+def _llama_calm():
+    """Get a Llama whose layers say little, so that its next token follows from the last one."""
+    model = _llama()
+    for name, parameter in model.named_parameters():
+        if "o_proj" in name or "down_proj" in name:
+            parameter.data.mul_(0.02)
+    return model
+
+
+def _eagle_head():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = _COMMON | {"num_key_value_heads": 1}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, head_dim=HEAD_DIM))
+
+
+def _save_eagle_head(path):
+    """Make a Llama of one layer one that passes on its token, and reads what the target said."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path / "model.safetensors")
+    layer = {
+        name.removeprefix("model."): tensor * (0.05 if "o_proj" in name or "down" in name else 1)
+        for name, tensor in tensors.items()
+        if ".layers." in name and "input_layernorm" not in name
+    }
+    size = _COMMON["hidden_size"]
+    passed_on = torch.cat((torch.eye(size), 0.01 * torch.eye(size)), dim=1)
+    save_file(layer | {"fc.weight": passed_on}, path / "model.safetensors")
+
+
 def _gemma2_draft():
     """Get a Gemma 2 that drafts for the other, without its windows: vLLM drafts in one group."""
     from transformers import Gemma2ForCausalLM
@@ -324,6 +356,8 @@ _MAKERS = {
     "llama": _llama,
     "llama_fp8_cache": _llama,
     "llama_draft": _llama_draft,
+    "llama_calm": _llama_calm,
+    "eagle_head": _eagle_head,
     "gemma2": _gemma2,
     "gemma2_draft": _gemma2_draft,
     "gpt_oss": _gpt_oss,
@@ -337,7 +371,11 @@ _MAKERS = {
     "qwen3_next": _qwen3_next,
     "qwen3_5": _qwen3_5,
 }
-_FINISHERS = {"llama_fp8_cache": _save_scales, "whisper": _save_processor}
+_FINISHERS = {
+    "llama_fp8_cache": _save_scales,
+    "eagle_head": _save_eagle_head,
+    "whisper": _save_processor,
+}
 NAMES = tuple(_MAKERS)
 
 
