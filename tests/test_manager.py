@@ -522,6 +522,22 @@ def test_a_type_that_filled_the_cache_gives_way_to_another():
     manager.check()
 
 
+def test_a_request_whose_tokens_were_rejected_keeps_their_slots():
+    manager = manager_of(TWO_TYPES, 40)
+    manager.allocate("a", num_tokens=60)
+    manager.allocate("a", num_tokens=66, num_processed_tokens=60)
+    full_pages, sliding_pages = manager.page_tables("a")
+
+    for processed in (61, 62, 63):
+        taken = manager.allocate("a", num_tokens=processed + 1, num_processed_tokens=processed)
+        assert not any(taken)
+
+    assert not any(manager.allocate("a", num_tokens=66, num_processed_tokens=63))
+    assert manager.page_table("a", 0) == full_pages
+    assert manager.page_table("a", 1) == [0, 0, *sliding_pages[2:]]
+    manager.check()
+
+
 def test_growing_requests_reuse_the_pages_their_windows_gave_up():
     manager = manager_of(WINDOWED, 40)
     manager.allocate("r", num_tokens=8)
