@@ -320,3 +320,60 @@ def test_vllms_own_operations_serve_layers_that_are_not_known_or_not_selected(co
     assert isinstance(ours, JengaMambaMetadataBuilder)
     assert isinstance(unknown, GDNAttentionMetadataBuilder)
     assert isinstance(stock, GDNAttentionMetadataBuilder)
+
+
+def test_the_names_that_vllms_layers_call_lead_here(config, monkeypatch):  # noqa: F811
+    from vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn import (
+        OlmoHybridGatedDeltaNetAttention,
+    )
+    from vllm.third_party.flash_linear_attention.ops.kda import FusedRMSNormGated
+
+    from jenga.vllm_plugin import mamba
+
+    def in_step(forward):
+        def run(inputs, out, metadata):
+            context = SimpleNamespace(attn_metadata={NAME: metadata})
+            monkeypatch.setattr(mamba, "get_forward_context", lambda: context)
+            forward(inputs, out)
+
+        return run
+
+    def check(layer, call, expected, shapes, inputs, out_size):
+        builder = builder_for(layer, config, shapes)
+        layer.kv_cache = state_pages(shapes)
+        ours = run_in_steps(in_step(call), builder, inputs, out_size)
+        layer.kv_cache = state_pages(shapes)
+        wanted = run_in_steps(expected, builder, inputs, out_size)
+        assert all(torch.equal(ours[name], wanted[name]) for name in REQUESTS)
+
+    # What a GPU runs: on the CPU only this test calls these.
+    qwen = gated_delta_layer()
+    olmo = bare(OlmoHybridGatedDeltaNetAttention, **vars(qwen), conv1d=qwen.conv1d)
+    for layer, greatest_beta in ((qwen, 1.0), (olmo, 2.0)):
+        layer.allow_neg_eigval = greatest_beta > 1
+
+        def call(x, out, layer=layer):
+            heads = out.unflatten(-1, (NUM_V_HEADS, HEAD_V_DIM))
+            layer._forward_core(*parts_of(layer, x), heads)
+
+        expected = partial(run_gated_delta, layer)
+        check(layer, call, expected, SHAPES, prompts(INPUT_DIM), VALUE_DIM)
+
+    kimi, size = kimi_layer(), KIMI_HEADS * KIMI_DIM
+    norm = bare(FusedRMSNormGated, eps=1e-5, activation="sigmoid", weight=torch.rand(KIMI_DIM))
+    object.__setattr__(kimi, "o_norm", norm.forward_native)
+    heads = (KIMI_HEADS, KIMI_DIM)
+
+    def call_kimi(x, out):
+        parts = x.split([3 * size, size, KIMI_HEADS, size], dim=-1)
+        gates, gates_out = (part.unflatten(-1, heads) for part in (parts[1], parts[3]))
+        attended = out.unflatten(-1, heads)[None]
+        kimi._forward(parts[0], gates[None], gates_out, parts[2][None], attended)
+
+    def expected_kimi(x, out, metadata):
+        run_kimi(kimi, x[:, :-size], out, metadata)
+        gates_out = x[:, -size:].unflatten(-1, heads)
+        out.copy_(norm.forward_native(out.unflatten(-1, heads), gates_out).flatten(-2))
+
+    inputs = prompts(5 * size + KIMI_HEADS)
+    check(kimi, call_kimi, expected_kimi, KIMI_SHAPES, inputs, size)
