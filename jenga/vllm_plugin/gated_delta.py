@@ -4,8 +4,8 @@ Gated delta nets (Qwen3-Next, Qwen3.5, OLMo Hybrid) decay a head's state as a wh
 attention (Kimi-Linear) each key channel on its own. As with Mamba layers, vLLM's keep their
 weights, projections and norms; what lies between reads and writes the state slots of the page-layer
 buffer in place. In a step of decoding requests nothing waits for the device and all that changes is
-read from the metadata's buffers, so that a CUDA graph can be made of it; none has been captured yet,
-and nothing here has run on a GPU. Of the models, vLLM's CPU build makes those of Qwen only: the
+read from the metadata's buffers, so that a CUDA graph can be made of it; none has been captured,
+and nothing here has run on a GPU yet. Of the models, vLLM's CPU build makes those of Qwen only: the
 other layers are tested alone.
 """
 
