@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jenga.large_pages import LargePages
-from jenga.small_pages import Budget
+from jenga.small_pages import Budget, Sharing
 from jenga.split_pages import SplitPages
 from jenga.whole_pages import WholePages
 
@@ -71,14 +71,14 @@ class Allocator:
         self,
         needs: Sequence[int],
         *,
-        hits: Sequence[Sequence[int]] | None = None,
+        hits: Sequence[Sharing | None] | None = None,
         reserve_large_pages: int = 0,
     ) -> Room:
         """Whether so many small pages can be taken, evicting where it must be.
 
         Args:
             needs: Small pages of each page table.
-            hits: Per page table, cached small pages that will be shared first.
+            hits: Per page table, the cached small pages that will be shared first, if any.
             reserve_large_pages: Large pages that must be left empty or reclaimable.
         """
         available = self.large_pages.num_available - reserve_large_pages
@@ -86,10 +86,10 @@ class Allocator:
         all_spare: list[int] = []
         for table, need in zip(self.tables, needs, strict=True):
             spare = table.num_spare
-            if hits is not None and hits[table.index]:
-                num_pinned, change = table.sharing(hits[table.index])
-                available -= num_pinned
-                spare += change
+            sharing = None if hits is None else hits[table.index]
+            if sharing is not None:
+                available -= sharing.num_pinned
+                spare += sharing.added_spare
             if need > spare:
                 needed -= (spare - need) // table.pages_per_large
             all_spare.append(spare)

@@ -11,6 +11,7 @@ from jenga.eviction_order import EvictionOrder
 from jenga.large_pages import NULL_PAGE
 from jenga.policies import NEVER
 from jenga.request import MISSING, Request
+from jenga.small_pages import Sharing
 from jenga.table import Table
 
 APART_LARGE_PAGES = 32
@@ -61,6 +62,7 @@ class Growth:
             if request.num_tokens and end < num_pages:
                 table.pass_by(request, range(max(start, end), len(pages)), self._order)
                 del pages[end:]
+                request.found[index] = min(request.found[index], end)
             request.releases[index] = policy.next_release(facts, num_processed_tokens, page_slots)
             if request.releases[index] == NEVER or len(pages) != num_pages or not first:
                 self._measure(request, table)
@@ -109,7 +111,7 @@ class Growth:
     def further_pages(
         self,
         request: Request,
-        found: Sequence[Sequence[int]] | None,
+        found: Sequence[Sharing | None] | None,
         needs: Sequence[int],
         chunk_tokens: int,
         full_tokens: int,

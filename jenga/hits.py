@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 
 from jenga.kept_states import KeptStates
+from jenga.large_pages import NULL_PAGE
 from jenga.request import MISSING, NO_LIMIT, PrefixHit, Request
+from jenga.small_pages import Sharing
 from jenga.stats import CacheReport, table_evictions
 from jenga.table import Table
 
@@ -25,30 +27,34 @@ class Hits:
         self._asked_tokens = self._hit_tokens = 0
         self._limited_tokens = [0] * len(tables)
 
-    def start_from(self, request: Request, hit: PrefixHit, num_tokens: int) -> list[list[int]]:
+    def start_from(self, request: Request, hit: PrefixHit, num_tokens: int) -> list[Sharing | None]:
         """Give a new request the page tables of its hit, as far as this step touches them.
 
         Returns:
-            The small pages found, per page table.
+            Per page table, the small pages found, still to be shared.
         """
         request.hit_tokens = hit.num_tokens
         request.branch_tokens = hit.branch_tokens
-        found: list[list[int]] = [[] for _ in self._tables]
+        found: list[Sharing | None] = [None] * len(self._tables)
         for table in self._tables:
             if hit.pages[table.index] and not table.policy.is_overwritten:
                 touched = table.policy.update_last_access(request.facts, hit.num_tokens, num_tokens)
                 pages = list(hit.pages[table.index][: table.pages_for(touched).stop])
                 request.pages[table.index] = pages
-                found[table.index] = [page for page in pages if page > 0]
-                if MISSING not in pages:
-                    request.committed[table.index] = len(pages)
+                if MISSING in pages:
+                    cached = [page for page in pages if page > 0]
+                else:
+                    cached = pages[pages.count(NULL_PAGE) :]
+                    request.committed[table.index] = request.found[table.index] = len(pages)
+                if cached:
+                    found[table.index] = table.pages.sharing(cached)
         return found
 
-    def share(self, found: Sequence[Sequence[int]], hit: PrefixHit, step: int) -> None:
+    def share(self, found: Sequence[Sharing | None], hit: PrefixHit, step: int) -> None:
         """Use the pages found, and let those to copy from be the last to be evicted."""
-        for table, pages in zip(self._tables, found, strict=True):
-            if pages:
-                table.pages.share(pages)
+        for table, sharing in zip(self._tables, found, strict=True):
+            if sharing is not None:
+                table.pages.use(sharing)
         self._states.renew_hit(hit, step)
         self._asked_tokens += hit.asked_tokens
         self._hit_tokens += hit.num_tokens

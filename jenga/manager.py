@@ -14,6 +14,7 @@ from jenga.kept_states import KeptStates
 from jenga.lookup import longest_prefix
 from jenga.policies import RequestFacts
 from jenga.request import PageCopy, PrefixHit, Request, new_request
+from jenga.small_pages import Sharing
 from jenga.stats import CacheReport, MemoryReport, table_memory
 from jenga.table import build_tables
 from jenga.waiting import Waiting
@@ -295,7 +296,7 @@ class Manager:
         self,
         request_id: str,
         needs: list[int],
-        found: Sequence[Sequence[int]] | None,
+        found: Sequence[Sharing | None] | None,
         reserve_large_pages: int,
     ) -> None:
         """Refuse unless the needs can be met once the pages found are shared."""

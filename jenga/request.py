@@ -87,6 +87,7 @@ class Request:
         step: The last step it took part in.
         pages: Per page table, its small pages in order; the null page where given up.
         first: Per page table, its first page not given up.
+        found: Per page table, its first pages that were found in the cache; 0 if not all were.
         committed: Per page table, pages entered into the cache, or too late for it.
         committed_tokens: Tokens whose content is final.
         kept: States it kept or started from.
@@ -109,6 +110,7 @@ class Request:
         "expected_tokens",
         "facts",
         "first",
+        "found",
         "grows_at",
         "held",
         "hit_tokens",
@@ -130,6 +132,7 @@ class Request:
         self.num_tokens = self.num_processed_tokens = self.expected_tokens = self.step = 0
         self.pages: list[list[int]] = [[] for _ in range(num_tables)]
         self.first = [0] * num_tables
+        self.found = [0] * num_tables
         self.committed = [0] * num_tables
         self.committed_tokens = self.hit_tokens = self.branch_tokens = 0
         self.landmarks: list[Sequence[Landmark] | None] = [None] * num_tables

@@ -5,9 +5,13 @@ A small page is *used* by one request or more, *evictable* (cached content, no u
 allocator asks both the same questions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
 from jenga.errors import InvariantError
+from jenga.victims import NOT_QUEUED
 
 
 class Budget:
@@ -37,6 +41,52 @@ class Budget:
             self.slack -= 1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """What it takes to give cached small pages one user more, worked out before it is decided.
+
+    Attributes:
+        pages: The small pages, each used or evictable.
+        revived: Those that are evictable.
+        revived_of: Large page -> how many of them it has; empty where it has but one.
+        num_pinned: Large pages that would be pinned.
+        added_spare: What would be added to `num_spare`.
+    """
+
+    pages: Sequence[int]
+    revived: Sequence[int]
+    revived_of: Mapping[int, int]
+    num_pinned: int
+    added_spare: int
+
+
+def unused_of(pages: Sequence[int], stamps: Sequence[int]) -> Sequence[int]:
+    """The evictable ones of pages that are used or evictable."""
+    if len(pages) > 1 and NOT_QUEUED not in itemgetter(*pages)(stamps):
+        return pages
+    return [page for page in pages if stamps[page] >= 0]
+
+
+def add_users(shares: dict[int, int], pages: Sequence[int], stamps: Sequence[int]) -> None:
+    """Give the used ones of some pages one user more."""
+    for page in pages:
+        if stamps[page] < 0:
+            shares[page] = shares.get(page, 0) + 1
+
+
+def runs_of(pages: Sequence[int], pages_per_large: int) -> list[tuple[int, int, int]]:
+    """Stretches of pages that lie in one large page, as (large page, start, end)."""
+    if len(pages) == 1:
+        return [(pages[0] // pages_per_large, 0, 1)]
+    runs: list[tuple[int, int, int]] = []
+    start = 0
+    for large, run in groupby([page // pages_per_large for page in pages]):
+        end = start + len(list(run))
+        runs.append((large, start, end))
+        start = end
+    return runs
+
+
 def unshare(shares: dict[int, int], pages: Sequence[int]) -> list[int]:
     """Take one user from each page; the pages that have none left, in order."""
     unused: list[int] = []
@@ -56,3 +106,11 @@ def check_shares(shares: dict[int, int], used: set[int]) -> None:
     if not used.issuperset(shares) or any(count < 1 for count in shares.values()):
         msg = f"shares {shares} are not of the used pages {sorted(used)}"
         raise InvariantError(msg)
+
+
+def extremes(ranks: Sequence[int]) -> tuple[int, int]:
+    """The lowest and the highest of some ranks."""
+    if isinstance(ranks, range):
+        first, last = ranks[0], ranks[-1]
+        return (first, last) if first < last else (last, first)
+    return min(ranks), max(ranks)

@@ -3,13 +3,22 @@
 A large page that is held is *pinned* while one of its small pages is used, else *reclaimable*.
 """
 
+from collections import Counter
 from collections.abc import Sequence
-from itertools import groupby
 
 from jenga.bins import NO_PAGE, Bins
 from jenga.errors import InvariantError
 from jenga.large_pages import LargePages
-from jenga.small_pages import Budget, check_shares, unshare
+from jenga.small_pages import (
+    Budget,
+    Sharing,
+    add_users,
+    check_shares,
+    extremes,
+    runs_of,
+    unshare,
+    unused_of,
+)
 from jenga.victims import NOT_QUEUED, VictimQueue
 
 NO_PAGES: list[int] = []
@@ -25,7 +34,7 @@ class SplitPages:
     Attributes:
         index: The page table's index.
         pages_per_large: Small pages per large page.
-        stamps: Of an evictable small page its place in the order, else `NOT_QUEUED`.
+        stamps: Of an evictable small page its rank, else `NOT_QUEUED`.
         shares: Used small page -> its users beyond the first.
         evicted: Small pages evicted, until the caller takes note and clears the list.
         num_used: Small pages used.
@@ -40,6 +49,7 @@ class SplitPages:
     __slots__ = (
         "_claimed",
         "_claims",
+        "_eldest",
         "_empties",
         "_idle",
         "_large_pages",
@@ -74,10 +84,12 @@ class SplitPages:
         self.num_used = self.num_evictable = self.num_large = self.num_spare = 0
         self.num_evicted_alone = self.num_evicted_own = self.num_evicted_foreign = 0
         # Per large page: used small pages; the empty ones; the evictable ones in order, with
-        # stale entries; the rank at which it last had a user.
+        # stale entries, once asked for; a lower bound of their ranks; the rank at which it last
+        # had a user.
         self._used = [0] * num_larges
         self._empties = [NO_PAGES] * num_larges
         self._orders = [NO_PAGES] * num_larges
+        self._eldest = [0] * num_larges
         self._youngest = [0] * num_larges
         # Large pages with empty small pages: pinned and free for all, pinned and claimed,
         # reclaimable.
@@ -87,39 +99,52 @@ class SplitPages:
         # Pinned large pages with evictable small pages, by a lower bound of the oldest's rank.
         self._pinned = VictimQueue(num_larges)
 
-    def sharing(self, pages: Sequence[int]) -> tuple[int, int]:
-        """Large pages that `share` would pin, and what it would add to `num_spare`."""
-        stamps, used, k = self.stamps, self._used, self.pages_per_large
-        larges = [page // k for page in pages if stamps[page] >= 0]
-        num_pinned = sum(not used[large] for large in set(larges))
-        return num_pinned, num_pinned * k - len(larges)
+    def rank(self, page: int) -> int:
+        """The rank of an evictable page."""
+        return self.stamps[page]
+
+    def sharing(self, pages: Sequence[int]) -> Sharing:
+        """What it takes to share pages; nothing may change before they are."""
+        used, k = self._used, self.pages_per_large
+        revived = unused_of(pages, self.stamps)
+        revived_of = Counter([page // k for page in revived])
+        num_pinned = sum(not used[large] for large in revived_of)
+        return Sharing(
+            pages=pages,
+            revived=revived,
+            revived_of=revived_of,
+            num_pinned=num_pinned,
+            added_spare=num_pinned * k - len(revived),
+        )
 
     def share(self, pages: Sequence[int]) -> None:
         """Give each page, used or evictable, one user more."""
-        stamps, shares = self.stamps, self.shares
-        revived = [page for page in pages if stamps[page] >= 0]
-        if len(revived) < len(pages):
-            for page in pages:
-                if stamps[page] < 0:
-                    shares[page] = shares.get(page, 0) + 1
+        self.use(self.sharing(pages))
+
+    def use(self, sharing: Sharing) -> None:
+        """Share pages."""
+        stamps, revived = self.stamps, sharing.revived
+        if len(revived) < len(sharing.pages):
+            add_users(self.shares, sharing.pages, stamps)
         for page in revived:
             stamps[page] = NOT_QUEUED
         used, all_empties, k = self._used, self._empties, self.pages_per_large
         unpinned: list[int] = []
-        for large, start, end in self._runs(revived):
+        for large, num_revived in sharing.revived_of.items():
             num_empty = len(all_empties[large])
-            if not used[large]:
+            was_pinned = used[large]
+            used[large] += num_revived
+            if not was_pinned:
                 unpinned.append(large)
                 if num_empty:
                     self._idle.remove(large, num_empty)
                     self._open.add(large, num_empty)
-            used[large] += end - start
-            if used[large] + num_empty < k:
-                self._queue_pinned(large)
-            else:
+                if used[large] + num_empty < k:
+                    self._pinned.push(large, self._eldest[large])
+            elif used[large] + num_empty == k:
                 self._pinned.drop(large)
         self._large_pages.reclaimable.drop_many(unpinned)
-        self.num_spare += len(unpinned) * k - len(revived)
+        self.num_spare += sharing.added_spare
         self.num_used += len(revived)
         self.num_evictable -= len(revived)
 
@@ -219,16 +244,13 @@ class SplitPages:
         The large page's rank is a lower bound; where it is too low it is corrected instead.
         """
         large = self._pinned.peek()
-        entry = self._oldest(large)
-        if entry < 0:
-            self._pinned.drop(large)
+        page = self._oldest(large)
+        rank = self.stamps[page]
+        if rank > self._pinned.rank(large):
+            self._pinned.push(large, rank)
             return
-        if entry // len(self.stamps) > self._pinned.rank(large):
-            self._pinned.push(large, entry // len(self.stamps))
-            return
-        page = entry % len(self.stamps)
         del self._orders[large][0]
-        self._large_pages.last_evicted_rank = entry // len(self.stamps)
+        self._large_pages.last_evicted_rank = rank
         self.stamps[page] = NOT_QUEUED
         self.evicted.append(page)
         self.num_evicted_alone += 1
@@ -238,26 +260,22 @@ class SplitPages:
         self.num_spare -= 1
         self.num_used += 1
         self.num_evictable -= 1
-        self._queue_pinned(large)
+        if self._used[large] + len(self._empties[large]) == self.pages_per_large:
+            self._pinned.drop(large)
 
     def _oldest(self, large: int) -> int:
-        """Stamp of the oldest evictable small page of a large page, or `NOT_QUEUED`."""
-        order, stamps = self._orders[large], self.stamps
+        """The evictable small page of a large page that goes next; there must be one."""
+        stamps, num_stamps, k = self.stamps, len(self.stamps), self.pages_per_large
+        order = self._orders[large]
+        if not order:
+            pages = range(large * k, (large + 1) * k)
+            order = sorted(stamps[page] * num_stamps + page for page in pages if stamps[page] >= 0)
+            self._orders[large] = order
         num_stale = 0
-        for entry in order:
-            if stamps[entry % len(stamps)] == entry:
-                break
+        while stamps[order[num_stale] % num_stamps] != order[num_stale] // num_stamps:
             num_stale += 1
         del order[:num_stale]
-        return order[0] if order else NOT_QUEUED
-
-    def _queue_pinned(self, large: int) -> None:
-        """Put a pinned large page in the order of victims, or out, by its oldest small page."""
-        entry = self._oldest(large)
-        if entry < 0:
-            self._pinned.drop(large)
-        else:
-            self._pinned.push(large, entry // len(self.stamps))
+        return order[0] % num_stamps
 
     def _open_empty(self, budget: Budget) -> int:
         """Open an empty large page; the caller fills at least one small page of it."""
@@ -265,7 +283,6 @@ class SplitPages:
         k = self.pages_per_large
         large = self._large_pages.open(self.index)
         self._empties[large] = list(range((large + 1) * k - 1, large * k - 1, -1))
-        self._orders[large] = []
         self._youngest[large] = 0
         self.num_large += 1
         self.num_spare += k
@@ -279,7 +296,8 @@ class SplitPages:
         num_empty = len(self._empties[large])
         self._idle.remove(large, num_empty)
         self._open.add(large, num_empty)
-        self._queue_pinned(large)
+        if num_empty < self.pages_per_large:
+            self._pinned.push(large, self._eldest[large])
 
     def _fill(self, large: int, num_pages: int, pages: list[int]) -> None:
         """Take up to `num_pages` empty small pages of a pinned large page."""
@@ -309,7 +327,7 @@ class SplitPages:
         if self.shares:
             pages = unshare(self.shares, pages)
         self.num_used -= len(pages)
-        for large, start, end in self._runs(pages):
+        for large, start, end in runs_of(pages, self.pages_per_large):
             empties = self._empties[large]
             num_before = len(empties)
             empties.extend(pages[start:end])
@@ -317,52 +335,52 @@ class SplitPages:
 
     def retire(self, pages: Sequence[int], ranks: Sequence[int]) -> None:
         """Take one user from each page; what has none left becomes evictable, with that rank."""
-        if self.shares:
+        if self.shares and not self.shares.keys().isdisjoint(pages):
             rank_of = dict(zip(pages, ranks, strict=True))
             pages = unshare(self.shares, pages)
             ranks = [rank_of[page] for page in pages]
         self.num_used -= len(pages)
         self.num_evictable += len(pages)
-        stamps, num_stamps, youngest = self.stamps, len(self.stamps), self._youngest
-        entries = [rank * num_stamps + page for page, rank in zip(pages, ranks, strict=True)]
-        for page, entry in zip(pages, entries, strict=True):
-            stamps[page] = entry
+        stamps, youngest = self.stamps, self._youngest
+        for page, rank in zip(pages, ranks, strict=True):
+            stamps[page] = rank
+        used = self._used
         unused: list[int] = []
-        for large, start, end in self._runs(pages):
-            order, run = self._orders[large], entries[start:end]
-            if end - start > 1:
-                run.sort()
-            if not order or run[0] > order[-1]:
-                order += run
-            else:
-                # Stale entries, and pages that come back with the rank they had, go.
-                order[:] = sorted({e for e in (*order, *run) if stamps[e % num_stamps] == e})
-            rank = run[-1] // num_stamps
-            youngest[large] = max(youngest[large], rank)
-            if len(order) > 2 * self.pages_per_large:
-                order[:] = [e for e in order if stamps[e % num_stamps] == e]
-            if self._used[large] == end - start:
-                self._unpin(large, end - start, len(self._empties[large]))
+        for large, start, end in runs_of(pages, self.pages_per_large):
+            num_left = end - start
+            if num_left == self.pages_per_large:
+                # Nothing else is in it, so only its ranks are to be noted.
+                used[large] = 0
+                self._eldest[large], youngest[large] = extremes(ranks[start:end])
+                self._orders[large] = NO_PAGES
+                unused.append(large)
+                continue
+            lowest = self._rank(large, pages[start:end], ranks[start:end])
+            if used[large] == num_left:
+                self._unpin(large, num_left, len(self._empties[large]))
                 unused.append(large)
             else:
-                self._used[large] -= end - start
-                self.num_spare += end - start
-                if order[0] == run[0] or self._pinned.stamps[large] < 0:
-                    self._queue_pinned(large)
+                used[large] -= num_left
+                self.num_spare += num_left
+                if self._pinned.stamps[large] < 0 or self._pinned.rank(large) > lowest:
+                    self._pinned.push(large, self._eldest[large])
         self._large_pages.reclaimable.extend(unused, [youngest[large] for large in unused])
 
-    def _runs(self, pages: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Stretches of pages that lie in one large page, as (large page, start, end)."""
-        k = self.pages_per_large
-        if len(pages) == 1:
-            return [(pages[0] // k, 0, 1)]
-        runs: list[tuple[int, int, int]] = []
-        start = 0
-        for large, run in groupby([page // k for page in pages]):
-            end = start + len(list(run))
-            runs.append((large, start, end))
-            start = end
-        return runs
+    def _rank(self, large: int, pages: Sequence[int], ranks: Sequence[int]) -> int:
+        """Note small pages of a large page that become evictable; the lowest of their ranks."""
+        lowest, highest = extremes(ranks)
+        num_evictable = self.pages_per_large - self._used[large] - len(self._empties[large])
+        if not num_evictable or lowest < self._eldest[large]:
+            self._eldest[large] = lowest
+        self._youngest[large] = max(self._youngest[large], highest)
+        order = self._orders[large]
+        if order:
+            entry = lowest * len(self.stamps) + pages[0]
+            if len(pages) == 1 and entry > order[-1] and len(order) < 2 * self.pages_per_large:
+                order.append(entry)
+            else:
+                self._orders[large] = NO_PAGES
+        return lowest
 
     def _leave(self, large: int, num_left: int, num_empty_before: int) -> None:
         """Settle the books of a pinned large page that `num_left` small pages became empty of."""
@@ -441,17 +459,19 @@ class SplitPages:
                 "used pages counted wrong": len(used) != self._used[large],
                 "an empty large page held": len(empties) == k,
                 "reclaimable though used, or the reverse": reclaimable == bool(used),
-                "evictable pages missing in the order": not evictable
-                <= {entry % len(self.stamps) for entry in self._orders[large]},
+                "evictable pages missing in the order": self._orders[large]
+                and not {self.stamps[page] * len(self.stamps) + page for page in evictable}
+                <= set(self._orders[large]),
                 "an order that does not rise": self._orders[large]
                 != sorted(set(self._orders[large])),
                 "pinned victims not queued": used and evictable and self._pinned.stamps[large] < 0,
                 "rank of the oldest not a lower bound": used
                 and evictable
-                and self._pinned.rank(large)
-                > min(self.stamps[page] for page in evictable) // len(self.stamps),
+                and self._pinned.rank(large) > min(self.stamps[page] for page in evictable),
+                "rank of the eldest too high": evictable
+                and self._eldest[large] > min(self.stamps[page] for page in evictable),
                 "rank of the youngest too low": self._youngest[large]
-                < max((self.stamps[page] // len(self.stamps) for page in evictable), default=0),
+                < max((self.stamps[page] for page in evictable), default=0),
             }
             for problem, found in problems.items():
                 if found:

@@ -158,8 +158,7 @@ class Table:
 
     def rank_again(self, pages: list[int], step: int, order: EvictionOrder) -> None:
         """Rank cached pages without a user as if their last one had left in a step."""
-        stamps = self.pages.stamps
-        old_ranks = [stamps[page] // len(stamps) for page in pages]
+        old_ranks = [self.pages.rank(page) for page in pages]
         for prospect in (Prospect.BRANCHED, Prospect.HELD):
             held = prospect == Prospect.HELD
             chosen = [
@@ -194,13 +193,17 @@ class Table:
             self.pages.release(pages)
             return
         keys = self.cache.keys
-        if len(pages) == 1 and keys[pages[0]] is None:
+        # What was found in the cache stays there as long as it is used.
+        computed = pages[max(0, request.found[self.index] - numbers.start) :]
+        uncached = [page for page in computed if keys[page] is None]
+        if len(uncached) == len(pages):
             self.pages.release(pages)
             return
         lengths = self.policy.set_prefix_length(request.facts, numbers, self.grain)
-        cached = [page for page in pages if keys[page] is not None]
-        if len(cached) < len(pages):
-            self.pages.release([page for page in pages if keys[page] is None])
+        cached = pages
+        if uncached:
+            self.pages.release(uncached)
+            cached = [page for page in pages if keys[page] is not None]
             lengths = [
                 length
                 for page, length in zip(pages, lengths, strict=True)

@@ -94,7 +94,7 @@ class VictimQueue:
             self.stamps[item] = NOT_QUEUED
             self.num_queued -= 1
 
-    def drop_many(self, items: list[int]) -> None:
+    def drop_many(self, items: Sequence[int]) -> None:
         """Take out items, all of which are queued."""
         stamps = self.stamps
         for item in items:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from jenga.errors import InvariantError
 from jenga.large_pages import LargePages
-from jenga.small_pages import Budget, check_shares, unshare
+from jenga.small_pages import Budget, Sharing, add_users, check_shares, unshare, unused_of
 
 
 class WholePages:
@@ -54,19 +54,26 @@ class WholePages:
         """Large pages held."""
         return self.num_used + self.num_evictable
 
-    def sharing(self, pages: Sequence[int]) -> tuple[int, int]:
-        """Large pages that `share` would pin, and what it would add to `num_spare`."""
-        stamps = self.stamps
-        return len([page for page in pages if stamps[page] >= 0]), 0
+    def rank(self, page: int) -> int:
+        """The rank of an evictable page."""
+        return self._large_pages.reclaimable.rank(page)
+
+    def sharing(self, pages: Sequence[int]) -> Sharing:
+        """What it takes to share pages; nothing may change before they are."""
+        revived = unused_of(pages, self.stamps)
+        return Sharing(
+            pages=pages, revived=revived, revived_of={}, num_pinned=len(revived), added_spare=0
+        )
 
     def share(self, pages: Sequence[int]) -> None:
         """Give each page, used or evictable, one user more."""
-        stamps, shares = self.stamps, self.shares
-        revived = [page for page in pages if stamps[page] >= 0]
-        if len(revived) < len(pages):
-            for page in pages:
-                if stamps[page] < 0:
-                    shares[page] = shares.get(page, 0) + 1
+        self.use(self.sharing(pages))
+
+    def use(self, sharing: Sharing) -> None:
+        """Share pages."""
+        revived = sharing.revived
+        if len(revived) < len(sharing.pages):
+            add_users(self.shares, sharing.pages, self.stamps)
         self._large_pages.reclaimable.drop_many(revived)
         self.num_used += len(revived)
         self.num_evictable -= len(revived)
@@ -87,7 +94,7 @@ class WholePages:
 
     def retire(self, pages: Sequence[int], ranks: Sequence[int]) -> None:
         """Take one user from each page; what has none left becomes evictable, with that rank."""
-        if self.shares:
+        if self.shares and not self.shares.keys().isdisjoint(pages):
             rank_of = dict(zip(pages, ranks, strict=True))
             pages = unshare(self.shares, pages)
             ranks = [rank_of[page] for page in pages]

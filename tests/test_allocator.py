@@ -247,9 +247,14 @@ def test_room_accounts_for_hits_as_if_they_were_shared_already(seed):
     hits = [random_.sample(pages, random_.randint(0, len(pages))) for pages in cached]
     needs = [random_.randint(0, 6) for _ in ks]
 
-    before = allocator.room(needs, hits=hits)
-    for table, pages in zip(allocator.tables, hits, strict=True):
-        table.share(pages)
+    sharings = [
+        table.sharing(pages) if pages else None
+        for table, pages in zip(allocator.tables, hits, strict=True)
+    ]
+    before = allocator.room(needs, hits=sharings)
+    for table, sharing in zip(allocator.tables, sharings, strict=True):
+        if sharing is not None:
+            table.use(sharing)
 
     allocator.check()
     assert before == allocator.room(needs)
