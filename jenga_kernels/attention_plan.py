@@ -224,7 +224,7 @@ def plan_attention(
     elif is_batch_invariant:
         num_partials = num_pairs * MAX_SPLITS.value
     else:
-        num_partials = num_pairs + tiles.num_programs
+        num_partials = tiles.num_programs + min(num_pairs, tiles.num_programs)
     rows = decode_query_tokens * kind.group_heads
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:

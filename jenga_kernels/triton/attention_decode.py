@@ -3,7 +3,12 @@
 import triton
 import triton.language as tl
 
-from jenga_kernels.triton.attention_plan import MAX_SPLITS, decode_keys, next_run
+from jenga_kernels.triton.attention_plan import (
+    MAX_SPLITS,
+    decode_keys,
+    next_run,
+    partial_index,
+)
 from jenga_kernels.triton.attention_tile import (
     LN_2,
     attend_tile,
@@ -84,6 +89,7 @@ def attention_decode_kernel(
             program,
             unit,
             program_end,
+            units_per_program,
             request,
             query_starts_ptr,
             seq_lens_ptr,
@@ -213,7 +219,7 @@ def attention_splits_kernel(
         first_unit = units_before * NUM_KV_HEADS + (head // GROUP) * num_units
         first_program = first_unit // units_per_program
         last_program = (first_unit + num_units - 1) // units_per_program
-        first_partial = first_program + pair
+        first_partial = partial_index(first_program, pair, first_program)
         num_partials = tl.where(num_units == 0, 0, last_program - first_program + 1)
 
     if (token_in_request < query_len) & (num_partials > 1):

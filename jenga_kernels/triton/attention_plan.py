@@ -38,10 +38,21 @@ def invariant_split_tiles(num_tiles):
 
 
 @device_function
+def partial_index(program, pair, first_program):
+    """Index of the part that `program` has of a split pair, which begins in `first_program`.
+
+    It grows from one part to the next: in a pair the program does, and from one split pair to the
+    next both the pair and where it begins do. Twice the number of programs bounds it.
+    """
+    return program + tl.minimum(pair, first_program)
+
+
+@device_function
 def next_run(
     program,
     unit,
     program_end,
+    units_per_program,
     request,
     query_starts_ptr,  # i32[num_requests + 1]
     seq_lens_ptr,  # i32[num_requests]
@@ -84,8 +95,7 @@ def next_run(
         units_done = tl.minimum(num_units - unit_in_pair, program_end - unit)
         tile_start = unit_in_pair
         tile_end = unit_in_pair + units_done
-        # From one partial result to the next either program or pair grows by one.
-        partial = program + pair
+        partial = partial_index(program, pair, (unit - unit_in_pair) // units_per_program)
     return request, kv_head, tile_start, tile_end, units_done, num_units, partial
 
 

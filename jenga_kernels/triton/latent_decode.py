@@ -70,6 +70,7 @@ def latent_decode_kernel(
             program,
             unit,
             program_end,
+            units_per_program,
             request,
             query_starts_ptr,
             seq_lens_ptr,

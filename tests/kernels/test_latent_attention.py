@@ -63,6 +63,19 @@ def test_latent_attention_agrees_with_its_reference(shape):
     check_batch(make_batch(shape), tiles=SMALL_TILES)
 
 
+@pytest.mark.parametrize("num_requests", [1, 3, 40])
+def test_latent_attention_keeps_no_more_parts_than_its_programs_can_make(num_requests):
+    # Requests of one tile beside some of many, so that splits begin and end anywhere.
+    requests = tuple((1, (33, 160, 7)[request % 3]) for request in range(num_requests))
+    batch = make_batch(Shape(requests=requests, num_heads=32))
+
+    plan = batch.plan(tiles=SMALL_TILES)
+
+    num_pairs = 2 * num_requests  # heads work in groups of 16
+    assert plan.partial_out.shape[0] == 7 + min(7, num_pairs)
+    check_batch(batch, tiles=SMALL_TILES)
+
+
 @pytest.mark.parametrize("num_heads", [64, 128])
 def test_latent_attention_has_the_heads_of_large_models_with_the_tiles_chosen(num_heads):
     requests = ((1, 50), (1, 0), (2, 33))
