@@ -21,7 +21,7 @@ from jenga.sim.scheduler import CHUNK_TOKENS, MAX_REQUESTS
 from jenga.sim.session import Machine, Outcome, Running, Settings, Trace, outcome_of, run_row
 from jenga.sim.sources import FORMATS, GENERATORS, open_source
 from jenga.sim.step_time import PEAKS, SHARES, Achieved, StepTime, Weights, weights_of
-from jenga.sim.text import aligned, bytes_text
+from jenga.sim.text import aligned, bytes_text, wrapped
 
 DESCRIPTION = """\
 Replay requests step by step against a memory manager, as an engine without a GPU would: continuous
@@ -51,6 +51,13 @@ examples:
       --out rows.jsonl --check 100"""
 
 _PROGRESS_S = 0.5
+
+_WIDTH = 100
+
+_WASTE_WORDS = (
+    "Waste: bytes held that no next token needs, of bytes held; mean over steps that decode. Busy: "
+    "over those with half the largest batch or more. Of bytes: of all bytes held in these steps."
+)
 
 _EXIT_REFUSED = 2
 """Some of several replays were refused; the others are in the table."""
@@ -122,8 +129,9 @@ def _configure_memory(group: "argparse._ArgumentGroup") -> None:  # pyright: ign
         "--eviction",
         nargs="+",
         choices=tuple(EVICTION_ORDERS),
-        default=["wanted"],
-        help="what our manager evicts first; several are compared (default: wanted)",
+        default=[Settings().eviction],
+        help="what our manager evicts first; several are compared "
+        f"(default: {Settings().eviction})",
     )
     group.add_argument("--no-prefix-caching", action="store_true", help="keep nothing for others")
     group.add_argument(
@@ -432,51 +440,60 @@ class _Progress:
 
 
 def _text(found: Sequence[Outcome], trace: Trace) -> str:
-    header = ["model", "manager", "arena", "hit %", "waste %", "busy %", "of bytes %"]
-    header += ["decode batch", "steps", "preempted", "evicted", "refused"]
-    header += ["seconds", "requests/s", "TTFT p50", "TPOT p50"]
+    """What was counted, and under it what took how long."""
     has_bounds = any("best_eviction_hit_rate" in each.row.options for each in found)
-    if has_bounds:
-        header += ["unlimited %", "best %"]
-    lines = [header]
+    counted = ["model", "manager", "arena", "hit %"]
+    counted += ["unlimited %", "best %"] if has_bounds else []
+    counted += ["waste %", "busy %", "of bytes %", "evicted", "preempted", "refused"]
+    timed = ["model", "manager", "decode batch", "steps"]
+    timed += ["seconds", "requests/s", "tokens/s", "TTFT p50", "TPOT p50"]
+    memory, speed = [counted], [timed]
+    has_orders = len({each.row.eviction for each in found if each.row.eviction}) > 1
     for each in found:
         row, summary = each.row, each.summary
-        manager = row.manager if row.eviction in ("", "lru") else f"{row.manager} {row.eviction}"
-        cells = [
-            row.model,
-            manager,
-            bytes_text(row.arena_bytes),
-            f"{100 * summary.hit_rate:.1f}",
-            *map(_percent, (summary.waste, summary.busy_waste, summary.waste_of_bytes)),
-            f"{summary.mean_decode_batch:.2f}",
-            f"{summary.num_steps:,}",
-            f"{summary.num_preemptions:,}",
-            f"{summary.evicted_pages:,}",
-            f"{summary.num_refused:,}",
-            f"{summary.seconds:,.1f}",
-            f"{summary.requests_per_s:.3g}",
-            f"{summary.ttft_s.p50:.3g}",
-            f"{summary.tpot_s.p50:.3g}",
-        ]
-        if has_bounds:
-            cells += [
-                f"{100 * row.options[name]:.1f}" if name in row.options else "-"
-                for name in ("unlimited_hit_rate", "best_eviction_hit_rate")
+        manager = f"{row.manager} {row.eviction}".strip() if has_orders else row.manager
+        bounds = ("unlimited_hit_rate", "best_eviction_hit_rate") if has_bounds else ()
+        memory.append(
+            [
+                row.model,
+                manager,
+                bytes_text(row.arena_bytes),
+                f"{100 * summary.hit_rate:.1f}",
+                *(
+                    f"{100 * row.options[name]:.1f}" if name in row.options else "-"
+                    for name in bounds
+                ),
+                *map(_percent, (summary.waste, summary.busy_waste, summary.waste_of_bytes)),
+                f"{summary.evicted_pages:,}",
+                f"{summary.num_preemptions:,}",
+                f"{summary.num_refused:,}",
             ]
-        lines.append(cells)
-    notes = [
-        "waste: bytes held and not used, mean over steps; busy: of those with half the largest"
-    ]
-    notes += ["batch or more; of bytes: of all bytes held in all steps"]
-    if any(each.summary.waste is None for each in found):
-        notes += ["-: bytes were looked at in no step that decodes; give --every 1"]
+        )
+        speed.append(
+            [
+                row.model,
+                manager,
+                f"{summary.mean_decode_batch:.2f}",
+                f"{summary.num_steps:,}",
+                f"{summary.seconds:,.1f}",
+                f"{summary.requests_per_s:.3g}",
+                f"{summary.tokens_per_s:,.0f}",
+                f"{summary.ttft_s.p50:.3g}",
+                f"{summary.tpot_s.p50:.3g}",
+            ]
+        )
     seconds = dict.fromkeys(str(each.row.options["seconds"]) for each in found)
-    notes += [f"seconds: modelled by {'; '.join(seconds)}"]
+    notes = [_WASTE_WORDS, f"Seconds: modelled by {'; '.join(seconds)}."]
+    if any(each.summary.waste is None for each in found):
+        notes.append("A dash: bytes were looked at in no step that decodes; give --every 1.")
     return "\n".join(
         [
             f"{trace.num_requests:,} requests of {trace.name}",
-            *aligned(lines, alignment="<<" + ">" * (len(header) - 2)),
-            *notes,
+            *aligned(memory, alignment="<<" + ">" * (len(counted) - 2)),
+            "",
+            *aligned(speed, alignment="<<" + ">" * (len(timed) - 2)),
+            "",
+            *(line for note in notes for line in wrapped(note, width=_WIDTH)),
         ]
     )
 

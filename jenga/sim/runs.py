@@ -25,6 +25,7 @@ class Run:
         steps: Some of its steps, evenly spread.
         summary: What it came to; None where the replay was cut short.
         label: What tells it from the runs it was read with.
+        manager: Its manager, with the eviction order where it was read with another one.
     """
 
     row: RunRow
@@ -32,6 +33,7 @@ class Run:
     steps: list[StepRow] = field(default_factory=list[StepRow])
     summary: SummaryRow | None = None
     label: str = ""
+    manager: str = ""
     _stride: int = 1
     _seen: int = 0
 
@@ -43,11 +45,6 @@ class Run:
                 del self.steps[1::2]
                 self._stride *= 2
         self._seen += 1
-
-    @property
-    def manager(self) -> str:
-        """Its manager, with the eviction order where that is not the usual one."""
-        return f"{self.row.manager} {self.row.eviction}".removesuffix(" lru").strip()
 
     def required_summary(self) -> SummaryRow:
         """Its summary.
@@ -71,7 +68,7 @@ class Run:
         """
         value = self.row.options.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool):
-            return value
+            return float(value)
         found = re.search(rf"(?:^|[:,]){re.escape(name)}=({_NUMBER.pattern})", self.row.trace)
         if found is None:
             msg = (
@@ -93,6 +90,10 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     if not runs:
         msg = f"rows must hold at least one run, got none in {', '.join(map(str, paths))}"
         raise ValueError(msg)
+    for run in runs:
+        name = run.row.manager
+        orders = {each.row.eviction for each in runs if each.row.manager == name}
+        run.manager = f"{name} {run.row.eviction}".strip() if len(orders) > 1 else name
     for run, label in zip(runs, _labels(runs), strict=True):
         run.label = label
     return runs

@@ -171,7 +171,8 @@ def _clients(path: Path, workload: str) -> list[_Client]:
         elif kind == "dataset":
             client.lengths = _tables(file_name, text)
     if not clients:
-        msg = f"workload must be a folder of the data in {path}, got {workload!r}"
+        known = ", ".join(sorted(_workloads(path))) or "of which there are none"
+        msg = f"workload must be a folder of the data in {path}, {known}, got {workload!r}"
         raise ValueError(msg)
     return sorted(clients.values(), key=lambda client: client.name)
 
@@ -193,6 +194,15 @@ def _files(path: Path, workload: str) -> Iterator[tuple[str, str]]:
     except (OSError, tarfile.TarError) as error:
         msg = f"path must be ServeGen's folder or a tar file of it, got {str(path)!r}: {error}"
         raise ValueError(msg) from error
+
+
+def _workloads(path: Path) -> set[str]:
+    """Names of folders that hold a client's files."""
+    if path.is_dir():
+        return {file.parent.name for file in path.rglob("*-trace.csv")}
+    with tarfile.open(path) as archive:
+        names = map(PurePosixPath, archive.getnames())
+        return {name.parent.name for name in names if name.name.endswith("-trace.csv")}
 
 
 def _windows(file_name: str, text: str) -> list[_Window]:

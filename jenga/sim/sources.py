@@ -2,7 +2,7 @@
 
 import inspect
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from difflib import get_close_matches
 from itertools import islice
@@ -99,6 +99,9 @@ def format_of(path: Path) -> str:
             line = file.readline()
     except UnicodeDecodeError:
         line = ""
+    if not line.strip():
+        msg = f"{path}:1: must be the first line of a trace, got an empty line"
+        raise ValueError(msg)
     if line.lstrip().startswith("{"):
         try:
             fields: object = json.loads(line)
@@ -128,7 +131,7 @@ def _made(name: str, arguments: str) -> Iterator[Request]:
         short = _SHORT_NAMES.get(key, {})
         parameter = key if key in parameters else short.get(name, short.get("", key))
         if parameter not in parameters:
-            msg = f"{name} must have arguments of {', '.join(parameters)}, got {argument!r}"
+            msg = f"{name} must have arguments of {_arguments(name, parameters)}, got {argument!r}"
             raise ValueError(msg)
         values[parameter] = _value(name, argument, value, parameters[parameter].annotation)
     for parameter in parameters.values():
@@ -138,11 +141,25 @@ def _made(name: str, arguments: str) -> Iterator[Request]:
     return function(**values)
 
 
+def _arguments(name: str, parameters: Iterable[str]) -> str:
+    """Names of a workload's arguments, the short ones beside them."""
+    short = {long.get(name, long.get("", "")): key for key, long in _SHORT_NAMES.items()}
+    return ", ".join(f"{each} ({short[each]})" if each in short else each for each in parameters)
+
+
+_KINDS: dict[object, str] = {
+    int: "an integer",
+    float: "a number",
+    str: "a word",
+    bool: "true or false",
+}
+
+
 def _value(name: str, argument: str, text: str, kind: object) -> object:
     """An argument of the type that its parameter has."""
     value = _parsed(text, kind)
     if value is None:
-        expected = "first-last" if get_origin(kind) is tuple else getattr(kind, "__name__", "")
+        expected = "first-last" if get_origin(kind) is tuple else _KINDS.get(kind, str(kind))
         msg = f"{name}: {argument.partition('=')[0]} must be {expected}, got {text!r}"
         raise ValueError(msg)
     return value

@@ -228,10 +228,10 @@ def test_workloads_take_short_arguments():
     ("text", "words"),
     [
         ("artikles", "did you mean articles"),
-        ("articles:size=3", "articles must have arguments of num_articles, .* got 'size=3'"),
-        ("articles:n=three", "articles: n must be int, got 'three'"),
+        ("articles:size=3", r"articles must have arguments of num_articles \(n\), .* got 'size=3'"),
+        ("articles:n=three", "articles: n must be an integer, got 'three'"),
         ("mmlu-pro:output=9-5", "mmlu-pro: output must be first-last, got '9-5'"),
-        ("mmmu-pro:image_in_prompt=no", "image_in_prompt must be bool, got 'no'"),
+        ("mmmu-pro:image_in_prompt=no", "image_in_prompt must be true or false, got 'no'"),
         ("servegen:workload=x", "servegen must be given path"),
         ("nowhere.jsonl", "trace must be a file or one of articles, .* got 'nowhere.jsonl'"),
     ],
