@@ -6,7 +6,7 @@ from jenga.allocator import Allocator
 from jenga.books import check_table
 from jenga.capacity import Capacity
 from jenga.errors import InvariantError, OutOfPagesError
-from jenga.eviction_order import EvictionOrder, LeastWanted
+from jenga.eviction_order import EvictionOrder, QueueAware
 from jenga.geometry import Geometry
 from jenga.growth import Growth
 from jenga.hits import Hits
@@ -46,7 +46,8 @@ class Manager:
             num_large_pages: Large pages of the arena, the null page included.
             prefix_caching: Whether pages of finished requests are kept for others.
             hash_tokens: Tokens that each further prefix hash covers.
-            eviction_order: What goes first when space is needed; what is least wanted by default.
+            eviction_order: What goes first when space is needed; by default what nobody waits for
+                and nobody is likely to go on from.
             checkpoint_interval_tokens: Distance between states kept within a prompt; 0 for none,
                 by default what the bytes of a state allow.
 
@@ -81,7 +82,7 @@ class Manager:
             table.grain.page_slots if not table.policy.is_overwritten else hash_tokens
             for table in self._tables
         )
-        self._order = eviction_order or LeastWanted()
+        self._order = eviction_order or QueueAware()
         self._order.begin(geometry)
         self._states = KeptStates(
             self._tables,

@@ -58,7 +58,7 @@ class Settings:
         details: Further options, written and not read.
     """
 
-    eviction: str = "wanted"
+    eviction: str = "queue"
     prefix_caching: bool = True
     chunk_tokens: int = CHUNK_TOKENS
     max_requests: int = MAX_REQUESTS

@@ -163,6 +163,20 @@ class JengaKVCacheManager:
         """Whether the prefix cache may be read for a request."""
         return self.enable_caching and not request.skip_reading_prefix_cache
 
+    def announce(self, request: "Request", *, first: bool) -> None:
+        """Note that a request waits, at the end of the queue or at its head."""
+        request_id = request.request_id
+        if self.prefix_cache_lookup_enabled(request) and not self.manager.is_running(request_id):
+            # A session's next turn comes under the name of the last one.
+            self.manager.withdraw(request_id)
+            self.manager.announce(
+                request_id,
+                request.block_hashes,
+                num_tokens=request.num_tokens,
+                facts=self._facts(request),
+                first=first,
+            )
+
     def get_computed_blocks(self, request: "Request") -> tuple[KVCacheBlocks, int, int]:
         """Look a request's longest cached prefix up.
 
@@ -260,6 +274,8 @@ class JengaKVCacheManager:
             self.manager.free(request.request_id)
             if self._states is not None:
                 self._states.forget(request.request_id)
+        else:
+            self.manager.withdraw(request.request_id)
 
     def pop_blocks_for_free(self, request: "Request") -> list[KVCacheBlock]:
         """Take back a request's pages; nothing is left to free later.

@@ -114,6 +114,35 @@ def _kv_cache_manager(original: _Function) -> _Function:
     return make_kv_cache_manager
 
 
+def _enqueue_waiting_request(original: _Function) -> _Function:
+    @functools.wraps(original)
+    def enqueue(self: Any, request: Any) -> None:  # noqa: ANN401
+        original(self, request)
+        _announce(self, request, first=False)
+
+    return enqueue
+
+
+def _preempt_request(original: _Function) -> _Function:
+    @functools.wraps(original)
+    def preempt(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        original(self, request, *args, **kwargs)
+        _announce(self, request, first=True)
+
+    return preempt
+
+
+def _announce(scheduler: Any, request: Any, *, first: bool) -> None:  # noqa: ANN401
+    """Tell the manager of a queue that is served in its order; nothing of one with priorities."""
+    from vllm.v1.core.sched.request_queue import SchedulingPolicy
+
+    from jenga.vllm_plugin.cache_manager import JengaKVCacheManager
+
+    manager = scheduler.kv_cache_manager
+    if isinstance(manager, JengaKVCacheManager) and scheduler.policy == SchedulingPolicy.FCFS:
+        manager.announce(request, first=first)
+
+
 def _create_chunked_local_attention_backend(original: _Function) -> _Function:
     @functools.wraps(original)
     def create(underlying_attn_backend: Any, attention_chunk_size: int) -> Any:  # noqa: ANN401
@@ -338,6 +367,20 @@ _WHEN_SELECTED = (
             "enable_mamba_shared_prefix_checkpoint",
         ),
         make=_kv_cache_manager,
+    ),
+    Replacement(
+        module="vllm.v1.core.sched.scheduler",
+        name="Scheduler._enqueue_waiting_request",
+        reason="the manager keeps what waiting requests will read; vLLM tells it of none",
+        parameters=("self", "request"),
+        make=_enqueue_waiting_request,
+    ),
+    Replacement(
+        module="vllm.v1.core.sched.scheduler",
+        name="Scheduler._preempt_request",
+        reason="the same for requests that wait again",
+        parameters=("self", "request", "timestamp", "drop_stale_output"),
+        make=_preempt_request,
     ),
     Replacement(
         module="vllm.v1.worker.gpu_model_runner",

@@ -113,6 +113,32 @@ def test_scheduler_uses_the_manager_and_gives_every_page_back(make_scheduler):
     assert scheduler.kv_cache_manager.usage == 0.0
 
 
+def test_the_manager_knows_who_waits_in_the_order_of_the_queue(make_scheduler):
+    from vllm.v1.request import RequestStatus
+
+    # Room for about two of these at their full length, so that one of three is preempted.
+    scheduler = make_scheduler(22 * 32 << 10)
+    waiters = scheduler.kv_cache_manager.manager._waiting._waiters
+    for index in range(3):
+        scheduler.add_request(request(f"r{index}", list(range(3 + index, 103 + index)), 60))
+    scheduler.add_request(request("last", list(range(3, 103)), 60))
+    assert list(waiters) == ["r0", "r1", "r2", "last"]
+
+    orders = set()
+    for _ in range(60):
+        run_step(scheduler)
+        waiting = [each.request_id for each in scheduler.waiting]
+        positions = [waiters[name].position for name in waiting]
+        assert positions == sorted(positions)
+        assert not any(waiters[name].is_running for name in waiting)
+        orders.add(tuple(waiting))
+    scheduler.finish_requests(list(scheduler.requests), RequestStatus.FINISHED_ABORTED)
+
+    # Somebody was preempted, and waits before who was never admitted.
+    assert any(len(names) > 1 and names[-1] == "last" for names in orders)
+    assert waiters == {}
+
+
 def test_aborting_requests_that_wait_run_or_were_preempted_loses_nothing(make_scheduler):
     from vllm.v1.request import RequestStatus
 
