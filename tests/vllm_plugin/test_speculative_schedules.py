@@ -65,8 +65,8 @@ def make_scheduler(engine_config):
     def make(scheduler_class):
         specs = {
             "full": FullAttentionSpec(**shape),
-            "sliding.0": SlidingWindowSpec(**shape, sliding_window=19),
-            "sliding.1": SlidingWindowSpec(**shape, sliding_window=19),
+            "sliding.0": SlidingWindowSpec(**shape, sliding_window=29),
+            "sliding.1": SlidingWindowSpec(**shape, sliding_window=29),
             "chunked": ChunkedLocalAttentionSpec(**shape, attention_chunk_size=48),
             "draft_model.0": FullAttentionSpec(**shape | {"num_kv_heads": 1}),
         }
@@ -294,7 +294,7 @@ def expected_tokens(prompt, count):
 
 
 @pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))]
+    "seed", [3, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
 )
 @pytest.mark.parametrize("num_in_flight", [0, 1], ids=["synchronous", "asynchronous"])
 def test_no_token_reads_what_was_rejected_or_given_up(num_in_flight, seed, make_scheduler):
