@@ -15,7 +15,8 @@ The paper does not give its lengths. For requests of one length L beyond the win
 is L / (L + 3 x 32768) there: 27.8 % is L = 37,860, 54.5 % is L = 117,745, so the dynamic trace
 goes from 38 to 118 thousand tokens; documents of the lengths of figure 16 waste more than 38.2 %,
 and traces that begin at 1,000 tokens come within two points of it. Tokens that a step computes
-count as used. Waste is the mean over steps in which a request decodes; the share is least and most of steps with three quarters of the arena held."""
+count as used. Waste is the mean over steps in which a request decodes; the share is least and most
+of steps with three quarters of the arena held."""
 
 
 def cases() -> Iterator[Case]:
