@@ -86,6 +86,30 @@ def attention_kind(spec: AttentionSpec, num_heads: int) -> AttentionKind:
     )
 
 
+def fill_rejected_slots(
+    common: CommonAttentionMetadata, *, page_tokens: int, max_tokens: int
+) -> None:
+    """Let a draft model write the keys and values of rejected tokens too, into their own slots.
+
+    vLLM leaves them out but counts them among a request's tokens. Kernels multiply what lies there
+    by zero, which does not help against bytes that are not a number.
+
+    Args:
+        common: Of the draft's first step; its slots are written in place.
+        page_tokens: Slots of a small page.
+        max_tokens: No request has a slot for more tokens.
+    """
+    starts, slots = common.query_start_loc, common.slot_mapping
+    rows = torch.arange(slots.shape[0], dtype=starts.dtype, device=starts.device)
+    requests = torch.searchsorted(starts[1:], rows, right=True)
+    positions = (common.seq_lens[requests] - starts[requests + 1] + rows).to(torch.int64)
+    has_slot = positions < max_tokens
+    positions = positions.clamp(max=max_tokens - 1)
+    pages = common.block_table_tensor[requests, positions // page_tokens].to(torch.int64)
+    own = pages * page_tokens + positions % page_tokens
+    slots.copy_(torch.where((slots < 0) & has_slot, own, slots))
+
+
 def refuse_clamped_images(vllm_config: "VllmConfig", layer_names: list[str]) -> None:
     """Refuse images of which a token reads only what its window reaches.
 
@@ -149,6 +173,9 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
         self._kind = attention_kind(kv_cache_spec, num_heads)
         refuse_clamped_images(vllm_config, layer_names)
         self._dtype = vllm_config.model_config.dtype
+        speculation = vllm_config.speculative_config
+        self._leaves_out_rejected = speculation is not None and speculation.uses_draft_model()
+        self._max_tokens = vllm_config.model_config.max_model_len
         self._decode_query_tokens = decode_query_tokens(vllm_config, self._kind.group_heads)
         self._captured = CapturedPlans()
 
@@ -172,6 +199,18 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
             plan=self._plan(common, has_spans=spans is not None),
             spans=None if spans is None else spans.to(self.device, non_blocking=True),
         )
+
+    def build_for_drafting(
+        self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
+    ) -> JengaTritonMetadata:
+        """Collect the tensors of one of a draft model's steps."""
+        if draft_index == 0 and self._leaves_out_rejected:
+            fill_rejected_slots(
+                common_attn_metadata,
+                page_tokens=self._kind.page_tokens,
+                max_tokens=self._max_tokens,
+            )
+        return self.build(0, common_attn_metadata, fast_build=True)
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata

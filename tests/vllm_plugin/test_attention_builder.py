@@ -44,6 +44,7 @@ def make_config(num_drafted=0, draft_heads=NUM_HEADS):
     speculation = SimpleNamespace(
         num_speculative_tokens=num_drafted,
         max_num_new_slots_for_drafting=1,
+        uses_draft_model=lambda: True,
         draft_model_config=SimpleNamespace(get_num_attention_heads=lambda _: draft_heads),
     )
     return SimpleNamespace(
@@ -53,6 +54,7 @@ def make_config(num_drafted=0, draft_heads=NUM_HEADS):
         model_config=SimpleNamespace(
             dtype=torch.float32,
             is_mm_prefix_lm=False,
+            max_model_len=96,
             get_num_attention_heads=lambda _: NUM_HEADS,
         ),
     )
@@ -173,6 +175,24 @@ def test_a_captured_plan_of_drafted_tokens_serves_later_batches_of_its_size(name
         )
 
     check_close(*(torch.cat(step) for step in zip(*results, strict=True)))
+
+
+def test_a_draft_model_writes_what_was_rejected_into_its_own_slots():
+    builder, batches = make_builder(SPECS["full"], num_drafted=3), Batches()
+    batches.starts[:4] = torch.tensor([0, 5, 10, 15])
+    batches.seq_lens[:3] = torch.tensor([35, 99, 5])  # the second ends past the longest request
+    common = batches.common(3, 15, 5)
+    table = common.block_table_tensor
+    kept = torch.tensor([[1, 2, -1, -1, -1], [3, 4, 5, -1, -1], [6, 7, 8, 9, 10]])
+    common.slot_mapping = kept.flatten()
+
+    builder.build_for_drafting(common, draft_index=0)
+
+    first, second, third = common.slot_mapping.unflatten(0, (3, 5)).tolist()
+    page = int(table[0, 2])
+    assert first == [1, 2, 16 * page, 16 * page + 1, 16 * page + 2]
+    assert second == [3, 4, 5, -1, -1]
+    assert third == kept[2].tolist()
 
 
 def test_what_a_draft_model_reads_first_is_decoded_too():

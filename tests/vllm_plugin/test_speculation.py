@@ -39,9 +39,10 @@ def run_ours(run_engine, model, prompts, *, max_tokens=MAX_TOKENS, options, **jo
 
 
 def check_drafts(result):
-    """Check that tokens were drafted, some accepted and some not."""
-    drafted, accepted = (sum(counts) for counts in zip(*result["drafts"], strict=True))
-    assert 0 < accepted < drafted
+    """Check that tokens were drafted for each request, some accepted and some not."""
+    drafted, accepted = zip(*result["drafts"], strict=True)
+    assert min(accepted) > 0
+    assert sum(accepted) < sum(drafted)
     assert result["request_tokens"] == {}
 
 
@@ -73,7 +74,7 @@ def test_a_draft_model_beside_windows_changes_no_token_and_shares_the_arena(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+@pytest.mark.parametrize("name", ["gemma2", "llama_calm"])
 def test_ngrams_are_drafted_and_accepted_as_by_stock_vllm(name, tiny_model, run_engine):
     model = tiny_model(name)
 
