@@ -8,7 +8,11 @@ import pytest
 
 from jenga.sim.arena import ActiveRequest
 from jenga.sim.managers import make_arena
+from jenga.sim.replay import constant_clock
+from jenga.sim.row_file import RowFile
+from jenga.sim.rows import StepRow, read_rows
 from jenga.sim.scheduler import Scheduler
+from jenga.sim.session import Machine, Running, Settings, Trace, replay_rows, run_row
 from jenga.sim.workload import Piece, Request
 from jenga.spec import (
     ChunkedLocal,
@@ -215,3 +219,29 @@ def test_bytes_of_vllm_add_up_and_shared_blocks_are_used_once():
     assert arena.memory([]).used_bytes == 0
     # The last token generated is never computed.
     assert arena.memory([]).cached_bytes == (10 + 3) * 2048
+
+
+@pytest.mark.parametrize("name", ["full_and_sliding", "full_and_mamba2"])
+def test_a_replay_of_vllm_that_was_cut_goes_on_to_the_same_rows(tmp_path, name):
+    model = ModelSpec(name=name, layer_types=MODELS[name])
+    machine = Machine(model=model, arena_bytes=1 << 19, clock=constant_clock(0.5))
+    trace = Trace("made", lambda: iter(workload(0)))
+    settings = Settings(every=1, keep_requests=True, chunk_tokens=CHUNK_TOKENS)
+    row = run_row(machine, "vllm", trace, settings)
+    whole = list(replay_rows(row, machine, trace, settings))
+    file = RowFile(tmp_path / "rows.jsonl", snapshot_every_s=0)
+    rows = file.written(Running(row, machine, trace, settings))
+
+    # The generator is closed in the middle, as a process that is killed leaves it.
+    for each in rows:
+        if isinstance(each, StepRow) and each.step == 20:
+            break
+    rows.close()
+    again = RowFile(tmp_path / "rows.jsonl")
+    snapshot = again.snapshot_of(row.run)
+    num_steps = snapshot.replay.num_steps
+    list(again.written(Running(row, machine, trace, settings, snapshot=snapshot)))
+
+    assert num_steps == 18
+    assert whole[-1].num_steps > 20
+    assert list(read_rows(tmp_path / "rows.jsonl")) == whole
