@@ -39,10 +39,9 @@ def run_ours(run_engine, model, prompts, *, max_tokens=MAX_TOKENS, options, **jo
 
 
 def check_drafts(result):
-    """Check that tokens were drafted for each request, some accepted and some not."""
-    drafted, accepted = zip(*result["drafts"], strict=True)
-    assert min(accepted) > 0
-    assert sum(accepted) < sum(drafted)
+    """Check that tokens were drafted, some accepted and some not."""
+    drafted, accepted = (sum(counts) for counts in zip(*result["drafts"], strict=True))
+    assert 0 < accepted < drafted
     assert result["request_tokens"] == {}
 
 
@@ -63,6 +62,7 @@ def test_a_draft_model_beside_windows_changes_no_token_and_shares_the_arena(
 
     assert_same_generation(ours, stock | {"outputs": stock["outputs"] * 2})
     check_drafts(ours)
+    assert all(accepted > drafted / 2 for drafted, accepted in ours["drafts"])
     hits = [output["cached_tokens"] for output in ours["outputs"][len(PROMPTS) :]]
     assert hits == [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]
     geometry, *steps = [json.loads(line) for line in log.read_text().splitlines()]
@@ -74,9 +74,8 @@ def test_a_draft_model_beside_windows_changes_no_token_and_shares_the_arena(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma2", "llama_calm"])
-def test_ngrams_are_drafted_and_accepted_as_by_stock_vllm(name, tiny_model, run_engine):
-    model = tiny_model(name)
+def test_ngrams_are_drafted_and_accepted_as_by_stock_vllm(tiny_model, run_engine):
+    model = tiny_model("gemma2")
 
     plain = run_engine(model, PROMPTS, max_tokens=MAX_TOKENS)
     stock = run_engine(model, PROMPTS, max_tokens=MAX_TOKENS, options=by_ngrams())
@@ -136,14 +135,15 @@ def test_drafts_after_a_prefix_hit_are_accepted_as_by_stock_vllm(tiny_model, run
 
 
 @pytest.mark.slow
-def test_chunked_local_attention_reads_no_rejected_token(tiny_model, run_engine):
-    model = tiny_model("llama4")
+@pytest.mark.parametrize(("name", "options"), [("llama4", {"block_size": 32}), ("gpt_oss", {})])
+def test_chunks_and_sinks_read_no_rejected_token(name, options, tiny_model, run_engine):
+    model, draft = tiny_model(name), tiny_model("llama_draft")  # which knows nothing of either
 
-    plain = run_engine(model, PROMPTS, max_tokens=MAX_TOKENS, options={"block_size": 32})
-    ours = run_ours(run_engine, model, PROMPTS, options=by_ngrams(7))
+    plain = run_engine(model, PROMPTS, max_tokens=MAX_TOKENS, options=options)
+    ours = run_ours(run_engine, model, PROMPTS, options=by_draft(draft, 7))
 
     assert_same_generation(ours, plain)
-    assert sum(drafted for drafted, _ in ours["drafts"]) > 0
+    assert all(drafted > accepted for drafted, accepted in ours["drafts"])
 
 
 @pytest.mark.slow
