@@ -15,7 +15,7 @@ or a large one, is what is oldest.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jenga.large_pages import LargePages
+from jenga.large_pages import NULL_PAGE, LargePages
 from jenga.small_pages import Budget, Sharing
 from jenga.split_pages import SplitPages
 from jenga.whole_pages import WholePages
@@ -106,6 +106,7 @@ class Allocator:
         *,
         owner: int,
         reserve_large_pages: int = 0,
+        held: Sequence[Sequence[int]] | None = None,
     ) -> list[list[int]] | None:
         """Take small pages in every page table, or none if not all can be had.
 
@@ -114,6 +115,7 @@ class Allocator:
             expected: Small pages that the owner will take for certain, these included.
             owner: For whom; any positive number.
             reserve_large_pages: Large pages to leave empty or reclaimable.
+            held: Small pages of each page table that the owner uses, in order, if it does.
 
         Returns:
             Page ids per page table; None if `room` would say that they do not suffice.
@@ -134,7 +136,8 @@ class Allocator:
         for index, need in enumerate(needs):
             if need:
                 budget.required = required[index]
-                taken.append(tables[index].take(need, expected[index], owner, budget))
+                beside = held[index][-1] if held is not None and held[index] else NULL_PAGE
+                taken.append(tables[index].take(need, expected[index], owner, budget, beside))
             else:
                 taken.append([])
         return taken

@@ -283,7 +283,11 @@ class Manager:
     ) -> Sequence[list[int]]:
         """Take small pages and put them into the request's page tables, or refuse."""
         taken = self._allocator.take(
-            needs, expected, owner=request.owner, reserve_large_pages=reserve_large_pages
+            needs,
+            expected,
+            owner=request.owner,
+            reserve_large_pages=reserve_large_pages,
+            held=request.pages,
         )
         if taken is None:
             self._require(request_id, needs, None, reserve_large_pages)

@@ -148,7 +148,9 @@ class SplitPages:
         self.num_used += len(revived)
         self.num_evictable -= len(revived)
 
-    def take(self, num_pages: int, expected_pages: int, owner: int, budget: Budget) -> list[int]:
+    def take(
+        self, num_pages: int, expected_pages: int, owner: int, budget: Budget, beside: int
+    ) -> list[int]:
         """Small pages that were empty or evictable, each with one user.
 
         Args:
@@ -156,10 +158,16 @@ class SplitPages:
             expected_pages: Small pages the owner will take for certain, these included.
             owner: For whom; any positive number.
             budget: Large pages that may be opened; written.
+            beside: A small page that the owner uses, whose large page is filled before another one
+                is opened, or the null page.
         """
         pages: list[int] = []
         if self._claims and owner in self._claims:
             self._fill(self._claims[owner], num_pages, pages)
+        elif beside > 0 and expected_pages >= self.pages_per_large:
+            large = beside // self.pages_per_large
+            if self._empties[large] and large not in self._owners:
+                self._fill(large, num_pages, pages)
         if expected_pages - len(pages) >= self.pages_per_large:
             self._take_whole_larges(num_pages, expected_pages, owner, budget, pages)
         while (

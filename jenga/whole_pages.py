@@ -78,7 +78,9 @@ class WholePages:
         self.num_used += len(revived)
         self.num_evictable -= len(revived)
 
-    def take(self, num_pages: int, _expected_pages: int, _owner: int, _budget: Budget) -> list[int]:
+    def take(
+        self, num_pages: int, _expected_pages: int, _owner: int, _budget: Budget, _beside: int
+    ) -> list[int]:
         """Small pages that were empty or evictable, each with one user."""
         large_pages = self._large_pages
         while large_pages.num_empty < num_pages:
