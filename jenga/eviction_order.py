@@ -237,16 +237,28 @@ EVICTION_ORDERS: Mapping[str, Callable[[], EvictionOrder]] = {
 """Eviction orders by name."""
 
 
-def awaited_rank(position: int, rank: int) -> int:
-    """The rank of a page that a waiting request will read.
+NOT_AWAITED = -1
+"""Place in the queue of the first reader of a page that has none there."""
+
+
+def awaited_ranks(
+    ranks: Sequence[int], positions: Sequence[int], prospect: Prospect
+) -> Sequence[int]:
+    """Ranks of pages of which waiting requests will read some.
 
     Args:
-        position: Of the first such request in the queue.
-        rank: Of the page, if nobody waited for it.
+        ranks: Of the pages, if nobody waited for them.
+        positions: Of the first such request in the queue, or `NOT_AWAITED`.
+        prospect: What else is known of them.
     """
-    level = _AWAITED_HELD_LEVEL if is_held(rank) else _AWAITED_LEVEL
-    time = (level << _STEP_BITS) + (1 << _STEP_BITS) - 1 - position
-    return (time << _LENGTH_BITS) + (rank & _MOST_TOKENS)
+    level = _AWAITED_HELD_LEVEL if prospect == Prospect.HELD else _AWAITED_LEVEL
+    latest = (level << _STEP_BITS) + (1 << _STEP_BITS) - 1
+    return [
+        rank
+        if position == NOT_AWAITED
+        else (latest - position << _LENGTH_BITS) + (rank & _MOST_TOKENS)
+        for rank, position in zip(ranks, positions, strict=True)
+    ]
 
 
 def is_held(rank: int) -> bool:

@@ -6,10 +6,11 @@ from itertools import groupby
 
 from jenga.allocator import Allocator
 from jenga.eviction_order import (
+    NOT_AWAITED,
     EvictionOrder,
     Leaving,
     Prospect,
-    awaited_rank,
+    awaited_ranks,
     is_held,
     prefix_length,
 )
@@ -179,10 +180,10 @@ class Table:
         if not awaited or self.cache is None:
             return ranks
         keys = self.cache.keys
-        return [
-            awaited_rank(awaited[key][0], rank) if (key := keys[page]) in awaited else rank
-            for page, rank in zip(pages, ranks, strict=True)
+        positions = [
+            awaited[key][0] if (key := keys[page]) in awaited else NOT_AWAITED for page in pages
         ]
+        return awaited_ranks(ranks, positions, leaving.prospect)
 
     def _leave(
         self, request: Request, numbers: range, order: EvictionOrder, prospect: Prospect

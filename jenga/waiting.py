@@ -253,7 +253,7 @@ class Waiting:
         stamps = table.pages.stamps
         pages = [
             page
-            for page in map(table.cache.get, reversed(keys))
+            for page in reversed(table.cache.find(keys)[:])
             if page is not None and stamps[page] >= 0
         ]
         if pages:
