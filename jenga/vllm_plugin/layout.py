@@ -22,7 +22,6 @@ from jenga.geometry import Geometry, PageTable, check_arena, exact_lcm
 from jenga.planner import plan
 from jenga.vllm_plugin.config import TOKENS_PER_PAGE
 from jenga.vllm_plugin.environment import BACKEND_NAME, read_settings
-from jenga.vllm_plugin.speculation import draft_layers
 from jenga.vllm_plugin.specs import (
     kinds_of_states,
     layer_names,
@@ -30,6 +29,7 @@ from jenga.vllm_plugin.specs import (
     served_states,
     table_spec,
 )
+from jenga.vllm_plugin.speculation import draft_layers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
