@@ -10,6 +10,7 @@ Source: Belady, "A study of replacement algorithms for a virtual-storage compute
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from jenga.errors import InvariantError
 from jenga.eviction_order import EvictionOrder
@@ -40,7 +41,6 @@ class Waiter:
         prefix_hashes: Hash i is of its first `(i + 1) * hash_tokens` tokens.
         num_tokens: Its tokens.
         facts: What is known of it.
-        is_running: Whether it was admitted.
         branch_tokens: Tokens it shares with what is cached or comes before it.
         keys: Per page table, content it will read; empty until it was looked up.
     """
@@ -50,7 +50,6 @@ class Waiter:
     prefix_hashes: Sequence[bytes]
     num_tokens: int
     facts: RequestFacts
-    is_running: bool = False
     branch_tokens: int = 0
     keys: list[Sequence[Hashable]] = field(default_factory=list[Sequence[Hashable]])
 
@@ -66,6 +65,7 @@ class Waiting:
         "_is_on",
         "_last",
         "_order",
+        "_running",
         "_step",
         "_tables",
         "_unknown",
@@ -92,6 +92,7 @@ class Waiting:
         self._waiters: dict[str, Waiter] = {}
         self._unknown: dict[str, Waiter] = {}  # not looked up yet, in order
         self._followed: dict[str, Waiter] = {}  # looked up and not admitted
+        self._running: dict[str, Waiter] = {}
         self._wanted_bytes = 0
         self._first = self._last = FIRST_POSITION
         self._step = 0
@@ -145,11 +146,12 @@ class Waiting:
         waiter = self._waiters.get(request_id)
         if waiter is not None:
             self._leave_queue(request_id, waiter)
-            waiter.is_running = True
+            self._running[request_id] = waiter
 
     def forget(self, request_id: str) -> None:
         """Note that a request has ended, or waits no longer."""
         waiter = self._waiters.pop(request_id, None)
+        self._running.pop(request_id, None)
         if waiter is not None:
             self._leave_queue(request_id, waiter)
 
@@ -214,9 +216,8 @@ class Waiting:
         hashes = waiter.prefix_hashes
         most = max(0, min((waiter.num_tokens - 1) // self._hash_tokens, len(hashes)))
         num_shared = 0
-        for other in self._waiters.values():
-            if not other.is_running and other.position >= waiter.position:
-                continue
+        ahead = (each for each in self._followed.values() if each.position < waiter.position)
+        for other in chain(self._running.values(), ahead):
             theirs = other.prefix_hashes
             if num_shared < min(most, len(theirs)) and theirs[num_shared] == hashes[num_shared]:
                 # Equal hashes mean equal hashes before.

@@ -118,7 +118,8 @@ def test_the_manager_knows_who_waits_in_the_order_of_the_queue(make_scheduler):
 
     # Room for about two of these at their full length, so that one of three is preempted.
     scheduler = make_scheduler(22 * 32 << 10)
-    waiters = scheduler.kv_cache_manager.manager._waiting._waiters
+    queue = scheduler.kv_cache_manager.manager._waiting
+    waiters = queue._waiters
     for index in range(3):
         scheduler.add_request(request(f"r{index}", list(range(3 + index, 103 + index)), 60))
     scheduler.add_request(request("last", list(range(3, 103)), 60))
@@ -130,7 +131,7 @@ def test_the_manager_knows_who_waits_in_the_order_of_the_queue(make_scheduler):
         waiting = [each.request_id for each in scheduler.waiting]
         positions = [waiters[name].position for name in waiting]
         assert positions == sorted(positions)
-        assert not any(waiters[name].is_running for name in waiting)
+        assert not queue._running.keys() & set(waiting)
         orders.add(tuple(waiting))
     scheduler.finish_requests(list(scheduler.requests), RequestStatus.FINISHED_ABORTED)
 
