@@ -126,7 +126,7 @@ def test_rows_are_kept_once_and_thinned(tmp_path, monkeypatch, capsys):
         run_main(small_experiment(), monkeypatch, "--save", str(folder))
 
     runs = read_runs([folder / "small.jsonl"])
-    assert [run.label for run in runs] == ["jenga wanted", "paged"]
+    assert [run.label for run in runs] == ["jenga", "paged"]
     assert all(run.summary is not None and 0 < len(run.steps) <= 3 for run in runs)
     assert "commit" in runs[0].row.options
     table = (folder / "small.md").read_text()
