@@ -40,7 +40,7 @@ def read_or_none(name, num_ranks, kv_format, *, refused_for):
 
 
 def timed_plan(model, arena_bytes):
-    """A geometry and the seconds of CPU it took, no collection of the whole suite's garbage in it."""
+    """A geometry and its seconds of CPU, without a collection of the whole suite's garbage."""
     gc.disable()
     try:
         start_s = time.process_time()
