@@ -39,3 +39,31 @@ class OutOfPagesError(Exception):
             f"{needed_large_pages} further large pages required {available_large_pages} are "
             f"empty or evictable"
         )
+
+
+class TooEarlyError(OutOfPagesError):
+    """A request would start from more in the next step, and compute the same as another in this.
+
+    States cannot be read in the step that writes them.
+
+    Attributes:
+        hit_tokens: Where it would start from now.
+        other_id: Who leaves a state of more.
+    """
+
+    def __init__(self, request_id: str, *, hit_tokens: int, other_id: str) -> None:
+        super().__init__(
+            request_id,
+            needed_pages=(),
+            available_pages=(),
+            needed_large_pages=0,
+            available_large_pages=0,
+        )
+        self.hit_tokens = hit_tokens
+        self.other_id = other_id
+
+    def __str__(self) -> str:
+        return (
+            f"request {self.request_id!r} starts from {self.hit_tokens} tokens now, and from more "
+            f"as soon as the step of {self.other_id!r} is over"
+        )

@@ -50,6 +50,10 @@ _AWAITED_LEVEL, _AWAITED_HELD_LEVEL = 4, 5
 """Above all others. What is held takes little beside the pages in use that it completes."""
 
 
+WANTED_RANK = _LEVELS[Prospect.HELD] << _STEP_BITS + _LENGTH_BITS
+"""Ranks from here on are of what running requests hold for others, and what waiting ones read."""
+
+
 @dataclass(slots=True)
 class Leaving:
     """Pages of one page table that lose a user together.

@@ -70,10 +70,13 @@ class KeptStates:
         """
         if not self.tables:
             return ()
-        # The last token of a prompt is always computed again.
-        end = (request.facts.prompt_tokens - 1) // self._hash_tokens * self._hash_tokens
+        end = self._end_of_prompt(request)
         start = max((kept.num_tokens for kept in request.kept), default=0)
         wanted = {end, request.branch_tokens, *branches}
+        # Who waits to share more than this step reaches may come in next.
+        reached = request.num_tokens // self._hash_tokens * self._hash_tokens
+        if reached < max(branches, default=0):
+            wanted.add(reached)
         if self._interval_tokens:
             interval = self._interval_tokens
             wanted.update(range((start // interval + 1) * interval, end, interval))
@@ -97,12 +100,14 @@ class KeptStates:
             return False
         for table in self._all_tables:
             table.forget_evicted()
+        known = (self._end_of_prompt(request), request.branch_tokens)
+        prospect = Prospect.HELD if num_tokens in known else Prospect.PASSED
         for table in self.tables:
             if table.cache is None:
                 continue
             for page in taken[table.index]:
                 table.cache.enter([page], [key])
-                leaving = Leaving(step, Prospect.HELD, [num_tokens])
+                leaving = Leaving(step, prospect, [num_tokens])
                 table.pages.retire([page], table.ranks([page], leaving, self._order))
                 self._copy(table, request.pages[table.index][0], page)
             request.kept.append(KeptState(table_index=table.index, key=key, num_tokens=num_tokens))
@@ -127,12 +132,16 @@ class KeptStates:
             self._renew(table, hit.pages[table.index], leaving)
 
     def renew_kept(self, request: Request) -> None:
-        """Rank the states that a request kept or started from as the pages it leaves."""
+        """Rank the states that a request kept or started from as the pages it leaves.
+
+        Those that it kept at intervals stay what they are: from there nobody has gone on yet.
+        """
+        branches = (request.hit_tokens, request.branch_tokens)
+        known = (*branches, self._end_of_prompt(request))
         for kept in request.kept:
             table = self._all_tables[kept.table_index]
             page = table.cache.get(kept.key) if table.cache is not None else None
-            if page is not None:
-                branches = (request.hit_tokens, request.branch_tokens)
+            if page is not None and kept.num_tokens in known:
                 prospect = Prospect.BRANCHED if kept.num_tokens in branches else Prospect.ENDED
                 leaving = Leaving(request.step, prospect, [kept.num_tokens])
                 self._renew(table, [page], leaving)
@@ -141,6 +150,10 @@ class KeptStates:
         """Copies ordered since the last call."""
         copies, self._copies = self._copies, []
         return copies
+
+    def _end_of_prompt(self, request: Request) -> int:
+        """Tokens of the last state worth keeping: the last of a prompt is always computed again."""
+        return (request.facts.prompt_tokens - 1) // self._hash_tokens * self._hash_tokens
 
     def _copy(self, table: Table, source: int, target: int) -> None:
         self._copies.append(PageCopy(table_index=table.index, source=source, target=target))

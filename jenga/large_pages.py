@@ -54,10 +54,16 @@ class LargePages:
         "tables",
     )
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, wanted_rank: int | None = None) -> None:
+        """All large pages empty.
+
+        Args:
+            num_pages: The null page included.
+            wanted_rank: From which on `reclaimable` counts large pages as wanted, if it does.
+        """
         self.num_pages = num_pages
         self.tables: list[Holder] = []
-        self.reclaimable = VictimQueue(num_pages)
+        self.reclaimable = VictimQueue(num_pages, wanted_rank)
         self.holders = [NOT_HELD] * num_pages
         self._free: list[int] = []
         # Pages never opened lie behind `_next_fresh`.

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 
+from jenga.admission import LEFT_SHARE, Admission
 from jenga.allocator import Allocator
 from jenga.books import check_table
 from jenga.capacity import Capacity
-from jenga.errors import InvariantError, OutOfPagesError
-from jenga.eviction_order import EvictionOrder, QueueAware
+from jenga.errors import InvariantError, OutOfPagesError, TooEarlyError
+from jenga.eviction_order import WANTED_RANK, EvictionOrder, QueueAware
 from jenga.geometry import Geometry
 from jenga.growth import Growth
 from jenga.hits import Hits
@@ -29,7 +30,7 @@ class Manager:
         capacity: What the arena can hold at all.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  one arena, all that may differ between two
         self,
         geometry: Geometry,
         *,
@@ -38,6 +39,7 @@ class Manager:
         hash_tokens: int = 16,
         eviction_order: EvictionOrder | None = None,
         checkpoint_interval_tokens: int | None = None,
+        left_share: float = LEFT_SHARE,
     ) -> None:
         """An empty arena.
 
@@ -50,6 +52,8 @@ class Manager:
                 and nobody is likely to go on from.
             checkpoint_interval_tokens: Distance between states kept within a prompt; 0 for none,
                 by default what the bytes of a state allow.
+            left_share: Of the arena, how much an admission leaves at most, while others run, to
+                cached content that is waited for or held for others; 0 for nothing.
 
         Raises:
             ValueError: The arena is too small for the null page and one large page per page table,
@@ -68,8 +72,11 @@ class Manager:
         self.geometry = geometry
         self.num_large_pages = num_large_pages
         self._allocator = Allocator(
-            [spec.small_pages_per_large_page for spec in specs], num_large_pages
+            [spec.small_pages_per_large_page for spec in specs],
+            num_large_pages,
+            wanted_rank=WANTED_RANK,
         )
+        self._admission = Admission(self._allocator, left_share)
         self._tables = build_tables(
             geometry, self._allocator, hash_tokens=hash_tokens, prefix_caching=prefix_caching
         )
@@ -206,7 +213,8 @@ class Manager:
             Not to be written.
 
         Raises:
-            OutOfPagesError: They cannot be had; nothing else was changed.
+            OutOfPagesError: They cannot be had, or an admission should leave them to others;
+                nothing else was changed. `TooEarlyError` if a step later there is more to hit.
             ValueError: An argument contradicts the others or what is known of the request.
         """
         request = self._requests.get(request_id)
@@ -234,8 +242,10 @@ class Manager:
             request.owner = self._num_owners + 1
             if hit is not None:
                 self._check_hit(hit, num_tokens, num_processed_tokens)
+                self._check_time(request_id, hit)
                 num_processed_tokens = hit.num_tokens
                 found = self._hits.start_from(request, hit, num_tokens)
+            reserve_large_pages += self._admission.reserve(found) if self._requests else 0
         self._growth.give_up(request, num_processed_tokens)
         if request.num_tokens and num_tokens < request.grows_at and not full_tokens:
             request.num_tokens = num_tokens
@@ -271,6 +281,8 @@ class Manager:
         self._requests[request_id] = request
         if hit is not None:
             self._states.start_from(request, hit)
+            shared_tokens = max(hit.branch_tokens, self._waiting.shared_tokens(request_id))
+            self._admission.note(shared_tokens, hit.asked_tokens)
         self._waiting.admit(request_id)
 
     def _take(
@@ -330,6 +342,20 @@ class Manager:
                     f"{again.num_tokens} are still cached, or in other pages"
                 )
                 raise ValueError(msg)
+
+    def _check_time(self, request_id: str, hit: PrefixHit) -> None:
+        """Refuse if the step of a running request leaves a state of more of the same tokens."""
+        if not self._states.tables:
+            return
+        start_tokens = hit.num_tokens
+        for other_id, shared_tokens in self._waiting.sharers(request_id, start_tokens):
+            other = self._requests.get(other_id)
+            if other is None or other.step != self._step:
+                continue
+            start = max(start_tokens, other.num_processed_tokens)
+            end = min(shared_tokens, other.num_tokens)
+            if start < end and any(start < t <= end for t in self.checkpoint_tokens(other_id)):
+                raise TooEarlyError(request_id, hit_tokens=start_tokens, other_id=other_id)
 
     def _forget_evicted(self) -> None:
         """Let evicted pages no longer be found."""

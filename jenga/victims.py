@@ -3,10 +3,12 @@
 A *rank* is a non-negative integer; the lowest goes first.
 """
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from itertools import chain, pairwise
+from math import inf
 from operator import add
 
 from jenga.errors import InvariantError
@@ -29,16 +31,35 @@ class VictimQueue:
     entry of it is stale and skipped. Entries that come in rising order, as those of least
     recently used do, cost O(1); others go through a heap. Stale entries never outnumber the
     valid ones by more than a constant: the queue is rebuilt before.
+
+    Attributes:
+        num_queued: Items in the queue.
+        num_wanted: Those of a rank of `wanted_rank` and more.
     """
 
-    __slots__ = ("_heap", "_lanes", "_num_items", "num_queued", "stamps")
+    __slots__ = (
+        "_heap",
+        "_lanes",
+        "_num_items",
+        "_wanted_entry",
+        "num_queued",
+        "num_wanted",
+        "stamps",
+    )
 
-    def __init__(self, num_items: int) -> None:
+    def __init__(self, num_items: int, wanted_rank: int | None = None) -> None:
+        """Nothing queued.
+
+        Args:
+            num_items: Items are `0..num_items - 1`.
+            wanted_rank: From which on items are counted, if they are.
+        """
         self._num_items = num_items
+        self._wanted_entry = inf if wanted_rank is None else wanted_rank * num_items
         self._lanes: tuple[deque[int], ...] = tuple(deque() for _ in range(NUM_LANES))
         self._heap: list[int] = []
         self.stamps = [NOT_QUEUED] * num_items
-        self.num_queued = 0
+        self.num_queued = self.num_wanted = 0
 
     def push(self, item: int, rank: int) -> None:
         """Queue an item, or give a queued one another rank."""
@@ -46,8 +67,13 @@ class VictimQueue:
         stamps = self.stamps
         if stamps[item] == entry:
             return
+        wanted = self._wanted_entry
         if stamps[item] < 0:
             self.num_queued += 1
+        elif stamps[item] >= wanted:
+            self.num_wanted -= 1
+        if entry >= wanted:
+            self.num_wanted += 1
         stamps[item] = entry
         lane = self._lane(entry)
         if lane is not None:
@@ -86,17 +112,23 @@ class VictimQueue:
             for entry in entries:
                 heappush(self._heap, entry)
         self.num_queued += len(items)
+        if entries[-1] >= self._wanted_entry:
+            self.num_wanted += len(items) - bisect_left(entries, self._wanted_entry)
         self._shrink()
 
     def drop(self, item: int) -> None:
         """Take an item out; nothing happens if it is not queued."""
         if self.stamps[item] >= 0:
+            self.num_wanted -= self.stamps[item] >= self._wanted_entry
             self.stamps[item] = NOT_QUEUED
             self.num_queued -= 1
 
     def drop_many(self, items: Sequence[int]) -> None:
         """Take out items, all of which are queued."""
         stamps = self.stamps
+        if self.num_wanted:
+            wanted = self._wanted_entry
+            self.num_wanted -= sum(stamps[item] >= wanted for item in items)
         for item in items:
             stamps[item] = NOT_QUEUED
         self.num_queued -= len(items)
@@ -121,7 +153,7 @@ class VictimQueue:
             lane.clear()
         self._heap.clear()
         self.stamps[:] = [NOT_QUEUED] * self._num_items
-        self.num_queued = 0
+        self.num_queued = self.num_wanted = 0
 
     def _first(self) -> int:
         num_items, stamps, heap = self._num_items, self.stamps, self._heap
@@ -165,6 +197,10 @@ class VictimQueue:
                 f"{len(stamped)} items are stamped, {len(valid)} entries are valid, "
                 f"{self.num_queued} are counted"
             )
+            raise InvariantError(msg)
+        num_wanted = sum(stamp >= self._wanted_entry for stamp in stamped)
+        if num_wanted != self.num_wanted:
+            msg = f"{num_wanted} items are wanted, {self.num_wanted} are counted"
             raise InvariantError(msg)
         if any(a >= b for lane in self._lanes for a, b in pairwise(lane)):
             msg = "a lane of the queue does not rise"

@@ -8,7 +8,7 @@ Source: Belady, "A study of replacement algorithms for a virtual-storage compute
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -155,6 +155,25 @@ class Waiting:
         if waiter is not None:
             self._leave_queue(request_id, waiter)
 
+    def shared_tokens(self, request_id: str) -> int:
+        """Tokens that a request shares with what was cached or came before it, as far as known."""
+        waiter = self._waiters.get(request_id)
+        return waiter.branch_tokens if waiter is not None else 0
+
+    def sharers(self, request_id: str, num_tokens: int) -> Iterator[tuple[str, int]]:
+        """Running requests with which one begins for more than some tokens, and for how many.
+
+        Args:
+            request_id: Who waits; of others nothing is known.
+            num_tokens: A multiple of `hash_tokens`.
+        """
+        waiter = self._waiters.get(request_id)
+        if waiter is not None:
+            for other_id, other in self._running.items():
+                shared = self._shared_hashes(waiter, other, num_tokens // self._hash_tokens)
+                if shared:
+                    yield other_id, shared * self._hash_tokens
+
     def branch_tokens(self, request_id: str) -> set[int]:
         """Tokens of a request after which one that waits goes another way."""
         waiter = self._waiters.get(request_id)
@@ -213,23 +232,31 @@ class Waiting:
 
     def _shared_tokens(self, waiter: Waiter) -> int:
         """Tokens shared with a request that runs, or comes in before."""
-        hashes = waiter.prefix_hashes
-        most = max(0, min((waiter.num_tokens - 1) // self._hash_tokens, len(hashes)))
         num_shared = 0
+        has_states = any(table.policy.is_overwritten for table in self._tables)
         ahead = (each for each in self._followed.values() if each.position < waiter.position)
         for other in chain(self._running.values(), ahead):
-            theirs = other.prefix_hashes
-            if num_shared < min(most, len(theirs)) and theirs[num_shared] == hashes[num_shared]:
-                # Equal hashes mean equal hashes before.
-                low, high = num_shared + 1, min(most, len(theirs))
-                while low < high:
-                    middle = (low + high + 1) // 2
-                    if theirs[middle - 1] == hashes[middle - 1]:
-                        low = middle
-                    else:
-                        high = middle - 1
-                num_shared = low
+            more = self._shared_hashes(waiter, other, num_shared)
+            # Of states none is kept behind the end of a prompt.
+            end = (other.num_tokens - 1) // self._hash_tokens
+            num_shared = max(num_shared, min(more, end) if has_states else more)
         return num_shared * self._hash_tokens
+
+    def _shared_hashes(self, waiter: Waiter, other: Waiter, at_least: int) -> int:
+        """Hashes that two requests begin with, but for the last token; 0 if not more than these."""
+        hashes, theirs = waiter.prefix_hashes, other.prefix_hashes
+        most = min((waiter.num_tokens - 1) // self._hash_tokens, len(hashes), len(theirs))
+        if at_least >= most or theirs[at_least] != hashes[at_least]:
+            return 0
+        # Equal hashes mean equal hashes before.
+        low, high = at_least + 1, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            if theirs[middle - 1] == hashes[middle - 1]:
+                low = middle
+            else:
+                high = middle - 1
+        return low
 
     def _leave_queue(self, request_id: str, waiter: Waiter) -> None:
         self._unknown.pop(request_id, None)

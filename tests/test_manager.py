@@ -395,6 +395,27 @@ def test_states_are_kept_at_the_end_of_the_prompt_at_branches_and_as_bytes_allow
     assert sparse.checkpoint_tokens("b") == (48, 96)
 
 
+def test_states_kept_at_intervals_go_before_that_of_the_end():
+    manager = hybrid(1 + 12)
+    manager.allocate("a", num_tokens=100)
+    manager.commit("a", hashes(100), 100)
+    for num_tokens in (32, 64, 96):
+        assert manager.keep_state("a", hashes(100)[num_tokens // 16 - 1], num_tokens)
+    manager.free("a")
+
+    def kept():
+        return [n for n in (32, 64, 96) if manager.lookup(hashes(n), max_tokens=n).num_tokens == n]
+
+    assert kept() == [32, 64, 96]
+    number = 0
+    while len(kept()) > 1:
+        manager.new_step()
+        manager.allocate(f"{number}", num_tokens=16)
+        number += 1
+    assert kept() == [96]
+    manager.check()
+
+
 def test_a_state_is_not_kept_where_there_is_no_page_for_it():
     manager = hybrid(4)
     compute(manager, "a", 64, free=False)

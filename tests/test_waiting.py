@@ -132,7 +132,8 @@ def test_a_state_is_kept_where_a_waiting_request_goes_another_way():
         manager.new_step()
 
     assert 48 not in alone
-    assert set(manager.checkpoint_tokens("runs")) == {*alone, 48}
+    # The end of the step, too: who waits may come in before the branch is reached.
+    assert set(manager.checkpoint_tokens("runs")) == {*alone, 16, 48}
 
 
 def test_no_more_is_looked_up_than_the_arena_could_keep():

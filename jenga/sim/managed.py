@@ -20,7 +20,7 @@ HASH_TOKENS = 16
 
 
 class _Hashes(Sequence[bytes]):
-    """Hashes of a request that waits, made when they are read: most that wait are not looked at."""
+    """Hashes of the tokens that a request has so far, made when they are read, as few ever are."""
 
     __slots__ = ("_active",)
 
@@ -28,7 +28,7 @@ class _Hashes(Sequence[bytes]):
         self._active = active
 
     def __len__(self) -> int:
-        return len(self._active.hashes(HASH_TOKENS))
+        return self._active.num_tokens // HASH_TOKENS
 
     @overload
     def __getitem__(self, index: int) -> bytes: ...

@@ -1,0 +1,72 @@
+"""What an admission leaves alone: cached content that somebody is known or likely to read.
+
+An engine admits what fits, and all cached content counts as room. Under load that empties the
+cache: running requests take it all, and what the queue was about to hit is computed again. So while
+others run, an admission leaves the most wanted content where it is and waits for one of them to
+end; the order of admission stays the engine's. Memory kept from running requests costs throughput,
+so no more is left than recent prompts had in common with what came before them: without prompts
+that are read again, nothing.
+"""
+
+from collections.abc import Sequence
+
+from jenga.allocator import Allocator
+from jenga.small_pages import Sharing
+
+LEFT_SHARE = 0.3
+"""Of the arena, left to wanted content if all that is asked was asked before."""
+
+REMEMBERED_REQUESTS = 64
+"""Admissions by which the weight of one falls to a third."""
+
+
+class Admission:
+    """How many large pages an admission leaves to wanted content.
+
+    Attributes:
+        reread_share: Of recent prompts' tokens, how many others had read, or were about to.
+    """
+
+    __slots__ = ("_allocator", "_asked_tokens", "_most_left", "_reread_tokens")
+
+    def __init__(self, allocator: Allocator, left_share: float) -> None:
+        """Nothing was admitted.
+
+        Args:
+            allocator: Knows what is wanted.
+            left_share: Of the arena, left at most.
+
+        Raises:
+            ValueError: The share is none.
+        """
+        if not 0 <= left_share < 1:
+            msg = f"left_share must be at least 0 and less than 1, got {left_share}"
+            raise ValueError(msg)
+        self._allocator = allocator
+        self._most_left = left_share * allocator.large_pages.num_pages
+        self._reread_tokens = self._asked_tokens = 0.0
+
+    @property
+    def reread_share(self) -> float:
+        """See the class."""
+        return self._reread_tokens / self._asked_tokens if self._asked_tokens else 0.0
+
+    def note(self, reread_tokens: int, asked_tokens: int) -> None:
+        """Count an admitted request.
+
+        Args:
+            reread_tokens: Of its tokens, those with which another request begins that came before.
+            asked_tokens: Those that could be.
+        """
+        kept = 1 - 1 / REMEMBERED_REQUESTS
+        self._reread_tokens = kept * self._reread_tokens + reread_tokens
+        self._asked_tokens = kept * self._asked_tokens + asked_tokens
+
+    def reserve(self, hits: Sequence[Sharing | None] | None) -> int:
+        """Large pages that an admission leaves, beyond those of its own hit.
+
+        Args:
+            hits: Per page table, the cached small pages that it will share, if any.
+        """
+        num_wanted = self._allocator.wanted_large_pages(hits)
+        return min(num_wanted, int(self._most_left * self.reread_share)) if num_wanted else 0

@@ -1,0 +1,236 @@
+"""What an admission leaves to others: what is waited for or held, while anybody runs."""
+
+import pytest
+
+from jenga.admission import Admission
+from jenga.errors import OutOfPagesError, TooEarlyError
+from jenga.manager import Manager
+from jenga.small_pages import Sharing
+from tests.machines.geometries import full, geometry, state
+from tests.test_manager import compute, hashes
+from tests.test_waiting import hit_tokens, wait
+
+FULL = geometry("full", full(tokens=16, per_large=1))
+HYBRID = geometry("hybrid", full(tokens=16, per_large=1), state(slot_bytes=256))
+
+
+def manager_of(cut, num_large_pages, **options):
+    return Manager(cut, num_large_pages=num_large_pages, prefix_caching=True, **options)
+
+
+def crowded(**options):
+    """Of 14 pages a running request has 5, another 5 are waited for, and most were read before."""
+    manager = manager_of(FULL, 1 + 14, **{"left_share": 0.9} | options)
+    for number in range(4):
+        compute(manager, f"{number}", 81, prefix="a")
+    wait(manager, "waits", 81, prefix="a")
+    compute(manager, "runs", 80, prefix="b", free=False)
+    return manager
+
+
+def admit(manager, name, num_tokens, *, prefix):
+    keys = hashes(num_tokens, name=prefix)
+    hit = manager.lookup(keys, max_tokens=num_tokens - 1)
+    return manager.allocate(name, num_tokens=num_tokens, hit=hit)
+
+
+def test_an_admission_leaves_what_is_waited_for_while_another_request_runs():
+    manager = crowded()
+    before = manager.memory(), hit_tokens(manager, 81, prefix="a")
+
+    with pytest.raises(OutOfPagesError):
+        admit(manager, "new", 80, prefix="c")
+
+    assert (manager.memory(), hit_tokens(manager, 81, prefix="a")) == before
+    manager.check()
+    manager.free("runs")
+    admit(manager, "new", 80, prefix="c")
+    assert hit_tokens(manager, 81, prefix="a") == 80
+    manager.check()
+
+
+def test_who_is_waited_for_comes_in_where_another_would_not():
+    manager = crowded()
+
+    admit(manager, "waits", 81, prefix="a")
+
+    assert manager.is_running("waits")
+    manager.check()
+
+
+def test_nothing_is_left_where_nobody_runs():
+    manager = crowded()
+    manager.free("runs")
+
+    admit(manager, "new", 200, prefix="c")
+
+    assert hit_tokens(manager, 81, prefix="a") < 80
+    manager.check()
+
+
+def test_a_running_request_may_have_everything():
+    manager = crowded()
+
+    manager.new_step()
+    manager.allocate("runs", num_tokens=12 * 16, num_processed_tokens=80)
+
+    assert hit_tokens(manager, 81, prefix="a") == 32
+    manager.check()
+
+
+def test_nothing_is_left_if_the_share_is_nothing():
+    manager = crowded(left_share=0)
+
+    admit(manager, "new", 80, prefix="c")
+
+    assert hit_tokens(manager, 81, prefix="a") < 80
+
+
+def test_held_states_are_left_only_as_far_as_prompts_are_read_again():
+    admitted = {}
+    for prefixes in ("aaaa", "bcde"):
+        manager = manager_of(HYBRID, 1 + 16)
+        for number, prefix in enumerate(prefixes):
+            compute(manager, f"{number}", 64, prefix=prefix)
+        manager.reset_prefix_cache()
+        keys = hashes(64, name="runs")
+        admit(manager, "runs", 64, prefix="runs")
+        manager.commit("runs", keys, 48)
+        assert manager.keep_state("runs", keys[2], 48)
+        manager.take_copies()
+        # All but the pages of the running request, its state, the state kept and its own.
+        try:
+            admit(manager, "new", 16 * (16 - 4 - 1 - 1), prefix="new")
+        except OutOfPagesError:
+            admitted[prefixes] = False
+        else:
+            admitted[prefixes] = True
+        manager.check()
+
+    assert admitted == {"aaaa": False, "bcde": True}
+
+
+# In numbers
+
+
+class Wanted:
+    """An allocator that says how much is wanted."""
+
+    class large_pages:  # noqa: N801  stands for an attribute
+        num_pages = 100
+
+    def __init__(self, num_wanted):
+        self.num_wanted = num_wanted
+
+    def wanted_large_pages(self, hits):
+        return self.num_wanted - sum(each.num_pinned for each in hits or () if each is not None)
+
+
+@pytest.mark.parametrize(
+    ("num_wanted", "reread_tokens", "reserve"),
+    [(0, 100, 0), (7, 100, 7), (80, 100, 50), (80, 40, 20), (80, 0, 0)],
+)
+def test_reserve_is_what_is_wanted_and_no_more_than_is_read_again(
+    num_wanted, reread_tokens, reserve
+):
+    admission = Admission(Wanted(num_wanted), 0.5)
+    assert admission.reserve(None) == 0
+    admission.note(reread_tokens, 100)
+    assert admission.reserve(None) == reserve
+
+
+def test_pages_of_the_hit_itself_are_not_left():
+    admission = Admission(Wanted(10), 0.5)
+    admission.note(1, 1)
+    pinned = Sharing(pages=[], revived=[], revived_of={}, num_pinned=4, added_spare=0)
+    assert admission.reserve([pinned, None]) == 6
+
+
+def test_what_was_long_ago_counts_little():
+    admission = Admission(Wanted(10), 0.5)
+    for _ in range(1000):
+        admission.note(100, 100)
+    assert admission.reread_share == pytest.approx(1)
+    for _ in range(300):
+        admission.note(0, 100)
+    assert 0 < admission.reread_share < 0.01
+
+
+@pytest.mark.parametrize("share", [-0.1, 1, 1.5])
+def test_a_share_that_is_none_is_refused(share):
+    with pytest.raises(ValueError, match="left_share must be at least 0 and less than 1"):
+        manager_of(FULL, 8, left_share=share)
+
+
+# States that come with the end of a step
+
+
+def begin(manager):
+    """Compute the first chunk of a prompt of which another request that waits has the most."""
+    own, other = [*hashes(128), *hashes(32, name="x")], [*hashes(128), *hashes(32, name="y")]
+    manager.announce("runs", own, num_tokens=160)
+    manager.announce("waits", other, num_tokens=160)
+    for _ in range(2):
+        manager.new_step()
+    hit = manager.lookup(own, max_tokens=159)
+    manager.allocate("runs", num_tokens=64, hit=hit, full_tokens=160)
+    manager.commit("runs", own, 64)
+    return own, other
+
+
+def admit_waiting(manager, other):
+    hit = manager.lookup(other, max_tokens=159)
+    manager.allocate("waits", num_tokens=160, num_processed_tokens=hit.num_tokens, hit=hit)
+    return hit.num_tokens
+
+
+def test_who_would_start_from_a_state_of_this_step_comes_in_after_it():
+    manager = manager_of(HYBRID, 64)
+    own, other = begin(manager)
+    with pytest.raises(TooEarlyError, match=r"'waits' starts from 0 tokens now.*'runs'"):
+        admit_waiting(manager, other)
+    manager.check()
+    assert 64 in manager.checkpoint_tokens("runs")
+    assert manager.keep_state("runs", own[3], 64)
+
+    manager.new_step()
+    manager.allocate("runs", num_tokens=160, num_processed_tokens=64)
+    manager.commit("runs", own, 160)
+    with pytest.raises(TooEarlyError, match=r"'waits' starts from 64 tokens now"):
+        admit_waiting(manager, other)
+    assert 128 in manager.checkpoint_tokens("runs")
+    assert manager.keep_state("runs", own[7], 128)
+
+    manager.new_step()
+    assert admit_waiting(manager, other) == 128
+    manager.check()
+
+
+def test_nobody_waits_for_a_state_that_was_not_kept():
+    manager = manager_of(HYBRID, 64)
+    own, other = begin(manager)
+    manager.new_step()
+    manager.allocate("runs", num_tokens=160, num_processed_tokens=64)
+    manager.commit("runs", own, 160)
+    manager.new_step()
+    manager.allocate("runs", num_tokens=161, num_processed_tokens=160)
+
+    assert admit_waiting(manager, other) == 0
+    manager.check()
+
+
+def test_nobody_waits_for_a_request_that_computes_nothing_in_this_step():
+    manager = manager_of(HYBRID, 64)
+    _, other = begin(manager)
+    manager.new_step()
+
+    assert admit_waiting(manager, other) == 0
+    manager.check()
+
+
+def test_attention_is_read_in_the_step_that_writes_it():
+    manager = manager_of(FULL, 64)
+    _, other = begin(manager)
+
+    assert admit_waiting(manager, other) == 64
+    manager.check()

@@ -1,0 +1,76 @@
+"""The queue of victims against a dictionary of ranks, whatever is done to it."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jenga.victims import NOT_QUEUED, VictimQueue
+
+NUM_ITEMS = 12
+WANTED_RANK = 50
+
+ITEMS = st.sets(st.integers(0, NUM_ITEMS - 1), min_size=1)
+RANKS = st.integers(0, 100)
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("push"), st.integers(0, NUM_ITEMS - 1), RANKS),
+        st.tuples(st.just("extend"), ITEMS, st.lists(RANKS, min_size=NUM_ITEMS)),
+        st.tuples(st.just("extend by a range"), ITEMS, RANKS),
+        st.tuples(st.just("drop"), st.integers(0, NUM_ITEMS - 1), RANKS),
+        st.tuples(st.just("drop many"), ITEMS, RANKS),
+        st.tuples(st.just("clear"), ITEMS, RANKS),
+    ),
+    max_size=60,
+)
+
+
+def apply(queue, ranks, name, what, how):
+    """Do one thing to a queue and to what it should hold."""
+    match name:
+        case "push":
+            queue.push(what, how)
+            ranks[what] = how
+        case "extend":
+            items = [item for item in what if item not in ranks]
+            queue.extend(items, how[: len(items)])
+            ranks.update(zip(items, how, strict=False))
+        case "extend by a range":
+            items = [item for item in what if item not in ranks]
+            how = range(how + NUM_ITEMS, how + NUM_ITEMS - len(items), -1)
+            queue.extend(items, how)
+            ranks.update(zip(items, how, strict=True))
+        case "drop":
+            queue.drop(what)
+            ranks.pop(what, None)
+        case "drop many":
+            items = [item for item in what if item in ranks]
+            queue.drop_many(items)
+            for item in items:
+                del ranks[item]
+        case _:
+            queue.clear()
+            ranks.clear()
+
+
+@given(OPERATIONS)
+def test_queue_gives_the_lowest_rank_and_counts_what_is_wanted(operations):
+    queue = VictimQueue(NUM_ITEMS, WANTED_RANK)
+    ranks: dict[int, int] = {}
+    for operation in operations:
+        apply(queue, ranks, *operation)
+        queue.check()
+        assert queue.num_queued == len(ranks)
+        assert queue.num_wanted == sum(rank >= WANTED_RANK for rank in ranks.values())
+        first = min(((rank, item) for item, rank in ranks.items()), default=None)
+        assert queue.peek() == (NOT_QUEUED if first is None else first[1])
+        assert queue.peek_rank() == (NOT_QUEUED if first is None else first[0])
+        assert all(queue.rank(item) == rank for item, rank in ranks.items())
+
+
+@given(OPERATIONS)
+def test_a_queue_that_is_not_told_what_is_wanted_counts_nothing(operations):
+    queue = VictimQueue(NUM_ITEMS)
+    ranks: dict[int, int] = {}
+    for operation in operations:
+        apply(queue, ranks, *operation)
+        queue.check()
+        assert queue.num_wanted == 0
