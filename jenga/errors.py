@@ -16,7 +16,9 @@ class OutOfPagesError(Exception):
         available_pages: Small pages that page table could still get in large pages it already
             holds, per page table.
         needed_large_pages: Large pages required beyond those.
-        available_large_pages: Large pages that are empty or could be emptied by eviction.
+        available_large_pages: Large pages that are empty or could be emptied by eviction, less the
+            reserve.
+        reserved_large_pages: Of large pages, those that had to be left to others.
     """
 
     def __init__(
@@ -27,17 +29,20 @@ class OutOfPagesError(Exception):
         available_pages: Sequence[int],
         needed_large_pages: int,
         available_large_pages: int,
+        reserved_large_pages: int = 0,
     ) -> None:
         self.request_id = request_id
         self.needed_pages = tuple(needed_pages)
         self.available_pages = tuple(available_pages)
         self.needed_large_pages = needed_large_pages
         self.available_large_pages = available_large_pages
+        self.reserved_large_pages = reserved_large_pages
+        left = f", {reserved_large_pages} more left to others" if reserved_large_pages else ""
         super().__init__(
             f"request {request_id!r} needs {list(needed_pages)} small pages per page table; "
             f"{list(available_pages)} are available in large pages already held, and of the "
             f"{needed_large_pages} further large pages required {available_large_pages} are "
-            f"empty or evictable"
+            f"empty or evictable{left}"
         )
 
 

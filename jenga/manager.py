@@ -324,7 +324,8 @@ class Manager:
                 needed_pages=needs,
                 available_pages=room.spare_pages,
                 needed_large_pages=room.needed_large_pages,
-                available_large_pages=room.available_large_pages,
+                available_large_pages=max(0, room.available_large_pages),
+                reserved_large_pages=reserve_large_pages,
             )
 
     def _check_hit(self, hit: PrefixHit, num_tokens: int, num_processed_tokens: int) -> None:

@@ -38,8 +38,9 @@ def test_an_admission_leaves_what_is_waited_for_while_another_request_runs():
     manager = crowded()
     before = manager.memory(), hit_tokens(manager, 81, prefix="a")
 
-    with pytest.raises(OutOfPagesError):
+    with pytest.raises(OutOfPagesError, match="5 more left to others") as refusal:
         admit(manager, "new", 80, prefix="c")
+    assert refusal.value.reserved_large_pages == 5
 
     assert (manager.memory(), hit_tokens(manager, 81, prefix="a")) == before
     manager.check()

@@ -57,6 +57,7 @@ def test_chunked_local_attention_generates_what_stock_vllm_generates(tiny_model,
     assert_same_generation(ours, twice(stock))
 
 
+@pytest.mark.slow
 def test_a_float8_cache_with_a_scale_per_head_generates_what_transformers_generates(
     tiny_model, run_engine
 ):

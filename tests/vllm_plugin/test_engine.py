@@ -12,7 +12,13 @@ JENGA = {"attention_backend": "JENGA_TRITON"}
 PROMPTS = prompts_of_lengths((5, 33, 70, 150), seed=0)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "bloom"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "gpt_oss", "bloom")),
+    ],
+)
 def test_engine_generates_what_stock_vllm_generates(name, tiny_model, run_engine):
     model = tiny_model(name)
 
@@ -66,11 +72,11 @@ def test_engine_preempts_in_a_small_arena_and_loses_nothing(tiny_model, run_engi
     model = tiny_model("gpt_oss")
     prompts = prompts_of_lengths((90, 100, 110, 95, 105, 60), seed=5)
 
-    stock = run_engine(model, prompts, max_tokens=60)
+    stock = run_engine(model, prompts, max_tokens=45)
     ours = run_engine(
         model,
         prompts,
-        max_tokens=60,
+        max_tokens=45,
         options=JENGA | {"kv_cache_memory_bytes": 1 << 20},
         report_manager=True,
     )

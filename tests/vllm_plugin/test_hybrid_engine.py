@@ -51,6 +51,7 @@ def test_mamba2_hybrid_generates_what_stock_vllm_generates_and_finds_its_prefixe
     assert any(hits_of(ours, 0, NUM_PROMPTS))
 
 
+@pytest.mark.slow
 def test_mamba1_hybrid_generates_what_transformers_generates_and_finds_its_prefixes(
     tiny_model, run_engine
 ):
