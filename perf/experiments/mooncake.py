@@ -69,6 +69,7 @@ def lines(found: Sequence[tuple[Case, Found]]) -> Iterable[Sequence[str]]:
         "bound",
         "all",
         "waste",
+        "busy",
         "decode batch",
         "preempted",
         "tok/s",
@@ -89,6 +90,7 @@ def lines(found: Sequence[tuple[Case, Found]]) -> Iterable[Sequence[str]]:
                     for name in ("best_eviction_hit_rate", "unlimited_hit_rate")
                 ),
                 outcome.text(lambda row: row.waste, ".2%"),
+                outcome.text(lambda row: row.busy_waste, ".2%"),
                 outcome.text(lambda row: row.mean_decode_batch, ".1f"),
                 outcome.text(lambda row: row.num_preemptions, ".0f"),
                 outcome.text(lambda row: row.tokens_per_s, ",.0f"),
