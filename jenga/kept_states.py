@@ -4,7 +4,7 @@ A request writes over its running state in every step, so what is kept is a copy
 that starts from a kept state starts with a copy of it.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from math import ceil
 
 from jenga.allocator import Allocator
@@ -98,8 +98,7 @@ class KeptStates:
         taken = self._allocator.take(needs, needs, owner=request.owner)
         if taken is None:
             return False
-        for table in self._all_tables:
-            table.forget_evicted()
+        self.forget_evicted()
         known = (self._end_of_prompt(request), request.branch_tokens)
         prospect = Prospect.HELD if num_tokens in known else Prospect.PASSED
         for table in self.tables:
@@ -112,6 +111,19 @@ class KeptStates:
                 self._copy(table, request.pages[table.index][0], page)
             request.kept.append(KeptState(table_index=table.index, key=key, num_tokens=num_tokens))
         return True
+
+    def forget_evicted(self) -> None:
+        """Let evicted pages no longer be found, nor what is left of a state that lost a part."""
+        lost: list[Hashable] = []
+        if len(self.tables) > 1:
+            for table in self.tables:
+                if table.cache is not None:
+                    lost += [table.cache.keys[page] for page in table.pages.evicted]
+        for table in self._all_tables:
+            table.forget_evicted()
+        for key in lost:
+            for table in self.tables:
+                table.drop(key)
 
     def start_from(self, request: Request, hit: PrefixHit) -> None:
         """Order the copies with which an admitted request starts from the states of its hit."""

@@ -364,8 +364,7 @@ class Manager:
         if num_evicted != self._num_evicted:
             self._num_evicted = num_evicted
             self._order.evicted(self._allocator.large_pages.last_evicted_rank, self._step)
-            for table in self._tables:
-                table.forget_evicted()
+            self._states.forget_evicted()
 
     def release_passed(self, request_id: str, num_processed_tokens: int) -> None:
         """Give up the pages that no token from `num_processed_tokens` on reads."""

@@ -216,6 +216,14 @@ class Table:
             cached.reverse()
             self.pages.retire(cached, ranks[::-1])
 
+    def drop(self, key: Hashable) -> None:
+        """Let what is cached under a key, if anything is, be empty."""
+        page = self.cache.get(key) if self.cache is not None else None
+        if page is not None and self.cache is not None and self.pages.stamps[page] >= 0:
+            self.cache.forget([page])
+            self.pages.share([page])
+            self.pages.release([page])
+
     def forget_evicted(self) -> None:
         """Let evicted pages no longer be found."""
         if self.pages.evicted and self.cache is not None:
