@@ -4,8 +4,8 @@ An engine admits what fits, and all cached content counts as room. Under load th
 cache: running requests take it all, and what the queue was about to hit is computed again. So while
 others run, an admission leaves the most wanted content where it is and waits for one of them to
 end; the order of admission stays the engine's. Memory kept from running requests costs throughput,
-so no more is left than recent prompts had in common with what came before them: without prompts
-that are read again, nothing.
+so no more is left than prompts, recent ones and those of the queue, have in common with what came
+before them: without prompts that are read again, nothing.
 """
 
 from collections.abc import Sequence
@@ -21,11 +21,7 @@ REMEMBERED_REQUESTS = 64
 
 
 class Admission:
-    """How many large pages an admission leaves to wanted content.
-
-    Attributes:
-        reread_share: Of recent prompts' tokens, how many others had read, or were about to.
-    """
+    """How many large pages an admission leaves to wanted content."""
 
     __slots__ = ("_allocator", "_asked_tokens", "_most_left", "_reread_tokens")
 
@@ -46,11 +42,6 @@ class Admission:
         self._most_left = left_share * allocator.large_pages.num_pages
         self._reread_tokens = self._asked_tokens = 0.0
 
-    @property
-    def reread_share(self) -> float:
-        """See the class."""
-        return self._reread_tokens / self._asked_tokens if self._asked_tokens else 0.0
-
     def note(self, reread_tokens: int, asked_tokens: int) -> None:
         """Count an admitted request.
 
@@ -62,11 +53,23 @@ class Admission:
         self._reread_tokens = kept * self._reread_tokens + reread_tokens
         self._asked_tokens = kept * self._asked_tokens + asked_tokens
 
-    def reserve(self, hits: Sequence[Sharing | None] | None) -> int:
+    def reserve(
+        self,
+        hits: Sequence[Sharing | None] | None,
+        *,
+        reread_tokens: int = 0,
+        asked_tokens: int = 0,
+    ) -> int:
         """Large pages that an admission leaves, beyond those of its own hit.
 
         Args:
             hits: Per page table, the cached small pages that it will share, if any.
+            reread_tokens: As `note` has it, of requests that wait.
+            asked_tokens: Likewise.
         """
         num_wanted = self._allocator.wanted_large_pages(hits)
-        return min(num_wanted, int(self._most_left * self.reread_share)) if num_wanted else 0
+        asked = self._asked_tokens + asked_tokens
+        if not num_wanted or not asked:
+            return 0
+        reread_share = (self._reread_tokens + reread_tokens) / asked
+        return min(num_wanted, int(self._most_left * reread_share))

@@ -99,8 +99,13 @@ class KeptStates:
         if taken is None:
             return False
         self.forget_evicted()
-        known = (self._end_of_prompt(request), request.branch_tokens)
-        prospect = Prospect.HELD if num_tokens in known else Prospect.PASSED
+        end = self._end_of_prompt(request)
+        if num_tokens in (end, request.branch_tokens):
+            prospect = Prospect.HELD
+        else:
+            # The last one on the way may lie right before a question.
+            is_last = num_tokens + max(self._interval_tokens, self._hash_tokens) >= end
+            prospect = Prospect.NEAR if is_last else Prospect.PASSED
         for table in self.tables:
             if table.cache is None:
                 continue

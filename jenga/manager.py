@@ -245,7 +245,7 @@ class Manager:
                 self._check_time(request_id, hit)
                 num_processed_tokens = hit.num_tokens
                 found = self._hits.start_from(request, hit, num_tokens)
-            reserve_large_pages += self._admission.reserve(found) if self._requests else 0
+            reserve_large_pages += self._reserve(found)
         self._growth.give_up(request, num_processed_tokens)
         if request.num_tokens and num_tokens < request.grows_at and not full_tokens:
             request.num_tokens = num_tokens
@@ -274,6 +274,15 @@ class Manager:
         if request.owner > self._num_owners:
             self._enter(request_id, request, hit)
         return tuple(taken)
+
+    def _reserve(self, found: Sequence[Sharing | None] | None) -> int:
+        """Large pages that an admission leaves to others."""
+        if not self._requests:
+            return 0
+        waiting = self._waiting
+        return self._admission.reserve(
+            found, reread_tokens=waiting.reread_tokens, asked_tokens=waiting.asked_tokens
+        )
 
     def _enter(self, request_id: str, request: Request, hit: PrefixHit | None) -> None:
         """Count an admitted request among the running."""

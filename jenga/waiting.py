@@ -55,7 +55,12 @@ class Waiter:
 
 
 class Waiting:
-    """The queue of an engine, as far ahead as the arena could keep what is read."""
+    """The queue of an engine, as far ahead as the arena could keep what is read.
+
+    Attributes:
+        reread_tokens: Tokens that requests of the queue share with what is cached or before them.
+        asked_tokens: All their tokens but for the last ones.
+    """
 
     __slots__ = (
         "_first",
@@ -71,6 +76,8 @@ class Waiting:
         "_unknown",
         "_waiters",
         "_wanted_bytes",
+        "asked_tokens",
+        "reread_tokens",
     )
 
     def __init__(
@@ -93,7 +100,7 @@ class Waiting:
         self._unknown: dict[str, Waiter] = {}  # not looked up yet, in order
         self._followed: dict[str, Waiter] = {}  # looked up and not admitted
         self._running: dict[str, Waiter] = {}
-        self._wanted_bytes = 0
+        self._wanted_bytes = self.reread_tokens = self.asked_tokens = 0
         self._first = self._last = FIRST_POSITION
         self._step = 0
 
@@ -205,8 +212,10 @@ class Waiting:
             version=(0, 0),
         )
         waiter.branch_tokens = max(hit.num_tokens, self._shared_tokens(waiter))
+        self.reread_tokens += waiter.branch_tokens
+        self.asked_tokens += asked_tokens
         for table in self._tables:
-            keys = self._keys(table, waiter)
+            keys = self._keys(table, waiter, hit.num_tokens)
             waiter.keys.append(keys)
             awaited = table.awaited
             for key in keys:
@@ -218,10 +227,16 @@ class Waiting:
                     insort(positions, waiter.position)
             self._rank_again(table, keys)
 
-    def _keys(self, table: Table, waiter: Waiter) -> Sequence[Hashable]:
-        """The content that a request reads in one page table when it comes in."""
+    def _keys(self, table: Table, waiter: Waiter, hit_tokens: int) -> Sequence[Hashable]:
+        """The content that a request reads in one page table when it comes in.
+
+        A state may be there where it parts from others by then, or only where there is one now.
+        """
         if table.cache is None:
             return ()
+        if table.policy.is_overwritten:
+            ends = {waiter.branch_tokens, hit_tokens} - {0}
+            return [waiter.prefix_hashes[end // self._hash_tokens - 1] for end in sorted(ends)]
         policy, grain, facts = table.policy, table.grain, waiter.facts
         hashes = waiter.prefix_hashes[: waiter.branch_tokens // self._hash_tokens]
         keys = policy.content_keys(facts, hashes, grain, ALL_PAGES)
@@ -262,6 +277,8 @@ class Waiting:
         self._unknown.pop(request_id, None)
         if self._followed.pop(request_id, None) is None:
             return
+        self.reread_tokens -= waiter.branch_tokens
+        self.asked_tokens -= waiter.num_tokens - 1
         for table, keys in zip(self._tables, waiter.keys, strict=True):
             awaited = table.awaited
             for key in keys:
@@ -300,3 +317,12 @@ class Waiting:
                     f"{len(table.awaited)} noted"
                 )
                 raise InvariantError(msg)
+        followed = self._followed.values()
+        reread_tokens = sum(waiter.branch_tokens for waiter in followed)
+        asked_tokens = sum(waiter.num_tokens - 1 for waiter in followed)
+        if (reread_tokens, asked_tokens) != (self.reread_tokens, self.asked_tokens):
+            msg = (
+                f"requests that wait share {reread_tokens} of {asked_tokens} tokens, "
+                f"{self.reread_tokens} of {self.asked_tokens} counted"
+            )
+            raise InvariantError(msg)

@@ -148,13 +148,20 @@ def test_pages_of_the_hit_itself_are_not_left():
 
 
 def test_what_was_long_ago_counts_little():
-    admission = Admission(Wanted(10), 0.5)
+    admission = Admission(Wanted(99), 0.99)
     for _ in range(1000):
         admission.note(100, 100)
-    assert admission.reread_share == pytest.approx(1)
-    for _ in range(300):
+    assert admission.reserve(None) == 99
+    for _ in range(200):
         admission.note(0, 100)
-    assert 0 < admission.reread_share < 0.01
+    assert 0 < admission.reserve(None) < 10
+
+
+def test_prompts_of_the_queue_count_as_well():
+    admission = Admission(Wanted(80), 0.5)
+    assert admission.reserve(None, reread_tokens=30, asked_tokens=100) == 15
+    admission.note(0, 100)
+    assert admission.reserve(None, reread_tokens=100, asked_tokens=100) == 25
 
 
 @pytest.mark.parametrize("share", [-0.1, 1, 1.5])
