@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from jenga.allocator import Allocator
 from jenga.small_pages import Sharing
 
-LEFT_SHARE = 0.3
+LEFT_SHARE = 0.4
 """Of the arena, left to wanted content if all that is asked was asked before."""
 
 REMEMBERED_REQUESTS = 64

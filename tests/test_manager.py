@@ -395,6 +395,35 @@ def test_states_are_kept_at_the_end_of_the_prompt_at_branches_and_as_bytes_allow
     assert sparse.checkpoint_tokens("b") == (48, 96)
 
 
+def test_a_state_that_loses_a_part_is_dropped_whole():
+    cut = geometry(
+        "two states",
+        full(tokens=16, slot_bytes=16, per_large=2),
+        state("a", slot_bytes=512),
+        state("b", slot_bytes=256, per_large=2),
+    )
+    manager = Manager(cut, num_large_pages=1 + 9, prefix_caching=True)
+    for number, prefix in enumerate("xyz"):
+        compute(manager, f"{number}", 32, prefix=prefix, free=False)
+        assert manager.keep_state(f"{number}", hashes(32, name=prefix)[-1], 32)
+        manager.take_copies()
+        manager.free(f"{number}")
+        manager.check()
+
+    def cached():
+        report = manager.memory()
+        return [
+            table.evictable_bytes // spec.small_page_bytes
+            for table, spec in zip(report.tables, cut.page_tables, strict=True)
+        ]
+
+    assert cached()[1] == cached()[2] == 3
+    manager.allocate("long", num_tokens=128)
+    manager.check()
+
+    assert cached()[1] == cached()[2] < 3
+
+
 def test_states_kept_at_intervals_go_before_that_of_the_end():
     manager = hybrid(1 + 12)
     manager.allocate("a", num_tokens=100)
