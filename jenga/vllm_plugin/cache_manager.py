@@ -4,6 +4,7 @@ The scheduler asks a `KVCacheManager` for blocks; this one passes the questions 
 `jenga.manager.Manager` and its answers back as page ids. It holds no books of its own.
 """
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from jenga.policies.base import Image
 from jenga.request import PrefixHit
 from jenga.spec import CrossAttention
 from jenga.vllm_plugin.config import TOKENS_PER_PAGE
+from jenga.vllm_plugin.environment import read_settings
 from jenga.vllm_plugin.layout import JengaKVCacheConfig, geometry_of
 from jenga.vllm_plugin.memory_log import MemoryLog, open_memory_log
 from jenga.vllm_plugin.state_orders import StateKeeper, StateOrders
@@ -119,6 +121,7 @@ class JengaKVCacheManager:
             num_large_pages=kv_cache_config.num_blocks,
             prefix_caching=enable_caching,
             hash_tokens=hash_tokens,
+            left_share=read_settings(os.environ).left_share,
         )
         has_states = any(table.is_state for table in self.manager.geometry.page_tables)
         self._states: StateKeeper | None = None

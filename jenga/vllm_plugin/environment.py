@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from jenga.admission import LEFT_SHARE
+
 BACKEND_NAME = "JENGA_TRITON"
 """Name of the attention backend, in vLLM's upper-case form."""
 
@@ -11,7 +13,10 @@ _BACKEND_VARIABLE = "VLLM_ATTENTION_BACKEND"
 _GEOMETRY_VARIABLE = "JENGA_GEOMETRY"
 _MEMORY_LOG_VARIABLE = "JENGA_MEMORY_LOG"
 _CACHE_VARIABLE = "JENGA_CACHE"
-_KNOWN_VARIABLES = frozenset({_GEOMETRY_VARIABLE, _MEMORY_LOG_VARIABLE, _CACHE_VARIABLE})
+_LEFT_SHARE_VARIABLE = "JENGA_LEFT_SHARE"
+_KNOWN_VARIABLES = frozenset(
+    {_GEOMETRY_VARIABLE, _MEMORY_LOG_VARIABLE, _CACHE_VARIABLE, _LEFT_SHARE_VARIABLE}
+)
 
 GEOMETRIES = ("planned", "lcm")
 """Names `JENGA_GEOMETRY` may take."""
@@ -25,11 +30,13 @@ class Settings:
         selects_backend: `VLLM_ATTENTION_BACKEND` names this package's backend.
         geometry: Rule that cuts the arena.
         memory_log: File to append one JSON line per scheduler step to, if any.
+        left_share: Of the arena, what an admission leaves at most to those who will read it.
     """
 
     selects_backend: bool
     geometry: str
     memory_log: Path | None
+    left_share: float
 
 
 def read_settings(environ: Mapping[str, str]) -> Settings:
@@ -67,4 +74,17 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         selects_backend=backend == BACKEND_NAME,
         geometry=geometry,
         memory_log=Path(memory_log) if memory_log else None,
+        left_share=_left_share(environ),
     )
+
+
+def _left_share(environ: Mapping[str, str]) -> float:
+    text = environ.get(_LEFT_SHARE_VARIABLE, "").strip()
+    try:
+        share = float(text or LEFT_SHARE)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1:
+        msg = f"{_LEFT_SHARE_VARIABLE}={text!r}: expected a share of at least 0 and less than 1"
+        raise ValueError(msg)
+    return share

@@ -140,6 +140,14 @@ def test_the_manager_knows_who_waits_in_the_order_of_the_queue(make_scheduler):
     assert waiters == {}
 
 
+def test_the_manager_takes_the_share_left_to_others_from_the_environment(
+    make_scheduler, monkeypatch
+):
+    monkeypatch.setenv("JENGA_LEFT_SHARE", "all")
+    with pytest.raises(ValueError, match="JENGA_LEFT_SHARE='all'"):
+        make_scheduler(1 << 20)
+
+
 def test_aborting_requests_that_wait_run_or_were_preempted_loses_nothing(make_scheduler):
     from vllm.v1.request import RequestStatus
 

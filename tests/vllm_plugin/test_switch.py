@@ -18,11 +18,20 @@ from tests.vllm_plugin.conftest import engine_environment
         ({"JENGA_GEOMETRY": "best"}, "JENGA_GEOMETRY"),
         ({"JENGA_GEOMETERY": "lcm"}, "JENGA_GEOMETERY"),
         ({"JENGA_MEMORY_LOG": "/no/such/folder/log.jsonl"}, "JENGA_MEMORY_LOG"),
+        ({"JENGA_LEFT_SHARE": "some"}, "JENGA_LEFT_SHARE='some'"),
+        ({"JENGA_LEFT_SHARE": "1"}, "JENGA_LEFT_SHARE"),
+        ({"JENGA_LEFT_SHARE": "nan"}, "JENGA_LEFT_SHARE"),
     ],
 )
 def test_settings_refuse_what_they_do_not_know(environ, named):
     with pytest.raises(ValueError, match=named):
         read_settings(environ)
+
+
+def test_the_share_left_to_others_is_a_number_or_the_default():
+    assert read_settings({"JENGA_LEFT_SHARE": "0"}).left_share == 0
+    assert read_settings({"JENGA_LEFT_SHARE": " 0.25 "}).left_share == 0.25
+    assert read_settings({"JENGA_LEFT_SHARE": ""}).left_share == read_settings({}).left_share > 0
 
 
 def test_settings_leave_other_backends_to_vllm():
