@@ -19,6 +19,7 @@ pytestmark = pytest.mark.vllm
 
 NUM_DRAFTED = 3
 MAX_TOKENS = 256
+PADDING = 0  # a token that is never said
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +196,10 @@ class Workers:
         return output, DraftTokenIds(names, [list(self.rows[name].drafts) for name in names])
 
     def run_target(self, row, num_scheduled, drafts):
-        drafts = row.drafts[: len(drafts)] if -1 in drafts else drafts
+        if -1 in drafts:  # drafted in the last step, or padding of a request that just came in
+            padding = [PADDING] * (len(drafts) - len(row.drafts))
+            drafts = row.drafts[: len(drafts)] + padding
+            self.counts["padded"] += len(padding)
         start = row.num_computed
         tokens = row.tokens[: start + num_scheduled - len(drafts)] + drafts
         assert len(tokens) == start + num_scheduled
@@ -244,7 +248,7 @@ def serve(scheduler, workers, requests, *, num_in_flight, abort_chance=0.0):
     waiting, in_flight, said = list(requests), [], {}
     manager = scheduler.kv_cache_manager.manager
     for _ in range(3000):
-        if waiting and workers.random.random() < 0.3:
+        if waiting and workers.random.random() < 0.6:
             scheduler.add_request(waiting.pop(0))
         running = [running.request_id for running in scheduler.running]
         if running and workers.random.random() < abort_chance:
@@ -282,7 +286,7 @@ def make_requests(seed):
         if number % 4 == 3:
             for _ in range(20):
                 tokens.append(next_token(tokens))
-        requests.append(request(f"r{number}", tokens, max_tokens=source.randrange(1, 60)))
+        requests.append(request(f"r{number}", tokens, max_tokens=source.randrange(10, 96)))
     return requests
 
 
