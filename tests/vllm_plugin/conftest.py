@@ -27,15 +27,20 @@ ENGINE_OPTIONS = {
 }
 
 
+V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+"""Kept from the environment: with it set to 1, all engines run on vLLM's second model runner."""
+
+
 def engine_environment(**changes):
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "JENGA_"))}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "JENGA_"))}
+    environment = kept | {k: v for k, v in os.environ.items() if k == V2_RUNNER}
     environment |= {} if HAS_GPU else {"TRITON_INTERPRET": "1"}
     environment |= {
         "OPENBLAS_NUM_THREADS": "1",  # the interpreter's products are too small for more
         "HF_HUB_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "PYTHONPATH": str(HERE.parents[1]),
+        "PYTHONPATH": os.pathsep.join([str(HERE / "interpreted_triton"), str(HERE.parents[1])]),
     }
     return environment | changes
 

@@ -8,7 +8,7 @@ import json
 import os
 import random
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 NAN_BYTE = 0xFF
@@ -84,6 +84,38 @@ def check_each_step(llm):
     scheduler.update_from_output = update_from_output
 
 
+def divide_decoding(num_programs):
+    """Let the interpreter divide decode work among programs, as a GPU does, and join the parts.
+
+    By itself it gives all to one program, in tiles as long as the requests of most tests.
+    """
+    from jenga_kernels import attention_plan, latent_plan
+
+    def divided(tiles_of):
+        def tiles(*args, **kwargs):
+            chosen = tiles_of(*args, **kwargs)
+            short = replace(chosen.decode, block_n=64)
+            return replace(chosen, num_programs=num_programs, decode=short)
+
+        return tiles
+
+    attention_plan.attention_tiles = divided(attention_plan.attention_tiles)
+    latent_plan.latent_tiles = divided(latent_plan.latent_tiles)
+
+
+def count_graphs(llm):
+    """Get how often each number of tokens is replayed from a CUDA graph; grows as that happens."""
+    manager, replays = runner_of(llm).cudagraph_manager, {}
+    original = manager.run_fullgraph
+
+    def run_fullgraph(desc):
+        replays[desc.num_tokens] = replays.get(desc.num_tokens, 0) + 1
+        return original(desc)
+
+    manager.run_fullgraph = run_fullgraph
+    return replays
+
+
 def arena_of(llm):
     """Get the bytes of the one buffer that all layers of an engine's model view."""
     import torch
@@ -137,9 +169,18 @@ def main():
     os.environ.update(job.get("environment", {}))
     from vllm import LLM, SamplingParams
 
+    from tests.vllm_plugin.emulated_graphs import emulate_graphs, start_as_on_a_gpu
+
     if job.get("round_stock_fp8"):
         round_what_the_cpu_truncates()
+    is_emulating = job.get("captures") and os.environ.get("TRITON_INTERPRET") == "1"
+    if is_emulating:
+        emulate_graphs()
+        divide_decoding(5)
     llm = LLM(**job["options"])
+    if is_emulating:
+        start_as_on_a_gpu(llm)
+    replays = count_graphs(llm) if job.get("captures") else {}
     if job.get("fill_arena"):
         arena_of(llm).fill_(NAN_BYTE)
     sampling = SamplingParams(
@@ -168,7 +209,11 @@ def main():
         again = [{"prompt_token_ids": prompt} for prompt in tokens]
         last = llm.generate(again, sampling, use_tqdm=False)
         outputs += last
-    result = {"outputs": _result(outputs), "drafts": [drafts[number] for number in sorted(drafts)]}
+    result = {
+        "outputs": _result(outputs),
+        "drafts": [drafts[number] for number in sorted(drafts)],
+        "replays": replays,
+    }
     if preemptions is not None:
         manager = scheduler_of(llm).kv_cache_manager.manager
         manager.check()

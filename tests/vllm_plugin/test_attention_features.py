@@ -38,6 +38,7 @@ def twice(result):
     return result | {"outputs": result["outputs"] * 2} if "outputs" in result else result
 
 
+@pytest.mark.slow
 def test_chunked_local_attention_generates_what_transformers_generates(tiny_model, run_engine):
     model = tiny_model("llama4")
 

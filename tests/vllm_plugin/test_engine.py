@@ -12,13 +12,8 @@ JENGA = {"attention_backend": "JENGA_TRITON"}
 PROMPTS = prompts_of_lengths((5, 33, 70, 150), seed=0)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "llama",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "gpt_oss", "bloom")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "bloom"])
 def test_engine_generates_what_stock_vllm_generates(name, tiny_model, run_engine):
     model = tiny_model(name)
 
@@ -68,6 +63,7 @@ def test_engine_in_processes_of_its_own_generates_the_same(tiny_model, run_engin
     assert "JENGA_TRITON" not in stock["log"]
 
 
+@pytest.mark.slow
 def test_engine_preempts_in_a_small_arena_and_loses_nothing(tiny_model, run_engine):
     model = tiny_model("gpt_oss")
     prompts = prompts_of_lengths((90, 100, 110, 95, 105, 60), seed=5)

@@ -32,6 +32,7 @@ def check_turns(result, prompts):
     assert any(hit % 32 for hit in hits)
 
 
+@pytest.mark.slow
 def test_mamba2_hybrid_generates_what_stock_vllm_generates_and_finds_its_prefixes(
     tiny_model, run_engine
 ):

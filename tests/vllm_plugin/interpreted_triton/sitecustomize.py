@@ -1,0 +1,31 @@
+"""Let vLLM's CPU build take Triton's interpreter for the Triton of a CPU.
+
+vLLM's second model runner, its default wherever there is Triton, prepares each step in Triton
+kernels. Its CPU build has that runner too, but looks for a Triton that compiles for CPUs. With
+`TRITON_INTERPRET=1` none is needed: this module, found by every Python process whose PYTHONPATH
+names its folder, adds a backend called "cpu" before vLLM looks. Nothing is ever compiled by it.
+"""
+
+import os
+
+
+class _Driver:
+    """What vLLM asks of a backend's driver."""
+
+    @staticmethod
+    def is_active() -> bool:
+        return True
+
+
+def _offer() -> None:
+    from types import SimpleNamespace
+
+    from triton.backends import backends
+
+    backends["cpu"] = SimpleNamespace(driver=_Driver, compiler=None)
+    # torch's compiler would ask that backend for more than there is.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+
+
+if os.environ.get("TRITON_INTERPRET") == "1" and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+    _offer()
