@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, overload
 
+from jenga.admission import LEFT_SHARE
 from jenga.errors import OutOfPagesError
 from jenga.eviction_order import EvictionOrder
 from jenga.geometry import Geometry
@@ -56,6 +57,7 @@ class ManagedArena:
         prefix_caching: bool = True,
         eviction_order: EvictionOrder | None = None,
         checkpoint_interval_tokens: int | None = None,
+        left_share: float = LEFT_SHARE,
     ) -> None:
         """An empty arena; see `Manager`."""
         self._prefix_caching = prefix_caching
@@ -67,6 +69,7 @@ class ManagedArena:
             hash_tokens=HASH_TOKENS,
             eviction_order=eviction_order,
             checkpoint_interval_tokens=checkpoint_interval_tokens,
+            left_share=left_share,
         )
 
     @property
@@ -191,6 +194,7 @@ class PagedArena(ManagedArena):
         *,
         prefix_caching: bool = True,
         eviction_order: EvictionOrder | None = None,
+        left_share: float = LEFT_SHARE,
     ) -> None:
         """An empty arena; the geometry is `jenga.baselines.homogeneous`."""
         has_encoder = any(isinstance(each, CrossAttention) for each in model.layer_types)
@@ -199,6 +203,7 @@ class PagedArena(ManagedArena):
             arena_bytes,
             prefix_caching=prefix_caching and not has_encoder,
             eviction_order=eviction_order,
+            left_share=left_share,
         )
         self._need = Need(model)
         self._encoder_tokens = encoder_tokens(model) if has_encoder else 0

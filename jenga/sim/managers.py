@@ -1,5 +1,6 @@
 """The managers to compare, by name."""
 
+from jenga.admission import LEFT_SHARE
 from jenga.baselines import gcd_pages, geometry_by_name, static_partition
 from jenga.eviction_order import EvictionOrder
 from jenga.sim.arena import Arena
@@ -19,13 +20,14 @@ MANAGER_NAMES = (*EVICTING, "gcd", "vllm")
 """Managers that `make_arena` knows."""
 
 
-def make_arena(
+def make_arena(  # noqa: PLR0913  all in which two arenas may differ
     manager: str,
     model: ModelSpec,
     arena_bytes: int,
     *,
     prefix_caching: bool = True,
     eviction_order: EvictionOrder | None = None,
+    left_share: float = LEFT_SHARE,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> Arena:
     """An empty arena.
@@ -39,6 +41,7 @@ def make_arena(
         arena_bytes: Of one rank.
         prefix_caching: Whether pages are kept for others.
         eviction_order: Of our manager.
+        left_share: Of our manager; see `jenga.manager.Manager`.
         chunk_tokens: Tokens computed in a step, of all requests together.
 
     Raises:
@@ -53,9 +56,14 @@ def make_arena(
                 arena_bytes,
                 prefix_caching=prefix_caching,
                 eviction_order=eviction_order,
+                left_share=left_share,
             )
         return ManagedArena(
-            geometry, arena_bytes, prefix_caching=prefix_caching, eviction_order=eviction_order
+            geometry,
+            arena_bytes,
+            prefix_caching=prefix_caching,
+            eviction_order=eviction_order,
+            left_share=left_share,
         )
     match manager:
         case "static":
@@ -63,6 +71,7 @@ def make_arena(
                 static_partition(model, arena_bytes=arena_bytes),
                 prefix_caching=prefix_caching,
                 eviction_order=eviction_order,
+                left_share=left_share,
             )
         case "gcd":
             if prefix_caching:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+from jenga.admission import LEFT_SHARE
 from jenga.baselines import StaticPartition
 from jenga.errors import OutOfPagesError
 from jenga.eviction_order import EvictionOrder
@@ -26,6 +27,7 @@ class PartitionedArena:
         *,
         prefix_caching: bool = True,
         eviction_order: EvictionOrder | None = None,
+        left_share: float = LEFT_SHARE,
     ) -> None:
         """Empty parts."""
         self._prefix_caching = prefix_caching
@@ -39,6 +41,7 @@ class PartitionedArena:
                 hash_tokens=HASH_TOKENS,
                 eviction_order=eviction_order,
                 checkpoint_interval_tokens=interval_tokens,
+                left_share=left_share,
             )
             for region in partition.regions
         ]

@@ -133,6 +133,14 @@ def _configure_memory(group: "argparse._ArgumentGroup") -> None:  # pyright: ign
         help="what our manager evicts first; several are compared "
         f"(default: {Settings().eviction})",
     )
+    group.add_argument(
+        "--left-share",
+        type=_left_share,
+        default=Settings().left_share,
+        metavar="SHARE",
+        help="of the arena, what admissions of our manager leave at most, while others run, to "
+        "those who will read it (default: %(default)s)",
+    )
     group.add_argument("--no-prefix-caching", action="store_true", help="keep nothing for others")
     group.add_argument(
         "--gpu",
@@ -201,6 +209,17 @@ def _bytes(text: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _left_share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = 1.0
+    if not 0 <= share < 1:
+        msg = f"must be in [0, 1), got {text!r}"
+        raise argparse.ArgumentTypeError(msg)
+    return share
 
 
 def _share(text: str) -> float:
@@ -280,6 +299,7 @@ def _settings(options: argparse.Namespace, machine: "_Timed", eviction: str) -> 
     }
     return Settings(
         eviction=eviction,
+        left_share=options.left_share,
         prefix_caching=not options.no_prefix_caching,
         chunk_tokens=options.chunk_tokens,
         max_requests=options.max_requests,

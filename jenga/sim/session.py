@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 
+from jenga.admission import LEFT_SHARE
 from jenga.errors import InvariantError
 from jenga.eviction_order import EVICTION_ORDERS
 from jenga.sim.arena import Arena
@@ -48,6 +49,7 @@ class Settings:
 
     Attributes:
         eviction: Of `EVICTION_ORDERS`; only our manager has a choice.
+        left_share: Of the arena, what admissions leave at most to who will read it; ours alone.
         prefix_caching: Whether pages are kept for others.
         chunk_tokens: Tokens computed in a step, of all requests together.
         max_requests: Requests running at once.
@@ -59,6 +61,7 @@ class Settings:
     """
 
     eviction: str = "queue"
+    left_share: float = LEFT_SHARE
     prefix_caching: bool = True
     chunk_tokens: int = CHUNK_TOKENS
     max_requests: int = MAX_REQUESTS
@@ -144,6 +147,7 @@ def run_row(machine: Machine, manager: str, trace: Trace, settings: Settings) ->
         "every": settings.every,
         "request_rows": settings.keep_requests,
         "bounds": settings.with_bounds,
+        **({"left_share": settings.left_share} if manager in EVICTING else {}),
         **dict(settings.details),
     }
     row = RunRow(
@@ -250,6 +254,7 @@ def _arena(row: RunRow, machine: Machine, settings: Settings) -> Arena:
             machine.arena_bytes,
             prefix_caching=settings.prefix_caching,
             eviction_order=EVICTION_ORDERS[settings.eviction](),
+            left_share=settings.left_share,
             chunk_tokens=settings.chunk_tokens,
         )
     except ValueError as error:

@@ -136,6 +136,28 @@ def test_what_cannot_be_replayed_is_one_line_of_error(capsys, arguments, words):
     assert words in printed.err
 
 
+def test_what_admissions_leave_to_others_is_traded_for_running_requests(capsys, tmp_path):
+    trace = ["--trace", "articles:n=6,questions=8,tokens=320,output=40,seed=3", "--arena", "60MB"]
+    found = {}
+    for share in (0.0, 0.9):
+        path = tmp_path / f"{share}.jsonl"
+        replay(capsys, *SMALL, *trace, "--left-share", share, "--out", path)
+        rows = list(read_rows(path))
+        (run,) = (row for row in rows if isinstance(row, RunRow))
+        (found[share],) = (row for row in rows if isinstance(row, SummaryRow))
+        assert run.options["left_share"] == share
+
+    assert found[0.9].hit_tokens > found[0.0].hit_tokens
+    assert found[0.9].mean_decode_batch < found[0.0].mean_decode_batch
+
+
+@pytest.mark.parametrize("share", ["1", "-0.1", "half"])
+def test_a_share_to_leave_that_is_none_is_refused(capsys, share):
+    with pytest.raises(SystemExit):
+        replay(capsys, *SMALL, *TRACE, f"--left-share={share}")
+    assert "--left-share: must be in [0, 1)" in capsys.readouterr().err
+
+
 def test_a_malformed_line_of_a_trace_is_named(capsys, tmp_path):
     path = tmp_path / "trace.jsonl"
     good = {"timestamp": 0, "input_length": 10, "output_length": 5, "hash_ids": [0]}
