@@ -52,14 +52,16 @@ def _nothing(*_args, **_options):
     yield None
 
 
-def _keep_sizes(platform):
-    """Let the CPU's platform support graphs, and keep the sizes to capture."""
+def _keep_defaults(platform):
+    """Let the CPU's platform take what a GPU's does by default: graphs, and steps run ahead."""
     check = platform.check_and_update_config
 
     def check_and_update_config(_cls, vllm_config):
         compilation = vllm_config.compilation_config
         sizes = list(compilation.cudagraph_capture_sizes or [])
+        runs_ahead = vllm_config.scheduler_config.async_scheduling
         check(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = runs_ahead
         compilation.cudagraph_capture_sizes = sizes
         compilation.max_cudagraph_capture_size = max(sizes, default=0)
 
@@ -93,7 +95,7 @@ def emulate_graphs():
     from vllm.v1.worker.cpu_worker import CPUWorker
     from vllm.v1.worker.gpu import cudagraph_utils
 
-    _keep_sizes(type(current_platform))
+    _keep_defaults(type(current_platform))
     _profile_graphs(CPUWorker)
     # vLLM's kernels for other ways to sample do not run in the interpreter.
     greedy = SamplingParams(temperature=0.0, max_tokens=5)

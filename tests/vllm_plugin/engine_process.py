@@ -213,6 +213,7 @@ def main():
         "outputs": _result(outputs),
         "drafts": [drafts[number] for number in sorted(drafts)],
         "replays": replays,
+        "scheduler": type(scheduler_of(llm)).__name__ if job.get("captures") else None,
     }
     if preemptions is not None:
         manager = scheduler_of(llm).kv_cache_manager.manager

@@ -1,7 +1,8 @@
 """vLLM's second model runner, which its GPU build uses by default, in the real engine.
 
-Without a GPU its own kernels run in Triton's interpreter as ours do (`interpreted_triton`), and
-its CUDA graphs are emulated (`emulated_graphs`). Stock vLLM is on its first runner, without graphs.
+Without a GPU its own kernels run in Triton's interpreter as ours do (`interpreted_triton`), and its
+CUDA graphs are emulated (`emulated_graphs`); the next step is scheduled while one runs, as it is by
+default on a GPU. Stock vLLM is on its first runner, without graphs, a step at a time.
 `VLLM_USE_V2_MODEL_RUNNER=1` lets all other tests of engines run on the second.
 """
 
@@ -31,11 +32,12 @@ def run_ours(run_engine):
     """Run ours on the second runner, with prefix caching, over an arena full of NaN."""
 
     def run(model, prompts, *, options, **job):
+        captures = "compilation_config" in options
         result = run_engine(
             model,
             prompts,
             options=JENGA | options,
-            captures="compilation_config" in options,
+            captures=captures,
             environment={V2_RUNNER: "1", "VLLM_LOGGING_LEVEL": "INFO"},
             fill_arena=True,
             report_manager=True,
@@ -44,6 +46,7 @@ def run_ours(run_engine):
         assert "error" not in result, result["error"][-4000:]
         assert "Using V2 Model Runner" in result["log"]
         assert result["request_tokens"] == {}
+        assert result["scheduler"] == ("AsyncScheduler" if captures else None)
         return result
 
     return run

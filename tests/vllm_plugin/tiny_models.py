@@ -298,8 +298,19 @@ _DEEPSEEK = _COMMON | {
 def _deepseek_v2():
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
+    experts = {
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "greedy",
+    }
     # The widths that vLLM's own backend for a CPU is compiled for.
-    config = DeepseekV2Config(**_DEEPSEEK, q_lora_rank=None, kv_lora_rank=512, v_head_dim=32)
+    widths = {"q_lora_rank": None, "kv_lora_rank": 512, "v_head_dim": 32}
+    config = DeepseekV2Config(**_DEEPSEEK | experts | widths)
     return DeepseekV2ForCausalLM(config)
 
 

@@ -7,6 +7,7 @@ names its folder, adds a backend called "cpu" before vLLM looks. Nothing is ever
 """
 
 import os
+from importlib.util import find_spec
 
 
 class _Driver:
@@ -27,5 +28,7 @@ def _offer() -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 
-if os.environ.get("TRITON_INTERPRET") == "1" and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+_WANTED = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+
+if find_spec("triton") and _WANTED.items() <= dict(os.environ).items():
     _offer()
