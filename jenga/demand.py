@@ -51,7 +51,7 @@ class Waste:
 
 
 def needed_tokens(layer_type: LayerType, num_tokens: int) -> int:
-    """Tokens that the next token of a request of this length reads; 1 for a state."""
+    """Tokens that the next token of a request of this length reads; slots of a state."""
     match layer_type:
         case FullAttention():
             return num_tokens
@@ -67,7 +67,7 @@ def needed_tokens(layer_type: LayerType, num_tokens: int) -> int:
         case TokenBudget():
             return layer_type.budget_tokens(num_tokens)
         case State():
-            return 1
+            return layer_type.slots_per_request
 
 
 def held_pages(layer_type: LayerType, tokens_per_page: int, num_tokens: int) -> int:

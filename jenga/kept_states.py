@@ -86,7 +86,8 @@ class KeptStates:
         """Copy a request's running states to pages of their own, if there are such pages.
 
         Args:
-            request: Its last step ended at exactly `num_tokens` tokens.
+            request: Its last step ended at exactly `num_tokens` tokens, or its slots still hold
+                the states after so many.
             key: Hash of those tokens.
             num_tokens: What went into the states.
             step: The time.
@@ -113,7 +114,7 @@ class KeptStates:
                 table.cache.enter([page], [key])
                 leaving = Leaving(step, prospect, [num_tokens])
                 table.pages.retire([page], table.ranks([page], leaving, self._order))
-                self._copy(table, request.pages[table.index][0], page)
+                self._copy(table, _running_page(request, table, num_tokens), page)
             request.kept.append(KeptState(table_index=table.index, key=key, num_tokens=num_tokens))
         return True
 
@@ -134,7 +135,7 @@ class KeptStates:
         """Order the copies with which an admitted request starts from the states of its hit."""
         for table in self.tables:
             for source in hit.pages[table.index]:
-                target = request.pages[table.index][0]
+                target = _running_page(request, table, hit.num_tokens)
                 if source != target:
                     self._copy(table, source, target)
                 key = hit.prefix_hashes[hit.num_tokens // self._hash_tokens - 1]
@@ -180,6 +181,12 @@ class KeptStates:
         if pages:
             table.pages.share(pages)
             table.pages.retire(pages, table.ranks(pages, leaving, self._order))
+
+
+def _running_page(request: Request, table: Table, num_tokens: int) -> int:
+    """The page of a request's state after so many tokens."""
+    pages = request.pages[table.index]
+    return pages[num_tokens % len(pages)]
 
 
 def _interval_by_bytes(tables: Sequence[Table], hash_tokens: int) -> int:

@@ -441,8 +441,9 @@ class Manager:
         """Keep a copy of a request's running states for others to start from.
 
         Args:
-            request_id: Whose states. Its last step ended at exactly `num_tokens` tokens, or the one
-                about to run passes there and writes them on its way; then no copies are made.
+            request_id: Whose states. Its last step ended at exactly `num_tokens` tokens, or passed
+                there with no more tokens than a state has slots, or the one about to run passes
+                there and writes them on its way; then no copies are made.
             prefix_hash: Hash of those tokens.
             num_tokens: A multiple of `hash_tokens`.
 

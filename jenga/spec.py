@@ -211,13 +211,28 @@ class State:
 
     Attributes:
         layers: `slot_bytes` of a layer is one whole state, convolution and recurrent part together.
+        draft_tokens: Tokens of a step that may be rejected: a request has as many further slots.
+            The state after `n` tokens is in slot `n % slots_per_request`, so that the next step
+            finds that of the last token accepted.
     """
 
     name: str
     layers: tuple[Layer, ...]
+    draft_tokens: int = 0
 
     def __post_init__(self) -> None:
         _check_layers(self.name, self.layers)
+        if self.draft_tokens < 0:
+            msg = (
+                f"layer type {self.name!r}: draft_tokens must be at least 0, "
+                f"got {self.draft_tokens}"
+            )
+            raise ValueError(msg)
+
+    @property
+    def slots_per_request(self) -> int:
+        """Slots that a running request holds."""
+        return 1 + self.draft_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

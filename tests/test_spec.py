@@ -70,6 +70,10 @@ def test_state_part_refuses(shape, dtype, message):
     [
         (lambda: FullAttention(name="", layers=LAYERS), "must have a name"),
         (lambda: State(name="s", layers=()), "at least one layer"),
+        (
+            lambda: State(name="s", layers=LAYERS, draft_tokens=-1),
+            "draft_tokens must be at least 0",
+        ),
         (lambda: State(name="s", layers=LAYERS[:1] * 2), "two layers named 'layer0'"),
         (
             lambda: FullAttention(

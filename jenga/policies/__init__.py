@@ -37,5 +37,5 @@ def policy_of(page_table: PageTable) -> LayerPolicy:  # noqa: PLR0911  one row p
             return ImageEmbeddingPolicy(page_table.tokens_per_page)
         case TokenBudget() as spec:
             return TokenBudgetPolicy(spec)
-        case State():
-            return StatePolicy()
+        case State() as spec:
+            return StatePolicy(num_slots=spec.slots_per_request)

@@ -2,25 +2,33 @@
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from jenga.policies.base import NEVER, Grain, RequestFacts
 
 
 @dataclass(frozen=True, slots=True)
 class StatePolicy:
-    """Keeps one slot, the running state; a prefix is hit where a state was kept.
+    """Keeps the running state; a prefix is hit where a state was kept.
 
     What is cached is not the running state but copies of it, one for each prefix hash at which
     one was kept.
+
+    Attributes:
+        num_slots: Slots of a request, a page each. The state after so many tokens is in that of
+            their number modulo the slots: where tokens of a step may be rejected, the next one
+            finds the state after the last token accepted, whichever that is.
     """
 
-    is_overwritten = True
+    num_slots: int = 1
+
+    is_overwritten: ClassVar[bool] = True
 
     def update_last_access(
         self, _facts: RequestFacts, _num_processed_tokens: int, _num_tokens: int, /
     ) -> range:
-        """The one slot."""
-        return range(1)
+        """All slots: the step reads one of them, and may write each."""
+        return range(self.num_slots)
 
     def next_release(
         self, _facts: RequestFacts, _num_processed_tokens: int, _page_slots: int, /
@@ -31,15 +39,15 @@ class StatePolicy:
     def max_tokens(
         self, _facts: RequestFacts, _num_processed_tokens: int, num_slots: int, /
     ) -> int:
-        """One state serves any number of tokens."""
-        return NEVER if num_slots else 0
+        """The slots serve any number of tokens."""
+        return NEVER if num_slots >= self.num_slots else 0
 
     def peak_slots(self, _facts: RequestFacts, _num_tokens: int, _chunk_tokens: int, /) -> int:
-        """The one slot."""
-        return 1
+        """All slots."""
+        return self.num_slots
 
     def unfilled_slots(self, _facts: RequestFacts, _pages: range, /) -> Mapping[int, int]:
-        """The one slot is filled."""
+        """All may be filled."""
         return {}
 
     def set_prefix_length(

@@ -112,7 +112,7 @@ def apply_delta_rule(
     """
     first = metadata.num_decode_tokens
     if first:
-        slots = decode_slots(metadata)
+        initial_slots, slots, query_starts = decode_slots(metadata)
         delta_update(
             out[:first],
             states,
@@ -121,10 +121,11 @@ def apply_delta_rule(
             step.v[:first],
             step.gates[:first],
             step.betas[:first],
-            slots,
+            initial_slots,
             slots,
             A_log=step.A_log,
             dt_bias=step.dt_bias,
+            query_starts=query_starts,
         )
     if metadata.num_prefill_tokens:
         query_starts, initial_slots, slots = prompts_of(metadata)

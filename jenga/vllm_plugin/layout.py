@@ -109,6 +109,12 @@ def get_kv_cache_groups(
     model = model_spec(kv_cache_spec, draft_layers=draft_layers(vllm_config, kv_cache_spec))
     served = served_states(vllm_config.model_config.architecture)
     others = kinds_of_states(kv_cache_spec) - served
+    if others and vllm_config.speculative_config is not None:
+        msg = (
+            f"{BACKEND_NAME} does not support speculative decoding with recurrent layers of kind "
+            f"{' and '.join(sorted(others))}; supported are {' and '.join(sorted(served))}"
+        )
+        raise ValueError(msg)
     if others and vllm_config.cache_config.enable_prefix_caching:
         logger.warning(
             "%s keeps states of %s layers for other requests, not of %s: prefix caching is off",

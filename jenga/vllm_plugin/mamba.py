@@ -3,6 +3,11 @@
 vLLM's layers keep their weights, projections and norms; what lies between, the convolution and the
 recurrence, reads and writes the state slots of the page-layer buffer in place. A step's tokens are
 those of decoding requests, one each, then those of prompts.
+
+Where tokens are drafted, a decoding request has a few, of which some may be rejected. The state
+after each goes to a slot of its own, chosen by the number of tokens that went into it: the next
+step knows how many tokens were accepted by then, and so where to begin. It asks vLLM's runners for
+no more than every attention layer does.
 """
 
 from dataclasses import dataclass, replace
@@ -42,6 +47,9 @@ class JengaMambaMetadata(BaseMambaAttentionMetadata):
         initial_slots_p: State slot each prompt goes on from, the null slot at its beginning,
             i32[num_prefills].
         checkpoints: States of prompts to keep on the way.
+
+    `state_indices_tensor_d`, i32[num_decodes, slots], has the slots of a request in the order in
+    which its next tokens write them; it goes on from the last one.
     """
 
     initial_slots_p: torch.Tensor | None = None
@@ -66,27 +74,61 @@ class JengaMambaMetadataBuilder(BaseMambaAttentionMetadataBuilder[JengaMambaMeta
         if device.type == "cpu":
             skip_overflow_checks()
         self._layer_names = tuple(layer_names)
+        self._num_slots = 1 + self.num_spec_tokens
+        self._next_columns = torch.arange(1, 1 + self._num_slots, device=device)
 
     def build(
         self,
         common_prefix_len: int,
         common_attn_metadata: "CommonAttentionMetadata",
         fast_build: bool = False,
-        **kwargs: Any,  # noqa: ANN401 (of speculative decoding, which is refused)
+        **kwargs: Any,  # noqa: ANN401 (what was accepted: the number of tokens says it too)
     ) -> JengaMambaMetadata:
         """Collect a step's state slots and the states to keep."""
-        common = self._compute_common_metadata(common_attn_metadata)
+        step, may_reject = common_attn_metadata, None
+        if self.use_spec_decode:
+            step = self._in_order_of_writing(step)
+            may_reject = step.query_start_loc.diff()  # read for no more than that there may be
+        common = self._compute_common_metadata(step, num_accepted_tokens=may_reject)
         writes = take_writes(self._layer_names)
-        slots, goes_on = common.state_indices_tensor_p, common.has_initial_states_p
-        if slots is None or goes_on is None:
+        starts, goes_on = common.query_start_loc_p, common.has_initial_states_p
+        if starts is None or goes_on is None:
             if writes:
                 msg = f"states are to be kept in a step that reads no prompt: {writes}"
                 raise InvariantError(msg)
             return common
+        first, end = common.num_decodes, common.num_decodes + common.num_prefills
+        pages = step.block_table_tensor[first:end, : self._num_slots]
+        last = (starts.diff() - 1) % self._num_slots
+        # Of a prompt's beginning, too, all tokens but the first may be drafts.
+        counts = enumerate(step.query_start_loc_cpu[first : end + 1].diff().tolist())
+        few_tokens = {row: count for row, count in counts if 1 < count <= self._num_slots}
         return replace(
             common,
-            initial_slots_p=torch.where(goes_on, slots, NULL_SLOT),
-            checkpoints=checkpoints_of(writes, slots) if writes else None,
+            state_indices_tensor_p=pages.gather(1, last.long()[:, None])[:, 0],
+            initial_slots_p=torch.where(goes_on, pages[:, -1], NULL_SLOT),
+            checkpoints=(
+                checkpoints_of(writes, pages, few_tokens) if writes or few_tokens else None
+            ),
+        )
+
+    def _in_order_of_writing(self, step: "CommonAttentionMetadata") -> "CommonAttentionMetadata":
+        """Let each request's slots begin with that of the state after its next token.
+
+        Requests of no more tokens than slots are decoded, whether or not they are of a prompt, but
+        for a prompt's beginning: CUDA graphs, too, are chosen by the number of tokens.
+        """
+        num_tokens, num_tokens_cpu = step.query_start_loc.diff(), step.query_start_loc_cpu.diff()
+        num_computed = step.seq_lens[: step.num_reqs] - num_tokens
+        columns = (num_computed[:, None] + self._next_columns) % self._num_slots
+        is_prefilling, seq_lens_cpu = step.is_prefilling, step.seq_lens_cpu_upper_bound
+        if is_prefilling is None or seq_lens_cpu is None:
+            msg = "a step must say which requests read prompts, and how long they are"
+            raise InvariantError(msg)
+        begins = is_prefilling & (seq_lens_cpu[: step.num_reqs] <= num_tokens_cpu)
+        return step.replace(
+            block_table_tensor=step.block_table_tensor.gather(1, columns),
+            is_prefilling=begins | (num_tokens_cpu > self._num_slots),
         )
 
 
@@ -177,13 +219,19 @@ def conv_weight_of(layer: Any) -> torch.Tensor:  # noqa: ANN401
     return weight.view(weight.shape[0], -1)
 
 
-def decode_slots(metadata: JengaMambaMetadata) -> torch.Tensor:
-    """Get the state slot of each decoding request, i32[num_decode_tokens]."""
-    slots = metadata.state_indices_tensor_d
+def decode_slots(
+    metadata: JengaMambaMetadata,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Get the state slots of decoding requests: initial_slots, state_slots, query_starts."""
+    slots, query_starts = metadata.state_indices_tensor_d, metadata.query_start_loc_d
     if slots is None:
         msg = "a step that decodes must come with the state slots of its requests"
         raise InvariantError(msg)
-    return slots[: metadata.num_decode_tokens, 0]
+    if query_starts is None:  # a token each
+        slots = slots[: metadata.num_decode_tokens, 0]
+        return slots, slots, None
+    slots = slots[: len(query_starts) - 1]
+    return slots[:, -1], slots, query_starts
 
 
 def prompts_of(
@@ -217,8 +265,18 @@ def convolve(
     bias, silu = layer.conv1d.bias, layer.activation in ("silu", "swish")
     first = metadata.num_decode_tokens
     if first:
-        slots = decode_slots(metadata)
-        conv_update(out[:first], conv_states, x[:first], weight, slots, slots, bias=bias, silu=silu)
+        initial_slots, slots, query_starts = decode_slots(metadata)
+        conv_update(
+            out[:first],
+            conv_states,
+            x[:first],
+            weight,
+            initial_slots,
+            slots,
+            bias=bias,
+            silu=silu,
+            query_starts=query_starts,
+        )
     if metadata.num_prefill_tokens:
         query_starts, initial_slots, slots = prompts_of(metadata)
         causal_conv(
@@ -262,7 +320,7 @@ def recur(
     """
     first = metadata.num_decode_tokens
     if first:
-        slots = decode_slots(metadata)
+        initial_slots, slots, query_starts = decode_slots(metadata)
         state_update(
             out[:first],
             states,
@@ -271,11 +329,12 @@ def recur(
             step.A,
             step.B[:first],
             step.C[:first],
-            slots,
+            initial_slots,
             slots,
             D=step.D,
             z=None if step.z is None else step.z[:first],
             dt_bias=step.dt_bias,
+            query_starts=query_starts,
         )
     if metadata.num_prefill_tokens:
         query_starts, initial_slots, slots = prompts_of(metadata)

@@ -133,7 +133,8 @@ def _layer(name: str, spec: "KVCacheSpec") -> tuple[tuple[object, ...], Layer]:
         return ("cross",), Layer(name=name, slot_bytes=slot_bytes)
     if type(spec) is MambaSpec and spec.mamba_cache_mode == "none":
         _check_states(name, spec)
-        key = ("state", spec.mamba_type.name.lower(), spec.shapes, spec.dtypes)
+        kind, draft_tokens = spec.mamba_type.name.lower(), spec.num_speculative_blocks
+        key = ("state", kind, draft_tokens, spec.shapes, spec.dtypes)
         return key, Layer(name=name, slot_bytes=spec.state_content_size_bytes)
     msg = (
         f"JENGA_TRITON does not support layer {name!r}: its cache is a {type(spec).__name__} "
@@ -189,11 +190,13 @@ def _layer_types(specs: Mapping[str, "KVCacheSpec"]) -> list[LayerType]:
                 )
             case ("cross",):
                 layer_types.append(CrossAttention(name="cross", layers=tuple(layers)))
-            case ("state", str(kind), *_):
+            case ("state", str(kind), int(draft_tokens), *_):
                 # States of different shapes are different types of one kind.
                 names[kind] = names.get(kind, 0) + 1
                 name = kind if names[kind] == 1 else f"{kind}_{names[kind]}"
-                layer_types.append(State(name=name, layers=tuple(layers)))
+                layer_types.append(
+                    State(name=name, layers=tuple(layers), draft_tokens=draft_tokens)
+                )
             case _:
                 msg = f"unknown key of a layer type: {key}"
                 raise ValueError(msg)

@@ -32,7 +32,9 @@ def unsupported_speculation(vllm_config: "VllmConfig") -> dict[str, bool]:
     name = "speculative decoding"
     return {
         f"{name} by method {speculation.method!r}": speculation.method not in SERVED_METHODS,
-        f"{name} with recurrent layers": _has_states(model) or _has_states(drafts),
+        f"{name} by a draft model with recurrent layers": (
+            speculation.uses_draft_model() and _has_states(drafts)
+        ),
         f"{name} with multi-head latent attention (MLA)": any(
             config is not None and config.use_mla for config in (model, drafts)
         ),

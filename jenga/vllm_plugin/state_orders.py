@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from jenga.geometry import Geometry
 from jenga.manager import Manager
 from jenga.request import PageCopy
+from jenga.spec import State
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -39,7 +40,7 @@ class StateWrite:
     """A state to keep on the way through a step.
 
     Attributes:
-        running_page: Page of the request's running state, which names the request to the layers.
+        running_page: A page of the request's running state, which names it to the layers.
         after_tokens: Tokens of this step after which the state is kept.
         page: Page to keep it in.
     """
@@ -123,7 +124,7 @@ class _Passage:
 class StateKeeper:
     """Decides at the end of each step which states it keeps, and collects the orders."""
 
-    __slots__ = ("_ended", "_geometry", "_hash_tokens", "_manager", "_passages")
+    __slots__ = ("_geometry", "_hash_tokens", "_manager", "_passages", "_passed", "_slots")
 
     def __init__(self, manager: Manager, *, hash_tokens: int) -> None:
         """Nothing to keep.
@@ -135,15 +136,22 @@ class StateKeeper:
         self._manager = manager
         self._geometry = manager.geometry
         self._hash_tokens = hash_tokens
+        # Steps of so many tokens leave the state after each of them in a slot of the request.
+        self._slots = max(
+            table.layer_type.slots_per_request
+            for table in self._geometry.page_tables
+            if isinstance(table.layer_type, State)
+        )
         self._passages: dict[str, _Passage] = {}
-        self._ended: dict[str, tuple[bytes, int]] = {}
+        self._passed: dict[str, list[tuple[bytes, int]]] = {}
 
     def step_starts(self) -> None:
         """Begin a step: keep what the last one could not write on its way."""
-        for request_id, (prefix_hash, num_tokens) in self._ended.items():
+        for request_id, states in self._passed.items():
             if self._manager.is_running(request_id):
-                self._manager.keep_state(request_id, prefix_hash, num_tokens)
-        self._ended.clear()
+                for prefix_hash, num_tokens in states:
+                    self._manager.keep_state(request_id, prefix_hash, num_tokens)
+        self._passed.clear()
         self._passages.clear()
 
     def schedule(self, request: "Request", start_tokens: int, end_tokens: int) -> None:
@@ -157,7 +165,7 @@ class StateKeeper:
     def forget(self, request_id: str) -> None:
         """Note that a request has ended or lost its place in the step."""
         self._passages.pop(request_id, None)
-        self._ended.pop(request_id, None)
+        self._passed.pop(request_id, None)
 
     def take_orders(self) -> StateOrders | None:
         """Give pages to the states that the step passes; get its orders, None if it has none."""
@@ -189,9 +197,9 @@ class StateKeeper:
             if not start_tokens < num_tokens <= end_tokens:
                 continue
             prefix_hash = passage.request.block_hashes[num_tokens // self._hash_tokens - 1]
-            if end_tokens - start_tokens == 1:
-                # Layers take single tokens for decoding, which writes running states only.
-                self._ended[request_id] = (prefix_hash, num_tokens)
+            if end_tokens - start_tokens <= self._slots:
+                # Layers take so few tokens for decoding, which writes running states only.
+                self._passed.setdefault(request_id, []).append((prefix_hash, num_tokens))
             elif self._manager.keep_state(request_id, prefix_hash, num_tokens):
                 kept += [
                     (prefix_hash, copy, num_tokens - start_tokens)

@@ -5,7 +5,7 @@ layers for the step's metadata; in between they wait here, by the name of the fi
 page table they concern.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,24 +69,43 @@ def take_writes(layer_names: Sequence[str]) -> tuple[StateWrite, ...]:
     return ()
 
 
-def checkpoints_of(writes: Sequence[StateWrite], running_pages: torch.Tensor) -> Checkpoints:
-    """Order writes by the requests of a batch, without waiting for the device.
+def checkpoints_of(
+    writes: Sequence[StateWrite],
+    running_pages: torch.Tensor,
+    few_tokens: Mapping[int, int] | None = None,
+) -> Checkpoints:
+    """Order the states that prompts leave on their way, without waiting for the device.
 
     Args:
         writes: Each of a request of the batch.
-        running_pages: Page of each request's running state, i32[num_requests].
+        running_pages: Pages of each request's running states, in the order in which its tokens
+            write them, i32[num_requests, slots].
+        few_tokens: Requests of the batch that leave the state after each of their tokens in those
+            pages -> how many tokens.
 
     Raises:
         InvariantError: On the CPU, a write is of a request that is not in the batch.
     """
     device = running_pages.device
     fields = [[write.running_page, write.after_tokens, write.page] for write in writes]
-    pages, after_tokens, slots = async_tensor_h2d(fields, dtype=torch.int32, device=device).t()
-    is_of = running_pages[:, None] == pages  # [num_requests, num_writes]
+    table = async_tensor_h2d(fields, dtype=torch.int32, device=device).view(-1, 3)
+    pages, after_tokens, slots = table.t()
+    is_of = (running_pages[:, :, None] == pages).any(dim=1)  # [num_requests, num_writes]
     if device.type == "cpu" and not bool(is_of.any(dim=0).all()):
         msg = f"states of {writes} are to be kept, but the step computes {running_pages.tolist()}"
         raise InvariantError(msg)
-    order = is_of.int().argmax(dim=0).sort(stable=True).indices
-    starts = torch.zeros(len(running_pages) + 1, dtype=torch.int32, device=device)
-    torch.cumsum(is_of.sum(dim=1), dim=0, dtype=torch.int32, out=starts[1:])
-    return Checkpoints(starts=starts, after_tokens=after_tokens[order], slots=slots[order])
+    requests = is_of.int().argmax(dim=0)
+    if few_tokens:
+        # The last token's state is the request's own, and needs no checkpoint.
+        steps = [[row, n] for row, count in few_tokens.items() for n in range(1, count)]
+        rows, numbers = async_tensor_h2d(steps, dtype=torch.int32, device=device).t()
+        requests = torch.cat([requests, rows])
+        after_tokens = torch.cat([after_tokens, numbers])
+        slots = torch.cat([slots, running_pages[rows.long(), numbers.long() - 1]])
+    requests, order = requests.sort(stable=True)
+    bounds = torch.arange(len(running_pages) + 1, dtype=requests.dtype, device=device)
+    return Checkpoints(
+        starts=torch.searchsorted(requests, bounds, out_int32=True),
+        after_tokens=after_tokens[order],
+        slots=slots[order],
+    )

@@ -27,6 +27,8 @@ class Run:
     images: tuple[Image, ...]
     processed: int = 0
     scheduled: int = 0
+    rejected: int = 0  # of those scheduled
+    last_start: int = 0  # tokens processed before the last step
     images_written: set = field(default_factory=set)
 
     @property
@@ -40,6 +42,12 @@ class Run:
             repr((self.tokens[:end], [n for n in named if n[0] < end])).encode()
             for end in range(hash_tokens, len(self.tokens) + 1, hash_tokens)
         ]
+
+    def written(self, token):
+        """What a step writes at a token: something else than its content where it is rejected."""
+        if token >= self.processed + self.scheduled - self.rejected:
+            return ("rejected", token)
+        return self.content(token)
 
     def content(self, token):
         """What the KV of a token depends on: all tokens and images up to it."""
@@ -94,9 +102,16 @@ class EngineModel:
         layer_type, page_tokens = table.layer_type, table.tokens_per_page
         end = run.processed + run.scheduled
         if isinstance(layer_type, State):
+            slots = 1 + layer_type.draft_tokens
+            assert len(pages) == slots
             if run.processed:
-                assert self.read(index, pages[0], 0) == ("state", run.content(run.processed - 1))
-            self.write(index, pages[0], 0, ("state", run.content(end - 1)))
+                state = self.read(index, pages[run.processed % slots], 0)
+                assert state == ("state", run.content(run.processed - 1))
+            # Steps of no more tokens than slots leave the state after each of them.
+            first = run.processed + 1 if run.scheduled <= slots else end
+            for num_tokens in range(first, end + 1):
+                content = ("state", run.written(num_tokens - 1))
+                self.write(index, pages[num_tokens % slots], 0, content)
         elif isinstance(layer_type, CrossAttention | ImageEmbedding):
             for number, start, image in image_pages(run, page_tokens):
                 begins = image.start_token < end
@@ -112,7 +127,7 @@ class EngineModel:
                 slot = self.slot_of(layer_type, run, token)
                 page = pages[slot // page_tokens]
                 assert page > 0
-                self.write(index, page, slot % page_tokens, run.content(token))
+                self.write(index, page, slot % page_tokens, run.written(token))
 
     def slot_of(self, layer_type, run, token):
         if isinstance(layer_type, TokenBudget) and run.processed >= run.prompt:
@@ -121,7 +136,7 @@ class EngineModel:
 
     def _read_step(self, index, table, run, pages):
         layer_type, page_tokens = table.layer_type, table.tokens_per_page
-        end = run.processed + run.scheduled
+        end = run.processed + run.scheduled - run.rejected
         if isinstance(layer_type, State):
             return
         if isinstance(layer_type, CrossAttention | ImageEmbedding):
@@ -157,8 +172,9 @@ class EngineModel:
             assert self.read(index, page, token % page_tokens) == run.content(token)
 
     def _end_step(self, run, pages):
-        run.processed += run.scheduled
-        run.scheduled = 0
+        run.last_start = run.processed
+        run.processed += run.scheduled - run.rejected
+        run.scheduled = run.rejected = 0
         for index, table in enumerate(self.tables):
             layer_type = table.layer_type
             if not isinstance(layer_type, TokenBudget) or run.processed != run.prompt:

@@ -53,8 +53,9 @@ def chunked(name="chunked", slot_bytes=16, tokens=4, per_large=1, chunk=8):
     return page_table(layer_type, tokens, per_large)
 
 
-def state(name="state", slot_bytes=192, per_large=1):
-    return page_table(State(name=name, layers=_layer(name, slot_bytes)), 1, per_large)
+def state(name="state", slot_bytes=192, per_large=1, draft_tokens=0):
+    layer_type = State(name=name, layers=_layer(name, slot_bytes), draft_tokens=draft_tokens)
+    return page_table(layer_type, 1, per_large)
 
 
 def cross(name="cross", slot_bytes=24, tokens=4, per_large=1):
@@ -96,7 +97,13 @@ MIXED = geometry(
     state(slot_bytes=192, per_large=2),
     full("draft", slot_bytes=96, per_large=1),
 )
-ALL = (HOMOGENEOUS, WINDOWED, HYBRID, MIXED)
+DRAFTING = geometry(
+    "drafting",
+    full(slot_bytes=16, per_large=12),
+    state(slot_bytes=192, per_large=4, draft_tokens=3),
+    sliding(slot_bytes=32, per_large=6, window=6),
+)
+ALL = (HOMOGENEOUS, WINDOWED, HYBRID, MIXED, DRAFTING)
 
 ATTENTION = geometry(
     "attention_of_two_models",
@@ -110,6 +117,13 @@ STATES = geometry(
     full(slot_bytes=16, tokens=4, per_large=6),
     state("state[0]", slot_bytes=384, per_large=1),
     state("state[1]", slot_bytes=96, per_large=4),
+    sliding(slot_bytes=32, tokens=4, per_large=3, window=5),
+)
+DRAFTED = geometry(
+    "states_of_drafted_tokens",
+    full("draft", slot_bytes=24, tokens=4, per_large=4),
+    full(slot_bytes=16, tokens=4, per_large=6),
+    state(slot_bytes=96, per_large=4, draft_tokens=2),
     sliding(slot_bytes=32, tokens=4, per_large=3, window=5),
 )
 VISION = geometry(
@@ -126,4 +140,4 @@ BUDGETED = geometry(
     sliding(slot_bytes=96, tokens=4, per_large=1, window=6),
     full("draft", slot_bytes=24, tokens=4, per_large=4),
 )
-CACHED = (HOMOGENEOUS, ATTENTION, STATES, VISION, BUDGETED)
+CACHED = (HOMOGENEOUS, ATTENTION, STATES, DRAFTED, VISION, BUDGETED)

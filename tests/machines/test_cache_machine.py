@@ -42,7 +42,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.runs = {}
         self.waiting = {}
         self.num_runs = 0
-        self.has_states = any(table.is_state for table in self.geometry.page_tables)
+        states = [table.layer_type for table in self.geometry.page_tables if table.is_state]
+        self.has_states = bool(states)
+        self.draft_tokens = max((state.draft_tokens for state in states), default=0)
 
     # Prompts are prefixes of two documents, with a tail of few values: they fork everywhere.
     @rule(
@@ -143,7 +145,8 @@ class CacheMachine(RuleBasedStateMachine):
         return True
 
     def _commit(self, run):
-        self.manager.commit(run.request_id, run.hashes(HASH_TOKENS), run.processed + run.scheduled)
+        num_tokens = run.processed + run.scheduled - run.rejected
+        self.manager.commit(run.request_id, run.hashes(HASH_TOKENS), num_tokens)
 
     def _choose(self, data, runs):
         return self.runs[data.draw(st.sampled_from(sorted(runs)))]
@@ -168,15 +171,22 @@ class CacheMachine(RuleBasedStateMachine):
             assert dump(self.manager) == before
             return
         run.scheduled = num_tokens - run.processed
+        # The first token of a step is never a draft.
+        if run.processed >= run.prompt and run.scheduled <= 1 + self.draft_tokens:
+            run.rejected = data.draw(st.integers(0, run.scheduled - 1))
         self._commit(run)
 
     @rule(keep=st.sampled_from([True, True, False]))
     def execute(self, keep):
         self._execute()
         for run in self.runs.values():
-            if keep and self.has_states and run.processed and run.processed % HASH_TOKENS == 0:
-                prefix_hash = run.hashes(HASH_TOKENS)[run.processed // HASH_TOKENS - 1]
-                self.manager.keep_state(run.request_id, prefix_hash, run.processed)
+            num_tokens = run.processed // HASH_TOKENS * HASH_TOKENS
+            # The states after a few tokens are still there, each in its slot.
+            was_few = run.processed - run.last_start <= 1 + self.draft_tokens
+            is_there = num_tokens == run.processed or (was_few and num_tokens > run.last_start)
+            if keep and self.has_states and num_tokens and is_there:
+                prefix_hash = run.hashes(HASH_TOKENS)[num_tokens // HASH_TOKENS - 1]
+                self.manager.keep_state(run.request_id, prefix_hash, num_tokens)
                 self.manager.check()
 
     def _execute(self):

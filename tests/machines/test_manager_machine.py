@@ -145,7 +145,7 @@ class ManagerMachine(RuleBasedStateMachine):
 def naive_live_pages(table, processed, num_tokens):
     """Page numbers that a query from `processed` on reads or writes, token by token."""
     if table.is_state:
-        return [0]
+        return list(range(1 + table.layer_type.draft_tokens))
     layer_type = table.layer_type
     needed = set(range(processed, num_tokens))
     query = processed

@@ -202,6 +202,44 @@ def test_prefixes_are_cached_only_if_all_states_are_kept(kind, architecture, is_
     assert [kind in words for words in warnings] == ([] if is_kept else [True])
 
 
+def drafting_config(architecture):
+    config = engine_config(architecture)
+    config.speculative_config = SimpleNamespace(
+        uses_draft_kv_cache=lambda: False, num_speculative_tokens=3
+    )
+    return config
+
+
+def test_states_of_drafted_tokens_have_slots_of_their_own():
+    from jenga.vllm_plugin.layout import get_kv_cache_groups, max_memory_usage_bytes_from_groups
+
+    config = drafting_config("GraniteMoeHybridForCausalLM")
+    specs = {
+        name: mamba(num_speculative_blocks=3) if name.startswith("mamba") else spec
+        for name, spec in HYBRID.items()
+    }
+
+    groups = get_kv_cache_groups(config, specs)
+
+    (table,) = [group for group in groups[0].geometry.page_tables if group.is_state]
+    assert table.layer_type.slots_per_request == 4
+    plain = get_kv_cache_groups(engine_config(), HYBRID)
+    without = max_memory_usage_bytes_from_groups(config, plain)
+    assert max_memory_usage_bytes_from_groups(config, groups) > without
+
+
+def test_drafts_with_states_that_other_operations_keep_are_refused_by_kind():
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+
+    from jenga.vllm_plugin.layout import get_kv_cache_groups
+
+    config = drafting_config("Lfm2ForCausalLM")
+    specs = HYBRID | {"other": mamba(mamba_type=MambaAttentionBackendEnum.SHORT_CONV)}
+
+    with pytest.raises(ValueError, match=r"speculative decoding .* SHORT_CONV"):
+        get_kv_cache_groups(config, specs)
+
+
 def test_prefixes_of_hybrids_are_hashed_by_pages_of_tokens():
     from vllm.v1.engine import core
 

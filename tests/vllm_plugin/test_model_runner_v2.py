@@ -109,6 +109,27 @@ def test_a_draft_model_beside_windows_changes_no_token(graphs, tiny_model, run_e
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["granite", "jamba", "qwen3_next"])
+def test_replayed_steps_of_drafts_leave_the_states_of_what_is_accepted(
+    name, tiny_model, run_engine, run_ours
+):
+    model, draft = tiny_model(f"{name}_calm"), tiny_model(f"{name}_echo")
+    twice = DRAFTED_PROMPTS + DRAFTED_PROMPTS
+
+    theirs = run_engine(
+        model, DRAFTED_PROMPTS, max_tokens=MAX_TOKENS, script="reference_process.py"
+    )
+    options = by_draft(draft, 3) | graphs_of(4, 8, 16)
+    ours = run_ours(model, twice, max_tokens=MAX_TOKENS, rounds=2, options=options)
+
+    assert_same_generation(ours, theirs | {"outputs": theirs["outputs"] * 2})
+    check_drafts(ours)
+    hits = hits_of(ours, len(DRAFTED_PROMPTS), 2 * len(DRAFTED_PROMPTS))
+    assert hits == [(len(prompt) - 1) // 16 * 16 for prompt in DRAFTED_PROMPTS]
+    assert ours["replays"]
+
+
+@pytest.mark.slow
 def test_replayed_steps_of_latent_attention(tiny_model, run_engine, run_ours):
     model, prompts = tiny_model("deepseek_v2"), prompts_of_lengths((90, 33, 70), seed=5)
 

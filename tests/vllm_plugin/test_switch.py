@@ -88,8 +88,8 @@ def refusals(tiny_model):
         "KV offloading": dict(kv_offloading_size=1.0),
         "speculative decoding by method 'ngram_gpu'": dict(speculative_config={
             "method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_max": 3}),
-        "speculative decoding with recurrent layers": dict(model=hybrid, speculative_config={
-            "method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}),
+        "speculative decoding by a draft model with recurrent layers": dict(speculative_config={
+            "method": "draft_model", "model": hybrid, "num_speculative_tokens": 2}),
         "speculative decoding with attention backend CPU_ATTN": dict(speculative_config={
             "method": "draft_model", "model": draft, "num_speculative_tokens": 2,
             "attention_backend": "CPU_ATTN"}),
@@ -128,7 +128,7 @@ def refusals(tiny_model):
         "KV connectors",
         "KV offloading",
         "speculative decoding by method 'ngram_gpu'",
-        "speculative decoding with recurrent layers",
+        "speculative decoding by a draft model with recurrent layers",
         "speculative decoding with attention backend CPU_ATTN",
         "disable-hybrid-kv-cache-manager",
         "kv-cache-dtype",

@@ -363,6 +363,39 @@ def _save_scales(path):
     (path / "config.json").write_text(json.dumps(config))
 
 
+def _calmed(make):
+    """Let the layers of a model say less, so that its next token mostly follows from the last."""
+
+    def calm():
+        model = make()
+        for name, parameter in model.named_parameters():
+            is_out = any(part in name for part in ("o_proj", "out_proj", "down_proj", "output_lin"))
+            if "layers." in name and is_out:
+                parameter.data.mul_(0.005)
+        return model
+
+    return calm
+
+
+def _echo_of(make):
+    """Get a Llama that drafts what follows from the last token alone, in the words of another."""
+
+    def echo():
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        words = make()
+        sizes = _COMMON | {"num_key_value_heads": 1}
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, head_dim=HEAD_DIM))
+        for name, parameter in model.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                parameter.data.zero_()
+        model.get_input_embeddings().weight.data.copy_(words.get_input_embeddings().weight)
+        model.get_output_embeddings().weight.data.copy_(words.get_output_embeddings().weight)
+        return model
+
+    return echo
+
+
 _MAKERS = {
     "llama": _llama,
     "llama_fp8_cache": _llama,
@@ -381,6 +414,12 @@ _MAKERS = {
     "jamba": _jamba,
     "qwen3_next": _qwen3_next,
     "qwen3_5": _qwen3_5,
+    "granite_calm": _calmed(_granite_hybrid),
+    "granite_echo": _echo_of(_granite_hybrid),
+    "jamba_calm": _calmed(_jamba),
+    "jamba_echo": _echo_of(_jamba),
+    "qwen3_next_calm": _calmed(_qwen3_next),
+    "qwen3_next_echo": _echo_of(_qwen3_next),
 }
 _FINISHERS = {
     "llama_fp8_cache": _save_scales,
@@ -404,7 +443,7 @@ def save(name: str, directory: Path) -> Path:
         for layer_name, parameter in model.named_parameters():
             if layer_name.endswith("sinks"):
                 torch.nn.init.normal_(parameter, mean=1.0, std=1.0)
-    if name in ("qwen3_next", "qwen3_5"):
+    if name in ("qwen3_next", "qwen3_next_calm", "qwen3_5"):
         # Fresh rates of decay forget nearly all within a token; keep what shows over a prompt.
         for layer_name, parameter in model.named_parameters():
             if layer_name.endswith("A_log"):
