@@ -380,6 +380,32 @@ def test_a_kept_state_is_hit_and_copied():
     manager.check()
 
 
+def test_with_drafts_the_state_after_so_many_tokens_is_in_the_slot_of_their_number():
+    cut = geometry(
+        "drafting",
+        full(tokens=16, slot_bytes=16, per_large=2),
+        state(slot_bytes=128, per_large=4, draft_tokens=2),
+    )
+    manager = Manager(cut, num_large_pages=9, prefix_caching=True)
+    manager.allocate("a", num_tokens=48)
+    slots = manager.page_table("a", 1)
+    assert len(set(slots)) == 3
+    manager.commit("a", hashes(48), 48)
+
+    # Two tokens later the state after 48 is still there.
+    manager.allocate("a", num_tokens=50, num_processed_tokens=48)
+    assert manager.keep_state("a", hashes(48)[-1], 48)
+    (kept,) = manager.take_copies()
+    assert kept.source == slots[48 % 3]
+
+    hit = manager.lookup(hashes(64), max_tokens=63)
+    assert hit.num_tokens == 48
+    manager.allocate("b", num_tokens=60, hit=hit)
+    (started,) = manager.take_copies()
+    assert (started.source, started.target) == (kept.target, manager.page_table("b", 1)[48 % 3])
+    manager.check()
+
+
 def test_states_are_kept_at_the_end_of_the_prompt_at_branches_and_as_bytes_allow():
     manager = hybrid()
     # A state of 512 bytes is the KV of 32 tokens.

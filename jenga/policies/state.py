@@ -2,7 +2,6 @@
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from jenga.policies.base import NEVER, Grain, RequestFacts
 
@@ -22,7 +21,7 @@ class StatePolicy:
 
     num_slots: int = 1
 
-    is_overwritten: ClassVar[bool] = True
+    is_overwritten = True
 
     def update_last_access(
         self, _facts: RequestFacts, _num_processed_tokens: int, _num_tokens: int, /

@@ -16,6 +16,15 @@ def test_a_state_takes_one_slot_whatever_the_length():
     assert policy.final_pages(FACTS, 1000, GRAIN) == 0
 
 
+def test_a_state_takes_a_slot_more_for_each_token_that_may_be_rejected():
+    policy = StatePolicy(num_slots=4)
+
+    assert policy.update_last_access(FACTS, 900, 1000) == range(4)
+    assert policy.peak_slots(FACTS, 1000, 16) == 4
+    assert policy.max_tokens(FACTS, 0, 4) == NEVER
+    assert policy.max_tokens(FACTS, 0, 3) == 0
+
+
 def test_a_state_is_hit_only_where_one_was_kept():
     policy = StatePolicy()
     is_hit = [None, 7, None, 9, None]
