@@ -174,7 +174,7 @@ def shared_sources(config: Config, kinds: Sequence[Kind], num_shared_layers: int
     return sources
 
 
-def state_type(indices: Iterable[int], parts: Sequence[StatePart]) -> State:
+def state_type(indices: Iterable[int], parts: Sequence[StatePart], options: ReadOptions) -> State:
     """The layer type of recurrent layers that are all alike."""
     slot_bytes = sum(part.num_bytes for part in parts)
     return State(
@@ -183,6 +183,7 @@ def state_type(indices: Iterable[int], parts: Sequence[StatePart]) -> State:
             Layer(name=layer_name(index), slot_bytes=slot_bytes, parts=tuple(parts))
             for index in indices
         ),
+        draft_tokens=options.draft_tokens,
     )
 
 

@@ -40,6 +40,7 @@ class ReadOptions:
         state_dtype: Dtype of recurrent states; None takes the architecture's own default.
         embeddings_in_kv_pages: Image embeddings live in the full-attention pages of their tokens
             until the KV is written there; otherwise they have pages of their own.
+        draft_tokens: Tokens drafted for a step, each of which takes recurrent layers a state more.
     """
 
     tensor_parallel: int = 1
@@ -47,9 +48,13 @@ class ReadOptions:
     model_dtype: str = "bfloat16"
     state_dtype: str | None = None
     embeddings_in_kv_pages: bool = False
+    draft_tokens: int = 0
 
     def __post_init__(self) -> None:
         check_positive("options", "tensor_parallel", self.tensor_parallel)
+        if self.draft_tokens < 0:
+            msg = f"options: draft_tokens must be at least 0, got {self.draft_tokens}"
+            raise ValueError(msg)
         for field in ("model_dtype", "state_dtype"):
             dtype = getattr(self, field)
             if dtype not in ELEMENT_BYTES and (dtype is not None or field == "model_dtype"):

@@ -105,7 +105,7 @@ def _hybrid(
     """Full attention in some layers, states in others."""
     types = attention_types(uniform_attention(config, options, kinds))
     states = [index for index, kind in enumerate(kinds) if kind is Kind.STATE]
-    return [*types, state_type(states, parts)] if states else types
+    return [*types, state_type(states, parts, options)] if states else types
 
 
 def read_mamba(config: Config, options: ReadOptions) -> list[LayerType]:
@@ -113,7 +113,7 @@ def read_mamba(config: Config, options: ReadOptions) -> list[LayerType]:
     channels = config.integer("hidden_size") * config.integer("expand", default=2)
     channels = config.integer("intermediate_size", default=channels)
     indices = range(config.integer("num_hidden_layers"))
-    return [state_type(indices, _mamba1(config, options, channels=channels))]
+    return [state_type(indices, _mamba1(config, options, channels=channels), options)]
 
 
 def read_jamba(config: Config, options: ReadOptions) -> list[LayerType]:
@@ -148,7 +148,7 @@ def read_falcon_h1(config: Config, options: ReadOptions) -> list[LayerType]:
     num_layers = config.integer("num_hidden_layers")
     parts = _bamba_parts(config, options, channels=config.integer("mamba_d_ssm"))
     attention = uniform_attention(config, options, [Kind.FULL] * num_layers)
-    return [*attention_types(attention), state_type(range(num_layers), parts)]
+    return [*attention_types(attention), state_type(range(num_layers), parts, options)]
 
 
 def read_nemotron_h(config: Config, options: ReadOptions) -> list[LayerType]:
@@ -203,7 +203,7 @@ def read_zamba2(config: Config, options: ReadOptions) -> list[LayerType]:
         kernel=config.integer("mamba_d_conv", default=4),
     )
     layers = [AttentionLayer(index=index, slot_bytes=slot_bytes) for index in attention]
-    return [*attention_types(layers), state_type(range(num_layers), parts)]
+    return [*attention_types(layers), state_type(range(num_layers), parts, options)]
 
 
 def read_gated_delta(config: Config, options: ReadOptions) -> list[LayerType]:
@@ -255,7 +255,7 @@ def read_kimi_linear(config: Config, options: ReadOptions) -> list[LayerType]:
         FullAttention(
             name="full", layers=tuple(latent_layer(config, options, index) for index in full)
         ),
-        state_type([i for i in range(num_layers) if i not in full], parts),
+        state_type([i for i in range(num_layers) if i not in full], parts, options),
     ]
 
 
@@ -302,5 +302,5 @@ def read_hymba(config: Config, options: ReadOptions) -> list[LayerType]:
     channels = config.integer("hidden_size") * config.integer("mamba_expand", default=2)
     return [
         *attention_types(layers, sources=sources),
-        state_type(range(num_layers), _mamba1(config, options, channels=channels)),
+        state_type(range(num_layers), _mamba1(config, options, channels=channels), options),
     ]

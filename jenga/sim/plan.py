@@ -113,10 +113,15 @@ StockSystem = Callable[[ModelSpec, int, Sequence[int]], System]
 def served_model(models: Sequence[ModelFacts], options: ReadOptions) -> ModelSpec:
     """The layer types of one model, or of several that share an arena.
 
+    Args:
+        models: The one that is drafted for comes first.
+        options: How they are run.
+
     Raises:
         ValueError: A configuration that is not understood, or two models of one name.
     """
-    specs = [model.spec(options) for model in models]
+    of_drafts = replace(options, draft_tokens=0)
+    specs = [model.spec(of_drafts if index else options) for index, model in enumerate(models)]
     if len(specs) == 1:
         return specs[0]
     return combine("+".join(spec.name for spec in specs), specs)

@@ -55,6 +55,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--draft", metavar="MODEL", help="a model that drafts, in the same arena")
     parser.add_argument(
+        "--draft-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens drafted for a step, by whatever: recurrent layers keep so many states more",
+    )
+    parser.add_argument(
         "--weights",
         type=_bytes,
         metavar="BYTES",
@@ -133,7 +140,10 @@ def _plan(options: argparse.Namespace) -> Plan:
         models,
         arena=arena,
         options=ReadOptions(
-            tensor_parallel=options.tp, kv_format=kv_format, model_dtype=model_dtype
+            tensor_parallel=options.tp,
+            kv_format=kv_format,
+            model_dtype=model_dtype,
+            draft_tokens=options.draft_tokens,
         ),
         lengths=options.length or _lengths(models[0]),
         stock=None if options.without_vllm else _stock_system(),

@@ -53,6 +53,7 @@ def plan_json(plan: Plan) -> str:
             "tensor_parallel": plan.options.tensor_parallel,
             "kv_format": plan.options.kv_format.value,
             "model_dtype": plan.options.model_dtype,
+            "draft_tokens": plan.options.draft_tokens,
             "budget": _budget_fields(plan.budget),
             "arena_bytes": plan.arena_bytes,
             "layer_types": [
@@ -139,8 +140,8 @@ def keeps(layer_type: LayerType) -> str:  # noqa: PLR0911  a line per layer type
             return f"the current {chunk_tokens:,} tokens"
         case CrossAttention(typical_tokens=typical_tokens):
             return f"tokens of images or audio ({typical_tokens:,})"
-        case State():
-            return "one state"
+        case State(slots_per_request=slots):
+            return "one state" if slots == 1 else f"{slots} states, for drafted tokens"
         case TokenBudget(mean_budget_tokens=mean_budget_tokens):
             return f"about {mean_budget_tokens:,} tokens of a prompt"
         case ImageEmbedding(typical_tokens=typical_tokens):

@@ -78,6 +78,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--model", nargs="+", required=True, metavar="MODEL", help="as of `jenga plan`; several"
     )
     what.add_argument("--draft", metavar="MODEL", help="a model that drafts, in the same arena")
+    what.add_argument(
+        "--draft-tokens", type=int, default=0, metavar="N", help="their memory, as of `jenga plan`"
+    )
     what.add_argument("--trace", required=True, metavar="TRACE", help="see below")
     what.add_argument(
         "--format", choices=tuple(FORMATS), help="of the file (default: by its first line)"
@@ -323,7 +326,12 @@ def _machine(name: str, options: argparse.Namespace) -> _Timed:
     kv_format, model_dtype = KV_DTYPES[options.kv_dtype]
     model = served_model(
         models,
-        ReadOptions(tensor_parallel=options.tp, kv_format=kv_format, model_dtype=model_dtype),
+        ReadOptions(
+            tensor_parallel=options.tp,
+            kv_format=kv_format,
+            model_dtype=model_dtype,
+            draft_tokens=options.draft_tokens,
+        ),
     )
     gpu = find_gpu(options.gpu)
     arena_bytes = options.arena

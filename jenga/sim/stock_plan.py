@@ -162,7 +162,7 @@ def specs(model: ModelSpec, *, prefix_caching: bool) -> "dict[str, KVCacheSpec]"
     padded_bytes = block_tokens * token_bytes or None
     return {
         layer_name(layer_type, layer): (
-            _state_spec(layer, block_tokens, padded_bytes, prefix_caching=prefix_caching)
+            _state_spec(layer_type, layer, block_tokens, padded_bytes, caching=prefix_caching)
             if isinstance(layer_type, State)
             else _spec(layer_type, layer, block_tokens)
         )
@@ -171,7 +171,7 @@ def specs(model: ModelSpec, *, prefix_caching: bool) -> "dict[str, KVCacheSpec]"
 
 
 def _state_spec(
-    layer: Layer, block_tokens: int, padded_bytes: int | None, *, prefix_caching: bool
+    layer_type: State, layer: Layer, block_tokens: int, padded_bytes: int | None, *, caching: bool
 ) -> "KVCacheSpec":
     import torch
     from vllm.v1.kv_cache_interface import MambaSpec
@@ -179,13 +179,14 @@ def _state_spec(
     recurrent = next((part for part in layer.parts if part.name == "recurrent"), None)
     is_mamba2 = recurrent is not None and len(recurrent.shape) == _MAMBA2_DIMENSIONS
     return MambaSpec(
-        block_size=block_tokens if prefix_caching else NEVER,
+        block_size=block_tokens if caching else NEVER,
         shapes=((layer.slot_bytes,),),
         dtypes=(torch.int8,),
         page_size_padded=padded_bytes,
-        mamba_cache_mode="align" if prefix_caching else "none",
-        num_prefill_checkpoint_blocks=int(prefix_caching and is_mamba2),
-        prefill_checkpoint_alignment=1 if prefix_caching and is_mamba2 else None,
+        mamba_cache_mode="align" if caching else "none",
+        num_speculative_blocks=layer_type.draft_tokens,
+        num_prefill_checkpoint_blocks=int(caching and is_mamba2),
+        prefill_checkpoint_alignment=1 if caching and is_mamba2 else None,
     )
 
 

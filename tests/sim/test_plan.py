@@ -15,6 +15,7 @@ from jenga.sim.budget import memory_budget
 from jenga.sim.gpus import find_gpu
 from jenga.sim.plan import LENGTHS, decode_bytes, fit_of, plan_model
 from jenga.sim.plan_text import WIDTH, plan_json, plan_text
+from jenga.spec import State
 
 ARENA_BYTES = 8 << 30
 CHUNK_TOKENS = 2048
@@ -121,6 +122,22 @@ def test_draft_and_target_share_the_arena():
     assert "draft, gemma-2-2b" in plan_text(plan)
 
 
+def test_drafted_tokens_take_a_state_each_of_the_model_that_is_drafted_for():
+    models = [known_model("granite-4.0-h-small"), known_model("jamba-1.5-mini")]
+    options = ReadOptions(draft_tokens=3)
+
+    plan = plan_model(models, arena=8 * ARENA_BYTES, options=options, lengths=(1024,))
+
+    states = [each for each in plan.model.layer_types if isinstance(each, State)]
+    assert [state.slots_per_request for state in states] == [4, 1]
+    assert "4 states, for drafted tokens" in plan_text(plan)
+    alone = plan_model(models, arena=8 * ARENA_BYTES, lengths=(1024,))
+    # Three states more of 77 MB, beside 93 MB that a request has else.
+    more_bytes = plan.needed[0][1] - alone.needed[0][1]
+    assert more_bytes == 3 * sum(layer.slot_bytes for layer in states[0].layers)
+    assert plan.systems[0].fits[0].num_requests < alone.systems[0].fits[0].num_requests / 2
+
+
 def test_prompt_that_cannot_be_prefilled_is_not_counted_in_decode():
     plan = plan_of("pyramidkv-llama-8b", arena_bytes=2 * 10**9, lengths=(131_072,))
 
@@ -188,6 +205,7 @@ def test_command_takes_ranks_format_and_arena(capsys):
         (["llama-3.1-8b", "--length", "0"], "every length must be a positive integer"),
         (["llama-3.1-8b", "--tp", "3"], "tensor_parallel must divide"),
         (["llama-3.1-8b", "--draft", "llama-3.1-8b"], "two models named"),
+        (["llama-3.1-8b", "--draft-tokens", "-1"], "draft_tokens must be at least 0"),
         ([], "MODEL must be given"),
     ],
 )

@@ -57,6 +57,10 @@ MODELS = {
     # 32 tokens of attention are as large as a state.
     "full_and_mamba1": (FULL, State(name="state", layers=states("c", "d", shape=(60, 16)))),
     "full_and_mamba2": (FULL, State(name="state", layers=states("c", "d", shape=(4, 15, 16)))),
+    "full_and_drafted_mamba1": (
+        FULL,
+        State(name="state", layers=states("c", "d", shape=(60, 16)), draft_tokens=2),
+    ),
 }
 
 
