@@ -19,6 +19,7 @@ class ActiveRequest:
         num_tokens: Tokens known: the prompt and what is generated so far.
         num_computed: Tokens whose step is over.
         num_scheduled: Tokens that the current step computes.
+        num_drafted: Those of them that were drafted.
         facts: What a manager is told of it; after a preemption what was generated is prompt.
         found: What the arena found when it was asked for a prefix.
         hit_tokens: Tokens found at its first admission; None before.
@@ -37,6 +38,7 @@ class ActiveRequest:
         "hit_tokens",
         "name",
         "num_computed",
+        "num_drafted",
         "num_preemptions",
         "num_scheduled",
         "num_tokens",
@@ -51,7 +53,7 @@ class ActiveRequest:
         self.facts = request.facts
         self.prompt_tokens = self.num_tokens = self.facts.prompt_tokens
         self.total_tokens = self.prompt_tokens + request.output_tokens
-        self.num_computed = self.num_scheduled = self.num_preemptions = 0
+        self.num_computed = self.num_scheduled = self.num_drafted = self.num_preemptions = 0
         self.found: Any = None
         self.hit_tokens: int | None = None
         self.first_token_s = self.finished_s = -1.0
@@ -67,7 +69,7 @@ class ActiveRequest:
 
     def restart(self) -> None:
         """Note that all pages are lost, and what was generated is prompt."""
-        self.num_computed = 0
+        self.num_computed = self.num_drafted = 0
         self.num_preemptions += 1
         self.found = None
         self.facts = RequestFacts(prompt_tokens=self.num_tokens, images=self.facts.images)
@@ -120,7 +122,7 @@ class Arena(Protocol):
         ...
 
     def grow(self, active: ActiveRequest, num_tokens: int, /) -> bool:
-        """Give a running request slots for its first tokens."""
+        """Give a running request slots for its first tokens, drafted ones among them."""
         ...
 
     def computed(self, active: ActiveRequest, start: int, end: int, /) -> None:

@@ -148,7 +148,7 @@ class ManagedArena:
             )
         except OutOfPagesError:
             return False
-        self._scheduled[active] = num_tokens
+        self._scheduled[active] = min(num_tokens, active.num_tokens)
         return True
 
     def computed(self, active: ActiveRequest, start: int, end: int) -> None:

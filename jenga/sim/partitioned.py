@@ -147,7 +147,7 @@ class PartitionedArena:
                 )
             except OutOfPagesError:
                 return False
-        self._scheduled[active] = num_tokens
+        self._scheduled[active] = min(num_tokens, active.num_tokens)
         return True
 
     def _commit(self, active: ActiveRequest, num_tokens: int) -> None:

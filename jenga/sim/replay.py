@@ -7,6 +7,7 @@ from itertools import islice
 
 from jenga.sim.arena import ActiveRequest, Arena, ArenaBytes
 from jenga.sim.scheduler import CHUNK_TOKENS, MAX_REQUESTS, Scheduler
+from jenga.sim.speculation import Speculation
 from jenga.sim.workload import Request
 
 MOST_WAITING = 4096
@@ -28,7 +29,7 @@ class Step:
     Attributes:
         number: From 1.
         time_s: When it begins.
-        num_decoding: Requests that compute one token after all of their prompt.
+        num_decoding: Requests that compute one token after all of their prompt, and drafts.
         prefill_tokens: Tokens of prompts computed.
         num_running: Requests that have pages.
         num_waiting: Requests that have arrived and have none, counted up to `MOST_WAITING`.
@@ -60,7 +61,7 @@ class Replay:
         hit_tokens: Tokens of prompts found cached at the first admission.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  one replay, all that may differ between two
         self,
         requests: Iterable[Request],
         arena: Arena,
@@ -68,6 +69,7 @@ class Replay:
         clock: Clock,
         chunk_tokens: int = CHUNK_TOKENS,
         max_requests: int = MAX_REQUESTS,
+        speculation: Speculation | None = None,
         on_end: Callable[[ActiveRequest], None] | None = None,
     ) -> None:
         """Nothing has run.
@@ -78,11 +80,14 @@ class Replay:
             clock: Seconds of a step.
             chunk_tokens: Tokens computed in a step, of all requests together.
             max_requests: Requests running at once.
+            speculation: What is drafted; None for nothing.
             on_end: Called with each request that finished or was refused; the latter has no
                 `finished_s`.
         """
         self.arena = arena
-        self.scheduler = Scheduler(arena, chunk_tokens=chunk_tokens, max_requests=max_requests)
+        self.scheduler = Scheduler(
+            arena, chunk_tokens=chunk_tokens, max_requests=max_requests, speculation=speculation
+        )
         self._requests = iter(requests)
         self._num_taken = 0
         self._last: Request | None = None
@@ -153,7 +158,8 @@ class Replay:
                 continue
             num_tokens = num_decoding = 0
             for active in scheduled:
-                if active.num_scheduled == 1 and active.num_computed >= active.prompt_tokens:
+                num_known = active.num_scheduled - active.num_drafted
+                if num_known == 1 and active.num_computed >= active.prompt_tokens:
                     num_decoding += 1
                 else:
                     num_tokens += active.num_scheduled

@@ -20,7 +20,8 @@ from jenga.sim.row_file import RowFile
 from jenga.sim.scheduler import CHUNK_TOKENS, MAX_REQUESTS
 from jenga.sim.session import Machine, Outcome, Running, Settings, Trace, outcome_of, run_row
 from jenga.sim.sources import FORMATS, GENERATORS, open_source
-from jenga.sim.step_time import PEAKS, SHARES, Achieved, StepTime, Weights, weights_of
+from jenga.sim.speculation import Speculation
+from jenga.sim.step_time import PEAKS, SHARES, Achieved, StepTime, Weights, drafted_time, weights_of
 from jenga.sim.text import aligned, bytes_text, wrapped
 
 DESCRIPTION = """\
@@ -45,6 +46,8 @@ managers:
   vllm    vLLM 0.32's planner and KVCacheManager themselves
 
 examples:
+  jenga replay --model llama-3.1-70b --tp 4 --trace mmlu-pro:n=200,rate=4 \\
+    --draft llama-3.2-1b --draft-tokens 4 --acceptance 0.7
   jenga replay --model gemma-3-27b --gpu H200 --trace articles --manager jenga vllm --bounds
   jenga replay --model ministral-8b-2410 --trace long-documents --no-prefix-caching --every 1
   jenga replay --model falcon-h1-7b --trace conversation_trace.jsonl --speed 4 --requests 1000 \\
@@ -79,7 +82,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--draft", metavar="MODEL", help="a model that drafts, in the same arena")
     what.add_argument(
-        "--draft-tokens", type=int, default=0, metavar="N", help="their memory, as of `jenga plan`"
+        "--draft-tokens", type=int, default=0, metavar="N", help="drafted for a step, by whatever"
+    )
+    what.add_argument(
+        "--acceptance",
+        type=float,
+        metavar="P",
+        help="probability that a drafted token is right if those before it are; without it tokens "
+        "come one by one, and of drafts only the memory is replayed",
     )
     what.add_argument("--trace", required=True, metavar="TRACE", help="see below")
     what.add_argument(
@@ -306,11 +316,22 @@ def _settings(options: argparse.Namespace, machine: "_Timed", eviction: str) -> 
         prefix_caching=not options.no_prefix_caching,
         chunk_tokens=options.chunk_tokens,
         max_requests=options.max_requests,
+        speculation=_speculation(options),
         every=options.every,
         check_every=options.check,
         keep_requests=options.request_rows,
         with_bounds=options.bounds,
         details=(*details.items(), ("seconds", machine.seconds)),
+    )
+
+
+def _speculation(options: argparse.Namespace) -> Speculation | None:
+    if options.acceptance is None:
+        return None
+    return Speculation(
+        draft_tokens=options.draft_tokens,
+        acceptance=options.acceptance,
+        lookahead_tokens=options.draft_tokens if options.draft is not None else 0,
     )
 
 
@@ -324,15 +345,13 @@ class _Timed(Machine):
 def _machine(name: str, options: argparse.Namespace) -> _Timed:
     models = [find_model(each) for each in (name, options.draft) if each is not None]
     kv_format, model_dtype = KV_DTYPES[options.kv_dtype]
-    model = served_model(
-        models,
-        ReadOptions(
-            tensor_parallel=options.tp,
-            kv_format=kv_format,
-            model_dtype=model_dtype,
-            draft_tokens=options.draft_tokens,
-        ),
+    read = ReadOptions(
+        tensor_parallel=options.tp,
+        kv_format=kv_format,
+        model_dtype=model_dtype,
+        draft_tokens=options.draft_tokens,
     )
+    model = served_model(models, read)
     gpu = find_gpu(options.gpu)
     arena_bytes = options.arena
     if arena_bytes is None:
@@ -350,6 +369,10 @@ def _machine(name: str, options: argparse.Namespace) -> _Timed:
     else:
         achieved = _achieved(_named(gpu), options)
         clock = StepTime(model, _weights(models, options), gpu, achieved=achieved)
+        if options.draft is not None and options.acceptance is not None:
+            clock = drafted_time(
+                models, read, gpu, weights=_weights(models, options), achieved=achieved
+            )
         seconds = _seconds_text(achieved, gpu)
     return _Timed(
         model=model,
@@ -394,7 +417,7 @@ def _named(gpu: Gpu) -> Gpu:
 
 
 def _weights(models: Sequence[ModelFacts], options: argparse.Namespace) -> Weights:
-    """Of the first model: what drafts is as a part of it."""
+    """Of the first model."""
     try:
         weights = weights_of(models[0], ranks=options.tp)
     except ValueError as error:

@@ -1,17 +1,18 @@
 """Continuous batching as vLLM's scheduler does it: what runs goes on, then what waits comes in.
 
-A step has a budget of tokens. Running requests take theirs first, oldest first: one token each, or
-a chunk of their prompt. Where there is no memory for one, the youngest loses its pages and waits
-again, at the head of the queue. If none did, waiting requests come in, first come first served, as
-long as the budget lasts and the whole of what they know fits.
+A step has a budget of tokens. Running requests take theirs first, oldest first: one token each and
+those drafted, or a chunk of their prompt. Where there is no memory for one, the youngest loses its
+pages and waits again, at the head of the queue. If none did, waiting requests come in, first come
+first served, as long as the budget lasts and the whole of what they know fits.
 
 Source: vLLM 0.32, `v1/core/sched/scheduler.py`, policy "fcfs", computed synchronously, without
-speculative tokens and encoder budget.
+encoder budget, and without padding of requests that come in with one token left.
 """
 
 from collections import deque
 
 from jenga.sim.arena import ActiveRequest, Arena
+from jenga.sim.speculation import Speculation
 from jenga.spec import check_positive
 
 CHUNK_TOKENS = 8192
@@ -32,7 +33,12 @@ class Scheduler:
     """
 
     def __init__(
-        self, arena: Arena, *, chunk_tokens: int = CHUNK_TOKENS, max_requests: int = MAX_REQUESTS
+        self,
+        arena: Arena,
+        *,
+        chunk_tokens: int = CHUNK_TOKENS,
+        max_requests: int = MAX_REQUESTS,
+        speculation: Speculation | None = None,
     ) -> None:
         """Nothing has arrived.
 
@@ -40,12 +46,14 @@ class Scheduler:
             arena: The memory.
             chunk_tokens: Tokens computed in a step, of all requests together.
             max_requests: Requests running at once.
+            speculation: What is drafted; None for nothing.
         """
         check_positive("scheduler", "chunk_tokens", chunk_tokens)
         check_positive("scheduler", "max_requests", max_requests)
         self._arena = arena
         self._chunk_tokens = chunk_tokens
         self._max_requests = max_requests
+        self._speculation = speculation
         self.waiting: deque[ActiveRequest] = deque()
         self.running: list[ActiveRequest] = []
         self.scheduled: list[ActiveRequest] = []
@@ -74,9 +82,14 @@ class Scheduler:
                 if not num_tokens:
                     index += 1
                     continue
-            if not arena.grow(active, start + num_tokens) and not self._make_room(
-                active, start + num_tokens
-            ):
+            end = start + num_tokens
+            is_decoding = num_tokens == 1 and start >= active.prompt_tokens
+            if self._speculation is not None and is_decoding:
+                num_drafted = min(self._speculation.draft_tokens, budget_tokens - num_tokens)
+                active.num_drafted = num_drafted
+                num_tokens += num_drafted
+                end += num_drafted + self._speculation.lookahead_tokens
+            if not arena.grow(active, end) and not self._make_room(active, end):
                 break
             active.num_scheduled = num_tokens
             scheduled.append(active)
@@ -130,12 +143,15 @@ class Scheduler:
         finished: list[ActiveRequest] = []
         for active in self.scheduled:
             start = active.num_computed
-            end = active.num_computed = start + active.num_scheduled
-            active.num_scheduled = 0
-            if end <= active.prompt_tokens or end - start > 1:
+            end = start + active.num_scheduled
+            if active.num_drafted:
+                end = self._accept(active, end)
+            elif end <= active.prompt_tokens or end - start > 1:
                 arena.computed(active, start, end)
-            if end == active.num_tokens:
-                active.num_tokens += 1
+            active.num_computed = end
+            active.num_scheduled = 0
+            if end >= active.num_tokens:
+                active.num_tokens = end + 1
                 if active.first_token_s < 0:
                     active.first_token_s = time_s
                 if active.num_tokens == active.total_tokens:
@@ -147,6 +163,14 @@ class Scheduler:
             self.running = [active for active in self.running if id(active) not in gone]
         self.scheduled = []
         return finished
+
+    def _accept(self, active: ActiveRequest, end: int) -> int:
+        """Take drafted tokens that are right, as far as the request goes; tokens computed then."""
+        num_drafted, active.num_drafted = active.num_drafted, 0
+        if self._speculation is not None:
+            num_right = self._speculation.accepted(active.name, active.num_tokens, num_drafted)
+            end -= num_drafted - num_right
+        return min(end, active.total_tokens - 1)
 
     def refuse_next(self) -> ActiveRequest:
         """Send the next waiting request away: it does not fit the arena alone."""

@@ -1,7 +1,7 @@
 """Replays as they are asked for: a model on a machine, a trace, settings; and running them."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 
@@ -16,6 +16,7 @@ from jenga.sim.replay import Clock, Replay, Step
 from jenga.sim.rows import Row, RunRow, SummaryRow, row_line
 from jenga.sim.scheduler import CHUNK_TOKENS, MAX_REQUESTS
 from jenga.sim.snapshot import Snapshot
+from jenga.sim.speculation import Speculation
 from jenga.sim.workload import Request
 from jenga.spec import ModelSpec
 
@@ -53,6 +54,7 @@ class Settings:
         prefix_caching: Whether pages are kept for others.
         chunk_tokens: Tokens computed in a step, of all requests together.
         max_requests: Requests running at once.
+        speculation: What is drafted; None for nothing.
         every: Steps between two step rows.
         check_every: Steps between two checks of the manager's books; 0 for none.
         keep_requests: Whether every request gets a row.
@@ -65,6 +67,7 @@ class Settings:
     prefix_caching: bool = True
     chunk_tokens: int = CHUNK_TOKENS
     max_requests: int = MAX_REQUESTS
+    speculation: Speculation | None = None
     every: int = SAMPLED_EVERY
     check_every: int = 0
     keep_requests: bool = False
@@ -148,6 +151,7 @@ def run_row(machine: Machine, manager: str, trace: Trace, settings: Settings) ->
         "request_rows": settings.keep_requests,
         "bounds": settings.with_bounds,
         **({"left_share": settings.left_share} if manager in EVICTING else {}),
+        **(asdict(settings.speculation) if settings.speculation is not None else {}),
         **dict(settings.details),
     }
     row = RunRow(
@@ -224,6 +228,7 @@ class Running:
                 clock=machine.clock,
                 chunk_tokens=settings.chunk_tokens,
                 max_requests=settings.max_requests,
+                speculation=settings.speculation,
                 on_end=self.recorder.on_end,
             )
             if settings.with_bounds:

@@ -10,9 +10,10 @@ that attention pairs. Traffic: the weights that the step's tokens touch (with ex
 that many tokens choose at random), and the slots that the last token of each request reads.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jenga.models import ModelFacts
+from jenga.models import ModelFacts, ReadOptions
 from jenga.sim.arena import ActiveRequest
 from jenga.sim.gpus import Gpu
 from jenga.sim.need import Need
@@ -196,14 +197,14 @@ class StepTime:
                     self._fixed_bytes += token_bytes * layer_type.typical_tokens
         self._num_full = num_full
 
-    def work(self, scheduled: list[ActiveRequest]) -> Work:
-        """What a step costs that computes `num_scheduled` tokens of each request."""
+    def work(self, scheduled: list[ActiveRequest], each_tokens: int | None = None) -> Work:
+        """What a step costs that computes `num_scheduled` tokens of each request, or so many."""
         num_tokens = 0
         end_tokens = 0
         pairs = 0.0  # of queries and keys, times layers
         limited_bytes = 0.0
         for active in scheduled:
-            chunk_tokens = active.num_scheduled
+            chunk_tokens = each_tokens or active.num_scheduled
             num_tokens += chunk_tokens
             end = active.num_computed + chunk_tokens
             end_tokens += end
@@ -222,11 +223,69 @@ class StepTime:
             cache_bytes=cache_bytes + len(scheduled) * self._fixed_bytes,
         )
 
-    def __call__(self, scheduled: list[ActiveRequest]) -> float:
-        """Seconds of the step."""
-        work = self.work(scheduled)
+    def __call__(self, scheduled: list[ActiveRequest], each_tokens: int | None = None) -> float:
+        """Seconds of the step; see `work`."""
+        work = self.work(scheduled, each_tokens)
         arithmetic_s = work.product_operations / self._products_per_s
         arithmetic_s += work.attention_operations / self._attention_per_s
         traffic_s = work.weight_bytes / self._weight_bytes_per_s
         traffic_s += work.cache_bytes / self._cache_bytes_per_s
         return self._overhead_s + max(arithmetic_s, traffic_s)
+
+
+class DraftedTime:
+    """A clock where one model drafts for another: the target's steps, and the draft's between them.
+
+    The draft reads what the target reads, and then one token of each decoding request after the
+    other; the target's step has all of them. What neither does at once is added.
+    """
+
+    def __init__(self, target: StepTime, draft: StepTime, *, draft_tokens: int) -> None:
+        """Two rooflines.
+
+        Args:
+            target: Of the model that is drafted for.
+            draft: Of the one that drafts.
+            draft_tokens: Tokens drafted for a step.
+        """
+        self._target = target
+        self._draft = draft
+        self._num_passes = draft_tokens - 1
+
+    def __call__(self, scheduled: list[ActiveRequest]) -> float:
+        """Seconds of a step of both."""
+        seconds = self._target(scheduled) + self._draft(scheduled)
+        drafting = [active for active in scheduled if active.num_drafted]
+        if drafting and self._num_passes:
+            seconds += self._num_passes * self._draft(drafting, 1)
+        return seconds
+
+
+def drafted_time(
+    models: Sequence[ModelFacts],
+    options: ReadOptions,
+    gpu: Gpu,
+    *,
+    weights: Weights,
+    achieved: Achieved = PEAKS,
+) -> DraftedTime:
+    """The clock of a model and the one that drafts for it.
+
+    Args:
+        models: Those two, the draft last.
+        options: How the first is run; the draft is run alike.
+        gpu: Of each rank.
+        weights: Of the first.
+        achieved: What was measured on the GPU.
+
+    Raises:
+        ValueError: Nothing says how many parameters the draft has, or the GPU is known by its
+            memory only.
+    """
+    target, draft = models
+    of_draft = weights_of(draft, ranks=options.tensor_parallel)
+    return DraftedTime(
+        StepTime(target.spec(options), weights, gpu, achieved=achieved),
+        StepTime(draft.spec(options), of_draft, gpu, achieved=achieved),
+        draft_tokens=options.draft_tokens,
+    )

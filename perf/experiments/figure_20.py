@@ -33,11 +33,14 @@ PAIRS = (
     (("llama-3.1-70b", "llama-3.2-1b"), 1, MMLU, (1.15, 1.68, 1.63)),
 )
 
-NOTES = """\
+DRAFT_TOKENS, ACCEPTANCE = 4, 0.7
+"""The paper names neither."""
+
+NOTES = f"""\
 "vLLM-max" is "paged" on both models' layers; "vLLM-manual" our manager on both models with every
-layer keeping every token in slots of its own size. Only memory is replayed: a step decodes one
-token of each request at the target's modelled time, neither proposals nor their acceptance are, so
-ratios are those of batch sizes and of prefill, which is the same for all. The paper's draft for
+layer keeping every token in slots of its own size. {DRAFT_TOKENS} tokens are drafted for a step,
+each right with a probability of {ACCEPTANCE} if those before it are: an assumption, the paper names
+neither. Seconds are those of the target's and the draft's rooflines. The paper's draft for
 character.ai has that model's design, here it is Llama 3.2 1B. Weights of one byte a parameter where
 the arena would hold no request otherwise; Gemma-2-27B too, which the paper has in two. Waste is
 over the whole trace: of character.ai's it is 2 % while requests wait, and large pages half empty
@@ -75,6 +78,8 @@ def cases() -> Iterator[Case]:
             models=models,
             trace=trace,
             bytes_per_parameter=bytes_per_parameter,
+            draft_tokens=DRAFT_TOKENS,
+            acceptance=ACCEPTANCE,
             prefix_caching=False,
             every=16,
             managers=("paged", "jenga", "vllm"),

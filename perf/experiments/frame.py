@@ -20,11 +20,13 @@ from jenga.sim.budget import memory_budget
 from jenga.sim.gpus import find_gpu
 from jenga.sim.managers import MANAGER_NAMES
 from jenga.sim.plan import served_model
+from jenga.sim.replay import Clock
 from jenga.sim.rows import Row, RunRow, StepRow, SummaryRow, read_rows, row_line
 from jenga.sim.scheduler import CHUNK_TOKENS, MAX_REQUESTS
 from jenga.sim.session import Machine, Settings, Trace, outcome_of, replay_rows, run_row
 from jenga.sim.sources import open_source
-from jenga.sim.step_time import StepTime, Weights, weights_of
+from jenga.sim.speculation import Speculation
+from jenga.sim.step_time import StepTime, drafted_time, weights_of
 from jenga.sim.text import aligned
 
 FOLDER = Path(__file__).parents[1] / "results" / "cpu" / "experiments"
@@ -58,6 +60,9 @@ class Case:
         arena_bytes: The arena, in place of what the weights leave.
         chunk_tokens: Tokens of a step.
         max_requests: Requests running at once.
+        draft_tokens: Tokens that the second model drafts for a step.
+        acceptance: Probability that one of them is right if those before it are; None where
+            speculation is not replayed.
         prefix_caching: Whether pages are kept for others.
         with_bounds: Whether to find what no cache could exceed.
         every: Steps between two looks at the arena.
@@ -77,6 +82,8 @@ class Case:
     arena_bytes: int | None = None
     chunk_tokens: int = CHUNK_TOKENS
     max_requests: int = MAX_REQUESTS
+    draft_tokens: int = 0
+    acceptance: float | None = None
     prefix_caching: bool = True
     with_bounds: bool = False
     every: int = 1
@@ -104,25 +111,37 @@ class Case:
     def machine(self) -> Machine:
         """The layers of one rank, its arena, and the roofline of the first model."""
         facts, gpu = self.facts, find_gpu(self.gpu)
-        model = served_model(
-            facts, ReadOptions(tensor_parallel=self.ranks, kv_format=self.kv_format)
+        options = ReadOptions(
+            tensor_parallel=self.ranks, kv_format=self.kv_format, draft_tokens=self.draft_tokens
         )
+        model = served_model(facts, options)
+        weights = weights_of(facts[0], ranks=self.ranks)
+        clock: Clock = StepTime(model, weights, gpu)
+        if self.acceptance is not None:
+            clock = drafted_time(facts, options, gpu, weights=weights)
         arena_bytes = self.arena_bytes
         if arena_bytes is None:
             arena_bytes = memory_budget(facts, gpu, ranks=self.ranks).require_arena()
         machine = Machine(
             model=model,
             arena_bytes=arena_bytes,
-            clock=StepTime(model, self._weights(), gpu),
+            clock=clock,
             tp=self.ranks,
             kv_format=self.kv_format.value,
             gpu=gpu.name,
         )
         return machine if self.adapt is None else self.adapt(machine)
 
-    def _weights(self) -> Weights:
-        """Of the first model, what drafts as a part of it."""
-        return weights_of(self.facts[0], ranks=self.ranks)
+    @property
+    def speculation(self) -> Speculation | None:
+        """What is drafted, where that is replayed."""
+        if self.acceptance is None:
+            return None
+        return Speculation(
+            draft_tokens=self.draft_tokens,
+            acceptance=self.acceptance,
+            lookahead_tokens=self.draft_tokens,
+        )
 
 
 def trace_of(case: Case) -> Trace:
@@ -204,6 +223,7 @@ def _settings(case: Case, manager: str) -> Settings:
         prefix_caching=case.prefix_caching,
         chunk_tokens=case.chunk_tokens,
         max_requests=case.max_requests,
+        speculation=case.speculation,
         every=case.every,
         with_bounds=case.with_bounds,
         details=tuple((named | _versions()).items()),
