@@ -112,9 +112,30 @@ def test_a_draft_model_shares_the_arena(capsys):
     assert "llama-3.1-8b+llama-3.2-1b" in printed.out
 
 
+def test_drafted_tokens_that_are_right_shorten_the_run(capsys, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    models = ["--model", "llama-3.1-8b", "--draft", "llama-3.2-1b", "--quiet", "--out", path]
+    trace = ["--trace", "articles:n=3,questions=2,tokens=160,output=80"]
+    drafts = ["--draft-tokens", 4, "--acceptance"]
+
+    for acceptance in (0, 0.9):
+        code, _ = replay(capsys, *models, *trace, *drafts, acceptance)
+        assert code == 0
+
+    rows = list(read_rows(path))
+    none_right, most_right = [row for row in rows if isinstance(row, SummaryRow)]
+    assert most_right.num_steps < 0.5 * none_right.num_steps
+    assert most_right.seconds < 0.6 * none_right.seconds
+    options = [row.options for row in rows if isinstance(row, RunRow)]
+    assert [each["acceptance"] for each in options] == [0, 0.9]
+    assert {each["draft_tokens"] for each in options} == {4}
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["--acceptance", "0.5"], "draft_tokens must be at least 1 with an acceptance, got 0"),
+        (["--draft-tokens", "2", "--acceptance", "2"], "acceptance must be a probability, got 2"),
         (["--model", "llama-9"], "model must be a local"),
         (["--trace", "nowhere"], "trace must be a file or one of"),
         (["--arena", "20MB"], "arena_bytes must hold a request, got 20000000"),
