@@ -110,26 +110,26 @@ def test_a_draft_model_beside_windows_changes_no_token(graphs, tiny_model, run_e
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("target", "options"),
+    ("target", "options", "sizes"),  # the last are of one request and of two
     [
-        ("deepseek_v3_mtp", lambda _: MTP),
-        ("deepseek_v2_calm", lambda model: by_draft(model("llama_calmer"))),
-        ("llama_calmer", lambda model: by_draft(model("eagle3_head"), method="eagle3")),
+        ("deepseek_v3_mtp", lambda _: MTP, (4, 8)),
+        ("deepseek_v2_calm", lambda model: by_draft(model("llama_calmer"), 4), (5, 10)),
+        ("llama_calmer", lambda model: by_draft(model("eagle3_head"), method="eagle3"), (4, 8)),
     ],
     ids=["mtp", "draft_model_of_latents", "eagle3"],
 )
-def test_replayed_steps_of_drafted_tokens(target, options, tiny_model, run_engine, run_ours):
+def test_replayed_steps_of_drafted_tokens(target, options, sizes, tiny_model, run_engine, run_ours):
     model, prompts = tiny_model(target), DRAFTED_PROMPTS[1:3]
     options, plain = options(tiny_model), {"attention_backend": "JENGA_TRITON"}
 
     stock = run_engine(model, prompts, max_tokens=16, options=plain)
     ours = run_ours(
-        model, prompts * 2, rounds=2, max_tokens=16, options=options | graphs_of(1, 2, 4, 8)
+        model, prompts * 2, rounds=2, max_tokens=16, options=options | graphs_of(1, 2, *sizes)
     )
 
     assert_same_generation(ours, stock | {"outputs": stock["outputs"] * 2})
     check_drafts(ours)
-    assert set(ours["replays"]) >= {"4", "8"}  # of one request and of two, four tokens each
+    assert set(ours["replays"]) == {str(tokens) for tokens in sizes}
 
 
 @pytest.mark.slow

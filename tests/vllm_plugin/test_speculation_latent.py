@@ -73,6 +73,24 @@ def test_a_draft_model_of_plain_attention_changes_no_token(tiny_model, run_engin
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "target", "head", "plain"),
+    [
+        ("eagle", "deepseek_v3_mtp", "latent_eagle_head", {"attention_backend": "JENGA_TRITON"}),
+        ("eagle3", "deepseek_v2_calm", "eagle3_head", None),
+    ],
+    ids=["eagle_of_latents", "eagle3_of_plain_attention"],
+)
+def test_an_eagle_head_changes_no_token(method, target, head, plain, tiny_model, run_engine):
+    options = by_draft(tiny_model(head), method=method)
+
+    ours = run_twice(run_engine, tiny_model(target), options, plain=plain)
+
+    check_drafts(ours)
+    assert hits_of(ours) == [(len(prompt) - 1) // 16 * 16 - 16 for prompt in TWO]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("runner", ["0", "1"], ids=["first_runner", "second_runner"])
 def test_a_draft_model_over_latents_changes_no_token(runner, tiny_model, run_engine):
     options = by_draft(tiny_model("deepseek_v2_draft"))

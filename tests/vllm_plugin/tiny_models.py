@@ -152,6 +152,7 @@ def _save_eagle3_head(path):
     )
     config = json.loads((path / "config.json").read_text())
     config["architectures"] = ["LlamaForCausalLMEagle3"]
+    config["eagle_aux_hidden_state_layer_ids"] = [1, 2, 3]
     (path / "config.json").write_text(json.dumps(config))
 
 
@@ -412,6 +413,25 @@ def _save_mtp(path):
     (path / "config.json").write_text(json.dumps(config))
 
 
+def _save_latent_eagle_head(path):
+    """Make of the layer that would predict further tokens an EAGLE head, which is no part of it."""
+    from safetensors.torch import load_file, save_file
+
+    _save_mtp(path)
+    last, head = "model.layers.3.", {}
+    renamed = {"eh_proj": "fc", "shared_head.norm": "norm", "shared_head.head": "lm_head"}
+    for name, tensor in load_file(path / "model.safetensors").items():
+        own = name.removeprefix(last).removesuffix(".weight")
+        if name.startswith(last):
+            in_layer = own.startswith(("self_attn.", "mlp.", "input_", "post_attention_"))
+            head[f"layers.0.{own}.weight" if in_layer else f"{renamed.get(own, own)}.weight"] = (
+                tensor
+            )
+    save_file(head, path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+
+
 def _save_processor(path):
     """Save what turns a second of audio into a tiny Whisper's inputs; its text is single bytes."""
     from tokenizers.pre_tokenizers import ByteLevel
@@ -472,6 +492,7 @@ _MAKERS = {
     "deepseek_v2_draft": _deepseek_v2_draft,
     "deepseek_v3": _deepseek_v3,
     "deepseek_v3_mtp": _deepseek_v3_mtp,
+    "latent_eagle_head": _deepseek_v3_mtp,
     "whisper": _whisper,
     "granite_hybrid": _granite_hybrid,
     "jamba": _jamba,
@@ -481,6 +502,7 @@ _MAKERS = {
 _FINISHERS = {
     "llama_fp8_cache": _save_scales,
     "deepseek_v3_mtp": _save_mtp,
+    "latent_eagle_head": _save_latent_eagle_head,
     "eagle_head": _save_eagle_head,
     "eagle3_head": _save_eagle3_head,
     "whisper": _save_processor,
