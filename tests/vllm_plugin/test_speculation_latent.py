@@ -26,6 +26,7 @@ MAX_TOKENS = 16
 def run_twice(run_engine, model, options, *, plain=None, **job):
     """Run ours on two prompts and, with prefix caching, on both again; check what it generates."""
     plain = run_engine(model, TWO, max_tokens=MAX_TOKENS, options=plain or {})
+    assert "error" not in plain, plain["error"][-4000:]
     options = options | {"enable_prefix_caching": True}
     ours = run_ours(
         run_engine, model, TWO * 2, rounds=2, max_tokens=MAX_TOKENS, options=options, **job
