@@ -12,14 +12,21 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
+from jenga.vllm_plugin.attention_builder import fill_rejected_slots
 from jenga.vllm_plugin.captured_plans import CapturedPlans
+from jenga.vllm_plugin.speculation import DRAFT_PREFIX, drafted_query_tokens
 from jenga_kernels.attention_plan import AttentionKind, AttentionPlan
 from jenga_kernels.latent_plan import plan_latent_attention
 from jenga_kernels.triton.device import skip_overflow_checks
+from jenga_kernels.triton.tiles import MIN_ROWS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import AttentionSpec
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
+
+MAX_DECODE_QUERY_TOKENS = MIN_ROWS
+"""Query tokens that fit, of one head each, into the decode kernel's tile for every dtype and GPU;
+requests of more go to the kernel for prompts."""
 
 
 @dataclass
@@ -54,17 +61,43 @@ def absorbed_query_tokens(*, latent_dim: int, nope_dim: int, value_dim: int) -> 
     return max(1, latent_dim * (nope_dim + value_dim) // saved_per_query)
 
 
+def latent_query_tokens(num_tokens: int) -> int | None:
+    """Get up to how many query tokens a request is decoded, as `plan_latent_attention` takes it.
+
+    Args:
+        num_tokens: Most query tokens of a decoding request, those drafted and the last one's own.
+
+    Returns:
+        None for what costs no more than one token: also where drafts are longer than a tile.
+    """
+    return num_tokens if 1 < num_tokens <= MAX_DECODE_QUERY_TOKENS else None
+
+
 class JengaLatentMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata[JengaLatentDecode]]):
     """Prepares what layers of latent attention share in a step.
 
     vLLM's own builder describes the long chunks of prompts. As in `attention_builder`, each size of
     a captured batch keeps its work lists, made anew in place before every replay.
+
+    All requests of a draft model of its own are absorbed, long prompts too: it reads one more token
+    than its target in a step, and the lengths on the host, which describe prompts, leave it out.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = (
         AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     )
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
+
+    @classmethod
+    def get_cudagraph_support(
+        cls,
+        vllm_config: "VllmConfig",
+        kv_cache_spec: "KVCacheSpec",
+    ) -> AttentionCGSupport:
+        """Say what a CUDA graph may hold: drafted tokens too, where the decode kernel takes all."""
+        if latent_query_tokens(drafted_query_tokens(vllm_config)) is None:
+            return cls._cudagraph_support
+        return AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(
         self,
@@ -82,6 +115,8 @@ class JengaLatentMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata[Jeng
             head_dim=self.mla_dims.kv_lora_rank,
             page_tokens=kv_cache_spec.block_size,
         )
+        # vLLM's lower bound: tokens drafted for a target, and the last one's own.
+        self._decode_query_tokens = latent_query_tokens(self.reorder_batch_threshold)
         self.reorder_batch_threshold = max(
             self.reorder_batch_threshold,
             absorbed_query_tokens(
@@ -90,7 +125,25 @@ class JengaLatentMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata[Jeng
                 value_dim=self.mla_dims.v_head_dim,
             ),
         )
+        self._is_draft_model = any(name.startswith(DRAFT_PREFIX) for name in layer_names)
+        if self._is_draft_model:
+            self._decode_query_tokens = latent_query_tokens(drafted_query_tokens(vllm_config))
+            self.reorder_batch_threshold = vllm_config.scheduler_config.max_num_batched_tokens + 1
+        self._page_tokens = kv_cache_spec.block_size
+        self._max_tokens = vllm_config.model_config.max_model_len
         self._captured = CapturedPlans()
+
+    def build_for_drafting(
+        self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
+    ) -> MLACommonMetadata[JengaLatentDecode]:
+        """Collect the tensors of one of a draft model's steps."""
+        if draft_index == 0 and self._is_draft_model:
+            fill_rejected_slots(
+                common_attn_metadata,
+                page_tokens=self._page_tokens,
+                max_tokens=self._max_tokens,
+            )
+        return self.build(0, common_attn_metadata, fast_build=True)
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
@@ -134,6 +187,7 @@ class JengaLatentMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata[Jeng
                 num_tokens=num_decode_tokens,
                 dtype=self.model_config.dtype,
                 max_query_tokens=max_query_tokens,
+                decode_query_tokens=self._decode_query_tokens,
             )
         return JengaLatentDecode(
             block_table=block_table_tensor,

@@ -7,10 +7,13 @@ from jenga.vllm_plugin.environment import BACKEND_NAME
 from jenga.vllm_plugin.switch import backend_member
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
 
-SERVED_METHODS = ("ngram", "draft_model", "eagle")
+SERVED_METHODS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
 """Values of `method` in --speculative-config that are served."""
+
+SERVED_MTP_TYPES = ("deepseek_mtp",)
+"""Model types, in vLLM's words, whose layers that predict further tokens are served."""
 
 DRAFT_PREFIX = "draft_model."
 """How vLLM begins the names of a draft model's layers."""
@@ -21,6 +24,19 @@ MAX_DECODE_ROWS = 128
 
 def _has_states(model: "ModelConfig | None") -> bool:
     return model is not None and (model.is_hybrid or model.is_attention_free)
+
+
+def _unsupported_mtp(speculation: "SpeculativeConfig") -> dict[str, bool]:
+    """Say of each kind of layers that predict further tokens and is not served if it is in use."""
+    if speculation.method != "mtp":
+        return {}
+    model_type = speculation.draft_model_config.hf_config.model_type
+    return {
+        f"speculative decoding by layers of {model_type}": model_type not in SERVED_MTP_TYPES,
+        "speculative decoding by several layers that predict further tokens": (
+            speculation.use_multi_module_mtp()
+        ),
+    }
 
 
 def unsupported_speculation(vllm_config: "VllmConfig") -> dict[str, bool]:
@@ -35,9 +51,7 @@ def unsupported_speculation(vllm_config: "VllmConfig") -> dict[str, bool]:
         f"{name} by a draft model with recurrent layers": (
             speculation.uses_draft_model() and _has_states(drafts)
         ),
-        f"{name} with multi-head latent attention (MLA)": any(
-            config is not None and config.use_mla for config in (model, drafts)
-        ),
+        **_unsupported_mtp(speculation),
         f"{name} of an encoder-decoder model": model is not None and model.is_encoder_decoder,
         f"{name} with images whose tokens read each other": (
             model is not None and model.is_mm_prefix_lm
@@ -59,7 +73,8 @@ def prepare_speculation(vllm_config: "VllmConfig") -> None:
 def draft_layers(vllm_config: "VllmConfig", names: Iterable[str]) -> frozenset[str]:
     """Find the layers of a draft model among those of both models.
 
-    Those of an EAGLE head have the names of its target's, with the numbers after them.
+    Those of an EAGLE head, and those that predict further tokens (MTP), have the names of their
+    target's, with the numbers after them.
     """
     speculation = vllm_config.speculative_config
     if speculation is None or not speculation.uses_draft_kv_cache():

@@ -87,7 +87,11 @@ class Batches:
         """Get the metadata of requests of four tokens each, padded as for a CUDA graph."""
         common = self.decode(seq_lens, num_padded=num_padded)
         self.starts *= 4
-        return common.replace(num_actual_tokens=4 * num_padded, max_query_len=4)
+        return common.replace(
+            query_start_loc_cpu=common.query_start_loc.clone(),
+            num_actual_tokens=4 * num_padded,
+            max_query_len=4,
+        )
 
     def prefill(self, query_lens):
         self.starts[1 : len(query_lens) + 1] = torch.tensor(query_lens).cumsum(0)

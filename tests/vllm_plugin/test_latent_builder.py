@@ -22,7 +22,15 @@ NUM_HEADS, LATENT_DIM, ROTARY_DIM = 4, 256, 64
 WIDTH = LATENT_DIM + ROTARY_DIM
 
 
-def make_builder():
+def make_speculation(num_drafted, *, is_draft_model=False):
+    return SimpleNamespace(
+        num_speculative_tokens=num_drafted,
+        max_num_new_slots_for_drafting=int(is_draft_model),
+        parallel_drafting=False,
+    )
+
+
+def make_builder(layer_name="attn", speculation=None, *, value_dim=48):
     """Make a builder with what it reads of an engine's configuration."""
     prefill_backend = SimpleNamespace(prepare_metadata=lambda _: None)
     prefill_backend.clone = lambda: prefill_backend
@@ -31,7 +39,7 @@ def make_builder():
         kv_lora_rank=LATENT_DIM,
         qk_nope_head_dim=32,
         qk_rope_head_dim=ROTARY_DIM,
-        v_head_dim=48,
+        v_head_dim=value_dim,
         prefill_backend=prefill_backend,
     )
     config = SimpleNamespace(
@@ -46,16 +54,16 @@ def make_builder():
             decode_context_parallel_size=1,
             cp_kv_cache_interleave_size=1,
         ),
-        compilation_config=SimpleNamespace(static_forward_context={"attn": layer}),
-        scheduler_config=SimpleNamespace(max_num_seqs=8),
+        compilation_config=SimpleNamespace(static_forward_context={layer_name: layer}),
+        scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=200),
         cache_config=SimpleNamespace(block_size=PAGE_TOKENS, cache_dtype="auto"),
         attention_config=SimpleNamespace(use_prefill_query_quantization=False),
-        speculative_config=None,
+        speculative_config=speculation,
     )
     spec = MLAAttentionSpec(
         block_size=PAGE_TOKENS, num_kv_heads=1, head_size=WIDTH, dtype=torch.float32
     )
-    return JengaLatentMetadataBuilder(spec, ["attn"], config, torch.device("cpu"))
+    return JengaLatentMetadataBuilder(spec, [layer_name], config, torch.device("cpu"))
 
 
 def prompts(batches, query_lens):
@@ -156,10 +164,102 @@ def test_a_graph_of_prompts_is_refused(query_len):
         builder.build_for_cudagraph_capture(prompts(batches, [query_len] * 2))
 
 
-def test_graphs_of_single_token_decode_are_announced():
-    support = JengaLatentMetadataBuilder.get_cudagraph_support(None, None)
+def test_a_captured_plan_of_drafted_tokens_serves_later_batches_of_its_size():
+    builder, batches = make_builder(speculation=make_speculation(3)), Batches()
+    generator = torch.Generator().manual_seed(6)
+    pages = torch.randn(48, PAGE_TOKENS, WIDTH, generator=generator)
+    common = batches.drafted([96] * 6, num_padded=6)
+    captured = builder.build_for_cudagraph_capture(common).decode
+    places, results = addresses(captured), []
 
-    assert support is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    for seq_lens in ([4, 96, 40, 80, 63], [33, 7, 64, 90, 4, 48]):
+        q = torch.randn(24, NUM_HEADS, WIDTH, generator=generator)
+        decode = builder.build(0, batches.drafted(seq_lens, num_padded=6)).decode
+        assert decode.plan is captured.plan
+        assert addresses(decode) == places
+        results.append(
+            (
+                attend(latent_attention, captured, q, pages, plan=captured.plan),
+                attend(attend_plainly, decode, q.double(), pages.double()),
+                attend(attend_plainly, decode, q, pages),
+            )
+        )
+
+    check_close(*(torch.cat(step) for step in zip(*results, strict=True)))
+
+
+def test_drafted_tokens_are_decoded_and_no_more_than_the_kernel_has_rows_for():
+    batches = Batches()
+
+    for num_drafted, decoded in ((3, 4), (15, 16), (16, 4)):  # 4 cost no more than 1, of 4 heads
+        builder = make_builder(speculation=make_speculation(num_drafted))
+        decode = builder.build(0, batches.prefill([1 + num_drafted] * 2)).decode
+        assert decode.plan.decode_query_tokens == decoded
+        assert (decode.plan.max_row_tiles == 0) is (num_drafted < 16)
+
+
+def test_drafted_tokens_are_absorbed_where_heads_are_too_narrow_for_prompts_to_be():
+    speculation = make_speculation(30)
+    wide, narrow = (make_builder(speculation=speculation, value_dim=dim) for dim in (48, 2))
+
+    assert wide.reorder_batch_threshold == 47 > narrow_limit()
+    assert narrow.reorder_batch_threshold == 31
+
+
+def narrow_limit():
+    return absorbed_query_tokens(latent_dim=LATENT_DIM, nope_dim=32, value_dim=2)
+
+
+def test_a_draft_model_absorbs_prompts_whose_length_the_host_does_not_know():
+    speculation = make_speculation(3, is_draft_model=True)
+    builder = make_builder("draft_model.attn", speculation)
+    common = prompts(Batches(), [5, 60, 90])
+
+    metadata = builder.build_for_drafting(common, draft_index=0)
+
+    assert (metadata.num_decodes, metadata.num_prefills) == (3, 0)
+    assert metadata.decode.plan.decode_query_tokens == 5  # one more than its target
+
+
+def test_a_draft_model_writes_what_was_rejected_into_its_own_slots():
+    speculation = make_speculation(3, is_draft_model=True)
+    kept = torch.tensor([[1, 2, -1, -1, -1], [6, 7, 8, 9, 10]])
+    written = {}
+
+    for name in ("attn", "draft_model.attn"):
+        batches = Batches()
+        batches.starts[:3] = torch.tensor([0, 5, 10])
+        batches.seq_lens[:2] = torch.tensor([35, 5])
+        common = batches.common(2, 10, 5)
+        common.slot_mapping = kept.flatten().clone()
+        page = int(common.block_table_tensor[0, 2])
+        make_builder(name, speculation).build_for_drafting(common, draft_index=0)
+        written[name] = common.slot_mapping.tolist()
+
+    assert written["attn"] == kept.flatten().tolist()
+    own = [1, 2, 16 * page, 16 * page + 1, 16 * page + 2]
+    assert written["draft_model.attn"] == own + kept[1].tolist()
+
+
+@pytest.mark.parametrize(
+    ("speculation", "expected"),
+    [
+        pytest.param(None, "UNIFORM_SINGLE_TOKEN_DECODE", id="none"),
+        pytest.param(make_speculation(15), "UNIFORM_BATCH", id="as_many_as_rows"),
+        pytest.param(make_speculation(16), "UNIFORM_SINGLE_TOKEN_DECODE", id="one_too_many"),
+        pytest.param(
+            make_speculation(15, is_draft_model=True),
+            "UNIFORM_SINGLE_TOKEN_DECODE",
+            id="one_too_many_of_the_draft",
+        ),
+    ],
+)
+def test_graphs_are_announced_of_what_the_decode_kernel_takes(speculation, expected):
+    config = SimpleNamespace(speculative_config=speculation)
+
+    support = JengaLatentMetadataBuilder.get_cudagraph_support(config, None)
+
+    assert support is AttentionCGSupport[expected]
 
 
 def test_latents_of_earlier_tokens_are_gathered_from_strided_pages():

@@ -12,7 +12,7 @@ from tests.vllm_plugin.conftest import V2_RUNNER, assert_same_generation
 from tests.vllm_plugin.engine_process import prompts_of_lengths
 from tests.vllm_plugin.test_hybrid_engine import CUTS, NUM_PROMPTS, TURN, check_turns, hits_of
 from tests.vllm_plugin.test_prefix_caching import check_hits, prompts_over_shared_prefixes
-from tests.vllm_plugin.test_speculation import MAX_TOKENS, by_draft, check_drafts
+from tests.vllm_plugin.test_speculation import MAX_TOKENS, MTP, by_draft, check_drafts
 from tests.vllm_plugin.test_speculation import PROMPTS as DRAFTED_PROMPTS
 
 pytestmark = pytest.mark.vllm
@@ -127,6 +127,30 @@ def test_replayed_steps_of_drafts_leave_the_states_of_what_is_accepted(
     hits = hits_of(ours, len(DRAFTED_PROMPTS), 2 * len(DRAFTED_PROMPTS))
     assert hits == [(len(prompt) - 1) // 16 * 16 for prompt in DRAFTED_PROMPTS]
     assert ours["replays"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "options", "sizes"),  # the last are of one request and of two
+    [
+        ("deepseek_v3_mtp", lambda _: MTP, (4, 8)),
+        ("deepseek_v2_calm", lambda model: by_draft(model("llama_calmer"), 4), (5, 10)),
+        ("llama_calmer", lambda model: by_draft(model("eagle3_head"), method="eagle3"), (4, 8)),
+    ],
+    ids=["mtp", "draft_model_of_latents", "eagle3"],
+)
+def test_replayed_steps_of_drafted_tokens(target, options, sizes, tiny_model, run_engine, run_ours):
+    model, prompts = tiny_model(target), DRAFTED_PROMPTS[1:3]
+    options, plain = options(tiny_model), {"attention_backend": "JENGA_TRITON"}
+
+    stock = run_engine(model, prompts, max_tokens=16, options=plain)
+    ours = run_ours(
+        model, prompts * 2, rounds=2, max_tokens=16, options=options | graphs_of(1, 2, *sizes)
+    )
+
+    assert_same_generation(ours, stock | {"outputs": stock["outputs"] * 2})
+    check_drafts(ours)
+    assert set(ours["replays"]) == {str(tokens) for tokens in sizes}
 
 
 @pytest.mark.slow

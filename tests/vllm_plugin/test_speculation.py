@@ -13,6 +13,8 @@ JENGA = {"attention_backend": "JENGA_TRITON"}
 # Short, page-crossing, longer than windows and chunks of 64 tokens; each repeats how it began.
 PROMPTS = [[*prompt, *prompt[:20]] for prompt in prompts_of_lengths((5, 33, 70, 150), seed=0)]
 MAX_TOKENS = 24
+# The layers that draft are in the target's own checkpoint.
+MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}
 
 
 def by_ngrams(num_tokens=3):
@@ -20,8 +22,8 @@ def by_ngrams(num_tokens=3):
     return {"speculative_config": config | {"num_speculative_tokens": num_tokens}}
 
 
-def by_draft(model, num_tokens=3):
-    config = {"method": "draft_model", "model": str(model)}
+def by_draft(model, num_tokens=3, method="draft_model"):
+    config = {"method": method, "model": str(model)}
     return {"speculative_config": config | {"num_speculative_tokens": num_tokens}}
 
 
@@ -100,9 +102,14 @@ def test_a_draft_model_of_wider_pages_is_accepted_as_by_stock_vllm(tiny_model, r
 
 
 @pytest.mark.slow
-def test_an_eagle_head_is_accepted_as_by_stock_vllm_also_after_a_prefix_hit(tiny_model, run_engine):
-    model, options = tiny_model("llama_calm"), by_draft(tiny_model("eagle_head"))
-    options["speculative_config"]["method"] = "eagle"
+@pytest.mark.parametrize(
+    ("method", "target", "head"),
+    [("eagle", "llama_calm", "eagle_head"), ("eagle3", "llama_calmer", "eagle3_head")],
+)
+def test_an_eagle_head_is_accepted_as_by_stock_vllm_also_after_a_prefix_hit(
+    method, target, head, tiny_model, run_engine
+):
+    model, options = tiny_model(target), by_draft(tiny_model(head), method=method)
     twice = PROMPTS + PROMPTS
 
     stock = run_engine(model, PROMPTS, max_tokens=MAX_TOKENS, options=options)

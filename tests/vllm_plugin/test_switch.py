@@ -1,5 +1,6 @@
 """Switching the plugin on, and what it refuses, without starting an engine."""
 
+import json
 import subprocess
 import sys
 import textwrap
@@ -70,13 +71,29 @@ CONFIGURE = """
 
 
 @pytest.fixture(scope="module")
-def refusals(tiny_model):
+def configured(tiny_model, tmp_path_factory):
+    """Get a directory with nothing but the configuration of a tiny model, with some changes."""
+
+    def configure(name, **changes):
+        path = tmp_path_factory.mktemp(name)
+        config = json.loads((tiny_model(name) / "config.json").read_text()) | changes
+        (path / "config.json").write_text(json.dumps(config))
+        return str(path)
+
+    return configure
+
+
+@pytest.fixture(scope="module")
+def refusals(tiny_model, configured):
     """Get the message of the refusal of each feature, all in one process."""
+    several = configured("deepseek_v3_mtp", num_nextn_predict_layers=2)
+    glm = {"model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"]}
+    glm = configured("llama", **glm, num_nextn_predict_layers=1)
     code = (
         CONFIGURE.format(model=str(tiny_model("llama")))
         + f"""
     draft, hybrid = {str(tiny_model("llama"))!r}, {str(tiny_model("granite_hybrid"))!r}
-    latent = {str(tiny_model("deepseek_v3"))!r}"""
+    latent, several, glm = {str(tiny_model("deepseek_v3"))!r}, {several!r}, {glm!r}"""
         + """
     features = {
         "pipeline parallelism": dict(pipeline_parallel_size=2),
@@ -97,9 +114,10 @@ def refusals(tiny_model):
         "kv-cache-dtype": dict(kv_cache_dtype="fp8_e5m2"),
         "sparse multi-head latent attention": dict(model=latent, hf_overrides={"index_topk": 64}),
         "fp8 with multi-head latent attention": dict(model=latent, kv_cache_dtype="fp8"),
-        "speculative decoding with multi-head latent attention": dict(
-            model=latent, speculative_config={
-                "method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}),
+        "speculative decoding by layers of glm4_moe_mtp": dict(
+            model=glm, speculative_config={"method": "mtp", "num_speculative_tokens": 2}),
+        "speculative decoding by several layers that predict further tokens": dict(
+            model=several, speculative_config={"method": "mtp", "num_speculative_tokens": 2}),
         "block-size": dict(block_size=24),
         "use-replayssm": dict(model=hybrid, use_replayssm=True),
         "stochastic-rounding": dict(model=hybrid, mamba_ssm_cache_dtype="float16",
@@ -134,7 +152,8 @@ def refusals(tiny_model):
         "kv-cache-dtype",
         "sparse multi-head latent attention",
         "fp8 with multi-head latent attention",
-        "speculative decoding with multi-head latent attention",
+        "speculative decoding by layers of glm4_moe_mtp",
+        "speculative decoding by several layers that predict further tokens",
         "block-size",
         "use-replayssm",
         "stochastic-rounding",

@@ -73,19 +73,33 @@ def _llama_draft():
     return model
 
 
-def _llama_calm():
-    """Get a Llama whose layers say little, so that its next token follows from the last one."""
-    model = _llama()
+def _calm(model, share=0.02):
+    """Let a model's layers say little, so that its next token follows from the last one."""
     for name, parameter in model.named_parameters():
-        if "o_proj" in name or "down_proj" in name:
-            parameter.data.mul_(0.02)
+        if any(part in name for part in ("o_proj", "out_proj", "down_proj", "output_linear")):
+            parameter.data.mul_(share)
     return model
 
 
-def _eagle_head():
+def _llama_calm():
+    return _calm(_llama())
+
+
+def _llama_calmer():
+    return _calm(_llama(), 0.005)
+
+
+def _speaking_as(model, other):
+    """Give a model the words of another: its embeddings, and the head over them."""
+    model.get_input_embeddings().weight.data.copy_(other.get_input_embeddings().weight)
+    model.get_output_embeddings().weight.data.copy_(other.get_output_embeddings().weight)
+    return model
+
+
+def _eagle_head(num_key_value_heads=1):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = _COMMON | {"num_key_value_heads": 1}
+    sizes = _COMMON | {"num_key_value_heads": num_key_value_heads}
     return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, head_dim=HEAD_DIM))
 
 
@@ -103,6 +117,43 @@ def _save_eagle_head(path):
     size = _COMMON["hidden_size"]
     passed_on = torch.cat((torch.eye(size), 0.01 * torch.eye(size)), dim=1)
     save_file(layer | {"fc.weight": passed_on}, path / "model.safetensors")
+
+
+def _save_eagle3_head(path):
+    """Make a Llama of one layer one that passes on its token, and reads what the target said.
+
+    Only attention sees the token, so each query must find its own: it is its key.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path / "model.safetensors")
+    layer = {
+        name.removeprefix("model.").replace("layers.0.", "midlayer."): tensor
+        for name, tensor in tensors.items()
+        if ".layers." in name or name == "model.norm.weight"
+    }
+    size, num_heads = _COMMON["hidden_size"], _COMMON["num_attention_heads"]
+    nothing, token = torch.zeros(size, size), torch.eye(size)
+    key = layer["midlayer.self_attn.k_proj.weight"]
+    query = key.unflatten(0, (-1, HEAD_DIM)).repeat_interleave(num_heads // 2, dim=0).flatten(0, 1)
+    first_of_group = token.unflatten(1, (2, 1, HEAD_DIM)).expand(-1, -1, num_heads // 2, -1)
+    layer |= {
+        "midlayer.self_attn.q_proj.weight": torch.cat((query, 0.01 * query), dim=1),
+        "midlayer.self_attn.k_proj.weight": torch.cat((key, 0.01 * key), dim=1),
+        "midlayer.self_attn.v_proj.weight": torch.cat((token, nothing), dim=1),
+        "midlayer.self_attn.o_proj.weight": first_of_group.flatten(1) / (num_heads // 2),
+        "midlayer.mlp.down_proj.weight": 0.05 * layer["midlayer.mlp.down_proj.weight"],
+        "midlayer.hidden_norm.weight": torch.ones(size),
+        "fc.weight": torch.cat([0.1 * token] * 3, dim=1),
+    }
+    save_file(
+        {name: tensor.contiguous() for name, tensor in layer.items()}, path / "model.safetensors"
+    )
+    config = json.loads((path / "config.json").read_text())
+    config["architectures"] = ["LlamaForCausalLMEagle3"]
+    config["eagle_aux_hidden_state_layer_ids"] = [1, 2, 3]
+    (path / "config.json").write_text(json.dumps(config))
 
 
 def _gemma2_draft():
@@ -321,6 +372,66 @@ def _deepseek_v3():
     return DeepseekV3ForCausalLM(config)
 
 
+def _deepseek_v2_draft():
+    """Get a DeepSeek-V2 that drafts for the other."""
+    return _perturb(_deepseek_v2())
+
+
+def _deepseek_v2_calm():
+    """Get a DeepSeek-V2 that says mostly what the calmer Llama says."""
+    llama = _llama_calmer()
+    return _speaking_as(_calm(_deepseek_v2(), 0.005), llama)
+
+
+def _deepseek_v3_mtp():
+    """Get a calm DeepSeek-V3 whose last layer is to draft for the others."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    sizes = _DEEPSEEK | {"num_hidden_layers": 4, "first_k_dense_replace": 4}
+    config = DeepseekV3Config(**sizes, q_lora_rank=48, kv_lora_rank=256, v_head_dim=48)
+    return _calm(DeepseekV3ForCausalLM(config), 0.005)
+
+
+def _save_mtp(path):
+    """Make the last layer one that passes on its token, and reads what the target said."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    config |= {"num_hidden_layers": 3, "num_nextn_predict_layers": 1}
+    size, layer = config["hidden_size"], "model.layers.3"
+    tensors |= {
+        f"{layer}.enorm.weight": torch.ones(size),
+        f"{layer}.hnorm.weight": torch.ones(size),
+        f"{layer}.eh_proj.weight": torch.cat((torch.eye(size), 0.01 * torch.eye(size)), dim=1),
+        f"{layer}.embed_tokens.weight": tensors["model.embed_tokens.weight"].clone(),
+        f"{layer}.shared_head.norm.weight": tensors["model.norm.weight"].clone(),
+        f"{layer}.shared_head.head.weight": tensors["lm_head.weight"].clone(),
+    }
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def _save_latent_eagle_head(path):
+    """Make of the layer that would predict further tokens an EAGLE head, which is no part of it."""
+    from safetensors.torch import load_file, save_file
+
+    _save_mtp(path)
+    last, head = "model.layers.3.", {}
+    renamed = {"eh_proj": "fc", "shared_head.norm": "norm", "shared_head.head": "lm_head"}
+    for name, tensor in load_file(path / "model.safetensors").items():
+        own = name.removeprefix(last).removesuffix(".weight")
+        if name.startswith(last):
+            in_layer = own.startswith(("self_attn.", "mlp.", "input_", "post_attention_"))
+            head[f"layers.0.{own}.weight" if in_layer else f"{renamed.get(own, own)}.weight"] = (
+                tensor
+            )
+    save_file(head, path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+
+
 def _save_processor(path):
     """Save what turns a second of audio into a tiny Whisper's inputs; its text is single bytes."""
     from tokenizers.pre_tokenizers import ByteLevel
@@ -363,37 +474,9 @@ def _save_scales(path):
     (path / "config.json").write_text(json.dumps(config))
 
 
-def _calmed(make):
-    """Let the layers of a model say less, so that its next token mostly follows from the last."""
-
-    def calm():
-        model = make()
-        for name, parameter in model.named_parameters():
-            is_out = any(part in name for part in ("o_proj", "out_proj", "down_proj", "output_lin"))
-            if "layers." in name and is_out:
-                parameter.data.mul_(0.005)
-        return model
-
-    return calm
-
-
-def _echo_of(make):
-    """Get a Llama that drafts what follows from the last token alone, in the words of another."""
-
-    def echo():
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        words = make()
-        sizes = _COMMON | {"num_key_value_heads": 1}
-        model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, head_dim=HEAD_DIM))
-        for name, parameter in model.named_parameters():
-            if "o_proj" in name or "down_proj" in name:
-                parameter.data.zero_()
-        model.get_input_embeddings().weight.data.copy_(words.get_input_embeddings().weight)
-        model.get_output_embeddings().weight.data.copy_(words.get_output_embeddings().weight)
-        return model
-
-    return echo
+def _echo_of(model):
+    """Get a Llama that drafts what follows from the last token alone, in the words of a model."""
+    return _speaking_as(_calm(_eagle_head(), 0.0), model)
 
 
 _MAKERS = {
@@ -401,29 +484,38 @@ _MAKERS = {
     "llama_fp8_cache": _llama,
     "llama_draft": _llama_draft,
     "llama_calm": _llama_calm,
+    "llama_calmer": _llama_calmer,
     "eagle_head": _eagle_head,
+    "eagle3_head": lambda: _eagle_head(num_key_value_heads=2),
     "gemma2": _gemma2,
     "gemma2_draft": _gemma2_draft,
     "gpt_oss": _gpt_oss,
     "llama4": _llama4,
     "bloom": _bloom,
     "deepseek_v2": _deepseek_v2,
+    "deepseek_v2_calm": _deepseek_v2_calm,
+    "deepseek_v2_draft": _deepseek_v2_draft,
     "deepseek_v3": _deepseek_v3,
+    "deepseek_v3_mtp": _deepseek_v3_mtp,
+    "latent_eagle_head": _deepseek_v3_mtp,
     "whisper": _whisper,
     "granite_hybrid": _granite_hybrid,
     "jamba": _jamba,
     "qwen3_next": _qwen3_next,
     "qwen3_5": _qwen3_5,
-    "granite_calm": _calmed(_granite_hybrid),
-    "granite_echo": _echo_of(_granite_hybrid),
-    "jamba_calm": _calmed(_jamba),
-    "jamba_echo": _echo_of(_jamba),
-    "qwen3_next_calm": _calmed(_qwen3_next),
-    "qwen3_next_echo": _echo_of(_qwen3_next),
+    "granite_calm": lambda: _calm(_granite_hybrid(), 0.005),
+    "granite_echo": lambda: _echo_of(_granite_hybrid()),
+    "jamba_calm": lambda: _calm(_jamba(), 0.005),
+    "jamba_echo": lambda: _echo_of(_jamba()),
+    "qwen3_next_calm": lambda: _calm(_qwen3_next(), 0.005),
+    "qwen3_next_echo": lambda: _echo_of(_qwen3_next()),
 }
 _FINISHERS = {
     "llama_fp8_cache": _save_scales,
+    "deepseek_v3_mtp": _save_mtp,
+    "latent_eagle_head": _save_latent_eagle_head,
     "eagle_head": _save_eagle_head,
+    "eagle3_head": _save_eagle3_head,
     "whisper": _save_processor,
 }
 NAMES = tuple(_MAKERS)
