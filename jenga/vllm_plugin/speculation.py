@@ -12,11 +12,14 @@ if TYPE_CHECKING:
 SERVED_METHODS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
 """Values of `method` in --speculative-config that are served."""
 
-SERVED_MTP_TYPES = ("deepseek_mtp",)
+SERVED_MTP_TYPES = ("deepseek_mtp", "qwen3_next_mtp")
 """Model types, in vLLM's words, whose layers that predict further tokens are served."""
 
 DRAFT_PREFIX = "draft_model."
 """How vLLM begins the names of a draft model's layers."""
+
+MTP_PREFIX = "mtp."
+"""How it begins those of layers that predict further tokens, where they are counted apart."""
 
 MAX_DECODE_ROWS = 128
 """Query rows of a request in the largest tile of the decode kernel; more go to that of prompts."""
@@ -74,7 +77,7 @@ def draft_layers(vllm_config: "VllmConfig", names: Iterable[str]) -> frozenset[s
     """Find the layers of a draft model among those of both models.
 
     Those of an EAGLE head, and those that predict further tokens (MTP), have the names of their
-    target's, with the numbers after them.
+    target's, with the numbers after them, or the latter a name of their own.
     """
     speculation = vllm_config.speculative_config
     if speculation is None or not speculation.uses_draft_kv_cache():
@@ -84,7 +87,9 @@ def draft_layers(vllm_config: "VllmConfig", names: Iterable[str]) -> frozenset[s
     from vllm.model_executor.models.utils import extract_layer_index
 
     first = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
-    return frozenset(name for name in names if extract_layer_index(name) >= first)
+    return frozenset(
+        name for name in names if name.startswith(MTP_PREFIX) or extract_layer_index(name) >= first
+    )
 
 
 def check_draft(type_names: Iterable[str]) -> None:

@@ -2,10 +2,11 @@
 
 import pytest
 
-from tests.vllm_plugin.conftest import assert_same_generation
+from tests.vllm_plugin.conftest import V2_RUNNER, assert_same_generation
 from tests.vllm_plugin.engine_process import prompts_of_lengths
 from tests.vllm_plugin.test_speculation import (
     MAX_TOKENS,
+    MTP,
     PROMPTS,
     by_draft,
     check_drafts,
@@ -72,3 +73,29 @@ def test_drafting_hybrids_are_preempted_in_a_small_arena_and_lose_nothing(
     assert_same_generation(ours, plain)
     assert ours["preemptions"] > 0
     check_drafts(ours)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runner", ["0", "1"], ids=["first_runner", "second_runner"])
+def test_a_layer_that_predicts_further_tokens_of_a_hybrid_changes_no_token(
+    runner, tiny_model, run_engine
+):
+    model, twice = tiny_model("qwen3_next_mtp"), PROMPTS + PROMPTS
+    options = CUTS | {"enable_prefix_caching": True}
+
+    plain = run_engine(
+        model, PROMPTS, max_tokens=MAX_TOKENS, options=options, script="reference_process.py"
+    )
+    ours = run_ours(
+        run_engine,
+        model,
+        twice,
+        rounds=2,
+        options=options | MTP,
+        environment={V2_RUNNER: runner},
+    )
+
+    assert_same_generation(ours, plain | {"outputs": plain["outputs"] * 2})
+    check_drafts(ours)
+    hits = [output["cached_tokens"] for output in ours["outputs"][len(PROMPTS) :]]
+    assert any(hits)

@@ -413,6 +413,31 @@ def _save_mtp(path):
     (path / "config.json").write_text(json.dumps(config))
 
 
+def _save_qwen_mtp(path):
+    """Add a layer, a copy of one of attention, that passes on its token and reads the target."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    size, layer = config["hidden_size"], "model.layers.1."
+    tensors |= {
+        name.replace(layer, "mtp.layers.0."): tensor.clone()
+        for name, tensor in tensors.items()
+        if name.startswith(layer)
+    }
+    tensors |= {
+        "mtp.fc.weight": torch.cat((torch.eye(size), 0.01 * torch.eye(size)), dim=1),
+        "mtp.norm.weight": tensors["model.norm.weight"].clone(),
+        # Norms of this model are one more than their weights.
+        "mtp.pre_fc_norm_embedding.weight": torch.zeros(size),
+        "mtp.pre_fc_norm_hidden.weight": torch.zeros(size),
+    }
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    config |= {"num_nextn_predict_layers": 1}
+    (path / "config.json").write_text(json.dumps(config))
+
+
 def _save_latent_eagle_head(path):
     """Make of the layer that would predict further tokens an EAGLE head, which is no part of it."""
     from safetensors.torch import load_file, save_file
@@ -509,10 +534,12 @@ _MAKERS = {
     "jamba_echo": lambda: _echo_of(_jamba()),
     "qwen3_next_calm": lambda: _calm(_qwen3_next(), 0.005),
     "qwen3_next_echo": lambda: _echo_of(_qwen3_next()),
+    "qwen3_next_mtp": lambda: _calm(_qwen3_next(), 0.005),
 }
 _FINISHERS = {
     "llama_fp8_cache": _save_scales,
     "deepseek_v3_mtp": _save_mtp,
+    "qwen3_next_mtp": _save_qwen_mtp,
     "latent_eagle_head": _save_latent_eagle_head,
     "eagle_head": _save_eagle_head,
     "eagle3_head": _save_eagle3_head,
@@ -535,7 +562,7 @@ def save(name: str, directory: Path) -> Path:
         for layer_name, parameter in model.named_parameters():
             if layer_name.endswith("sinks"):
                 torch.nn.init.normal_(parameter, mean=1.0, std=1.0)
-    if name in ("qwen3_next", "qwen3_next_calm", "qwen3_5"):
+    if name in ("qwen3_next", "qwen3_next_calm", "qwen3_next_mtp", "qwen3_5"):
         # Fresh rates of decay forget nearly all within a token; keep what shows over a prompt.
         for layer_name, parameter in model.named_parameters():
             if layer_name.endswith("A_log"):
