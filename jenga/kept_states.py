@@ -21,6 +21,7 @@ class KeptStates:
     """
 
     __slots__ = (
+        "_ahead_tokens",
         "_all_tables",
         "_allocator",
         "_copies",
@@ -38,6 +39,7 @@ class KeptStates:
         *,
         hash_tokens: int,
         interval_tokens: int | None,
+        ahead_tokens: int = 0,
     ) -> None:
         """Nothing kept.
 
@@ -48,6 +50,8 @@ class KeptStates:
             hash_tokens: Tokens that each further prefix hash covers.
             interval_tokens: Distance between states kept within a prompt; 0 for none, None for
                 what the bytes of a state allow.
+            ahead_tokens: Tokens after a prefix that must be cached with it: the states to go on
+                from are as much before the last that is.
         """
         self._all_tables = tables
         self.tables = tuple(table for table in tables if table.policy.is_overwritten)
@@ -57,6 +61,7 @@ class KeptStates:
         if interval_tokens is None:
             interval_tokens = _interval_by_bytes(tables, hash_tokens)
         self._interval_tokens = interval_tokens
+        self._ahead_tokens = ceil(ahead_tokens / hash_tokens) * hash_tokens
         self._copies: list[PageCopy] = []
 
     def checkpoint_tokens(self, request: Request, branches: Collection[int]) -> tuple[int, ...]:
@@ -72,11 +77,12 @@ class KeptStates:
             return ()
         end = self._end_of_prompt(request)
         start = max((kept.num_tokens for kept in request.kept), default=0)
-        wanted = {end, request.branch_tokens, *branches}
+        shared = {request.branch_tokens, *branches}
         # Who waits to share more than this step reaches may come in next.
         reached = request.num_tokens // self._hash_tokens * self._hash_tokens
         if reached < max(branches, default=0):
-            wanted.add(reached)
+            shared.add(reached)
+        wanted = {end, *(num_tokens - self._ahead_tokens for num_tokens in shared)}
         if self._interval_tokens:
             interval = self._interval_tokens
             wanted.update(range((start // interval + 1) * interval, end, interval))
@@ -101,7 +107,7 @@ class KeptStates:
             return False
         self.forget_evicted()
         end = self._end_of_prompt(request)
-        if num_tokens in (end, request.branch_tokens):
+        if num_tokens in (end, request.branch_tokens - self._ahead_tokens):
             prospect = Prospect.HELD
         else:
             # The last one on the way may lie right before a question.
@@ -154,7 +160,7 @@ class KeptStates:
 
         Those that it kept at intervals stay what they are: from there nobody has gone on yet.
         """
-        branches = (request.hit_tokens, request.branch_tokens)
+        branches = (request.hit_tokens, request.branch_tokens - self._ahead_tokens)
         known = (*branches, self._end_of_prompt(request))
         for kept in request.kept:
             table = self._all_tables[kept.table_index]
@@ -171,7 +177,8 @@ class KeptStates:
 
     def _end_of_prompt(self, request: Request) -> int:
         """Tokens of the last state worth keeping: the last of a prompt is always computed again."""
-        return (request.facts.prompt_tokens - 1) // self._hash_tokens * self._hash_tokens
+        asked_tokens = (request.facts.prompt_tokens - 1) // self._hash_tokens * self._hash_tokens
+        return asked_tokens - self._ahead_tokens
 
     def _copy(self, table: Table, source: int, target: int) -> None:
         self._copies.append(PageCopy(table_index=table.index, source=source, target=target))

@@ -14,6 +14,7 @@ def longest_prefix(
     facts: RequestFacts,
     *,
     max_tokens: int,
+    ahead_tokens: int = 0,
     version: tuple[int, int],
 ) -> PrefixHit:
     """The longest prefix possible in all page tables.
@@ -23,6 +24,7 @@ def longest_prefix(
         prefix_hashes: Hash i is of the request's first `(i + 1) * hash_tokens` tokens.
         facts: Of the request.
         max_tokens: The answer is no longer.
+        ahead_tokens: Tokens after the prefix that must be cached too: its pages depend on them.
         version: The state of the cache that the answer holds for.
     """
     hash_tokens = tables[0].grain.hash_tokens
@@ -38,7 +40,8 @@ def longest_prefix(
     lasting = [table for table in kept if _keeps_all(table, facts)]
     asked_tokens = num_hashes * hash_tokens
     branch_tokens, limit = _agree(lasting or kept, facts, found, asked_tokens, NO_LIMIT)
-    num_tokens, limit = _agree(tables, facts, found, branch_tokens, limit)
+    most_tokens = max(0, branch_tokens - ahead_tokens)
+    num_tokens, limit = _agree(tables, facts, found, most_tokens, limit)
     return PrefixHit(
         num_tokens=num_tokens,
         asked_tokens=asked_tokens,

@@ -40,6 +40,7 @@ class Manager:
         eviction_order: EvictionOrder | None = None,
         checkpoint_interval_tokens: int | None = None,
         left_share: float = LEFT_SHARE,
+        ahead_tokens: int = 0,
     ) -> None:
         """An empty arena.
 
@@ -54,6 +55,9 @@ class Manager:
                 by default what the bytes of a state allow.
             left_share: Of the arena, how much an admission leaves at most, while others run, to
                 cached content that is waited for or held for others; 0 for nothing.
+            ahead_tokens: Tokens after a prefix that its cached pages depend on, as where a draft's
+                slots are made of the token after theirs: they must be found too, and states are
+                kept as much before where they are wanted.
 
         Raises:
             ValueError: The arena is too small for the null page and one large page per page table,
@@ -84,6 +88,7 @@ class Manager:
         self.capacity = Capacity(geometry, policies, num_large_pages)
         self._prefix_caching = prefix_caching
         self._hash_tokens = hash_tokens
+        self._ahead_tokens = ahead_tokens
         # Tokens after which some page table may have one more page to commit.
         self._commit_tokens = min(
             table.grain.page_slots if not table.policy.is_overwritten else hash_tokens
@@ -97,6 +102,7 @@ class Manager:
             self._order,
             hash_tokens=hash_tokens,
             interval_tokens=checkpoint_interval_tokens,
+            ahead_tokens=ahead_tokens,
         )
         self._waiting = Waiting(
             self._tables,
@@ -177,6 +183,7 @@ class Manager:
             prefix_hashes if self._prefix_caching else (),
             facts or RequestFacts(prompt_tokens=max_tokens + 1),
             max_tokens=max_tokens,
+            ahead_tokens=self._ahead_tokens,
             version=self._version,
         )
 

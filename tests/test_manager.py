@@ -406,6 +406,30 @@ def test_with_drafts_the_state_after_so_many_tokens_is_in_the_slot_of_their_numb
     manager.check()
 
 
+def test_what_depends_on_the_next_token_is_hit_where_that_is_cached_too():
+    cut = geometry("hybrid", full(tokens=16, slot_bytes=16, per_large=2), state(slot_bytes=512))
+    manager = Manager(cut, num_large_pages=20, prefix_caching=True, ahead_tokens=1)
+    compute(manager, "a", 65, free=False)
+    # One page before the end of the prompt: from there it can be asked again.
+    assert manager.checkpoint_tokens("a") == (32, 48)
+    for num_tokens in (32, 48):
+        assert manager.keep_state("a", hashes(65)[num_tokens // 16 - 1], num_tokens)
+    manager.free("a")
+
+    again = manager.lookup(hashes(65), max_tokens=64)
+    assert (again.num_tokens, again.branch_tokens) == (48, 64)
+    shorter = manager.lookup(hashes(65), max_tokens=48)
+    assert (shorter.num_tokens, shorter.branch_tokens) == (32, 48)
+    assert manager.lookup(hashes(65), max_tokens=16).num_tokens == 0
+
+    # Who parts from it goes on a page before, and has a state kept there.
+    parted = [*hashes(48), *hashes(32, name="x")]
+    hit = manager.lookup(parted, max_tokens=79)
+    assert (hit.num_tokens, hit.branch_tokens) == (32, 48)
+    manager.allocate("b", num_tokens=80, hit=hit, facts=RequestFacts(prompt_tokens=80))
+    assert manager.checkpoint_tokens("b") == (48,)
+
+
 def test_states_are_kept_at_the_end_of_the_prompt_at_branches_and_as_bytes_allow():
     manager = hybrid()
     # A state of 512 bytes is the KV of 32 tokens.

@@ -112,7 +112,6 @@ class JengaKVCacheManager:
         self.kv_cache_config = kv_cache_config
         self.max_model_len = max_model_len
         self.enable_caching = enable_caching
-        self._reads_next_token = use_eagle
         self.log_stats = log_stats
         self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
         hash_tokens = hash_block_size if enable_caching else TOKENS_PER_PAGE
@@ -122,6 +121,8 @@ class JengaKVCacheManager:
             prefix_caching=enable_caching,
             hash_tokens=hash_tokens,
             left_share=read_settings(os.environ).left_share,
+            # Slots of a head that drafts are made of the token after theirs.
+            ahead_tokens=int(use_eagle),
         )
         has_states = any(table.is_state for table in self.manager.geometry.page_tables)
         self._states: StateKeeper | None = None
@@ -197,11 +198,6 @@ class JengaKVCacheManager:
         hit = self.manager.lookup(
             request.block_hashes, max_tokens=request.num_tokens - 1, facts=facts
         )
-        if self._reads_next_token and hit.num_tokens:
-            # A draft's last slot is made of the token after it, which another may not share.
-            hit = self.manager.lookup(
-                request.block_hashes, max_tokens=hit.num_tokens - 1, facts=facts
-            )
         for image in reversed(
             request.mm_features if self.kv_cache_config.keeps_images_whole else ()
         ):

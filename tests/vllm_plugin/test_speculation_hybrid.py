@@ -98,4 +98,5 @@ def test_a_layer_that_predicts_further_tokens_of_a_hybrid_changes_no_token(
     assert_same_generation(ours, plain | {"outputs": plain["outputs"] * 2})
     check_drafts(ours)
     hits = [output["cached_tokens"] for output in ours["outputs"][len(PROMPTS) :]]
-    assert any(hits)
+    # One page less than otherwise: its last slot is made of the token after it.
+    assert hits == [max(0, (len(prompt) - 1) // 16 * 16 - 16) for prompt in PROMPTS]
