@@ -74,6 +74,7 @@ def test_an_arena_that_evicts_and_preempts(tiny_model, run_engine, run_ours):
     assert ours["preemptions"] > 0
 
 
+@pytest.mark.slow
 def test_replayed_steps_write_the_states_that_later_requests_start_from(
     tiny_model, run_engine, run_ours
 ):
@@ -108,8 +109,14 @@ def test_a_draft_model_beside_windows_changes_no_token(graphs, tiny_model, run_e
     assert bool(ours["replays"]) == bool(graphs)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["granite", "jamba", "qwen3_next"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "granite",
+        pytest.param("jamba", marks=pytest.mark.slow),
+        pytest.param("qwen3_next", marks=pytest.mark.slow),
+    ],
+)
 def test_replayed_steps_of_drafts_leave_the_states_of_what_is_accepted(
     name, tiny_model, run_engine, run_ours
 ):

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.vllm
 CUTS = {"max_num_batched_tokens": 37, "max_num_seqs": 4}
 
 
+@pytest.mark.slow
 def test_a_draft_changes_no_token_of_a_hybrid_also_after_a_prefix_hit(tiny_model, run_engine):
     model, draft = tiny_model("granite_calm"), tiny_model("granite_echo")
 

@@ -40,6 +40,7 @@ def hits_of(ours):
     return [output["cached_tokens"] for output in ours["outputs"][len(TWO) :]]
 
 
+@pytest.mark.slow
 def test_a_layer_that_predicts_further_tokens_changes_no_token(tiny_model, run_engine):
     model = tiny_model("deepseek_v3_mtp")
 
