@@ -156,8 +156,8 @@ class StateKeeper:
 
     def schedule(self, request: "Request", start_tokens: int, end_tokens: int) -> None:
         """Note that the step computes these tokens of a request."""
-        # A step of one token that ends at the request's last is a decoding one: all is kept.
-        if end_tokens - start_tokens > 1 or end_tokens < request.num_tokens:
+        # A step of the request's last token and drafts is a decoding one: all is kept.
+        if start_tokens < request.num_tokens - 1:
             self._passages[request.request_id] = _Passage(
                 request=request, start_tokens=start_tokens, end_tokens=end_tokens
             )

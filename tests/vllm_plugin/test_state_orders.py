@@ -390,6 +390,32 @@ def test_a_state_after_a_single_token_is_copied_before_the_next_step():
     assert manager.keeps_state(0, one.block_hashes[0], copies.target_pages[0])
 
 
+def test_with_drafts_states_after_a_few_tokens_are_copied_from_the_slots_of_their_numbers():
+    state = State(name="state", layers=(Layer(name="0", slot_bytes=4096),), draft_tokens=3)
+    cut = exact_lcm(ModelSpec(name="model", layer_types=(state,)), tokens_per_page=16)
+    manager = Manager(cut, num_large_pages=9, prefix_caching=True)
+    keeper = StateKeeper(manager, hash_tokens=16)
+    one = fake_request("a", 18)
+    manager.allocate("a", num_tokens=15, facts=RequestFacts(prompt_tokens=18))
+    keeper.schedule(one, 0, 15)
+    assert keeper.take_orders() is None
+
+    # A chunk of three tokens, as many as drafts: the state after 16 is left in its slot.
+    keeper.step_starts()
+    manager.allocate("a", num_tokens=18, num_processed_tokens=15)
+    keeper.schedule(one, 15, 18)
+    assert keeper.take_orders() is None
+    keeper.step_starts()
+    # The last token, and drafts: nothing of that is kept.
+    keeper.schedule(one, 17, 21)
+    assert not keeper._passages
+    orders = keeper.take_orders()
+
+    (copies,) = orders.copies
+    assert copies.source_pages == (manager.page_table("a", 0)[16 % 4],)
+    assert manager.keeps_state(0, one.block_hashes[0], copies.target_pages[0])
+
+
 def test_a_request_that_lost_its_place_in_the_step_keeps_nothing():
     layers = (State(name="state", layers=(Layer(name="state.0", slot_bytes=4096),)),)
     cut = exact_lcm(ModelSpec(name="model", layer_types=layers), tokens_per_page=16)
