@@ -141,10 +141,11 @@ def test_replayed_steps_of_drafts_leave_the_states_of_what_is_accepted(
     ("target", "options", "sizes"),  # the last are of one request and of two
     [
         ("deepseek_v3_mtp", lambda _: MTP, (4, 8)),
+        ("qwen3_next_mtp", lambda _: MTP, (4, 8)),
         ("deepseek_v2_calm", lambda model: by_draft(model("llama_calmer"), 4), (5, 10)),
         ("llama_calmer", lambda model: by_draft(model("eagle3_head"), method="eagle3"), (4, 8)),
     ],
-    ids=["mtp", "draft_model_of_latents", "eagle3"],
+    ids=["mtp", "mtp_of_states", "draft_model_of_latents", "eagle3"],
 )
 def test_replayed_steps_of_drafted_tokens(target, options, sizes, tiny_model, run_engine, run_ours):
     model, prompts = tiny_model(target), DRAFTED_PROMPTS[1:3]
