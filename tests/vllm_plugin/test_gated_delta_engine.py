@@ -17,6 +17,7 @@ pytestmark = pytest.mark.vllm
 PROMPTS = prompts_over_shared_prefixes(4, seed=31)
 
 
+@pytest.mark.slow
 def test_gated_delta_hybrid_generates_what_transformers_generates_and_finds_its_prefixes(
     tiny_model, run_engine
 ):

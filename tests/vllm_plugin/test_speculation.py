@@ -47,6 +47,7 @@ def check_drafts(result):
     assert result["request_tokens"] == {}
 
 
+@pytest.mark.slow
 def test_a_draft_model_beside_windows_changes_no_token_and_shares_the_arena(
     tiny_model, run_engine, tmp_path
 ):
