@@ -518,6 +518,20 @@ class Manager:
         usable = self.num_large_pages - 1
         return (usable - self._allocator.large_pages.num_available) / usable
 
+    @property
+    def growth_large_pages(self) -> int:
+        """Large pages from which every running request could take one more page of each table.
+
+        To leave to them when a request comes in again that was preempted: where it takes the last
+        large page, the next request to grow sends it away, and all it computed is lost once more.
+        """
+        num_requests = len(self._requests)
+        return sum(
+            -(-num_requests // table.spec.small_pages_per_large_page)
+            for table in self._tables
+            if not table.policy.is_overwritten
+        )
+
     def can_ever_fit(self, num_tokens: int, *, chunk_tokens: int) -> bool:
         """Whether a request could reach so many tokens with the arena to itself."""
         return self.capacity.can_ever_fit(num_tokens, chunk_tokens=chunk_tokens)

@@ -380,6 +380,26 @@ def test_a_kept_state_is_hit_and_copied():
     manager.check()
 
 
+def test_what_running_requests_may_take_next_is_counted_in_large_pages():
+    cut = geometry(
+        "hybrid",
+        full("a", tokens=16, slot_bytes=16, per_large=2),
+        full("b", 16, 16, 2),
+        state(slot_bytes=512),
+    )
+    manager = Manager(cut, num_large_pages=30)
+    assert manager.growth_large_pages == 0
+    for number in range(3):
+        manager.allocate(f"{number}", num_tokens=20)
+
+    # Of each of two page tables three pages, two in a large page; states do not grow.
+    assert manager.growth_large_pages == 4
+    with pytest.raises(OutOfPagesError) as refused:
+        manager.allocate("again", num_tokens=320, reserve_large_pages=manager.growth_large_pages)
+    assert refused.value.reserved_large_pages == 4
+    manager.check()
+
+
 def test_with_drafts_the_state_after_so_many_tokens_is_in_the_slot_of_their_number():
     cut = geometry(
         "drafting",

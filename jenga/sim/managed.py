@@ -129,6 +129,9 @@ class ManagedArena:
                 hit=hit,
                 facts=active.facts,
                 full_tokens=active.num_tokens,
+                reserve_large_pages=(
+                    self.manager.growth_large_pages if active.num_preemptions else 0
+                ),
             )
         except OutOfPagesError:
             return False

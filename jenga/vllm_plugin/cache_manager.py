@@ -231,6 +231,8 @@ class JengaKVCacheManager:
         num_tokens = computed_tokens + num_new_tokens
         is_waiting = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         reserve = self._watermark_large_pages if is_waiting and has_scheduled_reqs else 0
+        if request.status == RequestStatus.PREEMPTED and has_scheduled_reqs:
+            reserve = max(reserve, self.manager.growth_large_pages)
         hit = new_computed_blocks.hit if isinstance(new_computed_blocks, PageTables) else None
         facts = self._facts(request) if is_waiting else None
         full_tokens = min(request.num_tokens, self.max_model_len) if full_sequence_must_fit else 0

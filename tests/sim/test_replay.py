@@ -6,6 +6,7 @@ import tracemalloc
 import pytest
 
 from jenga.errors import InvariantError
+from jenga.manager import Manager
 from jenga.sim.bounds import unlimited
 from jenga.sim.generators import agentic, articles
 from jenga.sim.managers import MANAGER_NAMES, make_arena
@@ -177,6 +178,30 @@ def test_a_request_that_outgrows_the_arena_is_preempted_and_then_refused():
         pass
 
     assert (run.num_finished, run.num_refused, run.scheduler.num_preemptions) == (0, 1, 1)
+
+
+def test_a_preempted_request_comes_in_again_where_the_others_have_room_to_grow(monkeypatch):
+    # The pages of the second type, ten in a large page, fill holes that others have left.
+    large = Layer(name="0", slot_bytes=640)
+    small = Layer(name="1", slot_bytes=64)
+    layer_types = (
+        FullAttention(name="target", layers=(large,)),
+        FullAttention(name="draft", layers=(small,)),
+    )
+    model = ModelSpec(name="two", layer_types=layer_types)
+    source = "mmlu-pro:n=60,output=100-500"
+
+    def preemptions():
+        arena = make_arena("jenga", model, 1000 * 16 * 640, prefix_caching=False)
+        run = Replay(open_source(source), arena, clock=constant_clock(1.0))
+        for _ in run:
+            pass
+        assert run.num_finished == 60
+        return run.scheduler.num_preemptions
+
+    with_room = preemptions()
+    monkeypatch.setattr(Manager, "growth_large_pages", 0)
+    assert 0 < 1.5 * with_room < preemptions()
 
 
 def test_requests_are_taken_from_a_trace_only_as_they_are_needed():
