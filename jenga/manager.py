@@ -14,6 +14,7 @@ from jenga.hits import Hits
 from jenga.kept_states import KeptStates
 from jenga.lookup import longest_prefix
 from jenga.policies import RequestFacts
+from jenga.prefix_cache import CacheChange
 from jenga.request import PageCopy, PrefixHit, Request, new_request
 from jenga.small_pages import Sharing
 from jenga.stats import CacheReport, MemoryReport, table_memory
@@ -41,6 +42,7 @@ class Manager:
         checkpoint_interval_tokens: int | None = None,
         left_share: float = LEFT_SHARE,
         ahead_tokens: int = 0,
+        records_changes: bool = False,
     ) -> None:
         """An empty arena.
 
@@ -58,6 +60,8 @@ class Manager:
             ahead_tokens: Tokens after a prefix that its cached pages depend on, as where a draft's
                 slots are made of the token after theirs: they must be found too, and states are
                 kept as much before where they are wanted.
+            records_changes: Whether `take_changes` is asked what can be found; it must be asked
+                often, since changes are kept until then.
 
         Raises:
             ValueError: The arena is too small for the null page and one large page per page table,
@@ -81,8 +85,13 @@ class Manager:
             wanted_rank=WANTED_RANK,
         )
         self._admission = Admission(self._allocator, left_share)
+        self._changes: list[CacheChange] = []
         self._tables = build_tables(
-            geometry, self._allocator, hash_tokens=hash_tokens, prefix_caching=prefix_caching
+            geometry,
+            self._allocator,
+            hash_tokens=hash_tokens,
+            prefix_caching=prefix_caching,
+            changes=self._changes if records_changes else None,
         )
         policies = [table.policy for table in self._tables]
         self.capacity = Capacity(geometry, policies, num_large_pages)
@@ -477,6 +486,16 @@ class Manager:
     def take_copies(self) -> list[PageCopy]:
         """Copies to make before any kernel of the next step runs, in this order."""
         return self._states.take_copies()
+
+    def take_changes(self) -> list[CacheChange]:
+        """What can be found since the last call, and what no longer, in order.
+
+        Content counts as found as soon as a request that comes in now could hit it. Where none is
+        recorded, none is said to have changed.
+        """
+        changes = self._changes[:]
+        self._changes.clear()
+        return changes
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached content; False, and nothing forgotten, while requests run."""

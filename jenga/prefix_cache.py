@@ -5,10 +5,27 @@ it. Equal keys mean equal bytes, in every layer stored there.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from sys import maxsize
 from typing import overload
 
 from jenga.errors import InvariantError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheChange:
+    """Content that can be found from now on, or no longer.
+
+    Attributes:
+        table_index: The page table in which it lies.
+        is_found: Whether it can be found.
+        keys: Of the content; of what can be found from now on, keys of pages in a row.
+    """
+
+    table_index: int
+    is_found: bool
+    keys: tuple[Hashable, ...]
 
 
 class FoundPages(Sequence[int | None]):
@@ -109,3 +126,40 @@ class PrefixCache:
         if keyed != self._pages:
             msg = f"{len(self._pages)} keys lead to pages, {len(keyed)} pages have keys"
             raise InvariantError(msg)
+
+
+class RecordingCache(PrefixCache):
+    """A prefix cache that says what changes in it, in order."""
+
+    __slots__ = ("_changes", "_table_index")
+
+    def __init__(self, num_pages: int, table_index: int, changes: list[CacheChange]) -> None:
+        super().__init__(num_pages)
+        self._table_index = table_index
+        self._changes = changes
+
+    def enter(
+        self, pages: Sequence[int], keys: Sequence[Hashable]
+    ) -> list[tuple[int, Hashable, int]]:
+        """See `PrefixCache`; what had a page under its key was found before."""
+        is_new = [
+            page > 0 and key is not None and key not in self._pages
+            for page, key in zip(pages, keys, strict=True)
+        ]
+        others = super().enter(pages, keys)
+        for entered, run in groupby(zip(is_new, keys, strict=True), lambda each: each[0]):
+            if entered:
+                self._record([key for _, key in run], is_found=True)
+        return others
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """See `PrefixCache`."""
+        gone = list(pages)
+        keys = [self.keys[page] for page in gone]
+        super().forget(gone)
+        if keys:
+            self._record(keys, is_found=False)
+
+    def _record(self, keys: Sequence[Hashable], *, is_found: bool) -> None:
+        change = CacheChange(table_index=self._table_index, is_found=is_found, keys=tuple(keys))
+        self._changes.append(change)

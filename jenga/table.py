@@ -17,7 +17,7 @@ from jenga.eviction_order import (
 from jenga.geometry import Geometry, PageTable
 from jenga.landmarks import landmarks, parts
 from jenga.policies import Grain, LayerPolicy, policy_of
-from jenga.prefix_cache import PrefixCache
+from jenga.prefix_cache import CacheChange, PrefixCache, RecordingCache
 from jenga.request import Held, Request
 from jenga.split_pages import SplitPages
 from jenga.whole_pages import WholePages
@@ -232,9 +232,21 @@ class Table:
 
 
 def build_tables(
-    geometry: Geometry, allocator: Allocator, *, hash_tokens: int, prefix_caching: bool
+    geometry: Geometry,
+    allocator: Allocator,
+    *,
+    hash_tokens: int,
+    prefix_caching: bool,
+    changes: list[CacheChange] | None = None,
 ) -> tuple[Table, ...]:
     """The page tables of a geometry.
+
+    Args:
+        geometry: How the arena is cut.
+        allocator: Where their pages come from.
+        hash_tokens: Tokens that each further prefix hash covers.
+        prefix_caching: Whether content is kept for others.
+        changes: Where to note what can be found and what no longer; None not to.
 
     Raises:
         ValueError: Pages and prefix hashes do not divide each other, with prefix caching on.
@@ -253,7 +265,10 @@ def build_tables(
                 )
                 raise ValueError(msg)
             num_pages = allocator.large_pages.num_pages * spec.small_pages_per_large_page
-            cache = PrefixCache(num_pages)
+            if changes is None:
+                cache = PrefixCache(num_pages)
+            else:
+                cache = RecordingCache(num_pages, index, changes)
         tables.append(
             Table(index=index, spec=spec, policy=policy, grain=grain, pages=pages, cache=cache)
         )

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.metrics.stats import PrefixCacheStats
@@ -20,6 +21,7 @@ from jenga.policies import RequestFacts
 from jenga.policies.base import Image
 from jenga.request import PrefixHit
 from jenga.spec import CrossAttention
+from jenga.vllm_plugin.cache_events import CacheEvents
 from jenga.vllm_plugin.config import TOKENS_PER_PAGE
 from jenga.vllm_plugin.environment import read_settings
 from jenga.vllm_plugin.layout import JengaKVCacheConfig, geometry_of
@@ -123,11 +125,15 @@ class JengaKVCacheManager:
             left_share=read_settings(os.environ).left_share,
             # Slots of a head that drafts are made of the token after theirs.
             ahead_tokens=int(use_eagle),
+            records_changes=enable_kv_cache_events,
         )
+        self._events: CacheEvents | None = None
+        if enable_kv_cache_events and enable_caching:
+            self._events = CacheEvents(self.manager, kv_cache_config, hash_tokens=hash_tokens)
         has_states = any(table.is_state for table in self.manager.geometry.page_tables)
         self._states: StateKeeper | None = None
         if enable_caching and has_states:
-            self._states = StateKeeper(self.manager, hash_tokens=hash_tokens)
+            self._states = StateKeeper(self.manager, hash_tokens=hash_tokens, events=self._events)
         self._has_encoder = any(
             isinstance(table.layer_type, CrossAttention)
             for table in self.manager.geometry.page_tables
@@ -204,6 +210,8 @@ class JengaKVCacheManager:
             start_token = image.mm_position.offset
             if start_token < hit.num_tokens < start_token + image.mm_position.length:
                 hit = self.manager.lookup(request.block_hashes, max_tokens=start_token, facts=facts)
+        if self._events is not None and _reports_hits(request):
+            self._events.note_hit(request, hit)
         # Also without a token it says where the request leaves what others have computed.
         page_ids = tuple([] for _ in range(self.num_kv_cache_groups))
         return PageTables(page_ids, hit), hit.num_tokens, 0
@@ -263,6 +271,8 @@ class JengaKVCacheManager:
         """Enter the full pages of a request's first tokens into the prefix cache."""
         if self.enable_caching:
             self.manager.commit(request.request_id, request.block_hashes, num_computed_tokens)
+            if self._events is not None:
+                self._events.note(request)
 
     def free(self, request: "Request") -> None:
         """Take back all pages of a request that finished, was aborted or is preempted.
@@ -311,6 +321,8 @@ class JengaKVCacheManager:
         """Forget all cached prefixes; False while requests run."""
         if not self.manager.reset_prefix_cache():
             return False
+        if self._events is not None:
+            self._events.cleared()
         if self.prefix_cache_stats is not None:
             self.prefix_cache_stats.reset = True
         return True
@@ -354,6 +366,11 @@ class JengaKVCacheManager:
         """Get states to hand to a KV connector: none, connectors are refused at start-up."""
         return {}
 
-    def take_events(self) -> list[Any]:
-        """Get cache events: none, they are refused at start-up."""
-        return []
+    def take_events(self) -> list[KVCacheEvent]:
+        """Get what changed in the prefix cache since the last call; nothing unless asked for."""
+        return self._events.take() if self._events is not None else []
+
+
+def _reports_hits(request: "Request") -> bool:
+    """Whether cache events are to tell of what a request hits; pooling requests have no say."""
+    return getattr(request, "kv_cache_report_mode", "incremental") == "full"

@@ -44,7 +44,6 @@ def _unsupported_features(vllm_config: "VllmConfig") -> list[str]:
     """Name each feature in use that the plugin cannot serve."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
-    kv_events = vllm_config.kv_events_config
     other_backends = {
         kind: backend.name
         for kind, backend in vllm_config.attention_config.backend_per_kind.items()
@@ -57,7 +56,6 @@ def _unsupported_features(vllm_config: "VllmConfig") -> list[str]:
         "dual batch overlap (--enable-dbo)": parallel.enable_dbo,
         "KV connectors (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
         "KV offloading (--kv-offloading-size)": cache.kv_offloading_size is not None,
-        "KV cache events": kv_events is not None and kv_events.enable_kv_cache_events,
         "--disable-hybrid-kv-cache-manager": scheduler.disable_hybrid_kv_cache_manager is True,
         f"other attention backends per kind {other_backends}": bool(other_backends),
         f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype not in CACHE_DTYPES,

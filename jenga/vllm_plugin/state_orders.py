@@ -15,6 +15,7 @@ from jenga.geometry import Geometry
 from jenga.manager import Manager
 from jenga.request import PageCopy
 from jenga.spec import State
+from jenga.vllm_plugin.cache_events import CacheEvents
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -124,16 +125,28 @@ class _Passage:
 class StateKeeper:
     """Decides at the end of each step which states it keeps, and collects the orders."""
 
-    __slots__ = ("_geometry", "_hash_tokens", "_manager", "_passages", "_passed", "_slots")
+    __slots__ = (
+        "_events",
+        "_geometry",
+        "_hash_tokens",
+        "_manager",
+        "_passages",
+        "_passed",
+        "_slots",
+    )
 
-    def __init__(self, manager: Manager, *, hash_tokens: int) -> None:
+    def __init__(
+        self, manager: Manager, *, hash_tokens: int, events: CacheEvents | None = None
+    ) -> None:
         """Nothing to keep.
 
         Args:
             manager: Gives the pages.
             hash_tokens: Tokens that each further hash of a request covers.
+            events: Told of what is kept, if anybody is.
         """
         self._manager = manager
+        self._events = events
         self._geometry = manager.geometry
         self._hash_tokens = hash_tokens
         # Steps of so many tokens leave the state after each of them in a slot of the request.
@@ -143,14 +156,14 @@ class StateKeeper:
             if isinstance(table.layer_type, State)
         )
         self._passages: dict[str, _Passage] = {}
-        self._passed: dict[str, list[tuple[bytes, int]]] = {}
+        self._passed: dict[str, tuple[Request, list[int]]] = {}
 
     def step_starts(self) -> None:
         """Begin a step: keep what the last one could not write on its way."""
-        for request_id, states in self._passed.items():
+        for request_id, (request, states) in self._passed.items():
             if self._manager.is_running(request_id):
-                for prefix_hash, num_tokens in states:
-                    self._manager.keep_state(request_id, prefix_hash, num_tokens)
+                for num_tokens in states:
+                    self._keep_state(request, num_tokens)
         self._passed.clear()
         self._passages.clear()
 
@@ -196,13 +209,23 @@ class StateKeeper:
         for num_tokens in self._manager.checkpoint_tokens(request_id):
             if not start_tokens < num_tokens <= end_tokens:
                 continue
-            prefix_hash = passage.request.block_hashes[num_tokens // self._hash_tokens - 1]
             if end_tokens - start_tokens <= self._slots:
                 # Layers take so few tokens for decoding, which writes running states only.
-                self._passed.setdefault(request_id, []).append((prefix_hash, num_tokens))
-            elif self._manager.keep_state(request_id, prefix_hash, num_tokens):
+                self._passed.setdefault(request_id, (passage.request, []))[1].append(num_tokens)
+            elif self._keep_state(passage.request, num_tokens):
+                prefix_hash = self._hash(passage.request, num_tokens)
                 kept += [
                     (prefix_hash, copy, num_tokens - start_tokens)
                     for copy in self._manager.take_copies()
                 ]
         return kept
+
+    def _keep_state(self, request: "Request", num_tokens: int) -> bool:
+        prefix_hash = self._hash(request, num_tokens)
+        is_kept = self._manager.keep_state(request.request_id, prefix_hash, num_tokens)
+        if self._events is not None:
+            self._events.note(request)
+        return is_kept
+
+    def _hash(self, request: "Request", num_tokens: int) -> bytes:
+        return request.block_hashes[num_tokens // self._hash_tokens - 1]

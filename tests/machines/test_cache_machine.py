@@ -37,7 +37,9 @@ class CacheMachine(RuleBasedStateMachine):
             prefix_caching=True,
             hash_tokens=HASH_TOKENS,
             eviction_order=EVICTION_ORDERS[order](),
+            records_changes=True,
         )
+        self.found = [set() for _ in self.geometry.page_tables]  # by what is said to change
         self.engine = EngineModel(self.manager, HASH_TOKENS)
         self.runs = {}
         self.waiting = {}
@@ -211,6 +213,22 @@ class CacheMachine(RuleBasedStateMachine):
     def books_balance(self):
         if hasattr(self, "manager"):
             self.manager.check()
+
+    @invariant()
+    def changes_say_what_is_cached(self):
+        if not hasattr(self, "manager"):
+            return
+        for change in self.manager.take_changes():
+            found = self.found[change.table_index]
+            assert len(set(change.keys)) == len(change.keys)
+            if change.is_found:
+                assert found.isdisjoint(change.keys)
+                found.update(change.keys)
+            else:
+                assert found.issuperset(change.keys)
+                found.difference_update(change.keys)
+        caches = [table.cache.keys for table in self.manager._tables]
+        assert self.found == [{key for key in keys if key is not None} for keys in caches]
 
     def teardown(self):
         if not hasattr(self, "manager"):

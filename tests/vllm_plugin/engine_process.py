@@ -84,6 +84,26 @@ def check_each_step(llm):
     scheduler.update_from_output = update_from_output
 
 
+def follow_events(endpoint):
+    """Get what an engine tells of its cache over ZeroMQ; grows until it says no more."""
+    import msgspec
+    import zmq
+    from vllm.distributed.kv_events import KVEventBatch
+
+    socket = zmq.Context.instance().socket(zmq.SUB)
+    socket.connect(endpoint)
+    socket.subscribe("")
+    decoder = msgspec.msgpack.Decoder(KVEventBatch)
+
+    def received(quiet_ms=2000):
+        events = []
+        while socket.poll(quiet_ms):
+            events += decoder.decode(socket.recv_multipart()[-1]).events
+        return [msgspec.to_builtins(event) for event in events]
+
+    return received
+
+
 def divide_decoding(num_programs):
     """Let the interpreter divide decode work among programs, as a GPU does, and join the parts.
 
@@ -181,6 +201,8 @@ def main():
     if is_emulating:
         start_as_on_a_gpu(llm)
     replays = count_graphs(llm) if job.get("captures") else {}
+    events = job["options"].get("kv_events_config")
+    received = follow_events(events["endpoint"]) if events else None
     if job.get("fill_arena"):
         arena_of(llm).fill_(NAN_BYTE)
     sampling = SamplingParams(
@@ -215,6 +237,8 @@ def main():
         "replays": replays,
         "scheduler": type(scheduler_of(llm)).__name__ if job.get("captures") else None,
     }
+    if received is not None:
+        result["events"] = received()
     if preemptions is not None:
         manager = scheduler_of(llm).kv_cache_manager.manager
         manager.check()

@@ -98,7 +98,6 @@ def refusals(tiny_model, configured):
     features = {
         "pipeline parallelism": dict(pipeline_parallel_size=2),
         "decode context parallelism": dict(decode_context_parallel_size=2, tensor_parallel_size=4),
-        "KV cache events": dict(kv_events_config={"enable_kv_cache_events": True}),
         "KV connectors": dict(kv_transfer_config={
             "kv_connector": "ExampleConnector", "kv_role": "kv_both",
             "kv_connector_extra_config": {"shared_storage_path": "/tmp"}}),
@@ -142,7 +141,6 @@ def refusals(tiny_model, configured):
     [
         "pipeline parallelism",
         "decode context parallelism",
-        "KV cache events",
         "KV connectors",
         "KV offloading",
         "speculative decoding by method 'ngram_gpu'",
