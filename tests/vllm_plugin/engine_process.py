@@ -33,6 +33,13 @@ def audio_of_seed(seed):
     return np.random.default_rng(seed).normal(size=16000).astype(np.float32), 16000
 
 
+def adapter_request(folder):
+    """Name a low-rank adapter to an engine; None for none."""
+    from vllm.lora.request import LoRARequest
+
+    return folder and LoRARequest(Path(folder).name, 1 + int(Path(folder).name), folder)
+
+
 def runner_of(llm):
     """Get the model runner of an engine that lives in this process."""
     return llm.llm_engine.model_executor.driver_worker.worker.model_runner
@@ -223,8 +230,11 @@ def main():
     rounds = job.get("rounds", 1)
     size = -(-len(prompts) // rounds)
     outputs = []
+    adapters = job.get("adapters")  # of each prompt: a folder, or None for the model itself
     for start in range(0, len(prompts), size):  # later rounds find what earlier ones left
-        outputs += llm.generate(prompts[start : start + size], sampling, use_tqdm=False)
+        some = slice(start, start + size)
+        requests = adapters and [adapter_request(each) for each in adapters[some]]
+        outputs += llm.generate(prompts[some], sampling, use_tqdm=False, lora_request=requests)
     last = list(outputs)
     for turn in job.get("turns", []):  # each prompt goes on with its answer and these tokens
         tokens = [[*o.prompt_token_ids, *o.outputs[0].token_ids, *turn] for o in last]

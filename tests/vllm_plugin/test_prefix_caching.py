@@ -1,8 +1,11 @@
 """Prefix caching in the real engine: what is hit must be what would have been computed."""
 
+import json
 import random
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.vllm_plugin.conftest import assert_same_generation
 
@@ -93,3 +96,49 @@ def test_a_hit_gives_the_tokens_and_logprobs_of_a_computation_without(tiny_model
     # The second round finds all of every prompt but the page its last token is in.
     hits = [output["cached_tokens"] for output in ours["outputs"][len(prompts) :]]
     assert hits == [(len(prompt) - 1) // 16 * 16 for prompt in prompts]
+
+
+def save_adapter(folder, *, layers, hidden, heads, rank=8):
+    """Save a low-rank adapter of random weights for the query projections of a model."""
+    generator = torch.Generator().manual_seed(int(folder.name))
+    weights = {}
+    for layer in range(layers):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        weights[f"{name}.lora_A.weight"] = torch.randn(rank, hidden, generator=generator)
+        weights[f"{name}.lora_B.weight"] = torch.randn(heads, rank, generator=generator)
+    folder.mkdir()
+    save_file(weights, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return str(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_adapters_hit_what_was_computed_with_them_alone(tiny_model, run_engine, tmp_path):
+    model = tiny_model("llama")
+    config = json.loads((model / "config.json").read_text())
+    hidden, heads = config["hidden_size"], config["num_attention_heads"] * config["head_dim"]
+    adapters = [
+        save_adapter(
+            tmp_path / str(number), layers=config["num_hidden_layers"], hidden=hidden, heads=heads
+        )
+        for number in range(2)
+    ]
+    prompts = prompts_over_shared_prefixes(1, seed=17) * 6
+    job = {"adapters": [None, *adapters] * 2, "rounds": 2, "max_tokens": 6}
+
+    def run(**options):
+        options = {"enable_lora": True, "max_loras": 2, **options}
+        return run_engine(model, prompts, options=options, **job)
+
+    ours, stock = run(**JENGA), run()
+
+    assert_same_generation(ours, stock)
+    outputs = ours["outputs"]
+    first, again = ([tuple(each["tokens"]) for each in some] for some in (outputs[:3], outputs[3:]))
+    assert len(set(first)) == 3
+    # Without an adapter stock, too, goes on in another way in its second round.
+    assert first[1:] == again[1:]
+    most = (len(prompts[0]) - 1) // 16 * 16
+    assert [output["cached_tokens"] for output in outputs] == [0] * 3 + [most] * 3
