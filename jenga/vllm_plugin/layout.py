@@ -151,8 +151,10 @@ def get_kv_cache_config_from_groups(
     geometry = _geometry_of_groups(kv_cache_groups)
     override = cache_config.num_gpu_blocks_override
     if override is not None:
-        if available_memory == 0:  # a throw-away arena, to measure CUDA graphs with
-            override = max(override, 1 + len(geometry.page_tables))
+        if available_memory == 0:
+            # A throw-away arena, to measure CUDA graphs with: vLLM asks for a block per request,
+            # hundreds of large pages, but captured requests read and write the null page alone.
+            override = 1 + len(geometry.page_tables)
         available_memory = override * geometry.large_page_bytes
     num_large_pages = check_arena(geometry, available_memory)
     _log_geometry(geometry, num_large_pages, prefix_caching=cache_config.enable_prefix_caching)

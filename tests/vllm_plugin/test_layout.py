@@ -136,8 +136,9 @@ def test_memory_for_less_than_one_large_page_per_table_is_refused_with_the_numbe
         config_of(HYBRID, 1000)
 
 
-def test_a_throw_away_arena_for_measuring_has_a_large_page_for_every_table():
-    config = config_of(HYBRID, 0, num_gpu_blocks_override=1)
+@pytest.mark.parametrize("num_blocks", [1, 512])
+def test_a_throw_away_arena_for_measuring_has_a_large_page_for_every_table(num_blocks):
+    config = config_of(HYBRID, 0, num_gpu_blocks_override=num_blocks)
 
     assert config.num_blocks == 1 + len(config.kv_cache_groups)
 
