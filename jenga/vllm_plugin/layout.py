@@ -66,6 +66,14 @@ class JengaKVCacheConfig(KVCacheConfig):
         return self.num_blocks * self.table_of(tensor.layers[0]).small_pages_per_large_page
 
     @property
+    def has_mamba_layers(self) -> bool:
+        """Whether vLLM must see to one of `num_blocks` for each request: states have small pages.
+
+        A request that finds none waits, and the padding of a CUDA graph takes the null page.
+        """
+        return False
+
+    @property
     def needs_kv_cache_zeroing(self) -> bool:
         """Never: the kernels read no slot beyond a request's tokens, whatever bytes it holds."""
         return False

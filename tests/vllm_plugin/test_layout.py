@@ -143,6 +143,23 @@ def test_a_throw_away_arena_for_measuring_has_a_large_page_for_every_table(num_b
     assert config.num_blocks == 1 + len(config.kv_cache_groups)
 
 
+def test_graphs_are_captured_for_more_requests_than_the_arena_has_large_pages():
+    from vllm.config import CompilationConfig, CUDAGraphMode
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    config = config_of(HYBRID, 8 * MIB)
+    compilation = CompilationConfig(cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY)
+
+    mode = compilation.resolve_cudagraph_mode_and_sizes(
+        AttentionCGSupport.UNIFORM_BATCH,
+        "JENGA_TRITON",
+        kv_cache_config=config,
+        max_num_reqs=config.num_blocks + 1,
+    )
+
+    assert mode is CUDAGraphMode.FULL_DECODE_ONLY
+
+
 def test_a_number_of_large_pages_asked_for_is_kept_or_refused():
     assert config_of(HYBRID, 8 * MIB, num_gpu_blocks_override=50).num_blocks == 50
     with pytest.raises(ValueError, match="large page"):
