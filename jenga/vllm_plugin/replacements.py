@@ -3,7 +3,9 @@
 Each replacement that is given a configuration calls the original unless that selects JENGA_TRITON.
 All but the first are put in place only once a configuration selects it, so a process that never
 does runs vLLM's own functions. Before that the installed version and the signature of each name are
-checked, so that another vLLM is refused with a message instead of failing later.
+checked, so that another vLLM is refused with a message instead of failing later. Names of the
+worker's modules wait until its device is set: importing some of them initialises CUDA, after which
+the process that made the configuration could not fork, and a worker would not yet have its GPU.
 
 Official hooks are used where vLLM has them: the backend enumerations and their `register`, the
 attention backend interface (layouts, supported features), and `KVCacheConfig.num_blocks_of`, which
@@ -269,6 +271,18 @@ def _copy_kv_cache_blocks_inplace(original: _Function) -> _Function:
     return copy
 
 
+def _init_device(original: _Function) -> _Function:
+    @functools.wraps(original)
+    def init_device(self: Any) -> None:  # noqa: ANN401
+        from jenga.vllm_plugin.config import is_selected
+
+        original(self)
+        if is_selected(self.vllm_config):
+            _put_in_place(_IN_WORKERS)
+
+    return init_device
+
+
 def _batch_mm_inputs_from_scheduler(original: _Function) -> _Function:
     @functools.wraps(original)
     def batch(self: Any, scheduler_output: Any) -> Any:  # noqa: ANN401
@@ -383,6 +397,23 @@ _WHEN_SELECTED = (
         make=_preempt_request,
     ),
     Replacement(
+        module="vllm.v1.engine.core",
+        name="resolve_kv_cache_block_sizes",
+        reason="hashes prefixes as coarsely as states were kept if steps had to end there",
+        parameters=("kv_cache_config", "vllm_config"),
+        make=_resolve_kv_cache_block_sizes,
+    ),
+    Replacement(
+        module="vllm.v1.worker.worker_base",
+        name="WorkerWrapperBase.init_device",
+        reason="every worker passes it, with a device and before a model: now the names below",
+        parameters=("self",),
+        make=_init_device,
+    ),
+)
+
+_IN_WORKERS = (
+    Replacement(
         module="vllm.v1.worker.gpu_model_runner",
         name="GPUModelRunner._batch_mm_inputs_from_scheduler",
         reason=(
@@ -398,13 +429,6 @@ _WHEN_SELECTED = (
         reason="cuts a request into one per chunk on the host; our kernels mask chunks themselves",
         parameters=("underlying_attn_backend", "attention_chunk_size"),
         make=_create_chunked_local_attention_backend,
-    ),
-    Replacement(
-        module="vllm.v1.engine.core",
-        name="resolve_kv_cache_block_sizes",
-        reason="hashes prefixes as coarsely as states were kept if steps had to end there",
-        parameters=("kv_cache_config", "vllm_config"),
-        make=_resolve_kv_cache_block_sizes,
     ),
     *(
         Replacement(
@@ -459,7 +483,7 @@ _WHEN_SELECTED = (
     ),
 )
 
-REPLACEMENTS = (_CONFIG_WATCH, *_WHEN_SELECTED)
+REPLACEMENTS = (_CONFIG_WATCH, *_WHEN_SELECTED, *_IN_WORKERS)
 """All of them, for the documentation and the tests."""
 
 
@@ -509,13 +533,13 @@ def _apply(replacement: Replacement) -> None:
     setattr(owner, attribute, staticmethod(function) if inspect.ismethod(original) else function)
 
 
-def check_names() -> None:
+def check_names(replacements: tuple[Replacement, ...]) -> None:
     """Check that vLLM has every name not yet replaced, with the signature this was written for.
 
     Raises:
         ValueError: It has not; the message names the function and both signatures.
     """
-    for replacement in REPLACEMENTS:
+    for replacement in replacements:
         if _is_applied(replacement):
             continue
         owner, attribute = _owner(replacement)
@@ -532,8 +556,16 @@ def watch_configurations() -> None:
         _apply(_CONFIG_WATCH)
 
 
+def _put_in_place(replacements: tuple[Replacement, ...]) -> None:
+    """Check names, then replace them, each once; where a check fails nothing is replaced."""
+    check_names(replacements)
+    for replacement in replacements:
+        if not _is_applied(replacement):
+            _apply(replacement)
+
+
 def apply_replacements() -> None:
-    """Check vLLM's version and names, then put all replacements in place, once.
+    """Check vLLM's version and names, then replace all but those of workers, once.
 
     Raises:
         ValueError: This vLLM is not one the plugin was written for; nothing was replaced.
@@ -543,8 +575,5 @@ def apply_replacements() -> None:
     from jenga.vllm_plugin.switch import register_state_backends
 
     check_version(vllm.__version__)
-    check_names()
-    for replacement in REPLACEMENTS:
-        if not _is_applied(replacement):
-            _apply(replacement)
+    _put_in_place((_CONFIG_WATCH, *_WHEN_SELECTED))
     register_state_backends()

@@ -169,12 +169,12 @@ def test_vllm_is_untouched_unless_the_backend_is_selected(tiny_model):
     code = (
         CONFIGURE.format(model=str(tiny_model("llama")))
         + """
-    from jenga.vllm_plugin.replacements import REPLACEMENTS, _is_applied
+    from jenga.vllm_plugin.replacements import _IN_WORKERS, REPLACEMENTS, _is_applied
     stock = configure(attention_backend=None)
     print("BEFORE", [r.name for r in REPLACEMENTS if _is_applied(r)])
     print("BLOCK", stock.cache_config.block_size, stock.attention_config.backend)
     configure()
-    print("AFTER", sum(_is_applied(r) for r in REPLACEMENTS) == len(REPLACEMENTS))
+    print("AFTER", [r for r in REPLACEMENTS if not _is_applied(r)] == list(_IN_WORKERS))
     again = configure(attention_backend=None)
     print("AGAIN", again.cache_config.block_size, again.cache_config.enable_prefix_caching)
     """
@@ -186,6 +186,45 @@ def test_vllm_is_untouched_unless_the_backend_is_selected(tiny_model):
     assert "BLOCK 128 None" in output  # what vLLM chooses on a CPU
     assert "AFTER True" in output
     assert "AGAIN 128 True" in output
+
+
+@pytest.mark.vllm
+def test_a_process_without_a_device_imports_nothing_that_asks_for_one(tiny_model):
+    code = (
+        CONFIGURE.format(model=str(tiny_model("llama")))
+        + """
+    import pickle, sys
+    pickle.loads(pickle.dumps(configure().attention_config))
+    workers = ("vllm.third_party.flash_linear_attention", "vllm.v1.worker.gpu_model_runner")
+    print("IMPORTED", [name for name in workers if name in sys.modules])
+    """
+    )
+    returncode, output = run_python(code)
+
+    assert returncode == 0, output[-4000:]
+    assert "IMPORTED []" in output
+
+
+@pytest.mark.vllm
+def test_names_of_workers_are_replaced_once_a_worker_has_its_device(tiny_model):
+    code = (
+        CONFIGURE.format(model=str(tiny_model("llama")))
+        + """
+    from types import SimpleNamespace
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+    from jenga.vllm_plugin.replacements import _IN_WORKERS, _is_applied
+    worker = WorkerWrapperBase(rpc_rank=0)
+    worker.vllm_config = configure()
+    worker.worker = SimpleNamespace(init_device=lambda: print("DEVICE"))
+    worker.init_device()
+    print("REPLACED", all(_is_applied(r) for r in _IN_WORKERS))
+    """
+    )
+    returncode, output = run_python(code)
+
+    assert returncode == 0, output[-4000:]
+    assert "DEVICE" in output
+    assert "REPLACED True" in output
 
 
 @pytest.mark.vllm
