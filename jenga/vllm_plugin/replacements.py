@@ -197,6 +197,18 @@ def _forward_core(original: _Function) -> _Function:
     return forward_core
 
 
+def _fused_gdn_decode_unsupported_reason(original: _Function) -> _Function:
+    @functools.wraps(original)
+    def unsupported_reason(self: Any, vllm_config: Any) -> str | None:  # noqa: ANN401
+        from jenga.vllm_plugin.config import is_selected
+
+        if is_selected(vllm_config):
+            return "JENGA_TRITON runs these layers on kernels of its own"
+        return original(self, vllm_config)
+
+    return unsupported_reason
+
+
 def _cpu_gdn_attention_core(original: _Function) -> _Function:
     @functools.wraps(original)
     def core(mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any, layer_name: Any) -> None:  # noqa: ANN401
@@ -466,6 +478,13 @@ _IN_WORKERS = (
             ("qwen_gdn_linear_attn", "QwenGatedDeltaNetAttention"),
             ("olmo_gdn_linear_attn", "OlmoHybridGatedDeltaNetAttention"),
         )
+    ),
+    Replacement(
+        module="vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn",
+        name="QwenGatedDeltaNetAttention._fused_gdn_decode_unsupported_reason",
+        reason="where tokens are drafted, a GPU's layer has an operation that passes the above by",
+        parameters=("self", "vllm_config"),
+        make=_fused_gdn_decode_unsupported_reason,
     ),
     Replacement(
         module="vllm.model_executor.layers.mamba.ops.cpu.gdn_attention",

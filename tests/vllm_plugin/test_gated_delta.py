@@ -377,3 +377,24 @@ def test_the_names_that_vllms_layers_call_lead_here(config, monkeypatch):  # noq
 
     inputs = prompts(5 * size + KIMI_HEADS)
     check(kimi, call_kimi, expected_kimi, KIMI_SHAPES, inputs, size)
+
+
+def test_drafted_tokens_do_not_go_to_an_operation_of_vllms_that_passes_our_kernels_by(
+    config,  # noqa: F811
+    monkeypatch,
+):
+    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import (
+        QwenGatedDeltaNetAttention,
+    )
+
+    from jenga.vllm_plugin import replacements
+
+    name = "_fused_gdn_decode_unsupported_reason"
+    monkeypatch.setattr(QwenGatedDeltaNetAttention, name, lambda self, vllm_config: None)  # noqa: ARG005
+    replacement = next(r for r in replacements._IN_WORKERS if r.name.endswith(name))
+    replacements._apply(replacement)
+    layer = gated_delta_layer()
+
+    assert "JENGA_TRITON" in layer._fused_gdn_decode_unsupported_reason(config)
+    monkeypatch.setattr(config.attention_config, "backend", None)
+    assert layer._fused_gdn_decode_unsupported_reason(config) is None
