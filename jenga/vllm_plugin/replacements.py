@@ -209,6 +209,26 @@ def _fused_gdn_decode_unsupported_reason(original: _Function) -> _Function:
     return unsupported_reason
 
 
+def _skip_warm_up(mark: str) -> Callable[[_Function], _Function]:
+    """Set the mark that a layer is warmed up, and the original returns at once."""
+
+    def make(original: _Function) -> _Function:
+        @functools.wraps(original)
+        def warm_up(self: Any, *args: Any) -> None:  # noqa: ANN401
+            from vllm.config import get_current_vllm_config_or_none
+
+            from jenga.vllm_plugin.config import is_selected
+
+            config = get_current_vllm_config_or_none()
+            if config is not None and is_selected(config):
+                setattr(self, mark, True)
+            original(self, *args)
+
+        return warm_up
+
+    return make
+
+
 def _cpu_gdn_attention_core(original: _Function) -> _Function:
     @functools.wraps(original)
     def core(mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any, layer_name: Any) -> None:  # noqa: ANN401
@@ -485,6 +505,29 @@ _IN_WORKERS = (
         reason="where tokens are drafted, a GPU's layer has an operation that passes the above by",
         parameters=("self", "vllm_config"),
         make=_fused_gdn_decode_unsupported_reason,
+    ),
+    *(
+        Replacement(
+            module=f"vllm.model_executor.layers.mamba.{module}",
+            name=name,
+            reason="compiles, on some GPUs for minutes, operations that never run",
+            parameters=("self", *inputs),
+            make=_skip_warm_up(mark),
+        )
+        for module, name, inputs, mark in (
+            (
+                "gdn.qwen_gdn_linear_attn",
+                "QwenGatedDeltaNetAttention._warmup_prefill_kernels",
+                ("qkv_or_qkvz", "v_dim"),
+                "_prefill_kernels_warmed_up",
+            ),
+            (
+                "mamba_mixer2",
+                "MambaMixer2._warmup_ssd_kernels",
+                ("projected_states",),
+                "_ssd_kernels_warmed_up",
+            ),
+        )
     ),
     Replacement(
         module="vllm.model_executor.layers.mamba.ops.cpu.gdn_attention",

@@ -398,3 +398,41 @@ def test_drafted_tokens_do_not_go_to_an_operation_of_vllms_that_passes_our_kerne
     assert "JENGA_TRITON" in layer._fused_gdn_decode_unsupported_reason(config)
     monkeypatch.setattr(config.attention_config, "backend", None)
     assert layer._fused_gdn_decode_unsupported_reason(config) is None
+
+
+@pytest.mark.parametrize(
+    ("layer", "name", "mark"),
+    [
+        (
+            "gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention",
+            "_warmup_prefill_kernels",
+            "_prefill_kernels_warmed_up",
+        ),
+        ("mamba_mixer2.MambaMixer2", "_warmup_ssd_kernels", "_ssd_kernels_warmed_up"),
+    ],
+)
+def test_operations_that_our_kernels_take_the_place_of_are_not_warmed_up(
+    layer,
+    name,
+    mark,
+    config,  # noqa: F811
+    monkeypatch,
+):
+    from vllm.config import set_current_vllm_config
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    from jenga.vllm_plugin import replacements
+
+    layer_class = resolve_obj_by_qualname(f"vllm.model_executor.layers.mamba.{layer}")
+    monkeypatch.setattr(layer_class, name, getattr(layer_class, name))  # as it was, in the end
+    replacement = next(r for r in replacements._IN_WORKERS if r.name.endswith(name))
+    if not replacements._is_applied(replacement):
+        replacements._apply(replacement)
+    inputs = [torch.zeros(1, 8), *([0] if "prefill" in name else [])]
+    ours, theirs = bare(layer_class, **{mark: False}), bare(layer_class, **{mark: False})
+
+    with set_current_vllm_config(config):
+        getattr(ours, name)(*inputs)
+    getattr(ours, name)(*inputs)  # steps before serving come without a configuration
+    with pytest.raises(AttributeError):  # a layer without heads has nothing to warm up
+        getattr(theirs, name)(*inputs)
