@@ -310,7 +310,7 @@ def _init_device(original: _Function) -> _Function:
 
         original(self)
         if is_selected(self.vllm_config):
-            _put_in_place(_IN_WORKERS)
+            apply_worker_replacements()
 
     return init_device
 
@@ -639,3 +639,12 @@ def apply_replacements() -> None:
     check_version(vllm.__version__)
     _put_in_place((_CONFIG_WATCH, *_WHEN_SELECTED))
     register_state_backends()
+
+
+def apply_worker_replacements() -> None:
+    """Check and replace the names of workers' modules, once; for a process that has its device.
+
+    Raises:
+        ValueError: A name is not as the plugin was written for; nothing was replaced.
+    """
+    _put_in_place(_IN_WORKERS)

@@ -329,6 +329,9 @@ def test_the_names_that_vllms_layers_call_lead_here(config, monkeypatch):  # noq
     from vllm.third_party.flash_linear_attention.ops.kda import FusedRMSNormGated
 
     from jenga.vllm_plugin import mamba
+    from jenga.vllm_plugin.replacements import apply_worker_replacements
+
+    apply_worker_replacements()
 
     def in_step(forward):
         def run(inputs, out, metadata):
