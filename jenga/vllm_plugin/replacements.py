@@ -229,6 +229,26 @@ def _skip_warm_up(mark: str) -> Callable[[_Function], _Function]:
     return make
 
 
+def _warmup_kernels(original: _Function) -> _Function:
+    @functools.wraps(original)
+    def warm_up(model_runner: Any, worker_execute_model: Any, worker_sample_tokens: Any) -> None:  # noqa: ANN401
+        from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup
+
+        from jenga.vllm_plugin.config import WARM_UP_TOKENS, is_selected
+
+        original(model_runner, worker_execute_model, worker_sample_tokens)
+        if is_selected(model_runner.vllm_config):
+            most_tokens = min(model_runner.max_num_tokens, model_runner.max_model_len)
+            run_mixed_prefill_decode_warmup(
+                model_runner,
+                worker_execute_model,
+                worker_sample_tokens,
+                min(WARM_UP_TOKENS, most_tokens),
+            )
+
+    return warm_up
+
+
 def _cpu_gdn_attention_core(original: _Function) -> _Function:
     @functools.wraps(original)
     def core(mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any, layer_name: Any) -> None:  # noqa: ANN401
@@ -445,6 +465,13 @@ _WHEN_SELECTED = (
 )
 
 _IN_WORKERS = (
+    Replacement(
+        module="vllm.v1.worker.gpu_worker",
+        name="warmup_kernels",
+        reason="its prompts are so short that layers decode them: the first long one would compile",
+        parameters=("model_runner", "worker_execute_model", "worker_sample_tokens"),
+        make=_warmup_kernels,
+    ),
     Replacement(
         module="vllm.v1.worker.gpu_model_runner",
         name="GPUModelRunner._batch_mm_inputs_from_scheduler",

@@ -117,9 +117,20 @@ def emulate_graphs():
 
 
 def start_as_on_a_gpu(llm):
-    """Warm kernels up and capture graphs, as a worker on a GPU does before it serves."""
-    from vllm.v1.worker.gpu.warmup import warmup_kernels
+    """Warm kernels up and capture graphs, as a worker on a GPU does before it serves.
+
+    Returns:
+        Tokens of the steps that warmed up.
+    """
+    from vllm.v1.worker import gpu_worker
 
     worker = llm.llm_engine.model_executor.driver_worker.worker
-    warmup_kernels(worker.model_runner, worker.execute_model, worker.sample_tokens)
+    num_tokens = []
+
+    def execute_model(step):
+        num_tokens.append(step.total_num_scheduled_tokens)
+        return worker.execute_model(step)
+
+    gpu_worker.warmup_kernels(worker.model_runner, execute_model, worker.sample_tokens)
     worker.model_runner.capture_model()
+    return num_tokens

@@ -205,8 +205,7 @@ def main():
         emulate_graphs()
         divide_decoding(5)
     llm = LLM(**job["options"])
-    if is_emulating:
-        start_as_on_a_gpu(llm)
+    warm_up = start_as_on_a_gpu(llm) if is_emulating else []
     replays = count_graphs(llm) if job.get("captures") else {}
     events = job["options"].get("kv_events_config")
     received = follow_events(events["endpoint"]) if events else None
@@ -245,6 +244,7 @@ def main():
         "outputs": _result(outputs),
         "drafts": [drafts[number] for number in sorted(drafts)],
         "replays": replays,
+        "warm_up": warm_up,
         "scheduler": type(scheduler_of(llm)).__name__ if job.get("captures") else None,
     }
     if received is not None:

@@ -60,6 +60,7 @@ def test_replayed_steps_of_windows_read_what_later_steps_wrote(tiny_model, run_e
 
     assert_same_generation(ours, stock)
     assert sum(ours["replays"].values()) >= 12
+    assert max(ours["warm_up"]) == 64  # a prompt as long as a step may be, before any came
 
 
 @pytest.mark.slow
