@@ -48,7 +48,8 @@ def compile_job(job: Callable[[], None], *capabilities: int) -> list[Compiled]:
     results: list[Compiled] = []
     root = Path(__file__).parents[2]
     environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(root)
+    # Where there is a GPU, a job's tensors would else lie on it, some of them.
+    environment |= {"PYTHONPATH": str(root), "CUDA_VISIBLE_DEVICES": ""}
     for capability in capabilities:
         command = [sys.executable, "-m", "tests.kernels.compiling"]
         command += [job.__module__, job.__name__, str(capability)]

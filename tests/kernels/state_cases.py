@@ -141,6 +141,26 @@ def widened(tensors):
     }
 
 
+def on_cpu(arguments):
+    """The arguments on the CPU, the only place where operations look at slots and positions.
+
+    What is refused there would on a GPU be launched, and write past its states.
+    """
+    moved = {}
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            moved[name] = value.cpu()
+        elif isinstance(value, Checkpoints):
+            moved[name] = Checkpoints(
+                starts=value.starts.cpu(),
+                after_tokens=value.after_tokens.cpu(),
+                slots=value.slots.cpu(),
+            )
+        else:
+            moved[name] = value
+    return moved
+
+
 def same_elsewhere(got, before, written):
     """Whether all slots but those written hold what they held, NaN and all."""
     others = [slot for slot in range(len(got)) if slot not in written]

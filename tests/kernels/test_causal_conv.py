@@ -6,7 +6,7 @@ from jenga_kernels.reference import causal_conv as reference
 from jenga_kernels.states import Checkpoints
 from tests.kernels.compiling import compile_job
 from tests.kernels.conv_cases import conv_states, conv_tensors
-from tests.kernels.state_cases import PADDING, i32, prompt_slots, same_elsewhere, widened
+from tests.kernels.state_cases import PADDING, i32, on_cpu, prompt_slots, same_elsewhere, widened
 from tests.kernels.support import check_close, generator, randn
 
 NUM_SLOTS = 32
@@ -116,14 +116,14 @@ BAD_ARGUMENTS = {
 def test_causal_conv_refuses(name, change):
     tensors, slots, pages, _ = arguments([4, 5], 16, 4, torch.float32, True)
     out = torch.full_like(tensors["x"], float("nan"))
-    before = pages.states.clone()
-    args = {"out": out, "states": pages.states, **tensors, **slots}
+    args = on_cpu({"out": out, "states": pages.states, **tensors, **slots})
+    before = args["states"].clone()
 
     with pytest.raises(ValueError, match=f"^{name} "):
-        causal_conv(**(args | change(args)))
+        causal_conv(**on_cpu(args | change(args)))
 
-    assert out.isnan().all()
-    assert torch.equal(pages.states.nan_to_num(7), before.nan_to_num(7))
+    assert args["out"].isnan().all()
+    assert torch.equal(args["states"].nan_to_num(7), before.nan_to_num(7))
 
 
 def compile_convolutions():

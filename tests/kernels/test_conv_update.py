@@ -5,7 +5,7 @@ from jenga_kernels.conv_update import conv_update
 from jenga_kernels.reference import conv_update as reference
 from tests.kernels.compiling import compile_job
 from tests.kernels.conv_cases import conv_states, conv_tensors
-from tests.kernels.state_cases import PADDING, i32, same_elsewhere, step_slots, widened
+from tests.kernels.state_cases import PADDING, i32, on_cpu, same_elsewhere, step_slots, widened
 from tests.kernels.support import check_close, generator, randn
 
 NUM_SLOTS = 24
@@ -85,14 +85,14 @@ BAD_ARGUMENTS = {
 def test_conv_update_refuses(name, change):
     tensors, slots, pages, _ = arguments([2, 1], 16, 4, torch.float32, True)
     out = torch.full_like(tensors["x"], float("nan"))
-    before = pages.states.clone()
-    args = {"out": out, "states": pages.states, **tensors, **slots}
+    args = on_cpu({"out": out, "states": pages.states, **tensors, **slots})
+    before = args["states"].clone()
 
     with pytest.raises(ValueError, match=f"^{name} "):
-        conv_update(**(args | change(args)))
+        conv_update(**on_cpu(args | change(args)))
 
-    assert out.isnan().all()
-    assert torch.equal(pages.states.nan_to_num(7), before.nan_to_num(7))
+    assert args["out"].isnan().all()
+    assert torch.equal(args["states"].nan_to_num(7), before.nan_to_num(7))
 
 
 def compile_updates():

@@ -7,7 +7,7 @@ from jenga_kernels.reference import delta_scan as reference
 from jenga_kernels.states import Checkpoints
 from tests.kernels.compiling import compile_job
 from tests.kernels.delta_cases import by_products, delta_states, delta_tensors, fill, tokens_of
-from tests.kernels.state_cases import PADDING, i32, prompt_slots, same_elsewhere, widened
+from tests.kernels.state_cases import PADDING, i32, on_cpu, prompt_slots, same_elsewhere, widened
 from tests.kernels.support import DEVICE, check_close, generator, max_error
 
 NUM_SLOTS = 40
@@ -292,8 +292,8 @@ BAD_ARGUMENTS = {
 
 @pytest.mark.parametrize(("name", "change"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS.keys())
 def test_delta_scan_refuses(name, change):
-    args = good_call()
-    changed = args | change(args)
+    args = on_cpu(good_call())
+    changed = on_cpu(args | change(args))
     out, states = changed["out"].clone(), changed["states"].clone()
 
     with pytest.raises(ValueError, match=f"^{name} "):

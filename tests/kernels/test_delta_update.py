@@ -6,7 +6,7 @@ from jenga_kernels.reference import delta_update as reference
 from jenga_kernels.states import NULL_SLOT
 from tests.kernels.compiling import compile_job
 from tests.kernels.delta_cases import delta_states, delta_tensors, fill, tokens_of
-from tests.kernels.state_cases import PADDING, i32, same_elsewhere, step_slots, widened
+from tests.kernels.state_cases import PADDING, i32, on_cpu, same_elsewhere, step_slots, widened
 from tests.kernels.support import check_close, generator
 
 NUM_SLOTS = 24
@@ -201,8 +201,8 @@ BAD_ARGUMENTS = {
 
 @pytest.mark.parametrize(("name", "change"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS.keys())
 def test_delta_update_refuses(name, change):
-    args = good_call()
-    changed = args | change(args)
+    args = on_cpu(good_call())
+    changed = on_cpu(args | change(args))
     states = changed["states"].clone()
 
     with pytest.raises(ValueError, match=f"^{name} "):

@@ -8,6 +8,7 @@ from tests.kernels.compiling import compile_job
 from tests.kernels.state_cases import (
     PADDING,
     i32,
+    on_cpu,
     prompt_slots,
     recurrence_tensors,
     same_elsewhere,
@@ -341,8 +342,8 @@ BAD_ARGUMENTS = {
 
 @pytest.mark.parametrize(("name", "change"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS.keys())
 def test_state_scan_refuses(name, change):
-    args = good_call()
-    changed = args | change(args)
+    args = on_cpu(good_call())
+    changed = on_cpu(args | change(args))
     out, states = changed["out"].clone(), changed["states"].clone()
 
     with pytest.raises(ValueError, match=f"^{name} "):

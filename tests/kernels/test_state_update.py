@@ -8,6 +8,7 @@ from tests.kernels.compiling import compile_job
 from tests.kernels.state_cases import (
     PADDING,
     i32,
+    on_cpu,
     recurrence_tensors,
     same_elsewhere,
     state_pages,
@@ -191,8 +192,8 @@ BAD_ARGUMENTS = {
 
 @pytest.mark.parametrize(("name", "change"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS.keys())
 def test_state_update_refuses(name, change):
-    args = good_call()
-    changed = args | change(args)
+    args = on_cpu(good_call())
+    changed = on_cpu(args | change(args))
     states = changed["states"].clone()
 
     with pytest.raises(ValueError, match=f"^{name} "):
