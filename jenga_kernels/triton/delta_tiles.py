@@ -20,7 +20,7 @@ class DeltaTiles:
         block_values: Values of a program that walks over chunks.
         chunk_warps: Warps of a program that serves one chunk.
         scan_warps: Warps of a program that walks over chunks.
-        scan_stages: Loads in flight of such a program, in chunks.
+        scan_stages: Chunks such a program holds or loads at a time, the one worked on included.
     """
 
     block_tokens: int
@@ -43,8 +43,9 @@ def delta_scan_tiles(
 
     With several stages every left operand of the scan's products must lie in shared memory, where
     the loads put it: Triton's warpgroup products of registers may run on into the next turn of the
-    loop and read what that one has overwritten. Programs are small, so that those of one prompt
-    fill a GPU.
+    loop and read what that one has overwritten. There are three, since Triton loads after a turn's
+    last product: of two, the next turn would wait for all of its chunk. Programs are small, so that
+    those of one prompt fill a GPU.
 
     Args:
         machine: Where it runs.
@@ -54,13 +55,13 @@ def delta_scan_tiles(
         is_per_channel: Whether every key channel decays on its own.
     """
     whole_value = max(LEAST_PRODUCT, power_of_two(head_v_dim))
-    block_tokens, block_values, chunk_warps, scan_warps, scan_stages = 64, 32, 4, 4, 2
+    block_tokens, block_values, chunk_warps, scan_warps, scan_stages = 64, 32, 4, 4, 3
     if machine.is_interpreter:
         block_values, chunk_warps, scan_warps, scan_stages = whole_value, 1, 1, 1
     elif element_bytes > 2:  # noqa: PLR2004 - wider than 16 bits: no tensor cores
         block_tokens, block_values, chunk_warps, scan_warps, scan_stages = 16, 16, 4, 8, 1
     elif machine.capability < HOPPER:
-        block_tokens = 32
+        block_tokens, scan_stages = 32, 2
     if is_per_channel and not machine.is_interpreter:
         chunk_warps = 8
     return DeltaTiles(

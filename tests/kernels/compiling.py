@@ -21,10 +21,12 @@ INSTRUCTIONS = {
     "mma": r"\bmma\.sync",
     "load_128": r"\bld\.global[.\w]*\.v4\.b32|\bld\.global[.\w]*\.v2\.b64|\bcp\.async\.c[ag]"
     r"\.shared\.global \[[^;]*?, 0x10",
+    "load_64": r"\bld\.global[.\w]*\.v2\.b32",
     "store_128": r"\bst\.global[.\w]*\.v4\.b32|\bst\.global[.\w]*\.v2\.b64",
     "load_global": r"\bld\.global",
     "store_global": r"\bst\.global",
     "cp_async": r"\bcp\.async\.c[ag]",
+    "cp_async_ahead": r"\bcp\.async\.wait_group\s+[1-9]",
     "tma": r"\bcp\.async\.bulk\.tensor",
 }
 """Names of counts -> what they count in PTX."""

@@ -354,10 +354,13 @@ def test_delta_scan_compiles_to_matrix_instructions_without_spills(job, capabili
         else:
             assert kernel.counts["mma"] == 96, kernel
     for kernel in in_half[1:]:
-        # The next chunk's tiles come, 16 bytes a thread and load, while this one is worked on.
+        # The next chunk's tiles come while this one is worked on: a turn waits for its own only.
         assert kernel.name == "delta_scan_kernel"
+        if capability >= 90:
+            assert kernel.counts["cp_async_ahead"] == 1, kernel
         # With loads in flight, products of registers could run on into the next turn of the loop.
         assert kernel.counts["wgmma_of_registers"] == 0, kernel
         assert kernel.counts["cp_async"] >= 16, kernel
-        assert kernel.counts["load_128"] >= kernel.counts["cp_async"], kernel
+        # All 16 bytes a thread but decays, of which there are two at three places.
+        assert kernel.counts["load_128"] >= kernel.counts["cp_async"] - 6, kernel
         assert kernel.registers <= 232, kernel
