@@ -8,7 +8,7 @@ from jenga_kernels.states import check_convolution, check_steps
 from jenga_kernels.triton.addressing import strides
 from jenga_kernels.triton.conv_update import conv_update_kernel
 from jenga_kernels.triton.state_tiles import conv_update_tiles
-from jenga_kernels.triton.tiles import machine_of, power_of_two
+from jenga_kernels.triton.tiles import machine_of
 
 
 def conv_update(
@@ -82,6 +82,5 @@ def conv_update(
         WIDTH=width,
         IS_SILU=silu,
         BLOCK_D=tiles.block_dims,
-        BLOCK_W=power_of_two(width),
         num_warps=tiles.num_warps,
     )

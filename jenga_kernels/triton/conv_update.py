@@ -4,7 +4,17 @@ import triton
 import triton.language as tl
 
 from jenga_kernels.triton.addressing import page_offsets
-from jenga_kernels.triton.recurrence import row_sums, silu
+from jenga_kernels.triton.device import device_function
+from jenga_kernels.triton.recurrence import silu
+
+
+@device_function
+def taps(weights, BLOCK_D: tl.constexpr):
+    """The columns of [BLOCK_D, 4]."""
+    even, odd = tl.split(tl.reshape(weights, [BLOCK_D, 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
 
 
 @triton.jit
@@ -19,14 +29,14 @@ def conv_update_kernel(
     query_starts_ptr,  # i32[num_requests + 1]
     initial_slots_ptr,  # i32[num_requests]
     state_slots_ptr,  # i32[num_requests, max_tokens]
-    # Strides, in elements
+    # Strides, in elements; that of channels has no type, since Triton looks for a 1 only there
     stride_out_token: tl.int64,
     stride_states_slot: tl.int64,
-    stride_states_dim: tl.int64,
+    stride_states_dim,
     stride_states_column: tl.int64,
     stride_x_token: tl.int64,
-    stride_weight_dim: tl.int64,
-    stride_weight_column: tl.int64,
+    stride_weight_dim: tl.constexpr,
+    stride_weight_column: tl.constexpr,
     stride_initial: tl.int64,
     stride_slots_request: tl.int64,
     stride_slots_token: tl.int64,
@@ -35,14 +45,15 @@ def conv_update_kernel(
     WIDTH: tl.constexpr,
     IS_SILU: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_W: tl.constexpr,
 ):
     """Program (d, r) convolves the tokens of request r in BLOCK_D channels."""
+    # Columns of the inputs before a token; those below zero are none.
+    NEWEST: tl.constexpr = WIDTH - 2
+    MIDDLE: tl.constexpr = WIDTH - 3
+    OLDEST: tl.constexpr = WIDTH - 4
     request = tl.program_id(1)
     dims = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
-    columns = tl.arange(0, BLOCK_W)[None, :]  # [1, W]
     is_dim = dims < DIM
-    is_kept = is_dim[:, None] & (columns < WIDTH - 1)
     first = request.to(tl.int64)
     num_tokens = 1
     if query_starts_ptr is not None:
@@ -57,33 +68,54 @@ def conv_update_kernel(
             out_ptr += stride_out_token
         return
 
-    weights = weight_ptr + dims[:, None] * stride_weight_dim + columns * stride_weight_column
-    weight = tl.load(weights, mask=is_dim[:, None] & (columns < WIDTH), other=0.0).to(
-        tl.float32
-    )  # [D, W]
+    # The taps of a channel are loaded at once, the token's own last.
+    columns = tl.arange(0, 4)[None, :] - (4 - WIDTH)
+    weights = weight_ptr + dims[:, None] * stride_weight_dim
+    weights += columns.to(tl.int64) * stride_weight_column
+    weights = tl.load(weights, mask=is_dim[:, None] & (columns >= 0), other=0.0)  # [D, 4]
+    w_oldest, w_middle, w_newest, w_own = taps(weights.to(tl.float32), BLOCK_D)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + dims, mask=is_dim, other=0.0).to(tl.float32)
+    # A vector for each input before the token, so that channels next to each other load as one.
     initial_slot = tl.load(initial_slots_ptr + request * stride_initial)
-    in_page = dims[:, None] * stride_states_dim + columns * stride_states_column  # [D, W]
+    in_page = dims.to(tl.int64) * stride_states_dim
     initial = states_ptr + page_offsets(initial_slot, stride_states_slot) + in_page
-    # Inputs from the oldest to the token's own, which takes column WIDTH - 1.
-    window = tl.load(initial, mask=is_kept & (initial_slot > 0), other=0.0).to(tl.float32)
-    next_column = tl.broadcast_to(tl.minimum(columns + 1, BLOCK_W - 1), [BLOCK_D, BLOCK_W])
+    has_initial = is_dim & (initial_slot > 0)
+    newest = tl.load(initial + NEWEST * stride_states_column, mask=has_initial, other=0.0)
+    newest = newest.to(tl.float32)  # [D]
+    if MIDDLE >= 0:
+        middle = tl.load(initial + MIDDLE * stride_states_column, mask=has_initial, other=0.0)
+        middle = middle.to(tl.float32)
+    if OLDEST >= 0:
+        oldest = tl.load(initial + OLDEST * stride_states_column, mask=has_initial, other=0.0)
+        oldest = oldest.to(tl.float32)
     # Every thread has read the state before one writes to a slot that may be the same.
     tl.debug_barrier()
     for _ in range(num_tokens):
         x = tl.load(x_ptr, mask=is_dim, other=0.0).to(tl.float32)  # [D]
-        window = tl.where(columns == WIDTH - 1, x[:, None], window)
-        y = row_sums(window * weight)
-        window = tl.gather(window, next_column, 1)
+        slot = tl.load(state_slots_ptr)
+        kept = states_ptr + page_offsets(slot, stride_states_slot) + in_page
+        is_kept = is_dim & (slot > 0)
+        y = newest * w_newest + x * w_own
+        if MIDDLE >= 0:
+            y += middle * w_middle
+        if OLDEST >= 0:
+            y += oldest * w_oldest
+            oldest = middle
+            state = oldest.to(states_ptr.dtype.element_ty)
+            tl.store(kept + OLDEST * stride_states_column, state, mask=is_kept)
+        if MIDDLE >= 0:
+            middle = newest
+            state = middle.to(states_ptr.dtype.element_ty)
+            tl.store(kept + MIDDLE * stride_states_column, state, mask=is_kept)
+        newest = x
+        state = newest.to(states_ptr.dtype.element_ty)
+        tl.store(kept + NEWEST * stride_states_column, state, mask=is_kept)
         if bias_ptr is not None:
             y += bias
         if IS_SILU:
             y = silu(y)
         tl.store(out_ptr, y.to(out_ptr.dtype.element_ty), mask=is_dim)
-        slot = tl.load(state_slots_ptr)
-        kept = states_ptr + page_offsets(slot, stride_states_slot) + in_page
-        tl.store(kept, window.to(states_ptr.dtype.element_ty), mask=is_kept & (slot > 0))
         x_ptr += stride_x_token
         out_ptr += stride_out_token
         state_slots_ptr += stride_slots_token

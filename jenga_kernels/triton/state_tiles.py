@@ -87,7 +87,7 @@ def conv_update_tiles(machine: Machine, dim: int) -> ScanTiles:
     """Tiles of `conv_update`; it walks tokens one by one."""
     if machine.is_interpreter:
         return ScanTiles(block_tokens=1, block_dims=min(4096, power_of_two(dim)), num_warps=1)
-    return ScanTiles(block_tokens=1, block_dims=256, num_warps=4)
+    return ScanTiles(block_tokens=1, block_dims=256, num_warps=2)
 
 
 STATE_BYTES_PER_WARP = 4096

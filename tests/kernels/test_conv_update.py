@@ -109,10 +109,14 @@ def compile_updates():
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-def test_conv_update_compiles_without_spills(capability):
-    kernels = compile_job(compile_updates, capability)
+def test_conv_update_compiles_to_loads_of_neighbouring_channels_without_spills(capability):
+    dim_last, dim_first = compile_job(compile_updates, capability)
 
-    assert len(kernels) >= 1
-    for kernel in kernels:
+    for kernel in (dim_last, dim_first):
         assert kernel.stack_bytes == 0, kernel
-        assert kernel.registers <= 80, kernel
+        assert kernel.registers <= 64, kernel
+    # Four channels a thread: their token, bias and taps, and each column where they lie together.
+    assert dim_last.counts["load_64"] == 9, dim_last
+    assert dim_last.counts["load_global"] == 12, dim_last
+    assert dim_last.counts["store_global"] == 5, dim_last
+    assert dim_first.counts["load_64"] == 6, dim_first
