@@ -11,7 +11,7 @@ from jenga_kernels.states import (
     check_query_starts,
     check_slots,
 )
-from jenga_kernels.triton.addressing import strides
+from jenga_kernels.triton.addressing import alignment, strides
 from jenga_kernels.triton.causal_conv import causal_conv_kernel
 from jenga_kernels.triton.state_tiles import conv_tiles
 from jenga_kernels.triton.tiles import machine_of, power_of_two
@@ -94,6 +94,7 @@ def causal_conv(
         DIM=dim,
         WIDTH=width,
         IS_SILU=silu,
+        X_ALIGNMENT=alignment(strides(x)[0]),
         BLOCK_T=tiles.block_tokens,
         BLOCK_D=tiles.block_dims,
         BLOCK_W=power_of_two(width),

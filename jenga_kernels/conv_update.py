@@ -5,7 +5,7 @@ import triton
 
 from jenga_kernels.checks import check_same_device
 from jenga_kernels.states import check_convolution, check_steps
-from jenga_kernels.triton.addressing import strides
+from jenga_kernels.triton.addressing import alignment, strides
 from jenga_kernels.triton.conv_update import conv_update_kernel
 from jenga_kernels.triton.state_tiles import conv_update_tiles
 from jenga_kernels.triton.tiles import machine_of
@@ -81,6 +81,7 @@ def conv_update(
         DIM=dim,
         WIDTH=width,
         IS_SILU=silu,
+        X_ALIGNMENT=alignment(strides(x)[0]),
         BLOCK_D=tiles.block_dims,
         num_warps=tiles.num_warps,
     )

@@ -3,6 +3,8 @@
 An arena holds far more than 2**31 elements, so every id is widened before it is multiplied.
 """
 
+import math
+
 import torch
 import triton.language as tl
 
@@ -90,3 +92,11 @@ def strides(tensor: torch.Tensor) -> tuple[int, ...]:
         0 if size <= 1 else stride
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
+
+
+def alignment(stride: int) -> int:
+    """Greatest power of two, at most 16, that divides a stride.
+
+    Triton asks only whether 16 does; told of 8, it still loads 16 bytes of narrow elements at once.
+    """
+    return math.gcd(stride, 16)

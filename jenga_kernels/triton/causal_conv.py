@@ -39,6 +39,7 @@ def causal_conv_kernel(
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     IS_SILU: tl.constexpr,
+    X_ALIGNMENT: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -65,6 +66,8 @@ def causal_conv_kernel(
     initial_slot = tl.load(initial_slots_ptr + request * stride_initial)
     initial_ptr = states_ptr + page_offsets(initial_slot, stride_states_slot)
     initial_ptr += dims * stride_states_dim
+    # The product tells Triton what divides the stride; of arguments it believes 16 only.
+    stride_x_token = stride_x_token // X_ALIGNMENT * X_ALIGNMENT
     x_ptr += query_start * stride_x_token + dims
     has_initial = is_dim & (initial_slot > 0)
     acc = tl.full([BLOCK_T, BLOCK_D], 0.0, tl.float32)

@@ -44,6 +44,7 @@ def conv_update_kernel(
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     IS_SILU: tl.constexpr,
+    X_ALIGNMENT: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Program (d, r) convolves the tokens of request r in BLOCK_D channels."""
@@ -60,6 +61,8 @@ def conv_update_kernel(
         first = tl.load(query_starts_ptr + request).to(tl.int64)
         num_tokens = tl.load(query_starts_ptr + request + 1).to(tl.int32) - first.to(tl.int32)
     state_slots_ptr += request * stride_slots_request
+    # The product tells Triton what divides the stride; of arguments it believes 16 only.
+    stride_x_token = stride_x_token // X_ALIGNMENT * X_ALIGNMENT
     x_ptr += first * stride_x_token + dims
     out_ptr += first * stride_out_token + dims
     if tl.load(state_slots_ptr) <= 0:

@@ -126,6 +126,14 @@ def test_causal_conv_refuses(name, change):
     assert torch.equal(args["states"].nan_to_num(7), before.nan_to_num(7))
 
 
+def compile_odd_rows():
+    # As Falcon-H1 projects it: rows of a multiple of 16 bytes, but not of 16 elements.
+    x = torch.zeros(40, 6680, dtype=torch.bfloat16)[:, 3072:6656]
+    states, weight = torch.zeros(2, 3584, 3), torch.zeros(3584, 4)
+    out = torch.empty(x.shape, dtype=x.dtype)
+    causal_conv(out, states, x, weight, i32([0, 40]), i32([1]), i32([1]))
+
+
 def compile_convolutions():
     for is_dim_last in (True, False):
         for dtype in (torch.bfloat16, torch.float32):
@@ -142,10 +150,11 @@ def compile_convolutions():
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-def test_causal_conv_compiles_to_wide_loads_without_spills(capability):
-    kernels = compile_job(compile_convolutions, capability)
+@pytest.mark.parametrize("job", [compile_convolutions, compile_odd_rows])
+def test_causal_conv_compiles_to_wide_loads_without_spills(job, capability):
+    kernels = compile_job(job, capability)
 
-    assert len(kernels) >= 2
+    assert len(kernels) >= 1
     for kernel in kernels:
         assert kernel.stack_bytes == 0, kernel
         assert kernel.registers <= 168, kernel
