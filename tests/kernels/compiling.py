@@ -50,8 +50,9 @@ def compile_job(job: Callable[[], None], *capabilities: int) -> list[Compiled]:
     results: list[Compiled] = []
     root = Path(__file__).parents[2]
     environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
-    # Where there is a GPU, a job's tensors would else lie on it, some of them.
-    environment |= {"PYTHONPATH": str(root), "CUDA_VISIBLE_DEVICES": ""}
+    # Libraries may come from that path. Some of a job's tensors would lie on a GPU if it saw one.
+    path = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment |= {"PYTHONPATH": os.pathsep.join(path), "CUDA_VISIBLE_DEVICES": ""}
     for capability in capabilities:
         command = [sys.executable, "-m", "tests.kernels.compiling"]
         command += [job.__module__, job.__name__, str(capability)]

@@ -157,7 +157,7 @@ def test_causal_conv_compiles_to_wide_loads_without_spills(job, capability):
     assert len(kernels) >= 1
     for kernel in kernels:
         assert kernel.stack_bytes == 0, kernel
-        assert kernel.registers <= 168, kernel
+        assert kernel.registers <= 192, kernel
         # Every tap reads its tokens in rows of 16 bytes.
         assert kernel.counts["load_128"] >= 4, kernel
         assert kernel.counts["store_128"] >= 1, kernel
