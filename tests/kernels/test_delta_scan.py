@@ -361,6 +361,6 @@ def test_delta_scan_compiles_to_matrix_instructions_without_spills(job, capabili
         # With loads in flight, products of registers could run on into the next turn of the loop.
         assert kernel.counts["wgmma_of_registers"] == 0, kernel
         assert kernel.counts["cp_async"] >= 16, kernel
-        # All 16 bytes a thread but decays, of which there are two at three places.
-        assert kernel.counts["load_128"] >= kernel.counts["cp_async"] - 6, kernel
+        # All 16 bytes a thread but decays: two at three places, four by Triton 3.6.
+        assert kernel.counts["load_128"] >= kernel.counts["cp_async"] - 12, kernel
         assert kernel.registers <= 232, kernel
