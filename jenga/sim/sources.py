@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from difflib import get_close_matches
@@ -11,7 +12,7 @@ from typing import cast, get_args, get_origin
 
 from jenga.sim import generators
 from jenga.sim.servegen import read_servegen
-from jenga.sim.traces import header_of, read_azure, read_lengths, read_mooncake
+from jenga.sim.traces import header_of, open_text, read_azure, read_lengths, read_mooncake
 from jenga.sim.workload import Request
 
 GENERATORS: dict[str, Callable[..., Iterator[Request]]] = {
@@ -94,28 +95,25 @@ def format_of(path: Path) -> str:
     Raises:
         ValueError: It is none of `FORMATS`.
     """
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            line = file.readline()
-    except UnicodeDecodeError:
-        line = ""
+    with open_text(path) as file:
+        line = file.readline()
     if not line.strip():
         msg = f"{path}:1: must be the first line of a trace, got an empty line"
         raise ValueError(msg)
     if line.lstrip().startswith("{"):
         try:
             fields: object = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             fields = None
         if isinstance(fields, dict) and "hash_ids" in fields:
             return "mooncake"
         expected = "timestamp, input_length, output_length and hash_ids"
         msg = f"{path}:1: must be a JSON object with {expected}, got {line.strip()[:60]!r}"
         raise ValueError(msg)
-    names = header_of(path) if line else []
+    names = header_of(path)
     if "ContextTokens" in names:
         return "azure"
-    if line and len(names) > 1:
+    if len(names) > 1:
         return "lengths"
     msg = f"{path}:1: format must be one of {', '.join(FORMATS)}, got {line.strip()[:60]!r}"
     raise ValueError(msg)
@@ -176,6 +174,7 @@ def _parsed(text: str, kind: object) -> object:
     if kind is bool:
         return {"true": True, "false": False}.get(text)
     try:
-        return cast("type[str]", kind)(text)
+        value = cast("type[str]", kind)(text)
     except ValueError:
         return None
+    return None if isinstance(value, float) and not math.isfinite(value) else value

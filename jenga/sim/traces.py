@@ -7,12 +7,13 @@ the format says is an error that names file, line and field.
 import csv
 import json
 import random
+import sys
 from collections.abc import Iterator, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import NoReturn, TextIO, cast
 
-from jenga.sim.workload import Piece, Request
+from jenga.sim.workload import MOST_TOKENS, Piece, Request
 
 MOONCAKE_BLOCK_TOKENS = 512
 """Tokens of one hash of a Mooncake trace."""
@@ -33,7 +34,7 @@ def read_mooncake(path: Path) -> Iterator[Request]:
 
     Source: Mooncake (FAST 2025), traces of kvcache-ai/Mooncake.
     """
-    with path.open(encoding="utf-8") as file:
+    with open_text(path) as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 yield _mooncake_request(line, _Line(path, number))
@@ -43,7 +44,8 @@ def read_azure(path: Path) -> Iterator[Request]:
     """Requests of a trace of Azure's: times and lengths; nothing says what prompts share.
 
     Args:
-        path: CSV of `TIMESTAMP`, `ContextTokens`, `GeneratedTokens`.
+        path: CSV of `TIMESTAMP`, `ContextTokens`, `GeneratedTokens`; a time that names no zone is
+            in UTC.
 
     Raises:
         ValueError: A line is not one; file, line and field are named.
@@ -109,27 +111,52 @@ def _length_columns(path: Path) -> tuple[str, str]:
     raise ValueError(msg)
 
 
+def open_text(path: Path) -> TextIO:
+    """A file of text; what is no UTF-8 in it is left to the line that it stands in to refuse."""
+    return path.open(encoding="utf-8-sig", errors="replace", newline="")
+
+
 def header_of(path: Path) -> list[str]:
-    """The names in the first line of a CSV file."""
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        return next(csv.reader(file), list[str]())
+    """The names in the first line of a CSV file.
+
+    Raises:
+        ValueError: It is no line of CSV.
+    """
+    with open_text(path) as file:
+        _, names = next(_cells(path, file), (1, list[str]()))
+    return names
+
+
+def _cells(path: Path, file: TextIO) -> Iterator[tuple[int, list[str]]]:
+    """Lines of a CSV file with their numbers."""
+    reader = csv.reader(file)
+    try:
+        for cells in reader:
+            yield reader.line_num, cells
+    except csv.Error as error:
+        msg = f"{path}:{reader.line_num}: the line must be CSV: {error}"
+        raise ValueError(msg) from error
 
 
 def _csv_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple["_Line", dict[str, str]]]:
     """Lines of a CSV file with a header, as the columns asked for."""
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file)
-        names = next(reader, list[str]())
+    with open_text(path) as file:
+        lines = _cells(path, file)
+        _, names = next(lines, (1, list[str]()))
         missing = [column for column in columns if column not in names]
         if missing:
             msg = f"{path}:1: columns must have {missing[0]}, got {','.join(names)}"
             raise ValueError(msg)
-        for cells in reader:
+        for number, cells in lines:
             if cells:
-                where = _Line(path, reader.line_num)
+                where = _Line(path, number)
                 if len(cells) != len(names):
-                    where.refuse("the line", f"{len(names)} columns", ",".join(cells)[:60])
+                    where.refuse("the line", f"{len(names)} columns", ",".join(cells))
                 yield where, dict(zip(names, cells, strict=True))
+
+
+_SHOWN = 80
+"""Characters of a wrong value that an error shows."""
 
 
 class _Line:
@@ -141,7 +168,7 @@ class _Line:
 
     def refuse(self, field: str, expected: str, value: object) -> NoReturn:
         """Raise the error for a field that is not what it must be."""
-        msg = f"{self._where}: {field} must be {expected}, got {value!r}"
+        msg = f"{self._where}: {field} must be {expected}, got {repr(value)[:_SHOWN]}"
         raise ValueError(msg)
 
     def count(self, field: str, value: object, *, least: int = 1) -> int:
@@ -150,23 +177,34 @@ class _Line:
             self.refuse(field, f"an integer of at least {least}", value)
         return value
 
+    def tokens(self, field: str, value: object) -> int:
+        """Tokens of a prompt, or after it."""
+        num_tokens = self.count(field, value)
+        if num_tokens > MOST_TOKENS:
+            self.refuse(field, f"at most {MOST_TOKENS}", value)
+        return num_tokens
+
     def digits(self, field: str, text: str) -> int:
-        """A positive whole number."""
+        """Tokens in digits."""
         try:
-            return self.count(field, int(text))
+            value: object = int(text)
         except ValueError:
-            self.refuse(field, "an integer of at least 1", text)
+            value = text
+        return self.tokens(field, value)
 
     def time(self, field: str, text: str) -> datetime:
         """A time of day."""
         try:
-            return datetime.fromisoformat(text)
+            found = datetime.fromisoformat(text)
+            return found if found.tzinfo is not None else found.replace(tzinfo=UTC)
         except ValueError:
             self.refuse(field, "a time such as 2023-11-16 18:15:46.680590", text)
 
     def number_of(self, field: str, value: object) -> float:
-        """A number that is not negative."""
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:
+        """A finite number that is not negative."""
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            self.refuse(field, "a number of at least 0", value)
+        if not 0 <= value <= sys.float_info.max:
             self.refuse(field, "a number of at least 0", value)
         return float(value)
 
@@ -174,12 +212,12 @@ class _Line:
 def _mooncake_request(line: str, where: _Line) -> Request:
     try:
         row: object = json.loads(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         row = None
     if not isinstance(row, dict):
-        where.refuse("the line", "one JSON object", line.strip()[:60])
+        where.refuse("the line", "one JSON object", line.strip())
     fields = cast("dict[str, object]", row)
-    prompt_tokens = where.count("input_length", fields.get("input_length"))
+    prompt_tokens = where.tokens("input_length", fields.get("input_length"))
     num_blocks = -(-prompt_tokens // MOONCAKE_BLOCK_TOKENS)
     found = fields.get("hash_ids")
     hash_ids = cast("list[object]", found) if isinstance(found, list) else []
@@ -197,5 +235,5 @@ def _mooncake_request(line: str, where: _Line) -> Request:
             *(Piece(block, MOONCAKE_BLOCK_TOKENS) for block in blocks[:-1]),
             Piece(blocks[-1], last_tokens),
         ),
-        output_tokens=where.count("output_length", fields.get("output_length")),
+        output_tokens=where.tokens("output_length", fields.get("output_length")),
     )

@@ -16,6 +16,9 @@ from jenga.policies import Image, RequestFacts
 Content = int | str
 """Names content: equal names, equal tokens."""
 
+MOST_TOKENS = 1 << 24
+"""Tokens of the longest prompt and of the longest output: more than any model reads."""
+
 _DIGEST_BYTES = 8
 _COUNT_BYTES = 4
 
@@ -67,6 +70,13 @@ class Request:
                 f"output_tokens of request {self.name!r} must be positive, got {self.output_tokens}"
             )
             raise ValueError(msg)
+        for name in ("prompt_tokens", "output_tokens"):
+            if (num_tokens := getattr(self, name)) > MOST_TOKENS:
+                msg = (
+                    f"{name} of request {self.name!r} must be at most {MOST_TOKENS}, "
+                    f"got {num_tokens}"
+                )
+                raise ValueError(msg)
 
     @property
     def prompt_tokens(self) -> int:

@@ -1,5 +1,6 @@
 """Traces are read as their formats say; what is wrong is named by file, line and field."""
 
+import gzip
 import io
 import json
 import tarfile
@@ -44,7 +45,10 @@ def test_mooncake_prompts_share_as_many_blocks_as_they_have_equal_hashes(tmp_pat
         ({"input_length": "many"}, "input_length must be an integer of at least 1, got 'many'"),
         ({"output_length": 0}, "output_length must be an integer of at least 1, got 0"),
         ({"output_length": None}, "output_length must be an integer of at least 1, got None"),
+        ({"output_length": 1 << 40}, "output_length must be at most 16777216, got 1099511627776"),
         ({"timestamp": -1}, "timestamp must be a number of at least 0, got -1"),
+        ({"timestamp": float("inf")}, "timestamp must be a number of at least 0, got inf"),
+        ({"timestamp": 10**400}, "timestamp must be a number of at least 0, got 1000"),
         ({"hash_ids": [0]}, "hash_ids must be a list of 2 hashes, one for each 512 of 1024"),
         ({"hash_ids": [0, "x"]}, r"hash_ids\[1\] must be an integer of at least 0, got 'x'"),
     ],
@@ -56,9 +60,10 @@ def test_a_malformed_line_of_mooncake_is_named_with_its_field(tmp_path, change, 
         list(read_mooncake(mooncake_file(tmp_path, rows)))
 
 
-def test_a_line_of_mooncake_that_is_no_object_is_named(tmp_path):
+@pytest.mark.parametrize("line", [b"{broken", b"\xff\xfe", b"[" * 10**5, b"[" + b"9" * 5000 + b"]"])
+def test_a_line_of_mooncake_that_is_no_object_is_named(tmp_path, line):
     path = mooncake_file(tmp_path, MOONCAKE[:1])
-    path.write_text(path.read_text(encoding="utf-8") + "{broken\n", encoding="utf-8")
+    path.write_bytes(path.read_bytes() + line + b"\n")
 
     requests = read_mooncake(path)
     assert next(requests).name == "1"
@@ -86,10 +91,12 @@ def test_azure_times_count_from_the_first_request_and_nothing_is_shared(tmp_path
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("2023-11-16 18:15:50,0,1", "ContextTokens must be an integer of at least 1, got '0'"),
+        ("2023-11-16 18:15:50,0,1", "ContextTokens must be an integer of at least 1, got 0"),
         ("2023-11-16 18:15:50,3,x", "GeneratedTokens must be an integer of at least 1, got 'x'"),
         ("yesterday,3,1", "TIMESTAMP must be a time such as .* got 'yesterday'"),
         ("2023-11-16 18:15:50,3", "the line must be 3 columns"),
+        ("2023-11-16 18:15:50,5000000000,1", "ContextTokens must be at most 16777216, got 5"),
+        (f"2023-11-16 18:15:50,{'9' * 200_000},1", "the line must be CSV: field larger than"),
     ],
 )
 def test_a_malformed_line_of_azure_is_named_with_its_field(tmp_path, line, words):
@@ -98,6 +105,26 @@ def test_a_malformed_line_of_azure_is_named_with_its_field(tmp_path, line, words
 
     with pytest.raises(ValueError, match=rf"azure.csv:4: {words}"):
         list(read_azure(path))
+
+
+def test_azure_times_that_name_no_zone_are_in_utc(tmp_path):
+    path = tmp_path / "azure.csv"
+    path.write_text(f"{AZURE}2023-11-16 19:15:51.6805900+01:00,3,1\n", encoding="utf-8")
+
+    assert [each.arrival_s for each in read_azure(path)][-1] == 5.0
+
+
+def test_every_format_may_begin_with_a_byte_order_mark_and_end_lines_as_windows_does(tmp_path):
+    mooncake = mooncake_file(tmp_path, MOONCAKE)
+    azure, lengths = tmp_path / "azure.csv", tmp_path / "lengths.csv"
+    azure.write_text(AZURE, encoding="utf-8")
+    lengths.write_text("prompt_len,output_len\n10,2\n", encoding="utf-8")
+
+    for path in (mooncake, azure, lengths):
+        requests = list(open_source(str(path)))
+        text = path.read_text(encoding="utf-8")
+        path.write_bytes(text.replace("\n", "\r\n").encode("utf-8-sig"))
+        assert list(open_source(str(path))) == requests
 
 
 def test_lengths_are_read_by_the_names_of_their_columns(tmp_path):
@@ -191,6 +218,9 @@ def test_the_format_of_a_file_is_known_by_its_first_line(tmp_path):
     assert format_of(lengths) == "lengths"
     with pytest.raises(ValueError, match=r"text:1: format must be one of mooncake, azure, lengths"):
         format_of(text)
+    text.write_bytes(gzip.compress(AZURE.encode(), mtime=0))
+    with pytest.raises(ValueError, match=r"text:1: format must be one of mooncake, azure, lengths"):
+        format_of(text)
     text.write_text('{"kind": "step"}\n', encoding="utf-8")
     with pytest.raises(ValueError, match=r"text:1: must be a JSON object with timestamp"):
         format_of(text)
@@ -230,6 +260,8 @@ def test_workloads_take_short_arguments():
         ("artikles", "did you mean articles"),
         ("articles:size=3", r"articles must have arguments of num_articles \(n\), .* got 'size=3'"),
         ("articles:n=three", "articles: n must be an integer, got 'three'"),
+        ("mmlu-pro:rate=nan", "mmlu-pro: rate must be a number, got 'nan'"),
+        ("articles:tokens=5000000000", "prompt_tokens of request '0' must be at most 16777216"),
         ("mmlu-pro:output=9-5", "mmlu-pro: output must be first-last, got '9-5'"),
         ("mmmu-pro:image_in_prompt=no", "image_in_prompt must be true or false, got 'no'"),
         ("servegen:workload=x", "servegen must be given path"),

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from jenga.sim.generators import articles
-from jenga.sim.workload import Piece, Request, prefix_hashes
+from jenga.sim.workload import MOST_TOKENS, Piece, Request, prefix_hashes
 
 
 def tokens_of(pieces):
@@ -55,6 +55,15 @@ def test_pieces_and_requests_refuse_nothing_at_all():
         Request(name="a", prompt=(), output_tokens=1)
     with pytest.raises(ValueError, match="output_tokens of request 'a' must be positive, got 0"):
         Request(name="a", prompt=(Piece("document", 1),), output_tokens=0)
+
+
+@pytest.mark.parametrize(
+    ("prompt_tokens", "output_tokens", "name"),
+    [(MOST_TOKENS + 1, 1, "prompt_tokens"), (1, MOST_TOKENS + 1, "output_tokens")],
+)
+def test_requests_refuse_more_tokens_than_any_model_reads(prompt_tokens, output_tokens, name):
+    with pytest.raises(ValueError, match=f"{name} of request 'a' must be at most 16777216, got"):
+        Request(name="a", prompt=(Piece("document", prompt_tokens),), output_tokens=output_tokens)
 
 
 @pytest.mark.parametrize("order", ["random", "rounds", "cyclic"])
