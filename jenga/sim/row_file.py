@@ -1,8 +1,10 @@
 """A file of rows: which replays it has, and adding others, from where they were cut."""
 
 import os
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import TextIO
@@ -74,24 +76,49 @@ class RowFile:
     def written(
         self, running: Running, on_step: Callable[[Replay, Step], None] | None = None
     ) -> Iterator[Row]:
-        """Run a replay and write its rows as they come; see `Running.rows`."""
+        """Run a replay and write its rows as they come, none if it is refused; see `Running.rows`.
+
+        Raises:
+            ValueError: Another process writes to the file, or as `Running.rows`.
+        """
         run = running.row.run
-        if running.snapshot is not None:
-            with self._lines.open("rb+") as file:
-                file.truncate(running.snapshot.rows_bytes)
-        elif run in self._broken:
-            self._forget(run)
         self._lines.parent.mkdir(parents=True, exist_ok=True)
-        with self._lines.open("a", encoding="utf-8") as file:
+        if running.snapshot is None and run in self._broken:
+            with self._alone():
+                self._forget(run)
+        with self._alone() as file:
+            if running.snapshot is not None:
+                file.truncate(running.snapshot.rows_bytes)
+            begin_bytes = os.fstat(file.fileno()).st_size
             keep = self._keeper(running, file, on_step)
-            for row in running.rows(on_step=keep):
-                # A replay that goes on has the row that it began with.
-                if running.snapshot is None or not isinstance(row, RunRow):
-                    file.write(row_line(row))
-                yield row
-        self._broken.discard(run)
-        self._last_run = run
-        self._snapshot.unlink(missing_ok=True)
+            try:
+                for row in running.rows(on_step=keep):
+                    # A replay that goes on has the row that it began with.
+                    if running.snapshot is None or not isinstance(row, RunRow):
+                        file.write(row_line(row))
+                    if isinstance(row, SummaryRow):
+                        self._done[run] = Outcome(running.row, row)
+                    yield row
+            except ValueError:
+                # What is refused has no rows.
+                file.truncate(begin_bytes)
+                raise
+            self._broken.discard(run)
+            self._last_run = run
+            self._snapshot.unlink(missing_ok=True)
+
+    @contextmanager
+    def _alone(self) -> Generator[TextIO]:
+        """The file of lines to add to, which no other process adds to meanwhile.
+
+        Raises:
+            ValueError: Another one does.
+        """
+        with self._lines.open("a", encoding="utf-8") as file:
+            if not _is_locked_for_us(file):
+                msg = f"{self.path}: another replay is writing to it; give each its own --out"
+                raise ValueError(msg)
+            yield file
 
     def _keeper(
         self, running: Running, file: TextIO, on_step: Callable[[Replay, Step], None] | None
@@ -131,9 +158,23 @@ class RowFile:
             return
         from jenga.sim.parquet import write_parquet
 
-        files = [each for each in (self.path, self._lines) if each.exists()]
-        write_parquet(self.path, (row for each in files for row in read_rows(each)))
-        self._lines.unlink()
+        with self._alone():
+            files = [each for each in (self.path, self._lines) if each.exists()]
+            write_parquet(self.path, (row for each in files for row in read_rows(each)))
+            self._lines.unlink()
+
+
+def _is_locked_for_us(file: TextIO) -> bool:
+    """Lock an open file until it is closed; False if another process has it locked."""
+    if sys.platform == "win32":
+        return True
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _drop_half_a_line(path: Path) -> None:

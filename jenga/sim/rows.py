@@ -221,7 +221,8 @@ def read_rows(path: Path) -> Iterator[Row]:
         for number, values in enumerate(read_records(path), start=1):
             yield _row(values, f"{path}, row {number}")
         return
-    with path.open(encoding="utf-8") as file:
+    # What is no text is no row, and the line that it stands in is named.
+    with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 yield _row(_parsed(line, f"{path}:{number}"), f"{path}:{number}")

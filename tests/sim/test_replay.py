@@ -399,6 +399,43 @@ def test_a_last_line_that_was_cut_short_does_not_keep_a_file_from_going_on(tmp_p
     assert path.read_text(encoding="utf-8") == whole
 
 
+def test_two_replays_do_not_write_into_one_file_at_once(tmp_path):
+    path, settings = tmp_path / "rows.jsonl", Settings(every=1)
+    machine, trace = machine_of(), trace_of(requests_of())
+    first = Running(run_row(machine, "jenga", trace, settings), machine, trace, settings)
+    second = Running(run_row(machine, "max", trace, settings), machine, trace, settings)
+    rows = RowFile(path).written(first)
+    next(rows)
+
+    with pytest.raises(ValueError, match=r"rows.jsonl: another replay is writing to it"):
+        next(RowFile(path).written(second))
+
+    outcome_of([first.row, *rows])
+    outcome_of(RowFile(path).written(second))
+    assert [run.row.manager for run in read_runs([path])] == ["jenga", "max"]
+
+
+def test_a_replay_that_is_refused_leaves_no_rows(tmp_path):
+    path, settings = tmp_path / "rows.jsonl", Settings()
+    written(path, settings)
+    kept = path.read_text(encoding="utf-8")
+
+    with pytest.raises(ValueError, match="arena_bytes must hold a request"):
+        written(path, settings, machine_of(1 << 16))
+
+    assert path.read_text(encoding="utf-8") == kept
+
+
+def test_a_file_knows_the_replays_that_it_was_given(tmp_path):
+    out, settings = RowFile(tmp_path / "rows.jsonl"), Settings()
+    machine, trace = machine_of(), trace_of(requests_of())
+    row = run_row(machine, "jenga", trace, settings)
+
+    outcome = outcome_of(out.written(Running(row, machine, trace, settings)))
+
+    assert out.outcome_of(row.run) == outcome
+
+
 class CutError(Exception):
     """The power failed."""
 

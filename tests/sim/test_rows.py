@@ -116,6 +116,9 @@ def test_a_row_that_lacks_a_field_or_is_cut_short_is_refused(tmp_path):
     path.write_text('{"kind": "run", "run": "a"}\n', encoding="utf-8")
     with pytest.raises(ValueError, match=r"rows.jsonl:1: .*must have the fields model"):
         list(read_rows(path))
+    path.write_bytes(b"PAR1\x15\xb5")
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: a row must be one JSON object"):
+        list(read_rows(path))
     path.write_text('{"kind": "run", "run"', encoding="utf-8")
     with pytest.raises(ValueError, match=r"rows.jsonl:1: a row must be one JSON object"):
         list(read_rows(path))
