@@ -1,6 +1,7 @@
 """The command line: `jenga <command>`."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -13,6 +14,9 @@ _DISTRIBUTION = "jenga-kv"
 
 EXIT_MISTAKE = 2
 """Exit code of a command that could not do what it was asked, as argparse's own."""
+
+EXIT_UNREAD = 141
+"""Exit code of a command whose reader stopped reading (`| head`), as that of one SIGPIPE ends."""
 
 _DEMO_DESCRIPTION = """\
 Serve a few prompts with a real vLLM engine on JENGA_TRITON and show what memory it held.
@@ -53,11 +57,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: What follows `jenga`; the process's own arguments by default.
 
     Returns:
-        0, or 2 after one line on standard error that says what was wrong.
+        0; 2 after one line on standard error that says what was wrong; or 141 without a word where
+        nobody reads the output any more.
     """
     options = _parser().parse_args(arguments)
     try:
-        return options.run(options)
+        code = options.run(options)
+        print(end="", flush=True)
+    except BrokenPipeError:
+        _drop_output()
+        return EXIT_UNREAD
+    except MemoryError:
+        message = "not enough memory on this machine for what was asked"
     except ModuleNotFoundError as error:
         message = (
             f"package {error.name!r} is not installed; `make env` builds an environment with it, "
@@ -67,8 +78,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = " ".join(str(error).split()) or type(error).__name__
     except KeyboardInterrupt:
         message = "interrupted"
+    else:
+        return code
     print(f"jenga: error: {message}", file=sys.stderr)
     return EXIT_MISTAKE
+
+
+def _drop_output() -> None:
+    """Send what is still to be written nowhere: Python would fail once more as it exits."""
+    with Path(os.devnull).open("w") as nowhere:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:

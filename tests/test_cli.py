@@ -1,4 +1,7 @@
 import builtins
+import os
+import subprocess
+import sys
 from importlib.metadata import version
 
 import pytest
@@ -77,9 +80,10 @@ def test_demo_says_in_one_line_that_vllm_is_missing(capsys, tmp_path, monkeypatc
         (RuntimeError("vLLM failed:\n  two lines"), "vLLM failed: two lines"),
         (OSError(28, "No space left on device"), "[Errno 28] No space left on device"),
         (ValueError(), "ValueError"),
+        (MemoryError(), "not enough memory on this machine for what was asked"),
         (KeyboardInterrupt(), "interrupted"),
     ],
-    ids=["two_lines", "system", "no_text", "interrupt"],
+    ids=["two_lines", "system", "no_text", "memory", "interrupt"],
 )
 def test_a_failure_is_one_line_and_no_traceback(capsys, monkeypatch, error, message):
     def fail(**_):
@@ -90,6 +94,21 @@ def test_a_failure_is_one_line_and_no_traceback(capsys, monkeypatch, error, mess
     code, output, errors = run(capsys, "demo")
 
     assert (code, output, errors) == (cli.EXIT_MISTAKE, "", f"jenga: error: {message}\n")
+
+
+@pytest.mark.parametrize("model", ["--list", "llama-3.2-1b"])
+def test_a_reader_that_stops_reading_is_no_error(model):
+    arguments = ["plan", model, "--without-vllm"]
+    code = f"import sys; from jenga.cli import main; sys.exit(main({arguments}))"
+    reader, writer = os.pipe()
+    os.close(reader)
+
+    ended = subprocess.run(
+        [sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, check=False
+    )
+
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (cli.EXIT_UNREAD, b"")
 
 
 def test_heavy_packages_are_not_imported_for_help(capsys, monkeypatch):

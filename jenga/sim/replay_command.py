@@ -1,6 +1,7 @@
 """`jenga replay`: its arguments, and what it prints."""
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -252,11 +253,14 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ValueError: A model, a trace or an option is refused, or an arena holds no request.
     """
-    for name in ("every", "requests", "chunk_tokens", "max_requests"):
+    for name in ("every", "requests", "chunk_tokens", "max_requests", "step_seconds"):
         value = getattr(options, name)
-        if value is not None and value <= 0:
+        if value is not None and not 0 < value < math.inf:
             msg = f"--{name.replace('_', '-')} must be a positive number, got {value}"
             raise ValueError(msg)
+    if options.check < 0:
+        msg = f"--check must be at least 0, got {options.check}"
+        raise ValueError(msg)
     machines = [_machine(name, options) for name in options.model]
     trace = Trace(
         _trace_name(options),

@@ -10,6 +10,7 @@ that attention pairs. Traffic: the weights that the step's tokens touch (with ex
 that many tokens choose at random), and the slots that the last token of each request reads.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -47,8 +48,8 @@ class Achieved:
             if not 0 < share <= 1:
                 msg = f"{name} must be in (0, 1], got {share}"
                 raise ValueError(msg)
-        if not self.overhead_s >= 0:
-            msg = f"overhead_s must not be negative, got {self.overhead_s}"
+        if not 0 <= self.overhead_s < math.inf:
+            msg = f"overhead_s must be finite and not negative, got {self.overhead_s}"
             raise ValueError(msg)
 
 

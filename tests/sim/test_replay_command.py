@@ -144,6 +144,11 @@ def test_drafted_tokens_that_are_right_shorten_the_run(capsys, tmp_path):
         (["--every", "0"], "--every must be a positive number, got 0"),
         (["--requests", "0"], "--requests must be a positive number, got 0"),
         (["--speed", "0"], "speed must be positive"),
+        (["--check", "-1"], "--check must be at least 0, got -1"),
+        (["--step-seconds", "-1"], "--step-seconds must be a positive number, got -1.0"),
+        (["--step-seconds", "nan"], "--step-seconds must be a positive number, got nan"),
+        (["--overhead-seconds", "inf"], "overhead_s must be finite and not negative, got inf"),
+        (["--arena", "99999999TiB"], "not enough memory on this machine"),
     ],
 )
 def test_what_cannot_be_replayed_is_one_line_of_error(capsys, arguments, words):

@@ -135,5 +135,5 @@ def test_attention_and_weights_have_shares_of_their_own():
 def test_shares_are_of_a_peak():
     with pytest.raises(ValueError, match=r"attention_bandwidth_share must be in \(0, 1\], got 1.5"):
         Achieved(attention_bandwidth_share=1.5)
-    with pytest.raises(ValueError, match="overhead_s must not be negative, got -1"):
+    with pytest.raises(ValueError, match="overhead_s must be finite and not negative, got -1"):
         Achieved(overhead_s=-1)
