@@ -52,6 +52,9 @@ def latent_attention(
     Rows of q past query_starts[-1] are padding: their results are left as they were. A query that
     reads no key (seq_len 0) gets zeros. Slots and pages that no query reads may hold anything.
 
+    What page_table, query_starts and seq_lens hold is on the device and not checked: the table must
+    name pages of the cache for every key that is read, and query_starts end within q.
+
     Args:
         q: Queries, [num_tokens, num_heads, latent_dim + rotary_dim], bfloat16, float16 or float32;
             last dimension contiguous.

@@ -71,6 +71,9 @@ def paged_attention(
     reads no key (seq_len 0) gets zeros. Slots and pages that no query reads may hold anything, and
     table entries of pages before every window may be stale; neither is read into a result.
 
+    What page_table, query_starts and seq_lens hold is on the device and not checked: the table must
+    name pages of the cache for every key that is read, and query_starts end within q.
+
     Args:
         q: Queries, [num_tokens, num_heads, head_dim], bfloat16, float16 or float32; last dimension
             contiguous.

@@ -46,10 +46,21 @@ INTERPRETER = Machine(capability=0, num_processors=1)
 
 @functools.cache
 def machine_of(device: torch.device) -> Machine:
-    """The machine that runs kernels on `device`'s tensors."""
+    """The machine that runs kernels on `device`'s tensors.
+
+    Raises:
+        ValueError: Triton has no GPU to compile for, and does not interpret.
+    """
     if triton.knobs.runtime.interpret:
         return INTERPRETER
-    driver = triton.runtime.driver.active
+    try:
+        driver = triton.runtime.driver.active
+    except RuntimeError as error:
+        msg = (
+            f"tensors must be on a GPU, got some on {device}, and Triton finds none; without one "
+            f"set TRITON_INTERPRET=1 before the first import of jenga_kernels"
+        )
+        raise ValueError(msg) from error
     properties = driver.utils.get_device_properties(device.index or 0)
     return Machine(
         capability=driver.get_current_target().arch,

@@ -1,8 +1,10 @@
 import pytest
 import torch
+import triton
 
 from jenga_kernels.kv_store import NO_SLOT, kv_store
 from jenga_kernels.reference import kv_store as reference_kv_store
+from jenga_kernels.triton.tiles import machine_of
 from tests.kernels.compiling import compile_job
 from tests.kernels.support import DEVICE, generator, randn, strided_layer
 
@@ -64,6 +66,14 @@ def test_kv_store_rounds_and_saturates_to_fp8(dtype, num_scales):
     )
 
     assert torch.equal(stored_bytes(got.arena), stored_bytes(want.arena))
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="there is a GPU")
+def test_kernels_say_what_a_machine_without_a_gpu_needs(monkeypatch):
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+
+    with pytest.raises(ValueError, match=r"must be on a GPU, got some on cpu, .* TRITON_INTERPRET"):
+        machine_of.__wrapped__(DEVICE)
 
 
 def test_kv_store_of_no_tokens_writes_nothing():
