@@ -237,16 +237,22 @@ class Manager:
         num_tokens = max(num_tokens, request.num_tokens if request is not None else 0)
         if (
             request is not None
+            and hit is None
             and num_tokens < request.grows_at
-            and num_processed_tokens < request.shrinks_at
+            and 0 <= num_processed_tokens < request.shrinks_at
+            and num_processed_tokens <= request.num_tokens
             and not full_tokens
         ):
             request.num_tokens = num_tokens
             request.num_processed_tokens = num_processed_tokens
             request.step = self._step
             return self._no_pages
-        if not 0 <= num_processed_tokens <= num_tokens or num_tokens == 0:
-            raise _token_error(num_tokens, num_processed_tokens)
+        if (
+            not 0 <= num_processed_tokens <= num_tokens
+            or num_tokens == 0
+            or reserve_large_pages < 0
+        ):
+            raise _count_error(num_tokens, num_processed_tokens, reserve_large_pages)
         found = None
         if request is not None:
             if hit is not None or num_processed_tokens > request.num_tokens:
@@ -405,11 +411,20 @@ class Manager:
             request_id: Whose pages.
             prefix_hashes: Hash i is of the request's first `(i + 1) * hash_tokens` tokens.
             num_tokens: Tokens whose content is final, at the latest when the next step reads it.
+
+        Raises:
+            ValueError: The request is not running, or has slots for fewer tokens.
         """
         request = self._requests.get(request_id) or self._running(request_id)
         if num_tokens < request.commits_at or not self._prefix_caching:
             return
         num_tokens = min(num_tokens, len(prefix_hashes) * self._hash_tokens)
+        if num_tokens > request.num_tokens:
+            msg = (
+                f"num_tokens must be at most the {request.num_tokens} that request {request_id!r} "
+                f"has slots for, got {num_tokens}"
+            )
+            raise ValueError(msg)
         request.commits_at = (num_tokens // self._commit_tokens + 1) * self._commit_tokens
         request.committed_tokens = max(request.committed_tokens, num_tokens)
         for table in self._tables:
@@ -579,7 +594,11 @@ class Manager:
             raise InvariantError(msg)
 
 
-def _token_error(num_tokens: int, num_processed_tokens: int) -> ValueError:
+def _count_error(
+    num_tokens: int, num_processed_tokens: int, reserve_large_pages: int
+) -> ValueError:
+    if reserve_large_pages < 0:
+        return ValueError(f"reserve_large_pages must be at least 0, got {reserve_large_pages}")
     return ValueError(
         f"num_tokens must be positive and no less than num_processed_tokens, "
         f"got {num_tokens} and {num_processed_tokens}"

@@ -74,6 +74,7 @@ def test_manager_refuses_hashes_that_do_not_divide_pages():
         ({"num_tokens": -3}, "num_tokens must be positive"),
         ({"num_tokens": 4, "num_processed_tokens": 5}, "no less than num_processed_tokens"),
         ({"num_tokens": 4, "num_processed_tokens": -1}, "no less than num_processed_tokens"),
+        ({"num_tokens": 4, "reserve_large_pages": -1}, "reserve_large_pages must be at least 0"),
     ],
 )
 def test_allocate_refuses_token_counts_that_contradict_each_other(arguments, message):
@@ -94,6 +95,29 @@ def test_allocate_refuses_a_hit_for_a_running_request():
 
     with pytest.raises(ValueError, match="hit must be None for request 'b'"):
         manager.allocate("b", num_tokens=80, hit=hit)
+    with pytest.raises(ValueError, match="hit must be None for request 'b'"):
+        manager.allocate("b", num_tokens=64, hit=hit)
+
+
+@pytest.mark.parametrize("num_processed_tokens", [-1, 5])
+def test_allocate_refuses_processed_tokens_where_no_page_is_needed(num_processed_tokens):
+    manager = manager_of(TWO_TYPES, 8)
+    manager.allocate("r", num_tokens=4)
+
+    with pytest.raises(ValueError, match=f"got .*{num_processed_tokens}"):
+        manager.allocate("r", num_tokens=4, num_processed_tokens=num_processed_tokens)
+
+
+def test_commit_refuses_tokens_without_slots_before_any_page_is_found():
+    manager = manager_of(TWO_TYPES, 20, prefix_caching=True)
+    manager.allocate("r", num_tokens=40)
+
+    with pytest.raises(ValueError, match="at most the 40 that request 'r' has slots for, got 64"):
+        manager.commit("r", hashes(64), 64)
+
+    manager.commit("r", hashes(32), 64)
+    assert manager.committed_tokens("r") == 32
+    manager.check()
 
 
 def test_allocate_refuses_processed_tokens_without_slots():
