@@ -30,6 +30,7 @@ def vllm_triton(batch: AttentionBatch, out: torch.Tensor) -> Launch:
     """Call vLLM's Triton unified attention, as its TRITON_ATTN backend does."""
     try:
         from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+        from vllm.v1.kv_cache_interface import KVQuantMode
     except ImportError as error:
         raise UnsupportedError(str(error)) from error
     shape = batch.shape
@@ -45,6 +46,7 @@ def vllm_triton(batch: AttentionBatch, out: torch.Tensor) -> Launch:
     if scale is not None:
         scale = scale.expand(len(shape.requests), shape.num_kv_heads)
     window = (shape.window_tokens - 1, 0) if shape.window_tokens else (-1, -1)
+    quantised = KVQuantMode.FP8_PER_TENSOR if shape.is_fp8 else KVQuantMode.NONE
 
     def launch() -> None:
         unified_attention(
@@ -70,6 +72,7 @@ def vllm_triton(batch: AttentionBatch, out: torch.Tensor) -> Launch:
             softmax_segm_max=sums[0],
             softmax_segm_expsum=sums[1],
             sinks=batch.sinks,
+            kv_quant_mode=quantised,
         )
 
     return launch
@@ -108,6 +111,7 @@ def flash_attention_3(batch: AttentionBatch, out: torch.Tensor) -> Launch:
         page_size=shape.page_tokens,
         causal=shape.is_causal,
         window_size=window,
+        has_softcap=bool(shape.soft_cap),
     )
     sinks = None if batch.sinks is None else batch.sinks.to(torch.bfloat16)
 

@@ -1,0 +1,240 @@
+"""Calls of other implementations fit what is installed of them, without a GPU to run them on."""
+
+import importlib
+import inspect
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from perf import (
+    attention_peers,
+    attention_shapes,
+    bench_conv_update,
+    bench_delta,
+    bench_kv_store,
+    bench_state_scan,
+    bench_state_update,
+    delta_shapes,
+    latent_peers,
+    latent_shapes,
+    state_shapes,
+)
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+CPU = torch.device("cpu")
+LENGTHS = {"steps": [1, 1], "prompts": [5, 40]}
+
+
+@pytest.fixture
+def bound(monkeypatch):
+    """Put functions in place of others that bind what they are called with; list the calls."""
+    calls = []
+
+    def bind(module, *names, result=None):
+        for name in names:
+            signature = inspect.signature(getattr(module, name))
+
+            def call(*args, _name=name, _signature=signature, **kwargs):
+                calls.append((_name, _signature.bind(*args, **kwargs).arguments))
+                return result() if callable(result) else result
+
+            monkeypatch.setattr(module, name, call)
+        return calls
+
+    return bind
+
+
+def attention_batches():
+    shapes = (
+        *attention_shapes.DRY_SHAPES,
+        *(
+            attention_shapes.AttentionShape(
+                name=name, requests=((1, 40),), num_heads=4, num_kv_heads=2, head_dim=64, **changes
+            )
+            for name, changes in {
+                "window": {"window_tokens": 8},
+                "cap": {"soft_cap": 50.0},
+                "sinks": {"has_sinks": True},
+                "fp8": {"is_fp8": True},
+            }.items()
+        ),
+    )
+    return [
+        pytest.param(attention_shapes.make_batch(shape, CPU), id=shape.name) for shape in shapes
+    ]
+
+
+@pytest.mark.parametrize("batch", attention_batches())
+def test_calls_of_vllms_triton_attention_fit_it(batch, bound):
+    from vllm.v1.attention.ops import triton_unified_attention as module
+
+    calls = bound(module, "unified_attention")
+
+    attention_peers.vllm_triton(batch, torch.empty_like(batch.q))()
+
+    assert [name for name, _ in calls] == ["unified_attention"]
+    # Scales are applied in one mode only.
+    assert (calls[0][1]["kv_quant_mode"].name == "FP8_PER_TENSOR") == batch.shape.is_fp8
+
+
+@pytest.fixture
+def flash_attention(monkeypatch):
+    """Get the Python part of FlashAttention; its package wants the compiled part when imported."""
+    import vllm
+
+    name = "vllm.vllm_flash_attn"
+    package = ModuleType(name)
+    package.__path__ = [str(Path(vllm.__file__).parent / "vllm_flash_attn")]
+    monkeypatch.setitem(sys.modules, name, package)
+    monkeypatch.delitem(sys.modules, f"{name}.flash_attn_interface", raising=False)
+    module = importlib.import_module(f"{name}.flash_attn_interface")
+    monkeypatch.setitem(sys.modules, f"{name}.flash_attn_interface", module)
+    monkeypatch.setattr(module, "is_fa_version_supported", lambda version: version == 3)
+    return module
+
+
+@pytest.mark.parametrize("batch", attention_batches())
+def test_calls_of_flash_attention_3_fit_it(batch, bound, flash_attention):
+    calls = bound(flash_attention, "get_scheduler_metadata", "flash_attn_varlen_func")
+    if batch.shape.is_fp8:
+        with pytest.raises(attention_peers.UnsupportedError, match="float8"):
+            attention_peers.flash_attention_3(batch, torch.empty_like(batch.q))
+        return
+
+    attention_peers.flash_attention_3(batch, torch.empty_like(batch.q))()
+
+    assert [name for name, _ in calls] == ["get_scheduler_metadata", "flash_attn_varlen_func"]
+    (_, schedule), (_, call) = calls
+    assert schedule["has_softcap"] == bool(call["softcap"])
+    assert schedule["page_size"] == batch.k_pages.shape[1]
+    assert schedule["window_size"] == call["window_size"]
+
+
+@pytest.mark.parametrize("shape", latent_shapes.DRY_SHAPES[:2], ids=lambda shape: shape.name)
+def test_calls_of_vllms_latent_attention_fit_it(shape, bound):
+    from vllm.v1.attention.ops import triton_decode_attention as module
+
+    batch = latent_shapes.make_batch(shape, CPU)
+    calls = bound(module, "decode_attention_fwd")
+
+    out = batch.q.new_empty(shape.num_tokens, shape.num_heads, latent_shapes.LATENT_DIM)
+    latent_peers.vllm_triton(batch, out)()
+
+    assert len(calls[0][1]["b_seq_len"]) == shape.num_tokens
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_calls_of_vllms_convolutions_fit_them(lengths, bound):
+    from vllm.model_executor.layers.mamba.ops import causal_conv1d as module
+
+    calls = bound(module, "causal_conv1d_fn", "causal_conv1d_update")
+
+    bench_conv_update.vllm(state_shapes.make_conv_batch(64, lengths, CPU))()
+
+    assert len(calls) == 1
+
+
+@pytest.fixture
+def _mamba_ssm_without_binaries(monkeypatch):
+    pytest.importorskip("einops")
+    monkeypatch.setitem(sys.modules, "selective_scan_cuda", ModuleType("selective_scan_cuda"))
+    pytest.importorskip("mamba_ssm", reason="mamba-ssm is not installed (pure Python is enough)")
+
+
+@pytest.mark.usefixtures("_mamba_ssm_without_binaries")
+@pytest.mark.parametrize("model", state_shapes.DRY_MODELS, ids=lambda model: model.name)
+@pytest.mark.parametrize("library", ["vllm", "mamba_ssm"])
+def test_calls_of_other_state_updates_fit_them(model, library, bound):
+    module = importlib.import_module(
+        {
+            "vllm": "vllm.model_executor.layers.mamba.ops.mamba_ssm",
+            "mamba_ssm": "mamba_ssm.ops.triton.selective_state_update",
+        }[library]
+    )
+    batch = state_shapes.make_state_batch(model, [1, 1], torch.float32, CPU)
+    calls = bound(module, "selective_state_update")
+
+    getattr(bench_state_update, library)(batch)()
+
+    assert len(calls) == 1
+
+
+def scanned(bound, result):
+    """Take the vLLM and mamba-ssm functions that scan a model's prompts for ones that bind."""
+    from mamba_ssm.ops.triton import ssd_combined as theirs
+    from vllm.model_executor.layers.mamba.ops import mamba_ssm, ssd_combined
+
+    bound(mamba_ssm, "selective_scan_fn")
+    bound(theirs, "mamba_chunk_scan_combined", result=(None, result))
+    return bound(ssd_combined, "mamba_chunk_scan_combined_varlen", result=result)
+
+
+@pytest.mark.usefixtures("_mamba_ssm_without_binaries")
+@pytest.mark.parametrize("model", state_shapes.DRY_MODELS, ids=lambda model: model.name)
+def test_calls_of_other_state_scans_fit_them(model, bound):
+    batch = state_shapes.make_state_batch(model, LENGTHS["prompts"], torch.float32, CPU)
+    calls = scanned(bound, batch.states[batch.slots.long()])
+
+    bench_state_scan.vllm(batch)()
+
+    if model.is_per_channel:
+        with pytest.raises(attention_peers.UnsupportedError, match="over channels"):
+            bench_state_scan.mamba_ssm(batch)
+        assert [name for name, _ in calls] == ["selective_scan_fn"]
+        return
+    bench_state_scan.mamba_ssm(batch)()
+    names = ["mamba_chunk_scan_combined_varlen", "mamba_chunk_scan_combined"]
+    assert [name for name, _ in calls] == names
+
+
+DELTA_CALLS = {
+    (False, 1, False): "fused_recurrent_gated_delta_rule_packed_decode",
+    (False, 2, False): "fused_sigmoid_gating_delta_rule_update",
+    (False, 1, True): "fused_post_conv_prep chunk_gated_delta_rule",
+    (True, 1, False): "fused_recurrent_kda",
+    (True, 2, False): "fused_recurrent_kda",
+    (True, 1, True): "chunk_kda_with_fused_gate",
+}
+"""(decays per channel, tokens a step, is a prompt) -> what of vLLM is called."""
+
+
+@pytest.mark.parametrize(("case", "names"), DELTA_CALLS.items(), ids=map(str, DELTA_CALLS))
+def test_calls_of_vllms_delta_rule_fit_it(case, names, bound):
+    from vllm.models.kimi_k3.nvidia.ops.third_party import kda
+    from vllm.third_party.flash_linear_attention import ops
+
+    is_per_channel, num_steps, is_prompt = case
+    model = delta_shapes.DRY_DELTA_MODELS[is_per_channel]
+    lengths = LENGTHS["prompts"] if is_prompt else [num_steps] * 2
+    batch = delta_shapes.make_delta_batch(model, lengths, torch.float32, CPU, num_steps=num_steps)
+    module = kda if is_per_channel else ops
+    final = (None, batch.states[batch.slots[:, 0].long()])
+    prepared = (*batch.qkv, batch.gates, batch.betas)
+    for name in names.split():
+        calls = bound(module, name, result=prepared if name.endswith("prep") else final)
+
+    (bench_delta.vllm_scan if is_prompt else bench_delta.vllm_update)(batch)()
+
+    assert " ".join(name for name, _ in calls) == names
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_calls_of_vllms_stores_fit_them(is_fp8, bound):
+    import vllm._custom_ops as custom
+    from vllm.v1.attention.ops import triton_reshape_and_cache_flash as module
+
+    shape = bench_kv_store.StoreShape(
+        name="", num_tokens=4, num_kv_heads=2, head_dim=64, is_fp8=is_fp8
+    )
+    calls = bound(module, "triton_reshape_and_cache_flash")
+
+    bench_kv_store.vllm_triton(bench_kv_store.make_batch(shape, CPU))()
+
+    assert len(calls) == 1
+    latents = list(inspect.signature(custom.concat_and_cache_mla).parameters)
+    assert latents[:2] == ["kv_c", "k_pe"]
+    assert len(latents) == 6
