@@ -73,7 +73,9 @@ def make_batch(shape: StoreShape, device: torch.device) -> StoreBatch:
     num_pages = 1 + max(shape.num_tokens, -(-shape.num_tokens // shape.page_tokens))
     dtype = torch.float8_e4m3fn if shape.is_fp8 else torch.bfloat16
     rows = (shape.num_layers, shape.num_kv_heads, shape.page_tokens, 2 * shape.head_dim)
-    arena = torch.zeros(num_pages, *rows, dtype=torch.uint8 if shape.is_fp8 else dtype).to(device)
+    arena = torch.zeros(
+        num_pages, *rows, dtype=torch.uint8 if shape.is_fp8 else dtype, device=device
+    )
     layer = arena.view(dtype)[:, 1].transpose(1, 2)
     pages = 1 + torch.randperm(num_pages - 1)
     tokens = torch.arange(shape.num_tokens)

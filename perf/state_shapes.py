@@ -128,7 +128,9 @@ def make_state_batch(
     torch.manual_seed(0)
     num_tokens, num_requests = sum(lengths), len(lengths)
     state_shape = (model.num_heads, model.head_dim, model.d_state)
-    arena = torch.zeros(num_requests + 1, NUM_LAYERS, *state_shape, dtype=state_dtype).to(device)
+    arena = torch.zeros(
+        num_requests + 1, NUM_LAYERS, *state_shape, dtype=state_dtype, device=device
+    )
     per_channel = (model.num_heads, model.head_dim)
     steps = per_channel if model.is_per_channel else per_channel[:1]
     rates = state_shape if model.is_per_channel else per_channel[:1]
@@ -155,12 +157,14 @@ def make_conv_batch(conv_dim: int, lengths: list[int], device: torch.device) -> 
     """Random tokens and states of requests with these numbers of tokens, channels innermost."""
     torch.manual_seed(0)
     width = 4
-    arena = torch.zeros(len(lengths) + 1, NUM_LAYERS, width - 1, conv_dim, dtype=DTYPE)
+    arena = torch.zeros(
+        len(lengths) + 1, NUM_LAYERS, width - 1, conv_dim, dtype=DTYPE, device=device
+    )
     x = torch.randn(sum(lengths), conv_dim, device=device).to(DTYPE)
     return ConvBatch(
         query_starts=starts_of(lengths, device),
         slots=slots_in_arena(len(lengths), device),
-        states=arena.to(device)[:, 1].transpose(1, 2),
+        states=arena[:, 1].transpose(1, 2),
         out=torch.empty_like(x),
         x=x,
         weight=torch.randn(conv_dim, width, device=device).to(DTYPE),
