@@ -1,15 +1,24 @@
-"""Run everything that needs a GPU, in pieces: native tests, then each benchmark, then the engine.
+"""Run everything that needs a GPU, in pieces: native tests, benchmarks, the engine, sweeps.
 
     python -m perf.gpu_session --results OUT [--minutes 9] [--bundle DIR:DIR --site SITE]
     python -m perf.gpu_session --results OUT --resume EARLIER   # on another machine, later
 
 Stages that ended before at this commit are not run again; what `--minutes` cuts short is run anew
-by the next call. Rows go to OUT/<gpu>/<benchmark>.jsonl and OUT/<gpu>/tests.jsonl, each with the
-machine's line, and what a stage printed to OUT/<gpu>/logs. Benchmarks come after the tests of
+by the next call, a benchmark from the shape it was cut at. Rows go to OUT/<gpu>/<benchmark>.jsonl
+and OUT/<gpu>/tests.jsonl as they come, each with the machine's line, and what a stage printed to
+OUT/<gpu>/logs; `--archive FILE.tar.gz` keeps all of it in one file besides, written again after
+each stage and every half minute, which `--resume` takes too. Where there is no git, JENGA_COMMIT
+names the commit.
+
+Tests run several at a time, on all cores (pytest-xdist is used where it is installed), and so does
+what the benchmarks have to compile; what is timed runs alone. A stage that takes far too long is
+stopped, counts as failed the second time, and holds up no other. Benchmarks come after the tests of
 their kernels; where one of those failed, the benchmark runs it again and refuses to time anything.
 
-Where vLLM and the peers are not installed, `--bundle` names the folders of an offline bundle, one
-of which holds its `unpack.sh`, and `--site` where to unpack it.
+A machine needs torch, Triton and what tests run with: pytest, pytest-timeout, hypothesis; for the
+engine and the peers vLLM and the libraries. Where these cannot be installed, `--bundle` names the
+folders of an offline bundle, one of which holds its `unpack.sh`, and `--site` where to unpack it;
+parts that come later are unpacked by a later call.
 """
 
 import argparse
@@ -19,66 +28,37 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 
-from perf.harness import ROOT, machine_line, machine_name
+from perf import gpu_bundle
+from perf.gpu_stages import KERNEL_TESTS, Stage, stages
+from perf.harness import ROOT, commit_of, machine_line, machine_name
 
-BENCHMARKS = (
-    "roofline",
-    "bench_kv_store",
-    "bench_paged_attention --only D",
-    "bench_paged_attention --only P",
-    "bench_paged_attention --only X",
-    "bench_latent_attention",
-    "bench_conv_update",
-    "bench_state_update",
-    "bench_state_scan",
-    "bench_delta",
-    "bench_latent_store",
-    "bench_pages",
-    "sweep_page_size",
-    "sweep_tokens_per_page",
-)
-"""In the order of what they tell; the longest is run by the first letter of its shapes' names."""
-
-HOST_BENCHMARKS = ("bench_manager", "bench_replay", "sweep_eviction_order")
-"""Benchmarks that time the host alone, and so need no GPU's minutes."""
-
-ENGINE_TESTS = "tests/vllm_plugin"
 NOT_BEGUN_SECONDS = 20
 """With less time left no stage is begun: Python and torch take about that to start."""
+
+ARCHIVE_SECONDS = 30
+"""Between two archives while a stage runs."""
 
 NO_TESTS_COLLECTED = 5
 """What pytest returns where every test of a file is marked otherwise."""
 
+OVER_LIMIT = 124
+"""Written for a stage that took longer than its own limit."""
+
 LINES_SHOWN = 12
 """Of the log of a stage that failed."""
 
-BUNDLE_SETTINGS = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it is imported for sampling otherwise
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """One command, and whether it is a test.
-
-    Attributes:
-        name: Names its row and its log.
-        command: What runs, without the interpreter.
-        is_test: Whether it runs tests, and not a benchmark.
-        sees_peers: Whether libraries to compare with are on the path: vLLM chooses others then.
-    """
-
-    name: str
-    command: tuple[str, ...]
-    is_test: bool = True
-    sees_peers: bool = False
+CORES_OF_A_STAGE = 4
+NEEDED = ("pytest", "pytest_timeout", "hypothesis")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,35 +85,6 @@ class Outcome:
         return self.returncode in (0, NO_TESTS_COLLECTED)
 
 
-def stages(root: Path = ROOT) -> list[Stage]:
-    """List all stages in the order they run."""
-
-    def tests(folder: str, marks: str, prefix: str) -> list[Stage]:
-        return [
-            Stage(
-                name=f"{prefix} {path.stem}",
-                command=("-m", "pytest", "-q", "-m", marks, f"{folder}/{path.name}"),
-            )
-            for path in sorted((root / folder).glob("test_*.py"))
-        ]
-
-    return [
-        *tests("tests/kernels", "not slow", "native"),
-        *(
-            Stage(
-                name=benchmark,
-                command=("-m", *f"perf.{benchmark}".split()),
-                is_test=False,
-                sees_peers=True,
-            )
-            for benchmark in BENCHMARKS
-        ),
-        *tests(ENGINE_TESTS, "not slow", "engine"),
-        *tests("tests/kernels", "slow", "native slow"),
-        *tests(ENGINE_TESTS, "slow", "engine slow"),
-    ]
-
-
 class Session:
     """The stages of one commit on one machine, and how each ended.
 
@@ -142,26 +93,46 @@ class Session:
         commit: What is tested.
         machine: The machine's line.
         site: Folder of an unpacked bundle, if there is one.
+        num_jobs: How many stages may run at once where none is timed.
+        archive: Keeps the folder above `folder` in one file, if given.
     """
 
-    def __init__(self, folder: Path, *, commit: str, machine: str, site: Path | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        commit: str,
+        machine: str,
+        site: Path | None,
+        num_jobs: int = 1,
+        archive: Path | None = None,
+    ) -> None:
         self.folder = folder
         self.commit = commit
         self.machine = machine
         self.site = site
+        self.num_jobs = num_jobs
+        self.archive = archive
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         self._rows = folder / "tests.jsonl"
+        self._lock = threading.Lock()
 
     def outcomes(self) -> dict[str, Outcome]:
         """Get how each stage last ended at this commit, of those that ended."""
         if not self._rows.exists():
             return {}
-        rows = [Outcome(**json.loads(line)) for line in self._rows.read_text().splitlines()]
-        return {
-            row.stage: row
-            for row in rows
-            if row.commit == self.commit and row.returncode is not None
-        }
+        ended: dict[str, Outcome] = {}
+        over_limit: set[str] = set()
+        for line in self._rows.read_text().splitlines():
+            row = Outcome(**json.loads(line))
+            is_first_time = row.returncode == OVER_LIMIT and row.stage not in over_limit
+            if row.commit != self.commit or row.returncode is None:
+                continue
+            if is_first_time:
+                over_limit.add(row.stage)
+            else:
+                ended[row.stage] = row
+        return ended
 
     def run(self, planned: Sequence[Stage], *, seconds: float) -> bool:
         """Run what has not ended yet, as far as the time goes.
@@ -170,32 +141,39 @@ class Session:
             Whether every stage has ended.
         """
         deadline = time.monotonic() + seconds
-        for stage in planned:
-            if stage.name in self.outcomes():
-                continue
-            left = deadline - time.monotonic()
-            if left < NOT_BEGUN_SECONDS:
-                return False
-            outcome = self._run(stage, timeout=left)
-            with self._rows.open("a") as file:
-                file.write(json.dumps(asdict(outcome)) + "\n")
-            if outcome.returncode is None:
-                print(f"{stage.name}: cut short after {outcome.seconds:.0f} s", flush=True)
-                return False
-            if outcome.passed:
-                print(f"{stage.name}: passed in {outcome.seconds:.0f} s", flush=True)
-            else:
-                print(f"{stage.name}: FAILED ({outcome.returncode}), the log ends:", flush=True)
-                lines = self._log(stage).read_text(errors="replace").splitlines()
-                print("\n".join(f"    {line}" for line in lines[-LINES_SHOWN:]), flush=True)
-        return True
+        before = self.outcomes()
+        left = [stage for stage in planned if stage.name not in before]
+        for is_timed, together in groupby(left, key=lambda stage: stage.is_timed):
+            with ThreadPoolExecutor(1 if is_timed else self.num_jobs) as pool:
+                list(pool.map(lambda stage: self._run(stage, deadline), together))
+        return self.outcomes().keys() >= {stage.name for stage in planned}
 
-    def _run(self, stage: Stage, *, timeout: float) -> Outcome:
+    def _run(self, stage: Stage, deadline: float) -> None:
+        left = deadline - time.monotonic()
+        if left < NOT_BEGUN_SECONDS:
+            return
+        timeout = min(left, stage.limit_seconds)
+        outcome = self._outcome(stage, timeout, returncode=OVER_LIMIT if timeout < left else None)
+        with self._lock, self._rows.open("a") as file:
+            file.write(json.dumps(asdict(outcome)) + "\n")
+        self._write_archive()
+        text = f"{stage.name}: "
+        if outcome.returncode is None:
+            text += f"cut short after {outcome.seconds:.0f} s"
+        elif outcome.passed:
+            text += f"passed in {outcome.seconds:.0f} s{self._tests_counted(stage)}"
+        else:
+            lines = self._log(stage).read_text(errors="replace").splitlines()[-LINES_SHOWN:]
+            text += f"FAILED ({outcome.returncode}) after {outcome.seconds:.0f} s, the log ends:"
+            text = "\n".join([text, *(f"    {line[:300]}" for line in lines)])
+        print(text, flush=True)
+
+    def _outcome(self, stage: Stage, timeout: float, *, returncode: int | None) -> Outcome:
+        """Run a stage; one that outlasts the timeout has the return code given."""
         command = [sys.executable, *stage.command]
-        if not stage.is_test:
-            command += ["--results", str(self.folder.parent)]
-            if self._kernels_passed():
-                command.append("--skip-tests")
+        if stage.is_timed:
+            command += ["--results", str(self.folder.parent), "--go-on"]
+            command += ["--tests-passed", *self._tests_passed()]
         started = time.monotonic()
         with self._log(stage).open("w") as file:
             process = subprocess.Popen(
@@ -204,15 +182,14 @@ class Session:
                 env=self.environment(sees_peers=stage.sees_peers),
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                process_group=0,
             )
-            try:
-                returncode = process.wait(timeout)
-            except subprocess.TimeoutExpired:
+            if self._ends(process, started + timeout):
+                returncode = process.returncode
+            else:
                 # Engines have children of their own.
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-                returncode = None
         return Outcome(
             stage=stage.name,
             returncode=returncode,
@@ -221,12 +198,40 @@ class Session:
             machine=self.machine,
         )
 
+    def _ends(self, process: subprocess.Popen[bytes], deadline: float) -> bool:
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                process.wait(max(0, min(ARCHIVE_SECONDS, left)))
+            except subprocess.TimeoutExpired:
+                if left <= ARCHIVE_SECONDS:
+                    return False
+                self._write_archive()
+            else:
+                return True
+
     def _log(self, stage: Stage) -> Path:
         return self.folder / "logs" / f"{stage.name.replace(' ', '-')}.txt"
 
-    def _kernels_passed(self) -> bool:
-        ended = [row for name, row in self.outcomes().items() if name.startswith("native ")]
-        return bool(ended) and all(row.passed for row in ended)
+    def _tests_counted(self, stage: Stage) -> str:
+        lines = self._log(stage).read_text(errors="replace").splitlines()
+        return f": {lines[-1]}" if stage.is_test and lines else ""
+
+    def _tests_passed(self) -> list[str]:
+        return [
+            f"{KERNEL_TESTS}/{name.removeprefix('native ')}.py"
+            for name, row in self.outcomes().items()
+            if name.startswith("native test_") and row.passed
+        ]
+
+    def _write_archive(self) -> None:
+        if self.archive is None:
+            return
+        with self._lock:
+            part = self.archive.with_name(f"{self.archive.name}.part")
+            with tarfile.open(part, "w:gz") as tar:
+                tar.add(self.folder.parent, arcname=".")
+            part.replace(self.archive)
 
     def environment(self, *, sees_peers: bool) -> dict[str, str]:
         """Get the variables a stage runs with."""
@@ -235,43 +240,10 @@ class Session:
             path += [str(self.site)] + ([str(self.site / "peers")] if sees_peers else [])
         if os.environ.get("PYTHONPATH"):
             path.append(os.environ["PYTHONPATH"])
-        settings = {} if self.site is None else BUNDLE_SETTINGS
+        settings = {} if self.site is None else gpu_bundle.SETTINGS
+        # Compilers of peers would each take all cores, and more memory than there is.
+        settings = {"MAX_JOBS": str(CORES_OF_A_STAGE), "PYTHONUNBUFFERED": "1"} | settings
         return os.environ | settings | {"PYTHONPATH": os.pathsep.join(path)}
-
-
-def unpack(bundle: str, site: Path) -> None:
-    """Unpack an offline bundle, unless that was done before.
-
-    Args:
-        bundle: Its folders, separated by ":".
-        site: Where to.
-
-    Raises:
-        ValueError: No folder holds `unpack.sh`.
-    """
-    if (site / "env.sh").exists():
-        return
-    scripts = (Path(folder, "unpack.sh") for folder in bundle.split(":"))
-    script = next((path for path in scripts if path.exists()), None)
-    if script is None:
-        msg = f"--bundle must name a folder that holds unpack.sh, got {bundle}"
-        raise ValueError(msg)
-    subprocess.run(
-        ["bash", str(script), bundle, str(site)],
-        check=True,
-        env=os.environ | {"PYTHON": sys.executable},
-    )
-
-
-def commit_of(root: Path = ROOT) -> str:
-    """Name what is tested: the commit, or JENGA_COMMIT where there is no repository."""
-    done = subprocess.run(
-        ["git", "-C", str(root), "describe", "--always", "--dirty"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.stdout.strip() or os.environ.get("JENGA_COMMIT", "unknown")
 
 
 def summary(planned: Sequence[Stage], outcomes: dict[str, Outcome]) -> str:
@@ -280,6 +252,14 @@ def summary(planned: Sequence[Stage], outcomes: dict[str, Outcome]) -> str:
     failed = [outcome.stage for outcome in ended if not outcome.passed]
     text = f"{len(ended)} of {len(planned)} stages ended, {len(failed)} failed"
     return f"{text}: {', '.join(failed)}" if failed else text
+
+
+def take_up(earlier: Path, results: Path) -> None:
+    """Copy an earlier session's results, a folder or an archive, before going on from them."""
+    if earlier.is_dir():
+        shutil.copytree(earlier, results, dirs_exist_ok=True)
+    else:
+        shutil.unpack_archive(earlier, results, filter="data")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -295,28 +275,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--results", type=Path, required=True, help="folder of rows and logs")
     parser.add_argument("--resume", type=Path, help="results of an earlier session, copied first")
+    parser.add_argument("--archive", type=Path, help="one file, .tar.gz, to keep the results in")
     parser.add_argument("--minutes", type=float, default=9.0, help="begin and run for so long")
     parser.add_argument("--bundle", help="folders of the offline bundle, separated by ':'")
     parser.add_argument("--site", type=Path, help="where the bundle is unpacked")
-    parser.add_argument("--only", default="", help="stages whose name contains this")
+    parser.add_argument(
+        "--only", nargs="*", default=[""], help="stages whose name begins with one of these"
+    )
+    cores = os.cpu_count() or 1
+    parser.add_argument(
+        "--jobs", type=int, default=max(1, cores // CORES_OF_A_STAGE), help="stages at a time"
+    )
     parser.add_argument("--list", action="store_true", help="print the stages and end")
     options = parser.parse_args(arguments)
-    planned = [stage for stage in stages() if options.only in stage.name]
+    has_workers = options.jobs > 1 and find_spec("xdist") is not None
+    every = stages(num_workers=CORES_OF_A_STAGE if has_workers else 0)
+    planned = [stage for stage in every if stage.name.startswith(tuple(options.only))]
     if options.list:
         print("\n".join(stage.name for stage in planned))
         return 0
     if (options.bundle is None) != (options.site is None):
         parser.error("--bundle and --site must be given together")
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        parser.error(f"the tests need {', '.join(missing)}, which are not installed here")
     started = time.monotonic()
     if options.resume is not None:
-        shutil.copytree(options.resume, options.results, dirs_exist_ok=True)
+        take_up(options.resume, options.results)
     if options.bundle is not None:
-        unpack(options.bundle, options.site)
+        gpu_bundle.unpack(options.bundle, options.site)
     session = Session(
         options.results.resolve() / machine_name(),
         commit=commit_of(),
         machine=machine_line(),
         site=None if options.site is None else options.site.resolve(),
+        num_jobs=options.jobs,
+        archive=options.archive,
     )
     print(session.machine, flush=True)
     used = time.monotonic() - started

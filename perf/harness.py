@@ -2,8 +2,8 @@
 
 A benchmark first runs its operation's tests and stops if one fails. A time is that of one launch of
 the operation in a CUDA graph, with the L2 cache emptied by reading before each replay. Rows go to
-`results/<gpu>/<benchmark>.jsonl`, one a line, and are printed as one table under a line that names
-the machine.
+`results/<gpu>/<benchmark>.jsonl` as they come, one a line, and are printed in the end as one table
+under a line that names the machine.
 """
 
 import argparse
@@ -102,6 +102,19 @@ class Benchmark:
         )
         parser.add_argument("--skip-tests", action="store_true", help="for work on the benchmark")
         parser.add_argument(
+            "--tests-passed", nargs="*", default=[], help="test files that need not run again"
+        )
+        parser.add_argument(
+            "--go-on",
+            action="store_true",
+            help="leave out shapes measured before at this commit, but the last, perhaps cut short",
+        )
+        parser.add_argument(
+            "--compile-only",
+            action="store_true",
+            help="launch everything once, so that it is compiled, and time nothing",
+        )
+        parser.add_argument(
             "--dry-run",
             action="store_true",
             help="tiny shapes, on a CPU too; rows go to a temporary folder and mean nothing",
@@ -113,11 +126,20 @@ class Benchmark:
         if not self.is_dry and not torch.cuda.is_available():
             parser.error("no CUDA GPU here; --dry-run tries the benchmark without one")
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.compiles_only = self.options.compile_only
+        self._commit, self._machine = commit_of(), machine_line()
+        self._path = self.options.results / machine_name() / f"{name}.jsonl"
+        if self.is_dry or self.compiles_only:
+            self._path = Path(tempfile.mkdtemp(prefix="dry-run-")) / self._path.name
+        self._ended = frozenset[str]()
+        if self.options.go_on:
+            self._ended = measured_before(self._path, self._commit, only=self.options.only)
         self._flush = None
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and not self.compiles_only:
             self._flush = torch.ones(FLUSH_BYTES // 4, dtype=torch.int32, device=self.device)
-        if not (self.options.skip_tests or self.is_dry):
-            self._run_tests(tests)
+        left = [path for path in tests if path not in self.options.tests_passed]
+        if left and not (self.options.skip_tests or self.is_dry or self.compiles_only):
+            self._run_tests(left)
 
     def wants_peer(self, name: str) -> bool:
         """Whether an implementation beside ours shall be measured."""
@@ -125,10 +147,19 @@ class Benchmark:
 
     def wants_shape(self, name: str) -> bool:
         """Whether a shape shall be measured."""
-        return self.options.only in name
+        return self.options.only in name and name not in self._ended
 
     def measure(self, launch: Callable[[], object]) -> Timing:
-        """Time one call that launches GPU work and allocates nothing that outlives it."""
+        """Time one call that launches GPU work and allocates nothing that outlives it.
+
+        Raises:
+            RuntimeError: If the call waits for the GPU, which no graph can hold.
+        """
+        if self.compiles_only:
+            launch()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            return Timing(p20_us=0.0, p50_us=0.0, p80_us=0.0)
         if self.device.type == "cpu":
             started = time.perf_counter()
             launch()
@@ -136,6 +167,12 @@ class Benchmark:
             return Timing(p20_us=took_us, p50_us=took_us, p80_us=took_us)
         for _ in range(NUM_WARM_UPS):
             launch()
+        # Found out before capturing: a capture that fails leaves the process unfit for the next.
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            launch()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -153,32 +190,29 @@ class Benchmark:
         return Timing(p20_us=cuts[1], p50_us=statistics.median(times), p80_us=cuts[7])
 
     def add(self, row: Row) -> None:
-        """Record a row and show that it came."""
+        """Write a row and show that it came."""
+        if self.compiles_only:
+            print(f"  {row.shape}: {row.implementation} launched", flush=True)
+            return
         self.rows.append(row)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a") as file:
+            file.write(json.dumps(_as_record(row, self._commit, self._machine)) + "\n")
         print(f"  {row.shape}: {row.implementation} {row.timing.p50_us:.1f} us", flush=True)
 
     def finish(self, *, roofline_gigabytes_per_second: float | None = None) -> Path:
-        """Write the rows and print them as a table.
+        """Print the rows as a table.
 
         Args:
             roofline_gigabytes_per_second: Highest rate measured on this machine, for the table.
 
         Returns:
-            The file written.
+            The file of the rows.
         """
-        folder = self.options.results / machine_name()
-        if self.is_dry:
-            folder = Path(tempfile.mkdtemp(prefix="dry-run-"))
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{self.name}.jsonl"
-        machine = machine_line()
-        with path.open("a") as file:
-            for row in self.rows:
-                file.write(json.dumps(_as_record(row, machine)) + "\n")
-        print(machine)
+        print(self._machine)
         print(table(self.rows, roofline_gigabytes_per_second))
-        print(f"rows: {path}")
-        return path
+        print(f"rows: {self._path}")
+        return self._path
 
     def _empty_cache(self) -> None:
         # Reading leaves no dirty lines, whose writing back would disturb the launch timed.
@@ -188,7 +222,9 @@ class Benchmark:
     @staticmethod
     def _run_tests(tests: Sequence[str]) -> None:
         print(f"tests first: {' '.join(tests)}", flush=True)
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", *tests]
+        # Those that failed before come first.
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "--failed-first", "-m", "not slow"]
+        command += tests
         if subprocess.run(command, cwd=ROOT, check=False).returncode:
             sys.exit("the operation's tests fail here: no time is worth measuring")
 
@@ -202,15 +238,18 @@ def machine_name() -> str:
 
 def machine_line() -> str:
     """GPU, driver, clocks, versions and commit."""
-    commit = _output("git", "-C", str(ROOT), "describe", "--always", "--dirty") or os.environ.get(
-        "JENGA_COMMIT", "unknown"
-    )
-    versions = f"torch {torch.__version__}, triton {triton.__version__}, jenga {commit}"
+    versions = f"torch {torch.__version__}, triton {triton.__version__}, jenga {commit_of()}"
     if not torch.cuda.is_available():
         return f"no GPU: times mean nothing, {versions}"
     fields = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
     state = _output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader")
     return f"{torch.cuda.get_device_name()}, {fields} = {state}, {versions}"
+
+
+def commit_of(root: Path = ROOT) -> str:
+    """Name what is measured: the commit, or JENGA_COMMIT where there is no repository or no git."""
+    described = _output("git", "-C", str(root), "describe", "--always", "--dirty")
+    return described or os.environ.get("JENGA_COMMIT", "unknown")
 
 
 def table(rows: Sequence[Row], roofline_gigabytes_per_second: float | None = None) -> str:
@@ -235,6 +274,19 @@ def table(rows: Sequence[Row], roofline_gigabytes_per_second: float | None = Non
     return "\n".join(lines)
 
 
+def measured_before(path: Path, commit: str, *, only: str) -> frozenset[str]:
+    """Shapes that an earlier run at this commit has measured, but the last, perhaps cut short."""
+    if not path.exists():
+        return frozenset()
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    shapes = dict.fromkeys(
+        record["shape"]
+        for record in records
+        if record.get("commit") == commit and only in record["shape"]
+    )
+    return frozenset(list(shapes)[:-1])
+
+
 def read_roofline(results: Path) -> float | None:
     """Highest read rate `perf.roofline` has measured on this machine, in GB/s."""
     path = results / machine_name() / "roofline.jsonl"
@@ -245,7 +297,7 @@ def read_roofline(results: Path) -> float | None:
     return max(rates, default=None)
 
 
-def _as_record(row: Row, machine: str) -> dict[str, object]:
+def _as_record(row: Row, commit: str, machine: str) -> dict[str, object]:
     return {
         "shape": row.shape,
         "implementation": row.implementation,
@@ -257,6 +309,7 @@ def _as_record(row: Row, machine: str) -> dict[str, object]:
         "gigabytes_per_second": row.gigabytes_per_second,
         "teraflops": row.teraflops,
         **row.details,
+        "commit": commit,
         "machine": machine,
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
     }

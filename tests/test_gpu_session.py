@@ -5,12 +5,14 @@ import os
 import sys
 import time
 from dataclasses import replace
+from importlib.metadata import Distribution
 from pathlib import Path
 
 import pytest
 
-from perf import gpu_session
-from perf.gpu_session import Session, Stage, stages, summary, unpack
+from perf import gpu_bundle, gpu_session, gpu_stages, harness
+from perf.gpu_session import Session, summary
+from perf.gpu_stages import Stage, stages
 
 PERF = Path(gpu_session.__file__).parent
 
@@ -29,7 +31,8 @@ def session(tmp_path):
 
 
 def test_a_session_has_every_benchmark_and_every_test_of_kernels_and_engine():
-    listed = {name.split()[0] for name in gpu_session.BENCHMARKS + gpu_session.HOST_BENCHMARKS}
+    benchmarks = gpu_stages.BENCHMARKS + gpu_stages.SWEEPS + gpu_stages.HOST_BENCHMARKS
+    listed = {name.split()[0] for name in benchmarks}
     there = {path.stem for pattern in ("bench_*.py", "sweep_*.py") for path in PERF.glob(pattern)}
     names = [stage.name for stage in stages()]
 
@@ -94,23 +97,59 @@ def test_nothing_is_begun_without_time_for_it(session, tmp_path):
     assert session.outcomes() == {}
 
 
-@pytest.mark.parametrize(("returncode", "skips"), [(0, True), (1, False)])
-def test_benchmarks_skip_their_tests_only_where_those_of_the_kernels_passed(
-    session, tmp_path, returncode, skips
-):
+def test_benchmarks_are_told_which_tests_passed(session, tmp_path):
     trace = tmp_path / "trace"
-    record = f"import sys; open({str(trace)!r}, 'w').write(repr(sys.argv))"
+    record = f"import sys; open({str(trace)!r}, 'w').write(' '.join(sys.argv[1:]))"
 
     session.run(
         [
-            python("native test_kernel", f"raise SystemExit({returncode})"),
-            python("bench_kernel", record, is_test=False),
+            python("native test_good", "raise SystemExit(0)"),
+            python("native test_bad", "raise SystemExit(1)"),
+            python("bench_kernel", record, is_test=False, is_timed=True),
         ],
         seconds=60,
     )
 
-    assert (repr("--skip-tests") in trace.read_text()) == skips
-    assert str(session.folder.parent) in trace.read_text()
+    passed = "--tests-passed tests/kernels/test_good.py"
+    assert trace.read_text() == f"--results {session.folder.parent} --go-on {passed}"
+
+
+def test_what_is_timed_runs_alone_and_the_rest_several_at_a_time(session, tmp_path):
+    session.num_jobs = 2
+    meet = (
+        f"import pathlib, time, sys; here = pathlib.Path({str(tmp_path)!r})\n"
+        "me, other = sys.argv[1:3]\n"
+        "(here / me).touch(); end = time.monotonic() + 20\n"
+        "while not (here / other).exists() and time.monotonic() < end: time.sleep(0.05)\n"
+        "sys.exit(not (here / other).exists())"
+    )
+    seen = (
+        f"import pathlib, sys; sys.exit(len(list(pathlib.Path({str(tmp_path)!r}).glob('met_*'))))"
+    )
+    planned = [
+        Stage(name="one", command=("-c", meet, "met_1", "met_2")),
+        Stage(name="two", command=("-c", meet, "met_2", "met_1")),
+        python("timed", seen, is_test=False, is_timed=True),
+    ]
+
+    assert session.run(planned, seconds=60)
+
+    assert [session.outcomes()[name].returncode for name in ("one", "two", "timed")] == [0, 0, 2]
+
+
+def test_a_stage_over_its_own_limit_holds_up_no_other_and_fails_the_second_time(session, tmp_path):
+    trace = tmp_path / "trace"
+    planned = [
+        python("hangs", "import time; time.sleep(60)", limit_seconds=0.5),
+        python("after", appends(trace, "after")),
+    ]
+
+    assert not session.run(planned, seconds=60)
+    assert trace.read_text() == "after"
+    assert set(session.outcomes()) == {"after"}
+    assert session.run(planned, seconds=60)
+    assert session.outcomes()["hangs"].returncode == gpu_session.OVER_LIMIT
+    assert not session.outcomes()["hangs"].passed
 
 
 def test_peers_are_on_the_path_of_benchmarks_alone(session, monkeypatch):
@@ -130,21 +169,69 @@ def test_a_bundle_is_unpacked_once_by_its_own_script(tmp_path):
     first, second, site = (tmp_path / name for name in ("first", "second", "site"))
     first.mkdir()
     second.mkdir()
-    (second / "unpack.sh").write_text('mkdir -p "$2" && echo "$1 $PYTHON" >> "$2/env.sh"')
+    (first / "py.tar.xz").touch()
+    (second / "unpack.sh").write_text('mkdir -p "$2" && echo "$1 $PYTHON $CHECK" >> "$2/env.sh"')
 
-    unpack(f"{first}:{second}", site)
-    unpack(f"{first}:{second}", site)
+    gpu_bundle.unpack(f"{first}:{second}", site)
+    gpu_bundle.unpack(f"{first}:{second}", site)
 
-    assert (site / "env.sh").read_text() == f"{first}:{second} {sys.executable}\n"
+    line = f"{first}:{second} {sys.executable} 0\n"
+    assert (site / "env.sh").read_text() == line
     with pytest.raises(ValueError, match="holds unpack"):
-        unpack(str(first), tmp_path / "other")
+        gpu_bundle.unpack(str(first), tmp_path / "other")
+    # A part that came later.
+    (second / "libs.tar.xz.000").touch()
+    gpu_bundle.unpack(f"{first}:{second}", site)
+    assert (site / "env.sh").read_text() == line + line
+
+
+def test_a_package_that_is_not_installed_is_announced_as_installing_it_would(tmp_path):
+    gpu_bundle.announce_plugin(tmp_path)
+
+    (package,) = Distribution.discover(path=[str(tmp_path)])
+    names = {(point.group, point.name, point.value) for point in package.entry_points}
+    assert ("vllm.general_plugins", "jenga", "jenga.vllm_plugin:register") in names
+    assert package.metadata["Name"] == "jenga-kv"
+
+
+def test_the_commit_is_named_without_git(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("JENGA_COMMIT", "abc123")
+
+    assert harness.commit_of() == "abc123"
+
+
+def test_one_file_keeps_what_a_session_wrote_and_another_goes_on_from_it(
+    tmp_path, monkeypatch, capsys
+):
+    planned = [python("stage", "print('hello')")]
+    monkeypatch.setattr(gpu_session, "stages", lambda **_: planned)
+    archive = tmp_path / "out.tar.gz"
+
+    first = ["--results", str(tmp_path / "first"), "--archive", str(archive)]
+    assert gpu_session.main(first) == 0
+    second = ["--results", str(tmp_path / "second"), "--resume", str(archive), "--minutes", "0"]
+    assert gpu_session.main(second) == 0
+
+    assert "1 of 1 stages ended, 0 failed" in capsys.readouterr().out
+    (log,) = (tmp_path / "second").glob("*/logs/stage.txt")
+    assert log.read_text() == "hello\n"
+
+
+def test_tools_that_are_missing_are_named(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(gpu_session, "NEEDED", ("pytest", "no_such_tool"))
+
+    with pytest.raises(SystemExit):
+        gpu_session.main(["--results", str(tmp_path)])
+
+    assert "the tests need no_such_tool" in capsys.readouterr().err
 
 
 def test_a_session_goes_on_from_the_results_of_an_earlier_one(tmp_path, monkeypatch, capsys):
     trace = tmp_path / "trace"
     first = python("first", appends(trace, "1"))
     planned = [first, replace(first, name="second", command=("-c", appends(trace, "2")))]
-    monkeypatch.setattr(gpu_session, "stages", lambda: planned)
+    monkeypatch.setattr(gpu_session, "stages", lambda **_: planned)
     earlier, later = str(tmp_path / "earlier"), str(tmp_path / "later")
 
     assert gpu_session.main(["--results", earlier, "--only", "first"]) == 0
@@ -156,3 +243,13 @@ def test_a_session_goes_on_from_the_results_of_an_earlier_one(tmp_path, monkeypa
     planned.append(python("third", "raise SystemExit(1)"))
     assert gpu_session.main(["--results", later, "--minutes", "0"]) == 2
     assert gpu_session.main(["--results", later]) == 1
+
+
+def test_a_benchmark_that_was_cut_goes_on_from_its_last_shape(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    shapes = [("a", "D1"), ("a", "D1"), ("a", "D2"), ("b", "D4"), ("a", "P1"), ("a", "D3")]
+    path.write_text("".join(f'{{"commit": "{c}", "shape": "{shape}"}}\n' for c, shape in shapes))
+
+    assert harness.measured_before(path, "a", only="D") == {"D1", "D2"}
+    assert harness.measured_before(path, "a", only="P") == frozenset()
+    assert harness.measured_before(tmp_path / "none", "a", only="") == frozenset()
