@@ -3,6 +3,6 @@
 import os
 from pathlib import Path
 
-HAS_GPU = Path("/dev/nvidiactl").exists()
+HAS_GPU = any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/nvidia0"))
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")

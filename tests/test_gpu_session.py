@@ -13,6 +13,7 @@ import pytest
 from perf import gpu_bundle, gpu_session, gpu_stages, harness
 from perf.gpu_session import Session, summary
 from perf.gpu_stages import Stage, stages
+from tests.vllm_plugin.conftest import engine_environment
 
 PERF = Path(gpu_session.__file__).parent
 
@@ -192,6 +193,18 @@ def test_a_package_that_is_not_installed_is_announced_as_installing_it_would(tmp
     names = {(point.group, point.name, point.value) for point in package.entry_points}
     assert ("vllm.general_plugins", "jenga", "jenga.vllm_plugin:register") in names
     assert package.metadata["Name"] == "jenga-kv"
+
+
+def test_engines_of_the_tests_find_what_is_on_the_path_alone(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/site")
+    monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    monkeypatch.setenv("VLLM_OTHER", "1")
+
+    environment = engine_environment()
+
+    assert environment["PYTHONPATH"].split(os.pathsep)[-1] == "/site"
+    assert environment["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+    assert "VLLM_OTHER" not in environment
 
 
 def test_the_commit_is_named_without_git(monkeypatch, tmp_path):

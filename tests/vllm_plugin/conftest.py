@@ -25,22 +25,34 @@ ENGINE_OPTIONS = {
     "max_num_batched_tokens": 64,
     "enable_prefix_caching": False,
 }
+if HAS_GPU:
+    # Several tests may run at a time, and vLLM asks for its share to be free; caches are small.
+    ENGINE_OPTIONS["gpu_memory_utilization"] = 0.5
 
 
 V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 """Kept from the environment: with it set to 1, all engines run on vLLM's second model runner."""
 
 
+FLASHINFER_SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
+"""Kept too: vLLM imports FlashInfer for sampling, installed or not, unless this is 0."""
+
+
 def engine_environment(**changes):
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "JENGA_"))}
-    environment = kept | {k: v for k, v in os.environ.items() if k == V2_RUNNER}
+    environment = kept | {
+        k: v for k, v in os.environ.items() if k in (V2_RUNNER, FLASHINFER_SAMPLER)
+    }
+    # vLLM itself may be on the path alone, where it cannot be installed.
+    path = [str(HERE / "interpreted_triton"), str(HERE.parents[1])]
+    path += filter(None, [os.environ.get("PYTHONPATH")])
     environment |= {} if HAS_GPU else {"TRITON_INTERPRET": "1"}
     environment |= {
         "OPENBLAS_NUM_THREADS": "1",  # the interpreter's products are too small for more
         "HF_HUB_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "PYTHONPATH": os.pathsep.join([str(HERE / "interpreted_triton"), str(HERE.parents[1])]),
+        "PYTHONPATH": os.pathsep.join(path),
     }
     return environment | changes
 
