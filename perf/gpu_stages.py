@@ -65,9 +65,11 @@ ENGINE_FIRST = (
 )
 """Tests of engines that read most from real kernels."""
 
-TEST_LIMIT_SECONDS = 420
+TEST_LIMIT_SECONDS = 480
+SLOW_LIMIT_SECONDS = 1800
 BENCHMARK_LIMIT_SECONDS = 300
-TEST_HANGS_SECONDS = 180
+TEST_HANGS_SECONDS = 300
+"""Tests of random batches compile most of them anew."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +112,7 @@ def stages(root: Path = ROOT, *, num_workers: int = 0) -> list[Stage]:
                 name=f"{prefix} {path.stem}",
                 command=("-m", "pytest", *options, "-m", marks, f"{folder}/{path.name}"),
                 sees_peers=folder == KERNEL_TESTS,
+                limit_seconds=SLOW_LIMIT_SECONDS if marks == "slow" else TEST_LIMIT_SECONDS,
             )
             for path in sorted((root / folder).glob("test_*.py"))
         ]
