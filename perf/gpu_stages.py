@@ -140,7 +140,8 @@ def stages(root: Path = ROOT, *, num_workers: int = 0) -> list[Stage]:
         for benchmark, shape in COMPILED
     ]
     engines = tests(ENGINE_TESTS, "not slow", "engine") + tests(ENGINE_TESTS, "slow", "engine slow")
-    telling = [stage for stage in engines if stage.name.split()[-1] in ENGINE_FIRST]
+    by_file = {name: [e for e in engines if e.name.split()[-1] == name] for name in ENGINE_FIRST}
+    telling = [stage for together in by_file.values() for stage in together]
     return [
         *tests(KERNEL_TESTS, "not slow", "native"),
         *compiled,

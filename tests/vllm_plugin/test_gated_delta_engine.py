@@ -4,11 +4,9 @@ vLLM's CPU build runs these layers in bfloat16 only, so what they generate in fl
 with transformers.
 """
 
-import os
-
 import pytest
 
-from tests.vllm_plugin.conftest import assert_same_generation
+from tests.vllm_plugin.conftest import NUM_WORKERS, assert_same_generation
 from tests.vllm_plugin.test_hybrid_engine import CUTS, JENGA, TURN, check_turns, hits_of
 from tests.vllm_plugin.test_prefix_caching import check_hits, prompts_over_shared_prefixes
 
@@ -84,7 +82,7 @@ def test_gated_delta_hybrid_preempts_in_a_small_arena_and_goes_on_from_its_state
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs a core for each of two workers")
+@pytest.mark.skipif(NUM_WORKERS < 2, reason="needs a GPU or a core for each of two workers")
 def test_two_tensor_parallel_workers_generate_what_transformers_generates(tiny_model, run_engine):
     model = tiny_model("qwen3_next")
 

@@ -1,10 +1,8 @@
 """Models with recurrent layers in the real engine: states in pages, kept for other requests."""
 
-import os
-
 import pytest
 
-from tests.vllm_plugin.conftest import assert_same_generation
+from tests.vllm_plugin.conftest import NUM_WORKERS, assert_same_generation
 from tests.vllm_plugin.test_prefix_caching import check_hits, prompts_over_shared_prefixes
 
 pytestmark = pytest.mark.vllm
@@ -146,7 +144,7 @@ def test_hybrid_without_prefix_caching_generates_what_stock_vllm_generates(tiny_
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs a core for each of two workers")
+@pytest.mark.skipif(NUM_WORKERS < 2, reason="needs a GPU or a core for each of two workers")
 def test_two_tensor_parallel_workers_generate_what_one_does(tiny_model, run_engine):
     model = tiny_model("granite_hybrid")
     prompts = prompts_over_shared_prefixes(NUM_PROMPTS, seed=21)

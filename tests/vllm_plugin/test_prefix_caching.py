@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.vllm_plugin.conftest import assert_same_generation
+from tests.vllm_plugin.conftest import assert_same_generation, gemma_3_directory
 
 pytestmark = pytest.mark.vllm
 
@@ -63,9 +63,7 @@ def test_forty_requests_over_shared_prefixes_in_an_arena_that_always_evicts(tiny
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_forty_requests_to_gemma_3_with_its_real_weights_in_an_arena_that_always_evicts(run_engine):
-    from jenga.demo.weights import gemma3_270m_directory
-
-    model = gemma3_270m_directory("float32")
+    model = gemma_3_directory()
     prompts = prompts_over_shared_prefixes(40, seed=13, vocab_size=9000)
     options = {"max_num_seqs": 4, "max_num_batched_tokens": 256}
 

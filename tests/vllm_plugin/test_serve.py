@@ -9,7 +9,7 @@ import urllib.request
 
 import pytest
 
-from tests.vllm_plugin.conftest import HERE, engine_environment
+from tests.vllm_plugin.conftest import HERE, engine_environment, gemma_3_directory
 
 pytestmark = pytest.mark.vllm
 
@@ -17,9 +17,7 @@ PROMPT = "The capital of France is"
 
 
 def model():
-    from jenga.demo.weights import gemma3_270m_directory
-
-    return gemma3_270m_directory("float32")
+    return gemma_3_directory()
 
 
 def free_port():
