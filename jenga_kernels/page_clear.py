@@ -28,7 +28,7 @@ def page_clear(pages: torch.Tensor, page_ids: torch.Tensor) -> None:
     if page_ids.numel() == 0 or words.shape[1] == 0:
         return
     tiles = page_tiles(machine_of(pages.device))
-    page_clear_kernel[(triton.cdiv(words.shape[1], tiles.block_rows), page_ids.numel())](
+    page_clear_kernel[(triton.cdiv(words.shape[1], tiles.block_rows) * page_ids.numel(),)](
         words_ptr=words,
         page_ids_ptr=page_ids,
         num_words=words.shape[1],

@@ -44,7 +44,7 @@ def page_copy(pages: torch.Tensor, source_ids: torch.Tensor, target_ids: torch.T
     if num_copies == 0 or words.shape[1] == 0:
         return
     tiles = page_tiles(machine_of(pages.device))
-    page_copy_kernel[(triton.cdiv(words.shape[1], tiles.block_rows), num_copies)](
+    page_copy_kernel[(triton.cdiv(words.shape[1], tiles.block_rows) * num_copies,)](
         words_ptr=words,
         source_ids_ptr=source_ids,
         target_ids_ptr=target_ids,

@@ -34,6 +34,9 @@ INSTRUCTIONS = {
 }
 """Names of counts -> what they count in PTX."""
 
+SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+"""Compute capability -> shared memory of one program at most, from the CUDA programming guide."""
+
 
 TRITON_OF_LIMITS = "3.7."
 """The Triton whose registers and instructions the tests limit; others compile to something else."""
@@ -49,6 +52,7 @@ class Compiled:
     registers: int
     stack_bytes: int
     shared_bytes: int
+    grid: tuple[int, ...]
     counts: dict[str, int]
 
 
@@ -70,7 +74,8 @@ def compile_job(job: Callable[[], None], *capabilities: int) -> list[Compiled]:
             command, cwd=root, env=environment, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr
-        results += [Compiled(**row) for row in json.loads(done.stdout.splitlines()[-1])]
+        rows = json.loads(done.stdout.splitlines()[-1])
+        results += [Compiled(**row | {"grid": tuple(row["grid"])}) for row in rows]
     assert results, f"{job.__name__} launched nothing"
     if not version("triton").startswith(TRITON_OF_LIMITS):
         most = max(results, key=lambda kernel: (kernel.stack_bytes, kernel.registers))
@@ -118,18 +123,21 @@ def _main(module: str, function: str, capability: int) -> None:
     from triton.runtime.jit import JITFunction
 
     driver.set_active(_PretendedDriver(capability))
-    compiled: dict[int, object] = {}
+    compiled: dict[int, tuple[object, tuple[int, ...]]] = {}
     run = JITFunction.run
 
     def compile_only(self: JITFunction, *args: object, **kwargs: object) -> object:
         kernel = run(self, *args, **(kwargs | {"warmup": True}))
-        compiled[id(kernel)] = kernel
+        grid = kwargs["grid"]
+        assert 0 < grid[0] < 2**31, grid
+        assert all(0 < programs < 2**16 for programs in grid[1:]), grid
+        compiled[id(kernel)] = (kernel, grid)
         return kernel
 
     JITFunction.run = compile_only
     getattr(importlib.import_module(module), function)()
     rows = []
-    for kernel in compiled.values():
+    for kernel, grid in compiled.values():
         resources = _resources(kernel.asm["cubin"])
         counts = {
             name: len(re.findall(text, kernel.asm["ptx"])) for name, text in INSTRUCTIONS.items()
@@ -141,6 +149,7 @@ def _main(module: str, function: str, capability: int) -> None:
             registers=resources["REG"],
             stack_bytes=resources["STACK"] + resources.get("LOCAL", 0),
             shared_bytes=kernel.metadata.shared,
+            grid=grid,
             counts=counts,
         )
         rows.append(asdict(row))

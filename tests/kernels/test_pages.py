@@ -100,3 +100,28 @@ def test_page_kernels_compile_to_wide_copies(capability):
     for kernel in kernels:
         assert kernel.stack_bytes == 0, kernel
         assert kernel.counts["store_128"] == kernel.counts["store_global"] > 0, kernel
+
+
+def compile_many_pages():
+    pages = torch.zeros(4, 32768, dtype=torch.uint8)
+    pairs = torch.zeros(2, 2**16 + 1, dtype=torch.int64)
+    page_copy(pages, pairs[0], pairs[1])
+    page_clear(pages, pairs[1])
+
+
+def test_page_kernels_take_more_pages_than_a_grid_has_rows():
+    kernels = compile_job(compile_many_pages, 90)
+
+    assert {kernel.grid for kernel in kernels} == {(2 * (2**16 + 1),)}
+
+
+def compile_copies_of_odd_and_even_numbers():
+    pages = torch.zeros(4, 32768, dtype=torch.uint8)
+    for num_copies in (1, 2, 3, 4, 5):
+        pairs = torch.zeros(2, num_copies, dtype=torch.int64)
+        page_copy(pages, pairs[0], pairs[1])
+        page_clear(pages, pairs[1])
+
+
+def test_page_kernels_are_compiled_once_for_any_number_of_pages():
+    assert len(compile_job(compile_copies_of_odd_and_even_numbers, 90)) == 2
