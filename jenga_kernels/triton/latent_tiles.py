@@ -84,7 +84,7 @@ def latent_tiles(
 
     def tiles_of(block_m: int) -> LoopTiles:
         block_n, num_warps, num_stages = _STEPS[
-            machine.capability >= HOPPER, element_bytes, stored_bytes, block_m
+            machine.has_large_tiles, element_bytes, stored_bytes, block_m
         ]
         return LoopTiles(
             block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages
@@ -101,12 +101,12 @@ def latent_tiles(
 
 
 _STEPS = {
-    # Hopper, bytes of an element of queries and of pages, rows -> keys of a step, warps, stages
+    # Large tiles, bytes of an element of queries and of pages, rows -> keys a step, warps, stages
     (True, 2, 2, 16): (32, 4, 5),
-    (True, 2, 2, 32): (32, 8, 4),
+    (True, 2, 2, 32): (32, 8, 5),
     (True, 2, 2, 64): (64, 8, 2),
-    (True, 2, 1, 16): (64, 8, 3),
-    (True, 2, 1, 32): (32, 8, 3),
+    (True, 2, 1, 16): (32, 4, 5),
+    (True, 2, 1, 32): (32, 8, 5),
     (True, 4, 4, 16): (16, 8, 1),
     (True, 4, 1, 16): (16, 8, 1),
     (False, 2, 2, 16): (32, 4, 3),

@@ -14,6 +14,9 @@ import triton
 HOPPER = 90
 """Compute capability of the first GPU with warpgroup matrix instructions."""
 
+DESKTOP_BLACKWELL = 120
+"""Compute capability of the first GPU after Hopper with less than half of its shared memory."""
+
 ADA = 89
 """Compute capability of the first GPU that converts to and from float8_e4m3fn."""
 
@@ -34,6 +37,11 @@ class Machine:
     def is_interpreter(self) -> bool:
         """Whether kernels run in Triton's interpreter."""
         return self.capability == 0
+
+    @property
+    def has_large_tiles(self) -> bool:
+        """Whether a program may have 227 KiB of shared memory, as on Hopper; elsewhere 99 KiB."""
+        return HOPPER <= self.capability < DESKTOP_BLACKWELL
 
     @property
     def has_fp8(self) -> bool:
@@ -173,17 +181,17 @@ def attention_tiles(
             block_splits=16,
         )
     block_d = min(256, max(64, power_of_two(head_dim)))
-    is_hopper = machine.capability >= HOPPER
+    is_large = machine.has_large_tiles
     return AttentionTiles(
-        decode=_decode_tiles(block_d, element_bytes, stored_bytes, decode_rows, is_hopper),
-        prefill=PREFILL_TILES[is_hopper, element_bytes, stored_bytes, block_d],
+        decode=_decode_tiles(block_d, element_bytes, stored_bytes, decode_rows, is_large),
+        prefill=PREFILL_TILES[is_large, element_bytes, stored_bytes, block_d],
         num_programs=DECODE_PROGRAMS_PER_PROCESSOR * machine.num_processors,
         block_splits=32,
     )
 
 
 def _decode_tiles(
-    block_d: int, element_bytes: int, stored_bytes: int, decode_rows: int, is_hopper: bool
+    block_d: int, element_bytes: int, stored_bytes: int, decode_rows: int, is_large: bool
 ) -> LoopTiles:
     """Tiles with 16 KiB of keys and of values a step.
 
@@ -192,11 +200,15 @@ def _decode_tiles(
     block_n = min(128, 16384 // (block_d * stored_bytes))
     if block_d > 128:  # noqa: PLR2004 - rows this wide leave no registers for more keys
         block_n = min(32, block_n)
-    if not is_hopper or decode_rows > MIN_ROWS:
+    if not is_large or decode_rows > MIN_ROWS:
         block_n = block_n // 2
     num_stages = 5 if element_bytes == 2 else 4  # noqa: PLR2004 - float32 products need registers
+    num_warps = 4
+    if decode_rows * block_d > 8192:  # noqa: PLR2004 - results of drafted tokens, 64 a thread
+        num_warps = 8
+        num_stages = num_stages if is_large else 3
     return LoopTiles(
-        block_m=decode_rows, block_n=max(16, block_n), num_warps=4, num_stages=num_stages
+        block_m=decode_rows, block_n=max(16, block_n), num_warps=num_warps, num_stages=num_stages
     )
 
 
@@ -205,12 +217,12 @@ def _loop_tiles(block_m: int, block_n: int, num_warps: int, num_stages: int) -> 
 
 
 PREFILL_TILES = {
-    # Hopper, bytes of an element of queries and of pages, padded head_dim
-    (True, 2, 2, 64): _loop_tiles(128, 128, 8, 2),
-    (True, 2, 2, 128): _loop_tiles(128, 64, 8, 3),
-    (True, 2, 2, 256): _loop_tiles(128, 32, 8, 3),
-    (True, 2, 1, 64): _loop_tiles(128, 128, 8, 2),
-    (True, 2, 1, 128): _loop_tiles(128, 64, 8, 3),
+    # Large tiles, bytes of an element of queries and of pages, padded head_dim
+    (True, 2, 2, 64): _loop_tiles(128, 128, 8, 5),
+    (True, 2, 2, 128): _loop_tiles(128, 64, 8, 5),
+    (True, 2, 2, 256): _loop_tiles(128, 32, 8, 5),
+    (True, 2, 1, 64): _loop_tiles(128, 128, 8, 5),
+    (True, 2, 1, 128): _loop_tiles(128, 64, 8, 5),
     (True, 2, 1, 256): _loop_tiles(64, 64, 8, 2),
     (True, 4, 4, 64): _loop_tiles(64, 32, 8, 1),
     (True, 4, 4, 128): _loop_tiles(32, 16, 8, 1),
@@ -218,10 +230,10 @@ PREFILL_TILES = {
     (True, 4, 1, 64): _loop_tiles(64, 32, 8, 1),
     (True, 4, 1, 128): _loop_tiles(32, 16, 8, 1),
     (True, 4, 1, 256): _loop_tiles(16, 16, 8, 1),
-    (False, 2, 2, 64): _loop_tiles(128, 64, 8, 2),
-    (False, 2, 2, 128): _loop_tiles(64, 64, 8, 2),
+    (False, 2, 2, 64): _loop_tiles(128, 64, 8, 5),
+    (False, 2, 2, 128): _loop_tiles(64, 64, 8, 5),
     (False, 2, 2, 256): _loop_tiles(64, 32, 8, 2),
-    (False, 2, 1, 64): _loop_tiles(128, 64, 8, 2),
+    (False, 2, 1, 64): _loop_tiles(128, 64, 8, 5),
     (False, 2, 1, 128): _loop_tiles(64, 64, 8, 2),
     (False, 2, 1, 256): _loop_tiles(64, 32, 8, 2),
     (False, 4, 4, 64): _loop_tiles(64, 32, 8, 1),
@@ -231,4 +243,8 @@ PREFILL_TILES = {
     (False, 4, 1, 128): _loop_tiles(32, 16, 8, 1),
     (False, 4, 1, 256): _loop_tiles(16, 16, 8, 1),
 }
-"""The largest tiles that compile without spills with every option; no GPU has timed them yet."""
+"""The largest tiles that compile without spills with every option; no GPU has timed them yet.
+
+As in decoding, five stages load a step while the one before is computed; up to four stages wait for
+each step as soon as it is asked for.
+"""

@@ -3,7 +3,7 @@ import torch
 
 from jenga_kernels.attention_plan import AttentionKind, plan_attention
 from jenga_kernels.paged_attention import paged_attention
-from tests.kernels.compiling import compile_job
+from tests.kernels.compiling import SHARED_BYTES, compile_job
 
 
 def launch(
@@ -15,6 +15,7 @@ def launch(
     num_heads=8,
     num_kv_heads=2,
     decode_query_tokens=None,
+    max_query_tokens=None,
     **options,
 ):
     num_tokens = 4096
@@ -39,6 +40,7 @@ def launch(
         num_tokens=num_tokens,
         dtype=dtype,
         decode_query_tokens=decode_query_tokens,
+        max_query_tokens=max_query_tokens,
     )
     paged_attention(
         q,
@@ -78,6 +80,14 @@ def compile_options():
         launch(head_dim=head_dim, window_tokens=512, spans=spans, decode_query_tokens=0)
 
 
+def compile_drafted_tokens_of_wide_groups():
+    for head_dim in (128, 256):
+        for num_heads in (16, 32):
+            launch(
+                head_dim=head_dim, num_heads=num_heads, decode_query_tokens=8, max_query_tokens=8
+            )
+
+
 def compile_fp8():
     for head_dim in (64, 128, 256):
         for num_scales in (1, 2):
@@ -93,6 +103,7 @@ def compile_float32():
 JOBS = [
     (compile_usual, 90),
     (compile_usual, 80),
+    pytest.param(compile_usual, 120, marks=pytest.mark.slow),
     *[
         pytest.param(job, capability, marks=pytest.mark.slow)
         for job in (
@@ -117,9 +128,26 @@ def test_attention_compiles_to_wide_loads_and_tensor_cores_without_spills(job, c
     assert "attention_prefill_kernel" in names
     for kernel in kernels:
         assert kernel.stack_bytes == 0, kernel
+        assert kernel.shared_bytes <= SHARED_BYTES[capability], kernel
         if kernel.name == "attention_prefill_kernel" and job is not compile_float32:
             assert kernel.counts["wgmma" if capability == 90 else "mma"] > 0, kernel
         if kernel.name in {"attention_prefill_kernel", "attention_decode_kernel"}:
             # Queries, and at least one step of keys and one of values.
             assert kernel.counts["load_128"] >= 9, kernel
             assert kernel.counts["store_128"] > 0, kernel
+            if capability == 90 and job not in {compile_float32, compile_fp8}:
+                # Loads of a step are under way while the one before is computed.
+                assert kernel.counts["wait_for_an_earlier_step"] > 0, kernel
+
+
+DRAFTING_JOBS = [90, pytest.param(89, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("capability", DRAFTING_JOBS)
+def test_attention_of_many_rows_of_drafted_tokens_fits_into_registers(capability):
+    kernels = compile_job(compile_drafted_tokens_of_wide_groups, capability)
+
+    for kernel in kernels:
+        assert kernel.shared_bytes <= SHARED_BYTES[capability], kernel
+        if capability == 90:
+            assert kernel.stack_bytes == 0, kernel
