@@ -77,6 +77,7 @@ class AttentionPlan:
         num_tokens: Rows of the queries.
         num_requests: Requests, padding included.
         decode_query_tokens: Requests with at most so many query tokens are decoded.
+        max_decoded_tokens: No decoded request of this step has more query tokens.
         is_batch_invariant: Whether a request's result may not depend on the others.
         max_row_tiles: Bound on the tiles of the prefill kernel; 0 where there is nothing for it.
         unit_starts: Decode work before each request, i32[num_requests + 1].
@@ -93,6 +94,7 @@ class AttentionPlan:
     num_tokens: int
     num_requests: int
     decode_query_tokens: int
+    max_decoded_tokens: int
     is_batch_invariant: bool
     max_row_tiles: int
     unit_starts: torch.Tensor = field(repr=False)
@@ -105,8 +107,9 @@ class AttentionPlan:
 
     @property
     def may_split(self) -> bool:
-        """Whether a decoding request's keys may be split over programs."""
-        return self.is_batch_invariant or self.tiles.num_programs > 1
+        """Whether a decoded request's keys may be split over programs."""
+        is_decoding = self.max_decoded_tokens > 0
+        return is_decoding and (self.is_batch_invariant or self.tiles.num_programs > 1)
 
     def update(self, query_starts: torch.Tensor, seq_lens: torch.Tensor) -> None:
         """Make the lists anew, in place, for another step with the same bounds.
@@ -236,6 +239,7 @@ def plan_attention(
         num_tokens=num_tokens,
         num_requests=num_requests,
         decode_query_tokens=decode_query_tokens,
+        max_decoded_tokens=min(decode_query_tokens, max_query_tokens),
         is_batch_invariant=is_batch_invariant,
         max_row_tiles=max_row_tiles,
         unit_starts=empty(num_requests + 1),

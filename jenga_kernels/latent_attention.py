@@ -202,8 +202,8 @@ def latent_attention(
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
         )
-    if plan.decode_query_tokens and plan.may_split:
-        attention_splits_kernel[(num_requests * plan.decode_query_tokens, num_heads)](
+    if plan.may_split:
+        attention_splits_kernel[(num_requests, plan.max_decoded_tokens, num_heads)](
             out_ptr=out,
             lse_ptr=lse,
             partial_out_ptr=plan.partial_out,

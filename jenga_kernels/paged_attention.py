@@ -36,7 +36,10 @@ from jenga_kernels.checks import (
 from jenga_kernels.triton.addressing import strides
 from jenga_kernels.triton.attention_decode import attention_decode_kernel, attention_splits_kernel
 from jenga_kernels.triton.attention_prefill import attention_prefill_kernel
-from jenga_kernels.triton.tiles import power_of_two
+from jenga_kernels.triton.tiles import MIN_ROWS, power_of_two
+
+MAX_HEAD_DIM = 256
+"""Widest head whose tiles fit into the registers and the shared memory of one program."""
 
 
 def paged_attention(
@@ -76,7 +79,7 @@ def paged_attention(
 
     Args:
         q: Queries, [num_tokens, num_heads, head_dim], bfloat16, float16 or float32; last dimension
-            contiguous.
+            contiguous, head_dim up to 256.
         k_pages: Keys, [num_pages, page_tokens, num_kv_heads, head_dim], dtype of q or
             float8_e4m3fn; any strides that are multiples of 16 bytes, last dimension contiguous.
         v_pages: Values, shape, dtype and strides of k_pages.
@@ -119,6 +122,9 @@ def paged_attention(
     """
     check_shape("q", q, (None, None, None))
     num_tokens, num_heads, head_dim = q.shape
+    if head_dim > MAX_HEAD_DIM:
+        msg = f"q must have heads of at most {MAX_HEAD_DIM} elements, got {head_dim}"
+        raise ValueError(msg)
     check_shape("k_pages", k_pages, (None, None, None, head_dim))
     num_kv_heads = k_pages.shape[2]
     check_dtype("q", q, FLOAT_DTYPES)
@@ -225,7 +231,7 @@ def paged_attention(
         "IS_PER_HEAD_SCALE": any(
             given is not None and given.numel() > 1 for given in (k_scale, v_scale)
         ),
-        "BLOCK_D": power_of_two(head_dim),
+        "BLOCK_D": max(MIN_ROWS, power_of_two(head_dim)),
     }
     if plan.max_row_tiles:
         tiles = plan.tiles.prefill
@@ -256,8 +262,8 @@ def paged_attention(
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
         )
-    if plan.decode_query_tokens and plan.may_split:
-        attention_splits_kernel[(num_requests * plan.decode_query_tokens, num_heads)](
+    if plan.may_split:
+        attention_splits_kernel[(num_requests, plan.max_decoded_tokens, num_heads)](
             out_ptr=out,
             lse_ptr=lse,
             partial_out_ptr=plan.partial_out,

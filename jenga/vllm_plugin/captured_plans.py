@@ -56,7 +56,7 @@ class CapturedPlans:
             max_query_tokens: No request has more.
         """
         plan = self._plans.get((seq_lens.shape[0], num_tokens))
-        if plan is None or max_query_tokens > plan.decode_query_tokens:
+        if plan is None or max_query_tokens > plan.max_decoded_tokens:
             return None
         plan.update(query_starts, seq_lens)
         return plan

@@ -198,14 +198,14 @@ def attention_splits_kernel(
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Program (x, h) merges head h of query token x % QUERY_TOKENS of request x // QUERY_TOKENS.
+    """Program (r, t, h) merges head h of query token t of request r.
 
     Parts are taken in the order of their keys, so the result does not depend on timing.
     """
     PARTIAL_ROWS: tl.constexpr = QUERY_TOKENS * GROUP
-    request = tl.program_id(0) // QUERY_TOKENS
-    token_in_request = tl.program_id(0) % QUERY_TOKENS
-    head = tl.program_id(1)
+    request = tl.program_id(0)
+    token_in_request = tl.program_id(1)
+    head = tl.program_id(2)
     query_start = tl.load(query_starts_ptr + request)
     query_len = tl.load(query_starts_ptr + request + 1) - query_start
     units_before = tl.load(unit_starts_ptr + request)

@@ -66,6 +66,10 @@ def compile_head_dims():
         launch(head_dim=head_dim)
 
 
+def compile_a_narrow_head():
+    launch(head_dim=8)
+
+
 def compile_pages_of_whole_tiles():
     for head_dim in (64, 128, 256):
         launch(head_dim=head_dim, page_tokens=128)
@@ -138,6 +142,21 @@ def test_attention_compiles_to_wide_loads_and_tensor_cores_without_spills(job, c
             if capability == 90 and job not in {compile_float32, compile_fp8}:
                 # Loads of a step are under way while the one before is computed.
                 assert kernel.counts["wait_for_an_earlier_step"] > 0, kernel
+
+
+def compile_one_token_each():
+    launch(head_dim=64, max_query_tokens=1)
+
+
+def test_attention_merges_no_more_tokens_than_requests_may_have():
+    kernels = {kernel.name: kernel for kernel in compile_job(compile_one_token_each, 90)}
+
+    assert "attention_prefill_kernel" not in kernels
+    assert kernels["attention_splits_kernel"].grid == (33, 1, 8)
+
+
+def test_attention_compiles_for_heads_narrower_than_a_matrix_instruction():
+    assert all(kernel.stack_bytes == 0 for kernel in compile_job(compile_a_narrow_head, 90))
 
 
 DRAFTING_JOBS = [90, pytest.param(89, marks=pytest.mark.slow)]

@@ -211,6 +211,7 @@ def plan_of(arguments, **changes):
 
 
 BAD_ARGUMENTS = {
+    "heads_too_wide": ("q", lambda a: {"q": a["q"].repeat(1, 1, 5)}),
     "a_flat_query": ("q", lambda a: {"q": a["q"].flatten(1)}),
     "queries_of_another_head_dim": ("k_pages", lambda a: {"q": a["q"][..., :32]}),
     "integer_queries": ("q", lambda a: {"q": a["q"].int()}),

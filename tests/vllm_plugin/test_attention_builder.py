@@ -20,7 +20,8 @@ from jenga.vllm_plugin.attention_builder import (
     image_spans,
     refuse_clamped_images,
 )
-from jenga_kernels.attention_plan import AttentionPlan
+from jenga.vllm_plugin.captured_plans import CapturedPlans
+from jenga_kernels.attention_plan import AttentionPlan, plan_attention
 from jenga_kernels.paged_attention import paged_attention
 from jenga_kernels.reference.paged_attention import paged_attention as attend_plainly
 from tests.kernels.support import check_close
@@ -361,3 +362,21 @@ def test_the_kind_of_layers_says_what_their_spec_says():
     assert kinds["sliding"] == replace(kinds["full"], window_tokens=20)
     assert kinds["chunked"] == replace(kinds["full"], chunk_tokens=32)
     assert kinds["cross"] == replace(kinds["full"], is_causal=False)
+
+
+def test_a_plan_captured_for_one_token_each_serves_no_request_of_two():
+    starts, later = torch.tensor([[0, 1, 2, 3], [0, 2, 3, 3]], dtype=torch.int32)
+    seq_lens = torch.full((3,), 40, dtype=torch.int32)
+    plan = plan_attention(
+        starts,
+        seq_lens,
+        attention_kind(SPECS["full"], NUM_HEADS),
+        num_tokens=3,
+        dtype=torch.float32,
+        max_query_tokens=1,
+    )
+    captured = CapturedPlans()
+    captured.keep(plan, max_query_tokens=1)
+
+    assert captured.updated(starts, seq_lens, num_tokens=3, max_query_tokens=1) is plan
+    assert captured.updated(later, seq_lens, num_tokens=3, max_query_tokens=2) is None
