@@ -47,13 +47,20 @@ def check_dtype(name: str, tensor: torch.Tensor, allowed: Sequence[torch.dtype])
 
 
 def check_same_device(**tensors: torch.Tensor | None) -> None:
-    """Check that all tensors lie on the device of the first; None is skipped.
+    """Check that all tensors lie on the device of the first, the current one; None is skipped.
 
     Raises:
         ValueError: If one does not.
     """
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     first_name, first = next(iter(given.items()))
+    # Triton launches on the current device, whichever holds the tensors.
+    if first.device.type == "cuda" and first.device.index != torch.cuda.current_device():
+        msg = (
+            f"{first_name} must be on the current device, cuda:{torch.cuda.current_device()}, got "
+            f"{first.device}"
+        )
+        raise ValueError(msg)
     for name, tensor in given.items():
         if tensor.device != first.device:
             msg = (
