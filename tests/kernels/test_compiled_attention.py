@@ -141,7 +141,7 @@ def test_attention_compiles_to_wide_loads_and_tensor_cores_without_spills(job, c
             assert kernel.counts["store_128"] > 0, kernel
             if capability == 90 and job not in {compile_float32, compile_fp8}:
                 # Loads of a step are under way while the one before is computed.
-                assert kernel.counts["wait_for_an_earlier_step"] > 0, kernel
+                assert kernel.counts["cp_async_ahead"] > 0, kernel
 
 
 def compile_one_token_each():
