@@ -28,7 +28,7 @@ def check_pages(
         raise ValueError(msg)
     check_rows("k_pages", k_pages)
     check_rows("v_pages", v_pages)
-    if strides(k_pages)[:3] != strides(v_pages)[:3]:
+    if k_pages.stride() != v_pages.stride() and strides(k_pages)[:3] != strides(v_pages)[:3]:
         msg = (
             f"v_pages must have the strides of k_pages, {k_pages.stride()}, got {v_pages.stride()}"
         )

@@ -19,6 +19,8 @@ A plain paged cache is two tensors; a layer of an arena is two views with longer
     (torch.Size([20, 4, 64]), True)
 """
 
+import functools
+
 import torch
 
 from jenga_kernels.attention_plan import AttentionKind, AttentionPlan, check_steps, plan_attention
@@ -37,6 +39,9 @@ from jenga_kernels.triton.addressing import strides
 from jenga_kernels.triton.attention_decode import attention_decode_kernel, attention_splits_kernel
 from jenga_kernels.triton.attention_prefill import attention_prefill_kernel
 from jenga_kernels.triton.tiles import MIN_ROWS, power_of_two
+
+_kind = functools.lru_cache(AttentionKind)
+"""Every layer of every step asks for the same few."""
 
 MAX_HEAD_DIM = 256
 """Widest head whose tiles fit into the registers and the shared memory of one program."""
@@ -171,7 +176,7 @@ def paged_attention(
         lse=lse,
         plan=None if plan is None else plan.unit_starts,
     )
-    kind = AttentionKind(
+    kind = _kind(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,

@@ -88,9 +88,11 @@ def strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
     PyTorch leaves the stride of such a dimension undefined; 0 keeps the alignment Triton infers.
     """
+    found = tensor.stride()
+    if min(tensor.shape, default=0) > 1:
+        return found
     return tuple(
-        0 if size <= 1 else stride
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        0 if size <= 1 else stride for size, stride in zip(tensor.shape, found, strict=True)
     )
 
 
