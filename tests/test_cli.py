@@ -1,4 +1,5 @@
 import builtins
+import json
 import os
 import subprocess
 import sys
@@ -123,3 +124,23 @@ def test_heavy_packages_are_not_imported_for_help(capsys, monkeypatch):
     code, _, _ = run(capsys, "demo", "--help")
 
     assert code == 0
+
+
+def test_the_module_runs_as_the_command_does():
+    command = [sys.executable, "-m", "jenga", "--version"]
+
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert (done.returncode, done.stdout) == (0, f"jenga {version('jenga-kv')}\n")
+
+
+def test_nothing_may_be_set_aside(capsys):
+    command = ("plan", "llama-3.1-8b", "--gpu", "H100", "--json", "--without-vllm", "--reserve")
+
+    budgets = []
+    for reserve in ("0", "1GiB"):
+        code, output, _ = run(capsys, *command, reserve)
+        assert code == 0
+        budgets.append(json.loads(output)["arena_bytes"])
+
+    assert budgets[0] - budgets[1] == 1 << 30

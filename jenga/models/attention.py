@@ -52,14 +52,14 @@ def _every(interval: int, num_layers: int, *, others: Kind) -> list[Kind]:
 
 def read_full(config: Config, options: ReadOptions) -> list[LayerType]:
     """Llama and the many like it: full attention everywhere, unless `layer_types` says else."""
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.num_layers()
     kinds = layer_kinds(config, num_layers, [Kind.FULL] * num_layers)
     return attention_types(uniform_attention(config, options, kinds, window_field="sliding_window"))
 
 
 def read_mistral(config: Config, options: ReadOptions) -> list[LayerType]:
     """Mistral: a window in every layer, or none where it is null; Ministral by `layer_types`."""
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.num_layers()
     kind = Kind.SLIDING if "sliding_window" in config else Kind.FULL
     kinds = layer_kinds(config, num_layers, [kind] * num_layers)
     return attention_types(uniform_attention(config, options, kinds, window_field="sliding_window"))
@@ -67,7 +67,7 @@ def read_mistral(config: Config, options: ReadOptions) -> list[LayerType]:
 
 def read_qwen(config: Config, options: ReadOptions) -> list[LayerType]:
     """Qwen 2 and 3: full attention; a window above `max_window_layers` only if switched on."""
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.num_layers()
     kinds = [Kind.FULL] * num_layers
     if config.flag("use_sliding_window", default=False):
         num_full = config.count("max_window_layers")
@@ -78,7 +78,7 @@ def read_qwen(config: Config, options: ReadOptions) -> list[LayerType]:
 
 def read_alternating(config: Config, options: ReadOptions) -> list[LayerType]:
     """Gemma 2 and gpt-oss: a window in every other layer, the first included."""
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.num_layers()
     kinds = layer_kinds(config, num_layers, _every(2, num_layers, others=Kind.SLIDING))
     return attention_types(uniform_attention(config, options, kinds, window_field="sliding_window"))
 
@@ -86,7 +86,7 @@ def read_alternating(config: Config, options: ReadOptions) -> list[LayerType]:
 def read_gemma3(config: Config, options: ReadOptions) -> list[LayerType]:
     """Gemma 3: every sixth layer attends to everything."""
     config = config.with_defaults(_GEMMA_3)
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.num_layers()
     interval = config.integer("sliding_window_pattern", default=6)
     kinds = layer_kinds(config, num_layers, _every(interval, num_layers, others=Kind.SLIDING))
     return attention_types(uniform_attention(config, options, kinds, window_field="sliding_window"))
@@ -95,7 +95,7 @@ def read_gemma3(config: Config, options: ReadOptions) -> list[LayerType]:
 def read_gemma3n(config: Config, options: ReadOptions) -> list[LayerType]:
     """Gemma 3n: every fifth layer attends to everything, the last 15 read others' KV."""
     config = config.with_defaults(_GEMMA_3N)
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.num_layers()
     kinds = layer_kinds(config, num_layers, _every(5, num_layers, others=Kind.SLIDING))
     return attention_types(
         uniform_attention(config, options, kinds, window_field="sliding_window"),
@@ -106,7 +106,7 @@ def read_gemma3n(config: Config, options: ReadOptions) -> list[LayerType]:
 def read_gemma4(config: Config, options: ReadOptions) -> list[LayerType]:
     """Gemma 4: like Gemma 3n, with other heads in the layers that attend to everything."""
     config = config.with_defaults(_GEMMA_4)
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.num_layers()
     kinds = layer_kinds(config, num_layers, _every(6, num_layers, others=Kind.SLIDING))
     kinds[-1] = Kind.FULL
     window_tokens = config.integer("sliding_window")
@@ -137,7 +137,7 @@ def read_gemma4(config: Config, options: ReadOptions) -> list[LayerType]:
 
 def read_llama4(config: Config, options: ReadOptions) -> list[LayerType]:
     """Llama 4: chunked attention with rotary positions, full attention in layers without."""
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.num_layers()
     if "no_rope_layers" in config:
         has_rope = config.counts("no_rope_layers")
         if len(has_rope) != num_layers:
@@ -155,7 +155,7 @@ def read_llama4(config: Config, options: ReadOptions) -> list[LayerType]:
 
 def read_mllama(config: Config, options: ReadOptions) -> list[LayerType]:
     """Llama 3.2 Vision: some layers attend to the image instead of the text."""
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.num_layers()
     cross_layers = config.counts("cross_attention_layers")
     if any(index >= num_layers for index in cross_layers):
         config.refuse("cross_attention_layers", f"layers below {num_layers}")
@@ -175,7 +175,7 @@ def read_mllama(config: Config, options: ReadOptions) -> list[LayerType]:
 
 def read_whisper(config: Config, options: ReadOptions) -> list[LayerType]:
     """Whisper: every decoder layer attends to the text and to the audio."""
-    num_layers = config.integer("decoder_layers")
+    num_layers = config.num_layers("decoder_layers")
     num_heads = config.integer("decoder_attention_heads")
     width = config.integer("d_model")
     if width % num_heads:

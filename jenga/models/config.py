@@ -8,6 +8,10 @@ from typing import NoReturn, TypeVar, cast
 T = TypeVar("T")
 
 
+MOST_LAYERS = 10_000
+"""Layers of a model at most: ten times as many as any has, and listed in less than a second."""
+
+
 class Config:
     """The fields of a configuration, or of a section of one.
 
@@ -39,6 +43,13 @@ class Config:
     def integer(self, name: str, *, default: int | None = None) -> int:
         """A positive integer."""
         return self._read(name, default, _is_positive, "a positive integer")
+
+    def num_layers(self, name: str = "num_hidden_layers") -> int:
+        """A number of layers, small enough to list them."""
+        number = self.integer(name)
+        if number > MOST_LAYERS:
+            self.refuse(name, f"at most {MOST_LAYERS}")
+        return number
 
     def count(self, name: str, *, default: int | None = None) -> int:
         """An integer that may be zero."""

@@ -18,7 +18,7 @@ def read_character_ai(config: Config, options: ReadOptions) -> list[LayerType]:
     Source: "Optimizing AI inference at Character.AI", 2024: multi-query attention, windows of 1024
     in five layers of six, keys and values shared between neighbouring layers of a kind.
     """
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.num_layers()
     interval = config.integer("global_every")
     window_tokens = config.integer("sliding_window")
     slot_bytes = options.kv_slot_bytes(config.integer("num_key_value_heads"), head_dim(config))
@@ -45,7 +45,7 @@ def read_pyramid_kv(config: Config, options: ReadOptions) -> list[LayerType]:
 
     Source: PyramidKV (arXiv 2406.02069).
     """
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.num_layers()
     slot_bytes = kv_slot_bytes(config, options)
     return [
         TokenBudget(

@@ -38,7 +38,7 @@ def read_deepseek(config: Config, options: ReadOptions) -> list[LayerType]:
 
     Both are read for the whole prefix, so they share one page table.
     """
-    indices = range(config.integer("num_hidden_layers"))
+    indices = range(config.num_layers())
     options.shard("attention heads", config.integer("num_attention_heads"))
     layers = [latent_layer(config, options, index) for index in indices]
     if "index_head_dim" in config:
@@ -54,7 +54,7 @@ def read_deepseek_v4(config: Config, options: ReadOptions) -> list[LayerType]:
 
     A compressor reads a few raw tokens back. Its format is float8 whatever the options say.
     """
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.num_layers()
     ratios = config.counts("compress_ratios")
     if len(ratios) != num_layers:
         config.refuse("compress_ratios", f"a list of {num_layers} numbers, one per layer")

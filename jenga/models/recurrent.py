@@ -112,13 +112,13 @@ def read_mamba(config: Config, options: ReadOptions) -> list[LayerType]:
     """Mamba: states only."""
     channels = config.integer("hidden_size") * config.integer("expand", default=2)
     channels = config.integer("intermediate_size", default=channels)
-    indices = range(config.integer("num_hidden_layers"))
+    indices = range(config.num_layers())
     return [state_type(indices, _mamba1(config, options, channels=channels), options)]
 
 
 def read_jamba(config: Config, options: ReadOptions) -> list[LayerType]:
     """Jamba: attention in one layer of a period, Mamba 1 in the others."""
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.num_layers()
     period = config.integer("attn_layer_period", default=8)
     offset = config.count("attn_layer_offset", default=4)
     kinds = [Kind.FULL if i % period == offset else Kind.STATE for i in range(num_layers)]
@@ -129,7 +129,7 @@ def read_jamba(config: Config, options: ReadOptions) -> list[LayerType]:
 
 def read_bamba(config: Config, options: ReadOptions) -> list[LayerType]:
     """Bamba: attention in listed layers, Mamba 2 in the others."""
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.num_layers()
     attention = config.counts("attn_layer_indices", default=[])
     kinds = [Kind.FULL if i in attention else Kind.STATE for i in range(num_layers)]
     channels = config.integer("hidden_size") * config.integer("mamba_expand", default=2)
@@ -138,14 +138,14 @@ def read_bamba(config: Config, options: ReadOptions) -> list[LayerType]:
 
 def read_granite_hybrid(config: Config, options: ReadOptions) -> list[LayerType]:
     """Granite 4 hybrid: attention and Mamba 2 by `layer_types`."""
-    kinds = layer_kinds(config, config.integer("num_hidden_layers"), None)
+    kinds = layer_kinds(config, config.num_layers(), None)
     channels = config.integer("hidden_size") * config.integer("mamba_expand", default=2)
     return _hybrid(config, options, kinds, _bamba_parts(config, options, channels=channels))
 
 
 def read_falcon_h1(config: Config, options: ReadOptions) -> list[LayerType]:
     """Falcon-H1: attention and Mamba 2 side by side in every layer."""
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.num_layers()
     parts = _bamba_parts(config, options, channels=config.integer("mamba_d_ssm"))
     attention = uniform_attention(config, options, [Kind.FULL] * num_layers)
     return [*attention_types(attention), state_type(range(num_layers), parts, options)]
@@ -153,7 +153,7 @@ def read_falcon_h1(config: Config, options: ReadOptions) -> list[LayerType]:
 
 def read_nemotron_h(config: Config, options: ReadOptions) -> list[LayerType]:
     """Nemotron-H: attention, Mamba 2 and MLP by a pattern or a list; states in float32."""
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.num_layers()
     if "layers_block_type" in config:
         kinds = config.kinds("layers_block_type", LAYER_KINDS, length=num_layers)
     else:
@@ -179,7 +179,7 @@ def read_nemotron_h(config: Config, options: ReadOptions) -> list[LayerType]:
 
 def read_zamba2(config: Config, options: ReadOptions) -> list[LayerType]:
     """Zamba 2: Mamba 2 in every layer, attention over twice the width before some of them."""
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.num_layers()
     if "layers_block_type" in config:
         kinds = config.kinds("layers_block_type", _ZAMBA_KINDS, length=num_layers)
         attention = [index for index, kind in enumerate(kinds) if kind is Kind.FULL]
@@ -208,7 +208,7 @@ def read_zamba2(config: Config, options: ReadOptions) -> list[LayerType]:
 
 def read_gated_delta(config: Config, options: ReadOptions) -> list[LayerType]:
     """Qwen3-Next and Qwen3.5: gated delta rule, every fourth layer attends to everything."""
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.num_layers()
     interval = config.integer("full_attention_interval", default=4)
     default = [Kind.STATE if (i + 1) % interval else Kind.FULL for i in range(num_layers)]
     kinds = layer_kinds(config, num_layers, default)
@@ -235,7 +235,7 @@ def read_gated_delta(config: Config, options: ReadOptions) -> list[LayerType]:
 
 def read_kimi_linear(config: Config, options: ReadOptions) -> list[LayerType]:
     """Kimi Linear: delta attention with float32 states, latent attention in listed layers."""
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.num_layers()
     linear = config.section("linear_attn_config")
     full = [number - 1 for number in linear.counts("full_attn_layers")]
     if any(not 0 <= index < num_layers for index in full):
@@ -261,7 +261,7 @@ def read_kimi_linear(config: Config, options: ReadOptions) -> list[LayerType]:
 
 def read_minimax(config: Config, options: ReadOptions) -> list[LayerType]:
     """MiniMax-Text-01: lightning attention with one matrix per head, softmax attention in some."""
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.num_layers()
     default = None
     if "attn_type_list" in config:
         is_full = config.counts("attn_type_list")
@@ -284,7 +284,7 @@ def read_hymba(config: Config, options: ReadOptions) -> list[LayerType]:
 
     A window keeps the memory tokens as well, which every query reads.
     """
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.num_layers()
     window_tokens = config.integer("sliding_window") + config.count("num_memory_tokens", default=0)
     full = config.counts("global_attn_idx")
     slot_bytes = kv_slot_bytes(config, options)

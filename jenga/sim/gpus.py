@@ -146,11 +146,15 @@ GPUS = {
 _ALIASES = {"a100": "A100-80G", "h100": "H100-80G", "4090": "RTX-4090"}
 
 
-def parse_bytes(text: str) -> int:
+def parse_bytes(text: str, *, least: int = 1) -> int:
     """The bytes that a text such as "24GiB", "24 GB" or "25769803776" means.
 
+    Args:
+        text: As people write sizes.
+        least: No fewer may be meant.
+
     Raises:
-        ValueError: It means none.
+        ValueError: It means none, or fewer.
     """
     match = _SIZE.fullmatch(text.strip())
     unit_bytes = _UNIT_BYTES.get(match[2].lower()) if match else None
@@ -159,7 +163,9 @@ def parse_bytes(text: str) -> int:
         raise ValueError(msg)
     # Binary floats would lose bytes of 23.7GiB.
     num_bytes = int(Decimal(match[1].replace("_", "").replace(",", "")) * unit_bytes)
-    check_positive("size", repr(text), num_bytes)
+    if num_bytes < least:
+        msg = f"size must be at least {least} bytes, got {text!r}"
+        raise ValueError(msg)
     return num_bytes
 
 

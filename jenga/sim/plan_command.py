@@ -63,12 +63,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--weights",
-        type=_bytes,
+        type=_reserve,
         metavar="BYTES",
         help="bytes of all weights, all ranks together, where they are not known or others",
     )
     parser.add_argument(
-        "--arena", type=_bytes, metavar="BYTES", help="the arena, in place of --gpu"
+        "--arena", type=_reserve, metavar="BYTES", help="the arena, in place of --gpu"
     )
     parser.add_argument(
         "--utilization",
@@ -79,7 +79,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--reserve",
-        type=_bytes,
+        type=_reserve,
         default=RESERVED_BYTES,
         metavar="BYTES",
         help="set aside for activations and graphs (default: 1.5GiB)",
@@ -99,9 +99,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run, extras="jenga-kv[plots]")
 
 
-def _bytes(text: str) -> int:
+def _reserve(text: str) -> int:
     try:
-        return parse_bytes(text)
+        return parse_bytes(text, least=0)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

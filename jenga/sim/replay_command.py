@@ -165,13 +165,13 @@ def _configure_memory(group: "argparse._ArgumentGroup") -> None:  # pyright: ign
     group.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks")
     group.add_argument("--kv-dtype", choices=tuple(KV_DTYPES), default="auto")
     group.add_argument(
-        "--weights", type=_bytes, metavar="BYTES", help="of all weights, all ranks together"
+        "--weights", type=_reserve, metavar="BYTES", help="of all weights, all ranks together"
     )
     group.add_argument(
-        "--arena", type=_bytes, metavar="BYTES", help="in place of what --gpu leaves"
+        "--arena", type=_reserve, metavar="BYTES", help="in place of what --gpu leaves"
     )
     group.add_argument("--utilization", type=float, default=UTILIZATION, metavar="SHARE")
-    group.add_argument("--reserve", type=_bytes, default=RESERVED_BYTES, metavar="BYTES")
+    group.add_argument("--reserve", type=_reserve, default=RESERVED_BYTES, metavar="BYTES")
 
 
 def _configure_engine(group: "argparse._ArgumentGroup") -> None:  # pyright: ignore[reportPrivateUsage]
@@ -218,9 +218,9 @@ def _configure_engine(group: "argparse._ArgumentGroup") -> None:  # pyright: ign
     )
 
 
-def _bytes(text: str) -> int:
+def _reserve(text: str) -> int:
     try:
-        return parse_bytes(text)
+        return parse_bytes(text, least=0)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

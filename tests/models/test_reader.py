@@ -203,6 +203,7 @@ def changed(name, **changes):
         (changed("llama-3.1-8b", model_type=None), "field 'model_type' must be one of"),
         (changed("llama-3.1-8b", num_hidden_layers=0), "'num_hidden_layers' must be a positive"),
         (changed("llama-3.1-8b", num_hidden_layers="32"), "'num_hidden_layers' must be"),
+        (changed("llama-3.1-8b", num_hidden_layers=10**30), "'num_hidden_layers' must be at most"),
         (changed("llama-3.1-8b", head_dim=True), "'head_dim' must be a positive integer"),
         (
             changed("llama-3.1-8b", head_dim=None, hidden_size=4097),

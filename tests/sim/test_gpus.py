@@ -39,7 +39,7 @@ def test_size_refuses_what_is_none(text):
 
 
 def test_size_refuses_zero():
-    with pytest.raises(ValueError, match="positive"):
+    with pytest.raises(ValueError, match="at least 1 bytes"):
         parse_bytes("0.3")
 
 
