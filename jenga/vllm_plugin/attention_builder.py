@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionMetadata,
@@ -197,7 +198,8 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
             seq_lens=common.seq_lens,
             page_table=common.block_table_tensor,
             plan=self._plan(common, has_spans=spans is not None),
-            spans=None if spans is None else spans.to(self.device, non_blocking=True),
+            # From pinned memory: from any other the host would wait for the steps before.
+            spans=None if spans is None else async_tensor_h2d(spans, device=self.device),
         )
 
     def build_for_drafting(
