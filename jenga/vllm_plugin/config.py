@@ -19,9 +19,6 @@ TOKENS_PER_PAGE = 16
 """Tokens of an attention layer's small page unless --block-size says otherwise: the finest
 granularity at which vLLM hashes prefixes."""
 
-WARM_UP_TOKENS = 128
-"""Of the step that is run before any request comes: a prompt, and one more token of another."""
-
 CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3")
 """Values of --kv-cache-dtype that are served; vLLM's fp8 is float8_e4m3fn."""
 

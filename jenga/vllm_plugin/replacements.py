@@ -231,22 +231,16 @@ def _skip_warm_up(mark: str) -> Callable[[_Function], _Function]:
 
 def _warmup_kernels(original: _Function) -> _Function:
     @functools.wraps(original)
-    def warm_up(model_runner: Any, worker_execute_model: Any, worker_sample_tokens: Any) -> None:  # noqa: ANN401
-        from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup
+    def warmup_kernels(model_runner: Any, *steps: Any) -> None:  # noqa: ANN401
+        from jenga.vllm_plugin.config import is_selected
 
-        from jenga.vllm_plugin.config import WARM_UP_TOKENS, is_selected
-
-        original(model_runner, worker_execute_model, worker_sample_tokens)
+        original(model_runner, *steps)
         if is_selected(model_runner.vllm_config):
-            most_tokens = min(model_runner.max_num_tokens, model_runner.max_model_len)
-            run_mixed_prefill_decode_warmup(
-                model_runner,
-                worker_execute_model,
-                worker_sample_tokens,
-                min(WARM_UP_TOKENS, most_tokens),
-            )
+            from jenga.vllm_plugin.warm_up import warm_up
 
-    return warm_up
+            warm_up(model_runner, *steps)
+
+    return warmup_kernels
 
 
 def _cpu_gdn_attention_core(original: _Function) -> _Function:

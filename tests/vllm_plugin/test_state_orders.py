@@ -18,6 +18,7 @@ from jenga.policies import RequestFacts
 from jenga.request import PageCopy
 from jenga.spec import FullAttention, Layer, ModelSpec, State
 from jenga.vllm_plugin.state_orders import CopyRound, StateKeeper, StateOrders, copy_rounds
+from jenga.vllm_plugin.warm_up import orders_of
 from tests.vllm_plugin.test_cache_manager import request
 
 pytestmark = pytest.mark.vllm
@@ -428,3 +429,30 @@ def test_a_request_that_lost_its_place_in_the_step_keeps_nothing():
     keeper.forget("a")
 
     assert keeper.take_orders() is None
+
+
+def test_the_step_that_warms_up_copies_a_state_and_keeps_one(make_scheduler):
+    scheduler = make_scheduler(8 * MIB)
+    geometry = scheduler.kv_cache_manager.manager.geometry
+    num_large_pages = scheduler.kv_cache_config.num_blocks
+    scheduler.add_request(request("short", [5, 6]))
+    assert orders_of(scheduler.schedule(), geometry, num_large_pages) is None
+    scheduler.add_request(request("long", list(range(3, 43))))
+    step = scheduler.schedule()
+
+    orders = orders_of(step, geometry, num_large_pages)
+
+    (new,) = step.scheduled_new_reqs
+    states = [(i, table) for i, table in enumerate(geometry.page_tables) if table.is_state]
+    assert len(orders.copies) == len(orders.writes) == len(states) == 2
+    for (index, table), copies in zip(states, orders.copies, strict=True):
+        last = num_large_pages * table.small_pages_per_large_page - 1
+        (write,) = orders.writes[table.layers[0].name]
+        assert (write.running_page, write.after_tokens, write.page) == (
+            *new.block_ids[index],
+            16,
+            last,
+        )
+        assert copies == CopyRound(
+            page_bytes=table.small_page_bytes, source_pages=(last - 1,), target_pages=(last,)
+        )

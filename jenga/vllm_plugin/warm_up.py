@@ -1,0 +1,89 @@
+"""What is run before any request comes, so that none waits for a compiler.
+
+vLLM warms up with prompts of a few tokens, which our layers take for decoding. One more step reads
+a longer prompt beside a token of another request; where a model has states, it copies one and keeps
+one on its way, as a step does for prefix caching.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup
+
+from jenga.geometry import Geometry
+from jenga.vllm_plugin.layout import geometry_of
+from jenga.vllm_plugin.state_orders import CopyRound, StateOrders, StateWrite
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+WARM_UP_TOKENS = 128
+"""Of the step: a prompt, and one more token of another request."""
+
+KEPT_AFTER_TOKENS = 16
+
+
+def warm_up(
+    model_runner: Any,  # noqa: ANN401 (vLLM's second model runner)
+    execute_model: Callable[["SchedulerOutput"], Any],
+    sample_tokens: Callable[[Any], Any],
+) -> None:
+    """Run the step, in an arena that holds nothing yet.
+
+    Args:
+        model_runner: With its arena.
+        execute_model: Runs a step of the worker.
+        sample_tokens: Ends it.
+    """
+    config = model_runner.kv_cache_config
+    geometry, num_large_pages = geometry_of(config), config.num_blocks
+
+    # Kinds of states that are not kept have prefix caching off, and nobody to take the orders.
+    keeps_states = model_runner.vllm_config.cache_config.enable_prefix_caching
+
+    def execute(step: "SchedulerOutput") -> object:
+        orders = orders_of(step, geometry, num_large_pages) if keeps_states else None
+        if orders is not None:
+            step.kv_cache_block_copies = [orders]  # pyright: ignore[reportAttributeAccessIssue]
+        return execute_model(step)
+
+    most_tokens = min(model_runner.max_num_tokens, model_runner.max_model_len)
+    num_tokens = min(WARM_UP_TOKENS, most_tokens)
+    run_mixed_prefill_decode_warmup(model_runner, execute, sample_tokens, num_tokens)
+
+
+def orders_of(
+    step: "SchedulerOutput", geometry: Geometry, num_large_pages: int
+) -> StateOrders | None:
+    """Orders that copy a state and keep one of the prompt that a step reads; None if there is none.
+
+    Args:
+        step: Its requests' pages are the arena's first.
+        geometry: How the arena is cut.
+        num_large_pages: Of the arena.
+    """
+    prompts = [
+        new
+        for new in step.scheduled_new_reqs
+        if step.num_scheduled_tokens[new.req_id] > KEPT_AFTER_TOKENS
+    ]
+    tables = [(index, table) for index, table in enumerate(geometry.page_tables) if table.is_state]
+    if not prompts or not tables:
+        return None
+    copies: list[CopyRound] = []
+    writes: dict[str, tuple[StateWrite, ...]] = {}
+    for index, table in tables:
+        last_page = num_large_pages * table.small_pages_per_large_page - 1
+        copies.append(
+            CopyRound(
+                page_bytes=table.small_page_bytes,
+                source_pages=(last_page - 1,),
+                target_pages=(last_page,),
+            )
+        )
+        running_page = prompts[0].block_ids[index][0]
+        write = StateWrite(
+            running_page=running_page, after_tokens=KEPT_AFTER_TOKENS, page=last_page
+        )
+        writes[table.layers[0].name] = (write,)
+    return StateOrders(copies=tuple(copies), writes=writes)
