@@ -390,12 +390,12 @@ def test_drafted_tokens_do_not_go_to_an_operation_of_vllms_that_passes_our_kerne
         QwenGatedDeltaNetAttention,
     )
 
-    from jenga.vllm_plugin import replacements
+    from jenga.vllm_plugin.worker_replacements import IN_WORKERS
 
     name = "_fused_gdn_decode_unsupported_reason"
     monkeypatch.setattr(QwenGatedDeltaNetAttention, name, lambda self, vllm_config: None)  # noqa: ARG005
-    replacement = next(r for r in replacements._IN_WORKERS if r.name.endswith(name))
-    replacements._apply(replacement)
+    replacement = next(r for r in IN_WORKERS if r.name.endswith(name))
+    replacement.apply()
     layer = gated_delta_layer()
 
     assert "JENGA_TRITON" in layer._fused_gdn_decode_unsupported_reason(config)
@@ -424,13 +424,13 @@ def test_operations_that_our_kernels_take_the_place_of_are_not_warmed_up(
     from vllm.config import set_current_vllm_config
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
-    from jenga.vllm_plugin import replacements
+    from jenga.vllm_plugin.worker_replacements import IN_WORKERS
 
     layer_class = resolve_obj_by_qualname(f"vllm.model_executor.layers.mamba.{layer}")
     monkeypatch.setattr(layer_class, name, getattr(layer_class, name))  # as it was, in the end
-    replacement = next(r for r in replacements._IN_WORKERS if r.name.endswith(name))
-    if not replacements._is_applied(replacement):
-        replacements._apply(replacement)
+    replacement = next(r for r in IN_WORKERS if r.name.endswith(name))
+    if not replacement.is_applied:
+        replacement.apply()
     inputs = [torch.zeros(1, 8), *([0] if "prefill" in name else [])]
     ours, theirs = bare(layer_class, **{mark: False}), bare(layer_class, **{mark: False})
 

@@ -43,7 +43,7 @@ def test_settings_leave_other_backends_to_vllm():
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.32.0", "0.3.2"])
 def test_versions_other_than_the_supported_are_refused_by_name(version):
-    from jenga.vllm_plugin.replacements import check_version
+    from jenga.vllm_plugin.replacement import check_version
 
     with pytest.raises(ValueError, match=rf"0\.32.*{version}"):
         check_version(version)
@@ -169,12 +169,12 @@ def test_vllm_is_untouched_unless_the_backend_is_selected(tiny_model):
     code = (
         CONFIGURE.format(model=str(tiny_model("llama")))
         + """
-    from jenga.vllm_plugin.replacements import _IN_WORKERS, REPLACEMENTS, _is_applied
+    from jenga.vllm_plugin.replacements import IN_WORKERS, REPLACEMENTS
     stock = configure(attention_backend=None)
-    print("BEFORE", [r.name for r in REPLACEMENTS if _is_applied(r)])
+    print("BEFORE", [r.name for r in REPLACEMENTS if r.is_applied])
     print("BLOCK", stock.cache_config.block_size, stock.attention_config.backend)
     configure()
-    print("AFTER", [r for r in REPLACEMENTS if not _is_applied(r)] == list(_IN_WORKERS))
+    print("AFTER", [r for r in REPLACEMENTS if not r.is_applied] == list(IN_WORKERS))
     again = configure(attention_backend=None)
     print("AGAIN", again.cache_config.block_size, again.cache_config.enable_prefix_caching)
     """
@@ -212,12 +212,12 @@ def test_names_of_workers_are_replaced_once_a_worker_has_its_device(tiny_model):
         + """
     from types import SimpleNamespace
     from vllm.v1.worker.worker_base import WorkerWrapperBase
-    from jenga.vllm_plugin.replacements import _IN_WORKERS, _is_applied
+    from jenga.vllm_plugin.worker_replacements import IN_WORKERS
     worker = WorkerWrapperBase(rpc_rank=0)
     worker.vllm_config = configure()
     worker.worker = SimpleNamespace(init_device=lambda: print("DEVICE"))
     worker.init_device()
-    print("REPLACED", all(_is_applied(r) for r in _IN_WORKERS))
+    print("REPLACED", all(r.is_applied for r in IN_WORKERS))
     """
     )
     returncode, output = run_python(code)

@@ -1,0 +1,251 @@
+"""Names of vLLM's configuration, planner and scheduler that are replaced."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from jenga.vllm_plugin.replacement import Function, Replacement
+
+
+def _check_and_update_config(original: Function) -> Function:
+    @functools.wraps(original)
+    def check_and_update_config(vllm_config: Any) -> None:  # noqa: ANN401
+        from jenga.vllm_plugin.config import finish_config, prepare_config, wanted_options
+
+        if prepare_config(vllm_config):
+            wanted = wanted_options(vllm_config)
+            original(vllm_config)
+            finish_config(vllm_config, wanted)
+        else:
+            original(vllm_config)
+
+    return check_and_update_config
+
+
+def _get_attn_backend_cls(original: Function) -> Function:
+    def get_attn_backend_cls(
+        selected_backend: Any,  # noqa: ANN401
+        attn_selector_config: Any,  # noqa: ANN401
+        num_heads: int | None = None,
+    ) -> str:
+        from jenga.vllm_plugin.config import checked_backend_path
+        from jenga.vllm_plugin.switch import backend_member
+
+        if selected_backend is backend_member():
+            return checked_backend_path(attn_selector_config)
+        return original(selected_backend, attn_selector_config, num_heads)
+
+    return get_attn_backend_cls
+
+
+def _update_block_size_for_backend(original: Function) -> Function:
+    def update_block_size_for_backend(vllm_config: Any) -> None:  # noqa: ANN401
+        from jenga.vllm_plugin.config import is_selected
+
+        # Small pages have each type's own size: nothing is enlarged or padded to another's.
+        if not is_selected(vllm_config):
+            original(vllm_config)
+
+    return update_block_size_for_backend
+
+
+def _when_selected(function_name: str) -> Callable[[Function], Function]:
+    """Call `jenga.vllm_plugin.layout.<function_name>` where the configuration selects us."""
+
+    def make(original: Function) -> Function:
+        @functools.wraps(original)
+        def replacement(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            from jenga.vllm_plugin import layout
+            from jenga.vllm_plugin.config import is_selected
+
+            function = getattr(layout, function_name) if is_selected(vllm_config) else original
+            return function(vllm_config, *args, **kwargs)
+
+        return replacement
+
+    return make
+
+
+def _kv_cache_manager(original: Function) -> Function:
+    @functools.wraps(original, updated=())
+    def make_kv_cache_manager(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        from jenga.vllm_plugin.cache_manager import JengaKVCacheManager
+        from jenga.vllm_plugin.layout import JengaKVCacheConfig
+
+        if isinstance(kwargs.get("kv_cache_config"), JengaKVCacheConfig):
+            return JengaKVCacheManager(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    return make_kv_cache_manager
+
+
+def _enqueue_waiting_request(original: Function) -> Function:
+    @functools.wraps(original)
+    def enqueue(self: Any, request: Any) -> None:  # noqa: ANN401
+        original(self, request)
+        _announce(self, request, first=False)
+
+    return enqueue
+
+
+def _preempt_request(original: Function) -> Function:
+    @functools.wraps(original)
+    def preempt(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        original(self, request, *args, **kwargs)
+        _announce(self, request, first=True)
+
+    return preempt
+
+
+def _announce(scheduler: Any, request: Any, *, first: bool) -> None:  # noqa: ANN401
+    """Tell the manager of a queue that is served in its order; nothing of one with priorities."""
+    from vllm.v1.core.sched.request_queue import SchedulingPolicy
+
+    from jenga.vllm_plugin.cache_manager import JengaKVCacheManager
+
+    manager = scheduler.kv_cache_manager
+    if isinstance(manager, JengaKVCacheManager) and scheduler.policy == SchedulingPolicy.FCFS:
+        manager.announce(request, first=first)
+
+
+def _resolve_kv_cache_block_sizes(original: Function) -> Function:
+    @functools.wraps(original)
+    def resolve(kv_cache_config: Any, vllm_config: Any) -> tuple[int, int]:  # noqa: ANN401
+        from jenga.vllm_plugin.layout import JengaKVCacheConfig, groups_of_tokens
+
+        if isinstance(kv_cache_config, JengaKVCacheConfig):
+            kv_cache_config = groups_of_tokens(kv_cache_config)
+        return original(kv_cache_config, vllm_config)
+
+    return resolve
+
+
+def _init_device(original: Function) -> Function:
+    @functools.wraps(original)
+    def init_device(self: Any) -> None:  # noqa: ANN401
+        from jenga.vllm_plugin.config import is_selected
+
+        original(self)
+        if is_selected(self.vllm_config):
+            from jenga.vllm_plugin.replacements import apply_worker_replacements
+
+            apply_worker_replacements()
+
+    return init_device
+
+
+CONFIG_WATCH = Replacement(
+    module="vllm.platforms",
+    name="current_platform.check_and_update_config",
+    reason=(
+        "the one place every configuration passes; the official way to it is a platform of one's "
+        "own, which would replace the platform also where the backend is not selected"
+    ),
+    parameters=("vllm_config",),
+    make=_check_and_update_config,
+)
+"""In place as soon as vLLM loads the plugin; passes everything on until we are selected."""
+
+WHEN_SELECTED = (
+    Replacement(
+        module="vllm.platforms",
+        name="current_platform.get_attn_backend_cls",
+        reason="the CPU platform ignores a selected backend, and none says why it cannot serve",
+        parameters=("selected_backend", "attn_selector_config", "num_heads"),
+        make=_get_attn_backend_cls,
+    ),
+    Replacement(
+        module="vllm.platforms",
+        name="current_platform.update_block_size_for_backend",
+        reason="raises the attention block size of Mamba hybrids and pads their states to it",
+        parameters=("vllm_config",),
+        make=_update_block_size_for_backend,
+    ),
+    Replacement(
+        module="vllm.v1.core.kv_cache_utils",
+        name="get_kv_cache_groups",
+        reason="unifies page sizes; ours keeps one page table per layer type. 0.33 has a hook",
+        parameters=("vllm_config", "kv_cache_spec"),
+        make=_when_selected("get_kv_cache_groups"),
+    ),
+    Replacement(
+        module="vllm.v1.core.kv_cache_utils",
+        name="get_kv_cache_config_from_groups",
+        reason="one block size and one number of blocks for all groups. 0.33 has a hook",
+        parameters=("vllm_config", "kv_cache_groups", "available_memory"),
+        make=_when_selected("get_kv_cache_config_from_groups"),
+    ),
+    Replacement(
+        module="vllm.v1.core.kv_cache_utils",
+        name="_pool_bytes_per_block",
+        reason="vLLM's unit of the whole pool is our large page",
+        parameters=("vllm_config", "kv_cache_groups"),
+        make=_when_selected("pool_bytes_per_block"),
+    ),
+    Replacement(
+        module="vllm.v1.core.kv_cache_utils",
+        name="_max_memory_usage_bytes_from_groups",
+        reason="counts a small page of any group as a whole block, and so refuses what fits",
+        parameters=("vllm_config", "kv_cache_groups"),
+        make=_when_selected("max_memory_usage_bytes_from_groups"),
+    ),
+    Replacement(
+        module="vllm.v1.core.kv_cache_utils",
+        name="get_max_concurrency_for_kv_cache_config",
+        reason="the same count, in the capacity that vLLM reports",
+        parameters=("vllm_config", "kv_cache_config"),
+        make=_when_selected("max_concurrency"),
+    ),
+    Replacement(
+        module="vllm.v1.core.sched.scheduler",
+        name="KVCacheManager",
+        reason="vLLM has no hook for another manager; the scheduler looks this name up",
+        parameters=(
+            "kv_cache_config",
+            "max_model_len",
+            "scheduler_block_size",
+            "hash_block_size",
+            "max_in_flight_tokens",
+            "enable_caching",
+            "use_eagle",
+            "num_prefill_lookahead",
+            "log_stats",
+            "enable_kv_cache_events",
+            "dcp_world_size",
+            "pcp_world_size",
+            "metrics_collector",
+            "watermark",
+            "enable_mamba_shared_prefix_checkpoint",
+        ),
+        make=_kv_cache_manager,
+    ),
+    Replacement(
+        module="vllm.v1.core.sched.scheduler",
+        name="Scheduler._enqueue_waiting_request",
+        reason="the manager keeps what waiting requests will read; vLLM tells it of none",
+        parameters=("self", "request"),
+        make=_enqueue_waiting_request,
+    ),
+    Replacement(
+        module="vllm.v1.core.sched.scheduler",
+        name="Scheduler._preempt_request",
+        reason="the same for requests that wait again",
+        parameters=("self", "request", "timestamp", "drop_stale_output"),
+        make=_preempt_request,
+    ),
+    Replacement(
+        module="vllm.v1.engine.core",
+        name="resolve_kv_cache_block_sizes",
+        reason="hashes prefixes as coarsely as states were kept if steps had to end there",
+        parameters=("kv_cache_config", "vllm_config"),
+        make=_resolve_kv_cache_block_sizes,
+    ),
+    Replacement(
+        module="vllm.v1.worker.worker_base",
+        name="WorkerWrapperBase.init_device",
+        reason="every worker passes it, with a device and before a model: now the names below",
+        parameters=("self",),
+        make=_init_device,
+    ),
+)
+"""In place once a configuration selects us."""

@@ -1,0 +1,294 @@
+"""Names of vLLM's workers and layers that are replaced, in a process that has its device."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from jenga.vllm_plugin.replacement import Function, Replacement
+
+
+def _warmup_kernels(original: Function) -> Function:
+    @functools.wraps(original)
+    def warmup_kernels(model_runner: Any, *steps: Any) -> None:  # noqa: ANN401
+        from jenga.vllm_plugin.config import is_selected
+
+        original(model_runner, *steps)
+        if is_selected(model_runner.vllm_config):
+            from jenga.vllm_plugin.warm_up import warm_up
+
+            warm_up(model_runner, *steps)
+
+    return warmup_kernels
+
+
+def _batch_mm_inputs_from_scheduler(original: Function) -> Function:
+    @functools.wraps(original)
+    def batch(self: Any, scheduler_output: Any) -> Any:  # noqa: ANN401
+        from jenga.vllm_plugin.config import is_selected
+
+        inputs = scheduler_output.scheduled_encoder_inputs
+        if inputs and self.model_config.is_encoder_decoder and is_selected(self.vllm_config):
+            rows = sorted(inputs, key=self.input_batch.req_id_to_index.__getitem__)
+            ordered = {request_id: inputs[request_id] for request_id in rows}
+            scheduler_output = replace(scheduler_output, scheduled_encoder_inputs=ordered)
+        return original(self, scheduler_output)
+
+    return batch
+
+
+def _create_chunked_local_attention_backend(original: Function) -> Function:
+    @functools.wraps(original)
+    def create(underlying_attn_backend: Any, attention_chunk_size: int) -> Any:  # noqa: ANN401
+        from jenga.vllm_plugin.attention import JengaTritonBackend
+
+        if issubclass(underlying_attn_backend, JengaTritonBackend):
+            return underlying_attn_backend
+        return original(underlying_attn_backend, attention_chunk_size)
+
+    return create
+
+
+def _copy_kv_cache_blocks_inplace(original: Function) -> Function:
+    @functools.wraps(original)
+    def copy(kv_caches: Any, num_blocks: int, kv_cache_block_copies: Any) -> None:  # noqa: ANN401
+        from jenga.vllm_plugin.state_orders import StateOrders
+        from jenga.vllm_plugin.state_worker import deliver_orders
+
+        if any(isinstance(orders, StateOrders) for orders in kv_cache_block_copies):
+            for orders in kv_cache_block_copies:
+                deliver_orders(kv_caches, orders)
+        else:
+            original(kv_caches, num_blocks, kv_cache_block_copies)
+
+    return copy
+
+
+def _forward_impl(original: Function) -> Function:
+    @functools.wraps(original)
+    def forward_impl(self: Any, hidden_states: Any, output: Any) -> Any:  # noqa: ANN401
+        from jenga.vllm_plugin.mamba import forward_mamba1, metadata_of
+
+        metadata = metadata_of(self.prefix)
+        if metadata is None:
+            return original(self, hidden_states, output)
+        return forward_mamba1(self, hidden_states, output, metadata)
+
+    return forward_impl
+
+
+def _conv_ssm_forward(original: Function) -> Function:
+    @functools.wraps(original)
+    def conv_ssm_forward(self: Any, projected_states: Any, output: Any) -> Any:  # noqa: ANN401
+        from jenga.vllm_plugin.mamba import forward_mamba2, metadata_of
+
+        metadata = metadata_of(self.prefix)
+        if metadata is None:
+            return original(self, projected_states, output)
+        return forward_mamba2(self, projected_states, output, metadata)
+
+    return conv_ssm_forward
+
+
+def _forward_core(original: Function) -> Function:
+    @functools.wraps(original)
+    def forward_core(self: Any, mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any) -> Any:  # noqa: ANN401
+        from jenga.vllm_plugin.gated_delta import forward_gated_delta
+        from jenga.vllm_plugin.mamba import metadata_of
+
+        metadata = metadata_of(self.prefix)
+        if metadata is None:
+            return original(self, mixed_qkv, b, a, core_attn_out)
+        return forward_gated_delta(self, mixed_qkv, b, a, core_attn_out, metadata)
+
+    return forward_core
+
+
+def _fused_gdn_decode_unsupported_reason(original: Function) -> Function:
+    @functools.wraps(original)
+    def unsupported_reason(self: Any, vllm_config: Any) -> str | None:  # noqa: ANN401
+        from jenga.vllm_plugin.config import is_selected
+
+        if is_selected(vllm_config):
+            return "JENGA_TRITON runs these layers on kernels of its own"
+        return original(self, vllm_config)
+
+    return unsupported_reason
+
+
+def _skip_warm_up(mark: str) -> Callable[[Function], Function]:
+    """Set the mark that a layer is warmed up, and the original returns at once."""
+
+    def make(original: Function) -> Function:
+        @functools.wraps(original)
+        def warm_up(self: Any, *args: Any) -> None:  # noqa: ANN401
+            from vllm.config import get_current_vllm_config_or_none
+
+            from jenga.vllm_plugin.config import is_selected
+
+            config = get_current_vllm_config_or_none()
+            if config is not None and is_selected(config):
+                setattr(self, mark, True)
+            original(self, *args)
+
+        return warm_up
+
+    return make
+
+
+def _cpu_gdn_attention_core(original: Function) -> Function:
+    @functools.wraps(original)
+    def core(mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any, layer_name: Any) -> None:  # noqa: ANN401
+        from vllm.forward_context import get_forward_context
+        from vllm.utils.torch_utils import _resolve_layer_name
+
+        from jenga.vllm_plugin.gated_delta import forward_gated_delta
+        from jenga.vllm_plugin.mamba import metadata_of
+
+        name = _resolve_layer_name(layer_name)
+        metadata = metadata_of(name)
+        if metadata is None:
+            original(mixed_qkv, b, a, core_attn_out, layer_name)
+        else:
+            layer = get_forward_context().no_compile_layers[name]
+            forward_gated_delta(layer, mixed_qkv, b, a, core_attn_out, metadata)
+
+    # The schema of the operation is read from these types, which are words in vLLM's module.
+    core.__signature__ = inspect.signature(original, eval_str=True)  # pyright: ignore[reportAttributeAccessIssue]
+    return core
+
+
+def _kimi_forward(original: Function) -> Function:
+    from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+
+    @functools.wraps(original)
+    def forward(
+        self: Any,  # noqa: ANN401
+        mixed_qkv: Any,  # noqa: ANN401
+        g1: Any,  # noqa: ANN401
+        g2: Any,  # noqa: ANN401
+        beta: Any,  # noqa: ANN401
+        core_attn_out: Any,  # noqa: ANN401
+    ) -> None:
+        from jenga.vllm_plugin.gated_delta import forward_kimi_delta
+        from jenga.vllm_plugin.mamba import metadata_of
+
+        metadata = metadata_of(self.prefix)
+        if metadata is None:
+            original(self, mixed_qkv, g1, g2, beta, core_attn_out)
+        else:
+            forward_kimi_delta(self, mixed_qkv, g1[0], beta[0], core_attn_out[0], metadata)
+            core_attn_out.copy_(self.o_norm(core_attn_out, g2))
+
+    return eager_break_during_capture(forward)
+
+
+IN_WORKERS = (
+    Replacement(
+        module="vllm.v1.worker.gpu_worker",
+        name="warmup_kernels",
+        reason="its prompts are so short that layers decode them: the first long one would compile",
+        parameters=("model_runner", "worker_execute_model", "worker_sample_tokens"),
+        make=_warmup_kernels,
+    ),
+    Replacement(
+        module="vllm.v1.worker.gpu_model_runner",
+        name="GPUModelRunner._batch_mm_inputs_from_scheduler",
+        reason=(
+            "encodes in the order of the schedule, but cross attention stores in that of the "
+            "batch: a request resumed beside a new one gets its audio. Its other runner sorts"
+        ),
+        parameters=("self", "scheduler_output"),
+        make=_batch_mm_inputs_from_scheduler,
+    ),
+    Replacement(
+        module="vllm.model_executor.layers.attention.chunked_local_attention",
+        name="create_chunked_local_attention_backend",
+        reason="cuts a request into one per chunk on the host; our kernels mask chunks themselves",
+        parameters=("underlying_attn_backend", "attention_chunk_size"),
+        make=_create_chunked_local_attention_backend,
+    ),
+    *(
+        Replacement(
+            module=module,
+            name="copy_kv_cache_blocks_inplace",
+            reason="copies a block id in every group; ours name a page table, and states to keep",
+            parameters=("kv_caches", "num_blocks", "kv_cache_block_copies"),
+            make=_copy_kv_cache_blocks_inplace,
+        )
+        for module in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
+    ),
+    Replacement(
+        module="vllm.model_executor.layers.mamba.mamba_mixer",
+        name="MambaMixer.forward_impl",
+        reason="runs on our kernels: states in place, kept on the way; vLLM has no hook for either",
+        parameters=("self", "hidden_states", "output"),
+        make=_forward_impl,
+    ),
+    Replacement(
+        module="vllm.model_executor.layers.mamba.mamba_mixer2",
+        name="MambaMixer2.conv_ssm_forward",
+        reason="the same for Mamba-2",
+        parameters=("self", "projected_states", "output"),
+        make=_conv_ssm_forward,
+    ),
+    *(
+        Replacement(
+            module=f"vllm.model_executor.layers.mamba.gdn.{module}",
+            name=f"{layer}._forward_core",
+            reason="the same for gated delta nets",
+            parameters=("self", "mixed_qkv", "b", "a", "core_attn_out"),
+            make=_forward_core,
+        )
+        for module, layer in (
+            ("qwen_gdn_linear_attn", "QwenGatedDeltaNetAttention"),
+            ("olmo_gdn_linear_attn", "OlmoHybridGatedDeltaNetAttention"),
+        )
+    ),
+    Replacement(
+        module="vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn",
+        name="QwenGatedDeltaNetAttention._fused_gdn_decode_unsupported_reason",
+        reason="where tokens are drafted, a GPU's layer has an operation that passes the above by",
+        parameters=("self", "vllm_config"),
+        make=_fused_gdn_decode_unsupported_reason,
+    ),
+    *(
+        Replacement(
+            module=f"vllm.model_executor.layers.mamba.{module}",
+            name=name,
+            reason="compiles, on some GPUs for minutes, operations that never run",
+            parameters=("self", *inputs),
+            make=_skip_warm_up(mark),
+        )
+        for module, name, inputs, mark in (
+            (
+                "gdn.qwen_gdn_linear_attn",
+                "QwenGatedDeltaNetAttention._warmup_prefill_kernels",
+                ("qkv_or_qkvz", "v_dim"),
+                "_prefill_kernels_warmed_up",
+            ),
+            (
+                "mamba_mixer2",
+                "MambaMixer2._warmup_ssd_kernels",
+                ("projected_states",),
+                "_ssd_kernels_warmed_up",
+            ),
+        )
+    ),
+    Replacement(
+        module="vllm.model_executor.layers.mamba.ops.cpu.gdn_attention",
+        name="cpu_gdn_attention_core",
+        reason="the same on the CPU, where the layers of Qwen have another operation",
+        parameters=("mixed_qkv", "b", "a", "core_attn_out", "layer_name"),
+        make=_cpu_gdn_attention_core,
+    ),
+    Replacement(
+        module="vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn",
+        name="KimiGatedDeltaNetAttention._forward",
+        reason="the same for Kimi delta attention",
+        parameters=("self", "mixed_qkv", "g1", "g2", "beta", "core_attn_out"),
+        make=_kimi_forward,
+    ),
+)
+"""In place once a worker of a configuration that selects us has its device."""
