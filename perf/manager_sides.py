@@ -5,6 +5,7 @@ from typing import Any
 from jenga.geometry import Geometry
 from jenga.manager import Manager
 from jenga.request import PrefixHit
+from jenga.sim.stock_plan import stock_planner
 from jenga.spec import ChunkedLocal, FullAttention, ModelSpec, SlidingWindow, State
 
 PREFIX_TOKENS = 32768
@@ -70,14 +71,13 @@ class Stock:
     def __init__(self, model: ModelSpec, arena_bytes: int) -> None:
         from vllm.config import VllmConfig
         from vllm.v1.core.kv_cache_manager import KVCacheManager
-        from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
         from vllm.v1.kv_cache_interface import KVCacheConfig
 
         self.first_seed = 0
         specs, self.block_tokens = stock_specs(model)
         vllm_config = VllmConfig()
         vllm_config.cache_config.kv_cache_layout = "LBNHC"
-        groups = get_kv_cache_groups(vllm_config, specs)
+        groups = stock_planner().get_kv_cache_groups(vllm_config, specs)
         block_bytes = max(
             sum(specs[name].page_size_bytes for name in group.layer_names) for group in groups
         )

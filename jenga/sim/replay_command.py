@@ -44,7 +44,7 @@ managers:
   paged   ours, one page for all layers, no window known: PagedAttention
   static  ours, a part of the arena for each layer type
   gcd     pages scattered over pieces of the greatest common divisor: memory alone, no caching
-  vllm    vLLM 0.32's planner and KVCacheManager themselves
+  vllm    vLLM's planner and KVCacheManager themselves (0.32 or 0.33)
 
 examples:
   jenga replay --model llama-3.1-70b --tp 4 --trace mmlu-pro:n=200,rate=4 \\

@@ -107,7 +107,9 @@ class StockArena:
             from vllm.v1.core.kv_cache_manager import KVCacheManager
             from vllm.v1.request import RequestStatus
         except ImportError as error:
-            msg = "manager 'vllm' must have vLLM 0.32 installed: its own manager is replayed"
+            msg = (
+                "manager 'vllm' must have vLLM 0.32 or 0.33 installed: its own manager is replayed"
+            )
             raise ValueError(msg) from error
 
         self.plan = plan_stock(model, arena_bytes, prefix_caching=prefix_caching)
@@ -151,6 +153,7 @@ class StockArena:
             max_num_scheduled_tokens=chunk_tokens,
             scheduler_config=SimpleNamespace(long_prefill_token_threshold=0),
             use_eagle_block_drop=False,
+            num_hash_lookahead_tokens=0,
             mamba_partial_cache_hit=plan.hash_tokens < plan.scheduler_tokens
             and self._manager.coordinator.enable_partial_hash_hits,
             mamba_shared_prefix_checkpoint=False,

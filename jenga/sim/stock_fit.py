@@ -24,7 +24,7 @@ def stock_system(model: ModelSpec, arena_bytes: int, lengths: Sequence[int]) -> 
         lengths: Tokens of the requests.
     """
     if find_spec("vllm") is None:
-        return System(name="vllm", label=LABEL, refusal="vLLM 0.32 is not installed")
+        return System(name="vllm", label=LABEL, refusal="vLLM 0.32 or 0.33 is not installed")
     # It says on standard error what its GPU build would do here; errors are raised all the same.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:

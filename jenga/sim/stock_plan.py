@@ -1,5 +1,6 @@
 """The layers of one of our models in vLLM's words, and the arena that vLLM's planner cuts."""
 
+import importlib
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -59,6 +60,14 @@ class StockPlan:
     hash_tokens: int
 
 
+def stock_planner() -> Any:  # noqa: ANN401 (a module of vLLM)
+    """Get the module of vLLM's planner, which 0.33 has moved."""
+    try:
+        return importlib.import_module("vllm.v1.core.kv_cache_planning")
+    except ModuleNotFoundError:
+        return importlib.import_module("vllm.v1.core.kv_cache_utils")
+
+
 def plan_stock(model: ModelSpec, arena_bytes: int, *, prefix_caching: bool) -> StockPlan:
     """Cut an arena by vLLM's planner.
 
@@ -68,11 +77,10 @@ def plan_stock(model: ModelSpec, arena_bytes: int, *, prefix_caching: bool) -> S
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_utils import (
         generate_scheduler_kv_cache_config,
-        get_kv_cache_config_from_groups,
-        get_kv_cache_groups,
         resolve_kv_cache_block_sizes,
     )
 
+    planner = stock_planner()
     config = VllmConfig()
     cache_config = config.cache_config
     cache_config.enable_prefix_caching = prefix_caching
@@ -83,8 +91,8 @@ def plan_stock(model: ModelSpec, arena_bytes: int, *, prefix_caching: bool) -> S
     for layout in layouts(model):
         cache_config.kv_cache_layout = layout
         try:
-            groups = get_kv_cache_groups(config, layer_specs)
-            planned = get_kv_cache_config_from_groups(config, groups, arena_bytes)
+            groups = planner.get_kv_cache_groups(config, layer_specs)
+            planned = planner.get_kv_cache_config_from_groups(config, groups, arena_bytes)
         except (NotImplementedError, ValueError, AssertionError) as error:
             refusals.append(f"{layout}: {error}")
             continue

@@ -36,21 +36,37 @@ if TYPE_CHECKING:
 class CacheEvents:
     """Says in vLLM's words how the prefix cache changes."""
 
-    __slots__ = ("_block_tokens", "_events", "_hash_tokens", "_kinds", "_manager")
+    __slots__ = (
+        "_block_tokens",
+        "_events",
+        "_hash_tokens",
+        "_kinds",
+        "_lookahead_tokens",
+        "_manager",
+    )
 
-    def __init__(self, manager: Manager, config: "JengaKVCacheConfig", *, hash_tokens: int) -> None:
+    def __init__(
+        self,
+        manager: Manager,
+        config: "JengaKVCacheConfig",
+        *,
+        hash_tokens: int,
+        lookahead_tokens: int = 0,
+    ) -> None:
         """Nothing has changed.
 
         Args:
             manager: Records its changes.
             config: Its page tables in vLLM's words.
             hash_tokens: Tokens that each further hash of a request covers.
+            lookahead_tokens: Tokens after its block that each hash covers besides.
 
         Raises:
             ValueError: A page holds fewer tokens than a hash covers: no hash would name it.
         """
         self._manager = manager
         self._hash_tokens = hash_tokens
+        self._lookahead_tokens = lookahead_tokens
         tables = manager.geometry.page_tables
         self._block_tokens = [
             hash_tokens if table.is_state else table.tokens_per_page for table in tables
@@ -134,6 +150,12 @@ class CacheEvents:
         parent = hashes[start_tokens // hash_tokens - 1] if start_tokens else None
         kind, window_tokens = self._kinds[table_index]
         lora = request.lora_request
+        lookahead: dict[str, Any] = {}  # a field that 0.32 has not
+        if self._lookahead_tokens:
+            tokens = request.all_token_ids
+            lookahead["lookahead_token_ids"] = [
+                list(tokens[end : end + self._lookahead_tokens]) for end in ends
+            ]
         return BlockStored(
             block_hashes=[_named(hashes[end // hash_tokens - 1]) for end in ends],
             parent_block_hash=None if parent is None else _named(parent),
@@ -142,12 +164,26 @@ class CacheEvents:
             lora_id=lora.adapter_id if lora is not None else None,
             medium=MEDIUM_GPU,
             lora_name=lora.name if lora is not None else None,
-            extra_keys=to_event_extra_keys(_extra_keys(request, ends, block_tokens)),
+            extra_keys=to_event_extra_keys(self._extra_keys(request, ends, block_tokens)),
             group_idx=table_index,
             kv_cache_spec_kind=kind,
             kv_cache_spec_sliding_window=window_tokens,
             session_id=request.session_id,
+            **lookahead,
         )
+
+    def _extra_keys(
+        self, request: "Request", ends: Iterable[int], block_tokens: int
+    ) -> Iterator[tuple[Any, ...] | None]:
+        """What else than tokens went into each block's hash."""
+        image_index = 0
+        for end in ends:
+            keys, next_image_index = generate_block_hash_extra_keys(
+                request, end - block_tokens, end + self._lookahead_tokens, image_index
+            )
+            if not self._lookahead_tokens:  # else the next block may hold the same image
+                image_index = next_image_index
+            yield keys
 
 
 def _named(key: Hashable) -> Any:  # noqa: ANN401 (bytes or an integer, as vLLM is set)
@@ -156,18 +192,6 @@ def _named(key: Hashable) -> Any:  # noqa: ANN401 (bytes or an integer, as vLLM 
         msg = f"content must be named by a hash, got {key!r}"
         raise InvariantError(msg)
     return maybe_convert_block_hash(key)  # pyright: ignore[reportArgumentType] (its own name)
-
-
-def _extra_keys(
-    request: "Request", ends: Iterable[int], block_tokens: int
-) -> Iterator[tuple[Any, ...] | None]:
-    """What else than tokens went into each block's hash."""
-    image_index = 0
-    for end in ends:
-        keys, image_index = generate_block_hash_extra_keys(
-            request, end - block_tokens, end, image_index
-        )
-        yield keys
 
 
 def _last_index(hashes: Sequence[bytes], key: Hashable) -> int:

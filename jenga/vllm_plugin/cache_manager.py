@@ -110,6 +110,7 @@ class JengaKVCacheManager:
         metrics_collector: Any = None,  # noqa: ANN401
         watermark: float = 0.0,
         enable_mamba_shared_prefix_checkpoint: bool = False,
+        num_hash_lookahead_tokens: int = 0,
     ) -> None:
         self.kv_cache_config = kv_cache_config
         self.max_model_len = max_model_len
@@ -129,7 +130,12 @@ class JengaKVCacheManager:
         )
         self._events: CacheEvents | None = None
         if enable_kv_cache_events and enable_caching:
-            self._events = CacheEvents(self.manager, kv_cache_config, hash_tokens=hash_tokens)
+            self._events = CacheEvents(
+                self.manager,
+                kv_cache_config,
+                hash_tokens=hash_tokens,
+                lookahead_tokens=num_hash_lookahead_tokens,
+            )
         has_states = any(table.is_state for table in self.manager.geometry.page_tables)
         self._states: StateKeeper | None = None
         if enable_caching and has_states:
@@ -187,8 +193,10 @@ class JengaKVCacheManager:
                 first=first,
             )
 
-    def get_computed_blocks(self, request: "Request") -> tuple[KVCacheBlocks, int, int]:
-        """Look a request's longest cached prefix up.
+    def get_computed_blocks(
+        self, request: "Request", max_cache_hit_length: int | None = None
+    ) -> tuple[KVCacheBlocks, int, int]:
+        """Look a request's longest cached prefix up, of at most so many tokens.
 
         Returns:
             The pages, the number of tokens hit, and 0: no boundary to keep a state at.
@@ -200,10 +208,11 @@ class JengaKVCacheManager:
             self.cache_blocks(scheduled, num_tokens)
         self._scheduled.clear()
         # The last token is always computed: its logits are wanted.
-        facts = self._facts(request)
-        hit = self.manager.lookup(
-            request.block_hashes, max_tokens=request.num_tokens - 1, facts=facts
+        max_tokens = (
+            request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
         )
+        facts = self._facts(request)
+        hit = self.manager.lookup(request.block_hashes, max_tokens=max_tokens, facts=facts)
         for image in reversed(
             request.mm_features if self.kv_cache_config.keeps_images_whole else ()
         ):

@@ -1,7 +1,6 @@
-"""Names of vLLM's configuration, planner and scheduler that are replaced."""
+"""Names of vLLM's configuration and scheduler that are replaced."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from jenga.vllm_plugin.replacement import Function, Replacement
@@ -47,23 +46,6 @@ def _update_block_size_for_backend(original: Function) -> Function:
             original(vllm_config)
 
     return update_block_size_for_backend
-
-
-def _when_selected(function_name: str) -> Callable[[Function], Function]:
-    """Call `jenga.vllm_plugin.layout.<function_name>` where the configuration selects us."""
-
-    def make(original: Function) -> Function:
-        @functools.wraps(original)
-        def replacement(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-            from jenga.vllm_plugin import layout
-            from jenga.vllm_plugin.config import is_selected
-
-            function = getattr(layout, function_name) if is_selected(vllm_config) else original
-            return function(vllm_config, *args, **kwargs)
-
-        return replacement
-
-    return make
 
 
 def _kv_cache_manager(original: Function) -> Function:
@@ -161,63 +143,33 @@ WHEN_SELECTED = (
         parameters=("vllm_config",),
         make=_update_block_size_for_backend,
     ),
-    Replacement(
-        module="vllm.v1.core.kv_cache_utils",
-        name="get_kv_cache_groups",
-        reason="unifies page sizes; ours keeps one page table per layer type. 0.33 has a hook",
-        parameters=("vllm_config", "kv_cache_spec"),
-        make=_when_selected("get_kv_cache_groups"),
-    ),
-    Replacement(
-        module="vllm.v1.core.kv_cache_utils",
-        name="get_kv_cache_config_from_groups",
-        reason="one block size and one number of blocks for all groups. 0.33 has a hook",
-        parameters=("vllm_config", "kv_cache_groups", "available_memory"),
-        make=_when_selected("get_kv_cache_config_from_groups"),
-    ),
-    Replacement(
-        module="vllm.v1.core.kv_cache_utils",
-        name="_pool_bytes_per_block",
-        reason="vLLM's unit of the whole pool is our large page",
-        parameters=("vllm_config", "kv_cache_groups"),
-        make=_when_selected("pool_bytes_per_block"),
-    ),
-    Replacement(
-        module="vllm.v1.core.kv_cache_utils",
-        name="_max_memory_usage_bytes_from_groups",
-        reason="counts a small page of any group as a whole block, and so refuses what fits",
-        parameters=("vllm_config", "kv_cache_groups"),
-        make=_when_selected("max_memory_usage_bytes_from_groups"),
-    ),
-    Replacement(
-        module="vllm.v1.core.kv_cache_utils",
-        name="get_max_concurrency_for_kv_cache_config",
-        reason="the same count, in the capacity that vLLM reports",
-        parameters=("vllm_config", "kv_cache_config"),
-        make=_when_selected("max_concurrency"),
-    ),
-    Replacement(
-        module="vllm.v1.core.sched.scheduler",
-        name="KVCacheManager",
-        reason="vLLM has no hook for another manager; the scheduler looks this name up",
-        parameters=(
-            "kv_cache_config",
-            "max_model_len",
-            "scheduler_block_size",
-            "hash_block_size",
-            "max_in_flight_tokens",
-            "enable_caching",
-            "use_eagle",
-            "num_prefill_lookahead",
-            "log_stats",
-            "enable_kv_cache_events",
-            "dcp_world_size",
-            "pcp_world_size",
-            "metrics_collector",
-            "watermark",
-            "enable_mamba_shared_prefix_checkpoint",
-        ),
-        make=_kv_cache_manager,
+    *(
+        Replacement(
+            module="vllm.v1.core.sched.scheduler",
+            name="KVCacheManager",
+            reason="vLLM has no hook for another manager; the scheduler looks this name up",
+            parameters=(
+                "kv_cache_config",
+                "max_model_len",
+                "scheduler_block_size",
+                "hash_block_size",
+                "max_in_flight_tokens",
+                "enable_caching",
+                "use_eagle",
+                *further,
+                "num_prefill_lookahead",
+                "log_stats",
+                "enable_kv_cache_events",
+                "dcp_world_size",
+                "pcp_world_size",
+                "metrics_collector",
+                "watermark",
+                "enable_mamba_shared_prefix_checkpoint",
+            ),
+            make=_kv_cache_manager,
+            series=(series,),
+        )
+        for series, further in (("0.32", ()), ("0.33", ("num_hash_lookahead_tokens",)))
     ),
     Replacement(
         module="vllm.v1.core.sched.scheduler",

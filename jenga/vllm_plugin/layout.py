@@ -1,7 +1,7 @@
 """How vLLM's workers lay out the arena, and how much a request may take of it.
 
-These functions take the place of the functions of `vllm.v1.core.kv_cache_utils` of the same names
-and signatures; `replacements` says why.
+Most of these functions take the place of vLLM's own of the same names and signatures, or are what
+`config_builder` answers vLLM's hook with; `planner_replacements` says why.
 """
 
 import os
@@ -148,23 +148,46 @@ def get_kv_cache_groups(
 def get_kv_cache_config_from_groups(
     vllm_config: "VllmConfig", kv_cache_groups: list[KVCacheGroupSpec], available_memory: int
 ) -> KVCacheConfig:
-    """Cut the arena: every layer a strided view of one buffer.
+    """Cut as many large pages as the memory holds, or as many as the options say.
 
     Raises:
         ValueError: The memory does not hold one large page per page table beside the null page.
+    """
+    if not kv_cache_groups:
+        return cut_arena(vllm_config, kv_cache_groups, 1)
+    geometry = _geometry_of_groups(kv_cache_groups)
+    override = vllm_config.cache_config.num_gpu_blocks_override
+    if override is not None:
+        if available_memory == 0:
+            # A throw-away arena, to measure CUDA graphs with.
+            override = least_large_pages(kv_cache_groups)
+        available_memory = override * geometry.large_page_bytes
+    num_large_pages = check_arena(geometry, available_memory)
+    return cut_arena(vllm_config, kv_cache_groups, num_large_pages)
+
+
+def least_large_pages(kv_cache_groups: list[KVCacheGroupSpec]) -> int:
+    """Get the large pages of the smallest arena: all that CUDA graphs are measured with.
+
+    vLLM asks for a block per request there, hundreds of large pages, but captured requests read
+    and write the null page alone.
+    """
+    return 1 + len(kv_cache_groups)
+
+
+def cut_arena(
+    vllm_config: "VllmConfig", kv_cache_groups: list[KVCacheGroupSpec], num_large_pages: int
+) -> KVCacheConfig:
+    """Cut the arena: every layer a strided view of one buffer.
+
+    Raises:
+        ValueError: There is not one large page per page table beside the null page.
     """
     cache_config = vllm_config.cache_config
     if not kv_cache_groups:
         return JengaKVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
     geometry = _geometry_of_groups(kv_cache_groups)
-    override = cache_config.num_gpu_blocks_override
-    if override is not None:
-        if available_memory == 0:
-            # A throw-away arena, to measure CUDA graphs with: vLLM asks for a block per request,
-            # hundreds of large pages, but captured requests read and write the null page alone.
-            override = 1 + len(geometry.page_tables)
-        available_memory = override * geometry.large_page_bytes
-    num_large_pages = check_arena(geometry, available_memory)
+    check_arena(geometry, num_large_pages * geometry.large_page_bytes)
     _log_geometry(geometry, num_large_pages, prefix_caching=cache_config.enable_prefix_caching)
     arena_bytes = num_large_pages * geometry.large_page_bytes
     tensors: list[KVCacheTensor] = []

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-SUPPORTED_VERSIONS = ("0.32",)
+SUPPORTED_VERSIONS = ("0.32", "0.33")
 """Release series of vLLM whose names are known to be as the replacements say."""
 
 Function = Callable[..., Any]
@@ -22,6 +22,7 @@ class Replacement:
         reason: Why no official hook serves.
         parameters: The original's parameter names, which must be as when this was written.
         make: Builds the replacement from the original.
+        series: Release series of vLLM in which it is needed and fits.
     """
 
     module: str
@@ -29,6 +30,7 @@ class Replacement:
     reason: str
     parameters: tuple[str, ...]
     make: Callable[[Function], Function]
+    series: tuple[str, ...] = SUPPORTED_VERSIONS
 
     @property
     def is_applied(self) -> bool:
@@ -51,7 +53,7 @@ class Replacement:
         if parameters != self.parameters:
             msg = (
                 f"{self.module}.{self.name} takes {parameters}, but this plugin was written for "
-                f"{self.parameters}; vLLM {', '.join(SUPPORTED_VERSIONS)} supported"
+                f"{self.parameters} of vLLM {', '.join(self.series)}"
             )
             raise ValueError(msg)
 
@@ -75,25 +77,40 @@ class Replacement:
         return owner, attribute
 
 
-def check_version(version: str) -> None:
-    """Check that a version of vLLM is one whose names are known.
+def series_of(version: str) -> str:
+    """Get the release series of a version of vLLM, one whose names are known.
 
     Raises:
         ValueError: It is not; the message names it and the supported ones.
     """
-    if ".".join(version.split(".")[:2]) not in SUPPORTED_VERSIONS:
-        supported = ", ".join(f"{series}.*" for series in SUPPORTED_VERSIONS)
+    series = ".".join(version.split(".")[:2])
+    if series not in SUPPORTED_VERSIONS:
+        supported = " and ".join(f"{series}.*" for series in SUPPORTED_VERSIONS)
         msg = f"JENGA_TRITON supports vLLM {supported}; vLLM {version} is installed"
         raise ValueError(msg)
+    return series
+
+
+def of_installed_vllm(replacements: Sequence[Replacement]) -> list[Replacement]:
+    """Get those that the installed vLLM needs.
+
+    Raises:
+        ValueError: It is no vLLM that the plugin was written for.
+    """
+    import vllm
+
+    series = series_of(vllm.__version__)
+    return [each for each in replacements if series in each.series]
 
 
 def put_in_place(replacements: Sequence[Replacement]) -> None:
-    """Check names, then replace them, each once.
+    """Check the names of the installed vLLM, then replace them, each once.
 
     Raises:
-        ValueError: A name is not as the plugin was written for; nothing was replaced.
+        ValueError: vLLM, or a name of it, is not as the plugin was written for; nothing was
+            replaced.
     """
-    missing = [each for each in replacements if not each.is_applied]
+    missing = [each for each in of_installed_vllm(replacements) if not each.is_applied]
     for each in missing:
         each.check()
     for each in missing:

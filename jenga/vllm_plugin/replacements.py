@@ -8,15 +8,16 @@ worker's modules wait until its device is set: importing some of them initialise
 the process that made the configuration could not fork, and a worker would not yet have its GPU.
 
 Official hooks are used where vLLM has them: the backend enumerations and their `register`, the
-attention backend interface (layouts, supported features), and `KVCacheConfig.num_blocks_of`, which
-is overridden in a subclass.
+attention backend interface (layouts, supported features), `KVCacheConfig.num_blocks_of`, which is
+overridden in a subclass, and the builder of cache configurations that 0.33 has.
 """
 
 from jenga.vllm_plugin.engine_replacements import CONFIG_WATCH, WHEN_SELECTED
-from jenga.vllm_plugin.replacement import check_version, put_in_place
+from jenga.vllm_plugin.planner_replacements import PLANNER
+from jenga.vllm_plugin.replacement import put_in_place
 from jenga.vllm_plugin.worker_replacements import IN_WORKERS
 
-REPLACEMENTS = (CONFIG_WATCH, *WHEN_SELECTED, *IN_WORKERS)
+REPLACEMENTS = (CONFIG_WATCH, *WHEN_SELECTED, *PLANNER, *IN_WORKERS)
 """All of them, for the documentation and the tests."""
 
 
@@ -32,12 +33,9 @@ def apply_replacements() -> None:
     Raises:
         ValueError: This vLLM is not one the plugin was written for; nothing was replaced.
     """
-    import vllm
-
     from jenga.vllm_plugin.switch import register_state_backends
 
-    check_version(vllm.__version__)
-    put_in_place((CONFIG_WATCH, *WHEN_SELECTED))
+    put_in_place((CONFIG_WATCH, *WHEN_SELECTED, *PLANNER))
     register_state_backends()
 
 

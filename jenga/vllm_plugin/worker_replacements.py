@@ -23,6 +23,17 @@ def _warmup_kernels(original: Function) -> Function:
     return warmup_kernels
 
 
+def _init_minimal_kv_cache_for_profiling(original: Function) -> Function:
+    @functools.wraps(original)
+    def init_minimal_kv_cache_for_profiling(runner: Any) -> None:  # noqa: ANN401
+        from jenga.vllm_plugin.config_builder import thrown_away
+
+        with thrown_away():
+            original(runner)
+
+    return init_minimal_kv_cache_for_profiling
+
+
 def _batch_mm_inputs_from_scheduler(original: Function) -> Function:
     @functools.wraps(original)
     def batch(self: Any, scheduler_output: Any) -> Any:  # noqa: ANN401
@@ -191,6 +202,28 @@ IN_WORKERS = (
         reason="its prompts are so short that layers decode them: the first long one would compile",
         parameters=("model_runner", "worker_execute_model", "worker_sample_tokens"),
         make=_warmup_kernels,
+    ),
+    *(
+        Replacement(
+            module=module,
+            name=name,
+            reason="asks for hundreds of large pages, of which captured requests touch one",
+            parameters=(runner,),
+            make=_init_minimal_kv_cache_for_profiling,
+            series=("0.33",),
+        )
+        for module, name, runner in (
+            (
+                "vllm.v1.worker.gpu_model_runner",
+                "GPUModelRunner._init_minimal_kv_cache_for_profiling",
+                "self",
+            ),
+            (
+                "vllm.v1.worker.gpu.cudagraph_utils",
+                "_init_minimal_kv_cache_for_profiling",
+                "runner",
+            ),
+        )
     ),
     Replacement(
         module="vllm.v1.worker.gpu_model_runner",

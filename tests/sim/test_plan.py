@@ -221,8 +221,8 @@ def test_vllm_is_left_out_by_name_where_it_is_not_installed(monkeypatch):
 
     plan = plan_of("gemma-3-27b", lengths=(2048,), stock=stock_fit.stock_system)
 
-    assert system(plan, "vllm").refusal == "vLLM 0.32 is not installed"
-    assert "vLLM's planner does not start: vLLM 0.32 is not installed" in plan_text(plan)
+    assert system(plan, "vllm").refusal == "vLLM 0.32 or 0.33 is not installed"
+    assert "vLLM's planner does not start: vLLM 0.32 or 0.33 is not installed" in plan_text(plan)
 
 
 def test_vllms_planner_wastes_what_its_replay_was_seen_to_waste():

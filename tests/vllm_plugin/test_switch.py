@@ -41,12 +41,18 @@ def test_settings_leave_other_backends_to_vllm():
     assert read_settings({"VLLM_ATTENTION_BACKEND": " jenga_triton "}).selects_backend
 
 
-@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.32.0", "0.3.2"])
+@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.32.0", "0.3.2"])
 def test_versions_other_than_the_supported_are_refused_by_name(version):
-    from jenga.vllm_plugin.replacement import check_version
+    from jenga.vllm_plugin.replacement import series_of
 
-    with pytest.raises(ValueError, match=rf"0\.32.*{version}"):
-        check_version(version)
+    with pytest.raises(ValueError, match=rf"0\.32\.\* and 0\.33\.\*; vLLM {version}"):
+        series_of(version)
+
+
+def test_builds_of_a_supported_version_are_of_its_series():
+    from jenga.vllm_plugin.replacement import series_of
+
+    assert series_of("0.33.1+cu130") == series_of("0.33.0rc1") == "0.33"
 
 
 def run_python(code, **environment):
@@ -169,23 +175,26 @@ def test_vllm_is_untouched_unless_the_backend_is_selected(tiny_model):
     code = (
         CONFIGURE.format(model=str(tiny_model("llama")))
         + """
+    from jenga.vllm_plugin.replacement import of_installed_vllm
     from jenga.vllm_plugin.replacements import IN_WORKERS, REPLACEMENTS
+    needed, in_workers = of_installed_vllm(REPLACEMENTS), of_installed_vllm(IN_WORKERS)
     stock = configure(attention_backend=None)
-    print("BEFORE", [r.name for r in REPLACEMENTS if r.is_applied])
-    print("BLOCK", stock.cache_config.block_size, stock.attention_config.backend)
+    print("BEFORE", [r.name for r in needed if r.is_applied])
+    print("CHOSEN", stock.cache_config.user_specified_block_size, stock.attention_config.backend)
     configure()
-    print("AFTER", [r for r in REPLACEMENTS if not r.is_applied] == list(IN_WORKERS))
+    print("AFTER", [r for r in needed if not r.is_applied] == in_workers)
     again = configure(attention_backend=None)
-    print("AGAIN", again.cache_config.block_size, again.cache_config.enable_prefix_caching)
+    print("AGAIN", again.cache_config.block_size == stock.cache_config.block_size,
+          again.cache_config.user_specified_block_size, again.cache_config.enable_prefix_caching)
     """
     )
     returncode, output = run_python(code)
 
     assert returncode == 0, output[-4000:]
     assert "BEFORE ['current_platform.check_and_update_config']" in output
-    assert "BLOCK 128 None" in output  # what vLLM chooses on a CPU
+    assert "CHOSEN False None" in output
     assert "AFTER True" in output
-    assert "AGAIN 128 True" in output
+    assert "AGAIN True False True" in output
 
 
 @pytest.mark.vllm
@@ -212,12 +221,13 @@ def test_names_of_workers_are_replaced_once_a_worker_has_its_device(tiny_model):
         + """
     from types import SimpleNamespace
     from vllm.v1.worker.worker_base import WorkerWrapperBase
+    from jenga.vllm_plugin.replacement import of_installed_vllm
     from jenga.vllm_plugin.worker_replacements import IN_WORKERS
     worker = WorkerWrapperBase(rpc_rank=0)
     worker.vllm_config = configure()
     worker.worker = SimpleNamespace(init_device=lambda: print("DEVICE"))
     worker.init_device()
-    print("REPLACED", all(r.is_applied for r in IN_WORKERS))
+    print("REPLACED", all(r.is_applied for r in of_installed_vllm(IN_WORKERS)))
     """
     )
     returncode, output = run_python(code)
@@ -256,5 +266,5 @@ def test_another_vllm_is_refused_with_its_version_and_the_supported_ones(tiny_mo
     returncode, output = run_python(code)
 
     assert returncode != 0
-    assert "supports vLLM 0.32.*" in output
+    assert "supports vLLM 0.32.* and 0.33.*" in output
     assert "0.31.0" in output
