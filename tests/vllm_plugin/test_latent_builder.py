@@ -32,7 +32,10 @@ def make_speculation(num_drafted, *, is_draft_model=False):
 
 def make_builder(layer_name="attn", speculation=None, *, value_dim=48):
     """Make a builder with what it reads of an engine's configuration."""
-    prefill_backend = SimpleNamespace(prepare_metadata=lambda _: None)
+    prefill_backend = SimpleNamespace(
+        prepare_metadata=lambda _: None,
+        get_name=lambda: "CPU_SDPA",  # asked for by 0.33
+    )
     prefill_backend.clone = lambda: prefill_backend
     layer = SimpleNamespace(
         q_lora_rank=None,
