@@ -416,24 +416,23 @@ class Manager:
             ValueError: The request is not running, or has slots for fewer tokens.
         """
         request = self._requests.get(request_id) or self._running(request_id)
-        if num_tokens < request.commits_at or not self._prefix_caching:
+        if num_tokens < request.commits_at or num_tokens <= 0 or not self._prefix_caching:
             return
-        num_tokens = min(num_tokens, len(prefix_hashes) * self._hash_tokens)
-        if num_tokens > request.num_tokens:
+        hashed_tokens = min(num_tokens, len(prefix_hashes) * self._hash_tokens)
+        if hashed_tokens > request.num_tokens:
             msg = (
                 f"num_tokens must be at most the {request.num_tokens} that request {request_id!r} "
-                f"has slots for, got {num_tokens}"
+                f"has slots for, got {hashed_tokens}"
             )
             raise ValueError(msg)
-        request.commits_at = (num_tokens // self._commit_tokens + 1) * self._commit_tokens
-        request.committed_tokens = max(request.committed_tokens, num_tokens)
+        request.commits_at = (hashed_tokens // self._commit_tokens + 1) * self._commit_tokens
+        request.committed_tokens = max(request.committed_tokens, hashed_tokens)
+        # Images have names of their own: they are found however few tokens are hashed.
+        final_tokens = min(num_tokens, request.num_tokens)
         for table in self._tables:
-            start = request.committed[table.index]
-            end = table.policy.final_pages(request.facts, num_tokens, table.grain)
-            if end > start:
-                request.committed[table.index] = end
-                if table.enter(request, prefix_hashes, range(start, end)):
-                    self._num_losses += 1
+            end = table.policy.final_pages(request.facts, final_tokens, table.grain)
+            if table.enter(request, prefix_hashes, end):
+                self._num_losses += 1
 
     def free(self, request_id: str) -> None:
         """End a request: it finished, was aborted or is preempted."""

@@ -50,20 +50,22 @@ class Table:
         page_slots = self.grain.page_slots
         return range(slots.start // page_slots, -(-slots.stop // page_slots))
 
-    def enter(self, request: Request, prefix_hashes: Sequence[bytes], numbers: range) -> bool:
-        """Let others find pages of a request.
+    def enter(self, request: Request, prefix_hashes: Sequence[bytes], end: int) -> bool:
+        """Let others find the pages of a request that are not committed yet, up to one of them.
 
         What was computed again while an older page of the same content could not be hit takes that
         page's place, if nobody uses it: the new one is in use, and is wanted with what is before
-        it. The older one becomes empty.
+        it. The older one becomes empty. Pages that no hash names yet wait for theirs.
 
         Returns:
             Whether older pages went.
         """
-        if self.cache is None:
+        start = request.committed[self.index]
+        if self.cache is None or start >= end:
             return False
-        keys = self.policy.content_keys(request.facts, prefix_hashes, self.grain, numbers)
-        pages = request.pages[self.index][numbers.start : numbers.stop]
+        keys = self.policy.content_keys(request.facts, prefix_hashes, self.grain, range(start, end))
+        request.committed[self.index] = start + len(keys)
+        pages = request.pages[self.index][start : start + len(keys)]
         replaced: list[int] = []
         for page, key, old in self.cache.enter(pages, keys):
             if self.pages.stamps[old] >= 0:

@@ -368,6 +368,37 @@ def test_an_image_is_found_again_behind_another_text():
     manager.check()
 
 
+def test_an_image_is_found_behind_fewer_tokens_than_a_hash_covers():
+    cut = geometry("cross", full(tokens=16, slot_bytes=16), cross(tokens=16, slot_bytes=16))
+    manager = manager_of(cut, 30, prefix_caching=True)
+    facts = RequestFacts(
+        prompt_tokens=4, images=(Image(start_token=0, num_tokens=40, content=b"cat"),)
+    )
+    manager.allocate("a", num_tokens=4, facts=facts)
+
+    manager.commit("a", [], 0)
+    assert list(manager.lookup([], max_tokens=3, facts=facts).pages[1]) == []
+    manager.commit("a", [], 4)
+    hit = manager.lookup([], max_tokens=3, facts=facts)
+    manager.allocate("b", num_tokens=4, hit=hit)
+
+    assert manager.page_table("a", 1) == manager.page_table("b", 1)
+    assert (hit.num_tokens, len(hit.pages[1])) == (0, 3)
+    manager.check()
+
+
+def test_pages_wait_for_the_hashes_that_name_them():
+    manager = manager_of(TWO_TYPES, 40, prefix_caching=True)
+    manager.allocate("a", num_tokens=64)
+
+    manager.commit("a", hashes(16), 64)
+    assert manager.lookup(hashes(64), max_tokens=63).num_tokens == 16
+    manager.commit("a", hashes(64), 64)
+
+    assert manager.lookup(hashes(64), max_tokens=63).num_tokens == 48
+    manager.check()
+
+
 # States
 
 
