@@ -1,7 +1,8 @@
 """vLLM's cache events: what routers and gateways are told of the prefix cache.
 
 A page that can be found is a stored block of its page table's group. A kept state is one of the
-last few tokens before it: block size is what one hash covers, and the parent is the hash before.
+last few tokens before it: block size is what one hash covers, and the parent is the hash before. Of
+what an encoder made nothing is told: those events name tokens, and it has none.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -26,6 +27,7 @@ from jenga.errors import InvariantError
 from jenga.manager import Manager
 from jenga.prefix_cache import CacheChange
 from jenga.request import PrefixHit
+from jenga.spec import CrossAttention
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -40,6 +42,7 @@ class CacheEvents:
         "_block_tokens",
         "_events",
         "_hash_tokens",
+        "_is_told",
         "_kinds",
         "_lookahead_tokens",
         "_manager",
@@ -82,6 +85,7 @@ class CacheEvents:
             (get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec))
             for spec in specs
         ]
+        self._is_told = [not isinstance(table.layer_type, CrossAttention) for table in tables]
         self._events: list[KVCacheEvent] = []
 
     def note(self, request: "Request") -> None:
@@ -92,6 +96,8 @@ class CacheEvents:
     def note_hit(self, request: "Request", hit: PrefixHit) -> None:
         """Tell again of what a request hits, for those who ask for all that it reads."""
         for index, table in enumerate(self._manager.geometry.page_tables):
+            if not self._is_told[index]:
+                continue
             pages, block_tokens = hit.pages[index], self._block_tokens[index]
             if table.is_state:
                 if pages:
@@ -122,6 +128,8 @@ class CacheEvents:
             self._add(change, None)
 
     def _add(self, change: CacheChange, request: "Request | None") -> None:
+        if not self._is_told[change.table_index]:
+            return
         if not change.is_found:
             self._events.append(
                 BlockRemoved(

@@ -18,11 +18,10 @@ from vllm.v1.request import RequestStatus
 from jenga.errors import OutOfPagesError
 from jenga.manager import Manager
 from jenga.policies import RequestFacts
-from jenga.policies.base import Image
 from jenga.request import PrefixHit
-from jenga.spec import CrossAttention
 from jenga.vllm_plugin.cache_events import CacheEvents
 from jenga.vllm_plugin.config import TOKENS_PER_PAGE
+from jenga.vllm_plugin.encoder_hits import EncoderHits
 from jenga.vllm_plugin.environment import read_settings
 from jenga.vllm_plugin.layout import JengaKVCacheConfig, geometry_of
 from jenga.vllm_plugin.memory_log import MemoryLog, open_memory_log
@@ -140,10 +139,7 @@ class JengaKVCacheManager:
         self._states: StateKeeper | None = None
         if enable_caching and has_states:
             self._states = StateKeeper(self.manager, hash_tokens=hash_tokens, events=self._events)
-        self._has_encoder = any(
-            isinstance(table.layer_type, CrossAttention)
-            for table in self.manager.geometry.page_tables
-        )
+        self._encoders = EncoderHits(self.manager.geometry)
         self.coordinator = _Coordinator(kv_cache_config)
         self.block_pool = _BlockPool()
         self.num_kv_cache_groups = len(kv_cache_config.kv_cache_groups)
@@ -154,11 +150,8 @@ class JengaKVCacheManager:
         self._memory_log: MemoryLog | None = open_memory_log(self.manager)
 
     def _facts(self, request: "Request") -> RequestFacts:
-        """Say what a request is and, where layers read an encoder's tokens, how many those are."""
-        images = tuple(
-            Image(start_token=0, num_tokens=feature.mm_position.length)
-            for feature in (request.mm_features if self._has_encoder else ())
-        )
+        """Say what a request is and, where layers read what an encoder makes, what that is."""
+        images = self._encoders.images(request)
         return RequestFacts(prompt_tokens=request.num_tokens, images=images)
 
     @property
@@ -177,7 +170,15 @@ class JengaKVCacheManager:
 
     def prefix_cache_lookup_enabled(self, request: "Request") -> bool:
         """Whether the prefix cache may be read for a request."""
-        return self.enable_caching and not request.skip_reading_prefix_cache
+        return self._caches(request) and not request.skip_reading_prefix_cache
+
+    def _caches(self, request: "Request") -> bool:
+        """Whether what a request computes may be found by others, under names of its own."""
+        return self.enable_caching and self._encoders.can_name(request)
+
+    def finds_encoder_output(self, request: "Request") -> bool:
+        """Whether what was looked up last is of this request, with all its encoder would make."""
+        return self.prefix_cache_lookup_enabled(request) and self._encoders.are_found(request)
 
     def announce(self, request: "Request", *, first: bool) -> None:
         """Note that a request waits, at the end of the queue or at its head."""
@@ -207,18 +208,17 @@ class JengaKVCacheManager:
         for scheduled, num_tokens in self._scheduled.values():
             self.cache_blocks(scheduled, num_tokens)
         self._scheduled.clear()
-        # The last token is always computed: its logits are wanted.
-        max_tokens = (
-            request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
-        )
-        facts = self._facts(request)
-        hit = self.manager.lookup(request.block_hashes, max_tokens=max_tokens, facts=facts)
+        facts, most_tokens = self._facts(request), self._encoders.most_hit_tokens(request)
+        if max_cache_hit_length is not None:
+            most_tokens = min(most_tokens, max_cache_hit_length)
+        hit = self.manager.lookup(request.block_hashes, max_tokens=most_tokens, facts=facts)
         for image in reversed(
             request.mm_features if self.kv_cache_config.keeps_images_whole else ()
         ):
             start_token = image.mm_position.offset
             if start_token < hit.num_tokens < start_token + image.mm_position.length:
                 hit = self.manager.lookup(request.block_hashes, max_tokens=start_token, facts=facts)
+        hit = self._encoders.settle(request, hit)
         if self._events is not None and _reports_hits(request):
             self._events.note_hit(request, hit)
         # Also without a token it says where the request leaves what others have computed.
@@ -278,7 +278,7 @@ class JengaKVCacheManager:
 
     def cache_blocks(self, request: "Request", num_computed_tokens: int) -> None:
         """Enter the full pages of a request's first tokens into the prefix cache."""
-        if self.enable_caching:
+        if self._caches(request):
             self.manager.commit(request.request_id, request.block_hashes, num_computed_tokens)
             if self._events is not None:
                 self._events.note(request)

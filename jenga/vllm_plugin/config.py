@@ -125,9 +125,6 @@ def _set_cache_options(vllm_config: "VllmConfig") -> None:
         if model.is_mm_prefix_lm:
             # A token of an image reads those after it, so they must be there in the same step.
             vllm_config.scheduler_config.disable_chunked_mm_input = True
-        if model.is_encoder_decoder:
-            # A prefix's hash names the decoder's tokens, and cross attention reads another's.
-            cache.enable_prefix_caching = False
     if model is not None and (model.is_hybrid or model.is_attention_free):
         # vLLM's other mode ends steps where states are kept; ours are kept on the way.
         cache.mamba_cache_mode = "none"

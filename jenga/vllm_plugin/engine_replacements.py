@@ -90,6 +90,42 @@ def _announce(scheduler: Any, request: Any, *, first: bool) -> None:  # noqa: AN
         manager.announce(request, first=first)
 
 
+def _try_schedule_encoder_inputs(original: Function) -> Function:
+    @functools.wraps(original)
+    def try_schedule(
+        self: Any,  # noqa: ANN401
+        request: Any,  # noqa: ANN401
+        num_computed_tokens: int,
+        num_new_tokens: int,
+        encoder_compute_budget: int,
+        shift_computed_tokens: int = 0,
+    ) -> Any:  # noqa: ANN401
+        from vllm.v1.request import RequestStatus
+
+        from jenga.vllm_plugin.cache_manager import JengaKVCacheManager
+
+        manager = self.kv_cache_manager
+        if (
+            isinstance(manager, JengaKVCacheManager)
+            and self.is_encoder_decoder
+            and request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        ):
+            if manager.finds_encoder_output(request):
+                return [], num_new_tokens, encoder_compute_budget, [], []
+            # Tokens hit do not mean that the encoder's are there.
+            num_computed_tokens = 0
+        return original(
+            self,
+            request,
+            num_computed_tokens,
+            num_new_tokens,
+            encoder_compute_budget,
+            shift_computed_tokens,
+        )
+
+    return try_schedule
+
+
 def _resolve_kv_cache_block_sizes(original: Function) -> Function:
     @functools.wraps(original)
     def resolve(kv_cache_config: Any, vllm_config: Any) -> tuple[int, int]:  # noqa: ANN401
@@ -184,6 +220,20 @@ WHEN_SELECTED = (
         reason="the same for requests that wait again",
         parameters=("self", "request", "timestamp", "drop_stale_output"),
         make=_preempt_request,
+    ),
+    Replacement(
+        module="vllm.v1.core.sched.scheduler",
+        name="Scheduler._try_schedule_encoder_inputs",
+        reason="an encoder runs again for what is cached, and not where only the tokens after are",
+        parameters=(
+            "self",
+            "request",
+            "num_computed_tokens",
+            "num_new_tokens",
+            "encoder_compute_budget",
+            "shift_computed_tokens",
+        ),
+        make=_try_schedule_encoder_inputs,
     ),
     Replacement(
         module="vllm.v1.engine.core",

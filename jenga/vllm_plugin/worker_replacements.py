@@ -38,15 +38,51 @@ def _batch_mm_inputs_from_scheduler(original: Function) -> Function:
     @functools.wraps(original)
     def batch(self: Any, scheduler_output: Any) -> Any:  # noqa: ANN401
         from jenga.vllm_plugin.config import is_selected
+        from jenga.vllm_plugin.cross_attention import encoded_rows
 
         inputs = scheduler_output.scheduled_encoder_inputs
         if inputs and self.model_config.is_encoder_decoder and is_selected(self.vllm_config):
-            rows = sorted(inputs, key=self.input_batch.req_id_to_index.__getitem__)
-            ordered = {request_id: inputs[request_id] for request_id in rows}
+            row_of = self.input_batch.req_id_to_index
+            names = sorted(inputs, key=row_of.__getitem__)
+            encoded_rows.note([row_of[name] for name in names])
+            ordered = {name: inputs[name] for name in names}
             scheduler_output = replace(scheduler_output, scheduled_encoder_inputs=ordered)
         return original(self, scheduler_output)
 
     return batch
+
+
+def _prepare_inputs_embeds(original: Function) -> Function:
+    @functools.wraps(original)
+    def prepare(
+        self: Any,  # noqa: ANN401
+        scheduled_encoder_inputs: Any,  # noqa: ANN401
+        input_batch: Any,  # noqa: ANN401
+        req_states: Any,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        from jenga.vllm_plugin.config import is_selected
+        from jenga.vllm_plugin.cross_attention import encoded_rows
+
+        if is_selected(self.vllm_config):
+            names = input_batch.req_ids
+            rows = [row for row, name in enumerate(names) if scheduled_encoder_inputs.get(name)]
+            encoded_rows.note(rows)
+        return original(self, scheduled_encoder_inputs, input_batch, req_states)
+
+    return prepare
+
+
+def _create_cross_attention_backend(original: Function) -> Function:
+    @functools.wraps(original)
+    def create(underlying_attn_backend: Any) -> Any:  # noqa: ANN401
+        from jenga.vllm_plugin.attention import JengaTritonBackend
+        from jenga.vllm_plugin.cross_attention import JengaCrossBackend
+
+        if issubclass(underlying_attn_backend, JengaTritonBackend):
+            return JengaCrossBackend
+        return original(underlying_attn_backend)
+
+    return create
 
 
 def _create_chunked_local_attention_backend(original: Function) -> Function:
@@ -234,6 +270,20 @@ IN_WORKERS = (
         ),
         parameters=("self", "scheduler_output"),
         make=_batch_mm_inputs_from_scheduler,
+    ),
+    Replacement(
+        module="vllm.v1.worker.gpu.model_states.encoder_decoder",
+        name="EncoderDecoderModelState.prepare_inputs_embeds",
+        reason="knows for which requests of the batch it encodes; cross attention is not told",
+        parameters=("self", "scheduled_encoder_inputs", "input_batch", "req_states"),
+        make=_prepare_inputs_embeds,
+    ),
+    Replacement(
+        module="vllm.model_executor.layers.attention.cross_attention",
+        name="create_cross_attention_backend",
+        reason="stores for every request that begins, also over what it found and others read",
+        parameters=("underlying_attn_backend",),
+        make=_create_cross_attention_backend,
     ),
     Replacement(
         module="vllm.model_executor.layers.attention.chunked_local_attention",

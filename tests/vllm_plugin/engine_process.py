@@ -63,6 +63,28 @@ def count_preemptions(llm):
     return preempted
 
 
+def count_encoded(llm):
+    """Get a list that grows by the number of encoder inputs whenever the encoder runs."""
+    model, encoded = runner_of(llm).model, []
+    original = model.embed_multimodal
+
+    def embed_multimodal(**inputs):
+        outputs = original(**inputs)
+        encoded.append(len(outputs))
+        return outputs
+
+    model.embed_multimodal = embed_multimodal
+    return encoded
+
+
+def forget_cached(manager, name):
+    """Evict what is cached and unused of one layer type, and nothing else."""
+    for table in manager._tables:
+        if table.spec.name == name:
+            for key in [key for key in table.cache.keys if key is not None]:
+                table.drop(key)
+
+
 def count_drafts(llm):
     """Get a mapping that grows with what is drafted: request -> tokens drafted, and accepted."""
     scheduler, drafts = scheduler_of(llm), {}
@@ -222,6 +244,7 @@ def main():
     for prompt, seed in zip(prompts, job.get("audio_seeds", ()), strict=False):
         prompt["multi_modal_data"] = {"audio": audio_of_seed(seed)}
     preemptions = count_preemptions(llm) if job.get("report_manager") else None
+    encoded = count_encoded(llm) if "audio_seeds" in job else []
     speculates = "speculative_config" in job["options"]
     drafts = count_drafts(llm) if speculates else {}
     if speculates and preemptions is not None:
@@ -234,6 +257,8 @@ def main():
         some = slice(start, start + size)
         requests = adapters and [adapter_request(each) for each in adapters[some]]
         outputs += llm.generate(prompts[some], sampling, use_tqdm=False, lora_request=requests)
+        for name in job.get("forget", ()):
+            forget_cached(scheduler_of(llm).kv_cache_manager.manager, name)
     last = list(outputs)
     for turn in job.get("turns", []):  # each prompt goes on with its answer and these tokens
         tokens = [[*o.prompt_token_ids, *o.outputs[0].token_ids, *turn] for o in last]
@@ -243,6 +268,7 @@ def main():
     result = {
         "outputs": _result(outputs),
         "drafts": [drafts[number] for number in sorted(drafts)],
+        "encoded": encoded,
         "replays": replays,
         "warm_up": warm_up,
         "scheduler": type(scheduler_of(llm)).__name__ if job.get("captures") else None,
