@@ -29,6 +29,20 @@ class Bins:
             if not pages:
                 self._mask ^= 1 << num_empty
 
+    def move(self, large: int, num_before: int, num_empty: int) -> None:
+        """Count another number of empty small pages in a large page, none to take it out."""
+        bins = self._bins
+        pages = bins[num_before]
+        del pages[large]
+        if not pages:
+            self._mask ^= 1 << num_before
+        if num_empty:
+            pages = bins.get(num_empty)
+            if pages is None:
+                pages = bins[num_empty] = {}
+            pages[large] = None
+            self._mask |= 1 << num_empty
+
     def fullest(self) -> int:
         """A large page with the fewest empty small pages, or `NO_PAGE`."""
         mask = self._mask

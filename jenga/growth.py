@@ -21,7 +21,7 @@ APART_LARGE_PAGES = 32
 class Growth:
     """What requests need, put into their page tables and give up."""
 
-    __slots__ = ("_capacity", "_order", "_tables")
+    __slots__ = ("_apart_pages", "_capacity", "_order", "_tables")
 
     def __init__(self, tables: Sequence[Table], capacity: Capacity, order: EvictionOrder) -> None:
         """For requests of one arena.
@@ -34,14 +34,23 @@ class Growth:
         self._tables = tables
         self._capacity = capacity
         self._order = order
+        # Per page table its small pages in a large page, where long requests open their own.
+        self._apart_pages = [
+            table.pages.pages_per_large
+            if table.pages.pages_per_large > 1 and table.cache is not None
+            else 0
+            for table in tables
+        ]
 
     def give_up(self, request: Request, num_processed_tokens: int) -> None:
-        """Give up pages out of every future window, at the time of the step before."""
+        """Give up pages out of every future window, at the time of the step before.
+
+        There are none before the request's `shrinks_at`.
+        """
         request.num_processed_tokens = num_processed_tokens
-        if num_processed_tokens < request.shrinks_at:
-            return
         facts = request.facts
-        num_tokens = max(request.num_tokens, num_processed_tokens)
+        # More are processed than there are slots for only when a request comes in with a hit.
+        num_tokens = request.num_tokens or num_processed_tokens
         for index, release in enumerate(request.releases):
             if num_processed_tokens < release:
                 continue
@@ -59,7 +68,7 @@ class Growth:
                     table.pass_by(request, range(first, start), self._order)
                 pages[first:start] = [NULL_PAGE] * (start - first)
                 request.first[index] = start
-            if request.num_tokens and end < num_pages:
+            if end < num_pages and request.num_tokens:
                 table.pass_by(request, range(max(start, end), len(pages)), self._order)
                 del pages[end:]
                 request.found[index] = min(request.found[index], end)
@@ -75,7 +84,7 @@ class Growth:
         request.max_tokens[table.index] = table.policy.max_tokens(
             request.facts, request.num_processed_tokens, len(pages) * table.grain.page_slots
         )
-        if not request.num_tokens and MISSING in pages:
+        if request.has_missing[table.index]:
             request.max_tokens[table.index] = 0
 
     def needs(self, request: Request, num_tokens: int) -> list[int]:
@@ -88,24 +97,26 @@ class Growth:
                     request.facts, request.num_processed_tokens, num_tokens
                 )
                 needs[index] = -(-touched.stop // table.grain.page_slots) - len(pages)
-                if not max_tokens:
+                if request.has_missing[index]:
                     needs[index] += pages.count(MISSING)
         return needs
 
-    def apart(self, request: Request, needs: Sequence[int], expected: Sequence[int]) -> list[int]:
+    def apart(
+        self, request: Request, needs: Sequence[int], expected: Sequence[int]
+    ) -> Sequence[int]:
         """Small pages expected, so many that a long request opens large pages of its own.
 
         Pages that several requests have in one large page leave the cache together, and then most
         of them too early or too late.
         """
-        expected = list(expected)
         for index, need in enumerate(needs):
-            table = self._tables[index]
-            pages_per_large = table.pages.pages_per_large
-            if need and pages_per_large > 1 and table.cache is not None:
-                most = need + pages_per_large
-                if len(request.pages[index]) >= APART_LARGE_PAGES * pages_per_large:
-                    expected[index] = max(expected[index], most)
+            if need:
+                pages_per_large = self._apart_pages[index]
+                if pages_per_large and (
+                    len(request.pages[index]) >= APART_LARGE_PAGES * pages_per_large
+                ):
+                    expected = list(expected)
+                    expected[index] = max(expected[index], need + pages_per_large)
         return expected
 
     def further_pages(
@@ -129,7 +140,9 @@ class Growth:
             at_end = table.policy.update_last_access(facts, full_tokens - 1, full_tokens)
             first = request.first[table.index]
             lasting = min(max(first, table.pages_for(at_end).start), len(pages))
-            num_kept = len(pages) - lasting - pages[lasting:].count(MISSING)
+            num_kept = len(pages) - lasting
+            if request.has_missing[table.index]:
+                num_kept -= pages[lasting:].count(MISSING)
             passing = [page for page in pages[first:lasting] if page > 0]
             if found is None:
                 num_kept += sum(page not in small_pages.shares for page in passing)
@@ -145,7 +158,8 @@ class Growth:
                 continue
             table, pages = self._tables[index], request.pages[index]
             num_missing = 0
-            if not request.max_tokens[index] and MISSING in pages:
+            if request.has_missing[index]:
+                request.has_missing[index] = False
                 holes = [number for number, page in enumerate(pages) if page == MISSING]
                 num_missing = len(holes)
                 for number, page in zip(holes, new_pages, strict=False):

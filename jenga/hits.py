@@ -41,10 +41,12 @@ class Hits:
                 touched = table.policy.update_last_access(request.facts, hit.num_tokens, num_tokens)
                 pages = list(hit.pages[table.index][: table.pages_for(touched).stop])
                 request.pages[table.index] = pages
-                if MISSING in pages:
+                if hit.has_missing[table.index] and MISSING in pages:
+                    request.has_missing[table.index] = True
                     cached = [page for page in pages if page > 0]
                 else:
-                    cached = pages[pages.count(NULL_PAGE) :]
+                    num_given_up = pages.count(NULL_PAGE) if pages and pages[0] == NULL_PAGE else 0
+                    cached = pages[num_given_up:]
                     request.committed[table.index] = request.found[table.index] = len(pages)
                 if cached:
                     found[table.index] = table.pages.sharing(cached)

@@ -39,17 +39,18 @@ class LargePages:
         last_evicted_rank: Rank of what was evicted last, a small page or a large one.
         num_evicted: Small pages evicted so far, in all page tables.
         num_empty: Large pages that nobody holds, the null page not counted.
+        numbers: The null page and all large pages ever opened, in a row.
         tables: The page tables, in the order of their indices.
     """
 
     __slots__ = (
         "_free",
-        "_next_fresh",
         "holders",
         "last_evicted_rank",
         "num_empty",
         "num_evicted",
         "num_pages",
+        "numbers",
         "reclaimable",
         "tables",
     )
@@ -66,8 +67,7 @@ class LargePages:
         self.reclaimable = VictimQueue(num_pages, wanted_rank)
         self.holders = [NOT_HELD] * num_pages
         self._free: list[int] = []
-        # Pages never opened lie behind `_next_fresh`.
-        self._next_fresh = NULL_PAGE + 1
+        self.numbers = [NULL_PAGE]
         self.num_empty = num_pages - 1
         self.num_evicted = self.last_evicted_rank = 0
 
@@ -82,8 +82,8 @@ class LargePages:
         if self._free:
             large = self._free.pop()
         else:
-            large = self._next_fresh
-            self._next_fresh += 1
+            large = len(self.numbers)
+            self.numbers.append(large)
         self.holders[large] = holder
         return large
 
@@ -96,9 +96,10 @@ class LargePages:
         larges.reverse()
         del free[len(free) - from_free :]
         if from_free < num_pages:
-            start = self._next_fresh
-            self._next_fresh += num_pages - from_free
-            larges.extend(range(start, self._next_fresh))
+            numbers = self.numbers
+            start = len(numbers)
+            numbers.extend(range(start, start + num_pages - from_free))
+            larges += numbers[start:]
         holders = self.holders
         for large in larges:
             holders[large] = holder
@@ -107,7 +108,7 @@ class LargePages:
     def close(self, large: int) -> None:
         """Take back a large page whose small pages are all empty."""
         self.holders[large] = NOT_HELD
-        self._free.append(large)
+        self._free.append(self.numbers[large])
         self.num_empty += 1
 
     def close_many(self, larges: list[int]) -> None:
@@ -115,7 +116,8 @@ class LargePages:
         holders = self.holders
         for large in larges:
             holders[large] = NOT_HELD
-        self._free.extend(larges)
+        # Backwards, so that a row is opened as a row.
+        self._free.extend(reversed(larges))
         self.num_empty += len(larges)
 
     def evict_oldest(self, taker: int) -> None:
@@ -144,10 +146,13 @@ class LargePages:
     def check(self) -> None:
         """Raise `InvariantError` unless every large page is either empty or held, once."""
         self.reclaimable.check()
-        empty = [*self._free, *range(self._next_fresh, self.num_pages)]
+        empty = [*self._free, *range(len(self.numbers), self.num_pages)]
         held = [page for page, holder in enumerate(self.holders) if holder != NOT_HELD]
         if sorted([NULL_PAGE, *empty, *held]) != list(range(self.num_pages)):
             msg = f"of {self.num_pages} large pages {empty} are empty and {held} are held"
+            raise InvariantError(msg)
+        if self.numbers != list(range(len(self.numbers))):
+            msg = "the numbers of large pages opened are not in a row"
             raise InvariantError(msg)
         if len(empty) != self.num_empty:
             msg = f"{len(empty)} large pages are empty, {self.num_empty} counted"

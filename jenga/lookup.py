@@ -1,6 +1,7 @@
 """The longest cached prefix of a request that every page table can go on from."""
 
 from collections.abc import Sequence
+from typing import cast
 
 from jenga.large_pages import NULL_PAGE
 from jenga.policies import ALL_PAGES, NEVER, RequestFacts
@@ -42,12 +43,14 @@ def longest_prefix(
     branch_tokens, limit = _agree(lasting or kept, facts, found, asked_tokens, NO_LIMIT)
     most_tokens = max(0, branch_tokens - ahead_tokens)
     num_tokens, limit = _agree(tables, facts, found, most_tokens, limit)
+    reused = [_reused(table, facts, found[table.index], num_tokens) for table in tables]
     return PrefixHit(
         num_tokens=num_tokens,
         asked_tokens=asked_tokens,
         branch_tokens=branch_tokens,
         limit=limit,
-        pages=tuple(_reused(table, facts, found[table.index], num_tokens) for table in tables),
+        pages=tuple(pages for pages, _ in reused),
+        has_missing=tuple(has_missing for _, has_missing in reused),
         facts=facts,
         prefix_hashes=prefix_hashes,
         version=version,
@@ -84,20 +87,30 @@ def _agree(
 
 def _reused(
     table: Table, facts: RequestFacts, found: Sequence[int | None], num_tokens: int
-) -> list[int]:
-    """The page table with which a request goes on from a prefix, or the pages to copy from."""
+) -> tuple[list[int], bool]:
+    """The page table with which a request goes on from a prefix, or the pages to copy from.
+
+    Returns:
+        The pages, and whether one is missing.
+    """
     numbers = table.policy.reused_pages(facts, found, table.grain, num_tokens)
     if not numbers:
-        return []
+        return [], False
     first, end = numbers[0], numbers[-1] + 1
     if len(numbers) == end - first:
-        reused = [page or MISSING for page in found[first:end]]
+        reused = list(found[first:end])
     else:
-        reused = [MISSING] * (end - first)
+        reused: list[int | None] = [None] * (end - first)
         for number in numbers:
-            reused[number - first] = found[number] or MISSING
+            reused[number - first] = found[number]
+    has_missing = not all(reused)
+    if has_missing:
+        pages = [MISSING if page is None else page for page in reused]
+    else:
+        pages = cast("list[int]", reused)
     if table.policy.is_overwritten:
-        return reused
+        return pages, has_missing
     touched = table.policy.update_last_access(facts, num_tokens, num_tokens)
     num_given_up = min(first, table.pages_for(touched).start)
-    return [NULL_PAGE] * num_given_up + [MISSING] * (first - num_given_up) + reused
+    before = [NULL_PAGE] * num_given_up + [MISSING] * (first - num_given_up)
+    return before + pages, has_missing or num_given_up < first

@@ -274,7 +274,7 @@ class Manager:
             request.step = self._step
             return self._no_pages
         needs = self._growth.needs(request, num_tokens)
-        expected = needs
+        expected: Sequence[int] = needs
         if full_tokens > num_tokens:
             chunk_tokens = num_tokens - num_processed_tokens
             further = self._growth.further_pages(request, found, needs, chunk_tokens, full_tokens)
@@ -321,7 +321,7 @@ class Manager:
         request_id: str,
         request: Request,
         needs: list[int],
-        expected: list[int],
+        expected: Sequence[int],
         reserve_large_pages: int,
     ) -> Sequence[list[int]]:
         """Take small pages and put them into the request's page tables, or refuse."""

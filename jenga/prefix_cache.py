@@ -28,15 +28,21 @@ class CacheChange:
     keys: tuple[Hashable, ...]
 
 
-class FoundPages(Sequence[int | None]):
-    """Pages of keys, looked up one by one: a window needs the last few of many."""
+FIRST_LOOKED_UP = 64
+"""Keys looked up at first where the first one missing is asked for; then four times as many."""
 
-    __slots__ = ("_all", "_get", "_keys")
+
+class FoundPages(Sequence[int | None]):
+    """Pages of keys, looked up when asked for: a window needs the last few of many."""
+
+    __slots__ = ("_get", "_keys", "_known", "_known_start", "_num_before_gap")
 
     def __init__(self, pages: Mapping[Hashable, int], keys: Sequence[Hashable]) -> None:
         self._get = pages.get
         self._keys = keys
-        self._all: list[int | None] | None = None
+        self._known: list[int | None] = []
+        self._known_start = 0
+        self._num_before_gap: int | None = None
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -46,17 +52,51 @@ class FoundPages(Sequence[int | None]):
     @overload
     def __getitem__(self, index: slice) -> list[int | None]: ...
     def __getitem__(self, index: int | slice) -> int | list[int | None] | None:
-        if self._all is not None:
-            return self._all[index]
-        if isinstance(index, slice):
+        if not isinstance(index, slice):
+            return self._get(self._keys[index])
+        start, end, step = index.indices(len(self._keys))
+        if end <= start or step != 1:
             return list(map(self._get, self._keys[index]))
-        return self._get(self._keys[index])
+        self._learn(start, end)
+        return self._known[start - self._known_start : end - self._known_start]
 
     def index(self, value: int | None, start: int = 0, stop: int = maxsize) -> int:
-        """The first place of a page, or of None; all keys are looked up."""
-        if self._all is None:
-            self._all = list(map(self._get, self._keys))
-        return self._all.index(value, start, stop)
+        """The first place of a page, or of None; keys are looked up as far as that."""
+        if value is not None:
+            return super().index(value, start, stop)
+        if start:
+            return start + self[start:stop].index(None)
+        if self._num_before_gap is None:
+            self._num_before_gap = self._look_up_to_gap()
+        if self._num_before_gap >= min(stop, len(self._keys)):
+            msg = "no key is without a page"
+            raise ValueError(msg)
+        return self._num_before_gap
+
+    def _look_up_to_gap(self) -> int:
+        found: list[int | None] = []
+        self._known, self._known_start = found, 0
+        num_asked = FIRST_LOOKED_UP
+        while len(found) < len(self._keys):
+            pages = list(map(self._get, self._keys[len(found) : len(found) + num_asked]))
+            found += pages
+            if not all(pages):
+                return len(found) - len(pages) + pages.index(None)
+            num_asked *= 4
+        return len(found)
+
+    def _learn(self, start: int, end: int) -> None:
+        """Look keys up and keep what is found, with what is known already if that is next to it."""
+        known_start, known_end = self._known_start, self._known_start + len(self._known)
+        if known_start <= start <= known_end:
+            if end > known_end:
+                self._known += map(self._get, self._keys[known_end:end])
+        elif start < known_start <= end <= known_end:
+            self._known[:0] = map(self._get, self._keys[start:known_start])
+            self._known_start = start
+        else:
+            self._known = list(map(self._get, self._keys[start:end]))
+            self._known_start = start
 
 
 class PrefixCache:

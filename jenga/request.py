@@ -26,6 +26,7 @@ class PrefixHit:
         pages: Its small pages per page table: the null page where no later token reads, `MISSING`
             where one must be allocated. Of page tables whose pages are written over, the pages to
             copy from.
+        has_missing: Per page table, whether one is `MISSING`.
         facts: Of the request.
         prefix_hashes: Of the request.
         version: The state of the cache in which this was found.
@@ -36,6 +37,7 @@ class PrefixHit:
     branch_tokens: int
     limit: int
     pages: tuple[Sequence[int], ...]
+    has_missing: tuple[bool, ...]
     facts: RequestFacts = field(repr=False)
     prefix_hashes: Sequence[bytes] = field(repr=False)
     version: tuple[int, int] = field(repr=False)
@@ -86,6 +88,7 @@ class Request:
         expected_tokens: Tokens it is certain to reach.
         step: The last step it took part in.
         pages: Per page table, its small pages in order; the null page where given up.
+        has_missing: Per page table, whether pages are still `MISSING`.
         first: Per page table, its first page not given up.
         found: Per page table, its first pages that were found in the cache; 0 if not all were.
         committed: Per page table, pages entered into the cache, or too late for it.
@@ -112,6 +115,7 @@ class Request:
         "first",
         "found",
         "grows_at",
+        "has_missing",
         "held",
         "hit_tokens",
         "kept",
@@ -131,6 +135,7 @@ class Request:
         self.facts = facts
         self.num_tokens = self.num_processed_tokens = self.expected_tokens = self.step = 0
         self.pages: list[list[int]] = [[] for _ in range(num_tables)]
+        self.has_missing = [False] * num_tables
         self.first = [0] * num_tables
         self.found = [0] * num_tables
         self.committed = [0] * num_tables

@@ -7,8 +7,7 @@ allocator asks both the same questions.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from operator import itemgetter
+from itertools import accumulate, repeat
 
 from jenga.errors import InvariantError
 from jenga.victims import NOT_QUEUED
@@ -47,24 +46,40 @@ class Sharing:
 
     Attributes:
         pages: The small pages, each used or evictable.
-        revived: Those that are evictable.
+        revived: Those that are evictable, in stretches; a range where they are in a row.
         revived_of: Large page -> how many of them it has; empty where it has but one.
         num_pinned: Large pages that would be pinned.
         added_spare: What would be added to `num_spare`.
     """
 
     pages: Sequence[int]
-    revived: Sequence[int]
+    revived: Sequence[Sequence[int]]
     revived_of: Mapping[int, int]
     num_pinned: int
     added_spare: int
 
+    @property
+    def num_revived(self) -> int:
+        """How many are evictable."""
+        return sum(map(len, self.revived))
 
-def unused_of(pages: Sequence[int], stamps: Sequence[int]) -> Sequence[int]:
-    """The evictable ones of pages that are used or evictable."""
-    if len(pages) > 1 and NOT_QUEUED not in itemgetter(*pages)(stamps):
-        return pages
+
+def unused_of(pages: Sequence[int], stamps: Sequence[int], *, in_row: bool) -> Sequence[int]:
+    """The evictable ones of pages that are used or evictable, a range of a whole row."""
+    if in_row:
+        first, end = pages[0], pages[-1] + 1
+        if NOT_QUEUED not in stamps[first:end]:
+            return range(first, end)
     return [page for page in pages if stamps[page] >= 0]
+
+
+def set_stamps(stamps: list[int], pages: Sequence[int], stamp: int) -> None:
+    """Give pages one stamp, a range of them at once."""
+    if isinstance(pages, range):
+        stamps[pages.start : pages.stop] = [stamp] * len(pages)
+    else:
+        for page in pages:
+            stamps[page] = stamp
 
 
 def add_users(shares: dict[int, int], pages: Sequence[int], stamps: Sequence[int]) -> None:
@@ -72,19 +87,6 @@ def add_users(shares: dict[int, int], pages: Sequence[int], stamps: Sequence[int
     for page in pages:
         if stamps[page] < 0:
             shares[page] = shares.get(page, 0) + 1
-
-
-def runs_of(pages: Sequence[int], pages_per_large: int) -> list[tuple[int, int, int]]:
-    """Stretches of pages that lie in one large page, as (large page, start, end)."""
-    if len(pages) == 1:
-        return [(pages[0] // pages_per_large, 0, 1)]
-    runs: list[tuple[int, int, int]] = []
-    start = 0
-    for large, run in groupby([page // pages_per_large for page in pages]):
-        end = start + len(list(run))
-        runs.append((large, start, end))
-        start = end
-    return runs
 
 
 def unshare(shares: dict[int, int], pages: Sequence[int]) -> list[int]:
@@ -106,6 +108,11 @@ def check_shares(shares: dict[int, int], used: set[int]) -> None:
     if not used.issuperset(shares) or any(count < 1 for count in shares.values()):
         msg = f"shares {shares} are not of the used pages {sorted(used)}"
         raise InvariantError(msg)
+
+
+def rising(ranks: range) -> list[int]:
+    """The ranks of a range; numbers of this size are added quicker than a range gives them."""
+    return list(accumulate(repeat(ranks.step, len(ranks) - 1), initial=ranks.start))
 
 
 def extremes(ranks: Sequence[int]) -> tuple[int, int]:

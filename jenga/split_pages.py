@@ -9,13 +9,15 @@ from collections.abc import Sequence
 from jenga.bins import NO_PAGE, Bins
 from jenga.errors import InvariantError
 from jenga.large_pages import LargePages
+from jenga.rows import LEAST_ROW, runs_of
 from jenga.small_pages import (
     Budget,
     Sharing,
     add_users,
     check_shares,
     extremes,
-    runs_of,
+    rising,
+    set_stamps,
     unshare,
     unused_of,
 )
@@ -53,6 +55,7 @@ class SplitPages:
         "_empties",
         "_idle",
         "_large_pages",
+        "_numbers",
         "_open",
         "_orders",
         "_owners",
@@ -83,9 +86,10 @@ class SplitPages:
         self.evicted: list[int] = []
         self.num_used = self.num_evictable = self.num_large = self.num_spare = 0
         self.num_evicted_alone = self.num_evicted_own = self.num_evicted_foreign = 0
-        # Per large page: used small pages; the empty ones; the evictable ones in order, with
-        # stale entries, once asked for; a lower bound of their ranks; the rank at which it last
-        # had a user.
+        # Per large page: its small pages; how many are used; the empty ones; the evictable ones in
+        # order, with stale entries, once asked for; a lower bound of their ranks; the rank at which
+        # it last had a user.
+        self._numbers = [NO_PAGES] * num_larges
         self._used = [0] * num_larges
         self._empties = [NO_PAGES] * num_larges
         self._orders = [NO_PAGES] * num_larges
@@ -105,16 +109,26 @@ class SplitPages:
 
     def sharing(self, pages: Sequence[int]) -> Sharing:
         """What it takes to share pages; nothing may change before they are."""
-        used, k = self._used, self.pages_per_large
-        revived = unused_of(pages, self.stamps)
-        revived_of = Counter([page // k for page in revived])
+        used, stamps, k = self._used, self.stamps, self.pages_per_large
+        revived: list[Sequence[int]] = []
+        revived_of: Counter[int] = Counter()
+        if k < LEAST_ROW:
+            unused = unused_of(pages, stamps, in_row=False)
+            revived.append(unused)
+            revived_of.update([page // k for page in unused])
+        else:
+            for large, start, end, in_row in runs_of(pages, k, self._numbers):
+                unused = unused_of(pages[start:end], stamps, in_row=in_row)
+                if unused:
+                    revived.append(unused)
+                    revived_of[large] += len(unused)
         num_pinned = sum(not used[large] for large in revived_of)
         return Sharing(
             pages=pages,
             revived=revived,
             revived_of=revived_of,
             num_pinned=num_pinned,
-            added_spare=num_pinned * k - len(revived),
+            added_spare=num_pinned * k - sum(map(len, revived)),
         )
 
     def share(self, pages: Sequence[int]) -> None:
@@ -123,17 +137,17 @@ class SplitPages:
 
     def use(self, sharing: Sharing) -> None:
         """Share pages."""
-        stamps, revived = self.stamps, sharing.revived
-        if len(revived) < len(sharing.pages):
+        stamps, num_revived = self.stamps, sharing.num_revived
+        if num_revived < len(sharing.pages):
             add_users(self.shares, sharing.pages, stamps)
-        for page in revived:
-            stamps[page] = NOT_QUEUED
+        for pages in sharing.revived:
+            set_stamps(stamps, pages, NOT_QUEUED)
         used, all_empties, k = self._used, self._empties, self.pages_per_large
         unpinned: list[int] = []
-        for large, num_revived in sharing.revived_of.items():
+        for large, num_unused in sharing.revived_of.items():
             num_empty = len(all_empties[large])
             was_pinned = used[large]
-            used[large] += num_revived
+            used[large] += num_unused
             if not was_pinned:
                 unpinned.append(large)
                 if num_empty:
@@ -145,8 +159,8 @@ class SplitPages:
                 self._pinned.drop(large)
         self._large_pages.reclaimable.drop_many(unpinned)
         self.num_spare += sharing.added_spare
-        self.num_used += len(revived)
-        self.num_evictable -= len(revived)
+        self.num_used += num_revived
+        self.num_evictable -= num_revived
 
     def take(
         self, num_pages: int, expected_pages: int, owner: int, budget: Budget, beside: int
@@ -162,12 +176,20 @@ class SplitPages:
                 is opened, or the null page.
         """
         pages: list[int] = []
-        if self._claims and owner in self._claims:
+        if num_pages == 1 and expected_pages < self.pages_per_large and owner not in self._claims:
+            # What decoding asks for all the time is only packed.
+            large = self._best_fit(budget)
+            if large != NO_PAGE:
+                self._fill(large, 1, pages)
+                return pages
+        elif self._claims and owner in self._claims:
             self._fill(self._claims[owner], num_pages, pages)
         elif beside > 0 and expected_pages >= self.pages_per_large:
             large = beside // self.pages_per_large
             if self._empties[large] and large not in self._owners:
                 self._fill(large, num_pages, pages)
+        if len(pages) == num_pages:
+            return pages
         if expected_pages - len(pages) >= self.pages_per_large:
             self._take_whole_larges(num_pages, expected_pages, owner, budget, pages)
         while (
@@ -290,7 +312,9 @@ class SplitPages:
         budget.spend()
         k = self.pages_per_large
         large = self._large_pages.open(self.index)
-        self._empties[large] = list(range((large + 1) * k - 1, large * k - 1, -1))
+        numbers = list(range(large * k, (large + 1) * k))
+        self._numbers[large] = numbers
+        self._empties[large] = numbers[::-1]
         self._youngest[large] = 0
         self.num_large += 1
         self.num_spare += k
@@ -321,25 +345,35 @@ class SplitPages:
         self.num_spare -= num_taken
         self.num_used += num_taken
         if large not in self._owners:
-            self._open.remove(large, num_before)
-            self._open.add(large, num_before - num_taken)
-        elif num_taken < num_before:
-            self._claimed.remove(large, num_before)
-            self._claimed.add(large, num_before - num_taken)
+            self._open.move(large, num_before, num_before - num_taken)
         else:
-            self._claimed.remove(large, num_before)
-            del self._claims[self._owners.pop(large)]
+            self._claimed.move(large, num_before, num_before - num_taken)
+            if num_taken == num_before:
+                del self._claims[self._owners.pop(large)]
 
     def release(self, pages: Sequence[int]) -> None:
         """Take one user from each page; what has none left becomes empty."""
         if self.shares:
             pages = unshare(self.shares, pages)
         self.num_used -= len(pages)
-        for large, start, end in runs_of(pages, self.pages_per_large):
+        for large, start, end, _ in runs_of(pages, self.pages_per_large, self._numbers):
             empties = self._empties[large]
             num_before = len(empties)
-            empties.extend(pages[start:end])
+            # Backwards, so that a row is taken as a row.
+            empties.extend(reversed(pages[start:end]))
             self._leave(large, end - start, num_before)
+
+    def retire_page(self, page: int, rank: int) -> None:
+        """As `retire` for one page."""
+        if page in self.shares:
+            unshare(self.shares, [page])
+            return
+        self.num_used -= 1
+        self.num_evictable += 1
+        self.stamps[page] = rank
+        large = page // self.pages_per_large
+        if self._retire_some(large, page, 1, rank, rank):
+            self._large_pages.reclaimable.push(large, self._youngest[large])
 
     def retire(self, pages: Sequence[int], ranks: Sequence[int]) -> None:
         """Take one user from each page; what has none left becomes evictable, with that rank."""
@@ -350,45 +384,65 @@ class SplitPages:
         self.num_used -= len(pages)
         self.num_evictable += len(pages)
         stamps, youngest = self.stamps, self._youngest
-        for page, rank in zip(pages, ranks, strict=True):
-            stamps[page] = rank
-        used = self._used
+        all_ranks = rising(ranks) if isinstance(ranks, range) else ranks
+        by_rows = self.pages_per_large >= LEAST_ROW
+        if not by_rows:
+            for page, rank in zip(pages, all_ranks, strict=True):
+                stamps[page] = rank
         unused: list[int] = []
-        for large, start, end in runs_of(pages, self.pages_per_large):
-            num_left = end - start
-            if num_left == self.pages_per_large:
+        # From the last on, since that goes first: ranks rise then.
+        for large, start, end, in_row in reversed(
+            runs_of(pages, self.pages_per_large, self._numbers)
+        ):
+            if in_row:
+                first = pages[start]
+                stamps[first : first + end - start] = all_ranks[start:end]
+            elif by_rows:
+                for page, rank in zip(pages[start:end], all_ranks[start:end], strict=True):
+                    stamps[page] = rank
+            lowest, highest = extremes(ranks[start:end])
+            if end - start == self.pages_per_large:
                 # Nothing else is in it, so only its ranks are to be noted.
-                used[large] = 0
-                self._eldest[large], youngest[large] = extremes(ranks[start:end])
+                self._used[large] = 0
+                self._eldest[large], youngest[large] = lowest, highest
                 self._orders[large] = NO_PAGES
                 unused.append(large)
-                continue
-            lowest = self._rank(large, pages[start:end], ranks[start:end])
-            if used[large] == num_left:
-                self._unpin(large, num_left, len(self._empties[large]))
+            elif self._retire_some(large, pages[start], end - start, lowest, highest):
                 unused.append(large)
-            else:
-                used[large] -= num_left
-                self.num_spare += num_left
-                if self._pinned.stamps[large] < 0 or self._pinned.rank(large) > lowest:
-                    self._pinned.push(large, self._eldest[large])
         self._large_pages.reclaimable.extend(unused, [youngest[large] for large in unused])
 
-    def _rank(self, large: int, pages: Sequence[int], ranks: Sequence[int]) -> int:
-        """Note small pages of a large page that become evictable; the lowest of their ranks."""
-        lowest, highest = extremes(ranks)
-        num_evictable = self.pages_per_large - self._used[large] - len(self._empties[large])
-        if not num_evictable or lowest < self._eldest[large]:
+    def _retire_some(self, large: int, page: int, num_left: int, lowest: int, highest: int) -> bool:
+        """Settle the books of a large page of which `num_left` small pages became evictable.
+
+        Args:
+            large: The large page.
+            page: The small page, if it is one.
+            num_left: How many.
+            lowest: Of their ranks.
+            highest: Of their ranks.
+
+        Returns:
+            Whether they were the last ones used.
+        """
+        num_used, num_empty = self._used[large], len(self._empties[large])
+        if lowest < self._eldest[large] or num_used + num_empty == self.pages_per_large:
             self._eldest[large] = lowest
         self._youngest[large] = max(self._youngest[large], highest)
         order = self._orders[large]
         if order:
-            entry = lowest * len(self.stamps) + pages[0]
-            if len(pages) == 1 and entry > order[-1] and len(order) < 2 * self.pages_per_large:
+            entry = lowest * len(self.stamps) + page
+            if num_left == 1 and entry > order[-1] and len(order) < 2 * self.pages_per_large:
                 order.append(entry)
             else:
                 self._orders[large] = NO_PAGES
-        return lowest
+        if num_used == num_left:
+            self._unpin(large, num_left, num_empty)
+            return True
+        self._used[large] = num_used - num_left
+        self.num_spare += num_left
+        if self._pinned.stamps[large] < 0 or self._pinned.rank(large) > lowest:
+            self._pinned.push(large, self._eldest[large])
+        return False
 
     def _leave(self, large: int, num_left: int, num_empty_before: int) -> None:
         """Settle the books of a pinned large page that `num_left` small pages became empty of."""
@@ -421,7 +475,7 @@ class SplitPages:
             self._idle.add(large, num_empty)
 
     def _close(self, large: int) -> None:
-        self._empties[large] = self._orders[large] = NO_PAGES
+        self._numbers[large] = self._empties[large] = self._orders[large] = NO_PAGES
         self.num_large -= 1
         self._large_pages.close(large)
 

@@ -214,9 +214,7 @@ class Table:
             ]
         if cached:
             ranks = self.ranks(cached, Leaving(request.step, prospect, lengths), order)
-            # The last page, of the longest prefix, goes first.
-            cached.reverse()
-            self.pages.retire(cached, ranks[::-1])
+            self.pages.retire(cached, ranks)
 
     def drop(self, key: Hashable) -> None:
         """Let what is cached under a key, if anything is, be empty."""

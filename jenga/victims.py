@@ -7,9 +7,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
-from itertools import chain, pairwise
-from math import inf
-from operator import add
+from itertools import accumulate, chain, pairwise, repeat
 
 from jenga.errors import InvariantError
 
@@ -19,6 +17,9 @@ NOT_QUEUED = -1
 SLACK_ENTRIES = 64
 """Stale entries a queue may always hold; below this a rebuild costs more than it frees."""
 
+
+NEVER_WANTED = 1 << 256
+"""An entry above all others."""
 
 NUM_LANES = 4
 """Orders rank by a few levels, each of which rises with time."""
@@ -40,6 +41,7 @@ class VictimQueue:
     __slots__ = (
         "_heap",
         "_lanes",
+        "_num_entries",
         "_num_items",
         "_wanted_entry",
         "num_queued",
@@ -55,32 +57,36 @@ class VictimQueue:
             wanted_rank: From which on items are counted, if they are.
         """
         self._num_items = num_items
-        self._wanted_entry = inf if wanted_rank is None else wanted_rank * num_items
+        self._wanted_entry = NEVER_WANTED if wanted_rank is None else wanted_rank * num_items
         self._lanes: tuple[deque[int], ...] = tuple(deque() for _ in range(NUM_LANES))
         self._heap: list[int] = []
+        self._num_entries = 0  # in lanes and heap, stale ones included
         self.stamps = [NOT_QUEUED] * num_items
         self.num_queued = self.num_wanted = 0
 
     def push(self, item: int, rank: int) -> None:
         """Queue an item, or give a queued one another rank."""
         entry = rank * self._num_items + item
-        stamps = self.stamps
-        if stamps[item] == entry:
+        stamps, wanted = self.stamps, self._wanted_entry
+        old = stamps[item]
+        if old == entry:
             return
-        wanted = self._wanted_entry
-        if stamps[item] < 0:
+        if old < 0:
             self.num_queued += 1
-        elif stamps[item] >= wanted:
+        elif old >= wanted:
             self.num_wanted -= 1
         if entry >= wanted:
             self.num_wanted += 1
         stamps[item] = entry
-        lane = self._lane(entry)
-        if lane is not None:
-            lane.append(entry)
+        for lane in self._lanes:
+            if not lane or entry > lane[-1]:
+                lane.append(entry)
+                break
         else:
             heappush(self._heap, entry)
-        self._shrink()
+        self._num_entries += 1
+        if self._num_entries > 2 * self.num_queued + SLACK_ENTRIES:
+            self._shrink()
 
     def _lane(self, entry: int) -> deque[int] | None:
         """A lane that an entry goes on rising, or None."""
@@ -90,20 +96,21 @@ class VictimQueue:
         return None
 
     def extend(self, items: Sequence[int], ranks: Sequence[int]) -> None:
-        """Queue items, none of which is queued."""
+        """Queue items, none of which is queued; a range of them rises by one."""
         if not items:
             return
         num_items, stamps = self._num_items, self.stamps
-        if isinstance(ranks, range):
-            step = ranks.step * num_items
-            ranks = range(
-                ranks.start * num_items, ranks.start * num_items + len(ranks) * step, step
-            )
-            entries = list(map(add, ranks, items))
+        if isinstance(items, range) and isinstance(ranks, range):
+            first = ranks[0] * num_items + items[0]
+            rises = repeat(ranks.step * num_items + 1, len(items) - 1)
+            entries = list(accumulate(rises, initial=first))
         else:
             entries = [rank * num_items + item for item, rank in zip(items, ranks, strict=True)]
-        for item, entry in zip(items, entries, strict=True):
-            stamps[item] = entry
+        if isinstance(items, range):
+            stamps[items.start : items.stop] = entries
+        else:
+            for item, entry in zip(items, entries, strict=True):
+                stamps[item] = entry
         entries.sort()
         lane = self._lane(entries[0])
         if lane is not None:
@@ -114,7 +121,9 @@ class VictimQueue:
         self.num_queued += len(items)
         if entries[-1] >= self._wanted_entry:
             self.num_wanted += len(items) - bisect_left(entries, self._wanted_entry)
-        self._shrink()
+        self._num_entries += len(items)
+        if self._num_entries > 2 * self.num_queued + SLACK_ENTRIES:
+            self._shrink()
 
     def drop(self, item: int) -> None:
         """Take an item out; nothing happens if it is not queued."""
@@ -124,13 +133,16 @@ class VictimQueue:
             self.num_queued -= 1
 
     def drop_many(self, items: Sequence[int]) -> None:
-        """Take out items, all of which are queued."""
+        """Take out items, all of which are queued; a range of them rises by one."""
         stamps = self.stamps
         if self.num_wanted:
             wanted = self._wanted_entry
             self.num_wanted -= sum(stamps[item] >= wanted for item in items)
-        for item in items:
-            stamps[item] = NOT_QUEUED
+        if isinstance(items, range):
+            stamps[items.start : items.stop] = [NOT_QUEUED] * len(items)
+        else:
+            for item in items:
+                stamps[item] = NOT_QUEUED
         self.num_queued -= len(items)
 
     def peek(self) -> int:
@@ -152,6 +164,7 @@ class VictimQueue:
         for lane in self._lanes:
             lane.clear()
         self._heap.clear()
+        self._num_entries = 0
         self.stamps[:] = [NOT_QUEUED] * self._num_items
         self.num_queued = self.num_wanted = 0
 
@@ -161,23 +174,18 @@ class VictimQueue:
         for lane in self._lanes:
             while lane and stamps[lane[0] % num_items] != lane[0]:
                 lane.popleft()
+                self._num_entries -= 1
             if lane and (first < 0 or lane[0] < first):
                 first = lane[0]
         while heap and stamps[heap[0] % num_items] != heap[0]:
             heappop(heap)
+            self._num_entries -= 1
         return heap[0] if heap and (first < 0 or heap[0] < first) else first
 
-    @property
-    def _num_entries(self) -> int:
-        return sum(map(len, self._lanes)) + len(self._heap)
-
     def _shrink(self) -> None:
-        most = 2 * self.num_queued + SLACK_ENTRIES
-        if self._num_entries <= most:
-            return
-        # What comes back into use is mostly what would have gone next.
+        """Drop stale entries: those that would have gone next, which most are, else all."""
         self._first()
-        if self._num_entries <= most:
+        if self._num_entries <= 2 * self.num_queued + SLACK_ENTRIES:
             return
         num_items, stamps = self._num_items, self.stamps
         for lane in self._lanes:
@@ -186,10 +194,14 @@ class VictimQueue:
             lane.extend(valid)
         self._heap = [e for e in self._heap if stamps[e % num_items] == e]
         heapify(self._heap)
+        self._num_entries = sum(map(len, self._lanes)) + len(self._heap)
 
     def check(self) -> None:
         """Raise `InvariantError` unless exactly the stamped items have a valid entry."""
         entries = [*chain.from_iterable(self._lanes), *self._heap]
+        if len(entries) != self._num_entries:
+            msg = f"the queue has {len(entries)} entries, {self._num_entries} are counted"
+            raise InvariantError(msg)
         valid = {e for e in entries if self.stamps[e % self._num_items] == e}
         stamped = {stamp for stamp in self.stamps if stamp >= 0}
         if valid != stamped or len(stamped) != self.num_queued:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from jenga.errors import InvariantError
 from jenga.large_pages import LargePages
+from jenga.rows import stretches_of
 from jenga.small_pages import Budget, Sharing, add_users, check_shares, unshare, unused_of
 
 
@@ -60,9 +61,13 @@ class WholePages:
 
     def sharing(self, pages: Sequence[int]) -> Sharing:
         """What it takes to share pages; nothing may change before they are."""
-        revived = unused_of(pages, self.stamps)
+        revived = [
+            unused_of(pages[start:end], self.stamps, in_row=in_row)
+            for start, end, in_row in stretches_of(pages, self._large_pages.numbers)
+        ]
+        num_pinned = sum(map(len, revived))
         return Sharing(
-            pages=pages, revived=revived, revived_of={}, num_pinned=len(revived), added_spare=0
+            pages=pages, revived=revived, revived_of={}, num_pinned=num_pinned, added_spare=0
         )
 
     def share(self, pages: Sequence[int]) -> None:
@@ -71,18 +76,22 @@ class WholePages:
 
     def use(self, sharing: Sharing) -> None:
         """Share pages."""
-        revived = sharing.revived
-        if len(revived) < len(sharing.pages):
+        num_revived = sharing.num_pinned
+        if num_revived < len(sharing.pages):
             add_users(self.shares, sharing.pages, self.stamps)
-        self._large_pages.reclaimable.drop_many(revived)
-        self.num_used += len(revived)
-        self.num_evictable -= len(revived)
+        for pages in sharing.revived:
+            self._large_pages.reclaimable.drop_many(pages)
+        self.num_used += num_revived
+        self.num_evictable -= num_revived
 
     def take(
         self, num_pages: int, _expected_pages: int, _owner: int, _budget: Budget, _beside: int
     ) -> list[int]:
         """Small pages that were empty or evictable, each with one user."""
         large_pages = self._large_pages
+        if num_pages == 1 and large_pages.num_empty:
+            self.num_used += 1
+            return [large_pages.open(self.index)]
         while large_pages.num_empty < num_pages:
             large_pages.evict_oldest(self.index)
         self.num_used += num_pages
@@ -94,6 +103,15 @@ class WholePages:
         self.num_used -= len(unused)
         self._large_pages.close_many(unused)
 
+    def retire_page(self, page: int, rank: int) -> None:
+        """As `retire` for one page."""
+        if page in self.shares:
+            unshare(self.shares, [page])
+            return
+        self.num_used -= 1
+        self.num_evictable += 1
+        self._large_pages.reclaimable.push(page, rank)
+
     def retire(self, pages: Sequence[int], ranks: Sequence[int]) -> None:
         """Take one user from each page; what has none left becomes evictable, with that rank."""
         if self.shares and not self.shares.keys().isdisjoint(pages):
@@ -102,10 +120,10 @@ class WholePages:
             ranks = [rank_of[page] for page in pages]
         self.num_used -= len(pages)
         self.num_evictable += len(pages)
-        if len(pages) == 1:
-            self._large_pages.reclaimable.push(pages[0], ranks[0])
-        else:
-            self._large_pages.reclaimable.extend(pages, ranks)
+        # From the last on, since that goes first: ranks rise then.
+        for start, end, in_row in reversed(stretches_of(pages, self._large_pages.numbers)):
+            some = range(pages[start], pages[end - 1] + 1) if in_row else pages[start:end]
+            self._large_pages.reclaimable.extend(some, ranks[start:end])
 
     def surrender(self, large: int) -> list[int]:
         """Close an evictable page; the page."""

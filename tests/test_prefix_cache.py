@@ -1,6 +1,8 @@
 """Content keys of small pages."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jenga.errors import InvariantError
 from jenga.prefix_cache import PrefixCache
@@ -55,3 +57,22 @@ def test_check_finds_a_page_that_answers_to_no_key():
 
     with pytest.raises(InvariantError, match="keys lead to pages"):
         cache.check()
+
+
+@given(
+    st.sets(st.integers(0, 299)),
+    st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300), st.booleans()), max_size=8),
+)
+def test_found_pages_are_those_of_their_keys_whatever_was_asked_before(missing, questions):
+    cache = PrefixCache(301)
+    expected = [None if number in missing else number + 1 for number in range(300)]
+    cache.enter([page for page in expected if page], [n for n, page in enumerate(expected) if page])
+    found = cache.find(list(range(300)))
+
+    for start, end, asks_for_gap in questions:
+        assert found[start:end] == expected[start:end]
+        if asks_for_gap and missing:
+            assert found.index(None) == min(missing)
+        elif asks_for_gap:
+            with pytest.raises(ValueError, match="no key"):
+                found.index(None)
