@@ -140,13 +140,12 @@ class Allocator:
         """
         tables = self.tables
         slack = self.large_pages.num_available - reserve_large_pages
-        required = [0] * len(tables)
+        required = [0] * len(needs)
         for index, need in enumerate(needs):
-            if need:
+            if need and need > tables[index].num_spare:
                 missing = need - tables[index].num_spare
-                if missing > 0:
-                    required[index] = -(-missing // tables[index].pages_per_large)
-                    slack -= required[index]
+                required[index] = -(-missing // tables[index].pages_per_large)
+                slack -= required[index]
         if slack < 0:
             return None
         budget = Budget(slack)

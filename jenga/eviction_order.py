@@ -83,6 +83,10 @@ class EvictionOrder(Protocol):
         """Ranks of pages, the least prefix length the highest; a range if the lengths are one."""
         ...
 
+    def rank(self, step: int, prospect: Prospect, prefix_length: int, /) -> int:
+        """The rank of one page that loses a user by itself."""
+        ...
+
     def begin(self, geometry: Geometry, /) -> None:
         """Learn how the arena is cut, before any page is ranked."""
         ...
@@ -106,6 +110,10 @@ class LeastRecentlyUsed:
         """Later steps above earlier ones, shorter prefixes above longer ones."""
         return _place(leaving.step, leaving.prefix_lengths)
 
+    def rank(self, step: int, prospect: Prospect, prefix_length: int, /) -> int:
+        """As `ranks`."""
+        return self.ranks(Leaving(step, prospect, [prefix_length]))[0]
+
     def begin(self, _geometry: Geometry, /) -> None:
         """Nothing depends on it."""
 
@@ -126,6 +134,11 @@ class LeastWanted(LeastRecentlyUsed):
         """By prospect, but for branches and ends, then as the least recently used."""
         level = _LEVELS[leaving.prospect]
         return _place((level << _STEP_BITS) + leaving.step, leaving.prefix_lengths)
+
+    def rank(self, step: int, prospect: Prospect, prefix_length: int, /) -> int:
+        """As `ranks`."""
+        time = (_LEVELS[prospect] << _STEP_BITS) + step
+        return (time << _LENGTH_BITS) + _MOST_TOKENS - prefix_length
 
 
 class QueueAware(LeastWanted):
@@ -159,6 +172,10 @@ class _Lasting(LeastWanted):
         level, touched = divmod(rank >> _LENGTH_BITS, 1 << _STEP_BITS)
         if level == _LEVELS[Prospect.ENDED]:
             self._lifetime_steps = max(0, step - touched)
+
+    def rank(self, step: int, prospect: Prospect, prefix_length: int, /) -> int:
+        """As `ranks`."""
+        return self.ranks(Leaving(step, prospect, [prefix_length]))[0]
 
     def _later(self, leaving: Leaving, share: float) -> Sequence[int]:
         """Ranks as if touched later, by a share of what is given at most."""

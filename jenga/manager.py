@@ -196,7 +196,7 @@ class Manager:
             version=self._version,
         )
 
-    def allocate(  # noqa: PLR0913  one question of the engine, all facts of one step
+    def allocate(  # noqa: PLR0912, PLR0913, PLR0915  one question, all facts of one step
         self,
         request_id: str,
         *,
@@ -234,19 +234,20 @@ class Manager:
             ValueError: An argument contradicts the others or what is known of the request.
         """
         request = self._requests.get(request_id)
-        num_tokens = max(num_tokens, request.num_tokens if request is not None else 0)
-        if (
-            request is not None
-            and hit is None
-            and num_tokens < request.grows_at
-            and 0 <= num_processed_tokens < request.shrinks_at
-            and num_processed_tokens <= request.num_tokens
-            and not full_tokens
-        ):
-            request.num_tokens = num_tokens
-            request.num_processed_tokens = num_processed_tokens
-            request.step = self._step
-            return self._no_pages
+        if request is not None:
+            if num_tokens < request.num_tokens:  # noqa: PLR1730  most steps do little else
+                num_tokens = request.num_tokens
+            if (
+                num_tokens < request.grows_at
+                and 0 <= num_processed_tokens < request.shrinks_at
+                and num_processed_tokens <= request.num_tokens
+                and hit is None
+                and not full_tokens
+            ):
+                request.num_tokens = num_tokens
+                request.num_processed_tokens = num_processed_tokens
+                request.step = self._step
+                return self._no_pages
         if (
             not 0 <= num_processed_tokens <= num_tokens
             or num_tokens == 0
@@ -268,7 +269,9 @@ class Manager:
                 num_processed_tokens = hit.num_tokens
                 found = self._hits.start_from(request, hit, num_tokens)
             reserve_large_pages += self._reserve(found)
-        self._growth.give_up(request, num_processed_tokens)
+        if num_processed_tokens >= request.shrinks_at:
+            self._growth.give_up(request, num_processed_tokens)
+        request.num_processed_tokens = num_processed_tokens
         if request.num_tokens and num_tokens < request.grows_at and not full_tokens:
             request.num_tokens = num_tokens
             request.step = self._step
@@ -402,7 +405,9 @@ class Manager:
         request = self._running(request_id)
         if not 0 <= num_processed_tokens <= request.num_tokens:
             raise _running_error(request_id, request, None, num_processed_tokens)
-        self._growth.give_up(request, num_processed_tokens)
+        if num_processed_tokens >= request.shrinks_at:
+            self._growth.give_up(request, num_processed_tokens)
+        request.num_processed_tokens = num_processed_tokens
 
     def commit(self, request_id: str, prefix_hashes: Sequence[bytes], num_tokens: int) -> None:
         """Let others find the full pages of a request's first tokens.
@@ -429,9 +434,10 @@ class Manager:
         request.committed_tokens = max(request.committed_tokens, hashed_tokens)
         # Images have names of their own: they are found however few tokens are hashed.
         final_tokens = min(num_tokens, request.num_tokens)
-        for table in self._tables:
-            end = table.policy.final_pages(request.facts, final_tokens, table.grain)
-            if table.enter(request, prefix_hashes, end):
+        facts, committed = request.facts, request.committed
+        for index, table in enumerate(self._tables):
+            end = table.policy.final_pages(facts, final_tokens, table.grain)
+            if end > committed[index] and table.enter(request, prefix_hashes, end):
                 self._num_losses += 1
 
     def free(self, request_id: str) -> None:

@@ -15,7 +15,7 @@ from jenga.eviction_order import (
     prefix_length,
 )
 from jenga.geometry import Geometry, PageTable
-from jenga.landmarks import landmarks, parts
+from jenga.landmarks import landmarks, parts, prospect_of
 from jenga.policies import Grain, LayerPolicy, policy_of
 from jenga.prefix_cache import CacheChange, PrefixCache, RecordingCache
 from jenga.request import Held, Request
@@ -66,8 +66,11 @@ class Table:
         keys = self.policy.content_keys(request.facts, prefix_hashes, self.grain, range(start, end))
         request.committed[self.index] = start + len(keys)
         pages = request.pages[self.index][start : start + len(keys)]
+        others = self.cache.enter(pages, keys)
+        if not others:
+            return False
         replaced: list[int] = []
-        for page, key, old in self.cache.enter(pages, keys):
+        for page, key, old in others:
             if self.pages.stamps[old] >= 0:
                 self.cache.move(key, old, page)
                 replaced.append(old)
@@ -88,6 +91,9 @@ class Table:
             branches = (known,) if known > found else ()
             marks = landmarks(self.policy, request.facts, self.grain, branches)
             request.landmarks[self.index] = marks
+        if len(numbers) == 1:
+            self._pass_page(request, numbers, order, prospect_of(marks, numbers.start))
+            return
         for part, prospect in parts(marks, numbers):
             if prospect >= Prospect.ENDED:
                 self._hold(request, part, order, prospect)
@@ -99,6 +105,27 @@ class Table:
                         self._hold(request, some, order, Prospect.ENDED)
                     else:
                         self._leave(request, some, order, prospect)
+
+    def _pass_page(
+        self, request: Request, numbers: range, order: EvictionOrder, prospect: Prospect
+    ) -> None:
+        """As `pass_by` for one page."""
+        page = request.pages[self.index][numbers.start]
+        key = self.cache.keys[page] if self.cache is not None else None
+        if key is None:
+            self.pages.release([page])
+            return
+        if key in self.awaited:
+            prospect = max(prospect, Prospect.ENDED)
+        if prospect >= Prospect.ENDED:
+            request.held.append((self.index, numbers, [(page, key)], prospect))
+            prospect = Prospect.HELD
+        length = self.policy.set_prefix_length(request.facts, numbers, self.grain)[0]
+        if key in self.awaited:
+            rank = self.ranks([page], Leaving(request.step, prospect, [length]), order)[0]
+        else:
+            rank = order.rank(request.step, prospect, length)
+        self.pages.retire_page(page, rank)
 
     def _hold(
         self, request: Request, numbers: range, order: EvictionOrder, prospect: Prospect

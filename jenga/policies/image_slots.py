@@ -70,6 +70,8 @@ class ImageSlots:
 
     def final_pages(self, facts: RequestFacts, num_tokens: int, _grain: Grain, /) -> int:
         """The pages of every image whose first token is computed."""
+        if not facts.images:
+            return 0
         return self.slots_wanted(facts, num_tokens) // self.page_slots
 
     def content_keys(
