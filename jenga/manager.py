@@ -4,32 +4,25 @@ from collections.abc import Sequence
 
 from jenga.admission import LEFT_SHARE, Admission
 from jenga.allocator import Allocator
-from jenga.books import check_table
-from jenga.capacity import Capacity
-from jenga.errors import InvariantError, OutOfPagesError, TooEarlyError
+from jenga.entry import Entry
 from jenga.eviction_order import WANTED_RANK, EvictionOrder, QueueAware
 from jenga.geometry import Geometry
 from jenga.growth import Growth
 from jenga.hits import Hits
+from jenga.holdings import Holdings
 from jenga.kept_states import KeptStates
 from jenga.lookup import longest_prefix
 from jenga.policies import RequestFacts
 from jenga.prefix_cache import CacheChange
 from jenga.request import PageCopy, PrefixHit, Request, new_request
-from jenga.small_pages import Sharing
-from jenga.stats import CacheReport, MemoryReport, table_memory
+from jenga.stats import CacheReport
 from jenga.table import build_tables
+from jenga.taking import Taking
 from jenga.waiting import Waiting
 
 
-class Manager:
-    """Gives requests their page tables out of one arena.
-
-    Attributes:
-        geometry: How the arena is cut.
-        num_large_pages: Large pages of the arena, the null page included.
-        capacity: What the arena can hold at all.
-    """
+class Manager(Holdings):
+    """Gives requests their page tables out of one arena."""
 
     def __init__(  # noqa: PLR0913  one arena, all that may differ between two
         self,
@@ -77,53 +70,50 @@ class Manager:
         if hash_tokens <= 0:
             msg = f"hash_tokens must be a positive integer, got {hash_tokens}"
             raise ValueError(msg)
-        self.geometry = geometry
-        self.num_large_pages = num_large_pages
-        self._allocator = Allocator(
+        allocator = Allocator(
             [spec.small_pages_per_large_page for spec in specs],
             num_large_pages,
             wanted_rank=WANTED_RANK,
         )
-        self._admission = Admission(self._allocator, left_share)
         self._changes: list[CacheChange] = []
-        self._tables = build_tables(
+        tables = build_tables(
             geometry,
-            self._allocator,
+            allocator,
             hash_tokens=hash_tokens,
             prefix_caching=prefix_caching,
             changes=self._changes if records_changes else None,
         )
-        policies = [table.policy for table in self._tables]
-        self.capacity = Capacity(geometry, policies, num_large_pages)
+        super().__init__(geometry, allocator, tables)
         self._prefix_caching = prefix_caching
         self._hash_tokens = hash_tokens
         self._ahead_tokens = ahead_tokens
         # Tokens after which some page table may have one more page to commit.
         self._commit_tokens = min(
             table.grain.page_slots if not table.policy.is_overwritten else hash_tokens
-            for table in self._tables
+            for table in tables
         )
         self._order = eviction_order or QueueAware()
         self._order.begin(geometry)
         self._states = KeptStates(
-            self._tables,
-            self._allocator,
+            tables,
+            allocator,
             self._order,
             hash_tokens=hash_tokens,
             interval_tokens=checkpoint_interval_tokens,
             ahead_tokens=ahead_tokens,
         )
         self._waiting = Waiting(
-            self._tables,
+            tables,
             self._order,
             hash_tokens=hash_tokens,
             arena_bytes=num_large_pages * geometry.large_page_bytes,
         )
-        self._hits = Hits(self._tables, self._states)
-        self._growth = Growth(self._tables, self.capacity, self._order)
-        self._requests: dict[str, Request] = {}
-        self._step = self._num_owners = self._num_evicted = self._num_losses = 0
-        self._no_pages: tuple[list[int], ...] = tuple([] for _ in specs)
+        admission = Admission(allocator, left_share)
+        self._entry = Entry(self._requests, self._states, self._waiting, admission)
+        self._hits = Hits(tables, self._states)
+        self._growth = Growth(tables, self.capacity, self._order)
+        self._taking = Taking(allocator, self._growth, self._hits, self._states, self._order)
+        self._step = self._num_owners = self._num_losses = 0
 
     @property
     def _version(self) -> tuple[int, int]:
@@ -196,7 +186,7 @@ class Manager:
             version=self._version,
         )
 
-    def allocate(  # noqa: PLR0912, PLR0913, PLR0915  one question, all facts of one step
+    def allocate(  # noqa: PLR0913  one question of the engine, all facts of one step
         self,
         request_id: str,
         *,
@@ -247,7 +237,7 @@ class Manager:
                 request.num_tokens = num_tokens
                 request.num_processed_tokens = num_processed_tokens
                 request.step = self._step
-                return self._no_pages
+                return self._taking.nothing
         if (
             not 0 <= num_processed_tokens <= num_tokens
             or num_tokens == 0
@@ -255,112 +245,42 @@ class Manager:
         ):
             raise _count_error(num_tokens, num_processed_tokens, reserve_large_pages)
         found = None
-        if request is not None:
-            if hit is not None or num_processed_tokens > request.num_tokens:
-                raise _running_error(request_id, request, hit, num_processed_tokens)
-        else:
+        is_new = request is None
+        if request is None:
             request = new_request(
                 hit, facts, num_tables=len(self._tables), prompt_tokens=max(full_tokens, num_tokens)
             )
             request.owner = self._num_owners + 1
             if hit is not None:
                 self._check_hit(hit, num_tokens, num_processed_tokens)
-                self._check_time(request_id, hit)
+                self._entry.check_time(request_id, hit, self._step)
                 num_processed_tokens = hit.num_tokens
                 found = self._hits.start_from(request, hit, num_tokens)
-            reserve_large_pages += self._reserve(found)
+            reserve_large_pages += self._entry.reserve(found)
+        elif hit is not None or num_processed_tokens > request.num_tokens:
+            raise _running_error(request_id, request, hit, num_processed_tokens)
         if num_processed_tokens >= request.shrinks_at:
             self._growth.give_up(request, num_processed_tokens)
         request.num_processed_tokens = num_processed_tokens
-        if request.num_tokens and num_tokens < request.grows_at and not full_tokens:
-            request.num_tokens = num_tokens
-            request.step = self._step
-            return self._no_pages
-        needs = self._growth.needs(request, num_tokens)
-        expected: Sequence[int] = needs
-        if full_tokens > num_tokens:
-            chunk_tokens = num_tokens - num_processed_tokens
-            further = self._growth.further_pages(request, found, needs, chunk_tokens, full_tokens)
-            self._require(request_id, further, found, reserve_large_pages)
-        expected_tokens = max(full_tokens, request.expected_tokens)
-        if expected_tokens > num_tokens:
-            expected = self._growth.needs(request, expected_tokens)
-        expected = self._growth.apart(request, needs, expected)
-        if hit is not None and found is not None:
-            # To share is to use: from here on nothing may be refused.
-            self._require(request_id, needs, found, reserve_large_pages)
-            self._hits.share(found, hit, self._step)
-        taken: Sequence[list[int]] = self._no_pages
-        if any(needs):
-            taken = self._take(request_id, request, needs, expected, reserve_large_pages)
-        request.num_tokens = num_tokens
-        request.expected_tokens = expected_tokens
-        request.step = self._step
-        if request.owner > self._num_owners:
-            self._enter(request_id, request, hit)
-        return tuple(taken)
-
-    def _reserve(self, found: Sequence[Sharing | None] | None) -> int:
-        """Large pages that an admission leaves to others."""
-        if not self._requests:
-            return 0
-        waiting = self._waiting
-        return self._admission.reserve(
-            found, reread_tokens=waiting.reread_tokens, asked_tokens=waiting.asked_tokens
-        )
-
-    def _enter(self, request_id: str, request: Request, hit: PrefixHit | None) -> None:
-        """Count an admitted request among the running."""
-        self._num_owners += 1
-        self._requests[request_id] = request
-        if hit is not None:
-            self._states.start_from(request, hit)
-            shared_tokens = max(hit.branch_tokens, self._waiting.shared_tokens(request_id))
-            self._admission.note(shared_tokens, hit.asked_tokens)
-        self._waiting.admit(request_id)
-
-    def _take(
-        self,
-        request_id: str,
-        request: Request,
-        needs: list[int],
-        expected: Sequence[int],
-        reserve_large_pages: int,
-    ) -> Sequence[list[int]]:
-        """Take small pages and put them into the request's page tables, or refuse."""
-        taken = self._allocator.take(
-            needs,
-            expected,
-            owner=request.owner,
-            reserve_large_pages=reserve_large_pages,
-            held=request.pages,
-        )
-        if taken is None:
-            self._require(request_id, needs, None, reserve_large_pages)
-            msg = f"{needs} small pages can be had and cannot"
-            raise InvariantError(msg)
-        self._forget_evicted()
-        self._growth.append(request, taken)
-        return taken
-
-    def _require(
-        self,
-        request_id: str,
-        needs: list[int],
-        found: Sequence[Sharing | None] | None,
-        reserve_large_pages: int,
-    ) -> None:
-        """Refuse unless the needs can be met once the pages found are shared."""
-        room = self._allocator.room(needs, hits=found, reserve_large_pages=reserve_large_pages)
-        if not room.suffices:
-            raise OutOfPagesError(
+        taken: Sequence[list[int]] = self._taking.nothing
+        if is_new or full_tokens or num_tokens >= request.grows_at:
+            taken = self._taking.take(
                 request_id,
-                needed_pages=needs,
-                available_pages=room.spare_pages,
-                needed_large_pages=room.needed_large_pages,
-                available_large_pages=max(0, room.available_large_pages),
-                reserved_large_pages=reserve_large_pages,
+                request,
+                num_tokens,
+                full_tokens=full_tokens,
+                reserve_large_pages=reserve_large_pages,
+                step=self._step,
+                hit=hit,
+                found=found,
             )
+        request.num_tokens = num_tokens
+        request.step = self._step
+        if is_new:
+            self._num_owners = request.owner
+            self._requests[request_id] = request
+            self._entry.complete(request_id, request, hit)
+        return tuple(taken)
 
     def _check_hit(self, hit: PrefixHit, num_tokens: int, num_processed_tokens: int) -> None:
         if num_processed_tokens not in (0, hit.num_tokens) or num_tokens <= hit.num_tokens:
@@ -377,28 +297,6 @@ class Manager:
                     f"{again.num_tokens} are still cached, or in other pages"
                 )
                 raise ValueError(msg)
-
-    def _check_time(self, request_id: str, hit: PrefixHit) -> None:
-        """Refuse if the step of a running request leaves a state of more of the same tokens."""
-        if not self._states.tables:
-            return
-        start_tokens = hit.num_tokens
-        for other_id, shared_tokens in self._waiting.sharers(request_id, start_tokens):
-            other = self._requests.get(other_id)
-            if other is None or other.step != self._step:
-                continue
-            start = max(start_tokens, other.num_processed_tokens)
-            end = min(shared_tokens, other.num_tokens)
-            if start < end and any(start < t <= end for t in self.checkpoint_tokens(other_id)):
-                raise TooEarlyError(request_id, hit_tokens=start_tokens, other_id=other_id)
-
-    def _forget_evicted(self) -> None:
-        """Let evicted pages no longer be found."""
-        num_evicted = self._allocator.large_pages.num_evicted
-        if num_evicted != self._num_evicted:
-            self._num_evicted = num_evicted
-            self._order.evicted(self._allocator.large_pages.last_evicted_rank, self._step)
-            self._states.forget_evicted()
 
     def release_passed(self, request_id: str, num_processed_tokens: int) -> None:
         """Give up the pages that no token from `num_processed_tokens` on reads."""
@@ -452,13 +350,6 @@ class Manager:
         del self._requests[request_id]
         self._waiting.forget(request_id)
 
-    def _running(self, request_id: str) -> Request:
-        request = self._requests.get(request_id)
-        if request is None:
-            msg = f"request_id must name a running request, got {request_id!r}"
-            raise ValueError(msg)
-        return request
-
     # States
 
     def checkpoint_tokens(self, request_id: str) -> tuple[int, ...]:
@@ -471,7 +362,7 @@ class Manager:
         request = self._running(request_id)
         if not self._prefix_caching:
             return ()
-        return self._states.checkpoint_tokens(request, self._waiting.branch_tokens(request_id))
+        return self._entry.checkpoint_tokens(request_id, request)
 
     def keep_state(self, request_id: str, prefix_hash: bytes, num_tokens: int) -> bool:
         """Keep a copy of a request's running states for others to start from.
@@ -529,74 +420,14 @@ class Manager:
         self._num_losses += 1
         return True
 
-    # Questions
-
-    def page_table(self, request_id: str, table_index: int) -> list[int]:
-        """A request's small pages in order; the null page where given up."""
-        return list(self._running(request_id).pages[table_index])
-
-    def page_tables(self, request_id: str) -> tuple[list[int], ...]:
-        """All page tables of a request."""
-        return tuple(list(pages) for pages in self._running(request_id).pages)
-
-    def is_running(self, request_id: str) -> bool:
-        """Whether a request was admitted and has not ended."""
-        return request_id in self._requests
-
-    def request_tokens(self) -> dict[str, int]:
-        """Running request -> tokens it has slots for."""
-        return {request_id: request.num_tokens for request_id, request in self._requests.items()}
-
-    def committed_tokens(self, request_id: str) -> int:
-        """Tokens of a request whose full pages others may find."""
-        return self._running(request_id).committed_tokens
-
-    @property
-    def usage(self) -> float:
-        """Share of the arena's large pages that hold something a running request uses."""
-        usable = self.num_large_pages - 1
-        return (usable - self._allocator.large_pages.num_available) / usable
-
-    @property
-    def growth_large_pages(self) -> int:
-        """Large pages from which every running request could take one more page of each table.
-
-        To leave to them when a request comes in again that was preempted: where it takes the last
-        large page, the next request to grow sends it away, and all it computed is lost once more.
-        """
-        num_requests = len(self._requests)
-        return sum(
-            -(-num_requests // table.spec.small_pages_per_large_page)
-            for table in self._tables
-            if not table.policy.is_overwritten
-        )
-
-    def can_ever_fit(self, num_tokens: int, *, chunk_tokens: int) -> bool:
-        """Whether a request could reach so many tokens with the arena to itself."""
-        return self.capacity.can_ever_fit(num_tokens, chunk_tokens=chunk_tokens)
-
-    def memory(self) -> MemoryReport:
-        """Where every byte of the arena is."""
-        large_page_bytes = self.geometry.large_page_bytes
-        return MemoryReport(
-            tables=tuple(table_memory(table, self._requests.values()) for table in self._tables),
-            empty_large_bytes=self._allocator.large_pages.num_empty * large_page_bytes,
-            null_bytes=large_page_bytes,
-        )
-
     def cache_report(self) -> CacheReport:
         """What prefix hits brought since start-up."""
         return self._hits.report()
 
     def check(self) -> None:
-        """Raise `InvariantError` unless the books of requests, allocator and cache agree."""
-        self._allocator.check()
-        for table in self._tables:
-            check_table(table, self._requests.values())
+        """Raise `InvariantError` unless the books of requests, allocator, cache and queue agree."""
+        super().check()
         self._waiting.check()
-        if self.memory().arena_bytes != self.num_large_pages * self.geometry.large_page_bytes:
-            msg = f"the memory report does not add up to the arena: {self.memory()}"
-            raise InvariantError(msg)
 
 
 def _count_error(

@@ -1,0 +1,81 @@
+"""How requests come in: when it is too early, what is left to others, and who counts as running."""
+
+from collections.abc import Mapping, Sequence
+
+from jenga.admission import Admission
+from jenga.errors import TooEarlyError
+from jenga.kept_states import KeptStates
+from jenga.request import PrefixHit, Request
+from jenga.small_pages import Sharing
+from jenga.waiting import Waiting
+
+
+class Entry:
+    """What an admission looks at besides room, and tells the queue and the kept states.
+
+    Attributes:
+        waiting: The engine's queue.
+    """
+
+    __slots__ = ("_admission", "_requests", "_states", "waiting")
+
+    def __init__(
+        self,
+        requests: Mapping[str, Request],
+        states: KeptStates,
+        waiting: Waiting,
+        admission: Admission,
+    ) -> None:
+        """For requests of one arena.
+
+        Args:
+            requests: Those that run.
+            states: States kept for others.
+            waiting: The engine's queue.
+            admission: What is left to others.
+        """
+        self._requests = requests
+        self._states = states
+        self._admission = admission
+        self.waiting = waiting
+
+    def check_time(self, request_id: str, hit: PrefixHit, step: int) -> None:
+        """Refuse if the step of a running request leaves a state of more of the same tokens.
+
+        Raises:
+            TooEarlyError: It does.
+        """
+        if not self._states.tables:
+            return
+        start_tokens = hit.num_tokens
+        for other_id, shared_tokens in self.waiting.sharers(request_id, start_tokens):
+            other = self._requests.get(other_id)
+            if other is None or other.step != step:
+                continue
+            start = max(start_tokens, other.num_processed_tokens)
+            end = min(shared_tokens, other.num_tokens)
+            if start < end and any(
+                start < num_tokens <= end for num_tokens in self.checkpoint_tokens(other_id, other)
+            ):
+                raise TooEarlyError(request_id, hit_tokens=start_tokens, other_id=other_id)
+
+    def checkpoint_tokens(self, request_id: str, request: Request) -> tuple[int, ...]:
+        """Where a request's states are worth keeping, by what is known of who waits."""
+        return self._states.checkpoint_tokens(request, self.waiting.branch_tokens(request_id))
+
+    def reserve(self, found: Sequence[Sharing | None] | None) -> int:
+        """Large pages that an admission leaves to others: none where nobody runs."""
+        if not self._requests:
+            return 0
+        waiting = self.waiting
+        return self._admission.reserve(
+            found, reread_tokens=waiting.reread_tokens, asked_tokens=waiting.asked_tokens
+        )
+
+    def complete(self, request_id: str, request: Request, hit: PrefixHit | None) -> None:
+        """Note that a request was admitted, and order the copies of the states of its hit."""
+        if hit is not None:
+            self._states.start_from(request, hit)
+            shared_tokens = max(hit.branch_tokens, self.waiting.shared_tokens(request_id))
+            self._admission.note(shared_tokens, hit.asked_tokens)
+        self.waiting.admit(request_id)

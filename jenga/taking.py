@@ -1,0 +1,130 @@
+"""What a request needs for one step more: taken and put into its page tables, or refused."""
+
+from collections.abc import Sequence
+
+from jenga.allocator import Allocator
+from jenga.errors import InvariantError, OutOfPagesError
+from jenga.eviction_order import EvictionOrder
+from jenga.growth import Growth
+from jenga.hits import Hits
+from jenga.kept_states import KeptStates
+from jenga.request import PrefixHit, Request
+from jenga.small_pages import Sharing
+
+
+class Taking:
+    """Takes small pages for requests, all that a step needs or none."""
+
+    __slots__ = ("_allocator", "_growth", "_hits", "_num_evicted", "_order", "_states", "nothing")
+
+    def __init__(
+        self,
+        allocator: Allocator,
+        growth: Growth,
+        hits: Hits,
+        states: KeptStates,
+        order: EvictionOrder,
+    ) -> None:
+        """From one arena.
+
+        Args:
+            allocator: Where pages come from.
+            growth: What requests need.
+            hits: Where the pages of hits are shared.
+            states: States kept for others; they are told of evictions, as the cache is.
+            order: Told of evictions too.
+        """
+        self._allocator = allocator
+        self._growth = growth
+        self._hits = hits
+        self._states = states
+        self._order = order
+        self._num_evicted = 0
+        self.nothing: tuple[list[int], ...] = tuple([] for _ in allocator.tables)
+
+    def take(  # noqa: PLR0913  all that a step may need
+        self,
+        request_id: str,
+        request: Request,
+        num_tokens: int,
+        *,
+        full_tokens: int,
+        reserve_large_pages: int,
+        step: int,
+        hit: PrefixHit | None = None,
+        found: Sequence[Sharing | None] | None = None,
+    ) -> Sequence[list[int]]:
+        """Give a request the pages for so many tokens.
+
+        Args:
+            request_id: Its name.
+            request: Who takes; its processed tokens are those of this step.
+            num_tokens: To have slots for.
+            full_tokens: If more than these, refuse unless so many could be held now.
+            reserve_large_pages: Large pages that must stay empty or reclaimable.
+            step: The time.
+            hit: At admission, where the request starts from.
+            found: Per page table, the small pages of the hit, still to be shared.
+
+        Returns:
+            The pages taken, per page table.
+
+        Raises:
+            OutOfPagesError: They cannot be had; nothing was changed.
+        """
+        growth = self._growth
+        needs = growth.needs(request, num_tokens)
+        if full_tokens > num_tokens:
+            chunk_tokens = num_tokens - request.num_processed_tokens
+            further = growth.further_pages(request, found, needs, chunk_tokens, full_tokens)
+            self._require(request_id, further, found, reserve_large_pages)
+        expected_tokens = max(full_tokens, request.expected_tokens)
+        expected = growth.needs(request, expected_tokens) if expected_tokens > num_tokens else needs
+        if hit is not None and found is not None:
+            # To share is to use: from here on nothing may be refused.
+            self._require(request_id, needs, found, reserve_large_pages)
+            self._hits.share(found, hit, step)
+        taken: Sequence[list[int]] | None = self.nothing
+        if any(needs):
+            taken = self._allocator.take(
+                needs,
+                growth.apart(request, needs, expected),
+                owner=request.owner,
+                reserve_large_pages=reserve_large_pages,
+                held=request.pages,
+            )
+            if taken is None:
+                self._require(request_id, needs, None, reserve_large_pages)
+                msg = f"{needs} small pages can be had and cannot"
+                raise InvariantError(msg)
+            self._note_evictions(step)
+            growth.append(request, taken)
+        request.expected_tokens = expected_tokens
+        return taken
+
+    def _require(
+        self,
+        request_id: str,
+        needs: list[int],
+        found: Sequence[Sharing | None] | None,
+        reserve_large_pages: int,
+    ) -> None:
+        """Refuse unless the needs can be met once the pages found are shared."""
+        room = self._allocator.room(needs, hits=found, reserve_large_pages=reserve_large_pages)
+        if not room.suffices:
+            raise OutOfPagesError(
+                request_id,
+                needed_pages=needs,
+                available_pages=room.spare_pages,
+                needed_large_pages=room.needed_large_pages,
+                available_large_pages=max(0, room.available_large_pages),
+                reserved_large_pages=reserve_large_pages,
+            )
+
+    def _note_evictions(self, step: int) -> None:
+        """Let evicted pages no longer be found."""
+        num_evicted = self._allocator.large_pages.num_evicted
+        if num_evicted != self._num_evicted:
+            self._num_evicted = num_evicted
+            self._order.evicted(self._allocator.large_pages.last_evicted_rank, step)
+            self._states.forget_evicted()
