@@ -6,8 +6,9 @@ A large page that is held is *pinned* while one of its small pages is used, else
 from collections import Counter
 from collections.abc import Sequence
 
-from jenga.bins import NO_PAGE, Bins
+from jenga.bins import NO_PAGE
 from jenga.errors import InvariantError
+from jenga.evictables import Evictables
 from jenga.large_pages import LargePages
 from jenga.rows import LEAST_ROW, runs_of
 from jenga.small_pages import (
@@ -21,10 +22,8 @@ from jenga.small_pages import (
     unshare,
     unused_of,
 )
-from jenga.victims import NOT_QUEUED, VictimQueue
-
-NO_PAGES: list[int] = []
-"""Stands for the lists of a large page that is not open; never written."""
+from jenga.vacancies import Vacancies
+from jenga.victims import NOT_QUEUED
 
 
 class SplitPages:
@@ -49,19 +48,10 @@ class SplitPages:
     """
 
     __slots__ = (
-        "_claimed",
-        "_claims",
-        "_eldest",
-        "_empties",
-        "_idle",
+        "_evictables",
         "_large_pages",
-        "_numbers",
-        "_open",
-        "_orders",
-        "_owners",
-        "_pinned",
         "_used",
-        "_youngest",
+        "_vacancies",
         "evicted",
         "index",
         "num_evictable",
@@ -81,31 +71,20 @@ class SplitPages:
         self._large_pages = large_pages
         self.index = index
         self.pages_per_large = pages_per_large
-        self.stamps = [NOT_QUEUED] * (num_larges * pages_per_large)
+        self._vacancies = Vacancies(num_larges, pages_per_large)
+        self._evictables = Evictables(num_larges, pages_per_large)
+        self._used = [0] * num_larges  # large page -> used small pages
+        self.stamps = self._evictables.stamps
         self.shares: dict[int, int] = {}
         self.evicted: list[int] = []
         self.num_used = self.num_evictable = self.num_large = self.num_spare = 0
         self.num_evicted_alone = self.num_evicted_own = self.num_evicted_foreign = 0
-        # Per large page: its small pages; how many are used; the empty ones; the evictable ones in
-        # order, with stale entries, once asked for; a lower bound of their ranks; the rank at which
-        # it last had a user.
-        self._numbers = [NO_PAGES] * num_larges
-        self._used = [0] * num_larges
-        self._empties = [NO_PAGES] * num_larges
-        self._orders = [NO_PAGES] * num_larges
-        self._eldest = [0] * num_larges
-        self._youngest = [0] * num_larges
-        # Large pages with empty small pages: pinned and free for all, pinned and claimed,
-        # reclaimable.
-        self._open, self._claimed, self._idle = Bins(), Bins(), Bins()
-        self._claims: dict[int, int] = {}  # owner -> large page
-        self._owners: dict[int, int] = {}  # large page -> owner
-        # Pinned large pages with evictable small pages, by a lower bound of the oldest's rank.
-        self._pinned = VictimQueue(num_larges)
 
     def rank(self, page: int) -> int:
         """The rank of an evictable page."""
         return self.stamps[page]
+
+    # Sharing
 
     def sharing(self, pages: Sequence[int]) -> Sharing:
         """What it takes to share pages; nothing may change before they are."""
@@ -117,7 +96,7 @@ class SplitPages:
             revived.append(unused)
             revived_of.update([page // k for page in unused])
         else:
-            for large, start, end, in_row in runs_of(pages, k, self._numbers):
+            for large, start, end, in_row in runs_of(pages, k, self._vacancies.numbers):
                 unused = unused_of(pages[start:end], stamps, in_row=in_row)
                 if unused:
                     revived.append(unused)
@@ -142,25 +121,27 @@ class SplitPages:
             add_users(self.shares, sharing.pages, stamps)
         for pages in sharing.revived:
             set_stamps(stamps, pages, NOT_QUEUED)
-        used, all_empties, k = self._used, self._empties, self.pages_per_large
+        used, k = self._used, self.pages_per_large
+        vacancies, evictables = self._vacancies, self._evictables
         unpinned: list[int] = []
         for large, num_unused in sharing.revived_of.items():
-            num_empty = len(all_empties[large])
+            num_empty = len(vacancies.empties[large])
             was_pinned = used[large]
             used[large] += num_unused
             if not was_pinned:
                 unpinned.append(large)
                 if num_empty:
-                    self._idle.remove(large, num_empty)
-                    self._open.add(large, num_empty)
+                    vacancies.pin(large)
                 if used[large] + num_empty < k:
-                    self._pinned.push(large, self._eldest[large])
+                    evictables.pin(large)
             elif used[large] + num_empty == k:
-                self._pinned.drop(large)
+                evictables.pinned.drop(large)
         self._large_pages.reclaimable.drop_many(unpinned)
         self.num_spare += sharing.added_spare
         self.num_used += num_revived
         self.num_evictable -= num_revived
+
+    # Taking
 
     def take(
         self, num_pages: int, expected_pages: int, owner: int, budget: Budget, beside: int
@@ -176,29 +157,31 @@ class SplitPages:
                 is opened, or the null page.
         """
         pages: list[int] = []
-        if num_pages == 1 and expected_pages < self.pages_per_large and owner not in self._claims:
-            # What decoding asks for all the time is only packed.
-            large = self._best_fit(budget)
-            if large != NO_PAGE:
-                self._fill(large, 1, pages)
-                return pages
-        elif self._claims and owner in self._claims:
-            self._fill(self._claims[owner], num_pages, pages)
+        claims = self._vacancies.claims
+        if num_pages == 1 and expected_pages < self.pages_per_large and owner not in claims:
+            # What decoding asks for all the time is packed, mostly into what is open.
+            page = self._vacancies.take_packed()
+            if page != NO_PAGE:
+                self._used[page // self.pages_per_large] += 1
+                self.num_spare -= 1
+                self.num_used += 1
+                return [page]
+        elif owner in claims:
+            self._fill(claims[owner], num_pages, pages)
         elif beside > 0 and expected_pages >= self.pages_per_large:
             large = beside // self.pages_per_large
-            if self._empties[large] and large not in self._owners:
+            if self._vacancies.empties[large] and large not in self._vacancies.owners:
                 self._fill(large, num_pages, pages)
         if len(pages) == num_pages:
             return pages
-        if expected_pages - len(pages) >= self.pages_per_large:
-            self._take_whole_larges(num_pages, expected_pages, owner, budget, pages)
         while (
             len(pages) < num_pages
             and expected_pages - len(pages) >= self.pages_per_large
             and budget.allows
-            and self._large_pages.reclaimable.num_queued
+            and self._large_pages.num_available
         ):
-            self._large_pages.evict_oldest(self.index)
+            if not self._large_pages.num_empty:
+                self._large_pages.evict_oldest(self.index)
             self._claim(self._open_empty(budget), num_pages, owner, pages)
         while len(pages) < num_pages:
             large = self._best_fit(budget)
@@ -209,50 +192,32 @@ class SplitPages:
             self._evict(num_pages, budget, pages)
         return pages
 
-    def _take_whole_larges(
-        self, num_pages: int, expected_pages: int, owner: int, budget: Budget, pages: list[int]
-    ) -> None:
-        """Open empty large pages, each for the owner alone, while it is sure to fill them."""
-        k = self.pages_per_large
-        while (
-            len(pages) < num_pages
-            and expected_pages - len(pages) >= k
-            and self._large_pages.num_empty
-            and budget.allows
-        ):
-            self._claim(self._open_empty(budget), num_pages, owner, pages)
-
     def _claim(self, large: int, num_pages: int, owner: int, pages: list[int]) -> None:
         """Fill an empty large page; what is left of it is the owner's."""
         self._fill(large, num_pages - len(pages), pages)
-        num_empty = len(self._empties[large])
-        if num_empty:
-            self._open.remove(large, num_empty)
-            self._claimed.add(large, num_empty)
-            self._claims[owner] = large
-            self._owners[large] = owner
+        self._vacancies.claim(large, owner)
 
     def _best_fit(self, budget: Budget) -> int:
         """A pinned large page with empty small pages, opened or pinned if need be, or `NO_PAGE`."""
-        large = self._open.fullest()
+        large = self._vacancies.free.fullest()
         if large != NO_PAGE:
             return large
         if budget.allows:
-            large = self._idle.emptiest()
+            large = self._vacancies.idle.emptiest()
             if large != NO_PAGE:
                 budget.spend()
                 self._pin(large)
                 return large
             if self._large_pages.num_empty:
                 return self._open_empty(budget)
-        return self._claimed.emptiest()
+        return self._vacancies.claimed.emptiest()
 
     def _evict(self, num_pages: int, budget: Budget, pages: list[int]) -> None:
         """Evict what is oldest: a small page of a pinned large page, or a large page."""
-        small = self._pinned.peek_rank()
+        small = self._evictables.pinned.peek_rank()
         large = self._large_pages.reclaimable.peek_rank() if budget.allows else NOT_QUEUED
         if small >= 0 and (large < 0 or small <= large):
-            self._evict_small(pages)
+            self._evict_small(pages, small)
         elif large < 0:
             msg = f"page table {self.index}: a small page promised cannot be had"
             raise InvariantError(msg)
@@ -268,100 +233,70 @@ class SplitPages:
         oldest = self._large_pages.reclaimable.peek()
         return self._large_pages.holders[oldest] == self.index
 
-    def _evict_small(self, pages: list[int]) -> None:
-        """Take the oldest evictable small page of the first pinned large page.
+    def _evict_small(self, pages: list[int], rank: int) -> None:
+        """Take the evictable small page of a pinned large page that goes next.
 
-        The large page's rank is a lower bound; where it is too low it is corrected instead.
+        Args:
+            pages: To which it is added.
+            rank: A lower bound of its rank; where that is too low it is corrected instead.
         """
-        large = self._pinned.peek()
-        page = self._oldest(large)
-        rank = self.stamps[page]
-        if rank > self._pinned.rank(large):
-            self._pinned.push(large, rank)
+        page = self._evictables.take_first()
+        if page == NO_PAGE:
             return
-        del self._orders[large][0]
+        large = page // self.pages_per_large
         self._large_pages.last_evicted_rank = rank
-        self.stamps[page] = NOT_QUEUED
+        self._large_pages.num_evicted += 1
         self.evicted.append(page)
         self.num_evicted_alone += 1
-        self._large_pages.num_evicted += 1
         pages.append(page)
         self._used[large] += 1
         self.num_spare -= 1
         self.num_used += 1
         self.num_evictable -= 1
-        if self._used[large] + len(self._empties[large]) == self.pages_per_large:
-            self._pinned.drop(large)
-
-    def _oldest(self, large: int) -> int:
-        """The evictable small page of a large page that goes next; there must be one."""
-        stamps, num_stamps, k = self.stamps, len(self.stamps), self.pages_per_large
-        order = self._orders[large]
-        if not order:
-            pages = range(large * k, (large + 1) * k)
-            order = sorted(stamps[page] * num_stamps + page for page in pages if stamps[page] >= 0)
-            self._orders[large] = order
-        num_stale = 0
-        while stamps[order[num_stale] % num_stamps] != order[num_stale] // num_stamps:
-            num_stale += 1
-        del order[:num_stale]
-        return order[0] % num_stamps
+        if self._used[large] + len(self._vacancies.empties[large]) == self.pages_per_large:
+            self._evictables.pinned.drop(large)
 
     def _open_empty(self, budget: Budget) -> int:
         """Open an empty large page; the caller fills at least one small page of it."""
         budget.spend()
-        k = self.pages_per_large
         large = self._large_pages.open(self.index)
-        numbers = list(range(large * k, (large + 1) * k))
-        self._numbers[large] = numbers
-        self._empties[large] = numbers[::-1]
-        self._youngest[large] = 0
+        self._vacancies.open(large)
+        self._evictables.open(large)
         self.num_large += 1
-        self.num_spare += k
-        self._open.add(large, k)
+        self.num_spare += self.pages_per_large
         return large
 
     def _pin(self, large: int) -> None:
         """Make a reclaimable large page pinned; the caller uses at least one small page of it."""
         self._large_pages.reclaimable.drop(large)
         self.num_spare += self.pages_per_large
-        num_empty = len(self._empties[large])
-        self._idle.remove(large, num_empty)
-        self._open.add(large, num_empty)
-        if num_empty < self.pages_per_large:
-            self._pinned.push(large, self._eldest[large])
+        self._vacancies.pin(large)
+        if len(self._vacancies.empties[large]) < self.pages_per_large:
+            self._evictables.pin(large)
 
     def _fill(self, large: int, num_pages: int, pages: list[int]) -> None:
         """Take up to `num_pages` empty small pages of a pinned large page."""
-        empties = self._empties[large]
-        num_before = len(empties)
-        num_taken = min(num_pages, num_before)
-        if num_taken == 1:
-            pages.append(empties.pop())
-        else:
-            pages += empties[: -num_taken - 1 : -1]
-            del empties[num_before - num_taken :]
+        num_taken = self._vacancies.take(large, num_pages, pages)
         self._used[large] += num_taken
         self.num_spare -= num_taken
         self.num_used += num_taken
-        if large not in self._owners:
-            self._open.move(large, num_before, num_before - num_taken)
-        else:
-            self._claimed.move(large, num_before, num_before - num_taken)
-            if num_taken == num_before:
-                del self._claims[self._owners.pop(large)]
+
+    # Leaving
 
     def release(self, pages: Sequence[int]) -> None:
         """Take one user from each page; what has none left becomes empty."""
         if self.shares:
             pages = unshare(self.shares, pages)
         self.num_used -= len(pages)
-        for large, start, end, _ in runs_of(pages, self.pages_per_large, self._numbers):
-            empties = self._empties[large]
-            num_before = len(empties)
-            # Backwards, so that a row is taken as a row.
-            empties.extend(reversed(pages[start:end]))
-            self._leave(large, end - start, num_before)
+        k, vacancies = self.pages_per_large, self._vacancies
+        for large, start, end, _ in runs_of(pages, k, vacancies.numbers):
+            num_empty = vacancies.put_back(large, pages[start:end])
+            if not self._leave(large, end - start):
+                continue
+            if num_empty == k:
+                self._close(large)
+            else:
+                self._large_pages.reclaimable.push(large, self._evictables.youngest[large])
 
     def retire_page(self, page: int, rank: int) -> None:
         """As `retire` for one page."""
@@ -373,7 +308,7 @@ class SplitPages:
         self.stamps[page] = rank
         large = page // self.pages_per_large
         if self._retire_some(large, page, 1, rank, rank):
-            self._large_pages.reclaimable.push(large, self._youngest[large])
+            self._large_pages.reclaimable.push(large, self._evictables.youngest[large])
 
     def retire(self, pages: Sequence[int], ranks: Sequence[int]) -> None:
         """Take one user from each page; what has none left becomes evictable, with that rank."""
@@ -383,7 +318,7 @@ class SplitPages:
             ranks = [rank_of[page] for page in pages]
         self.num_used -= len(pages)
         self.num_evictable += len(pages)
-        stamps, youngest = self.stamps, self._youngest
+        stamps, youngest = self.stamps, self._evictables.youngest
         all_ranks = rising(ranks) if isinstance(ranks, range) else ranks
         by_rows = self.pages_per_large >= LEAST_ROW
         if not by_rows:
@@ -392,7 +327,7 @@ class SplitPages:
         unused: list[int] = []
         # From the last on, since that goes first: ranks rise then.
         for large, start, end, in_row in reversed(
-            runs_of(pages, self.pages_per_large, self._numbers)
+            runs_of(pages, self.pages_per_large, self._vacancies.numbers)
         ):
             if in_row:
                 first = pages[start]
@@ -404,15 +339,14 @@ class SplitPages:
             if end - start == self.pages_per_large:
                 # Nothing else is in it, so only its ranks are to be noted.
                 self._used[large] = 0
-                self._eldest[large], youngest[large] = lowest, highest
-                self._orders[large] = NO_PAGES
+                self._evictables.note_whole(large, lowest, highest)
                 unused.append(large)
             elif self._retire_some(large, pages[start], end - start, lowest, highest):
                 unused.append(large)
         self._large_pages.reclaimable.extend(unused, [youngest[large] for large in unused])
 
     def _retire_some(self, large: int, page: int, num_left: int, lowest: int, highest: int) -> bool:
-        """Settle the books of a large page of which `num_left` small pages became evictable.
+        """Settle the books of a large page of which some small pages became evictable.
 
         Args:
             large: The large page.
@@ -424,116 +358,70 @@ class SplitPages:
         Returns:
             Whether they were the last ones used.
         """
-        num_used, num_empty = self._used[large], len(self._empties[large])
-        if lowest < self._eldest[large] or num_used + num_empty == self.pages_per_large:
-            self._eldest[large] = lowest
-        self._youngest[large] = max(self._youngest[large], highest)
-        order = self._orders[large]
-        if order:
-            entry = lowest * len(self.stamps) + page
-            if num_left == 1 and entry > order[-1] and len(order) < 2 * self.pages_per_large:
-                order.append(entry)
-            else:
-                self._orders[large] = NO_PAGES
-        if num_used == num_left:
-            self._unpin(large, num_left, num_empty)
+        evictables = self._evictables
+        if self._used[large] + len(self._vacancies.empties[large]) == self.pages_per_large:
+            # No other is evictable.
+            evictables.eldest[large] = lowest
+        evictables.note(large, page, num_left, lowest, highest)
+        if self._leave(large, num_left):
             return True
-        self._used[large] = num_used - num_left
-        self.num_spare += num_left
-        if self._pinned.stamps[large] < 0 or self._pinned.rank(large) > lowest:
-            self._pinned.push(large, self._eldest[large])
+        if evictables.pinned.stamps[large] < 0 or evictables.pinned.rank(large) > lowest:
+            evictables.pin(large)
         return False
 
-    def _leave(self, large: int, num_left: int, num_empty_before: int) -> None:
-        """Settle the books of a pinned large page that `num_left` small pages became empty of."""
-        num_empty = len(self._empties[large])
-        if self._used[large] > num_left:
-            self._used[large] -= num_left
-            self.num_spare += num_left
-            bins = self._claimed if large in self._owners else self._open
-            bins.remove(large, num_empty_before)
-            bins.add(large, num_empty)
-            return
-        self._unpin(large, num_left, num_empty_before)
-        if num_empty == self.pages_per_large:
-            self._close(large)
-        else:
-            self._large_pages.reclaimable.push(large, self._youngest[large])
+    def _leave(self, large: int, num_left: int) -> bool:
+        """Note that small pages of a pinned large page are used no longer; whether it is unpinned.
 
-    def _unpin(self, large: int, num_left: int, num_empty_before: int) -> None:
-        """Settle the books of a large page whose last `num_left` users left; not closed, idle."""
-        self._used[large] = 0
+        Then it is neither closed nor reclaimable yet.
+        """
+        num_used = self._used[large] - num_left
+        self._used[large] = num_used
+        if num_used:
+            self.num_spare += num_left
+            return False
         self.num_spare -= self.pages_per_large - num_left
-        if large in self._owners:
-            self._claimed.remove(large, num_empty_before)
-            del self._claims[self._owners.pop(large)]
-        elif num_empty_before:
-            self._open.remove(large, num_empty_before)
-        self._pinned.drop(large)
-        num_empty = len(self._empties[large])
-        if 0 < num_empty < self.pages_per_large:
-            self._idle.add(large, num_empty)
+        self._vacancies.unpin(large)
+        self._evictables.pinned.drop(large)
+        return True
 
     def _close(self, large: int) -> None:
-        self._numbers[large] = self._empties[large] = self._orders[large] = NO_PAGES
+        self._vacancies.close(large)
+        self._evictables.close(large)
         self.num_large -= 1
         self._large_pages.close(large)
 
     def surrender(self, large: int) -> list[int]:
         """Close a reclaimable large page; the small pages whose cached content is lost."""
         self._large_pages.reclaimable.drop(large)
-        self._idle.remove(large, len(self._empties[large]))
-        stamps, k = self.stamps, self.pages_per_large
-        lost = [page for page in range(large * k, (large + 1) * k) if stamps[page] >= 0]
-        for page in lost:
-            stamps[page] = NOT_QUEUED
+        self._vacancies.idle.remove(large, len(self._vacancies.empties[large]))
+        lost = self._evictables.take_all(large)
         self.num_evictable -= len(lost)
         self._close(large)
         return lost
 
     def disown(self, owner: int) -> None:
         """Give up the owner's claim, if it has one."""
-        large = self._claims.pop(owner, NO_PAGE)
-        if large != NO_PAGE:
-            del self._owners[large]
-            num_empty = len(self._empties[large])
-            self._claimed.remove(large, num_empty)
-            self._open.add(large, num_empty)
+        self._vacancies.disown(owner)
 
     def check(self) -> None:
         """Raise `InvariantError` unless counts, bins and orders are those of the pages."""
         k, index = self.pages_per_large, self.index
         held = [p for p, holder in enumerate(self._large_pages.holders) if holder == index]
-        bins: dict[str, dict[int, int]] = {"open": {}, "claimed": {}, "idle": {}}
-        num_used = num_evictable = num_spare = 0
+        num_evictable = num_spare = 0
         users: set[int] = set()
         for large in held:
             pages = range(large * k, (large + 1) * k)
-            empties = set(self._empties[large])
+            empties = self._vacancies.empties[large]
             evictable = {page for page in pages if self.stamps[page] >= 0}
-            used = set(pages) - empties - evictable
-            users |= used
-            reclaimable = self._large_pages.reclaimable.stamps[large] >= 0
+            used = set(pages).difference(empties, evictable)
+            is_reclaimable = self._large_pages.reclaimable.stamps[large] >= 0
             problems = {
-                "pages both empty and evictable or foreign": empties & evictable
-                or not empties <= set(pages)
-                or len(empties) != len(self._empties[large]),
+                "pages both empty and evictable or foreign": sorted([*empties, *evictable, *used])
+                != list(pages),
+                "small pages not in a row": self._vacancies.numbers[large] != list(pages),
                 "used pages counted wrong": len(used) != self._used[large],
                 "an empty large page held": len(empties) == k,
-                "reclaimable though used, or the reverse": reclaimable == bool(used),
-                "evictable pages missing in the order": self._orders[large]
-                and not {self.stamps[page] * len(self.stamps) + page for page in evictable}
-                <= set(self._orders[large]),
-                "an order that does not rise": self._orders[large]
-                != sorted(set(self._orders[large])),
-                "pinned victims not queued": used and evictable and self._pinned.stamps[large] < 0,
-                "rank of the oldest not a lower bound": used
-                and evictable
-                and self._pinned.rank(large) > min(self.stamps[page] for page in evictable),
-                "rank of the eldest too high": evictable
-                and self._eldest[large] > min(self.stamps[page] for page in evictable),
-                "rank of the youngest too low": self._youngest[large]
-                < max((self.stamps[page] for page in evictable), default=0),
+                "reclaimable though used, or the reverse": is_reclaimable == bool(used),
             }
             for problem, found in problems.items():
                 if found:
@@ -542,30 +430,18 @@ class SplitPages:
                         f"evictable {sorted(evictable)}, empty {sorted(empties)})"
                     )
                     raise InvariantError(msg)
-            num_used += len(used)
+            self._evictables.check(large, is_pinned=bool(used))
+            users |= used
             num_evictable += len(evictable)
             if used:
                 num_spare += k - len(used)
-            if empties:
-                bin_ = "idle" if not used else "claimed" if large in self._owners else "open"
-                bins[bin_][large] = len(empties)
-        self._open.check(bins["open"])
-        self._claimed.check(bins["claimed"])
-        self._idle.check(bins["idle"])
-        self._pinned.check()
+        self._vacancies.check({large: self._used[large] > 0 for large in held})
+        self._evictables.pinned.check()
         check_shares(self.shares, users)
         counted = (self.num_large, self.num_used, self.num_evictable, self.num_spare)
-        if counted != (len(held), num_used, num_evictable, num_spare):
+        if counted != (len(held), len(users), num_evictable, num_spare):
             msg = (
                 f"page table {index}: counted large, used, evictable, spare {counted}, found "
-                f"{(len(held), num_used, num_evictable, num_spare)}"
+                f"{(len(held), len(users), num_evictable, num_spare)}"
             )
-            raise InvariantError(msg)
-        if {owner: large for large, owner in self._owners.items()} != self._claims or not set(
-            self._owners
-        ) <= set(bins["claimed"]):
-            msg = f"page table {index}: claims {self._claims} against owners {self._owners}"
-            raise InvariantError(msg)
-        if NO_PAGES:
-            msg = "the lists of a large page that is not open were written"
             raise InvariantError(msg)

@@ -1,0 +1,133 @@
+"""Evictable small pages of the large pages that one page table holds, and which of them goes next.
+
+A large page without a user goes as a whole, so an order among small pages matters only in pinned
+ones. It is made when it is first asked for: most large pages are given away without one.
+"""
+
+from jenga.bins import NO_PAGE
+from jenga.errors import InvariantError
+from jenga.victims import NOT_QUEUED, VictimQueue
+
+NO_ORDER: list[int] = []
+"""Stands for an order that was not asked for; never written."""
+
+
+class Evictables:
+    """Ranks of evictable small pages.
+
+    Attributes:
+        stamps: Of an evictable small page its rank, else `NOT_QUEUED`.
+        eldest: Large page -> a lower bound of the ranks of its evictable small pages.
+        youngest: Large page -> the rank at which it last had a user.
+        pinned: Pinned large pages with evictable small pages, by a lower bound of their ranks.
+    """
+
+    __slots__ = ("_orders", "_pages_per_large", "eldest", "pinned", "stamps", "youngest")
+
+    def __init__(self, num_larges: int, pages_per_large: int) -> None:
+        self._pages_per_large = pages_per_large
+        self.stamps = [NOT_QUEUED] * (num_larges * pages_per_large)
+        self.eldest = [0] * num_larges
+        self.youngest = [0] * num_larges
+        self.pinned = VictimQueue(num_larges)
+        # Per large page, entries of its evictable small pages in order, with stale ones.
+        self._orders = [NO_ORDER] * num_larges
+
+    def open(self, large: int) -> None:
+        """Note a large page without evictable small pages."""
+        self.youngest[large] = 0
+
+    def close(self, large: int) -> None:
+        """Forget a large page without evictable small pages."""
+        self._orders[large] = NO_ORDER
+
+    def pin(self, large: int) -> None:
+        """Let evictable small pages of a large page go one by one."""
+        self.pinned.push(large, self.eldest[large])
+
+    def note_whole(self, large: int, lowest: int, highest: int) -> None:
+        """Note that all small pages of a large page became evictable at once, with such ranks."""
+        self.eldest[large], self.youngest[large] = lowest, highest
+        self._orders[large] = NO_ORDER
+
+    def note(self, large: int, page: int, num_pages: int, lowest: int, highest: int) -> None:
+        """Note that small pages of a large page, of which others are evictable, became so too.
+
+        Args:
+            large: The large page.
+            page: The small page, if it is one.
+            num_pages: How many.
+            lowest: Of their ranks.
+            highest: Of their ranks.
+        """
+        self.eldest[large] = min(self.eldest[large], lowest)
+        self.youngest[large] = max(self.youngest[large], highest)
+        order = self._orders[large]
+        if order:
+            entry = lowest * len(self.stamps) + page
+            if num_pages == 1 and entry > order[-1] and len(order) < 2 * self._pages_per_large:
+                order.append(entry)
+            else:
+                self._orders[large] = NO_ORDER
+
+    def take_first(self) -> int:
+        """The evictable small page in a pinned large page that goes next, evictable no longer.
+
+        Large pages are in the order of a lower bound. Where that of the first one is too low it is
+        corrected instead, and the null page returned.
+        """
+        large = self.pinned.peek()
+        order = self._valid_order(large)
+        rank, page = divmod(order[0], len(self.stamps))
+        if rank > self.pinned.rank(large):
+            self.pinned.push(large, rank)
+            return NO_PAGE
+        del order[0]
+        self.stamps[page] = NOT_QUEUED
+        return page
+
+    def _valid_order(self, large: int) -> list[int]:
+        """Entries of a large page's evictable small pages in order; the first is not stale."""
+        stamps, num_stamps, k = self.stamps, len(self.stamps), self._pages_per_large
+        order = self._orders[large]
+        if not order:
+            pages = range(large * k, (large + 1) * k)
+            order = sorted(stamps[page] * num_stamps + page for page in pages if stamps[page] >= 0)
+            self._orders[large] = order
+        num_stale = 0
+        while stamps[order[num_stale] % num_stamps] != order[num_stale] // num_stamps:
+            num_stale += 1
+        del order[:num_stale]
+        return order
+
+    def take_all(self, large: int) -> list[int]:
+        """The evictable small pages of a large page, evictable no longer."""
+        stamps, k = self.stamps, self._pages_per_large
+        pages = [page for page in range(large * k, (large + 1) * k) if stamps[page] >= 0]
+        for page in pages:
+            stamps[page] = NOT_QUEUED
+        return pages
+
+    def check(self, large: int, *, is_pinned: bool) -> None:
+        """Raise `InvariantError` unless bounds and order of a large page are those of its pages."""
+        k, order = self._pages_per_large, self._orders[large]
+        pages = range(large * k, (large + 1) * k)
+        ranks = {page: self.stamps[page] for page in pages if self.stamps[page] >= 0}
+        lowest, highest = min(ranks.values(), default=0), max(ranks.values(), default=0)
+        entries = {rank * len(self.stamps) + page for page, rank in ranks.items()}
+        goes_alone = bool(ranks) and is_pinned
+        problems = {
+            "evictable pages missing in the order": order and not entries <= set(order),
+            "an order that does not rise": order != sorted(set(order)),
+            "pinned victims not queued": goes_alone and self.pinned.stamps[large] < 0,
+            "rank of the oldest not a lower bound": goes_alone and self.pinned.rank(large) > lowest,
+            "rank of the eldest too high": ranks and self.eldest[large] > lowest,
+            "rank of the youngest too low": self.youngest[large] < highest,
+        }
+        for problem, found in problems.items():
+            if found:
+                msg = f"large page {large}: {problem} (ranks {ranks}, order {order})"
+                raise InvariantError(msg)
+        if NO_ORDER:
+            msg = "the order of a large page that was not asked for was written"
+            raise InvariantError(msg)
