@@ -30,10 +30,10 @@ ENVIRONMENT := $(STAMPS)/cpu
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all test-slow test-newer-vllm lint format clean
+.PHONY: help env demo test test-all test-slow newer-vllm test-newer-vllm lint format clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 env: $(ENVIRONMENT) ## build .venv: vLLM, torch, Triton and the tools (3 GB, 3 to 6 minutes)
 
@@ -48,6 +48,8 @@ test-slow: $(ENVIRONMENT) ## run the tests marked slow
 
 test-all: $(ENVIRONMENT) ## run every test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+newer-vllm: $(STAMPS)/newer-vllm ## lay the Python of vLLM 0.33 over the CPU build of 0.32, in a folder of its own
 
 test-newer-vllm: $(STAMPS)/newer-vllm ## run the plugin's tests on vLLM 0.33, its Python over 0.32's CPU build
 	PYTHONPATH=$(CURDIR)/$(NEWER_VLLM) $(BIN)/python -m pytest -m "not slow" tests/vllm_plugin $(PYTEST_ARGS)
