@@ -317,6 +317,7 @@ def test_what_some_layers_have_of_an_encoder_is_left_out_of_a_hit():
         branch_tokens=16,
         limit=-1,
         pages=([7], [3, 4], [5, 6]),
+        has_missing=(False, False, False),
         facts=None,
         prefix_hashes=(),
         version=(0, 0),
