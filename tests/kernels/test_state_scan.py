@@ -204,6 +204,12 @@ def test_state_scan_gives_the_same_wherever_a_prompt_is_cut(kind, seed):
     assert max_error(whole.states[order], exact_states[order]) <= 1e-5
 
 
+# By how many units in the last place the power of two in a step's decay is off on average. A power
+# near one that errs to one side does so in every step. The interpreter's is numpy's, where the mean
+# is a twenty-fifth on some CPUs; a GPU's `ex2.approx` may be off by two: half is taken to cancel.
+DECAY_UNITS = 1 if DEVICE.type == "cuda" else 1 / 16
+
+
 @pytest.mark.parametrize("kind", ["channels", "heads"])
 def test_state_scan_stays_near_float64_over_long_prompts(kind):
     rng = generator(7)
@@ -224,10 +230,13 @@ def test_state_scan_stays_near_float64_over_long_prompts(kind):
 
     state_scan(out, pages.states, **tensors, **slots)
 
-    check_close(out, exact, naive)
-    check_close(pages.states[1], exact_states[1], naive_states[1])
-    scale = exact_states[1].abs().max().item()
-    assert max_error(pages.states[1], exact_states[1]) < 2e-6 * scale
+    # Heads multiply by one power for a whole chunk, channels by one for every token.
+    num_powers = length if kind == "channels" else length // 64
+    lost = DECAY_UNITS * num_powers * torch.finfo(torch.float32).eps
+    scale, state_scale = (each.abs().max().item() for each in (exact, exact_states[1]))
+    check_close(out, exact, naive, slack=lost * scale)
+    check_close(pages.states[1], exact_states[1], naive_states[1], slack=lost * state_scale)
+    assert max_error(pages.states[1], exact_states[1]) < max(2e-6, lost) * state_scale
 
 
 def test_state_scan_keeps_neighbours_apart_after_strong_decay():
