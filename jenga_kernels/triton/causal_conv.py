@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from jenga_kernels.triton.addressing import page_offsets
-from jenga_kernels.triton.recurrence import checkpoint_range, silu, stretch_end
+from jenga_kernels.triton.recurrence import checkpoint_range, mask_if, silu, stretch_end
 from jenga_kernels.triton.requests import find_block
 
 
@@ -69,7 +69,7 @@ def causal_conv_kernel(
     # The product tells Triton what divides the stride; of arguments it believes 16 only.
     stride_x_token = stride_x_token // X_ALIGNMENT * X_ALIGNMENT
     x_ptr += query_start * stride_x_token + dims
-    has_initial = is_dim & (initial_slot > 0)
+    has_initial = mask_if(initial_slot > 0, is_dim)
     acc = tl.full([BLOCK_T, BLOCK_D], 0.0, tl.float32)
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + channels, mask=is_channel, other=0.0).to(tl.float32)[None, :]
@@ -113,4 +113,4 @@ def causal_conv_kernel(
         state_ptr = states_ptr + page_offsets(slot, stride_states_slot) + dims * stride_states_dim
         state_ptr += columns * stride_states_column
         state = state.to(states_ptr.dtype.element_ty)
-        tl.store(state_ptr, state, mask=is_column & is_dim & (slot > 0))
+        tl.store(state_ptr, state, mask=mask_if(slot > 0, is_column & is_dim))

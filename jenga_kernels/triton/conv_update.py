@@ -5,7 +5,7 @@ import triton.language as tl
 
 from jenga_kernels.triton.addressing import page_offsets
 from jenga_kernels.triton.device import device_function
-from jenga_kernels.triton.recurrence import silu
+from jenga_kernels.triton.recurrence import mask_if, silu
 
 
 @device_function
@@ -83,7 +83,7 @@ def conv_update_kernel(
     initial_slot = tl.load(initial_slots_ptr + request * stride_initial)
     in_page = dims.to(tl.int64) * stride_states_dim
     initial = states_ptr + page_offsets(initial_slot, stride_states_slot) + in_page
-    has_initial = is_dim & (initial_slot > 0)
+    has_initial = mask_if(initial_slot > 0, is_dim)
     newest = tl.load(initial + NEWEST * stride_states_column, mask=has_initial, other=0.0)
     newest = newest.to(tl.float32)  # [D]
     if MIDDLE >= 0:
@@ -98,7 +98,7 @@ def conv_update_kernel(
         x = tl.load(x_ptr, mask=is_dim, other=0.0).to(tl.float32)  # [D]
         slot = tl.load(state_slots_ptr)
         kept = states_ptr + page_offsets(slot, stride_states_slot) + in_page
-        is_kept = is_dim & (slot > 0)
+        is_kept = mask_if(slot > 0, is_dim)
         y = newest * w_newest + x * w_own
         if MIDDLE >= 0:
             y += middle * w_middle

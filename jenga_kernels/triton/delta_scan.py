@@ -6,7 +6,7 @@ import triton.language as tl
 from jenga_kernels.triton.addressing import page_offsets
 from jenga_kernels.triton.delta_rule import rounded
 from jenga_kernels.triton.matmul import matmul, matmul_add
-from jenga_kernels.triton.recurrence import checkpoint_range, stretch_end
+from jenga_kernels.triton.recurrence import checkpoint_range, mask_if, stretch_end
 
 
 # Counts differ from step to step and must not compile anew.
@@ -95,7 +95,7 @@ def delta_scan_kernel(
     # Rows only: offsets of all elements would stay in registers from the first load to the store.
     in_page = head * stride_states_head + vs[None, :] * stride_states_dim  # [1, V]
     initial = states_ptr + (page_offsets(initial_slot, stride_states_slot) + in_page)
-    h = tl.load(initial + ks[:, None], mask=in_state & (initial_slot > 0), other=0.0).to(
+    h = tl.load(initial + ks[:, None], mask=mask_if(initial_slot > 0, in_state), other=0.0).to(
         tl.float32
     )  # [K, V]
 
@@ -146,5 +146,5 @@ def delta_scan_kernel(
         tl.store(
             state_ptr + ks[:, None],
             rounded(h, states_ptr.dtype.element_ty),
-            mask=in_state & (slot > 0),
+            mask=mask_if(slot > 0, in_state),
         )

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from jenga_kernels.triton.addressing import page_offsets
 from jenga_kernels.triton.delta_rule import decay_log2, inverse_length, rounded, sigmoid
-from jenga_kernels.triton.recurrence import LOG2E, row_sums
+from jenga_kernels.triton.recurrence import LOG2E, mask_if, row_sums
 
 
 @triton.jit
@@ -79,7 +79,8 @@ def delta_update_kernel(  # noqa: PLR0912 - a branch for each optional tensor
     initial_slot = tl.load(initial_slots_ptr + request * stride_initial)
     in_page = head * stride_states_head + vs[:, None] * stride_states_dim + ks[None, :]
     initial = states_ptr + page_offsets(initial_slot, stride_states_slot) + in_page
-    h = tl.load(initial, mask=in_state & (initial_slot > 0), other=0.0).to(tl.float32)  # [V, K]
+    h = tl.load(initial, mask=mask_if(initial_slot > 0, in_state), other=0.0)  # [V, K]
+    h = h.to(tl.float32)
 
     group = head // HEADS_PER_GROUP
     q_ptr += first * stride_q_token + group * stride_q_head + ks
@@ -121,7 +122,7 @@ def delta_update_kernel(  # noqa: PLR0912 - a branch for each optional tensor
         tl.store(out_ptr, rounded(y, out_ptr.dtype.element_ty), mask=is_v)
         slot = tl.load(state_slots_ptr)
         kept = states_ptr + page_offsets(slot, stride_states_slot) + in_page
-        tl.store(kept, rounded(h, states_ptr.dtype.element_ty), mask=in_state & (slot > 0))
+        tl.store(kept, rounded(h, states_ptr.dtype.element_ty), mask=mask_if(slot > 0, in_state))
         q_ptr += stride_q_token
         k_ptr += stride_k_token
         v_ptr += stride_v_token

@@ -3,6 +3,7 @@
 import triton.language as tl
 
 from jenga_kernels.triton.device import device_function
+from jenga_kernels.triton.matmul import INTERPRETED
 
 LOG2E = tl.constexpr(1.4426950408889634)
 """exp(x) is exp2(x * LOG2E)."""
@@ -15,6 +16,19 @@ _add = tl.standard._sum_combine
 def row_sums(values):
     """Sums over the last dimension of [M, N]."""
     return tl.reduce(values, 1, _add)
+
+
+@device_function
+def mask_if(condition, mask):
+    """A mask where a scalar condition holds, and nothing of it elsewhere.
+
+    Triton 3.9's interpreter makes 32-bit numbers of a condition that meets a mask, and then takes
+    no such mask.
+    """
+    if INTERPRETED:
+        return tl.where(condition, mask, False)
+    else:
+        return mask & condition
 
 
 @device_function

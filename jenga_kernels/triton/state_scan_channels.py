@@ -7,6 +7,7 @@ from jenga_kernels.triton.addressing import page_offsets
 from jenga_kernels.triton.recurrence import (
     LOG2E,
     checkpoint_range,
+    mask_if,
     row_sums,
     silu,
     step_sizes,
@@ -107,7 +108,7 @@ def state_scan_channels_kernel(
         D = tl.load(D_ptr, mask=is_dim, other=0.0).to(tl.float32)  # [P, 1]
     if z_ptr is not None:
         z_ptr += head * stride_z_head
-    has_initial = in_state & (initial_slot > 0)
+    has_initial = mask_if(initial_slot > 0, in_state)
     initial = states_ptr + page_offsets(initial_slot, stride_states_slot) + in_page
     h = tl.load(initial, mask=has_initial, other=0.0).to(tl.float32)  # [P, N]
 
@@ -137,7 +138,7 @@ def state_scan_channels_kernel(
             B_row = B_ptr + tl.cast(first, tl.int64) * stride_B_token + ns
             C_row = C_ptr + tl.cast(first, tl.int64) * stride_C_token + ns
             for t in tl.static_range(BLOCK_T):  # pyright: ignore[reportGeneralTypeIssues]
-                is_token = is_n & (first + t < stop)
+                is_token = mask_if(first + t < stop, is_n)
                 b = tl.load(B_row, mask=is_token, other=0.0)
                 c = tl.load(C_row, mask=is_token, other=0.0)
                 B_row += stride_B_token
@@ -156,4 +157,4 @@ def state_scan_channels_kernel(
             tl.store(out_ptr + tokens * stride_out_token + dims, y, mask=live)
         token = stop
         kept = states_ptr + page_offsets(slot, stride_states_slot) + in_page
-        tl.store(kept, h.to(states_ptr.dtype.element_ty), mask=in_state & (slot > 0))
+        tl.store(kept, h.to(states_ptr.dtype.element_ty), mask=mask_if(slot > 0, in_state))

@@ -9,6 +9,7 @@ from jenga_kernels.triton.matmul import matmul, matmul_add
 from jenga_kernels.triton.recurrence import (
     LOG2E,
     checkpoint_range,
+    mask_if,
     silu,
     step_sizes,
     stretch_end,
@@ -139,7 +140,7 @@ def state_scan_heads_kernel(
     if z_ptr is not None:
         z_ptr += query_start * stride_z_token + head * stride_z_head + dims[None, :]
     initial = states_ptr + (page_offsets(initial_slot, stride_states_slot) + in_page)
-    h = tl.load(initial + ns[:, None], mask=in_state & (initial_slot > 0), other=0.0).to(
+    h = tl.load(initial + ns[:, None], mask=mask_if(initial_slot > 0, in_state), other=0.0).to(
         tl.float32
     )  # [N, P]
 
@@ -195,5 +196,7 @@ def state_scan_heads_kernel(
         start = stop
         state_ptr = states_ptr + (page_offsets(slot, stride_states_slot) + in_page)
         tl.store(
-            state_ptr + ns[:, None], h.to(states_ptr.dtype.element_ty), mask=in_state & (slot > 0)
+            state_ptr + ns[:, None],
+            h.to(states_ptr.dtype.element_ty),
+            mask=mask_if(slot > 0, in_state),
         )

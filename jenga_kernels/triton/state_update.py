@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from jenga_kernels.triton.addressing import page_offsets
-from jenga_kernels.triton.recurrence import LOG2E, row_sums, silu, step_sizes
+from jenga_kernels.triton.recurrence import LOG2E, mask_if, row_sums, silu, step_sizes
 
 
 @triton.jit
@@ -84,7 +84,8 @@ def state_update_kernel(  # noqa: PLR0912 - a branch for each optional tensor
     initial_slot = tl.load(initial_slots_ptr + request * stride_initial)
     in_page = head * stride_states_head + dims[:, None] * stride_states_dim + ns[None, :]
     initial = states_ptr + page_offsets(initial_slot, stride_states_slot) + in_page
-    h = tl.load(initial, mask=in_state & (initial_slot > 0), other=0.0).to(tl.float32)  # [P, N]
+    h = tl.load(initial, mask=mask_if(initial_slot > 0, in_state), other=0.0)  # [P, N]
+    h = h.to(tl.float32)
 
     group = head // HEADS_PER_GROUP
     x_ptr += first * stride_x_token + head * stride_x_head + dims
@@ -129,7 +130,7 @@ def state_update_kernel(  # noqa: PLR0912 - a branch for each optional tensor
         tl.store(out_ptr, y.to(out_ptr.dtype.element_ty), mask=is_dim)
         slot = tl.load(state_slots_ptr)
         kept = states_ptr + page_offsets(slot, stride_states_slot) + in_page
-        tl.store(kept, h.to(states_ptr.dtype.element_ty), mask=in_state & (slot > 0))
+        tl.store(kept, h.to(states_ptr.dtype.element_ty), mask=mask_if(slot > 0, in_state))
         x_ptr += stride_x_token
         dt_ptr += stride_dt_token
         B_ptr += stride_B_token
