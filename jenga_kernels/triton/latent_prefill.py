@@ -91,6 +91,11 @@ def latent_prefill_kernel(
         BLOCK_LATENT,
         BLOCK_ROTARY,
     )
+    # The walk needs all registers: which rows these are is not kept in any, but read again.
+    rows = tl.load(row_tile_indices_ptr + row_tile, volatile=True) * BLOCK_M + tl.arange(0, BLOCK_M)
+    live = rows < query_len * GROUP
+    tokens = query_start + tl.minimum(rows // GROUP, query_len - 1)
+    heads = group * GROUP + rows % GROUP  # i32[BLOCK_M]
     # Rows of results are numbered in 32 bits, their elements are not.
     out_rows = tokens * NUM_HEADS + heads
     offsets = out_rows.to(tl.int64) * LATENT_DIM

@@ -8,9 +8,12 @@ import triton.language as tl
 from jenga_kernels.triton.addressing import repeated_key_offsets
 from jenga_kernels.triton.attention_tile import LOG2_E, finish_rows, row_offsets
 from jenga_kernels.triton.device import device_function
+from jenga_kernels.triton.latent_tiles import WARPGROUP_ROWS
 from jenga_kernels.triton.matmul import matmul, matmul_add
 from jenga_kernels.triton.rows import load_rows
 from jenga_kernels.triton.softmax import softmax_step
+
+_WARPGROUP_ROWS = tl.constexpr(WARPGROUP_ROWS)
 
 
 @device_function
@@ -58,7 +61,11 @@ def attend_latents(
     acc = tl.full([BLOCK_M, BLOCK_LATENT], 0, tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.full([BLOCK_M], 0, tl.float32)
-    for tile in range(tile_start, tile_end):
+    # Triton from 3.8 on would keep in 72 registers where the queries of warpgroups lie in shared
+    # memory, and spill results.
+    for tile in tl.range(  # pyright: ignore[reportGeneralTypeIssues]
+        tile_start, tile_end, disable_licm=BLOCK_M >= _WARPGROUP_ROWS
+    ):
         first_key = tile * BLOCK_N
         offsets = repeated_key_offsets(
             page_table_ptr,
@@ -77,8 +84,9 @@ def attend_latents(
         values = latents
         if latents.dtype != q_latent.dtype:
             values = load_rows(pages_ptr, offsets, keys < keys_end, LATENT_DIM, BLOCK_LATENT)
-        scores = matmul(q_latent, tl.trans(latents.to(q_latent.dtype)))  # f32[BLOCK_M, BLOCK_N]
-        scores = matmul_add(q_rotary, tl.trans(rotary.to(q_rotary.dtype)), scores)
+        # The short product first: the other way round a warpgroup runs out of registers.
+        scores = matmul(q_rotary, tl.trans(rotary.to(q_rotary.dtype)))  # f32[BLOCK_M, BLOCK_N]
+        scores = matmul_add(q_latent, tl.trans(latents.to(q_latent.dtype)), scores)
         scores = tl.where(keys[None, :] < row_ends[:, None], scores, float("-inf"))
         weights, rescale, row_max, row_sum = softmax_step(scores, to_base_2, row_max, row_sum)
         values = values.to(q_latent.dtype)  # [BLOCK_N, BLOCK_LATENT]
