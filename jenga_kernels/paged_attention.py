@@ -43,7 +43,7 @@ from jenga_kernels.triton.tiles import MIN_ROWS, power_of_two
 _kind = functools.lru_cache(AttentionKind)
 """Every layer of every step asks for the same few."""
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 """Widest head whose tiles fit into the registers and the shared memory of one program."""
 
 
@@ -84,7 +84,7 @@ def paged_attention(
 
     Args:
         q: Queries, [num_tokens, num_heads, head_dim], bfloat16, float16 or float32; last dimension
-            contiguous, head_dim up to 256.
+            contiguous, head_dim up to 512.
         k_pages: Keys, [num_pages, page_tokens, num_kv_heads, head_dim], dtype of q or
             float8_e4m3fn; any strides that are multiples of 16 bytes, last dimension contiguous.
         v_pages: Values, shape, dtype and strides of k_pages.

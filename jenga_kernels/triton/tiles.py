@@ -180,7 +180,7 @@ def attention_tiles(
             num_programs=1,
             block_splits=16,
         )
-    block_d = min(256, max(64, power_of_two(head_dim)))
+    block_d = min(512, max(64, power_of_two(head_dim)))
     is_large = machine.has_large_tiles
     return AttentionTiles(
         decode=_decode_tiles(block_d, element_bytes, stored_bytes, decode_rows, is_large),
@@ -221,27 +221,35 @@ PREFILL_TILES = {
     (True, 2, 2, 64): _loop_tiles(128, 128, 8, 5),
     (True, 2, 2, 128): _loop_tiles(128, 64, 8, 5),
     (True, 2, 2, 256): _loop_tiles(128, 32, 8, 5),
+    (True, 2, 2, 512): _loop_tiles(32, 16, 8, 2),
     (True, 2, 1, 64): _loop_tiles(128, 128, 8, 5),
     (True, 2, 1, 128): _loop_tiles(128, 64, 8, 5),
     (True, 2, 1, 256): _loop_tiles(64, 64, 8, 2),
+    (True, 2, 1, 512): _loop_tiles(32, 16, 8, 2),
     (True, 4, 4, 64): _loop_tiles(64, 32, 8, 1),
     (True, 4, 4, 128): _loop_tiles(32, 16, 8, 1),
     (True, 4, 4, 256): _loop_tiles(16, 16, 8, 1),
+    (True, 4, 4, 512): _loop_tiles(16, 16, 8, 1),
     (True, 4, 1, 64): _loop_tiles(64, 32, 8, 1),
     (True, 4, 1, 128): _loop_tiles(32, 16, 8, 1),
     (True, 4, 1, 256): _loop_tiles(16, 16, 8, 1),
+    (True, 4, 1, 512): _loop_tiles(16, 16, 8, 1),
     (False, 2, 2, 64): _loop_tiles(128, 64, 8, 5),
     (False, 2, 2, 128): _loop_tiles(64, 64, 8, 5),
     (False, 2, 2, 256): _loop_tiles(64, 32, 8, 2),
+    (False, 2, 2, 512): _loop_tiles(32, 16, 8, 2),
     (False, 2, 1, 64): _loop_tiles(128, 64, 8, 5),
     (False, 2, 1, 128): _loop_tiles(64, 64, 8, 2),
     (False, 2, 1, 256): _loop_tiles(64, 32, 8, 2),
+    (False, 2, 1, 512): _loop_tiles(32, 16, 8, 2),
     (False, 4, 4, 64): _loop_tiles(64, 32, 8, 1),
     (False, 4, 4, 128): _loop_tiles(32, 16, 8, 1),
     (False, 4, 4, 256): _loop_tiles(16, 16, 8, 1),
+    (False, 4, 4, 512): _loop_tiles(16, 16, 8, 1),
     (False, 4, 1, 64): _loop_tiles(64, 32, 8, 1),
     (False, 4, 1, 128): _loop_tiles(32, 16, 8, 1),
     (False, 4, 1, 256): _loop_tiles(16, 16, 8, 1),
+    (False, 4, 1, 512): _loop_tiles(16, 16, 8, 1),
 }
 """The largest tiles that compile without spills with every option; no GPU has timed them yet.
 

@@ -37,6 +37,11 @@ SHAPES = {
     "head_dim_128": Shape(requests=MIXED, head_dim=128),
     "head_dim_192": Shape(requests=MIXED, head_dim=192),
     "head_dim_256": Shape(requests=MIXED, head_dim=256),
+    "head_dim_320": Shape(requests=MIXED, head_dim=320),
+    "head_dim_512": Shape(requests=MIXED, num_heads=16, head_dim=512),
+    "head_dim_512_token_major": Shape(
+        requests=MIXED, num_heads=8, num_kv_heads=1, head_dim=512, is_head_major=False
+    ),
     "page_of_48_tokens": Shape(requests=MIXED, page_tokens=48),
     "page_of_128_tokens": Shape(requests=MIXED, page_tokens=128),
     "page_of_528_tokens": Shape(requests=MIXED, page_tokens=528),
@@ -211,7 +216,7 @@ def plan_of(arguments, **changes):
 
 
 BAD_ARGUMENTS = {
-    "heads_too_wide": ("q", lambda a: {"q": a["q"].repeat(1, 1, 5)}),
+    "heads_too_wide": ("q", lambda a: {"q": a["q"].repeat(1, 1, 9)}),
     "a_flat_query": ("q", lambda a: {"q": a["q"].flatten(1)}),
     "queries_of_another_head_dim": ("k_pages", lambda a: {"q": a["q"][..., :32]}),
     "integer_queries": ("q", lambda a: {"q": a["q"].int()}),
