@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 
 from jenga.models.config import Config
 from jenga.models.layers import (
-    AttentionLayer,
     Kind,
     attention_types,
     kv_slot_bytes,
@@ -109,30 +108,21 @@ def read_gemma4(config: Config, options: ReadOptions) -> list[LayerType]:
     num_layers = config.num_layers()
     kinds = layer_kinds(config, num_layers, _every(6, num_layers, others=Kind.SLIDING))
     kinds[-1] = Kind.FULL
-    window_tokens = config.integer("sliding_window")
-    options.shard("attention heads", config.integer("num_attention_heads"))
-    num_kv_heads = config.integer("num_key_value_heads")
-    num_global_kv_heads = (
-        config.integer("num_global_key_value_heads", default=num_kv_heads)
-        if config.flag("attention_k_eq_v", default=False)
-        else num_kv_heads
-    )
-    sliding_bytes = options.kv_slot_bytes(num_kv_heads, config.integer("head_dim"))
-    full_bytes = options.kv_slot_bytes(num_global_kv_heads, config.integer("global_head_dim"))
-    layers: list[AttentionLayer] = []
-    for index, kind in enumerate(kinds):
-        is_full = kind is Kind.FULL
-        if kind not in {Kind.FULL, Kind.SLIDING}:
-            config.refuse("layer_types", "full_attention and sliding_attention only")
-        layers.append(
-            AttentionLayer(
-                index=index,
-                slot_bytes=full_bytes if is_full else sliding_bytes,
-                window_tokens=None if is_full else window_tokens,
-            )
+    if any(kind not in {Kind.FULL, Kind.SLIDING} for kind in kinds):
+        config.refuse("layer_types", "full_attention and sliding_attention only")
+    wide = {"head_dim": config.integer("global_head_dim")}
+    if config.flag("attention_k_eq_v", default=False):
+        num_kv_heads = config.integer("num_key_value_heads")
+        wide["num_key_value_heads"] = config.integer(
+            "num_global_key_value_heads", default=num_kv_heads
         )
-    num_shared_layers = config.count("num_kv_shared_layers", default=0)
-    return attention_types(layers, sources=shared_sources(config, kinds, num_shared_layers))
+    full = {str(index): wide for index, kind in enumerate(kinds) if kind is Kind.FULL}
+    # As transformers saves it; what Google published has fields of their own instead.
+    config = config.with_defaults({"per_layer_config": full})
+    return attention_types(
+        uniform_attention(config, options, kinds, window_field="sliding_window"),
+        sources=shared_sources(config, kinds, config.count("num_kv_shared_layers", default=0)),
+    )
 
 
 def read_llama4(config: Config, options: ReadOptions) -> list[LayerType]:

@@ -117,6 +117,16 @@ class Config:
             self.refuse(name, "an object")
         return Config(cast("dict[str, object]", value), source=f"{self.source}: {name}")
 
+    def of_layer(self, index: int) -> "Config":
+        """The fields as one layer has them, where `per_layer_config` sets some of its own."""
+        if "per_layer_config" not in self:
+            return self
+        layers = self.section("per_layer_config")
+        if str(index) not in layers:
+            return self
+        own = layers.section(str(index))
+        return Config({**self._fields, **own._fields}, source=own.source)
+
     def with_defaults(self, defaults: Mapping[str, object]) -> "Config":
         """The same fields, with some for those that are absent."""
         present = {name: value for name, value in self._fields.items() if value is not None}

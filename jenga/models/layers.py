@@ -116,7 +116,7 @@ def layer_kinds(config: Config, num_layers: int, default: Sequence[Kind] | None)
 def uniform_attention(
     config: Config, options: ReadOptions, kinds: Sequence[Kind], *, window_field: str | None = None
 ) -> list[AttentionLayer]:
-    """Attention layers that all have the same heads.
+    """Attention layers that have the same heads, but for what `per_layer_config` says of some.
 
     Args:
         config: The language model's fields.
@@ -124,9 +124,10 @@ def uniform_attention(
         kinds: What each layer does; layers without attention are skipped.
         window_field: Names the window, or the chunk, of the layers that have one.
     """
-    slot_bytes = kv_slot_bytes(config, options)
     layers: list[AttentionLayer] = []
     for index, kind in enumerate(kinds):
+        own = config.of_layer(index)
+        slot_bytes = kv_slot_bytes(own, options)
         if kind is Kind.FULL:
             layers.append(AttentionLayer(index=index, slot_bytes=slot_bytes))
         elif kind in {Kind.SLIDING, Kind.CHUNKED}:
@@ -136,7 +137,7 @@ def uniform_attention(
                 AttentionLayer(
                     index=index,
                     slot_bytes=slot_bytes,
-                    window_tokens=config.integer(window_field),
+                    window_tokens=own.integer(window_field),
                     is_chunked=kind is Kind.CHUNKED,
                 )
             )

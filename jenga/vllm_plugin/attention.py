@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
 _MIN_HEAD_DIM = 64
-_MAX_HEAD_DIM = 256
+_MAX_HEAD_DIM = 512
 _ATTENTION_TYPES = (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
 
 
@@ -66,7 +66,7 @@ class JengaTritonBackend(AttentionBackend):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        """Whether the kernels serve a head dimension: multiples of 16 from 64 to 256."""
+        """Whether the kernels serve a head dimension: multiples of 16 from 64 to 512."""
         return _MIN_HEAD_DIM <= head_size <= _MAX_HEAD_DIM and head_size % 16 == 0
 
     @classmethod

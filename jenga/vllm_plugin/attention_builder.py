@@ -48,8 +48,14 @@ class JengaTritonMetadata(AttentionMetadata):
     spans: torch.Tensor | None = None
 
 
-def image_spans(common: CommonAttentionMetadata) -> torch.Tensor | None:
+def image_spans(
+    common: CommonAttentionMetadata, window_tokens: int | None = None
+) -> torch.Tensor | None:
     """Find the image that each token of a step belongs to.
+
+    Args:
+        common: The step.
+        window_tokens: Leave out what a token's window has passed; None: nothing.
 
     Returns:
         i32[num_tokens, 2] on the host, the image's tokens [start, end) in its request, (0, 0) for
@@ -70,6 +76,10 @@ def image_spans(common: CommonAttentionMetadata) -> torch.Tensor | None:
                 if spans is None:
                     spans = torch.zeros(common.num_actual_tokens, 2, dtype=torch.int32)
                 spans[first:end] = torch.tensor([start, last + 1], dtype=torch.int32)
+                if window_tokens is not None:
+                    reached = first_position - first_row + 1 - window_tokens
+                    starts_seen = torch.arange(first, end, dtype=torch.int32) + reached
+                    spans[first:end, 0].clamp_(min=starts_seen)
     return spans
 
 
@@ -111,21 +121,44 @@ def fill_rejected_slots(
     slots.copy_(torch.where((slots < 0) & has_slot, own, slots))
 
 
-def refuse_clamped_images(vllm_config: "VllmConfig", layer_names: list[str]) -> None:
-    """Refuse images of which a token reads only what its window reaches.
+@dataclass(frozen=True, slots=True)
+class ImageReach:
+    """Which tokens of their image the tokens of an image read besides those before them.
+
+    Attributes:
+        is_read: Whether they read any.
+        window_tokens: They read none that their window has passed; None: also those.
+    """
+
+    is_read: bool = True
+    window_tokens: int | None = None
+
+
+def image_reach(vllm_config: "VllmConfig", layer_names: list[str]) -> ImageReach:
+    """Find out how far the layers of a page table read images.
+
+    In most models every layer reads whole images. In Gemma 4 those with a window do so as far as
+    it reaches, and the others, which vLLM tells apart by nothing else, read as in any text.
 
     Raises:
-        NotImplementedError: A layer asks for that.
+        NotImplementedError: The layers differ in it.
     """
-    layers = vllm_config.compilation_config.static_forward_context
-    clamped = [
+    context = vllm_config.compilation_config.static_forward_context
+    clamped = {
         name
-        for name in layer_names
-        if getattr(layers.get(name), "mm_prefix_clamp_sliding_window", False)
-    ]
-    if clamped and vllm_config.model_config.is_mm_prefix_lm:
-        msg = f"{BACKEND_NAME} does not support images cut by sliding windows, as in {clamped[0]!r}"
+        for name, layer in context.items()
+        if getattr(layer, "mm_prefix_clamp_sliding_window", False)
+    }
+    own = clamped.intersection(layer_names)
+    if own and own != set(layer_names):
+        msg = (
+            f"{BACKEND_NAME} does not support a page table of which some layers read whole images "
+            f"and others as far as their window reaches: {sorted(layer_names)}"
+        )
         raise NotImplementedError(msg)
+    if not own:
+        return ImageReach(is_read=not clamped)
+    return ImageReach(window_tokens=context[layer_names[0]].sliding_window)
 
 
 class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
@@ -172,7 +205,7 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
             vllm_config, layer_names
         ) or vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
         self._kind = attention_kind(kv_cache_spec, num_heads)
-        refuse_clamped_images(vllm_config, layer_names)
+        self._image_reach = image_reach(vllm_config, layer_names)
         self._dtype = vllm_config.model_config.dtype
         speculation = vllm_config.speculative_config
         self._leaves_out_rejected = speculation is not None and speculation.uses_draft_model()
@@ -191,7 +224,8 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
         if common.causal is not self._kind.is_causal:
             msg = f"{BACKEND_NAME} does not support causal={common.causal} in this layer"
             raise NotImplementedError(msg)
-        spans = image_spans(common)
+        reach = self._image_reach
+        spans = image_spans(common, reach.window_tokens) if reach.is_read else None
         return JengaTritonMetadata(
             num_actual_tokens=common.num_actual_tokens,
             query_starts=common.query_start_loc,

@@ -105,6 +105,22 @@ def test_gemma_3n_layers_read_the_last_of_their_kind():
     assert len(readers["layers.18"]) == 12
 
 
+def test_layers_with_heads_of_their_own_are_read_from_per_layer_config():
+    def saved(fields):
+        return read_config(Config(config | {"text_config": fields}, source="saved"), name="saved")
+
+    config = facts("gemma-4-31b")["config"]
+    text = dict(config["text_config"])
+    wide = {"head_dim": text.pop("global_head_dim")}
+    wide["num_key_value_heads"] = text.pop("num_global_key_value_heads")
+    text["per_layer_config"] = {str(index): wide for index in range(5, 60, 6)}
+
+    assert saved(text).layer_types == read("gemma-4-31b").layer_types
+    text["per_layer_config"]["11"] = {"head_dim": "wide"}
+    with pytest.raises(ValueError, match=r"per_layer_config: 11: field 'head_dim' must be"):
+        saved(text)
+
+
 def test_mamba_state_has_its_parts_in_order():
     _, state = read("nemotron-h-8b").layer_types
 

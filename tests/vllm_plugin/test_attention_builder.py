@@ -17,8 +17,8 @@ from vllm.v1.kv_cache_interface import (
 from jenga.vllm_plugin.attention_builder import (
     JengaTritonMetadataBuilder,
     attention_kind,
+    image_reach,
     image_spans,
-    refuse_clamped_images,
 )
 from jenga.vllm_plugin.captured_plans import CapturedPlans
 from jenga_kernels.attention_plan import AttentionPlan, plan_attention
@@ -326,16 +326,53 @@ def test_tokens_of_an_image_read_each_other_and_decoding_requests_their_own(name
     assert differs.nonzero()[:, 0].tolist() == list(range(6, 21))  # all of it but its last token
 
 
-def test_images_cut_by_windows_are_refused_by_the_layers_name():
+def clamping_config():
+    """Get a model whose layers with a window read images as far as that reaches."""
     config = make_config()
-    layer = SimpleNamespace(mm_prefix_clamp_sliding_window=True)
-    config.compilation_config.static_forward_context["layers.0.attn"] = layer
+    config.compilation_config.static_forward_context |= {
+        "layers.0.attn": SimpleNamespace(mm_prefix_clamp_sliding_window=True, sliding_window=20),
+        "layers.1.attn": SimpleNamespace(mm_prefix_clamp_sliding_window=False, sliding_window=None),
+    }
+    return config
 
-    refuse_clamped_images(config, ["layers.0.attn"])  # serving text alone
-    config.model_config.is_mm_prefix_lm = True
 
-    with pytest.raises(NotImplementedError, match=r"layers\.0\.attn"):
-        refuse_clamped_images(config, ["layers.0.attn"])
+def test_images_are_read_as_far_as_windows_reach_where_layers_ask_for_it():
+    # An image longer than the window of 20 tokens; the prompt's step begins at its token 20.
+    common = image_step({0: [(3, 9)], 1: [(5, 44)]})
+    generator = torch.Generator().manual_seed(3)
+    pages = torch.randn(2, 48, PAGE_TOKENS, NUM_KV_HEADS, HEAD_DIM, generator=generator)
+    q = torch.randn(31, NUM_HEADS, HEAD_DIM, generator=generator)
+
+    builder = JengaTritonMetadataBuilder(
+        SPECS["sliding"], ["layers.0.attn"], clamping_config(), torch.device("cpu")
+    )
+    metadata = builder.build(0, common)
+    got = attend(paged_attention, metadata, q, pages, plan=metadata.plan, spans=metadata.spans)
+
+    # (Before it, or of its image) and less than a window behind it: one range of keys a token.
+    spans = torch.zeros(31, 2, dtype=torch.int32)
+    for position in range(20, 45):
+        spans[position - 19] = torch.tensor([max(5, position - 19), 45])
+    exact = attend(attend_plainly, metadata, q.double(), pages.double(), spans=spans)
+    check_close(got, exact, attend(attend_plainly, metadata, q, pages, spans=spans))
+    whole = image_spans(common)
+    unclamped = attend(attend_plainly, metadata, q, pages, spans=whole)
+    differs = (got - unclamped).abs().amax((1, 2)) > 0.01
+    assert differs.nonzero()[:, 0].tolist() == list(range(6, 26))  # whose window begins within it
+
+
+def test_layers_without_a_window_read_no_images_beside_those_that_clamp_them():
+    common = image_step({0: [(3, 9)], 1: [(25, 40)]})
+    builder = JengaTritonMetadataBuilder(
+        SPECS["full"], ["layers.1.attn"], clamping_config(), torch.device("cpu")
+    )
+
+    assert builder.build(0, common).spans is None
+
+
+def test_a_page_table_of_layers_that_differ_in_reading_images_is_refused_by_name():
+    with pytest.raises(NotImplementedError, match=r"layers\.0\.attn.*layers\.1\.attn"):
+        image_reach(clamping_config(), ["layers.1.attn", "layers.0.attn"])
 
 
 def test_a_graph_of_prompts_is_refused():

@@ -82,6 +82,30 @@ def test_a_float8_cache_generates_what_stock_vllm_generates_from_rounded_keys_an
     assert_same_generation(ours, twice(stock))
 
 
+def test_heads_of_512_beside_narrow_ones_generate_what_transformers_generates(
+    tiny_model, run_engine
+):
+    model = tiny_model("gemma4")  # whose last layers read the keys and values of others, besides
+
+    theirs = run_engine(model, PROMPTS, script="reference_process.py")
+    ours = run_twice(run_engine, model)
+
+    assert_same_generation(ours, twice(theirs))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma4", "gemma4_experts"])
+def test_heads_of_512_beside_narrow_ones_generate_what_stock_vllm_generates(
+    tiny_model, run_engine, name
+):
+    model = tiny_model(name)
+
+    stock = run_engine(model, PROMPTS)
+    ours = run_twice(run_engine, model)
+
+    assert_same_generation(ours, twice(stock))
+
+
 # Its processor needs a tokenizer, and vLLM does not cut the prompts of such models into chunks.
 WHISPER = {"skip_tokenizer_init": False, "max_num_batched_tokens": 256}
 

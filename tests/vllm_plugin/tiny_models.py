@@ -156,6 +156,38 @@ def _save_eagle3_head(path):
     (path / "config.json").write_text(json.dumps(config))
 
 
+def _gemma4(**others):
+    """Get a Gemma 4: full layers with wide heads, keys as values; the last two layers share."""
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    config = Gemma4TextConfig(
+        **_COMMON,
+        num_hidden_layers=6,
+        head_dim=HEAD_DIM,
+        global_head_dim=8 * HEAD_DIM,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        sliding_window=40,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        final_logit_softcapping=30.0,
+        vocab_size_per_layer_input=VOCAB_SIZE,
+        **({"hidden_size_per_layer_input": 32, "num_kv_shared_layers": 2} | others),
+    )
+    return Gemma4ForCausalLM(config)
+
+
+def _gemma4_experts():
+    """Get a Gemma 4 of experts: every layer with keys of its own, none with inputs of its own."""
+    return _gemma4(
+        hidden_size_per_layer_input=0,
+        num_kv_shared_layers=0,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=64,
+    )
+
+
 def _gemma2_draft():
     """Get a Gemma 2 that drafts for the other, without its windows: vLLM drafts in one group."""
     from transformers import Gemma2ForCausalLM
@@ -514,6 +546,8 @@ _MAKERS = {
     "eagle3_head": lambda: _eagle_head(num_key_value_heads=2),
     "gemma2": _gemma2,
     "gemma2_draft": _gemma2_draft,
+    "gemma4": _gemma4,
+    "gemma4_experts": _gemma4_experts,
     "gpt_oss": _gpt_oss,
     "llama4": _llama4,
     "bloom": _bloom,
@@ -554,7 +588,7 @@ def save(name: str, directory: Path) -> Path:
 
     torch.manual_seed(0)
     model = _MAKERS[name]().to(torch.float32).eval()
-    if name in ("gemma2", "gemma2_draft", "bloom", "whisper"):
+    if name in ("gemma2", "gemma2_draft", "gemma4", "gemma4_experts", "bloom", "whisper"):
         # They tie their heads to their embeddings: at full width every token predicts itself.
         model.get_input_embeddings().weight.data.mul_(0.4)
     if name == "gpt_oss":
