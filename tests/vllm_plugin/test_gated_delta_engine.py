@@ -47,11 +47,10 @@ def test_gated_delta_hybrid_generates_what_transformers_generates_and_finds_its_
 def test_qwen3_5_generates_what_transformers_generates_and_finds_its_prefixes(
     tiny_model, run_engine
 ):
-    pytest.importorskip("torchvision", reason="vLLM reads it beside the model's vision part")
-    model = tiny_model("qwen3_5")
+    model, job = tiny_model("qwen3_5"), {"reads_images": True}  # as vLLM's module of it does
 
-    theirs = run_engine(model, PROMPTS, turns=[TURN], script="reference_process.py")
-    ours = run_engine(model, PROMPTS, turns=[TURN], options=CUTS | JENGA, fill_arena=True)
+    theirs = run_engine(model, PROMPTS, turns=[TURN], script="reference_process.py", **job)
+    ours = run_engine(model, PROMPTS, turns=[TURN], options=CUTS | JENGA, fill_arena=True, **job)
 
     assert_same_generation(ours, theirs)
     check_turns(ours, PROMPTS)

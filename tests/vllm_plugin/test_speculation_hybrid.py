@@ -78,14 +78,16 @@ def test_drafting_hybrids_are_preempted_in_a_small_arena_and_lose_nothing(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("runner", ["0", "1"], ids=["first_runner", "second_runner"])
+@pytest.mark.parametrize("name", ["qwen3_next_mtp", "qwen3_5_mtp"])
 def test_a_layer_that_predicts_further_tokens_of_a_hybrid_changes_no_token(
-    runner, tiny_model, run_engine
+    name, runner, tiny_model, run_engine
 ):
-    model, twice = tiny_model("qwen3_next_mtp"), PROMPTS + PROMPTS
+    model, twice = tiny_model(name), PROMPTS + PROMPTS
     options = CUTS | {"enable_prefix_caching": True}
+    job = {"reads_images": name.startswith("qwen3_5")}  # as vLLM's module of it does
 
     plain = run_engine(
-        model, PROMPTS, max_tokens=MAX_TOKENS, options=options, script="reference_process.py"
+        model, PROMPTS, max_tokens=MAX_TOKENS, options=options, script="reference_process.py", **job
     )
     ours = run_ours(
         run_engine,
@@ -94,6 +96,7 @@ def test_a_layer_that_predicts_further_tokens_of_a_hybrid_changes_no_token(
         rounds=2,
         options=options | MTP,
         environment={V2_RUNNER: runner},
+        **job,
     )
 
     assert_same_generation(ours, plain | {"outputs": plain["outputs"] * 2})

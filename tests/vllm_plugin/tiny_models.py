@@ -466,7 +466,7 @@ def _save_qwen_mtp(path):
         "mtp.pre_fc_norm_hidden.weight": torch.zeros(size),
     }
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    config |= {"num_nextn_predict_layers": 1}
+    config |= {"num_nextn_predict_layers": 1, "mtp_num_hidden_layers": 1}  # of each model's words
     (path / "config.json").write_text(json.dumps(config))
 
 
@@ -569,11 +569,13 @@ _MAKERS = {
     "qwen3_next_calm": lambda: _calm(_qwen3_next(), 0.005),
     "qwen3_next_echo": lambda: _echo_of(_qwen3_next()),
     "qwen3_next_mtp": lambda: _calm(_qwen3_next(), 0.005),
+    "qwen3_5_mtp": lambda: _calm(_qwen3_5(), 0.005),
 }
 _FINISHERS = {
     "llama_fp8_cache": _save_scales,
     "deepseek_v3_mtp": _save_mtp,
     "qwen3_next_mtp": _save_qwen_mtp,
+    "qwen3_5_mtp": _save_qwen_mtp,
     "latent_eagle_head": _save_latent_eagle_head,
     "eagle_head": _save_eagle_head,
     "eagle3_head": _save_eagle3_head,
@@ -596,7 +598,7 @@ def save(name: str, directory: Path) -> Path:
         for layer_name, parameter in model.named_parameters():
             if layer_name.endswith("sinks"):
                 torch.nn.init.normal_(parameter, mean=1.0, std=1.0)
-    if name in ("qwen3_next", "qwen3_next_calm", "qwen3_next_mtp", "qwen3_5"):
+    if name in ("qwen3_next", "qwen3_next_calm", "qwen3_next_mtp", "qwen3_5", "qwen3_5_mtp"):
         # Fresh rates of decay forget nearly all within a token; keep what shows over a prompt.
         for layer_name, parameter in model.named_parameters():
             if layer_name.endswith("A_log"):

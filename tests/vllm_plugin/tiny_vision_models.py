@@ -1,0 +1,182 @@
+"""Tiny models with random weights that read images, with the processors that cut these up.
+
+Their processors need torchvision.
+"""
+
+import sys
+from pathlib import Path
+
+from tests.vllm_plugin.tiny_models import HEAD_DIM, VOCAB_SIZE
+
+FIRST_SPECIAL_TOKEN = 500
+"""Prompts of random tokens have none from here on."""
+
+_SPECIAL_TOKENS = (
+    "<image>",
+    "<start_of_image>",
+    "<end_of_image>",
+    "<audio>",
+    "<start_of_audio>",
+    "<end_of_audio>",
+    "<|video|>",
+    "\n",
+    "\n\n",
+    "\n\n\n",
+    "\n\n\n\n",
+)
+TOKEN_IDS = {token: FIRST_SPECIAL_TOKEN + index for index, token in enumerate(_SPECIAL_TOKENS)}
+
+_VISION = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "initializer_range": 0.15,
+}
+_TEXT = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": HEAD_DIM,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "num_hidden_layers": 6,
+    "sliding_window": 40,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+}
+
+
+def _tokenizer():
+    """Make a tokenizer of whole words; the tests' prompts are tokens already."""
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{index}": index for index in range(FIRST_SPECIAL_TOKEN)} | TOKEN_IDS
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w3"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_tokens(list(TOKEN_IDS))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="w1",
+        eos_token="w2",
+        pad_token="w0",
+        unk_token="w3",
+        extra_special_tokens={
+            "image_token": "<image>",
+            "boi_token": "<start_of_image>",
+            "eoi_token": "<end_of_image>",
+            "audio_token": "<audio>",
+            "boa_token": "<start_of_audio>",
+            "eoa_token": "<end_of_audio>",
+        },
+    )
+
+
+def _gemma3():
+    """Get a Gemma 3 whose images take 25 tokens: less than its windows, more than a page."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    config = Gemma3Config(
+        text_config=_TEXT | {"query_pre_attn_scalar": HEAD_DIM},
+        vision_config=_VISION | {"image_size": 40, "patch_size": 4},
+        mm_tokens_per_image=25,
+        boi_token_index=TOKEN_IDS["<start_of_image>"],
+        eoi_token_index=TOKEN_IDS["<end_of_image>"],
+        image_token_index=TOKEN_IDS["<image>"],
+    )
+    return Gemma3ForConditionalGeneration(config)
+
+
+def _finish_gemma3(path):
+    """Save its processor, and call its vision layers what published checkpoints call them."""
+    from safetensors.torch import load_file, save_file
+    from transformers import Gemma3ImageProcessor, Gemma3Processor
+
+    images = Gemma3ImageProcessor(size={"height": 40, "width": 40})
+    Gemma3Processor(images, _tokenizer(), image_seq_length=25).save_pretrained(path)
+    weights = load_file(path / "model.safetensors")
+    named = {
+        name.replace("vision_tower.", "vision_tower.vision_model."): tensor
+        for name, tensor in weights.items()
+    }
+    save_file(named, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def _gemma4():
+    """Get a Gemma 4 whose images take 64 tokens: more than its windows reach."""
+    from transformers import Gemma4Config, Gemma4ForConditionalGeneration
+
+    config = Gemma4Config(
+        text_config=_TEXT
+        | {
+            "global_head_dim": 2 * HEAD_DIM,
+            "use_bidirectional_attention": "vision",
+            "hidden_size_per_layer_input": 0,
+        },
+        vision_config=_VISION
+        | {
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "patch_size": 4,
+            "default_output_length": 70,
+            "pooling_kernel_size": 2,
+        },
+        audio_config=None,
+        boi_token_id=TOKEN_IDS["<start_of_image>"],
+        eoi_token_id=TOKEN_IDS["<end_of_image>"],
+        image_token_id=TOKEN_IDS["<image>"],
+        video_token_id=TOKEN_IDS["<|video|>"],
+        boa_token_id=TOKEN_IDS["<start_of_audio>"],
+        eoa_token_index=TOKEN_IDS["<end_of_audio>"],
+        audio_token_id=TOKEN_IDS["<audio>"],
+    )
+    return Gemma4ForConditionalGeneration(config)
+
+
+def _finish_gemma4(path):
+    """Save its processor."""
+    from transformers import (
+        Gemma4AudioFeatureExtractor,
+        Gemma4ImageProcessor,
+        Gemma4Processor,
+        Gemma4VideoProcessor,
+    )
+
+    cuts = {"patch_size": 4, "max_soft_tokens": 70, "pooling_kernel_size": 2}
+    Gemma4Processor(
+        Gemma4AudioFeatureExtractor(),
+        Gemma4ImageProcessor(**cuts),
+        _tokenizer(),
+        Gemma4VideoProcessor(**cuts),
+        image_seq_length=70,
+    ).save_pretrained(path)
+
+
+_MAKERS = {"gemma3_vision": _gemma3, "gemma4_vision": _gemma4}
+_FINISHERS = {"gemma3_vision": _finish_gemma3, "gemma4_vision": _finish_gemma4}
+PLACEHOLDERS = {"gemma3_vision": "<start_of_image>", "gemma4_vision": "<image>"}
+"""What stands for an image in a prompt."""
+
+
+def main(name: str, path: Path) -> None:
+    """Make the model named `name` and save it as `path`."""
+    import torch
+
+    torch.manual_seed(0)
+    model = _MAKERS[name]().to(torch.float32).eval()
+    # Heads are tied to embeddings: at full width every token predicts itself. None is an image's.
+    embeddings = model.get_input_embeddings().weight.data
+    embeddings.mul_(0.2)
+    embeddings[FIRST_SPECIAL_TOKEN:] = 0
+    model.save_pretrained(path)
+    _FINISHERS[name](path)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
