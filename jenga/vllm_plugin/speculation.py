@@ -56,9 +56,6 @@ def unsupported_speculation(vllm_config: "VllmConfig") -> dict[str, bool]:
         ),
         **_unsupported_mtp(speculation),
         f"{name} of an encoder-decoder model": model is not None and model.is_encoder_decoder,
-        f"{name} with images whose tokens read each other": (
-            model is not None and model.is_mm_prefix_lm
-        ),
         f"{name} with parallel drafting": speculation.parallel_drafting,
         f"{name} with attention backend {getattr(backend, 'name', backend)} for the draft": (
             backend is not None and backend is not backend_member()

@@ -88,3 +88,30 @@ def test_images_that_are_read_before_and_after_give_what_transformers_gives(
     assert [output["cached_tokens"] for output in ours["outputs"]] == [0] * len(prompts) + expected
     # One image is in two prompts, and none is looked at again that is hit whole.
     assert sum(ours["encoded"]) < 2 * sum(map(len, IMAGES))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_drafts_about_images_change_no_token(tiny_vision_model, tiny_model, run_engine, method):
+    name = "gemma3_vision"
+    model, prompts = tiny_vision_model(name), prompts_about_images(name)
+    job = {"reads_images": True, "max_tokens": 24, "image_seeds": IMAGES}
+    drafts = {"model": str(tiny_model("llama_draft"))}
+    if method == "ngram":
+        drafts = {"prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    drafts |= {"method": method, "num_speculative_tokens": 3}
+
+    theirs = run_engine(model, prompts, script="reference_process.py", **job)
+    ours = run_engine(
+        model,
+        prompts,
+        options=OPTIONS | {"speculative_config": drafts},
+        fill_arena=True,
+        report_manager=True,
+        **job,
+    )
+
+    assert "error" not in theirs, theirs["error"][-4000:]
+    assert_same_generation(ours, theirs)
+    assert sum(drafted for drafted, _ in ours["drafts"]) > 0
