@@ -41,6 +41,8 @@ CASES = (
     ("ministral-8b-2410", "H100"),
     ("gemma-3-27b", "H200"),
     ("gemma-3-12b", "H100"),
+    ("gemma-4-31b", "H200"),
+    ("gemma-4-26b-a4b", "H100"),
     ("gpt-oss-20b", "H100"),
     ("llama-4-scout", "H200"),
     ("qwen3-next-80b-a3b", "H200"),
