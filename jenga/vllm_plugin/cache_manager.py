@@ -123,8 +123,8 @@ class JengaKVCacheManager:
             prefix_caching=enable_caching,
             hash_tokens=hash_tokens,
             left_share=read_settings(os.environ).left_share,
-            # Slots of a head that drafts are made of the token after theirs.
-            ahead_tokens=int(use_eagle),
+            # Slots of a head that drafts are made of the token after theirs, if it has any.
+            ahead_tokens=int(use_eagle and kv_cache_config.has_draft_layers),
             records_changes=enable_kv_cache_events,
         )
         self._events: CacheEvents | None = None

@@ -52,10 +52,12 @@ class JengaKVCacheConfig(KVCacheConfig):
 
     `num_blocks` is the number of large pages, the null page included. Where `keeps_images_whole`,
     the tokens of an image read each other, so all of them must be computed in one step.
+    Where `has_draft_layers`, what drafts has keys and values of its own.
     """
 
     geometry: Geometry | None = None
     keeps_images_whole: bool = False
+    has_draft_layers: bool = True
 
     def table_of(self, layer_name: str) -> PageTable:
         """Get the page table that stores a layer."""
@@ -210,6 +212,9 @@ def cut_arena(
         prefix_cache_retention_interval=cache_config.prefix_cache_retention_interval,
         geometry=geometry,
         keeps_images_whole=vllm_config.model_config.is_mm_prefix_lm,
+        has_draft_layers=bool(
+            draft_layers(vllm_config, [n for group in kv_cache_groups for n in group.layer_names])
+        ),
     )
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 SERVED_METHODS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
 """Values of `method` in --speculative-config that are served."""
 
-SERVED_MTP_TYPES = ("deepseek_mtp", "qwen3_5_mtp", "qwen3_next_mtp")
+SERVED_MTP_TYPES = ("deepseek_mtp", "gemma4_mtp", "qwen3_5_mtp", "qwen3_next_mtp")
 """Model types, in vLLM's words, whose layers that predict further tokens are served."""
 
 DRAFT_PREFIX = "draft_model."

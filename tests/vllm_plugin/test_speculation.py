@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.vllm_plugin.conftest import assert_same_generation, tokens_lost_to_a_head
+from tests.vllm_plugin.conftest import V2_RUNNER, assert_same_generation, tokens_lost_to_a_head
 from tests.vllm_plugin.engine_process import prompts_of_lengths
 
 pytestmark = pytest.mark.vllm
@@ -172,3 +172,30 @@ def test_drafting_requests_are_preempted_in_a_small_arena_and_lose_nothing(
     assert_same_generation(ours, plain)
     assert ours["preemptions"] > 0
     check_drafts(ours)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("runner", ["0", "1"], ids=["first_runner", "second_runner"])
+def test_what_drafts_from_the_targets_keys_and_values_drafts_as_in_stock_vllm(
+    runner, tiny_model, run_engine
+):
+    model, draft = tiny_model("gemma4_repeating"), tiny_model("gemma4_assistant")
+    options = by_draft(draft, method="mtp") | {"enable_prefix_caching": True}
+
+    stock = run_engine(model, PROMPTS, max_tokens=MAX_TOKENS, options=options)
+    ours = run_ours(
+        run_engine,
+        model,
+        PROMPTS + PROMPTS,
+        rounds=2,
+        options=options,
+        environment={V2_RUNNER: runner},
+    )
+
+    assert_same_generation(ours, stock | {"outputs": stock["outputs"] * 2})
+    check_drafts(ours)
+    assert ours["drafts"] == stock["drafts"] * 2
+    # It has no slots that could be made of another token than the one that follows.
+    hits = [output["cached_tokens"] for output in ours["outputs"][len(PROMPTS) :]]
+    assert hits == [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]

@@ -188,6 +188,44 @@ def _gemma4_experts():
     )
 
 
+def _gemma4_assistant():
+    """Get what drafts for a Gemma 4 from its keys and values, a window and all, without its own."""
+    from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM
+
+    text = _gemma4().config.to_dict() | {
+        "num_hidden_layers": 2,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "per_layer_config": {"1": {"head_dim": 8 * HEAD_DIM, "num_key_value_heads": 1}},
+        "num_attention_heads": 2,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
+        "final_logit_softcapping": None,
+    }
+    config = Gemma4AssistantConfig(text_config=text, backbone_hidden_size=_COMMON["hidden_size"])
+    model = Gemma4AssistantForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if "post_attention_layernorm" in name or "post_feedforward_layernorm" in name:
+            parameter.data.mul_(0.9)  # its token is to weigh more than what its layers add
+    return model
+
+
+def _save_gemma4_assistant(path):
+    """Let it pass its token on, in the words of the model that it drafts for."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path / "model.safetensors")
+    size = _COMMON["hidden_size"]
+    tensors["pre_projection.weight"] = torch.cat((torch.eye(size), 0.01 * torch.eye(size)), dim=1)
+    torch.manual_seed(0)
+    words = _gemma4().get_input_embeddings().weight.data
+    for name in tensors:
+        if name.endswith("embed_tokens.weight") or name == "lm_head.weight":
+            tensors[name] = words.clone()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
 def _gemma2_draft():
     """Get a Gemma 2 that drafts for the other, without its windows: vLLM drafts in one group."""
     from transformers import Gemma2ForCausalLM
@@ -548,6 +586,8 @@ _MAKERS = {
     "gemma2_draft": _gemma2_draft,
     "gemma4": _gemma4,
     "gemma4_experts": _gemma4_experts,
+    "gemma4_repeating": _gemma4,
+    "gemma4_assistant": _gemma4_assistant,
     "gpt_oss": _gpt_oss,
     "llama4": _llama4,
     "bloom": _bloom,
@@ -572,6 +612,7 @@ _MAKERS = {
     "qwen3_5_mtp": lambda: _calm(_qwen3_5(), 0.005),
 }
 _FINISHERS = {
+    "gemma4_assistant": _save_gemma4_assistant,
     "llama_fp8_cache": _save_scales,
     "deepseek_v3_mtp": _save_mtp,
     "qwen3_next_mtp": _save_qwen_mtp,
