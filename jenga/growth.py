@@ -21,7 +21,7 @@ APART_LARGE_PAGES = 32
 class Growth:
     """What requests need, put into their page tables and give up."""
 
-    __slots__ = ("_apart_pages", "_capacity", "_order", "_tables")
+    __slots__ = ("_apart_pages", "_capacity", "_long_pages", "_order", "_tables")
 
     def __init__(self, tables: Sequence[Table], capacity: Capacity, order: EvictionOrder) -> None:
         """For requests of one arena.
@@ -41,6 +41,8 @@ class Growth:
             else 0
             for table in tables
         ]
+        # How many a request has from which on it counts as long.
+        self._long_pages = [APART_LARGE_PAGES * pages or NEVER for pages in self._apart_pages]
 
     def give_up(self, request: Request, num_processed_tokens: int) -> None:
         """Give up pages out of every future window, at the time of the step before.
@@ -76,7 +78,6 @@ class Growth:
             if request.releases[index] == NEVER or len(pages) != num_pages or not first:
                 self._measure(request, table)
         request.shrinks_at = min(request.releases)
-        request.grows_at = min(request.max_tokens) + 1
 
     def _measure(self, request: Request, table: Table) -> None:
         """Note for how many tokens a page table's pages suffice."""
@@ -86,6 +87,7 @@ class Growth:
         )
         if request.has_missing[table.index]:
             request.max_tokens[table.index] = 0
+        request.grows_at = min(request.max_tokens) + 1
 
     def needs(self, request: Request, num_tokens: int) -> list[int]:
         """Small pages to take in each page table for so many tokens."""
@@ -110,14 +112,32 @@ class Growth:
         of them too early or too late.
         """
         for index, need in enumerate(needs):
-            if need:
-                pages_per_large = self._apart_pages[index]
-                if pages_per_large and (
-                    len(request.pages[index]) >= APART_LARGE_PAGES * pages_per_large
-                ):
-                    expected = list(expected)
-                    expected[index] = max(expected[index], need + pages_per_large)
+            if need and len(request.pages[index]) >= self._long_pages[index]:
+                expected = list(expected)
+                expected[index] = max(expected[index], need + self._apart_pages[index])
         return expected
+
+    def next_needs(self, request: Request, num_tokens: int) -> list[tuple[int, int, int]] | None:
+        """What `needs` and `apart` say where no page table needs more than one page.
+
+        Returns:
+            Of each page table that needs one: its index, the small pages expected, and the tokens
+            for which its pages suffice then. None if more pages are needed, or missing.
+        """
+        found: list[tuple[int, int, int]] = []
+        for index, max_tokens in enumerate(request.max_tokens):
+            if num_tokens > max_tokens:
+                table, num_pages = self._tables[index], len(request.pages[index])
+                num_slots = (num_pages + 1) * table.grain.page_slots
+                most_tokens = table.policy.max_tokens(
+                    request.facts, request.num_processed_tokens, num_slots
+                )
+                if num_tokens > most_tokens or request.has_missing[index]:
+                    return None
+                is_long = num_pages >= self._long_pages[index]
+                expected = 1 + self._apart_pages[index] if is_long else 1
+                found.append((index, expected, most_tokens))
+        return found
 
     def further_pages(
         self,
@@ -166,4 +186,3 @@ class Growth:
                     pages[number] = page
             pages += new_pages[num_missing:] if num_missing else new_pages
             self._measure(request, table)
-        request.grows_at = min(request.max_tokens) + 1

@@ -8,8 +8,9 @@ from jenga.eviction_order import EvictionOrder
 from jenga.growth import Growth
 from jenga.hits import Hits
 from jenga.kept_states import KeptStates
+from jenga.large_pages import NULL_PAGE
 from jenga.request import PrefixHit, Request
-from jenga.small_pages import Sharing
+from jenga.small_pages import Budget, Sharing
 
 
 class Taking:
@@ -73,6 +74,10 @@ class Taking:
             OutOfPagesError: They cannot be had; nothing was changed.
         """
         growth = self._growth
+        if not full_tokens and found is None:
+            taken = self._take_next(request, num_tokens, reserve_large_pages, step)
+            if taken is not None:
+                return taken
         needs = growth.needs(request, num_tokens)
         if full_tokens > num_tokens:
             chunk_tokens = num_tokens - request.num_processed_tokens
@@ -100,6 +105,35 @@ class Taking:
             self._note_evictions(step)
             growth.append(request, taken)
         request.expected_tokens = expected_tokens
+        return taken
+
+    def _take_next(
+        self, request: Request, num_tokens: int, reserve_large_pages: int, step: int
+    ) -> Sequence[list[int]] | None:
+        """As `take`, where page tables need one page more at most and there is room for all.
+
+        Returns:
+            The pages taken; None, and nothing changed, where it is not as simple as that.
+        """
+        tables = self._allocator.tables
+        slack = self._allocator.large_pages.num_available - reserve_large_pages
+        if slack < len(tables) or num_tokens < request.expected_tokens:
+            return None
+        needs = self._growth.next_needs(request, num_tokens)
+        if needs is None:
+            return None
+        taken = [*self.nothing]
+        # However many large pages the first ones open, enough are left for the others.
+        budget = Budget(slack)
+        for index, expected_pages, max_tokens in needs:
+            pages = request.pages[index]
+            beside = pages[-1] if pages else NULL_PAGE
+            new_pages = tables[index].take(1, expected_pages, request.owner, budget, beside)
+            taken[index] = new_pages
+            pages += new_pages
+            request.max_tokens[index] = max_tokens
+        request.grows_at = min(request.max_tokens) + 1
+        self._note_evictions(step)
         return taken
 
     def _require(
