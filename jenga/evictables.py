@@ -4,6 +4,8 @@ A large page without a user goes as a whole, so an order among small pages matte
 ones. It is made when it is first asked for: most large pages are given away without one.
 """
 
+from collections.abc import Sequence
+
 from jenga.bins import NO_PAGE
 from jenga.errors import InvariantError
 from jenga.victims import NOT_QUEUED, VictimQueue
@@ -33,9 +35,10 @@ class Evictables:
         # Per large page, entries of its evictable small pages in order, with stale ones.
         self._orders = [NO_ORDER] * num_larges
 
-    def open(self, large: int) -> None:
-        """Note a large page without evictable small pages."""
-        self.youngest[large] = 0
+    def open(self, larges: Sequence[int]) -> None:
+        """Note large pages without evictable small pages."""
+        for large in larges:
+            self.youngest[large] = 0
 
     def close(self, large: int) -> None:
         """Forget a large page without evictable small pages."""
@@ -45,10 +48,35 @@ class Evictables:
         """Let evictable small pages of a large page go one by one."""
         self.pinned.push(large, self.eldest[large])
 
+    def add(self, large: int, page: int, rank: int, *, is_first: bool, goes_alone: bool) -> None:
+        """Note that one small page became evictable.
+
+        Args:
+            large: Its large page.
+            page: The small page.
+            rank: Its rank.
+            is_first: Whether no other one of its large page is evictable.
+            goes_alone: Whether its large page stays pinned.
+        """
+        self.stamps[page] = rank
+        if is_first or rank < self.eldest[large]:
+            self.eldest[large] = rank
+        self.youngest[large] = max(self.youngest[large], rank)
+        if self._orders[large]:
+            self._go_on(large, page, rank)
+        if goes_alone and (self.pinned.stamps[large] < 0 or self.pinned.rank(large) > rank):
+            self.pinned.push(large, self.eldest[large])
+
     def note_whole(self, large: int, lowest: int, highest: int) -> None:
         """Note that all small pages of a large page became evictable at once, with such ranks."""
         self.eldest[large], self.youngest[large] = lowest, highest
         self._orders[large] = NO_ORDER
+
+    def note_row(self, larges: range, lowest: Sequence[int], highest: Sequence[int]) -> None:
+        """As `note_whole` for large pages in a row, with the ranks of each."""
+        first, end = larges.start, larges.stop
+        self.eldest[first:end], self.youngest[first:end] = lowest, highest
+        self._orders[first:end] = [NO_ORDER] * len(larges)
 
     def note(self, large: int, page: int, num_pages: int, lowest: int, highest: int) -> None:
         """Note that small pages of a large page, of which others are evictable, became so too.
@@ -62,13 +90,19 @@ class Evictables:
         """
         self.eldest[large] = min(self.eldest[large], lowest)
         self.youngest[large] = max(self.youngest[large], highest)
+        if num_pages == 1 and self._orders[large]:
+            self._go_on(large, page, lowest)
+        else:
+            self._orders[large] = NO_ORDER
+
+    def _go_on(self, large: int, page: int, rank: int) -> None:
+        """Add a small page to the order of a large page that has one, or give that up."""
         order = self._orders[large]
-        if order:
-            entry = lowest * len(self.stamps) + page
-            if num_pages == 1 and entry > order[-1] and len(order) < 2 * self._pages_per_large:
-                order.append(entry)
-            else:
-                self._orders[large] = NO_ORDER
+        entry = rank * len(self.stamps) + page
+        if entry > order[-1] and len(order) < 2 * self._pages_per_large:
+            order.append(entry)
+        else:
+            self._orders[large] = NO_ORDER
 
     def take_first(self) -> int:
         """The evictable small page in a pinned large page that goes next, evictable no longer.

@@ -10,20 +10,29 @@ from itertools import compress, count, groupby
 from operator import ne
 
 FIRST_COMPARED = 16
-"""Elements compared at once to begin with; four times as many while all are equal."""
+"""Elements compared at once to begin with; twice as many while all are equal."""
 
 LEAST_ROW = 8
 """Pages of a row worth a slice: shorter ones count as scattered."""
 
+LONG_ROW = 32
+"""Pages of rows that are looked for where large pages have less than `LEAST_ROW` small pages."""
+
 
 def num_equal(these: Sequence[object], others: Sequence[object]) -> int:
-    """With how many equal elements two lists of one length begin."""
+    """With how many equal elements two lists begin."""
     if these == others:
         return len(these)
-    return next(compress(count(), map(ne, these, others)), len(these))
+    return next(compress(count(), map(ne, these, others)), min(len(these), len(others)))
 
 
-def row_end(pages: Sequence[int], start: int, numbers: Sequence[int], place: int) -> int:
+def row_end(
+    pages: Sequence[object],
+    start: int,
+    numbers: Sequence[object],
+    place: int,
+    end: int | None = None,
+) -> int:
     """One past the last page of the row that begins at `start`.
 
     Args:
@@ -31,18 +40,19 @@ def row_end(pages: Sequence[int], start: int, numbers: Sequence[int], place: int
         start: Where.
         numbers: Numbers in a row.
         place: Where the first page's number is in these.
+        end: The answer is no more; by default all pages.
     """
-    end, num_pages = start, len(pages)
+    most = len(pages) if end is None else end
     num_compared = FIRST_COMPARED
-    while end < num_pages:
-        row = numbers[place : place + num_compared]
-        num_equals = num_equal(pages[end : end + len(row)], row)
-        end += num_equals
-        if num_equals < num_compared:
+    while start < most:
+        some = pages[start : min(most, start + num_compared)]
+        num_equals = num_equal(some, numbers[place : place + len(some)])
+        start += num_equals
+        if num_equals < len(some):
             break
-        place += num_compared
-        num_compared *= 4
-    return end
+        place += num_equals
+        num_compared *= 2
+    return start
 
 
 def stretches_of(pages: Sequence[int], numbers: Sequence[int]) -> list[tuple[int, int, bool]]:
@@ -102,3 +112,71 @@ def runs_of(
             in_row = end == last > start + 1
         runs.append((large, start, end, in_row))
     return runs
+
+
+def large_rows_of(
+    pages: Sequence[int], pages_per_large: int, numbers: Sequence[Sequence[int]]
+) -> list[tuple[int, int, bool]]:
+    """Divide pages into rows, in one large page or of whole ones, and what is between.
+
+    Where large pages have a few small pages it would take too long to look at each: then only long
+    rows of whole ones are found, and what is between may be in several.
+
+    Args:
+        pages: To divide.
+        pages_per_large: Small pages of a large page.
+        numbers: Large page -> its small pages in a row.
+
+    Returns:
+        (start, end, whether a row) in order.
+    """
+    if pages_per_large < LEAST_ROW:
+        return _long_rows_of(pages, pages_per_large)
+    stretches: list[tuple[int, int, bool]] = []
+    next_large = row_start = 0  # of whole large pages in a row, the one that would go on
+    for large, start, end, in_row in runs_of(pages, pages_per_large, numbers):
+        is_whole = in_row and end - start == pages_per_large
+        if is_whole and large == next_large:
+            stretches[-1] = (row_start, end, True)
+        else:
+            stretches.append((start, end, in_row))
+            row_start = start
+        next_large = large + 1 if is_whole else 0
+    return stretches
+
+
+def _long_rows_of(pages: Sequence[int], pages_per_large: int) -> list[tuple[int, int, bool]]:
+    """As `large_rows_of`, where large pages have a few small pages."""
+    stretches: list[tuple[int, int, bool]] = []
+    scattered = start = 0
+    num_pages = len(pages)
+    while start < num_pages:
+        last = start + LONG_ROW - 1
+        if last >= num_pages or pages[last] != pages[start] + LONG_ROW - 1:
+            start += LONG_ROW
+            continue
+        end = start + row_length(pages, start)
+        first = start + -pages[start] % pages_per_large
+        end -= (end - first) % pages_per_large
+        if end - first >= 2 * pages_per_large:
+            if scattered < first:
+                stretches.append((scattered, first, False))
+            stretches.append((first, end, True))
+            scattered = end
+        start = max(end, start + 1)
+    if scattered < num_pages:
+        stretches.append((scattered, num_pages, False))
+    return stretches
+
+
+def row_length(pages: Sequence[int], start: int) -> int:
+    """Pages of the row that begins at a place."""
+    first, length, num_compared = pages[start], 0, LONG_ROW
+    while start + length < len(pages):
+        some = pages[start + length : start + length + num_compared]
+        num_equals = num_equal(some, list(range(first + length, first + length + len(some))))
+        length += num_equals
+        if num_equals < len(some):
+            break
+        num_compared *= 2
+    return length

@@ -32,12 +32,11 @@ class Budget:
         """Whether one more large page may be opened."""
         return self.required > 0 or self.slack > 0
 
-    def spend(self) -> None:
-        """Count one large page opened."""
-        if self.required:
-            self.required -= 1
-        else:
-            self.slack -= 1
+    def spend(self, num_opened: int = 1) -> None:
+        """Count large pages opened."""
+        num_required = min(self.required, num_opened)
+        self.required -= num_required
+        self.slack -= num_opened - num_required
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +47,7 @@ class Sharing:
         pages: The small pages, each used or evictable.
         revived: Those that are evictable, in stretches; a range where they are in a row.
         revived_of: Large page -> how many of them it has; empty where it has but one.
+        whole: Large pages in a row that have no others, which are not in `revived_of`.
         num_pinned: Large pages that would be pinned.
         added_spare: What would be added to `num_spare`.
     """
@@ -57,6 +57,7 @@ class Sharing:
     revived_of: Mapping[int, int]
     num_pinned: int
     added_spare: int
+    whole: Sequence[range] = ()
 
     @property
     def num_revived(self) -> int:
@@ -121,3 +122,14 @@ def extremes(ranks: Sequence[int]) -> tuple[int, int]:
         first, last = ranks[0], ranks[-1]
         return (first, last) if first < last else (last, first)
     return min(ranks), max(ranks)
+
+
+def extremes_of_parts(
+    ranks: list[int], num_ranks: int, *, is_even: bool
+) -> tuple[list[int], list[int]]:
+    """The lowest and the highest ranks of parts of so many; at their ends where steps are even."""
+    if not is_even:
+        parts = [ranks[start : start + num_ranks] for start in range(0, len(ranks), num_ranks)]
+        return list(map(min, parts)), list(map(max, parts))
+    firsts, lasts = ranks[::num_ranks], ranks[num_ranks - 1 :: num_ranks]
+    return (firsts, lasts) if firsts <= lasts else (lasts, firsts)

@@ -3,112 +3,35 @@
 A large page that is held is *pinned* while one of its small pages is used, else *reclaimable*.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 
 from jenga.bins import NO_PAGE
 from jenga.errors import InvariantError
-from jenga.evictables import Evictables
-from jenga.large_pages import LargePages
-from jenga.rows import LEAST_ROW, runs_of
+from jenga.rows import large_rows_of, runs_of
 from jenga.small_pages import (
     Budget,
     Sharing,
     add_users,
-    check_shares,
     extremes,
+    extremes_of_parts,
     rising,
     set_stamps,
     unshare,
-    unused_of,
 )
-from jenga.vacancies import Vacancies
+from jenga.split_books import SplitBooks
 from jenga.victims import NOT_QUEUED
 
 
-class SplitPages:
+class SplitPages(SplitBooks):
     """Small pages of a page table that has several per large page.
 
     A request that is certain to fill a whole large page claims the one it opens: others take its
     empty small pages only when nothing else is empty. All other needs are packed, best fit.
-
-    Attributes:
-        index: The page table's index.
-        pages_per_large: Small pages per large page.
-        stamps: Of an evictable small page its rank, else `NOT_QUEUED`.
-        shares: Used small page -> its users beyond the first.
-        evicted: Small pages evicted, until the caller takes note and clears the list.
-        num_used: Small pages used.
-        num_evictable: Small pages evictable.
-        num_large: Large pages held.
-        num_spare: Unused small pages in pinned large pages.
-        num_evicted_alone: Small pages evicted one by one so far.
-        num_evicted_own: Small pages evicted with their large page for this page table.
-        num_evicted_foreign: Small pages evicted with their large page for another one.
     """
 
-    __slots__ = (
-        "_evictables",
-        "_large_pages",
-        "_used",
-        "_vacancies",
-        "evicted",
-        "index",
-        "num_evictable",
-        "num_evicted_alone",
-        "num_evicted_foreign",
-        "num_evicted_own",
-        "num_large",
-        "num_spare",
-        "num_used",
-        "pages_per_large",
-        "shares",
-        "stamps",
-    )
-
-    def __init__(self, index: int, pages_per_large: int, large_pages: LargePages) -> None:
-        num_larges = large_pages.num_pages
-        self._large_pages = large_pages
-        self.index = index
-        self.pages_per_large = pages_per_large
-        self._vacancies = Vacancies(num_larges, pages_per_large)
-        self._evictables = Evictables(num_larges, pages_per_large)
-        self._used = [0] * num_larges  # large page -> used small pages
-        self.stamps = self._evictables.stamps
-        self.shares: dict[int, int] = {}
-        self.evicted: list[int] = []
-        self.num_used = self.num_evictable = self.num_large = self.num_spare = 0
-        self.num_evicted_alone = self.num_evicted_own = self.num_evicted_foreign = 0
-
-    def rank(self, page: int) -> int:
-        """The rank of an evictable page."""
-        return self.stamps[page]
+    __slots__ = ()
 
     # Sharing
-
-    def sharing(self, pages: Sequence[int]) -> Sharing:
-        """What it takes to share pages; nothing may change before they are."""
-        used, stamps, k = self._used, self.stamps, self.pages_per_large
-        revived: list[Sequence[int]] = []
-        revived_of: Counter[int] = Counter()
-        if k < LEAST_ROW:
-            unused = unused_of(pages, stamps, in_row=False)
-            revived.append(unused)
-            revived_of.update([page // k for page in unused])
-        else:
-            for large, start, end, in_row in runs_of(pages, k, self._vacancies.numbers):
-                unused = unused_of(pages[start:end], stamps, in_row=in_row)
-                if unused:
-                    revived.append(unused)
-                    revived_of[large] += len(unused)
-        num_pinned = sum(not used[large] for large in revived_of)
-        return Sharing(
-            pages=pages,
-            revived=revived,
-            revived_of=revived_of,
-            num_pinned=num_pinned,
-            added_spare=num_pinned * k - sum(map(len, revived)),
-        )
 
     def share(self, pages: Sequence[int]) -> None:
         """Give each page, used or evictable, one user more."""
@@ -123,6 +46,9 @@ class SplitPages:
             set_stamps(stamps, pages, NOT_QUEUED)
         used, k = self._used, self.pages_per_large
         vacancies, evictables = self._vacancies, self._evictables
+        for larges in sharing.whole:
+            used[larges.start : larges.stop] = [k] * len(larges)
+            self._large_pages.reclaimable.drop_many(larges)
         unpinned: list[int] = []
         for large, num_unused in sharing.revived_of.items():
             num_empty = len(vacancies.empties[large])
@@ -174,6 +100,8 @@ class SplitPages:
                 self._fill(large, num_pages, pages)
         if len(pages) == num_pages:
             return pages
+        if expected_pages - len(pages) >= self.pages_per_large:
+            self._open_whole((num_pages - len(pages)) // self.pages_per_large, budget, pages)
         while (
             len(pages) < num_pages
             and expected_pages - len(pages) >= self.pages_per_large
@@ -191,6 +119,25 @@ class SplitPages:
         while len(pages) < num_pages:
             self._evict(num_pages, budget, pages)
         return pages
+
+    def _open_whole(self, num_larges: int, budget: Budget, pages: list[int]) -> None:
+        """Open large pages of which all small pages are taken, as far as the budget allows."""
+        num_available = self._large_pages.num_available
+        num_opened = min(num_larges, num_available, budget.required + budget.slack)
+        if num_opened <= 0:
+            return
+        budget.spend(num_opened)
+        num_empty = min(num_opened, self._large_pages.num_empty)
+        larges = self._large_pages.open_many(self.index, num_empty)
+        for _ in range(num_opened - num_empty):
+            self._large_pages.evict_oldest(self.index)
+            larges.append(self._large_pages.open(self.index))
+        pages += self._vacancies.open_taken(larges)
+        self._evictables.open(larges)
+        for large in larges:
+            self._used[large] = self.pages_per_large
+        self.num_large += num_opened
+        self.num_used += num_opened * self.pages_per_large
 
     def _claim(self, large: int, num_pages: int, owner: int, pages: list[int]) -> None:
         """Fill an empty large page; what is left of it is the owner's."""
@@ -261,7 +208,7 @@ class SplitPages:
         budget.spend()
         large = self._large_pages.open(self.index)
         self._vacancies.open(large)
-        self._evictables.open(large)
+        self._evictables.open([large])
         self.num_large += 1
         self.num_spare += self.pages_per_large
         return large
@@ -305,10 +252,22 @@ class SplitPages:
             return
         self.num_used -= 1
         self.num_evictable += 1
-        self.stamps[page] = rank
         large = page // self.pages_per_large
-        if self._retire_some(large, page, 1, rank, rank):
+        num_used = self._used[large]
+        is_first = num_used + len(self._vacancies.empties[large]) == self.pages_per_large
+        self._evictables.add(large, page, rank, is_first=is_first, goes_alone=num_used > 1)
+        if num_used > 1:
+            self._used[large] = num_used - 1
+            self.num_spare += 1
+        else:
+            self._leave(large, 1)
             self._large_pages.reclaimable.push(large, self._evictables.youngest[large])
+
+    def rerank(self, page: int, rank: int) -> None:
+        """Give a cached page another rank, if it has no user."""
+        if self.stamps[page] >= 0:
+            self.share([page])
+            self.retire_page(page, rank)
 
     def retire(self, pages: Sequence[int], ranks: Sequence[int]) -> None:
         """Take one user from each page; what has none left becomes evictable, with that rank."""
@@ -318,32 +277,52 @@ class SplitPages:
             ranks = [rank_of[page] for page in pages]
         self.num_used -= len(pages)
         self.num_evictable += len(pages)
-        stamps, youngest = self.stamps, self._evictables.youngest
-        all_ranks = rising(ranks) if isinstance(ranks, range) else ranks
-        by_rows = self.pages_per_large >= LEAST_ROW
-        if not by_rows:
-            for page, rank in zip(pages, all_ranks, strict=True):
-                stamps[page] = rank
+        k, evictables = self.pages_per_large, self._evictables
+        all_ranks = rising(ranks) if isinstance(ranks, range) else list(ranks)
         unused: list[int] = []
         # From the last on, since that goes first: ranks rise then.
-        for large, start, end, in_row in reversed(
-            runs_of(pages, self.pages_per_large, self._vacancies.numbers)
-        ):
-            if in_row:
-                first = pages[start]
-                stamps[first : first + end - start] = all_ranks[start:end]
-            elif by_rows:
-                for page, rank in zip(pages[start:end], all_ranks[start:end], strict=True):
-                    stamps[page] = rank
+        for large, start, end in reversed(self._set_ranks(pages, all_ranks)):
+            if end - start > k:
+                larges = range(large, large + (end - start) // k)
+                self._used[large : larges.stop] = [0] * len(larges)
+                lows, highs = extremes_of_parts(
+                    all_ranks[start:end], k, is_even=isinstance(ranks, range)
+                )
+                evictables.note_row(larges, lows, highs)
+                unused += reversed(larges)
+                continue
             lowest, highest = extremes(ranks[start:end])
-            if end - start == self.pages_per_large:
+            if end - start == k:
                 # Nothing else is in it, so only its ranks are to be noted.
                 self._used[large] = 0
-                self._evictables.note_whole(large, lowest, highest)
+                evictables.note_whole(large, lowest, highest)
                 unused.append(large)
             elif self._retire_some(large, pages[start], end - start, lowest, highest):
                 unused.append(large)
+        youngest = evictables.youngest
         self._large_pages.reclaimable.extend(unused, [youngest[large] for large in unused])
+
+    def _set_ranks(self, pages: Sequence[int], ranks: list[int]) -> list[tuple[int, int, int]]:
+        """Note the ranks of pages that become evictable.
+
+        Returns:
+            The pages by large page, (large page, start, end); where these are more than a large
+            page has, they are whole large pages in a row.
+        """
+        stamps, k, numbers = self.stamps, self.pages_per_large, self._vacancies.numbers
+        runs: list[tuple[int, int, int]] = []
+        for start, end, in_row in large_rows_of(pages, k, numbers):
+            some = pages[start:end]
+            if in_row:
+                stamps[some[0] : some[0] + end - start] = ranks[start:end]
+                runs.append((some[0] // k, start, end))
+            else:
+                for page, rank in zip(some, ranks[start:end], strict=True):
+                    stamps[page] = rank
+                runs += [
+                    (large, start + i, start + j) for large, i, j, _ in runs_of(some, k, numbers)
+                ]
+        return runs
 
     def _retire_some(self, large: int, page: int, num_left: int, lowest: int, highest: int) -> bool:
         """Settle the books of a large page of which some small pages became evictable.
@@ -402,46 +381,3 @@ class SplitPages:
     def disown(self, owner: int) -> None:
         """Give up the owner's claim, if it has one."""
         self._vacancies.disown(owner)
-
-    def check(self) -> None:
-        """Raise `InvariantError` unless counts, bins and orders are those of the pages."""
-        k, index = self.pages_per_large, self.index
-        held = [p for p, holder in enumerate(self._large_pages.holders) if holder == index]
-        num_evictable = num_spare = 0
-        users: set[int] = set()
-        for large in held:
-            pages = range(large * k, (large + 1) * k)
-            empties = self._vacancies.empties[large]
-            evictable = {page for page in pages if self.stamps[page] >= 0}
-            used = set(pages).difference(empties, evictable)
-            is_reclaimable = self._large_pages.reclaimable.stamps[large] >= 0
-            problems = {
-                "pages both empty and evictable or foreign": sorted([*empties, *evictable, *used])
-                != list(pages),
-                "small pages not in a row": self._vacancies.numbers[large] != list(pages),
-                "used pages counted wrong": len(used) != self._used[large],
-                "an empty large page held": len(empties) == k,
-                "reclaimable though used, or the reverse": is_reclaimable == bool(used),
-            }
-            for problem, found in problems.items():
-                if found:
-                    msg = (
-                        f"page table {index}, large page {large}: {problem} (used {sorted(used)}, "
-                        f"evictable {sorted(evictable)}, empty {sorted(empties)})"
-                    )
-                    raise InvariantError(msg)
-            self._evictables.check(large, is_pinned=bool(used))
-            users |= used
-            num_evictable += len(evictable)
-            if used:
-                num_spare += k - len(used)
-        self._vacancies.check({large: self._used[large] > 0 for large in held})
-        self._evictables.pinned.check()
-        check_shares(self.shares, users)
-        counted = (self.num_large, self.num_used, self.num_evictable, self.num_spare)
-        if counted != (len(held), len(users), num_evictable, num_spare):
-            msg = (
-                f"page table {index}: counted large, used, evictable, spare {counted}, found "
-                f"{(len(held), len(users), num_evictable, num_spare)}"
-            )
-            raise InvariantError(msg)

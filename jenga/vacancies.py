@@ -52,6 +52,16 @@ class Vacancies:
         self.empties[large] = numbers[::-1]
         self.free.add(large, k)
 
+    def open_taken(self, larges: Sequence[int]) -> list[int]:
+        """Note pinned large pages of which all small pages are taken; these, in order."""
+        k, pages = self._pages_per_large, list[int]()
+        for large in larges:
+            numbers = list(range(large * k, (large + 1) * k))
+            self.numbers[large] = numbers
+            self.empties[large] = []
+            pages += numbers
+        return pages
+
     def close(self, large: int) -> None:
         """Forget a large page that is in no bin."""
         self.numbers[large] = self.empties[large] = NO_PAGES
