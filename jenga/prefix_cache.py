@@ -4,13 +4,12 @@ A key names content: the hash of the tokens up to the end of a page, or of an im
 it. Equal keys mean equal bytes, in every layer stored there.
 """
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from sys import maxsize
-from typing import overload
 
 from jenga.errors import InvariantError
+from jenga.found_pages import FoundPages, PageRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,77 +27,6 @@ class CacheChange:
     keys: tuple[Hashable, ...]
 
 
-FIRST_LOOKED_UP = 64
-"""Keys looked up at first where the first one missing is asked for; then four times as many."""
-
-
-class FoundPages(Sequence[int | None]):
-    """Pages of keys, looked up when asked for: a window needs the last few of many."""
-
-    __slots__ = ("_get", "_keys", "_known", "_known_start", "_num_before_gap")
-
-    def __init__(self, pages: Mapping[Hashable, int], keys: Sequence[Hashable]) -> None:
-        self._get = pages.get
-        self._keys = keys
-        self._known: list[int | None] = []
-        self._known_start = 0
-        self._num_before_gap: int | None = None
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    @overload
-    def __getitem__(self, index: int) -> int | None: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[int | None]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int | None] | None:
-        if not isinstance(index, slice):
-            return self._get(self._keys[index])
-        start, end, step = index.indices(len(self._keys))
-        if end <= start or step != 1:
-            return list(map(self._get, self._keys[index]))
-        self._learn(start, end)
-        return self._known[start - self._known_start : end - self._known_start]
-
-    def index(self, value: int | None, start: int = 0, stop: int = maxsize) -> int:
-        """The first place of a page, or of None; keys are looked up as far as that."""
-        if value is not None:
-            return super().index(value, start, stop)
-        if start:
-            return start + self[start:stop].index(None)
-        if self._num_before_gap is None:
-            self._num_before_gap = self._look_up_to_gap()
-        if self._num_before_gap >= min(stop, len(self._keys)):
-            msg = "no key is without a page"
-            raise ValueError(msg)
-        return self._num_before_gap
-
-    def _look_up_to_gap(self) -> int:
-        found: list[int | None] = []
-        self._known, self._known_start = found, 0
-        num_asked = FIRST_LOOKED_UP
-        while len(found) < len(self._keys):
-            pages = list(map(self._get, self._keys[len(found) : len(found) + num_asked]))
-            found += pages
-            if not all(pages):
-                return len(found) - len(pages) + pages.index(None)
-            num_asked *= 4
-        return len(found)
-
-    def _learn(self, start: int, end: int) -> None:
-        """Look keys up and keep what is found, with what is known already if that is next to it."""
-        known_start, known_end = self._known_start, self._known_start + len(self._known)
-        if known_start <= start <= known_end:
-            if end > known_end:
-                self._known += map(self._get, self._keys[known_end:end])
-        elif start < known_start <= end <= known_end:
-            self._known[:0] = map(self._get, self._keys[start:known_start])
-            self._known_start = start
-        else:
-            self._known = list(map(self._get, self._keys[start:end]))
-            self._known_start = start
-
-
 class PrefixCache:
     """Content keys of one page table's small pages, one page per key.
 
@@ -106,10 +34,17 @@ class PrefixCache:
         keys: Small page -> key of its content, or None if nobody may find it.
     """
 
-    __slots__ = ("_pages", "keys")
+    __slots__ = ("_pages", "_row", "keys")
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, row: PageRow = range) -> None:
+        """Nothing cached.
+
+        Args:
+            num_pages: Small pages, whether held or not.
+            row: Gives the numbers of held pages in a row; best the same objects as handed out.
+        """
         self._pages: dict[Hashable, int] = {}
+        self._row = row
         self.keys: list[Hashable | None] = [None] * num_pages
 
     def __len__(self) -> int:
@@ -119,9 +54,13 @@ class PrefixCache:
         """The page of a key, None if there is none."""
         return self._pages.get(key)
 
-    def find(self, keys: Sequence[Hashable]) -> "FoundPages":
-        """The page of each key, None where there is none; looked up when asked for."""
-        return FoundPages(self._pages, keys)
+    def find(self, keys: Sequence[Hashable]) -> FoundPages:
+        """The page of each key, None where there is none; looked up when asked for.
+
+        Args:
+            keys: Hashes, or else names of other types, None where there is no name.
+        """
+        return FoundPages(self._pages, self.keys, self._row, keys)
 
     def enter(
         self, pages: Sequence[int], keys: Sequence[Hashable]
@@ -143,6 +82,13 @@ class PrefixCache:
                 else:
                     others.append((page, key, found))
         return others
+
+    def enter_page(self, page: int, key: Hashable) -> bool:
+        """As `enter` for one page; whether it was entered."""
+        if page <= 0 or key is None or self._pages.setdefault(key, page) != page:
+            return False
+        self.keys[page] = key
+        return True
 
     def move(self, key: Hashable, old: int, new: int) -> None:
         """Let another page be found under a key; nobody finds the old one any more."""
@@ -173,8 +119,18 @@ class RecordingCache(PrefixCache):
 
     __slots__ = ("_changes", "_table_index")
 
-    def __init__(self, num_pages: int, table_index: int, changes: list[CacheChange]) -> None:
-        super().__init__(num_pages)
+    def __init__(
+        self, num_pages: int, row: PageRow, table_index: int, changes: list[CacheChange]
+    ) -> None:
+        """As `PrefixCache`.
+
+        Args:
+            num_pages: Small pages, whether held or not.
+            row: Gives the numbers of held pages in a row.
+            table_index: The page table.
+            changes: Where to note them.
+        """
+        super().__init__(num_pages, row)
         self._table_index = table_index
         self._changes = changes
 
@@ -191,6 +147,14 @@ class RecordingCache(PrefixCache):
             if entered:
                 self._record([key for _, key in run], is_found=True)
         return others
+
+    def enter_page(self, page: int, key: Hashable) -> bool:
+        """See `PrefixCache`; what had a page under its key was found before."""
+        was_found = key in self._pages
+        is_entered = super().enter_page(page, key)
+        if is_entered and not was_found:
+            self._record([key], is_found=True)
+        return is_entered
 
     def forget(self, pages: Iterable[int]) -> None:
         """See `PrefixCache`."""

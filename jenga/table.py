@@ -66,6 +66,8 @@ class Table:
         keys = self.policy.content_keys(request.facts, prefix_hashes, self.grain, range(start, end))
         request.committed[self.index] = start + len(keys)
         pages = request.pages[self.index][start : start + len(keys)]
+        if len(keys) == 1 and self.cache.enter_page(pages[0], keys[0]):
+            return False
         others = self.cache.enter(pages, keys)
         if not others:
             return False
@@ -293,9 +295,9 @@ def build_tables(
                 raise ValueError(msg)
             num_pages = allocator.large_pages.num_pages * spec.small_pages_per_large_page
             if changes is None:
-                cache = PrefixCache(num_pages)
+                cache = PrefixCache(num_pages, pages.row)
             else:
-                cache = RecordingCache(num_pages, index, changes)
+                cache = RecordingCache(num_pages, pages.row, index, changes)
         tables.append(
             Table(index=index, spec=spec, policy=policy, grain=grain, pages=pages, cache=cache)
         )

@@ -59,6 +59,10 @@ class WholePages:
         """The rank of an evictable page."""
         return self._large_pages.reclaimable.rank(page)
 
+    def row(self, start: int, end: int) -> list[int]:
+        """The numbers of pages in a row, the same objects as handed out."""
+        return self._large_pages.numbers[start:end]
+
     def sharing(self, pages: Sequence[int]) -> Sharing:
         """What it takes to share pages; nothing may change before they are."""
         revived = [

@@ -1,5 +1,7 @@
 """Content keys of small pages."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,15 +61,42 @@ def test_check_finds_a_page_that_answers_to_no_key():
         cache.check()
 
 
+def test_one_page_is_entered_as_several_are():
+    cache = PrefixCache(8)
+
+    assert cache.enter_page(3, b"a")
+    assert not cache.enter_page(4, b"a")
+    assert not cache.enter_page(0, b"b")
+    assert not cache.enter_page(5, None)
+    assert list(cache.find([b"a", b"b"])) == [3, None]
+    cache.check()
+
+
+def test_pages_without_a_key_are_not_found_where_a_row_passes_them():
+    cache = PrefixCache(300)
+    keys = [(b"image", number) for number in range(250)]
+    keys[100] = None
+    cache.enter(range(1, 251), keys)
+
+    expected = [*range(1, 101), None, *range(102, 251)]
+    assert cache.find(keys)[:] == expected
+
+
 @given(
     st.sets(st.integers(0, 299)),
+    st.lists(st.integers(1, 299), max_size=6),
     st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300), st.booleans()), max_size=8),
 )
-def test_found_pages_are_those_of_their_keys_whatever_was_asked_before(missing, questions):
+def test_found_pages_are_those_of_their_keys_whatever_was_asked_before(missing, cuts, questions):
     cache = PrefixCache(301)
-    expected = [None if number in missing else number + 1 for number in range(300)]
-    cache.enter([page for page in expected if page], [n for n, page in enumerate(expected) if page])
-    found = cache.find(list(range(300)))
+    edges = sorted({0, 300, *cuts})
+    rows = [range(start + 1, end + 1) for start, end in pairwise(edges)]
+    pages = [page for row in reversed(rows) for page in row]
+    keys = [number.to_bytes(2) for number in range(300)]
+    expected = [None if number in missing else page for number, page in enumerate(pages)]
+    known = [(page, key) for page, key in zip(expected, keys, strict=True) if page is not None]
+    cache.enter([page for page, _ in known], [key for _, key in known])
+    found = cache.find(keys)
 
     for start, end, asks_for_gap in questions:
         assert found[start:end] == expected[start:end]

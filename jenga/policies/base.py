@@ -188,7 +188,7 @@ class TokenSlots:
 
 
 _SCAN_PAGES = 64
-"""Pages looked at together: enough to make a long window cheap, few where a page is missing."""
+"""Pages looked at together at first: few where one is missing; then more, in a long window."""
 
 
 def last_gapless_end(is_hit: Sequence[object], end: int, first_needed: Callable[[int], int]) -> int:
@@ -199,13 +199,15 @@ def last_gapless_end(is_hit: Sequence[object], end: int, first_needed: Callable[
         end: Where to begin.
         first_needed: The first page needed by a request that goes on after so many pages.
     """
-    checked = end  # pages from here to `end` are there
+    checked, num_scanned = end, _SCAN_PAGES  # pages from `checked` to `end` are there
     while checked > (needed := first_needed(end)):
-        start = max(needed, checked - _SCAN_PAGES)
+        start = max(needed, checked - num_scanned)
         pages = is_hit[start:checked]
         if None in pages:
             last_missing = len(pages) - 1 - pages[::-1].index(None)
             end = checked = start + last_missing
+            num_scanned = _SCAN_PAGES
         else:
             checked = start
+            num_scanned *= 2
     return end
