@@ -186,8 +186,9 @@ class KeptStates:
     def _renew(self, table: Table, pages: Sequence[int], leaving: Leaving) -> None:
         """Give a kept state another rank, as if it had been used and left."""
         if pages:
-            table.pages.share(pages)
-            table.pages.retire(pages, table.ranks(pages, leaving, self._order))
+            ranks = table.ranks(pages, leaving, self._order)
+            for page, rank in zip(pages, ranks, strict=True):
+                table.pages.rerank(page, rank)
 
 
 def _running_page(request: Request, table: Table, num_tokens: int) -> int:

@@ -116,6 +116,11 @@ class WholePages:
         self.num_evictable += 1
         self._large_pages.reclaimable.push(page, rank)
 
+    def rerank(self, page: int, rank: int) -> None:
+        """Give a cached page another rank, if it has no user."""
+        if self.stamps[page] >= 0:
+            self._large_pages.reclaimable.push(page, rank)
+
     def retire(self, pages: Sequence[int], ranks: Sequence[int]) -> None:
         """Take one user from each page; what has none left becomes evictable, with that rank."""
         if self.shares and not self.shares.keys().isdisjoint(pages):
