@@ -19,6 +19,9 @@ QUESTION_TOKENS = 128
 NEAR_TOKENS = 1024
 """Tokens before the end of a prompt from which somebody may go on: a long question."""
 
+# Python 3.11 takes as long to find a member of an enumeration as to call a function.
+_PASSED = Prospect.PASSED
+
 
 @dataclass(frozen=True, slots=True)
 class Landmark:
@@ -66,10 +69,9 @@ def _pages(policy: LayerPolicy, facts: RequestFacts, grain: Grain, start: int, e
 
 def prospect_of(marks: Sequence[Landmark], number: int) -> Prospect:
     """What is known of one page that was passed."""
-    found = Prospect.PASSED
+    found = _PASSED
     for mark in marks:
-        pages = mark.pages
-        if pages.start <= number < pages.stop and mark.prospect > found:
+        if number in mark.pages and mark.prospect > found:
             found = mark.prospect
     return found
 

@@ -22,6 +22,9 @@ from jenga.request import Held, Request
 from jenga.split_pages import SplitPages
 from jenga.whole_pages import WholePages
 
+# Python 3.11 takes as long to find a member of an enumeration as to call a function.
+_ENDED, _HELD = Prospect.ENDED, Prospect.HELD
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
@@ -117,13 +120,14 @@ class Table:
         if key is None:
             self.pages.release([page])
             return
-        if key in self.awaited:
-            prospect = max(prospect, Prospect.ENDED)
-        if prospect >= Prospect.ENDED:
+        is_awaited = key in self.awaited
+        if is_awaited and prospect < _ENDED:
+            prospect = _ENDED
+        if prospect >= _ENDED:
             request.held.append((self.index, numbers, [(page, key)], prospect))
-            prospect = Prospect.HELD
+            prospect = _HELD
         length = self.policy.set_prefix_length(request.facts, numbers, self.grain)[0]
-        if key in self.awaited:
+        if is_awaited:
             rank = self.ranks([page], Leaving(request.step, prospect, [length]), order)[0]
         else:
             rank = order.rank(request.step, prospect, length)
