@@ -53,9 +53,10 @@ class Bins:
         pages = self._bins[num_empty]
         large, _ = pages.popitem()
         if not pages:
-            self._mask = mask ^ lowest
+            self._mask = mask = mask ^ lowest
         if num_empty > 1:
-            self.add(large, num_empty - 1)
+            self._bins.setdefault(num_empty - 1, {})[large] = None
+            self._mask = mask | lowest >> 1
         return large
 
     def fullest(self) -> int:

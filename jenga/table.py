@@ -15,7 +15,7 @@ from jenga.eviction_order import (
     prefix_length,
 )
 from jenga.geometry import Geometry, PageTable
-from jenga.landmarks import landmarks, parts, prospect_of
+from jenga.landmarks import Landmark, landmarks, parts, prospect_of
 from jenga.policies import Grain, LayerPolicy, policy_of
 from jenga.prefix_cache import CacheChange, PrefixCache, RecordingCache
 from jenga.request import Held, Request
@@ -97,7 +97,7 @@ class Table:
             marks = landmarks(self.policy, request.facts, self.grain, branches)
             request.landmarks[self.index] = marks
         if len(numbers) == 1:
-            self._pass_page(request, numbers, order, prospect_of(marks, numbers.start))
+            self._pass_page(request, numbers, order, marks)
             return
         for part, prospect in parts(marks, numbers):
             if prospect >= Prospect.ENDED:
@@ -112,7 +112,7 @@ class Table:
                         self._leave(request, some, order, prospect)
 
     def _pass_page(
-        self, request: Request, numbers: range, order: EvictionOrder, prospect: Prospect
+        self, request: Request, numbers: range, order: EvictionOrder, marks: Sequence[Landmark]
     ) -> None:
         """As `pass_by` for one page."""
         page = request.pages[self.index][numbers.start]
@@ -120,6 +120,7 @@ class Table:
         if key is None:
             self.pages.release([page])
             return
+        prospect = prospect_of(marks, numbers.start)
         is_awaited = key in self.awaited
         if is_awaited and prospect < _ENDED:
             prospect = _ENDED

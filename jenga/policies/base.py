@@ -179,7 +179,9 @@ class TokenSlots:
     ) -> Sequence[Hashable]:
         """The hash of all tokens up to the end of the page; with a number where pages share it."""
         page_slots, hash_tokens = grain.page_slots, grain.hash_tokens
-        if page_slots >= hash_tokens:
+        if page_slots == hash_tokens:
+            return prefix_hashes[pages.start : pages.stop]
+        if page_slots > hash_tokens:
             ratio = page_slots // hash_tokens
             return prefix_hashes[(pages.start + 1) * ratio - 1 : pages.stop * ratio : ratio]
         ratio = hash_tokens // page_slots
