@@ -7,7 +7,7 @@ import triton
 
 from jenga_kernels.checks import check_at_least, check_dtype, check_same_device, check_shape
 from jenga_kernels.triton.attention_plan import MAX_SPLITS, attention_plan_kernel
-from jenga_kernels.triton.tiles import AttentionTiles, attention_tiles, machine_of
+from jenga_kernels.triton.tiles import AttentionTiles, attention_tiles, machine_of, max_decode_rows
 
 BLOCK_REQUESTS = 256
 """Requests the plan's kernel looks at together: one load of a few values a thread."""
@@ -182,7 +182,8 @@ def plan_attention(
             decode_query_tokens the prefill kernel is not launched.
         decode_query_tokens: Up to so many query tokens a request is decoded; 0 sends all requests
             to the prefill kernel. None takes what costs no more than one token. With speculative
-            decoding, pass 1 + the number of drafted tokens.
+            decoding, pass 1 + the number of drafted tokens. Heads of more than 256 elements have
+            tiles for fewer rows: there it is lowered to what a GPU has room for.
         is_batch_invariant: Split a request's keys by its own length alone, so that its result does
             not depend, to the last bit, on what else is in the batch.
         tiles: Tiles to use instead of those chosen for the machine.
@@ -204,8 +205,12 @@ def plan_attention(
         max_query_tokens = num_tokens
     check_at_least("max_query_tokens", max_query_tokens, 0)
     if tiles is None:
+        machine = machine_of(seq_lens.device)
+        max_rows = max_decode_rows(machine, head_dim=kind.head_dim, element_bytes=dtype.itemsize)
+        if max_rows is not None:
+            decode_query_tokens = min(decode_query_tokens, max_rows // kind.group_heads)
         tiles = attention_tiles(
-            machine_of(seq_lens.device),
+            machine,
             head_dim=kind.head_dim,
             element_bytes=dtype.itemsize,
             stored_bytes=1 if kind.is_fp8 else dtype.itemsize,

@@ -240,11 +240,14 @@ def paged_attention(
     }
     if plan.max_row_tiles:
         tiles = plan.tiles.prefill
-        attention_prefill_kernel[(plan.max_row_tiles, num_kv_heads)](
+        value_dim = tiles.value_dim(head_dim)
+        attention_prefill_kernel[(plan.max_row_tiles * tiles.value_parts, num_kv_heads)](
             **shared,
             row_tile_requests_ptr=plan.row_tile_requests,
             row_tile_indices_ptr=plan.row_tile_indices,
             spans_ptr=spans,
+            VALUE_DIM=value_dim,
+            BLOCK_V=max(MIN_ROWS, power_of_two(value_dim)),
             BLOCK_M=tiles.block_m,
             BLOCK_N=tiles.block_n,
             num_warps=tiles.num_warps,
@@ -252,7 +255,8 @@ def paged_attention(
         )
     if plan.decode_query_tokens:
         tiles = plan.tiles.decode
-        attention_decode_kernel[(plan.tiles.num_programs,)](
+        value_dim = tiles.value_dim(head_dim)
+        attention_decode_kernel[(plan.tiles.num_programs * tiles.value_parts,)](
             **shared,
             partial_out_ptr=plan.partial_out,
             partial_lse_ptr=plan.partial_lse,
@@ -260,6 +264,8 @@ def paged_attention(
             units_per_program_ptr=plan.units_per_program,
             first_requests_ptr=plan.first_requests,
             num_requests=num_requests,
+            VALUE_DIM=value_dim,
+            BLOCK_V=max(MIN_ROWS, power_of_two(value_dim)),
             QUERY_TOKENS=plan.decode_query_tokens,
             IS_INVARIANT=plan.is_batch_invariant,
             BLOCK_M=tiles.block_m,

@@ -11,6 +11,7 @@ from jenga_kernels.triton.attention_plan import (
 )
 from jenga_kernels.triton.attention_tile import (
     LN_2,
+    WIDE_HEAD,
     attend_tile,
     element_mask,
     end_visible,
@@ -19,6 +20,9 @@ from jenga_kernels.triton.attention_tile import (
     row_offsets,
 )
 from jenga_kernels.triton.rows import load_rows, store_rows
+from jenga_kernels.triton.tiles import MIN_ROWS
+
+_MIN_ROWS = tl.constexpr(MIN_ROWS)
 
 
 # Counts differ from step to step and must not compile anew.
@@ -61,6 +65,7 @@ def attention_decode_kernel(
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     QUERY_TOKENS: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
@@ -69,15 +74,21 @@ def attention_decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):
     """Program p does units p * units_per_program and on of all (request, head of keys) pairs.
 
     A unit is a tile of keys, or a part of fixed length in batch-invariant mode. The units of a pair
-    that one program does give one partial result; a pair that is not split goes straight out.
+    that one program does give one partial result; a pair that is not split goes straight out. Where
+    results have two parts of VALUE_DIM elements, as in prefill, programs 2 p and 2 p + 1 share
+    them.
     """
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
     PARTIAL_ROWS: tl.constexpr = QUERY_TOKENS * GROUP
-    program = tl.program_id(0)
+    VALUE_PARTS: tl.constexpr = (HEAD_DIM + VALUE_DIM - 1) // VALUE_DIM
+    program = tl.program_id(0) // VALUE_PARTS
+    part = tl.program_id(0) % VALUE_PARTS
+    value_start = tl.minimum(part * VALUE_DIM, HEAD_DIM - VALUE_DIM)
     units_per_program = tl.load(units_per_program_ptr)
     total = tl.load(unit_starts_ptr + num_requests) * NUM_KV_HEADS
     unit = program * units_per_program
@@ -124,12 +135,15 @@ def attention_decode_kernel(
         if k_scale_ptr is not None:
             head_scale = scale * tl.load(k_scale_ptr + kv_head * IS_PER_HEAD_SCALE)
 
-        acc = tl.full([BLOCK_M, BLOCK_D], 0, tl.float32)
+        acc = tl.full([BLOCK_M, BLOCK_V], 0, tl.float32)
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         row_sum = tl.full([BLOCK_M], 0, tl.float32)
         head_offset = kv_head.to(tl.int64) * stride_pages_head
         table_row_ptr = page_table_ptr + request.to(tl.int64) * stride_table_request
-        for tile in range(tile_start, tile_end):
+        # Hoisted, where many queries of a wide head lie in shared memory takes 64 registers.
+        for tile in tl.range(  # pyright: ignore[reportGeneralTypeIssues]
+            tile_start, tile_end, disable_licm=BLOCK_D >= WIDE_HEAD and BLOCK_M > _MIN_ROWS
+        ):
             acc, row_max, row_sum = attend_tile(
                 acc,
                 row_max,
@@ -142,7 +156,7 @@ def attention_decode_kernel(
                 None,
                 slopes,
                 k_pages_ptr + head_offset,
-                v_pages_ptr + head_offset,
+                v_pages_ptr + head_offset + value_start,
                 table_row_ptr,
                 tiles_start + tile * BLOCK_N,
                 keys_start,
@@ -152,9 +166,11 @@ def attention_decode_kernel(
                 stride_pages_page,
                 stride_pages_slot,
                 HEAD_DIM,
+                VALUE_DIM,
                 PAGE_TOKENS,
                 BLOCK_N,
                 BLOCK_D,
+                BLOCK_V,
                 IS_EDGE=True,
             )
         if v_scale_ptr is not None:
@@ -166,13 +182,14 @@ def attention_decode_kernel(
                 sinks = tl.load(sinks_ptr + heads, mask=live, other=0.0).to(tl.float32)
             out, lse = finish_rows(acc, row_max, row_sum, sinks)
             offsets = row_offsets(tokens, heads, NUM_HEADS * HEAD_DIM, HEAD_DIM)
-            store_rows(out_ptr, offsets, out, live, HEAD_DIM, BLOCK_D)
+            store_rows(out_ptr + value_start, offsets, out, live, VALUE_DIM, BLOCK_V)
             if lse_ptr is not None:
                 tl.store(lse_ptr + tokens.to(tl.int64) * NUM_HEADS + heads, lse, mask=live)
         else:
             out, lse = finish_rows(acc, row_max, row_sum, None)
             partial_rows = partial.to(tl.int64) * PARTIAL_ROWS + rows
-            store_rows(partial_out_ptr, partial_rows * HEAD_DIM, out, live, HEAD_DIM, BLOCK_D)
+            offsets = partial_rows * HEAD_DIM
+            store_rows(partial_out_ptr + value_start, offsets, out, live, VALUE_DIM, BLOCK_V)
             tl.store(partial_lse_ptr + partial_rows, lse, mask=live)
         unit += units_done
 

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from jenga_kernels.triton.addressing import first_tile_key
 from jenga_kernels.triton.attention_tile import (
+    WIDE_HEAD,
     attend_tile,
     end_visible,
     finish_rows,
@@ -50,20 +51,31 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     IS_PER_HEAD_SCALE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):
-    """Program (t, h) does tile t of the list of row tiles for head h of keys."""
+    """Program (p, h) does a part of tile t of the list of row tiles for head h of keys.
+
+    It is part p % VALUE_PARTS of tile p // VALUE_PARTS: all scores, and VALUE_DIM elements of each
+    result. The last part ends with the head and may repeat some of the part before it; their
+    log-sum-exps are the same.
+    """
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    VALUE_PARTS: tl.constexpr = (HEAD_DIM + VALUE_DIM - 1) // VALUE_DIM
     kv_head = tl.program_id(1)
-    request = tl.load(row_tile_requests_ptr + tl.program_id(0))
+    row_tile = tl.program_id(0) // VALUE_PARTS
+    part = tl.program_id(0) % VALUE_PARTS
+    value_start = tl.minimum(part * VALUE_DIM, HEAD_DIM - VALUE_DIM)
+    request = tl.load(row_tile_requests_ptr + row_tile)
     if request < 0:
         return
-    row_start = tl.load(row_tile_indices_ptr + tl.program_id(0)) * BLOCK_M
+    row_start = tl.load(row_tile_indices_ptr + row_tile) * BLOCK_M
     query_start = tl.load(query_starts_ptr + request)
     query_len = tl.load(query_starts_ptr + request + 1) - query_start
     seq_len = tl.load(seq_lens_ptr + request)
@@ -104,7 +116,7 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
     if k_scale_ptr is not None:
         scale = scale * tl.load(k_scale_ptr + kv_head * IS_PER_HEAD_SCALE)
 
-    acc = tl.full([BLOCK_M, BLOCK_D], 0, tl.float32)
+    acc = tl.full([BLOCK_M, BLOCK_V], 0, tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.full([BLOCK_M], 0, tl.float32)
     head_offset = kv_head.to(tl.int64) * stride_pages_head
@@ -121,7 +133,10 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
             phase_end = num_tiles
         # Without a window the first tiles are full ones.
         if phase > 0 or window_tokens is not None or chunk_tokens is not None:
-            for tile in range(phase_start, phase_end):
+            # Hoisted, where the queries of a wide head lie in shared memory takes 64 registers.
+            for tile in tl.range(  # pyright: ignore[reportGeneralTypeIssues]
+                phase_start, phase_end, disable_licm=BLOCK_D >= WIDE_HEAD
+            ):
                 acc, row_max, row_sum = attend_tile(
                     acc,
                     row_max,
@@ -134,7 +149,7 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
                     span_ends,
                     slopes,
                     k_pages_ptr + head_offset,
-                    v_pages_ptr + head_offset,
+                    v_pages_ptr + head_offset + value_start,
                     table_row_ptr,
                     tiles_start + tile * BLOCK_N,
                     keys_start,
@@ -144,12 +159,21 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
                     stride_pages_page,
                     stride_pages_slot,
                     HEAD_DIM,
+                    VALUE_DIM,
                     PAGE_TOKENS,
                     BLOCK_N,
                     BLOCK_D,
+                    BLOCK_V,
                     IS_EDGE=phase != 1,
                 )
 
+    if BLOCK_D >= WIDE_HEAD:
+        # The walk needs all registers: which rows these are is not kept in any, but read again.
+        row_start = tl.load(row_tile_indices_ptr + row_tile, volatile=True) * BLOCK_M
+        rows = row_start + tl.arange(0, BLOCK_M)
+        live = rows < query_len * GROUP
+        tokens = query_start + tl.minimum(rows // GROUP, query_len - 1)
+        heads = kv_head * GROUP + rows % GROUP  # i32[BLOCK_M]
     if v_scale_ptr is not None:
         acc *= tl.load(v_scale_ptr + kv_head * IS_PER_HEAD_SCALE)
     sinks = None
@@ -157,6 +181,6 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
         sinks = tl.load(sinks_ptr + heads).to(tl.float32)
     out, lse = finish_rows(acc, row_max, row_sum, sinks)
     offsets = row_offsets(tokens, heads, NUM_HEADS * HEAD_DIM, HEAD_DIM)
-    store_rows(out_ptr, offsets, out, live, HEAD_DIM, BLOCK_D)
+    store_rows(out_ptr + value_start, offsets, out, live, VALUE_DIM, BLOCK_V)
     if lse_ptr is not None:
         tl.store(lse_ptr + tokens.to(tl.int64) * NUM_HEADS + heads, lse, mask=live)

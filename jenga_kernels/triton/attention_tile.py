@@ -11,9 +11,11 @@ from jenga_kernels.triton.device import device_function
 from jenga_kernels.triton.matmul import matmul, matmul_add
 from jenga_kernels.triton.rows import load_rows
 from jenga_kernels.triton.softmax import soft_capped, softmax_step
+from jenga_kernels.triton.tiles import WIDE_HEAD as _WIDE_HEAD
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+WIDE_HEAD = tl.constexpr(_WIDE_HEAD)
 
 
 @device_function
@@ -54,7 +56,7 @@ def element_mask(live, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 @device_function
 def attend_tile(
     # Running softmax of the rows
-    acc,  # f32[M, BLOCK_D]
+    acc,  # f32[M, BLOCK_V]
     row_max,  # f32[M]
     row_sum,  # f32[M]
     # Rows
@@ -80,9 +82,11 @@ def attend_tile(
     stride_pages_slot,
     # Tiles and flags
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     IS_EDGE: tl.constexpr,
 ):
     """Take keys first_key to first_key + BLOCK_N into the running softmax of the rows.
@@ -104,9 +108,9 @@ def attend_tile(
     )
     # A dead slot may hold NaN, and 0 * NaN is NaN: values are zeroed, not only their weights.
     k = load_rows(k_pages_ptr, offsets, live, HEAD_DIM, BLOCK_D)
-    v = load_rows(v_pages_ptr, offsets, live, HEAD_DIM, BLOCK_D)
+    v = load_rows(v_pages_ptr, offsets, live, VALUE_DIM, BLOCK_V)
     k = k.to(q.dtype)  # [BLOCK_N, BLOCK_D]
-    v = v.to(q.dtype)  # [BLOCK_N, BLOCK_D]
+    v = v.to(q.dtype)  # [BLOCK_N, BLOCK_V]
 
     scores = matmul(q, tl.trans(k))  # f32[M, BLOCK_N]
     to_base_2 = scale * LOG2_E

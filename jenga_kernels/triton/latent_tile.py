@@ -8,10 +8,10 @@ import triton.language as tl
 from jenga_kernels.triton.addressing import repeated_key_offsets
 from jenga_kernels.triton.attention_tile import LOG2_E, finish_rows, row_offsets
 from jenga_kernels.triton.device import device_function
-from jenga_kernels.triton.latent_tiles import WARPGROUP_ROWS
 from jenga_kernels.triton.matmul import matmul, matmul_add
 from jenga_kernels.triton.rows import load_rows
 from jenga_kernels.triton.softmax import softmax_step
+from jenga_kernels.triton.tiles import WARPGROUP_ROWS
 
 _WARPGROUP_ROWS = tl.constexpr(WARPGROUP_ROWS)
 

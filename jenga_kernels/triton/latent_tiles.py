@@ -6,19 +6,15 @@ so a row tile holds few rows. The sizes are those that compile without spills
 """
 
 from jenga_kernels.triton.tiles import (
+    BLACKWELL,
     HOPPER,
     MIN_ROWS,
+    WARPGROUP_ROWS,
     AttentionTiles,
     LoopTiles,
     Machine,
     power_of_two,
 )
-
-BLACKWELL = 100
-"""Compute capability of the first GPU whose matrix instructions keep results out of registers."""
-
-WARPGROUP_ROWS = 64
-"""Rows of a warpgroup matrix instruction."""
 
 INTERPRETER_ROWS = 1024
 """The interpreter pays per operation: as many rows as ever come."""

@@ -14,6 +14,9 @@ import triton
 HOPPER = 90
 """Compute capability of the first GPU with warpgroup matrix instructions."""
 
+BLACKWELL = 100
+"""Compute capability of the first GPU whose matrix instructions keep results out of registers."""
+
 DESKTOP_BLACKWELL = 120
 """Compute capability of the first GPU after Hopper with less than half of its shared memory."""
 
@@ -123,12 +126,20 @@ class LoopTiles:
         block_n: Keys of one step.
         num_warps: Warps of a program.
         num_stages: Depth of the software pipeline over keys.
+        value_parts: Programs that share the rows, each with a part of their results: 1 or 2.
     """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    value_parts: int = 1
+
+    def value_dim(self, head_dim: int) -> int:
+        """Elements of a result that one program computes; those of a part are a multiple of 16."""
+        if self.value_parts == 1:
+            return head_dim
+        return triton.cdiv(head_dim, 16 * self.value_parts) * 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +162,12 @@ class AttentionTiles:
 MIN_ROWS = 16
 """Fewest rows of a matrix instruction."""
 
+WARPGROUP_ROWS = 64
+"""Rows of a warpgroup matrix instruction."""
+
+WIDE_HEAD = 512
+"""Padded elements of a head whose results, or queries, take most of a program's registers."""
+
 DECODE_PROGRAMS_PER_PROCESSOR = 2
 """Two programs hide each other's waits at the start and the end of a range of keys."""
 
@@ -170,7 +187,8 @@ def attention_tiles(
         head_dim: Elements of one head of one token.
         element_bytes: Bytes of an element of the queries.
         stored_bytes: Bytes of an element in the pages.
-        decode_rows: Most rows of a request that the decode kernel serves.
+        decode_rows: Most rows of a request that the decode kernel serves, at most
+            `max_decode_rows`.
     """
     decode_rows = max(MIN_ROWS, power_of_two(decode_rows))
     if machine.is_interpreter:
@@ -180,14 +198,35 @@ def attention_tiles(
             num_programs=1,
             block_splits=16,
         )
-    block_d = min(512, max(64, power_of_two(head_dim)))
+    block_d = min(WIDE_HEAD, max(64, power_of_two(head_dim)))
     is_large = machine.has_large_tiles
+    num_programs = DECODE_PROGRAMS_PER_PROCESSOR * machine.num_processors
+    if block_d < WIDE_HEAD:
+        decode = _decode_tiles(block_d, element_bytes, stored_bytes, decode_rows, is_large)
+    else:
+        decode = _wide_decode_tiles(machine, element_bytes, decode_rows)
+        if decode_rows > MIN_ROWS:  # one such program fills a processor
+            num_programs = machine.num_processors // decode.value_parts
     return AttentionTiles(
-        decode=_decode_tiles(block_d, element_bytes, stored_bytes, decode_rows, is_large),
+        decode=decode,
         prefill=PREFILL_TILES[is_large, element_bytes, stored_bytes, block_d],
-        num_programs=DECODE_PROGRAMS_PER_PROCESSOR * machine.num_processors,
-        block_splits=32,
+        num_programs=num_programs,
+        block_splits=32 if block_d < WIDE_HEAD else 16,
     )
+
+
+def max_decode_rows(machine: Machine, *, head_dim: int, element_bytes: int) -> int | None:
+    """Most rows of a request for which the decode kernel has tiles; None: as many as there are.
+
+    Args:
+        machine: Where it runs.
+        head_dim: Elements of one head of one token.
+        element_bytes: Bytes of an element of the queries.
+    """
+    if machine.is_interpreter or power_of_two(head_dim) < WIDE_HEAD:
+        return None
+    kind = (machine.has_large_tiles, element_bytes)
+    return max(rows for *of, rows in WIDE_DECODE_TILES if tuple(of) == kind)
 
 
 def _decode_tiles(
@@ -212,8 +251,46 @@ def _decode_tiles(
     )
 
 
-def _loop_tiles(block_m: int, block_n: int, num_warps: int, num_stages: int) -> LoopTiles:
-    return LoopTiles(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
+def _wide_decode_tiles(machine: Machine, element_bytes: int, decode_rows: int) -> LoopTiles:
+    """Tiles for heads of more than 256 elements."""
+    has_tensor_memory = BLACKWELL <= machine.capability < DESKTOP_BLACKWELL
+    if has_tensor_memory and decode_rows >= WARPGROUP_ROWS and element_bytes == 2:  # noqa: PLR2004
+        # What passes between that memory and registers leaves none to load a step ahead.
+        return _loop_tiles(decode_rows, 32, 8, 1, 2)
+    return WIDE_DECODE_TILES[machine.has_large_tiles, element_bytes, decode_rows]
+
+
+def _loop_tiles(
+    block_m: int, block_n: int, num_warps: int, num_stages: int, value_parts: int = 1
+) -> LoopTiles:
+    return LoopTiles(
+        block_m=block_m,
+        block_n=block_n,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        value_parts=value_parts,
+    )
+
+
+WIDE_DECODE_TILES = {
+    # Large tiles, bytes of an element of queries, rows
+    (True, 2, 16): _loop_tiles(16, 16, 4, 5),
+    (True, 2, 32): _loop_tiles(32, 32, 8, 5),
+    (True, 2, 64): _loop_tiles(64, 16, 8, 5),
+    (True, 2, 128): _loop_tiles(128, 16, 8, 5, 2),
+    (True, 4, 16): _loop_tiles(16, 16, 4, 4),
+    (True, 4, 32): _loop_tiles(32, 16, 8, 1, 2),
+    (True, 4, 64): _loop_tiles(64, 16, 8, 1, 2),
+    (False, 2, 16): _loop_tiles(16, 16, 4, 5),
+    (False, 2, 32): _loop_tiles(32, 16, 8, 5),
+    (False, 2, 64): _loop_tiles(64, 16, 8, 3, 2),
+    (False, 4, 16): _loop_tiles(16, 16, 4, 4),
+}
+"""Tiles of the decode kernel for heads of more than 256 elements, keys of up to 32 KiB a step.
+
+Where the results of all rows do not fit into registers, two programs have half of their elements
+each, and each computes all scores.
+"""
 
 
 PREFILL_TILES = {
@@ -221,11 +298,11 @@ PREFILL_TILES = {
     (True, 2, 2, 64): _loop_tiles(128, 128, 8, 5),
     (True, 2, 2, 128): _loop_tiles(128, 64, 8, 5),
     (True, 2, 2, 256): _loop_tiles(128, 32, 8, 5),
-    (True, 2, 2, 512): _loop_tiles(32, 16, 8, 2),
+    (True, 2, 2, 512): _loop_tiles(128, 32, 8, 3, 2),
     (True, 2, 1, 64): _loop_tiles(128, 128, 8, 5),
     (True, 2, 1, 128): _loop_tiles(128, 64, 8, 5),
     (True, 2, 1, 256): _loop_tiles(64, 64, 8, 2),
-    (True, 2, 1, 512): _loop_tiles(32, 16, 8, 2),
+    (True, 2, 1, 512): _loop_tiles(128, 32, 8, 5, 2),
     (True, 4, 4, 64): _loop_tiles(64, 32, 8, 1),
     (True, 4, 4, 128): _loop_tiles(32, 16, 8, 1),
     (True, 4, 4, 256): _loop_tiles(16, 16, 8, 1),
@@ -237,11 +314,11 @@ PREFILL_TILES = {
     (False, 2, 2, 64): _loop_tiles(128, 64, 8, 5),
     (False, 2, 2, 128): _loop_tiles(64, 64, 8, 5),
     (False, 2, 2, 256): _loop_tiles(64, 32, 8, 2),
-    (False, 2, 2, 512): _loop_tiles(32, 16, 8, 2),
+    (False, 2, 2, 512): _loop_tiles(32, 16, 8, 5),
     (False, 2, 1, 64): _loop_tiles(128, 64, 8, 5),
     (False, 2, 1, 128): _loop_tiles(64, 64, 8, 2),
     (False, 2, 1, 256): _loop_tiles(64, 32, 8, 2),
-    (False, 2, 1, 512): _loop_tiles(32, 16, 8, 2),
+    (False, 2, 1, 512): _loop_tiles(32, 16, 8, 5),
     (False, 4, 4, 64): _loop_tiles(64, 32, 8, 1),
     (False, 4, 4, 128): _loop_tiles(32, 16, 8, 1),
     (False, 4, 4, 256): _loop_tiles(16, 16, 8, 1),
@@ -254,5 +331,6 @@ PREFILL_TILES = {
 """The largest tiles that compile without spills with every option; no GPU has timed them yet.
 
 As in decoding, five stages load a step while the one before is computed; up to four stages wait for
-each step as soon as it is asked for.
+each step as soon as it is asked for. 128 rows of 512 elements and two steps leave no shared memory
+for a third: Hopper waits for such a step, asked for before the product that ends the one before.
 """

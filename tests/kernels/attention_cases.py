@@ -1,7 +1,7 @@
 """Batches of requests over a paged cache, for the tests and benchmarks of attention."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,6 +25,13 @@ SMALL_TILES = AttentionTiles(
     block_splits=4,
 )
 """Tiles that cut even short requests into many pieces."""
+
+HALVED_TILES = replace(
+    SMALL_TILES,
+    decode=replace(SMALL_TILES.decode, value_parts=2),
+    prefill=replace(SMALL_TILES.prefill, value_parts=2),
+)
+"""Such tiles where two programs share the results of the same rows."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ INSTRUCTIONS = {
     "wgmma": r"\bwgmma\.mma_async",
     "wgmma_of_registers": r"\bwgmma\.mma_async[^;]*?\}, \{",
     "mma": r"\bmma\.sync",
+    "tcgen05": r"\btcgen05\.mma",
     "load_128": r"\bld\.global[.\w]*\.v4\.b32|\bld\.global[.\w]*\.v2\.b64|\bcp\.async\.c[ag]"
     r"\.shared\.global \[[^;]*?, 0x10",
     "load_64": r"\bld\.global[.\w]*\.v2\.b32",

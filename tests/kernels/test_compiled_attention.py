@@ -30,6 +30,7 @@ def launch(
         head_dim=head_dim,
         page_tokens=page_tokens,
         window_tokens=options.get("window_tokens"),
+        chunk_tokens=options.get("chunk_tokens"),
         is_causal=options.get("is_causal", True),
         is_fp8=pages_dtype is not None,
     )
@@ -170,3 +171,110 @@ def test_attention_of_many_rows_of_drafted_tokens_fits_into_registers(capability
         assert kernel.shared_bytes <= SHARED_BYTES[capability], kernel
         if capability == 90:
             assert kernel.stack_bytes == 0, kernel
+
+
+def compile_wide_heads():
+    launch(head_dim=512)
+    launch(head_dim=320, page_tokens=784, window_tokens=512, soft_cap=50.0, sinks=torch.zeros(8))
+    launch(head_dim=512, num_heads=14, decode_query_tokens=0, lse=torch.zeros(4096, 14))
+
+
+def compile_options_of_wide_heads():
+    launch(head_dim=512, dtype=torch.float16, page_tokens=128, window_tokens=1024)
+    launch(head_dim=512, is_causal=False, lse=torch.zeros(4096, 8))
+    launch(head_dim=384, alibi_slopes=torch.zeros(8), soft_cap=30.0, chunk_tokens=768)
+    spans = torch.zeros(4096, 2, dtype=torch.int32)
+    launch(head_dim=512, window_tokens=512, spans=spans, decode_query_tokens=0)
+
+
+def compile_wide_heads_in_fp8():
+    for num_scales in (1, 2):
+        scale = torch.ones(num_scales)
+        scales = {"pages_dtype": torch.float8_e4m3fn, "k_scale": scale, "v_scale": scale}
+        launch(head_dim=512, **scales)
+        launch(head_dim=320, page_tokens=784, window_tokens=512, soft_cap=50.0, **scales)
+
+
+def compile_wide_heads_in_float32():
+    launch(head_dim=512, dtype=torch.float32, window_tokens=512)
+    launch(head_dim=512, dtype=torch.float32, pages_dtype=torch.float8_e4m3fn)
+
+
+def compile_wide_heads_in_float32_without_fp8():
+    launch(head_dim=512, dtype=torch.float32, window_tokens=512)
+
+
+def compile_drafted_tokens_of_wide_heads():
+    for num_heads in (8, 16):
+        launch(head_dim=512, num_heads=num_heads, decode_query_tokens=8, max_query_tokens=8)
+    launch(
+        head_dim=512,
+        num_heads=16,
+        pages_dtype=torch.float8_e4m3fn,
+        decode_query_tokens=8,
+        max_query_tokens=8,
+    )
+
+
+WIDE_JOBS = [
+    (compile_wide_heads, 90),
+    *[
+        pytest.param(job, capability, marks=pytest.mark.slow)
+        for job, capability in (
+            *[(compile_wide_heads, capability) for capability in (80, 100, 120)],
+            *[(compile_options_of_wide_heads, capability) for capability in (80, 90, 100, 120)],
+            *[(compile_wide_heads_in_fp8, capability) for capability in (89, 90, 100, 120)],
+            *[(compile_wide_heads_in_float32, capability) for capability in (89, 90)],
+            (compile_wide_heads_in_float32_without_fp8, 80),
+            *[
+                (compile_drafted_tokens_of_wide_heads, capability)
+                for capability in (89, 90, 100, 120)
+            ],
+        )
+    ],
+]
+
+HALF_PRODUCTS = 512 // 16 + 32 // 16
+"""Of a step of 32 keys and a warpgroup: 512 elements of scores, then half of the values."""
+
+DECODE_PRODUCTS = {0, 2 * 512 // 16 + 1}
+"""Of a step of 16 keys: each warpgroup computes all scores; fewer rows take other instructions."""
+
+
+@pytest.mark.parametrize(("job", "capability"), WIDE_JOBS)
+def test_attention_of_wide_heads_compiles_to_large_tiles_without_spills(job, capability):
+    is_float32 = job.__name__.startswith("compile_wide_heads_in_float32")
+    for kernel in compile_job(job, capability):
+        assert kernel.stack_bytes == 0, kernel
+        assert kernel.shared_bytes <= SHARED_BYTES[capability], kernel
+        is_prefill = kernel.name == "attention_prefill_kernel"
+        if not is_prefill and kernel.name != "attention_decode_kernel":
+            continue
+        assert kernel.counts["load_128"] >= 12, kernel
+        assert kernel.counts["store_128"] > 0, kernel
+        if is_float32:
+            continue
+        if capability == 90 and is_prefill:
+            # Two or three loops, of the tiles that need a mask and of those that need none.
+            assert kernel.counts["wgmma"] // HALF_PRODUCTS in {2, 3}, kernel
+            assert kernel.counts["wgmma"] % HALF_PRODUCTS == 0, kernel
+        elif capability == 90:
+            assert kernel.counts["wgmma"] in DECODE_PRODUCTS, kernel
+            # Two steps are under way while one is computed.
+            assert kernel.counts["cp_async_ahead"] > 0, kernel
+        elif capability == 100 and is_prefill:
+            assert kernel.counts["tcgen05"] > 0, kernel
+        else:
+            assert kernel.counts["mma"] + kernel.counts["tcgen05"] > 0, kernel
+
+
+def compile_more_drafted_rows_than_wide_heads_have():
+    launch(head_dim=512, num_heads=32, decode_query_tokens=8, max_query_tokens=8)
+
+
+@pytest.mark.slow
+def test_attention_leaves_to_prefill_what_wide_heads_have_no_rows_to_decode():
+    kernels = compile_job(compile_more_drafted_rows_than_wide_heads_have, 89)
+
+    assert {"attention_prefill_kernel", "attention_decode_kernel"} <= {k.name for k in kernels}
+    assert all(kernel.shared_bytes <= SHARED_BYTES[89] for kernel in kernels)

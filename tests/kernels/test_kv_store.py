@@ -14,6 +14,7 @@ SHAPES = {
     "odd_page_and_head_dim": (37, 4, 48, 3, 80),
     "large_odd_page": (50, 2, 784, 2, 112),
     "wide_head": (19, 5, 16, 1, 256),
+    "wider_head": (19, 5, 16, 2, 512),
     "more_rows_than_a_program": (700, 48, 16, 4, 64),
 }
 
@@ -166,7 +167,7 @@ def compile_fp8():
 
 
 def compile_kv_store(dtype, pages):
-    for head_dim in (64, 80, 256):
+    for head_dim in (64, 80, 256, 512):
         k = torch.zeros(33, 2, head_dim, dtype=dtype)
         layer = torch.zeros(4, 2, 16, 2 * head_dim, dtype=pages).transpose(1, 2)
         slots = torch.zeros(33, dtype=torch.int64)

@@ -5,7 +5,9 @@ import torch
 
 from jenga_kernels.attention_plan import AttentionKind, plan_attention
 from jenga_kernels.paged_attention import paged_attention
+from jenga_kernels.triton.tiles import Machine, max_decode_rows
 from tests.kernels.attention_cases import (
+    HALVED_TILES,
     SMALL_TILES,
     Options,
     Shape,
@@ -87,6 +89,57 @@ def test_paged_attention_has_option_with_the_tiles_chosen(options):
     check_batch(make_batch(Shape(requests=MIXED), options))
 
 
+WIDE = Shape(requests=MIXED, num_heads=8, head_dim=512, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_paged_attention_of_wide_heads_in_halves_has_option(options):
+    check_batch(make_batch(WIDE, options), tiles=HALVED_TILES)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [272, 320, 328, 384, 512])
+def test_paged_attention_computes_halves_of_any_head_dim(head_dim, dtype):
+    shape = replace(WIDE, head_dim=head_dim, dtype=dtype, num_padding_tokens=3)
+
+    check_batch(make_batch(shape, Options(has_sinks=True)), tiles=HALVED_TILES)
+
+
+@pytest.mark.parametrize("num_scales", [0, 1, 2], ids=["unscaled", "per_tensor", "per_head"])
+@pytest.mark.parametrize("tiles", [SMALL_TILES, HALVED_TILES], ids=["whole", "halves"])
+def test_paged_attention_of_wide_heads_reads_fp8(tiles, num_scales):
+    shape = replace(WIDE, pages_dtype=torch.float8_e4m3fn)
+
+    check_batch(make_batch(shape, Options(num_scales=num_scales)), tiles=tiles)
+
+
+@pytest.mark.parametrize("tiles", [SMALL_TILES, HALVED_TILES], ids=["whole", "halves"])
+@pytest.mark.parametrize("is_batch_invariant", [False, True], ids=["balanced", "invariant"])
+def test_paged_attention_of_wide_heads_decodes_drafted_tokens(tiles, is_batch_invariant):
+    requests = [(8, 100), (8, 8), (5, 700), (1, 40)]
+    batch = make_batch(replace(WIDE, requests=requests), Options(window_tokens=300))
+
+    check_batch(
+        batch,
+        tiles=replace(tiles, decode=replace(tiles.decode, block_m=32)),
+        decode_query_tokens=8,
+        max_query_tokens=8,
+        is_batch_invariant=is_batch_invariant,
+    )
+
+
+def test_wide_heads_have_decode_tiles_for_drafted_tokens_of_groups():
+    def rows(capability, head_dim=512, element_bytes=2):
+        machine = Machine(capability=capability, num_processors=100)
+        return max_decode_rows(machine, head_dim=head_dim, element_bytes=element_bytes)
+
+    assert [rows(capability) for capability in (80, 90, 100, 120)] == [64, 128, 128, 64]
+    assert [rows(capability, element_bytes=4) for capability in (80, 90)] == [16, 64]
+    assert rows(90, head_dim=320) == 128
+    assert rows(90, head_dim=256) is None
+    assert rows(0) is None
+
+
 @pytest.mark.parametrize("window_tokens", [16, 17, 33])
 def test_paged_attention_window_counts_its_own_token_at_page_edges(window_tokens):
     shape = Shape(requests=((1, 100), (40, 96), (1, 97)), page_tokens=32)
@@ -145,13 +198,16 @@ def test_paged_attention_may_be_spread_over_any_number_of_programs(num_programs)
     check_batch(batch, tiles=replace(SMALL_TILES, num_programs=num_programs))
 
 
-def test_paged_attention_in_batch_invariant_mode_ignores_the_rest_of_the_batch():
-    shape = Shape(requests=((1, 300), (40, 50), (1, 700), (2, 33), (1, 9)))
+@pytest.mark.parametrize(
+    ("head_dim", "tiles"), [(64, SMALL_TILES), (512, HALVED_TILES)], ids=["narrow", "wide"]
+)
+def test_paged_attention_in_batch_invariant_mode_ignores_the_rest_of_the_batch(head_dim, tiles):
+    shape = Shape(requests=((1, 300), (40, 50), (1, 700), (2, 33), (1, 9)), head_dim=head_dim)
     batch = make_batch(shape, Options(has_sinks=True))
     whole = paged_attention(
-        **batch.arguments, plan=batch.plan(tiles=SMALL_TILES, is_batch_invariant=True)
+        **batch.arguments, plan=batch.plan(tiles=tiles, is_batch_invariant=True)
     )
-    check_batch(batch, tiles=SMALL_TILES, is_batch_invariant=True)
+    check_batch(batch, tiles=tiles, is_batch_invariant=True)
 
     for request in range(len(shape.requests)):
         start, end = batch.query_starts[request : request + 2].tolist()
@@ -162,7 +218,7 @@ def test_paged_attention_in_batch_invariant_mode_ignores_the_rest_of_the_batch()
             seq_lens=batch.seq_lens[request : request + 1],
             query_starts=torch.tensor([0, end - start], dtype=torch.int32, device=DEVICE),
         )
-        plan = alone.plan(tiles=SMALL_TILES, is_batch_invariant=True)
+        plan = alone.plan(tiles=tiles, is_batch_invariant=True)
         assert torch.equal(paged_attention(**alone.arguments, plan=plan), whole[start:end])
 
 

@@ -8,7 +8,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.attention_cases import SMALL_TILES, Options, Shape, check_batch, make_batch
+from tests.kernels.attention_cases import (
+    HALVED_TILES,
+    SMALL_TILES,
+    Options,
+    Shape,
+    check_batch,
+    make_batch,
+)
 
 SETTINGS = {
     "deadline": None,
@@ -34,7 +41,7 @@ def shapes(draw):
         requests=tuple(draw(st.lists(requests(), min_size=1, max_size=5))),
         num_heads=num_kv_heads * draw(st.sampled_from([1, 2, 3, 5, 8])),
         num_kv_heads=num_kv_heads,
-        head_dim=draw(st.sampled_from([64, 80, 96, 112, 128])),
+        head_dim=draw(st.sampled_from([64, 80, 96, 112, 128, 320, 512])),
         page_tokens=draw(st.sampled_from([16, 32, 48, 64, 528])),
         dtype=draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32])),
         pages_dtype=torch.float8_e4m3fn if is_fp8 else None,
@@ -64,12 +71,12 @@ def check_random(data):
     chosen = data.draw(options(shape))
     group_heads = shape.num_heads // shape.num_kv_heads
     decode_query_tokens = data.draw(st.sampled_from([0, 1, 3])) if not chosen.has_spans else 0
+    # Narrow heads are never cut on a GPU, but may be.
+    tiles = data.draw(st.sampled_from([SMALL_TILES, HALVED_TILES]))
     tiles = replace(
-        SMALL_TILES,
+        tiles,
         num_programs=data.draw(st.integers(1, 30)),
-        decode=replace(
-            SMALL_TILES.decode, block_m=16 if group_heads * decode_query_tokens <= 16 else 32
-        ),
+        decode=replace(tiles.decode, block_m=16 if group_heads * decode_query_tokens <= 16 else 32),
     )
 
     check_batch(
