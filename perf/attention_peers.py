@@ -19,6 +19,9 @@ VLLM_SEGMENTS = 16
 VLLM_MIN_PROGRAMS = 128
 """Programs below which vLLM's Triton backend splits keys."""
 
+FA3_MAX_HEAD_DIM = 256
+"""Widest head of FlashAttention-3; vLLM's backend takes FlashAttention-4 beyond."""
+
 WORKSPACE_BYTES = 512 << 20
 
 
@@ -94,6 +97,9 @@ def flash_attention_3(batch: AttentionBatch, out: torch.Tensor) -> Launch:
     shape = batch.shape
     if shape.is_fp8:
         msg = "needs queries of float8_e4m3fn too"
+        raise UnsupportedError(msg)
+    if shape.head_dim > FA3_MAX_HEAD_DIM:
+        msg = f"heads have at most {FA3_MAX_HEAD_DIM} elements"
         raise UnsupportedError(msg)
     max_queries = max(queries for queries, _ in shape.requests)
     max_stored = max(stored for _, stored in shape.requests)

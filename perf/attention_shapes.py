@@ -99,6 +99,16 @@ LLAMA_8B = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 LLAMA_70B = {"num_heads": 64, "num_kv_heads": 8, "head_dim": 128}
 GEMMA_2_27B = {"num_heads": 32, "num_kv_heads": 16, "head_dim": 128, "soft_cap": 50.0}
 GEMMA_3_27B = {"num_heads": 32, "num_kv_heads": 16, "head_dim": 128, "window_tokens": 1024}
+# From the configurations of google/gemma-4-31B and google/gemma-4-26B-A4B: layers with a window
+# have heads of head_dim, those of full attention heads of global_head_dim, fewer of them for keys.
+GEMMA_4_31B_FULL = {"num_heads": 32, "num_kv_heads": 4, "head_dim": 512}
+GEMMA_4_31B_WINDOW = {
+    "num_heads": 32,
+    "num_kv_heads": 16,
+    "head_dim": 256,
+    "window_tokens": 1024,
+}
+GEMMA_4_26B_FULL = {"num_heads": 16, "num_kv_heads": 2, "head_dim": 512}
 GPT_OSS_120B = {"num_heads": 64, "num_kv_heads": 8, "head_dim": 64, "has_sinks": True}
 K = 1024
 
@@ -153,6 +163,26 @@ SHAPES = (
         is_causal=False,
         **LLAMA_8B,
     ),
+    AttentionShape(
+        name="D17 gemma-4-31b full decode 32x8k", requests=_decode(32, 8 * K), **GEMMA_4_31B_FULL
+    ),
+    AttentionShape(
+        name="D18 gemma-4-31b full decode 1x128k", requests=_decode(1, 128 * K), **GEMMA_4_31B_FULL
+    ),
+    AttentionShape(
+        name="D19 gemma-4-31b window decode 32x8k",
+        requests=_decode(32, 8 * K),
+        **GEMMA_4_31B_WINDOW,
+    ),
+    AttentionShape(
+        name="D20 gemma-4-26b full decode 64x8k", requests=_decode(64, 8 * K), **GEMMA_4_26B_FULL
+    ),
+    AttentionShape(
+        name="D21 gemma-4-31b full fp8 decode 32x8k",
+        requests=_decode(32, 8 * K),
+        is_fp8=True,
+        **GEMMA_4_31B_FULL,
+    ),
     AttentionShape(name="P1 llama-8b prefill 8k", requests=((8 * K, 8 * K),), **LLAMA_8B),
     AttentionShape(name="P2 llama-8b prefill 16k", requests=((16 * K, 16 * K),), **LLAMA_8B),
     AttentionShape(name="P3 llama-8b chunk 2k on 30k", requests=((2 * K, 30 * K),), **LLAMA_8B),
@@ -175,6 +205,12 @@ SHAPES = (
         **LLAMA_8B,
     ),
     AttentionShape(
+        name="P8 gemma-4-31b full prefill 8k", requests=((8 * K, 8 * K),), **GEMMA_4_31B_FULL
+    ),
+    AttentionShape(
+        name="P9 gemma-4-31b window prefill 8k", requests=((8 * K, 8 * K),), **GEMMA_4_31B_WINDOW
+    ),
+    AttentionShape(
         name="X1 llama-8b mixed 1x2k prefill, 31x4k decode",
         requests=((2 * K, 2 * K), *_decode(31, 4 * K)),
         **LLAMA_8B,
@@ -192,6 +228,13 @@ DRY_SHAPES = (
     ),
     AttentionShape(
         name="dry prefill", requests=((33, 40),), num_heads=4, num_kv_heads=2, head_dim=64
+    ),
+    AttentionShape(
+        name="dry wide heads",
+        requests=((1, 40), (20, 40)),
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=512,
     ),
 )
 

@@ -104,6 +104,10 @@ def test_calls_of_flash_attention_3_fit_it(batch, bound, flash_attention):
         with pytest.raises(attention_peers.UnsupportedError, match="float8"):
             attention_peers.flash_attention_3(batch, torch.empty_like(batch.q))
         return
+    if batch.shape.head_dim > 256:
+        with pytest.raises(attention_peers.UnsupportedError, match="at most 256 elements"):
+            attention_peers.flash_attention_3(batch, torch.empty_like(batch.q))
+        return
 
     attention_peers.flash_attention_3(batch, torch.empty_like(batch.q))()
 

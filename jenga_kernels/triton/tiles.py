@@ -278,13 +278,13 @@ WIDE_DECODE_TILES = {
     (True, 2, 32): _loop_tiles(32, 32, 8, 5),
     (True, 2, 64): _loop_tiles(64, 16, 8, 5),
     (True, 2, 128): _loop_tiles(128, 16, 8, 5, 2),
-    (True, 4, 16): _loop_tiles(16, 16, 4, 4),
+    (True, 4, 16): _loop_tiles(16, 16, 8, 1),
     (True, 4, 32): _loop_tiles(32, 16, 8, 1, 2),
     (True, 4, 64): _loop_tiles(64, 16, 8, 1, 2),
     (False, 2, 16): _loop_tiles(16, 16, 4, 5),
     (False, 2, 32): _loop_tiles(32, 16, 8, 5),
     (False, 2, 64): _loop_tiles(64, 16, 8, 3, 2),
-    (False, 4, 16): _loop_tiles(16, 16, 4, 4),
+    (False, 4, 16): _loop_tiles(16, 16, 8, 1),
 }
 """Tiles of the decode kernel for heads of more than 256 elements, keys of up to 32 KiB a step.
 
