@@ -184,7 +184,8 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
         if vllm_config.speculative_config is None or not isinstance(kv_cache_spec, AttentionSpec):
             return cls._cudagraph_support
         group_heads = most_group_heads(vllm_config, kv_cache_spec.num_kv_heads)
-        if decode_query_tokens(vllm_config, group_heads) is None:
+        head_dim = kv_cache_spec.head_size
+        if decode_query_tokens(vllm_config, group_heads, head_dim=head_dim) is None:
             return cls._cudagraph_support
         return AttentionCGSupport.UNIFORM_BATCH
 
@@ -210,7 +211,9 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
         speculation = vllm_config.speculative_config
         self._leaves_out_rejected = speculation is not None and speculation.uses_draft_model()
         self._max_tokens = vllm_config.model_config.max_model_len
-        self._decode_query_tokens = decode_query_tokens(vllm_config, self._kind.group_heads)
+        self._decode_query_tokens = decode_query_tokens(
+            vllm_config, self._kind.group_heads, head_dim=self._kind.head_dim
+        )
         self._captured = CapturedPlans()
 
     def build(

@@ -22,7 +22,8 @@ MTP_PREFIX = "mtp."
 """How it begins those of layers that predict further tokens, where they are counted apart."""
 
 MAX_DECODE_ROWS = 128
-"""Query rows of a request in the largest tile of the decode kernel; more go to that of prompts."""
+"""Query rows of a request in the largest tile of the decode kernel; more go to that of prompts.
+Of the widest heads a machine may have smaller ones."""
 
 
 def _has_states(model: "ModelConfig | None") -> bool:
@@ -126,18 +127,32 @@ def most_group_heads(vllm_config: "VllmConfig", num_kv_heads: int) -> int:
     )
 
 
-def decode_query_tokens(vllm_config: "VllmConfig", group_heads: int) -> int | None:
+def decode_query_tokens(
+    vllm_config: "VllmConfig", group_heads: int, *, head_dim: int
+) -> int | None:
     """Get up to how many query tokens a request is decoded, as `plan_attention` takes it.
 
     Args:
         vllm_config: Of the engine.
         group_heads: Query heads that share a head of keys.
+        head_dim: Elements of a head.
 
     Returns:
         None for what costs no more than one token: also where drafts are longer than the kernel
         for decoding has rows.
     """
+    # In workers alone: not where engines are configured, before there is a device.
+    import torch
+    from vllm.platforms import current_platform
+
+    from jenga_kernels.triton.tiles import machine_of, max_decode_rows
+
     num_tokens = drafted_query_tokens(vllm_config)
-    if num_tokens == 1 or num_tokens * group_heads > MAX_DECODE_ROWS:
+    if num_tokens == 1:
         return None
-    return num_tokens
+    most_rows = max_decode_rows(
+        machine_of(torch.device(current_platform.device_type)),
+        head_dim=head_dim,
+        element_bytes=vllm_config.model_config.dtype.itemsize,
+    )
+    return num_tokens if num_tokens * group_heads <= (most_rows or MAX_DECODE_ROWS) else None

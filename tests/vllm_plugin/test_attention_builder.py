@@ -24,6 +24,7 @@ from jenga.vllm_plugin.captured_plans import CapturedPlans
 from jenga_kernels.attention_plan import AttentionPlan, plan_attention
 from jenga_kernels.paged_attention import paged_attention
 from jenga_kernels.reference.paged_attention import paged_attention as attend_plainly
+from jenga_kernels.triton import tiles
 from tests.kernels.support import check_close
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_TOKENS = 4, 2, 64, 16
@@ -157,6 +158,21 @@ def test_graphs_of_drafted_tokens_are_announced_where_the_decode_kernel_takes_th
     assert announced(num_drafted=7, draft_heads=64) is too_many
 
 
+def test_graphs_of_drafted_tokens_are_not_announced_for_heads_too_wide_for_so_many_rows(
+    monkeypatch,
+):
+    ampere = tiles.Machine(capability=80, num_processors=108)
+    monkeypatch.setattr(tiles, "machine_of", lambda _: ampere)
+    wide = FullAttentionSpec(**SHAPE | {"head_size": 512})
+
+    def announced_for(num_drafted):
+        config = make_config(num_drafted)
+        return JengaTritonMetadataBuilder.get_cudagraph_support(config, wide)
+
+    assert announced_for(6) is AttentionCGSupport.UNIFORM_BATCH  # two heads, 16 rows of float32
+    assert announced_for(7) is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+
 @pytest.mark.parametrize("name", [name for name in SPECS if name != "cross"])
 def test_a_captured_plan_of_drafted_tokens_serves_later_batches_of_its_size(name):
     builder, batches = make_builder(SPECS[name], num_drafted=3), Batches()
@@ -255,11 +271,11 @@ def test_an_updated_plan_gives_bit_for_bit_what_a_new_one_gives():
 def test_captured_sizes_share_room_for_split_results_and_nothing_else(monkeypatch):
     from jenga_kernels import attention_plan
 
-    tiles = attention_plan.attention_tiles
+    tiles_of = attention_plan.attention_tiles
     monkeypatch.setattr(  # as on a GPU of several processors
         attention_plan,
         "attention_tiles",
-        lambda *args, **kwargs: replace(tiles(*args, **kwargs), num_programs=6),
+        lambda *args, **kwargs: replace(tiles_of(*args, **kwargs), num_programs=6),
     )
     builder, batches = make_builder(SPECS["full"]), Batches()
     large = builder.build_for_cudagraph_capture(batches.decode([96] * 8, num_padded=8)).plan
