@@ -83,10 +83,10 @@ def engine_config(tmp_path_factory):
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm.engine.arg_utils import EngineArgs
 
-    from tests.vllm_plugin import tiny_models
+    from tests.vllm_plugin import tiny_checkpoints
 
     return EngineArgs(
-        model=str(tiny_models.save("gpt_oss", tmp_path_factory.mktemp("models"))),
+        model=str(tiny_checkpoints.save("gpt_oss", tmp_path_factory.mktemp("models"))),
         dtype="float32",
         enforce_eager=True,
         skip_tokenizer_init=True,

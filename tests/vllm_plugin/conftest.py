@@ -103,13 +103,13 @@ def gemma_3_directory():
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
     """Get the directory of a tiny model by name, made once a session."""
-    from tests.vllm_plugin import tiny_models
+    from tests.vllm_plugin import tiny_checkpoints
 
     directory = tmp_path_factory.mktemp("models")
 
     def get(name):
         path = directory / name
-        return path if path.exists() else tiny_models.save(name, directory)
+        return path if path.exists() else tiny_checkpoints.save(name, directory)
 
     return get
 
