@@ -37,9 +37,12 @@ class RowFile:
             snapshot_every_s: Seconds between two snapshots of a running replay.
 
         Raises:
-            ValueError: The file has something else in it.
+            ValueError: The file has something else in it, or is none that can be read again.
             ModuleNotFoundError: The file is of Parquet, and pyarrow is not installed.
         """
+        if path.exists() and not path.is_file():
+            msg = f"{path} must be a file of rows or not exist yet: rows of before are read first"
+            raise ValueError(msg)
         self.path = path
         self._lines = path.with_name(f"{path.name}.jsonl") if is_parquet(path) else path
         self._snapshot = path.with_name(f"{path.name}.snapshot")

@@ -2,6 +2,7 @@
 
 import json
 import tracemalloc
+from pathlib import Path
 
 import pytest
 
@@ -413,6 +414,12 @@ def test_two_replays_do_not_write_into_one_file_at_once(tmp_path):
     outcome_of([first.row, *rows])
     outcome_of(RowFile(path).written(second))
     assert [run.row.manager for run in read_runs([path])] == ["jenga", "max"]
+
+
+@pytest.mark.parametrize("path", ["/dev/full", "/"])
+def test_rows_go_to_files_alone(path):
+    with pytest.raises(ValueError, match=f"{path} must be a file of rows or not exist yet"):
+        RowFile(Path(path))
 
 
 def test_a_replay_that_is_refused_leaves_no_rows(tmp_path):
