@@ -59,8 +59,10 @@ def second_runner_drops_long_images():
 @pytest.mark.parametrize(
     ("name", "image_tokens"),
     # With the tokens around an image that come with it.
-    [("gemma3_vision", 25 + 4), ("gemma4_vision", 64 + 2)],
-    ids=["whole", "as_far_as_windows_reach"],
+    [
+        pytest.param("gemma3_vision", 25 + 4, id="whole", marks=pytest.mark.slow),
+        pytest.param("gemma4_vision", 64 + 2, id="as_far_as_windows_reach"),
+    ],
 )
 def test_images_that_are_read_before_and_after_give_what_transformers_gives(
     tiny_vision_model, run_engine, name, image_tokens
