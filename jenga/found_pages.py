@@ -88,10 +88,18 @@ class FoundPages(Sequence[int | None]):
         return len(found)
 
     def _look_up(self, start: int, end: int) -> Iterator[tuple[Sequence[int | None], bool]]:
-        """Pages of keys in order, with whether they are in a row with those before."""
-        keys, key_of = self._keys, self._key_of
-        num_asked, row_pages = FIRST_LOOKED_UP, 0
+        """Pages of keys in order, with whether they are in a row, so that none is missing."""
+        keys = self._keys
+        num_asked, row_pages = FIRST_LOOKED_UP, LONG_ROW
         while start < end:
+            if row_pages >= LONG_ROW and (page := self._get(keys[start])) is not None:
+                # Where one long row ends another begins, mostly.
+                row_pages = self._row_pages(start, page, end, row_pages)
+                if row_pages > 1:
+                    yield self._row(page, page + row_pages), True
+                    start += row_pages
+                    num_asked = FIRST_LOOKED_UP
+                    continue
             pages = list(map(self._get, keys[start : min(end, start + num_asked)]))
             yield pages, False
             start += len(pages)
@@ -99,19 +107,28 @@ class FoundPages(Sequence[int | None]):
             before, last = pages[-FIRST_LOOKED_UP:][0], pages[-1]
             if before is None or last is None or last - before != FIRST_LOOKED_UP - 1:
                 continue
-            if not isinstance(keys[start - 1], bytes):
-                # Names may be None, as that of a page without content is: hashes never are.
-                continue
-            page = last + 1
-            # Rows are often as long as the one before.
-            known = min(row_pages, end - start)
-            if keys[start : start + known] != key_of[page : page + known]:
-                known = 0
-            row_pages = row_end(keys, start + known, key_of, page + known, end) - start
-            yield self._row(page, page + row_pages), True
-            start += row_pages
-            if row_pages >= LONG_ROW:
-                num_asked = FIRST_LOOKED_UP
+            row_pages = self._row_pages(start, last + 1, end, row_pages)
+            if row_pages:
+                yield self._row(last + 1, last + 1 + row_pages), True
+                start += row_pages
+
+    def _row_pages(self, start: int, page: int, end: int, guess: int) -> int:
+        """How many pages from one on have the keys from one on.
+
+        Args:
+            start: The first key.
+            page: The first page, the one of that key if there is any.
+            end: One past the last key.
+            guess: How many keys to compare at once, at first: rows are often as long as before.
+        """
+        keys, key_of = self._keys, self._key_of
+        if start == end or not isinstance(keys[start], bytes):
+            # Names may be None, as that of a page without content is: hashes never are.
+            return 0
+        known = min(guess, end - start)
+        if keys[start : start + known] != key_of[page : page + known]:
+            known = 0
+        return row_end(keys, start + known, key_of, page + known, end) - start
 
     def _learn(self, start: int, end: int) -> None:
         """Look keys up and keep what is found, with what is known already if that is next to it."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import cast
 
+from jenga.found_pages import FoundPages
 from jenga.large_pages import NULL_PAGE
 from jenga.policies import ALL_PAGES, NEVER, RequestFacts
 from jenga.request import MISSING, NO_LIMIT, PrefixHit
@@ -31,10 +32,13 @@ def longest_prefix(
     hash_tokens = tables[0].grain.hash_tokens
     num_hashes = max(0, min(max_tokens // hash_tokens, len(prefix_hashes)))
     hashes = prefix_hashes[:num_hashes]
-    found: list[Sequence[int | None]] = []
+    found: list[FoundPages | list[int | None]] = []
     for table in tables:
         keys = table.policy.content_keys(facts, hashes, table.grain, ALL_PAGES)
-        found.append(table.cache.find(keys) if table.cache is not None else [None] * len(keys))
+        if table.cache is None:
+            found.append([None for _ in keys])
+        else:
+            found.append(table.cache.find(keys))
     # What would be hit if states and windows were kept everywhere is where the request leaves a
     # known path.
     kept = [table for table in tables if not table.policy.is_overwritten]
@@ -86,7 +90,7 @@ def _agree(
 
 
 def _reused(
-    table: Table, facts: RequestFacts, found: Sequence[int | None], num_tokens: int
+    table: Table, facts: RequestFacts, found: FoundPages | list[int | None], num_tokens: int
 ) -> tuple[list[int], bool]:
     """The page table with which a request goes on from a prefix, or the pages to copy from.
 
@@ -97,10 +101,11 @@ def _reused(
     if not numbers:
         return [], False
     first, end = numbers[0], numbers[-1] + 1
+    reused: list[int | None]
     if len(numbers) == end - first:
-        reused = list(found[first:end])
+        reused = found[first:end]
     else:
-        reused: list[int | None] = [None] * (end - first)
+        reused = [None] * (end - first)
         for number in numbers:
             reused[number - first] = found[number]
     has_missing = not all(reused)
@@ -109,6 +114,8 @@ def _reused(
     else:
         pages = cast("list[int]", reused)
     if table.policy.is_overwritten:
+        return pages, has_missing
+    if not first:
         return pages, has_missing
     touched = table.policy.update_last_access(facts, num_tokens, num_tokens)
     num_given_up = min(first, table.pages_for(touched).start)
