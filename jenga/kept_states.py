@@ -2,6 +2,10 @@
 
 A request writes over its running state in every step, so what is kept is a copy, and a request
 that starts from a kept state starts with a copy of it.
+
+States are worth their bytes at the ends of what was computed, since a conversation goes on from
+there, and where requests went different ways. A state from which one request alone has gone on,
+and kept a later one, is on the way between two such places.
 """
 
 from collections.abc import Collection, Hashable, Sequence
@@ -12,12 +16,17 @@ from jenga.eviction_order import EvictionOrder, Leaving, Prospect
 from jenga.request import KeptState, PageCopy, PrefixHit, Request
 from jenga.table import Table
 
+ANSWER_TOKENS = 64
+"""Tokens of an answer between two states kept: copies then take a 64th of what updates do."""
+
 
 class KeptStates:
     """Keeps states of the page tables that requests write over.
 
     Attributes:
         tables: Those page tables.
+        answer_tokens: Tokens of an answer between two states kept; 0 for none.
+        num_replaced: States that made room for a later one of their request so far.
     """
 
     __slots__ = (
@@ -25,13 +34,16 @@ class KeptStates:
         "_all_tables",
         "_allocator",
         "_copies",
+        "_gone_on",
         "_hash_tokens",
         "_interval_tokens",
         "_order",
+        "answer_tokens",
+        "num_replaced",
         "tables",
     )
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  all that says what is kept
         self,
         tables: Sequence[Table],
         allocator: Allocator,
@@ -39,6 +51,7 @@ class KeptStates:
         *,
         hash_tokens: int,
         interval_tokens: int | None,
+        answer_tokens: int = ANSWER_TOKENS,
         ahead_tokens: int = 0,
     ) -> None:
         """Nothing kept.
@@ -50,6 +63,7 @@ class KeptStates:
             hash_tokens: Tokens that each further prefix hash covers.
             interval_tokens: Distance between states kept within a prompt; 0 for none, None for
                 what the bytes of a state allow.
+            answer_tokens: Distance between states kept within an answer; 0 for none.
             ahead_tokens: Tokens after a prefix that must be cached with it: the states to go on
                 from are as much before the last that is.
         """
@@ -63,6 +77,9 @@ class KeptStates:
         self._interval_tokens = interval_tokens
         self._ahead_tokens = ceil(ahead_tokens / hash_tokens) * hash_tokens
         self._copies: list[PageCopy] = []
+        self._gone_on: set[Hashable] = set()  # keys of states from which a request has gone on
+        self.answer_tokens = answer_tokens
+        self.num_replaced = 0
 
     def checkpoint_tokens(self, request: Request, branches: Collection[int]) -> tuple[int, ...]:
         """Where a request's states are worth keeping.
@@ -77,7 +94,9 @@ class KeptStates:
             return ()
         end = self._end_of_prompt(request)
         start = max((kept.num_tokens for kept in request.kept), default=0)
-        shared = {request.branch_tokens, *branches}
+        shared = set(branches)
+        if not request.hit_tokens or self._is_far(request.branch_tokens - request.hit_tokens):
+            shared.add(request.branch_tokens)
         # Who waits to share more than this step reaches may come in next.
         reached = request.num_tokens // self._hash_tokens * self._hash_tokens
         if reached < max(branches, default=0):
@@ -98,56 +117,65 @@ class KeptStates:
             num_tokens: What went into the states.
             step: The time.
         """
-        needs = [0] * len(self._allocator.tables)
-        for table in self.tables:
-            if table.cache is not None and table.cache.get(key) is None:
-                needs[table.index] = 1
-        taken = self._allocator.take(needs, needs, owner=request.owner)
-        if taken is None:
-            return False
-        self.forget_evicted()
         end = self._end_of_prompt(request)
-        if num_tokens in (end, request.branch_tokens - self._ahead_tokens):
+        if num_tokens in (end, request.branch_tokens - self._ahead_tokens) or num_tokens > end:
             prospect = Prospect.HELD
         else:
             # The last one on the way may lie right before a question.
             is_last = num_tokens + max(self._interval_tokens, self._hash_tokens) >= end
             prospect = Prospect.NEAR if is_last else Prospect.PASSED
+        leaving = Leaving(step, prospect, [num_tokens])
+        is_answer = num_tokens > end
+        goes_on = num_tokens == end or not any(kept.num_tokens > end for kept in request.kept)
+        if not self._is_cached(key):
+            if request.answer is not None and self._is_cached(request.answer):
+                self._replace(request, request.answer, key, leaving)
+            elif not self._take(request, key, leaving):
+                return False
+            if is_answer:
+                request.answer = key
+        elif request.answer is not None and request.answer != key:
+            for kept in request.kept:
+                if kept.key == request.answer:
+                    self._rank(kept, Prospect.NEAR, step)
+            request.answer = None
         for table in self.tables:
-            if table.cache is None:
-                continue
-            for page in taken[table.index]:
-                table.cache.enter([page], [key])
-                leaving = Leaving(step, prospect, [num_tokens])
-                table.pages.retire([page], table.ranks([page], leaving, self._order))
-                self._copy(table, _running_page(request, table, num_tokens), page)
             request.kept.append(KeptState(table_index=table.index, key=key, num_tokens=num_tokens))
+        if num_tokens < end:
+            self._gone_on.add(key)
+        elif goes_on:
+            self._pass_on(request, num_tokens, step)
         return True
 
     def forget_evicted(self) -> None:
         """Let evicted pages no longer be found, nor what is left of a state that lost a part."""
         lost: list[Hashable] = []
-        if len(self.tables) > 1:
-            for table in self.tables:
-                if table.cache is not None:
-                    lost += [table.cache.keys[page] for page in table.pages.evicted]
+        for table in self.tables:
+            if table.cache is not None:
+                lost += [table.cache.keys[page] for page in table.pages.evicted]
         for table in self._all_tables:
             table.forget_evicted()
-        for key in lost:
-            for table in self.tables:
-                table.drop(key)
+        self._gone_on.difference_update(lost)
+        if len(self.tables) > 1:
+            for key in lost:
+                for table in self.tables:
+                    table.drop(key)
 
     def start_from(self, request: Request, hit: PrefixHit) -> None:
         """Order the copies with which an admitted request starts from the states of its hit."""
+        if not hit.num_tokens or not self.tables:
+            return
+        key = hit.prefix_hashes[hit.num_tokens // self._hash_tokens - 1]
         for table in self.tables:
             for source in hit.pages[table.index]:
                 target = _running_page(request, table, hit.num_tokens)
                 if source != target:
                     self._copy(table, source, target)
-                key = hit.prefix_hashes[hit.num_tokens // self._hash_tokens - 1]
                 request.kept.append(
                     KeptState(table_index=table.index, key=key, num_tokens=hit.num_tokens)
                 )
+        request.starts_at_branch = key in self._gone_on
+        self._gone_on.add(key)
 
     def renew_hit(self, hit: PrefixHit, step: int) -> None:
         """Let the states of a hit be the last to be evicted until they are copied."""
@@ -160,20 +188,92 @@ class KeptStates:
 
         Those that it kept at intervals stay what they are: from there nobody has gone on yet.
         """
-        branches = (request.hit_tokens, request.branch_tokens - self._ahead_tokens)
-        known = (*branches, self._end_of_prompt(request))
+        branches, end = self._branches(request), self._end_of_prompt(request)
+        known = {*branches, request.hit_tokens, end}
+        kept_at = [kept.num_tokens for kept in request.kept]
+        last = max([tokens for tokens in kept_at if tokens in known or tokens > end], default=0)
         for kept in request.kept:
-            table = self._all_tables[kept.table_index]
-            page = table.cache.get(kept.key) if table.cache is not None else None
-            if page is not None and kept.num_tokens in known:
-                prospect = Prospect.BRANCHED if kept.num_tokens in branches else Prospect.ENDED
-                leaving = Leaving(request.step, prospect, [kept.num_tokens])
-                self._renew(table, [page], leaving)
+            num_tokens = kept.num_tokens
+            if num_tokens in branches:
+                self._rank(kept, Prospect.BRANCHED, request.step)
+            elif num_tokens == last:
+                self._rank(kept, Prospect.ENDED, request.step)
+
+    def reset(self) -> None:
+        """Forget all that is known of cached states, and the copies ordered."""
+        self._gone_on.clear()
+        self._copies.clear()
 
     def take_copies(self) -> list[PageCopy]:
         """Copies ordered since the last call."""
         copies, self._copies = self._copies, []
         return copies
+
+    def _is_cached(self, key: Hashable) -> bool:
+        """Whether a state is kept under a key; its parts are, or none of them."""
+        return all(table.cache is None or table.cache.get(key) is not None for table in self.tables)
+
+    def _take(self, request: Request, key: bytes, leaving: Leaving) -> bool:
+        """Order copies of a request's running states to new pages, if there are such pages."""
+        needs = [0] * len(self._allocator.tables)
+        for table in self.tables:
+            if table.cache is not None and table.cache.get(key) is None:
+                needs[table.index] = 1
+        taken = self._allocator.take(needs, needs, owner=request.owner)
+        if taken is None:
+            return False
+        self.forget_evicted()
+        for table in self.tables:
+            if table.cache is None:
+                continue
+            for page in taken[table.index]:
+                table.cache.enter([page], [key])
+                table.pages.retire([page], table.ranks([page], leaving, self._order))
+                self._copy(table, _running_page(request, table, leaving.prefix_lengths[0]), page)
+        return True
+
+    def _replace(self, request: Request, old: bytes, key: bytes, leaving: Leaving) -> None:
+        """Order copies of a request's running states to the pages of an earlier state of its own.
+
+        Whoever starts from the earlier one in this step has its copies ordered before.
+        """
+        for table in self.tables:
+            if table.cache is None or (page := table.cache.get(old)) is None:
+                continue
+            table.cache.forget([page])
+            table.cache.enter([page], [key])
+            self._renew(table, [page], leaving)
+            self._copy(table, _running_page(request, table, leaving.prefix_lengths[0]), page)
+        request.kept = [kept for kept in request.kept if kept.key != old]
+        self._gone_on.discard(old)
+        self.num_replaced += 1
+
+    def _pass_on(self, request: Request, num_tokens: int, step: int) -> None:
+        """Hold states no longer that a request has gone on from, alone, to a later end."""
+        branches, end = self._branches(request), self._end_of_prompt(request)
+        for kept in request.kept:
+            if kept.num_tokens in (request.hit_tokens, end) and kept.num_tokens < num_tokens:
+                self._gone_on.add(kept.key)
+                if kept.num_tokens not in branches:
+                    self._rank(kept, Prospect.NEAR, step)
+
+    def _branches(self, request: Request) -> tuple[int, ...]:
+        """Where requests have gone different ways, of the places where its states are kept."""
+        branch_tokens, hit_tokens = request.branch_tokens - self._ahead_tokens, request.hit_tokens
+        if request.starts_at_branch:
+            return (branch_tokens, hit_tokens)
+        # Where all that is known of the path ends at the hit, it may be what one request left.
+        return (branch_tokens,) if branch_tokens > hit_tokens else ()
+
+    def _is_far(self, num_tokens: int) -> bool:
+        """Whether so many tokens after a kept state are worth keeping another one."""
+        return not self.answer_tokens or num_tokens >= self.answer_tokens + self._hash_tokens
+
+    def _rank(self, kept: KeptState, prospect: Prospect, step: int) -> None:
+        table = self._all_tables[kept.table_index]
+        page = table.cache.get(kept.key) if table.cache is not None else None
+        if page is not None:
+            self._renew(table, [page], Leaving(step, prospect, [kept.num_tokens]))
 
     def _end_of_prompt(self, request: Request) -> int:
         """Tokens of the last state worth keeping: the last of a prompt is always computed again."""

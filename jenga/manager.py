@@ -10,7 +10,7 @@ from jenga.geometry import Geometry
 from jenga.growth import Growth
 from jenga.hits import Hits
 from jenga.holdings import Holdings
-from jenga.kept_states import KeptStates
+from jenga.kept_states import ANSWER_TOKENS, KeptStates
 from jenga.lookup import longest_prefix
 from jenga.policies import RequestFacts
 from jenga.prefix_cache import CacheChange
@@ -33,6 +33,7 @@ class Manager(Holdings):
         hash_tokens: int = 16,
         eviction_order: EvictionOrder | None = None,
         checkpoint_interval_tokens: int | None = None,
+        answer_interval_tokens: int | None = None,
         left_share: float = LEFT_SHARE,
         ahead_tokens: int = 0,
         records_changes: bool = False,
@@ -48,6 +49,8 @@ class Manager(Holdings):
                 and nobody is likely to go on from.
             checkpoint_interval_tokens: Distance between states kept within a prompt; 0 for none,
                 by default what the bytes of a state allow.
+            answer_interval_tokens: Distance between states kept within what a request generates,
+                each in place of the one before; 0 for none, by default 64 or a little more.
             left_share: Of the arena, how much an admission leaves at most, while others run, to
                 cached content that is waited for or held for others; 0 for nothing.
             ahead_tokens: Tokens after a prefix that its cached pages depend on, as where a draft's
@@ -69,6 +72,14 @@ class Manager(Holdings):
             raise ValueError(msg)
         if hash_tokens <= 0:
             msg = f"hash_tokens must be a positive integer, got {hash_tokens}"
+            raise ValueError(msg)
+        if answer_interval_tokens is None:
+            answer_interval_tokens = -(-ANSWER_TOKENS // hash_tokens) * hash_tokens
+        if answer_interval_tokens < 0 or answer_interval_tokens % hash_tokens:
+            msg = (
+                f"answer_interval_tokens must be 0 or a multiple of hash_tokens, {hash_tokens}, "
+                f"got {answer_interval_tokens}"
+            )
             raise ValueError(msg)
         allocator = Allocator(
             [spec.small_pages_per_large_page for spec in specs],
@@ -100,6 +111,7 @@ class Manager(Holdings):
             self._order,
             hash_tokens=hash_tokens,
             interval_tokens=checkpoint_interval_tokens,
+            answer_tokens=answer_interval_tokens,
             ahead_tokens=ahead_tokens,
         )
         self._waiting = Waiting(
@@ -118,7 +130,8 @@ class Manager(Holdings):
     @property
     def _version(self) -> tuple[int, int]:
         """Changes whenever cached pages are lost."""
-        return self._allocator.large_pages.num_evicted, self._num_losses
+        num_losses = self._num_losses + self._states.num_replaced
+        return self._allocator.large_pages.num_evicted, num_losses
 
     def new_step(self) -> None:
         """Note that a step of the engine begins: what it touches is younger than all before."""
@@ -352,12 +365,19 @@ class Manager(Holdings):
 
     # States
 
-    def checkpoint_tokens(self, request_id: str) -> tuple[int, ...]:
-        """Where a request's states are worth keeping: steps end there, or write them on their way.
+    @property
+    def answer_interval_tokens(self) -> int:
+        """Tokens of an answer after which its states are worth keeping again; 0 if never."""
+        has_states = self._prefix_caching and bool(self._states.tables)
+        return self._states.answer_tokens if has_states else 0
 
-        At the end of its prompt, so that it can be asked again or continued; where it leaves what
-        others have computed, since a third request may leave it there too; and as often between as
-        a state takes no more bytes than the keys and values that go with it.
+    def checkpoint_tokens(self, request_id: str) -> tuple[int, ...]:
+        """Where states of a prompt are worth keeping: steps end there, or write them on their way.
+
+        At its end, so that it can be asked again or continued; where it leaves what others have
+        computed, since a third request may leave it there too; and as often between as a state
+        takes no more bytes than the keys and values that go with it. What is generated then is
+        kept every `answer_interval_tokens`.
         """
         request = self._running(request_id)
         if not self._prefix_caching:
@@ -366,6 +386,8 @@ class Manager(Holdings):
 
     def keep_state(self, request_id: str, prefix_hash: bytes, num_tokens: int) -> bool:
         """Keep a copy of a request's running states for others to start from.
+
+        A state of what it generates takes the place of the one before.
 
         Args:
             request_id: Whose states. Its last step ended at exactly `num_tokens` tokens, or passed
@@ -416,7 +438,7 @@ class Manager(Holdings):
             if table.cache is not None:
                 table.cache.clear()
         self._allocator.large_pages.surrender_all()
-        self._states.take_copies()
+        self._states.reset()
         self._num_losses += 1
         return True
 

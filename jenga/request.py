@@ -94,7 +94,9 @@ class Request:
         committed: Per page table, pages entered into the cache, or too late for it.
         committed_tokens: Tokens whose content is final.
         kept: States it kept or started from.
+        answer: Key of the state that it kept last of its answer, in pages of its own.
         hit_tokens: Where it started from.
+        starts_at_branch: Whether another request has gone on from that state.
         branch_tokens: Where it left what others have computed.
         landmarks: Per page table, where others are likely to go on; None until a page is passed.
         held: Pages passed that others may want.
@@ -106,6 +108,7 @@ class Request:
     """
 
     __slots__ = (
+        "answer",
         "branch_tokens",
         "commits_at",
         "committed",
@@ -127,6 +130,7 @@ class Request:
         "pages",
         "releases",
         "shrinks_at",
+        "starts_at_branch",
         "step",
     )
 
@@ -143,6 +147,8 @@ class Request:
         self.landmarks: list[Sequence[Landmark] | None] = [None] * num_tables
         self.held: list[Held] = []
         self.kept: list[KeptState] = []
+        self.answer: bytes | None = None
+        self.starts_at_branch = False
         self.max_tokens = [0] * num_tables
         self.releases = [0] * num_tables
         self.grows_at = self.shrinks_at = self.commits_at = 0

@@ -29,6 +29,7 @@ class Ours:
             prefix_caching=True,
             hash_tokens=HASH_TOKENS,
         )
+        self.answer_tokens = self.manager.answer_interval_tokens
         self.hashes: dict[str, list[bytes]] = {}
         self.tokens: dict[str, int] = {}
 
@@ -44,6 +45,9 @@ class Ours:
     def advance(self, name: str, num_tokens: int, hit: PrefixHit | None = None) -> None:
         """Give it slots for so many tokens more and commit them."""
         processed = hit.num_tokens if hit is not None else self.tokens[name]
+        if num_tokens == 1 and self.answer_tokens and processed % self.answer_tokens == 0:
+            prefix_hash = self.hashes[name][processed // HASH_TOKENS - 1]
+            self.manager.keep_state(name, prefix_hash, processed)
         num_tokens += processed
         self.manager.allocate(name, num_tokens=num_tokens, num_processed_tokens=processed, hit=hit)
         self.manager.commit(name, self.hashes[name], num_tokens)
@@ -58,6 +62,7 @@ class Ours:
 
     def new_step(self) -> None:
         """Begin a step."""
+        self.manager.take_copies()
         self.manager.new_step()
 
     def finish(self, name: str) -> None:

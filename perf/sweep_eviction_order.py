@@ -1,6 +1,6 @@
 """Which eviction order hits most: each on workloads with shared prefixes, beside vLLM's manager.
 
-    python -m perf.sweep_eviction_order [--cases ...] [--workloads ...] [--systems ...]
+    python -m perf.sweep_eviction_order [--models ...] [--workloads ...] [--systems ...]
         [--mooncake FILE] [--save FOLDER]
 
 A number is the share of prompt tokens, in percent, found cached at the first admission. `best` is
@@ -125,6 +125,15 @@ def workloads(trace: Path | None) -> dict[str, Requests]:
         "24 in rounds": asked(24, "rounds"),
         "24 in cycles": asked(24, "cyclic"),
         "agentic": agentic,
+        "chat": lambda: agentic(
+            num_sessions=96,
+            num_turns=10,
+            system_tokens=1000,
+            turn_tokens=(50, 400),
+            output_tokens=(300, 2000),
+            arrivals_per_s=1.0,
+            think_s=60.0,
+        ),
         "agentic, busy": lambda: agentic(num_sessions=128, arrivals_per_s=2.0, think_s=5.0),
     }
     if trace is not None:

@@ -549,6 +549,161 @@ def test_a_state_that_loses_a_part_is_dropped_whole():
     assert cached()[1] == cached()[2] < 3
 
 
+def generate(manager, request_id, num_tokens, *, prompt_tokens, name="p", after=None):
+    """Run a request to its end, keeping its states as an engine does; the tokens that it hit."""
+    facts = RequestFacts(prompt_tokens=prompt_tokens)
+    keys = [*(after or ()), *hashes(num_tokens, name=name)][: num_tokens // 16]
+    hit = manager.lookup(keys, max_tokens=prompt_tokens - 1, facts=facts)
+    manager.allocate(request_id, num_tokens=prompt_tokens, hit=hit, facts=facts)
+    for end in manager.checkpoint_tokens(request_id):
+        assert manager.keep_state(request_id, keys[end // 16 - 1], end)
+    for end in range(prompt_tokens + 1, num_tokens + 1):
+        manager.new_step()
+        processed = end - 1
+        manager.commit(request_id, keys, processed)
+        if processed % manager.answer_interval_tokens == 0:
+            assert manager.keep_state(request_id, keys[processed // 16 - 1], processed)
+        manager.allocate(request_id, num_tokens=end, num_processed_tokens=processed)
+        manager.check()
+    manager.commit(request_id, keys, num_tokens)
+    manager.free(request_id)
+    manager.new_step()
+    manager.take_copies()
+    return hit.num_tokens
+
+
+def states_kept(manager):
+    """Tokens after which states are kept of the requests that `generate` names alike."""
+    cached = {key for key in manager._tables[1].cache.keys if key is not None}
+    return [n for n in range(16, 400, 16) if hashes(n)[-1] in cached]
+
+
+def test_a_state_of_an_answer_takes_the_place_of_the_one_before():
+    manager = hybrid(checkpoint_interval_tokens=0)
+    assert manager.answer_interval_tokens == 64
+
+    assert generate(manager, "a", 300, prompt_tokens=40) == 0
+
+    # The end of the prompt, and the last of 64, 128, 192 and 256 tokens.
+    assert states_kept(manager) == [32, 256]
+    assert manager.lookup(hashes(320), max_tokens=320).num_tokens == 256
+    state_bytes = manager.memory().tables[1].evictable_bytes
+    assert state_bytes == 2 * manager.geometry.page_tables[1].small_page_bytes
+
+
+def test_a_state_another_request_has_kept_is_left_to_it():
+    manager = hybrid(checkpoint_interval_tokens=0)
+    generate(manager, "a", 80, prompt_tokens=40)
+    assert states_kept(manager) == [32, 64]
+
+    # The same prompt, answered alike at first, and at greater length.
+    assert generate(manager, "b", 150, prompt_tokens=40) == 32
+
+    assert states_kept(manager) == [32, 64, 128]
+
+
+def test_a_hit_on_a_state_that_made_room_is_looked_up_again():
+    manager = hybrid(checkpoint_interval_tokens=0)
+    manager.allocate("a", num_tokens=65, facts=RequestFacts(prompt_tokens=20))
+    manager.commit("a", hashes(64), 64)
+    assert manager.keep_state("a", hashes(64)[-1], 64)
+    hit = manager.lookup(hashes(100), max_tokens=99)
+    assert hit.num_tokens == 64
+    manager.allocate("a", num_tokens=129, num_processed_tokens=65)
+    manager.commit("a", hashes(128), 128)
+    assert manager.keep_state("a", hashes(128)[-1], 128)
+
+    with pytest.raises(ValueError, match="must be looked up again: of its 64 tokens 0 are"):
+        manager.allocate("b", num_tokens=100, hit=hit)
+
+
+@pytest.mark.parametrize("num_readers", [1, 2])
+def test_where_one_request_alone_went_on_goes_before_the_end_of_another(num_readers):
+    manager = hybrid(1 + 40, checkpoint_interval_tokens=0)
+    generate(manager, "other", 80, prompt_tokens=40, name="q")
+    generate(manager, "first", 80, prompt_tokens=40)
+    for number in range(num_readers):
+        follower = generate(
+            manager, f"{number}", 200, prompt_tokens=180, name=f"{number}", after=hashes(80)
+        )
+        assert follower == 64
+
+    turn, other = ranks_of_states(manager, hashes(64)[-1], hashes(64, name="q")[-1])
+    # A second reader makes it a branch, used later than the other's end.
+    assert (turn > other) == (num_readers == 2)
+
+
+def ranks_of_states(manager, *keys):
+    table = manager._tables[1]
+    return [table.pages.rank(table.cache.get(key)) for key in keys]
+
+
+def test_a_prompt_that_is_answered_again_is_a_branch():
+    manager = hybrid(checkpoint_interval_tokens=0)
+    generate(manager, "other", 80, prompt_tokens=40, name="q")
+    generate(manager, "a", 80, prompt_tokens=40)
+    # The same prompt but for its last tokens, as where a question is put another way.
+    assert generate(manager, "b", 80, prompt_tokens=50, name="x", after=hashes(32)) == 32
+
+    prompt, other = ranks_of_states(manager, hashes(32)[-1], hashes(64, name="q")[-1])
+    assert prompt > other
+
+
+def test_a_state_from_which_two_requests_go_on_at_once_is_a_branch():
+    manager = hybrid(checkpoint_interval_tokens=0)
+    generate(manager, "other", 80, prompt_tokens=40, name="q")
+    generate(manager, "a", 80, prompt_tokens=40)
+    prompts = {name: [*hashes(80), *hashes(64, name=name)] for name in "xy"}
+    facts = RequestFacts(prompt_tokens=145)
+    for name, keys in prompts.items():
+        hit = manager.lookup(keys, max_tokens=144, facts=facts)
+        assert hit.num_tokens == 64
+        manager.allocate(name, num_tokens=145, hit=hit)
+    for name, keys in prompts.items():
+        assert manager.keep_state(name, keys[-1], 144)
+        manager.free(name)
+
+    turn, other = ranks_of_states(manager, hashes(64)[-1], hashes(64, name="q")[-1])
+    assert turn > other
+
+
+@pytest.mark.parametrize(
+    ("leaves_at", "kept_at"), [(208, (320,)), (224, (224, 320))], ids=["near", "far"]
+)
+def test_right_after_a_state_no_other_is_kept_for_a_branch(leaves_at, kept_at):
+    manager = hybrid(checkpoint_interval_tokens=0)
+    generate(manager, "a", 260, prompt_tokens=150)
+    keys = [*hashes(leaves_at), *hashes(336, name="x")][:21]
+    facts = RequestFacts(prompt_tokens=336)
+
+    hit = manager.lookup(keys, max_tokens=335, facts=facts)
+    manager.allocate("b", num_tokens=336, hit=hit, facts=facts)
+
+    assert (hit.num_tokens, hit.branch_tokens) == (144, leaves_at)
+    assert manager.checkpoint_tokens("b") == kept_at
+
+
+@pytest.mark.parametrize("interval", [-16, 40])
+def test_an_interval_of_answers_that_is_no_number_of_hashes_is_refused(interval):
+    message = f"answer_interval_tokens must be 0 or a multiple of hash_tokens, 16, got {interval}"
+    with pytest.raises(ValueError, match=message):
+        hybrid(answer_interval_tokens=interval)
+
+
+def test_answers_are_kept_where_states_are_cached_and_nobody_says_otherwise():
+    assert hybrid(answer_interval_tokens=0).answer_interval_tokens == 0
+    cut = geometry("full", full(tokens=16, slot_bytes=16, per_large=2))
+    assert manager_of(cut, 9, prefix_caching=True).answer_interval_tokens == 0
+    assert Manager(hybrid().geometry, num_large_pages=9).answer_interval_tokens == 0
+    wide = Manager(
+        geometry("wide", full(tokens=48, slot_bytes=16, per_large=2), state(slot_bytes=1536)),
+        num_large_pages=9,
+        prefix_caching=True,
+        hash_tokens=48,
+    )
+    assert wide.answer_interval_tokens == 96
+
+
 def test_states_kept_at_intervals_go_before_that_of_the_end():
     manager = hybrid(1 + 12)
     manager.allocate("a", num_tokens=100)

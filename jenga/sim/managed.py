@@ -14,7 +14,7 @@ from jenga.request import PrefixHit
 from jenga.sim.arena import ActiveRequest, ArenaBytes
 from jenga.sim.need import Need, encoder_tokens
 from jenga.sim.rows import TableBytes
-from jenga.spec import CrossAttention, ModelSpec
+from jenga.spec import CrossAttention, ModelSpec, State
 
 HASH_TOKENS = 16
 """Tokens of each further prefix hash, as in the plugin."""
@@ -70,6 +70,16 @@ class ManagedArena:
             eviction_order=eviction_order,
             checkpoint_interval_tokens=checkpoint_interval_tokens,
             left_share=left_share,
+        )
+        self._answer_tokens = self.manager.answer_interval_tokens
+        # The states after so many of the last tokens are in slots of their own.
+        self._state_slots = min(
+            (
+                table.layer_type.slots_per_request
+                for table in geometry.page_tables
+                if isinstance(table.layer_type, State)
+            ),
+            default=0,
         )
 
     @property
@@ -145,6 +155,8 @@ class ManagedArena:
         if self._prefix_caching:
             # Before windows give up pages of the step before.
             self.manager.commit(active.name, active.hashes(HASH_TOKENS), processed_tokens)
+            if self._answer_tokens and processed_tokens > active.prompt_tokens:
+                self._keep_answer(active, processed_tokens)
         try:
             self.manager.allocate(
                 active.name, num_tokens=num_tokens, num_processed_tokens=processed_tokens
@@ -153,6 +165,15 @@ class ManagedArena:
             return False
         self._scheduled[active] = min(num_tokens, active.num_tokens)
         return True
+
+    def _keep_answer(self, active: ActiveRequest, num_tokens: int) -> None:
+        """Keep the states of what a request generates, if a slot of it has one worth keeping."""
+        past_tokens = num_tokens % self._answer_tokens
+        if past_tokens < self._state_slots and num_tokens - past_tokens > active.prompt_tokens:
+            kept_tokens = num_tokens - past_tokens
+            prefix_hash = active.hashes(HASH_TOKENS)[kept_tokens // HASH_TOKENS - 1]
+            self.manager.keep_state(active.name, prefix_hash, kept_tokens)
+            self.manager.take_copies()
 
     def computed(self, active: ActiveRequest, start: int, end: int) -> None:
         """See `Arena`."""

@@ -1,7 +1,8 @@
 """What the scheduler asks of the workers so that recurrent states are kept for other requests.
 
 A state is kept in the pass that computes it: the layers write it to a page of its own on their way
-through a prompt. A request that starts from a kept state starts with a copy of it. The scheduler's
+through a prompt. Of an answer, a copy of the running state is kept now and then, before a step goes
+on from it. A request that starts from a kept state starts with a copy of it. The scheduler's
 process decides both at the end of `schedule`, when all requests of the step are known; the orders
 travel in `SchedulerOutput.kv_cache_block_copies`, which every kind of executor hands to its workers
 before the step.
@@ -126,6 +127,8 @@ class StateKeeper:
     """Decides at the end of each step which states it keeps, and collects the orders."""
 
     __slots__ = (
+        "_answer_tokens",
+        "_answers",
         "_events",
         "_geometry",
         "_hash_tokens",
@@ -155,6 +158,9 @@ class StateKeeper:
             for table in self._geometry.page_tables
             if isinstance(table.layer_type, State)
         )
+        self._answer_tokens = manager.answer_interval_tokens
+        # Request -> tokens after which each further one has left its state in a slot.
+        self._answers: dict[str, int] = {}
         self._passages: dict[str, _Passage] = {}
         self._passed: dict[str, tuple[Request, list[int]]] = {}
 
@@ -168,17 +174,36 @@ class StateKeeper:
         self._passages.clear()
 
     def schedule(self, request: "Request", start_tokens: int, end_tokens: int) -> None:
-        """Note that the step computes these tokens of a request."""
-        # A step of the request's last token and drafts is a decoding one: all is kept.
+        """Note that the step computes these tokens of a request, and keep what it starts from."""
+        # A step of the request's last token and drafts is a decoding one: its prompt is kept.
         if start_tokens < request.num_tokens - 1:
             self._passages[request.request_id] = _Passage(
                 request=request, start_tokens=start_tokens, end_tokens=end_tokens
             )
+        elif self._answer_tokens:
+            slots, past_tokens = self._slots, start_tokens % self._answer_tokens
+            if slots > 1:
+                self._answers.setdefault(request.request_id, start_tokens)
+            if past_tokens < slots:
+                self._keep_answer(request, start_tokens - past_tokens)
+
+    def _keep_answer(self, request: "Request", num_tokens: int) -> None:
+        """Keep a state of what a request generates, if its slots have it and its tokens are known.
+
+        Where a step is still to say which of its drafts it accepts, slots have what it writes.
+        """
+        is_known = num_tokens <= len(request.block_hashes) * self._hash_tokens
+        is_there = self._slots == 1 or (
+            not request.num_in_flight_tokens and num_tokens >= self._answers[request.request_id]
+        )
+        if num_tokens and is_known and is_there:
+            self._keep_state(request, num_tokens)
 
     def forget(self, request_id: str) -> None:
         """Note that a request has ended or lost its place in the step."""
         self._passages.pop(request_id, None)
         self._passed.pop(request_id, None)
+        self._answers.pop(request_id, None)
 
     def take_orders(self) -> StateOrders | None:
         """Give pages to the states that the step passes; get its orders, None if it has none."""

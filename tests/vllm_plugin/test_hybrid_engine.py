@@ -125,6 +125,39 @@ def test_hybrid_preempts_in_a_small_arena_and_goes_on_from_its_states(tiny_model
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("draft_tokens", [0, 2])
+def test_another_turn_starts_near_the_end_of_a_long_answer(draft_tokens, tiny_model, run_engine):
+    model = tiny_model("granite_hybrid")
+    prompts = prompts_over_shared_prefixes(2, seed=25)
+    options = {**CUTS}
+    if draft_tokens:
+        options["speculative_config"] = {
+            "method": "ngram",
+            "num_speculative_tokens": draft_tokens,
+            "prompt_lookup_max": 3,
+            "prompt_lookup_min": 1,
+        }
+
+    stock = run_engine(model, prompts, max_tokens=70, turns=[TURN], options=CUTS)
+    ours = run_engine(
+        model, prompts, max_tokens=70, turns=[TURN], options=options | JENGA, report_manager=True
+    )
+
+    assert_same_generation(ours, stock)
+    check_hits(ours)
+    # A state is kept every 64 tokens of an answer; without drafts none is missed.
+    hits = hits_of(ours, 2, 4)
+    ends = [(len(prompt) + 68) // 64 * 64 for prompt in prompts]
+    if draft_tokens:
+        ends_of_prompts = [(len(prompt) - 1) // 16 * 16 for prompt in prompts]
+        assert all(hit >= end for hit, end in zip(hits, ends_of_prompts, strict=True))
+        assert any(hit == end for hit, end in zip(hits, ends, strict=True)), (hits, ends)
+    else:
+        assert hits == ends
+
+
+@pytest.mark.slow
 def test_hybrid_without_prefix_caching_generates_what_stock_vllm_generates(tiny_model, run_engine):
     model = tiny_model("granite_hybrid")
     prompts = prompts_over_shared_prefixes(NUM_PROMPTS, seed=21)

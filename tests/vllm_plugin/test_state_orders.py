@@ -96,7 +96,7 @@ class Worker:
         }
         self.pages = {}  # (page table, page) -> tokens, or LOST
         self.tokens = {}  # request -> its tokens
-        self.num_copies = self.num_writes = 0
+        self.num_copies = self.num_writes = self.num_turns = 0
 
     def plan(self, step):
         """Note what a step runs on: its orders, and tokens and pages of each request."""
@@ -186,8 +186,13 @@ def run_steps(scheduler, source, *, num_steps, prompts, num_ahead=0):
     for number in range(num_steps):
         if source.random() < 0.4:
             prefix = source.choice(prompts)
+            prefix = prefix[: source.randrange(16, len(prefix))]
+            if worker.tokens and source.random() < 0.3:
+                # Another turn, after all that was asked and generated.
+                prefix = source.choice([*worker.tokens.values()])[:300]
+                worker.num_turns += 1
             own = [source.randrange(4, 400) for _ in range(source.randrange(1, 40))]
-            tokens = [*prefix[: source.randrange(16, len(prefix))], *own]
+            tokens = [*prefix, *own]
             scheduler.add_request(request(f"r{number}", tokens, max_tokens=source.randrange(1, 40)))
         if source.random() < 0.05 and scheduler.running:
             victim = source.choice(scheduler.running).request_id
@@ -211,8 +216,9 @@ def run_steps(scheduler, source, *, num_steps, prompts, num_ahead=0):
     ],
 )
 def test_every_request_goes_on_from_its_own_tokens(
-    arena_bytes, num_kinds, is_tight, make_scheduler
+    arena_bytes, num_kinds, is_tight, make_scheduler, monkeypatch
 ):
+    monkeypatch.setattr("jenga.manager.ANSWER_TOKENS", 16)
     source = random.Random(arena_bytes)
     prompts = [[source.randrange(4, 400) for _ in range(length)] for length in (50, 120, 200)]
     scheduler = make_scheduler(arena_bytes, num_kinds=num_kinds)
@@ -229,7 +235,10 @@ def test_every_request_goes_on_from_its_own_tokens(
     assert num_preempted or report.hit_tokens == sum(hits.values())
 
 
-def test_requests_go_on_from_their_tokens_where_steps_are_scheduled_ahead(make_scheduler):
+def test_requests_go_on_from_their_tokens_where_steps_are_scheduled_ahead(
+    make_scheduler, monkeypatch
+):
+    monkeypatch.setattr("jenga.manager.ANSWER_TOKENS", 16)
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
     source = random.Random(5)
@@ -259,6 +268,35 @@ def test_a_third_request_starts_where_the_second_left_the_first(make_scheduler):
 
     # The first again starts at the end of its prompt: 96 of 97 tokens.
     assert hits == [0, 0, 48, 96]
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1])
+def test_another_turn_starts_near_the_end_of_the_answer(num_ahead, make_scheduler):
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    scheduler = make_scheduler(8 * MIB, scheduler_class=AsyncScheduler if num_ahead else Scheduler)
+    source = random.Random(1)
+    worker = Worker(scheduler, source)
+    tokens, hits = [source.randrange(4, 400) for _ in range(50)], []
+
+    for number in range(3):
+        name = f"r{number}"
+        scheduler.add_request(request(name, tokens, max_tokens=100))
+        ahead = deque()
+        while scheduler.has_unfinished_requests():
+            step = scheduler.schedule()
+            hits += [new.num_computed_tokens for new in step.scheduled_new_reqs]
+            ahead.append(worker.plan(step))
+            if len(ahead) > num_ahead:
+                planned = ahead.popleft()
+                finish_step(scheduler, planned[0], worker.run(planned))
+        for planned in ahead:
+            finish_step(scheduler, planned[0], worker.run(planned))
+        tokens = [*worker.tokens[name][: len(tokens) + 100], 7, 8, 9]
+
+    # Prompts of 50, 153 and 256 tokens, each with 100 generated; a state is kept every 64.
+    assert hits == [0, 128, 192]
 
 
 def geometry():
@@ -338,9 +376,14 @@ def test_a_round_of_copies_moves_whole_pages_and_nothing_else():
     assert torch.equal(arena.view(6, 48), expected)
 
 
-def fake_request(name, num_tokens):
+def fake_request(name, num_tokens, *, num_in_flight_tokens=0):
     hashes = [f"{name}{end}".encode() for end in range(16, num_tokens + 1, 16)]
-    return SimpleNamespace(request_id=name, block_hashes=hashes, num_tokens=num_tokens)
+    return SimpleNamespace(
+        request_id=name,
+        block_hashes=hashes,
+        num_tokens=num_tokens,
+        num_in_flight_tokens=num_in_flight_tokens,
+    )
 
 
 def test_a_state_kept_later_may_take_the_page_of_an_earlier_one_which_is_not_written():
@@ -415,6 +458,54 @@ def test_with_drafts_states_after_a_few_tokens_are_copied_from_the_slots_of_thei
     (copies,) = orders.copies
     assert copies.source_pages == (manager.page_table("a", 0)[16 % 4],)
     assert manager.keeps_state(0, one.block_hashes[0], copies.target_pages[0])
+
+
+@pytest.mark.parametrize(
+    ("first_step_tokens", "num_in_flight_tokens", "is_kept"),
+    [
+        pytest.param(62, 0, True, id="the_slots_have_it"),
+        pytest.param(65, 0, False, id="the_prompt_passed_it"),
+        pytest.param(62, 3, False, id="a_step_under_way_writes_over_it"),
+    ],
+)
+def test_with_drafts_an_answers_state_is_kept_where_the_slots_still_have_it(
+    first_step_tokens, num_in_flight_tokens, is_kept
+):
+    state = State(name="state", layers=(Layer(name="0", slot_bytes=4096),), draft_tokens=3)
+    cut = exact_lcm(ModelSpec(name="model", layer_types=(state,)), tokens_per_page=16)
+    manager = Manager(cut, num_large_pages=9, prefix_caching=True)
+    keeper = StateKeeper(manager, hash_tokens=16)
+    manager.allocate("a", num_tokens=61, facts=RequestFacts(prompt_tokens=61))
+    keeper.schedule(fake_request("a", 61), 0, 61)
+    keeper.take_orders()
+    manager.take_copies()
+    keeper.step_starts()
+    manager.allocate("a", num_tokens=72, num_processed_tokens=61)
+    keeper.schedule(fake_request("a", first_step_tokens + 1), first_step_tokens, 66)
+    assert keeper.take_orders() is None
+
+    keeper.step_starts()
+    one = fake_request("a", 67, num_in_flight_tokens=num_in_flight_tokens)
+    keeper.schedule(one, 66, 70)
+
+    orders = keeper.take_orders()
+    assert (orders is not None) == is_kept
+    if orders is not None:
+        (copies,) = orders.copies
+        assert copies.source_pages == (manager.page_table("a", 0)[64 % 4],)
+        assert manager.keeps_state(0, one.block_hashes[3], copies.target_pages[0])
+
+
+def test_an_answers_state_waits_for_the_hash_of_its_tokens():
+    layers = (State(name="state", layers=(Layer(name="state.0", slot_bytes=4096),)),)
+    cut = exact_lcm(ModelSpec(name="model", layer_types=layers), tokens_per_page=16)
+    manager = Manager(cut, num_large_pages=5, prefix_caching=True)
+    keeper = StateKeeper(manager, hash_tokens=16)
+    manager.allocate("a", num_tokens=65, facts=RequestFacts(prompt_tokens=20))
+
+    keeper.schedule(fake_request("a", 63), 64, 65)
+
+    assert keeper.take_orders() is None
 
 
 def test_a_request_that_lost_its_place_in_the_step_keeps_nothing():
