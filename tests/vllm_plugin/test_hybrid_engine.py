@@ -140,12 +140,9 @@ def test_another_turn_starts_near_the_end_of_a_long_answer(draft_tokens, tiny_mo
         }
 
     stock = run_engine(model, prompts, max_tokens=70, turns=[TURN], options=CUTS)
-    ours = run_engine(
-        model, prompts, max_tokens=70, turns=[TURN], options=options | JENGA, report_manager=True
-    )
+    ours = run_engine(model, prompts, max_tokens=70, turns=[TURN], options=options | JENGA)
 
     assert_same_generation(ours, stock)
-    check_hits(ours)
     # A state is kept every 64 tokens of an answer; without drafts none is missed.
     hits = hits_of(ours, 2, 4)
     ends = [(len(prompt) + 68) // 64 * 64 for prompt in prompts]
