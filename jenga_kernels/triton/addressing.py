@@ -26,28 +26,55 @@ def slot_offsets(slots, stride_page, stride_slot, PAGE_TOKENS: tl.constexpr):
 @device_function
 def key_offsets(
     page_table_ptr,  # i32[max_pages], the request's row
-    first_key,
-    live,  # i1[BLOCK_N] or None; the table is not read for keys outside it
+    tiles_start,
+    tile,
+    keys_end,  # the table is not read for keys from here on; None: all keys of the tile are there
     stride_page,
     stride_slot,
     PAGE_TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STARTS_PAGE: tl.constexpr,
 ):
-    """Offset of keys first_key to first_key + BLOCK_N of a request, through its page table.
+    """Offset of each key of a tile of a request, through its page table.
 
-    One lookup serves the tile where tiles cannot straddle pages.
+    One lookup serves the tile where tiles cannot straddle pages, and one serves each page where
+    tiles are whole pages, as they are if the first one starts a page (STARTS_PAGE). Where a tile is
+    as long as some pages, each key has the same slot in every tile: a loop works that out once.
     """
+    in_tile = tl.arange(0, BLOCK_N)
     if PAGE_TOKENS % BLOCK_N == 0:
-        page_id = tl.load(page_table_ptr + first_key // PAGE_TOKENS)
-        in_page = first_key % PAGE_TOKENS + tl.arange(0, BLOCK_N)
-        return page_offsets(page_id, stride_page) + in_page * stride_slot
+        first_key = tiles_start + tile * BLOCK_N
+        page_ids = tl.load(page_table_ptr + first_key // PAGE_TOKENS)
+        slots = first_key % PAGE_TOKENS + in_tile
+    elif BLOCK_N % PAGE_TOKENS == 0 and STARTS_PAGE:
+        TILE_PAGES: tl.constexpr = BLOCK_N // PAGE_TOKENS
+        pages = tiles_start // PAGE_TOKENS + tile * TILE_PAGES + tl.arange(0, TILE_PAGES)
+        has_page = None if keys_end is None else pages * PAGE_TOKENS < keys_end
+        page_ids = _load_page_ids(page_table_ptr, pages, has_page)[:, None]
+        page_ids = tl.reshape(tl.broadcast_to(page_ids, [TILE_PAGES, PAGE_TOKENS]), [BLOCK_N])
+        slots = in_tile % PAGE_TOKENS
     else:
-        keys = first_key + tl.arange(0, BLOCK_N)
-        if live is None:
-            page_ids = tl.load(page_table_ptr + keys // PAGE_TOKENS)
+        # Keys are divided as unsigned numbers, by shifts where pages are powers of two.
+        keys = tiles_start + tile * BLOCK_N + in_tile
+        if BLOCK_N % PAGE_TOKENS == 0:
+            first_keys = (tiles_start + in_tile).to(tl.uint32)
+            pages = (first_keys // PAGE_TOKENS).to(tl.int32) + tile * (BLOCK_N // PAGE_TOKENS)
         else:
-            page_ids = tl.load(page_table_ptr + keys // PAGE_TOKENS, mask=live, other=0)
-        return page_offsets(page_ids, stride_page) + (keys % PAGE_TOKENS) * stride_slot
+            first_keys = keys.to(tl.uint32)
+            pages = (first_keys // PAGE_TOKENS).to(tl.int32)
+        has_page = None if keys_end is None else keys < keys_end
+        page_ids = _load_page_ids(page_table_ptr, pages, has_page)
+        slots = first_keys % PAGE_TOKENS
+    # Unsigned, an id is widened by a register of zeros.
+    return page_offsets(page_ids.to(tl.uint32), stride_page) + slots.to(tl.int64) * stride_slot
+
+
+@device_function
+def _load_page_ids(page_table_ptr, pages, has_page):
+    if has_page is None:
+        return tl.load(page_table_ptr + pages)
+    else:
+        return tl.load(page_table_ptr + pages, mask=has_page, other=0)
 
 
 @device_function

@@ -19,15 +19,17 @@ from jenga_kernels.triton.attention_tile import (
     first_visible,
     row_offsets,
 )
+from jenga_kernels.triton.fp8 import as_pairs, joined_rows, split_rows
 from jenga_kernels.triton.rows import load_rows, store_rows
-from jenga_kernels.triton.tiles import MIN_ROWS
+from jenga_kernels.triton.tiles import MIN_ROWS, WARPGROUP_ROWS
 
 _MIN_ROWS = tl.constexpr(MIN_ROWS)
+_WARPGROUP_ROWS = tl.constexpr(WARPGROUP_ROWS)
 
 
 # Counts differ from step to step and must not compile anew.
 @triton.jit(do_not_specialize=["num_requests"])
-def attention_decode_kernel(
+def attention_decode_kernel(  # noqa: PLR0912 - options are compiled in or out, each an `if`
     # Outputs
     out_ptr,  # [num_tokens, num_heads, head_dim], contiguous
     lse_ptr,  # f32[num_tokens, num_heads] or None
@@ -86,9 +88,25 @@ def attention_decode_kernel(
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
     PARTIAL_ROWS: tl.constexpr = QUERY_TOKENS * GROUP
     VALUE_PARTS: tl.constexpr = (HEAD_DIM + VALUE_DIM - 1) // VALUE_DIM
+    # Products of more rows read keys and values from shared memory, converted.
+    IS_PAIRED: tl.constexpr = (
+        k_pages_ptr.dtype.element_ty == tl.float8e4nv
+        and q_ptr.dtype.element_ty != tl.float32
+        and HEAD_DIM % 2 == 0
+        and BLOCK_V >= 2 * _MIN_ROWS
+        and BLOCK_M < _WARPGROUP_ROWS
+    )
     program = tl.program_id(0) // VALUE_PARTS
     part = tl.program_id(0) % VALUE_PARTS
     value_start = tl.minimum(part * VALUE_DIM, HEAD_DIM - VALUE_DIM)
+    values_ptr = v_pages_ptr + value_start
+    if IS_PAIRED:
+        k_pages_ptr = as_pairs(k_pages_ptr)
+        values_ptr = as_pairs(values_ptr)
+        # Strides are multiples of 16 bytes; the products tell Triton so.
+        stride_pages_page = stride_pages_page // 16 * 8
+        stride_pages_slot = stride_pages_slot // 16 * 8
+        stride_pages_head = stride_pages_head // 16 * 8
     units_per_program = tl.load(units_per_program_ptr)
     total = tl.load(unit_starts_ptr + num_requests) * NUM_KV_HEADS
     unit = program * units_per_program
@@ -124,10 +142,14 @@ def attention_decode_kernel(
         positions = row_tokens + (seq_len - query_len)  # i32[BLOCK_M]
         heads = rows - row_tokens * GROUP + kv_head * GROUP  # i32[BLOCK_M]
         tokens = row_tokens + query_start  # i32[BLOCK_M]
-        row_starts = first_visible(positions, window_tokens, chunk_tokens)
+        row_starts = None
+        if window_tokens is not None or chunk_tokens is not None:
+            row_starts = first_visible(positions, window_tokens, chunk_tokens)
         row_ends = end_visible(positions, seq_len, IS_CAUSAL)
         q_offsets = row_offsets(tokens, heads, stride_q_token, stride_q_head)
         q = load_rows(q_ptr, q_offsets, live, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
+        if IS_PAIRED:
+            q = split_rows(q)
         slopes = None
         if alibi_slopes_ptr is not None:
             slopes = tl.load(alibi_slopes_ptr + heads, mask=live, other=0.0)
@@ -135,19 +157,23 @@ def attention_decode_kernel(
         if k_scale_ptr is not None:
             head_scale = scale * tl.load(k_scale_ptr + kv_head * IS_PER_HEAD_SCALE)
 
-        acc = tl.full([BLOCK_M, BLOCK_V], 0, tl.float32)
+        if IS_PAIRED:
+            acc = tl.full([BLOCK_M, BLOCK_V // 2], 0, tl.float32)
+            acc = acc, acc
+        else:
+            acc = tl.full([BLOCK_M, BLOCK_V], 0, tl.float32)
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        row_sum = tl.full([BLOCK_M], 0, tl.float32)
+        column_sums = tl.full([BLOCK_M, BLOCK_N], 0, tl.float32)
         head_offset = kv_head.to(tl.int64) * stride_pages_head
         table_row_ptr = page_table_ptr + request.to(tl.int64) * stride_table_request
         # Hoisted, where many queries of a wide head lie in shared memory takes 64 registers.
         for tile in tl.range(  # pyright: ignore[reportGeneralTypeIssues]
             tile_start, tile_end, disable_licm=BLOCK_D >= WIDE_HEAD and BLOCK_M > _MIN_ROWS
         ):
-            acc, row_max, row_sum = attend_tile(
+            acc, row_max, column_sums = attend_tile(
                 acc,
                 row_max,
-                row_sum,
+                column_sums,
                 q,
                 positions,
                 row_starts,
@@ -156,9 +182,10 @@ def attention_decode_kernel(
                 None,
                 slopes,
                 k_pages_ptr + head_offset,
-                v_pages_ptr + head_offset + value_start,
+                values_ptr + head_offset,
                 table_row_ptr,
-                tiles_start + tile * BLOCK_N,
+                tiles_start,
+                tile,
                 keys_start,
                 seq_len,
                 head_scale,
@@ -172,7 +199,11 @@ def attention_decode_kernel(
                 BLOCK_D,
                 BLOCK_V,
                 IS_EDGE=True,
+                IS_PAIRED=IS_PAIRED,
             )
+        if IS_PAIRED:
+            acc = joined_rows(acc[0], acc[1])
+        row_sum = tl.sum(column_sums, 1)
         if v_scale_ptr is not None:
             acc *= tl.load(v_scale_ptr + kv_head * IS_PER_HEAD_SCALE)
 

@@ -68,6 +68,8 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
     """
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
     VALUE_PARTS: tl.constexpr = (HEAD_DIM + VALUE_DIM - 1) // VALUE_DIM
+    IS_FP8: tl.constexpr = k_pages_ptr.dtype.element_ty == tl.float8e4nv
+    IS_CROWDED: tl.constexpr = BLOCK_D >= WIDE_HEAD or (IS_FP8 and 2 * BLOCK_D >= WIDE_HEAD)
     kv_head = tl.program_id(1)
     row_tile = tl.program_id(0) // VALUE_PARTS
     part = tl.program_id(0) % VALUE_PARTS
@@ -121,6 +123,7 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
     row_sum = tl.full([BLOCK_M], 0, tl.float32)
     head_offset = kv_head.to(tl.int64) * stride_pages_head
     table_row_ptr = page_table_ptr + request.to(tl.int64) * stride_table_request
+    is_bounded: tl.constexpr = window_tokens is not None or chunk_tokens is not None
     for phase in tl.static_range(3):
         if phase == 0:
             phase_start = 0
@@ -132,10 +135,11 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
             phase_start = end_full
             phase_end = num_tiles
         # Without a window the first tiles are full ones.
-        if phase > 0 or window_tokens is not None or chunk_tokens is not None:
-            # Hoisted, where the queries of a wide head lie in shared memory takes 64 registers.
+        if phase > 0 or is_bounded:
+            # Hoisted, where the queries of a wide head lie in shared memory takes 64 registers; half
+            # as wide ones have these to spare unless keys are converted.
             for tile in tl.range(  # pyright: ignore[reportGeneralTypeIssues]
-                phase_start, phase_end, disable_licm=BLOCK_D >= WIDE_HEAD
+                phase_start, phase_end, disable_licm=IS_CROWDED
             ):
                 acc, row_max, row_sum = attend_tile(
                     acc,
@@ -143,7 +147,7 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
                     row_sum,
                     q,
                     positions,
-                    row_starts,
+                    row_starts if is_bounded else None,
                     row_ends,
                     span_starts,
                     span_ends,
@@ -151,7 +155,8 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
                     k_pages_ptr + head_offset,
                     v_pages_ptr + head_offset + value_start,
                     table_row_ptr,
-                    tiles_start + tile * BLOCK_N,
+                    tiles_start,
+                    tile,
                     keys_start,
                     keys_end,
                     scale,
@@ -165,6 +170,7 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
                     BLOCK_D,
                     BLOCK_V,
                     IS_EDGE=phase != 1,
+                    IS_PAIRED=False,
                 )
 
     if BLOCK_D >= WIDE_HEAD:

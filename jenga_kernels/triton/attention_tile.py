@@ -8,6 +8,7 @@ import triton.language as tl
 
 from jenga_kernels.triton.addressing import key_offsets
 from jenga_kernels.triton.device import device_function
+from jenga_kernels.triton.fp8 import from_fp8, split_pairs
 from jenga_kernels.triton.matmul import matmul, matmul_add
 from jenga_kernels.triton.rows import load_rows
 from jenga_kernels.triton.softmax import soft_capped, softmax_step
@@ -56,22 +57,23 @@ def element_mask(live, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 @device_function
 def attend_tile(
     # Running softmax of the rows
-    acc,  # f32[M, BLOCK_V]
+    acc,  # f32[M, BLOCK_V]; of pairs two of f32[M, BLOCK_V // 2]
     row_max,  # f32[M]
-    row_sum,  # f32[M]
+    row_sum,  # f32[M], or f32[M, BLOCK_N]: one sum for each place of a key in its tile
     # Rows
-    q,  # [M, BLOCK_D]
+    q,  # [M, BLOCK_D]; of pairs two of f16[M, BLOCK_D // 2]
     positions,  # i32[M]
-    row_starts,  # i32[M], first key each row reads
+    row_starts,  # i32[M] or None: first key each row reads
     row_ends,  # i32[M], one past the last
     span_starts,  # i32[M] or None: keys read besides
     span_ends,  # i32[M] or None
     slopes,  # f32[M] or None: ALiBi
-    # Keys
+    # Keys, as pairs or not
     k_pages_ptr,
     v_pages_ptr,
     page_table_ptr,  # i32[max_pages], the request's row
-    first_key,
+    tiles_start,
+    tile,
     keys_start,  # keys outside [keys_start, keys_end) are not read at all
     keys_end,
     # Scalars
@@ -88,48 +90,70 @@ def attend_tile(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
     IS_EDGE: tl.constexpr,
+    IS_PAIRED: tl.constexpr,
 ):
-    """Take keys first_key to first_key + BLOCK_N into the running softmax of the rows.
+    """Take a tile of BLOCK_N keys into the running softmax of the rows.
 
-    Without IS_EDGE every row reads every one of these keys.
+    Without IS_EDGE every row reads every one of these keys. Rows without `row_starts` read all keys
+    from 0 to their ends, and tiles_start is 0. Pages that are IS_PAIRED hold float8_e4m3fn and are
+    read as pairs, which strides then count; first elements of pairs are multiplied with the first
+    of q and add up in the first of acc, second ones in the second.
     """
-    keys = first_key + tl.arange(0, BLOCK_N)
+    keys = tiles_start + tile * BLOCK_N + tl.arange(0, BLOCK_N)
     live = None
     if IS_EDGE:
-        live = (keys >= keys_start) & (keys < keys_end)
+        live = keys < keys_end
+        # Tiles begin with the first key unless they must stay in a page.
+        if PAGE_TOKENS % BLOCK_N == 0 and row_starts is not None:
+            live = live & (keys >= keys_start)
     offsets = key_offsets(
         page_table_ptr,
-        first_key,
-        live,
+        tiles_start,
+        tile,
+        keys_end if IS_EDGE else None,
         stride_pages_page,
         stride_pages_slot,
         PAGE_TOKENS,
         BLOCK_N,
+        STARTS_PAGE=row_starts is None,
     )
     # A dead slot may hold NaN, and 0 * NaN is NaN: values are zeroed, not only their weights.
-    k = load_rows(k_pages_ptr, offsets, live, HEAD_DIM, BLOCK_D)
-    v = load_rows(v_pages_ptr, offsets, live, VALUE_DIM, BLOCK_V)
-    k = k.to(q.dtype)  # [BLOCK_N, BLOCK_D]
-    v = v.to(q.dtype)  # [BLOCK_N, BLOCK_V]
+    if IS_PAIRED:
+        k = load_rows(k_pages_ptr, offsets, live, HEAD_DIM // 2, BLOCK_D // 2)
+        v = load_rows(v_pages_ptr, offsets, live, VALUE_DIM // 2, BLOCK_V // 2)
+        k_first, k_second = split_pairs(k)  # f16[BLOCK_N, BLOCK_D // 2] each
+        v_first, v_second = split_pairs(v)  # f16[BLOCK_N, BLOCK_V // 2] each
+        scores = matmul(q[0], tl.trans(k_first))  # f32[M, BLOCK_N]
+        scores = matmul_add(q[1], tl.trans(k_second), scores)
+    else:
+        k = load_rows(k_pages_ptr, offsets, live, HEAD_DIM, BLOCK_D)
+        v = load_rows(v_pages_ptr, offsets, live, VALUE_DIM, BLOCK_V)
+        k = from_fp8(k, q.dtype)  # [BLOCK_N, BLOCK_D]
+        v = from_fp8(v, q.dtype)  # [BLOCK_N, BLOCK_V]
+        scores = matmul(q, tl.trans(k))  # f32[M, BLOCK_N]
 
-    scores = matmul(q, tl.trans(k))  # f32[M, BLOCK_N]
     to_base_2 = scale * LOG2_E
     if soft_cap is not None or slopes is not None:
-        scores = scores * scale
         to_base_2 = LOG2_E
-        if soft_cap is not None:
-            scores = soft_capped(scores, soft_cap)
+        scores = scores * scale if soft_cap is None else soft_capped(scores, scale, soft_cap)
         if slopes is not None:
             scores += slopes[:, None] * (keys[None, :] - positions[:, None]).to(tl.float32)
     if IS_EDGE:
-        visible = (keys[None, :] >= row_starts[:, None]) & (keys[None, :] < row_ends[:, None])
+        visible = keys[None, :] < row_ends[:, None]
+        if row_starts is not None:
+            visible = visible & (keys[None, :] >= row_starts[:, None])
         if span_starts is not None:
             in_span = (keys[None, :] >= span_starts[:, None]) & (keys[None, :] < span_ends[:, None])
             visible = visible | in_span
         scores = tl.where(visible, scores, float("-inf"))
 
     weights, rescale, row_max, row_sum = softmax_step(scores, to_base_2, row_max, row_sum)
-    acc = matmul_add(weights.to(v.dtype), v, acc * rescale[:, None])
+    if IS_PAIRED:
+        weights = weights.to(v_first.dtype)
+        first = matmul_add(weights, v_first, acc[0] * rescale[:, None])
+        acc = first, matmul_add(weights, v_second, acc[1] * rescale[:, None])
+    else:
+        acc = matmul_add(weights.to(v.dtype), v, acc * rescale[:, None])
     return acc, row_max, row_sum
 
 

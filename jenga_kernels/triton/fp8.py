@@ -1,4 +1,9 @@
-"""Conversion to float8_e4m3fn."""
+"""Conversion to and from float8_e4m3fn.
+
+Elements are read in pairs, as 16-bit integers, which tensor cores' operands are loaded from shared
+memory by; single bytes come one by one. Half precision holds every float8_e4m3fn, and is one
+instruction away from a pair; bfloat16 would take another for each element.
+"""
 
 import triton.language as tl
 
@@ -7,6 +12,9 @@ from jenga_kernels.triton.matmul import INTERPRETED
 
 FP8_MAX = tl.constexpr(448.0)
 """Greatest finite float8_e4m3fn."""
+
+HALF_MAX = tl.constexpr(65504.0)
+"""Greatest finite float16."""
 
 
 @device_function
@@ -26,3 +34,65 @@ def to_fp8(values):
         rounded = tl.abs((values + anchor) - anchor).to(tl.int32, bitcast=True)
         values = (rounded | (bits & -2147483648)).to(tl.float32, bitcast=True)
     return values.to(tl.float8e4nv)
+
+
+@device_function
+def from_fp8(values, dtype: tl.constexpr):
+    """Values in `dtype`, float8_e4m3fn or in `dtype` already.
+
+    Between half precision and bfloat16 they pass through float32: the direct conversion is done by
+    the unit of special functions, which exponentials need.
+    """
+    if values.dtype == tl.float8e4nv and dtype == tl.bfloat16:
+        values = values.to(tl.float16).to(tl.float32)
+    return values.to(dtype)
+
+
+@device_function
+def as_pairs(pages_ptr):
+    """A pointer to pairs of the float8_e4m3fn elements that `pages_ptr` points to."""
+    return pages_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+
+
+@device_function
+def split_pairs(pairs):
+    """First and second elements, in half precision, of pairs i16[M, N] of float8_e4m3fn."""
+    if INTERPRETED:
+        first = (pairs & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        second = ((pairs >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        return first.to(tl.float16), second.to(tl.float16)
+    else:
+        # Two pairs at a time: their first bytes side by side, then their second ones.
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 sorted;
+            .reg .b16 first, second;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {first, second}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, first;
+            cvt.rn.f16x2.e4m3x2 $1, second;
+            }""",
+            "=r,=r,r",
+            [pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+
+
+@device_function
+def to_half(rows):
+    """Rows in half precision; what is out of its range becomes its greatest finite number."""
+    return tl.clamp(rows.to(tl.float32), -HALF_MAX, HALF_MAX).to(tl.float16)
+
+
+@device_function
+def split_rows(rows):
+    """First and second elements of each pair in rows [M, N], in half precision."""
+    return tl.split(tl.reshape(to_half(rows), [rows.shape[0], rows.shape[1] // 2, 2]))
+
+
+@device_function
+def joined_rows(first, second):
+    """Rows [M, 2 * N] whose pairs have these first and second elements, each [M, N]."""
+    return tl.reshape(tl.join(first, second), [first.shape[0], 2 * first.shape[1]])

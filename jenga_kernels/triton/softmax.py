@@ -9,6 +9,7 @@ Source: FlashAttention-2 (arXiv 2307.08691), algorithm 1.
 import triton.language as tl
 
 from jenga_kernels.triton.device import device_function
+from jenga_kernels.triton.matmul import INTERPRETED
 
 
 @device_function
@@ -19,7 +20,8 @@ def softmax_step(scores, scale, row_max, row_sum):
         scores: f32[M, N]; -inf where a key is not visible.
         scale: Positive factor that brings scores to base 2.
         row_max: f32[M], the greatest scaled score so far.
-        row_sum: f32[M], the weights so far, relative to 2**row_max.
+        row_sum: f32[M], the weights so far, relative to 2**row_max; or f32[M, N], not summed yet
+            over the columns of tiles, which warps that share rows would have to do together.
 
     Returns:
         The weights of this tile, the factor for what was accumulated, the new maximum and sum.
@@ -29,11 +31,27 @@ def softmax_step(scores, scale, row_max, row_sum):
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
     weights = tl.exp2(scores * scale - shift[:, None])
     rescale = tl.exp2(row_max - shift)
-    return weights, rescale, new_max, row_sum * rescale + tl.sum(weights, 1)
+    if len(row_sum.shape) == 2:  # noqa: PLR2004 - one sum for each column
+        row_sum = row_sum * rescale[:, None] + weights
+    else:
+        row_sum = row_sum * rescale + tl.sum(weights, 1)
+    return weights, rescale, new_max, row_sum
 
 
 @device_function
-def soft_capped(scores, soft_cap):
-    """soft_cap * tanh(scores / soft_cap), through exp2."""
-    power = tl.exp2(scores * (2.8853900817779268 / soft_cap))  # e ** (2 x / cap)
-    return soft_cap - 2 * soft_cap / (power + 1)
+def soft_capped(scores, scale, soft_cap):
+    """soft_cap * tanh(scores * scale / soft_cap), through exp2."""
+    power = tl.exp2(scores * (2.8853900817779268 * scale / soft_cap))  # e ** (2 x / cap)
+    return soft_cap - 2 * soft_cap * _reciprocal(power + 1)
+
+
+@device_function
+def _reciprocal(values):
+    """1 / values, for values of at least 1; 0 for infinity."""
+    if INTERPRETED:
+        return 1 / values
+    else:
+        # One instruction, where a quotient takes care of the greatest divisors too.
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [values], dtype=tl.float32, is_pure=True, pack=1
+        )

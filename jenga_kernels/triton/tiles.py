@@ -301,7 +301,7 @@ PREFILL_TILES = {
     (True, 2, 2, 512): _loop_tiles(128, 32, 8, 3, 2),
     (True, 2, 1, 64): _loop_tiles(128, 128, 8, 5),
     (True, 2, 1, 128): _loop_tiles(128, 64, 8, 5),
-    (True, 2, 1, 256): _loop_tiles(64, 64, 8, 2),
+    (True, 2, 1, 256): _loop_tiles(128, 32, 8, 5),
     (True, 2, 1, 512): _loop_tiles(128, 32, 8, 5, 2),
     (True, 4, 4, 64): _loop_tiles(64, 32, 8, 1),
     (True, 4, 4, 128): _loop_tiles(32, 16, 8, 1),
