@@ -136,8 +136,8 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
             phase_end = num_tiles
         # Without a window the first tiles are full ones.
         if phase > 0 or is_bounded:
-            # Hoisted, where the queries of a wide head lie in shared memory takes 64 registers; half
-            # as wide ones have these to spare unless keys are converted.
+            # Hoisted, where the queries of a wide head lie in shared memory takes 64 registers.
+            # Heads half as wide have these to spare unless keys are converted.
             for tile in tl.range(  # pyright: ignore[reportGeneralTypeIssues]
                 phase_start, phase_end, disable_licm=IS_CROWDED
             ):

@@ -65,11 +65,10 @@ def conv_update_kernel(
     stride_x_token = stride_x_token // X_ALIGNMENT * X_ALIGNMENT
     x_ptr += first * stride_x_token + dims
     out_ptr += first * stride_out_token + dims
-    if tl.load(state_slots_ptr) <= 0:
-        for _ in range(num_tokens):
-            tl.store(out_ptr, tl.full([BLOCK_D], 0.0, out_ptr.dtype.element_ty), mask=is_dim)
-            out_ptr += stride_out_token
-        return
+    # Without a branch for padding neither slot waits for the other, nor anything else for one.
+    is_request = tl.load(state_slots_ptr) > 0
+    initial_slot = tl.load(initial_slots_ptr + request * stride_initial)
+    has_state = is_request & (initial_slot > 0)
 
     # The taps of a channel are loaded at once, the token's own last.
     columns = tl.arange(0, 4)[None, :] - (4 - WIDTH)
@@ -80,10 +79,9 @@ def conv_update_kernel(
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + dims, mask=is_dim, other=0.0).to(tl.float32)
     # A vector for each input before the token, so that channels next to each other load as one.
-    initial_slot = tl.load(initial_slots_ptr + request * stride_initial)
     in_page = dims.to(tl.int64) * stride_states_dim
     initial = states_ptr + page_offsets(initial_slot, stride_states_slot) + in_page
-    has_initial = mask_if(initial_slot > 0, is_dim)
+    has_initial = mask_if(has_state, is_dim)
     newest = tl.load(initial + NEWEST * stride_states_column, mask=has_initial, other=0.0)
     newest = newest.to(tl.float32)  # [D]
     if MIDDLE >= 0:
@@ -98,7 +96,7 @@ def conv_update_kernel(
         x = tl.load(x_ptr, mask=is_dim, other=0.0).to(tl.float32)  # [D]
         slot = tl.load(state_slots_ptr)
         kept = states_ptr + page_offsets(slot, stride_states_slot) + in_page
-        is_kept = mask_if(slot > 0, is_dim)
+        is_kept = mask_if(is_request & (slot > 0), is_dim)
         y = newest * w_newest + x * w_own
         if MIDDLE >= 0:
             y += middle * w_middle
@@ -118,6 +116,7 @@ def conv_update_kernel(
             y += bias
         if IS_SILU:
             y = silu(y)
+        y = tl.where(is_request, y, 0.0)
         tl.store(out_ptr, y.to(out_ptr.dtype.element_ty), mask=is_dim)
         x_ptr += stride_x_token
         out_ptr += stride_out_token

@@ -2,7 +2,7 @@
 
 import triton.language as tl
 
-from jenga_kernels.triton.device import device_function
+from jenga_kernels.triton.device import device_function, reciprocal
 from jenga_kernels.triton.matmul import INTERPRETED
 from jenga_kernels.triton.recurrence import LOG2E, row_sums, softplus
 
@@ -35,7 +35,7 @@ def inverse_length(squares):
 @device_function
 def sigmoid(v):
     """1 / (1 + exp(-v)), 0 where that exponential is infinite."""
-    return 1.0 / (1.0 + tl.exp2(-v * LOG2E))
+    return reciprocal(1.0 + tl.exp2(-v * LOG2E))
 
 
 @device_function

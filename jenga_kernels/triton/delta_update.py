@@ -9,7 +9,7 @@ from jenga_kernels.triton.recurrence import LOG2E, mask_if, row_sums
 
 
 @triton.jit
-def delta_update_kernel(  # noqa: PLR0912 - a branch for each optional tensor
+def delta_update_kernel(
     # Outputs
     out_ptr,  # [num_tokens, num_v_heads, head_v_dim]
     states_ptr,  # [num_slots, num_v_heads, head_v_dim, head_k_dim]
@@ -70,16 +70,13 @@ def delta_update_kernel(  # noqa: PLR0912 - a branch for each optional tensor
         num_tokens = tl.load(query_starts_ptr + request + 1) - tl.load(query_starts_ptr + request)
     state_slots_ptr += request * stride_slots_request
     out_ptr += first * stride_out_token + head * stride_out_head + vs
-    if tl.load(state_slots_ptr) <= 0:
-        for _ in range(num_tokens):
-            tl.store(out_ptr, tl.full([BLOCK_V], 0.0, out_ptr.dtype.element_ty), mask=is_v)
-            out_ptr += stride_out_token
-        return
-
+    # Without a branch for padding neither slot waits for the other, nor anything else for one.
+    is_request = tl.load(state_slots_ptr) > 0
     initial_slot = tl.load(initial_slots_ptr + request * stride_initial)
+    has_state = is_request & (initial_slot > 0)
     in_page = head * stride_states_head + vs[:, None] * stride_states_dim + ks[None, :]
     initial = states_ptr + page_offsets(initial_slot, stride_states_slot) + in_page
-    h = tl.load(initial, mask=mask_if(initial_slot > 0, in_state), other=0.0)  # [V, K]
+    h = tl.load(initial, mask=mask_if(has_state, in_state), other=0.0)  # [V, K]
     h = h.to(tl.float32)
 
     group = head // HEADS_PER_GROUP
@@ -101,6 +98,8 @@ def delta_update_kernel(  # noqa: PLR0912 - a branch for each optional tensor
             else:
                 bias = tl.load(dt_bias_ptr).to(tl.float32)
     for _ in range(num_tokens):
+        # Asked for behind the store of a result, it would be waited for alone.
+        slot = tl.load(state_slots_ptr)
         q = tl.load(q_ptr, mask=is_k, other=0.0).to(tl.float32)  # [K]
         k = tl.load(k_ptr, mask=is_k, other=0.0).to(tl.float32)  # [K]
         v = tl.load(v_ptr, mask=is_v, other=0.0).to(tl.float32)  # [V]
@@ -119,10 +118,14 @@ def delta_update_kernel(  # noqa: PLR0912 - a branch for each optional tensor
         change = beta * (v - row_sums(h * k[None, :]))  # [V]
         h += change[:, None] * k[None, :]
         y = row_sums(h * (q * scale)[None, :])  # [V]
+        y = tl.where(is_request, y, 0.0)
         tl.store(out_ptr, rounded(y, out_ptr.dtype.element_ty), mask=is_v)
-        slot = tl.load(state_slots_ptr)
         kept = states_ptr + page_offsets(slot, stride_states_slot) + in_page
-        tl.store(kept, rounded(h, states_ptr.dtype.element_ty), mask=mask_if(slot > 0, in_state))
+        tl.store(
+            kept,
+            rounded(h, states_ptr.dtype.element_ty),
+            mask=mask_if(is_request & (slot > 0), in_state),
+        )
         q_ptr += stride_q_token
         k_ptr += stride_k_token
         v_ptr += stride_v_token

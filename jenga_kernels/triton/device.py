@@ -5,6 +5,9 @@ import functools
 from collections.abc import Callable
 
 import triton
+import triton.language as tl
+
+_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 def device_function(function: Callable) -> Callable:
@@ -41,3 +44,15 @@ def skip_overflow_checks() -> None:
 def ceil_div(dividend, divisor):
     """Quotient of non-negative integers, rounded up."""
     return (dividend + divisor - 1) // divisor
+
+
+@device_function
+def reciprocal(values):
+    """1 / values, for values of at least 1; 0 for infinity."""
+    if _INTERPRETED:
+        return 1 / values
+    else:
+        # One instruction, where a quotient takes care of the greatest divisors too.
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [values], dtype=tl.float32, is_pure=True, pack=1
+        )

@@ -2,7 +2,7 @@
 
 import triton.language as tl
 
-from jenga_kernels.triton.device import device_function
+from jenga_kernels.triton.device import device_function, reciprocal
 from jenga_kernels.triton.matmul import INTERPRETED
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -43,7 +43,7 @@ def softplus(v):
 @device_function
 def silu(v):
     """V times its sigmoid."""
-    return v / (1.0 + tl.exp2(-v * LOG2E))
+    return v * reciprocal(1.0 + tl.exp2(-v * LOG2E))
 
 
 @device_function

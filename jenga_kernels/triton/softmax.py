@@ -8,8 +8,7 @@ Source: FlashAttention-2 (arXiv 2307.08691), algorithm 1.
 
 import triton.language as tl
 
-from jenga_kernels.triton.device import device_function
-from jenga_kernels.triton.matmul import INTERPRETED
+from jenga_kernels.triton.device import device_function, reciprocal
 
 
 @device_function
@@ -42,16 +41,4 @@ def softmax_step(scores, scale, row_max, row_sum):
 def soft_capped(scores, scale, soft_cap):
     """soft_cap * tanh(scores * scale / soft_cap), through exp2."""
     power = tl.exp2(scores * (2.8853900817779268 * scale / soft_cap))  # e ** (2 x / cap)
-    return soft_cap - 2 * soft_cap * _reciprocal(power + 1)
-
-
-@device_function
-def _reciprocal(values):
-    """1 / values, for values of at least 1; 0 for infinity."""
-    if INTERPRETED:
-        return 1 / values
-    else:
-        # One instruction, where a quotient takes care of the greatest divisors too.
-        return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [values], dtype=tl.float32, is_pure=True, pack=1
-        )
+    return soft_cap - 2 * soft_cap * reciprocal(power + 1)

@@ -8,7 +8,7 @@ from jenga_kernels.triton.recurrence import LOG2E, mask_if, row_sums, silu, step
 
 
 @triton.jit
-def state_update_kernel(  # noqa: PLR0912 - a branch for each optional tensor
+def state_update_kernel(
     # Outputs
     out_ptr,  # [num_tokens, num_heads, head_dim]
     states_ptr,  # [num_slots, num_heads, head_dim, d_state]
@@ -75,16 +75,13 @@ def state_update_kernel(  # noqa: PLR0912 - a branch for each optional tensor
         num_tokens = tl.load(query_starts_ptr + request + 1) - tl.load(query_starts_ptr + request)
     state_slots_ptr += request * stride_slots_request
     out_ptr += first * stride_out_token + head * stride_out_head + dims
-    if tl.load(state_slots_ptr) <= 0:
-        for _ in range(num_tokens):
-            tl.store(out_ptr, tl.full([BLOCK_P], 0.0, out_ptr.dtype.element_ty), mask=is_dim)
-            out_ptr += stride_out_token
-        return
-
+    # Without a branch for padding neither slot waits for the other, nor anything else for one.
+    is_request = tl.load(state_slots_ptr) > 0
     initial_slot = tl.load(initial_slots_ptr + request * stride_initial)
+    has_state = is_request & (initial_slot > 0)
     in_page = head * stride_states_head + dims[:, None] * stride_states_dim + ns[None, :]
     initial = states_ptr + page_offsets(initial_slot, stride_states_slot) + in_page
-    h = tl.load(initial, mask=mask_if(initial_slot > 0, in_state), other=0.0)  # [P, N]
+    h = tl.load(initial, mask=mask_if(has_state, in_state), other=0.0)  # [P, N]
     h = h.to(tl.float32)
 
     group = head // HEADS_PER_GROUP
@@ -111,6 +108,8 @@ def state_update_kernel(  # noqa: PLR0912 - a branch for each optional tensor
     if z_ptr is not None:
         z_ptr += first * stride_z_token + head * stride_z_head + dims
     for _ in range(num_tokens):
+        # Asked for behind the store of a result, it would be waited for alone.
+        slot = tl.load(state_slots_ptr)
         x = tl.load(x_ptr, mask=is_dim, other=0.0).to(tl.float32)  # [P]
         if IS_PER_CHANNEL:
             dt = tl.load(dt_ptr, mask=is_dim, other=0.0).to(tl.float32)  # [P]
@@ -127,10 +126,12 @@ def state_update_kernel(  # noqa: PLR0912 - a branch for each optional tensor
         if z_ptr is not None:
             y *= silu(tl.load(z_ptr, mask=is_dim, other=0.0).to(tl.float32))
             z_ptr += stride_z_token
+        y = tl.where(is_request, y, 0.0)
         tl.store(out_ptr, y.to(out_ptr.dtype.element_ty), mask=is_dim)
-        slot = tl.load(state_slots_ptr)
         kept = states_ptr + page_offsets(slot, stride_states_slot) + in_page
-        tl.store(kept, h.to(states_ptr.dtype.element_ty), mask=mask_if(slot > 0, in_state))
+        tl.store(
+            kept, h.to(states_ptr.dtype.element_ty), mask=mask_if(is_request & (slot > 0), in_state)
+        )
         x_ptr += stride_x_token
         dt_ptr += stride_dt_token
         B_ptr += stride_B_token
