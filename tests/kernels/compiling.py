@@ -10,13 +10,14 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+
+from perf.machine_code import PretendedGpu, count, take_apart
 
 INSTRUCTIONS = {
     "wgmma": r"\bwgmma\.mma_async",
@@ -32,6 +33,8 @@ INSTRUCTIONS = {
     "cp_async": r"\bcp\.async\.c[ag]",
     "cp_async_ahead": r"\bcp\.async\.wait_group\s+[1-9]",
     "tma": r"\bcp\.async\.bulk\.tensor",
+    "load_shared_byte": r"\bld\.shared\.[bsu]8\b",
+    "half_to_bfloat": r"\bcvt\.rn\.bf16\.f16\b",
 }
 """Names of counts -> what they count in PTX."""
 
@@ -58,6 +61,13 @@ class Compiled:
     shared_bytes: int
     grid: tuple[int, ...]
     counts: dict[str, int]
+    loop_counts: dict[str, int]
+    """Instructions of the main loop by kind; see `perf.machine_code`."""
+
+    @property
+    def loop_instructions(self) -> int:
+        """Instructions of the main loop."""
+        return sum(self.loop_counts.values())
 
 
 def compile_job(job: Callable[[], None], *capabilities: int) -> list[Compiled]:
@@ -89,46 +99,11 @@ def compile_job(job: Callable[[], None], *capabilities: int) -> list[Compiled]:
     return results
 
 
-class _PretendedDriver:
-    """As much of a Triton driver as compiling asks for."""
-
-    def __init__(self, capability: int) -> None:
-        from triton.backends.compiler import GPUTarget
-
-        self.target = GPUTarget("cuda", capability, 32)
-        self.utils = self
-
-    def get_current_target(self) -> object:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_device_properties(self, _device: int) -> dict[str, int]:
-        return {"multiprocessor_count": 132}
-
-    def get_current_stream(self, _device: int) -> int:
-        return 0
-
-
-def _resources(cubin: bytes) -> dict[str, int]:
-    """Registers, stack and shared bytes of a binary with one kernel."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(tool), "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
-
-
 def _main(module: str, function: str, capability: int) -> None:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    driver.set_active(_PretendedDriver(capability))
+    driver.set_active(PretendedGpu(capability))
     compiled: dict[int, tuple[object, tuple[int, ...]]] = {}
     run = JITFunction.run
 
@@ -144,7 +119,7 @@ def _main(module: str, function: str, capability: int) -> None:
     getattr(importlib.import_module(module), function)()
     rows = []
     for kernel, grid in compiled.values():
-        resources = _resources(kernel.asm["cubin"])
+        code = take_apart(kernel.asm["cubin"])
         counts = {
             name: len(re.findall(text, kernel.asm["ptx"])) for name, text in INSTRUCTIONS.items()
         }
@@ -152,11 +127,12 @@ def _main(module: str, function: str, capability: int) -> None:
             name=kernel.metadata.name,
             capability=capability,
             num_warps=kernel.metadata.num_warps,
-            registers=resources["REG"],
-            stack_bytes=resources["STACK"] + resources.get("LOCAL", 0),
+            registers=code.registers,
+            stack_bytes=code.stack_bytes,
             shared_bytes=kernel.metadata.shared,
             grid=grid,
             counts=counts,
+            loop_counts=dict(count(code.main_loop)),
         )
         rows.append(asdict(row))
     sys.stdout.write(json.dumps(rows))

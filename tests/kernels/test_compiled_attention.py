@@ -160,6 +160,61 @@ def test_attention_compiles_for_heads_narrower_than_a_matrix_instruction():
     assert all(kernel.stack_bytes == 0 for kernel in compile_job(compile_a_narrow_head, 90))
 
 
+def compile_decoding():
+    launch(head_dim=128, num_heads=32, num_kv_heads=8, max_query_tokens=1)
+    launch(head_dim=128, num_heads=32, num_kv_heads=8, max_query_tokens=1, window_tokens=1024)
+    launch(head_dim=64, num_heads=64, num_kv_heads=8, max_query_tokens=1)
+
+
+def compile_decoding_of_fp8():
+    scale = torch.ones(1)
+    launch(
+        head_dim=128,
+        num_heads=32,
+        num_kv_heads=8,
+        pages_dtype=torch.float8_e4m3fn,
+        k_scale=scale,
+        v_scale=scale,
+    )
+
+
+def test_attention_decodes_with_few_instructions_a_tile():
+    kernels = [k for k in compile_job(compile_decoding, 90) if k.name == "attention_decode_kernel"]
+
+    # 32 KiB of keys and values, for which an H200's memory takes about 1,500 cycles of a processor.
+    for kernel, most in zip(kernels, (370, 395, 415), strict=True):
+        assert kernel.loop_counts["load_ahead"] == 17, kernel
+        assert kernel.loop_counts["matrix"] == 32, kernel
+        assert kernel.loop_instructions <= most, kernel
+        # Loads, the rows' greatest scores, weights for all warps; sums wait for the end.
+        assert kernel.loop_counts["wait"] <= 10, kernel
+
+
+def test_attention_converts_fp8_in_pairs():
+    kernels = {kernel.name: kernel for kernel in compile_job(compile_decoding_of_fp8, 90)}
+
+    decode, prefill = kernels["attention_decode_kernel"], kernels["attention_prefill_kernel"]
+    for kernel in (decode, prefill):
+        assert kernel.counts["half_to_bfloat"] == 0, kernel
+        assert kernel.counts["load_shared_byte"] == 0, kernel
+    # 128 of each of K and V a thread, two at once, and the weights.
+    assert decode.loop_counts["convert"] == 128 + 8, decode
+    assert decode.loop_instructions <= 670, decode
+    assert prefill.loop_instructions <= 495, prefill
+
+
+def compile_soft_cap():
+    launch(head_dim=128, num_heads=32, num_kv_heads=16, soft_cap=50.0)
+
+
+def test_attention_caps_scores_with_few_instructions():
+    kernels = {kernel.name: kernel for kernel in compile_job(compile_soft_cap, 90)}
+
+    # Two exponentials and a reciprocal of each of 32 scores, and what rescales two rows.
+    assert kernels["attention_prefill_kernel"].loop_counts["special"] == 3 * 32 + 2
+    assert kernels["attention_prefill_kernel"].loop_instructions <= 555
+
+
 DRAFTING_JOBS = [90, pytest.param(89, marks=pytest.mark.slow)]
 
 

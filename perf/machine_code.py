@@ -1,0 +1,152 @@
+"""What a compiled kernel consists of: registers, and the instructions of its loops by kind.
+
+The tools that Triton brings along take a binary apart; no GPU is needed.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+KINDS = {
+    "matrix": r"H?GMMA|[HIQ]MMA|UTC\w*MMA",
+    "load_global": r"LDG\b|LDG\.|LD\.|UTMALDG",
+    "load_ahead": r"LDGSTS",
+    "store_global": r"STG|ST\.|RED|ATOM|UTMASTG",
+    "shared": r"LDS|STS|LDSM|STSM",
+    "special": r"MUFU|F2F\.",
+    "float": r"FMUL|FADD|FFMA|FMNMX|FSET|FCHK|H(ADD|MUL|FMA|MNMX|SETP?)2",
+    "convert": r"F2|I2F",
+    "shuffle": r"SHFL",
+    "wait": r"BAR|\w*DEPBAR|WARPSYNC|WARPGROUP|SYNCS|MEMBAR|FENCE",
+    "select": r"F?SEL|USEL|U?ISETP|U?PLOP3|P2R|R2P",
+    "move": r"U?MOV|IMAD\.MOV|IMAD\.U32|R2UR|CS2R|S2U?R",
+    "integer": r"U?(I|LEA|LOP|SHF|VI|PRMT|SGXT|BMSK|FLO|POPC)",
+}
+"""Kind -> how its instructions begin, from CUDA's list of those of compute capability 9.0."""
+
+
+NUM_PROCESSORS = 132
+"""Of an H200."""
+
+
+class PretendedGpu:
+    """As much of a Triton driver as compiling asks for, on a machine without a GPU."""
+
+    def __init__(self, capability: int) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self.target = GPUTarget("cuda", capability, 32)
+        self.utils = self
+
+    def get_current_target(self) -> object:
+        """What to compile for."""
+        return self.target
+
+    def get_current_device(self) -> int:
+        """The only GPU."""
+        return 0
+
+    def get_device_properties(self, _device: int) -> dict[str, int]:
+        """What tiles depend on besides."""
+        return {"multiprocessor_count": NUM_PROCESSORS}
+
+    def get_current_stream(self, _device: int) -> int:
+        """The only stream."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineCode:
+    """A kernel's binary, taken apart.
+
+    Attributes:
+        registers: Of a thread.
+        stack_bytes: Of a thread; what does not fit into registers.
+        instructions: All of them, without predicates.
+        loops: Instructions of each loop that holds no other one.
+    """
+
+    registers: int
+    stack_bytes: int
+    instructions: tuple[str, ...]
+    loops: tuple[tuple[str, ...], ...]
+
+    @property
+    def main_loop(self) -> tuple[str, ...]:
+        """Of those loops the one with the most matrix products; of equals, that of most loads."""
+
+        def weight(loop: tuple[str, ...]) -> tuple[int, int]:
+            counts = count(loop)
+            return counts["matrix"] > 0, -len(loop)
+
+        return max(self.loops, key=weight, default=())
+
+
+def count(instructions: tuple[str, ...]) -> Counter[str]:
+    """How many instructions there are of each of `KINDS`, and of "other"."""
+    return Counter(
+        next((kind for kind, text in KINDS.items() if re.match(text, line)), "other")
+        for line in instructions
+    )
+
+
+def loaded_bytes(instructions: tuple[str, ...]) -> int:
+    """Bytes that one thread loads from global memory in these instructions."""
+    return sum(_width(line) for line in instructions if re.match(r"LDG|LD\.", line))
+
+
+def _width(instruction: str) -> int:
+    found = re.search(r"\.(128|64|[US]?16|[US]?8)\b", instruction.split(maxsplit=1)[0])
+    return int(found[1].strip("US")) // 8 if found else 4
+
+
+def take_apart(cubin: bytes) -> MachineCode:
+    """Get the instructions and resources of a binary with one kernel."""
+    import triton
+
+    folder = Path(triton.__file__).parent / "backends/nvidia/bin"
+
+    def run(tool: str, *options: str) -> str:
+        command = [str(folder / tool), *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = run("cuobjdump", "--dump-resource-usage")
+        listing = run("nvdisasm", "--print-code")
+    used = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    instructions: list[str] = []
+    labels: dict[str, int] = {}
+    for line in listing.splitlines():
+        if label := re.match(r"\s*(\.L\w+):", line):
+            labels[label[1]] = len(instructions)
+        elif found := re.match(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;", line):
+            instructions.append(found[1])
+    loops = _inner_loops(instructions, labels)
+    return MachineCode(
+        registers=used["REG"],
+        stack_bytes=used["STACK"] + used.get("LOCAL", 0),
+        instructions=tuple(instructions),
+        loops=tuple(tuple(instructions[start:end]) for start, end in loops),
+    )
+
+
+def _inner_loops(instructions: list[str], labels: dict[str, int]) -> list[tuple[int, int]]:
+    """Ranges of instructions that end with a branch to their first one, and hold no other such."""
+    ranges: set[tuple[int, int]] = set()
+    for index, line in enumerate(instructions):
+        target = re.match(r"BRA\b.*`\((\.L\w+)\)", line)
+        # A branch to itself fills the space after the end.
+        if target and labels.get(target[1], index) < index:
+            ranges.add((labels[target[1]], index + 1))
+    return sorted(
+        outer
+        for outer in ranges
+        if not any(
+            outer != inner and outer[0] <= inner[0] and inner[1] <= outer[1] for inner in ranges
+        )
+    )

@@ -1,0 +1,59 @@
+"""Machine code is counted right, and the table of counts is made without a GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from perf.machine_code import MachineCode, _inner_loops, count, loaded_bytes
+
+LISTING = (
+    "MOV R1, c[0x0][0x28]",
+    "LDG.E.128 R4, desc[UR4][R2.64]",
+    "LDG.E.U16 R8, desc[UR4][R2.64]",
+    "HMMA.16816.F32.BF16 R4, R8, R4, R4",
+    "BRA `(.L_x_1)",
+    "LDGSTS.E.BYPASS.128 [R1], desc[UR4][R2.64]",
+    "F2F.BF16.F16 R4, R8",
+    "BRA `(.L_x_0)",
+    "BRA `(.L_x_2)",
+)
+LABELS = {".L_x_0": 1, ".L_x_1": 2, ".L_x_2": 8}
+
+
+def test_inner_loops_are_those_that_hold_no_other():
+    assert _inner_loops(list(LISTING), LABELS) == [(2, 5)]
+
+
+def test_count_knows_what_instructions_do():
+    counts = count(LISTING[:-1])
+
+    assert counts["load_global"] == 2
+    assert counts["load_ahead"] == counts["matrix"] == counts["special"] == counts["move"] == 1
+    assert loaded_bytes(LISTING) == 16 + 2 + 16
+
+
+def test_main_loop_is_the_shortest_with_matrix_products():
+    loops = LISTING[1:3], LISTING[2:5], LISTING[1:5]
+
+    code = MachineCode(registers=32, stack_bytes=0, instructions=LISTING, loops=loops)
+
+    assert code.main_loop == LISTING[2:5]
+
+
+@pytest.mark.slow
+def test_static_counts_are_made_without_a_gpu(tmp_path):
+    command = [sys.executable, "-m", "perf.static_counts", "--only", "D13", "--peers", "none"]
+    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = Path(__file__).parents[1]
+
+    subprocess.run([*command, "--save", str(tmp_path)], cwd=root, env=environment, check=True)
+
+    (row,) = [
+        line
+        for line in (tmp_path / "static_counts.md").read_text().splitlines()
+        if line.startswith("D13")
+    ]
+    assert "matrix 32" in row
