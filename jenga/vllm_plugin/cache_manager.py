@@ -23,7 +23,7 @@ from jenga.vllm_plugin.cache_events import CacheEvents
 from jenga.vllm_plugin.config import TOKENS_PER_PAGE
 from jenga.vllm_plugin.encoder_hits import EncoderHits
 from jenga.vllm_plugin.environment import read_settings
-from jenga.vllm_plugin.layout import JengaKVCacheConfig, geometry_of
+from jenga.vllm_plugin.layout import JengaKVCacheConfig, first_layers, geometry_of
 from jenga.vllm_plugin.memory_log import MemoryLog, open_memory_log
 from jenga.vllm_plugin.state_orders import StateKeeper, StateOrders
 
@@ -138,7 +138,12 @@ class JengaKVCacheManager:
         has_states = any(table.is_state for table in self.manager.geometry.page_tables)
         self._states: StateKeeper | None = None
         if enable_caching and has_states:
-            self._states = StateKeeper(self.manager, hash_tokens=hash_tokens, events=self._events)
+            self._states = StateKeeper(
+                self.manager,
+                hash_tokens=hash_tokens,
+                events=self._events,
+                first_layers=first_layers(kv_cache_config),
+            )
         self._encoders = EncoderHits(self.manager.geometry)
         self.coordinator = _Coordinator(kv_cache_config)
         self.block_pool = _BlockPool()

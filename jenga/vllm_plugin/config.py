@@ -50,7 +50,6 @@ def _unsupported_features(vllm_config: "VllmConfig") -> list[str]:
         if backend is not backend_member()
     }
     checks = {
-        "pipeline parallelism (--pipeline-parallel-size)": parallel.pipeline_parallel_size > 1,
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
         "dual batch overlap (--enable-dbo)": parallel.enable_dbo,
@@ -66,6 +65,9 @@ def _unsupported_features(vllm_config: "VllmConfig") -> list[str]:
         ),
         "HiSparse": vllm_config.attention_config.hisparse_config is not None,
         "sparse multi-head latent attention": model is not None and uses_sparse_latents(model),
+        "generation by diffusion, not token by token (canvas_length in the model's config)": (
+            model is not None and model.is_diffusion
+        ),
         f"--kv-cache-dtype {cache.cache_dtype} with multi-head latent attention": (
             model is not None and model.use_mla and cache.cache_dtype.startswith("fp8")
         ),

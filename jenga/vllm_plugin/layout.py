@@ -5,6 +5,8 @@ Most of these functions take the place of vLLM's own of the same names and signa
 """
 
 import os
+from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING
@@ -15,14 +17,19 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    UniformTypeKVCacheSpecs,
     iter_layer_specs,
 )
 
+from jenga.errors import InvariantError
 from jenga.geometry import Geometry, PageTable, check_arena, exact_lcm
+from jenga.pipeline import Stage, plan_pipeline
 from jenga.planner import plan
 from jenga.vllm_plugin.config import TOKENS_PER_PAGE
 from jenga.vllm_plugin.environment import BACKEND_NAME, read_settings
+from jenga.vllm_plugin.ranks import layers_of_ranks
 from jenga.vllm_plugin.specs import (
+    common_spec,
     kinds_of_states,
     layer_names,
     model_spec,
@@ -40,17 +47,30 @@ logger = init_logger(f"vllm.{__name__}")
 
 @dataclass
 class JengaGroupSpec(KVCacheGroupSpec):
-    """A group of vLLM that is one page table of a geometry."""
+    """A group of vLLM that is one page table of a geometry.
+
+    `stages` are the ranks of the pipeline that the model is spread over, `rank` the one to whose
+    layers the group is cut down, which may be none; None where it has the layers of all.
+    """
 
     geometry: Geometry | None = None
     table_index: int = 0
+    stages: tuple[Stage, ...] = ()
+    rank: int | None = None
+
+    @property
+    def first_layers(self) -> tuple[str, ...]:
+        """The first of the group's layers on every rank that has any."""
+        shares = [stage.shares[self.table_index] for stage in self.stages]
+        return tuple(share.layers[0].name for share in shares if share.layers)
 
 
 @dataclass
 class JengaKVCacheConfig(KVCacheConfig):
     """A configuration in which each group has its own page size and number of pages.
 
-    `num_blocks` is the number of large pages, the null page included. Where `keeps_images_whole`,
+    `num_blocks` is the number of large pages, the null page included. `geometry` is that of all
+    ranks of a pipeline, whatever part of each page a rank stores. Where `keeps_images_whole`,
     the tokens of an image read each other, so all of them must be computed in one step.
     Where `has_draft_layers`, what drafts has keys and values of its own.
     """
@@ -89,18 +109,65 @@ def geometry_of(config: JengaKVCacheConfig) -> Geometry:
     return config.geometry
 
 
+def first_layers(config: JengaKVCacheConfig) -> list[tuple[str, ...]]:
+    """Get of each page table its first layer on every rank of a pipeline that has any."""
+    return [
+        group.first_layers for group in config.kv_cache_groups if isinstance(group, JengaGroupSpec)
+    ]
+
+
 def groups_of_tokens(config: JengaKVCacheConfig) -> KVCacheConfig:
     """Get a configuration with only those groups whose pages hold tokens, not states."""
     groups = zip(config.kv_cache_groups, geometry_of(config).page_tables, strict=True)
     return replace(config, kv_cache_groups=[group for group, table in groups if not table.is_state])
 
 
-def _geometry_of_groups(groups: list[KVCacheGroupSpec]) -> Geometry:
+def _first_group(groups: Sequence[KVCacheGroupSpec]) -> tuple[JengaGroupSpec, Geometry]:
     first = groups[0]
     if not isinstance(first, JengaGroupSpec) or first.geometry is None:
         msg = f"expected groups made by get_kv_cache_groups, got {type(first).__name__}"
         raise TypeError(msg)
-    return first.geometry
+    return first, first.geometry
+
+
+def stage_of(groups: Sequence[KVCacheGroupSpec]) -> Stage:
+    """Get what the rank stores whose groups these are."""
+    first, _ = _first_group(groups)
+    if first.rank is None and len(first.stages) > 1:
+        msg = f"expected the groups of one rank, got those of {len(first.stages)}"
+        raise TypeError(msg)
+    return first.stages[first.rank or 0]
+
+
+def project_groups(
+    groups: Sequence[KVCacheGroupSpec], worker_spec: Mapping[str, "KVCacheSpec"]
+) -> list[KVCacheGroupSpec]:
+    """Cut the groups of a model down to what one worker stores.
+
+    Args:
+        groups: Made by `get_kv_cache_groups`.
+        worker_spec: vLLM's cache spec of each layer of the worker, by layer name.
+    """
+    if not groups:
+        return []
+    stages = _first_group(groups)[0].stages
+    ranks = [rank for rank, stage in enumerate(stages) if stage.layer_names == worker_spec.keys()]
+    if len(ranks) != 1:
+        msg = f"expected the layers of one of {len(stages)} ranks, got {sorted(worker_spec)}"
+        raise InvariantError(msg)
+    projected: list[KVCacheGroupSpec] = []
+    for group, share in zip(groups, stages[ranks[0]].shares, strict=True):
+        names = [layer.name for layer in share.layers]
+        spec = group.kv_cache_spec
+        if isinstance(spec, UniformTypeKVCacheSpecs) and names:
+            # A group without layers keeps the spec: its page table is as long on every rank.
+            spec = common_spec({name: spec.kv_cache_specs[name] for name in names})
+        cut = copy(group)
+        cut.layer_names, cut.kv_cache_spec = names, spec
+        if isinstance(cut, JengaGroupSpec):
+            cut.rank = ranks[0]
+        projected.append(cut)
+    return projected
 
 
 def get_kv_cache_groups(
@@ -135,15 +202,20 @@ def get_kv_cache_groups(
         vllm_config.cache_config.enable_prefix_caching = False
     tokens_per_page = vllm_config.cache_config.block_size or TOKENS_PER_PAGE
     make = {"planned": plan, "lcm": exact_lcm}[read_settings(os.environ).geometry]
-    geometry = make(model, tokens_per_page=tokens_per_page)
+    pipeline = plan_pipeline(
+        model,
+        layers_of_ranks(kv_cache_spec),
+        lambda model: make(model, tokens_per_page=tokens_per_page),
+    )
     return [
         JengaGroupSpec(
             layer_names=layer_names(table),
             kv_cache_spec=table_spec(table, kv_cache_spec),
-            geometry=geometry,
+            geometry=pipeline.geometry,
             table_index=index,
+            stages=pipeline.stages,
         )
-        for index, table in enumerate(geometry.page_tables)
+        for index, table in enumerate(pipeline.geometry.page_tables)
     ]
 
 
@@ -157,15 +229,21 @@ def get_kv_cache_config_from_groups(
     """
     if not kv_cache_groups:
         return cut_arena(vllm_config, kv_cache_groups, 1)
-    geometry = _geometry_of_groups(kv_cache_groups)
+    stage = stage_of(kv_cache_groups)
     override = vllm_config.cache_config.num_gpu_blocks_override
     if override is not None:
         if available_memory == 0:
             # A throw-away arena, to measure CUDA graphs with.
             override = least_large_pages(kv_cache_groups)
-        available_memory = override * geometry.large_page_bytes
-    num_large_pages = check_arena(geometry, available_memory)
+        available_memory = override * stage.large_page_bytes
+    num_large_pages = check_arena(_geometry_of_rank(kv_cache_groups), available_memory)
     return cut_arena(vllm_config, kv_cache_groups, num_large_pages)
+
+
+def _geometry_of_rank(groups: Sequence[KVCacheGroupSpec]) -> Geometry:
+    """Get the geometry with large pages as long as those of the rank whose groups these are."""
+    _, geometry = _first_group(groups)
+    return replace(geometry, large_page_bytes=stage_of(groups).large_page_bytes)
 
 
 def least_large_pages(kv_cache_groups: list[KVCacheGroupSpec]) -> int:
@@ -188,23 +266,23 @@ def cut_arena(
     cache_config = vllm_config.cache_config
     if not kv_cache_groups:
         return JengaKVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
-    geometry = _geometry_of_groups(kv_cache_groups)
-    check_arena(geometry, num_large_pages * geometry.large_page_bytes)
-    _log_geometry(geometry, num_large_pages, prefix_caching=cache_config.enable_prefix_caching)
-    arena_bytes = num_large_pages * geometry.large_page_bytes
-    tensors: list[KVCacheTensor] = []
-    for table in geometry.page_tables:
-        layers = table.layer_type.layers[table.layer_start : table.layer_end]
-        tensors.extend(
-            KVCacheTensor(
-                size=arena_bytes,
-                layers=[layer.name],
-                layer_stride=layer.slot_bytes * table.tokens_per_page,
-                block_stride=table.small_page_bytes,
-                offset=offset_bytes,
-            )
-            for layer, offset_bytes in zip(layers, table.layer_offset_bytes, strict=True)
+    first, geometry = _first_group(kv_cache_groups)
+    stage = stage_of(kv_cache_groups)
+    arena_bytes = num_large_pages * stage.large_page_bytes
+    check_arena(_geometry_of_rank(kv_cache_groups), arena_bytes)
+    if len(first.stages) == 1:
+        _log_geometry(geometry, num_large_pages, prefix_caching=cache_config.enable_prefix_caching)
+    tensors = [
+        KVCacheTensor(
+            size=arena_bytes,
+            layers=[layer.name],
+            layer_stride=layer.slot_bytes * table.tokens_per_page,
+            block_stride=share.small_page_bytes,
+            offset=offset_bytes,
         )
+        for table, share in zip(geometry.page_tables, stage.shares, strict=True)
+        for layer, offset_bytes in zip(share.layers, share.layer_offset_bytes, strict=True)
+    ]
     return JengaKVCacheConfig(
         num_blocks=num_large_pages,
         kv_cache_tensors=tensors,
@@ -213,17 +291,22 @@ def cut_arena(
         geometry=geometry,
         keeps_images_whole=vllm_config.model_config.is_mm_prefix_lm,
         has_draft_layers=bool(
-            draft_layers(vllm_config, [n for group in kv_cache_groups for n in group.layer_names])
+            draft_layers(
+                vllm_config, [name for table in geometry.page_tables for name in layer_names(table)]
+            )
         ),
     )
 
 
-def _log_geometry(geometry: Geometry, num_large_pages: int, *, prefix_caching: bool) -> None:
+def _log_geometry(
+    geometry: Geometry, num_large_pages: int, *, prefix_caching: bool, num_ranks: int = 1
+) -> None:
     logger.info(
-        "%s: %s geometry, %d large pages of %d bytes; small pages (bytes x number in a large "
+        "%s: %s geometry%s, %d large pages of %d bytes; small pages (bytes x number in a large "
         "page): %s; prefix caching %s",
         BACKEND_NAME,
         geometry.name,
+        f" of {num_ranks} pipeline ranks together" if num_ranks > 1 else "",
         num_large_pages,
         geometry.large_page_bytes,
         ", ".join(
@@ -234,12 +317,52 @@ def _log_geometry(geometry: Geometry, num_large_pages: int, *, prefix_caching: b
     )
 
 
+def report_ranks(
+    vllm_config: "VllmConfig", configs: Sequence[KVCacheConfig], available_memory: Sequence[int]
+) -> None:
+    """Log how an arena is spread over the ranks of a pipeline; nothing where there is one rank.
+
+    Args:
+        vllm_config: Of the engine.
+        configs: Of each worker, with as many large pages as all have room for.
+        available_memory: Of each worker, in bytes.
+    """
+    groups, num_large_pages = configs[0].kv_cache_groups, configs[0].num_blocks
+    if not groups or len(_first_group(groups)[0].stages) == 1:
+        return
+    first, geometry = _first_group(groups)
+    left_bytes: dict[int, int] = {}  # rank of the pipeline -> least of its workers
+    for config, num_bytes in zip(configs, available_memory, strict=True):
+        rank = _first_group(config.kv_cache_groups)[0].rank or 0
+        left = num_bytes - num_large_pages * stage_of(config.kv_cache_groups).large_page_bytes
+        left_bytes[rank] = min(left, left_bytes.get(rank, left))
+    _log_geometry(
+        geometry,
+        num_large_pages,
+        prefix_caching=vllm_config.cache_config.enable_prefix_caching,
+        num_ranks=len(first.stages),
+    )
+    for rank, stage in enumerate(first.stages):
+        logger.info(
+            "%s: pipeline rank %d: large pages of %d bytes; small pages (layers, bytes, of which "
+            "hold nothing): %s; %d bytes beside the arena are left",
+            BACKEND_NAME,
+            rank,
+            stage.large_page_bytes,
+            ", ".join(
+                f"{table.name} {len(share.layers)}, {share.small_page_bytes}, {share.padding_bytes}"
+                for table, share in zip(geometry.page_tables, stage.shares, strict=True)
+            ),
+            left_bytes[rank],
+        )
+
+
 def pool_bytes_per_block(
     vllm_config: "VllmConfig",  # noqa: ARG001
     kv_cache_groups: list[KVCacheGroupSpec],
 ) -> int:
     """Get the unit in which the whole arena is counted: the large page."""
-    return _geometry_of_groups(kv_cache_groups).large_page_bytes
+    return stage_of(kv_cache_groups).large_page_bytes
 
 
 def _pages_of_longest_request(vllm_config: "VllmConfig", group: KVCacheGroupSpec) -> int:
@@ -256,12 +379,12 @@ def max_memory_usage_bytes_from_groups(
     """Get the bytes of the large pages that one request of the greatest length needs."""
     if not kv_cache_groups:
         return 0
-    geometry = _geometry_of_groups(kv_cache_groups)
+    _, geometry = _first_group(kv_cache_groups)
     num_large_pages = sum(
         cdiv(_pages_of_longest_request(vllm_config, group), table.small_pages_per_large_page)
         for group, table in zip(kv_cache_groups, geometry.page_tables, strict=True)
     )
-    return num_large_pages * geometry.large_page_bytes
+    return num_large_pages * stage_of(kv_cache_groups).large_page_bytes
 
 
 def max_concurrency(vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig) -> float:

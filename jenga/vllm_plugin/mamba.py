@@ -26,7 +26,7 @@ from vllm.v1.attention.backends.mamba_attn import (
 
 from jenga.errors import InvariantError
 from jenga.vllm_plugin.config import is_selected
-from jenga.vllm_plugin.state_worker import checkpoints_of, take_writes
+from jenga.vllm_plugin.state_worker import checkpoints_of, expect_orders, take_writes
 from jenga_kernels.causal_conv import causal_conv
 from jenga_kernels.conv_update import conv_update
 from jenga_kernels.state_scan import state_scan
@@ -74,6 +74,7 @@ class JengaMambaMetadataBuilder(BaseMambaAttentionMetadataBuilder[JengaMambaMeta
         if device.type == "cpu":
             skip_overflow_checks()
         self._layer_names = tuple(layer_names)
+        expect_orders(layer_names)
         self._num_slots = 1 + self.num_spec_tokens
         self._next_columns = torch.arange(1, 1 + self._num_slots, device=device)
 

@@ -42,6 +42,64 @@ def _get_kv_cache_config_builder_cls(original: Function) -> Function:
     return get_kv_cache_config_builder_cls
 
 
+def _project_kv_cache_groups_to_worker(original: Function) -> Function:
+    @functools.wraps(original)
+    def project(global_kv_cache_groups: Any, worker_spec: Any) -> Any:  # noqa: ANN401
+        from jenga.vllm_plugin.layout import JengaGroupSpec, project_groups
+
+        if any(isinstance(group, JengaGroupSpec) for group in global_kv_cache_groups):
+            return project_groups(global_kv_cache_groups, worker_spec)
+        return original(global_kv_cache_groups, worker_spec)
+
+    return project
+
+
+def _resolve_kv_cache_layout(original: Function) -> Function:
+    @functools.wraps(original)
+    def resolve(vllm_config: Any, supported_layouts: Any, kv_cache_specs: Any = None) -> Any:  # noqa: ANN401
+        from jenga.vllm_plugin.config import is_selected
+
+        if is_selected(vllm_config) and supported_layouts:
+            fewest = min(supported_layouts, key=len)
+            common = [name for name in fewest if all(name in each for each in supported_layouts)]
+            supported_layouts = [common] * len(supported_layouts)
+        return original(vllm_config, supported_layouts, kv_cache_specs)
+
+    return resolve
+
+
+def _get_global_kv_cache_groups(original: Function) -> Function:
+    @functools.wraps(original)
+    def get_global_kv_cache_groups(vllm_config: Any, kv_cache_specs: Any) -> Any:  # noqa: ANN401
+        from jenga.vllm_plugin.ranks import planned_for
+
+        with planned_for(kv_cache_specs):
+            return original(vllm_config, kv_cache_specs)
+
+    return get_global_kv_cache_groups
+
+
+def _get_kv_cache_configs(original: Function) -> Function:
+    @functools.wraps(original)
+    def get_kv_cache_configs(
+        vllm_config: Any,  # noqa: ANN401
+        kv_cache_specs: Any,  # noqa: ANN401
+        available_memory: Any,  # noqa: ANN401
+        *groups: Any,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        from jenga.vllm_plugin.config import is_selected
+        from jenga.vllm_plugin.layout import report_ranks
+        from jenga.vllm_plugin.ranks import planned_for
+
+        with planned_for(kv_cache_specs):
+            configs = original(vllm_config, kv_cache_specs, available_memory, *groups)
+        if is_selected(vllm_config):
+            report_ranks(vllm_config, configs, available_memory)
+        return configs
+
+    return get_kv_cache_configs
+
+
 FUNCTIONS = (
     Replacement(
         module="vllm.v1.core.kv_cache_utils",
@@ -78,6 +136,50 @@ FUNCTIONS = (
 )
 """What 0.32 has instead of a hook."""
 
+RANKS = (
+    Replacement(
+        module="vllm.v1.engine.core",
+        name="resolve_kv_cache_layout",
+        reason="takes all ranks to know the same layouts; one without attention layers takes any",
+        parameters=("vllm_config", "supported_layouts", "kv_cache_specs"),
+        make=_resolve_kv_cache_layout,
+    ),
+    *(
+        Replacement(
+            module=module,
+            name="_project_kv_cache_groups_to_worker",
+            reason="knows names of layers alone; a rank's large page is as long as its layers take",
+            parameters=("global_kv_cache_groups", "worker_spec"),
+            make=_project_kv_cache_groups_to_worker,
+            series=(series,),
+        )
+        for series, module in (
+            ("0.32", "vllm.v1.core.kv_cache_utils"),
+            ("0.33", "vllm.v1.core.kv_cache_planning"),
+        )
+    ),
+    Replacement(
+        module="vllm.v1.engine.core",
+        name="get_global_kv_cache_groups",
+        reason="does not tell who groups the layers which of them share a rank of a pipeline",
+        parameters=("vllm_config", "kv_cache_specs"),
+        make=_get_global_kv_cache_groups,
+        series=("0.33",),
+    ),
+    *(
+        Replacement(
+            module="vllm.v1.engine.core",
+            name="get_kv_cache_configs",
+            reason="the same in 0.32; and it alone knows in the end what all ranks have room for",
+            parameters=("vllm_config", "kv_cache_specs", "available_memory", *further),
+            make=_get_kv_cache_configs,
+            series=(series,),
+        )
+        for series, further in (("0.32", ()), ("0.33", ("global_kv_cache_groups",)))
+    ),
+)
+"""Who has which layers where a model is spread over the ranks of a pipeline."""
+
 HOOK = (
     Replacement(
         module="vllm.platforms",
@@ -109,5 +211,5 @@ IN_ALL = (
 )
 """What both have."""
 
-PLANNER = (*FUNCTIONS, *HOOK, *IN_ALL)
+PLANNER = (*FUNCTIONS, *HOOK, *RANKS, *IN_ALL)
 """In place once a configuration selects us."""

@@ -210,15 +210,21 @@ def layer_names(table: PageTable) -> list[str]:
 
 def table_spec(table: PageTable, specs: Mapping[str, "KVCacheSpec"]) -> "KVCacheSpec":
     """Get vLLM's one spec for the layers of a page table, with our tokens per page."""
+    return common_spec(
+        {
+            name: specs[name]
+            if table.is_state
+            else replace(specs[name], block_size=table.tokens_per_page)
+            for name in layer_names(table)
+        }
+    )
+
+
+def common_spec(specs: Mapping[str, "KVCacheSpec"]) -> "KVCacheSpec":
+    """Get vLLM's one spec for layers that share a page table: their own where it is the same."""
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
-    resized = {
-        name: specs[name]
-        if table.is_state
-        else replace(specs[name], block_size=table.tokens_per_page)
-        for name in layer_names(table)
-    }
-    first, *others = resized.values()
+    first, *others = specs.values()
     if all(other == first for other in others):
         return first
-    return UniformTypeKVCacheSpecs(block_size=table.tokens_per_page, kv_cache_specs=resized)
+    return UniformTypeKVCacheSpecs(block_size=first.block_size, kv_cache_specs=dict(specs))

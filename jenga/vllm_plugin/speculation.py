@@ -15,6 +15,9 @@ SERVED_METHODS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
 SERVED_MTP_TYPES = ("deepseek_mtp", "gemma4_mtp", "qwen3_5_mtp", "qwen3_next_mtp")
 """Model types, in vLLM's words, whose layers that predict further tokens are served."""
 
+PIPELINE_METHODS = ("ngram",)
+"""Those of them that are served where the target is spread over the ranks of a pipeline."""
+
 DRAFT_PREFIX = "draft_model."
 """How vLLM begins the names of a draft model's layers."""
 
@@ -57,6 +60,11 @@ def unsupported_speculation(vllm_config: "VllmConfig") -> dict[str, bool]:
         ),
         **_unsupported_mtp(speculation),
         f"{name} of an encoder-decoder model": model is not None and model.is_encoder_decoder,
+        f"{name} by method {speculation.method!r} with pipeline parallelism": (
+            speculation.method in SERVED_METHODS
+            and speculation.method not in PIPELINE_METHODS
+            and vllm_config.parallel_config.pipeline_parallel_size > 1
+        ),
         f"{name} with parallel drafting": speculation.parallel_drafting,
         f"{name} with attention backend {getattr(backend, 'name', backend)} for the draft": (
             backend is not None and backend is not backend_member()
@@ -84,7 +92,7 @@ def draft_layers(vllm_config: "VllmConfig", names: Iterable[str]) -> frozenset[s
         return frozenset(name for name in names if name.startswith(DRAFT_PREFIX))
     from vllm.model_executor.models.utils import extract_layer_index
 
-    first = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
+    first = vllm_config.model_config.get_total_num_hidden_layers()
     return frozenset(
         name for name in names if name.startswith(MTP_PREFIX) or extract_layer_index(name) >= first
     )

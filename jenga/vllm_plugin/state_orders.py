@@ -27,12 +27,13 @@ class CopyRound:
     """Copies of pages of one page table that may be made at once.
 
     Attributes:
-        page_bytes: Bytes from one of its small pages to the next.
+        small_pages_per_large_page: Of the page table; their bytes differ from rank to rank of a
+            pipeline.
         source_pages: Pages to read.
         target_pages: Pages to write, none of them a source or twice.
     """
 
-    page_bytes: int
+    small_pages_per_large_page: int
     source_pages: tuple[int, ...]
     target_pages: tuple[int, ...]
 
@@ -58,8 +59,8 @@ class StateOrders:
 
     Attributes:
         copies: To be made in this order before any layer runs.
-        writes: First layer of a page table -> states its layers keep, those of one request in the
-            order of its tokens.
+        writes: A layer of a page table, one of every rank of a pipeline that has any -> states that
+            its layers keep, those of one request in the order of its tokens.
     """
 
     copies: tuple[CopyRound, ...]
@@ -105,7 +106,7 @@ def copy_rounds(copies: Iterable[PageCopy], geometry: Geometry) -> tuple[CopyRou
         windows[-1].add(copy, large_pages)
     return tuple(
         CopyRound(
-            page_bytes=geometry.page_tables[index].small_page_bytes,
+            small_pages_per_large_page=geometry.page_tables[index].small_pages_per_large_page,
             source_pages=tuple(copy.source for copy in table_copies),
             target_pages=tuple(copy.target for copy in table_copies),
         )
@@ -130,6 +131,7 @@ class StateKeeper:
         "_answer_tokens",
         "_answers",
         "_events",
+        "_first_layers",
         "_geometry",
         "_hash_tokens",
         "_manager",
@@ -139,7 +141,12 @@ class StateKeeper:
     )
 
     def __init__(
-        self, manager: Manager, *, hash_tokens: int, events: CacheEvents | None = None
+        self,
+        manager: Manager,
+        *,
+        hash_tokens: int,
+        events: CacheEvents | None = None,
+        first_layers: Sequence[Sequence[str]] | None = None,
     ) -> None:
         """Nothing to keep.
 
@@ -147,10 +154,15 @@ class StateKeeper:
             manager: Gives the pages.
             hash_tokens: Tokens that each further hash of a request covers.
             events: Told of what is kept, if anybody is.
+            first_layers: Of each page table the first layer on every rank of a pipeline that has
+                any; where None, all are on one rank.
         """
         self._manager = manager
         self._events = events
         self._geometry = manager.geometry
+        self._first_layers = first_layers or [
+            (table.layers[0].name,) for table in manager.geometry.page_tables
+        ]
         self._hash_tokens = hash_tokens
         # Steps of so many tokens leave the state after each of them in a slot of the request.
         self._slots = max(
@@ -215,12 +227,11 @@ class StateKeeper:
         for prefix_hash, copy, after_tokens in kept:
             # In a full arena a state may have lost its page to one that was kept after it.
             if self._manager.keeps_state(copy.table_index, prefix_hash, copy.target):
-                first_layer = self._geometry.page_tables[copy.table_index].layers[0].name
-                writes.setdefault(first_layer, []).append(
-                    StateWrite(
-                        running_page=copy.source, after_tokens=after_tokens, page=copy.target
-                    )
+                write = StateWrite(
+                    running_page=copy.source, after_tokens=after_tokens, page=copy.target
                 )
+                for name in self._first_layers[copy.table_index]:
+                    writes.setdefault(name, []).append(write)
         if not copies and not writes:
             return None
         return StateOrders(

@@ -17,13 +17,15 @@ from jenga_kernels.page_copy import page_copy
 from jenga_kernels.states import Checkpoints
 
 _waiting: dict[str, tuple[StateWrite, ...]] = {}
+_layers: set[str] = set()  # those that take their orders here: others are on other ranks
 
 
-def deliver_orders(kv_caches: Iterable[Any], orders: StateOrders) -> None:
+def deliver_orders(kv_caches: Iterable[Any], num_large_pages: int, orders: StateOrders) -> None:
     """Make a step's copies, and let its writes wait for the layers.
 
     Args:
         kv_caches: vLLM's caches, tensors or sequences of tensors, all views of the arena.
+        num_large_pages: Of the arena.
         orders: What the scheduler asks for.
 
     Raises:
@@ -32,11 +34,16 @@ def deliver_orders(kv_caches: Iterable[Any], orders: StateOrders) -> None:
     if _waiting:
         msg = f"states of {sorted(_waiting)} were to be kept in an earlier step and were not"
         raise InvariantError(msg)
-    _waiting.update(orders.writes)
+    _waiting.update({name: writes for name, writes in orders.writes.items() if name in _layers})
     if orders.copies:
         arena = arena_of(kv_caches)
         for copies in orders.copies:
-            copy_pages(arena, copies)
+            copy_pages(arena, num_large_pages, copies)
+
+
+def expect_orders(layer_names: Iterable[str]) -> None:
+    """Note that layers are on this rank, and will take the writes that wait for them."""
+    _layers.update(layer_names)
 
 
 def arena_of(kv_caches: Iterable[Any]) -> torch.Tensor:
@@ -47,14 +54,16 @@ def arena_of(kv_caches: Iterable[Any]) -> torch.Tensor:
     return arena.set_(tensor.untyped_storage())
 
 
-def copy_pages(arena: torch.Tensor, copies: CopyRound) -> None:
+def copy_pages(arena: torch.Tensor, num_large_pages: int, copies: CopyRound) -> None:
     """Make one round of copies.
 
     Args:
         arena: Written in place, i8[arena_bytes].
+        num_large_pages: Of the arena.
         copies: What to copy.
     """
-    pages = arena.view(-1, copies.page_bytes)  # [num_pages, page_bytes]
+    num_pages = num_large_pages * copies.small_pages_per_large_page
+    pages = arena.view(num_pages, -1)  # [num_pages, page_bytes]
     ids = async_tensor_h2d(
         [copies.source_pages, copies.target_pages], dtype=torch.int64, device=arena.device
     )

@@ -5,13 +5,13 @@ a longer prompt beside a token of another request; where a model has states, it 
 one on its way, as a step does for prefix caching.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup
 
 from jenga.geometry import Geometry
-from jenga.vllm_plugin.layout import geometry_of
+from jenga.vllm_plugin.layout import first_layers, geometry_of
 from jenga.vllm_plugin.state_orders import CopyRound, StateOrders, StateWrite
 
 if TYPE_CHECKING:
@@ -37,12 +37,13 @@ def warm_up(
     """
     config = model_runner.kv_cache_config
     geometry, num_large_pages = geometry_of(config), config.num_blocks
+    layers = first_layers(config)
 
     # Kinds of states that are not kept have prefix caching off, and nobody to take the orders.
     keeps_states = model_runner.vllm_config.cache_config.enable_prefix_caching
 
     def execute(step: "SchedulerOutput") -> object:
-        orders = orders_of(step, geometry, num_large_pages) if keeps_states else None
+        orders = orders_of(step, geometry, num_large_pages, layers) if keeps_states else None
         if orders is not None:
             step.kv_cache_block_copies = [orders]  # pyright: ignore[reportAttributeAccessIssue]
         return execute_model(step)
@@ -53,7 +54,10 @@ def warm_up(
 
 
 def orders_of(
-    step: "SchedulerOutput", geometry: Geometry, num_large_pages: int
+    step: "SchedulerOutput",
+    geometry: Geometry,
+    num_large_pages: int,
+    layers: Sequence[Sequence[str]],
 ) -> StateOrders | None:
     """Orders that copy a state and keep one of the prompt that a step reads; None if there is none.
 
@@ -61,6 +65,7 @@ def orders_of(
         step: Its requests' pages are the arena's first.
         geometry: How the arena is cut.
         num_large_pages: Of the arena.
+        layers: Of each page table the first layer on every rank of a pipeline that has any.
     """
     prompts = [
         new
@@ -76,7 +81,7 @@ def orders_of(
         last_page = num_large_pages * table.small_pages_per_large_page - 1
         copies.append(
             CopyRound(
-                page_bytes=table.small_page_bytes,
+                small_pages_per_large_page=table.small_pages_per_large_page,
                 source_pages=(last_page - 1,),
                 target_pages=(last_page,),
             )
@@ -85,5 +90,5 @@ def orders_of(
         write = StateWrite(
             running_page=running_page, after_tokens=KEPT_AFTER_TOKENS, page=last_page
         )
-        writes[table.layers[0].name] = (write,)
+        writes |= dict.fromkeys(layers[index], (write,))
     return StateOrders(copies=tuple(copies), writes=writes)

@@ -105,7 +105,7 @@ def _copy_kv_cache_blocks_inplace(original: Function) -> Function:
 
         if any(isinstance(orders, StateOrders) for orders in kv_cache_block_copies):
             for orders in kv_cache_block_copies:
-                deliver_orders(kv_caches, orders)
+                deliver_orders(kv_caches, num_blocks, orders)
         else:
             original(kv_caches, num_blocks, kv_cache_block_copies)
 

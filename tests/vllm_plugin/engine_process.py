@@ -188,6 +188,15 @@ def arena_of(llm):
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
+def fill_arenas(llm, *, is_pipeline):
+    """Fill what all layers view with NaN, on every rank; get the bytes of each."""
+    if is_pipeline:
+        return llm.collective_rpc("fill_arena", args=(NAN_BYTE,))
+    arena = arena_of(llm)
+    arena.fill_(NAN_BYTE)
+    return [arena.numel()]
+
+
 def _result(outputs):
     return [
         {
@@ -251,8 +260,10 @@ def main():
     replays = count_graphs(llm) if job.get("captures") else {}
     events = job["options"].get("kv_events_config")
     received = follow_events(events["endpoint"]) if events else None
-    if job.get("fill_arena"):
-        arena_of(llm).fill_(NAN_BYTE)
+    is_pipeline = job["options"].get("pipeline_parallel_size", 1) > 1
+    if is_pipeline:
+        llm.collective_rpc("make_intermediate_tensors")
+    arena_bytes = fill_arenas(llm, is_pipeline=is_pipeline) if job.get("fill_arena") else None
     sampling = SamplingParams(
         temperature=0.0,
         max_tokens=job["max_tokens"],
@@ -265,7 +276,7 @@ def main():
     encoded = count_encoded(llm) if {"audio_seeds", "image_seeds"} & job.keys() else []
     speculates = "speculative_config" in job["options"]
     drafts = count_drafts(llm) if speculates else {}
-    if speculates and preemptions is not None:
+    if (speculates or is_pipeline) and preemptions is not None:
         check_each_step(llm)
     rounds = job.get("rounds", 1)
     size = -(-len(prompts) // rounds)
@@ -288,6 +299,7 @@ def main():
         "drafts": [drafts[number] for number in sorted(drafts)],
         "encoded": encoded,
         "replays": replays,
+        "arena_bytes": arena_bytes,
         "warm_up": warm_up,
         "scheduler": type(scheduler_of(llm)).__name__ if job.get("captures") else None,
     }

@@ -226,7 +226,7 @@ def test_a_beginning_of_one_token_with_placeholders_after_a_long_prompt(config):
     forward = partial(forward_mamba2, layer)
     # Any of a request's pages names it.
     write = StateWrite(running_page=long.pages[2], after_tokens=16, page=KEPT_PAGE)
-    deliver_orders([], StateOrders(copies=(), writes={NAME: (write,)}))
+    deliver_orders([], 1, StateOrders(copies=(), writes={NAME: (write,)}))
 
     metadata = run_step(forward, builder, [Row(long, 20, 0), Row(short, 1, DRAFTS)])
     assert metadata.num_decodes == 0

@@ -286,7 +286,7 @@ def test_states_kept_on_the_way_are_those_of_a_prompt_that_ends_there(config):  
             if row[5] == name and row[2] < tokens <= row[2] + row[3]
         )
         if writes:
-            deliver_orders([], StateOrders(copies=(), writes={NAME: writes}))
+            deliver_orders([], 1, StateOrders(copies=(), writes={NAME: writes}))
 
     builder = builder_for(layer, config, SHAPES)
     run_in_steps(partial(run_gated_delta, layer), builder, inputs, VALUE_DIM, before_step=order)

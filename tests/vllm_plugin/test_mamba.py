@@ -273,7 +273,7 @@ def test_states_kept_on_the_way_are_those_of_a_prompt_that_ends_there(config):
             if row[5] == name and row[2] < tokens <= row[2] + row[3]
         )
         if writes:
-            deliver_orders([], StateOrders(copies=(), writes={NAME: writes}))
+            deliver_orders([], 1, StateOrders(copies=(), writes={NAME: writes}))
 
     run_in_steps(
         partial(forward_mamba2, layer),
@@ -409,13 +409,14 @@ def test_orders_that_no_layer_took_are_a_bug_and_said_so(config):
     from jenga.vllm_plugin.state_worker import deliver_orders, take_writes
 
     write = StateWrite(running_page=5, after_tokens=16, page=1)
-    orders = StateOrders(copies=(), writes={NAME: (write,)})
-    deliver_orders([], orders)
+    orders = StateOrders(copies=(), writes={NAME: (write,), "of another rank": (write,)})
+    our_builder(config, MAMBA2_SHAPES, "MAMBA2")
+    deliver_orders([], 1, orders)
     with pytest.raises(InvariantError, match=NAME):
-        deliver_orders([], orders)
+        deliver_orders([], 1, orders)
     assert take_writes([NAME]) == (write,)
 
-    deliver_orders([], orders)
+    deliver_orders([], 1, orders)
     with pytest.raises(InvariantError, match="the step computes"):
         our_builder(config, MAMBA2_SHAPES, "MAMBA2").build(
             0, common_metadata([(True, 2, 0, 20, 20, "b")])

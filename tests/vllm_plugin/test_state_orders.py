@@ -143,10 +143,12 @@ class Worker:
         return self.tokens[name][-1:]
 
     def _copy(self, orders):
-        by_bytes = {table.small_page_bytes: index for index, table in self.tables.items()}
-        assert len(by_bytes) == len(self.tables)
+        by_number = {
+            table.small_pages_per_large_page: index for index, table in self.tables.items()
+        }
+        assert len(by_number) == len(self.tables)
         for copies in orders.copies:
-            index = by_bytes[copies.page_bytes]
+            index = by_number[copies.small_pages_per_large_page]
             assert len(set(copies.target_pages)) == len(copies.target_pages)
             assert not set(copies.target_pages) & set(copies.source_pages)
             self.num_copies += len(copies.target_pages)
@@ -316,6 +318,10 @@ def geometry():
     )
 
 
+def copies_in(table, **pages):
+    return CopyRound(small_pages_per_large_page=table.small_pages_per_large_page, **pages)
+
+
 def copies_of(*triples):
     return [PageCopy(table_index=t, source=s, target=g) for t, s, g in triples]
 
@@ -325,8 +331,8 @@ def test_copies_that_do_not_touch_are_made_at_once():
 
     small, wide = geometry().page_tables[:2]
     assert rounds == (
-        CopyRound(page_bytes=small.small_page_bytes, source_pages=(4, 4), target_pages=(5, 6)),
-        CopyRound(page_bytes=wide.small_page_bytes, source_pages=(8,), target_pages=(9,)),
+        copies_in(small, source_pages=(4, 4), target_pages=(5, 6)),
+        copies_in(wide, source_pages=(8,), target_pages=(9,)),
     )
 
 
@@ -368,8 +374,8 @@ def test_a_round_of_copies_moves_whole_pages_and_nothing_else():
     before = arena.clone().view(6, 48)
     cache = arena.view(6, 48)[:, 16:32]
 
-    copies = CopyRound(page_bytes=48, source_pages=(1, 4), target_pages=(3, 2))
-    copy_pages(arena_of([(cache,)]), copies)
+    copies = CopyRound(small_pages_per_large_page=3, source_pages=(1, 4), target_pages=(3, 2))
+    copy_pages(arena_of([(cache,)]), 2, copies)
 
     expected = before.clone()
     expected[3], expected[2] = before[1], before[4]
@@ -525,13 +531,14 @@ def test_a_request_that_lost_its_place_in_the_step_keeps_nothing():
 def test_the_step_that_warms_up_copies_a_state_and_keeps_one(make_scheduler):
     scheduler = make_scheduler(8 * MIB)
     geometry = scheduler.kv_cache_manager.manager.geometry
+    layers = [(table.layers[0].name,) for table in geometry.page_tables]
     num_large_pages = scheduler.kv_cache_config.num_blocks
     scheduler.add_request(request("short", [5, 6]))
-    assert orders_of(scheduler.schedule(), geometry, num_large_pages) is None
+    assert orders_of(scheduler.schedule(), geometry, num_large_pages, layers) is None
     scheduler.add_request(request("long", list(range(3, 43))))
     step = scheduler.schedule()
 
-    orders = orders_of(step, geometry, num_large_pages)
+    orders = orders_of(step, geometry, num_large_pages, layers)
 
     (new,) = step.scheduled_new_reqs
     states = [(i, table) for i, table in enumerate(geometry.page_tables) if table.is_state]
@@ -544,6 +551,4 @@ def test_the_step_that_warms_up_copies_a_state_and_keeps_one(make_scheduler):
             16,
             last,
         )
-        assert copies == CopyRound(
-            page_bytes=table.small_page_bytes, source_pages=(last - 1,), target_pages=(last,)
-        )
+        assert copies == copies_in(table, source_pages=(last - 1,), target_pages=(last,))

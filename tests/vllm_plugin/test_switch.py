@@ -99,10 +99,10 @@ def refusals(tiny_model, configured):
         CONFIGURE.format(model=str(tiny_model("llama")))
         + f"""
     draft, hybrid = {str(tiny_model("llama"))!r}, {str(tiny_model("granite_hybrid"))!r}
-    latent, several, glm = {str(tiny_model("deepseek_v3"))!r}, {several!r}, {glm!r}"""
+    latent, several, glm = {str(tiny_model("deepseek_v3"))!r}, {several!r}, {glm!r}
+    diffusion = {configured("gemma2", canvas_length=32)!r}"""
         + """
     features = {
-        "pipeline parallelism": dict(pipeline_parallel_size=2),
         "decode context parallelism": dict(decode_context_parallel_size=2, tensor_parallel_size=4),
         "KV connectors": dict(kv_transfer_config={
             "kv_connector": "ExampleConnector", "kv_role": "kv_both",
@@ -110,6 +110,9 @@ def refusals(tiny_model, configured):
         "KV offloading": dict(kv_offloading_size=1.0),
         "speculative decoding by method 'ngram_gpu'": dict(speculative_config={
             "method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_max": 3}),
+        "speculative decoding by method 'draft_model' with pipeline parallelism": dict(
+            pipeline_parallel_size=2, speculative_config={
+                "method": "draft_model", "model": draft, "num_speculative_tokens": 2}),
         "speculative decoding by a draft model with recurrent layers": dict(speculative_config={
             "method": "draft_model", "model": hybrid, "num_speculative_tokens": 2}),
         "speculative decoding with attention backend CPU_ATTN": dict(speculative_config={
@@ -123,6 +126,7 @@ def refusals(tiny_model, configured):
             model=glm, speculative_config={"method": "mtp", "num_speculative_tokens": 2}),
         "speculative decoding by several layers that predict further tokens": dict(
             model=several, speculative_config={"method": "mtp", "num_speculative_tokens": 2}),
+        "generation by diffusion": dict(model=diffusion),
         "block-size": dict(block_size=24),
         "use-replayssm": dict(model=hybrid, use_replayssm=True),
         "stochastic-rounding": dict(model=hybrid, mamba_ssm_cache_dtype="float16",
@@ -145,7 +149,7 @@ def refusals(tiny_model, configured):
 @pytest.mark.parametrize(
     "feature",
     [
-        "pipeline parallelism",
+        "speculative decoding by method 'draft_model' with pipeline parallelism",
         "decode context parallelism",
         "KV connectors",
         "KV offloading",
@@ -158,6 +162,7 @@ def refusals(tiny_model, configured):
         "fp8 with multi-head latent attention",
         "speculative decoding by layers of glm4_moe_mtp",
         "speculative decoding by several layers that predict further tokens",
+        "generation by diffusion",
         "block-size",
         "use-replayssm",
         "stochastic-rounding",

@@ -17,7 +17,7 @@ def save(name: str, directory: Path) -> Path:
 
     torch.manual_seed(0)
     model = MAKERS[name]().to(torch.float32).eval()
-    if name in ("gemma2", "gemma2_draft", "gemma4", "gemma4_experts", "bloom", "whisper"):
+    if name in ("gemma2", "gemma2_draft", "gemma3", "gemma4", "gemma4_experts", "bloom", "whisper"):
         # They tie their heads to their embeddings: at full width every token predicts itself.
         model.get_input_embeddings().weight.data.mul_(0.4)
     if name == "gpt_oss":

@@ -46,6 +46,26 @@ def gemma2():
     return Gemma2ForCausalLM(config)
 
 
+def gemma3():
+    """Get a Gemma 3 whose layers two ranks of a pipeline cannot divide evenly."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    config = Gemma3TextConfig(
+        **COMMON,
+        num_hidden_layers=7,
+        head_dim=HEAD_DIM,
+        sliding_window=40,
+        query_pre_attn_scalar=HEAD_DIM,
+        layer_types=[
+            *["sliding_attention"] * 2,
+            "full_attention",
+            *["sliding_attention"] * 3,
+            "full_attention",
+        ],
+    )
+    return Gemma3ForCausalLM(config)
+
+
 def gemma4(**others):
     """Get a Gemma 4: full layers with wide heads, keys as values; the last two layers share."""
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
@@ -328,6 +348,7 @@ MAKERS = {
     "llama": llama,
     "llama_fp8_cache": llama,
     "gemma2": gemma2,
+    "gemma3": gemma3,
     "gemma4": gemma4,
     "gemma4_experts": gemma4_experts,
     "gpt_oss": gpt_oss,
