@@ -74,17 +74,6 @@ class Pipeline:
     geometry: Geometry
     stages: tuple[Stage, ...]
 
-    def num_large_pages(self, arena_bytes: Sequence[int]) -> int:
-        """Large pages, the null page included, that every rank has room for.
-
-        Args:
-            arena_bytes: Of each rank.
-        """
-        return min(
-            num_bytes // stage.large_page_bytes
-            for num_bytes, stage in zip(arena_bytes, self.stages, strict=True)
-        )
-
 
 def plan_pipeline(
     model: ModelSpec, stages: Sequence[Collection[str]], plan: Callable[[ModelSpec], Geometry]

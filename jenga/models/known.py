@@ -57,6 +57,18 @@ class ModelFacts:
                     return section.integer(field)
         return None
 
+    @property
+    def num_layers(self) -> int:
+        """Layers of the language model, those that store nothing too.
+
+        Raises:
+            ValueError: The configuration names none.
+        """
+        config = self.config
+        if "text_config" in config and "num_hidden_layers" not in config:
+            config = config.section("text_config")
+        return config.num_layers()
+
     def spec(self, options: ReadOptions | None = None) -> ModelSpec:
         """Its layer types as run with some options.
 

@@ -3,7 +3,7 @@
 Everything here is arithmetic on lengths; nothing runs. `jenga replay` runs requests.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -12,8 +12,10 @@ from jenga.capacity import Capacity
 from jenga.demand import UNSHARED_TAIL, held_pages, is_packed
 from jenga.geometry import Geometry, check_arena
 from jenga.models import KvFormat, ModelFacts, ReadOptions
+from jenga.pipeline import Pipeline, plan_pipeline
 from jenga.policies import Image, RequestFacts, policy_of
 from jenga.sim.budget import Budget
+from jenga.sim.stages import stages_of
 from jenga.spec import CrossAttention, ImageEmbedding, ModelSpec, check_positive, combine
 
 LENGTHS = (1024, 8192, 32_768, 131_072)
@@ -32,6 +34,9 @@ GEOMETRIES = {
     "homogeneous": "PagedAttention",
 }
 """Rules of `jenga.baselines` that are compared, with what a reader calls them."""
+
+PIPELINE_GEOMETRIES = ("planned", "lcm")
+"""Those that are compared where a model is spread over the ranks of a pipeline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +95,10 @@ class Plan:
         options: How they are run.
         budget: Where the arena's bytes come from; None where they were given.
         arena_bytes: For caches, on one rank.
-        geometry: The planned one; None where it does not start.
+        geometry: The planned one, of all ranks of a pipeline; None where it does not start.
+        pipeline: What each rank of a pipeline stores of it; None where there is one, or none
+            starts.
+        pipeline_parallel: Ranks of the pipeline.
         needed: Bytes that the next token of a request needs, and how many such requests would fill
             the arena, per length: (num_tokens, bytes, requests).
         systems: Planned first.
@@ -102,6 +110,8 @@ class Plan:
     budget: Budget | None
     arena_bytes: int
     geometry: Geometry | None
+    pipeline: Pipeline | None
+    pipeline_parallel: int
     needed: tuple[tuple[int, int, int], ...]
     systems: tuple[System, ...]
 
@@ -134,15 +144,17 @@ def plan_model(
     options: ReadOptions | None = None,
     lengths: Sequence[int] = LENGTHS,
     stock: StockSystem | None = None,
+    pipeline_parallel: int = 1,
 ) -> Plan:
     """Plan for a model and compare with the other ways to manage its arena.
 
     Args:
         models: The model, and the draft that is served with it.
-        arena: Its bytes, or the budget that leaves them.
+        arena: Its bytes on one rank, or the budget that leaves them.
         options: How the models are run.
         lengths: Tokens of the requests that capacities are given for.
-        stock: Asks vLLM's planner; left out where None.
+        stock: Asks vLLM's planner; left out where None, and for a pipeline.
+        pipeline_parallel: Ranks over which the model's layers are spread, in a row.
 
     Raises:
         ValueError: An argument out of its range, weights that do not fit, or a model or geometry
@@ -158,12 +170,22 @@ def plan_model(
     arena_bytes = arena.require_arena() if isinstance(arena, Budget) else arena
     check_positive("plan", "arena_bytes", arena_bytes)
 
-    systems = [_system(name, model, arena_bytes, lengths) for name in GEOMETRIES]
+    check_positive("plan", "pipeline_parallel", pipeline_parallel)
+    if pipeline_parallel > 1:
+        if len(models) > 1:
+            msg = "a draft must be planned without a pipeline: vLLM runs none beside one"
+            raise ValueError(msg)
+        names = PIPELINE_GEOMETRIES
+        stages = stages_of(models[0], model, pipeline_parallel)
+        stock = None
+    else:
+        names, stages = tuple(GEOMETRIES), None
+    systems = [_system(name, model, arena_bytes, lengths, stages) for name in names]
     if stock is not None:
         systems.append(stock(model, arena_bytes, lengths))
-    geometry = None
+    geometry, pipeline = None, None
     if not systems[0].refusal:
-        geometry = geometry_by_name("planned", model, arena_bytes=arena_bytes)
+        geometry, _, pipeline = _cut("planned", model, arena_bytes, stages)
     return Plan(
         model=model,
         facts=tuple(models),
@@ -171,8 +193,10 @@ def plan_model(
         budget=arena if isinstance(arena, Budget) else None,
         arena_bytes=arena_bytes,
         geometry=geometry,
+        pipeline=pipeline,
+        pipeline_parallel=pipeline_parallel,
         needed=tuple(
-            (num_tokens, num_bytes, arena_bytes // num_bytes)
+            (num_tokens, num_bytes, arena_bytes * pipeline_parallel // num_bytes)
             for num_tokens in lengths
             for num_bytes in [decode_bytes(model, num_tokens)]
         ),
@@ -186,13 +210,44 @@ def decode_bytes(model: ModelSpec, num_tokens: int) -> int:
     return needed_bytes(ModelSpec(name=model.name, layer_types=tuple(kept)), num_tokens)
 
 
-def _system(name: str, model: ModelSpec, arena_bytes: int, lengths: Sequence[int]) -> System:
-    label = GEOMETRIES[name]
-    try:
+def _cut(
+    name: str, model: ModelSpec, arena_bytes: int, stages: Sequence[Collection[str]] | None
+) -> tuple[Geometry, int, Pipeline | None]:
+    """Cut the arena: the geometry, its large pages, and the ranks of a pipeline.
+
+    Raises:
+        ValueError: The rule has no geometry for the model, or the arena does not hold it.
+    """
+
+    def rule(model: ModelSpec) -> Geometry:
         geometry = geometry_by_name(name, model)
         if name == "planned":
             geometry = geometry_by_name(name, model, arena_bytes=arena_bytes)
-        num_large_pages = check_arena(geometry, arena_bytes)
+        return geometry
+
+    if stages is None:
+        geometry = rule(model)
+        return geometry, check_arena(geometry, arena_bytes), None
+    pipeline = plan_pipeline(model, stages, rule)
+    num_large_pages = min(
+        check_arena(
+            replace(pipeline.geometry, large_page_bytes=stage.large_page_bytes), arena_bytes
+        )
+        for stage in pipeline.stages
+    )
+    return pipeline.geometry, num_large_pages, pipeline
+
+
+def _system(
+    name: str,
+    model: ModelSpec,
+    arena_bytes: int,
+    lengths: Sequence[int],
+    stages: Sequence[Collection[str]] | None,
+) -> System:
+    label = GEOMETRIES[name]
+    try:
+        geometry, num_large_pages, _ = _cut(name, model, arena_bytes, stages)
         fits = tuple(
             fit_of(
                 geometry,

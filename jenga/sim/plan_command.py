@@ -18,6 +18,7 @@ EPILOG = """\
 examples:
   jenga plan gemma-3-27b --gpu H200
   jenga plan qwen3-next-80b-a3b --gpu H100-80G --tp 4 --length 2048 65536
+  jenga plan gemma-3-27b --gpu L4 --tp 2 --pp 2
   jenga plan llama-3.1-70b --draft llama-3.2-1b --gpu H200 --tp 2
   jenga plan ~/models/granite-4.0-h-tiny --gpu 24GiB --plot layout.svg
   jenga plan --list"""
@@ -39,6 +40,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(GPUS)}, or its memory such as 24GiB (default: %(default)s)",
     )
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks")
+    parser.add_argument(
+        "--pp",
+        "--pipeline-parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="pipeline ranks, of so many tensor-parallel ranks each",
+    )
     parser.add_argument(
         "--kv-dtype",
         choices=tuple(KV_DTYPES),
@@ -131,7 +140,7 @@ def _plan(options: argparse.Namespace) -> Plan:
     arena = options.arena or memory_budget(
         models,
         find_gpu(options.gpu),
-        ranks=options.tp,
+        ranks=options.tp * options.pp,
         weight_bytes=options.weights,
         utilization=options.utilization,
         reserved_bytes=options.reserve,
@@ -146,7 +155,8 @@ def _plan(options: argparse.Namespace) -> Plan:
             draft_tokens=options.draft_tokens,
         ),
         lengths=options.length or _lengths(models[0]),
-        stock=None if options.without_vllm else _stock_system(),
+        stock=None if options.without_vllm or options.pp > 1 else _stock_system(),
+        pipeline_parallel=options.pp,
     )
 
 

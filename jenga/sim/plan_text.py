@@ -54,6 +54,7 @@ def plan_json(plan: Plan) -> str:
             "kv_format": plan.options.kv_format.value,
             "model_dtype": plan.options.model_dtype,
             "draft_tokens": plan.options.draft_tokens,
+            "pipeline_parallel": plan.pipeline_parallel,
             "budget": _budget_fields(plan.budget),
             "arena_bytes": plan.arena_bytes,
             "layer_types": [
@@ -69,8 +70,9 @@ def plan_json(plan: Plan) -> str:
             "geometry": geometry
             and {
                 "large_page_bytes": geometry.large_page_bytes,
-                "num_large_pages": geometry.num_large_pages(plan.arena_bytes),
+                "num_large_pages": plan.systems[0].num_units,
                 "page_tables": [_table_fields(table) for table in geometry.page_tables],
+                "pipeline_ranks": _stage_fields(plan),
             },
             "needed": [
                 {"num_tokens": num_tokens, "num_bytes": num_bytes, "num_requests": num_requests}
@@ -107,6 +109,25 @@ def _table_fields(table: PageTable) -> dict[str, Any]:
         "layer_offset_bytes": list(table.layer_offset_bytes),
         "small_pages_per_large_page": table.small_pages_per_large_page,
     }
+
+
+def _stage_fields(plan: Plan) -> list[dict[str, Any]]:
+    stages = plan.pipeline.stages if plan.pipeline is not None else ()
+    return [
+        {
+            "large_page_bytes": stage.large_page_bytes,
+            "left_bytes": plan.arena_bytes - plan.systems[0].num_units * stage.large_page_bytes,
+            "page_tables": [
+                {
+                    "num_layers": len(share.layers),
+                    "small_page_bytes": share.small_page_bytes,
+                    "padding_bytes": share.padding_bytes,
+                }
+                for share in stage.shares
+            ],
+        }
+        for stage in stages
+    ]
 
 
 def known_models_text() -> str:
@@ -177,6 +198,8 @@ def _title(plan: Plan) -> str:
     kv_format = plan.options.kv_format.value
     kept = plan.options.model_dtype if kv_format == "model" else kv_format
     divided = f", layers divided over {ranks} ranks, bytes of one" if ranks > 1 else ""
+    if plan.pipeline_parallel > 1:
+        divided += f", spread over {plan.pipeline_parallel} ranks in a row"
     return "\n".join([*lines, f"keys and values in {kept}{divided}"])
 
 
@@ -193,7 +216,9 @@ def _model_words(facts: ModelFacts) -> str:
 def _memory(plan: Plan) -> str:
     budget = plan.budget
     if budget is None:
-        return "\n".join([heading("Memory"), f"arena  {bytes_text(plan.arena_bytes)}, as given"])
+        return "\n".join(
+            [heading("Memory"), f"arena  {bytes_text(plan.arena_bytes)}{_of_each(plan)}, as given"]
+        )
     memory = bytes_text(budget.gpu.memory_bytes)
     source = "; ".join(
         f"{facts.name}: {facts.parameters_source}"
@@ -214,12 +239,16 @@ def _memory(plan: Plan) -> str:
         ),
         ("weights", bytes_text(budget.weight_bytes), f"{source}{part}"),
         ("set aside", bytes_text(budget.reserved_bytes), "activations, graphs: an assumption"),
-        ("arena", bytes_text(plan.arena_bytes), "what is left"),
+        ("arena", bytes_text(plan.arena_bytes), f"what is left{_of_each(plan)}"),
     ]
     lines: list[str] = []
     for line in aligned(rows, alignment="<><"):
         lines += _hanging(line, 9 + 2 + max(len(row[1]) for row in rows) + 2)
     return "\n".join([heading("Memory"), *lines])
+
+
+def _of_each(plan: Plan) -> str:
+    return f" on each of {plan.pipeline_parallel} ranks" if plan.pipeline_parallel > 1 else ""
 
 
 def _hanging(line: str, indent: int) -> list[str]:
@@ -278,12 +307,36 @@ def _geometry(plan: Plan) -> str:
                 share_text(first.padding_bytes / first.small_page_bytes),
             )
         )
-    num_large_pages = geometry.num_large_pages(plan.arena_bytes)
     line = (
-        f"large pages of {geometry.large_page_bytes:,} B, {num_large_pages:,} of them in the "
-        f"arena, one of these the null page; {len(geometry.page_tables)} page tables a request"
+        f"large pages of {geometry.large_page_bytes:,} B, {plan.systems[0].num_units:,} of them in "
+        f"the arena, one of these the null page; {len(geometry.page_tables)} page tables a request"
     )
-    return "\n".join([heading("Geometry"), *wrapped(line, width=WIDTH), *aligned(rows)])
+    lines = [heading("Geometry"), *wrapped(line, width=WIDTH), *aligned(rows)]
+    return "\n".join([*lines, *_stages(plan)])
+
+
+def _stages(plan: Plan) -> list[str]:
+    """What each rank of a pipeline stores."""
+    if plan.pipeline is None:
+        return []
+    rows = [("pipeline rank", "layers that store", "large page", "padding", "left of its arena")]
+    for rank, stage in enumerate(plan.pipeline.stages):
+        left_bytes = plan.arena_bytes - plan.systems[0].num_units * stage.large_page_bytes
+        padding = [share.padding_bytes / share.small_page_bytes for share in stage.shares]
+        rows.append(
+            (
+                f"{rank}",
+                f"{sum(len(share.layers) for share in stage.shares)}",
+                f"{stage.large_page_bytes:,} B",
+                f"{share_text(min(padding))} to {share_text(max(padding))}",
+                share_text(left_bytes / plan.arena_bytes),
+            )
+        )
+    note = (
+        "Bytes above are those of all ranks together; padding is that of each page table's small "
+        "pages on the rank."
+    )
+    return ["", *aligned(rows), *wrapped(note, width=WIDTH)]
 
 
 def _table_key(table: PageTable) -> object:

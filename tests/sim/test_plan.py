@@ -15,6 +15,7 @@ from jenga.sim.budget import memory_budget
 from jenga.sim.gpus import find_gpu
 from jenga.sim.plan import LENGTHS, decode_bytes, fit_of, plan_model
 from jenga.sim.plan_text import WIDTH, plan_json, plan_text
+from jenga.sim.stages import layers_per_rank
 from jenga.spec import State
 
 ARENA_BYTES = 8 << 30
@@ -195,9 +196,53 @@ def test_command_takes_ranks_format_and_arena(capsys):
     assert fields["layer_types"][0]["slot_bytes"] == sum(layer.slot_bytes for layer in layers)
 
 
+def test_command_spreads_a_model_over_the_ranks_of_a_pipeline(capsys):
+    assert plan_command("gemma-3-27b", "--gpu", "L4", "--tp", "2", "--pp", "2", "--json") == 0
+    fields = json.loads(capsys.readouterr().out)
+    assert plan_command("gemma-3-27b", "--gpu", "L4", "--tp", "2", "--pipeline-parallel", "2") == 0
+    printed = capsys.readouterr().out
+
+    geometry = fields["geometry"]
+    ranks = geometry["pipeline_ranks"]
+    assert fields["pipeline_parallel"] == len(ranks) == 2
+    assert geometry["large_page_bytes"] == sum(rank["large_page_bytes"] for rank in ranks)
+    assert [sum(table["num_layers"] for table in rank["page_tables"]) for rank in ranks] == [32, 31]
+    for rank in ranks:
+        used_bytes = geometry["num_large_pages"] * rank["large_page_bytes"]
+        assert used_bytes + rank["left_bytes"] == fields["arena_bytes"]
+    assert [each["name"] for each in fields["systems"]] == ["planned", "lcm"]
+    assert "what is left on each of 2 ranks" in printed
+    assert "1/4 of them" in printed
+
+
+def test_a_pipeline_of_like_ranks_holds_what_as_many_arenas_together_hold():
+    one = plan_of("llama-3.1-8b", 2 * ARENA_BYTES)
+    two = plan_of("llama-3.1-8b", ARENA_BYTES, pipeline_parallel=2)
+
+    for alone, spread in zip(one.systems[0].fits, two.systems[0].fits, strict=True):
+        assert spread.num_requests == pytest.approx(alone.num_requests, rel=0.02)
+
+
+def test_ranks_of_a_pipeline_have_the_layers_that_vllm_gives_them():
+    assert layers_per_rank(62, 4) == (15, 16, 16, 15)
+    assert layers_per_rank(7, 2) == (4, 3)
+    assert layers_per_rank(11, 4) == (3, 3, 3, 2)
+    assert layers_per_rank(5, 1) == (5,)
+
+    indices = pytest.importorskip("vllm.distributed.utils").get_pp_indices
+    for num_layers in range(1, 20):
+        for num_ranks in range(1, num_layers + 1):
+            bounds = [indices(num_layers, rank, num_ranks) for rank in range(num_ranks)]
+            counts = tuple(end - start for start, end in bounds)
+            assert layers_per_rank(num_layers, num_ranks) == counts
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["llama-3.1-8b", "--pp", "0"], "ranks must be"),
+        (["llama-3.1-8b", "--pp", "33"], "at most the 32 layers, got 33"),
+        (["llama-3.1-8b", "--pp", "2", "--draft", "llama-3.2-1b"], "draft must be planned without"),
         (["llama-3.1-70b"], "141.2 GB and 1.6 GB set aside .* 2 ranks would fit"),
         (["deepseek-v4-flash", "--tp", "4"], "--weights BYTES"),
         (["gemma-3-72b"], "did you mean"),

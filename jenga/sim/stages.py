@@ -1,0 +1,53 @@
+"""Which layers each rank of a pipeline has, as vLLM divides them."""
+
+import re
+
+from jenga.models import ModelFacts
+from jenga.spec import ModelSpec, check_positive
+
+_LAYER_NUMBER = re.compile(r"layers\.(\d+)")
+
+
+def layers_per_rank(num_layers: int, num_ranks: int) -> tuple[int, ...]:
+    """Divide a model's layers: what is left over goes to the ranks before the last.
+
+    Raises:
+        ValueError: A number is not positive, or there are more ranks than layers.
+
+    Source: vLLM 0.33, `vllm.distributed.utils.get_pp_indices`.
+    """
+    check_positive("pipeline", "num_layers", num_layers)
+    check_positive("pipeline", "num_ranks", num_ranks)
+    if num_ranks > num_layers:
+        msg = f"pipeline ranks must be at most the {num_layers} layers, got {num_ranks}"
+        raise ValueError(msg)
+    even, left_over = divmod(num_layers, num_ranks)
+    counts = [even] * num_ranks
+    # None is over where there is one rank; else the last keeps its few, for it has the head too.
+    for rank in range(num_ranks - 1 - left_over, num_ranks - 1):
+        counts[rank] += 1
+    return tuple(counts)
+
+
+def stages_of(facts: ModelFacts, model: ModelSpec, num_ranks: int) -> tuple[frozenset[str], ...]:
+    """Get the names of the layers of each rank; what is not numbered is on the first.
+
+    Args:
+        facts: The model, for its number of layers: some store nothing.
+        model: Its layer types.
+        num_ranks: Of the pipeline.
+
+    Raises:
+        ValueError: See `layers_per_rank`.
+    """
+    ends = [
+        sum(counts[: rank + 1])
+        for counts in [layers_per_rank(facts.num_layers, num_ranks)]
+        for rank in range(num_ranks)
+    ]
+    stages: list[set[str]] = [set() for _ in range(num_ranks)]
+    for name in {layer.name for layer_type in model.layer_types for layer in layer_type.layers}:
+        found = _LAYER_NUMBER.search(name)
+        number = int(found.group(1)) if found else 0
+        stages[next(rank for rank, end in enumerate(ends) if number < end)].add(name)
+    return tuple(frozenset(names) for names in stages)
