@@ -50,6 +50,11 @@ def _unsupported_features(vllm_config: "VllmConfig") -> list[str]:
         if backend is not backend_member()
     }
     checks = {
+        # Each rank would plan and schedule for itself, from its own layers alone.
+        "pipeline parallelism with --distributed-executor-backend external_launcher": (
+            parallel.pipeline_parallel_size > 1
+            and parallel.distributed_executor_backend == "external_launcher"
+        ),
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
         "dual batch overlap (--enable-dbo)": parallel.enable_dbo,

@@ -12,11 +12,15 @@ if TYPE_CHECKING:
 SERVED_METHODS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
 """Values of `method` in --speculative-config that are served."""
 
-SERVED_MTP_TYPES = ("deepseek_mtp", "gemma4_mtp", "qwen3_5_mtp", "qwen3_next_mtp")
+SERVED_MTP_TYPES = (
+    "deepseek_mtp",
+    "gemma4_mtp",
+    "glm4_moe_mtp",
+    "nemotron_h_mtp",
+    "qwen3_5_mtp",
+    "qwen3_next_mtp",
+)
 """Model types, in vLLM's words, whose layers that predict further tokens are served."""
-
-PIPELINE_METHODS = ("ngram",)
-"""Those of them that are served where the target is spread over the ranks of a pipeline."""
 
 DRAFT_PREFIX = "draft_model."
 """How vLLM begins the names of a draft model's layers."""
@@ -60,10 +64,8 @@ def unsupported_speculation(vllm_config: "VllmConfig") -> dict[str, bool]:
         ),
         **_unsupported_mtp(speculation),
         f"{name} of an encoder-decoder model": model is not None and model.is_encoder_decoder,
-        f"{name} by method {speculation.method!r} with pipeline parallelism": (
-            speculation.method in SERVED_METHODS
-            and speculation.method not in PIPELINE_METHODS
-            and vllm_config.parallel_config.pipeline_parallel_size > 1
+        f"{name} with pipeline parallelism": (
+            vllm_config.parallel_config.pipeline_parallel_size > 1
         ),
         f"{name} with parallel drafting": speculation.parallel_drafting,
         f"{name} with attention backend {getattr(backend, 'name', backend)} for the draft": (

@@ -127,6 +127,26 @@ def test_an_eagle_head_is_accepted_as_by_stock_vllm_also_after_a_prefix_hit(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["glm4_moe_mtp"])
+def test_a_layer_that_predicts_further_tokens_is_accepted_as_by_stock_vllm(
+    name, tiny_model, run_engine
+):
+    model, twice = tiny_model(name), PROMPTS + PROMPTS
+
+    stock = run_engine(model, PROMPTS, max_tokens=MAX_TOKENS, options=MTP)
+    ours = run_ours(
+        run_engine, model, twice, rounds=2, options=MTP | {"enable_prefix_caching": True}
+    )
+
+    assert_same_generation(ours, stock | {"outputs": stock["outputs"] * 2})
+    assert ours["drafts"] == stock["drafts"] * 2
+    check_drafts(ours)
+    hits = [output["cached_tokens"] for output in ours["outputs"][len(PROMPTS) :]]
+    lost = tokens_lost_to_a_head()
+    assert hits == [max(0, (len(prompt) - 1) // 16 * 16 - lost) for prompt in PROMPTS]
+
+
+@pytest.mark.slow
 def test_drafts_after_a_prefix_hit_are_accepted_as_by_stock_vllm(tiny_model, run_engine):
     model, twice = tiny_model("gemma2"), PROMPTS + PROMPTS
     options = by_draft(tiny_model("gemma2_draft"), 4) | {"enable_prefix_caching": True}

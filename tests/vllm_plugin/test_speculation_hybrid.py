@@ -78,7 +78,7 @@ def test_drafting_hybrids_are_preempted_in_a_small_arena_and_lose_nothing(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("runner", ["0", "1"], ids=["first_runner", "second_runner"])
-@pytest.mark.parametrize("name", ["qwen3_next_mtp", "qwen3_5_mtp"])
+@pytest.mark.parametrize("name", ["nemotron_h_mtp", "qwen3_next_mtp", "qwen3_5_mtp"])
 def test_a_layer_that_predicts_further_tokens_of_a_hybrid_changes_no_token(
     name, runner, tiny_model, run_engine
 ):

@@ -93,13 +93,13 @@ def configured(tiny_model, tmp_path_factory):
 def refusals(tiny_model, configured):
     """Get the message of the refusal of each feature, all in one process."""
     several = configured("deepseek_v3_mtp", num_nextn_predict_layers=2)
-    glm = {"model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"]}
-    glm = configured("llama", **glm, num_nextn_predict_layers=1)
+    mimo = {"model_type": "qwen2", "architectures": ["MiMoForCausalLM"]}
+    mimo = configured("llama", **mimo, num_nextn_predict_layers=1)
     code = (
         CONFIGURE.format(model=str(tiny_model("llama")))
         + f"""
     draft, hybrid = {str(tiny_model("llama"))!r}, {str(tiny_model("granite_hybrid"))!r}
-    latent, several, glm = {str(tiny_model("deepseek_v3"))!r}, {several!r}, {glm!r}
+    latent, several, mimo = {str(tiny_model("deepseek_v3"))!r}, {several!r}, {mimo!r}
     diffusion = {configured("gemma2", canvas_length=32)!r}"""
         + """
     features = {
@@ -110,9 +110,11 @@ def refusals(tiny_model, configured):
         "KV offloading": dict(kv_offloading_size=1.0),
         "speculative decoding by method 'ngram_gpu'": dict(speculative_config={
             "method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_max": 3}),
-        "speculative decoding by method 'draft_model' with pipeline parallelism": dict(
+        "pipeline parallelism with --distributed-executor-backend external_launcher": dict(
+            pipeline_parallel_size=2, distributed_executor_backend="external_launcher"),
+        "speculative decoding with pipeline parallelism": dict(
             pipeline_parallel_size=2, speculative_config={
-                "method": "draft_model", "model": draft, "num_speculative_tokens": 2}),
+                "method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}),
         "speculative decoding by a draft model with recurrent layers": dict(speculative_config={
             "method": "draft_model", "model": hybrid, "num_speculative_tokens": 2}),
         "speculative decoding with attention backend CPU_ATTN": dict(speculative_config={
@@ -122,8 +124,8 @@ def refusals(tiny_model, configured):
         "kv-cache-dtype": dict(kv_cache_dtype="fp8_e5m2"),
         "sparse multi-head latent attention": dict(model=latent, hf_overrides={"index_topk": 64}),
         "fp8 with multi-head latent attention": dict(model=latent, kv_cache_dtype="fp8"),
-        "speculative decoding by layers of glm4_moe_mtp": dict(
-            model=glm, speculative_config={"method": "mtp", "num_speculative_tokens": 2}),
+        "speculative decoding by layers of mimo_mtp": dict(
+            model=mimo, speculative_config={"method": "mtp", "num_speculative_tokens": 2}),
         "speculative decoding by several layers that predict further tokens": dict(
             model=several, speculative_config={"method": "mtp", "num_speculative_tokens": 2}),
         "generation by diffusion": dict(model=diffusion),
@@ -149,7 +151,8 @@ def refusals(tiny_model, configured):
 @pytest.mark.parametrize(
     "feature",
     [
-        "speculative decoding by method 'draft_model' with pipeline parallelism",
+        "pipeline parallelism with --distributed-executor-backend external_launcher",
+        "speculative decoding with pipeline parallelism",
         "decode context parallelism",
         "KV connectors",
         "KV offloading",
@@ -160,7 +163,7 @@ def refusals(tiny_model, configured):
         "kv-cache-dtype",
         "sparse multi-head latent attention",
         "fp8 with multi-head latent attention",
-        "speculative decoding by layers of glm4_moe_mtp",
+        "speculative decoding by layers of mimo_mtp",
         "speculative decoding by several layers that predict further tokens",
         "generation by diffusion",
         "block-size",

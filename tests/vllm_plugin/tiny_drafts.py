@@ -151,6 +151,14 @@ def _deepseek_v3_mtp():
     return _calm(DeepseekV3ForCausalLM(config), 0.005)
 
 
+def _glm4_moe_mtp():
+    """Get a calm GLM-4.5, without experts, whose last layer is to draft for the others."""
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+    sizes = COMMON | {"num_hidden_layers": 4, "first_k_dense_replace": 4}
+    return _calm(Glm4MoeForCausalLM(Glm4MoeConfig(**sizes, head_dim=HEAD_DIM)), 0.005)
+
+
 def _save_mtp(path):
     """Make the last layer one that passes on its token, and reads what the target said."""
     import torch
@@ -216,6 +224,33 @@ def _save_qwen_mtp(path):
     (path / "config.json").write_text(json.dumps(config))
 
 
+def _save_nemotron_mtp(path):
+    """Add a layer, a copy of that of attention, that passes on its token and reads the target."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    size, (layer,) = (
+        config["hidden_size"],
+        {name.split("mixer")[0] for name in tensors if "mixer.k_proj" in name},
+    )
+    tensors |= {
+        name.replace(layer, "mtp.layers.0."): tensor.clone()
+        for name, tensor in tensors.items()
+        if name.startswith(layer)
+    }
+    tensors |= {
+        f"mtp.layers.0.{norm}.weight": torch.ones(size)
+        for norm in ("enorm", "hnorm", "final_layernorm")
+    }
+    passed_on = torch.cat((torch.eye(size), 0.01 * torch.eye(size)), dim=1)
+    tensors["mtp.layers.0.eh_proj.weight"] = passed_on
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    config |= {"num_nextn_predict_layers": 1, "mtp_layers_block_type": ["full_attention"]}
+    (path / "config.json").write_text(json.dumps(config))
+
+
 def _gemma4_assistant():
     """Get what drafts for a Gemma 4 from its keys and values, a window and all, without its own."""
     from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM
@@ -266,6 +301,7 @@ MAKERS = {
     "deepseek_v2_calm": _deepseek_v2_calm,
     "deepseek_v2_draft": _deepseek_v2_draft,
     "deepseek_v3_mtp": _deepseek_v3_mtp,
+    "glm4_moe_mtp": _glm4_moe_mtp,
     "latent_eagle_head": _deepseek_v3_mtp,
     "granite_calm": lambda: _calm(served.granite_hybrid(), 0.005),
     "granite_echo": lambda: _echo_of(served.granite_hybrid()),
@@ -273,6 +309,7 @@ MAKERS = {
     "jamba_echo": lambda: _echo_of(served.jamba()),
     "qwen3_next_calm": lambda: _calm(served.qwen3_next(), 0.005),
     "qwen3_next_echo": lambda: _echo_of(served.qwen3_next()),
+    "nemotron_h_mtp": lambda: _calm(served.nemotron_h(), 0.005),
     "qwen3_next_mtp": lambda: _calm(served.qwen3_next(), 0.005),
     "qwen3_5_mtp": lambda: _calm(served.qwen3_5(), 0.005),
 }
@@ -281,6 +318,8 @@ MAKERS = {
 FINISHERS = {
     "gemma4_assistant": _save_gemma4_assistant,
     "deepseek_v3_mtp": _save_mtp,
+    "glm4_moe_mtp": _save_mtp,
+    "nemotron_h_mtp": _save_nemotron_mtp,
     "qwen3_next_mtp": _save_qwen_mtp,
     "qwen3_5_mtp": _save_qwen_mtp,
     "latent_eagle_head": _save_latent_eagle_head,

@@ -199,6 +199,24 @@ def jamba():
     return JambaForCausalLM(config)
 
 
+def nemotron_h():
+    from transformers import NemotronHConfig, NemotronHForCausalLM
+
+    config = NemotronHConfig(
+        **COMMON,
+        layers_block_type=["linear_attention", "full_attention", "mlp", "linear_attention"],
+        head_dim=HEAD_DIM,
+        mamba_num_heads=8,
+        mamba_head_dim=32,
+        n_groups=1,
+        ssm_state_size=32,
+        conv_kernel=4,
+        expand=2,
+        chunk_size=64,
+    )
+    return NemotronHForCausalLM(config)
+
+
 _DELTA_NETS = {
     "num_hidden_layers": 3,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -359,6 +377,7 @@ MAKERS = {
     "whisper": whisper,
     "granite_hybrid": granite_hybrid,
     "jamba": jamba,
+    "nemotron_h": nemotron_h,
     "qwen3_next": qwen3_next,
     "qwen3_5": qwen3_5,
 }
