@@ -88,6 +88,26 @@ def test_views_of_each_rank_lie_apart_in_its_own_arena(plan_for):
                 assert sum(counts) == num_pages * share.payload_bytes
 
 
+def test_the_scheduler_knows_each_group_also_where_the_first_rank_has_no_layer_of_it(plan_for):
+    from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
+
+    from jenga.vllm_plugin.layout import first_layers, geometry_of
+
+    for ranks in ([FIRST, SECOND], [SECOND, FIRST]):
+        _, scheduler = plan_for(ranks, [32 * MIB, 32 * MIB])
+        tables = geometry_of(scheduler).page_tables
+        kinds = [get_kv_cache_spec_kind(g.kv_cache_spec).value for g in scheduler.kv_cache_groups]
+        expected = {"full": "full_attention", "sliding_32": "sliding_window", "mamba2": "mamba"}
+
+        assert kinds == [expected[table.layer_type.name] for table in tables]
+        # Orders about states name a layer of every rank that has any.
+        named = dict(zip([table.name for table in tables], first_layers(scheduler), strict=True))
+        assert named["full"] in (("full.0",), ("wide.0",))
+        assert named["sliding_32"] == tuple(
+            name for rank in ranks for name in ("sliding.0", "sliding.1") if name in rank
+        )
+
+
 def test_tensor_parallel_workers_of_one_rank_count_as_one(plan_for):
     configs, _ = plan_for([FIRST, FIRST, SECOND, SECOND], [32 * MIB] * 3 + [20 * MIB])
 

@@ -152,11 +152,19 @@ def _deepseek_v3_mtp():
 
 
 def _glm4_moe_mtp():
-    """Get a calm GLM-4.5, without experts, whose last layer is to draft for the others."""
+    """Get a calm GLM-4.5 whose last layer, one of experts as that before, is to draft for all."""
     from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
-    sizes = COMMON | {"num_hidden_layers": 4, "first_k_dense_replace": 4}
-    return _calm(Glm4MoeForCausalLM(Glm4MoeConfig(**sizes, head_dim=HEAD_DIM)), 0.005)
+    config = Glm4MoeConfig(
+        **COMMON,
+        num_hidden_layers=4,
+        head_dim=HEAD_DIM,
+        first_k_dense_replace=2,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+    )
+    return _calm(Glm4MoeForCausalLM(config), 0.005)
 
 
 def _save_mtp(path):
