@@ -1,7 +1,9 @@
 import json
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -135,6 +137,25 @@ def tiny_vision_model(tmp_path_factory):
     return get
 
 
+def run_with_children(command, environment):
+    """Run a program to its end; whether it went well, and its output. Its children end with it."""
+    with subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            log, _ = process.communicate(timeout=1500)
+        finally:
+            # Workers of an engine that was killed may wait for it for ever.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode == 0, log
+
+
 @pytest.fixture(scope="session")
 def run_engine(tmp_path_factory):
     """Run a real engine in a process of its own and get its result, or its error output.
@@ -153,16 +174,11 @@ def run_engine(tmp_path_factory):
         if key not in results:
             folder = tmp_path_factory.mktemp("job")
             (folder / "job.json").write_text(json.dumps(job))
-            process = subprocess.run(
+            is_done, log = run_with_children(
                 [sys.executable, HERE / script, folder / "job.json", folder / "result.json"],
-                env=variables,
-                capture_output=True,
-                text=True,
-                timeout=1500,
-                check=False,
+                variables,
             )
-            log = process.stdout + process.stderr
-            if process.returncode == 0:
+            if is_done:
                 results[key] = json.loads((folder / "result.json").read_text()) | {"log": log}
             else:
                 results[key] = {"error": log}
