@@ -67,6 +67,27 @@ class Evictables:
         if goes_alone and (self.pinned.stamps[large] < 0 or self.pinned.rank(large) > rank):
             self.pinned.push(large, self.eldest[large])
 
+    def rerank(self, large: int, page: int, rank: int, *, goes_alone: bool) -> None:
+        """Give an evictable small page another rank.
+
+        Args:
+            large: Its large page.
+            page: The small page.
+            rank: The rank.
+            goes_alone: Whether its large page is pinned.
+        """
+        old, k = self.stamps[page], self._pages_per_large
+        self.stamps[page] = rank
+        self.eldest[large] = min(self.eldest[large], rank)
+        if rank < old == self.youngest[large]:
+            self.youngest[large] = max(self.stamps[large * k : (large + 1) * k])
+        else:
+            self.youngest[large] = max(self.youngest[large], rank)
+        if self._orders[large]:
+            self._go_on(large, page, rank)
+        if goes_alone and self.pinned.rank(large) > rank:
+            self.pinned.push(large, rank)
+
     def note_whole(self, large: int, lowest: int, highest: int) -> None:
         """Note that all small pages of a large page became evictable at once, with such ranks."""
         self.eldest[large], self.youngest[large] = lowest, highest

@@ -117,6 +117,12 @@ class KeptStates:
             num_tokens: What went into the states.
             step: The time.
         """
+        is_known = self._is_cached(key)
+        answer = request.answer
+        if answer is not None and not is_known and self._is_cached(answer):
+            self._replace(request, key, Leaving(step, Prospect.HELD, [num_tokens]))
+            self._note(request, key, num_tokens)
+            return True
         end = self._end_of_prompt(request)
         if num_tokens in (end, request.branch_tokens - self._ahead_tokens) or num_tokens > end:
             prospect = Prospect.HELD
@@ -124,27 +130,15 @@ class KeptStates:
             # The last one on the way may lie right before a question.
             is_last = num_tokens + max(self._interval_tokens, self._hash_tokens) >= end
             prospect = Prospect.NEAR if is_last else Prospect.PASSED
-        leaving = Leaving(step, prospect, [num_tokens])
-        is_answer = num_tokens > end
-        goes_on = num_tokens == end or not any(kept.num_tokens > end for kept in request.kept)
-        if not self._is_cached(key):
-            if request.answer is not None and self._is_cached(request.answer):
-                self._replace(request, request.answer, key, leaving)
-            elif not self._take(request, key, leaving):
-                return False
-            if is_answer:
-                request.answer = key
-        elif request.answer is not None and request.answer != key:
-            for kept in request.kept:
-                if kept.key == request.answer:
-                    self._rank(kept, Prospect.NEAR, step)
-            request.answer = None
-        for table in self.tables:
-            request.kept.append(KeptState(table_index=table.index, key=key, num_tokens=num_tokens))
+        if not is_known and not self._take(request, key, Leaving(step, prospect, [num_tokens])):
+            return False
         if num_tokens < end:
             self._gone_on.add(key)
-        elif goes_on:
+        elif num_tokens == end or not any(kept.num_tokens > end for kept in request.kept):
             self._pass_on(request, num_tokens, step)
+        if num_tokens > end:
+            self._settle_answer(request, None if is_known else key, step)
+        self._note(request, key, num_tokens)
         return True
 
     def forget_evicted(self) -> None:
@@ -181,7 +175,8 @@ class KeptStates:
         """Let the states of a hit be the last to be evicted until they are copied."""
         for table in self.tables:
             leaving = Leaving(step, Prospect.HELD, [hit.num_tokens])
-            self._renew(table, hit.pages[table.index], leaving)
+            for page in hit.pages[table.index]:
+                self._renew(table, page, leaving)
 
     def renew_kept(self, request: Request) -> None:
         """Rank the states that a request kept or started from as the pages it leaves.
@@ -211,7 +206,10 @@ class KeptStates:
 
     def _is_cached(self, key: Hashable) -> bool:
         """Whether a state is kept under a key; its parts are, or none of them."""
-        return all(table.cache is None or table.cache.get(key) is not None for table in self.tables)
+        for table in self.tables:
+            if table.cache is not None and table.cache.get(key) is None:
+                return False
+        return True
 
     def _take(self, request: Request, key: bytes, leaving: Leaving) -> bool:
         """Order copies of a request's running states to new pages, if there are such pages."""
@@ -227,26 +225,38 @@ class KeptStates:
             if table.cache is None:
                 continue
             for page in taken[table.index]:
-                table.cache.enter([page], [key])
+                table.cache.enter_page(page, key)
                 table.pages.retire([page], table.ranks([page], leaving, self._order))
                 self._copy(table, _running_page(request, table, leaving.prefix_lengths[0]), page)
         return True
 
-    def _replace(self, request: Request, old: bytes, key: bytes, leaving: Leaving) -> None:
-        """Order copies of a request's running states to the pages of an earlier state of its own.
+    def _replace(self, request: Request, key: bytes, leaving: Leaving) -> None:
+        """Order copies of a request's running states to the pages of its answer's last one.
 
-        Whoever starts from the earlier one in this step has its copies ordered before.
+        Whoever starts from that in this step has its copies ordered before.
         """
+        old, request.answer = request.answer, key
         for table in self.tables:
             if table.cache is None or (page := table.cache.get(old)) is None:
                 continue
             table.cache.forget([page])
-            table.cache.enter([page], [key])
-            self._renew(table, [page], leaving)
+            table.cache.enter_page(page, key)
+            self._renew(table, page, leaving)
             self._copy(table, _running_page(request, table, leaving.prefix_lengths[0]), page)
         request.kept = [kept for kept in request.kept if kept.key != old]
         self._gone_on.discard(old)
         self.num_replaced += 1
+
+    def _settle_answer(self, request: Request, key: bytes | None, step: int) -> None:
+        """Note the state of an answer that is a request's own, if any; hold another no longer."""
+        for kept in request.kept:
+            if kept.key == request.answer:
+                self._rank(kept, Prospect.NEAR, step)
+        request.answer = key
+
+    def _note(self, request: Request, key: bytes, num_tokens: int) -> None:
+        for table in self.tables:
+            request.kept.append(KeptState(table_index=table.index, key=key, num_tokens=num_tokens))
 
     def _pass_on(self, request: Request, num_tokens: int, step: int) -> None:
         """Hold states no longer that a request has gone on from, alone, to a later end."""
@@ -273,7 +283,7 @@ class KeptStates:
         table = self._all_tables[kept.table_index]
         page = table.cache.get(kept.key) if table.cache is not None else None
         if page is not None:
-            self._renew(table, [page], Leaving(step, prospect, [kept.num_tokens]))
+            self._renew(table, page, Leaving(step, prospect, [kept.num_tokens]))
 
     def _end_of_prompt(self, request: Request) -> int:
         """Tokens of the last state worth keeping: the last of a prompt is always computed again."""
@@ -283,12 +293,13 @@ class KeptStates:
     def _copy(self, table: Table, source: int, target: int) -> None:
         self._copies.append(PageCopy(table_index=table.index, source=source, target=target))
 
-    def _renew(self, table: Table, pages: Sequence[int], leaving: Leaving) -> None:
+    def _renew(self, table: Table, page: int, leaving: Leaving) -> None:
         """Give a kept state another rank, as if it had been used and left."""
-        if pages:
-            ranks = table.ranks(pages, leaving, self._order)
-            for page, rank in zip(pages, ranks, strict=True):
-                table.pages.rerank(page, rank)
+        if table.awaited:
+            rank = table.ranks([page], leaving, self._order)[0]
+        else:
+            rank = self._order.rank(leaving.step, leaving.prospect, leaving.prefix_lengths[0])
+        table.pages.rerank(page, rank)
 
 
 def _running_page(request: Request, table: Table, num_tokens: int) -> int:

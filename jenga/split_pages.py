@@ -265,9 +265,13 @@ class SplitPages(SplitBooks):
 
     def rerank(self, page: int, rank: int) -> None:
         """Give a cached page another rank, if it has no user."""
-        if self.stamps[page] >= 0:
-            self.share([page])
-            self.retire_page(page, rank)
+        if self.stamps[page] in (NOT_QUEUED, rank):
+            return
+        large = page // self.pages_per_large
+        is_pinned = self._used[large] > 0
+        self._evictables.rerank(large, page, rank, goes_alone=is_pinned)
+        if not is_pinned:
+            self._large_pages.reclaimable.push(large, self._evictables.youngest[large])
 
     def retire(self, pages: Sequence[int], ranks: Sequence[int]) -> None:
         """Take one user from each page; what has none left becomes evictable, with that rank."""

@@ -6,7 +6,7 @@ A *rank* is a non-negative integer; the lowest goes first.
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from itertools import accumulate, chain, pairwise, repeat
 
 from jenga.errors import InvariantError
@@ -188,13 +188,14 @@ class VictimQueue:
         if self._num_entries <= 2 * self.num_queued + SLACK_ENTRIES:
             return
         num_items, stamps = self._num_items, self.stamps
+        # An item that came in again with the rank it had has an entry twice.
+        entries = chain.from_iterable((*self._lanes, self._heap))
+        valid = sorted({e for e in entries if stamps[e % num_items] == e})
         for lane in self._lanes:
-            valid = [e for e in lane if stamps[e % num_items] == e]
             lane.clear()
-            lane.extend(valid)
-        self._heap = [e for e in self._heap if stamps[e % num_items] == e]
-        heapify(self._heap)
-        self._num_entries = sum(map(len, self._lanes)) + len(self._heap)
+        self._heap.clear()
+        self._lanes[0].extend(valid)
+        self._num_entries = len(valid)
 
     def check(self) -> None:
         """Raise `InvariantError` unless exactly the stamped items have a valid entry."""

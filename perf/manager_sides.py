@@ -45,7 +45,7 @@ class Ours:
     def advance(self, name: str, num_tokens: int, hit: PrefixHit | None = None) -> None:
         """Give it slots for so many tokens more and commit them."""
         processed = hit.num_tokens if hit is not None else self.tokens[name]
-        if num_tokens == 1 and self.answer_tokens and processed % self.answer_tokens == 0:
+        if num_tokens == 1 and self.answer_tokens and not processed % self.answer_tokens:
             prefix_hash = self.hashes[name][processed // HASH_TOKENS - 1]
             self.manager.keep_state(name, prefix_hash, processed)
         num_tokens += processed

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jenga.victims import NOT_QUEUED, VictimQueue
+from jenga.victims import NOT_QUEUED, SLACK_ENTRIES, VictimQueue
 
 NUM_ITEMS = 12
 WANTED_RANK = 50
@@ -74,3 +74,17 @@ def test_a_queue_that_is_not_told_what_is_wanted_counts_nothing(operations):
         apply(queue, ranks, *operation)
         queue.check()
         assert queue.num_wanted == 0
+
+
+def test_a_queue_forgets_entries_of_items_that_come_in_again_with_their_rank():
+    queue = VictimQueue(4)
+    queue.push(0, 5)
+    queue.push(1, 7)
+
+    for _ in range(1000):
+        queue.drop(1)
+        queue.push(1, 7)
+
+    assert queue._num_entries <= 2 * queue.num_queued + SLACK_ENTRIES
+    queue.check()
+    assert queue.peek() == 0
