@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from jenga.ends import Ends
 from jenga.kept_states import KeptStates
 from jenga.large_pages import NULL_PAGE
 from jenga.request import MISSING, NO_LIMIT, PrefixHit, Request
@@ -11,19 +12,34 @@ from jenga.table import Table
 
 
 class Hits:
-    """Gives requests the pages of their hits, and counts tokens hit and missed."""
+    """Gives requests the pages of their hits, and counts tokens hit and missed.
 
-    __slots__ = ("_asked_tokens", "_hit_tokens", "_limited_tokens", "_states", "_tables")
+    Attributes:
+        ends: Tells whether requests go on from where others ended.
+    """
 
-    def __init__(self, tables: Sequence[Table], states: KeptStates) -> None:
+    __slots__ = (
+        "_asked_tokens",
+        "_hash_tokens",
+        "_hit_tokens",
+        "_limited_tokens",
+        "_states",
+        "_tables",
+        "ends",
+    )
+
+    def __init__(self, tables: Sequence[Table], states: KeptStates, hash_tokens: int) -> None:
         """No hit.
 
         Args:
             tables: All page tables.
             states: States kept for others.
+            hash_tokens: Tokens that each further prefix hash covers.
         """
         self._tables = tables
         self._states = states
+        self._hash_tokens = hash_tokens
+        self.ends = Ends(hash_tokens)
         self._asked_tokens = self._hit_tokens = 0
         self._limited_tokens = [0] * len(tables)
 
@@ -35,6 +51,7 @@ class Hits:
         """
         request.hit_tokens = hit.num_tokens
         request.branch_tokens = hit.branch_tokens
+        request.expects_turn = self.ends.expects_turn(self._shared_key(hit))
         found: list[Sharing | None] = [None] * len(self._tables)
         for table in self._tables:
             if hit.pages[table.index] and not table.policy.is_overwritten:
@@ -58,10 +75,16 @@ class Hits:
             if sharing is not None:
                 table.pages.use(sharing)
         self._states.renew_hit(hit, step)
+        self.ends.admit(self._shared_key(hit))
         self._asked_tokens += hit.asked_tokens
         self._hit_tokens += hit.num_tokens
         if hit.limit != NO_LIMIT:
             self._limited_tokens[hit.limit] += hit.asked_tokens - hit.num_tokens
+
+    def _shared_key(self, hit: PrefixHit) -> bytes | None:
+        """The hash of all that a request shares with those before it."""
+        num_hashes = hit.branch_tokens // self._hash_tokens
+        return hit.prefix_hashes[num_hashes - 1] if num_hashes else None
 
     def report(self) -> CacheReport:
         """What prefix hits brought since start-up."""

@@ -3,7 +3,9 @@
 Pages that a window has passed are read only by who goes on from within the text, so most of them
 are not worth the memory. Three places are: where the request left what others had computed, since a
 third may leave it there too; the end of its prompt, which may be asked again, or end in a question
-that the next request puts otherwise; and, by the pages that it holds to its end, its own end.
+that the next request puts otherwise; and, by the pages that it holds to its end, its own end. Where
+another is likely to go on from that, as a turn of a conversation, the end of its prompt is not
+likely to be asked again.
 """
 
 from collections.abc import Sequence
@@ -37,7 +39,12 @@ class Landmark:
 
 
 def landmarks(
-    policy: LayerPolicy, facts: RequestFacts, grain: Grain, branches: Sequence[int]
+    policy: LayerPolicy,
+    facts: RequestFacts,
+    grain: Grain,
+    branches: Sequence[int],
+    *,
+    expects_turn: bool = False,
 ) -> tuple[Landmark, ...]:
     """The landmarks of a request in one page table.
 
@@ -46,6 +53,7 @@ def landmarks(
         facts: Of the request.
         grain: Of the page table.
         branches: Tokens after which it left what others had computed.
+        expects_turn: Whether another request is likely to go on from where it ends.
     """
     found = [
         Landmark(_pages(policy, facts, grain, tokens, tokens), Prospect.BRANCHED)
@@ -53,7 +61,8 @@ def landmarks(
         if tokens
     ]
     end, known = facts.prompt_tokens, max(branches, default=0)
-    for tokens, prospect in ((QUESTION_TOKENS, Prospect.ENDED), (NEAR_TOKENS, Prospect.NEAR)):
+    of_question = Prospect.NEAR if expects_turn else Prospect.ENDED
+    for tokens, prospect in ((QUESTION_TOKENS, of_question), (NEAR_TOKENS, Prospect.NEAR)):
         # Where the branch is known there is no need to guess.
         if known < end - tokens or not known:
             pages = _pages(policy, facts, grain, max(0, end - tokens), end)

@@ -122,7 +122,7 @@ class Manager(Holdings):
         )
         admission = Admission(allocator, left_share)
         self._entry = Entry(self._requests, self._states, self._waiting, admission)
-        self._hits = Hits(tables, self._states)
+        self._hits = Hits(tables, self._states, hash_tokens)
         self._growth = Growth(tables, self.capacity, self._order)
         self._taking = Taking(allocator, self._growth, self._hits, self._states, self._order)
         self._step = self._num_owners = self._num_losses = 0
@@ -343,6 +343,10 @@ class Manager(Holdings):
             raise ValueError(msg)
         request.commits_at = (hashed_tokens // self._commit_tokens + 1) * self._commit_tokens
         request.committed_tokens = max(request.committed_tokens, hashed_tokens)
+        if hashed_tokens >= self._hash_tokens:
+            request.end_key = prefix_hashes[hashed_tokens // self._hash_tokens - 1]
+            if request.question_keys is None and hashed_tokens >= request.facts.prompt_tokens:
+                self._hits.ends.note_prompt(request, prefix_hashes)
         # Images have names of their own: they are found however few tokens are hashed.
         final_tokens = min(num_tokens, request.num_tokens)
         facts, committed = request.facts, request.committed
@@ -359,6 +363,7 @@ class Manager(Holdings):
         for held in request.held:
             self._tables[held[0]].renew(request, held, self._order)
         self._states.renew_kept(request)
+        self._hits.ends.note_end(request)
         self._allocator.disown(request.owner)
         del self._requests[request_id]
         self._waiting.forget(request_id)
@@ -439,6 +444,7 @@ class Manager(Holdings):
                 table.cache.clear()
         self._allocator.large_pages.surrender_all()
         self._states.reset()
+        self._hits.ends.clear()
         self._num_losses += 1
         return True
 

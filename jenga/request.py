@@ -97,6 +97,9 @@ class Request:
         answer: Key of the state that it kept last of its answer, in pages of its own.
         hit_tokens: Where it started from.
         starts_at_branch: Whether another request has gone on from that state.
+        expects_turn: Whether another request is likely to go on from where it ends.
+        question_keys: Hashes right before the end of its prompt; None while they are not final.
+        end_key: Hash of the tokens whose content is final, None for none.
         branch_tokens: Where it left what others have computed.
         landmarks: Per page table, where others are likely to go on; None until a page is passed.
         held: Pages passed that others may want.
@@ -113,7 +116,9 @@ class Request:
         "commits_at",
         "committed",
         "committed_tokens",
+        "end_key",
         "expected_tokens",
+        "expects_turn",
         "facts",
         "first",
         "found",
@@ -128,6 +133,7 @@ class Request:
         "num_tokens",
         "owner",
         "pages",
+        "question_keys",
         "releases",
         "shrinks_at",
         "starts_at_branch",
@@ -148,7 +154,9 @@ class Request:
         self.held: list[Held] = []
         self.kept: list[KeptState] = []
         self.answer: bytes | None = None
-        self.starts_at_branch = False
+        self.starts_at_branch = self.expects_turn = False
+        self.question_keys: tuple[bytes, ...] | None = None
+        self.end_key: bytes | None = None
         self.max_tokens = [0] * num_tables
         self.releases = [0] * num_tables
         self.grows_at = self.shrinks_at = self.commits_at = 0

@@ -94,7 +94,13 @@ class Table:
             # Where it started from may be where one text goes on: no branch until one leaves there.
             found, known = request.hit_tokens, request.branch_tokens
             branches = (known,) if known > found else ()
-            marks = landmarks(self.policy, request.facts, self.grain, branches)
+            marks = landmarks(
+                self.policy,
+                request.facts,
+                self.grain,
+                branches,
+                expects_turn=request.expects_turn,
+            )
             request.landmarks[self.index] = marks
         if len(numbers) == 1:
             self._pass_page(request, numbers, order, marks)
