@@ -16,6 +16,12 @@ def test_landmarks_of_a_first_request_are_near_the_end_of_its_prompt():
     assert near.pages == range((4096 - NEAR_TOKENS - 63) // 16, 256)
 
 
+def test_where_a_turn_is_expected_the_end_of_a_prompt_is_less_likely_to_be_asked_again():
+    marks = landmarks(WINDOW, FACTS, GRAIN, branches=(), expects_turn=True)
+
+    assert [mark.prospect for mark in marks] == [Prospect.NEAR, Prospect.NEAR]
+
+
 def test_landmark_of_a_branch_is_the_window_before_it():
     branched, *_ = landmarks(WINDOW, FACTS, GRAIN, branches=(0, 1024))
 
