@@ -236,13 +236,18 @@ class KeptStates:
         Whoever starts from that in this step has its copies ordered before.
         """
         old, request.answer = request.answer, key
+        step, num_tokens = leaving.step, leaving.prefix_lengths[0]
+        rank = self._order.rank(step, leaving.prospect, num_tokens)
         for table in self.tables:
             if table.cache is None or (page := table.cache.get(old)) is None:
                 continue
-            table.cache.forget([page])
+            table.cache.forget((page,))
             table.cache.enter_page(page, key)
-            self._renew(table, page, leaving)
-            self._copy(table, _running_page(request, table, leaving.prefix_lengths[0]), page)
+            if table.awaited:
+                self._renew(table, page, leaving)
+            else:
+                table.pages.rerank(page, rank)
+            self._copy(table, _running_page(request, table, num_tokens), page)
         request.kept = [kept for kept in request.kept if kept.key != old]
         self._gone_on.discard(old)
         self.num_replaced += 1

@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from jenga.eviction_order import Prospect
 from jenga.landmarks import Landmark
@@ -58,8 +59,7 @@ class PageCopy:
     target: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptState:
+class KeptState(NamedTuple):
     """One state kept in one page table.
 
     Attributes:
