@@ -35,7 +35,7 @@ def inverse_length(squares):
 @device_function
 def sigmoid(v):
     """1 / (1 + exp(-v)), 0 where that exponential is infinite."""
-    return reciprocal(1.0 + tl.exp2(-v * LOG2E))
+    return reciprocal(1.0 + tl.exp2(v * -LOG2E))
 
 
 @device_function

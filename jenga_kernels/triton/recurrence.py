@@ -34,7 +34,7 @@ def mask_if(condition, mask):
 @device_function
 def softplus(v):
     """log(1 + exp(v)), also right where exp(v) is far below 1."""
-    u = tl.exp2(-tl.abs(v) * LOG2E)
+    u = tl.exp2(tl.abs(v) * -LOG2E)
     w = 1.0 + u
     # u - (w - 1) is what rounding took from u, nearly all of u where u is small.
     return tl.maximum(v, 0.0) + (tl.log(w) + (u - (w - 1.0)))
@@ -43,7 +43,7 @@ def softplus(v):
 @device_function
 def silu(v):
     """V times its sigmoid."""
-    return v * reciprocal(1.0 + tl.exp2(-v * LOG2E))
+    return v * reciprocal(1.0 + tl.exp2(v * -LOG2E))
 
 
 @device_function
