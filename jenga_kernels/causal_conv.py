@@ -98,5 +98,6 @@ def causal_conv(
         BLOCK_T=tiles.block_tokens,
         BLOCK_D=tiles.block_dims,
         BLOCK_W=power_of_two(width),
+        RUN_TOKENS=tiles.run_tokens,
         num_warps=tiles.num_warps,
     )

@@ -4,8 +4,25 @@ import triton
 import triton.language as tl
 
 from jenga_kernels.triton.addressing import page_offsets
-from jenga_kernels.triton.recurrence import checkpoint_range, mask_if, silu, stretch_end
+from jenga_kernels.triton.device import device_function
+from jenga_kernels.triton.recurrence import (
+    checkpoint_range,
+    conv_weights,
+    mask_if,
+    silu,
+    stretch_end,
+)
 from jenga_kernels.triton.requests import find_block
+
+
+@device_function
+def kept_inputs(before, positions, has_initial, stride_column, WIDTH: tl.constexpr):
+    """Inputs before each position that are columns of a state, the oldest first; others zero."""
+    kept = ()
+    for t in tl.static_range(3):  # pyright: ignore[reportGeneralTypeIssues]
+        is_kept = has_initial & (positions + t < WIDTH - 1)
+        kept += (tl.load(before + t * stride_column, mask=is_kept, other=0.0),)
+    return kept
 
 
 @triton.jit(do_not_specialize=["num_requests"])
@@ -25,14 +42,14 @@ def causal_conv_kernel(
     checkpoint_slots_ptr,  # i32[num_checkpoints]
     # Sizes
     num_requests,
-    # Strides, in elements
+    # Strides, in elements; that of channels has no type, since Triton looks for a 1 only there
     stride_out_token: tl.int64,
     stride_states_slot: tl.int64,
-    stride_states_dim: tl.int64,
+    stride_states_dim,
     stride_states_column: tl.int64,
     stride_x_token: tl.int64,
-    stride_weight_dim: tl.int64,
-    stride_weight_column: tl.int64,
+    stride_weight_dim: tl.constexpr,
+    stride_weight_column: tl.constexpr,
     stride_initial: tl.int64,
     stride_slots: tl.int64,
     # Tiles and flags
@@ -43,6 +60,7 @@ def causal_conv_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    RUN_TOKENS: tl.constexpr,
 ):
     """Program (d, b) convolves token block b in BLOCK_D channels; first blocks keep states too."""
     request, block = find_block(query_starts_ptr, num_requests, tl.program_id(1), BLOCK_T)
@@ -51,45 +69,61 @@ def causal_conv_kernel(
     dims, is_dim = channels[None, :], is_channel[None, :]
     query_start = tl.load(query_starts_ptr + request)
     num_tokens = tl.load(query_starts_ptr + request + 1) - query_start
-    query_start = query_start.to(tl.int64)
-    positions = block * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]  # [T, 1]
-    # The first block goes on without tokens too: it hands the state on to its slot.
-    if (block > 0) & (block * BLOCK_T >= num_tokens):
-        return
-    live = (positions < num_tokens) & is_dim
-    out_ptr += (query_start + positions) * stride_out_token + dims
     final_slot = tl.load(state_slots_ptr + request * stride_slots)
-    if final_slot <= 0:
-        tl.store(out_ptr, tl.full([BLOCK_T, BLOCK_D], 0.0, out_ptr.dtype.element_ty), mask=live)
+    initial_slot = tl.load(initial_slots_ptr + request * stride_initial)
+    query_start = query_start.to(tl.int64)
+    runs = tl.arange(0, BLOCK_T // RUN_TOKENS)[:, None] * RUN_TOKENS  # [rows, 1]
+    positions = block * BLOCK_T + runs
+    out_ptr += (query_start + positions) * stride_out_token + dims
+    # The first block goes on without tokens too: it hands the state on to its slot.
+    is_past = (block > 0) & (block * BLOCK_T >= num_tokens)
+    # One branch for both, so that starts and slots are asked for at once.
+    if is_past | (final_slot <= 0):
+        zero = tl.full([BLOCK_T // RUN_TOKENS, BLOCK_D], 0.0, out_ptr.dtype.element_ty)
+        for t in tl.static_range(RUN_TOKENS):  # pyright: ignore[reportGeneralTypeIssues]
+            tl.store(out_ptr, zero, mask=(positions + t < num_tokens) & is_dim)
+            out_ptr += stride_out_token
         return
 
-    initial_slot = tl.load(initial_slots_ptr + request * stride_initial)
-    initial_ptr = states_ptr + page_offsets(initial_slot, stride_states_slot)
-    initial_ptr += dims * stride_states_dim
+    in_page = dims.to(tl.int64) * stride_states_dim  # [1, D]
+    initial_ptr = states_ptr + page_offsets(initial_slot, stride_states_slot) + in_page
     # The product tells Triton what divides the stride; of arguments it believes 16 only.
     stride_x_token = stride_x_token // X_ALIGNMENT * X_ALIGNMENT
     x_ptr += query_start * stride_x_token + dims
     has_initial = mask_if(initial_slot > 0, is_dim)
-    acc = tl.full([BLOCK_T, BLOCK_D], 0.0, tl.float32)
+    nothing = tl.full([BLOCK_T // RUN_TOKENS, BLOCK_D], 0.0, states_ptr.dtype.element_ty)
+    kept = (nothing, nothing, nothing)
+    if block == 0:
+        before = initial_ptr + positions * stride_states_column
+        kept = kept_inputs(before, positions, has_initial, stride_states_column, WIDTH)
+    # All inputs of a run are asked for, each of them once, before a result is stored.
+    source_ptr = x_ptr + (positions + (1 - WIDTH)).to(tl.int64) * stride_x_token
+    inputs = ()
+    for t in tl.static_range(1 - WIDTH, RUN_TOKENS):  # pyright: ignore[reportGeneralTypeIssues]
+        live = (positions + t < num_tokens) & is_dim
+        if t < 0:
+            live = live & (positions + t >= 0)
+        inputs += (tl.load(source_ptr, mask=live, other=0.0),)  # [rows, D]
+        source_ptr += stride_x_token
+    weights = conv_weights(
+        weight_ptr, channels, is_channel, stride_weight_dim, stride_weight_column, WIDTH, BLOCK_D
+    )
+    bias = tl.full([1, BLOCK_D], 0.0, tl.float32)
     if bias_ptr is not None:
-        acc += tl.load(bias_ptr + channels, mask=is_channel, other=0.0).to(tl.float32)[None, :]
-    for tap in tl.static_range(WIDTH):  # pyright: ignore[reportGeneralTypeIssues]
-        sources = positions + (tap + 1 - WIDTH)
-        inputs = tl.load(
-            x_ptr + sources.to(tl.int64) * stride_x_token, mask=live & (sources >= 0), other=0.0
-        )
-        inputs = inputs.to(tl.float32)  # [T, D]
-        if block == 0:
-            columns = (WIDTH - 1) + sources
-            before = initial_ptr + columns * stride_states_column
-            kept = tl.load(before, mask=has_initial & live & (sources < 0), other=0.0)
-            inputs += kept.to(tl.float32)
-        column_ptr = weight_ptr + channels * stride_weight_dim + tap * stride_weight_column
-        weight = tl.load(column_ptr, mask=is_channel, other=0.0).to(tl.float32)
-        acc += inputs * weight[None, :]
-    if IS_SILU:
-        acc = silu(acc)
-    tl.store(out_ptr, acc.to(out_ptr.dtype.element_ty), mask=live)
+        bias = tl.load(bias_ptr + dims, mask=is_dim, other=0.0).to(tl.float32)
+    window = ()
+    for t in tl.static_range(WIDTH - 1):  # pyright: ignore[reportGeneralTypeIssues]
+        window += (inputs[t].to(tl.float32) + kept[t].to(tl.float32),)
+    for t in tl.static_range(RUN_TOKENS):  # pyright: ignore[reportGeneralTypeIssues]
+        window += (inputs[WIDTH - 1 + t].to(tl.float32),)
+        acc = bias
+        for tap in tl.static_range(WIDTH):  # pyright: ignore[reportGeneralTypeIssues]
+            acc += window[t + tap] * weights[4 - WIDTH + tap][None, :]
+        if IS_SILU:
+            acc = silu(acc)
+        live = (positions + t < num_tokens) & is_dim
+        tl.store(out_ptr, acc.to(out_ptr.dtype.element_ty), mask=live)
+        out_ptr += stride_out_token
     if block > 0:
         return
 
@@ -110,7 +144,7 @@ def causal_conv_kernel(
         newer = tl.load(places, mask=in_x & is_dim, other=0.0).to(tl.float32)  # [W, D]
         older = tl.broadcast_to(tl.minimum(after + columns, BLOCK_W - 1), [BLOCK_W, BLOCK_D])
         state = tl.where(in_x, newer, tl.gather(initial, older, 0).to(tl.float32))
-        state_ptr = states_ptr + page_offsets(slot, stride_states_slot) + dims * stride_states_dim
+        state_ptr = states_ptr + page_offsets(slot, stride_states_slot) + in_page
         state_ptr += columns * stride_states_column
         state = state.to(states_ptr.dtype.element_ty)
         tl.store(state_ptr, state, mask=mask_if(slot > 0, is_column & is_dim))

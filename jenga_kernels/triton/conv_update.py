@@ -4,17 +4,7 @@ import triton
 import triton.language as tl
 
 from jenga_kernels.triton.addressing import page_offsets
-from jenga_kernels.triton.device import device_function
-from jenga_kernels.triton.recurrence import mask_if, silu
-
-
-@device_function
-def taps(weights, BLOCK_D: tl.constexpr):
-    """The columns of [BLOCK_D, 4]."""
-    even, odd = tl.split(tl.reshape(weights, [BLOCK_D, 2, 2]))
-    first, third = tl.split(even)
-    second, fourth = tl.split(odd)
-    return first, second, third, fourth
+from jenga_kernels.triton.recurrence import conv_weights, mask_if, silu
 
 
 @triton.jit
@@ -70,12 +60,9 @@ def conv_update_kernel(
     initial_slot = tl.load(initial_slots_ptr + request * stride_initial)
     has_state = is_request & (initial_slot > 0)
 
-    # The taps of a channel are loaded at once, the token's own last.
-    columns = tl.arange(0, 4)[None, :] - (4 - WIDTH)
-    weights = weight_ptr + dims[:, None] * stride_weight_dim
-    weights += columns.to(tl.int64) * stride_weight_column
-    weights = tl.load(weights, mask=is_dim[:, None] & (columns >= 0), other=0.0)  # [D, 4]
-    w_oldest, w_middle, w_newest, w_own = taps(weights.to(tl.float32), BLOCK_D)
+    w_oldest, w_middle, w_newest, w_own = conv_weights(
+        weight_ptr, dims, is_dim, stride_weight_dim, stride_weight_column, WIDTH, BLOCK_D
+    )
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + dims, mask=is_dim, other=0.0).to(tl.float32)
     # A vector for each input before the token, so that channels next to each other load as one.

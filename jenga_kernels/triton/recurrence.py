@@ -88,3 +88,26 @@ def stretch_end(
         after = tl.load(checkpoint_after_ptr + stretch)
         slot = tl.load(checkpoint_slots_ptr + stretch)
     return after, slot
+
+
+@device_function
+def conv_weights(
+    weight_ptr,  # [dim, width]
+    dims,
+    is_dim,
+    stride_dim: tl.constexpr,
+    stride_column: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Weights of channels as four vectors f32[BLOCK_D], a token's own last; missing taps are zero.
+
+    The taps of a channel are loaded at once.
+    """
+    columns = tl.arange(0, 4)[None, :] - (4 - WIDTH)
+    weights = weight_ptr + dims[:, None] * stride_dim + columns.to(tl.int64) * stride_column
+    weights = tl.load(weights, mask=is_dim[:, None] & (columns >= 0), other=0.0)  # [D, 4]
+    even, odd = tl.split(tl.reshape(weights.to(tl.float32), [BLOCK_D, 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth

@@ -19,6 +19,7 @@ class ScanTiles:
         num_warps: Warps a program.
         num_stages: Loads in flight ahead of the arithmetic.
         least_state: Least width of a tile of the state; matrix products have one.
+        run_tokens: Tokens next to each other that a thread takes one after another.
     """
 
     block_tokens: int
@@ -26,6 +27,7 @@ class ScanTiles:
     num_warps: int
     num_stages: int = 1
     least_state: int = 1
+    run_tokens: int = 1
 
 
 def channel_scan_tiles(machine: Machine, head_dim: int, d_state: int) -> ScanTiles:
@@ -79,8 +81,8 @@ def conv_tiles(machine: Machine, dim: int) -> ScanTiles:
     """Tiles of `causal_conv`."""
     if machine.is_interpreter:
         return ScanTiles(block_tokens=64, block_dims=min(4096, power_of_two(dim)), num_warps=1)
-    # 16 tokens of 8 channels a thread: the taps' other loads of a token come from the first cache.
-    return ScanTiles(block_tokens=32, block_dims=64, num_warps=4)
+    # 8 tokens of 8 channels a thread, which loads 11 for their taps where it would load 32.
+    return ScanTiles(block_tokens=32, block_dims=128, num_warps=2, run_tokens=8)
 
 
 def conv_update_tiles(machine: Machine, dim: int) -> ScanTiles:

@@ -158,6 +158,10 @@ def test_causal_conv_compiles_to_wide_loads_without_spills(job, capability):
     for kernel in kernels:
         assert kernel.stack_bytes == 0, kernel
         assert kernel.registers <= 192, kernel
-        # Every tap reads its tokens in rows of 16 bytes.
-        assert kernel.counts["load_128"] >= 4, kernel
-        assert kernel.counts["store_128"] >= 1, kernel
+        # Each input of a run of 8 tokens, and of 3 before it, is read once, in rows of 16 bytes.
+        assert kernel.counts["load_128"] >= 11, kernel
+        assert kernel.counts["store_128"] >= 8, kernel
+    # bfloat16 in pages with channels innermost: 16 warps a processor, and no address per channel.
+    if job is compile_convolutions:
+        assert kernels[0].registers <= 128, kernels[0]
+        assert kernels[0].counts["load_global"] <= 24, kernels[0]
