@@ -10,125 +10,44 @@ import argparse
 import dataclasses
 import importlib.metadata
 import os
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import torch
 
-from perf import attention_peers, bench_conv_update, bench_kv_store, bench_state_update
+from perf import (
+    attention_peers,
+    bench_conv_update,
+    bench_delta,
+    bench_kv_store,
+    bench_latent_attention,
+    bench_state_update,
+    latent_peers,
+    latent_shapes,
+    prompt_counts,
+)
 from perf.attention_shapes import SHAPES, AttentionBatch, make_batch
-from perf.machine_code import MachineCode, PretendedGpu, count, loaded_bytes, take_apart
+from perf.compiled_launches import CAPABILITY, Counted, compiled_by, kinds, show_vllm_a_gpu
+from perf.delta_shapes import DELTA_MODELS, make_delta_batch
+from perf.machine_code import PretendedGpu
 from perf.state_shapes import JAMBA, NEMOTRON, make_conv_batch, make_state_batch
 
 CPU = torch.device("cpu")
-CAPABILITY = 90
-REGISTERS = 65536
-SHARED_BYTES = 228 << 10
-MAX_WARPS = 64
-MAX_PROGRAMS = 32
-"""Of an H200, and of one of its processors, from the CUDA programming guide."""
 
 MAX_TOKENS = 64
 """Shapes are cut to so many tokens a request: code does not depend on it, memory here does."""
 
-HELPERS = {"attention_plan_kernel", "attention_splits_kernel", "reduce_segments"}
+HELPERS = {
+    "attention_plan_kernel",
+    "attention_splits_kernel",
+    "reduce_segments",
+    "_fwd_kernel_stage2",
+}
 """Kernels beside the one that reads keys."""
 
 HEADER = f"""\
 {"shape":38} {"kernel of":12} {"registers":>9} {"programs":>8} {"KiB read":>8} {"of":>5} \
 {"per KiB":>7}  by kind"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Counted:
-    """A kernel that a launch compiled."""
-
-    name: str
-    num_warps: int
-    shared_bytes: int
-    code: MachineCode
-
-    @property
-    def programs_per_processor(self) -> int:
-        """How many programs a processor holds at once, by registers, shared memory and warps."""
-        registers = -(-self.code.registers // 8) * 8 * 32 * self.num_warps
-        shared = self.shared_bytes + 1024
-        return min(
-            MAX_PROGRAMS,
-            MAX_WARPS // self.num_warps,
-            REGISTERS // registers,
-            SHARED_BYTES // shared,
-        )
-
-    @property
-    def body(self) -> tuple[str, ...]:
-        """The loop over keys, or all of a kernel that has none."""
-        loop = self.code.main_loop
-        return (
-            loop
-            if loaded_bytes(loop) >= loaded_bytes(self.code.instructions) / 16
-            else (self.code.instructions)
-        )
-
-    @property
-    def read_kib(self) -> float:
-        """KiB that a program loads in the body."""
-        return loaded_bytes(self.body) * 32 * self.num_warps / 1024
-
-    @property
-    def per_kib(self) -> float:
-        """Instructions of all warps of a program for a KiB it loads in the body."""
-        return len(self.body) * self.num_warps / self.read_kib
-
-
-def show_vllm_a_gpu() -> None:
-    """Have vLLM's CPU build define its Triton kernels and choose their tiles for an H200."""
-    from vllm import platforms
-
-    platforms.vllm_version_matches_substr = lambda _text: False
-    # The build for GPUs has operations that its description of a platform loads.
-    sys.modules["vllm._C_stable_libtorch"] = ModuleType("vllm._C_stable_libtorch")
-    from vllm.platforms.cuda import CudaPlatformBase
-    from vllm.platforms.interface import DeviceCapability
-
-    class H200(CudaPlatformBase):
-        @classmethod
-        def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:  # noqa: ARG003
-            return DeviceCapability(*divmod(CAPABILITY, 10))
-
-        @classmethod
-        def get_device_name(cls, device_id: int = 0) -> str:  # noqa: ARG003
-            return "NVIDIA H200"
-
-    platforms._current_platform = H200()
-
-
-def compiled_by(prepare: Callable[[], Callable[[], object]]) -> list[Counted]:
-    """The kernels that a launch, and what prepares it, would run."""
-    from triton.runtime.jit import JITFunction
-
-    found: dict[int, Counted] = {}
-    run = JITFunction.run
-
-    def compile_only(self: JITFunction, *args: object, **kwargs: object) -> object:
-        kernel = run(self, *args, **(kwargs | {"warmup": True}))
-        found[id(kernel)] = Counted(
-            name=kernel.metadata.name,
-            num_warps=kernel.metadata.num_warps,
-            shared_bytes=kernel.metadata.shared,
-            code=take_apart(kernel.asm["cubin"]),
-        )
-        return kernel
-
-    JITFunction.run = compile_only
-    try:
-        prepare()()
-    finally:
-        JITFunction.run = run
-    return list(found.values())
 
 
 def attention(batch: AttentionBatch) -> Callable[[], object]:
@@ -185,6 +104,18 @@ def launches() -> Iterator[tuple[str, str, Callable[[], Callable[[], object]]]]:
     conv = lambda: make_conv_batch(NEMOTRON.conv_dim, [1] * MAX_TOKENS, CPU)  # noqa: E731
     yield "M conv_update nemotron-h-8b", "jenga", lambda: bench_conv_update.jenga(conv())
     yield "M conv_update nemotron-h-8b", "vllm", lambda: bench_conv_update.vllm(conv())
+    for model in DELTA_MODELS:
+        for dtype in (torch.float32, torch.bfloat16):
+            name = f"G delta_update {model.name} {str(dtype)[6:]}"
+            step = lambda m=model, d=dtype: make_delta_batch(m, [1] * MAX_TOKENS, d, CPU)  # noqa: E731
+            yield name, "jenga", lambda make=step: bench_delta.jenga_update(make())
+            yield name, "vllm", lambda make=step: bench_delta.vllm_update(make())
+    for latent in latent_shapes.SHAPES:
+        requests = tuple((min(q, MAX_TOKENS), MAX_TOKENS) for q, _ in latent.requests)
+        small = dataclasses.replace(latent, requests=requests)
+        name = latent.name if latent.name[0] == "L" else f"L0 {latent.name}"
+        yield name, "jenga", lambda s=small: _latent(s, bench_latent_attention.jenga)
+        yield name, "vllm", lambda s=small: _latent(s, latent_peers.vllm_triton)
     for store in bench_kv_store.SHAPES:
         small = dataclasses.replace(store, num_tokens=MAX_TOKENS)
         batch = lambda s=small: bench_kv_store.make_batch(s, CPU)  # noqa: E731
@@ -196,13 +127,27 @@ def _vllm_attention(batch: AttentionBatch) -> Callable[[], object]:
     return attention_peers.vllm_triton(batch, torch.empty_like(batch.q))
 
 
+def _latent(
+    shape: latent_shapes.LatentShape,
+    prepare: Callable[[latent_shapes.LatentBatch, torch.Tensor], Callable[[], object]],
+) -> Callable[[], object]:
+    batch = latent_shapes.make_batch(shape, CPU)
+    out = batch.q.new_empty(shape.num_tokens, shape.num_heads, latent_shapes.LATENT_DIM)
+    return prepare(batch, out)
+
+
 def line(shape: str, owner: str, kernel: Counted) -> str:
     """A row of the table."""
-    kinds = "  ".join(f"{kind} {number}" for kind, number in count(kernel.body).most_common())
     return (
         f"{shape[:38]:38} {owner:12} {kernel.code.registers:9} {kernel.programs_per_processor:8} "
-        f"{kernel.read_kib:8.1f} {len(kernel.body):5} {kernel.per_kib:7.0f}  {kinds}"
+        f"{kernel.read_kib:8.1f} {len(kernel.body):5} {kernel.per_kib:7.0f}  {kinds(kernel.body)}"
     )
+
+
+def steps(shape: str, owner: str, prepare: Callable[[], Callable[[], object]]) -> list[str]:
+    """Rows of the first table."""
+    kernels = [kernel for kernel in compiled_by(prepare) if kernel.name not in HELPERS]
+    return [line(shape, owner, kernel) for kernel in kernels]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -226,20 +171,27 @@ def main(arguments: list[str] | None = None) -> None:
         HEADER,
     ]
     print("\n".join(lines), flush=True)
-    for shape, owner, prepare in launches():
+
+    def add(shape: str, owner: str, rows: Callable[[], list[str]]) -> None:
         if not shape.startswith(options.only) or (owner != "jenga" and options.peers == "none"):
-            continue
+            return
         try:
-            kernels = compiled_by(prepare)
+            found = rows()
         except Exception as error:  # a peer that fails must not end the run
             if owner == "jenga":
                 raise
-            print(f"  {shape}: no {owner}: {str(error)[:200]}", flush=True)
-            continue
-        for kernel in kernels:
-            if kernel.name not in HELPERS:
-                lines.append(line(shape, owner, kernel))
-                print(lines[-1], flush=True)
+            found = [f"  {shape}: no {owner}: {str(error)[:200]}"]
+        lines.extend(found)
+        print("\n".join(found), flush=True)
+
+    for shape, owner, prepare in launches():
+        add(shape, owner, lambda s=shape, o=owner, p=prepare: steps(s, o, p))
+    if options.only[:1] in ("", "R"):
+        legend = ["", *prompt_counts.LEGEND, "", prompt_counts.HEADER]
+        lines.extend(legend)
+        print("\n".join(legend), flush=True)
+    for prompt in prompt_counts.launches():
+        add(prompt.name, prompt.owner, lambda p=prompt: prompt_counts.rows(p))
     if options.save:
         text = "\n".join(["# Instruction counts, not speed", "", "```", *lines, "```", ""])
         (options.save / "static_counts.md").write_text(text)

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from perf.compiled_launches import Counted
 from perf.machine_code import MachineCode, _inner_loops, count, loaded_bytes
+from perf.prompt_counts import PROMPT_TOKENS, executed
 
 LISTING = (
     "MOV R1, c[0x0][0x28]",
@@ -43,9 +45,35 @@ def test_main_loop_is_the_shortest_with_matrix_products():
     assert code.main_loop == LISTING[2:5]
 
 
+def scan(*loops):
+    code = MachineCode(registers=32, stack_bytes=0, instructions=LISTING, loops=loops)
+    return Counted(
+        name="delta_scan_kernel",
+        num_warps=4,
+        shared_bytes=0,
+        code=code,
+        num_programs=1,
+        constants={"BLOCK_T": 64},
+    )
+
+
+def test_prompts_are_counted_turn_by_turn():
+    padding, chunks = LISTING[1:3], LISTING[3:7]
+
+    assert executed(scan(padding, chunks)) == len(LISTING) - 2 - 4 + 4 * PROMPT_TOKENS / 64
+
+
+def test_a_kernel_with_other_loops_than_it_had_is_not_counted():
+    with pytest.raises(ValueError, match="turns of delta_scan_kernel must be for 3 loops"):
+        executed(scan(LISTING[1:3], LISTING[3:5], LISTING[5:7]))
+
+
 @pytest.mark.slow
-def test_static_counts_are_made_without_a_gpu(tmp_path):
-    command = [sys.executable, "-m", "perf.static_counts", "--only", "D13", "--peers", "none"]
+@pytest.mark.parametrize(
+    ("shape", "text"), [("D13", "matrix 32"), ("R causal_conv nemotron", "causal_conv_kernel")]
+)
+def test_static_counts_are_made_without_a_gpu(tmp_path, shape, text):
+    command = [sys.executable, "-m", "perf.static_counts", "--only", shape, "--peers", "none"]
     environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
     root = Path(__file__).parents[1]
 
@@ -54,6 +82,6 @@ def test_static_counts_are_made_without_a_gpu(tmp_path):
     (row,) = [
         line
         for line in (tmp_path / "static_counts.md").read_text().splitlines()
-        if line.startswith("D13")
+        if line.startswith(shape)
     ]
-    assert "matrix 32" in row
+    assert text in row
