@@ -98,6 +98,8 @@ def state_scan(
     else:
         kernel = state_scan_heads_kernel
         tiles = head_scan_tiles(machine, head_dim, d_state, x.element_size())
+    # Every state element of a channel decays on its own, so those of channels are one tile.
+    parts = {} if A.dim() > 1 else {"PARTS": tiles.state_parts}
     stride_slot, stride_head, stride_dim, _ = strides(states)
     kernel[(triton.cdiv(head_dim, tiles.block_dims) * num_heads, num_requests)](
         out_ptr=out,
@@ -145,7 +147,8 @@ def state_scan(
         HAS_LIMITS=dt_limits != (0.0, float("inf")),
         BLOCK_T=tiles.block_tokens,
         BLOCK_P=tiles.block_dims,
-        BLOCK_N=max(tiles.least_state, power_of_two(d_state)),
+        BLOCK_N=max(tiles.least_state, power_of_two(d_state)) // tiles.state_parts,
+        **parts,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from jenga_kernels.triton.addressing import page_offsets
 from jenga_kernels.triton.device import device_function
-from jenga_kernels.triton.matmul import matmul, matmul_add
+from jenga_kernels.triton.matmul import matmul_add
 from jenga_kernels.triton.recurrence import (
     LOG2E,
     checkpoint_range,
@@ -43,6 +43,35 @@ def mixing_weights(scores, coarse, fine, dt, BLOCK_T: tl.constexpr):
         scores *= dt[None, :]
     exponent = tl.where(tile[:, None] >= tile[None, :], exponent, float("-inf"))
     return scores * tl.exp2(exponent)  # [T, T]
+
+
+@device_function
+def load_state(ptr, is_dim, D_STATE: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr):
+    """A state as PARTS tiles f32[BLOCK_N, P], from where each channel's begins, [1, P]."""
+    parts = ()
+    for part in tl.static_range(PARTS):  # pyright: ignore[reportGeneralTypeIssues]
+        ns = part * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+        parts += (tl.load(ptr + ns, mask=(ns < D_STATE) & is_dim, other=0.0).to(tl.float32),)
+    return parts
+
+
+@device_function
+def next_state(h, b, kept, decay, PARTS: tl.constexpr):
+    """The state after a chunk, part by part."""
+    parts = ()
+    for part in tl.static_range(PARTS):  # pyright: ignore[reportGeneralTypeIssues]
+        parts += (matmul_add(tl.trans(b[part]), kept, h[part] * decay),)
+    return parts
+
+
+@device_function
+def store_state(
+    ptr, parts, is_dim, D_STATE: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr
+):
+    """Store what `load_state` gives, rounded to the states' element type."""
+    for part in tl.static_range(PARTS):  # pyright: ignore[reportGeneralTypeIssues]
+        ns = part * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+        tl.store(ptr + ns, parts[part].to(ptr.dtype.element_ty), mask=(ns < D_STATE) & is_dim)
 
 
 @triton.jit
@@ -98,6 +127,7 @@ def state_scan_heads_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Program (b, r) scans request r in BLOCK_P channels of one head, chunk by chunk."""
     BLOCKS: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
@@ -107,8 +137,6 @@ def state_scan_heads_kernel(
     ns = tl.arange(0, BLOCK_N)
     tile = tl.arange(0, BLOCK_T)
     is_dim = (dims < HEAD_DIM)[None, :]
-    is_n = (ns < D_STATE)[None, :]
-    in_state = (ns < D_STATE)[:, None] & is_dim
     dtype = x_ptr.dtype.element_ty
     query_start = tl.load(query_starts_ptr + request)
     num_tokens = tl.load(query_starts_ptr + request + 1) - query_start
@@ -140,9 +168,8 @@ def state_scan_heads_kernel(
     if z_ptr is not None:
         z_ptr += query_start * stride_z_token + head * stride_z_head + dims[None, :]
     initial = states_ptr + (page_offsets(initial_slot, stride_states_slot) + in_page)
-    h = tl.load(initial + ns[:, None], mask=mask_if(initial_slot > 0, in_state), other=0.0).to(
-        tl.float32
-    )  # [N, P]
+    has_initial = mask_if(initial_slot > 0, is_dim)
+    h = load_state(initial, has_initial, D_STATE, BLOCK_N, PARTS)
 
     start = 0
     stretch, last_stretch = checkpoint_range(checkpoint_starts_ptr, request)
@@ -169,13 +196,23 @@ def state_scan_heads_kernel(
                 coarse = exact_part(coarse)
             coarse = tl.cumsum(coarse, 0)
             x = tl.load(x_ptr + row * stride_x_token, mask=rows & is_dim, other=0.0)  # [T, P]
-            b = tl.load(B_ptr + row * stride_B_token, mask=rows & is_n, other=0.0)  # [T, N]
-            c = tl.load(C_ptr + row * stride_C_token, mask=rows & is_n, other=0.0)  # [T, N]
+            y = tl.full([BLOCK_T, BLOCK_P], 0.0, tl.float32)
+            scores = tl.full([BLOCK_T, BLOCK_T], 0.0, tl.float32)
+            # Of a wide state, one part of a chunk's B and C is in registers at a time.
+            b = ()
+            for part in tl.static_range(PARTS):  # pyright: ignore[reportGeneralTypeIssues]
+                is_n = rows & (part * BLOCK_N + ns < D_STATE)[None, :]
+                place = row * stride_B_token + part * BLOCK_N
+                b += (tl.load(B_ptr + place, mask=is_n, other=0.0),)  # [T, N]
+                place = row * stride_C_token + part * BLOCK_N
+                c = tl.load(C_ptr + place, mask=is_n, other=0.0)  # [T, N]
+                y = matmul_add(c, h[part].to(dtype), y)
+                scores = matmul_add(c, tl.trans(b[part]), scores)
 
             # What the state before the chunk gives, then what the chunk's own tokens give.
             since_start = coarse if fine is None else coarse + fine
-            y = matmul(c, h.to(dtype)) * tl.exp2(since_start)[:, None]
-            weights = mixing_weights(matmul(c, tl.trans(b)), coarse, fine, dt, BLOCK_T)
+            y *= tl.exp2(since_start)[:, None]
+            weights = mixing_weights(scores, coarse, fine, dt, BLOCK_T)
             y = matmul_add(weights.to(dtype), x, y)
 
             last = tile == BLOCK_T - 1
@@ -184,8 +221,8 @@ def state_scan_heads_kernel(
                 until_end += tl.sum(tl.where(last, fine, 0.0), 0) - fine
             x32 = x.to(tl.float32)
             kept = (x32 * (tl.exp2(until_end) * dt)[:, None]).to(dtype)
-            h *= tl.exp2(tl.sum(tl.where(last, since_start, 0.0), 0))
-            h = matmul_add(tl.trans(b), kept, h)
+            decay = tl.exp2(tl.sum(tl.where(last, since_start, 0.0), 0))
+            h = next_state(h, b, kept, decay, PARTS)
             if D_ptr is not None:
                 y += D * x32
             if z_ptr is not None:
@@ -195,8 +232,4 @@ def state_scan_heads_kernel(
             tl.store(out_ptr + row * stride_out_token, y, mask=rows & is_dim)
         start = stop
         state_ptr = states_ptr + (page_offsets(slot, stride_states_slot) + in_page)
-        tl.store(
-            state_ptr + ns[:, None],
-            h.to(states_ptr.dtype.element_ty),
-            mask=mask_if(slot > 0, in_state),
-        )
+        store_state(state_ptr, h, mask_if(slot > 0, is_dim), D_STATE, BLOCK_N, PARTS)

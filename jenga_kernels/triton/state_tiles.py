@@ -6,7 +6,7 @@ large, because it pays per operation and hardly per element.
 
 from dataclasses import dataclass
 
-from jenga_kernels.triton.tiles import HOPPER, Machine, power_of_two
+from jenga_kernels.triton.tiles import Machine, power_of_two
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +19,7 @@ class ScanTiles:
         num_warps: Warps a program.
         num_stages: Loads in flight ahead of the arithmetic.
         least_state: Least width of a tile of the state; matrix products have one.
+        state_parts: Parts of a state's elements, each a tile of its own.
         run_tokens: Tokens next to each other that a thread takes one after another.
     """
 
@@ -27,6 +28,7 @@ class ScanTiles:
     num_warps: int
     num_stages: int = 1
     least_state: int = 1
+    state_parts: int = 1
     run_tokens: int = 1
 
 
@@ -50,9 +52,10 @@ WIDE_STATE = 128
 def head_scan_tiles(machine: Machine, head_dim: int, d_state: int, element_bytes: int) -> ScanTiles:
     """Tiles of `state_scan` where a head decays as one.
 
-    All have one stage: with more, Triton's warpgroup products whose left operand is in registers
-    may run on into the next turn of the loop and read what that one has overwritten. Programs are
-    small, so that those of one prompt fill a GPU.
+    Chunks of 64 tokens have one stage: with more, Triton's warpgroup products whose left operand is
+    in registers may run on into the next turn of the loop and read what that one has overwritten.
+    Those operands have a row for each token, and no warpgroup takes 32 rows. Programs are small, so
+    that those of one prompt fill a GPU; of wide states they are larger: each reads all of B and C.
 
     Args:
         machine: Where it runs.
@@ -61,19 +64,28 @@ def head_scan_tiles(machine: Machine, head_dim: int, d_state: int, element_bytes
         element_bytes: Bytes of an element of x.
     """
     whole_head = max(LEAST_PRODUCT, power_of_two(head_dim))
+    is_wide = d_state > WIDE_STATE
+    num_stages = 1
+    # Parts of 64 elements, so that of B and C as much is in registers at a time.
+    state_parts = power_of_two(d_state) // 64 if is_wide else 1
     if machine.is_interpreter:
         block_tokens, block_dims, num_warps = 64, whole_head, 1
     elif element_bytes > 2:  # noqa: PLR2004 - wider than 16 bits: no tensor cores
-        block_tokens, block_dims, num_warps = 16, 16, 8
-    elif machine.capability < HOPPER:
-        block_tokens, block_dims, num_warps = (32, 32, 4) if d_state <= WIDE_STATE else (16, 16, 4)
+        block_tokens, block_dims, num_warps, state_parts = 16, 16, 8, 1
+    elif not machine.has_large_tiles:
+        block_tokens, block_dims, num_warps = (16, 16, 4) if is_wide else (32, 32, 4)
+        state_parts = 1
+    elif is_wide:
+        block_tokens, block_dims, num_warps, num_stages = 32, 64, 8, 3
     else:
-        block_tokens, block_dims, num_warps = (64, 32, 4) if d_state <= WIDE_STATE else (32, 16, 8)
+        block_tokens, block_dims, num_warps = 64, 32, 4
     return ScanTiles(
         block_tokens=block_tokens,
         block_dims=min(whole_head, block_dims),
         num_warps=num_warps,
+        num_stages=num_stages,
         least_state=LEAST_PRODUCT,
+        state_parts=state_parts,
     )
 
 

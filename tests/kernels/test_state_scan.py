@@ -23,6 +23,7 @@ CASES = {
     "mamba1": ("channels", (1, 96, 16, 1), [1, 17, 40]),
     "mamba1_odd_state_and_two_groups": ("channels", (2, 24, 24, 2), [3, 0, 19, PADDING, 2]),
     "mamba2": ("heads", (4, 64, 128, 2), [1, 64, 130]),
+    "mamba2_wide_state": ("heads", (2, 16, 200, 1), [33, 1, 70]),
     "mamba2_odd_head_and_state": ("heads", (3, 24, 40, 1), [5, 0, 70, PADDING, 2, 129]),
 }
 
@@ -435,3 +436,11 @@ def test_state_scan_of_heads_compiles_to_matrix_instructions_without_spills(capa
     assert len(in_half) == 6
     if capability >= 90:
         assert all(kernel.counts["wgmma"] > 0 for kernel in in_half)
+        wide = [kernel for kernel in kernels if kernel.counts["cp_async"] > 0]
+        assert len(wide) == 2
+        for kernel in wide:
+            # A chunk is in flight while the one before is worked on.
+            assert kernel.counts["cp_async_ahead"] == 1, kernel
+            # With loads in flight, products of registers could run on into the next turn.
+            assert kernel.counts["wgmma_of_registers"] == 0, kernel
+            assert kernel.loop_instructions <= 630, kernel
