@@ -4,6 +4,7 @@ import torch
 from jenga_kernels.causal_conv import causal_conv
 from jenga_kernels.reference import causal_conv as reference
 from jenga_kernels.states import Checkpoints
+from jenga_kernels.triton.state_tiles import ScanTiles
 from tests.kernels.compiling import compile_job
 from tests.kernels.conv_cases import conv_states, conv_tensors
 from tests.kernels.state_cases import PADDING, i32, on_cpu, prompt_slots, same_elsewhere, widened
@@ -84,6 +85,26 @@ def test_causal_conv_gives_the_same_wherever_a_prompt_is_cut(seed):
 
     assert torch.equal(out, cut_out)
     assert torch.equal(whole.states[1:6], pieces.states[1:6])
+
+
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("is_dim_last", [True, False], ids=["dim_last", "dim_first"])
+def test_causal_conv_gives_the_same_by_runs_of_tokens(monkeypatch, is_dim_last, width):
+    # The interpreter's own tiles have no runs; these are a GPU's.
+    by_runs = ScanTiles(block_tokens=32, block_dims=128, num_warps=2, run_tokens=8)
+    lengths = [130, 1, 0, PADDING, 65, 3, 31, 8]
+    tensors, slots, pages, written = arguments(lengths, 136, width, torch.float32, is_dim_last)
+    before = pages.arena.clone()
+    naive, want_states = by_reference(tensors, slots, pages.states)
+    exact, _ = by_reference(widened(tensors), slots, pages.states.double())
+    out = torch.full_like(tensors["x"], float("nan"))
+    monkeypatch.setattr("jenga_kernels.causal_conv.conv_tiles", lambda *_: by_runs)
+
+    causal_conv(out, pages.states, **tensors, **slots)
+
+    check_close(out, exact, naive)
+    assert torch.equal(pages.states[written], want_states[written])
+    assert same_elsewhere(pages.arena, before, written)
 
 
 def test_causal_conv_without_bias_and_activation():
