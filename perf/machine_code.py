@@ -32,6 +32,10 @@ NUM_PROCESSORS = 132
 """Of an H200."""
 
 
+SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+"""Compute capability -> shared memory of one program at most, from the CUDA programming guide."""
+
+
 class PretendedGpu:
     """As much of a Triton driver as compiling asks for, on a machine without a GPU."""
 
@@ -51,7 +55,8 @@ class PretendedGpu:
 
     def get_device_properties(self, _device: int) -> dict[str, int]:
         """What tiles depend on besides."""
-        return {"multiprocessor_count": NUM_PROCESSORS}
+        shared_bytes = SHARED_BYTES[self.target.arch]
+        return {"multiprocessor_count": NUM_PROCESSORS, "max_shared_mem": shared_bytes}
 
     def get_current_stream(self, _device: int) -> int:
         """The only stream."""

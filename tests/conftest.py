@@ -1,8 +1,23 @@
-"""Choose Triton's interpreter before any kernel is imported, where there is no GPU."""
+"""Choose what kernels run on before any is imported: a GPU, Triton's interpreter, an emulated GPU.
+
+`EMULATED_GPU=90` runs what Triton compiles for that compute capability in `perf.emulator`.
+"""
 
 import os
 from pathlib import Path
 
 HAS_GPU = any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/nvidia0"))
-if not HAS_GPU:
+EMULATED_GPU = os.environ.get("EMULATED_GPU")
+
+if EMULATED_GPU:
+    os.environ.pop("TRITON_INTERPRET", None)
+    # Tests put their tensors on a GPU where they see one.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+    from triton.runtime import driver
+
+    from perf.emulator.driver import EmulatedGpu
+
+    driver.set_active(EmulatedGpu(int(EMULATED_GPU)))
+elif not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -38,9 +38,6 @@ INSTRUCTIONS = {
 }
 """Names of counts -> what they count in PTX."""
 
-SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
-"""Compute capability -> shared memory of one program at most, from the CUDA programming guide."""
-
 
 TRITON_OF_LIMITS = "3.7."
 """The Triton whose registers and instructions the tests limit; others compile to something else."""

@@ -3,7 +3,8 @@ import torch
 
 from jenga_kernels.attention_plan import AttentionKind, plan_attention
 from jenga_kernels.paged_attention import paged_attention
-from tests.kernels.compiling import SHARED_BYTES, compile_job
+from perf.machine_code import SHARED_BYTES
+from tests.kernels.compiling import compile_job
 
 
 def launch(

@@ -4,7 +4,8 @@ import torch
 from jenga_kernels.attention_plan import AttentionKind
 from jenga_kernels.latent_attention import latent_attention
 from jenga_kernels.latent_plan import plan_latent_attention
-from tests.kernels.compiling import SHARED_BYTES, compile_job
+from perf.machine_code import SHARED_BYTES
+from tests.kernels.compiling import compile_job
 
 LATENT_DIM = 512
 WIDTH = 576

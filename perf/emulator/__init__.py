@@ -1,0 +1,17 @@
+"""A GPU in software: it runs the PTX that Triton compiles, on tensors in this machine's memory.
+
+The interpreter of Triton runs a kernel's Python; this runs what the compiler made of it: layouts,
+shared memory and its barriers, copies that land late, matrix instructions, 16-bit arithmetic. It
+tells whether a kernel is right on a GPU, not how fast it is there.
+
+    from perf.emulator.driver import EmulatedGpu
+    from triton.runtime import driver
+
+    driver.set_active(EmulatedGpu(90))  # launches on CPU tensors run from here on
+
+What a GPU leaves undefined is made to show: registers, shared memory and copies that are not waited
+for hold garbage; a load or store outside every tensor, or two warps at one address of shared memory
+without a barrier between them, is an `EmulationError`.
+
+Source: PTX ISA 8.7; CUTLASS `cute/arch/mma_sm90_desc.hpp` for descriptors of matrices.
+"""

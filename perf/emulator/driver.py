@@ -1,0 +1,76 @@
+"""A driver for Triton whose launches run in the emulator."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from perf.emulator.errors import EmulationError
+from perf.emulator.launches import EmulatedKernel
+from perf.machine_code import PretendedGpu
+
+MAX_THREADS = 1024
+"""Of a program."""
+
+SCRATCH_BYTES = 16
+"""Of each of the scratch memories that Triton passes besides, and our kernels do not use."""
+
+
+class EmulatedGpu(PretendedGpu):
+    """Triton's driver of an emulated GPU: compiles as for a real one, runs on tensors of the CPU.
+
+    Args:
+        capability: Compute capability, such as 90.
+    """
+
+    def launcher_cls(self, source: Any, metadata: Any) -> "Launcher":  # noqa: ANN401
+        """What launches a kernel, by the name that Triton asks for."""
+        return Launcher(source, metadata)
+
+    def load_binary(self, *_: object) -> tuple[object, object, int, int, int]:
+        """What Triton asks of a loaded kernel: its handles, registers, spills, threads at most."""
+        return self, self, 0, 0, MAX_THREADS
+
+
+class Launcher:
+    """What Triton calls to launch a kernel.
+
+    Args:
+        source: What was compiled; knows the types of arguments.
+        metadata: What the compiler says of it.
+    """
+
+    def __init__(self, source: Any, metadata: Any) -> None:  # noqa: ANN401
+        self._is_passed = [kind != "constexpr" for kind in source.signature.values()]
+        self._shared_bytes = metadata.shared
+        self._kernel = EmulatedKernel(_ptx_of(metadata).read_text())
+
+    def __call__(self, width: int, height: int, depth: int, *arguments: Any) -> None:  # noqa: ANN401
+        """Run every program of a grid.
+
+        Args:
+            width: Programs in the first dimension.
+            height: In the second.
+            depth: In the third.
+            arguments: Six that concern the driver, then the kernel's.
+        """
+        given = [
+            argument
+            for argument, is_passed in zip(arguments[6:], self._is_passed, strict=True)
+            if is_passed
+        ]
+        num_missing = len(self._kernel.kernel.parameters) - len(given)
+        given += [torch.zeros(SCRATCH_BYTES, dtype=torch.uint8) for _ in range(num_missing)]
+        self._kernel.launch((width, height, depth), given, self._shared_bytes)
+
+
+def _ptx_of(metadata: Any) -> Path:  # noqa: ANN401
+    """The compiler's text of a kernel, in Triton's cache."""
+    from triton.runtime.cache import get_cache_manager
+
+    files = get_cache_manager(metadata.hash).get_group(f"{metadata.name}.json") or {}
+    found = [Path(path) for name, path in files.items() if name.endswith(".ptx")]
+    if len(found) != 1:
+        msg = f"Triton's cache has no PTX of {metadata.name}"
+        raise EmulationError(msg)
+    return found[0]

@@ -1,0 +1,276 @@
+"""Matrix instructions: `mma` of a warp, `wgmma` of four warps with matrices in shared memory."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from perf.emulator.errors import EmulationError
+from perf.emulator.numbers import Array, halves, meaning, to_tf32
+from perf.emulator.ptx import Immediate, Instruction, Operand, Vector
+from perf.emulator.waves import WARP, Lanes, Reader, Step, Wave, reader, writer
+
+GROUP = 4 * WARP
+"""Threads that run a `wgmma` together."""
+
+LANES = np.arange(WARP)
+ROWS, COLUMNS = LANES // 4, LANES % 4
+"""Of a thread in each 8 x 4 part of a fragment."""
+
+READER = -1
+"""Who reads shared memory for a group of warps: none of them, so that all need a barrier."""
+
+ELEMENT_BYTES = {"f16": 2, "bf16": 2, "tf32": 4}
+
+
+def matrices(instruction: Instruction) -> Step | None:
+    """What an instruction does; None if it is of another family."""
+    name, *flags = instruction.opcode.split(".")
+    if name == "mma":
+        return _of_warp(instruction, flags)
+    if name != "wgmma":
+        return None
+    match flags[0]:
+        case "fence":
+            return lambda _wave, _lanes: None
+        case "commit_group":
+            return lambda wave, lanes: wave.products.commit(wave.whole_programs(lanes, "a commit"))
+        case "wait_group":
+            count = instruction.operands[0].value  # type: ignore[union-attr]
+            return lambda wave, lanes: wave.products.wait(
+                wave.whole_programs(lanes, "a wait for products"), count
+            )
+        case _:
+            return _of_group(instruction, flags)
+
+
+def _elements(registers: Array, kind: str) -> Array:
+    """Values [..., elements] of registers u32[...]."""
+    if kind == "tf32":
+        return to_tf32(registers.view(np.float32))[..., None]
+    return np.stack([meaning(half, kind).astype(np.float32) for half in halves(registers)], axis=-1)
+
+
+def _left(registers: Array, kind: str) -> Array:
+    """Rows [warps, 16, k] of A's fragment u32[4, warps, 32]."""
+    values = _elements(registers, kind)  # [4, warps, 32, elements]
+    each = values.shape[-1]
+    matrix = np.empty((values.shape[1], 16, 8 * each), dtype=np.float32)
+    for index in range(4):
+        rows = ROWS + 8 * (index % 2)
+        for element in range(each):
+            columns = COLUMNS * each + element + 4 * each * (index // 2)
+            matrix[:, rows, columns] = values[index, :, :, element]
+    return matrix
+
+
+def _right(registers: Array, kind: str) -> Array:
+    """Columns [warps, k, 8] of B's fragment u32[2, warps, 32]."""
+    values = _elements(registers, kind)
+    each = values.shape[-1]
+    matrix = np.empty((values.shape[1], 8 * each, 8), dtype=np.float32)
+    for index in range(2):
+        for element in range(each):
+            ks = COLUMNS * each + element + 4 * each * index
+            matrix[:, ks, ROWS] = values[index, :, :, element]
+    return matrix
+
+
+def _scattered(fragment: Array) -> Array:
+    """Matrix [warps, 16, n] of an accumulator f32[n / 2, warps, 32]."""
+    parts = fragment.reshape(-1, 2, 2, *fragment.shape[1:])  # [n / 8, halves, 2, warps, 32]
+    matrix = np.empty((fragment.shape[1], 16, 8 * len(parts)), dtype=np.float32)
+    for block in range(len(parts)):
+        for half in range(2):
+            for element in range(2):
+                columns = 8 * block + 2 * COLUMNS + element
+                matrix[:, ROWS + 8 * half, columns] = parts[block, half, element]
+    return matrix
+
+
+def _gathered(matrix: Array) -> Array:
+    """Accumulator f32[n / 2, warps * 32] of a matrix [warps, 16, n]."""
+    registers = [
+        matrix[:, ROWS + 8 * half, 8 * block + 2 * COLUMNS + element]
+        for block in range(matrix.shape[2] // 8)
+        for half in range(2)
+        for element in range(2)
+    ]
+    return np.stack(registers).reshape(len(registers), -1)
+
+
+def _multiply(left: Array, right: Array) -> Array:
+    return np.matmul(left.astype(np.float64), right.astype(np.float64))
+
+
+def _stacked(reads: list[Reader], wave: Wave) -> Array:
+    """Registers u32 or f32 [registers, warps, 32]."""
+    return np.stack([wave.of(read(wave)).reshape(-1, WARP) for read in reads])
+
+
+def _readers(operand: Operand, kind: str) -> list[Reader]:
+    if not isinstance(operand, Vector):
+        msg = f"{operand} is no fragment"
+        raise EmulationError(msg)
+    return [reader(part, kind) for part in operand.parts]
+
+
+def _of_warp(instruction: Instruction, flags: list[str]) -> Step:
+    shape, kind = flags[2], flags[-3]
+    if shape not in {"m16n8k16", "m16n8k8"} or flags[-1] != "f32" or kind not in ELEMENT_BYTES:
+        raise EmulationError(instruction.opcode)
+    result, a, b, c = instruction.operands
+    lefts, rights, adds = _readers(a, "b32"), _readers(b, "b32"), _readers(c, "f32")
+    if (len(lefts), len(rights)) != (4, 2) or not isinstance(result, Vector):
+        raise EmulationError(instruction.opcode)
+    writes = [writer(part, "f32") for part in result.parts]
+
+    def step(wave: Wave, lanes: Lanes | None) -> None:
+        wave.whole_warps(lanes, "mma")
+        left = _left(_stacked(lefts, wave), kind)
+        right = _right(_stacked(rights, wave), kind)
+        total = _scattered(_stacked(adds, wave)) + _multiply(left, right)
+        for write, register in zip(writes, _gathered(total.astype(np.float32)), strict=True):
+            write(wave, register, lanes)
+
+    return step
+
+
+SWIZZLES = {0: 16, 1: 128, 2: 64, 3: 32}
+"""Code in a descriptor -> bytes that a row of a pattern has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptor:
+    """Where a matrix lies in shared memory.
+
+    Attributes:
+        start: First byte.
+        leading_bytes: From one pattern to the next, along the rows in memory.
+        stride_bytes: From eight rows to the next eight.
+        row_bytes: Of a pattern's row; its chunks of 16 bytes change places.
+    """
+
+    start: int
+    leading_bytes: int
+    stride_bytes: int
+    row_bytes: int
+
+    @classmethod
+    def of(cls, bits: int) -> "Descriptor":
+        """Read the 64 bits.
+
+        Raises:
+            EmulationError: There is a base offset.
+        """
+        if (bits >> 49) & 7:
+            msg = "a matrix whose patterns are not aligned"
+            raise EmulationError(msg)
+        return cls(
+            start=(bits & 0x3FFF) << 4,
+            leading_bytes=((bits >> 16) & 0x3FFF) << 4,
+            stride_bytes=((bits >> 32) & 0x3FFF) << 4,
+            row_bytes=SWIZZLES[bits >> 62],
+        )
+
+    def addresses(
+        self, outer: int, inner: int, element_bytes: int, *, is_transposed: bool
+    ) -> Array:
+        """Of the elements [outer, k]: rows of A, columns of B.
+
+        Args:
+            outer: Rows of A or columns of B.
+            inner: Elements along k.
+            element_bytes: Of an element.
+            is_transposed: Whether neighbours in memory are neighbours in `outer`, not along k.
+        """
+        outers, inners = np.arange(outer)[:, None], np.arange(inner)[None, :]
+        along, across = (outers, inners) if is_transposed else (inners, outers)
+        bytes_along = along * element_bytes
+        if self.row_bytes == SWIZZLES[0] and is_transposed:
+            # Without patterns the two strides change their parts.
+            jumps = bytes_along // 16 * self.stride_bytes + across // 8 * self.leading_bytes
+        else:
+            jumps = bytes_along // self.row_bytes * self.leading_bytes
+            jumps = jumps + across // 8 * self.stride_bytes
+        address = self.start + jumps + across % 8 * self.row_bytes + bytes_along % self.row_bytes
+        chunks = self.row_bytes // 16
+        return address ^ (((address >> 7) & (chunks - 1)) << 4)
+
+
+def _of_group(instruction: Instruction, flags: list[str]) -> Step:
+    found = re.fullmatch(r"m64n(\d+)k(\d+)", flags[3])
+    kind = flags[-1]
+    if not found or flags[4] != "f32" or flags[-2] != kind or kind not in ELEMENT_BYTES:
+        raise EmulationError(instruction.opcode)
+    n, k = int(found[1]), int(found[2])
+    result, a, b, keeps, *modes = instruction.operands
+    if not isinstance(result, Vector):
+        raise EmulationError(instruction.text)
+    reads = _readers(result, "f32")
+    writes = [writer(part, "f32") for part in result.parts]
+    keep = reader(keeps, "pred")
+    constants = [mode.value for mode in modes if isinstance(mode, Immediate)]
+    signs, transposed = constants[:2], [bool(mode) for mode in constants[2:]]
+    if signs != [1, 1]:
+        raise EmulationError(instruction.text)
+    in_registers = isinstance(a, Vector)
+    # Only matrices in shared memory may be transposed.
+    transposed_a = transposed[0] if len(transposed) > 1 else False
+    transposed_b = transposed[-1] if transposed else False
+    right_of = _matrix(b, n, k, kind, is_transposed=transposed_b)
+    lefts = _readers(a, "b32") if in_registers else []
+    left_of = None if in_registers else _matrix(a, 64, k, kind, is_transposed=transposed_a)
+
+    def step(wave: Wave, lanes: Lanes | None) -> None:
+        programs = wave.whole_programs(lanes, "wgmma")
+        is_kept = wave.of(keep(wave))[::GROUP]
+        right = right_of(wave)
+        left = left_of(wave) if left_of else None
+
+        def finish(programs: Lanes) -> None:
+            ended = programs[wave.programs]
+            groups = ended[::GROUP]
+            if left is None:
+                rows = _left(_stacked(lefts, wave), kind).reshape(-1, 64, k)[groups]
+            else:
+                rows = left(groups)
+            products = _multiply(rows, right(groups).transpose(0, 2, 1))  # [groups, 64, n]
+            total = _scattered(_stacked(reads, wave)).reshape(-1, 64, n)
+            before = np.where(is_kept[groups, None, None], total[groups], np.float32(0))
+            total[groups] = (before + products).astype(np.float32)
+            for write, register in zip(writes, _gathered(total.reshape(-1, 16, n)), strict=True):
+                write(wave, register, None if ended.all() else ended)
+
+        wave.products.start(programs, finish)
+
+    return step
+
+
+def _matrix(
+    operand: Operand, outer: int, k: int, kind: str, *, is_transposed: bool
+) -> Callable[[Wave], Callable[[Lanes], Array]]:
+    """What makes, of a wave at this time, what reads matrices [groups, outer, k] later."""
+    descriptors = reader(operand, "u64")
+    size = ELEMENT_BYTES[kind]
+
+    def prepare(wave: Wave) -> Callable[[Lanes], Array]:
+        each = wave.of(descriptors(wave))[::GROUP]
+
+        def read(groups: Lanes) -> Array:
+            places = [
+                Descriptor.of(int(bits)).addresses(outer, k, size, is_transposed=is_transposed)
+                for bits in each[groups]
+            ]
+            programs = np.repeat(wave.programs[::GROUP][groups], outer * k)
+            reader_of = READER - np.repeat(np.flatnonzero(groups), outer * k)
+            found = wave.shared.read(np.stack(places).reshape(-1), size, programs, reader_of)
+            words = np.ascontiguousarray(found).reshape(len(places), outer, k, size)
+            if kind == "tf32":
+                return to_tf32(words.view(np.float32)[..., 0])
+            return meaning(words.view(np.uint16)[..., 0], kind).astype(np.float32)
+
+        return read
+
+    return prepare

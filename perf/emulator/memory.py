@@ -1,0 +1,227 @@
+"""Memory of an emulated GPU: tensors of this process, and what programs share."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from perf.emulator.errors import EmulationError
+
+Addresses = npt.NDArray[np.int64]
+Lanes = npt.NDArray[np.bool_]
+Places = npt.NDArray[np.int64]
+Parties = npt.NDArray[np.integer]
+Bytes = npt.NDArray[np.uint8]
+
+GARBAGE = 0xFF
+"""Of what every byte consists that nobody wrote: NaN, or -1."""
+
+
+def bytes_of(tensor: torch.Tensor) -> tuple[int, Bytes]:
+    """First address of a tensor's storage, and its bytes."""
+    storage = tensor.untyped_storage()
+    flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+    return storage.data_ptr(), flat.numpy()
+
+
+def _unit(num_bytes: int) -> int:
+    """Bytes that are read and written at once."""
+    return min(num_bytes, 8)
+
+
+def _elements(data: Bytes, num_bytes: int) -> npt.NDArray[np.unsignedinteger]:
+    """Memory as elements of the unit of such accesses."""
+    unit = _unit(num_bytes)
+    return data[: len(data) // unit * unit].view(f"u{unit}")
+
+
+def _rows(offsets: Addresses, num_bytes: int, unit: int) -> Places:
+    """Indices [len(offsets), num_bytes / unit] of the units of accesses."""
+    first = offsets // unit
+    if num_bytes <= unit:
+        return first[:, None]
+    return first[:, None] + np.arange(num_bytes // unit)
+
+
+def _refuse(wrong: Lanes, places: Places, what: str) -> None:
+    """Raise `EmulationError` if something is wrong at a place."""
+    if wrong.any():
+        msg = f"race: threads {what}, at {int(places[wrong][0])}, with no barrier between"
+        raise EmulationError(msg)
+
+
+class GlobalMemory:
+    """The storages of the tensors that a launch was given.
+
+    Programs may not depend on one another: `check_races` refuses a launch where one stored what
+    another loaded, or stored something else there.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        regions = {start: data for start, data in map(bytes_of, tensors) if len(data)}
+        self._starts = np.array(sorted(regions), dtype=np.int64)
+        self._regions = [regions[start] for start in self._starts.tolist()]
+        self._ends = self._starts + np.array([len(data) for data in self._regions], dtype=np.int64)
+        self._loads: list[list[tuple[Addresses, Parties, int]]] = [[] for _ in self._regions]
+        self._stores: list[list[tuple[Addresses, Parties, int]]] = [[] for _ in self._regions]
+
+    def read(self, addresses: Addresses, num_bytes: int, programs: Parties) -> Bytes:
+        """Bytes u8[len(addresses), num_bytes] for lanes of `programs`.
+
+        Raises:
+            EmulationError: Some lie outside every tensor, or an address is no multiple of
+                `num_bytes`.
+        """
+        data = np.empty((len(addresses), num_bytes), dtype=np.uint8)
+        for lanes, region, offsets in self._places(addresses, num_bytes, "load"):
+            held = _elements(self._regions[region], num_bytes)
+            data[lanes] = held[_rows(offsets, num_bytes, _unit(num_bytes))].view(np.uint8)
+            self._loads[region].append((offsets, programs[lanes], num_bytes))
+        return data
+
+    def write(self, addresses: Addresses, data: Bytes, programs: Parties) -> None:
+        """Write rows of `data`; see `read`."""
+        num_bytes = data.shape[1]
+        for lanes, region, offsets in self._places(addresses, num_bytes, "store"):
+            held = _elements(self._regions[region], num_bytes)
+            rows = _rows(offsets, num_bytes, _unit(num_bytes))
+            words = np.ascontiguousarray(data[lanes]).view(held.dtype)
+            changed = (held[rows] != words).any(axis=1)
+            held[rows] = words
+            _refuse(held[rows] != words, rows, "store different values at once")
+            self._stores[region].append((offsets[changed], programs[lanes][changed], num_bytes))
+
+    def check_races(self) -> None:
+        """Check that no program depends on another's stores.
+
+        Raises:
+            EmulationError: One does.
+        """
+        for data, loads, stores in zip(self._regions, self._loads, self._stores, strict=True):
+            if not stores or len(data) > MAX_TRACED_BYTES:
+                continue
+            writers = np.full(len(data), -1, dtype=np.int64)
+            for offsets, programs, num_bytes in stores:
+                rows = _rows(offsets, num_bytes, 1)
+                before = writers[rows]
+                others = (before >= 0) & (before != programs[:, None])
+                _refuse(others, rows, "of two programs store")
+                writers[rows] = programs[:, None]
+            for offsets, programs, num_bytes in loads:
+                rows = _rows(offsets, num_bytes, 1)
+                before = writers[rows]
+                others = (before >= 0) & (before != programs[:, None])
+                _refuse(others, rows, "load what another program stores")
+
+    def _places(
+        self, addresses: Addresses, num_bytes: int, what: str
+    ) -> Iterable[tuple[Lanes | slice, int, Addresses]]:
+        """Lanes, region and offsets there."""
+        if not len(addresses):
+            return
+        if (addresses % num_bytes).any():
+            wrong = int(addresses[addresses % num_bytes != 0][0])
+            msg = f"{what} of {num_bytes} bytes at {wrong:#x}, which is no multiple of them"
+            raise EmulationError(msg)
+        found = np.searchsorted(self._starts, addresses, side="right") - 1
+        wrong = (found < 0) | (addresses + num_bytes > self._ends[found])
+        if wrong.any():
+            msg = f"{what} of {num_bytes} bytes at {int(addresses[wrong][0]):#x}, in no tensor"
+            raise EmulationError(msg)
+        first = int(found[0])
+        if (found == first).all():
+            yield slice(None), first, addresses - self._starts[first]
+            return
+        for region in np.unique(found).tolist():
+            lanes = found == region
+            yield lanes, region, addresses[lanes] - self._starts[region]
+
+
+MAX_TRACED_BYTES = 1 << 26
+"""Larger tensors are not watched for races, for the sake of memory."""
+
+NOBODY = np.iinfo(np.int32).max
+
+TRACED = 2
+"""Bytes whose accesses are remembered together: no store of a single byte is known."""
+
+
+class SharedMemory:
+    """What the warps of each program share, and who accessed it since the last barrier.
+
+    Two warps race where one stores what the other stored or loads. A store of what is there already
+    is no race. Threads of one warp are taken to be in step.
+    """
+
+    def __init__(self, num_programs: int, num_bytes: int) -> None:
+        # Matrices of several programs are aligned as those of one.
+        self.num_bytes = num_bytes
+        self._stride = -(-num_bytes // 1024) * 1024
+        self._data = np.full(num_programs * self._stride, GARBAGE, dtype=np.uint8)
+        count = len(self._data) // TRACED
+        self._writer = np.full(count, NOBODY, dtype=np.int32)
+        self._least = np.full(count, NOBODY, dtype=np.int32)
+        self._most = np.full(count, -1, dtype=np.int32)
+
+    def barrier(self, programs: Lanes | None) -> None:
+        """What these programs accessed before is apart from what comes; None for all."""
+        for traces, nobody in ((self._writer, NOBODY), (self._least, NOBODY), (self._most, -1)):
+            if programs is None:
+                traces.fill(nobody)
+            else:
+                traces.reshape(len(programs), -1)[programs] = nobody
+
+    def keep(self, programs: Lanes) -> None:
+        """Forget the others."""
+        for name in ("_data", "_writer", "_least", "_most"):
+            held = getattr(self, name).reshape(len(programs), -1)
+            setattr(self, name, held[programs].reshape(-1))
+
+    def read(
+        self, addresses: Addresses, num_bytes: int, programs: Parties, warps: Parties
+    ) -> Bytes:
+        """Bytes u8[len(addresses), num_bytes] for lanes of `programs` and `warps`.
+
+        Raises:
+            EmulationError: An address is outside or no multiple of `num_bytes`, or there is a race.
+        """
+        offsets = self._offsets(addresses, num_bytes, programs, "load")
+        traced, warps = _rows(offsets, num_bytes, TRACED), warps[:, None]
+        writer = self._writer[traced]
+        _refuse((writer != NOBODY) & (writer != warps), traced, "load what others stored")
+        # Of lanes at one place the last counts: warps ascend, and descend in reverse.
+        self._least[traced[::-1]] = np.minimum(self._least[traced], warps)[::-1]
+        self._most[traced] = np.maximum(self._most[traced], warps)
+        rows = _rows(offsets, num_bytes, _unit(num_bytes))
+        return _elements(self._data, num_bytes)[rows].view(np.uint8)
+
+    def write(self, addresses: Addresses, data: Bytes, programs: Parties, warps: Parties) -> None:
+        """Write rows of `data`; see `read`."""
+        num_bytes = data.shape[1]
+        offsets = self._offsets(addresses, num_bytes, programs, "store")
+        held = _elements(self._data, num_bytes)
+        rows = _rows(offsets, num_bytes, _unit(num_bytes))
+        words = np.ascontiguousarray(data).view(held.dtype)
+        changes = (held[rows] != words).any(axis=1, keepdims=True)
+        traced, warps = _rows(offsets, num_bytes, TRACED), warps[:, None]
+        writer, least, most = self._writer[traced], self._least[traced], self._most[traced]
+        read_by_others = ((least != NOBODY) & (least != warps)) | ((most >= 0) & (most != warps))
+        _refuse(read_by_others & changes, traced, "store where others load")
+        _refuse((writer != NOBODY) & (writer != warps) & changes, traced, "store where others did")
+        self._writer[traced] = warps
+        held[rows] = words
+        _refuse(held[rows] != words, rows, "store different values at once")
+
+    def _offsets(
+        self, addresses: Addresses, num_bytes: int, programs: Parties, what: str
+    ) -> Addresses:
+        wrong = (addresses % num_bytes != 0) | (addresses < 0)
+        wrong |= addresses + num_bytes > self.num_bytes
+        if wrong.any():
+            msg = (
+                f"{what} of {num_bytes} bytes at {int(addresses[wrong][0])} of {self.num_bytes} "
+                f"bytes of shared memory"
+            )
+            raise EmulationError(msg)
+        return addresses + programs * self._stride

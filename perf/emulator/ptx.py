@@ -1,0 +1,224 @@
+"""Read a kernel's PTX: its parameters, registers and instructions."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from perf.emulator.errors import EmulationError
+
+WIDTHS = {"pred": 1} | {f"{kind}{bits}": bits for kind in "bsuf" for bits in (8, 16, 32, 64)}
+"""Type of a declared register -> its bits."""
+
+SPECIAL = ("%tid.x", "%ctaid.x", "%ctaid.y", "%ctaid.z", "%nctaid.x", "%nctaid.y", "%nctaid.z")
+"""Registers that hold where a thread is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """A register: its number among all of a kernel, and its bits."""
+
+    index: int
+    bits: int
+
+
+@dataclass(frozen=True, slots=True)
+class Immediate:
+    """A constant: an integer, or the bits of a floating-point number."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """A special register, or the start of shared memory."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A register or parameter and bytes behind it."""
+
+    base: "Register | Symbol"
+    offset_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """Several operands in braces."""
+
+    parts: tuple["Operand", ...]
+
+
+Operand = Register | Immediate | Symbol | Address | Vector
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One instruction.
+
+    Attributes:
+        opcode: As written, such as `add.s32`.
+        operands: Results first.
+        predicate: Threads that take part; None for all.
+        is_negated: Whether those take part where the predicate is false.
+        text: As written, for messages.
+    """
+
+    opcode: str
+    operands: tuple[Operand, ...]
+    predicate: Register | None
+    is_negated: bool
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """A kernel's code.
+
+    Attributes:
+        name: Of the entry.
+        parameters: Name and type of each, such as `("k_param_0", "u64")`.
+        num_threads: Of a program.
+        capability: Of the GPU it is compiled for, such as 90.
+        instructions: In order.
+        register_bits: Bits of each register.
+        targets: Label -> index of the instruction behind it.
+    """
+
+    name: str
+    parameters: tuple[tuple[str, str], ...]
+    num_threads: int
+    capability: int
+    instructions: tuple[Instruction, ...]
+    register_bits: tuple[int, ...]
+    targets: dict[str, int]
+
+
+@dataclass
+class _Names:
+    """Registers by name, in nested scopes."""
+
+    scopes: list[dict[str, Register]] = field(default_factory=lambda: [{}])
+    bits: list[int] = field(default_factory=list)
+
+    def declare(self, kind: str, names: str) -> None:
+        for name in (part.strip() for part in names.split(",")):
+            found = re.fullmatch(r"(%?\w+)<(\d+)>", name)
+            each = [f"{found[1]}{i}" for i in range(int(found[2]))] if found else [name]
+            for one in each:
+                self.scopes[-1][one] = Register(len(self.bits), WIDTHS[kind])
+                self.bits.append(WIDTHS[kind])
+
+    def find(self, name: str) -> Register | None:
+        return next((scope[name] for scope in reversed(self.scopes) if name in scope), None)
+
+
+def read_kernel(text: str) -> Kernel:
+    """Read the only kernel of a module.
+
+    Raises:
+        EmulationError: Something is not of the subset that Triton writes.
+    """
+    text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
+    # Where in the source code something comes from.
+    text = re.sub(r"^\s*\.(?:loc|file)\b[^\n]*", "", text, flags=re.MULTILINE)
+    head = re.search(r"\.entry\s+([\w$]+)\s*\((.*?)\)\s*((?:\.\w+[^{]*)?)\{", text, re.DOTALL)
+    target = re.search(r"\.target\s+sm_(\d+)", text)
+    if not head or not target:
+        msg = "PTX has no .entry or no .target"
+        raise EmulationError(msg)
+    threads = re.search(r"\.(?:reqntid|maxntid)\s+(\d+)", head[3])
+    if not threads:
+        msg = f"{head[1]} does not say how many threads it has"
+        raise EmulationError(msg)
+    names, instructions, targets = _Names(), [], {}
+    for statement in _statements(text[head.end() :]):
+        if statement == "{":
+            names.scopes.append({})
+        elif statement == "}":
+            names.scopes.pop()
+            if not names.scopes:
+                break
+        elif statement.endswith(":"):
+            targets[statement[:-1]] = len(instructions)
+        elif found := re.fullmatch(r"\.reg\s+\.(\w+)\s+(.*)", statement, re.DOTALL):
+            names.declare(found[1], found[2])
+        elif not statement.startswith("."):
+            instructions.append(_instruction(statement, names))
+    parameters = re.findall(r"\.param\s+\.(\w+)\s[^,]*?([\w$]+)\s*(?:,|$)", head[2].strip())
+    return Kernel(
+        name=head[1],
+        parameters=tuple((name, kind) for kind, name in parameters),
+        num_threads=int(threads[1]),
+        capability=int(target[1]),
+        instructions=tuple(instructions),
+        register_bits=tuple(names.bits),
+        targets=targets,
+    )
+
+
+def _statements(body: str) -> Iterator[str]:
+    """Instructions, declarations, labels, and the braces around scopes."""
+    start = depth = 0
+    for match in re.finditer(r"[;{}]", body):
+        mark, before = match[0], body[start : match.start()]
+        while label := re.match(r"\s*([\w$]+:)(?!:)", before):
+            yield label[1]
+            start += label.end()
+            before = before[label.end() :]
+        is_between = not before.strip()
+        if mark == "{" and not is_between:
+            depth += 1
+        elif mark == "}" and depth:
+            depth -= 1
+        elif not depth:
+            if not is_between:
+                yield before.strip()
+            if mark != ";":
+                yield mark
+            start = match.end()
+
+
+def _instruction(statement: str, names: _Names) -> Instruction:
+    found = re.fullmatch(r"(?:@(!?)([%\w]+)\s+)?([a-z][\w.:]*)\s*(.*)", statement, re.DOTALL)
+    if not found:
+        msg = f"not an instruction: {statement!r}"
+        raise EmulationError(msg)
+    negation, predicate, opcode, rest = found.groups()
+    register = names.find(predicate) if predicate else None
+    if predicate and register is None:
+        msg = f"unknown predicate in {statement!r}"
+        raise EmulationError(msg)
+    return Instruction(
+        opcode=opcode,
+        operands=tuple(_operand(text, names) for text in _split(rest)),
+        predicate=register,
+        is_negated=bool(negation),
+        text=" ".join(statement.split()),
+    )
+
+
+def _split(text: str) -> list[str]:
+    """Operands between commas that are in no braces, and between the two of `a|b`."""
+    parts = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,|{}\[\]\s][^,|{}\[\]]*", text)
+    return [part.strip() for part in parts if part.strip()]
+
+
+def _operand(text: str, names: _Names) -> Operand:
+    if text.startswith("{"):
+        return Vector(tuple(_operand(part, names) for part in _split(text[1:-1])))
+    if text.startswith("["):
+        found = re.fullmatch(r"\[\s*([%\w$.]+)\s*(?:\+\s*(-?\w+))?\s*\]", text)
+        if not found:
+            msg = f"not an address: {text!r}"
+            raise EmulationError(msg)
+        base = names.find(found[1]) or Symbol(found[1])
+        return Address(base, int(found[2] or "0", 0))
+    if register := names.find(text):
+        return register
+    if found := re.fullmatch(r"0[fFdD]([0-9a-fA-F]+)", text):
+        return Immediate(int(found[1], 16))
+    if found := re.fullmatch(r"(-?(?:0[xX][0-9a-fA-F]+|\d+))U?", text):
+        return Immediate(int(found[1], 0))
+    return Symbol(text)
