@@ -83,12 +83,20 @@ def attention(batch: AttentionBatch) -> Callable[[], object]:
     )
 
 
-def launches() -> Iterator[tuple[str, str, Callable[[], Callable[[], object]]]]:
-    """Shape, whose kernel, and what prepares its launch."""
+def launches(
+    max_tokens: int = MAX_TOKENS, max_requests: int | None = None
+) -> Iterator[tuple[str, str, Callable[[], Callable[[], object]]]]:
+    """Shape, whose kernel, and what prepares its launch.
+
+    Args:
+        max_tokens: Of a request at most.
+        max_requests: At most; None for as many as a shape has.
+    """
+    ones = [1] * min(MAX_TOKENS, max_requests or MAX_TOKENS)
     for shape in SHAPES:
         if shape.name[0] == "X":
             continue
-        requests = tuple((min(q, MAX_TOKENS), MAX_TOKENS) for q, _ in shape.requests)
+        requests = tuple((min(q, max_tokens), max_tokens) for q, _ in shape.requests[:max_requests])
         small = dataclasses.replace(shape, requests=requests)
         yield shape.name, "jenga", lambda s=small: attention(make_batch(s, CPU))
         yield shape.name, "vllm", lambda s=small: _vllm_attention(make_batch(s, CPU))
@@ -98,20 +106,22 @@ def launches() -> Iterator[tuple[str, str, Callable[[], Callable[[], object]]]]:
         (JAMBA, torch.float32),
     ):
         name = f"M state_update {model.name} {str(dtype)[6:]}"
-        one = lambda m=model, d=dtype: make_state_batch(m, [1] * MAX_TOKENS, d, CPU)  # noqa: E731
+        one = lambda m=model, d=dtype: make_state_batch(m, ones, d, CPU)  # noqa: E731
         yield name, "jenga", lambda make=one: bench_state_update.jenga(make())
         yield name, "vllm", lambda make=one: bench_state_update.vllm(make())
-    conv = lambda: make_conv_batch(NEMOTRON.conv_dim, [1] * MAX_TOKENS, CPU)  # noqa: E731
+    conv = lambda: make_conv_batch(NEMOTRON.conv_dim, ones, CPU)  # noqa: E731
     yield "M conv_update nemotron-h-8b", "jenga", lambda: bench_conv_update.jenga(conv())
     yield "M conv_update nemotron-h-8b", "vllm", lambda: bench_conv_update.vllm(conv())
     for model in DELTA_MODELS:
         for dtype in (torch.float32, torch.bfloat16):
             name = f"G delta_update {model.name} {str(dtype)[6:]}"
-            step = lambda m=model, d=dtype: make_delta_batch(m, [1] * MAX_TOKENS, d, CPU)  # noqa: E731
+            step = lambda m=model, d=dtype: make_delta_batch(m, ones, d, CPU)  # noqa: E731
             yield name, "jenga", lambda make=step: bench_delta.jenga_update(make())
             yield name, "vllm", lambda make=step: bench_delta.vllm_update(make())
     for latent in latent_shapes.SHAPES:
-        requests = tuple((min(q, MAX_TOKENS), MAX_TOKENS) for q, _ in latent.requests)
+        requests = tuple(
+            (min(q, max_tokens), max_tokens) for q, _ in latent.requests[:max_requests]
+        )
         small = dataclasses.replace(latent, requests=requests)
         name = latent.name if latent.name[0] == "L" else f"L0 {latent.name}"
         yield name, "jenga", lambda s=small: _latent(s, bench_latent_attention.jenga)

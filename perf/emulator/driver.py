@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from perf.emulator.counters import Counters
 from perf.emulator.errors import EmulationError
 from perf.emulator.launches import EmulatedKernel
 from perf.machine_code import PretendedGpu
@@ -21,11 +22,24 @@ class EmulatedGpu(PretendedGpu):
 
     Args:
         capability: Compute capability, such as 90.
+        counts: Whether to count what launches ask for.
+
+    Attributes:
+        counters: Name of a kernel -> what its launches asked for.
     """
+
+    def __init__(self, capability: int, *, counts: bool = False) -> None:
+        super().__init__(capability)
+        self.counters: dict[str, Counters] = {}
+        self._counts = counts
 
     def launcher_cls(self, source: Any, metadata: Any) -> "Launcher":  # noqa: ANN401
         """What launches a kernel, by the name that Triton asks for."""
-        return Launcher(source, metadata)
+        return Launcher(source, metadata, self)
+
+    def counters_of(self, name: str) -> Counters | None:
+        """What to count a launch of a kernel in."""
+        return self.counters.setdefault(name, Counters()) if self._counts else None
 
     def load_binary(self, *_: object) -> tuple[object, object, int, int, int]:
         """What Triton asks of a loaded kernel: its handles, registers, spills, threads at most."""
@@ -38,9 +52,11 @@ class Launcher:
     Args:
         source: What was compiled; knows the types of arguments.
         metadata: What the compiler says of it.
+        gpu: Where launches are counted.
     """
 
-    def __init__(self, source: Any, metadata: Any) -> None:  # noqa: ANN401
+    def __init__(self, source: Any, metadata: Any, gpu: EmulatedGpu) -> None:  # noqa: ANN401
+        self._gpu = gpu
         self._is_passed = [kind != "constexpr" for kind in source.signature.values()]
         self._shared_bytes = metadata.shared
         self._kernel = EmulatedKernel(_ptx_of(metadata).read_text())
@@ -61,7 +77,10 @@ class Launcher:
         ]
         num_missing = len(self._kernel.kernel.parameters) - len(given)
         given += [torch.zeros(SCRATCH_BYTES, dtype=torch.uint8) for _ in range(num_missing)]
-        self._kernel.launch((width, height, depth), given, self._shared_bytes)
+        counters = self._gpu.counters_of(self._kernel.kernel.name)
+        if counters:
+            counters.launches += 1
+        self._kernel.launch((width, height, depth), given, self._shared_bytes, counters)
 
 
 def _ptx_of(metadata: Any) -> Path:  # noqa: ANN401

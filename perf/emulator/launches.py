@@ -6,12 +6,13 @@ import numpy as np
 import torch
 
 from perf.emulator.arithmetic import arithmetic
+from perf.emulator.counters import Counters
 from perf.emulator.errors import EmulationError
 from perf.emulator.matrices import matrices
 from perf.emulator.memory import GlobalMemory
 from perf.emulator.movement import movement
 from perf.emulator.ptx import Instruction, Kernel, Symbol, read_kernel
-from perf.emulator.waves import Decoded, Place, Step, Wave, run
+from perf.emulator.waves import Decoded, Launch, Place, Step, Wave, run
 
 MAX_LANES = 4096
 """Threads that run in step; more share the cost of an instruction, fewer fit into caches."""
@@ -39,17 +40,19 @@ class EmulatedKernel:
         self._leaders = frozenset(self.kernel.targets.values())
 
     def launch(
-        self, grid: Place, arguments: Sequence[torch.Tensor | float | None], shared_bytes: int
-    ) -> int:
+        self,
+        grid: Place,
+        arguments: Sequence[torch.Tensor | float | None],
+        shared_bytes: int,
+        counters: Counters | None = None,
+    ) -> None:
         """Run every program.
 
         Args:
             grid: Programs in each dimension.
             arguments: Of the kernel's parameters, in order; tensors lie on the CPU.
             shared_bytes: Of each program.
-
-        Returns:
-            How many instructions ran, each for up to `MAX_LANES` threads.
+            counters: What to count in; None for nowhere.
 
         Raises:
             EmulationError: The kernel does what is an error, or undefined, on a GPU.
@@ -60,18 +63,23 @@ class EmulatedKernel:
             for (name, kind), argument in zip(parameters, arguments, strict=True)
         }
         memory = GlobalMemory(each for each in arguments if isinstance(each, torch.Tensor))
+        launch = Launch(
+            kernel=self.kernel,
+            grid=grid,
+            arguments=values,
+            memory=memory,
+            shared_bytes=shared_bytes,
+            counters=counters,
+        )
         width, height, depth = grid
         places = [(x, y, z) for z, y, x in np.ndindex(depth, height, width)]
         together = max(1, MAX_LANES // self.kernel.num_threads)
-        num_steps = 0
         # Sums overflow as registers do, and garbage is not a number.
         with np.errstate(all="ignore"):
             for first in range(0, len(places), together):
-                some = places[first : first + together]
-                wave = Wave(self.kernel, some, grid, values, memory, shared_bytes)
-                num_steps += run(wave, self._code, self._leaders)
+                wave = Wave(launch, places[first : first + together])
+                run(wave, self._code, self._leaders)
         memory.check_races()
-        return num_steps
 
 
 def _held(kind: str, argument: torch.Tensor | float | None) -> np.ndarray:

@@ -59,17 +59,31 @@ def _load_parameter(instruction: Instruction, kind: str) -> Step:
 
 def _read(wave: Wave, places: Array, num_bytes: int, active: Array, *, is_shared: bool) -> Bytes:
     programs = wave.programs[active]
+    if counters := wave.counters:
+        if is_shared:
+            counters.shared.note(places, num_bytes, active)
+        else:
+            counters.loads.note(places, num_bytes, wave.warps[active])
     if is_shared:
         return wave.shared.read(places, num_bytes, programs, wave.warps[active])
     return wave.memory.read(places, num_bytes, wave.program_ids[programs])
 
 
 def _write(wave: Wave, places: Array, data: Bytes, active: Array, *, is_shared: bool) -> None:
-    programs = wave.programs[active]
+    if counters := wave.counters:
+        if is_shared:
+            counters.shared.note(places, data.shape[1], active)
+        else:
+            counters.stores.note(places, data.shape[1], wave.warps[active])
     if is_shared:
-        wave.shared.write(places, data, programs, wave.warps[active])
+        _put(wave, places, data, active)
     else:
-        wave.memory.write(places, data, wave.program_ids[programs])
+        wave.memory.write(places, data, wave.program_ids[wave.programs[active]])
+
+
+def _put(wave: Wave, places: Array, data: Bytes, active: Array) -> None:
+    """A store to shared memory that is counted elsewhere."""
+    wave.shared.write(places, data, wave.programs[active], wave.warps[active])
 
 
 def _is_shared(instruction: Instruction, flags: list[str]) -> bool:
@@ -161,7 +175,7 @@ def _copy(instruction: Instruction, flags: list[str]) -> Step:
 
         def land(programs: Lanes) -> None:
             ended = programs[owners]
-            _write(wave, places[ended], data[ended], active[ended], is_shared=True)
+            _put(wave, places[ended], data[ended], active[ended])
 
         busy = np.zeros(wave.num_programs, dtype=bool)
         busy[owners] = True

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from perf.emulator.counters import Counters
 from perf.emulator.errors import EmulationError
 from perf.emulator.memory import GlobalMemory, Lanes, SharedMemory
 from perf.emulator.numbers import UNSIGNED, Array, bits, bits_of, meaning
@@ -25,16 +26,33 @@ MAX_STEPS = 5_000_000
 Place = tuple[int, int, int]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What the programs of a launch have in common.
+
+    Attributes:
+        kernel: What they run.
+        grid: Programs in each dimension.
+        arguments: Parameter -> its bits.
+        memory: The tensors.
+        shared_bytes: Shared memory of each program.
+        counters: What to count in; None for nowhere.
+    """
+
+    kernel: Kernel
+    grid: Place
+    arguments: dict[str, Array]
+    memory: GlobalMemory
+    shared_bytes: int
+    counters: Counters | None
+
+
 class Wave:
     """Programs that run in step; a lane is one thread of one of them.
 
     Args:
-        kernel: What they run.
+        launch: Theirs.
         places: Index of each program in the dimensions of the grid.
-        grid: Programs in each dimension.
-        arguments: Parameter -> its bits.
-        memory: The tensors of the launch.
-        shared_bytes: Shared memory of each program.
 
     Attributes:
         registers: Bits of each register, one value per lane.
@@ -42,30 +60,23 @@ class Wave:
         products: Asynchronous matrix products that are not finished.
     """
 
-    def __init__(
-        self,
-        kernel: Kernel,
-        places: Sequence[Place],
-        grid: Place,
-        arguments: dict[str, Array],
-        memory: GlobalMemory,
-        shared_bytes: int,
-    ) -> None:
-        self.kernel = kernel
-        self.arguments = arguments
-        self.memory = memory
-        self.num_threads = kernel.num_threads
+    def __init__(self, launch: Launch, places: Sequence[Place]) -> None:
+        self.kernel = launch.kernel
+        self.arguments = launch.arguments
+        self.memory = launch.memory
+        self.counters = launch.counters
+        self.num_threads = self.kernel.num_threads
         self._places = np.array(places, dtype=np.uint32)
-        self._grid = grid
+        self._grid = launch.grid
         self._set_lanes()
-        self.shared = SharedMemory(self.num_programs, shared_bytes)
+        self.shared = SharedMemory(self.num_programs, launch.shared_bytes)
         self.copies, self.products = Pending(self.num_programs), Pending(self.num_programs)
         garbage: dict[int, Array] = {
             size: np.full(self.num_lanes, np.iinfo(dtype).max, dtype=dtype)
             for size, dtype in UNSIGNED.items()
         }
         garbage[1] = np.ones(self.num_lanes, dtype=bool)
-        self.registers = [garbage[size] for size in kernel.register_bits]
+        self.registers = [garbage[size] for size in self.kernel.register_bits]
 
     def _set_lanes(self) -> None:
         self.num_programs = len(self._places)
@@ -95,6 +106,12 @@ class Wave:
             EmulationError: Some threads of a program do not.
         """
         return _whole(lanes, self.num_threads, what)
+
+    def num_warps(self, lanes: Lanes | None) -> int:
+        """How many warps these lanes are of."""
+        if lanes is None:
+            return self.num_lanes // WARP
+        return int(lanes.reshape(-1, WARP).any(axis=1).sum())
 
     def whole_warps(self, lanes: Lanes | None, what: str) -> None:
         """Refuse what only some threads of a warp do."""
@@ -150,11 +167,8 @@ class Decoded:
     text: str
 
 
-def run(wave: Wave, code: Sequence[Decoded], leaders: frozenset[int]) -> int:
+def run(wave: Wave, code: Sequence[Decoded], leaders: frozenset[int]) -> None:
     """Run programs to their end.
-
-    Returns:
-        How many instructions they ran.
 
     Raises:
         EmulationError: What the kernel does is an error; names the instruction.
@@ -182,6 +196,8 @@ def run(wave: Wave, code: Sequence[Decoded], leaders: frozenset[int]) -> int:
                 _send(waiting, index + 1, lanes & ~taken)
                 break
             if active is None or active.any():
+                if wave.counters:
+                    wave.counters.instructions += wave.num_warps(active)
                 try:
                     decoded.step(wave, active)
                 except EmulationError as error:
@@ -194,7 +210,6 @@ def run(wave: Wave, code: Sequence[Decoded], leaders: frozenset[int]) -> int:
         if num_steps > MAX_STEPS:
             msg = f"{wave.kernel.name} does not end"
             raise EmulationError(msg)
-    return num_steps
 
 
 def _send(waiting: dict[int, Lanes], index: int, lanes: Lanes) -> None:
