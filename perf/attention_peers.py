@@ -19,6 +19,9 @@ VLLM_SEGMENTS = 16
 VLLM_MIN_PROGRAMS = 128
 """Programs below which vLLM's Triton backend splits keys."""
 
+VLLM_TILE_PAGES = 32
+"""Pages of a tile of vLLM's Triton kernel at most, since none has fewer than 16 tokens."""
+
 FA3_MAX_HEAD_DIM = 256
 """Widest head of FlashAttention-3; vLLM's backend takes FlashAttention-4 beyond."""
 
@@ -49,6 +52,8 @@ def vllm_triton(batch: AttentionBatch, out: torch.Tensor) -> Launch:
     if scale is not None:
         scale = scale.expand(len(shape.requests), shape.num_kv_heads)
     window = (shape.window_tokens - 1, 0) if shape.window_tokens else (-1, -1)
+    # Its loops read the table up to the end of a tile, and its own tables are as long as a model's.
+    page_table = torch.nn.functional.pad(batch.page_table, (0, VLLM_TILE_PAGES))
     quantised = KVQuantMode.FP8_PER_TENSOR if shape.is_fp8 else KVQuantMode.NONE
 
     def launch() -> None:
@@ -64,7 +69,7 @@ def vllm_triton(batch: AttentionBatch, out: torch.Tensor) -> Launch:
             softmax_scale=shape.head_dim**-0.5,
             causal=shape.is_causal,
             window_size=window,
-            block_table=batch.page_table,
+            block_table=page_table,
             softcap=shape.soft_cap or 0.0,
             q_descale=None,
             k_descale=scale,

@@ -1,6 +1,6 @@
 """Count what kernels ask of memory on an H200, beside vLLM's Triton kernels, in an emulated GPU.
 
-python -m perf.emulated_traffic [--only D] [--peers none] [--tokens 512] [--save FOLDER]
+python -m perf.emulated_traffic [--only D] [--peers none] [--save FOLDER]
 
 The PTX for compute capability 9.0 runs on shapes that are cut to few requests. Sectors of global
 memory and turns at the banks of shared memory are counted. This tells what a kernel asks of the
@@ -19,6 +19,9 @@ from perf.emulator.driver import EmulatedGpu
 from perf.static_counts import HELPERS, launches
 
 MAX_REQUESTS = 4
+MAX_TOKENS = 2048
+MAX_QUERIES = 256
+"""What shapes are cut to: a program shall go through several tiles, and the table take minutes."""
 
 HEADER = f"""\
 {"shape":38} {"kernel of":9} {"kernel":30} {"KiB":>7} {"moved":>6} {"again":>6} \
@@ -60,7 +63,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m perf.emulated_traffic", description=__doc__)
     parser.add_argument("--only", default="", help="rows whose shape begins with this")
     parser.add_argument("--peers", choices=("vllm", "none"), default="vllm")
-    parser.add_argument("--tokens", type=int, default=512, help="of a request at most")
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="of the table")
     options = parser.parse_args(arguments)
     from triton.runtime import driver
@@ -72,13 +74,13 @@ def main(arguments: list[str] | None = None) -> None:
     versions = {name: importlib.metadata.version(name) for name in ("triton", "torch")}
     lines = [
         f"Counted in an emulated GPU, nothing timed: compute capability 9.0, {versions}",
-        f"{MAX_REQUESTS} requests of {options.tokens} tokens at most",
+        f"{MAX_REQUESTS} requests of {MAX_TOKENS} tokens and {MAX_QUERIES} queries at most",
         *LEGEND,
         "",
         HEADER,
     ]
     print("\n".join(lines), flush=True)
-    for shape, owner, prepare in launches(options.tokens, MAX_REQUESTS):
+    for shape, owner, prepare in launches(MAX_TOKENS, MAX_QUERIES, MAX_REQUESTS):
         if not shape.startswith(options.only) or (owner != "jenga" and options.peers == "none"):
             continue
         try:

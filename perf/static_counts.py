@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 import importlib.metadata
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -83,20 +83,35 @@ def attention(batch: AttentionBatch) -> Callable[[], object]:
     )
 
 
+def cut(
+    requests: Sequence[tuple[int, int]], max_tokens: int, max_queries: int, max_requests: int | None
+) -> tuple[tuple[int, int], ...]:
+    """Requests with fewer tokens, that have something stored before their queries if they had."""
+    cut = []
+    for num_queries, num_stored in requests[:max_requests]:
+        queries = min(num_queries, max_queries)
+        before = min(num_stored - num_queries, max(0, max_tokens - queries))
+        cut.append((queries, queries + max(0, before)))
+    return tuple(cut)
+
+
 def launches(
-    max_tokens: int = MAX_TOKENS, max_requests: int | None = None
+    max_tokens: int = MAX_TOKENS,
+    max_queries: int = MAX_TOKENS,
+    max_requests: int | None = None,
 ) -> Iterator[tuple[str, str, Callable[[], Callable[[], object]]]]:
     """Shape, whose kernel, and what prepares its launch.
 
     Args:
-        max_tokens: Of a request at most.
+        max_tokens: Stored of a request at most.
+        max_queries: Of a request at most.
         max_requests: At most; None for as many as a shape has.
     """
     ones = [1] * min(MAX_TOKENS, max_requests or MAX_TOKENS)
     for shape in SHAPES:
         if shape.name[0] == "X":
             continue
-        requests = tuple((min(q, max_tokens), max_tokens) for q, _ in shape.requests[:max_requests])
+        requests = cut(shape.requests, max_tokens, max_queries, max_requests)
         small = dataclasses.replace(shape, requests=requests)
         yield shape.name, "jenga", lambda s=small: attention(make_batch(s, CPU))
         yield shape.name, "vllm", lambda s=small: _vllm_attention(make_batch(s, CPU))
@@ -119,9 +134,7 @@ def launches(
             yield name, "jenga", lambda make=step: bench_delta.jenga_update(make())
             yield name, "vllm", lambda make=step: bench_delta.vllm_update(make())
     for latent in latent_shapes.SHAPES:
-        requests = tuple(
-            (min(q, max_tokens), max_tokens) for q, _ in latent.requests[:max_requests]
-        )
+        requests = cut(latent.requests, max_tokens, max_queries, max_requests)
         small = dataclasses.replace(latent, requests=requests)
         name = latent.name if latent.name[0] == "L" else f"L0 {latent.name}"
         yield name, "jenga", lambda s=small: _latent(s, bench_latent_attention.jenga)

@@ -319,8 +319,8 @@ def _barrier(instruction: Instruction, flags: list[str]) -> Step:
     return step
 
 
-def _fence(_instruction: Instruction, _flags: list[str]) -> Step:
-    """Everything is seen by everyone at once here."""
+def _nothing(_instruction: Instruction, _flags: list[str]) -> Step:
+    """What matters not here: caches keep nothing, and everything is seen by everyone at once."""
     return lambda _wave, _lanes: None
 
 
@@ -334,7 +334,8 @@ BUILDERS: dict[str, Callable[[Instruction, list[str]], Step]] = {
     "redux": _reduce,
     "bar": _barrier,
     "barrier": _barrier,
-    "fence": _fence,
-    "membar": _fence,
+    "fence": _nothing,
+    "membar": _nothing,
+    "createpolicy": _nothing,
 }
 """Name of an instruction -> what makes its step."""

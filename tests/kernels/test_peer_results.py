@@ -1,0 +1,191 @@
+"""Peers that benchmarks call give what we give: what is timed side by side does the same work.
+
+Runs where kernels are compiled: on a GPU, or in an emulated one (`EMULATED_GPU=90`).
+"""
+
+import dataclasses
+
+import pytest
+import torch
+import triton
+
+from perf import (
+    attention_peers,
+    attention_shapes,
+    bench_conv_update,
+    bench_delta,
+    bench_kv_store,
+    bench_latent_attention,
+    bench_paged_attention,
+    bench_state_scan,
+    bench_state_update,
+    delta_shapes,
+    latent_peers,
+    latent_shapes,
+    state_shapes,
+)
+from tests.kernels.support import DEVICE, max_error
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+pytestmark = [
+    pytest.mark.skipif(
+        triton.knobs.runtime.interpret, reason="vLLM's kernels are not made for the interpreter"
+    ),
+    pytest.mark.slow,
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def vllm_sees_a_gpu():
+    """Have vLLM define its Triton kernels; those that tune themselves take their first tiles."""
+    if torch.cuda.is_available():
+        yield
+        return
+    from triton.runtime.autotuner import Autotuner
+
+    from perf.compiled_launches import show_vllm_a_gpu
+
+    show_vllm_a_gpu()
+    patch = pytest.MonkeyPatch()
+
+    def take_first(self, *_args, config, **_kwargs):
+        return [float(self.configs.index(config))]
+
+    def forget(_self, _key, _configs, bench):
+        bench()
+        return False
+
+    patch.setattr(Autotuner, "_bench", take_first)
+    patch.setattr(Autotuner, "check_disk_cache", forget)
+    yield
+    patch.undo()
+
+
+def agree(one, other, *, share=2.0**-6):
+    """Two roundings of the same numbers: of the largest a few units in bfloat16's last place."""
+    assert max_error(one, other) <= share * max(one.abs().max().item(), 1e-6)
+
+
+def of_small_batches(shapes):
+    """Shapes that differ in what kernels do, cut to few tokens."""
+    kept = {}
+    for shape in shapes:
+        if shape.name[0] in "DPW":
+            kept.setdefault(shape.name.split()[0], shape)
+    return [
+        pytest.param(
+            dataclasses.replace(
+                shape,
+                requests=tuple((min(q, 40), min(stored, 90)) for q, stored in shape.requests[:3]),
+                arena_bytes=0,
+                num_layers=2,
+            ),
+            id=name,
+        )
+        for name, shape in kept.items()
+        if name in {"D1", "D9", "D10", "D13", "D15", "D16", "D17", "D21", "P1", "P3", "W1"}
+    ]
+
+
+@pytest.mark.parametrize("shape", of_small_batches(attention_shapes.SHAPES))
+def test_attention_of_vllm_gives_what_ours_gives(shape):
+    batch = attention_shapes.make_batch(shape, DEVICE)
+    ours, theirs = torch.empty_like(batch.q), torch.empty_like(batch.q)
+    bench_paged_attention.jenga(batch, ours)()
+    attention_peers.vllm_triton(batch, theirs)()
+    agree(ours.float(), theirs.float(), share=2.0**-4 if shape.is_fp8 else 2.0**-6)
+
+
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["bf16", "fp8"])
+def test_stores_of_vllm_write_what_ours_write(is_fp8):
+    shape = bench_kv_store.StoreShape(
+        name="", num_tokens=20, num_kv_heads=2, head_dim=64, is_fp8=is_fp8
+    )
+    batches = [bench_kv_store.make_batch(shape, DEVICE) for _ in range(2)]
+    for batch, implementation in zip(
+        batches, (bench_kv_store.jenga, bench_kv_store.vllm_triton), strict=True
+    ):
+        implementation(batch)()
+    ours, theirs = batches
+    assert torch.equal(ours.k_pages.float(), theirs.k_pages.float())
+    assert torch.equal(ours.v_pages.float(), theirs.v_pages.float())
+    assert ours.k_pages.float().abs().sum() > 0
+
+
+def compare(make, ours, theirs, *, share=2.0**-6, compares_out=True):
+    """Run two implementations on equal batches and compare results and states."""
+    batches = [make(), make()]
+    for batch, implementation in zip(batches, (ours, theirs), strict=True):
+        before = batch.states.clone()
+        implementation(batch)()
+        assert not torch.equal(batch.states, before)
+    first, second = batches
+    agree(first.states.float(), second.states.float(), share=share)
+    if compares_out:
+        agree(first.out.float(), second.out.float(), share=share)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("model", state_shapes.DRY_MODELS, ids=lambda model: model.name)
+def test_steps_of_states_of_vllm_give_what_ours_give(model, dtype):
+    compare(
+        lambda: state_shapes.make_state_batch(model, [1] * 3, dtype, DEVICE),
+        bench_state_update.jenga,
+        bench_state_update.vllm,
+    )
+
+
+@pytest.mark.parametrize("lengths", [[1, 1], [5, 40]], ids=["steps", "prompts"])
+def test_convolutions_of_vllm_give_what_ours_give(lengths):
+    compare(
+        lambda: state_shapes.make_conv_batch(64, lengths, DEVICE),
+        bench_conv_update.jenga,
+        bench_conv_update.vllm,
+        compares_out=max(lengths) == 1,  # of prompts theirs returns it, and the benchmark drops it
+    )
+
+
+@pytest.mark.parametrize("model", delta_shapes.DRY_DELTA_MODELS, ids=lambda model: model.name)
+@pytest.mark.parametrize(
+    ("ours", "theirs", "lengths"),
+    [
+        (bench_delta.jenga_update, bench_delta.vllm_update, [1, 1]),
+        (bench_delta.jenga_scan, bench_delta.vllm_scan, [5, 70]),
+    ],
+    ids=["steps", "prompts"],
+)
+def test_the_delta_rule_of_vllm_gives_what_ours_gives(model, ours, theirs, lengths):
+    compare(
+        lambda: delta_shapes.make_delta_batch(model, lengths, torch.float32, DEVICE),
+        ours,
+        theirs,
+        share=2.0**-5,
+        compares_out=max(lengths) == 1,
+    )
+
+
+def test_prompts_of_states_of_vllm_give_what_ours_give():
+    model = next(each for each in state_shapes.DRY_MODELS if not each.is_per_channel)
+    compare(
+        lambda: state_shapes.make_state_batch(model, [5, 40], torch.float32, DEVICE),
+        bench_state_scan.jenga,
+        bench_state_scan.vllm,
+    )
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [shape for shape in latent_shapes.DRY_SHAPES if max(shape.requests)[0] <= 2],
+    ids=lambda shape: shape.name,
+)
+def test_latents_of_vllm_give_what_ours_give(shape):
+    batch = latent_shapes.make_batch(shape, DEVICE)
+    ours, theirs = (
+        torch.zeros(
+            *batch.q.shape[:2], latent_shapes.LATENT_DIM, dtype=batch.q.dtype, device=DEVICE
+        )
+        for _ in range(2)
+    )
+    bench_latent_attention.jenga(batch, ours)()
+    latent_peers.vllm_triton(batch, theirs)()
+    agree(ours.float(), theirs.float())
