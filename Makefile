@@ -9,6 +9,7 @@ PIP_ARGS ?=
 TORCH_ARGS ?=
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+EMULATED_GPU ?= 90
 
 TORCH_VERSION := 2.13.0
 VLLM_VERSION := 0.32.0
@@ -32,7 +33,7 @@ ENVIRONMENT := $(STAMPS)/torchvision
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all test-slow newer-vllm test-newer-vllm lint format clean
+.PHONY: help env demo test test-all test-slow test-emulated newer-vllm test-newer-vllm lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,9 +52,15 @@ test-slow: $(ENVIRONMENT) ## run the tests marked slow
 test-all: $(ENVIRONMENT) ## run every test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+test-emulated: $(ENVIRONMENT) ## run the kernels' tests on what Triton compiles, in an emulated GPU (EMULATED_GPU=80 or 90)
+	EMULATED_GPU=$(EMULATED_GPU) $(BIN)/python -m pytest tests/kernels -k "not compile" $(PYTEST_ARGS)
+
 newer-vllm: $(STAMPS)/newer-vllm ## lay the Python of vLLM 0.33 over the CPU build of 0.32, in a folder of its own
 
-test-newer-vllm: $(STAMPS)/newer-vllm ## run the plugin's tests on vLLM 0.33, its Python over 0.32's CPU build
+test-test-emulated: $(ENVIRONMENT) ## run the kernels' tests on what Triton compiles, in an emulated GPU (EMULATED_GPU=80 or 90)
+	EMULATED_GPU=$(EMULATED_GPU) $(BIN)/python -m pytest tests/kernels -k "not compile" $(PYTEST_ARGS)
+
+newer-vllm: $(STAMPS)/newer-vllm ## run the plugin's tests on vLLM 0.33, its Python over 0.32's CPU build
 	PYTHONPATH=$(CURDIR)/$(NEWER_VLLM) $(BIN)/python -m pytest -m "not slow" tests/vllm_plugin $(PYTEST_ARGS)
 
 lint: $(ENVIRONMENT) ## check format, lint, types, import contracts and spelling

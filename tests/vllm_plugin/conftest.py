@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import HAS_GPU
+from tests.conftest import EMULATED_GPU, HAS_GPU
 
 HERE = Path(__file__).parent
 LOGPROB_TOLERANCE = 2e-3
@@ -72,7 +72,7 @@ def engine_environment(*, reads_images=False, **changes):
     path = [str(HERE / "interpreted_triton"), str(HERE.parents[1])]
     folder = torchvision_folder() if reads_images else None
     path += filter(None, [os.environ.get("PYTHONPATH"), folder and str(folder)])
-    environment |= {} if HAS_GPU else {"TRITON_INTERPRET": "1"}
+    environment |= {} if HAS_GPU or EMULATED_GPU else {"TRITON_INTERPRET": "1"}
     environment |= {
         "OPENBLAS_NUM_THREADS": "1",  # the interpreter's products are too small for more
         "HF_HUB_OFFLINE": "1",

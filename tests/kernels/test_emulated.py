@@ -1,0 +1,21 @@
+"""Kernels as Triton compiles them, in an emulated GPU."""
+
+import pytest
+
+from tests.emulation import only_where_interpreted, run_emulated
+
+pytestmark = only_where_interpreted
+
+SOME: list[str] = []
+"""A test or two of each operation, in bfloat16 and float8 where it has them."""
+
+
+def test_operations_give_as_compiled_for_hopper_what_their_references_give():
+    run_emulated(90, *(f"tests/kernels/{test}" for test in SOME))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("capability", [90, 80])
+def test_every_test_of_a_kernel_passes_on_what_is_compiled(capability):
+    run_emulated(capability, "tests/kernels", "-k", "not compile and not emulated")

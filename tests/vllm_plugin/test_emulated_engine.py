@@ -1,0 +1,19 @@
+"""The real engine on kernels as Triton compiles them for Hopper, in an emulated GPU."""
+
+import pytest
+
+from tests.emulation import only_where_interpreted, run_emulated
+
+pytestmark = [only_where_interpreted, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1500)]
+
+
+TESTS = {
+    "windows_and_sinks": "test_engine.py::test_engine_generates_what_stock_vllm_generates[gpt_oss]",
+    "states": "test_hybrid_engine.py"
+    "::test_mamba2_hybrid_generates_what_stock_vllm_generates_and_finds_its_prefixes",
+}
+
+
+@pytest.mark.parametrize("test", TESTS.values(), ids=TESTS)
+def test_compiled_kernels_generate_what_stock_vllm_generates(test):
+    run_emulated(90, f"tests/vllm_plugin/{test}")
