@@ -1,15 +1,18 @@
 """Compile, on a machine without a GPU, exactly what the operations would launch on one.
 
-A job is a function that calls public operations on CPU tensors. It runs in a process of its own
-(the interpreter is off there) where launches compile for the given GPU and are recorded.
+A job is a function that calls public operations on CPU tensors. It runs in a process that serves
+all jobs for a GPU (the interpreter is off there), where launches compile for it and are recorded.
 """
 
+import atexit
+import functools
 import importlib
 import json
 import os
 import re
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -67,27 +70,52 @@ class Compiled:
         return sum(self.loop_counts.values())
 
 
+class Compiler:
+    """A process that compiles for one compute capability, and stays for the next job."""
+
+    def __init__(self, capability: int) -> None:
+        root = Path(__file__).parents[2]
+        kept = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+        # Libraries may come from that path. Some of a job's tensors lie on a GPU if it sees one.
+        path = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
+        kept |= {"PYTHONPATH": os.pathsep.join(path), "CUDA_VISIBLE_DEVICES": ""}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.kernels.compiling", str(capability)],
+            cwd=root,
+            env=kept,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        atexit.register(self._process.kill)
+
+    def ask(self, job: Callable[[], None]) -> dict[str, object]:
+        """The rows of a job, or its error."""
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.write(f"{job.__module__} {job.__name__}\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        return json.loads(line) if line else {"error": "the compiling process has ended"}
+
+
+@functools.cache
+def compiler_for(capability: int) -> Compiler:
+    """The process for a compute capability, in the environment of when it was first asked."""
+    return Compiler(capability)
+
+
 def compile_job(job: Callable[[], None], *capabilities: int) -> list[Compiled]:
-    """Run a module-level function in the compiling process, for each compute capability.
+    """Run a module-level function in a compiling process, for each compute capability.
 
     With another Triton than the limits are stated for, no kernel may spill much, and nothing else
     is looked at.
     """
     results: list[Compiled] = []
-    root = Path(__file__).parents[2]
-    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
-    # Libraries may come from that path. Some of a job's tensors would lie on a GPU if it saw one.
-    path = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment |= {"PYTHONPATH": os.pathsep.join(path), "CUDA_VISIBLE_DEVICES": ""}
     for capability in capabilities:
-        command = [sys.executable, "-m", "tests.kernels.compiling"]
-        command += [job.__module__, job.__name__, str(capability)]
-        done = subprocess.run(
-            command, cwd=root, env=environment, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        rows = json.loads(done.stdout.splitlines()[-1])
-        results += [Compiled(**row | {"grid": tuple(row["grid"])}) for row in rows]
+        answer = compiler_for(capability).ask(job)
+        assert "error" not in answer, answer["error"]
+        results += [Compiled(**row | {"grid": tuple(row["grid"])}) for row in answer["rows"]]
     assert results, f"{job.__name__} launched nothing"
     if not version("triton").startswith(TRITON_OF_LIMITS):
         most = max(results, key=lambda kernel: (kernel.stack_bytes, kernel.registers))
@@ -96,11 +124,10 @@ def compile_job(job: Callable[[], None], *capabilities: int) -> list[Compiled]:
     return results
 
 
-def _main(module: str, function: str, capability: int) -> None:
-    from triton.runtime import driver
+def _answer(module: str, function: str, capability: int) -> list[dict[str, object]]:
+    """Run a job and say what each kernel that it launched consists of."""
     from triton.runtime.jit import JITFunction
 
-    driver.set_active(PretendedGpu(capability))
     compiled: dict[int, tuple[object, tuple[int, ...]]] = {}
     run = JITFunction.run
 
@@ -113,7 +140,10 @@ def _main(module: str, function: str, capability: int) -> None:
         return kernel
 
     JITFunction.run = compile_only
-    getattr(importlib.import_module(module), function)()
+    try:
+        getattr(importlib.import_module(module), function)()
+    finally:
+        JITFunction.run = run
     rows = []
     for kernel, grid in compiled.values():
         code = take_apart(kernel.asm["cubin"])
@@ -132,8 +162,23 @@ def _main(module: str, function: str, capability: int) -> None:
             loop_counts=dict(count(code.main_loop)),
         )
         rows.append(asdict(row))
-    sys.stdout.write(json.dumps(rows))
+    return rows
+
+
+def _main(capability: int) -> None:
+    """Answer jobs, a line each; whatever they print themselves goes where errors go."""
+    from triton.runtime import driver
+
+    answers, sys.stdout = sys.stdout, sys.stderr
+    driver.set_active(PretendedGpu(capability))
+    for line in sys.stdin:
+        try:
+            answer = {"rows": _answer(*line.split(), capability)}
+        except Exception:  # the test that asked shall show it
+            answer = {"error": traceback.format_exc()}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    _main(int(sys.argv[1]))
