@@ -93,7 +93,11 @@ def test_state_scan_matches_the_recurrence(case, state_dtype):
 
     state_scan(out, pages.states, **tensors, **slots)
 
-    check_close(out, exact, naive)
+    # Over the state of a head products are summed one after another, by plain PyTorch on a CPU in
+    # blocks: each of d_state roundings adds a step of a random walk.
+    steps = shape[2] ** 0.5 if kind == "heads" else 0.0
+    largest = exact.abs().max().item()
+    check_close(out, exact, naive, slack=steps * torch.finfo(torch.float32).eps * largest)
     check_close(pages.states[written], exact_states[written], naive_states[written])
     assert same_elsewhere(pages.arena, before, written)
 
