@@ -218,6 +218,24 @@ def test_a_program_may_not_depend_on_another(monkeypatch):
         run("mov.u32 %r1, %ctaid.x;\nst.global.b32 [%rd4], %r1;", num_programs=3)
 
 
+MOVE = """
+    ld.global.b32 %r0, [%rd5];
+    {barrier}
+    xor.b32 %r1, %r7, {distance};
+    mul.wide.u32 %rd6, %r1, 4;
+    add.s64 %rd6, %rd2, %rd6;
+    st.global.b32 [%rd6], %r0;"""
+
+
+def test_a_warp_may_not_store_in_a_tensor_what_another_loads_without_a_barrier():
+    for barrier, distance in (("bar.sync 0;", 32), ("", 1)):
+        inputs = torch.arange(THREADS, dtype=torch.int32)
+        run(MOVE.format(barrier=barrier, distance=distance), inputs)
+        assert inputs.tolist() == [thread ^ distance for thread in range(THREADS)]
+    with pytest.raises(EmulationError, match="of two warps access a place of a tensor"):
+        run(MOVE.format(barrier="", distance=32))
+
+
 COPY = """
     shl.b32 %r1, %r7, 2;
     cp.async.ca.shared.global [%r1 + 0], [%rd5 + 0], 0x4;
@@ -241,6 +259,18 @@ def test_an_asynchronous_copy_of_no_bytes_gives_zeros():
     body = COPY.replace("[%rd5 + 0], 0x4;", "[%rd5 + 0], 0x4, %r8;")
     assert (run(body.format(groups=0, offset=0), scalar=0) == 0).all()
     assert (run(body.format(groups=0, offset=0), scalar=4) == np.arange(THREADS)).all()
+
+
+def test_what_a_copy_under_way_reads_may_not_be_stored():
+    body = """
+    shl.b32 %r1, %r7, 2;
+    cp.async.ca.shared.global [%r1 + 0], [%rd5 + 0], 0x4;
+    {}
+    st.global.b32 [%rd5], %r8;
+    cp.async.wait_all;"""
+    run(body.format("cp.async.wait_all;"), scalar=100)
+    with pytest.raises(EmulationError, match="a copy under way reads what is stored meanwhile"):
+        run(body.format(""), scalar=100)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,11 @@ Lanes = npt.NDArray[np.bool_]
 Places = npt.NDArray[np.int64]
 Parties = npt.NDArray[np.integer]
 Bytes = npt.NDArray[np.uint8]
+Accesses = tuple[Addresses, Parties, int]
+"""Offsets in a region, who accessed them, bytes of each access."""
+
+PROGRAM_BIT, BARRIER_BIT = 40, 8
+"""Where in a party its program begins, and the barriers behind it; below them is its warp."""
 
 GARBAGE = 0xFF
 """Of what every byte consists that nobody wrote: NaN, or -1."""
@@ -54,8 +59,10 @@ def _refuse(wrong: Lanes, places: Places, what: str) -> None:
 class GlobalMemory:
     """The storages of the tensors that a launch was given.
 
-    Programs may not depend on one another: `check_races` refuses a launch where one stored what
-    another loaded, or stored something else there.
+    Programs may not depend on one another, nor a warp on another of its program without a barrier
+    between them: `check_races` refuses a launch where one stored what another loaded, or stored
+    something else there. Who accessed memory is a party: a program, how many barriers it has
+    passed, a warp of it; see `PROGRAM_BIT`.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -63,11 +70,11 @@ class GlobalMemory:
         self._starts = np.array(sorted(regions), dtype=np.int64)
         self._regions = [regions[start] for start in self._starts.tolist()]
         self._ends = self._starts + np.array([len(data) for data in self._regions], dtype=np.int64)
-        self._loads: list[list[tuple[Addresses, Parties, int]]] = [[] for _ in self._regions]
-        self._stores: list[list[tuple[Addresses, Parties, int]]] = [[] for _ in self._regions]
+        self._loads: list[list[Accesses]] = [[] for _ in self._regions]
+        self._stores: list[list[Accesses]] = [[] for _ in self._regions]
 
-    def read(self, addresses: Addresses, num_bytes: int, programs: Parties) -> Bytes:
-        """Bytes u8[len(addresses), num_bytes] for lanes of `programs`.
+    def read(self, addresses: Addresses, num_bytes: int, parties: Parties) -> Bytes:
+        """Bytes u8[len(addresses), num_bytes] for lanes of `parties`.
 
         Raises:
             EmulationError: Some lie outside every tensor, or an address is no multiple of
@@ -77,10 +84,10 @@ class GlobalMemory:
         for lanes, region, offsets in self._places(addresses, num_bytes, "load"):
             held = _elements(self._regions[region], num_bytes)
             data[lanes] = held[_rows(offsets, num_bytes, _unit(num_bytes))].view(np.uint8)
-            self._loads[region].append((offsets, programs[lanes], num_bytes))
+            self._loads[region].append((offsets, parties[lanes], num_bytes))
         return data
 
-    def write(self, addresses: Addresses, data: Bytes, programs: Parties) -> None:
+    def write(self, addresses: Addresses, data: Bytes, parties: Parties) -> None:
         """Write rows of `data`; see `read`."""
         num_bytes = data.shape[1]
         for lanes, region, offsets in self._places(addresses, num_bytes, "store"):
@@ -90,10 +97,12 @@ class GlobalMemory:
             changed = (held[rows] != words).any(axis=1)
             held[rows] = words
             _refuse(held[rows] != words, rows, "store different values at once")
-            self._stores[region].append((offsets[changed], programs[lanes][changed], num_bytes))
+            # Of those who store the same at once, one did.
+            once, one = np.unique(offsets[changed], return_index=True)
+            self._stores[region].append((once, parties[lanes][changed][one], num_bytes))
 
     def check_races(self) -> None:
-        """Check that no program depends on another's stores.
+        """Check that no program depends on another's stores, nor a warp where no barrier is.
 
         Raises:
             EmulationError: One does.
@@ -102,17 +111,19 @@ class GlobalMemory:
             if not stores or len(data) > MAX_TRACED_BYTES:
                 continue
             writers = np.full(len(data), -1, dtype=np.int64)
-            for offsets, programs, num_bytes in stores:
+            for offsets, parties, num_bytes in stores:
                 rows = _rows(offsets, num_bytes, 1)
+                programs = parties >> PROGRAM_BIT
                 before = writers[rows]
                 others = (before >= 0) & (before != programs[:, None])
                 _refuse(others, rows, "of two programs store")
                 writers[rows] = programs[:, None]
-            for offsets, programs, num_bytes in loads:
+            for offsets, parties, num_bytes in loads:
                 rows = _rows(offsets, num_bytes, 1)
                 before = writers[rows]
-                others = (before >= 0) & (before != programs[:, None])
+                others = (before >= 0) & (before != (parties >> PROGRAM_BIT)[:, None])
                 _refuse(others, rows, "load what another program stores")
+            _check_warps(loads, stores, len(data))
 
     def _places(
         self, addresses: Addresses, num_bytes: int, what: str
@@ -136,6 +147,35 @@ class GlobalMemory:
         for region in np.unique(found).tolist():
             lanes = found == region
             yield lanes, region, addresses[lanes] - self._starts[region]
+
+
+def _check_warps(loads: list[Accesses], stores: list[Accesses], region_bytes: int) -> None:
+    """Refuse a store of one warp where another of the program accesses, with no barrier between."""
+    unit = min(num_bytes for _, _, num_bytes in (*loads, *stores))
+    is_stored = np.zeros(-(-region_bytes // unit), dtype=bool)
+    for offsets, _, num_bytes in stores:
+        is_stored[_rows(offsets, num_bytes, unit)] = True
+    places, parties, stored = [], [], []
+    for accesses, is_store in ((loads, False), (stores, True)):
+        for offsets, party, num_bytes in accesses:
+            rows = _rows(offsets, num_bytes, unit)
+            taken = is_stored[rows]
+            places.append(rows[taken])
+            parties.append(np.broadcast_to(party[:, None], rows.shape)[taken])
+            stored.append(np.full(len(places[-1]), is_store))
+    place, party, by_store = map(np.concatenate, (places, parties, stored))
+    if not (party & ((1 << BARRIER_BIT) - 1)).any():
+        return
+    order = np.lexsort((party, place))
+    place, party = place[order], party[order]
+    starts = np.ones(len(place), dtype=bool)
+    starts[1:] = (np.diff(place) != 0) | (np.diff(party >> BARRIER_BIT) != 0)
+    first = np.flatnonzero(starts)
+    last = np.append(first[1:], len(place)) - 1
+    # Warps ascend among those that access a place between two barriers.
+    is_shared = party[first] != party[last]
+    wrong = is_shared & np.logical_or.reduceat(by_store[order], first)
+    _refuse(wrong, place[first] * unit, "of two warps access a place of a tensor, one to store")
 
 
 MAX_TRACED_BYTES = 1 << 26

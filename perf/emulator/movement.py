@@ -66,7 +66,7 @@ def _read(wave: Wave, places: Array, num_bytes: int, active: Array, *, is_shared
             counters.loads.note(places, num_bytes, wave.warps[active])
     if is_shared:
         return wave.shared.read(places, num_bytes, programs, wave.warps[active])
-    return wave.memory.read(places, num_bytes, wave.program_ids[programs])
+    return wave.memory.read(places, num_bytes, wave.parties(active))
 
 
 def _write(wave: Wave, places: Array, data: Bytes, active: Array, *, is_shared: bool) -> None:
@@ -78,7 +78,7 @@ def _write(wave: Wave, places: Array, data: Bytes, active: Array, *, is_shared: 
     if is_shared:
         _put(wave, places, data, active)
     else:
-        wave.memory.write(places, data, wave.program_ids[wave.programs[active]])
+        wave.memory.write(places, data, wave.parties(active))
 
 
 def _put(wave: Wave, places: Array, data: Bytes, active: Array) -> None:
@@ -167,14 +167,18 @@ def _copy(instruction: Instruction, flags: list[str]) -> Step:
             raise EmulationError(msg)
         full = counts > 0
         owners = wave.programs[active]
-        data[full] = _read(
-            wave, source_of(wave)[active][full], num_bytes, active[full], is_shared=False
-        )
+        sources = source_of(wave)[active]
+        data[full] = _read(wave, sources[full], num_bytes, active[full], is_shared=False)
         # Until somebody has waited, what lies there is of no use.
         _write(wave, places, np.full_like(data, GARBAGE), active, is_shared=True)
 
         def land(programs: Lanes) -> None:
             ended = programs[owners]
+            late = ended & full
+            again = wave.memory.read(sources[late], num_bytes, wave.parties(active[late]))
+            if (again != data[late]).any():
+                msg = "race: a copy under way reads what is stored meanwhile"
+                raise EmulationError(msg)
             _put(wave, places[ended], data[ended], active[ended])
 
         busy = np.zeros(wave.num_programs, dtype=bool)
@@ -314,7 +318,9 @@ def _barrier(instruction: Instruction, flags: list[str]) -> Step:
         raise EmulationError(msg)
 
     def step(wave: Wave, lanes: Lanes | None) -> None:
-        wave.shared.barrier(wave.whole_programs(lanes, "a barrier"))
+        programs = wave.whole_programs(lanes, "a barrier")
+        wave.shared.barrier(programs)
+        wave.num_barriers += 1 if programs is None else programs
 
     return step
 

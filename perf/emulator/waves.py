@@ -12,7 +12,13 @@ import numpy.typing as npt
 
 from perf.emulator.counters import Counters
 from perf.emulator.errors import EmulationError
-from perf.emulator.memory import GlobalMemory, Lanes, SharedMemory
+from perf.emulator.memory import (
+    BARRIER_BIT,
+    PROGRAM_BIT,
+    GlobalMemory,
+    Lanes,
+    SharedMemory,
+)
 from perf.emulator.numbers import UNSIGNED, Array, bits, bits_of, meaning
 from perf.emulator.pending import Pending
 from perf.emulator.ptx import SPECIAL, Immediate, Kernel, Operand, Register, Symbol
@@ -58,6 +64,7 @@ class Wave:
         registers: Bits of each register, one value per lane.
         copies: Asynchronous copies that have not landed.
         products: Asynchronous matrix products that are not finished.
+        num_barriers: How many each program has passed.
     """
 
     def __init__(self, launch: Launch, places: Sequence[Place]) -> None:
@@ -69,6 +76,7 @@ class Wave:
         self._places = np.array(places, dtype=np.uint32)
         self._grid = launch.grid
         self._set_lanes()
+        self.num_barriers = np.zeros(self.num_programs, dtype=np.int64)
         self.shared = SharedMemory(self.num_programs, launch.shared_bytes)
         self.copies, self.products = Pending(self.num_programs), Pending(self.num_programs)
         garbage: dict[int, Array] = {
@@ -99,6 +107,12 @@ class Wave:
             return values
         return np.broadcast_to(values, (self.num_lanes,))
 
+    def parties(self, active: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Who some lanes are to global memory."""
+        programs = self.programs[active]
+        codes = self.program_ids << PROGRAM_BIT | self.num_barriers << BARRIER_BIT
+        return codes[programs] | active % self.num_threads // WARP
+
     def whole_programs(self, lanes: Lanes | None, what: str) -> Lanes | None:
         """Which programs take part in what all their threads must do; None for all.
 
@@ -122,6 +136,7 @@ class Wave:
         lanes = programs[self.programs]
         self._places = self._places[programs]
         self._set_lanes()
+        self.num_barriers = self.num_barriers[programs]
         self.shared.keep(programs)
         self.copies, self.products = Pending(self.num_programs), Pending(self.num_programs)
         # Most registers hold what others do.
