@@ -9,6 +9,7 @@ from perf.emulator.errors import EmulationError
 from perf.emulator.launches import EmulatedKernel
 
 THREADS = 64
+GROUP = 128
 
 HEAD = """
 .version 8.7
@@ -325,3 +326,62 @@ def test_matrices_in_shared_memory_are_read_by_rows_or_columns():
     expected = matrix[:64].reshape(8, 8).numpy()
     assert (rows == expected.reshape(-1)).all()
     assert (columns == expected.T.reshape(-1)).all()
+
+
+# A warp group adds the product of 64 x 16 and 16 x 8 ones to ones.
+PRODUCT = """
+    .reg .f32 %f<4>;
+    mov.b32 %r1, 0x3F803F80;
+    shl.b32 %r2, %r7, 4;
+    st.shared.v4.b32 [%r2], {{%r1, %r1, %r1, %r1}};
+    mov.b32 %r3, 0x3F800000;
+    mov.b32 %f0, %r3;
+    mov.b32 %f1, %r3;
+    mov.b32 %f2, %r3;
+    mov.b32 %f3, %r3;
+    mov.pred %p1, -1;
+    {proxy_fence}
+    bar.sync 0;
+    mov.b64 %rd6, 0x0000000800080000; // eight rows of 16 bytes, and then the next eight columns
+    {fence}
+    {before}
+    wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16
+        {{%f0, %f1, %f2, %f3}}, %rd6, %rd6, %p1, 1, 1, 0, 0;
+    {between}
+    wgmma.commit_group.sync.aligned;
+    wgmma.wait_group.sync.aligned 0;
+    mov.b32 %r0, %f3;
+    st.global.b32 [%rd4], %r0;"""
+PRODUCT_PARTS = {
+    "proxy_fence": "fence.proxy.async.shared::cta;",
+    "fence": "wgmma.fence.sync.aligned;",
+    "before": "",
+    "between": "",
+}
+
+
+def multiply(**parts):
+    body = PRODUCT.format(**(PRODUCT_PARTS | parts))
+    result, inputs = torch.zeros(4 * GROUP, dtype=torch.uint8), torch.zeros(GROUP)
+    kernel = EmulatedKernel(HEAD.replace("reqntid 64", f"reqntid {GROUP}") + body + TAIL)
+    kernel.launch((1, 1, 1), [result, inputs, 0], 4096)
+    return result.numpy().view(np.float32)
+
+
+def test_a_warp_group_multiplies_matrices_in_shared_memory():
+    assert (multiply() == 17).all()
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"proxy_fence": ""}, "written to shared memory since the last proxy fence"),
+        ({"fence": ""}, r"no wgmma\.fence before the first product"),
+        ({"before": "mov.b32 %f2, %r3;"}, r"written since the last wgmma\.fence"),
+        ({"between": "mov.b32 %r0, %f2;"}, "a register of a product that nobody has waited for"),
+        ({"between": "mov.b32 %f2, %r0;"}, "a register of a product that nobody has waited for"),
+    ],
+)
+def test_what_a_product_takes_is_fenced_and_left_alone(parts, message):
+    with pytest.raises(EmulationError, match=message):
+        multiply(**parts)

@@ -1,6 +1,6 @@
 """Launch a kernel of PTX: every program of a grid, several of them in step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -11,7 +11,16 @@ from perf.emulator.errors import EmulationError
 from perf.emulator.matrices import matrices
 from perf.emulator.memory import GlobalMemory
 from perf.emulator.movement import movement
-from perf.emulator.ptx import Instruction, Kernel, Symbol, read_kernel
+from perf.emulator.ptx import (
+    Address,
+    Instruction,
+    Kernel,
+    Operand,
+    Register,
+    Symbol,
+    Vector,
+    read_kernel,
+)
 from perf.emulator.waves import Decoded, Launch, Place, Step, Wave, run
 
 MAX_LANES = 4096
@@ -112,5 +121,17 @@ def _decoded(instruction: Instruction, kernel: Kernel) -> Decoded:
         target=target,
         predicate=instruction.predicate.index if instruction.predicate else None,
         is_negated=instruction.is_negated,
+        registers=frozenset() if name == "wgmma" else frozenset(_registers(instruction.operands)),
         text=instruction.text,
     )
+
+
+def _registers(operands: Sequence[Operand]) -> Iterator[int]:
+    for operand in operands:
+        match operand:
+            case Register(index, _):
+                yield index
+            case Address(base, _):
+                yield from _registers((base,))
+            case Vector(parts):
+                yield from _registers(parts)

@@ -3,12 +3,13 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from perf.emulator.errors import EmulationError
 from perf.emulator.numbers import Array, halves, meaning, to_tf32
-from perf.emulator.ptx import Immediate, Instruction, Operand, Vector
+from perf.emulator.ptx import Immediate, Instruction, Operand, Register, Vector
 from perf.emulator.waves import WARP, Lanes, Reader, Step, Wave, reader, writer
 
 GROUP = 4 * WARP
@@ -33,7 +34,7 @@ def matrices(instruction: Instruction) -> Step | None:
         return None
     match flags[0]:
         case "fence":
-            return lambda _wave, _lanes: None
+            return _fence_registers
         case "commit_group":
             return lambda wave, lanes: wave.products.commit(wave.whole_programs(lanes, "a commit"))
         case "wait_group":
@@ -43,6 +44,20 @@ def matrices(instruction: Instruction) -> Step | None:
             )
         case _:
             return _of_group(instruction, flags)
+
+
+def _fence_registers(wave: Wave, _lanes: Lanes | None) -> None:
+    wave.fenced = list(wave.registers)
+
+
+def _check_fenced(wave: Wave, registers: frozenset[int]) -> None:
+    """Refuse registers that something but a product has written since the last fence."""
+    if not wave.fenced:
+        msg = "no wgmma.fence before the first product"
+        raise EmulationError(msg)
+    if any(wave.registers[index] is not wave.fenced[index] for index in registers):
+        msg = "a register was written since the last wgmma.fence"
+        raise EmulationError(msg)
 
 
 def _elements(registers: Array, kind: str) -> Array:
@@ -222,12 +237,17 @@ def _of_group(instruction: Instruction, flags: list[str]) -> Step:
     right_of = _matrix(b, n, k, kind, is_transposed=transposed_b)
     lefts = _readers(a, "b32") if in_registers else []
     left_of = None if in_registers else _matrix(a, 64, k, kind, is_transposed=transposed_a)
+    fragments = (*result.parts, *(a.parts if isinstance(a, Vector) else ()))
+    registers = frozenset(part.index for part in fragments if isinstance(part, Register))
 
     def step(wave: Wave, lanes: Lanes | None) -> None:
         programs = wave.whole_programs(lanes, "wgmma")
+        _check_fenced(wave, registers)
         is_kept = wave.of(keep(wave))[::GROUP]
-        right = right_of(wave)
-        left = left_of(wave) if left_of else None
+        taking_part = np.flatnonzero(np.ones(wave.num_lanes) if lanes is None else lanes)
+        groups = taking_part[::GROUP] // GROUP
+        right = right_of(wave, groups)
+        left = left_of(wave, groups) if left_of else None
 
         def finish(programs: Lanes) -> None:
             ended = programs[wave.programs]
@@ -243,30 +263,32 @@ def _of_group(instruction: Instruction, flags: list[str]) -> Step:
             for write, register in zip(writes, _gathered(total.reshape(-1, 16, n)), strict=True):
                 write(wave, register, None if ended.all() else ended)
 
-        wave.products.start(programs, finish)
+        wave.products.start(programs, finish, registers)
 
     return step
 
 
 def _matrix(
     operand: Operand, outer: int, k: int, kind: str, *, is_transposed: bool
-) -> Callable[[Wave], Callable[[Lanes], Array]]:
-    """What makes, of a wave at this time, what reads matrices [groups, outer, k] later."""
+) -> Callable[[Wave, Array], Callable[[Lanes], Array]]:
+    """What makes, of a wave and its groups now, what reads matrices [groups, outer, k] later."""
     descriptors = reader(operand, "u64")
     size = ELEMENT_BYTES[kind]
 
-    def prepare(wave: Wave) -> Callable[[Lanes], Array]:
+    def prepare(wave: Wave, started: Array) -> Callable[[Lanes], Array]:
         each = wave.of(descriptors(wave))[::GROUP]
+        # Of all groups; those that take no part hold anything.
+        places = np.zeros((len(each), outer * k), dtype=np.int64)
+        for group in started:
+            bits = int(each[group])
+            places[group] = _addresses(bits, outer, k, size, is_transposed=is_transposed)
+        wave.shared.check_fenced(places[started], wave.programs[::GROUP][started])
 
         def read(groups: Lanes) -> Array:
-            places = [
-                Descriptor.of(int(bits)).addresses(outer, k, size, is_transposed=is_transposed)
-                for bits in each[groups]
-            ]
             programs = np.repeat(wave.programs[::GROUP][groups], outer * k)
             reader_of = READER - np.repeat(np.flatnonzero(groups), outer * k)
-            found = wave.shared.read(np.stack(places).reshape(-1), size, programs, reader_of)
-            words = np.ascontiguousarray(found).reshape(len(places), outer, k, size)
+            found = wave.shared.read(places[groups].reshape(-1), size, programs, reader_of)
+            words = np.ascontiguousarray(found).reshape(-1, outer, k, size)
             if kind == "tf32":
                 return to_tf32(words.view(np.float32)[..., 0])
             return meaning(words.view(np.uint16)[..., 0], kind).astype(np.float32)
@@ -274,3 +296,9 @@ def _matrix(
         return read
 
     return prepare
+
+
+@lru_cache(maxsize=4096)
+def _addresses(bits: int, outer: int, k: int, size: int, *, is_transposed: bool) -> Array:
+    found = Descriptor.of(bits).addresses(outer, k, size, is_transposed=is_transposed)
+    return found.reshape(-1)

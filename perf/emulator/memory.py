@@ -192,6 +192,9 @@ class SharedMemory:
 
     Two warps race where one stores what the other stored or loads. A store of what is there already
     is no race. Threads of one warp are taken to be in step.
+
+    Tensor cores read through another proxy: what threads or their copies wrote there needs a fence
+    in between, by all of them.
     """
 
     def __init__(self, num_programs: int, num_bytes: int) -> None:
@@ -203,6 +206,25 @@ class SharedMemory:
         self._writer = np.full(count, NOBODY, dtype=np.int32)
         self._least = np.full(count, NOBODY, dtype=np.int32)
         self._most = np.full(count, -1, dtype=np.int32)
+        # Numbers of the last store to each place, of all stores, and of the last before a fence.
+        self._stored = np.zeros(count, dtype=np.int32)
+        self._num_stores = 0
+        self._num_fenced = np.zeros(num_programs, dtype=np.int32)
+
+    def fence(self, programs: Lanes | None) -> None:
+        """Let tensor cores see what these programs have stored; None for all."""
+        self._num_fenced[slice(None) if programs is None else programs] = self._num_stores
+
+    def check_fenced(self, addresses: Addresses, programs: Parties) -> None:
+        """Check that tensor cores see what lies at addresses [matrices, elements] of programs.
+
+        Raises:
+            EmulationError: There is a place that was stored after the last fence.
+        """
+        traced = (addresses + (programs * self._stride)[:, None]) // TRACED
+        if (self._stored[traced] > self._num_fenced[programs][:, None]).any():
+            msg = "tensor cores read what was written to shared memory since the last proxy fence"
+            raise EmulationError(msg)
 
     def barrier(self, programs: Lanes | None) -> None:
         """What these programs accessed before is apart from what comes; None for all."""
@@ -214,7 +236,7 @@ class SharedMemory:
 
     def keep(self, programs: Lanes) -> None:
         """Forget the others."""
-        for name in ("_data", "_writer", "_least", "_most"):
+        for name in ("_data", "_writer", "_least", "_most", "_stored", "_num_fenced"):
             held = getattr(self, name).reshape(len(programs), -1)
             setattr(self, name, held[programs].reshape(-1))
 
@@ -250,6 +272,8 @@ class SharedMemory:
         _refuse(read_by_others & changes, traced, "store where others load")
         _refuse((writer != NOBODY) & (writer != warps) & changes, traced, "store where others did")
         self._writer[traced] = warps
+        self._num_stores += 1
+        self._stored[traced] = self._num_stores
         held[rows] = words
         _refuse(held[rows] != words, rows, "store different values at once")
 

@@ -325,8 +325,15 @@ def _barrier(instruction: Instruction, flags: list[str]) -> Step:
     return step
 
 
-def _nothing(_instruction: Instruction, _flags: list[str]) -> Step:
-    """What matters not here: caches keep nothing, and everything is seen by everyone at once."""
+def _fence(_instruction: Instruction, flags: list[str]) -> Step:
+    """Everything is seen by everyone at once here, but for what tensor cores read themselves."""
+    if flags[:2] != ["proxy", "async"]:
+        return lambda _wave, _lanes: None
+    return lambda wave, lanes: wave.shared.fence(wave.whole_programs(lanes, "a proxy fence"))
+
+
+def _policy(_instruction: Instruction, _flags: list[str]) -> Step:
+    """There are no caches here that a policy would be for."""
     return lambda _wave, _lanes: None
 
 
@@ -340,8 +347,8 @@ BUILDERS: dict[str, Callable[[Instruction, list[str]], Step]] = {
     "redux": _reduce,
     "bar": _barrier,
     "barrier": _barrier,
-    "fence": _nothing,
-    "membar": _nothing,
-    "createpolicy": _nothing,
+    "fence": _fence,
+    "membar": _fence,
+    "createpolicy": _policy,
 }
 """Name of an instruction -> what makes its step."""

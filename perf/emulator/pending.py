@@ -18,11 +18,13 @@ class _Entry:
         finish: What happens at the end, for some programs.
         programs: Those for which it has not ended.
         groups: Which group of a program's it is in.
+        registers: What it reads and writes until then.
     """
 
     finish: Finish
     programs: Programs
     groups: npt.NDArray[np.int64]
+    registers: frozenset[int]
 
 
 class Pending:
@@ -37,11 +39,20 @@ class Pending:
         """Whether something has not ended."""
         return bool(self._entries)
 
-    def start(self, programs: Programs | None, finish: Finish) -> None:
-        """Start an operation of some programs; None for all."""
+    def uses(self, registers: frozenset[int], programs: Programs) -> bool:
+        """Whether an operation of some of these programs reads or writes such registers."""
+        return any(
+            not entry.registers.isdisjoint(registers) and (entry.programs & programs).any()
+            for entry in self._entries
+        )
+
+    def start(
+        self, programs: Programs | None, finish: Finish, registers: frozenset[int] = frozenset()
+    ) -> None:
+        """Start an operation of some programs on registers; None for all."""
         if programs is None:
             programs = np.ones(len(self._num_groups), dtype=bool)
-        self._entries.append(_Entry(finish, programs.copy(), self._num_groups.copy()))
+        self._entries.append(_Entry(finish, programs.copy(), self._num_groups.copy(), registers))
 
     def commit(self, programs: Programs | None) -> None:
         """Make a group of what these programs started since their last one."""

@@ -65,6 +65,7 @@ class Wave:
         copies: Asynchronous copies that have not landed.
         products: Asynchronous matrix products that are not finished.
         num_barriers: How many each program has passed.
+        fenced: The registers as they were at the last `wgmma.fence`, or as products left them.
     """
 
     def __init__(self, launch: Launch, places: Sequence[Place]) -> None:
@@ -85,6 +86,7 @@ class Wave:
         }
         garbage[1] = np.ones(self.num_lanes, dtype=bool)
         self.registers = [garbage[size] for size in self.kernel.register_bits]
+        self.fenced: list[Array | None] = []
 
     def _set_lanes(self) -> None:
         self.num_programs = len(self._places)
@@ -139,12 +141,17 @@ class Wave:
         self.num_barriers = self.num_barriers[programs]
         self.shared.keep(programs)
         self.copies, self.products = Pending(self.num_programs), Pending(self.num_programs)
+        pairs = zip(self.fenced or self.registers, self.registers, strict=True)
+        is_fenced = [held is register for held, register in pairs]
         # Most registers hold what others do.
         kept: dict[int, Array] = {}
         for index, register in enumerate(self.registers):
             if id(register) not in kept:
                 kept[id(register)] = register[lanes]
             self.registers[index] = kept[id(register)]
+        if self.fenced:
+            pairs = zip(is_fenced, self.registers, strict=True)
+            self.fenced = [register if fenced else None for fenced, register in pairs]
 
 
 def _whole(lanes: Lanes | None, num_threads: int, what: str) -> Lanes | None:
@@ -172,6 +179,7 @@ class Decoded:
         target: Where a branch goes; -1 for the end.
         predicate: Index of the register that says which threads take part.
         is_negated: Whether those take part where it is false.
+        registers: What it reads or writes at once; none for what fences and waits order.
         text: As written.
     """
 
@@ -179,6 +187,7 @@ class Decoded:
     target: int
     predicate: int | None
     is_negated: bool
+    registers: frozenset[int]
     text: str
 
 
@@ -214,6 +223,8 @@ def run(wave: Wave, code: Sequence[Decoded], leaders: frozenset[int]) -> None:
                 if wave.counters:
                     wave.counters.instructions += wave.num_warps(active)
                 try:
+                    if wave.products.is_busy:
+                        _check_free(wave, decoded.registers, active)
                     decoded.step(wave, active)
                 except EmulationError as error:
                     msg = f"{wave.kernel.name}: {decoded.text}: {error}"
@@ -225,6 +236,14 @@ def run(wave: Wave, code: Sequence[Decoded], leaders: frozenset[int]) -> None:
         if num_steps > MAX_STEPS:
             msg = f"{wave.kernel.name} does not end"
             raise EmulationError(msg)
+
+
+def _check_free(wave: Wave, registers: frozenset[int], lanes: Lanes | None) -> None:
+    """Refuse registers of products that are under way."""
+    active = np.ones(wave.num_lanes, dtype=bool) if lanes is None else lanes
+    if wave.products.uses(registers, active.reshape(wave.num_programs, -1).any(axis=1)):
+        msg = "a register of a product that nobody has waited for"
+        raise EmulationError(msg)
 
 
 def _send(waiting: dict[int, Lanes], index: int, lanes: Lanes) -> None:
