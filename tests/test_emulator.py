@@ -192,6 +192,16 @@ def test_a_missing_barrier_between_warps_is_a_race():
     run(EXCHANGE.format(barrier="bar.warp.sync -1;", distance=64))
 
 
+def test_a_missing_barrier_within_a_warp_is_a_race():
+    with pytest.raises(EmulationError, match=r"ld\.shared.*load what others of their warp stored"):
+        run(EXCHANGE.format(barrier="", distance=64))
+    run(EXCHANGE.format(barrier="", distance=0))
+    again = EXCHANGE.format(barrier="bar.sync 0;", distance=64) + "{} st.shared.b32 [%r1], %r8;"
+    with pytest.raises(EmulationError, match="store where others of their warp load"):
+        run(again.replace("{}", ""), scalar=1000)
+    run(again.replace("{}", "bar.warp.sync -1;"), scalar=1000)
+
+
 def test_storing_where_another_warp_still_loads_is_a_race():
     body = EXCHANGE.format(barrier="bar.sync 0;", distance=128) + "{} st.shared.b32 [%r1], %r8;"
     with pytest.raises(EmulationError, match="race: threads store where others load"):
@@ -282,6 +292,7 @@ def test_what_a_copy_under_way_reads_may_not_be_stored():
         ("ld.global.b32 %r0, [%rd5 + 2];", "which is no multiple of them"),
         ("ld.shared.b32 %r0, [%r7 + 1024];", "of 1024 bytes of shared memory"),
         ("setp.lt.s32 %p1, %r7, 3; @%p1 bar.sync 0;", "a barrier by 3 of 64 threads"),
+        ("setp.lt.s32 %p1, %r7, 3; @%p1 bar.warp.sync -1;", "a barrier of a warp by 3 of 32"),
         ("setp.lt.s32 %p1, %r7, 3; @%p1 shfl.sync.bfly.b32 %r0, %r7, 1, 31, -1;", "3 of 32"),
         ("teleport.b32 %r0, %r1;", "no such instruction is known: teleport.b32"),
     ],

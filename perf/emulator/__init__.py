@@ -9,9 +9,11 @@ tells whether a kernel is right on a GPU, not how fast it is there.
 
     driver.set_active(EmulatedGpu(90))  # launches on CPU tensors run from here on
 
-What a GPU leaves undefined is made to show: registers, shared memory and copies that are not waited
-for hold garbage; a load or store outside every tensor, or two warps at one address of shared memory
-without a barrier between them, is an `EmulationError`.
+What a GPU leaves undefined is made to show. Registers, shared memory and copies that are not waited
+for hold garbage. An `EmulationError` is: a load or store outside every tensor; two threads at one
+address of shared memory, or two warps at one of a tensor, without a barrier between them; what
+tensor cores read, of shared memory or registers, without the fences and waits that PTX asks for.
 
-Source: PTX ISA 8.7; CUTLASS `cute/arch/mma_sm90_desc.hpp` for descriptors of matrices.
+Source: PTX ISA 8.7, also its memory consistency model; CUTLASS `cute/arch/mma_sm90_desc.hpp` for
+descriptors of matrices.
 """

@@ -19,7 +19,7 @@ LANES = np.arange(WARP)
 ROWS, COLUMNS = LANES // 4, LANES % 4
 """Of a thread in each 8 x 4 part of a fragment."""
 
-READER = -1
+READER = -WARP
 """Who reads shared memory for a group of warps: none of them, so that all need a barrier."""
 
 ELEMENT_BYTES = {"f16": 2, "bf16": 2, "tf32": 4}
@@ -286,7 +286,8 @@ def _matrix(
 
         def read(groups: Lanes) -> Array:
             programs = np.repeat(wave.programs[::GROUP][groups], outer * k)
-            reader_of = READER - np.repeat(np.flatnonzero(groups), outer * k)
+            group = np.flatnonzero(groups) % (wave.num_threads // GROUP)
+            reader_of = np.repeat(READER * (1 + group), outer * k)
             found = wave.shared.read(places[groups].reshape(-1), size, programs, reader_of)
             words = np.ascontiguousarray(found).reshape(-1, outer, k, size)
             if kind == "tf32":

@@ -16,6 +16,9 @@ Bytes = npt.NDArray[np.uint8]
 Accesses = tuple[Addresses, Parties, int]
 """Offsets in a region, who accessed them, bytes of each access."""
 
+WARP = 32
+"""Threads."""
+
 PROGRAM_BIT, BARRIER_BIT = 40, 8
 """Where in a party its program begins, and the barriers behind it; below them is its warp."""
 
@@ -190,30 +193,33 @@ TRACED = 2
 class SharedMemory:
     """What the warps of each program share, and who accessed it since the last barrier.
 
-    Two warps race where one stores what the other stored or loads. A store of what is there already
-    is no race. Threads of one warp are taken to be in step.
+    Two threads race where one stores what the other stored or loads, with no barrier in between, of
+    their warp if both are of one. A store of what is there already is no race.
 
     Tensor cores read through another proxy: what threads or their copies wrote there needs a fence
     in between, by all of them.
     """
 
-    def __init__(self, num_programs: int, num_bytes: int) -> None:
+    def __init__(self, num_programs: int, num_warps: int, num_bytes: int) -> None:
         # Matrices of several programs are aligned as those of one.
         self.num_bytes = num_bytes
         self._stride = -(-num_bytes // 1024) * 1024
+        self._num_warps = num_warps
         self._data = np.full(num_programs * self._stride, GARBAGE, dtype=np.uint8)
         count = len(self._data) // TRACED
         self._writer = np.full(count, NOBODY, dtype=np.int32)
         self._least = np.full(count, NOBODY, dtype=np.int32)
         self._most = np.full(count, -1, dtype=np.int32)
-        # Numbers of the last store to each place, of all stores, and of the last before a fence.
-        self._stored = np.zeros(count, dtype=np.int32)
-        self._num_stores = 0
-        self._num_fenced = np.zeros(num_programs, dtype=np.int32)
+        # Accesses are numbered: the last store and load of each place, and the last before a fence
+        # of each program or a barrier of each warp.
+        self._stored, self._loaded = (np.zeros(count, dtype=np.int32) for _ in range(2))
+        self._num_accesses = 0
+        self._fenced = np.zeros(num_programs, dtype=np.int32)
+        self._synced = np.zeros(num_programs * num_warps, dtype=np.int32)
 
     def fence(self, programs: Lanes | None) -> None:
         """Let tensor cores see what these programs have stored; None for all."""
-        self._num_fenced[slice(None) if programs is None else programs] = self._num_stores
+        self._fenced[slice(None) if programs is None else programs] = self._num_accesses
 
     def check_fenced(self, addresses: Addresses, programs: Parties) -> None:
         """Check that tensor cores see what lies at addresses [matrices, elements] of programs.
@@ -222,9 +228,13 @@ class SharedMemory:
             EmulationError: There is a place that was stored after the last fence.
         """
         traced = (addresses + (programs * self._stride)[:, None]) // TRACED
-        if (self._stored[traced] > self._num_fenced[programs][:, None]).any():
+        if (self._stored[traced] > self._fenced[programs][:, None]).any():
             msg = "tensor cores read what was written to shared memory since the last proxy fence"
             raise EmulationError(msg)
+
+    def warp_barrier(self, warps: Lanes | None) -> None:
+        """What these warps accessed before is apart from what they will; None for all."""
+        self._synced[slice(None) if warps is None else warps] = self._num_accesses
 
     def barrier(self, programs: Lanes | None) -> None:
         """What these programs accessed before is apart from what comes; None for all."""
@@ -236,29 +246,43 @@ class SharedMemory:
 
     def keep(self, programs: Lanes) -> None:
         """Forget the others."""
-        for name in ("_data", "_writer", "_least", "_most", "_stored", "_num_fenced"):
+        for name in (
+            "_data", "_writer", "_least", "_most", "_stored", "_loaded", "_fenced", "_synced"
+        ):  # fmt: skip
             held = getattr(self, name).reshape(len(programs), -1)
             setattr(self, name, held[programs].reshape(-1))
 
     def read(
-        self, addresses: Addresses, num_bytes: int, programs: Parties, warps: Parties
+        self, addresses: Addresses, num_bytes: int, programs: Parties, threads: Parties
     ) -> Bytes:
-        """Bytes u8[len(addresses), num_bytes] for lanes of `programs` and `warps`.
+        """Bytes u8[len(addresses), num_bytes] for lanes that are `threads` of `programs`.
+
+        Threads below zero are of tensor cores, which no barrier of a warp orders.
 
         Raises:
             EmulationError: An address is outside or no multiple of `num_bytes`, or there is a race.
         """
         offsets = self._offsets(addresses, num_bytes, programs, "load")
-        traced, warps = _rows(offsets, num_bytes, TRACED), warps[:, None]
-        writer = self._writer[traced]
-        _refuse((writer != NOBODY) & (writer != warps), traced, "load what others stored")
-        # Of lanes at one place the last counts: warps ascend, and descend in reverse.
-        self._least[traced[::-1]] = np.minimum(self._least[traced], warps)[::-1]
-        self._most[traced] = np.maximum(self._most[traced], warps)
+        traced, threads = _rows(offsets, num_bytes, TRACED), threads[:, None]
+        warps = threads // WARP
+        writer, least, most = self._writer[traced], self._least[traced], self._most[traced]
+        _refuse((writer != NOBODY) & (writer // WARP != warps), traced, "load what others stored")
+        synced = self._synced[programs[:, None] * self._num_warps + warps]
+        near = (writer != NOBODY) & (writer != threads) & (self._stored[traced] > synced)
+        _refuse(near, traced, "load what others of their warp stored")
+        # What threads of this warp alone loaded before its last barrier is forgotten.
+        is_past = (least // WARP == warps) & (most // WARP == warps)
+        is_past &= self._loaded[traced] <= synced
+        least, most = np.where(is_past, NOBODY, least), np.where(is_past, -1, most)
+        # Of lanes at one place the last counts: threads ascend, and descend in reverse.
+        self._least[traced[::-1]] = np.minimum(least, threads)[::-1]
+        self._most[traced] = np.maximum(most, threads)
+        self._num_accesses += 1
+        self._loaded[traced] = self._num_accesses
         rows = _rows(offsets, num_bytes, _unit(num_bytes))
         return _elements(self._data, num_bytes)[rows].view(np.uint8)
 
-    def write(self, addresses: Addresses, data: Bytes, programs: Parties, warps: Parties) -> None:
+    def write(self, addresses: Addresses, data: Bytes, programs: Parties, threads: Parties) -> None:
         """Write rows of `data`; see `read`."""
         num_bytes = data.shape[1]
         offsets = self._offsets(addresses, num_bytes, programs, "store")
@@ -266,14 +290,22 @@ class SharedMemory:
         rows = _rows(offsets, num_bytes, _unit(num_bytes))
         words = np.ascontiguousarray(data).view(held.dtype)
         changes = (held[rows] != words).any(axis=1, keepdims=True)
-        traced, warps = _rows(offsets, num_bytes, TRACED), warps[:, None]
+        traced, threads = _rows(offsets, num_bytes, TRACED), threads[:, None]
+        warps = threads // WARP
         writer, least, most = self._writer[traced], self._least[traced], self._most[traced]
-        read_by_others = ((least != NOBODY) & (least != warps)) | ((most >= 0) & (most != warps))
-        _refuse(read_by_others & changes, traced, "store where others load")
-        _refuse((writer != NOBODY) & (writer != warps) & changes, traced, "store where others did")
-        self._writer[traced] = warps
-        self._num_stores += 1
-        self._stored[traced] = self._num_stores
+        is_read, is_written = least != NOBODY, writer != NOBODY
+        far = is_read & ((least // WARP != warps) | (most // WARP != warps))
+        _refuse(far & changes, traced, "store where others load")
+        far = is_written & (writer // WARP != warps)
+        _refuse(far & changes, traced, "store where others did")
+        synced = self._synced[programs[:, None] * self._num_warps + warps]
+        near = is_read & ((least != threads) | (most != threads)) & (self._loaded[traced] > synced)
+        _refuse(near & changes, traced, "store where others of their warp load")
+        near = is_written & (writer != threads) & (self._stored[traced] > synced)
+        _refuse(near & changes, traced, "store where others of their warp did")
+        self._writer[traced] = threads
+        self._num_accesses += 1
+        self._stored[traced] = self._num_accesses
         held[rows] = words
         _refuse(held[rows] != words, rows, "store different values at once")
 

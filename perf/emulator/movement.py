@@ -65,7 +65,7 @@ def _read(wave: Wave, places: Array, num_bytes: int, active: Array, *, is_shared
         else:
             counters.loads.note(places, num_bytes, wave.warps[active])
     if is_shared:
-        return wave.shared.read(places, num_bytes, programs, wave.warps[active])
+        return wave.shared.read(places, num_bytes, programs, active % wave.num_threads)
     return wave.memory.read(places, num_bytes, wave.parties(active))
 
 
@@ -83,7 +83,7 @@ def _write(wave: Wave, places: Array, data: Bytes, active: Array, *, is_shared: 
 
 def _put(wave: Wave, places: Array, data: Bytes, active: Array) -> None:
     """A store to shared memory that is counted elsewhere."""
-    wave.shared.write(places, data, wave.programs[active], wave.warps[active])
+    wave.shared.write(places, data, wave.programs[active], active % wave.num_threads)
 
 
 def _is_shared(instruction: Instruction, flags: list[str]) -> bool:
@@ -312,7 +312,9 @@ def _reduce(instruction: Instruction, flags: list[str]) -> Step:
 
 def _barrier(instruction: Instruction, flags: list[str]) -> Step:
     if flags[0] == "warp":
-        return lambda _wave, _lanes: None
+        return lambda wave, lanes: wave.shared.warp_barrier(
+            wave.whole_warps(lanes, "a barrier of a warp")
+        )
     if len(instruction.operands) != 1:
         msg = f"{instruction.text}: a barrier of some warps"
         raise EmulationError(msg)

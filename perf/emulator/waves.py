@@ -15,6 +15,7 @@ from perf.emulator.errors import EmulationError
 from perf.emulator.memory import (
     BARRIER_BIT,
     PROGRAM_BIT,
+    WARP,
     GlobalMemory,
     Lanes,
     SharedMemory,
@@ -22,9 +23,6 @@ from perf.emulator.memory import (
 from perf.emulator.numbers import UNSIGNED, Array, bits, bits_of, meaning
 from perf.emulator.pending import Pending
 from perf.emulator.ptx import SPECIAL, Immediate, Kernel, Operand, Register, Symbol
-
-WARP = 32
-"""Threads."""
 
 MAX_STEPS = 5_000_000
 """Instructions after which programs count as ones that do not end."""
@@ -78,7 +76,7 @@ class Wave:
         self._grid = launch.grid
         self._set_lanes()
         self.num_barriers = np.zeros(self.num_programs, dtype=np.int64)
-        self.shared = SharedMemory(self.num_programs, launch.shared_bytes)
+        self.shared = SharedMemory(self.num_programs, self.num_threads // WARP, launch.shared_bytes)
         self.copies, self.products = Pending(self.num_programs), Pending(self.num_programs)
         garbage: dict[int, Array] = {
             size: np.full(self.num_lanes, np.iinfo(dtype).max, dtype=dtype)
@@ -93,7 +91,6 @@ class Wave:
         self.num_lanes = self.num_programs * self.num_threads
         lanes = np.arange(self.num_lanes)
         self.programs = lanes // self.num_threads
-        self.warps = (lanes // WARP).astype(np.int32)
         thread = (lanes % self.num_threads).astype(np.uint32)
         self.lane_of_warp = lanes % WARP
         x, y, z = self._places[self.programs].T
@@ -129,9 +126,9 @@ class Wave:
             return self.num_lanes // WARP
         return int(lanes.reshape(-1, WARP).any(axis=1).sum())
 
-    def whole_warps(self, lanes: Lanes | None, what: str) -> None:
-        """Refuse what only some threads of a warp do."""
-        _whole(lanes, WARP, what)
+    def whole_warps(self, lanes: Lanes | None, what: str) -> Lanes | None:
+        """Which warps take part in what all their threads must do; see `whole_programs`."""
+        return _whole(lanes, WARP, what)
 
     def keep(self, programs: Lanes) -> None:
         """Go on with some programs; the others have ended."""
