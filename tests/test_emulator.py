@@ -344,7 +344,7 @@ PRODUCT = """
     .reg .f32 %f<4>;
     mov.b32 %r1, 0x3F803F80;
     shl.b32 %r2, %r7, 4;
-    st.shared.v4.b32 [%r2], {{%r1, %r1, %r1, %r1}};
+    {write}
     mov.b32 %r3, 0x3F800000;
     mov.b32 %f0, %r3;
     mov.b32 %f1, %r3;
@@ -364,6 +364,7 @@ PRODUCT = """
     mov.b32 %r0, %f3;
     st.global.b32 [%rd4], %r0;"""
 PRODUCT_PARTS = {
+    "write": "st.shared.v4.b32 [%r2], {%r1, %r1, %r1, %r1};",
     "proxy_fence": "fence.proxy.async.shared::cta;",
     "fence": "wgmma.fence.sync.aligned;",
     "before": "",
@@ -371,16 +372,33 @@ PRODUCT_PARTS = {
 }
 
 
-def multiply(**parts):
+COPY_ONES = """
+    shl.b64 %rd7, %rd3, 2;
+    add.s64 %rd7, %rd2, %rd7;
+    cp.async.cg.shared.global [%r2], [%rd7], 0x10;
+    cp.async.wait_all;"""
+
+
+def multiply(*, are_copies_fenced=True, **parts):
     body = PRODUCT.format(**(PRODUCT_PARTS | parts))
-    result, inputs = torch.zeros(4 * GROUP, dtype=torch.uint8), torch.zeros(GROUP)
-    kernel = EmulatedKernel(HEAD.replace("reqntid 64", f"reqntid {GROUP}") + body + TAIL)
+    result, inputs = torch.zeros(4 * GROUP, dtype=torch.uint8), torch.ones(8 * GROUP).bfloat16()
+    text = HEAD.replace("reqntid 64", f"reqntid {GROUP}") + body + TAIL
+    kernel = EmulatedKernel(text, are_copies_fenced=are_copies_fenced)
     kernel.launch((1, 1, 1), [result, inputs, 0], 4096)
     return result.numpy().view(np.float32)
 
 
 def test_a_warp_group_multiplies_matrices_in_shared_memory():
     assert (multiply() == 17).all()
+    assert (multiply(write=COPY_ONES) == 17).all()
+
+
+def test_compilers_may_do_without_a_fence_behind_copies():
+    assert (multiply(write=COPY_ONES, proxy_fence="", are_copies_fenced=False) == 17).all()
+    with pytest.raises(EmulationError, match="since the last proxy fence"):
+        multiply(write=COPY_ONES, proxy_fence="")
+    with pytest.raises(EmulationError, match="since the last proxy fence"):
+        multiply(proxy_fence="", are_copies_fenced=False)
 
 
 @pytest.mark.parametrize(

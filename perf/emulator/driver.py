@@ -1,9 +1,11 @@
 """A driver for Triton whose launches run in the emulator."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 
 from perf.emulator.counters import Counters
 from perf.emulator.errors import EmulationError
@@ -15,6 +17,14 @@ MAX_THREADS = 1024
 
 SCRATCH_BYTES = 16
 """Of each of the scratch memories that Triton passes besides, and our kernels do not use."""
+
+
+FENCES_COPIES = (3, 7, 1)
+"""Triton from which on a fence stands between asynchronous copies and tensor cores that read them.
+
+No kernel can place one where the compiler's pipelines need it. Hopper does without, so far as is
+known; Blackwell does not. Source: triton-lang/triton#9610 and #10537.
+"""
 
 
 class EmulatedGpu(PretendedGpu):
@@ -59,7 +69,10 @@ class Launcher:
         self._gpu = gpu
         self._is_passed = [kind != "constexpr" for kind in source.signature.values()]
         self._shared_bytes = metadata.shared
-        self._kernel = EmulatedKernel(_ptx_of(metadata).read_text())
+        release = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:3])
+        self._kernel = EmulatedKernel(
+            _ptx_of(metadata).read_text(), are_copies_fenced=release >= FENCES_COPIES
+        )
 
     def __call__(self, width: int, height: int, depth: int, *arguments: Any) -> None:  # noqa: ANN401
         """Run every program of a grid.

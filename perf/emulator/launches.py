@@ -1,6 +1,7 @@
 """Launch a kernel of PTX: every program of a grid, several of them in step."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -37,13 +38,15 @@ class EmulatedKernel:
 
     Args:
         text: PTX with one kernel, as Triton writes it.
+        are_copies_fenced: Whether tensor cores may read what was copied behind a fence only, as
+            PTX asks for; some compilers do without.
 
     Raises:
         EmulationError: An instruction is not known; names it.
     """
 
-    def __init__(self, text: str) -> None:
-        self.kernel = read_kernel(text)
+    def __init__(self, text: str, *, are_copies_fenced: bool = True) -> None:
+        self.kernel = replace(read_kernel(text), are_copies_fenced=are_copies_fenced)
         self._code = [_decoded(each, self.kernel) for each in self.kernel.instructions]
         # Where threads that parted may meet again.
         self._leaders = frozenset(self.kernel.targets.values())

@@ -210,9 +210,10 @@ class SharedMemory:
         self._writer = np.full(count, NOBODY, dtype=np.int32)
         self._least = np.full(count, NOBODY, dtype=np.int32)
         self._most = np.full(count, -1, dtype=np.int32)
-        # Accesses are numbered: the last store and load of each place, and the last before a fence
-        # of each program or a barrier of each warp.
-        self._stored, self._loaded = (np.zeros(count, dtype=np.int32) for _ in range(2))
+        # Accesses are numbered: the last store and load of each place, the last store that needs a
+        # fence, and the last access before a fence of each program or a barrier of each warp.
+        self._stored = np.zeros(count, dtype=np.int32)
+        self._loaded, self._unfenced = np.zeros_like(self._stored), np.zeros_like(self._stored)
         self._num_accesses = 0
         self._fenced = np.zeros(num_programs, dtype=np.int32)
         self._synced = np.zeros(num_programs * num_warps, dtype=np.int32)
@@ -225,10 +226,10 @@ class SharedMemory:
         """Check that tensor cores see what lies at addresses [matrices, elements] of programs.
 
         Raises:
-            EmulationError: There is a place that was stored after the last fence.
+            EmulationError: Something there was written after the last fence.
         """
         traced = (addresses + (programs * self._stride)[:, None]) // TRACED
-        if (self._stored[traced] > self._fenced[programs][:, None]).any():
+        if (self._unfenced[traced] > self._fenced[programs][:, None]).any():
             msg = "tensor cores read what was written to shared memory since the last proxy fence"
             raise EmulationError(msg)
 
@@ -247,7 +248,8 @@ class SharedMemory:
     def keep(self, programs: Lanes) -> None:
         """Forget the others."""
         for name in (
-            "_data", "_writer", "_least", "_most", "_stored", "_loaded", "_fenced", "_synced"
+            "_data", "_writer", "_least", "_most", "_stored", "_loaded", "_unfenced", "_fenced",
+            "_synced",
         ):  # fmt: skip
             held = getattr(self, name).reshape(len(programs), -1)
             setattr(self, name, held[programs].reshape(-1))
@@ -282,8 +284,16 @@ class SharedMemory:
         rows = _rows(offsets, num_bytes, _unit(num_bytes))
         return _elements(self._data, num_bytes)[rows].view(np.uint8)
 
-    def write(self, addresses: Addresses, data: Bytes, programs: Parties, threads: Parties) -> None:
-        """Write rows of `data`; see `read`."""
+    def write(
+        self,
+        addresses: Addresses,
+        data: Bytes,
+        programs: Parties,
+        threads: Parties,
+        *,
+        needs_fence: bool = True,
+    ) -> None:
+        """Write rows of `data`, for tensor cores behind a fence or not; see `read`."""
         num_bytes = data.shape[1]
         offsets = self._offsets(addresses, num_bytes, programs, "store")
         held = _elements(self._data, num_bytes)
@@ -306,6 +316,7 @@ class SharedMemory:
         self._writer[traced] = threads
         self._num_accesses += 1
         self._stored[traced] = self._num_accesses
+        self._unfenced[traced] = self._num_accesses if needs_fence else 0
         held[rows] = words
         _refuse(held[rows] != words, rows, "store different values at once")
 

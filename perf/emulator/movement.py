@@ -76,14 +76,10 @@ def _write(wave: Wave, places: Array, data: Bytes, active: Array, *, is_shared: 
         else:
             counters.stores.note(places, data.shape[1], wave.warps[active])
     if is_shared:
-        _put(wave, places, data, active)
+        programs = wave.programs[active]
+        wave.shared.write(places, data, programs, active % wave.num_threads)
     else:
         wave.memory.write(places, data, wave.parties(active))
-
-
-def _put(wave: Wave, places: Array, data: Bytes, active: Array) -> None:
-    """A store to shared memory that is counted elsewhere."""
-    wave.shared.write(places, data, wave.programs[active], active % wave.num_threads)
 
 
 def _is_shared(instruction: Instruction, flags: list[str]) -> bool:
@@ -169,8 +165,18 @@ def _copy(instruction: Instruction, flags: list[str]) -> Step:
         owners = wave.programs[active]
         sources = source_of(wave)[active]
         data[full] = _read(wave, sources[full], num_bytes, active[full], is_shared=False)
+        threads = active % wave.num_threads
+        if wave.counters:
+            wave.counters.shared.note(places, num_bytes, active)
+
+        def put(some: Array, rows: Bytes) -> None:
+            needs_fence = wave.kernel.are_copies_fenced
+            wave.shared.write(
+                places[some], rows, owners[some], threads[some], needs_fence=needs_fence
+            )
+
         # Until somebody has waited, what lies there is of no use.
-        _write(wave, places, np.full_like(data, GARBAGE), active, is_shared=True)
+        put(np.ones(len(active), dtype=bool), np.full_like(data, GARBAGE))
 
         def land(programs: Lanes) -> None:
             ended = programs[owners]
@@ -179,7 +185,7 @@ def _copy(instruction: Instruction, flags: list[str]) -> Step:
             if (again != data[late]).any():
                 msg = "race: a copy under way reads what is stored meanwhile"
                 raise EmulationError(msg)
-            _put(wave, places[ended], data[ended], active[ended])
+            put(ended, data[ended])
 
         busy = np.zeros(wave.num_programs, dtype=bool)
         busy[owners] = True

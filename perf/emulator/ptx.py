@@ -84,6 +84,7 @@ class Kernel:
         instructions: In order.
         register_bits: Bits of each register.
         targets: Label -> index of the instruction behind it.
+        are_copies_fenced: Whether tensor cores may read what was copied behind a fence only.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Kernel:
     instructions: tuple[Instruction, ...]
     register_bits: tuple[int, ...]
     targets: dict[str, int]
+    are_copies_fenced: bool = True
 
 
 @dataclass
