@@ -34,7 +34,8 @@ def attention_merge(
         second_out: Results over the second keys, shape and dtype of first_out, contiguous.
         second_lse: Their log-sum-exp, f32[num_tokens, num_heads].
         out: Written in place and returned, as first_out, which it may be; None allocates it.
-        lse: Written in place: log-sum-exp over all keys, f32[num_tokens, num_heads].
+        lse: Written in place: log-sum-exp over all keys, f32[num_tokens, num_heads]; may be
+            first_lse or second_lse.
 
     Returns:
         The results over all keys; zeros where there are none.

@@ -43,5 +43,7 @@ def attention_merge_kernel(
     out = first * (first_weight / divisor)[:, None] + second * (second_weight / divisor)[:, None]
     tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
     if lse_ptr is not None:
+        # Every warp has read both, which all need, before one writes where one of them may be.
+        tl.debug_barrier()
         joined = tl.where(total == 0.0, float("-inf"), shift + tl.log(divisor))
         tl.store(lse_ptr + rows, joined, mask=live)

@@ -52,6 +52,19 @@ def test_attention_merge_may_write_onto_its_first_argument():
     assert torch.equal(onto, apart)
 
 
+@pytest.mark.parametrize("name", ["first_lse", "second_lse"])
+@pytest.mark.parametrize("shape", [(20, 4, 64), (2, 4, 64), (5, 3, 576)], ids=str)
+def test_attention_merge_may_write_onto_a_log_sum_exp(shape, name):
+    arguments = parts(shape, torch.float32)
+    lse = torch.empty_like(arguments[name])
+    apart = attention_merge(**arguments, lse=lse)
+
+    onto = attention_merge(**arguments, lse=arguments[name])
+
+    assert torch.equal(onto, apart)
+    assert torch.equal(arguments[name], lse)
+
+
 def test_attention_merge_of_no_rows_is_empty():
     arguments = {name: tensor[:0] for name, tensor in parts((3, 2, 64), torch.float32).items()}
 
