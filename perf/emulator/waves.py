@@ -268,7 +268,7 @@ def reader(operand: Operand, kind: str) -> Reader:
     """What gives an operand's values of type `kind`: one, or one for each lane."""
     match operand:
         case Register(index, size):
-            is_plain = kind[0] in "bu" and kind != "bf16" and size == bits_of(kind)
+            is_plain = kind[0] in {"b", "u"} and kind != "bf16" and size == bits_of(kind)
             if is_plain or kind == "pred":
                 return lambda wave: wave.registers[index]
             return lambda wave: meaning(wave.registers[index], kind)
