@@ -110,6 +110,13 @@ class Batch:
         arguments = {"num_tokens": self.q.shape[0], "dtype": self.q.dtype}
         if self.spans is not None:
             arguments["decode_query_tokens"] = 0
+        if "tiles" in changes and self.q.dtype == torch.float32 and self.q.shape[-1] > 256:
+            # Two steps of 32 keys this wide do not fit into the shared memory of an A100.
+            tiles = changes["tiles"]
+            decode, prefill = (
+                replace(loop, block_n=16, num_stages=1) for loop in (tiles.decode, tiles.prefill)
+            )
+            changes = changes | {"tiles": replace(tiles, decode=decode, prefill=prefill)}
         return plan_attention(self.query_starts, self.seq_lens, self.kind, **arguments | changes)
 
 
