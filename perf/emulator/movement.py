@@ -63,7 +63,7 @@ def _read(wave: Wave, places: Array, num_bytes: int, active: Array, *, is_shared
         if is_shared:
             counters.shared.note(places, num_bytes, active)
         else:
-            counters.loads.note(places, num_bytes, wave.warps[active])
+            counters.loads.note(places, num_bytes, active // WARP)
     if is_shared:
         return wave.shared.read(places, num_bytes, programs, active % wave.num_threads)
     return wave.memory.read(places, num_bytes, wave.parties(active))
@@ -74,7 +74,7 @@ def _write(wave: Wave, places: Array, data: Bytes, active: Array, *, is_shared: 
         if is_shared:
             counters.shared.note(places, data.shape[1], active)
         else:
-            counters.stores.note(places, data.shape[1], wave.warps[active])
+            counters.stores.note(places, data.shape[1], active // WARP)
     if is_shared:
         programs = wave.programs[active]
         wave.shared.write(places, data, programs, active % wave.num_threads)
