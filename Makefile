@@ -57,10 +57,7 @@ test-emulated: $(ENVIRONMENT) ## run the kernels' tests on what Triton compiles,
 
 newer-vllm: $(STAMPS)/newer-vllm ## lay the Python of vLLM 0.33 over the CPU build of 0.32, in a folder of its own
 
-test-test-emulated: $(ENVIRONMENT) ## run the kernels' tests on what Triton compiles, in an emulated GPU (EMULATED_GPU=80 or 90)
-	EMULATED_GPU=$(EMULATED_GPU) $(BIN)/python -m pytest tests/kernels -k "not compile" $(PYTEST_ARGS)
-
-newer-vllm: $(STAMPS)/newer-vllm ## run the plugin's tests on vLLM 0.33, its Python over 0.32's CPU build
+test-newer-vllm: $(STAMPS)/newer-vllm ## run the plugin's tests on vLLM 0.33, its Python over 0.32's CPU build
 	PYTHONPATH=$(CURDIR)/$(NEWER_VLLM) $(BIN)/python -m pytest -m "not slow" tests/vllm_plugin $(PYTEST_ARGS)
 
 lint: $(ENVIRONMENT) ## check format, lint, types, import contracts and spelling
