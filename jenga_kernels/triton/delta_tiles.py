@@ -7,7 +7,7 @@ large, because it pays per operation and hardly per element.
 from dataclasses import dataclass
 
 from jenga_kernels.triton.state_tiles import LEAST_PRODUCT
-from jenga_kernels.triton.tiles import HOPPER, Machine, power_of_two
+from jenga_kernels.triton.tiles import Machine, power_of_two
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ def delta_scan_tiles(
         block_values, chunk_warps, scan_warps, scan_stages = whole_value, 1, 1, 1
     elif element_bytes > 2:  # noqa: PLR2004 - wider than 16 bits: no tensor cores
         block_tokens, block_values, chunk_warps, scan_warps, scan_stages = 16, 16, 4, 8, 1
-    elif machine.capability < HOPPER:
+    elif not machine.has_large_tiles:
         block_tokens, scan_stages = 32, 2
     if is_per_channel and not machine.is_interpreter:
         chunk_warps = 8

@@ -5,6 +5,8 @@ from jenga_kernels.delta_scan import delta_scan
 from jenga_kernels.delta_update import delta_update
 from jenga_kernels.reference import delta_scan as reference
 from jenga_kernels.states import Checkpoints
+from jenga_kernels.triton.tiles import HOPPER
+from perf.machine_code import SHARED_BYTES
 from tests.kernels.compiling import compile_job
 from tests.kernels.delta_cases import by_products, delta_states, delta_tensors, fill, tokens_of
 from tests.kernels.state_cases import PADDING, i32, on_cpu, prompt_slots, same_elsewhere, widened
@@ -334,7 +336,7 @@ def compile_channels():
     compile_scans(channels=True)
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [80, pytest.param(89, marks=pytest.mark.slow), 90, 120])
 @pytest.mark.parametrize("job", [compile_heads, compile_channels])
 def test_delta_scan_compiles_to_matrix_instructions_without_spills(job, capability):
     kernels = compile_job(job, capability)
@@ -342,13 +344,14 @@ def test_delta_scan_compiles_to_matrix_instructions_without_spills(job, capabili
     assert len(kernels) == 5
     for kernel in kernels:
         assert kernel.stack_bytes == 0, kernel
+        assert kernel.shared_bytes <= SHARED_BYTES[capability], kernel
     in_half = [kernel for kernel in kernels if kernel.counts["mma"] + kernel.counts["wgmma"]]
     assert len(in_half) == 3
     for kernel in in_half:
         assert kernel.counts["load_128"] >= 8, kernel
         assert kernel.counts["store_128"] >= 6, kernel
         # Five products of tiles a chunk, or two of queries and keys and two of the inverse.
-        if capability >= 90:
+        if capability == HOPPER:
             assert kernel.counts["wgmma"] >= 32, kernel
             assert kernel.counts["mma"] == 0, kernel
         else:
@@ -356,11 +359,11 @@ def test_delta_scan_compiles_to_matrix_instructions_without_spills(job, capabili
     for kernel in in_half[1:]:
         # The next chunk's tiles come while this one is worked on: a turn waits for its own only.
         assert kernel.name == "delta_scan_kernel"
-        if capability >= 90:
+        if capability == HOPPER:
             assert kernel.counts["cp_async_ahead"] == 1, kernel
         # With loads in flight, products of registers could run on into the next turn of the loop.
         assert kernel.counts["wgmma_of_registers"] == 0, kernel
         assert kernel.counts["cp_async"] >= 16, kernel
         # All 16 bytes a thread but decays: two at three places, four by Triton 3.6.
         assert kernel.counts["load_128"] >= kernel.counts["cp_async"] - 12, kernel
-        assert kernel.registers <= 232, kernel
+        assert kernel.registers <= 240, kernel
