@@ -6,13 +6,13 @@ import triton.language as tl
 from jenga_kernels.triton.delta_rule import (
     decay_log2,
     find_chunk,
+    rate_log2,
     rounded,
     sigmoid,
     unit_factors,
     unit_triangular_inverse,
 )
 from jenga_kernels.triton.matmul import matmul
-from jenga_kernels.triton.recurrence import LOG2E
 
 
 # Counts differ from step to step and must not compile anew.
@@ -86,7 +86,7 @@ def delta_chunks_heads_kernel(
     rate = None
     bias = None
     if A_log_ptr is not None:
-        rate = tl.exp2(tl.load(A_log_ptr + head).to(tl.float32) * LOG2E)
+        rate = rate_log2(tl.load(A_log_ptr + head).to(tl.float32))
         if dt_bias_ptr is not None:
             bias = tl.load(dt_bias_ptr + head * stride_dt_bias_head).to(tl.float32)
     gates = tl.load(gates_ptr + tokens * stride_gates_token + head, mask=live, other=0.0)

@@ -9,6 +9,9 @@ from jenga_kernels.triton.recurrence import LOG2E, row_sums, softplus
 NORM_EPSILON = tl.constexpr(1e-6)
 """Added to a squared length before its root, as in the models that train with it."""
 
+LOG2_LOG2E = tl.constexpr(0.5287663729448977)
+"""Logarithm to base two of LOG2E: what takes a rate from powers of e to those of two."""
+
 LEAST_LOG2 = tl.constexpr(-126.0)
 """Decay of a token, in powers of two, below which the state before it counts for nothing."""
 
@@ -29,7 +32,7 @@ def rounded(values, dtype: tl.constexpr):
 @device_function
 def inverse_length(squares):
     """What to multiply a vector with for length one, from its squared length."""
-    return 1.0 / tl.sqrt(squares + NORM_EPSILON)
+    return tl.rsqrt(squares + NORM_EPSILON)
 
 
 @device_function
@@ -39,16 +42,24 @@ def sigmoid(v):
 
 
 @device_function
+def rate_log2(A_log):
+    """Rate of decay in powers of two, from its natural logarithm."""
+    return tl.exp2(A_log * LOG2E + LOG2_LOG2E)
+
+
+@device_function
 def decay_log2(gates, rate, bias):
     """Logarithms to base two of the decays of tokens, from gates in float32.
 
-    Gates are natural logarithms, or, where there is a `rate`, what its softplus makes into them.
+    Gates are natural logarithms, or, where there is a `rate`, what its softplus makes into them;
+    `rate` is that of `rate_log2`.
     """
     if rate is not None:
         if bias is not None:
             gates += bias
-        gates = -rate * softplus(gates)
-    return tl.maximum(gates * LOG2E, LEAST_LOG2)
+        return tl.maximum(-rate * softplus(gates), LEAST_LOG2)
+    else:
+        return tl.maximum(gates * LOG2E, LEAST_LOG2)
 
 
 @device_function
@@ -56,6 +67,13 @@ def unit_factors(rows):
     """What to multiply each row of [M, N] with for length one."""
     rows = rows.to(tl.float32)
     return inverse_length(row_sums(rows * rows))
+
+
+@device_function
+def corners(lower, width, BLOCK_T: tl.constexpr):
+    """The lower left of each block of 2 * width on the diagonal of `lower`, 0 elsewhere."""
+    apart = tl.arange(0, BLOCK_T)[:, None] ^ tl.arange(0, BLOCK_T)[None, :]
+    return tl.where(apart ^ width < width, lower, 0.0)
 
 
 @device_function
@@ -70,14 +88,14 @@ def unit_triangular_inverse(lower, BLOCK_T: tl.constexpr, PRECISION: tl.constexp
     inverse = tl.where(rows == columns, 1.0, 0.0)
     inverse -= tl.where(rows // 2 == columns // 2, lower, 0.0)
     width = 2
+    corner = corners(lower, width, BLOCK_T)
     while width < BLOCK_T:
-        is_corner = (rows // width != columns // width) & (
-            rows // (2 * width) == columns // (2 * width)
-        )
-        corner = tl.where(is_corner, lower, 0.0)
-        product = tl.dot(inverse, corner, input_precision=PRECISION)
-        inverse -= tl.dot(product, inverse, input_precision=PRECISION)
+        # Left factors are what a turn begins with: they lie in shared memory then, which takes
+        # fewer instructions than to make one in registers of a product.
+        product = tl.dot(corner, inverse, input_precision=PRECISION)
+        inverse -= tl.dot(inverse, product, input_precision=PRECISION)
         width *= 2
+        corner = corners(lower, width, BLOCK_T)
     return inverse
 
 

@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 
 from jenga_kernels.triton.addressing import page_offsets
-from jenga_kernels.triton.delta_rule import decay_log2, inverse_length, rounded, sigmoid
-from jenga_kernels.triton.recurrence import LOG2E, mask_if, row_sums
+from jenga_kernels.triton.delta_rule import decay_log2, inverse_length, rate_log2, rounded, sigmoid
+from jenga_kernels.triton.recurrence import mask_if, row_sums
 
 
 @triton.jit
@@ -90,7 +90,7 @@ def delta_update_kernel(
     rate = None
     bias = None
     if A_log_ptr is not None:
-        rate = tl.exp2(tl.load(A_log_ptr + head).to(tl.float32) * LOG2E)
+        rate = rate_log2(tl.load(A_log_ptr + head).to(tl.float32))
         if dt_bias_ptr is not None:
             dt_bias_ptr += head * stride_dt_bias_head
             if IS_PER_CHANNEL:
