@@ -73,7 +73,8 @@ TURNS: dict[str, Turns] = {
     "state_scan_heads_kernel": _prompt("BLOCK_T"),
     "state_scan_channels_kernel": _prompt("BLOCK_T"),
     "delta_chunks_heads_kernel": lambda c, _loops: (0, _doublings(c) - 1),
-    "delta_chunks_channels_kernel": lambda c, _loops: (0, _doublings(c), _doublings(c) - 1),
+    # Two products with all keys for each width of blocks, where the compiler has left the loop.
+    "delta_chunks_channels_kernel": lambda c, loops: (0, *(2,) * (loops - 2), _doublings(c) - 1),
     "delta_scan_kernel": _prompt("BLOCK_T"),
     "_causal_conv1d_fwd_kernel": lambda c, _loops: (c["BLOCK_M"],),
     "_chunk_state_fwd_kernel": _rows("chunk_size", "BLOCK_SIZE_K"),

@@ -3,38 +3,118 @@
 import triton
 import triton.language as tl
 
+from jenga_kernels.triton import delta_tiles
 from jenga_kernels.triton.delta_rule import (
     decay_log2,
     find_chunk,
+    rate_log2,
     rounded,
     sigmoid,
     unit_factors,
     unit_triangular_inverse,
 )
 from jenga_kernels.triton.device import device_function
-from jenga_kernels.triton.matmul import matmul
-from jenga_kernels.triton.recurrence import LOG2E, row_sums
+from jenga_kernels.triton.matmul import INTERPRETED, matmul
+from jenga_kernels.triton.recurrence import row_sums
+
+RUN_TOKENS = tl.constexpr(delta_tiles.RUN_TOKENS)
+"""Tokens next to each other that a thread holds: what is between them needs no other thread."""
 
 
 @device_function
-def neighbour_products(q, k, decays, width, dtype: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Products of q and k in odd blocks of `width` rows with k in the even blocks before them.
+def interleaved(rows):
+    """Four [runs, K], of the tokens of each run in order, as one [T, K]."""
+    RUNS: tl.constexpr = rows[0].shape[0]
+    BLOCK_K: tl.constexpr = rows[0].shape[1]
+    in_run = tl.arange(0, RUN_TOKENS)[None, :, None]
+    tile = tl.broadcast_to(tl.reshape(rows[0], [RUNS, 1, BLOCK_K]), [RUNS, RUN_TOKENS, BLOCK_K])
+    for t in tl.static_range(1, RUN_TOKENS):  # pyright: ignore[reportGeneralTypeIssues]
+        # A thread holds whole runs, so that this picks registers and costs nothing.
+        tile = tl.where(in_run == t, tl.reshape(rows[t], [RUNS, 1, BLOCK_K]), tile)
+    return tl.reshape(tile, [RUNS * RUN_TOKENS, BLOCK_K])
 
-    Each channel decays from row to row; `decays` has the logarithms of that up to each row. Either
-    factor has the decay between its row and the boundary of the two blocks, which is never above 1,
-    so that nothing overflows however strong the decay.
-    """
-    row = tl.arange(0, BLOCK_T)[:, None]
-    column = tl.arange(0, BLOCK_T)[None, :]
-    is_pair = (row // (2 * width) == column // (2 * width)) & (row // width > column // width)
-    boundary = row // (2 * width) * (2 * width) + width - 1
-    boundary = tl.broadcast_to(boundary, decays.shape)
-    since = (decays - tl.gather(decays, boundary, 0)).to(tl.float32)
-    earlier = tl.trans(rounded(k * tl.exp2(tl.minimum(-since, 0.0)), dtype))
-    since = tl.exp2(tl.minimum(since, 0.0))
-    of_queries = tl.where(is_pair, matmul(rounded(q * since, dtype), earlier), 0.0)
-    of_keys = tl.where(is_pair, matmul(rounded(k * since, dtype), earlier), 0.0)
+
+@device_function
+def each_token(first, second, third, fourth):
+    """Four [runs], of the tokens of each run in order, as one [T, 1]."""
+    pairs = tl.join(tl.join(first, third), tl.join(second, fourth))  # [runs, 2, 2]
+    return tl.reshape(pairs, [first.shape[0] * RUN_TOKENS])[:, None]
+
+
+@device_function
+def products(queries, keys, dtype: tl.constexpr):
+    """Products of queries and of keys with all keys, [T, T] each; of four [runs, K] each."""
+    BLOCK_T: tl.constexpr = keys[0].shape[0] * RUN_TOKENS
+    q = ()
+    k = ()
+    for t in tl.static_range(RUN_TOKENS):  # pyright: ignore[reportGeneralTypeIssues]
+        q += (rounded(queries[t], dtype),)
+        k += (rounded(keys[t], dtype),)
+    of_queries = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
+    of_keys = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
+    k = interleaved(k)
+    left = interleaved(q)
+    # A left factor that a loop carries lies in shared memory; each other one would take the
+    # registers of a tile.
+    for _ in range(2):
+        of_queries = of_keys
+        of_keys = matmul(left, tl.trans(k))
+        left = k
     return of_queries, of_keys
+
+
+@device_function
+def of_neighbours(values, WIDTH: tl.constexpr):
+    """What each row of f32[M, N] has in the other WIDTH rows of its 2 * WIDTH."""
+    ROWS: tl.constexpr = values.shape[0]
+    COLUMNS: tl.constexpr = values.shape[1]
+    PAIRS: tl.constexpr = ROWS // (2 * WIDTH)
+    pairs = tl.reshape(values, [PAIRS, 2, WIDTH, COLUMNS])
+    if INTERPRETED:
+        is_first = tl.arange(0, 2)[None, :, None, None] == 0
+        first = tl.sum(tl.where(is_first, pairs, 0.0), 1, keep_dims=True)
+        second = tl.sum(tl.where(is_first, 0.0, pairs), 1, keep_dims=True)
+        pairs = tl.where(is_first, second, first)
+    else:
+        bits = pairs.to(tl.int32, bitcast=True)
+        pairs = (bits ^ tl.xor_sum(bits, 1, keep_dims=True)).to(tl.float32, bitcast=True)
+    return tl.reshape(pairs, [ROWS, COLUMNS])
+
+
+@device_function
+def products_of_runs(scores, lower, q, since_k, until_k, whole, dtype: tl.constexpr):
+    """What `products` gives for all runs, given that of each with itself; and sums of `whole`.
+
+    Those are of the runs before each, of those after it, and of all. Queries come with the decay
+    from their run's start, keys with that and with the one until its end.
+    """
+    BLOCK_T: tl.constexpr = scores.shape[0]
+    runs = tl.arange(0, BLOCK_T // RUN_TOKENS)[:, None]
+    # Tokens i and j lie in neighbouring blocks as wide as the greatest power of two in i ^ j.
+    apart = tl.arange(0, BLOCK_T)[:, None] ^ tl.arange(0, BLOCK_T)[None, :]
+    # Logarithms of the decay of each block of runs, and within it of those before a run and of
+    # those after it: sums of numbers of one sign, so that none loses what another one was.
+    before = tl.zeros_like(whole)
+    after = tl.zeros_like(whole)
+    for doubling in tl.static_range(2, 6):  # pyright: ignore[reportGeneralTypeIssues]
+        if (1 << doubling) < BLOCK_T:
+            is_later = (runs >> (doubling - 2)) % 2 == 1
+            later = is_later.to(tl.float32)
+            decay = tl.exp2(tl.where(is_later, before, after))  # 1 for runs next to each other
+            queries = ()
+            keys = ()
+            for t in tl.static_range(RUN_TOKENS):  # pyright: ignore[reportGeneralTypeIssues]
+                queries += (q[t] * decay,)
+                keys += (tl.where(is_later, since_k[t], until_k[t]) * decay,)
+            of_queries, of_keys = products(queries, keys, dtype)
+            is_pair = apart >> doubling != 0
+            scores = tl.where(is_pair, of_queries, scores)
+            lower = tl.where(is_pair, of_keys, lower)
+            other = of_neighbours(whole, 1 << (doubling - 2))
+            before += other * later
+            after += other * (1.0 - later)
+            whole += other
+    return scores, lower, before, after, whole
 
 
 # Counts differ from step to step and must not compile anew.
@@ -98,10 +178,8 @@ def delta_chunks_channels_kernel(
     if tl.load(state_slots_ptr + request * stride_slots) <= 0:
         return
     tile = tl.arange(0, BLOCK_T)
+    runs = tl.arange(0, BLOCK_T // RUN_TOKENS)[:, None]
     ks = tl.arange(0, BLOCK_K)[None, :]
-    tokens = (first + tile).to(tl.int64)
-    live = tokens < end
-    rows = live[:, None]
     is_k = ks < HEAD_K_DIM
     group = head // HEADS_PER_GROUP
     dtype = k_ptr.dtype.element_ty
@@ -109,56 +187,113 @@ def delta_chunks_channels_kernel(
     rate = None
     bias = None
     if A_log_ptr is not None:
-        rate = tl.exp2(tl.load(A_log_ptr + head).to(tl.float32) * LOG2E)
+        rate = rate_log2(tl.load(A_log_ptr + head).to(tl.float32))
         if dt_bias_ptr is not None:
             dt_bias_ptr += head * stride_dt_bias_head + ks
             bias = tl.load(dt_bias_ptr, mask=is_k, other=0.0).to(tl.float32)  # [1, K]
-    betas = tl.load(betas_ptr + tokens * stride_betas_token + head, mask=live, other=0.0)
+    run_starts = first + runs * RUN_TOKENS  # [runs, 1]
+    at_runs = run_starts.to(tl.int64)
+    gates_ptr += head * stride_gates_head + ks + at_runs * stride_gates_token
+    q_ptr += group * stride_q_head + ks + at_runs * stride_q_token
+    k_ptr += group * stride_k_head + ks + at_runs * stride_k_token
+    gates = ()
+    q = ()
+    k = ()
+    for t in tl.static_range(RUN_TOKENS):  # pyright: ignore[reportGeneralTypeIssues]
+        live = (run_starts + t < end) & is_k
+        gates += (tl.load(gates_ptr + t * stride_gates_token, mask=live, other=0.0),)  # [runs, K]
+        q += (tl.load(q_ptr + t * stride_q_token, mask=live, other=0.0),)
+        k += (tl.load(k_ptr + t * stride_k_token, mask=live, other=0.0),)
+
+    # Decay of each token, and that of tokens of a run from its start or until its end.
+    logs = ()
+    decays = ()
+    for t in tl.static_range(RUN_TOKENS):  # pyright: ignore[reportGeneralTypeIssues]
+        # Tokens past the end decay nothing.
+        of_row = rate if rate is None else tl.where(run_starts + t < end, rate, 0.0)
+        logs += (decay_log2(gates[t].to(tl.float32), of_row, bias),)
+        decays += (tl.exp2(logs[t]),)
+    scaled_q = ()
+    scaled_k = ()
+    for t in tl.static_range(RUN_TOKENS):  # pyright: ignore[reportGeneralTypeIssues]
+        q_row = q[t].to(tl.float32)
+        k_row = k[t].to(tl.float32)
+        q_factor = scale
+        if IS_NORMALIZED:
+            q_factor = scale * unit_factors(q_row)[:, None]
+            k_row *= unit_factors(k_row)[:, None]
+        q_row *= q_factor
+        scaled_q += (q_row,)
+        scaled_k += (k_row,)
+    q = scaled_q
+    k = scaled_k
+
+    # How queries and keys meet the keys of earlier tokens, pair of blocks by pair of blocks. Either
+    # factor has the decay between its token and the boundary of the two blocks, which is never
+    # above 1, so that nothing overflows however strong the decay.
+    # All pairs of a run but its fourth token with its third, whose boundary is another one.
+    last_two = decays[2] * decays[3]
+    scores, lower = products(
+        (q[0], q[1], q[2] * decays[2], q[3] * last_two),
+        (k[0] * decays[1], k[1], k[2] * decays[2], k[3] * last_two),
+        dtype,
+    )
+    diagonal = ()
+    for t in tl.static_range(RUN_TOKENS):  # pyright: ignore[reportGeneralTypeIssues]
+        diagonal += (row_sums(q[t] * k[t]),)
+    third = k[2] * decays[3]
+    beside_q = row_sums(q[3] * third)  # [runs]
+    beside_k = row_sums(k[3] * third)
+
+    # From here on a run is one: with the decay from its start or until its end.
+    first_two = decays[0] * decays[1]
+    first_three = first_two * decays[2]
+    last_three = decays[1] * last_two
+    q = (q[0] * decays[0], q[1] * first_two, q[2] * first_three, q[3] * (first_two * last_two))
+    since_k = (
+        k[0] * decays[0],
+        k[1] * first_two,
+        k[2] * first_three,
+        k[3] * (first_two * last_two),
+    )
+    until_k = (k[0] * last_three, k[1] * last_two, k[2] * decays[3], k[3])
+
+    whole = (logs[0] + logs[1]) + (logs[2] + logs[3])  # [runs, K]
+    scores, lower, before, after, whole = products_of_runs(
+        scores, lower, q, since_k, until_k, whole, dtype
+    )
+
+    in_head = (head * num_tokens + at_runs) * BLOCK_K + ks
+    since_start = tl.exp2(before)
+    until_end = tl.exp2(after)
+    for t in tl.static_range(RUN_TOKENS):  # pyright: ignore[reportGeneralTypeIssues]
+        live = run_starts + t < end
+        at = in_head + t * BLOCK_K
+        tl.store(queries_ptr + at, rounded(q[t] * since_start, dtype), mask=live)
+        tl.store(keys_ptr + at, rounded(since_k[t] * since_start, dtype), mask=live)
+        tl.store(kept_keys_ptr + at, rounded(until_k[t] * until_end, dtype), mask=live)
+    # All runs have it.
+    decay_ptr = decays_ptr + (head * tl.num_programs(1) + tl.program_id(1)) * BLOCK_K + ks
+    tl.store(decay_ptr + runs * 0, tl.exp2(whole), mask=runs == 0)
+
+    tokens = (first + tile).to(tl.int64)
+    rows = (tokens < end)[:, None]
+    betas = tl.load(betas_ptr + tokens * stride_betas_token + head, mask=tokens < end, other=0.0)
     betas = betas.to(tl.float32)
     if A_log_ptr is not None:
         betas = sigmoid(betas)
-    # Logarithms to base two of the decay from the chunk's start through each token.
-    in_rows = rows & is_k
-    gates_ptr += head * stride_gates_head + ks
-    gates = tl.load(gates_ptr + tokens[:, None] * stride_gates_token, mask=in_rows, other=0.0)
-    decays = tl.where(in_rows, decay_log2(gates.to(tl.float32), rate, bias), 0.0)
-    decays = tl.cumsum(decays.to(tl.float64) if dtype == tl.float32 else decays, 0)  # [T, K]
-    total = tl.sum(tl.where(tile[:, None] == BLOCK_T - 1, decays, 0.0), 0)[None, :]
-
-    q_ptr += group * stride_q_head + ks
-    k_ptr += group * stride_k_head + ks
-    q = tl.load(q_ptr + tokens[:, None] * stride_q_token, mask=in_rows, other=0.0)
-    k = tl.load(k_ptr + tokens[:, None] * stride_k_token, mask=in_rows, other=0.0)
-    q = q.to(tl.float32)  # [T, K]
-    k = k.to(tl.float32)  # [T, K]
-    if IS_NORMALIZED:
-        scale *= unit_factors(q)[:, None]  # [T, 1]
-        k *= unit_factors(k)[:, None]
-    q *= scale
-
-    in_head = head * num_tokens + tokens
-    in_keys = in_head[:, None] * BLOCK_K + ks
-    since_start = tl.exp2(decays.to(tl.float32))
-    tl.store(queries_ptr + in_keys, rounded(q * since_start, dtype), mask=rows)
-    tl.store(keys_ptr + in_keys, rounded(k * since_start, dtype), mask=rows)
-    until_end = tl.exp2((total - decays).to(tl.float32))
-    tl.store(kept_keys_ptr + in_keys, rounded(k * until_end, dtype), mask=rows)
-    decay_ptr = decays_ptr + (head * tl.num_programs(1) + tl.program_id(1)) * BLOCK_K
-    tl.store(decay_ptr + ks, tl.exp2(total.to(tl.float32)))
-
-    # How queries and keys meet the keys of earlier tokens, pair of blocks by pair of blocks.
-    column = tile[None, :]
-    scores = tl.where(tile[:, None] == column, row_sums(q * k)[:, None], 0.0)  # [T, T]
-    lower = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
-    width = 1
-    while width < BLOCK_T:
-        of_queries, of_keys = neighbour_products(q, k, decays, width, dtype, BLOCK_T)
-        scores += of_queries
-        lower += of_keys
-        width *= 2
-
-    columns = in_head[:, None] * BLOCK_T + column
+    columns = (head * num_tokens + tokens)[:, None] * BLOCK_T + tile[None, :]
+    scores = tl.where(tile[:, None] > tile[None, :], scores, 0.0)
+    diagonal = each_token(diagonal[0], diagonal[1], diagonal[2], diagonal[3])
+    scores = tl.where(tile[:, None] == tile[None, :], diagonal, scores)
+    is_beside = (tile[:, None] % RUN_TOKENS == RUN_TOKENS - 1) & (
+        tile[:, None] == tile[None, :] + 1
+    )
+    beside = each_token(beside_q, beside_q, beside_q, beside_q)
+    scores = tl.where(is_beside, beside, scores)
+    beside = each_token(beside_k, beside_k, beside_k, beside_k)
+    lower = tl.where(is_beside, beside, lower)
     tl.store(scores_ptr + columns, rounded(scores, dtype), mask=rows)
-    lower *= betas[:, None]
+    lower = tl.where(tile[:, None] > tile[None, :], lower * betas[:, None], 0.0)
     solution = unit_triangular_inverse(lower, BLOCK_T, PRECISION) * betas[None, :]
     tl.store(solution_ptr + columns, rounded(solution, dtype), mask=rows)

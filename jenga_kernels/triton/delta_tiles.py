@@ -7,7 +7,10 @@ large, because it pays per operation and hardly per element.
 from dataclasses import dataclass
 
 from jenga_kernels.triton.state_tiles import LEAST_PRODUCT
-from jenga_kernels.triton.tiles import Machine, power_of_two
+from jenga_kernels.triton.tiles import BLACKWELL, Machine, power_of_two
+
+RUN_TOKENS = 4
+"""Tokens next to each other that a thread holds where every key channel decays on its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +63,18 @@ def delta_scan_tiles(
         block_values, chunk_warps, scan_warps, scan_stages = whole_value, 1, 1, 1
     elif element_bytes > 2:  # noqa: PLR2004 - wider than 16 bits: no tensor cores
         block_tokens, block_values, chunk_warps, scan_warps, scan_stages = 16, 16, 4, 8, 1
-    elif not machine.has_large_tiles:
+    elif not machine.has_large_tiles or (is_per_channel and machine.capability >= BLACKWELL):
         block_tokens, scan_stages = 32, 2
+    block_keys = max(LEAST_PRODUCT, power_of_two(head_k_dim))
     if is_per_channel and not machine.is_interpreter:
-        chunk_warps = 8
+        if block_tokens > 32:  # noqa: PLR2004 - what more tokens take of a thread's registers
+            chunk_warps = 8
+        # With one channel of a run a thread, threads would sum products in orders of their own.
+        runs = block_tokens // RUN_TOKENS
+        chunk_warps = max(1, min(chunk_warps, runs * block_keys // 64))
     return DeltaTiles(
         block_tokens=block_tokens,
-        block_keys=max(LEAST_PRODUCT, power_of_two(head_k_dim)),
+        block_keys=block_keys,
         block_values=min(whole_value, block_values),
         chunk_warps=chunk_warps,
         scan_warps=scan_warps,
