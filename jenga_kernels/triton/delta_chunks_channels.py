@@ -22,6 +22,35 @@ RUN_TOKENS = tl.constexpr(delta_tiles.RUN_TOKENS)
 
 
 @device_function
+def load_run(ptr, stride_token, run_starts, end, is_k):
+    """The four tokens of each run, [runs, K] each; 0 past the end."""
+    return (
+        tl.load(ptr, mask=(run_starts < end) & is_k, other=0.0),
+        tl.load(ptr + stride_token, mask=(run_starts + 1 < end) & is_k, other=0.0),
+        tl.load(ptr + 2 * stride_token, mask=(run_starts + 2 < end) & is_k, other=0.0),
+        tl.load(ptr + 3 * stride_token, mask=(run_starts + 3 < end) & is_k, other=0.0),
+    )
+
+
+@device_function
+def decay_before(gates, tokens, end, rate, bias):
+    """Logarithms to base two of the decays of tokens; those past the end decay nothing."""
+    if rate is not None:
+        rate = tl.where(tokens < end, rate, 0.0)
+    return decay_log2(gates.to(tl.float32), rate, bias)
+
+
+@device_function
+def scaled(rows, scale, IS_NORMALIZED: tl.constexpr):
+    """Rows of [M, N] times a factor, in float32; brought to length one before, if asked."""
+    rows = rows.to(tl.float32)
+    if IS_NORMALIZED:
+        return rows * (scale * unit_factors(rows))[:, None]
+    else:
+        return rows * scale
+
+
+@device_function
 def interleaved(rows):
     """Four [runs, K], of the tokens of each run in order, as one [T, K]."""
     RUNS: tl.constexpr = rows[0].shape[0]
@@ -196,37 +225,28 @@ def delta_chunks_channels_kernel(
     gates_ptr += head * stride_gates_head + ks + at_runs * stride_gates_token
     q_ptr += group * stride_q_head + ks + at_runs * stride_q_token
     k_ptr += group * stride_k_head + ks + at_runs * stride_k_token
-    gates = ()
-    q = ()
-    k = ()
-    for t in tl.static_range(RUN_TOKENS):  # pyright: ignore[reportGeneralTypeIssues]
-        live = (run_starts + t < end) & is_k
-        gates += (tl.load(gates_ptr + t * stride_gates_token, mask=live, other=0.0),)  # [runs, K]
-        q += (tl.load(q_ptr + t * stride_q_token, mask=live, other=0.0),)
-        k += (tl.load(k_ptr + t * stride_k_token, mask=live, other=0.0),)
-
-    # Decay of each token, and that of tokens of a run from its start or until its end.
-    logs = ()
-    decays = ()
-    for t in tl.static_range(RUN_TOKENS):  # pyright: ignore[reportGeneralTypeIssues]
-        # Tokens past the end decay nothing.
-        of_row = rate if rate is None else tl.where(run_starts + t < end, rate, 0.0)
-        logs += (decay_log2(gates[t].to(tl.float32), of_row, bias),)
-        decays += (tl.exp2(logs[t]),)
-    scaled_q = ()
-    scaled_k = ()
-    for t in tl.static_range(RUN_TOKENS):  # pyright: ignore[reportGeneralTypeIssues]
-        q_row = q[t].to(tl.float32)
-        k_row = k[t].to(tl.float32)
-        q_factor = scale
-        if IS_NORMALIZED:
-            q_factor = scale * unit_factors(q_row)[:, None]
-            k_row *= unit_factors(k_row)[:, None]
-        q_row *= q_factor
-        scaled_q += (q_row,)
-        scaled_k += (k_row,)
-    q = scaled_q
-    k = scaled_k
+    gates = load_run(gates_ptr, stride_gates_token, run_starts, end, is_k)
+    q = load_run(q_ptr, stride_q_token, run_starts, end, is_k)
+    k = load_run(k_ptr, stride_k_token, run_starts, end, is_k)
+    logs = (
+        decay_before(gates[0], run_starts, end, rate, bias),
+        decay_before(gates[1], run_starts + 1, end, rate, bias),
+        decay_before(gates[2], run_starts + 2, end, rate, bias),
+        decay_before(gates[3], run_starts + 3, end, rate, bias),
+    )
+    decays = (tl.exp2(logs[0]), tl.exp2(logs[1]), tl.exp2(logs[2]), tl.exp2(logs[3]))
+    q = (
+        scaled(q[0], scale, IS_NORMALIZED),
+        scaled(q[1], scale, IS_NORMALIZED),
+        scaled(q[2], scale, IS_NORMALIZED),
+        scaled(q[3], scale, IS_NORMALIZED),
+    )
+    k = (
+        scaled(k[0], 1.0, IS_NORMALIZED),
+        scaled(k[1], 1.0, IS_NORMALIZED),
+        scaled(k[2], 1.0, IS_NORMALIZED),
+        scaled(k[3], 1.0, IS_NORMALIZED),
+    )
 
     # How queries and keys meet the keys of earlier tokens, pair of blocks by pair of blocks. Either
     # factor has the decay between its token and the boundary of the two blocks, which is never
@@ -238,9 +258,9 @@ def delta_chunks_channels_kernel(
         (k[0] * decays[1], k[1], k[2] * decays[2], k[3] * last_two),
         dtype,
     )
-    diagonal = ()
-    for t in tl.static_range(RUN_TOKENS):  # pyright: ignore[reportGeneralTypeIssues]
-        diagonal += (row_sums(q[t] * k[t]),)
+    diagonal = each_token(
+        row_sums(q[0] * k[0]), row_sums(q[1] * k[1]), row_sums(q[2] * k[2]), row_sums(q[3] * k[3])
+    )
     third = k[2] * decays[3]
     beside_q = row_sums(q[3] * third)  # [runs]
     beside_k = row_sums(k[3] * third)
@@ -284,7 +304,6 @@ def delta_chunks_channels_kernel(
         betas = sigmoid(betas)
     columns = (head * num_tokens + tokens)[:, None] * BLOCK_T + tile[None, :]
     scores = tl.where(tile[:, None] > tile[None, :], scores, 0.0)
-    diagonal = each_token(diagonal[0], diagonal[1], diagonal[2], diagonal[3])
     scores = tl.where(tile[:, None] == tile[None, :], diagonal, scores)
     is_beside = (tile[:, None] % RUN_TOKENS == RUN_TOKENS - 1) & (
         tile[:, None] == tile[None, :] + 1

@@ -48,7 +48,8 @@ def delta_scan_tiles(
     the loads put it: Triton's warpgroup products of registers may run on into the next turn of the
     loop and read what that one has overwritten. There are three, since Triton loads after a turn's
     last product: of two, the next turn would wait for all of its chunk. Programs are small, so that
-    those of one prompt fill a GPU.
+    those of one prompt fill a GPU. Chunks of 64 tokens whose channels decay on their own do not fit
+    into the registers that Blackwell's results pass through.
 
     Args:
         machine: Where it runs.
