@@ -7,8 +7,8 @@ from jenga_kernels.checks import check_same_device
 from jenga_kernels.delta import check_delta_rule
 from jenga_kernels.states import check_steps
 from jenga_kernels.triton.addressing import strides
+from jenga_kernels.triton.delta_tiles import delta_update_tiles
 from jenga_kernels.triton.delta_update import delta_update_kernel
-from jenga_kernels.triton.state_tiles import state_update_tiles
 from jenga_kernels.triton.tiles import machine_of, power_of_two
 
 
@@ -77,9 +77,9 @@ def delta_update(
     num_requests = slots.shape[0]
     if num_requests == 0 or num_tokens == 0:
         return
-    tiles = state_update_tiles(machine_of(v.device), head_v_dim, head_k_dim, states.element_size())
+    tiles = delta_update_tiles(machine_of(v.device), head_k_dim, head_v_dim, states.element_size())
     stride_slot, stride_head, stride_dim, _ = strides(states)
-    delta_update_kernel[(triton.cdiv(head_v_dim, tiles.block_dims) * num_v_heads, num_requests)](
+    delta_update_kernel[(triton.cdiv(head_v_dim, tiles.block_values) * num_v_heads, num_requests)](
         out_ptr=out,
         states_ptr=states,
         q_ptr=q,
@@ -117,6 +117,7 @@ def delta_update(
         IS_PER_CHANNEL=gates.dim() > 2,  # noqa: PLR2004 - tokens, heads, channels
         IS_NORMALIZED=qk_l2norm,
         BLOCK_K=power_of_two(head_k_dim),
-        BLOCK_V=tiles.block_dims,
-        num_warps=tiles.num_warps,
+        BLOCK_V=tiles.block_values,
+        BLOCK_LINE=tiles.block_line,
+        num_warps=1,
     )

@@ -81,3 +81,37 @@ def delta_scan_tiles(
         scan_warps=scan_warps,
         scan_stages=scan_stages,
     )
+
+
+STATE_ELEMENTS_PER_WARP = 2048
+"""State elements that a warp of `delta_update` reads at once: 64 registers of a thread."""
+
+LINE_BYTES = 128
+"""Bytes of a line of memory; eight threads read one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateTiles:
+    """Tiles of `delta_update`, whose programs have one warp: sums over a row need no barrier.
+
+    Attributes:
+        block_values: Values of a program, rows of the state.
+        block_line: Keys that are next to each other in a thread's reach; it holds some of each line
+            of a row, and sums over these itself.
+    """
+
+    block_values: int
+    block_line: int
+
+
+def delta_update_tiles(
+    machine: Machine, head_k_dim: int, head_v_dim: int, state_element_bytes: int
+) -> UpdateTiles:
+    """Tiles of `delta_update`."""
+    whole_key, whole_value = power_of_two(head_k_dim), power_of_two(head_v_dim)
+    if machine.is_interpreter:
+        return UpdateTiles(block_values=whole_value, block_line=whole_key)
+    return UpdateTiles(
+        block_values=min(whole_value, max(1, STATE_ELEMENTS_PER_WARP // whole_key)),
+        block_line=min(whole_key, LINE_BYTES // state_element_bytes),
+    )

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from jenga_kernels.triton.addressing import page_offsets
 from jenga_kernels.triton.delta_rule import decay_log2, inverse_length, rate_log2, rounded, sigmoid
-from jenga_kernels.triton.recurrence import mask_if, row_sums
+from jenga_kernels.triton.recurrence import line_sums, mask_if
 
 
 @triton.jit
@@ -53,16 +53,22 @@ def delta_update_kernel(
     IS_NORMALIZED: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    BLOCK_LINE: tl.constexpr,
 ):
     """Program (b, r) updates BLOCK_V rows of one head of request r; requests vary slowest."""
     BLOCKS: tl.constexpr = (HEAD_V_DIM + BLOCK_V - 1) // BLOCK_V
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     request = tl.program_id(1)
     vs = (tl.program_id(0) % BLOCKS) * BLOCK_V + tl.arange(0, BLOCK_V)
-    ks = tl.arange(0, BLOCK_K)
+    # A row lies in lines of memory, and few threads hold a part of each: they sum most of it
+    # themselves.
+    ks = (
+        tl.arange(0, BLOCK_K // BLOCK_LINE)[:, None] * BLOCK_LINE
+        + tl.arange(0, BLOCK_LINE)[None, :]
+    )
     is_v = vs < HEAD_V_DIM
-    is_k = ks < HEAD_K_DIM
-    in_state = is_v[:, None] & is_k[None, :]
+    is_k = ks < HEAD_K_DIM  # [lines, line]
+    in_state = is_v[None, :, None] & is_k[:, None, :]
     first = request.to(tl.int64)
     num_tokens = 1
     if query_starts_ptr is not None:
@@ -74,9 +80,9 @@ def delta_update_kernel(
     is_request = tl.load(state_slots_ptr) > 0
     initial_slot = tl.load(initial_slots_ptr + request * stride_initial)
     has_state = is_request & (initial_slot > 0)
-    in_page = head * stride_states_head + vs[:, None] * stride_states_dim + ks[None, :]
+    in_page = head * stride_states_head + vs[None, :, None] * stride_states_dim + ks[:, None, :]
     initial = states_ptr + page_offsets(initial_slot, stride_states_slot) + in_page
-    h = tl.load(initial, mask=mask_if(has_state, in_state), other=0.0)  # [V, K]
+    h = tl.load(initial, mask=mask_if(has_state, in_state), other=0.0)  # [lines, V, line]
     h = h.to(tl.float32)
 
     group = head // HEADS_PER_GROUP
@@ -94,30 +100,33 @@ def delta_update_kernel(
         if dt_bias_ptr is not None:
             dt_bias_ptr += head * stride_dt_bias_head
             if IS_PER_CHANNEL:
-                bias = tl.load(dt_bias_ptr + ks, mask=is_k, other=0.0).to(tl.float32)  # [K]
+                bias = tl.load(dt_bias_ptr + ks, mask=is_k, other=0.0).to(
+                    tl.float32
+                )  # [lines, line]
             else:
                 bias = tl.load(dt_bias_ptr).to(tl.float32)
     for _ in range(num_tokens):
         # Asked for behind the store of a result, it would be waited for alone.
         slot = tl.load(state_slots_ptr)
-        q = tl.load(q_ptr, mask=is_k, other=0.0).to(tl.float32)  # [K]
-        k = tl.load(k_ptr, mask=is_k, other=0.0).to(tl.float32)  # [K]
+        q = tl.load(q_ptr, mask=is_k, other=0.0).to(tl.float32)  # [lines, line]
+        k = tl.load(k_ptr, mask=is_k, other=0.0).to(tl.float32)  # [lines, line]
         v = tl.load(v_ptr, mask=is_v, other=0.0).to(tl.float32)  # [V]
         if IS_NORMALIZED:
-            q *= inverse_length(tl.sum(q * q, 0))
-            k *= inverse_length(tl.sum(k * k, 0))
+            q *= inverse_length(tl.sum(q * q))
+            k *= inverse_length(tl.sum(k * k))
         beta = tl.load(betas_ptr).to(tl.float32)
         if A_log_ptr is not None:
             beta = sigmoid(beta)
         if IS_PER_CHANNEL:
-            gate = tl.load(gates_ptr, mask=is_k, other=0.0).to(tl.float32)  # [K]
-            h *= tl.exp2(decay_log2(gate, rate, bias))[None, :]
+            gate = tl.load(gates_ptr, mask=is_k, other=0.0).to(tl.float32)  # [lines, line]
+            h *= tl.exp2(decay_log2(gate, rate, bias))[:, None, :]
         else:
             h *= tl.exp2(decay_log2(tl.load(gates_ptr).to(tl.float32), rate, bias))
         # What the state holds under the key gives way to the value, as far as beta says.
-        change = beta * (v - row_sums(h * k[None, :]))  # [V]
-        h += change[:, None] * k[None, :]
-        y = row_sums(h * (q * scale)[None, :])  # [V]
+        k = k[:, None, :]
+        change = beta * (v - line_sums(h * k))  # [V]
+        h += change[None, :, None] * k
+        y = line_sums(h * (q * scale)[:, None, :])  # [V]
         y = tl.where(is_request, y, 0.0)
         tl.store(out_ptr, rounded(y, out_ptr.dtype.element_ty), mask=is_v)
         kept = states_ptr + page_offsets(slot, stride_states_slot) + in_page

@@ -19,6 +19,12 @@ def row_sums(values):
 
 
 @device_function
+def line_sums(values):
+    """Sums over all lines of each of M rows of [lines, M, N], those of a thread first."""
+    return row_sums(tl.reduce(values, 0, _add))
+
+
+@device_function
 def mask_if(condition, mask):
     """A mask where a scalar condition holds, and nothing of it elsewhere.
 
