@@ -256,9 +256,17 @@ def _convert(instruction: Instruction, _name: str, flags: list[str]) -> Step:
     return _step(instruction, to, of)(convert)
 
 
+def _to_generic(instruction: Instruction, name: str, flags: list[str]) -> Step:
+    """Addresses of parameters are generic ones here."""
+    if flags[0] != "param":
+        raise EmulationError(instruction.opcode)
+    return _move(instruction, name, flags)
+
+
 BUILDERS: dict[str, Callable[[Instruction, str, list[str]], Step | None]] = {
     "mov": _move,
     "cvt": _convert,
+    "cvta": _to_generic,
     "setp": _compare,
     "selp": _select,
     "mad": _product,

@@ -1,6 +1,7 @@
 """A driver for Triton whose launches run in the emulator."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import triton
 from perf.emulator.counters import Counters
 from perf.emulator.errors import EmulationError
 from perf.emulator.launches import EmulatedKernel
+from perf.emulator.tensor_maps import TensorMap
 from perf.machine_code import PretendedGpu
 
 MAX_THREADS = 1024
@@ -67,7 +69,8 @@ class Launcher:
 
     def __init__(self, source: Any, metadata: Any, gpu: EmulatedGpu) -> None:  # noqa: ANN401
         self._gpu = gpu
-        self._is_passed = [kind != "constexpr" for kind in source.signature.values()]
+        self._kinds = list(source.signature.values())
+        self._maps = getattr(metadata, "tensordesc_meta", None)
         self._shared_bytes = metadata.shared
         release = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:3])
         self._kernel = EmulatedKernel(
@@ -83,17 +86,27 @@ class Launcher:
             depth: In the third.
             arguments: Six that concern the driver, then the kernel's.
         """
-        given = [
-            argument
-            for argument, is_passed in zip(arguments[6:], self._is_passed, strict=True)
-            if is_passed
-        ]
+        given = self._expanded(arguments[6:])
         num_missing = len(self._kernel.kernel.parameters) - len(given)
         given += [torch.zeros(SCRATCH_BYTES, dtype=torch.uint8) for _ in range(num_missing)]
         counters = self._gpu.counters_of(self._kernel.kernel.name)
         if counters:
             counters.launches += 1
         self._kernel.launch((width, height, depth), given, self._shared_bytes, counters)
+
+    def _expanded(self, arguments: Sequence[Any]) -> list[Any]:
+        """What the kernel's parameters hold: of a tensor's descriptor its shape and strides too."""
+        given, layouts = [], iter(self._maps or ())
+        for argument, kind in zip(arguments, self._kinds, strict=True):
+            if str(kind).startswith("tensordesc"):
+                layout = next(layouts, None)
+                if layout is None:
+                    msg = "a tensor descriptor that no copy engine is to read"
+                    raise EmulationError(msg)
+                given += [TensorMap.of(argument, layout), *argument.shape, *argument.strides]
+            elif kind != "constexpr":
+                given.append(argument)
+        return given
 
 
 def _ptx_of(metadata: Any) -> Path:  # noqa: ANN401

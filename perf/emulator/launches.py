@@ -13,6 +13,7 @@ from perf.emulator.matrices import matrices
 from perf.emulator.memory import GlobalMemory
 from perf.emulator.movement import movement
 from perf.emulator.ptx import (
+    DESCRIPTOR,
     Address,
     Instruction,
     Kernel,
@@ -22,7 +23,11 @@ from perf.emulator.ptx import (
     Vector,
     read_kernel,
 )
-from perf.emulator.waves import Decoded, Launch, Place, Step, Wave, run
+from perf.emulator.schedule import Decoded, run, together
+from perf.emulator.synchronization import synchronization
+from perf.emulator.tensor_copies import tensor_copies
+from perf.emulator.tensor_maps import TensorMap
+from perf.emulator.waves import Launch, Place, Step, Wave, reader
 
 MAX_LANES = 4096
 """Threads that run in step; more share the cost of an instruction, fewer fit into caches."""
@@ -30,7 +35,19 @@ MAX_LANES = 4096
 TYPES = {"u64": np.uint64, "u32": np.uint32, "u16": np.uint16, "u8": np.uint8, "f32": np.float32}
 """Type of a parameter -> how its value is held."""
 
-FAMILIES: Sequence[Callable[[Instruction], Step | None]] = (movement, matrices, arithmetic)
+FAMILIES: Sequence[Callable[[Instruction], Step | None]] = (
+    synchronization,
+    tensor_copies,
+    movement,
+    matrices,
+    arithmetic,
+)
+
+
+Argument = torch.Tensor | TensorMap | float | None
+
+MAPS_START = 1 << 60
+"""Before the addresses of parameters that are tensor maps: no tensor lies there."""
 
 
 class EmulatedKernel:
@@ -49,12 +66,12 @@ class EmulatedKernel:
         self.kernel = replace(read_kernel(text), are_copies_fenced=are_copies_fenced)
         self._code = [_decoded(each, self.kernel) for each in self.kernel.instructions]
         # Where threads that parted may meet again.
-        self._leaders = frozenset(self.kernel.targets.values())
+        self._leaders = frozenset(target for each in self._code for target in each.targets)
 
     def launch(
         self,
         grid: Place,
-        arguments: Sequence[torch.Tensor | float | None],
+        arguments: Sequence[Argument],
         shared_bytes: int,
         counters: Counters | None = None,
     ) -> None:
@@ -62,7 +79,8 @@ class EmulatedKernel:
 
         Args:
             grid: Programs in each dimension.
-            arguments: Of the kernel's parameters, in order; tensors lie on the CPU.
+            arguments: Of the kernel's parameters, in order; tensors lie on the CPU, what describes
+                one to the copy engine is a `TensorMap`.
             shared_bytes: Of each program.
             counters: What to count in; None for nowhere.
 
@@ -74,7 +92,9 @@ class EmulatedKernel:
             name: _held(kind, argument)
             for (name, kind), argument in zip(parameters, arguments, strict=True)
         }
-        memory = GlobalMemory(each for each in arguments if isinstance(each, torch.Tensor))
+        maps = {MAPS_START + id(each): each for each in arguments if isinstance(each, TensorMap)}
+        tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
+        memory = GlobalMemory(tensors + [each.base for each in maps.values()])
         launch = Launch(
             kernel=self.kernel,
             grid=grid,
@@ -82,6 +102,7 @@ class EmulatedKernel:
             memory=memory,
             shared_bytes=shared_bytes,
             counters=counters,
+            maps=maps,
         )
         width, height, depth = grid
         places = [(x, y, z) for z, y, x in np.ndindex(depth, height, width)]
@@ -91,13 +112,17 @@ class EmulatedKernel:
             for first in range(0, len(places), together):
                 wave = Wave(launch, places[first : first + together])
                 run(wave, self._code, self._leaders)
-        memory.check_races()
+                if wave.barriers:
+                    launch.histories.update(wave.barriers.clocks.histories)
+        memory.check_races(launch.histories if self.kernel.is_specialised else None)
 
 
-def _held(kind: str, argument: torch.Tensor | float | None) -> np.ndarray:
+def _held(kind: str, argument: Argument) -> np.ndarray:
     """A parameter's bits, one value."""
+    if isinstance(argument, TensorMap) and kind == DESCRIPTOR:
+        return np.array([MAPS_START + id(argument)], dtype=np.uint64)
     dtype = TYPES.get(kind)
-    if dtype is None:
+    if dtype is None or isinstance(argument, TensorMap):
         msg = f"a parameter of type {kind}"
         raise EmulationError(msg)
     if isinstance(argument, torch.Tensor):
@@ -110,23 +135,42 @@ def _held(kind: str, argument: torch.Tensor | float | None) -> np.ndarray:
 
 def _decoded(instruction: Instruction, kernel: Kernel) -> Decoded:
     name = instruction.opcode.split(".")[0]
-    step, target = None, -1
+    step, choice, targets = None, None, ()
     if name == "bra":
-        label = instruction.operands[0]
-        target = kernel.targets[label.name] if isinstance(label, Symbol) else -1
-    elif name not in {"ret", "exit"}:
+        targets = (_target(instruction.operands[0], kernel),)
+    elif name == "brx":
+        index, table = instruction.operands
+        choice = reader(index, "u32")
+        labels = kernel.tables[table.name] if isinstance(table, Symbol) else ()
+        targets = tuple(kernel.targets[label] for label in labels)
+    elif name in {"ret", "exit"}:
+        targets = (-1,)
+    else:
         step = next((found for family in FAMILIES if (found := family(instruction))), None)
         if step is None:
             msg = f"{kernel.name}: no such instruction is known: {instruction.text}"
             raise EmulationError(msg)
+    size = together(instruction)
+    if kernel.is_specialised and kernel.num_threads % size:
+        msg = f"{instruction.text}: by {kernel.num_threads} threads, no multiple of {size}"
+        raise EmulationError(msg)
     return Decoded(
         step=step,
-        target=target,
+        targets=targets,
+        choice=choice,
         predicate=instruction.predicate.index if instruction.predicate else None,
         is_negated=instruction.is_negated,
         registers=frozenset() if name == "wgmma" else frozenset(_registers(instruction.operands)),
+        together=size,
         text=instruction.text,
     )
+
+
+def _target(label: Operand, kernel: Kernel) -> int:
+    if not isinstance(label, Symbol) or label.name not in kernel.targets:
+        msg = f"{kernel.name}: a branch to {label}"
+        raise EmulationError(msg)
+    return kernel.targets[label.name]
 
 
 def _registers(operands: Sequence[Operand]) -> Iterator[int]:

@@ -10,17 +10,11 @@ import numpy as np
 from perf.emulator.errors import EmulationError
 from perf.emulator.numbers import Array, halves, meaning, to_tf32
 from perf.emulator.ptx import Immediate, Instruction, Operand, Register, Vector
-from perf.emulator.waves import WARP, Lanes, Reader, Step, Wave, reader, writer
-
-GROUP = 4 * WARP
-"""Threads that run a `wgmma` together."""
+from perf.emulator.waves import GROUP, WARP, Lanes, Reader, Step, Wave, reader, writer
 
 LANES = np.arange(WARP)
 ROWS, COLUMNS = LANES // 4, LANES % 4
 """Of a thread in each 8 x 4 part of a fragment."""
-
-READER = -WARP
-"""Who reads shared memory for a group of warps: none of them, so that all need a barrier."""
 
 ELEMENT_BYTES = {"f16": 2, "bf16": 2, "tf32": 4}
 
@@ -36,28 +30,43 @@ def matrices(instruction: Instruction) -> Step | None:
         case "fence":
             return _fence_registers
         case "commit_group":
-            return lambda wave, lanes: wave.products.commit(wave.whole_programs(lanes, "a commit"))
+            return lambda wave, lanes: wave.products.commit(wave.whole_groups(lanes, "a commit"))
         case "wait_group":
             count = instruction.operands[0].value  # type: ignore[union-attr]
             return lambda wave, lanes: wave.products.wait(
-                wave.whole_programs(lanes, "a wait for products"), count
+                wave.whole_groups(lanes, "a wait for products"), count
             )
         case _:
             return _of_group(instruction, flags)
 
 
-def _fence_registers(wave: Wave, _lanes: Lanes | None) -> None:
-    wave.fenced = list(wave.registers)
+def _fence_registers(wave: Wave, lanes: Lanes | None) -> None:
+    groups = wave.whole_groups(lanes, "wgmma.fence")
+    fenced: list[Array | None] = list(wave.registers)
+    for group in range(wave.num_groups) if groups is None else np.flatnonzero(groups).tolist():
+        wave.fenced[group] = fenced
 
 
-def _check_fenced(wave: Wave, registers: frozenset[int]) -> None:
-    """Refuse registers that something but a product has written since the last fence."""
-    if not wave.fenced:
-        msg = "no wgmma.fence before the first product"
-        raise EmulationError(msg)
-    if any(wave.registers[index] is not wave.fenced[index] for index in registers):
-        msg = "a register was written since the last wgmma.fence"
-        raise EmulationError(msg)
+def _check_fenced(wave: Wave, registers: frozenset[int], groups: Array) -> None:
+    """Refuse registers that something but a product has written since the last fence of a group."""
+    for group in groups.tolist():
+        fenced = wave.fenced[group]
+        if not fenced:
+            msg = "no wgmma.fence before the first product"
+            raise EmulationError(msg)
+        changed = [index for index in registers if wave.registers[index] is not fenced[index]]
+        if wave.barriers:
+            # Other groups have written meanwhile what are registers of theirs.
+            mine = slice(group * GROUP, (group + 1) * GROUP)
+            changed = [
+                index
+                for index in changed
+                if (before := fenced[index]) is None
+                or (wave.registers[index][mine] != before[mine]).any()
+            ]
+        if changed:
+            msg = "a register was written since the last wgmma.fence"
+            raise EmulationError(msg)
 
 
 def _elements(registers: Array, kind: str) -> Array:
@@ -119,9 +128,12 @@ def _multiply(left: Array, right: Array) -> Array:
     return np.matmul(left.astype(np.float64), right.astype(np.float64))
 
 
-def _stacked(reads: list[Reader], wave: Wave) -> Array:
-    """Registers u32 or f32 [registers, warps, 32]."""
-    return np.stack([wave.of(read(wave)).reshape(-1, WARP) for read in reads])
+def _stacked(reads: list[Reader], wave: Wave, groups: Lanes | None = None) -> Array:
+    """Registers u32 or f32 [registers, warps, 32], of some groups of warps."""
+    every = (wave.of(read(wave)) for read in reads)
+    if groups is not None and not groups.all():
+        every = (each.reshape(-1, GROUP)[groups] for each in every)
+    return np.stack([each.reshape(-1, WARP) for each in every])
 
 
 def _readers(operand: Operand, kind: str) -> list[Reader]:
@@ -241,29 +253,30 @@ def _of_group(instruction: Instruction, flags: list[str]) -> Step:
     registers = frozenset(part.index for part in fragments if isinstance(part, Register))
 
     def step(wave: Wave, lanes: Lanes | None) -> None:
-        programs = wave.whole_programs(lanes, "wgmma")
-        _check_fenced(wave, registers)
+        groups = wave.whole_groups(lanes, "wgmma")
+        taking_part = np.arange(wave.num_groups) if groups is None else np.flatnonzero(groups)
+        _check_fenced(wave, registers, taking_part)
         is_kept = wave.of(keep(wave))[::GROUP]
-        taking_part = np.flatnonzero(np.ones(wave.num_lanes) if lanes is None else lanes)
-        groups = taking_part[::GROUP] // GROUP
-        right = right_of(wave, groups)
-        left = left_of(wave, groups) if left_of else None
+        right = right_of(wave, taking_part)
+        left = left_of(wave, taking_part) if left_of else None
 
-        def finish(programs: Lanes) -> None:
-            ended = programs[wave.programs]
-            groups = ended[::GROUP]
+        def finish(groups: Lanes) -> None:
+            ended = np.repeat(groups, GROUP)
+            some = groups[taking_part]
             if left is None:
-                rows = _left(_stacked(lefts, wave), kind).reshape(-1, 64, k)[groups]
+                rows = _left(_stacked(lefts, wave, groups), kind).reshape(-1, 64, k)
             else:
-                rows = left(groups)
-            products = _multiply(rows, right(groups).transpose(0, 2, 1))  # [groups, 64, n]
-            total = _scattered(_stacked(reads, wave)).reshape(-1, 64, n)
-            before = np.where(is_kept[groups, None, None], total[groups], np.float32(0))
-            total[groups] = (before + products).astype(np.float32)
+                rows = left(some)
+            products = _multiply(rows, right(some).transpose(0, 2, 1))  # [groups, 64, n]
+            total = _scattered(_stacked(reads, wave, groups)).reshape(-1, 64, n)
+            before = np.where(is_kept[groups, None, None], total, np.float32(0))
+            total = (before + products).astype(np.float32)
             for write, register in zip(writes, _gathered(total.reshape(-1, 16, n)), strict=True):
-                write(wave, register, None if ended.all() else ended)
+                values = np.zeros(wave.num_lanes, dtype=np.float32)
+                values[ended] = register
+                write(wave, values, None if ended.all() else ended)
 
-        wave.products.start(programs, finish, registers)
+        wave.products.start(groups, finish, registers)
 
     return step
 
@@ -271,25 +284,19 @@ def _of_group(instruction: Instruction, flags: list[str]) -> Step:
 def _matrix(
     operand: Operand, outer: int, k: int, kind: str, *, is_transposed: bool
 ) -> Callable[[Wave, Array], Callable[[Lanes], Array]]:
-    """What makes, of a wave and its groups now, what reads matrices [groups, outer, k] later."""
+    """What makes, of a wave and groups now, what reads matrices [groups, outer, k] later."""
     descriptors = reader(operand, "u64")
     size = ELEMENT_BYTES[kind]
 
     def prepare(wave: Wave, started: Array) -> Callable[[Lanes], Array]:
-        each = wave.of(descriptors(wave))[::GROUP]
-        # Of all groups; those that take no part hold anything.
-        places = np.zeros((len(each), outer * k), dtype=np.int64)
-        for group in started:
-            bits = int(each[group])
-            places[group] = _addresses(bits, outer, k, size, is_transposed=is_transposed)
-        wave.shared.check_fenced(places[started], wave.programs[::GROUP][started])
+        each = wave.of(descriptors(wave))[::GROUP][started].tolist()
+        places = np.stack(
+            [_addresses(bits, outer, k, size, is_transposed=is_transposed) for bits in each]
+        )
+        words_of = wave.shared.for_products(places, size, started * GROUP)
 
-        def read(groups: Lanes) -> Array:
-            programs = np.repeat(wave.programs[::GROUP][groups], outer * k)
-            group = np.flatnonzero(groups) % (wave.num_threads // GROUP)
-            reader_of = np.repeat(READER * (1 + group), outer * k)
-            found = wave.shared.read(places[groups].reshape(-1), size, programs, reader_of)
-            words = np.ascontiguousarray(found).reshape(-1, outer, k, size)
+        def read(some: Lanes) -> Array:
+            words = np.ascontiguousarray(words_of(some)).reshape(-1, outer, k, size)
             if kind == "tf32":
                 return to_tf32(words.view(np.float32)[..., 0])
             return meaning(words.view(np.uint16)[..., 0], kind).astype(np.float32)

@@ -28,7 +28,8 @@ def movement(instruction: Instruction) -> Step | None:
     return build(instruction, flags) if build else None
 
 
-def _address(operand: Operand) -> Reader:
+def address_of(operand: Operand) -> Reader:
+    """What gives the addresses that an operand names, one for each lane."""
     if not isinstance(operand, Address):
         msg = f"{operand} is no address"
         raise EmulationError(msg)
@@ -97,7 +98,7 @@ def _load(instruction: Instruction, flags: list[str]) -> Step:
     item = bits_of(kind) // 8
     results = _parts(instruction.operands[0])
     writes = [writer(part, kind) for part in results]
-    address = _address(instruction.operands[1])
+    address = address_of(instruction.operands[1])
 
     def step(wave: Wave, lanes: Lanes | None) -> None:
         active = active_of(lanes, wave.num_lanes)
@@ -117,7 +118,7 @@ def _store(instruction: Instruction, flags: list[str]) -> Step:
     kind = "b" + str(bits_of(flags[-1]))
     dtype = UNSIGNED[bits_of(kind)]
     reads = [reader(part, kind) for part in _parts(instruction.operands[1])]
-    address = _address(instruction.operands[0])
+    address = address_of(instruction.operands[0])
 
     def step(wave: Wave, lanes: Lanes | None) -> None:
         active = active_of(lanes, wave.num_lanes)
@@ -147,7 +148,7 @@ def _copy(instruction: Instruction, flags: list[str]) -> Step:
         msg = f"{instruction.opcode}"
         raise EmulationError(msg)
     target, source, size, *taken = instruction.operands
-    target_of, source_of = _address(target), _address(source)
+    target_of, source_of = address_of(target), address_of(source)
     num_bytes = size.value  # type: ignore[union-attr]
     taken_of = reader(taken[0], "u32") if taken else None
 
@@ -207,7 +208,7 @@ def _rows_named(wave: Wave, num_matrices: int, lanes: Lanes | None) -> Array:
 def _load_matrix(instruction: Instruction, flags: list[str]) -> Step:
     results = _parts(instruction.operands[0])
     writes = [writer(part, "b32") for part in results]
-    address = _address(instruction.operands[1])
+    address = address_of(instruction.operands[1])
     is_transposed = "trans" in flags
     _only_of_words(instruction, flags)
 
@@ -231,7 +232,7 @@ def _load_matrix(instruction: Instruction, flags: list[str]) -> Step:
 def _store_matrix(instruction: Instruction, flags: list[str]) -> Step:
     sources = _parts(instruction.operands[1])
     reads = [reader(part, "b32") for part in sources]
-    address = _address(instruction.operands[0])
+    address = address_of(instruction.operands[0])
     is_transposed = "trans" in flags
     _only_of_words(instruction, flags)
 
@@ -316,30 +317,6 @@ def _reduce(instruction: Instruction, flags: list[str]) -> Step:
     return step
 
 
-def _barrier(instruction: Instruction, flags: list[str]) -> Step:
-    if flags[0] == "warp":
-        return lambda wave, lanes: wave.shared.warp_barrier(
-            wave.whole_warps(lanes, "a barrier of a warp")
-        )
-    if len(instruction.operands) != 1:
-        msg = f"{instruction.text}: a barrier of some warps"
-        raise EmulationError(msg)
-
-    def step(wave: Wave, lanes: Lanes | None) -> None:
-        programs = wave.whole_programs(lanes, "a barrier")
-        wave.shared.barrier(programs)
-        wave.num_barriers += 1 if programs is None else programs
-
-    return step
-
-
-def _fence(_instruction: Instruction, flags: list[str]) -> Step:
-    """Everything is seen by everyone at once here, but for what tensor cores read themselves."""
-    if flags[:2] != ["proxy", "async"]:
-        return lambda _wave, _lanes: None
-    return lambda wave, lanes: wave.shared.fence(wave.whole_programs(lanes, "a proxy fence"))
-
-
 def _policy(_instruction: Instruction, _flags: list[str]) -> Step:
     """There are no caches here that a policy would be for."""
     return lambda _wave, _lanes: None
@@ -353,10 +330,6 @@ BUILDERS: dict[str, Callable[[Instruction, list[str]], Step]] = {
     "stmatrix": _store_matrix,
     "shfl": _shuffle,
     "redux": _reduce,
-    "bar": _barrier,
-    "barrier": _barrier,
-    "fence": _fence,
-    "membar": _fence,
     "createpolicy": _policy,
 }
 """Name of an instruction -> what makes its step."""

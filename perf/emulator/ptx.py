@@ -50,7 +50,18 @@ class Vector:
     parts: tuple["Operand", ...]
 
 
-Operand = Register | Immediate | Symbol | Address | Vector
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A descriptor of a tensor, and coordinates in it, the innermost first."""
+
+    descriptor: "Operand"
+    coordinates: tuple["Operand", ...]
+
+
+Operand = Register | Immediate | Symbol | Address | Vector | Box
+
+DESCRIPTOR = "b8[128]"
+"""Type of a parameter that describes a tensor to the copy engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,29 +91,61 @@ class Kernel:
         name: Of the entry.
         parameters: Name and type of each, such as `("k_param_0", "u64")`.
         num_threads: Of a program.
+        max_registers: Of a thread at launch; None where the compiler chooses.
         capability: Of the GPU it is compiled for, such as 90.
         instructions: In order.
         register_bits: Bits of each register.
         targets: Label -> index of the instruction behind it.
+        tables: Name of a list of labels that a branch chooses from -> the labels.
+        is_specialised: Whether some warps may meet or wait without the others of their program.
         are_copies_fenced: Whether tensor cores may read what was copied behind a fence only.
     """
 
     name: str
     parameters: tuple[tuple[str, str], ...]
     num_threads: int
+    max_registers: int | None
     capability: int
     instructions: tuple[Instruction, ...]
     register_bits: tuple[int, ...]
     targets: dict[str, int]
+    tables: dict[str, tuple[str, ...]]
+    is_specialised: bool
     are_copies_fenced: bool = True
 
 
 @dataclass
 class _Names:
-    """Registers by name, in nested scopes."""
+    """Registers and labels by name, in nested scopes; labels may be used before they are met.
 
+    Attributes:
+        labels: Of each scope of the kernel, in the order in which scopes begin.
+        scopes: Registers of each scope that is open.
+        open_scopes: Which those are.
+        bits: Of each register.
+    """
+
+    labels: list[frozenset[str]]
     scopes: list[dict[str, Register]] = field(default_factory=lambda: [{}])
+    open_scopes: list[int] = field(default_factory=lambda: [0])
     bits: list[int] = field(default_factory=list)
+    _num_scopes: int = 1
+
+    def begin(self) -> None:
+        self.scopes.append({})
+        self.open_scopes.append(self._num_scopes)
+        self._num_scopes += 1
+
+    def end(self) -> None:
+        self.scopes.pop()
+        self.open_scopes.pop()
+
+    def label(self, name: str) -> str:
+        """A label's name, made different from those of other scopes."""
+        for scope in reversed(self.open_scopes):
+            if name in self.labels[scope]:
+                return f"{name}@{scope}" if scope else name
+        return name
 
     def declare(self, kind: str, names: str) -> None:
         for name in (part.strip() for part in names.split(",")):
@@ -134,30 +177,83 @@ def read_kernel(text: str) -> Kernel:
     if not threads:
         msg = f"{head[1]} does not say how many threads it has"
         raise EmulationError(msg)
-    names, instructions, targets = _Names(), [], {}
-    for statement in _statements(text[head.end() :]):
+    statements = _body(text[head.end() :])
+    names, instructions, targets, tables = _Names(_labels(statements)), [], {}, {}
+    label = ""
+    for statement in statements:
         if statement == "{":
-            names.scopes.append({})
+            names.begin()
         elif statement == "}":
-            names.scopes.pop()
-            if not names.scopes:
-                break
+            names.end()
         elif statement.endswith(":"):
-            targets[statement[:-1]] = len(instructions)
+            label = statement[:-1]
+            targets[names.label(label)] = len(instructions)
         elif found := re.fullmatch(r"\.reg\s+\.(\w+)\s+(.*)", statement, re.DOTALL):
             names.declare(found[1], found[2])
+        elif found := re.fullmatch(r"\.branchtargets\s(.*)", statement, re.DOTALL):
+            tables[label] = tuple(part.strip() for part in found[1].split(","))
         elif not statement.startswith("."):
             instructions.append(_instruction(statement, names))
-    parameters = re.findall(r"\.param\s+\.(\w+)\s[^,]*?([\w$]+)\s*(?:,|$)", head[2].strip())
+    registers = re.search(r"\.maxnreg\s+(\d+)", head[3])
     return Kernel(
         name=head[1],
-        parameters=tuple((name, kind) for kind, name in parameters),
+        parameters=tuple(map(_parameter, head[2].split(","))) if head[2].strip() else (),
         num_threads=int(threads[1]),
+        max_registers=int(registers[1]) if registers else None,
         capability=int(target[1]),
         instructions=tuple(instructions),
         register_bits=tuple(names.bits),
         targets=targets,
+        tables=tables,
+        is_specialised=any(map(_parts_warps, instructions)),
     )
+
+
+def _parameter(declaration: str) -> tuple[str, str]:
+    """Name and type of `.param .u64 .ptr .global name`, or of `.param .align 64 .b8 name[128]`."""
+    found = re.fullmatch(
+        r"\s*\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s.*?([\w$]+)(\[\d+\])?\s*",
+        declaration,
+        re.DOTALL,
+    )
+    if not found:
+        msg = f"not a parameter: {declaration!r}"
+        raise EmulationError(msg)
+    return found[2], found[1] + (found[3] or "")
+
+
+def _parts_warps(instruction: Instruction) -> bool:
+    """Whether warps may meet or wait here without the others of their program."""
+    name = instruction.opcode.split(".")[0]
+    if name not in {"bar", "barrier"} or ".warp." in instruction.opcode:
+        return name == "mbarrier"
+    return instruction.operands != (Immediate(0),)
+
+
+def _body(text: str) -> list[str]:
+    """Statements up to the brace that ends the kernel."""
+    statements, depth = [], 0
+    for statement in _statements(text):
+        depth += (statement == "{") - (statement == "}")
+        if depth < 0:
+            break
+        statements.append(statement)
+    return statements
+
+
+def _labels(statements: list[str]) -> list[frozenset[str]]:
+    """Labels of each scope, in the order in which scopes begin."""
+    labels: list[set[str]] = [set()]
+    stack = [labels[0]]
+    for statement in statements:
+        if statement == "{":
+            labels.append(set())
+            stack.append(labels[-1])
+        elif statement == "}":
+            stack.pop()
+        elif statement.endswith(":"):
+            stack[-1].add(statement[:-1])
+    return [frozenset(each) for each in labels]
 
 
 def _statements(body: str) -> Iterator[str]:
@@ -211,16 +307,24 @@ def _operand(text: str, names: _Names) -> Operand:
     if text.startswith("{"):
         return Vector(tuple(_operand(part, names) for part in _split(text[1:-1])))
     if text.startswith("["):
-        found = re.fullmatch(r"\[\s*([%\w$.]+)\s*(?:\+\s*(-?\w+))?\s*\]", text)
-        if not found:
-            msg = f"not an address: {text!r}"
-            raise EmulationError(msg)
-        base = names.find(found[1]) or Symbol(found[1])
-        return Address(base, int(found[2] or "0", 0))
+        return _place(text, names)
     if register := names.find(text):
         return register
     if found := re.fullmatch(r"0[fFdD]([0-9a-fA-F]+)", text):
         return Immediate(int(found[1], 16))
     if found := re.fullmatch(r"(-?(?:0[xX][0-9a-fA-F]+|\d+))U?", text):
         return Immediate(int(found[1], 0))
-    return Symbol(text)
+    return Symbol(names.label(text))
+
+
+def _place(text: str, names: _Names) -> Address | Box:
+    if "{" in text:
+        descriptor, coordinates = _split(text[1:-1])
+        parts = _split(coordinates.strip("{}"))
+        return Box(_operand(descriptor, names), tuple(_operand(part, names) for part in parts))
+    found = re.fullmatch(r"\[\s*([%\w$.]+)\s*(?:\+\s*(-?\w+))?\s*\]", text)
+    if not found:
+        msg = f"not an address: {text!r}"
+        raise EmulationError(msg)
+    base = names.find(found[1]) or Symbol(found[1])
+    return Address(base, int(found[2] or "0", 0))

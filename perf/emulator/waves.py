@@ -1,31 +1,29 @@
-"""Programs of a launch that run in step: their threads' registers, and how they go through code.
+"""Programs of a launch that run in step: their threads' registers."""
 
-All threads run an instruction together. Where they part, those that are furthest behind go first,
-so they meet again where their paths do.
-"""
-
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from perf.emulator.barriers import Barriers
 from perf.emulator.counters import Counters
 from perf.emulator.errors import EmulationError
 from perf.emulator.memory import (
     BARRIER_BIT,
+    GROUP,
     PROGRAM_BIT,
     WARP,
     GlobalMemory,
+    Histories,
     Lanes,
-    SharedMemory,
 )
 from perf.emulator.numbers import UNSIGNED, Array, bits, bits_of, meaning
 from perf.emulator.pending import Pending
 from perf.emulator.ptx import SPECIAL, Immediate, Kernel, Operand, Register, Symbol
-
-MAX_STEPS = 5_000_000
-"""Instructions after which programs count as ones that do not end."""
+from perf.emulator.shared_memory import SharedMemory
+from perf.emulator.tensor_maps import TensorMap
 
 Place = tuple[int, int, int]
 
@@ -41,6 +39,8 @@ class Launch:
         memory: The tensors.
         shared_bytes: Shared memory of each program.
         counters: What to count in; None for nowhere.
+        maps: Address of a parameter that describes a tensor -> what it describes.
+        histories: What warps knew of each other, where that matters; filled as they run.
     """
 
     kernel: Kernel
@@ -49,6 +49,8 @@ class Launch:
     memory: GlobalMemory
     shared_bytes: int
     counters: Counters | None
+    maps: dict[int, TensorMap]
+    histories: Histories = field(default_factory=dict)
 
 
 class Wave:
@@ -63,12 +65,13 @@ class Wave:
         copies: Asynchronous copies that have not landed.
         products: Asynchronous matrix products that are not finished.
         num_barriers: How many each program has passed.
-        fenced: The registers as they were at the last `wgmma.fence`, or as products left them.
+        barriers: What warps wait for that go ways of their own; None where programs stay together.
+        fenced: The registers as they were at the last `wgmma.fence` of each group of warps.
     """
 
     def __init__(self, launch: Launch, places: Sequence[Place]) -> None:
         self.kernel = launch.kernel
-        self.arguments = launch.arguments
+        self.arguments, self.maps = launch.arguments, launch.maps
         self.memory = launch.memory
         self.counters = launch.counters
         self.num_threads = self.kernel.num_threads
@@ -76,19 +79,30 @@ class Wave:
         self._grid = launch.grid
         self._set_lanes()
         self.num_barriers = np.zeros(self.num_programs, dtype=np.int64)
-        self.shared = SharedMemory(self.num_programs, self.num_threads // WARP, launch.shared_bytes)
-        self.copies, self.products = Pending(self.num_programs), Pending(self.num_programs)
+        num_warps = self.num_threads // WARP
+        self.barriers: Barriers | None = None
+        if self.kernel.is_specialised:
+            self.barriers = Barriers(
+                self.program_ids, num_warps, self.kernel.max_registers, launch.shared_bytes
+            )
+            self.shared = self.barriers.memory
+        else:
+            self.shared = SharedMemory(self.num_programs, num_warps, launch.shared_bytes)
+        self.copies, self.products = Pending(self.num_programs), Pending(self.num_groups)
         garbage: dict[int, Array] = {
             size: np.full(self.num_lanes, np.iinfo(dtype).max, dtype=dtype)
             for size, dtype in UNSIGNED.items()
         }
         garbage[1] = np.ones(self.num_lanes, dtype=bool)
         self.registers = [garbage[size] for size in self.kernel.register_bits]
-        self.fenced: list[Array | None] = []
+        self.fenced: list[list[Array | None]] = [[] for _ in range(self.num_groups)]
 
     def _set_lanes(self) -> None:
         self.num_programs = len(self._places)
         self.num_lanes = self.num_programs * self.num_threads
+        # Programs of no groups multiply nothing, or by warps.
+        self.group_threads = GROUP if self.num_threads % GROUP == 0 else self.num_threads
+        self.num_groups = self.num_lanes // self.group_threads
         lanes = np.arange(self.num_lanes)
         self.programs = lanes // self.num_threads
         thread = (lanes % self.num_threads).astype(np.uint32)
@@ -109,6 +123,8 @@ class Wave:
     def parties(self, active: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Who some lanes are to global memory."""
         programs = self.programs[active]
+        if self.barriers:
+            return self.barriers.clocks.parties(programs, active % self.num_threads // WARP)
         codes = self.program_ids << PROGRAM_BIT | self.num_barriers << BARRIER_BIT
         return codes[programs] | active % self.num_threads // WARP
 
@@ -119,6 +135,10 @@ class Wave:
             EmulationError: Some threads of a program do not.
         """
         return _whole(lanes, self.num_threads, what)
+
+    def whole_groups(self, lanes: Lanes | None, what: str) -> Lanes | None:
+        """Which groups of four warps take part in what all must do; see `whole_programs`."""
+        return _whole(lanes, self.group_threads, what)
 
     def num_warps(self, lanes: Lanes | None) -> int:
         """How many warps these lanes are of."""
@@ -133,22 +153,33 @@ class Wave:
     def keep(self, programs: Lanes) -> None:
         """Go on with some programs; the others have ended."""
         lanes = programs[self.programs]
+        groups = lanes[:: self.group_threads]
         self._places = self._places[programs]
         self._set_lanes()
         self.num_barriers = self.num_barriers[programs]
         self.shared.keep(programs)
-        self.copies, self.products = Pending(self.num_programs), Pending(self.num_programs)
-        pairs = zip(self.fenced or self.registers, self.registers, strict=True)
-        is_fenced = [held is register for held, register in pairs]
+        self.copies, self.products = Pending(self.num_programs), Pending(self.num_groups)
+        fenced = [each for each, is_kept in zip(self.fenced, groups, strict=True) if is_kept]
+        are_same = {
+            id(each): [
+                held is register for held, register in zip(each, self.registers, strict=False)
+            ]
+            for each in fenced
+        }
         # Most registers hold what others do.
         kept: dict[int, Array] = {}
         for index, register in enumerate(self.registers):
             if id(register) not in kept:
                 kept[id(register)] = register[lanes]
             self.registers[index] = kept[id(register)]
-        if self.fenced:
-            pairs = zip(is_fenced, self.registers, strict=True)
-            self.fenced = [register if fenced else None for fenced, register in pairs]
+        again = {
+            key: [
+                register if is_same else None
+                for register, is_same in zip(self.registers, same, strict=False)
+            ]
+            for key, same in are_same.items()
+        }
+        self.fenced = [again[id(each)] for each in fenced]
 
 
 def _whole(lanes: Lanes | None, num_threads: int, what: str) -> Lanes | None:
@@ -163,101 +194,8 @@ def _whole(lanes: Lanes | None, num_threads: int, what: str) -> Lanes | None:
     return some
 
 
-Step = Callable[[Wave, Lanes | None], None]
-"""What an instruction does for some of the lanes; None for all of them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Decoded:
-    """An instruction, made ready to run.
-
-    Attributes:
-        step: What it does; None for a branch or a return.
-        target: Where a branch goes; -1 for the end.
-        predicate: Index of the register that says which threads take part.
-        is_negated: Whether those take part where it is false.
-        registers: What it reads or writes at once; none for what fences and waits order.
-        text: As written.
-    """
-
-    step: Step | None
-    target: int
-    predicate: int | None
-    is_negated: bool
-    registers: frozenset[int]
-    text: str
-
-
-def run(wave: Wave, code: Sequence[Decoded], leaders: frozenset[int]) -> None:
-    """Run programs to their end.
-
-    Raises:
-        EmulationError: What the kernel does is an error; names the instruction.
-    """
-    waiting: dict[int, Lanes] = {0: np.ones(wave.num_lanes, dtype=bool)}
-    num_steps = 0
-    while waiting:
-        waiting = _without_ended(wave, waiting)
-        index = min(waiting)
-        lanes = waiting.pop(index)
-        every = None if lanes.all() else lanes
-        while True:
-            num_steps += 1
-            decoded = code[index]
-            active = every
-            if decoded.predicate is not None:
-                active = wave.registers[decoded.predicate]
-                active = ~active if decoded.is_negated else active
-                active = active if every is None else active & lanes
-                if active.all():
-                    active = None
-            if decoded.step is None:
-                taken = lanes if active is None else active
-                _send(waiting, decoded.target, taken)
-                _send(waiting, index + 1, lanes & ~taken)
-                break
-            if active is None or active.any():
-                if wave.counters:
-                    wave.counters.instructions += wave.num_warps(active)
-                try:
-                    if wave.products.is_busy:
-                        _check_free(wave, decoded.registers, active)
-                    decoded.step(wave, active)
-                except EmulationError as error:
-                    msg = f"{wave.kernel.name}: {decoded.text}: {error}"
-                    raise EmulationError(msg) from error
-            index += 1
-            if waiting and index in leaders:
-                _send(waiting, index, lanes)
-                break
-        if num_steps > MAX_STEPS:
-            msg = f"{wave.kernel.name} does not end"
-            raise EmulationError(msg)
-
-
-def _check_free(wave: Wave, registers: frozenset[int], lanes: Lanes | None) -> None:
-    """Refuse registers of products that are under way."""
-    active = np.ones(wave.num_lanes, dtype=bool) if lanes is None else lanes
-    if wave.products.uses(registers, active.reshape(wave.num_programs, -1).any(axis=1)):
-        msg = "a register of a product that nobody has waited for"
-        raise EmulationError(msg)
-
-
-def _send(waiting: dict[int, Lanes], index: int, lanes: Lanes) -> None:
-    if index >= 0 and lanes.any():
-        waiting[index] = waiting[index] | lanes if index in waiting else lanes
-
-
-def _without_ended(wave: Wave, waiting: dict[int, Lanes]) -> dict[int, Lanes]:
-    """Drop programs that have ended, if they are half of all and nothing is under way."""
-    if wave.copies.is_busy or wave.products.is_busy:
-        return waiting
-    alive = np.logical_or.reduce(list(waiting.values())).reshape(wave.num_programs, -1).any(axis=1)
-    if 2 * int(alive.sum()) > wave.num_programs:
-        return waiting
-    lanes = alive[wave.programs]
-    wave.keep(alive)
-    return {index: held[lanes] for index, held in waiting.items()}
+Step = Callable[[Wave, Lanes | None], Lanes | None]
+"""What an instruction does for some of the lanes, or None for all; of them, who must try again."""
 
 
 Reader = Callable[[Wave], Array]
@@ -280,6 +218,8 @@ def reader(operand: Operand, kind: str) -> Reader:
             return lambda _: start
         case Symbol(name) if name in SPECIAL:
             return lambda wave: meaning(wave.special[name], kind)
+        case Symbol(name) if re.search(r"_param_\d+$", name):
+            return lambda wave: meaning(wave.arguments[name], kind)
         case _:
             msg = f"operand {operand}"
             raise EmulationError(msg)

@@ -1,0 +1,247 @@
+"""Shared memory of programs whose warps go ways of their own: who knew of whose accesses."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from perf.emulator.clocks import Clocks
+from perf.emulator.errors import EmulationError
+from perf.emulator.memory import (
+    GARBAGE,
+    GROUP,
+    WARP,
+    Addresses,
+    Bytes,
+    Lanes,
+    Parties,
+    Places,
+    elements_of,
+    refuse_race,
+    unit_of,
+    units_of,
+)
+from perf.emulator.shared_memory import TRACED, UNFENCED, SharedBytes
+
+NOBODY = -1
+"""Has written there."""
+
+MBARRIER = -2
+"""Is what lies there, which loads and stores must leave alone."""
+
+CHUNK_BYTES = 16
+"""That the copy engine moves together."""
+
+
+class OrderedMemory(SharedBytes):
+    """What the warps of each program share, and the clocks of who accessed it.
+
+    Two warps race where one stores what the other stored or loads, and neither knew of the other.
+    Threads of a warp race where it did not meet in between. See `SharedMemory`.
+    """
+
+    def __init__(self, clocks: Clocks, num_bytes: int) -> None:
+        num_programs = len(clocks.program_ids)
+        super().__init__(num_programs, num_bytes)
+        self._clocks, self._num_warps = clocks, clocks.num_warps
+        count = len(self._data) // TRACED
+        # The last store: by which warp, or barrier of copies; at which clock; by which thread.
+        self._writer = np.full(count, NOBODY, dtype=np.int16)
+        self._stored = np.zeros(count, dtype=np.int32)
+        self._storer = np.zeros(count, dtype=np.int16)
+        # The last load of each warp, and the threads of the last warp that loaded.
+        self._loaded = np.zeros((count, self._num_warps), dtype=np.int32)
+        self._least, self._most = np.zeros_like(self._storer), np.zeros_like(self._storer)
+
+    def read(
+        self, addresses: Addresses, num_bytes: int, programs: Parties, threads: Parties
+    ) -> Bytes:
+        """Bytes u8[len(addresses), num_bytes] for lanes that are `threads` of `programs`.
+
+        Raises:
+            EmulationError: An address is outside or no multiple of `num_bytes`, or there is a race.
+        """
+        offsets = self._offsets(addresses, num_bytes, programs, "load")
+        traced = units_of(offsets, num_bytes, TRACED)
+        programs, threads = programs[:, None], threads[:, None]
+        warps = threads // WARP
+        self._check_known(traced, programs, self._clocks.known[programs[:, 0], warps[:, 0]])
+        synced = self._clocks.synced[programs, warps]
+        is_near = (self._writer[traced] == warps) & (self._storer[traced] != threads)
+        is_near &= self._stored[traced] > synced
+        refuse_race(is_near, self._at(traced, programs), "load what others of their warp stored")
+        least, most = self._least[traced], self._most[traced]
+        is_past = (least // WARP != warps) | (self._loaded[traced, warps] <= synced)
+        # Of lanes at one place the last counts: threads ascend, and descend in reverse.
+        first = np.where(is_past, threads, np.minimum(least, threads))
+        last = np.where(is_past, threads, np.maximum(most, threads))
+        self._least[traced[::-1]], self._most[traced] = first[::-1], last
+        self._loaded[traced, warps] = self._clocks.known[programs, warps, warps]
+        self._clocks.touched[(programs * self._num_warps * WARP + threads)[:, 0]] = True
+        rows = units_of(offsets, num_bytes, unit_of(num_bytes))
+        return elements_of(self._data, num_bytes)[rows].view(np.uint8)
+
+    def write(
+        self,
+        addresses: Addresses,
+        data: Bytes,
+        programs: Parties,
+        threads: Parties,
+        *,
+        needs_fence: bool = True,
+    ) -> None:
+        """Write rows of `data`, which tensor cores see behind a fence; see `read`."""
+        del needs_fence  # A copy by threads is fenced as their stores are.
+        num_bytes = data.shape[1]
+        offsets = self._offsets(addresses, num_bytes, programs, "store")
+        held = elements_of(self._data, num_bytes)
+        rows = units_of(offsets, num_bytes, unit_of(num_bytes))
+        words = np.ascontiguousarray(data).view(held.dtype)
+        changes = (held[rows] != words).any(axis=1, keepdims=True)
+        traced = units_of(offsets, num_bytes, TRACED)
+        programs, threads = programs[:, None], threads[:, None]
+        warps = threads // WARP
+        known = self._clocks.known[programs[:, 0], warps[:, 0]]
+        self._check_over(traced, programs, known, warps, changes)
+        synced, places = self._clocks.synced[programs, warps], self._at(traced, programs)
+        is_near = (self._writer[traced] == warps) & (self._storer[traced] != threads)
+        is_near &= (self._stored[traced] > synced) & changes
+        refuse_race(is_near, places, "store where others of their warp did")
+        least, most = self._least[traced], self._most[traced]
+        is_near = (least // WARP == warps) & ((least != threads) | (most != threads))
+        is_near &= (self._loaded[traced, warps] > synced) & changes
+        refuse_race(is_near, places, "store where others of their warp load")
+        self._writer[traced], self._storer[traced] = warps, threads
+        self._stored[traced] = self._clocks.known[programs, warps, warps]
+        self._clocks.touched[(programs * self._num_warps * WARP + threads)[:, 0]] = True
+        held[rows] = words
+        wrong = (held[rows] != words).any(axis=1, keepdims=True)
+        refuse_race(wrong, self._at(traced[:, :1], programs), "store different values at once")
+
+    def for_products(
+        self, addresses: Addresses, num_bytes: int, lanes: Places
+    ) -> Callable[[Lanes], Bytes]:
+        """What reads what tensor cores multiply; see `SharedMemory`.
+
+        They may read as soon as now, and as late as they are waited for.
+        """
+        programs, threads = np.divmod(lanes, self._num_warps * WARP)
+        warps = threads[:, None] // GROUP * (GROUP // WARP) + np.arange(GROUP // WARP)
+        # What all four warps know, of each other too; not what they do from here on.
+        known = self._clocks.known[programs[:, None], warps].min(axis=1)
+        fenced = self._clocks.fenced[programs[:, None], warps].min(axis=1)
+        for program, group in zip(programs.tolist(), warps.tolist(), strict=True):
+            for warp in group:
+                self._clocks.advance(program, warp)
+        traced = (addresses + (programs * self._stride)[:, None]) // TRACED
+        self._check_known(traced, programs[:, None], known)
+        writer = self._writer[traced]
+        is_of_warp = (writer >= 0) & (writer < self._num_warps)
+        seen = np.take_along_axis(fenced, np.where(is_of_warp, writer, 0), axis=1)
+        if (is_of_warp & (self._stored[traced] > seen)).any():
+            raise EmulationError(UNFENCED)
+
+        def read(matrices: Lanes) -> Bytes:
+            places, of = traced[matrices], programs[matrices][:, None]
+            self._check_known(places, of, known[matrices])
+            for warp in warps[matrices].T[..., None]:
+                self._loaded[places, warp] = self._clocks.known[of, warp, warp]
+            offsets = addresses[matrices].reshape(-1)
+            owners = np.repeat(programs[matrices], addresses.shape[1])
+            offsets = self._offsets(offsets, num_bytes, owners, "load")
+            rows = units_of(offsets, num_bytes, unit_of(num_bytes))
+            return elements_of(self._data, num_bytes)[rows].view(np.uint8)
+
+        return read
+
+    def start_copy(
+        self, addresses: Addresses, program: int, known: Places, barrier: int, epoch: int
+    ) -> Callable[[Bytes], None]:
+        """Let the copy engine write chunks at addresses: garbage for now, and later data.
+
+        Args:
+            addresses: Of the chunks.
+            program: Whose.
+            known: What the thread knows that asks for it, and what tensor cores would see.
+            barrier: Place in clocks of the barrier that tells of the copy.
+            epoch: Phase in which it does.
+
+        Returns:
+            What writes the data, u8[chunks, CHUNK_BYTES].
+
+        Raises:
+            EmulationError: Others may access what is there still, or stored without a fence.
+        """
+        programs = np.full(len(addresses), program)
+        offsets = self._offsets(addresses, CHUNK_BYTES, programs, "copy")
+        traced = units_of(offsets, CHUNK_BYTES, TRACED)
+        rows = np.broadcast_to(known[0], (len(addresses), known.shape[1]))
+        changes = np.ones((len(addresses), 1), dtype=bool)
+        self._check_over(traced, programs[:, None], rows, None, changes)
+        writer = self._writer[traced]
+        is_of_warp = (writer >= 0) & (writer < self._num_warps)
+        if (is_of_warp & (self._stored[traced] > known[1][np.where(is_of_warp, writer, 0)])).any():
+            msg = "the copy engine writes where threads did since the last proxy fence"
+            raise EmulationError(msg)
+        self._writer[traced], self._stored[traced] = barrier, epoch
+        words = units_of(offsets, CHUNK_BYTES, 8)
+        held = elements_of(self._data, CHUNK_BYTES)
+        held[words] = np.full(1, GARBAGE, dtype=np.uint8).repeat(8).view(held.dtype)
+
+        def land(data: Bytes) -> None:
+            held[words] = data.view(held.dtype)
+
+        return land
+
+    def hold(self, address: int, num_bytes: int, program: int) -> None:
+        """Keep loads and stores from where a barrier lies."""
+        self._mark(address, num_bytes, program, MBARRIER, 0)
+
+    def give_back(self, address: int, num_bytes: int, program: int, warp: int) -> None:
+        """Let a place be used again by those who know of it."""
+        clock = int(self._clocks.known[program, warp, warp])
+        self._mark(address, num_bytes, program, warp, clock)
+
+    def _mark(self, address: int, num_bytes: int, program: int, writer: int, clock: int) -> None:
+        offsets = self._offsets(np.array([address]), num_bytes, np.array([program]), "mbarrier")
+        traced = units_of(offsets, num_bytes, TRACED)
+        self._writer[traced], self._stored[traced], self._storer[traced] = writer, clock, -1
+
+    def _check_known(self, traced: Places, programs: Places, known: Places) -> None:
+        """Refuse loads [parties, units] of what others stored and `known` has nothing of."""
+        writer, places = self._writer[traced], self._at(traced, programs)
+        if (writer == MBARRIER).any():
+            msg = f"load of an mbarrier, at {int(places[writer == MBARRIER][0])}"
+            raise EmulationError(msg)
+        is_new = self._stored[traced] > np.take_along_axis(known, np.maximum(writer, 0), axis=1)
+        is_new &= writer != NOBODY
+        by_copy = writer >= self._num_warps
+        refuse_race(is_new & by_copy, places, "load what a copy brings that nobody waited for")
+        refuse_race(is_new, places, "load what others stored")
+
+    def _check_over(
+        self,
+        traced: Places,
+        programs: Places,
+        known: Places,
+        warps: Places | None,
+        changes: Lanes,
+    ) -> None:
+        """Refuse stores [parties, units] over what others access and `known` has nothing of."""
+        writer, places = self._writer[traced], self._at(traced, programs)
+        if (writer == MBARRIER).any():
+            msg = f"store over an mbarrier, at {int(places[writer == MBARRIER][0])}"
+            raise EmulationError(msg)
+        is_new = self._stored[traced] > np.take_along_axis(known, np.maximum(writer, 0), axis=1)
+        is_new &= (writer != NOBODY) & changes
+        by_copy = writer >= self._num_warps
+        refuse_race(is_new & by_copy, places, "store where a copy does that nobody waited for")
+        refuse_race(is_new, places, "store where others did")
+        loaded = self._loaded[traced]  # [parties, units, warps]
+        is_new = loaded > known[:, None, : self._num_warps]
+        if warps is not None:
+            is_new &= np.arange(self._num_warps) != warps[:, :, None]
+        refuse_race(is_new.any(axis=2) & changes, places, "store where others load")
+
+    def _at(self, traced: Places, programs: Places) -> Places:
+        """Bytes from the start of a program's shared memory."""
+        return traced * TRACED - programs * self._stride
