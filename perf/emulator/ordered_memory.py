@@ -50,7 +50,7 @@ class OrderedMemory(SharedBytes):
         self._storer = np.zeros(count, dtype=np.int16)
         # The last load of each warp, and the threads of the last warp that loaded.
         self._loaded = np.zeros((count, self._num_warps), dtype=np.int32)
-        self._least, self._most = np.zeros_like(self._storer), np.zeros_like(self._storer)
+        self._least, self._most = (np.full(count, NOBODY, dtype=np.int16) for _ in range(2))
 
     def read(
         self, addresses: Addresses, num_bytes: int, programs: Parties, threads: Parties
@@ -145,6 +145,8 @@ class OrderedMemory(SharedBytes):
             self._check_known(places, of, known[matrices])
             for warp in warps[matrices].T[..., None]:
                 self._loaded[places, warp] = self._clocks.known[of, warp, warp]
+            # A warp waits for its products as one.
+            self._least[places] = self._most[places] = NOBODY
             offsets = addresses[matrices].reshape(-1)
             owners = np.repeat(programs[matrices], addresses.shape[1])
             offsets = self._offsets(offsets, num_bytes, owners, "load")
