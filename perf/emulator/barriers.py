@@ -279,7 +279,7 @@ class Barriers:
     # Registers.
 
     def takes(self, program: int, warps: list[int], num_registers: int, *, more: bool) -> bool:
-        """Whether warps get so many registers a thread.
+        """Whether warps get so many registers a thread; without a number at launch all do.
 
         Raises:
             EmulationError: They have more already, or fewer where they were to give some back.

@@ -47,7 +47,7 @@ class Clocks:
         fenced: The same, of what came before a proxy fence.
         synced: Clock of each warp when its threads met last, i32[programs, warps].
         touched: Lanes that accessed shared memory since.
-        histories: What warps knew at each of their clocks.
+        histories: What warps knew when they accessed global memory.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class Clocks:
         self.synced = np.zeros((num_programs, num_warps), dtype=np.int32)
         self.touched = np.zeros(num_programs * num_warps * WARP, dtype=bool)
         self.histories: Histories = {}
-        for warp in range(num_programs * num_warps):
-            self.advance(*divmod(warp, num_warps))
+        warps = np.arange(num_warps)
+        self.known[:, warps, warps] = 1
 
     @property
     def nothing(self) -> News:
@@ -70,16 +70,19 @@ class Clocks:
         return News(row, row)
 
     def parties(self, programs: npt.NDArray, warps: npt.NDArray) -> npt.NDArray[np.int64]:
-        """Who warps are to global memory."""
+        """Who warps are to global memory, which they access now."""
         clocks = self.known[programs, warps, warps].astype(np.int64)
-        return self.program_ids[programs] << PROGRAM_BIT | clocks << BARRIER_BIT | warps
+        parties = self.program_ids[programs] << PROGRAM_BIT | clocks << BARRIER_BIT | warps
+        new, first = np.unique(parties, return_index=True)
+        for party, lane in zip(new.tolist(), first.tolist(), strict=True):
+            if party not in self.histories:
+                known = self.known[programs[lane], warps[lane], : self.num_warps]
+                self.histories[party] = known.copy()
+        return parties
 
     def advance(self, program: int, warp: int) -> None:
         """Number what a warp does from here on anew."""
-        row = self.known[program, warp]
-        row[warp] += 1
-        party = int(self.program_ids[program]) << PROGRAM_BIT | int(row[warp]) << BARRIER_BIT | warp
-        self.histories[party] = row[: self.num_warps].copy()
+        self.known[program, warp, warp] += 1
 
     def meet(self, program: int, warp: int) -> None:
         """Let the threads of a warp know of each other."""

@@ -48,6 +48,7 @@ class OrderedMemory(SharedBytes):
         self._writer = np.full(count, NOBODY, dtype=np.int16)
         self._stored = np.zeros(count, dtype=np.int32)
         self._storer = np.zeros(count, dtype=np.int16)
+        self._needs_fence = np.zeros(count, dtype=bool)
         # The last load of each warp, and the threads of the last warp that loaded.
         self._loaded = np.zeros((count, self._num_warps), dtype=np.int32)
         self._least, self._most = (np.full(count, NOBODY, dtype=np.int16) for _ in range(2))
@@ -89,8 +90,7 @@ class OrderedMemory(SharedBytes):
         *,
         needs_fence: bool = True,
     ) -> None:
-        """Write rows of `data`, which tensor cores see behind a fence; see `read`."""
-        del needs_fence  # A copy by threads is fenced as their stores are.
+        """Write rows of `data`, for tensor cores behind a fence or not; see `read`."""
         num_bytes = data.shape[1]
         offsets = self._offsets(addresses, num_bytes, programs, "store")
         held = elements_of(self._data, num_bytes)
@@ -111,6 +111,7 @@ class OrderedMemory(SharedBytes):
         is_near &= (self._loaded[traced, warps] > synced) & changes
         refuse_race(is_near, places, "store where others of their warp load")
         self._writer[traced], self._storer[traced] = warps, threads
+        self._needs_fence[traced] = needs_fence
         self._stored[traced] = self._clocks.known[programs, warps, warps]
         self._clocks.touched[(programs * self._num_warps * WARP + threads)[:, 0]] = True
         held[rows] = words
@@ -134,10 +135,7 @@ class OrderedMemory(SharedBytes):
                 self._clocks.advance(program, warp)
         traced = (addresses + (programs * self._stride)[:, None]) // TRACED
         self._check_known(traced, programs[:, None], known)
-        writer = self._writer[traced]
-        is_of_warp = (writer >= 0) & (writer < self._num_warps)
-        seen = np.take_along_axis(fenced, np.where(is_of_warp, writer, 0), axis=1)
-        if (is_of_warp & (self._stored[traced] > seen)).any():
+        if self._is_unfenced(traced, fenced):
             raise EmulationError(UNFENCED)
 
         def read(matrices: Lanes) -> Bytes:
@@ -179,9 +177,7 @@ class OrderedMemory(SharedBytes):
         rows = np.broadcast_to(known[0], (len(addresses), known.shape[1]))
         changes = np.ones((len(addresses), 1), dtype=bool)
         self._check_over(traced, programs[:, None], rows, None, changes)
-        writer = self._writer[traced]
-        is_of_warp = (writer >= 0) & (writer < self._num_warps)
-        if (is_of_warp & (self._stored[traced] > known[1][np.where(is_of_warp, writer, 0)])).any():
+        if self._is_unfenced(traced, np.broadcast_to(known[1], rows.shape)):
             msg = "the copy engine writes where threads did since the last proxy fence"
             raise EmulationError(msg)
         self._writer[traced], self._stored[traced] = barrier, epoch
@@ -194,19 +190,30 @@ class OrderedMemory(SharedBytes):
 
         return land
 
-    def hold(self, address: int, num_bytes: int, program: int) -> None:
-        """Keep loads and stores from where a barrier lies."""
-        self._mark(address, num_bytes, program, MBARRIER, 0)
+    def hold(self, address: int, num_bytes: int, program: int, warp: int) -> None:
+        """Keep loads and stores from where a warp makes a barrier."""
+        programs, known = np.array([[program]]), self._clocks.known[program, warp][None]
+        traced = self._units(address, num_bytes, program)
+        changes = np.ones((1, 1), dtype=bool)
+        self._check_over(traced, programs, known, np.array([[warp]]), changes)
+        self._writer[traced] = MBARRIER
 
     def give_back(self, address: int, num_bytes: int, program: int, warp: int) -> None:
         """Let a place be used again by those who know of it."""
-        clock = int(self._clocks.known[program, warp, warp])
-        self._mark(address, num_bytes, program, warp, clock)
+        traced = self._units(address, num_bytes, program)
+        self._writer[traced], self._storer[traced] = warp, NOBODY
+        self._stored[traced] = self._clocks.known[program, warp, warp]
 
-    def _mark(self, address: int, num_bytes: int, program: int, writer: int, clock: int) -> None:
+    def _units(self, address: int, num_bytes: int, program: int) -> Places:
         offsets = self._offsets(np.array([address]), num_bytes, np.array([program]), "mbarrier")
-        traced = units_of(offsets, num_bytes, TRACED)
-        self._writer[traced], self._stored[traced], self._storer[traced] = writer, clock, -1
+        return units_of(offsets, num_bytes, TRACED)
+
+    def _is_unfenced(self, traced: Places, fenced: Places) -> bool:
+        """Whether threads stored something [parties, units] that `fenced` has nothing of."""
+        writer = self._writer[traced]
+        is_of_warp = (writer >= 0) & (writer < self._num_warps) & self._needs_fence[traced]
+        seen = np.take_along_axis(fenced, np.where(is_of_warp, writer, 0), axis=1)
+        return bool((is_of_warp & (self._stored[traced] > seen)).any())
 
     def _check_known(self, traced: Places, programs: Places, known: Places) -> None:
         """Refuse loads [parties, units] of what others stored and `known` has nothing of."""

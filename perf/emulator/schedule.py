@@ -18,6 +18,9 @@ from perf.emulator.waves import Reader, Step, Wave
 MAX_STEPS = 5_000_000
 """Instructions after which programs count as ones that do not end."""
 
+MAX_TEXT = 100
+"""Characters of an instruction where several are named."""
+
 WARP_INSTRUCTIONS = frozenset(
     {"bar", "barrier", "elect", "ldmatrix", "mma", "redux", "setmaxnreg", "shfl", "stmatrix"}
 )
@@ -153,19 +156,17 @@ class _Schedule:
     def _deadlock(self) -> str:
         """Who waits for what, where nobody can go on."""
         wave, lines = self._wave, []
+        stalls = wave.barriers.stalls if wave.barriers else {}
         for index, lanes in sorted(self._waiting.items()):
+            decoded = self._code[index]
             first = int(np.flatnonzero(lanes)[0]) // WARP
             program, warp = divmod(first, wave.num_threads // WARP)
-            stalls = wave.barriers.stalls if wave.barriers else {}
-            why = stalls.get(first, "the other threads of its warp or group are elsewhere")
-            if (
-                self._code[index].together > 1
-                and _alone(lanes, self._code[index].together) is not None
-            ):
-                why = "the other threads of its warp or group are elsewhere"
+            why = stalls.get(first, "")
+            if decoded.together > 1 and _alone(lanes, decoded.together) is not None:
+                why = f"not all {decoded.together} threads are there"
             lines.append(
-                f"warp {warp} of program {program} and {wave.num_warps(lanes) - 1} others at "
-                f"{self._code[index].text}: {why}"
+                f"warp {warp} of program {wave.program_ids[program]} and "
+                f"{wave.num_warps(lanes) - 1} others at {decoded.text[:MAX_TEXT]}: {why}"
             )
         return f"{wave.kernel.name}: deadlock: " + "; ".join(lines)
 

@@ -167,7 +167,7 @@ def _init(instruction: Instruction) -> Step:
             for thread in (first + np.flatnonzero(threads)).tolist():
                 place = int(addresses[thread])
                 barriers.make(program, warp, place, int(counts[thread]))
-                barriers.memory.hold(place, MBARRIER_BYTES, program)
+                barriers.memory.hold(place, MBARRIER_BYTES, program, warp)
 
     return step
 
@@ -226,7 +226,10 @@ def _amount(operands: object) -> Reader:
 
 
 def _try_wait(instruction: Instruction) -> Step:
-    """Answers no once, where the phase has not ended; who asks again waits."""
+    """Answers no once, where the phase has not ended; who asks again waits.
+
+    Of threads that ask without the others of their warp these know at once what they get to know.
+    """
     result, address, parity, *_ = instruction.operands
     write, place_of = writer(result, "pred"), address_of(address)
     parity_of = reader(parity, "u32")
