@@ -50,7 +50,7 @@ class TensorMap:
     def of(cls, descriptor: Any, layout: dict[str, Any]) -> "TensorMap":  # noqa: ANN401
         """Make it of a descriptor of Triton and what the compiler says of the boxes."""
         element_bytes = layout["elem_size"]
-        if layout["fp4_padded"] or descriptor.round_f32_to_tf32:
+        if layout["fp4_padded"] or getattr(descriptor, "round_f32_to_tf32", False):
             msg = "a tensor descriptor of 4-bit or tf32 elements"
             raise EmulationError(msg)
         return cls(
