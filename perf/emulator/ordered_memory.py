@@ -21,15 +21,13 @@ from perf.emulator.memory import (
     units_of,
 )
 from perf.emulator.shared_memory import TRACED, UNFENCED, SharedBytes
+from perf.emulator.tensor_maps import CHUNK_BYTES
 
 NOBODY = -1
 """Has written there."""
 
 MBARRIER = -2
 """Is what lies there, which loads and stores must leave alone."""
-
-CHUNK_BYTES = 16
-"""That the copy engine moves together."""
 
 
 class OrderedMemory(SharedBytes):
