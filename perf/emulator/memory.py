@@ -1,6 +1,7 @@
 """Global memory of an emulated GPU: tensors of this process."""
 
 from collections.abc import Iterable
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
@@ -205,18 +206,24 @@ MAX_TRACED_BYTES = 1 << 26
 
 def _check_clocks(place: Places, party: Parties, by_store: Lanes, histories: Histories) -> None:
     """Refuse accesses of two warps to a place, one a store, of which neither knew of the other."""
-    keys = np.unique(np.stack([place, party >> PROGRAM_BIT, party, by_store], axis=1), axis=0)
-    starts = np.flatnonzero((np.diff(keys[:, :2], axis=0) != 0).any(axis=1)) + 1
+    order = np.lexsort((party, place))
+    place, party, by_store = place[order], party[order], by_store[order]
+    starts = np.ones(len(place), dtype=bool)
+    starts[1:] = (np.diff(place) != 0) | (np.diff(party >> PROGRAM_BIT) != 0)
+    first = np.flatnonzero(starts)
+    last = np.append(first[1:], len(place))
+    is_shared = party[first] != party[last - 1]
+    is_shared &= np.logical_or.reduceat(by_store, first)
     # Most places are accessed by the same parties as others.
-    groups = {
-        tuple(map(tuple, each[:, 2:].tolist())): each[0, 0] for each in np.split(keys, starts)
-    }
-    for group, where in groups.items():
-        stored = [one for one, is_store in group if is_store]
-        for one in stored:
-            for other, _ in group:
-                wrong = not (_knows(one, other, histories) or _knows(other, one, histories))
-                refuse_race(np.array([wrong]), np.array([where]), BETWEEN_WARPS)
+    groups = {}
+    for start, end in zip(first[is_shared].tolist(), last[is_shared].tolist(), strict=True):
+        stored = by_store[start:end]
+        parties = frozenset(zip(party[start:end].tolist(), stored.tolist(), strict=True))
+        groups[parties] = place[start]
+    for parties, where in groups.items():
+        for one, other in product((each for each, is_store in parties if is_store), parties):
+            wrong = not (_knows(one, other[0], histories) or _knows(other[0], one, histories))
+            refuse_race(np.array([wrong]), np.array([where]), BETWEEN_WARPS)
 
 
 def _knows(one: int, other: int, histories: Histories) -> bool:

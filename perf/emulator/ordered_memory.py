@@ -200,6 +200,7 @@ class OrderedMemory(SharedBytes):
         """Let a place be used again by those who know of it."""
         traced = self._units(address, num_bytes, program)
         self._writer[traced], self._storer[traced] = warp, NOBODY
+        self._needs_fence[traced] = False
         self._stored[traced] = self._clocks.known[program, warp, warp]
 
     def _units(self, address: int, num_bytes: int, program: int) -> Places:
