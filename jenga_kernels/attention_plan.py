@@ -1,13 +1,20 @@
 """The work of one engine step, counted once and shared by all layers that read the same keys."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import triton
 
 from jenga_kernels.checks import check_at_least, check_dtype, check_same_device, check_shape
 from jenga_kernels.triton.attention_plan import MAX_SPLITS, attention_plan_kernel
-from jenga_kernels.triton.tiles import AttentionTiles, attention_tiles, machine_of, max_decode_rows
+from jenga_kernels.triton.tiles import (
+    SPECIALIZED_ROWS,
+    AttentionTiles,
+    attention_tiles,
+    machine_of,
+    max_decode_rows,
+    specialized_tiles,
+)
 
 BLOCK_REQUESTS = 256
 """Requests the plan's kernel looks at together: one load of a few values a thread."""
@@ -162,6 +169,7 @@ def plan_attention(
     max_query_tokens: int | None = None,
     decode_query_tokens: int | None = None,
     is_batch_invariant: bool = False,
+    is_warp_specialized: bool = False,
     tiles: AttentionTiles | None = None,
 ) -> AttentionPlan:
     """Count the work of a step, for every `paged_attention` of layers of one kind.
@@ -186,6 +194,9 @@ def plan_attention(
             tiles for fewer rows: there it is lowered to what a GPU has room for.
         is_batch_invariant: Split a request's keys by its own length alone, so that its result does
             not depend, to the last bit, on what else is in the batch.
+        is_warp_specialized: On Hopper, have prompts attend by the kernel whose warps specialise,
+            where pages hold 16-bit elements and heads have at most 256 of them; elsewhere it
+            changes nothing.
         tiles: Tiles to use instead of those chosen for the machine.
 
     Returns:
@@ -216,11 +227,23 @@ def plan_attention(
             stored_bytes=1 if kind.is_fp8 else dtype.itemsize,
             decode_rows=decode_query_tokens * kind.group_heads,
         )
+        if is_warp_specialized:
+            specialized = specialized_tiles(
+                machine,
+                head_dim=kind.head_dim,
+                page_tokens=kind.page_tokens,
+                element_bytes=dtype.itemsize,
+                stored_bytes=1 if kind.is_fp8 else dtype.itemsize,
+            )
+            tiles = replace(tiles, specialized_prefill=specialized)
     elif tiles.decode.block_m < decode_query_tokens * kind.group_heads:
         msg = (
             f"tiles must have at least {decode_query_tokens * kind.group_heads} decode rows, got "
             f"{tiles.decode.block_m}"
         )
+        raise ValueError(msg)
+    if tiles.specialized_prefill is not None and tiles.prefill.block_m != SPECIALIZED_ROWS:
+        msg = f"tiles must have {SPECIALIZED_ROWS} prefill rows, got {tiles.prefill.block_m}"
         raise ValueError(msg)
     max_row_tiles = 0
     if max_query_tokens > decode_query_tokens:

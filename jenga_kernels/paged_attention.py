@@ -20,6 +20,7 @@ A plain paged cache is two tensors; a layer of an arena is two views with longer
 """
 
 import functools
+import math
 
 import torch
 
@@ -238,7 +239,34 @@ def paged_attention(
         ),
         "BLOCK_D": max(MIN_ROWS, power_of_two(head_dim)),
     }
-    if plan.max_row_tiles:
+    specialized = plan.tiles.specialized_prefill
+    if plan.max_row_tiles and specialized is not None:
+        # Gluon is not for the interpreter.
+        from jenga_kernels.triton.attention_prefill_hopper import (  # noqa: PLC0415
+            BOX_DIM,
+            attention_prefill_hopper_kernel,
+            box_descriptor,
+        )
+
+        names = set(attention_prefill_hopper_kernel.arg_names)
+        arguments = {name: value for name, value in shared.items() if name in names}
+        arguments["BLOCK_D"] = max(BOX_DIM.value, arguments["BLOCK_D"])
+        block_tokens = math.gcd(page_tokens, specialized.block_n)
+        attention_prefill_hopper_kernel[(plan.max_row_tiles, num_kv_heads)](
+            **arguments,
+            row_tile_requests_ptr=plan.row_tile_requests,
+            row_tile_indices_ptr=plan.row_tile_indices,
+            spans_ptr=spans,
+            k_descriptor=box_descriptor(k_pages, block_tokens),
+            v_descriptor=box_descriptor(v_pages, block_tokens),
+            num_pages=k_pages.shape[0],
+            BLOCK_N=specialized.block_n,
+            BLOCK_T=block_tokens,
+            NUM_STAGES=specialized.num_stages,
+            TAKES_TURNS=specialized.takes_turns,
+            num_warps=4,
+        )
+    elif plan.max_row_tiles:
         tiles = plan.tiles.prefill
         value_dim = tiles.value_dim(head_dim)
         attention_prefill_kernel[(plan.max_row_tiles * tiles.value_parts, num_kv_heads)](

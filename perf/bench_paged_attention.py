@@ -4,6 +4,7 @@ python -m perf.bench_paged_attention [--only D5] [--peers vllm-triton,flashinfer
 """
 
 import dataclasses
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -13,8 +14,11 @@ from perf.attention_peers import PEERS, Launch, UnsupportedError
 from perf.attention_shapes import DRY_SHAPES, SHAPES, AttentionBatch, AttentionShape, make_batch
 from perf.harness import Benchmark, Row, read_roofline
 
+Prepare = Callable[[AttentionBatch, torch.Tensor], Launch]
+"""Makes the launch of an implementation that writes its results into a tensor."""
 
-def jenga(batch: AttentionBatch, out: torch.Tensor) -> Launch:
+
+def jenga(batch: AttentionBatch, out: torch.Tensor, *, is_warp_specialized: bool = False) -> Launch:
     """Ours; the plan is made once a step and shared by layers, so it is not timed."""
     shape = batch.shape
     plan = plan_attention(
@@ -24,7 +28,11 @@ def jenga(batch: AttentionBatch, out: torch.Tensor) -> Launch:
         num_tokens=shape.num_tokens,
         dtype=batch.q.dtype,
         max_query_tokens=max(queries for queries, _ in shape.requests),
+        is_warp_specialized=is_warp_specialized,
     )
+    if is_warp_specialized and plan.tiles.specialized_prefill is None:
+        msg = "its prefill kernel is for Hopper, 16-bit pages and heads of up to 256 elements"
+        raise UnsupportedError(msg)
 
     def launch() -> None:
         paged_attention(
@@ -48,14 +56,16 @@ def jenga(batch: AttentionBatch, out: torch.Tensor) -> Launch:
     return launch
 
 
-def measure_shape(benchmark: Benchmark, shape: AttentionShape) -> None:
-    """Add the rows of one shape: ours and its peers', each checked against ours."""
+def measure_shape(
+    benchmark: Benchmark, shape: AttentionShape, implementations: Mapping[str, Prepare]
+) -> None:
+    """Add the rows of one shape, each checked against those of "jenga", the first of all."""
     if benchmark.compiles_only:  # the arena is the larger part of the memory, others run beside
         shape = dataclasses.replace(shape, num_layers=1, arena_bytes=0)
     batch = make_batch(shape, benchmark.device)
     ours = torch.empty_like(batch.q)
-    for name, prepare in {"jenga": jenga, **PEERS}.items():
-        if name != "jenga" and not benchmark.wants_peer(name):
+    for name, prepare in implementations.items():
+        if not name.startswith("jenga") and not benchmark.wants_peer(name):
             continue
         out = ours if name == "jenga" else torch.empty_like(batch.q)
         details: dict[str, object] = {
@@ -95,7 +105,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     for shape in DRY_SHAPES if benchmark.is_dry else SHAPES:
         if benchmark.wants_shape(shape.name):
-            measure_shape(benchmark, shape)
+            measure_shape(benchmark, shape, {"jenga": jenga, **PEERS})
             if benchmark.device.type == "cuda":
                 torch.cuda.empty_cache()
     benchmark.finish(roofline_gigabytes_per_second=read_roofline(benchmark.options.results))

@@ -12,6 +12,7 @@ BENCHMARKS = (
     "roofline",
     "bench_paged_attention --only D",
     "bench_paged_attention --only P",
+    "bench_specialized_prefill",
     "bench_paged_attention --only X",
     "bench_latent_attention",
     "bench_state_update",

@@ -90,6 +90,20 @@ class MachineCode:
         return max(self.loops, key=weight, default=())
 
 
+def beside_products(loop: tuple[str, ...]) -> tuple[str, ...]:
+    """What runs in a loop while its last matrix products do: from their start to the wait for all.
+
+    Of asynchronous products alone; without any there is nothing.
+    """
+    products = [index for index, line in enumerate(loop) if line.startswith("HGMMA")]
+    waits = [
+        index for index, line in enumerate(loop) if re.match(r"WARPGROUP\.DEPBAR.*gsb0, 0x0", line)
+    ]
+    if not products or not waits or waits[-1] < products[-1]:
+        return ()
+    return loop[products[-1] + 1 : waits[-1]]
+
+
 def count(instructions: tuple[str, ...]) -> Counter[str]:
     """How many instructions there are of each of `KINDS`, and of "other"."""
     return Counter(

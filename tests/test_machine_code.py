@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from perf.compiled_launches import Counted
-from perf.machine_code import MachineCode, _inner_loops, count, loaded_bytes
+from perf.machine_code import MachineCode, _inner_loops, beside_products, count, loaded_bytes
 from perf.prompt_counts import PROMPT_TOKENS, executed
 
 LISTING = (
@@ -43,6 +43,20 @@ def test_main_loop_is_the_shortest_with_matrix_products():
     code = MachineCode(registers=32, stack_bytes=0, instructions=LISTING, loops=loops)
 
     assert code.main_loop == LISTING[2:5]
+
+
+def test_what_runs_beside_products_is_between_their_start_and_the_wait_for_all():
+    loop = (
+        "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], RZ, !UPT, gsb0",
+        "WARPGROUP.DEPBAR.LE gsb0, 0x1",
+        "MUFU.EX2 R1, R2",
+        "FADD R3, R1, R3",
+        "WARPGROUP.DEPBAR.LE gsb0, 0x0",
+        "MUFU.RCP R4, R4",
+    )
+
+    assert beside_products(loop) == loop[1:4]
+    assert beside_products(loop[:4]) == beside_products(loop[4:]) == ()
 
 
 def scan(*loops):

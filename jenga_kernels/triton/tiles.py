@@ -143,6 +143,21 @@ class LoopTiles:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpecializedTiles:
+    """Tiles of the prefill kernel whose warps specialise.
+
+    Attributes:
+        block_n: Keys of one step.
+        num_stages: Steps whose keys and values have room in shared memory.
+        takes_turns: Whether the groups of warps that multiply ask for their products in turns.
+    """
+
+    block_n: int
+    num_stages: int
+    takes_turns: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionTiles:
     """Tiles of `paged_attention`.
 
@@ -151,12 +166,15 @@ class AttentionTiles:
         prefill: Of all others.
         num_programs: Programs the decode kernel's work is spread over.
         block_splits: Partial results that the merge reads at once.
+        specialized_prefill: If given, what `prefill` would do is done by the kernel for Hopper
+            whose warps specialise, with as many rows: SPECIALIZED_ROWS.
     """
 
     decode: LoopTiles
     prefill: LoopTiles
     num_programs: int
     block_splits: int
+    specialized_prefill: SpecializedTiles | None = None
 
 
 MIN_ROWS = 16
@@ -164,6 +182,12 @@ MIN_ROWS = 16
 
 WARPGROUP_ROWS = 64
 """Rows of a warpgroup matrix instruction."""
+
+SPECIALIZED_ROWS = 128
+"""Rows of a program whose warps specialise: those of two groups of warps that multiply."""
+
+SWIZZLE_ROWS = 8
+"""Rows of a pattern of shared memory: boxes of rows that the copy engine fills are so aligned."""
 
 WIDE_HEAD = 512
 """Padded elements of a head whose results, or queries, take most of a program's registers."""
@@ -213,6 +237,26 @@ def attention_tiles(
         num_programs=num_programs,
         block_splits=32 if block_d < WIDE_HEAD else 16,
     )
+
+
+def specialized_tiles(
+    machine: Machine, *, head_dim: int, page_tokens: int, element_bytes: int, stored_bytes: int
+) -> SpecializedTiles | None:
+    """Tiles of the prefill kernel whose warps specialise; None where it cannot run.
+
+    Args:
+        machine: Where it would run.
+        head_dim: Elements of one head of one token.
+        page_tokens: Slots of a page.
+        element_bytes: Bytes of an element of the queries.
+        stored_bytes: Bytes of an element in the pages.
+    """
+    can_run = (
+        HOPPER <= machine.capability < BLACKWELL
+        and element_bytes == stored_bytes == 2  # noqa: PLR2004 - what the copies' patterns are for
+        and page_tokens % SWIZZLE_ROWS == 0
+    )
+    return SPECIALIZED_TILES.get(max(64, power_of_two(head_dim))) if can_run else None
 
 
 def max_decode_rows(machine: Machine, *, head_dim: int, element_bytes: int) -> int | None:
@@ -333,4 +377,14 @@ PREFILL_TILES = {
 As in decoding, five stages load a step while the one before is computed; up to four stages wait for
 each step as soon as it is asked for. 128 rows of 512 elements and two steps leave no shared memory
 for a third: Hopper waits for such a step, asked for before the product that ends the one before.
+"""
+
+SPECIALIZED_TILES = {
+    64: SpecializedTiles(block_n=128, num_stages=4, takes_turns=True),
+    128: SpecializedTiles(block_n=128, num_stages=2, takes_turns=True),
+    256: SpecializedTiles(block_n=64, num_stages=2, takes_turns=False),
+}
+"""Padded head_dim -> tiles that fill shared memory and leave the warps that multiply no spills.
+
+Turns are taken where FlashAttention-3 does; no GPU has timed any of it.
 """

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from perf.machine_code import PretendedGpu, count, take_apart
+from perf.machine_code import PretendedGpu, beside_products, count, take_apart
 
 INSTRUCTIONS = {
     "wgmma": r"\bwgmma\.mma_async",
@@ -63,6 +63,8 @@ class Compiled:
     counts: dict[str, int]
     loop_counts: dict[str, int]
     """Instructions of the main loop by kind; see `perf.machine_code`."""
+    beside_products: dict[str, int]
+    """Those of them that run while its last asynchronous products do."""
 
     @property
     def loop_instructions(self) -> int:
@@ -160,6 +162,7 @@ def _answer(module: str, function: str, capability: int) -> list[dict[str, objec
             grid=grid,
             counts=counts,
             loop_counts=dict(count(code.main_loop)),
+            beside_products=dict(count(beside_products(code.main_loop))),
         )
         rows.append(asdict(row))
     return rows

@@ -17,6 +17,7 @@ def launch(
     num_kv_heads=2,
     decode_query_tokens=None,
     max_query_tokens=None,
+    is_warp_specialized=False,
     **options,
 ):
     num_tokens = 4096
@@ -43,6 +44,7 @@ def launch(
         dtype=dtype,
         decode_query_tokens=decode_query_tokens,
         max_query_tokens=max_query_tokens,
+        is_warp_specialized=is_warp_specialized,
     )
     paged_attention(
         q,

@@ -1,0 +1,142 @@
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
+# Gluon's layouts and loops are what its compiler takes them for.
+"""What the warp that loads does in the prefill kernel for Hopper: a ring of tiles kept full."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from jenga_kernels.triton.tiles import SWIZZLE_ROWS as _SWIZZLE_ROWS
+
+SWIZZLE_ROWS = gl.constexpr(_SWIZZLE_ROWS)
+"""Rows of a pattern of shared memory, which begins anew with each box."""
+
+BOX_DIM = gl.constexpr(64)
+"""Elements of a row of such a pattern, 128 bytes."""
+
+BOX_LAYOUT = gl.NVMMASharedLayout(128, 16, 4)
+"""Of a box, [1 page, rows, 1 head, BOX_DIM]."""
+
+TILE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+"""Of a tile, which boxes make up: those of the first BOX_DIM elements, then of the next."""
+
+
+@gluon.jit
+def load_tiles(
+    k_descriptor,
+    v_descriptor,
+    page_table_ptr,  # i32[max_pages], the request's row
+    keys,  # keys_start, keys_end, tiles_start: those outside of [keys_start, keys_end) read as 0
+    num_tiles,
+    kv_head,
+    num_pages,
+    ring,
+    PAGE_TOKENS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_T: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+):
+    """Load tiles of keys and of values, each as soon as its place is free."""
+    k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, _ = ring
+    keys_start, keys_end, tiles_start = keys
+    landed_phase = 0
+    for tile in range(num_tiles):
+        tile_start = tiles_start + tile * BLOCK_N
+        stage = tile % NUM_STAGES
+        phase = (tile // NUM_STAGES) & 1
+        mbarrier.wait(k_free.index(stage), phase ^ 1)
+        _load_tile(
+            k_descriptor,
+            page_table_ptr,
+            tile_start,
+            keys_end,
+            kv_head,
+            num_pages,
+            k_tiles,
+            stage,
+            k_ready.index(stage),
+            PAGE_TOKENS,
+            BLOCK_N,
+            BLOCK_T,
+            BLOCK_D,
+        )
+        # A dead slot may hold NaN, and 0 * NaN is NaN: values are zeroed, not only their weights.
+        first_live = gl.maximum(keys_start - tile_start, 0)
+        end_live = gl.minimum(keys_end - tile_start, BLOCK_N)
+        end_copied = gl.cdiv(end_live, BLOCK_T) * BLOCK_T
+        is_ragged = (first_live > 0) | (end_live < end_copied)
+        mbarrier.wait(v_free.index(stage), phase ^ 1)
+        _load_tile(
+            v_descriptor,
+            page_table_ptr,
+            tile_start,
+            keys_end,
+            kv_head,
+            num_pages,
+            v_tiles,
+            stage,
+            v_ready.index(gl.where(is_ragged, NUM_STAGES, stage)),
+            PAGE_TOKENS,
+            BLOCK_N,
+            BLOCK_T,
+            BLOCK_D,
+        )
+        if is_ragged:
+            mbarrier.wait(v_ready.index(NUM_STAGES), landed_phase)
+            landed_phase ^= 1
+            _zero_rows(v_tiles, stage, 0, first_live, BLOCK_N, BLOCK_D)
+            _zero_rows(v_tiles, stage, end_live, end_copied, BLOCK_N, BLOCK_D)
+            fence_async_shared()
+            mbarrier.arrive(v_ready.index(stage), count=1)
+
+
+@gluon.jit
+def _load_tile(
+    descriptor,
+    page_table_ptr,
+    tile_start,
+    keys_end,
+    kv_head,
+    num_pages,
+    tiles,
+    stage,
+    ready,
+    PAGE_TOKENS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_T: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+):
+    """Ask for a tile of keys or values; boxes past keys_end are of no page, which makes them 0."""
+    NUM_BOXES: gl.constexpr = BLOCK_N // BLOCK_T
+    NUM_PARTS: gl.constexpr = BLOCK_D // BOX_DIM
+    shape: gl.constexpr = [tiles.shape[0] * NUM_PARTS * NUM_BOXES, 1, BLOCK_T, 1, BOX_DIM]
+    boxes = tiles._reinterpret(tiles.dtype, shape, descriptor.layout)
+    mbarrier.expect(ready, BLOCK_N * BLOCK_D * 2)
+    for box in gl.static_range(NUM_BOXES):
+        key = tile_start + box * BLOCK_T
+        page = gl.load(page_table_ptr + key // PAGE_TOKENS, mask=key < keys_end, other=num_pages)
+        for part in gl.static_range(NUM_PARTS):
+            tma.async_copy_global_to_shared(
+                descriptor,
+                [page, key % PAGE_TOKENS, kv_head, part * BOX_DIM],
+                ready,
+                boxes.index((stage * NUM_PARTS + part) * NUM_BOXES + box),
+            )
+
+
+@gluon.jit
+def _zero_rows(tiles, stage, start, end, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr):
+    """Zero rows [start, end) of a tile."""
+    NUM_BOXES: gl.constexpr = BLOCK_N // SWIZZLE_ROWS
+    NUM_PARTS: gl.constexpr = BLOCK_D // BOX_DIM
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    shape: gl.constexpr = [tiles.shape[0] * NUM_PARTS * NUM_BOXES, SWIZZLE_ROWS, BOX_DIM]
+    boxes = tiles._reinterpret(tiles.dtype, shape, TILE_LAYOUT)
+    rows = gl.arange(0, SWIZZLE_ROWS, gl.SliceLayout(1, layout))
+    for box in range(start // SWIZZLE_ROWS, gl.cdiv(end, SWIZZLE_ROWS)):
+        is_dead = (box * SWIZZLE_ROWS + rows >= start) & (box * SWIZZLE_ROWS + rows < end)
+        for part in gl.static_range(NUM_PARTS):
+            place = boxes.index((stage * NUM_PARTS + part) * NUM_BOXES + box)
+            values = place.load(layout)
+            place.store(gl.where(is_dead[:, None], 0.0, values).to(tiles.dtype))

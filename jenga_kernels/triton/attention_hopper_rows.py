@@ -1,0 +1,372 @@
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
+# Gluon's layouts and loops are what its compiler takes them for.
+"""What a group of four warps does in the prefill kernel for Hopper: attention of its rows.
+
+`attention_tile` and `softmax` in Gluon, in the order that keeps the tensor cores busy.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from jenga_kernels.triton.tiles import SPECIALIZED_ROWS
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+LN_2 = gl.constexpr(0.6931471805599453)
+
+GROUP_ROWS = gl.constexpr(SPECIALIZED_ROWS // 2)
+"""Rows of a group of warps."""
+
+
+@gluon.jit
+def first_visible(positions, window_tokens, chunk_tokens):
+    """First key that the query at each position reads."""
+    first = positions * 0
+    if window_tokens is not None:
+        first = gl.maximum(first, positions - window_tokens + 1)
+    if chunk_tokens is not None:
+        first = gl.maximum(first, gl.maximum(positions, 0) // chunk_tokens * chunk_tokens)
+    return first
+
+
+@gluon.jit
+def end_visible(positions, seq_len, IS_CAUSAL: gl.constexpr):
+    """One past the last key that the query at each position reads."""
+    if IS_CAUSAL:
+        return gl.minimum(positions + 1, seq_len)
+    else:
+        return positions * 0 + seq_len
+
+
+@gluon.jit
+def attend_rows(
+    out_ptr,
+    lse_ptr,
+    q_ptr,
+    query_starts_ptr,
+    seq_lens_ptr,
+    row_tile_requests_ptr,
+    row_tile_indices_ptr,
+    sinks_ptr,
+    alibi_slopes_ptr,
+    spans_ptr,
+    scoring,  # scale, soft_cap, window_tokens, chunk_tokens
+    stride_q_token,
+    stride_q_head,
+    tiles_start,
+    num_tiles,
+    q,  # room for the group's queries and results, [GROUP_ROWS, BLOCK_D]
+    ring,
+    NUM_KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    IS_CAUSAL: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+    TAKES_TURNS: gl.constexpr,
+    GROUP_INDEX: gl.constexpr,
+):
+    """Walk over the tiles of keys, with rows GROUP_INDEX * GROUP_ROWS and on of the row tile."""
+    NUM_HEADS: gl.constexpr = NUM_KV_HEADS * GROUP
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
+    acc_row_layout: gl.constexpr = gl.SliceLayout(1, acc_layout)
+    copy_layout: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0]
+    )
+    copy_row_layout: gl.constexpr = gl.SliceLayout(1, copy_layout)
+    _, _, window_tokens, chunk_tokens = scoring
+    kv_head = gl.program_id(1)
+    request, row_start, query_start, query_len = _place(
+        query_starts_ptr, row_tile_requests_ptr, row_tile_indices_ptr, GROUP_INDEX
+    )
+    seq_len = gl.load(seq_lens_ptr + request)
+    rows, tokens, heads = _rows(row_start, query_len, kv_head, GROUP, copy_row_layout)
+    dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, copy_layout))
+    is_there = (rows < query_len * GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    offsets = (query_start + tokens).to(gl.int64) * stride_q_token + heads * stride_q_head
+    q.store(gl.load(q_ptr + offsets[:, None] + dims[None, :], mask=is_there, other=0.0))
+    fence_async_shared()
+
+    rows, tokens, heads = _rows(row_start, query_len, kv_head, GROUP, row_layout)
+    positions = seq_len - query_len + tokens
+    span_starts = None
+    span_ends = None
+    if spans_ptr is not None:
+        span_ptrs = spans_ptr + (query_start + tokens).to(gl.int64) * 2
+        span_starts = gl.load(span_ptrs)
+        span_ends = gl.minimum(gl.load(span_ptrs + 1), seq_len)
+    slopes = None
+    if alibi_slopes_ptr is not None:
+        slopes = gl.load(alibi_slopes_ptr + heads)
+
+    # Keys [full_start, full_end) are read by every row; the tiles within need no mask.
+    last_token = gl.minimum((row_start + GROUP_ROWS - 1) // GROUP, query_len - 1)
+    first_token = gl.minimum(row_start // GROUP, query_len - 1)
+    full_start = first_visible(seq_len - query_len + last_token, window_tokens, chunk_tokens)
+    full_end = end_visible(seq_len - query_len + first_token, seq_len, IS_CAUSAL)
+    first_full = gl.minimum(gl.cdiv(gl.maximum(full_start - tiles_start, 0), BLOCK_N), num_tiles)
+    first_full = gl.maximum(first_full, 1)
+    end_full = gl.maximum(gl.maximum(full_end - tiles_start, 0) // BLOCK_N, first_full)
+
+    k_tiles, v_tiles, k_ready, k_free, v_ready, _, turns = ring
+    mbarrier.wait(k_ready.index(0), 0)
+    if TAKES_TURNS:
+        _await_turn(turns, 0, GROUP_INDEX)
+    scores = _ask_for_scores(q, k_tiles.index(0), BLOCK_N)
+    if TAKES_TURNS:
+        mbarrier.arrive(turns.index(1 - GROUP_INDEX), count=1)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    mbarrier.arrive(k_free.index(0), count=1)
+    row_max = gl.full([GROUP_ROWS], float("-inf"), gl.float32, row_layout)
+    row_sum = gl.full([GROUP_ROWS], 0, gl.float32, row_layout)
+    weights, _, row_max, row_sum = _softmax(
+        scores,
+        row_max,
+        row_sum,
+        tiles_start,
+        positions,
+        seq_len,
+        span_starts,
+        span_ends,
+        slopes,
+        scoring,
+        IS_CAUSAL,
+        True,
+        BLOCK_N,
+    )
+    weights = gl.convert_layout(weights.to(q.dtype), gl.DotOperandLayout(0, acc_layout, 2))
+    _await_keys(k_ready, 1, num_tiles, NUM_STAGES)
+    acc = gl.full([GROUP_ROWS, BLOCK_D], 0, gl.float32, acc_layout)
+    for phase in gl.static_range(3):
+        if phase == 0:
+            phase_start = 1
+            phase_end = first_full
+        elif phase == 1:
+            phase_start = first_full
+            phase_end = end_full
+        else:
+            phase_start = end_full
+            phase_end = num_tiles
+        # Without a window only the first tile is before the full ones, and that is done.
+        if phase > 0 or window_tokens is not None or chunk_tokens is not None:
+            for tile in range(phase_start, phase_end):
+                acc, weights, row_max, row_sum = _attend_tile(
+                    acc,
+                    weights,
+                    row_max,
+                    row_sum,
+                    tile,
+                    num_tiles,
+                    tiles_start,
+                    q,
+                    positions,
+                    seq_len,
+                    span_starts,
+                    span_ends,
+                    slopes,
+                    scoring,
+                    ring,
+                    IS_CAUSAL,
+                    phase != 1,
+                    BLOCK_N,
+                    NUM_STAGES,
+                    TAKES_TURNS,
+                    GROUP_INDEX,
+                )
+    stage = (num_tiles - 1) % NUM_STAGES
+    mbarrier.wait(v_ready.index(stage), ((num_tiles - 1) // NUM_STAGES) & 1)
+    acc = warpgroup_mma(weights, v_tiles.index(stage), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+
+    _, row_start, query_start, query_len = _place(
+        query_starts_ptr, row_tile_requests_ptr, row_tile_indices_ptr, GROUP_INDEX
+    )
+    rows, tokens, heads = _rows(row_start, query_len, kv_head, GROUP, row_layout)
+    if sinks_ptr is not None:
+        sinks = gl.load(sinks_ptr + heads).to(gl.float32) * LOG2_E
+        new_max = gl.maximum(row_max, sinks)
+        rescale = gl.exp2(row_max - new_max)
+        acc = acc * gl.convert_layout(rescale, acc_row_layout)[:, None]
+        row_sum = row_sum * rescale + gl.exp2(sinks - new_max)
+        row_max = new_max
+    has_keys = row_sum > 0
+    if lse_ptr is not None:
+        lse = gl.where(has_keys, (row_max + gl.log2(row_sum)) * LN_2, float("-inf"))
+        lse_ptrs = lse_ptr + (query_start + tokens).to(gl.int64) * NUM_HEADS + heads
+        gl.store(lse_ptrs, lse, mask=rows < query_len * GROUP)
+    divisor = gl.where(has_keys, row_sum, 1.0)
+    out = acc / gl.convert_layout(divisor, acc_row_layout)[:, None]
+    # Rows leave through the room of the queries, so that each is written whole.
+    q.store(out.to(q.dtype))
+    rows, tokens, heads = _rows(row_start, query_len, kv_head, GROUP, copy_row_layout)
+    is_there = (rows < query_len * GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    offsets = ((query_start + tokens).to(gl.int64) * NUM_HEADS + heads) * HEAD_DIM
+    gl.store(out_ptr + offsets[:, None] + dims[None, :], q.load(copy_layout), mask=is_there)
+
+
+@gluon.jit
+def _place(
+    query_starts_ptr, row_tile_requests_ptr, row_tile_indices_ptr, GROUP_INDEX: gl.constexpr
+):
+    """Where a group's rows are: their request, the first of them, its queries and their number.
+
+    It is read where it is needed, twice: the walk over keys needs all registers.
+    """
+    row_tile = gl.program_id(0)
+    request = gl.load(row_tile_requests_ptr + row_tile, volatile=True)
+    half = 2 * gl.load(row_tile_indices_ptr + row_tile, volatile=True) + GROUP_INDEX
+    query_start = gl.load(query_starts_ptr + request, volatile=True)
+    query_end = gl.load(query_starts_ptr + request + 1, volatile=True)
+    return request, half * GROUP_ROWS, query_start, query_end - query_start
+
+
+@gluon.jit
+def _rows(row_start, query_len, kv_head, GROUP: gl.constexpr, layout: gl.constexpr):
+    """Rows of the group, their tokens in the request and heads; past the end the last token's."""
+    rows = row_start + gl.arange(0, GROUP_ROWS, layout)
+    return rows, gl.minimum(rows // GROUP, query_len - 1), kv_head * GROUP + rows % GROUP
+
+
+@gluon.jit
+def _attend_tile(
+    # Carried from one tile to the next
+    acc,  # f32[GROUP_ROWS, BLOCK_D]
+    weights,  # [GROUP_ROWS, BLOCK_N], of the tile before
+    row_max,  # f32[GROUP_ROWS]
+    row_sum,  # f32[GROUP_ROWS]
+    # The tile
+    tile,
+    num_tiles,
+    tiles_start,
+    # What all tiles have in common
+    q,
+    positions,
+    seq_len,
+    span_starts,
+    span_ends,
+    slopes,
+    scoring,
+    ring,
+    IS_CAUSAL: gl.constexpr,
+    IS_EDGE: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+    TAKES_TURNS: gl.constexpr,
+    GROUP_INDEX: gl.constexpr,
+):
+    """Scores and weights of a tile, while the tile before is multiplied with its values."""
+    k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, turns = ring
+    stage = tile % NUM_STAGES
+    stage_before = (tile - 1) % NUM_STAGES
+
+    if TAKES_TURNS:
+        _await_turn(turns, tile, GROUP_INDEX)
+    scores = _ask_for_scores(q, k_tiles.index(stage), BLOCK_N)
+    mbarrier.wait(v_ready.index(stage_before), ((tile - 1) // NUM_STAGES) & 1)
+    acc = warpgroup_mma(weights, v_tiles.index(stage_before), acc, is_async=True)
+    if TAKES_TURNS:
+        mbarrier.arrive(turns.index(1 - GROUP_INDEX), count=1)
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    mbarrier.arrive(k_free.index(stage), count=1)
+
+    new_weights, rescale, row_max, row_sum = _softmax(
+        scores,
+        row_max,
+        row_sum,
+        tiles_start + tile * BLOCK_N,
+        positions,
+        seq_len,
+        span_starts,
+        span_ends,
+        slopes,
+        scoring,
+        IS_CAUSAL,
+        IS_EDGE,
+        BLOCK_N,
+    )
+    # The assembler moves nothing past this wait: the softmax stays beside the product.
+    _await_keys(k_ready, tile + 1, num_tiles, NUM_STAGES)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(v_free.index(stage_before), count=1)
+    acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout))[:, None]
+    weights = gl.convert_layout(new_weights.to(q.dtype), weights.type.layout)
+    return acc, weights, row_max, row_sum
+
+
+@gluon.jit
+def _await_turn(turns, tile, GROUP_INDEX: gl.constexpr):
+    """Wait until the other group has asked for its products: of this tile, or of the one before."""
+    mbarrier.wait(turns.index(GROUP_INDEX), (tile & 1) ^ (1 - GROUP_INDEX))
+
+
+@gluon.jit
+def _await_keys(ready, tile, num_tiles, NUM_STAGES: gl.constexpr):
+    phase = (tile // NUM_STAGES) & 1
+    mbarrier.wait(ready.index(tile % NUM_STAGES), phase, pred=tile < num_tiles)
+
+
+@gluon.jit
+def _ask_for_scores(q, keys, BLOCK_N: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    zeros = gl.full([GROUP_ROWS, BLOCK_N], 0, gl.float32, layout)
+    return warpgroup_mma(q, keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _softmax(
+    scores,  # f32[GROUP_ROWS, BLOCK_N]
+    row_max,
+    row_sum,
+    tile_start,
+    positions,
+    seq_len,
+    span_starts,
+    span_ends,
+    slopes,
+    scoring,
+    IS_CAUSAL: gl.constexpr,
+    IS_EDGE: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+):
+    """Weights of a tile, the factor for what was accumulated, the new maxima and sums."""
+    scale, soft_cap, window_tokens, chunk_tokens = scoring
+    keys = tile_start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores.type.layout))
+    to_base_2 = scale * LOG2_E
+    if soft_cap is not None or slopes is not None:
+        to_base_2 = LOG2_E
+        scores = scores * scale if soft_cap is None else _soft_capped(scores, scale, soft_cap)
+        if slopes is not None:
+            scores += slopes[:, None] * (keys[None, :] - positions[:, None]).to(gl.float32)
+    if IS_EDGE:
+        visible = keys[None, :] < end_visible(positions, seq_len, IS_CAUSAL)[:, None]
+        if window_tokens is not None or chunk_tokens is not None:
+            row_starts = first_visible(positions, window_tokens, chunk_tokens)
+            visible = visible & (keys[None, :] >= row_starts[:, None])
+        if span_starts is not None:
+            in_span = (keys[None, :] >= span_starts[:, None]) & (keys[None, :] < span_ends[:, None])
+            visible = visible | in_span
+        scores = gl.where(visible, scores, float("-inf"))
+    new_max = gl.maximum(row_max, gl.max(scores, 1) * to_base_2)
+    # Before its first visible key a row's maximum is -inf, and -inf - -inf is not a number.
+    shift = gl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = gl.exp2(scores * to_base_2 - shift[:, None])
+    rescale = gl.exp2(row_max - shift)
+    return weights, rescale, new_max, row_sum * rescale + gl.sum(weights, 1)
+
+
+@gluon.jit
+def _soft_capped(scores, scale, soft_cap):
+    """soft_cap * tanh(scores * scale / soft_cap), through exp2."""
+    power = gl.exp2(scores * (2.8853900817779268 * scale / soft_cap))  # e ** (2 x / cap)
+    inverse = gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [power + 1], dtype=gl.float32, is_pure=True, pack=1
+    )
+    return soft_cap - 2 * soft_cap * inverse

@@ -1,0 +1,155 @@
+"""Attention by the prefill kernel for Hopper whose warps specialise; nothing interprets it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from jenga_kernels.triton.tiles import HOPPER, INTERPRETER, Machine, machine_of, specialized_tiles
+from tests.kernels.attention_cases import SMALL_TILES, Options, Shape, check_batch, make_batch
+from tests.kernels.compiling import compile_job
+from tests.kernels.support import DEVICE
+from tests.kernels.test_compiled_attention import launch
+
+only_on_hopper = pytest.mark.skipif(
+    machine_of(torch.device(DEVICE)).capability != HOPPER,
+    reason="only Hopper runs it; tests/kernels/test_emulated.py does so in software",
+)
+
+REQUESTS = ((150, 150), (40, 300), (1, 70), (0, 0), (129, 400))
+"""More than a tile of queries, chunks on contexts of several tiles of keys, a single token."""
+
+SHAPES = {
+    "mixed_batch": Shape(requests=REQUESTS),
+    "one_token": Shape(requests=((1, 1),)),
+    "queries_without_keys": Shape(requests=((3, 0), (2, 30)), num_padding_tokens=3),
+    "more_queries_than_keys": Shape(requests=((40, 7), (140, 100))),
+    "tokens_to_the_end_of_tiles": Shape(requests=((128, 128), (64, 256))),
+    "token_major_pages": Shape(requests=REQUESTS, is_head_major=False),
+    "multi_query": Shape(requests=((90, 200),), num_heads=6, num_kv_heads=1),
+    "multi_head": Shape(requests=((90, 200),), num_heads=3, num_kv_heads=3),
+    "head_dim_16": Shape(requests=((90, 200),), head_dim=16),
+    "head_dim_80": Shape(requests=((90, 200),), head_dim=80),
+    "head_dim_128": Shape(requests=REQUESTS, head_dim=128),
+    "head_dim_192": Shape(requests=((90, 200),), head_dim=192),
+    "head_dim_256": Shape(requests=((90, 200),), head_dim=256),
+    "page_of_48_tokens": Shape(requests=REQUESTS, page_tokens=48),
+    "page_of_128_tokens": Shape(requests=REQUESTS, page_tokens=128),
+    "page_of_528_tokens": Shape(requests=((90, 700),), page_tokens=528),
+    "page_of_784_tokens": Shape(requests=((90, 900),), page_tokens=784),
+    "page_of_1344_tokens": Shape(requests=((90, 1400),), page_tokens=1344),
+}
+
+OPTIONS = {
+    "causal": Options(),
+    "window": Options(window_tokens=20),
+    "window_of_one": Options(window_tokens=1),
+    "window_of_tiles": Options(window_tokens=200),
+    "chunked": Options(chunk_tokens=48),
+    "cross": Options(is_causal=False),
+    "soft_cap": Options(soft_cap=2.0),
+    "sinks": Options(has_sinks=True),
+    "alibi": Options(has_alibi=True),
+    "spans": Options(has_spans=True),
+    "all": Options(
+        window_tokens=150,
+        chunk_tokens=200,
+        soft_cap=2.0,
+        has_sinks=True,
+        has_alibi=True,
+        has_spans=True,
+    ),
+}
+
+
+def check(shape, options):
+    batch = make_batch(replace(shape, dtype=torch.bfloat16), options)
+    check_batch(batch, decode_query_tokens=0, is_warp_specialized=True)
+
+
+@only_on_hopper
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_specialized_prefill_agrees_with_the_reference(shape):
+    check(shape, Options(window_tokens=100))
+
+
+@only_on_hopper
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_specialized_prefill_has_option(options):
+    check(Shape(requests=((150, 150), (40, 300)), head_dim=128), options)
+
+
+@only_on_hopper
+def test_specialized_prefill_takes_float16_beside_decoded_tokens():
+    batch = make_batch(Shape(requests=REQUESTS, dtype=torch.float16), Options())
+    check_batch(batch, is_warp_specialized=True)
+
+
+@pytest.mark.parametrize(
+    ("machine", "changes"),
+    [
+        (INTERPRETER, {}),
+        (Machine(capability=80, num_processors=108), {}),
+        (Machine(capability=100, num_processors=148), {}),
+        (Machine(capability=90, num_processors=132), {"stored_bytes": 1}),
+        (Machine(capability=90, num_processors=132), {"head_dim": 512}),
+        (Machine(capability=90, num_processors=132), {"page_tokens": 20}),
+    ],
+    ids=["interpreter", "a100", "b200", "fp8", "wide_head", "odd_page"],
+)
+def test_what_the_specialized_kernel_cannot_do_has_no_tiles(machine, changes):
+    fitting = {"head_dim": 128, "page_tokens": 16, "element_bytes": 2, "stored_bytes": 2}
+    hopper = Machine(capability=90, num_processors=132)
+    assert specialized_tiles(hopper, **fitting) is not None
+    assert specialized_tiles(machine, **fitting | changes) is None
+
+
+def test_specialized_tiles_ask_for_row_tiles_of_their_size():
+    hopper = Machine(capability=90, num_processors=132)
+    specialized = specialized_tiles(
+        hopper, head_dim=64, page_tokens=16, element_bytes=2, stored_bytes=2
+    )
+    batch = make_batch(Shape(requests=((3, 3),), dtype=torch.bfloat16), Options())
+    with pytest.raises(ValueError, match="128 prefill rows, got 32"):
+        batch.plan(tiles=replace(SMALL_TILES, specialized_prefill=specialized))
+
+
+def compile_every_head():
+    for head_dim in (64, 128, 256):
+        launch(head_dim=head_dim, is_warp_specialized=True)
+
+
+def compile_options():
+    for head_dim in (64, 128, 256):
+        spans = torch.zeros(4096, 2, dtype=torch.int32)
+        launch(
+            head_dim=head_dim,
+            page_tokens=528,
+            is_warp_specialized=True,
+            window_tokens=512,
+            chunk_tokens=8192,
+            soft_cap=50.0,
+            sinks=torch.zeros(8),
+            alibi_slopes=torch.zeros(8),
+            lse=torch.zeros(4096, 8),
+            spans=spans,
+            decode_query_tokens=0,
+        )
+        launch(head_dim=head_dim, page_tokens=128, is_warp_specialized=True, is_causal=False)
+
+
+@pytest.mark.parametrize(
+    "job", [compile_every_head, pytest.param(compile_options, marks=pytest.mark.slow)]
+)
+def test_specialized_prefill_compiles_without_spills(job):
+    kernels = compile_job(job, 90)
+
+    found = [kernel for kernel in kernels if kernel.name == "attention_prefill_hopper_kernel"]
+    assert len(found) >= 3
+    for kernel in found:
+        assert kernel.stack_bytes == 0, kernel
+        assert kernel.shared_bytes <= 227 << 10, kernel
+        assert kernel.counts["wgmma"] > 0, kernel
+        assert kernel.counts["tma"] > 0, kernel
+        # The softmax of a tile runs while the tile before is multiplied with its values.
+        assert kernel.beside_products["special"] == kernel.loop_counts["special"], kernel
