@@ -1,5 +1,6 @@
 """What the attention layers of a page table share in a step, counted once before they run."""
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -15,7 +16,7 @@ from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
 from vllm.v1.kv_cache_interface import AttentionSpec, CrossAttentionSpec, KVQuantMode
 
 from jenga.vllm_plugin.captured_plans import CapturedPlans
-from jenga.vllm_plugin.environment import BACKEND_NAME
+from jenga.vllm_plugin.environment import BACKEND_NAME, read_settings
 from jenga.vllm_plugin.speculation import decode_query_tokens, most_group_heads
 from jenga_kernels.attention_plan import AttentionKind, AttentionPlan, plan_attention
 from jenga_kernels.triton.device import skip_overflow_checks
@@ -214,6 +215,7 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
         self._decode_query_tokens = decode_query_tokens(
             vllm_config, self._kind.group_heads, head_dim=self._kind.head_dim
         )
+        self._is_warp_specialized = read_settings(os.environ).has_specialized_prefill
         self._captured = CapturedPlans()
 
     def build(
@@ -280,4 +282,5 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
             max_query_tokens=common.max_query_len,
             # Only the kernel for prompts reads spans.
             decode_query_tokens=0 if has_spans else self._decode_query_tokens,
+            is_warp_specialized=self._is_warp_specialized,
         )

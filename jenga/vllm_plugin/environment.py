@@ -14,8 +14,15 @@ _GEOMETRY_VARIABLE = "JENGA_GEOMETRY"
 _MEMORY_LOG_VARIABLE = "JENGA_MEMORY_LOG"
 _CACHE_VARIABLE = "JENGA_CACHE"
 _LEFT_SHARE_VARIABLE = "JENGA_LEFT_SHARE"
+_SPECIALIZED_VARIABLE = "JENGA_SPECIALIZED_PREFILL"
 _KNOWN_VARIABLES = frozenset(
-    {_GEOMETRY_VARIABLE, _MEMORY_LOG_VARIABLE, _CACHE_VARIABLE, _LEFT_SHARE_VARIABLE}
+    {
+        _GEOMETRY_VARIABLE,
+        _MEMORY_LOG_VARIABLE,
+        _CACHE_VARIABLE,
+        _LEFT_SHARE_VARIABLE,
+        _SPECIALIZED_VARIABLE,
+    }
 )
 
 GEOMETRIES = ("planned", "lcm")
@@ -31,12 +38,15 @@ class Settings:
         geometry: Rule that cuts the arena.
         memory_log: File to append one JSON line per scheduler step to, if any.
         left_share: Of the arena, what an admission leaves at most to those who will read it.
+        has_specialized_prefill: Whether prompts attend by the kernel for Hopper whose warps
+            specialise, where it has what a layer needs.
     """
 
     selects_backend: bool
     geometry: str
     memory_log: Path | None
     left_share: float
+    has_specialized_prefill: bool
 
 
 def read_settings(environ: Mapping[str, str]) -> Settings:
@@ -70,11 +80,16 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
     if memory_log and not Path(memory_log).parent.is_dir():
         msg = f"{_MEMORY_LOG_VARIABLE}={memory_log!r}: its folder does not exist"
         raise ValueError(msg)
+    specialized = environ.get(_SPECIALIZED_VARIABLE, "").strip() or "0"
+    if specialized not in {"0", "1"}:
+        msg = f"{_SPECIALIZED_VARIABLE}={environ[_SPECIALIZED_VARIABLE]!r}: expected 0 or 1"
+        raise ValueError(msg)
     return Settings(
         selects_backend=backend == BACKEND_NAME,
         geometry=geometry,
         memory_log=Path(memory_log) if memory_log else None,
         left_share=_left_share(environ),
+        has_specialized_prefill=specialized == "1",
     )
 
 

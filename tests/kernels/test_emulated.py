@@ -16,6 +16,7 @@ SOME = {
         "has_option[soft_cap-torch.bfloat16]",
         "reads_fp8[per_head]",
     ),
+    "specialized_prefill": ("has_option[window_of_tiles]",),
     "attention_merge": ("may_write_onto_a_log_sum_exp",),
     "latent_store": ("writes_its_slots_and_nothing_else[one_token-torch.bfloat16]",),
     "latent_attention": ("agrees_with_its_reference[fp8]",),

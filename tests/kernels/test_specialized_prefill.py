@@ -4,12 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jenga_kernels.triton.tiles import HOPPER, INTERPRETER, Machine, machine_of, specialized_tiles
 from tests.kernels.attention_cases import SMALL_TILES, Options, Shape, check_batch, make_batch
 from tests.kernels.compiling import compile_job
 from tests.kernels.support import DEVICE
 from tests.kernels.test_compiled_attention import launch
+from tests.kernels.test_random_attention import SETTINGS, options, shapes
 
 only_on_hopper = pytest.mark.skipif(
     machine_of(torch.device(DEVICE)).capability != HOPPER,
@@ -83,6 +86,30 @@ def test_specialized_prefill_has_option(options):
 def test_specialized_prefill_takes_float16_beside_decoded_tokens():
     batch = make_batch(Shape(requests=REQUESTS, dtype=torch.float16), Options())
     check_batch(batch, is_warp_specialized=True)
+
+
+@st.composite
+def long_requests(draw):
+    """(query tokens, tokens stored), of several tiles too."""
+    stored = draw(st.integers(0, 500))
+    return (draw(st.sampled_from([0, min(1, stored), stored // 3, stored])), stored)
+
+
+@only_on_hopper
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@settings(max_examples=30, **SETTINGS)
+@given(st.data())
+def test_specialized_prefill_agrees_with_the_reference_on_random_batches(data):
+    shape = replace(
+        data.draw(shapes()),
+        requests=tuple(data.draw(st.lists(long_requests(), min_size=1, max_size=3))),
+        head_dim=data.draw(st.sampled_from([16, 64, 80, 128, 192, 256])),
+        dtype=data.draw(st.sampled_from([torch.bfloat16, torch.float16])),
+        pages_dtype=None,
+    )
+    batch = make_batch(shape, data.draw(options(shape)), seed=data.draw(st.integers(0, 1000)))
+    check_batch(batch, decode_query_tokens=0, is_warp_specialized=True)
 
 
 @pytest.mark.parametrize(

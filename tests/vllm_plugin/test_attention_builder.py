@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from jenga.vllm_plugin import attention_builder
 from jenga.vllm_plugin.attention_builder import (
     JengaTritonMetadataBuilder,
     attention_kind,
@@ -171,6 +172,24 @@ def test_graphs_of_drafted_tokens_are_not_announced_for_heads_too_wide_for_so_ma
 
     assert announced_for(6) is AttentionCGSupport.UNIFORM_BATCH  # two heads, 16 rows of float32
     assert announced_for(7) is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+
+@pytest.mark.parametrize("setting", ["1", "0"])
+def test_prompts_are_planned_for_the_specialized_kernel_where_that_is_asked_for(
+    setting, monkeypatch
+):
+    monkeypatch.setenv("JENGA_SPECIALIZED_PREFILL", setting)
+    asked = []
+
+    def remember(*arguments, **options):
+        asked.append(options["is_warp_specialized"])
+        return plan_attention(*arguments, **options)
+
+    monkeypatch.setattr(attention_builder, "plan_attention", remember)
+
+    make_builder(SPECS["full"]).build(0, Batches().prefill([40]))
+
+    assert asked == [setting == "1"]
 
 
 @pytest.mark.parametrize("name", [name for name in SPECS if name != "cross"])

@@ -22,6 +22,7 @@ from tests.vllm_plugin.conftest import engine_environment
         ({"JENGA_LEFT_SHARE": "some"}, "JENGA_LEFT_SHARE='some'"),
         ({"JENGA_LEFT_SHARE": "1"}, "JENGA_LEFT_SHARE"),
         ({"JENGA_LEFT_SHARE": "nan"}, "JENGA_LEFT_SHARE"),
+        ({"JENGA_SPECIALIZED_PREFILL": "yes"}, "JENGA_SPECIALIZED_PREFILL='yes': expected 0 or 1"),
     ],
 )
 def test_settings_refuse_what_they_do_not_know(environ, named):
@@ -33,6 +34,12 @@ def test_the_share_left_to_others_is_a_number_or_the_default():
     assert read_settings({"JENGA_LEFT_SHARE": "0"}).left_share == 0
     assert read_settings({"JENGA_LEFT_SHARE": " 0.25 "}).left_share == 0.25
     assert read_settings({"JENGA_LEFT_SHARE": ""}).left_share == read_settings({}).left_share > 0
+
+
+def test_prompts_attend_by_the_specialized_kernel_where_that_is_asked_for():
+    assert read_settings({"JENGA_SPECIALIZED_PREFILL": " 1 "}).has_specialized_prefill
+    for text in ("", "0"):
+        assert not read_settings({"JENGA_SPECIALIZED_PREFILL": text}).has_specialized_prefill
 
 
 def test_settings_leave_other_backends_to_vllm():
