@@ -16,7 +16,7 @@ SOME = {
         "has_option[soft_cap-torch.bfloat16]",
         "reads_fp8[per_head]",
     ),
-    "specialized_prefill": ("has_option[window_of_tiles]",),
+    "specialized_prefill": ("goes_round_its_ring_of_tiles[128]",),
     "attention_merge": ("may_write_onto_a_log_sum_exp",),
     "latent_store": ("writes_its_slots_and_nothing_else[one_token-torch.bfloat16]",),
     "latent_attention": ("agrees_with_its_reference[fp8]",),

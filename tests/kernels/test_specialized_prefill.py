@@ -83,6 +83,12 @@ def test_specialized_prefill_has_option(options):
 
 
 @only_on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_specialized_prefill_goes_round_its_ring_of_tiles(head_dim):
+    check(Shape(requests=((30, 1400),), head_dim=head_dim, num_heads=2), Options())
+
+
+@only_on_hopper
 def test_specialized_prefill_takes_float16_beside_decoded_tokens():
     batch = make_batch(Shape(requests=REQUESTS, dtype=torch.float16), Options())
     check_batch(batch, is_warp_specialized=True)
