@@ -50,7 +50,7 @@ HEADER = f"""\
 {"per KiB":>7}  by kind"""
 
 
-def attention(batch: AttentionBatch) -> Callable[[], object]:
+def attention(batch: AttentionBatch, *, is_warp_specialized: bool = False) -> Callable[[], object]:
     """Our attention, with a plan for this batch alone."""
     from jenga_kernels.attention_plan import plan_attention
     from jenga_kernels.paged_attention import paged_attention
@@ -64,6 +64,7 @@ def attention(batch: AttentionBatch) -> Callable[[], object]:
         dtype=batch.q.dtype,
         decode_query_tokens=None if max(shape.requests)[0] == 1 else 0,
         max_query_tokens=max(shape.requests)[0],
+        is_warp_specialized=is_warp_specialized,
     )
     return lambda: paged_attention(
         batch.q,
@@ -114,6 +115,8 @@ def launches(
         requests = cut(shape.requests, max_tokens, max_queries, max_requests)
         small = dataclasses.replace(shape, requests=requests)
         yield shape.name, "jenga", lambda s=small: attention(make_batch(s, CPU))
+        if shape.name[0] == "P" and not shape.is_fp8:
+            yield shape.name, "specialized", lambda s=small: _specialized(make_batch(s, CPU))
         yield shape.name, "vllm", lambda s=small: _vllm_attention(make_batch(s, CPU))
     for model, dtype in (
         (NEMOTRON, torch.float32),
@@ -144,6 +147,10 @@ def launches(
         batch = lambda s=small: bench_kv_store.make_batch(s, CPU)  # noqa: E731
         yield store.name, "jenga", lambda make=batch: bench_kv_store.jenga(make())
         yield store.name, "vllm", lambda make=batch: bench_kv_store.vllm_triton(make())
+
+
+def _specialized(batch: AttentionBatch) -> Callable[[], object]:
+    return attention(batch, is_warp_specialized=True)
 
 
 def _vllm_attention(batch: AttentionBatch) -> Callable[[], object]:
@@ -208,6 +215,8 @@ def main(arguments: list[str] | None = None) -> None:
         print("\n".join(found), flush=True)
 
     for shape, owner, prepare in launches():
+        if owner == "specialized":  # no loop of its code holds both its loads and its products
+            continue
         add(shape, owner, lambda s=shape, o=owner, p=prepare: steps(s, o, p))
     if options.only[:1] in ("", "R"):
         legend = ["", *prompt_counts.LEGEND, "", prompt_counts.HEADER]
