@@ -252,7 +252,9 @@ def paged_attention(
         arguments = {name: value for name, value in shared.items() if name in names}
         arguments["BLOCK_D"] = max(BOX_DIM.value, arguments["BLOCK_D"])
         block_tokens = math.gcd(page_tokens, specialized.block_n)
-        attention_prefill_hopper_kernel[(plan.max_row_tiles, num_kv_heads)](
+        num_items = plan.max_row_tiles * num_kv_heads
+        num_programs = min(specialized.num_programs, num_items)
+        attention_prefill_hopper_kernel[(num_programs,)](
             **arguments,
             row_tile_requests_ptr=plan.row_tile_requests,
             row_tile_indices_ptr=plan.row_tile_indices,
@@ -260,6 +262,9 @@ def paged_attention(
             k_descriptor=box_descriptor(k_pages, block_tokens),
             v_descriptor=box_descriptor(v_pages, block_tokens),
             num_pages=k_pages.shape[0],
+            num_row_tiles=plan.max_row_tiles,
+            num_items=num_items,
+            num_programs=num_programs,
             BLOCK_N=specialized.block_n,
             BLOCK_T=block_tokens,
             NUM_STAGES=specialized.num_stages,

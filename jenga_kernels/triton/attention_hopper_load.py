@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from jenga_kernels.triton.attention_hopper_work import keys_of, place_of
 from jenga_kernels.triton.tiles import SWIZZLE_ROWS as _SWIZZLE_ROWS
 
 SWIZZLE_ROWS = gl.constexpr(_SWIZZLE_ROWS)
@@ -25,70 +26,96 @@ TILE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 def load_tiles(
     k_descriptor,
     v_descriptor,
-    page_table_ptr,  # i32[max_pages], the request's row
-    keys,  # keys_start, keys_end, tiles_start: those outside of [keys_start, keys_end) read as 0
-    num_tiles,
-    kv_head,
+    page_table_ptr,  # i32[num_requests, max_pages]
+    work,
+    num_items,
+    num_programs,
     num_pages,
+    window_tokens,
+    chunk_tokens,
+    stride_table_request,
     ring,
+    GROUP: gl.constexpr,
     PAGE_TOKENS: gl.constexpr,
+    IS_CAUSAL: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_T: gl.constexpr,
     BLOCK_D: gl.constexpr,
     NUM_STAGES: gl.constexpr,
 ):
-    """Load tiles of keys and of values, each as soon as its place is free."""
+    """Load tiles of keys and of values for all row tiles, each as soon as its place is free."""
     k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, _ = ring
-    keys_start, keys_end, tiles_start = keys
+    _, seq_lens_ptr, _, _, _, _ = work
+    done = 0
     landed_phase = 0
-    for tile in range(num_tiles):
-        tile_start = tiles_start + tile * BLOCK_N
-        stage = tile % NUM_STAGES
-        phase = (tile // NUM_STAGES) & 1
-        mbarrier.wait(k_free.index(stage), phase ^ 1)
-        _load_tile(
-            k_descriptor,
-            page_table_ptr,
-            tile_start,
-            keys_end,
-            kv_head,
-            num_pages,
-            k_tiles,
-            stage,
-            k_ready.index(stage),
-            PAGE_TOKENS,
-            BLOCK_N,
-            BLOCK_T,
-            BLOCK_D,
-        )
-        # A dead slot may hold NaN, and 0 * NaN is NaN: values are zeroed, not only their weights.
-        first_live = gl.maximum(keys_start - tile_start, 0)
-        end_live = gl.minimum(keys_end - tile_start, BLOCK_N)
-        end_copied = gl.cdiv(end_live, BLOCK_T) * BLOCK_T
-        is_ragged = (first_live > 0) | (end_live < end_copied)
-        mbarrier.wait(v_free.index(stage), phase ^ 1)
-        _load_tile(
-            v_descriptor,
-            page_table_ptr,
-            tile_start,
-            keys_end,
-            kv_head,
-            num_pages,
-            v_tiles,
-            stage,
-            v_ready.index(gl.where(is_ragged, NUM_STAGES, stage)),
-            PAGE_TOKENS,
-            BLOCK_N,
-            BLOCK_T,
-            BLOCK_D,
-        )
-        if is_ragged:
-            mbarrier.wait(v_ready.index(NUM_STAGES), landed_phase)
-            landed_phase ^= 1
-            _zero_rows(v_tiles, stage, 0, first_live, BLOCK_N, BLOCK_D)
-            _zero_rows(v_tiles, stage, end_live, end_copied, BLOCK_N, BLOCK_D)
-            fence_async_shared()
-            mbarrier.arrive(v_ready.index(stage), count=1)
+    for item in range(gl.program_id(0), num_items, num_programs):
+        kv_head, request, row_start, query_start, query_len = place_of(item, work)
+        if request >= 0:
+            keys_start, keys_end, tiles_start, num_tiles = keys_of(
+                row_start,
+                query_start,
+                query_len,
+                gl.load(seq_lens_ptr + request),
+                work,
+                window_tokens,
+                chunk_tokens,
+                GROUP,
+                IS_CAUSAL,
+                BLOCK_N,
+                BLOCK_T,
+                1,
+            )
+            table_row_ptr = page_table_ptr + request.to(gl.int64) * stride_table_request
+            for tile in range(num_tiles):
+                tile_start = tiles_start + tile * BLOCK_N
+                stage = (done + tile) % NUM_STAGES
+                phase = ((done + tile) // NUM_STAGES) & 1
+                mbarrier.wait(k_free.index(stage), phase ^ 1)
+                _load_tile(
+                    k_descriptor,
+                    table_row_ptr,
+                    tile_start,
+                    keys_end,
+                    kv_head,
+                    num_pages,
+                    k_tiles,
+                    stage,
+                    k_ready.index(stage),
+                    PAGE_TOKENS,
+                    BLOCK_N,
+                    BLOCK_T,
+                    BLOCK_D,
+                )
+                # A dead slot may hold NaN, and 0 * NaN is NaN: values are zeroed, not only their
+                # weights.
+                first_live = gl.maximum(keys_start - tile_start, 0)
+                end_live = gl.minimum(keys_end - tile_start, BLOCK_N)
+                end_copied = gl.cdiv(end_live, BLOCK_T) * BLOCK_T
+                is_ragged = (first_live > 0) | (end_live < end_copied)
+                mbarrier.wait(v_free.index(stage), phase ^ 1)
+                _load_tile(
+                    v_descriptor,
+                    table_row_ptr,
+                    tile_start,
+                    keys_end,
+                    kv_head,
+                    num_pages,
+                    v_tiles,
+                    stage,
+                    v_ready.index(gl.where(is_ragged, NUM_STAGES, stage)),
+                    PAGE_TOKENS,
+                    BLOCK_N,
+                    BLOCK_T,
+                    BLOCK_D,
+                )
+                if is_ragged:
+                    mbarrier.wait(v_ready.index(NUM_STAGES), landed_phase)
+                    landed_phase ^= 1
+                    _zero_rows(v_tiles, stage, 0, first_live, BLOCK_N, BLOCK_D)
+                    _zero_rows(v_tiles, stage, end_live, end_copied, BLOCK_N, BLOCK_D)
+                    fence_async_shared()
+                    mbarrier.arrive(v_ready.index(stage), count=1)
+            done += num_tiles
 
 
 @gluon.jit
@@ -113,16 +140,21 @@ def _load_tile(
     shape: gl.constexpr = [tiles.shape[0] * NUM_PARTS * NUM_BOXES, 1, BLOCK_T, 1, BOX_DIM]
     boxes = tiles._reinterpret(tiles.dtype, shape, descriptor.layout)
     mbarrier.expect(ready, BLOCK_N * BLOCK_D * 2)
+    page_index = tile_start // PAGE_TOKENS
+    slot = tile_start % PAGE_TOKENS
     for box in gl.static_range(NUM_BOXES):
-        key = tile_start + box * BLOCK_T
-        page = gl.load(page_table_ptr + key // PAGE_TOKENS, mask=key < keys_end, other=num_pages)
+        is_live = tile_start + box * BLOCK_T < keys_end
+        page = gl.load(page_table_ptr + page_index, mask=is_live, other=num_pages)
         for part in gl.static_range(NUM_PARTS):
             tma.async_copy_global_to_shared(
                 descriptor,
-                [page, key % PAGE_TOKENS, kv_head, part * BOX_DIM],
+                [page, slot, kv_head, part * BOX_DIM],
                 ready,
                 boxes.index((stage * NUM_PARTS + part) * NUM_BOXES + box),
             )
+        slot += BLOCK_T
+        page_index += (slot == PAGE_TOKENS).to(gl.int32)
+        slot = gl.where(slot == PAGE_TOKENS, 0, slot)
 
 
 @gluon.jit

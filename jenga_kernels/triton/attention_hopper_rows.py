@@ -14,33 +14,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from jenga_kernels.triton.tiles import SPECIALIZED_ROWS
+from jenga_kernels.triton.attention_hopper_work import (
+    ROWS,
+    end_visible,
+    first_visible,
+    keys_of,
+    place_of,
+)
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 
-GROUP_ROWS = gl.constexpr(SPECIALIZED_ROWS // 2)
+GROUP_ROWS = gl.constexpr(ROWS.value // 2)
 """Rows of a group of warps."""
-
-
-@gluon.jit
-def first_visible(positions, window_tokens, chunk_tokens):
-    """First key that the query at each position reads."""
-    first = positions * 0
-    if window_tokens is not None:
-        first = gl.maximum(first, positions - window_tokens + 1)
-    if chunk_tokens is not None:
-        first = gl.maximum(first, gl.maximum(positions, 0) // chunk_tokens * chunk_tokens)
-    return first
-
-
-@gluon.jit
-def end_visible(positions, seq_len, IS_CAUSAL: gl.constexpr):
-    """One past the last key that the query at each position reads."""
-    if IS_CAUSAL:
-        return gl.minimum(positions + 1, seq_len)
-    else:
-        return positions * 0 + seq_len
 
 
 @gluon.jit
@@ -48,18 +34,14 @@ def attend_rows(
     out_ptr,
     lse_ptr,
     q_ptr,
-    query_starts_ptr,
-    seq_lens_ptr,
-    row_tile_requests_ptr,
-    row_tile_indices_ptr,
     sinks_ptr,
     alibi_slopes_ptr,
-    spans_ptr,
+    work,
+    num_items,
+    num_programs,
     scoring,  # scale, soft_cap, window_tokens, chunk_tokens
     stride_q_token,
     stride_q_head,
-    tiles_start,
-    num_tiles,
     q,  # room for the group's queries and results, [GROUP_ROWS, BLOCK_D]
     ring,
     NUM_KV_HEADS: gl.constexpr,
@@ -67,12 +49,71 @@ def attend_rows(
     HEAD_DIM: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
     BLOCK_N: gl.constexpr,
+    BLOCK_T: gl.constexpr,
     BLOCK_D: gl.constexpr,
     NUM_STAGES: gl.constexpr,
     TAKES_TURNS: gl.constexpr,
     GROUP_INDEX: gl.constexpr,
 ):
-    """Walk over the tiles of keys, with rows GROUP_INDEX * GROUP_ROWS and on of the row tile."""
+    """Do rows GROUP_INDEX * GROUP_ROWS and on of all row tiles."""
+    done = 0
+    for item in range(gl.program_id(0), num_items, num_programs):
+        _, request, _, _, _ = place_of(item, work)
+        if request >= 0:
+            done += _attend_row_tile(
+                out_ptr,
+                lse_ptr,
+                q_ptr,
+                sinks_ptr,
+                alibi_slopes_ptr,
+                work,
+                item,
+                done,
+                scoring,
+                stride_q_token,
+                stride_q_head,
+                q,
+                ring,
+                NUM_KV_HEADS,
+                GROUP,
+                HEAD_DIM,
+                IS_CAUSAL,
+                BLOCK_N,
+                BLOCK_T,
+                BLOCK_D,
+                NUM_STAGES,
+                TAKES_TURNS,
+                GROUP_INDEX,
+            )
+
+
+@gluon.jit
+def _attend_row_tile(
+    out_ptr,
+    lse_ptr,
+    q_ptr,
+    sinks_ptr,
+    alibi_slopes_ptr,
+    work,
+    item,
+    done,  # tiles of keys that came before in the ring
+    scoring,
+    stride_q_token,
+    stride_q_head,
+    q,
+    ring,
+    NUM_KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    IS_CAUSAL: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_T: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+    TAKES_TURNS: gl.constexpr,
+    GROUP_INDEX: gl.constexpr,
+):
+    """Walk over the tiles of keys of a row tile; their number."""
     NUM_HEADS: gl.constexpr = NUM_KV_HEADS * GROUP
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
@@ -83,11 +124,24 @@ def attend_rows(
     )
     copy_row_layout: gl.constexpr = gl.SliceLayout(1, copy_layout)
     _, _, window_tokens, chunk_tokens = scoring
-    kv_head = gl.program_id(1)
-    request, row_start, query_start, query_len = _place(
-        query_starts_ptr, row_tile_requests_ptr, row_tile_indices_ptr, GROUP_INDEX
-    )
+    _, seq_lens_ptr, _, _, spans_ptr, _ = work
+    kv_head, request, row_start, query_start, query_len = place_of(item, work)
     seq_len = gl.load(seq_lens_ptr + request)
+    _, _, tiles_start, num_tiles = keys_of(
+        row_start,
+        query_start,
+        query_len,
+        seq_len,
+        work,
+        window_tokens,
+        chunk_tokens,
+        GROUP,
+        IS_CAUSAL,
+        BLOCK_N,
+        BLOCK_T,
+        4,
+    )
+    row_start += GROUP_INDEX * GROUP_ROWS
     rows, tokens, heads = _rows(row_start, query_len, kv_head, GROUP, copy_row_layout)
     dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, copy_layout))
     is_there = (rows < query_len * GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
@@ -116,15 +170,16 @@ def attend_rows(
     first_full = gl.maximum(first_full, 1)
     end_full = gl.maximum(gl.maximum(full_end - tiles_start, 0) // BLOCK_N, first_full)
 
-    k_tiles, v_tiles, k_ready, k_free, v_ready, _, turns = ring
-    mbarrier.wait(k_ready.index(0), 0)
+    k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, turns = ring
+    first_stage = done % NUM_STAGES
+    mbarrier.wait(k_ready.index(first_stage), (done // NUM_STAGES) & 1)
     if TAKES_TURNS:
-        _await_turn(turns, 0, GROUP_INDEX)
-    scores = _ask_for_scores(q, k_tiles.index(0), BLOCK_N)
+        _await_turn(turns, done, GROUP_INDEX)
+    scores = _ask_for_scores(q, k_tiles.index(first_stage), BLOCK_N)
     if TAKES_TURNS:
         mbarrier.arrive(turns.index(1 - GROUP_INDEX), count=1)
     scores = warpgroup_mma_wait(0, deps=[scores])
-    mbarrier.arrive(k_free.index(0), count=1)
+    mbarrier.arrive(k_free.index(first_stage), count=1)
     row_max = gl.full([GROUP_ROWS], float("-inf"), gl.float32, row_layout)
     row_sum = gl.full([GROUP_ROWS], 0, gl.float32, row_layout)
     weights, _, row_max, row_sum = _softmax(
@@ -143,7 +198,7 @@ def attend_rows(
         BLOCK_N,
     )
     weights = gl.convert_layout(weights.to(q.dtype), gl.DotOperandLayout(0, acc_layout, 2))
-    _await_keys(k_ready, 1, num_tiles, NUM_STAGES)
+    _await_keys(k_ready, done + 1, num_tiles > 1, NUM_STAGES)
     acc = gl.full([GROUP_ROWS, BLOCK_D], 0, gl.float32, acc_layout)
     for phase in gl.static_range(3):
         if phase == 0:
@@ -166,6 +221,7 @@ def attend_rows(
                     tile,
                     num_tiles,
                     tiles_start,
+                    done,
                     q,
                     positions,
                     seq_len,
@@ -181,14 +237,15 @@ def attend_rows(
                     TAKES_TURNS,
                     GROUP_INDEX,
                 )
-    stage = (num_tiles - 1) % NUM_STAGES
-    mbarrier.wait(v_ready.index(stage), ((num_tiles - 1) // NUM_STAGES) & 1)
-    acc = warpgroup_mma(weights, v_tiles.index(stage), acc, is_async=True)
+    last = done + num_tiles - 1
+    last_stage = last % NUM_STAGES
+    mbarrier.wait(v_ready.index(last_stage), (last // NUM_STAGES) & 1)
+    acc = warpgroup_mma(weights, v_tiles.index(last_stage), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(v_free.index(last_stage), count=1)
 
-    _, row_start, query_start, query_len = _place(
-        query_starts_ptr, row_tile_requests_ptr, row_tile_indices_ptr, GROUP_INDEX
-    )
+    kv_head, request, row_start, query_start, query_len = place_of(item, work)
+    row_start += GROUP_INDEX * GROUP_ROWS
     rows, tokens, heads = _rows(row_start, query_len, kv_head, GROUP, row_layout)
     if sinks_ptr is not None:
         sinks = gl.load(sinks_ptr + heads).to(gl.float32) * LOG2_E
@@ -210,22 +267,7 @@ def attend_rows(
     is_there = (rows < query_len * GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     offsets = ((query_start + tokens).to(gl.int64) * NUM_HEADS + heads) * HEAD_DIM
     gl.store(out_ptr + offsets[:, None] + dims[None, :], q.load(copy_layout), mask=is_there)
-
-
-@gluon.jit
-def _place(
-    query_starts_ptr, row_tile_requests_ptr, row_tile_indices_ptr, GROUP_INDEX: gl.constexpr
-):
-    """Where a group's rows are: their request, the first of them, its queries and their number.
-
-    It is read where it is needed, twice: the walk over keys needs all registers.
-    """
-    row_tile = gl.program_id(0)
-    request = gl.load(row_tile_requests_ptr + row_tile, volatile=True)
-    half = 2 * gl.load(row_tile_indices_ptr + row_tile, volatile=True) + GROUP_INDEX
-    query_start = gl.load(query_starts_ptr + request, volatile=True)
-    query_end = gl.load(query_starts_ptr + request + 1, volatile=True)
-    return request, half * GROUP_ROWS, query_start, query_end - query_start
+    return num_tiles
 
 
 @gluon.jit
@@ -246,6 +288,7 @@ def _attend_tile(
     tile,
     num_tiles,
     tiles_start,
+    done,
     # What all tiles have in common
     q,
     positions,
@@ -264,13 +307,14 @@ def _attend_tile(
 ):
     """Scores and weights of a tile, while the tile before is multiplied with its values."""
     k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, turns = ring
-    stage = tile % NUM_STAGES
-    stage_before = (tile - 1) % NUM_STAGES
+    index = done + tile
+    stage = index % NUM_STAGES
+    stage_before = (index - 1) % NUM_STAGES
 
     if TAKES_TURNS:
-        _await_turn(turns, tile, GROUP_INDEX)
+        _await_turn(turns, index, GROUP_INDEX)
     scores = _ask_for_scores(q, k_tiles.index(stage), BLOCK_N)
-    mbarrier.wait(v_ready.index(stage_before), ((tile - 1) // NUM_STAGES) & 1)
+    mbarrier.wait(v_ready.index(stage_before), ((index - 1) // NUM_STAGES) & 1)
     acc = warpgroup_mma(weights, v_tiles.index(stage_before), acc, is_async=True)
     if TAKES_TURNS:
         mbarrier.arrive(turns.index(1 - GROUP_INDEX), count=1)
@@ -293,7 +337,7 @@ def _attend_tile(
         BLOCK_N,
     )
     # The assembler moves nothing past this wait: the softmax stays beside the product.
-    _await_keys(k_ready, tile + 1, num_tiles, NUM_STAGES)
+    _await_keys(k_ready, index + 1, tile + 1 < num_tiles, NUM_STAGES)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(v_free.index(stage_before), count=1)
     acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout))[:, None]
@@ -302,15 +346,15 @@ def _attend_tile(
 
 
 @gluon.jit
-def _await_turn(turns, tile, GROUP_INDEX: gl.constexpr):
+def _await_turn(turns, index, GROUP_INDEX: gl.constexpr):
     """Wait until the other group has asked for its products: of this tile, or of the one before."""
-    mbarrier.wait(turns.index(GROUP_INDEX), (tile & 1) ^ (1 - GROUP_INDEX))
+    mbarrier.wait(turns.index(GROUP_INDEX), (index & 1) ^ (1 - GROUP_INDEX))
 
 
 @gluon.jit
-def _await_keys(ready, tile, num_tiles, NUM_STAGES: gl.constexpr):
-    phase = (tile // NUM_STAGES) & 1
-    mbarrier.wait(ready.index(tile % NUM_STAGES), phase, pred=tile < num_tiles)
+def _await_keys(ready, index, is_there, NUM_STAGES: gl.constexpr):
+    phase = (index // NUM_STAGES) & 1
+    mbarrier.wait(ready.index(index % NUM_STAGES), phase, pred=is_there)
 
 
 @gluon.jit

@@ -26,15 +26,10 @@ from jenga_kernels.triton.attention_hopper_load import (
     TILE_LAYOUT,
     load_tiles,
 )
-from jenga_kernels.triton.attention_hopper_rows import (
-    GROUP_ROWS,
-    attend_rows,
-    end_visible,
-    first_visible,
-)
+from jenga_kernels.triton.attention_hopper_rows import GROUP_ROWS, attend_rows
 
 
-@gluon.jit(do_not_specialize=["num_pages"])
+@gluon.jit(do_not_specialize=["num_pages", "num_row_tiles", "num_items", "num_programs"])
 def attention_prefill_hopper_kernel(
     # Outputs
     out_ptr,  # [num_tokens, num_heads, head_dim], contiguous
@@ -57,6 +52,10 @@ def attention_prefill_hopper_kernel(
     window_tokens,
     chunk_tokens,
     num_pages,
+    # Sizes
+    num_row_tiles,
+    num_items,  # num_row_tiles * NUM_KV_HEADS
+    num_programs,
     # Strides, in elements
     stride_q_token: gl.int64,
     stride_q_head: gl.int64,
@@ -73,144 +72,140 @@ def attention_prefill_hopper_kernel(
     NUM_STAGES: gl.constexpr,
     TAKES_TURNS: gl.constexpr,
 ):
-    """Program (t, h) does tile t of the list of row tiles for head h of keys.
+    """Program p does items p, p + num_programs and so on, what it loads being an item ahead.
 
-    If the groups take turns, one asks for its products before the other does: their softmaxes then
-    run at different times, each beside the other's products.
+    Item h * num_row_tiles + t is tile t of the list of row tiles for head h of keys. If the groups
+    take turns, one asks for its products before the other does: their softmaxes then run at
+    different times, each beside the other's products.
     """
-    BLOCK_M: gl.constexpr = 2 * GROUP_ROWS
     dtype: gl.constexpr = k_descriptor.dtype
-    row_tile = gl.program_id(0)
-    request = gl.load(row_tile_requests_ptr + row_tile)
-    if request >= 0:
-        row_start = gl.load(row_tile_indices_ptr + row_tile) * BLOCK_M
-        query_start = gl.load(query_starts_ptr + request)
-        query_len = gl.load(query_starts_ptr + request + 1) - query_start
-        seq_len = gl.load(seq_lens_ptr + request)
-        offset = seq_len - query_len
-        last_token = gl.minimum((row_start + BLOCK_M - 1) // GROUP, query_len - 1)
-        keys_start = first_visible(offset + row_start // GROUP, window_tokens, chunk_tokens)
-        keys_end = gl.maximum(end_visible(offset + last_token, seq_len, IS_CAUSAL), 0)
-        if spans_ptr is not None:
-            row_layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-            rows = row_start + gl.arange(0, BLOCK_M, row_layout)
-            tokens = query_start + gl.minimum(rows // GROUP, query_len - 1)
-            span_starts = gl.load(spans_ptr + tokens.to(gl.int64) * 2)
-            span_ends = gl.minimum(gl.load(spans_ptr + tokens.to(gl.int64) * 2 + 1), seq_len)
-            has_span = span_starts < span_ends
-            first_in_span = gl.min(gl.where(has_span, span_starts, seq_len), 0)
-            keys_start = gl.minimum(keys_start, first_in_span)
-            keys_end = gl.maximum(keys_end, gl.max(gl.where(has_span, span_ends, 0), 0))
-        tiles_start = keys_start // BLOCK_T * BLOCK_T
-        num_tiles = gl.maximum(gl.cdiv(keys_end - tiles_start, BLOCK_N), 1)
+    q = gl.allocate_shared_memory(dtype, [2, GROUP_ROWS, BLOCK_D], TILE_LAYOUT)
+    k_tiles = gl.allocate_shared_memory(dtype, [NUM_STAGES, BLOCK_N, BLOCK_D], TILE_LAYOUT)
+    v_tiles = gl.allocate_shared_memory(dtype, [NUM_STAGES, BLOCK_N, BLOCK_D], TILE_LAYOUT)
+    barrier_layout: gl.constexpr = mbarrier.MBarrierLayout()
+    k_ready = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], barrier_layout)
+    k_free = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], barrier_layout)
+    v_ready = gl.allocate_shared_memory(gl.int64, [NUM_STAGES + 1, 1], barrier_layout)
+    v_free = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], barrier_layout)
+    turns = v_free
+    for stage in gl.static_range(NUM_STAGES):
+        mbarrier.init(k_ready.index(stage), count=1)
+        mbarrier.init(k_free.index(stage), count=2)
+        mbarrier.init(v_ready.index(stage), count=1)
+        mbarrier.init(v_free.index(stage), count=2)
+    mbarrier.init(v_ready.index(NUM_STAGES), count=1)
+    if TAKES_TURNS:
+        turns = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
+        mbarrier.init(turns.index(0), count=1)
+        mbarrier.init(turns.index(1), count=1)
+    fence_async_shared()
 
-        q = gl.allocate_shared_memory(dtype, [2, GROUP_ROWS, BLOCK_D], TILE_LAYOUT)
-        k_tiles = gl.allocate_shared_memory(dtype, [NUM_STAGES, BLOCK_N, BLOCK_D], TILE_LAYOUT)
-        v_tiles = gl.allocate_shared_memory(dtype, [NUM_STAGES, BLOCK_N, BLOCK_D], TILE_LAYOUT)
-        barrier_layout: gl.constexpr = mbarrier.MBarrierLayout()
-        k_ready = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], barrier_layout)
-        k_free = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], barrier_layout)
-        v_ready = gl.allocate_shared_memory(gl.int64, [NUM_STAGES + 1, 1], barrier_layout)
-        v_free = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], barrier_layout)
-        turns = v_free
-        for stage in gl.static_range(NUM_STAGES):
-            mbarrier.init(k_ready.index(stage), count=1)
-            mbarrier.init(k_free.index(stage), count=2)
-            mbarrier.init(v_ready.index(stage), count=1)
-            mbarrier.init(v_free.index(stage), count=2)
-        mbarrier.init(v_ready.index(NUM_STAGES), count=1)
-        if TAKES_TURNS:
-            turns = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
-            mbarrier.init(turns.index(0), count=1)
-            mbarrier.init(turns.index(1), count=1)
-        fence_async_shared()
-
-        gl.warp_specialize(
-            [
+    gl.warp_specialize(
+        [
+            (
+                attend_rows,
                 (
-                    attend_rows,
+                    out_ptr,
+                    lse_ptr,
+                    q_ptr,
+                    sinks_ptr,
+                    alibi_slopes_ptr,
                     (
-                        out_ptr,
-                        lse_ptr,
-                        q_ptr,
                         query_starts_ptr,
                         seq_lens_ptr,
                         row_tile_requests_ptr,
                         row_tile_indices_ptr,
-                        sinks_ptr,
-                        alibi_slopes_ptr,
                         spans_ptr,
-                        (scale, soft_cap, window_tokens, chunk_tokens),
-                        stride_q_token,
-                        stride_q_head,
-                        tiles_start,
-                        num_tiles,
-                        q.index(0),
-                        (k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, turns),
-                        NUM_KV_HEADS,
-                        GROUP,
-                        HEAD_DIM,
-                        IS_CAUSAL,
-                        BLOCK_N,
-                        BLOCK_D,
-                        NUM_STAGES,
-                        TAKES_TURNS,
-                        0,
+                        num_row_tiles,
                     ),
+                    num_items,
+                    num_programs,
+                    (scale, soft_cap, window_tokens, chunk_tokens),
+                    stride_q_token,
+                    stride_q_head,
+                    q.index(0),
+                    (k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, turns),
+                    NUM_KV_HEADS,
+                    GROUP,
+                    HEAD_DIM,
+                    IS_CAUSAL,
+                    BLOCK_N,
+                    BLOCK_T,
+                    BLOCK_D,
+                    NUM_STAGES,
+                    TAKES_TURNS,
+                    0,
                 ),
+            ),
+            (
+                attend_rows,
                 (
-                    attend_rows,
+                    out_ptr,
+                    lse_ptr,
+                    q_ptr,
+                    sinks_ptr,
+                    alibi_slopes_ptr,
                     (
-                        out_ptr,
-                        lse_ptr,
-                        q_ptr,
                         query_starts_ptr,
                         seq_lens_ptr,
                         row_tile_requests_ptr,
                         row_tile_indices_ptr,
-                        sinks_ptr,
-                        alibi_slopes_ptr,
                         spans_ptr,
-                        (scale, soft_cap, window_tokens, chunk_tokens),
-                        stride_q_token,
-                        stride_q_head,
-                        tiles_start,
-                        num_tiles,
-                        q.index(1),
-                        (k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, turns),
-                        NUM_KV_HEADS,
-                        GROUP,
-                        HEAD_DIM,
-                        IS_CAUSAL,
-                        BLOCK_N,
-                        BLOCK_D,
-                        NUM_STAGES,
-                        TAKES_TURNS,
-                        1,
+                        num_row_tiles,
                     ),
+                    num_items,
+                    num_programs,
+                    (scale, soft_cap, window_tokens, chunk_tokens),
+                    stride_q_token,
+                    stride_q_head,
+                    q.index(1),
+                    (k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, turns),
+                    NUM_KV_HEADS,
+                    GROUP,
+                    HEAD_DIM,
+                    IS_CAUSAL,
+                    BLOCK_N,
+                    BLOCK_T,
+                    BLOCK_D,
+                    NUM_STAGES,
+                    TAKES_TURNS,
+                    1,
                 ),
+            ),
+            (
+                load_tiles,
                 (
-                    load_tiles,
+                    k_descriptor,
+                    v_descriptor,
+                    page_table_ptr,
                     (
-                        k_descriptor,
-                        v_descriptor,
-                        page_table_ptr + request.to(gl.int64) * stride_table_request,
-                        (keys_start, keys_end, tiles_start),
-                        num_tiles,
-                        gl.program_id(1),
-                        num_pages,
-                        (k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, turns),
-                        PAGE_TOKENS,
-                        BLOCK_N,
-                        BLOCK_T,
-                        BLOCK_D,
-                        NUM_STAGES,
+                        query_starts_ptr,
+                        seq_lens_ptr,
+                        row_tile_requests_ptr,
+                        row_tile_indices_ptr,
+                        spans_ptr,
+                        num_row_tiles,
                     ),
+                    num_items,
+                    num_programs,
+                    num_pages,
+                    window_tokens,
+                    chunk_tokens,
+                    stride_table_request,
+                    (k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, turns),
+                    GROUP,
+                    PAGE_TOKENS,
+                    IS_CAUSAL,
+                    BLOCK_N,
+                    BLOCK_T,
+                    BLOCK_D,
+                    NUM_STAGES,
                 ),
-            ],
-            [4, 1],
-            [232, 40],  # registers of a thread, of the 504 that one of each group of warps has
-        )
+            ),
+        ],
+        [4, 1],
+        [232, 40],  # registers of a thread, of the 504 that one of each group of warps has
+    )
 
 
 def box_descriptor(pages: torch.Tensor, block_tokens: int) -> TensorDescriptor:

@@ -150,11 +150,13 @@ class SpecializedTiles:
         block_n: Keys of one step.
         num_stages: Steps whose keys and values have room in shared memory.
         takes_turns: Whether the groups of warps that multiply ask for their products in turns.
+        num_programs: Programs that the row tiles are spread over.
     """
 
     block_n: int
     num_stages: int
     takes_turns: bool
+    num_programs: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,7 +258,16 @@ def specialized_tiles(
         and element_bytes == stored_bytes == 2  # noqa: PLR2004 - what the copies' patterns are for
         and page_tokens % SWIZZLE_ROWS == 0
     )
-    return SPECIALIZED_TILES.get(max(64, power_of_two(head_dim))) if can_run else None
+    found = SPECIALIZED_TILES.get(max(64, power_of_two(head_dim))) if can_run else None
+    if found is None:
+        return None
+    block_n, num_stages, takes_turns = found
+    return SpecializedTiles(
+        block_n=block_n,
+        num_stages=num_stages,
+        takes_turns=takes_turns,
+        num_programs=machine.num_processors,
+    )
 
 
 def max_decode_rows(machine: Machine, *, head_dim: int, element_bytes: int) -> int | None:
@@ -380,11 +391,11 @@ for a third: Hopper waits for such a step, asked for before the product that end
 """
 
 SPECIALIZED_TILES = {
-    64: SpecializedTiles(block_n=128, num_stages=4, takes_turns=True),
-    128: SpecializedTiles(block_n=128, num_stages=2, takes_turns=True),
-    256: SpecializedTiles(block_n=64, num_stages=2, takes_turns=False),
+    64: (128, 4, True),
+    128: (128, 2, True),
+    256: (64, 2, False),
 }
-"""Padded head_dim -> tiles that fill shared memory and leave the warps that multiply no spills.
+"""Padded head_dim -> keys, stages, turns: they fill shared memory and leave no register spilled.
 
 Turns are taken where FlashAttention-3 does; no GPU has timed any of it.
 """

@@ -1,0 +1,87 @@
+# pyright: reportAssignmentType=false
+# Gluon's layouts are what its compiler takes them for.
+"""The work of the prefill kernel for Hopper: row tiles, and the keys that their rows read.
+
+All warps of a program go through the same row tiles in the same order; each works out for itself
+which these are.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from jenga_kernels.triton.tiles import SPECIALIZED_ROWS
+
+ROWS = gl.constexpr(SPECIALIZED_ROWS)
+"""Rows of a row tile."""
+
+
+@gluon.jit
+def first_visible(positions, window_tokens, chunk_tokens):
+    """First key that the query at each position reads."""
+    first = positions * 0
+    if window_tokens is not None:
+        first = gl.maximum(first, positions - window_tokens + 1)
+    if chunk_tokens is not None:
+        first = gl.maximum(first, gl.maximum(positions, 0) // chunk_tokens * chunk_tokens)
+    return first
+
+
+@gluon.jit
+def end_visible(positions, seq_len, IS_CAUSAL: gl.constexpr):
+    """One past the last key that the query at each position reads."""
+    if IS_CAUSAL:
+        return gl.minimum(positions + 1, seq_len)
+    else:
+        return positions * 0 + seq_len
+
+
+@gluon.jit
+def place_of(item, work):
+    """Where a row tile is: head of keys, request, first row, its first query and their number.
+
+    It is read where it is needed, twice: the walk over keys needs all registers. The request of a
+    tile that is not used is -1.
+    """
+    query_starts_ptr, _, row_tile_requests_ptr, row_tile_indices_ptr, _, num_row_tiles = work
+    row_tile = item % num_row_tiles
+    request = gl.load(row_tile_requests_ptr + row_tile, volatile=True)
+    row_start = gl.load(row_tile_indices_ptr + row_tile, volatile=True) * ROWS
+    starts_ptr = query_starts_ptr + gl.maximum(request, 0)
+    query_start = gl.load(starts_ptr, volatile=True)
+    query_end = gl.load(starts_ptr + 1, volatile=True)
+    return item // num_row_tiles, request, row_start, query_start, query_end - query_start
+
+
+@gluon.jit
+def keys_of(
+    row_start,
+    query_start,
+    query_len,
+    seq_len,
+    work,
+    window_tokens,
+    chunk_tokens,
+    GROUP: gl.constexpr,
+    IS_CAUSAL: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_T: gl.constexpr,
+    NUM_WARPS: gl.constexpr,
+):
+    """Keys [start, end) that some row of a row tile reads, where its tiles begin, and how many."""
+    _, _, _, _, spans_ptr, _ = work
+    offset = seq_len - query_len
+    last_token = gl.minimum((row_start + ROWS - 1) // GROUP, query_len - 1)
+    start = first_visible(offset + row_start // GROUP, window_tokens, chunk_tokens)
+    end = gl.maximum(end_visible(offset + last_token, seq_len, IS_CAUSAL), 0)
+    if spans_ptr is not None:
+        layout: gl.constexpr = gl.BlockedLayout([ROWS // 32], [32], [NUM_WARPS], [0])
+        rows = row_start + gl.arange(0, ROWS, layout)
+        tokens = query_start + gl.minimum(rows // GROUP, query_len - 1)
+        span_starts = gl.load(spans_ptr + tokens.to(gl.int64) * 2)
+        span_ends = gl.minimum(gl.load(spans_ptr + tokens.to(gl.int64) * 2 + 1), seq_len)
+        has_span = span_starts < span_ends
+        start = gl.minimum(start, gl.min(gl.where(has_span, span_starts, seq_len), 0))
+        end = gl.maximum(end, gl.max(gl.where(has_span, span_ends, 0), 0))
+    tiles_start = start // BLOCK_T * BLOCK_T
+    # Rows without keys read a tile of zeros.
+    return start, end, tiles_start, gl.maximum(gl.cdiv(end - tiles_start, BLOCK_N), 1)
