@@ -262,7 +262,6 @@ def paged_attention(
             k_descriptor=box_descriptor(k_pages, block_tokens),
             v_descriptor=box_descriptor(v_pages, block_tokens),
             num_pages=k_pages.shape[0],
-            num_row_tiles=plan.max_row_tiles,
             num_items=num_items,
             num_programs=num_programs,
             BLOCK_N=specialized.block_n,

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from jenga_kernels.triton.attention_hopper_work import keys_of, place_of
+from jenga_kernels.triton.attention_hopper_work import keys_of, num_rounds, place_of
 from jenga_kernels.triton.tiles import SWIZZLE_ROWS as _SWIZZLE_ROWS
 
 SWIZZLE_ROWS = gl.constexpr(_SWIZZLE_ROWS)
@@ -28,13 +28,12 @@ def load_tiles(
     v_descriptor,
     page_table_ptr,  # i32[num_requests, max_pages]
     work,
-    num_items,
-    num_programs,
     num_pages,
     window_tokens,
     chunk_tokens,
     stride_table_request,
     ring,
+    NUM_KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     PAGE_TOKENS: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
@@ -45,11 +44,13 @@ def load_tiles(
 ):
     """Load tiles of keys and of values for all row tiles, each as soon as its place is free."""
     k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, _ = ring
-    _, seq_lens_ptr, _, _, _, _ = work
+    _, seq_lens_ptr, _, _, _, _, _ = work
     done = 0
     landed_phase = 0
-    for item in range(gl.program_id(0), num_items, num_programs):
-        kv_head, request, row_start, query_start, query_len = place_of(item, work)
+    for round_index in range(num_rounds(work)):
+        kv_head, request, row_start, query_start, query_len = place_of(
+            round_index, work, NUM_KV_HEADS
+        )
         if request >= 0:
             keys_start, keys_end, tiles_start, num_tiles = keys_of(
                 row_start,

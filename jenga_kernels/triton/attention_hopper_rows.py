@@ -1,9 +1,6 @@
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
 # Gluon's layouts and loops are what its compiler takes them for.
-"""What a group of four warps does in the prefill kernel for Hopper: attention of its rows.
-
-`attention_tile` and `softmax` in Gluon, in the order that keeps the tensor cores busy.
-"""
+"""What a group of four warps does in the prefill kernel for Hopper: attention of its rows."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -14,15 +11,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from jenga_kernels.triton.attention_hopper_softmax import LOG2_E, softmax_step
 from jenga_kernels.triton.attention_hopper_work import (
     ROWS,
     end_visible,
     first_visible,
     keys_of,
+    num_rounds,
     place_of,
 )
 
-LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 
 GROUP_ROWS = gl.constexpr(ROWS.value // 2)
@@ -37,8 +35,6 @@ def attend_rows(
     sinks_ptr,
     alibi_slopes_ptr,
     work,
-    num_items,
-    num_programs,
     scoring,  # scale, soft_cap, window_tokens, chunk_tokens
     stride_q_token,
     stride_q_head,
@@ -57,8 +53,8 @@ def attend_rows(
 ):
     """Do rows GROUP_INDEX * GROUP_ROWS and on of all row tiles."""
     done = 0
-    for item in range(gl.program_id(0), num_items, num_programs):
-        _, request, _, _, _ = place_of(item, work)
+    for round_index in range(num_rounds(work)):
+        _, request, _, _, _ = place_of(round_index, work, NUM_KV_HEADS)
         if request >= 0:
             done += _attend_row_tile(
                 out_ptr,
@@ -67,7 +63,7 @@ def attend_rows(
                 sinks_ptr,
                 alibi_slopes_ptr,
                 work,
-                item,
+                round_index,
                 done,
                 scoring,
                 stride_q_token,
@@ -95,7 +91,7 @@ def _attend_row_tile(
     sinks_ptr,
     alibi_slopes_ptr,
     work,
-    item,
+    round_index,
     done,  # tiles of keys that came before in the ring
     scoring,
     stride_q_token,
@@ -124,8 +120,8 @@ def _attend_row_tile(
     )
     copy_row_layout: gl.constexpr = gl.SliceLayout(1, copy_layout)
     _, _, window_tokens, chunk_tokens = scoring
-    _, seq_lens_ptr, _, _, spans_ptr, _ = work
-    kv_head, request, row_start, query_start, query_len = place_of(item, work)
+    _, seq_lens_ptr, _, _, spans_ptr, _, _ = work
+    kv_head, request, row_start, query_start, query_len = place_of(round_index, work, NUM_KV_HEADS)
     seq_len = gl.load(seq_lens_ptr + request)
     _, _, tiles_start, num_tiles = keys_of(
         row_start,
@@ -182,7 +178,7 @@ def _attend_row_tile(
     mbarrier.arrive(k_free.index(first_stage), count=1)
     row_max = gl.full([GROUP_ROWS], float("-inf"), gl.float32, row_layout)
     row_sum = gl.full([GROUP_ROWS], 0, gl.float32, row_layout)
-    weights, _, row_max, row_sum = _softmax(
+    weights, _, row_max, row_sum = softmax_step(
         scores,
         row_max,
         row_sum,
@@ -244,7 +240,7 @@ def _attend_row_tile(
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(v_free.index(last_stage), count=1)
 
-    kv_head, request, row_start, query_start, query_len = place_of(item, work)
+    kv_head, request, row_start, query_start, query_len = place_of(round_index, work, NUM_KV_HEADS)
     row_start += GROUP_INDEX * GROUP_ROWS
     rows, tokens, heads = _rows(row_start, query_len, kv_head, GROUP, row_layout)
     if sinks_ptr is not None:
@@ -321,7 +317,7 @@ def _attend_tile(
     scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(k_free.index(stage), count=1)
 
-    new_weights, rescale, row_max, row_sum = _softmax(
+    new_weights, rescale, row_max, row_sum = softmax_step(
         scores,
         row_max,
         row_sum,
@@ -362,55 +358,3 @@ def _ask_for_scores(q, keys, BLOCK_N: gl.constexpr):
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     zeros = gl.full([GROUP_ROWS, BLOCK_N], 0, gl.float32, layout)
     return warpgroup_mma(q, keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _softmax(
-    scores,  # f32[GROUP_ROWS, BLOCK_N]
-    row_max,
-    row_sum,
-    tile_start,
-    positions,
-    seq_len,
-    span_starts,
-    span_ends,
-    slopes,
-    scoring,
-    IS_CAUSAL: gl.constexpr,
-    IS_EDGE: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-):
-    """Weights of a tile, the factor for what was accumulated, the new maxima and sums."""
-    scale, soft_cap, window_tokens, chunk_tokens = scoring
-    keys = tile_start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores.type.layout))
-    to_base_2 = scale * LOG2_E
-    if soft_cap is not None or slopes is not None:
-        to_base_2 = LOG2_E
-        scores = scores * scale if soft_cap is None else _soft_capped(scores, scale, soft_cap)
-        if slopes is not None:
-            scores += slopes[:, None] * (keys[None, :] - positions[:, None]).to(gl.float32)
-    if IS_EDGE:
-        visible = keys[None, :] < end_visible(positions, seq_len, IS_CAUSAL)[:, None]
-        if window_tokens is not None or chunk_tokens is not None:
-            row_starts = first_visible(positions, window_tokens, chunk_tokens)
-            visible = visible & (keys[None, :] >= row_starts[:, None])
-        if span_starts is not None:
-            in_span = (keys[None, :] >= span_starts[:, None]) & (keys[None, :] < span_ends[:, None])
-            visible = visible | in_span
-        scores = gl.where(visible, scores, float("-inf"))
-    new_max = gl.maximum(row_max, gl.max(scores, 1) * to_base_2)
-    # Before its first visible key a row's maximum is -inf, and -inf - -inf is not a number.
-    shift = gl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = gl.exp2(scores * to_base_2 - shift[:, None])
-    rescale = gl.exp2(row_max - shift)
-    return weights, rescale, new_max, row_sum * rescale + gl.sum(weights, 1)
-
-
-@gluon.jit
-def _soft_capped(scores, scale, soft_cap):
-    """soft_cap * tanh(scores * scale / soft_cap), through exp2."""
-    power = gl.exp2(scores * (2.8853900817779268 * scale / soft_cap))  # e ** (2 x / cap)
-    inverse = gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [power + 1], dtype=gl.float32, is_pure=True, pack=1
-    )
-    return soft_cap - 2 * soft_cap * inverse

@@ -36,20 +36,34 @@ def end_visible(positions, seq_len, IS_CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def place_of(item, work):
+def num_rounds(work):
+    """How many row tiles a program does at most."""
+    _, _, _, _, _, num_items, num_programs = work
+    return gl.cdiv(num_items, num_programs)
+
+
+@gluon.jit
+def place_of(round_index, work, NUM_KV_HEADS: gl.constexpr):
     """Where a row tile is: head of keys, request, first row, its first query and their number.
 
-    It is read where it is needed, twice: the walk over keys needs all registers. The request of a
-    tile that is not used is -1.
+    In every other round the programs take row tiles in reverse: these become shorter from one to
+    the next, so a program has a longer one after a shorter one. The request is -1 where there is
+    nothing to do. It is all read where it is needed, twice: the walk over keys needs all registers.
     """
-    query_starts_ptr, _, row_tile_requests_ptr, row_tile_indices_ptr, _, num_row_tiles = work
-    row_tile = item % num_row_tiles
-    request = gl.load(row_tile_requests_ptr + row_tile, volatile=True)
-    row_start = gl.load(row_tile_indices_ptr + row_tile, volatile=True) * ROWS
+    query_starts_ptr, _, row_tile_requests_ptr, row_tile_indices_ptr, _, num_items, num_programs = (
+        work
+    )
+    program = gl.program_id(0)
+    in_round = gl.where(round_index % 2 == 0, program, num_programs - 1 - program)
+    item = round_index * num_programs + in_round
+    row_tile = item // NUM_KV_HEADS
+    is_there = item < num_items
+    request = gl.load(row_tile_requests_ptr + row_tile, mask=is_there, other=-1, volatile=True)
+    row_start = gl.load(row_tile_indices_ptr + row_tile, mask=is_there, other=0, volatile=True)
     starts_ptr = query_starts_ptr + gl.maximum(request, 0)
     query_start = gl.load(starts_ptr, volatile=True)
     query_end = gl.load(starts_ptr + 1, volatile=True)
-    return item // num_row_tiles, request, row_start, query_start, query_end - query_start
+    return item % NUM_KV_HEADS, request, row_start * ROWS, query_start, query_end - query_start
 
 
 @gluon.jit
@@ -68,7 +82,7 @@ def keys_of(
     NUM_WARPS: gl.constexpr,
 ):
     """Keys [start, end) that some row of a row tile reads, where its tiles begin, and how many."""
-    _, _, _, _, spans_ptr, _ = work
+    _, _, _, _, spans_ptr, _, _ = work
     offset = seq_len - query_len
     last_token = gl.minimum((row_start + ROWS - 1) // GROUP, query_len - 1)
     start = first_visible(offset + row_start // GROUP, window_tokens, chunk_tokens)

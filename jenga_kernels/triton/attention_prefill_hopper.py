@@ -29,7 +29,7 @@ from jenga_kernels.triton.attention_hopper_load import (
 from jenga_kernels.triton.attention_hopper_rows import GROUP_ROWS, attend_rows
 
 
-@gluon.jit(do_not_specialize=["num_pages", "num_row_tiles", "num_items", "num_programs"])
+@gluon.jit(do_not_specialize=["num_pages", "num_items", "num_programs"])
 def attention_prefill_hopper_kernel(
     # Outputs
     out_ptr,  # [num_tokens, num_heads, head_dim], contiguous
@@ -53,8 +53,7 @@ def attention_prefill_hopper_kernel(
     chunk_tokens,
     num_pages,
     # Sizes
-    num_row_tiles,
-    num_items,  # num_row_tiles * NUM_KV_HEADS
+    num_items,  # row tiles of all heads of keys
     num_programs,
     # Strides, in elements
     stride_q_token: gl.int64,
@@ -72,9 +71,9 @@ def attention_prefill_hopper_kernel(
     NUM_STAGES: gl.constexpr,
     TAKES_TURNS: gl.constexpr,
 ):
-    """Program p does items p, p + num_programs and so on, what it loads being an item ahead.
+    """A program does one row tile after another, what it loads being up to a row tile ahead.
 
-    Item h * num_row_tiles + t is tile t of the list of row tiles for head h of keys. If the groups
+    Item t * NUM_KV_HEADS + h is tile t of the list of row tiles for head h of keys. If the groups
     take turns, one asks for its products before the other does: their softmaxes then run at
     different times, each beside the other's products.
     """
@@ -116,10 +115,9 @@ def attention_prefill_hopper_kernel(
                         row_tile_requests_ptr,
                         row_tile_indices_ptr,
                         spans_ptr,
-                        num_row_tiles,
+                        num_items,
+                        num_programs,
                     ),
-                    num_items,
-                    num_programs,
                     (scale, soft_cap, window_tokens, chunk_tokens),
                     stride_q_token,
                     stride_q_head,
@@ -151,10 +149,9 @@ def attention_prefill_hopper_kernel(
                         row_tile_requests_ptr,
                         row_tile_indices_ptr,
                         spans_ptr,
-                        num_row_tiles,
+                        num_items,
+                        num_programs,
                     ),
-                    num_items,
-                    num_programs,
                     (scale, soft_cap, window_tokens, chunk_tokens),
                     stride_q_token,
                     stride_q_head,
@@ -184,15 +181,15 @@ def attention_prefill_hopper_kernel(
                         row_tile_requests_ptr,
                         row_tile_indices_ptr,
                         spans_ptr,
-                        num_row_tiles,
+                        num_items,
+                        num_programs,
                     ),
-                    num_items,
-                    num_programs,
                     num_pages,
                     window_tokens,
                     chunk_tokens,
                     stride_table_request,
                     (k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, turns),
+                    NUM_KV_HEADS,
                     GROUP,
                     PAGE_TOKENS,
                     IS_CAUSAL,
