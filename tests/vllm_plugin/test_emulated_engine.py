@@ -9,6 +9,7 @@ pytestmark = [only_where_interpreted, pytest.mark.vllm, pytest.mark.slow, pytest
 
 TESTS = {
     "windows_and_sinks": "test_engine.py::test_engine_generates_what_stock_vllm_generates[gpt_oss]",
+    "specialized_prefill": "test_specialized_engine.py",
     "states": "test_hybrid_engine.py"
     "::test_mamba2_hybrid_generates_what_stock_vllm_generates_and_finds_its_prefixes",
 }
