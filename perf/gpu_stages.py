@@ -66,6 +66,9 @@ ENGINE_FIRST = (
 )
 """Tests of engines that read most from real kernels."""
 
+SANITIZERS = ("memcheck", "racecheck")
+"""Tools of compute-sanitizer that look at a test or two of each operation."""
+
 TEST_LIMIT_SECONDS = 480
 SLOW_LIMIT_SECONDS = 1800
 BENCHMARK_LIMIT_SECONDS = 300
@@ -147,6 +150,10 @@ def stages(root: Path = ROOT, *, num_workers: int = 0) -> list[Stage]:
         *tests(KERNEL_TESTS, "not slow", "native"),
         *compiled,
         *timed(BENCHMARKS),
+        *(
+            Stage(name=f"sanitize {tool}", command=("-m", "perf.sanitize", tool))
+            for tool in SANITIZERS
+        ),
         *telling,
         *(stage for stage in engines if stage not in telling),
         *tests(KERNEL_TESTS, "slow", "native slow"),

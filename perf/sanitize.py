@@ -1,0 +1,98 @@
+"""Run small tests of every operation under NVIDIA's compute-sanitizer: bounds, races, barriers.
+
+python -m perf.sanitize memcheck|racecheck|synccheck|initcheck
+
+Where there is no such program, or it does not support the machine, that is said and 5 returned, as
+by pytest where it finds no tests.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+
+from perf.harness import ROOT
+
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+
+FOUND_ERRORS = 9
+"""What compute-sanitizer returns where it found something."""
+
+NOTHING_DONE = 5
+
+UNSUPPORTED = "Device not supported"
+
+USUAL_PATH = "/usr/local/cuda/bin"
+
+SMALL_TESTS = {
+    "kv_store": (
+        "writes_its_slots_and_nothing_else[one_token-torch.bfloat16-head_major]",
+        "rounds_and_saturates_to_fp8[torch.bfloat16-per_head]",
+    ),
+    "paged_attention": (
+        "has_option[causal-torch.bfloat16]",
+        "has_option[soft_cap-torch.bfloat16]",
+        "reads_fp8[per_head]",
+    ),
+    "specialized_prefill": ("goes_round_its_ring_of_tiles[128]",),
+    "attention_merge": ("may_write_onto_a_log_sum_exp",),
+    "latent_store": ("writes_its_slots_and_nothing_else[one_token-torch.bfloat16]",),
+    "latent_attention": ("agrees_with_its_reference[fp8]",),
+    "conv_update": ("matches_its_reference[speculative-torch.bfloat16-2-dim_last]",),
+    "causal_conv": ("matches_its_reference[past_a_tile-torch.bfloat16-2-dim_last]",),
+    "state_update": ("matches_the_recurrence[mamba2-bf16]",),
+    "state_scan": (
+        "matches_the_recurrence[mamba1-torch.bfloat16]",
+        "gives_the_same_wherever_a_prompt_is_cut[heads-2]",
+    ),
+    "delta_update": ("matches_the_rule[qwen3_next-heads-bf16]",),
+    "delta_scan": ("gives_the_same_wherever_a_prompt_is_cut[2-True]",),
+}
+"""Operation -> a test or two of it, in bfloat16 and float8 where it has them."""
+
+
+def small_tests() -> list[str]:
+    """Names of these tests for pytest, and one of pages."""
+    tests = [
+        f"tests/kernels/test_{name}.py::test_{name}_{test}"
+        for name, some in SMALL_TESTS.items()
+        for test in some
+    ]
+    return [
+        *tests,
+        "tests/kernels/test_pages.py::test_page_copy_copies_whole_pages_and_nothing_else",
+    ]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m perf.sanitize", description=__doc__)
+    parser.add_argument("tool", choices=TOOLS)
+    tool = parser.parse_args(arguments).tool
+    path = os.pathsep.join([os.environ.get("PATH", ""), USUAL_PATH])
+    program = shutil.which("compute-sanitizer", path=path)
+    if program is None:
+        print(f"no compute-sanitizer in {path}: {tool} is not done")
+        return NOTHING_DONE
+    command = [program, "--tool", tool, "--error-exitcode", str(FOUND_ERRORS)]
+    command += [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default"]
+    # Each tensor has an allocation of its own, so that what is past its end is found.
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    done = subprocess.run(
+        [*command, *small_tests()],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    print(done.stdout, end="")
+    if UNSUPPORTED in done.stdout:
+        print(f"compute-sanitizer does not support this machine: {tool} is not done")
+        return NOTHING_DONE
+    return done.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""Operations in CUDA graphs: captured once, they serve later batches of the same bounds.
+
+Without a GPU the call itself stands in for its graph: what is written over in place must suffice.
+"""
+
+import pytest
+import torch
+
+from jenga_kernels.conv_update import conv_update
+from jenga_kernels.delta_update import delta_update
+from jenga_kernels.kv_store import kv_store
+from jenga_kernels.latent_attention import latent_attention
+from jenga_kernels.paged_attention import paged_attention
+from jenga_kernels.state_update import state_update
+from tests.kernels import latent_cases
+from tests.kernels.attention_cases import Options, Shape, make_batch
+from tests.kernels.conv_cases import conv_tensors
+from tests.kernels.delta_cases import delta_tensors
+from tests.kernels.state_cases import i32, recurrence_tensors, shuffled_slots
+from tests.kernels.support import DEVICE, generator, randn
+
+NUM_REPLAYS = 100 if DEVICE.type == "cuda" else 4
+
+
+def captured(launch):
+    """A launch's graph, to be replayed; the launch itself where there is no GPU."""
+    if DEVICE.type != "cuda":
+        return launch
+    launch()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    return graph.replay
+
+
+def write_over(targets, sources):
+    """Put tensors into the first entries of others, in place."""
+    for target, source in zip(targets, sources, strict=True):
+        target[tuple(slice(size) for size in source.shape)].copy_(source)
+
+
+def check_replays(launch, load, results):
+    """Replay with the inputs of two cases by turns; each gives what its launch gave."""
+    wanted = []
+    for case in (0, 1):
+        load(case)
+        launch()
+        wanted.append([result.clone() for result in results])
+    assert not torch.equal(wanted[0][0], wanted[1][0])
+    load(0)
+    replay = captured(launch)
+    for turn in range(NUM_REPLAYS):
+        load(turn % 2)
+        replay()
+        for got, want in zip(results, wanted[turn % 2], strict=True):
+            assert torch.equal(got.nan_to_num(nan=7.0), want.nan_to_num(nan=7.0)), f"replay {turn}"
+
+
+LONG = ((1, 300), (40, 90), (3, 200), (150, 150), (1, 17))
+SHORT = ((1, 20), (40, 40), (3, 7), (150, 260), (1, 1))
+"""Requests with as many queries, that have other keys stored."""
+
+
+@pytest.mark.parametrize("is_warp_specialized", [False, True])
+@pytest.mark.parametrize(
+    "options", [Options(), Options(window_tokens=30, has_sinks=True)], ids=["full", "window"]
+)
+def test_graphs_of_attention_serve_other_lengths_and_pages(options, is_warp_specialized):
+    """But on Hopper nothing is specialised."""
+    long, short = (
+        make_batch(Shape(requests=requests, dtype=torch.float16), options, seed=seed)
+        for seed, requests in enumerate((LONG, SHORT))
+    )
+    plan = long.plan(is_warp_specialized=is_warp_specialized)
+    out = torch.empty_like(long.q, memory_format=torch.contiguous_format)
+    names = ("q", "k_pages", "v_pages", "page_table", "seq_lens")
+    cases = [[getattr(batch, name).clone() for name in names] for batch in (long, short)]
+
+    def launch():
+        plan.update(long.query_starts, long.seq_lens)
+        paged_attention(**long.arguments, out=out, plan=plan)
+
+    def load(case):
+        write_over([getattr(long, name) for name in names], cases[case])
+
+    check_replays(launch, load, [out])
+
+
+def test_graphs_of_latent_attention_serve_other_lengths_and_pages():
+    long, short = (
+        latent_cases.make_batch(
+            latent_cases.Shape(requests=requests, dtype=torch.float16), seed=seed
+        )
+        for seed, requests in enumerate((LONG, SHORT))
+    )
+    plan = long.plan()
+    out = long.q.new_empty(*long.q.shape[:2], long.shape.latent_dim)
+    names = ("q", "pages", "page_table", "seq_lens")
+    cases = [[getattr(batch, name).clone() for name in names] for batch in (long, short)]
+
+    def launch():
+        plan.update(long.query_starts, long.seq_lens)
+        latent_attention(**long.arguments, out=out, plan=plan)
+
+    def load(case):
+        write_over([getattr(long, name) for name in names], cases[case])
+
+    check_replays(launch, load, [out])
+
+
+def test_graphs_of_stores_serve_other_slots():
+    rng = generator(0)
+    pages = torch.zeros(2, 9, 16, 2, 64, dtype=torch.float16, device=DEVICE)
+    k, v = randn((2, 20, 2, 64), torch.float16, rng)
+    slots = torch.zeros(20, dtype=torch.int64, device=DEVICE)
+    cases = [torch.randperm(9 * 16, generator=rng)[:20] for _ in range(2)]
+
+    def load(case):
+        pages.zero_()
+        slots.copy_(cases[case])
+
+    check_replays(lambda: kv_store(k, v, *pages, slots), load, [pages])
+
+
+HEADS = (4, 16, 32, 2)
+"""Heads, elements of one, of its state, groups."""
+
+
+def update_of_states(rng):
+    tensors = recurrence_tensors(6, "heads", HEADS, torch.float16, rng)
+    return state_update, tensors, HEADS[:3]
+
+
+def update_of_convolutions(rng):
+    return conv_update, conv_tensors(6, 64, 4, torch.float16, rng), (64, 3)
+
+
+def update_by_the_delta_rule(rng):
+    shape = (2, 4, 32, 16)
+    return delta_update, delta_tensors(6, shape, torch.float16, rng), (4, 16, 32)
+
+
+@pytest.mark.parametrize(
+    "make", [update_of_states, update_of_convolutions, update_by_the_delta_rule]
+)
+def test_graphs_of_steps_serve_other_slots(make):
+    rng = generator(0)
+    operation, tensors, shape = make(rng)
+    first = randn((24, *shape), torch.float16, rng)
+    states = first.clone()
+    out = torch.empty_like(tensors["x"] if "x" in tensors else tensors["v"])
+    slots = torch.zeros(2, 6, dtype=torch.int32, device=DEVICE)  # initial ones, then those written
+    cases = [i32(shuffled_slots(12, 24, rng)).view(2, 6) for _ in range(2)]
+
+    def launch():
+        operation(out, states, **tensors, initial_slots=slots[0], state_slots=slots[1])
+
+    def load(case):
+        states.copy_(first)
+        slots.copy_(cases[case])
+
+    check_replays(launch, load, [out, states])
