@@ -24,7 +24,7 @@ MAX_QUERIES = 256
 """What shapes are cut to: a program shall go through several tiles, and the table take minutes."""
 
 HEADER = f"""\
-{"shape":38} {"kernel of":9} {"kernel":30} {"KiB":>7} {"moved":>6} {"again":>6} \
+{"shape":38} {"kernel of":11} {"kernel":30} {"KiB":>7} {"moved":>6} {"again":>6} \
 {"stored":>6} {"banks":>6} {"per KiB":>7}"""
 
 LEGEND = (
@@ -43,7 +43,7 @@ def line(shape: str, owner: str, name: str, counters: Counters) -> str:
         return f"{part / whole:.2f}" if whole else "-"
 
     return (
-        f"{shape[:38]:38} {owner:9} {name[:30]:30} {kib:7.0f} "
+        f"{shape[:38]:38} {owner:11} {name[:30]:30} {kib:7.0f} "
         f"{ratio(loads.moved_bytes, loads.asked_bytes):>6} "
         f"{ratio(loads.moved_bytes, loads.distinct_bytes):>6} "
         f"{ratio(stores.moved_bytes, stores.asked_bytes):>6} "
@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
     ]
     print("\n".join(lines), flush=True)
     for shape, owner, prepare in launches(MAX_TOKENS, MAX_QUERIES, MAX_REQUESTS):
-        if not shape.startswith(options.only) or (owner != "jenga" and options.peers == "none"):
+        if not shape.startswith(options.only) or (owner == "vllm" and options.peers == "none"):
             continue
         try:
             kernels = counted(gpu, prepare)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from jenga_kernels.triton.tiles import WIDE_HEAD
 from perf import (
     attention_peers,
     bench_conv_update,
@@ -115,7 +116,7 @@ def launches(
         requests = cut(shape.requests, max_tokens, max_queries, max_requests)
         small = dataclasses.replace(shape, requests=requests)
         yield shape.name, "jenga", lambda s=small: attention(make_batch(s, CPU))
-        if shape.name[0] == "P" and not shape.is_fp8:
+        if shape.name[0] == "P" and not shape.is_fp8 and shape.head_dim < WIDE_HEAD:
             yield shape.name, "specialized", lambda s=small: _specialized(make_batch(s, CPU))
         yield shape.name, "vllm", lambda s=small: _vllm_attention(make_batch(s, CPU))
     for model, dtype in (

@@ -158,8 +158,12 @@ def test_specialized_tiles_ask_for_row_tiles_of_their_size():
         batch.plan(tiles=replace(SMALL_TILES, specialized_prefill=specialized))
 
 
-def compile_every_head():
-    for head_dim in (64, 128, 256):
+def compile_the_usual_head():
+    launch(head_dim=128, is_warp_specialized=True)
+
+
+def compile_other_heads():
+    for head_dim in (64, 256):
         launch(head_dim=head_dim, is_warp_specialized=True)
 
 
@@ -183,13 +187,18 @@ def compile_options():
 
 
 @pytest.mark.parametrize(
-    "job", [compile_every_head, pytest.param(compile_options, marks=pytest.mark.slow)]
+    "job",
+    [
+        compile_the_usual_head,
+        pytest.param(compile_other_heads, marks=pytest.mark.slow),
+        pytest.param(compile_options, marks=pytest.mark.slow),
+    ],
 )
 def test_specialized_prefill_compiles_without_spills(job):
     kernels = compile_job(job, 90)
 
     found = [kernel for kernel in kernels if kernel.name == "attention_prefill_hopper_kernel"]
-    assert len(found) >= 3
+    assert found
     for kernel in found:
         # Where page ids take divisions, the loading warp keeps there which row tile comes next.
         assert kernel.stack_bytes <= (8 if job is compile_options else 0), kernel
