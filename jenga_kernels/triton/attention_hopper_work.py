@@ -3,7 +3,8 @@
 """The work of the prefill kernel for Hopper: row tiles, and the keys that their rows read.
 
 All warps of a program go through the same row tiles in the same order; each works out for itself
-which these are.
+which these are. What that takes is handed around as `work`: (first queries and lengths of requests,
+requests and indices of row tiles, spans or None, number of row tiles of all heads, of programs).
 """
 
 from triton.experimental import gluon
