@@ -21,10 +21,12 @@ from vllm.v1.kv_cache_interface import (
     iter_layer_specs,
 )
 
+from jenga.capacity import Capacity
 from jenga.errors import InvariantError
 from jenga.geometry import Geometry, PageTable, check_arena, exact_lcm
 from jenga.pipeline import Stage, plan_pipeline
 from jenga.planner import plan
+from jenga.policies import policy_of
 from jenga.vllm_plugin.config import TOKENS_PER_PAGE
 from jenga.vllm_plugin.environment import BACKEND_NAME, read_settings
 from jenga.vllm_plugin.ranks import layers_of_ranks
@@ -365,12 +367,28 @@ def pool_bytes_per_block(
     return stage_of(kv_cache_groups).large_page_bytes
 
 
-def _pages_of_longest_request(vllm_config: "VllmConfig", group: KVCacheGroupSpec) -> int:
-    """Get the most small pages of a group that one request can hold."""
-    return max(
-        cdiv(spec.max_memory_usage_bytes(vllm_config), spec.page_size_bytes)
-        for spec in iter_layer_specs(group.kv_cache_spec)
+def _pages_of_longest_request(
+    vllm_config: "VllmConfig", groups: Sequence[KVCacheGroupSpec], geometry: Geometry
+) -> list[int]:
+    """Get the most small pages of each group that one request can hold.
+
+    As many as vLLM counts, and no fewer than an admission asks for: vLLM has a chunk of local
+    attention begin with a page, and leaves out the slots of drafts.
+    """
+    model_tokens = vllm_config.model_config.max_model_len
+    step_tokens = vllm_config.max_in_flight_tokens + vllm_config.num_lookahead_tokens
+    policies = [policy_of(table) for table in geometry.page_tables]
+    admitted = Capacity(geometry, policies, 0).peak_pages(
+        model_tokens, chunk_tokens=min(model_tokens, step_tokens)
     )
+    counted = [
+        max(
+            cdiv(spec.max_memory_usage_bytes(vllm_config), spec.page_size_bytes)
+            for spec in iter_layer_specs(group.kv_cache_spec)
+        )
+        for group in groups
+    ]
+    return [max(pages) for pages in zip(counted, admitted, strict=True)]
 
 
 def max_memory_usage_bytes_from_groups(
@@ -380,9 +398,10 @@ def max_memory_usage_bytes_from_groups(
     if not kv_cache_groups:
         return 0
     _, geometry = _first_group(kv_cache_groups)
+    pages = _pages_of_longest_request(vllm_config, kv_cache_groups, geometry)
     num_large_pages = sum(
-        cdiv(_pages_of_longest_request(vllm_config, group), table.small_pages_per_large_page)
-        for group, table in zip(kv_cache_groups, geometry.page_tables, strict=True)
+        cdiv(num_pages, table.small_pages_per_large_page)
+        for num_pages, table in zip(pages, geometry.page_tables, strict=True)
     )
     return num_large_pages * stage_of(kv_cache_groups).large_page_bytes
 
@@ -393,8 +412,9 @@ def max_concurrency(vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig) -
         msg = f"expected a JengaKVCacheConfig, got {type(kv_cache_config).__name__}"
         raise TypeError(msg)
     geometry = geometry_of(kv_cache_config)
+    pages = _pages_of_longest_request(vllm_config, kv_cache_config.kv_cache_groups, geometry)
     large_pages_per_request = sum(
-        Fraction(_pages_of_longest_request(vllm_config, group), table.small_pages_per_large_page)
-        for group, table in zip(kv_cache_config.kv_cache_groups, geometry.page_tables, strict=True)
+        Fraction(num_pages, table.small_pages_per_large_page)
+        for num_pages, table in zip(pages, geometry.page_tables, strict=True)
     )
     return float((kv_cache_config.num_blocks - 1) / large_pages_per_request)

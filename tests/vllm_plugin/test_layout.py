@@ -49,6 +49,7 @@ def engine_config(architecture="LlamaForCausalLM", **cache):
         ),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
         max_in_flight_tokens=64,
+        num_lookahead_tokens=0,
     )
 
 
