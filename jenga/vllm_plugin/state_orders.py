@@ -192,6 +192,8 @@ class StateKeeper:
             self._passages[request.request_id] = _Passage(
                 request=request, start_tokens=start_tokens, end_tokens=end_tokens
             )
+            # The next prompt of a session: of the states that it passes slots have only the last.
+            self._answers.pop(request.request_id, None)
         elif self._answer_tokens:
             slots, past_tokens = self._slots, start_tokens % self._answer_tokens
             if slots > 1:

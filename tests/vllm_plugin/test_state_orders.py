@@ -502,6 +502,28 @@ def test_with_drafts_an_answers_state_is_kept_where_the_slots_still_have_it(
         assert manager.keeps_state(0, one.block_hashes[3], copies.target_pages[0])
 
 
+def test_with_drafts_a_state_that_the_next_prompt_of_a_session_passed_is_not_kept():
+    state = State(name="state", layers=(Layer(name="0", slot_bytes=4096),), draft_tokens=3)
+    cut = exact_lcm(ModelSpec(name="model", layer_types=(state,)), tokens_per_page=16)
+    manager = Manager(cut, num_large_pages=9, prefix_caching=True)
+    keeper = StateKeeper(manager, hash_tokens=16)
+    manager.allocate("a", num_tokens=24, facts=RequestFacts(prompt_tokens=20))
+    keeper.schedule(fake_request("a", 21), 20, 24)
+    keeper.take_orders()
+    keeper.step_starts()
+
+    # The session's next prompt ends two tokens after where a state would be kept.
+    manager.allocate("a", num_tokens=66, num_processed_tokens=24)
+    keeper.schedule(fake_request("a", 66), 24, 66)
+    keeper.take_orders()
+    manager.take_copies()
+    keeper.step_starts()
+    manager.allocate("a", num_tokens=70, num_processed_tokens=66)
+    keeper.schedule(fake_request("a", 67), 66, 70)
+
+    assert keeper.take_orders() is None
+
+
 def test_an_answers_state_waits_for_the_hash_of_its_tokens():
     layers = (State(name="state", layers=(Layer(name="state.0", slot_bytes=4096),)),)
     cut = exact_lcm(ModelSpec(name="model", layer_types=layers), tokens_per_page=16)
