@@ -11,7 +11,7 @@ from jenga.vllm_plugin.speculation import prepare_speculation, unsupported_specu
 from jenga.vllm_plugin.switch import backend_member
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import CacheConfig, ModelConfig, VllmConfig
 
 logger = init_logger(f"vllm.{__name__}")  # under vLLM's logger, so its level and format apply
 
@@ -68,6 +68,8 @@ def _unsupported_features(vllm_config: "VllmConfig") -> list[str]:
         "--enable-mamba-cache-stochastic-rounding": (
             vllm_config.mamba_config.enable_stochastic_rounding
         ),
+        # The pages whose lives they count are not vLLM's.
+        "--kv-cache-metrics": vllm_config.observability_config.kv_cache_metrics,
         "HiSparse": vllm_config.attention_config.hisparse_config is not None,
         "sparse multi-head latent attention": model is not None and uses_sparse_latents(model),
         "generation by diffusion, not token by token (canvas_length in the model's config)": (
@@ -79,6 +81,18 @@ def _unsupported_features(vllm_config: "VllmConfig") -> list[str]:
     }
     checks |= unsupported_speculation(vllm_config)
     return [feature for feature, in_use in checks.items() if in_use]
+
+
+def _options_without_effect(cache: "CacheConfig") -> list[str]:
+    """Name each option in use that asks for what the plugin decides by itself."""
+    usual = type(cache)()
+    checks = {
+        "--prefix-cache-retention-interval": (
+            cache.prefix_cache_retention_interval != usual.prefix_cache_retention_interval
+        ),
+        "--enable-mamba-shared-prefix-checkpoint": cache.enable_mamba_shared_prefix_checkpoint,
+    }
+    return [option for option, in_use in checks.items() if in_use]
 
 
 def prepare_config(vllm_config: "VllmConfig") -> bool:
@@ -112,6 +126,13 @@ def prepare_config(vllm_config: "VllmConfig") -> bool:
     if unsupported:
         msg = f"{BACKEND_NAME} does not support: {'; '.join(unsupported)}"
         raise ValueError(msg)
+    without_effect = _options_without_effect(vllm_config.cache_config)
+    if without_effect:
+        logger.warning_once(
+            "%s decides by itself what is kept for other requests; without effect: %s",
+            BACKEND_NAME,
+            ", ".join(without_effect),
+        )
     _set_cache_options(vllm_config)
     prepare_speculation(vllm_config)
     return True

@@ -137,6 +137,7 @@ def refusals(tiny_model, configured):
             model=several, speculative_config={"method": "mtp", "num_speculative_tokens": 2}),
         "generation by diffusion": dict(model=diffusion),
         "block-size": dict(block_size=24),
+        "kv-cache-metrics": dict(kv_cache_metrics=True),
         "use-replayssm": dict(model=hybrid, use_replayssm=True),
         "stochastic-rounding": dict(model=hybrid, mamba_ssm_cache_dtype="float16",
                                     enable_mamba_cache_stochastic_rounding=True),
@@ -174,6 +175,7 @@ def refusals(tiny_model, configured):
         "speculative decoding by several layers that predict further tokens",
         "generation by diffusion",
         "block-size",
+        "kv-cache-metrics",
         "use-replayssm",
         "stochastic-rounding",
     ],
@@ -183,6 +185,48 @@ def test_unsupported_features_are_refused_by_name_at_start_up(feature, refusals)
 
     assert feature in messages, output[-4000:]
     assert feature in messages[feature]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        pytest.param({"attn_type": "encoder_only"}, "encoder_only", id="layers_without_a_cache"),
+        pytest.param({"use_batch_invariant": True}, "batch invariance", id="batch_invariance"),
+    ],
+)
+def test_layers_that_cannot_be_served_are_refused_with_the_reason(options, named):
+    import torch
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    from jenga.vllm_plugin.config import checked_backend_path
+
+    layer = AttentionSelectorConfig(
+        head_size=64, dtype=torch.float32, kv_cache_dtype="auto", block_size=16
+    )
+    assert checked_backend_path(layer).endswith("JengaTritonBackend")
+
+    with pytest.raises(ValueError, match=f"{named} not supported"):
+        checked_backend_path(layer._replace(**options))
+
+
+@pytest.mark.vllm
+def test_options_about_what_is_kept_are_said_to_have_no_effect(tiny_model):
+    code = (
+        CONFIGURE.format(model=str(tiny_model("llama")))
+        + """
+    configure()
+    print("CONFIGURED")
+    configure(prefix_cache_retention_interval=64, enable_mamba_shared_prefix_checkpoint=True)
+    """
+    )
+    returncode, output = run_python(code)
+
+    assert returncode == 0, output[-4000:]
+    before, after = output.split("CONFIGURED")
+    options = "--prefix-cache-retention-interval, --enable-mamba-shared-prefix-checkpoint"
+    assert "without effect" not in before
+    assert f"without effect: {options}" in after
 
 
 @pytest.mark.vllm
