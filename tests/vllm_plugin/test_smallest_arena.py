@@ -54,18 +54,18 @@ def specs_of(kind, page_tokens):
 
 def smallest_arena(config, specs):
     """Get the layout of the fewest bytes with which an engine starts."""
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+    from jenga.vllm_plugin.layout import (
+        get_kv_cache_config_from_groups,
+        get_kv_cache_groups,
+        max_memory_usage_bytes_from_groups,
+        pool_bytes_per_block,
+    )
 
-    refused, accepted = 0, 16 << 20
-    while accepted - refused > 1:
-        arena_bytes = (refused + accepted) // 2
-        try:
-            get_kv_cache_configs(config, [specs], [arena_bytes])
-            accepted = arena_bytes
-        except ValueError:
-            refused = arena_bytes
-    (layout,) = get_kv_cache_configs(config, [specs], [accepted])
-    return layout
+    groups = get_kv_cache_groups(config, specs)
+    # vLLM sets the null page aside before it compares what is needed with what there is.
+    least_bytes = max_memory_usage_bytes_from_groups(config, groups)
+    least_bytes += pool_bytes_per_block(config, groups)
+    return get_kv_cache_config_from_groups(config, groups, least_bytes)
 
 
 def run_alone(scheduler, name, *, num_ahead):
