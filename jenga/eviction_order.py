@@ -87,6 +87,10 @@ class EvictionOrder(Protocol):
         """The rank of one page that loses a user by itself."""
         ...
 
+    def expects_readers(self, rank: int, /) -> bool:
+        """Whether somebody is likely to go on from a page that was evicted at a rank."""
+        ...
+
     def begin(self, geometry: Geometry, /) -> None:
         """Learn how the arena is cut, before any page is ranked."""
         ...
@@ -114,6 +118,10 @@ class LeastRecentlyUsed:
         """As `ranks`."""
         return self.ranks(Leaving(step, prospect, [prefix_length]))[0]
 
+    def expects_readers(self, _rank: int, /) -> bool:
+        """Of any page: nothing else is known of it."""
+        return True
+
     def begin(self, _geometry: Geometry, /) -> None:
         """Nothing depends on it."""
 
@@ -139,6 +147,10 @@ class LeastWanted(LeastRecentlyUsed):
         """As `ranks`."""
         time = (_LEVELS[prospect] << _STEP_BITS) + step
         return (time << _LENGTH_BITS) + _MOST_TOKENS - prefix_length
+
+    def expects_readers(self, rank: int, /) -> bool:
+        """Not of pages that were passed where nobody has gone on yet."""
+        return rank >> _LENGTH_BITS + _STEP_BITS > _LEVELS[Prospect.PASSED]
 
 
 class QueueAware(LeastWanted):

@@ -57,14 +57,16 @@ class Hits:
             if hit.pages[table.index] and not table.policy.is_overwritten:
                 touched = table.policy.update_last_access(request.facts, hit.num_tokens, num_tokens)
                 pages = list(hit.pages[table.index][: table.pages_for(touched).stop])
-                request.pages[table.index] = pages
-                if hit.has_missing[table.index] and MISSING in pages:
+                if hit.has_missing[table.index] and min(pages, default=0) < 0:
+                    # What is to be loaded is missing as well.
+                    pages = [max(page, MISSING) for page in pages]
                     request.has_missing[table.index] = True
                     cached = [page for page in pages if page > 0]
                 else:
                     num_given_up = pages.count(NULL_PAGE) if pages and pages[0] == NULL_PAGE else 0
                     cached = pages[num_given_up:]
                     request.committed[table.index] = request.found[table.index] = len(pages)
+                request.pages[table.index] = pages
                 if cached:
                     found[table.index] = table.pages.sharing(cached)
         return found

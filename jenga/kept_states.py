@@ -13,7 +13,16 @@ from math import ceil
 
 from jenga.allocator import Allocator
 from jenga.eviction_order import EvictionOrder, Leaving, Prospect
-from jenga.request import KeptState, PageCopy, PrefixHit, Request
+from jenga.host_cache import HostCache
+from jenga.request import (
+    CopyPath,
+    KeptState,
+    PageCopy,
+    PrefixHit,
+    Request,
+    host_page,
+    is_on_host,
+)
 from jenga.table import Table
 
 ANSWER_TOKENS = 64
@@ -36,6 +45,7 @@ class KeptStates:
         "_copies",
         "_gone_on",
         "_hash_tokens",
+        "_host",
         "_interval_tokens",
         "_order",
         "answer_tokens",
@@ -48,11 +58,13 @@ class KeptStates:
         tables: Sequence[Table],
         allocator: Allocator,
         order: EvictionOrder,
+        copies: list[PageCopy],
         *,
         hash_tokens: int,
         interval_tokens: int | None,
         answer_tokens: int = ANSWER_TOKENS,
         ahead_tokens: int = 0,
+        host: HostCache | None = None,
     ) -> None:
         """Nothing kept.
 
@@ -60,12 +72,14 @@ class KeptStates:
             tables: All page tables.
             allocator: Where pages for copies come from.
             order: How cached pages are ranked.
+            copies: To which those are added that are to be made.
             hash_tokens: Tokens that each further prefix hash covers.
             interval_tokens: Distance between states kept within a prompt; 0 for none, None for
                 what the bytes of a state allow.
             answer_tokens: Distance between states kept within an answer; 0 for none.
             ahead_tokens: Tokens after a prefix that must be cached with it: the states to go on
                 from are as much before the last that is.
+            host: Where evicted pages go, if they do not go for good.
         """
         self._all_tables = tables
         self.tables = tuple(table for table in tables if table.policy.is_overwritten)
@@ -76,7 +90,8 @@ class KeptStates:
             interval_tokens = _interval_by_bytes(tables, hash_tokens)
         self._interval_tokens = interval_tokens
         self._ahead_tokens = ceil(ahead_tokens / hash_tokens) * hash_tokens
-        self._copies: list[PageCopy] = []
+        self._copies = copies
+        self._host = host
         self._gone_on: set[Hashable] = set()  # keys of states from which a request has gone on
         self.answer_tokens = answer_tokens
         self.num_replaced = 0
@@ -107,7 +122,9 @@ class KeptStates:
             wanted.update(range((start // interval + 1) * interval, end, interval))
         return tuple(sorted(tokens for tokens in wanted if start < tokens <= end))
 
-    def keep(self, request: Request, key: bytes, num_tokens: int, step: int) -> bool:
+    def keep(
+        self, request: Request, key: bytes, num_tokens: int, step: int, *, in_passing: bool = False
+    ) -> bool:
         """Copy a request's running states to pages of their own, if there are such pages.
 
         Args:
@@ -116,6 +133,7 @@ class KeptStates:
             key: Hash of those tokens.
             num_tokens: What went into the states.
             step: The time.
+            in_passing: Whether a step writes the pages on its way, so that no copies are made.
         """
         is_known = self._is_cached(key)
         answer = request.answer
@@ -130,7 +148,8 @@ class KeptStates:
             # The last one on the way may lie right before a question.
             is_last = num_tokens + max(self._interval_tokens, self._hash_tokens) >= end
             prospect = Prospect.NEAR if is_last else Prospect.PASSED
-        if not is_known and not self._take(request, key, Leaving(step, prospect, [num_tokens])):
+        leaving = Leaving(step, prospect, [num_tokens])
+        if not is_known and not self._take(request, key, leaving, in_passing=in_passing):
             return False
         if num_tokens < end:
             self._gone_on.add(key)
@@ -148,12 +167,22 @@ class KeptStates:
             if table.cache is not None:
                 lost += [table.cache.keys[page] for page in table.pages.evicted]
         for table in self._all_tables:
+            if self._host is not None and table.pages.evicted:
+                self._host.store(table, table.pages.evicted, table.pages.evicted_ranks)
             table.forget_evicted()
         self._gone_on.difference_update(lost)
         if len(self.tables) > 1:
             for key in lost:
-                for table in self.tables:
-                    table.drop(key)
+                self._drop(key)
+
+    def _drop(self, key: Hashable) -> None:
+        """Let nothing of a state be found in the arena."""
+        for table in self.tables:
+            page = table.unused_page(key)
+            if page is not None:
+                if self._host is not None:
+                    self._host.store(table, [page], [table.pages.rank(page)])
+                table.drop(page)
 
     def start_from(self, request: Request, hit: PrefixHit) -> None:
         """Order the copies with which an admitted request starts from the states of its hit."""
@@ -163,7 +192,9 @@ class KeptStates:
         for table in self.tables:
             for source in hit.pages[table.index]:
                 target = _running_page(request, table, hit.num_tokens)
-                if source != target:
+                if is_on_host(source):
+                    self._copy(table, host_page(source), target, CopyPath.FROM_HOST)
+                elif source != target:
                     self._copy(table, source, target)
                 request.kept.append(
                     KeptState(table_index=table.index, key=key, num_tokens=hit.num_tokens)
@@ -176,7 +207,8 @@ class KeptStates:
         for table in self.tables:
             leaving = Leaving(step, Prospect.HELD, [hit.num_tokens])
             for page in hit.pages[table.index]:
-                self._renew(table, page, leaving)
+                if not is_on_host(page):
+                    self._renew(table, page, leaving)
 
     def renew_kept(self, request: Request) -> None:
         """Rank the states that a request kept or started from as the pages it leaves.
@@ -195,14 +227,8 @@ class KeptStates:
                 self._rank(kept, Prospect.ENDED, request.step)
 
     def reset(self) -> None:
-        """Forget all that is known of cached states, and the copies ordered."""
+        """Forget all that is known of cached states."""
         self._gone_on.clear()
-        self._copies.clear()
-
-    def take_copies(self) -> list[PageCopy]:
-        """Copies ordered since the last call."""
-        copies, self._copies = self._copies, []
-        return copies
 
     def _is_cached(self, key: Hashable) -> bool:
         """Whether a state is kept under a key; its parts are, or none of them."""
@@ -211,7 +237,7 @@ class KeptStates:
                 return False
         return True
 
-    def _take(self, request: Request, key: bytes, leaving: Leaving) -> bool:
+    def _take(self, request: Request, key: bytes, leaving: Leaving, *, in_passing: bool) -> bool:
         """Order copies of a request's running states to new pages, if there are such pages."""
         needs = [0] * len(self._allocator.tables)
         for table in self.tables:
@@ -227,6 +253,8 @@ class KeptStates:
             for page in taken[table.index]:
                 table.cache.enter_page(page, key)
                 table.pages.retire([page], table.ranks([page], leaving, self._order))
+                if in_passing and self._host is not None:
+                    self._host.note_unwritten(table, page)
                 self._copy(table, _running_page(request, table, leaving.prefix_lengths[0]), page)
         return True
 
@@ -295,8 +323,11 @@ class KeptStates:
         asked_tokens = (request.facts.prompt_tokens - 1) // self._hash_tokens * self._hash_tokens
         return asked_tokens - self._ahead_tokens
 
-    def _copy(self, table: Table, source: int, target: int) -> None:
-        self._copies.append(PageCopy(table_index=table.index, source=source, target=target))
+    def _copy(
+        self, table: Table, source: int, target: int, path: CopyPath = CopyPath.IN_ARENA
+    ) -> None:
+        copy = PageCopy(table_index=table.index, source=source, target=target, path=path)
+        self._copies.append(copy)
 
     def _renew(self, table: Table, page: int, leaving: Leaving) -> None:
         """Give a kept state another rank, as if it had been used and left."""

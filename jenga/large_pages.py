@@ -17,11 +17,13 @@ class Holder(Protocol):
 
     Attributes:
         evicted: Small pages evicted, until someone takes note and clears the list.
+        evicted_ranks: The rank of each, or of the large page with which it went.
         num_evicted_own: Small pages evicted with their large page for this page table.
         num_evicted_foreign: Small pages evicted with their large page for another one.
     """
 
     evicted: list[int]
+    evicted_ranks: list[int]
     num_evicted_own: int
     num_evicted_foreign: int
 
@@ -131,6 +133,7 @@ class LargePages:
         table = self.tables[holder]
         pages = table.surrender(large)
         table.evicted += pages
+        table.evicted_ranks += [self.last_evicted_rank] * len(pages)
         self.num_evicted += len(pages)
         if holder == taker:
             table.num_evicted_own += len(pages)

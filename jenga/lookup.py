@@ -4,19 +4,23 @@ from collections.abc import Sequence
 from typing import cast
 
 from jenga.found_pages import FoundPages
+from jenga.host_cache import EitherPages, HostCache
 from jenga.large_pages import NULL_PAGE
 from jenga.policies import ALL_PAGES, NEVER, RequestFacts
 from jenga.request import MISSING, NO_LIMIT, PrefixHit
 from jenga.table import Table
 
+_Found = FoundPages | EitherPages | list[int | None]
 
-def longest_prefix(
+
+def longest_prefix(  # noqa: PLR0913  one question, all it depends on
     tables: Sequence[Table],
     prefix_hashes: Sequence[bytes],
     facts: RequestFacts,
     *,
     max_tokens: int,
     ahead_tokens: int = 0,
+    host: HostCache | None = None,
     version: tuple[int, int],
 ) -> PrefixHit:
     """The longest prefix possible in all page tables.
@@ -27,18 +31,21 @@ def longest_prefix(
         facts: Of the request.
         max_tokens: The answer is no longer.
         ahead_tokens: Tokens after the prefix that must be cached too: its pages depend on them.
+        host: Where pages are looked up that are not in the arena, if anywhere.
         version: The state of the cache that the answer holds for.
     """
     hash_tokens = tables[0].grain.hash_tokens
     num_hashes = max(0, min(max_tokens // hash_tokens, len(prefix_hashes)))
     hashes = prefix_hashes[:num_hashes]
-    found: list[FoundPages | list[int | None]] = []
+    found: list[_Found] = []
     for table in tables:
         keys = table.policy.content_keys(facts, hashes, table.grain, ALL_PAGES)
         if table.cache is None:
             found.append([None for _ in keys])
-        else:
+        elif host is None:
             found.append(table.cache.find(keys))
+        else:
+            found.append(host.either(table, table.cache.find(keys), keys))
     # What would be hit if states and windows were kept everywhere is where the request leaves a
     # known path.
     kept = [table for table in tables if not table.policy.is_overwritten]
@@ -90,12 +97,12 @@ def _agree(
 
 
 def _reused(
-    table: Table, facts: RequestFacts, found: FoundPages | list[int | None], num_tokens: int
+    table: Table, facts: RequestFacts, found: _Found, num_tokens: int
 ) -> tuple[list[int], bool]:
     """The page table with which a request goes on from a prefix, or the pages to copy from.
 
     Returns:
-        The pages, and whether one is missing.
+        The pages, and whether one must be allocated.
     """
     numbers = table.policy.reused_pages(facts, found, table.grain, num_tokens)
     if not numbers:
@@ -113,6 +120,7 @@ def _reused(
         pages = [MISSING if page is None else page for page in reused]
     else:
         pages = cast("list[int]", reused)
+        has_missing = isinstance(found, EitherPages) and min(pages) < MISSING
     if table.policy.is_overwritten:
         return pages, has_missing
     if not first:

@@ -10,6 +10,7 @@ from jenga.geometry import Geometry
 from jenga.growth import Growth
 from jenga.hits import Hits
 from jenga.holdings import Holdings
+from jenga.host_cache import HostCache, HostReport
 from jenga.kept_states import ANSWER_TOKENS, KeptStates
 from jenga.lookup import longest_prefix
 from jenga.policies import RequestFacts
@@ -37,6 +38,7 @@ class Manager(Holdings):
         left_share: float = LEFT_SHARE,
         ahead_tokens: int = 0,
         records_changes: bool = False,
+        num_host_large_pages: int = 0,
     ) -> None:
         """An empty arena.
 
@@ -58,10 +60,13 @@ class Manager(Holdings):
                 kept as much before where they are wanted.
             records_changes: Whether `take_changes` is asked what can be found; it must be asked
                 often, since changes are kept until then.
+            num_host_large_pages: Large pages of host memory, one that is never used included, where
+                what is evicted stays to be found; 0 for none.
 
         Raises:
-            ValueError: The arena is too small for the null page and one large page per page table,
-                or pages and prefix hashes do not divide each other.
+            ValueError: The arena, or host memory, is too small for the null page and one large page
+                per page table, pages and prefix hashes do not divide each other, or nothing is
+                cached that host memory could be for.
         """
         specs = geometry.page_tables
         if num_large_pages < 1 + len(specs):
@@ -105,14 +110,25 @@ class Manager(Holdings):
         )
         self._order = eviction_order or QueueAware()
         self._order.begin(geometry)
+        self._copies: list[PageCopy] = []
+        self._host: HostCache | None = None
+        if num_host_large_pages:
+            if not prefix_caching:
+                msg = "num_host_large_pages must be 0 where prefix_caching is off"
+                raise ValueError(msg)
+            self._host = HostCache(
+                tables, self._order, self._copies, num_large_pages=num_host_large_pages
+            )
         self._states = KeptStates(
             tables,
             allocator,
             self._order,
+            self._copies,
             hash_tokens=hash_tokens,
             interval_tokens=checkpoint_interval_tokens,
             answer_tokens=answer_interval_tokens,
             ahead_tokens=ahead_tokens,
+            host=self._host,
         )
         self._waiting = Waiting(
             tables,
@@ -124,19 +140,25 @@ class Manager(Holdings):
         self._entry = Entry(self._requests, self._states, self._waiting, admission)
         self._hits = Hits(tables, self._states, hash_tokens)
         self._growth = Growth(tables, self.capacity, self._order)
-        self._taking = Taking(allocator, self._growth, self._hits, self._states, self._order)
+        self._taking = Taking(
+            allocator, self._growth, self._hits, self._states, self._order, self._host
+        )
         self._step = self._num_owners = self._num_losses = 0
 
     @property
     def _version(self) -> tuple[int, int]:
         """Changes whenever cached pages are lost."""
         num_losses = self._num_losses + self._states.num_replaced
+        if self._host is not None:
+            num_losses += self._host.num_lost
         return self._allocator.large_pages.num_evicted, num_losses
 
     def new_step(self) -> None:
         """Note that a step of the engine begins: what it touches is younger than all before."""
         self._step += 1
         self._waiting.begin_step(self._step)
+        if self._host is not None:
+            self._host.begin_step()
 
     # The life of a request
 
@@ -196,6 +218,7 @@ class Manager(Holdings):
             facts or RequestFacts(prompt_tokens=max_tokens + 1),
             max_tokens=max_tokens,
             ahead_tokens=self._ahead_tokens,
+            host=self._host,
             version=self._version,
         )
 
@@ -389,7 +412,9 @@ class Manager(Holdings):
             return ()
         return self._entry.checkpoint_tokens(request_id, request)
 
-    def keep_state(self, request_id: str, prefix_hash: bytes, num_tokens: int) -> bool:
+    def keep_state(
+        self, request_id: str, prefix_hash: bytes, num_tokens: int, *, in_passing: bool = False
+    ) -> bool:
         """Keep a copy of a request's running states for others to start from.
 
         A state of what it generates takes the place of the one before.
@@ -397,9 +422,10 @@ class Manager(Holdings):
         Args:
             request_id: Whose states. Its last step ended at exactly `num_tokens` tokens, or passed
                 there with no more tokens than a state has slots, or the one about to run passes
-                there and writes them on its way; then no copies are made.
+                there and writes them on its way; then the copies within the arena are not made.
             prefix_hash: Hash of those tokens.
             num_tokens: A multiple of `hash_tokens`.
+            in_passing: Whether the step about to run writes them on its way.
 
         Returns:
             Whether there is a page for every copy; `take_copies` has them then.
@@ -414,7 +440,9 @@ class Manager(Holdings):
                 f"caching on, got {num_tokens}"
             )
             raise ValueError(msg)
-        return self._states.keep(request, prefix_hash, num_tokens, self._step)
+        return self._states.keep(
+            request, prefix_hash, num_tokens, self._step, in_passing=in_passing
+        )
 
     def keeps_state(self, table_index: int, prefix_hash: bytes, page: int) -> bool:
         """Whether a page still holds the state kept in it: another one may have taken it since."""
@@ -423,7 +451,9 @@ class Manager(Holdings):
 
     def take_copies(self) -> list[PageCopy]:
         """Copies to make before any kernel of the next step runs, in this order."""
-        return self._states.take_copies()
+        copies = self._copies[:]
+        self._copies.clear()
+        return copies
 
     def take_changes(self) -> list[CacheChange]:
         """What can be found since the last call, and what no longer, in order.
@@ -444,6 +474,9 @@ class Manager(Holdings):
                 table.cache.clear()
         self._allocator.large_pages.surrender_all()
         self._states.reset()
+        self._copies.clear()
+        if self._host is not None:
+            self._host.clear()
         self._hits.ends.clear()
         self._num_losses += 1
         return True
@@ -452,10 +485,16 @@ class Manager(Holdings):
         """What prefix hits brought since start-up."""
         return self._hits.report()
 
+    def host_report(self) -> HostReport | None:
+        """What host memory holds and brought; None where there is none."""
+        return self._host.report() if self._host is not None else None
+
     def check(self) -> None:
         """Raise `InvariantError` unless the books of requests, allocator, cache and queue agree."""
         super().check()
         self._waiting.check()
+        if self._host is not None:
+            self._host.check()
 
 
 def _count_error(

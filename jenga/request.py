@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import NamedTuple
 
 from jenga.eviction_order import Prospect
@@ -10,6 +11,17 @@ from jenga.policies import RequestFacts
 
 MISSING = -1
 """In a page table: a page still to be allocated, among pages that were found in the cache."""
+
+
+def host_page(page: int) -> int:
+    """What a page of host memory is known by where other pages are the arena's, and the reverse."""
+    return MISSING - page
+
+
+def is_on_host(page: int) -> bool:
+    """Whether what is in a hit's page table stands for a page of host memory."""
+    return page < MISSING
+
 
 NO_LIMIT = -1
 """Index of the page table that limits a prefix hit, where none does."""
@@ -25,9 +37,9 @@ class PrefixHit:
         branch_tokens: Tokens it would have if windows and states were kept everywhere.
         limit: Index of the page table that allows no more, or `NO_LIMIT`.
         pages: Its small pages per page table: the null page where no later token reads, `MISSING`
-            where one must be allocated. Of page tables whose pages are written over, the pages to
-            copy from.
-        has_missing: Per page table, whether one is `MISSING`.
+            where one must be allocated; `is_on_host` tells of those that must be allocated and
+            loaded. Of page tables whose pages are written over, the pages to copy from.
+        has_missing: Per page table, whether one must be allocated.
         facts: Of the request.
         prefix_hashes: Of the request.
         version: The state of the cache in which this was found.
@@ -44,6 +56,14 @@ class PrefixHit:
     version: tuple[int, int] = field(repr=False)
 
 
+class CopyPath(Enum):
+    """From where to where a copy goes."""
+
+    IN_ARENA = auto()
+    TO_HOST = auto()
+    FROM_HOST = auto()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageCopy:
     """A copy to make, before any kernel of the next step runs and in the order of their issue.
@@ -52,11 +72,13 @@ class PageCopy:
         table_index: Page table of both pages.
         source: Page to copy from.
         target: Page to copy to.
+        path: Which of them is in host memory, if one is.
     """
 
     table_index: int
     source: int
     target: int
+    path: CopyPath = CopyPath.IN_ARENA
 
 
 class KeptState(NamedTuple):

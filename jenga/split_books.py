@@ -21,6 +21,7 @@ class SplitBooks:
         stamps: Of an evictable small page its rank, else `NOT_QUEUED`.
         shares: Used small page -> its users beyond the first.
         evicted: Small pages evicted, until the caller takes note and clears the list.
+        evicted_ranks: The rank of each, or of the large page with which it went.
         num_used: Small pages used.
         num_evictable: Small pages evictable.
         num_large: Large pages held.
@@ -36,6 +37,7 @@ class SplitBooks:
         "_used",
         "_vacancies",
         "evicted",
+        "evicted_ranks",
         "index",
         "num_evictable",
         "num_evicted_alone",
@@ -60,6 +62,7 @@ class SplitBooks:
         self.stamps = self._evictables.stamps
         self.shares: dict[int, int] = {}
         self.evicted: list[int] = []
+        self.evicted_ranks: list[int] = []
         self.num_used = self.num_evictable = self.num_large = self.num_spare = 0
         self.num_evicted_alone = self.num_evicted_own = self.num_evicted_foreign = 0
 

@@ -194,6 +194,7 @@ class SplitPages(SplitBooks):
         self._large_pages.last_evicted_rank = rank
         self._large_pages.num_evicted += 1
         self.evicted.append(page)
+        self.evicted_ranks.append(rank)
         self.num_evicted_alone += 1
         pages.append(page)
         self._used[large] += 1

@@ -256,10 +256,14 @@ class Table:
             ranks = self.ranks(cached, Leaving(request.step, prospect, lengths), order)
             self.pages.retire(cached, ranks)
 
-    def drop(self, key: Hashable) -> None:
-        """Let what is cached under a key, if anything is, be empty."""
+    def unused_page(self, key: Hashable) -> int | None:
+        """The page that is cached under a key and that nobody uses, if there is one."""
         page = self.cache.get(key) if self.cache is not None else None
-        if page is not None and self.cache is not None and self.pages.stamps[page] >= 0:
+        return page if page is not None and self.pages.stamps[page] >= 0 else None
+
+    def drop(self, page: int) -> None:
+        """Let a cached page that nobody uses be empty."""
+        if self.cache is not None:
             self.cache.forget([page])
             self.pages.share([page])
             self.pages.release([page])
@@ -269,6 +273,7 @@ class Table:
         if self.pages.evicted and self.cache is not None:
             self.cache.forget(self.pages.evicted)
             self.pages.evicted.clear()
+            self.pages.evicted_ranks.clear()
 
 
 def build_tables(

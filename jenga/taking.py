@@ -7,6 +7,7 @@ from jenga.errors import InvariantError, OutOfPagesError
 from jenga.eviction_order import EvictionOrder
 from jenga.growth import Growth
 from jenga.hits import Hits
+from jenga.host_cache import HostCache
 from jenga.kept_states import KeptStates
 from jenga.large_pages import NULL_PAGE
 from jenga.request import PrefixHit, Request
@@ -16,7 +17,16 @@ from jenga.small_pages import Budget, Sharing
 class Taking:
     """Takes small pages for requests, all that a step needs or none."""
 
-    __slots__ = ("_allocator", "_growth", "_hits", "_num_evicted", "_order", "_states", "nothing")
+    __slots__ = (
+        "_allocator",
+        "_growth",
+        "_hits",
+        "_host",
+        "_num_evicted",
+        "_order",
+        "_states",
+        "nothing",
+    )
 
     def __init__(
         self,
@@ -25,6 +35,7 @@ class Taking:
         hits: Hits,
         states: KeptStates,
         order: EvictionOrder,
+        host: HostCache | None = None,
     ) -> None:
         """From one arena.
 
@@ -34,12 +45,14 @@ class Taking:
             hits: Where the pages of hits are shared.
             states: States kept for others; they are told of evictions, as the cache is.
             order: Told of evictions too.
+            host: Where pages of hits are that are not in the arena, if anywhere.
         """
         self._allocator = allocator
         self._growth = growth
         self._hits = hits
         self._states = states
         self._order = order
+        self._host = host
         self._num_evicted = 0
         self.nothing: tuple[list[int], ...] = tuple([] for _ in allocator.tables)
 
@@ -89,6 +102,8 @@ class Taking:
             # To share is to use: from here on nothing may be refused.
             self._require(request_id, needs, found, reserve_large_pages)
             self._hits.share(found, hit, step)
+            if self._host is not None:
+                self._host.pin(hit)
         taken: Sequence[list[int]] | None = self.nothing
         if any(needs):
             taken = self._allocator.take(
@@ -104,6 +119,8 @@ class Taking:
                 raise InvariantError(msg)
             self._note_evictions(step)
             growth.append(request, taken)
+        if hit is not None and self._host is not None:
+            self._host.load(hit, request)
         request.expected_tokens = expected_tokens
         return taken
 

@@ -17,6 +17,7 @@ class WholePages:
         stamps: Of an evictable small page its place in the order, else `NOT_QUEUED`.
         shares: Used small page -> its users beyond the first.
         evicted: Small pages evicted, until the caller takes note and clears the list.
+        evicted_ranks: The rank of each.
         num_used: Small pages used.
         num_evictable: Small pages evictable.
         num_spare: Unused small pages in pinned large pages: there are none.
@@ -28,6 +29,7 @@ class WholePages:
     __slots__ = (
         "_large_pages",
         "evicted",
+        "evicted_ranks",
         "index",
         "num_evictable",
         "num_evicted_alone",
@@ -47,6 +49,7 @@ class WholePages:
         self.stamps = large_pages.reclaimable.stamps
         self.shares: dict[int, int] = {}
         self.evicted: list[int] = []
+        self.evicted_ranks: list[int] = []
         self.num_used = self.num_evictable = self.num_spare = 0
         self.num_evicted_alone = self.num_evicted_own = self.num_evicted_foreign = 0
 

@@ -21,11 +21,12 @@ from jenga.policies import RequestFacts
 from jenga.request import PrefixHit
 from jenga.vllm_plugin.cache_events import CacheEvents
 from jenga.vllm_plugin.config import TOKENS_PER_PAGE
+from jenga.vllm_plugin.copy_rounds import copy_rounds
 from jenga.vllm_plugin.encoder_hits import EncoderHits
 from jenga.vllm_plugin.environment import read_settings
 from jenga.vllm_plugin.layout import JengaKVCacheConfig, first_layers, geometry_of
 from jenga.vllm_plugin.memory_log import MemoryLog, open_memory_log
-from jenga.vllm_plugin.state_orders import StateKeeper, StateOrders
+from jenga.vllm_plugin.state_orders import StateKeeper, StepOrders
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
@@ -126,6 +127,7 @@ class JengaKVCacheManager:
             # Slots of a head that drafts are made of the token after theirs, if it has any.
             ahead_tokens=int(use_eagle and kv_cache_config.has_draft_layers),
             records_changes=enable_kv_cache_events,
+            num_host_large_pages=kv_cache_config.num_host_large_pages,
         )
         self._events: CacheEvents | None = None
         if enable_kv_cache_events and enable_caching:
@@ -367,13 +369,17 @@ class JengaKVCacheManager:
         """Get pages to clear before use: none, the kernels read no slot that was not written."""
         return []
 
-    def take_kv_cache_block_copies(self) -> tuple[list[StateOrders], list[KVCacheBlock]]:
-        """Get what the workers do with kept states; asked once all requests of a step are known.
+    def take_kv_cache_block_copies(self) -> tuple[list[StepOrders], list[KVCacheBlock]]:
+        """Get what the workers do before a step, and on its way; asked once all of it is known.
 
         Returns:
             The orders, at most one; and no blocks to free later, the manager has them in its books.
         """
-        orders = self._states.take_orders() if self._states is not None else None
+        if self._states is not None:
+            orders = self._states.take_orders()
+        else:
+            copies = copy_rounds(self.manager.take_copies(), self.manager.geometry)
+            orders = StepOrders(copies=copies, writes={}) if copies else None
         return ([] if orders is None else [orders]), []
 
     def take_boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:

@@ -1,5 +1,6 @@
 """What the plugin asks of vLLM's configuration: is it selected, can it serve, what it sets."""
 
+import math
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,9 @@ granularity at which vLLM hashes prefixes."""
 CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3")
 """Values of --kv-cache-dtype that are served; vLLM's fp8 is float8_e4m3fn."""
 
+
+_HOST_BYTES = "jenga_host_bytes"
+"""Of vLLM's additional options, the one that carries --kv-offloading-size to the engine."""
 
 _SPARSE_MODEL_TYPES = ("deepseek_v4", "deepseek_v41")
 """Models of latent attention that read chosen tokens alone, whatever else their options say."""
@@ -59,7 +63,9 @@ def _unsupported_features(vllm_config: "VllmConfig") -> list[str]:
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
         "dual batch overlap (--enable-dbo)": parallel.enable_dbo,
         "KV connectors (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
-        "KV offloading (--kv-offloading-size)": cache.kv_offloading_size is not None,
+        f"--kv-offloading-backend {cache.kv_offloading_backend}": (
+            cache.kv_offloading_size is not None and cache.kv_offloading_backend != "native"
+        ),
         "--disable-hybrid-kv-cache-manager": scheduler.disable_hybrid_kv_cache_manager is True,
         f"other attention backends per kind {other_backends}": bool(other_backends),
         f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype not in CACHE_DTYPES,
@@ -134,8 +140,33 @@ def prepare_config(vllm_config: "VllmConfig") -> bool:
             ", ".join(without_effect),
         )
     _set_cache_options(vllm_config)
+    _take_offloading(vllm_config)
     prepare_speculation(vllm_config)
     return True
+
+
+def _take_offloading(vllm_config: "VllmConfig") -> None:
+    """Take on what --kv-offloading-size asks for, before vLLM makes a KV connector of it."""
+    size_gib = vllm_config.cache_config.kv_offloading_size
+    if size_gib is None:
+        return
+    if not 0 < size_gib < math.inf:
+        msg = f"--kv-offloading-size must be a positive number of GiB, got {size_gib}"
+        raise ValueError(msg)
+    if not isinstance(vllm_config.additional_config, dict):
+        msg = (
+            f"--kv-offloading-size needs an --additional-config that is a mapping, got "
+            f"{type(vllm_config.additional_config).__name__}"
+        )
+        raise ValueError(msg)  # noqa: TRY004  as for every other option
+    vllm_config.additional_config[_HOST_BYTES] = int(size_gib * (1 << 30))
+    vllm_config.cache_config.kv_offloading_size = None
+
+
+def host_bytes(vllm_config: "VllmConfig") -> int:
+    """Get the bytes of host memory that evicted pages go to, of all ranks together."""
+    options = vllm_config.additional_config
+    return options.get(_HOST_BYTES, 0) if isinstance(options, dict) else 0
 
 
 def _set_cache_options(vllm_config: "VllmConfig") -> None:

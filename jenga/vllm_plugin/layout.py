@@ -27,7 +27,7 @@ from jenga.geometry import Geometry, PageTable, check_arena, exact_lcm
 from jenga.pipeline import Stage, plan_pipeline
 from jenga.planner import plan
 from jenga.policies import policy_of
-from jenga.vllm_plugin.config import TOKENS_PER_PAGE
+from jenga.vllm_plugin.config import TOKENS_PER_PAGE, host_bytes
 from jenga.vllm_plugin.environment import BACKEND_NAME, read_settings
 from jenga.vllm_plugin.ranks import layers_of_ranks
 from jenga.vllm_plugin.specs import (
@@ -74,12 +74,14 @@ class JengaKVCacheConfig(KVCacheConfig):
     `num_blocks` is the number of large pages, the null page included. `geometry` is that of all
     ranks of a pipeline, whatever part of each page a rank stores. Where `keeps_images_whole`,
     the tokens of an image read each other, so all of them must be computed in one step.
-    Where `has_draft_layers`, what drafts has keys and values of its own.
+    Where `has_draft_layers`, what drafts has keys and values of its own. `num_host_large_pages` is
+    the number of large pages of host memory on each worker, 0 where there is none.
     """
 
     geometry: Geometry | None = None
     keeps_images_whole: bool = False
     has_draft_layers: bool = True
+    num_host_large_pages: int = 0
 
     def table_of(self, layer_name: str) -> PageTable:
         """Get the page table that stores a layer."""
@@ -297,7 +299,39 @@ def cut_arena(
                 vllm_config, [name for table in geometry.page_tables for name in layer_names(table)]
             )
         ),
+        num_host_large_pages=_num_host_large_pages(vllm_config, first),
     )
+
+
+def _num_host_large_pages(vllm_config: "VllmConfig", group: JengaGroupSpec) -> int:
+    """Get how many large pages each worker has in host memory: as many on every rank.
+
+    Raises:
+        ValueError: Nothing is cached that they could be for, or they are too few to be of use.
+    """
+    total_bytes = host_bytes(vllm_config)
+    if not total_bytes:
+        return 0
+    if not vllm_config.cache_config.enable_prefix_caching:
+        msg = "--kv-offloading-size keeps prefixes, and prefix caching is off"
+        raise ValueError(msg)
+    bytes_of_ranks = sum(stage.large_page_bytes for stage in group.stages)
+    num_bytes = bytes_of_ranks * vllm_config.parallel_config.tensor_parallel_size
+    num_large_pages, least = total_bytes // num_bytes, 1 + len(group.stages[0].shares)
+    if num_large_pages < least:
+        msg = (
+            f"--kv-offloading-size must be at least {least * num_bytes / 2**30:.3g} GiB, for "
+            f"{least} large pages on each rank, got {total_bytes / 2**30:.3g}"
+        )
+        raise ValueError(msg)
+    return num_large_pages
+
+
+def host_memory_bytes(config: JengaKVCacheConfig) -> int:
+    """Get the bytes of host memory of the worker whose configuration this is."""
+    if not config.num_host_large_pages:
+        return 0
+    return config.num_host_large_pages * stage_of(config.kv_cache_groups).large_page_bytes
 
 
 def _log_geometry(

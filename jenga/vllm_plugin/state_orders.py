@@ -3,39 +3,21 @@
 A state is kept in the pass that computes it: the layers write it to a page of its own on their way
 through a prompt. Of an answer, a copy of the running state is kept now and then, before a step goes
 on from it. A request that starts from a kept state starts with a copy of it. The scheduler's
-process decides both at the end of `schedule`, when all requests of the step are known; the orders
-travel in `SchedulerOutput.kv_cache_block_copies`, which every kind of executor hands to its workers
-before the step.
+process decides both at the end of `schedule`, when all requests of the step are known.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jenga.geometry import Geometry
 from jenga.manager import Manager
-from jenga.request import PageCopy
+from jenga.request import CopyPath, PageCopy
 from jenga.spec import State
 from jenga.vllm_plugin.cache_events import CacheEvents
+from jenga.vllm_plugin.copy_rounds import CopyRound, copy_rounds
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopyRound:
-    """Copies of pages of one page table that may be made at once.
-
-    Attributes:
-        small_pages_per_large_page: Of the page table; their bytes differ from rank to rank of a
-            pipeline.
-        source_pages: Pages to read.
-        target_pages: Pages to write, none of them a source or twice.
-    """
-
-    small_pages_per_large_page: int
-    source_pages: tuple[int, ...]
-    target_pages: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +36,7 @@ class StateWrite:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StateOrders:
+class StepOrders:
     """All orders of one step.
 
     Attributes:
@@ -65,54 +47,6 @@ class StateOrders:
 
     copies: tuple[CopyRound, ...]
     writes: Mapping[str, tuple[StateWrite, ...]]
-
-
-@dataclass(slots=True)
-class _Window:
-    """Copies that may be made in any order: none touches what another one writes."""
-
-    tables: dict[int, int] = field(default_factory=dict)  # large page -> page table it serves
-    sources: set[tuple[int, int]] = field(default_factory=set)
-    targets: set[tuple[int, int]] = field(default_factory=set)
-    copies: dict[int, list[PageCopy]] = field(default_factory=dict)  # page table -> copies
-
-    def admits(self, copy: PageCopy, large_pages: Sequence[int]) -> bool:
-        source, target = (copy.table_index, copy.source), (copy.table_index, copy.target)
-        return (
-            source not in self.targets
-            and target not in self.targets
-            and target not in self.sources
-            # A large page that changed hands holds pages of two page tables in the same bytes.
-            and all(
-                self.tables.get(page, copy.table_index) == copy.table_index for page in large_pages
-            )
-        )
-
-    def add(self, copy: PageCopy, large_pages: Sequence[int]) -> None:
-        self.tables.update(dict.fromkeys(large_pages, copy.table_index))
-        self.sources.add((copy.table_index, copy.source))
-        self.targets.add((copy.table_index, copy.target))
-        self.copies.setdefault(copy.table_index, []).append(copy)
-
-
-def copy_rounds(copies: Iterable[PageCopy], geometry: Geometry) -> tuple[CopyRound, ...]:
-    """Order copies into as few rounds as give what making them one by one gives."""
-    windows = [_Window()]
-    for copy in copies:
-        per_large_page = geometry.page_tables[copy.table_index].small_pages_per_large_page
-        large_pages = (copy.source // per_large_page, copy.target // per_large_page)
-        if not windows[-1].admits(copy, large_pages):
-            windows.append(_Window())
-        windows[-1].add(copy, large_pages)
-    return tuple(
-        CopyRound(
-            small_pages_per_large_page=geometry.page_tables[index].small_pages_per_large_page,
-            source_pages=tuple(copy.source for copy in table_copies),
-            target_pages=tuple(copy.target for copy in table_copies),
-        )
-        for window in windows
-        for index, table_copies in window.copies.items()
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,12 +153,12 @@ class StateKeeper:
         self._passed.pop(request_id, None)
         self._answers.pop(request_id, None)
 
-    def take_orders(self) -> StateOrders | None:
+    def take_orders(self) -> StepOrders | None:
         """Give pages to the states that the step passes; get its orders, None if it has none."""
-        copies = copy_rounds(self._manager.take_copies(), self._geometry)
+        copies = self._manager.take_copies()
         kept: list[tuple[bytes, PageCopy, int]] = []
         for request_id, passage in self._passages.items():
-            kept += self._keep(request_id, passage)
+            kept += self._keep(request_id, passage, copies)
         writes: dict[str, list[StateWrite]] = {}
         for prefix_hash, copy, after_tokens in kept:
             # In a full arena a state may have lost its page to one that was kept after it.
@@ -236,12 +170,21 @@ class StateKeeper:
                     writes.setdefault(name, []).append(write)
         if not copies and not writes:
             return None
-        return StateOrders(
-            copies=copies, writes={name: tuple(orders) for name, orders in writes.items()}
+        return StepOrders(
+            copies=copy_rounds(copies, self._geometry),
+            writes={name: tuple(orders) for name, orders in writes.items()},
         )
 
-    def _keep(self, request_id: str, passage: _Passage) -> list[tuple[bytes, PageCopy, int]]:
-        """Give pages to a request's states: hash, running page and target, tokens of the step."""
+    def _keep(
+        self, request_id: str, passage: _Passage, copies: list[PageCopy]
+    ) -> list[tuple[bytes, PageCopy, int]]:
+        """Give pages to a request's states: hash, running page and target, tokens of the step.
+
+        Args:
+            request_id: Whose.
+            passage: What the step computes of it.
+            copies: To which those are added that save what was in these pages.
+        """
         kept: list[tuple[bytes, PageCopy, int]] = []
         start_tokens, end_tokens = passage.start_tokens, passage.end_tokens
         for num_tokens in self._manager.checkpoint_tokens(request_id):
@@ -250,17 +193,20 @@ class StateKeeper:
             if end_tokens - start_tokens <= self._slots:
                 # Layers take so few tokens for decoding, which writes running states only.
                 self._passed.setdefault(request_id, (passage.request, []))[1].append(num_tokens)
-            elif self._keep_state(passage.request, num_tokens):
+            elif self._keep_state(passage.request, num_tokens, in_passing=True):
                 prefix_hash = self._hash(passage.request, num_tokens)
-                kept += [
-                    (prefix_hash, copy, num_tokens - start_tokens)
-                    for copy in self._manager.take_copies()
-                ]
+                for copy in self._manager.take_copies():
+                    if copy.path == CopyPath.IN_ARENA:
+                        kept.append((prefix_hash, copy, num_tokens - start_tokens))
+                    else:
+                        copies.append(copy)
         return kept
 
-    def _keep_state(self, request: "Request", num_tokens: int) -> bool:
+    def _keep_state(self, request: "Request", num_tokens: int, *, in_passing: bool = False) -> bool:
         prefix_hash = self._hash(request, num_tokens)
-        is_kept = self._manager.keep_state(request.request_id, prefix_hash, num_tokens)
+        is_kept = self._manager.keep_state(
+            request.request_id, prefix_hash, num_tokens, in_passing=in_passing
+        )
         if self._events is not None:
             self._events.note(request)
         return is_kept

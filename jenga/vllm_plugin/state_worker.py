@@ -1,4 +1,4 @@
-"""A worker's side of keeping recurrent states: copies before a step, writes on the way through it.
+"""A worker's side of a step's orders: copies before it, states written on the way through it.
 
 vLLM's model runner hands over a step's orders once, before it asks the metadata builders of all
 layers for the step's metadata; in between they wait here, by the name of the first layer of the
@@ -12,7 +12,10 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from jenga.errors import InvariantError
-from jenga.vllm_plugin.state_orders import CopyRound, StateOrders, StateWrite
+from jenga.request import CopyPath
+from jenga.vllm_plugin.copy_rounds import CopyRound
+from jenga.vllm_plugin.host_memory import copy_through_host, first_cache
+from jenga.vllm_plugin.state_orders import StateWrite, StepOrders
 from jenga_kernels.page_copy import page_copy
 from jenga_kernels.states import Checkpoints
 
@@ -20,7 +23,7 @@ _waiting: dict[str, tuple[StateWrite, ...]] = {}
 _layers: set[str] = set()  # those that take their orders here: others are on other ranks
 
 
-def deliver_orders(kv_caches: Iterable[Any], num_large_pages: int, orders: StateOrders) -> None:
+def deliver_orders(kv_caches: Iterable[Any], num_large_pages: int, orders: StepOrders) -> None:
     """Make a step's copies, and let its writes wait for the layers.
 
     Args:
@@ -29,7 +32,8 @@ def deliver_orders(kv_caches: Iterable[Any], num_large_pages: int, orders: State
         orders: What the scheduler asks for.
 
     Raises:
-        InvariantError: The layers did not take the orders of an earlier step.
+        InvariantError: The layers did not take the orders of an earlier step, or pages are ordered
+            to host memory and there is none.
     """
     if _waiting:
         msg = f"states of {sorted(_waiting)} were to be kept in an earlier step and were not"
@@ -38,7 +42,10 @@ def deliver_orders(kv_caches: Iterable[Any], num_large_pages: int, orders: State
     if orders.copies:
         arena = arena_of(kv_caches)
         for copies in orders.copies:
-            copy_pages(arena, num_large_pages, copies)
+            if copies.path == CopyPath.IN_ARENA:
+                copy_pages(arena, num_large_pages, copies)
+            else:
+                copy_through_host(kv_caches, arena, num_large_pages, copies)
 
 
 def expect_orders(layer_names: Iterable[str]) -> None:
@@ -48,14 +55,13 @@ def expect_orders(layer_names: Iterable[str]) -> None:
 
 def arena_of(kv_caches: Iterable[Any]) -> torch.Tensor:
     """View the one buffer that all caches lie in, i8[arena_bytes]."""
-    first = next(iter(kv_caches))
-    tensor = first if isinstance(first, torch.Tensor) else first[0]
+    tensor = first_cache(kv_caches)
     arena = torch.empty(0, dtype=torch.int8, device=tensor.device)
     return arena.set_(tensor.untyped_storage())
 
 
 def copy_pages(arena: torch.Tensor, num_large_pages: int, copies: CopyRound) -> None:
-    """Make one round of copies.
+    """Make one round of copies within the arena.
 
     Args:
         arena: Written in place, i8[arena_bytes].

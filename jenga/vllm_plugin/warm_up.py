@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup
 
 from jenga.geometry import Geometry
+from jenga.vllm_plugin.copy_rounds import CopyRound
 from jenga.vllm_plugin.layout import first_layers, geometry_of
-from jenga.vllm_plugin.state_orders import CopyRound, StateOrders, StateWrite
+from jenga.vllm_plugin.state_orders import StateWrite, StepOrders
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -58,7 +59,7 @@ def orders_of(
     geometry: Geometry,
     num_large_pages: int,
     layers: Sequence[Sequence[str]],
-) -> StateOrders | None:
+) -> StepOrders | None:
     """Orders that copy a state and keep one of the prompt that a step reads; None if there is none.
 
     Args:
@@ -91,4 +92,4 @@ def orders_of(
             running_page=running_page, after_tokens=KEPT_AFTER_TOKENS, page=last_page
         )
         writes |= dict.fromkeys(layers[index], (write,))
-    return StateOrders(copies=tuple(copies), writes=writes)
+    return StepOrders(copies=tuple(copies), writes=writes)

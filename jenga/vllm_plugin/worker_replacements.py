@@ -23,6 +23,21 @@ def _warmup_kernels(original: Function) -> Function:
     return warmup_kernels
 
 
+def _initialize_from_config(original: Function) -> Function:
+    @functools.wraps(original)
+    def initialize_from_config(self: Any, kv_cache_config: Any) -> None:  # noqa: ANN401
+        from jenga.vllm_plugin.host_memory import allocate_host_memory
+        from jenga.vllm_plugin.layout import JengaKVCacheConfig, host_memory_bytes
+
+        original(self, kv_cache_config)
+        if isinstance(kv_cache_config, JengaKVCacheConfig):
+            num_bytes = host_memory_bytes(kv_cache_config)
+            if num_bytes:
+                allocate_host_memory(self.model_runner.kv_caches, num_bytes)
+
+    return initialize_from_config
+
+
 def _init_minimal_kv_cache_for_profiling(original: Function) -> Function:
     @functools.wraps(original)
     def init_minimal_kv_cache_for_profiling(runner: Any) -> None:  # noqa: ANN401
@@ -100,10 +115,10 @@ def _create_chunked_local_attention_backend(original: Function) -> Function:
 def _copy_kv_cache_blocks_inplace(original: Function) -> Function:
     @functools.wraps(original)
     def copy(kv_caches: Any, num_blocks: int, kv_cache_block_copies: Any) -> None:  # noqa: ANN401
-        from jenga.vllm_plugin.state_orders import StateOrders
+        from jenga.vllm_plugin.state_orders import StepOrders
         from jenga.vllm_plugin.state_worker import deliver_orders
 
-        if any(isinstance(orders, StateOrders) for orders in kv_cache_block_copies):
+        if any(isinstance(orders, StepOrders) for orders in kv_cache_block_copies):
             for orders in kv_cache_block_copies:
                 deliver_orders(kv_caches, num_blocks, orders)
         else:
@@ -238,6 +253,13 @@ IN_WORKERS = (
         reason="its prompts are so short that layers decode them: the first long one would compile",
         parameters=("model_runner", "worker_execute_model", "worker_sample_tokens"),
         make=_warmup_kernels,
+    ),
+    Replacement(
+        module="vllm.v1.worker.gpu_worker",
+        name="Worker.initialize_from_config",
+        reason="makes the arena, beside which host memory is to be; vLLM's is a KV connector's",
+        parameters=("self", "kv_cache_config"),
+        make=_initialize_from_config,
     ),
     *(
         Replacement(

@@ -7,6 +7,7 @@ destroys what other page tables had in the same large page.
 from dataclasses import dataclass, field
 
 from jenga.policies import Image, RequestFacts
+from jenga.request import CopyPath
 from jenga.spec import (
     ChunkedLocal,
     CrossAttention,
@@ -56,7 +57,7 @@ class Run:
 
 
 class EngineModel:
-    """The arena's content, and the steps that write and read it."""
+    """The content of the arena and of host memory, and the steps that write and read it."""
 
     def __init__(self, manager, hash_tokens):
         self.manager = manager
@@ -64,24 +65,31 @@ class EngineModel:
         self.hash_tokens = hash_tokens
         # (large page, table) -> {(page, slot): content}
         self.arena = {}
+        self.host = {}
+        self.num_loaded = 0
 
-    def write(self, index, page, slot, content):
+    def write(self, index, page, slot, content, memory=None):
+        memory = self.arena if memory is None else memory
         large = page // self.tables[index].small_pages_per_large_page
         assert large > 0
         for other in range(len(self.tables)):
             if other != index:
-                self.arena.pop((large, other), None)
-        self.arena.setdefault((large, index), {})[page, slot] = content
+                memory.pop((large, other), None)
+        memory.setdefault((large, index), {})[page, slot] = content
 
-    def read(self, index, page, slot):
+    def read(self, index, page, slot, memory=None):
+        memory = self.arena if memory is None else memory
         large = page // self.tables[index].small_pages_per_large_page
-        return self.arena.get((large, index), {}).get((page, slot))
+        return memory.get((large, index), {}).get((page, slot))
 
     def copy(self, copy):
         table = self.tables[copy.table_index]
+        source = self.host if copy.path == CopyPath.FROM_HOST else self.arena
+        target = self.host if copy.path == CopyPath.TO_HOST else self.arena
+        self.num_loaded += copy.path == CopyPath.FROM_HOST
         for slot in range(table.tokens_per_page):
-            content = self.read(copy.table_index, copy.source, slot)
-            self.write(copy.table_index, copy.target, slot, content)
+            content = self.read(copy.table_index, copy.source, slot, source)
+            self.write(copy.table_index, copy.target, slot, content, target)
 
     def execute(self, runs):
         """One step of all scheduled requests: copies, then writes, then reads."""

@@ -16,6 +16,7 @@ from jenga.errors import OutOfPagesError
 from jenga.eviction_order import EVICTION_ORDERS
 from jenga.manager import Manager
 from jenga.policies import Image
+from jenga.request import is_on_host
 from jenga.spec import ImageEmbedding
 from tests.machines.engine_model import EngineModel, Run
 from tests.machines.geometries import CACHED
@@ -29,8 +30,12 @@ class CacheMachine(RuleBasedStateMachine):
 
     geometry = CACHED[0]
 
-    @initialize(num_large_pages=st.integers(8, 26), order=st.sampled_from(sorted(EVICTION_ORDERS)))
-    def start(self, num_large_pages, order):
+    @initialize(
+        num_large_pages=st.integers(8, 26),
+        num_host_large_pages=st.sampled_from([0, 8, 13, 60]),
+        order=st.sampled_from(sorted(EVICTION_ORDERS)),
+    )
+    def start(self, num_large_pages, num_host_large_pages, order):
         self.manager = Manager(
             self.geometry,
             num_large_pages=num_large_pages,
@@ -38,6 +43,7 @@ class CacheMachine(RuleBasedStateMachine):
             hash_tokens=HASH_TOKENS,
             eviction_order=EVICTION_ORDERS[order](),
             records_changes=True,
+            num_host_large_pages=num_host_large_pages,
         )
         self.found = [set() for _ in self.geometry.page_tables]  # by what is said to change
         self.engine = EngineModel(self.manager, HASH_TOKENS)
@@ -132,7 +138,7 @@ class CacheMachine(RuleBasedStateMachine):
                 page_tokens = self.geometry.page_tables[index].tokens_per_page
                 end = start + -(-each.num_tokens // page_tokens)
                 held = self.manager.page_table(run.request_id, index)
-                found = [page > 0 for page in pages[start:end]]
+                found = [page > 0 or is_on_host(page) for page in pages[start:end]]
                 kept = [page > 0 for page in held[start:end]]
                 # Embeddings are not wanted once read; cross attention wants them to the end.
                 is_embedding = isinstance(

@@ -90,8 +90,10 @@ def forget_cached(manager, name):
     """Evict what is cached and unused of one layer type, and nothing else."""
     for table in manager._tables:
         if table.spec.name == name:
-            for key in [key for key in table.cache.keys if key is not None]:
-                table.drop(key)
+            pages = [table.unused_page(key) for key in table.cache.keys if key is not None]
+            for page in pages:
+                if page is not None:
+                    table.drop(page)
 
 
 def count_drafts(llm):
@@ -312,7 +314,10 @@ def main():
         manager.check()
         result["request_tokens"] = manager.request_tokens()
         result["preemptions"] = len(preemptions)
-        result["cache"] = asdict(manager.cache_report())
+        result |= {
+            "cache": asdict(manager.cache_report()),
+            "host": asdict(host) if (host := manager.host_report()) is not None else None,
+        }
     Path(sys.argv[2]).write_text(json.dumps(result))
 
 

@@ -17,7 +17,8 @@ from jenga.manager import Manager
 from jenga.policies import RequestFacts
 from jenga.request import PageCopy
 from jenga.spec import FullAttention, Layer, ModelSpec, State
-from jenga.vllm_plugin.state_orders import CopyRound, StateKeeper, StateOrders, copy_rounds
+from jenga.vllm_plugin.copy_rounds import CopyRound, copy_rounds
+from jenga.vllm_plugin.state_orders import StateKeeper, StepOrders
 from jenga.vllm_plugin.warm_up import orders_of
 from tests.vllm_plugin.test_cache_manager import request
 
@@ -109,7 +110,7 @@ class Worker:
             name: (starts[name], starts[name] + count, self.manager.page_tables(name))
             for name, count in step.num_scheduled_tokens.items()
         }
-        (orders,) = step.kv_cache_block_copies or (StateOrders(copies=(), writes={}),)
+        (orders,) = step.kv_cache_block_copies or (StepOrders(copies=(), writes={}),)
         return step, pickle.loads(pickle.dumps(orders)), rows
 
     def run(self, planned):

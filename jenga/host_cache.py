@@ -1,0 +1,337 @@
+"""What the arena evicts, kept in host memory in pages of the same sizes until it is asked for.
+
+Host memory is cut as the arena is, and lives by the same two levels: a small page of it holds what
+one of the arena held. What nobody is likely to go on from is not brought there. What a request hits
+there is copied to pages of its own, and stays: if these are evicted again, nothing is copied. What
+goes from there is lost, in the order in which it came or was last asked for.
+
+Copies are orders: whoever executes a step makes them before its kernels run, one after the other.
+So content may be ordered out of a page that is given away in the same step.
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from sys import maxsize
+from typing import overload
+
+from jenga.allocator import Allocator
+from jenga.errors import InvariantError
+from jenga.eviction_order import EvictionOrder
+from jenga.found_pages import FoundPages
+from jenga.prefix_cache import PrefixCache
+from jenga.request import CopyPath, PageCopy, PrefixHit, Request, host_page, is_on_host
+from jenga.table import Table
+
+_OWNER = 1
+"""Whose all pages are while they are filled; any positive number."""
+
+_PLACE_BITS = 28
+"""Room for a page's place among those that came together, below the time."""
+
+_SCAN_PAGES = 64
+"""Pages looked at together at first, where one is sought that is nowhere; then twice as many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostReport:
+    """What host memory held and brought.
+
+    Attributes:
+        cached_bytes: What can be found there now.
+        stored_bytes: Copied there since start-up.
+        loaded_bytes: Copied from there since start-up.
+        lost_bytes: Evicted from there since start-up.
+    """
+
+    cached_bytes: int
+    stored_bytes: int
+    loaded_bytes: int
+    lost_bytes: int
+
+
+class EitherPages(Sequence[int | None]):
+    """Pages of keys in the arena or else, by what `is_on_host` knows them by, in host memory."""
+
+    __slots__ = ("_found", "_hosted")
+
+    def __init__(self, found: FoundPages, hosted: FoundPages) -> None:
+        """Nothing looked up.
+
+        Args:
+            found: Pages of the arena.
+            hosted: Pages of host memory, of the same keys.
+        """
+        self._found = found
+        self._hosted = hosted
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    @overload
+    def __getitem__(self, index: int) -> int | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int | None]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int | None] | None:
+        if isinstance(index, slice):
+            found = self._found[index]
+            if None not in found:
+                return found
+            return list(map(_either, found, self._hosted[index]))
+        page = self._found[index]
+        return page if page is not None else _either(page, self._hosted[index])
+
+    def index(self, value: int | None, start: int = 0, stop: int = maxsize) -> int:
+        """The first place of a page, or of None; keys are looked up as far as that."""
+        if value is not None:
+            return super().index(value, start, stop)
+        stop = min(stop, len(self))
+        start = self._found.index(None, start, stop)
+        num_scanned = _SCAN_PAGES
+        while start < stop:
+            pages = self[start : min(stop, start + num_scanned)]
+            if None in pages:
+                return start + pages.index(None)
+            start += len(pages)
+            num_scanned *= 2
+        msg = "no key is without a page"
+        raise ValueError(msg)
+
+
+def _either(page: int | None, page_there: int | None) -> int | None:
+    return page if page is not None or page_there is None else host_page(page_there)
+
+
+class HostCache:
+    """Books of host memory: which content lies in which of its pages.
+
+    Attributes:
+        num_lost: Pages evicted from there so far.
+    """
+
+    __slots__ = (
+        "_allocator",
+        "_caches",
+        "_copies",
+        "_loaded_bytes",
+        "_lost_bytes",
+        "_order",
+        "_stored_bytes",
+        "_tables",
+        "_time",
+        "_unwritten",
+        "num_lost",
+    )
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        order: EvictionOrder,
+        copies: list[PageCopy],
+        *,
+        num_large_pages: int,
+    ) -> None:
+        """All pages empty.
+
+        Args:
+            tables: Page tables of the arena.
+            order: Tells what is worth a copy.
+            copies: To which those are added that are to be made.
+            num_large_pages: Large pages of host memory, one that is never used included.
+
+        Raises:
+            ValueError: Those are less than that one and one for each page table.
+        """
+        if num_large_pages < 1 + len(tables):
+            msg = (
+                f"num_host_large_pages must be 0, or at least {1 + len(tables)}: one that is never "
+                f"used and one for each of {len(tables)} page tables, got {num_large_pages}"
+            )
+            raise ValueError(msg)
+        self._tables = tables
+        self._order = order
+        self._copies = copies
+        self._allocator = Allocator([t.pages.pages_per_large for t in tables], num_large_pages)
+        self._caches = [
+            PrefixCache(num_large_pages * pages.pages_per_large, pages.row)
+            for pages in self._allocator.tables
+        ]
+        self._unwritten: set[tuple[int, int]] = set()
+        self._time = 0
+        self._stored_bytes = self._loaded_bytes = self._lost_bytes = 0
+        self.num_lost = 0
+
+    def either(self, table: Table, found: FoundPages, keys: Sequence[Hashable]) -> EitherPages:
+        """Look keys up here too.
+
+        Args:
+            table: The page table.
+            found: Their pages in the arena.
+            keys: As for `PrefixCache.find`.
+        """
+        return EitherPages(found, self._caches[table.index].find(keys))
+
+    def begin_step(self) -> None:
+        """Note that what the step before writes on its way is there."""
+        self._unwritten.clear()
+
+    def note_unwritten(self, table: Table, page: int) -> None:
+        """Note that a page gets its content in the step under way, after all copies."""
+        self._unwritten.add((table.index, page))
+
+    # Out of the arena
+
+    def store(self, table: Table, pages: Sequence[int], ranks: Sequence[int]) -> None:
+        """Order copies of pages that leave the arena, as far as they are worth it and new here.
+
+        Args:
+            table: Their page table, in whose cache they still have their keys.
+            pages: In the order in which they leave.
+            ranks: At which they do.
+        """
+        if table.cache is None:
+            return
+        keys, expects, unwritten = table.cache.keys, self._order.expects_readers, self._unwritten
+        chosen = [
+            page
+            for page, rank in zip(pages, ranks, strict=True)
+            if expects(rank) and (table.index, page) not in unwritten
+        ]
+        if not chosen:
+            return
+        k, get = table.pages.pages_per_large, self._caches[table.index].get
+        # Of a large page the last small page goes first: it is of the longest prefix.
+        leaving = [
+            page
+            for _, some in groupby(chosen, key=lambda page: page // k)
+            for page in sorted(some, reverse=True)
+        ]
+        new = [page for page in leaving if get(keys[page]) is None]
+        self._time += 1
+        self._renew(table.index, [there for page in leaving if (there := get(keys[page]))])
+        self._bring(table, new)
+
+    def _renew(self, index: int, pages: Sequence[int]) -> None:
+        """Let pages be the last to go, the first of them first."""
+        own = self._allocator.tables[index]
+        for place, page in enumerate(pages):
+            own.rerank(page, (self._time << _PLACE_BITS) + place)
+
+    def _bring(self, table: Table, leaving: Sequence[int]) -> None:
+        """Take pages for content that is new here, as much of it as there is room for at all."""
+        index = table.index
+        own, cache = self._allocator.tables[index], self._caches[index]
+        num_large = self._allocator.large_pages.num_available
+        room = own.num_spare + num_large * own.pages_per_large
+        leaving = leaving[max(0, len(leaving) - room) :]
+        if not leaving or table.cache is None:
+            return
+        needs = [0] * len(self._tables)
+        needs[index] = len(leaving)
+        taken = self._allocator.take(needs, needs, owner=_OWNER)
+        if taken is None:
+            msg = f"{needs} pages of host memory can be had and cannot"
+            raise InvariantError(msg)
+        self._forget_evicted()
+        # What lies in a row in the arena is to lie in a row here, so that it is one copy.
+        page_of = dict(zip(sorted(leaving), taken[index], strict=True))
+        pages = [page_of[page] for page in leaving]
+        cache.enter(pages, [table.cache.keys[page] for page in leaving])
+        first = self._time << _PLACE_BITS
+        own.retire(pages, [first + place for place in range(len(pages))])
+        self._stored_bytes += len(pages) * table.spec.small_page_bytes
+        self._copies += [
+            PageCopy(table_index=index, source=source, target=target, path=CopyPath.TO_HOST)
+            for source, target in page_of.items()
+        ]
+
+    def _forget_evicted(self) -> None:
+        for table, own, cache in zip(
+            self._tables, self._allocator.tables, self._caches, strict=True
+        ):
+            if own.evicted:
+                cache.forget(own.evicted)
+                self.num_lost += len(own.evicted)
+                self._lost_bytes += len(own.evicted) * table.spec.small_page_bytes
+                own.evicted.clear()
+                own.evicted_ranks.clear()
+
+    # Back into it
+
+    def pin(self, hit: PrefixHit) -> None:
+        """Let what a hit reads from here stay until it is loaded, whatever is stored before."""
+        for index, pages in self._hosted(hit):
+            self._allocator.tables[index].share(pages)
+
+    def load(self, hit: PrefixHit, request: Request) -> None:
+        """Order the copies of a pinned hit to the pages that its request has taken for them.
+
+        Of states, which go to the request's running ones, whoever knows those orders the copies.
+        """
+        self._time += 1
+        for index, pages in self._hosted(hit):
+            table = self._tables[index]
+            self._loaded_bytes += len(pages) * table.spec.small_page_bytes
+            if not table.policy.is_overwritten:
+                own_pages = request.pages[index]
+                for number, mark in enumerate(hit.pages[index][: len(own_pages)]):
+                    if is_on_host(mark) and own_pages[number] > 0:
+                        self._copies.append(
+                            PageCopy(
+                                table_index=index,
+                                source=host_page(mark),
+                                target=own_pages[number],
+                                path=CopyPath.FROM_HOST,
+                            )
+                        )
+            first = self._time << _PLACE_BITS
+            ranks = range(first + len(pages) - 1, first - 1, -1)
+            self._allocator.tables[index].retire(pages, ranks)
+
+    @staticmethod
+    def _hosted(hit: PrefixHit) -> Iterable[tuple[int, list[int]]]:
+        """Of each page table that a hit reads from here: its index and the pages of it here."""
+        for index, marks in enumerate(hit.pages):
+            if hit.has_missing[index]:
+                pages = [host_page(mark) for mark in marks if is_on_host(mark)]
+                if pages:
+                    yield index, pages
+
+    # All of it
+
+    def clear(self) -> None:
+        """Forget all content."""
+        for cache in self._caches:
+            cache.clear()
+        self._allocator.large_pages.surrender_all()
+        self.num_lost += 1
+
+    def report(self) -> HostReport:
+        """What lies here, and what was copied since start-up."""
+        return HostReport(
+            cached_bytes=sum(
+                own.num_evictable * table.spec.small_page_bytes
+                for table, own in zip(self._tables, self._allocator.tables, strict=True)
+            ),
+            stored_bytes=self._stored_bytes,
+            loaded_bytes=self._loaded_bytes,
+            lost_bytes=self._lost_bytes,
+        )
+
+    def check(self) -> None:
+        """Raise `InvariantError` unless every page is empty, or found under a key and evictable."""
+        self._allocator.check()
+        for table, own, cache in zip(
+            self._tables, self._allocator.tables, self._caches, strict=True
+        ):
+            cache.check()
+            cached = [page for page, key in enumerate(cache.keys) if key is not None]
+            if own.num_used or own.evicted or any(own.stamps[page] < 0 for page in cached):
+                msg = f"host memory of {table.spec.name!r}: {own.num_used} pages are used"
+                raise InvariantError(msg)
+            if len(cached) != own.num_evictable:
+                msg = (
+                    f"host memory of {table.spec.name!r}: {len(cached)} pages have keys, "
+                    f"{own.num_evictable} are evictable"
+                )
+                raise InvariantError(msg)

@@ -1,0 +1,262 @@
+"""Host memory in the manager: what goes there, in which order it is lost, what is refused."""
+
+import random
+
+import pytest
+
+from jenga.eviction_order import LeastRecentlyUsed, LeastWanted, Prospect
+from jenga.found_pages import FoundPages
+from jenga.host_cache import EitherPages
+from jenga.landmarks import NEAR_TOKENS
+from jenga.manager import Manager
+from jenga.request import CopyPath, host_page, is_on_host
+from tests.machines.geometries import full, geometry, sliding, state
+from tests.test_manager import compute, hashes
+
+PLAIN = geometry("plain", full(tokens=16, per_large=1))
+SPLIT = geometry("split", full(tokens=16, per_large=4))
+WINDOWED = geometry("windowed", full(tokens=16), sliding(tokens=16, window=32))
+HYBRID = geometry("hybrid", full(tokens=16, slot_bytes=48, per_large=1), state(slot_bytes=768))
+
+
+def manager_of(cut, num_large_pages, num_host_large_pages, **options):
+    return Manager(
+        cut,
+        num_large_pages=num_large_pages,
+        num_host_large_pages=num_host_large_pages,
+        prefix_caching=True,
+        **options,
+    )
+
+
+def copies_of(manager, path):
+    return [(copy.source, copy.target) for copy in manager.take_copies() if copy.path == path]
+
+
+def lose(manager, name, num_tokens=64):
+    """Let another prompt take the arena."""
+    compute(manager, f"taker of {name}", num_tokens, prefix=name, chunk=32)
+
+
+def test_host_memory_without_prefix_caching_is_refused():
+    with pytest.raises(ValueError, match="must be 0 where prefix_caching is off"):
+        Manager(PLAIN, num_large_pages=8, num_host_large_pages=8)
+
+
+def test_host_memory_without_a_large_page_for_each_table_is_refused():
+    with pytest.raises(ValueError, match=r"num_host_large_pages must be 0, or at least 3.* got 2"):
+        manager_of(WINDOWED, 8, 2)
+
+
+def test_a_prompt_that_the_arena_lost_is_hit_whole():
+    manager = manager_of(PLAIN, 5, 9)
+    compute(manager, "a", 64)
+    lose(manager, "q")
+    stored = copies_of(manager, CopyPath.TO_HOST)
+
+    hit = manager.lookup(hashes(64), max_tokens=63)
+
+    assert hit.num_tokens == 48
+    assert all(is_on_host(page) for page in hit.pages[0])
+    manager.new_step()
+    manager.allocate("b", num_tokens=64, hit=hit)
+    copies = manager.take_copies()
+    loads = [copy for copy in copies if copy.path == CopyPath.FROM_HOST]
+    assert [load.source for load in loads] == [host_page(page) for page in hit.pages[0]]
+    assert [load.target for load in loads] == manager.page_table("b", 0)[:3]
+    # What makes room for it goes out first.
+    saved = [copy for copy in copies if copy.path == CopyPath.TO_HOST]
+    assert copies == saved + loads
+    assert {source for source, _ in stored} == {1, 2, 3, 4}
+    manager.check()
+
+
+def test_what_is_there_is_not_copied_there_again():
+    manager = manager_of(PLAIN, 5, 13)
+    for prompt in ("p", "q", "p", "q", "p"):
+        compute(manager, f"{prompt}", 64, prefix=prompt)
+
+    report = manager.host_report()
+    assert report.stored_bytes == 8 * PLAIN.large_page_bytes
+    assert report.loaded_bytes == 9 * PLAIN.large_page_bytes
+    assert report.lost_bytes == 0
+
+
+def test_what_came_first_or_was_asked_for_longest_ago_is_lost_first():
+    # Room for two prompts in host memory beside the one in the arena.
+    manager = manager_of(PLAIN, 5, 9)
+    for prompt in ("p", "q"):
+        compute(manager, prompt, 64, prefix=prompt)
+    lose(manager, "r")
+    assert compute(manager, "again", 64, prefix="p").num_tokens == 48
+    lose(manager, "s")
+    lose(manager, "t")
+
+    found = {
+        prompt: manager.lookup(hashes(64, name=prompt), max_tokens=63).num_tokens
+        for prompt in "pqrst"
+    }
+
+    assert found["q"] < 48  # it came after, but was not asked for again
+    assert found["t"] == found["s"] == 48
+    assert manager.host_report().lost_bytes > 0
+
+
+@pytest.mark.parametrize("cut", [PLAIN, SPLIT], ids=lambda cut: cut.name)
+def test_of_a_prompt_the_end_is_lost_before_the_beginning(cut):
+    per_large = cut.page_tables[0].small_pages_per_large_page
+    manager = manager_of(cut, 1 + 16 // per_large, 1 + 8 // per_large)
+    compute(manager, "a", 256)
+    lose(manager, "q", 256)
+
+    hit = manager.lookup(hashes(256), max_tokens=255)
+
+    # Half of it was brought there; its last page was never one to hit.
+    assert hit.num_tokens == 8 * 16
+    manager.check()
+
+
+def test_more_than_fits_leaves_what_goes_last():
+    manager = manager_of(PLAIN, 17, 3)
+    compute(manager, "a", 256)
+    lose(manager, "q", 256)
+
+    assert manager.lookup(hashes(256), max_tokens=255).num_tokens == 32
+    manager.check()
+
+
+def test_windows_that_nobody_goes_on_from_are_not_brought_there():
+    manager = manager_of(WINDOWED, 300, 600)
+    compute(manager, "a", 2048, chunk=64)
+    lose(manager, "q", 2048)
+    lose(manager, "r", 2048)
+    stored = [copy for copy in manager.take_copies() if copy.path == CopyPath.TO_HOST]
+
+    assert manager.lookup(hashes(2048), max_tokens=2047).num_tokens == 2032
+    # Two prompts: all keys and values of the one, of the other those near their ends.
+    assert sum(copy.table_index == 0 for copy in stored) == 2 * 2048 // 16
+    near = NEAR_TOKENS // 16
+    assert 2 * near <= sum(copy.table_index == 1 for copy in stored) <= 2 * (near + 3)
+
+
+def test_states_come_back_to_the_pages_of_who_goes_on_from_them():
+    manager = manager_of(HYBRID, 8, 20)
+    manager.allocate("a", num_tokens=32)
+    manager.commit("a", hashes(32), 32)
+    manager.new_step()
+    assert manager.keep_state("a", hashes(32)[1], 32)
+    manager.free("a")
+    manager.check()
+    lose(manager, "q", 96)
+    manager.take_copies()
+
+    hit = manager.lookup(hashes(64), max_tokens=63)
+
+    assert hit.num_tokens == 32
+    assert is_on_host(hit.pages[1][0])
+    manager.new_step()
+    manager.allocate("b", num_tokens=64, hit=hit)
+    loads = [copy for copy in manager.take_copies() if copy.path == CopyPath.FROM_HOST]
+    (of_state,) = [load for load in loads if load.table_index == 1]
+    assert of_state.source == host_page(hit.pages[1][0])
+    assert of_state.target == manager.page_table("b", 1)[0]
+    manager.check()
+
+
+@pytest.mark.parametrize("in_passing", [False, True])
+def test_a_state_that_is_lost_before_it_is_written_is_not_brought_there(in_passing):
+    # A null page, two running states, keys and values of both, and a page to keep one state in.
+    manager = manager_of(HYBRID, 6, 20)
+    for name in ("a", "b"):
+        manager.allocate(name, num_tokens=16)
+        manager.commit(name, hashes(16, name=name), 16)
+    for name in ("a", "b"):
+        assert manager.keep_state(name, hashes(16, name=name)[0], 16, in_passing=in_passing)
+
+    stored = [copy for copy in manager.take_copies() if copy.path == CopyPath.TO_HOST]
+
+    assert len(stored) == (not in_passing)
+    manager.new_step()
+    assert manager.keep_state("a", b"later", 16)
+    stored = [copy for copy in manager.take_copies() if copy.path == CopyPath.TO_HOST]
+    assert len(stored) == 1  # that of b, which is written by now
+    manager.check()
+
+
+def test_a_refused_admission_leaves_host_memory_as_it_is():
+    manager = manager_of(PLAIN, 5, 20)
+    compute(manager, "a", 64)
+    lose(manager, "q")
+    manager.take_copies()
+    manager.allocate("runs", num_tokens=32)
+    manager.take_copies()
+    hit = manager.lookup(hashes(64), max_tokens=63)
+    before = manager.host_report()
+
+    with pytest.raises(Exception, match="large pages"):
+        manager.allocate("b", num_tokens=64, hit=hit)
+
+    assert manager.take_copies() == []
+    assert manager.host_report() == before
+    manager.check()
+
+
+def test_a_hit_of_what_host_memory_lost_is_refused():
+    manager = manager_of(PLAIN, 5, 5)
+    compute(manager, "a", 64)
+    lose(manager, "q")
+    hit = manager.lookup(hashes(64), max_tokens=63)
+    assert is_on_host(hit.pages[0][0])
+    lose(manager, "r")
+
+    with pytest.raises(ValueError, match="hit must be looked up again"):
+        manager.allocate("b", num_tokens=64, hit=hit)
+    manager.check()
+
+
+def test_a_reset_forgets_what_is_there():
+    manager = manager_of(PLAIN, 5, 20)
+    compute(manager, "a", 64)
+    lose(manager, "q")
+
+    assert manager.reset_prefix_cache()
+
+    assert manager.take_copies() == []
+    assert manager.host_report().cached_bytes == 0
+    assert manager.lookup(hashes(64), max_tokens=63).num_tokens == 0
+    manager.check()
+
+
+def test_orders_say_whether_anybody_is_expected():
+    wanted, recent = LeastWanted(), LeastRecentlyUsed()
+
+    for prospect in Prospect:
+        assert wanted.expects_readers(wanted.rank(9, prospect, 64)) == (prospect != Prospect.PASSED)
+        assert recent.expects_readers(recent.rank(9, prospect, 64))
+
+
+def test_pages_of_both_memories_are_looked_up_as_one_by_one():
+    source = random.Random(3)
+    for _ in range(300):
+        keys = [b"%d" % number for number in range(source.randrange(1, 200))]
+        share = source.choice([0.0, 0.5, 0.95, 1.0])
+        here, there = (
+            {key: place for place, key in enumerate(keys, 1) if source.random() < share}
+            for _ in range(2)
+        )
+        none = [None] * 300
+        either = EitherPages(*(FoundPages(pages, none, range, keys) for pages in (here, there)))
+        expected = [
+            here.get(key) or (host_page(there[key]) if key in there else None) for key in keys
+        ]
+
+        start, stop = sorted(source.choices(range(len(keys) + 1), k=2))
+        assert either[start:stop] == expected[start:stop]
+        assert [either[place] for place in range(len(keys))] == expected
+        assert len(either) == len(keys)
+        gaps = [place for place in range(start, stop) if expected[place] is None]
+        if gaps:
+            assert either.index(None, start, stop) == gaps[0]
+        else:
+            with pytest.raises(ValueError, match=r"no key is without|not in list"):
+                either.index(None, start, stop)
