@@ -75,6 +75,10 @@ class ActiveRequest:
         self.facts = RequestFacts(prompt_tokens=self.num_tokens, images=self.facts.images)
 
 
+NOTHING_MOVED = (0, 0)
+"""What `Arena.moved_bytes` says where there is no host memory."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaBytes:
     """Where the bytes of an arena are; see `jenga.sim.rows.StepRow`."""
@@ -99,6 +103,11 @@ class Arena(Protocol):
     @property
     def num_evicted(self) -> int:
         """Cached small pages given to others so far."""
+        ...
+
+    @property
+    def moved_bytes(self) -> tuple[int, int]:
+        """Bytes copied to host memory and from there so far."""
         ...
 
     def new_step(self) -> None:

@@ -11,7 +11,7 @@ from jenga.geometry import Geometry
 from jenga.manager import Manager
 from jenga.policies import RequestFacts
 from jenga.request import PrefixHit
-from jenga.sim.arena import ActiveRequest, ArenaBytes
+from jenga.sim.arena import NOTHING_MOVED, ActiveRequest, ArenaBytes
 from jenga.sim.need import Need, encoder_tokens
 from jenga.sim.rows import TableBytes
 from jenga.spec import CrossAttention, ModelSpec, State
@@ -49,7 +49,7 @@ class ManagedArena:
         manager: The manager, for questions.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  all in which two arenas may differ
         self,
         geometry: Geometry,
         arena_bytes: int,
@@ -58,8 +58,9 @@ class ManagedArena:
         eviction_order: EvictionOrder | None = None,
         checkpoint_interval_tokens: int | None = None,
         left_share: float = LEFT_SHARE,
+        host_bytes: int = 0,
     ) -> None:
-        """An empty arena; see `Manager`."""
+        """An empty arena, with so many bytes of host memory beside it; see `Manager`."""
         self._prefix_caching = prefix_caching
         self._scheduled: dict[ActiveRequest, int] = {}  # of this step -> tokens it will have
         self.manager = Manager(
@@ -70,6 +71,7 @@ class ManagedArena:
             eviction_order=eviction_order,
             checkpoint_interval_tokens=checkpoint_interval_tokens,
             left_share=left_share,
+            num_host_large_pages=host_bytes // geometry.large_page_bytes,
         )
         self._answer_tokens = self.manager.answer_interval_tokens
         # The states after so many of the last tokens are in slots of their own.
@@ -89,6 +91,12 @@ class ManagedArena:
             each.alone + each.own_large + each.foreign_large
             for each in self.manager.cache_report().evictions
         )
+
+    @property
+    def moved_bytes(self) -> tuple[int, int]:
+        """See `Arena`."""
+        report = self.manager.host_report()
+        return NOTHING_MOVED if report is None else (report.stored_bytes, report.loaded_bytes)
 
     def new_step(self) -> None:
         """See `Arena`."""
@@ -210,7 +218,7 @@ class PagedArena(ManagedArena):
     prefixes are not cached, as in the engine that the paper compares with.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  all in which two arenas may differ
         self,
         model: ModelSpec,
         geometry: Geometry,
@@ -219,6 +227,7 @@ class PagedArena(ManagedArena):
         prefix_caching: bool = True,
         eviction_order: EvictionOrder | None = None,
         left_share: float = LEFT_SHARE,
+        host_bytes: int = 0,
     ) -> None:
         """An empty arena; the geometry is `jenga.baselines.homogeneous`."""
         has_encoder = any(isinstance(each, CrossAttention) for each in model.layer_types)
@@ -228,6 +237,7 @@ class PagedArena(ManagedArena):
             prefix_caching=prefix_caching and not has_encoder,
             eviction_order=eviction_order,
             left_share=left_share,
+            host_bytes=0 if has_encoder else host_bytes,
         )
         self._need = Need(model)
         self._encoder_tokens = encoder_tokens(model) if has_encoder else 0

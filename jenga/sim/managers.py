@@ -16,6 +16,9 @@ _GEOMETRIES = {"jenga": "planned", "paged": "homogeneous", "max": "max", "lcm": 
 EVICTING = (*_GEOMETRIES, "static")
 """Managers that evict in an order of `jenga.eviction_order`: ours, whatever its geometry."""
 
+HOSTING = tuple(_GEOMETRIES)
+"""Managers that may have host memory beside the arena: ours, in one piece."""
+
 MANAGER_NAMES = (*EVICTING, "gcd", "vllm")
 """Managers that `make_arena` knows."""
 
@@ -29,6 +32,7 @@ def make_arena(  # noqa: PLR0913  all in which two arenas may differ
     eviction_order: EvictionOrder | None = None,
     left_share: float = LEFT_SHARE,
     chunk_tokens: int = CHUNK_TOKENS,
+    host_bytes: int = 0,
 ) -> Arena:
     """An empty arena.
 
@@ -43,6 +47,7 @@ def make_arena(  # noqa: PLR0913  all in which two arenas may differ
         eviction_order: Of our manager.
         left_share: Of our manager; see `jenga.manager.Manager`.
         chunk_tokens: Tokens computed in a step, of all requests together.
+        host_bytes: Of host memory beside the arena, of one rank; only for managers of `HOSTING`.
 
     Raises:
         ValueError: No manager has this name, or it cannot start with such a model or arena.
@@ -57,6 +62,7 @@ def make_arena(  # noqa: PLR0913  all in which two arenas may differ
                 prefix_caching=prefix_caching,
                 eviction_order=eviction_order,
                 left_share=left_share,
+                host_bytes=host_bytes,
             )
         return ManagedArena(
             geometry,
@@ -64,7 +70,11 @@ def make_arena(  # noqa: PLR0913  all in which two arenas may differ
             prefix_caching=prefix_caching,
             eviction_order=eviction_order,
             left_share=left_share,
+            host_bytes=host_bytes,
         )
+    if host_bytes:
+        msg = f"host_bytes must be 0 for manager {manager!r}, which has no host memory"
+        raise ValueError(msg)
     match manager:
         case "static":
             return PartitionedArena(

@@ -10,7 +10,7 @@ from jenga.eviction_order import EvictionOrder
 from jenga.geometry import Geometry, PageContent
 from jenga.manager import Manager
 from jenga.request import PrefixHit
-from jenga.sim.arena import ActiveRequest, ArenaBytes
+from jenga.sim.arena import NOTHING_MOVED, ActiveRequest, ArenaBytes
 from jenga.sim.managed import HASH_TOKENS, bytes_of
 from jenga.spec import State
 
@@ -59,6 +59,11 @@ class PartitionedArena:
             for manager in self._managers
             for each in manager.cache_report().evictions
         )
+
+    @property
+    def moved_bytes(self) -> tuple[int, int]:
+        """See `Arena`: there is no host memory."""
+        return NOTHING_MOVED
 
     def new_step(self) -> None:
         """See `Arena`."""

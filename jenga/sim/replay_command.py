@@ -82,6 +82,9 @@ def run(options: argparse.Namespace) -> int:
         if value is not None and not 0 < value < math.inf:
             msg = f"--{name.replace('_', '-')} must be a positive number, got {value}"
             raise ValueError(msg)
+    if options.host and options.no_prefix_caching:
+        msg = "--host keeps prefixes, and --no-prefix-caching keeps none"
+        raise ValueError(msg)
     if options.check < 0:
         msg = f"--check must be at least 0, got {options.check}"
         raise ValueError(msg)
@@ -142,6 +145,8 @@ def _settings(options: argparse.Namespace, machine: "_Timed", eviction: str) -> 
         eviction=eviction,
         left_share=options.left_share,
         prefix_caching=not options.no_prefix_caching,
+        host_bytes=options.host,
+        host_bytes_per_s=options.host_bandwidth,
         chunk_tokens=options.chunk_tokens,
         max_requests=options.max_requests,
         speculation=_speculation(options),
@@ -323,7 +328,10 @@ def _text(found: Sequence[Outcome], trace: Trace) -> str:
     has_bounds = any("best_eviction_hit_rate" in each.row.options for each in found)
     counted = ["model", "manager", "arena", "hit %"]
     counted += ["unlimited %", "best %"] if has_bounds else []
-    counted += ["waste %", "busy %", "of bytes %", "evicted", "preempted", "refused"]
+    counted += ["waste %", "busy %", "of bytes %", "evicted"]
+    has_host = any("host_bytes" in each.row.options for each in found)
+    counted += ["stored", "loaded"] if has_host else []
+    counted += ["preempted", "refused"]
     timed = ["model", "manager", "decode batch", "steps"]
     timed += ["seconds", "requests/s", "tokens/s", "TTFT p50", "TPOT p50"]
     memory, speed = [counted], [timed]
@@ -344,6 +352,7 @@ def _text(found: Sequence[Outcome], trace: Trace) -> str:
                 ),
                 *map(_percent, (summary.waste, summary.busy_waste, summary.waste_of_bytes)),
                 f"{summary.evicted_pages:,}",
+                *map(bytes_text, (summary.stored_bytes, summary.loaded_bytes) if has_host else ()),
                 f"{summary.num_preemptions:,}",
                 f"{summary.num_refused:,}",
             ]

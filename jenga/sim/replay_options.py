@@ -13,7 +13,7 @@ from jenga.sim.record import SAMPLED_EVERY
 from jenga.sim.scheduler import CHUNK_TOKENS, MAX_REQUESTS
 from jenga.sim.session import Settings
 from jenga.sim.sources import FORMATS
-from jenga.sim.step_time import SHARES
+from jenga.sim.step_time import HOST_BYTES_PER_S, SHARES
 
 _SHARE_WORDS = {
     "arithmetic_share": "share of the peak of operations that products with weights reach "
@@ -103,6 +103,21 @@ def _configure_memory(group: "argparse._ArgumentGroup") -> None:  # pyright: ign
         help="of the arena, what admissions of our manager leave at most, while others run, to "
         "those who will read it (default: %(default)s)",
     )
+    group.add_argument(
+        "--host",
+        type=_reserve,
+        default=0,
+        metavar="BYTES",
+        help="of host memory of each GPU, where what our manager evicts can still be found "
+        "(default: none)",
+    )
+    group.add_argument(
+        "--host-bandwidth",
+        type=_rate,
+        default=HOST_BYTES_PER_S,
+        metavar="BYTES",
+        help="that go there or come back in a second (default: 25GB, as sixteen lanes of PCIe 4.0)",
+    )
     group.add_argument("--no-prefix-caching", action="store_true", help="keep nothing for others")
     group.add_argument(
         "--gpu",
@@ -169,6 +184,13 @@ def _configure_engine(group: "argparse._ArgumentGroup") -> None:  # pyright: ign
 def _reserve(text: str) -> int:
     try:
         return parse_bytes(text, least=0)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _rate(text: str) -> float:
+    try:
+        return float(parse_bytes(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

@@ -158,6 +158,8 @@ class SummaryRow:
         mean_decode_batch: Requests that decode, mean over steps in which one does.
         num_preemptions: Requests that lost their pages, each time counted.
         evicted_pages: Cached small pages given to others.
+        stored_bytes: Copied to host memory, of one rank.
+        loaded_bytes: Copied from there.
         requests_per_s: Requests finished.
         tokens_per_s: Tokens after prompts.
         ttft_s: From arrival to the first token.
@@ -182,6 +184,8 @@ class SummaryRow:
     mean_decode_batch: float
     num_preemptions: int
     evicted_pages: int
+    stored_bytes: int = 0
+    loaded_bytes: int = 0
     requests_per_s: float
     tokens_per_s: float
     ttft_s: Spread = field(default_factory=Spread)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from jenga.baselines import GcdPages
 from jenga.errors import InvariantError
 from jenga.policies import LayerPolicy, policy_of
-from jenga.sim.arena import ActiveRequest, ArenaBytes
+from jenga.sim.arena import NOTHING_MOVED, ActiveRequest, ArenaBytes
 from jenga.sim.rows import TableBytes
 
 
@@ -71,6 +71,11 @@ class ScatteredArena:
     def num_evicted(self) -> int:
         """See `Arena`: nothing is cached."""
         return 0
+
+    @property
+    def moved_bytes(self) -> tuple[int, int]:
+        """See `Arena`: there is no host memory."""
+        return NOTHING_MOVED
 
     def new_step(self) -> None:
         """See `Arena`."""

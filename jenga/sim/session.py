@@ -10,13 +10,14 @@ from jenga.errors import InvariantError
 from jenga.eviction_order import EVICTION_ORDERS
 from jenga.sim.arena import Arena
 from jenga.sim.bounds import best_eviction, unlimited
-from jenga.sim.managers import EVICTING, make_arena
+from jenga.sim.managers import EVICTING, HOSTING, make_arena
 from jenga.sim.record import SAMPLED_EVERY, Recorder, Recording
 from jenga.sim.replay import Clock, Replay, Step
 from jenga.sim.rows import Row, RunRow, SummaryRow, row_line
 from jenga.sim.scheduler import CHUNK_TOKENS, MAX_REQUESTS
 from jenga.sim.snapshot import Snapshot
 from jenga.sim.speculation import Speculation
+from jenga.sim.step_time import HOST_BYTES_PER_S, HostedTime
 from jenga.sim.workload import Request
 from jenga.spec import ModelSpec
 
@@ -52,6 +53,8 @@ class Settings:
         eviction: Of `EVICTION_ORDERS`; only our manager has a choice.
         left_share: Of the arena, what admissions leave at most to who will read it; ours alone.
         prefix_caching: Whether pages are kept for others.
+        host_bytes: Of host memory beside the arena, of one rank; ours alone.
+        host_bytes_per_s: At which bytes go there and come back.
         chunk_tokens: Tokens computed in a step, of all requests together.
         max_requests: Requests running at once.
         speculation: What is drafted; None for nothing.
@@ -65,6 +68,8 @@ class Settings:
     eviction: str = "queue"
     left_share: float = LEFT_SHARE
     prefix_caching: bool = True
+    host_bytes: int = 0
+    host_bytes_per_s: float = HOST_BYTES_PER_S
     chunk_tokens: int = CHUNK_TOKENS
     max_requests: int = MAX_REQUESTS
     speculation: Speculation | None = None
@@ -151,6 +156,7 @@ def run_row(machine: Machine, manager: str, trace: Trace, settings: Settings) ->
         "request_rows": settings.keep_requests,
         "bounds": settings.with_bounds,
         **({"left_share": settings.left_share} if manager in EVICTING else {}),
+        **(_host_options(settings) if manager in HOSTING else {}),
         **(asdict(settings.speculation) if settings.speculation is not None else {}),
         **dict(settings.details),
     }
@@ -170,6 +176,12 @@ def run_row(machine: Machine, manager: str, trace: Trace, settings: Settings) ->
     )
     digest = blake2b(row_line(row).encode() + trace.digest, digest_size=_ID_BYTES).hexdigest()
     return replace(row, run=digest)
+
+
+def _host_options(settings: Settings) -> dict[str, object]:
+    if not settings.host_bytes:
+        return {}
+    return {"host_bytes": settings.host_bytes, "host_bytes_per_s": settings.host_bytes_per_s}
 
 
 class Running:
@@ -220,12 +232,14 @@ class Running:
         row, machine, trace, settings = self.row, self._machine, self._trace, self._settings
         if self.snapshot is not None:
             row, replay = self.snapshot.row, self.snapshot.replay
-            replay.go_on(trace.read(), clock=machine.clock, on_end=self.recorder.on_end)
+            clock = _clock(machine, settings, replay.arena)
+            replay.go_on(trace.read(), clock=clock, on_end=self.recorder.on_end)
         else:
+            arena = _arena(row, machine, settings)
             replay = Replay(
                 trace.read(),
-                _arena(row, machine, settings),
-                clock=machine.clock,
+                arena,
+                clock=_clock(machine, settings, arena),
                 chunk_tokens=settings.chunk_tokens,
                 max_requests=settings.max_requests,
                 speculation=settings.speculation,
@@ -261,6 +275,7 @@ def _arena(row: RunRow, machine: Machine, settings: Settings) -> Arena:
             eviction_order=EVICTION_ORDERS[settings.eviction](),
             left_share=settings.left_share,
             chunk_tokens=settings.chunk_tokens,
+            host_bytes=settings.host_bytes if row.manager in HOSTING else 0,
         )
     except ValueError as error:
         msg = (
@@ -268,6 +283,12 @@ def _arena(row: RunRow, machine: Machine, settings: Settings) -> Arena:
             f"{machine.arena_bytes} bytes: {error}"
         )
         raise ValueError(msg) from error
+
+
+def _clock(machine: Machine, settings: Settings, arena: Arena) -> Clock:
+    if not settings.host_bytes:
+        return machine.clock
+    return HostedTime(machine.clock, arena, settings.host_bytes_per_s)
 
 
 def _version() -> str:

@@ -11,14 +11,17 @@ that many tokens choose at random), and the slots that the last token of each re
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jenga.models import ModelFacts, ReadOptions
-from jenga.sim.arena import ActiveRequest
+from jenga.sim.arena import ActiveRequest, Arena
 from jenga.sim.gpus import Gpu
 from jenga.sim.need import Need
 from jenga.spec import ChunkedLocal, FullAttention, ModelSpec, SlidingWindow, State, TokenBudget
+
+HOST_BYTES_PER_S = 25e9
+"""Between a GPU and host memory, either way: sixteen lanes of PCIe 4.0 carry about as much."""
 
 _OPERATIONS_PER_PARAMETER = 2
 _OPERATIONS_PER_PAIR = 4
@@ -260,6 +263,37 @@ class DraftedTime:
         if drafting and self._num_passes:
             seconds += self._num_passes * self._draft(drafting, 1)
         return seconds
+
+
+class HostedTime:
+    """A clock where pages go to host memory and come back, before the kernels of a step run."""
+
+    def __init__(
+        self, clock: Callable[[list[ActiveRequest]], float], arena: Arena, bytes_per_s: float
+    ) -> None:
+        """Copies take their time beside that of another clock.
+
+        Args:
+            clock: Seconds of a step without them.
+            arena: Says how many bytes were moved.
+            bytes_per_s: At which they are.
+
+        Raises:
+            ValueError: No byte is ever moved at that rate.
+        """
+        if not 0 < bytes_per_s < math.inf:
+            msg = f"bytes_per_s must be positive and finite, got {bytes_per_s}"
+            raise ValueError(msg)
+        self._clock = clock
+        self._arena = arena
+        self._bytes_per_s = bytes_per_s
+        self._moved_bytes = sum(arena.moved_bytes)
+
+    def __call__(self, scheduled: list[ActiveRequest]) -> float:
+        """Seconds of a step with the copies ordered since the last one."""
+        before, self._moved_bytes = self._moved_bytes, sum(self._arena.moved_bytes)
+        copies_s = (self._moved_bytes - before) / self._bytes_per_s
+        return copies_s + self._clock(scheduled)
 
 
 def drafted_time(

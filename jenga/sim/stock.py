@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from jenga.geometry import tokens_per_slot
-from jenga.sim.arena import ActiveRequest, ArenaBytes
+from jenga.sim.arena import NOTHING_MOVED, ActiveRequest, ArenaBytes
 from jenga.sim.need import Need, encoder_tokens
 from jenga.sim.rows import TableBytes
 from jenga.sim.scheduler import CHUNK_TOKENS
@@ -169,6 +169,11 @@ class StockArena:
     def num_evicted(self) -> int:
         """See `Arena`."""
         return self._evictions.count
+
+    @property
+    def moved_bytes(self) -> tuple[int, int]:
+        """See `Arena`: there is no host memory."""
+        return NOTHING_MOVED
 
     def new_step(self) -> None:
         """See `Arena`."""

@@ -38,7 +38,8 @@ class MemoryLog:
     """Appends to a file what a manager holds, one line per step.
 
     The first line describes the geometry; each later one is a step: its number, the tokens each
-    request has slots for, and the memory report, in bytes.
+    request has slots for, and the memory report, in bytes; with host memory, also what that holds
+    and what was copied there and back since start-up.
     """
 
     def __init__(self, file: TextIO, manager: "Manager") -> None:
@@ -55,7 +56,9 @@ class MemoryLog:
         """Write what the arena holds as a step begins."""
         tokens = self._manager.request_tokens()
         report = asdict(self._manager.memory())
-        self._write({"step": self._num_steps, "tokens": tokens, "memory": report})
+        record = {"step": self._num_steps, "tokens": tokens, "memory": report}
+        host = self._manager.host_report()
+        self._write(record if host is None else record | {"host": asdict(host)})
         self._num_steps += 1
 
 

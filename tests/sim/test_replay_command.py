@@ -184,6 +184,82 @@ def test_a_share_to_leave_that_is_none_is_refused(capsys, share):
     assert "--left-share: must be in [0, 1)" in capsys.readouterr().err
 
 
+MANY = ["--trace", "articles:n=6,questions=3,tokens=160,output=4"]
+CRAMPED = ["--model", "llama-3.2-1b", "--arena", "12MB", "--quiet"]
+
+
+def summaries(path):
+    return [row for row in read_rows(path) if isinstance(row, SummaryRow)]
+
+
+def test_host_memory_finds_again_what_the_arena_lost(capsys, tmp_path):
+    out = ("--out", tmp_path / "rows.jsonl", "--check", 1)
+
+    _, alone = replay(capsys, *CRAMPED, *MANY, *out)
+    code, hosted = replay(capsys, *CRAMPED, *MANY, *out, "--host", "64MB", "--manager", "jenga")
+
+    assert code == 0
+    assert "loaded" not in alone.out
+    assert hosted.out.splitlines()[1].split()[-4:] == ["stored", "loaded", "preempted", "refused"]
+    first, second = summaries(tmp_path / "rows.jsonl")
+    assert (first.stored_bytes, first.loaded_bytes) == (0, 0)
+    assert second.stored_bytes > 0
+    assert second.loaded_bytes > 0
+    # Each article is read once.
+    assert first.hit_tokens < second.hit_tokens == 12 * 160
+
+
+def test_managers_without_host_memory_are_compared_as_they_are(capsys, tmp_path):
+    out = ("--out", tmp_path / "rows.jsonl")
+    arguments = (*CRAMPED, *MANY, *out, "--manager", "jenga", "static", "paged")
+
+    code, printed = replay(capsys, *arguments, "--host", "64MB")
+
+    assert code == 0
+    rows = [row for row in read_rows(tmp_path / "rows.jsonl") if isinstance(row, RunRow)]
+    assert ["host_bytes" in row.options for row in rows] == [True, False, True]
+    assert [each.loaded_bytes > 0 for each in summaries(tmp_path / "rows.jsonl")] == [
+        True,
+        False,
+        True,
+    ]
+    assert printed.out.splitlines()[3].split()[-6:-2] == ["0", "B", "0", "B"]
+
+
+def test_what_is_copied_to_host_memory_and_back_takes_its_time(capsys, tmp_path):
+    out = ("--out", tmp_path / "rows.jsonl", "--step-seconds", 1, "--max-requests", 1)
+    for rate in ("1MB", "2MB"):
+        arguments = ("--host", "64MB", "--host-bandwidth", rate)
+        assert replay(capsys, *CRAMPED, *MANY, *out, *arguments)[0] == 0
+
+    slow, fast = summaries(tmp_path / "rows.jsonl")
+    moved_bytes = slow.stored_bytes + slow.loaded_bytes
+    assert moved_bytes == fast.stored_bytes + fast.loaded_bytes > 0
+    assert slow.seconds - slow.num_steps == pytest.approx(moved_bytes / 1e6)
+    assert fast.seconds - fast.num_steps == pytest.approx(moved_bytes / 2e6)
+
+
+def test_a_replay_with_host_memory_that_was_cut_goes_on(capsys, tmp_path):
+    whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
+    arguments = (*CRAMPED, *MANY, "--host", "64MB", "--every", 1)
+    replay(capsys, *arguments, "--out", whole)
+    assert summaries(whole)[0].loaded_bytes > 0
+    lines = whole.read_text().splitlines(keepends=True)
+    cut.write_text("".join(lines[: len(lines) // 2]))
+
+    code, _ = replay(capsys, *arguments, "--out", cut)
+
+    assert code == 0
+    assert summaries(cut) == summaries(whole)
+
+
+def test_host_memory_without_prefix_caching_is_refused(capsys):
+    code, printed = replay(capsys, *CRAMPED, *MANY, "--host", "1GiB", "--no-prefix-caching")
+
+    assert code != 0
+    assert "--host keeps prefixes, and --no-prefix-caching keeps none" in printed.err
+
+
 def test_a_malformed_line_of_a_trace_is_named(capsys, tmp_path):
     path = tmp_path / "trace.jsonl"
     good = {"timestamp": 0, "input_length": 10, "output_length": 5, "hash_ids": [0]}

@@ -114,7 +114,9 @@ def refusals(tiny_model, configured):
         "KV connectors": dict(kv_transfer_config={
             "kv_connector": "ExampleConnector", "kv_role": "kv_both",
             "kv_connector_extra_config": {"shared_storage_path": "/tmp"}}),
-        "KV offloading": dict(kv_offloading_size=1.0),
+        "kv-offloading-backend lmcache": dict(
+            kv_offloading_size=1.0, kv_offloading_backend="lmcache"),
+        "kv-offloading-size must be a positive number": dict(kv_offloading_size=0.0),
         "speculative decoding by method 'ngram_gpu'": dict(speculative_config={
             "method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_max": 3}),
         "pipeline parallelism with --distributed-executor-backend external_launcher": dict(
@@ -163,7 +165,8 @@ def refusals(tiny_model, configured):
         "speculative decoding with pipeline parallelism",
         "decode context parallelism",
         "KV connectors",
-        "KV offloading",
+        "kv-offloading-backend lmcache",
+        "kv-offloading-size must be a positive number",
         "speculative decoding by method 'ngram_gpu'",
         "speculative decoding by a draft model with recurrent layers",
         "speculative decoding with attention backend CPU_ATTN",
@@ -227,6 +230,24 @@ def test_options_about_what_is_kept_are_said_to_have_no_effect(tiny_model):
     options = "--prefix-cache-retention-interval, --enable-mamba-shared-prefix-checkpoint"
     assert "without effect" not in before
     assert f"without effect: {options}" in after
+
+
+@pytest.mark.vllm
+def test_host_memory_is_asked_for_as_in_stock_vllm_and_takes_no_connector(tiny_model):
+    code = (
+        CONFIGURE.format(model=str(tiny_model("llama")))
+        + """
+    from jenga.vllm_plugin.config import host_bytes
+    config = configure(kv_offloading_size=1.5)
+    print("HOST", host_bytes(config), config.kv_transfer_config)
+    print("NONE", host_bytes(configure()))
+    """
+    )
+
+    _, output = run_python(code)
+
+    assert f"HOST {3 << 29} None" in output
+    assert "NONE 0" in output
 
 
 @pytest.mark.vllm
