@@ -20,7 +20,7 @@ from jenga.errors import InvariantError
 from jenga.eviction_order import EvictionOrder
 from jenga.found_pages import FoundPages
 from jenga.prefix_cache import PrefixCache
-from jenga.request import CopyPath, PageCopy, PrefixHit, Request, host_page, is_on_host
+from jenga.request import MISSING, CopyPath, PageCopy, PrefixHit, Request, host_page, is_on_host
 from jenga.table import Table
 
 _OWNER = 1
@@ -53,7 +53,7 @@ class HostReport:
 class EitherPages(Sequence[int | None]):
     """Pages of keys in the arena or else, by what `is_on_host` knows them by, in host memory."""
 
-    __slots__ = ("_found", "_hosted")
+    __slots__ = ("_found", "_hosted", "_num_before_gap")
 
     def __init__(self, found: FoundPages, hosted: FoundPages) -> None:
         """Nothing looked up.
@@ -64,6 +64,7 @@ class EitherPages(Sequence[int | None]):
         """
         self._found = found
         self._hosted = hosted
+        self._num_before_gap: int | None = None
 
     def __len__(self) -> int:
         return len(self._found)
@@ -77,29 +78,42 @@ class EitherPages(Sequence[int | None]):
             found = self._found[index]
             if None not in found:
                 return found
-            return list(map(_either, found, self._hosted[index]))
+            # As `host_page` says, which would be a call for each of thousands.
+            return [
+                page if page is not None or there is None else MISSING - there
+                for page, there in zip(found, self._hosted[index], strict=True)
+            ]
         page = self._found[index]
-        return page if page is not None else _either(page, self._hosted[index])
+        if page is None and (there := self._hosted[index]) is not None:
+            return host_page(there)
+        return page
 
     def index(self, value: int | None, start: int = 0, stop: int = maxsize) -> int:
         """The first place of a page, or of None; keys are looked up as far as that."""
         if value is not None:
             return super().index(value, start, stop)
-        stop = min(stop, len(self))
-        start = self._found.index(None, start, stop)
+        if start:
+            return start + self[start:stop].index(None)
+        if self._num_before_gap is None:
+            self._num_before_gap = self._look_up_to_gap()
+        if self._num_before_gap >= min(stop, len(self)):
+            msg = "no key is without a page"
+            raise ValueError(msg)
+        return self._num_before_gap
+
+    def _look_up_to_gap(self) -> int:
+        try:
+            start = self._found.index(None)
+        except ValueError:
+            return len(self)
         num_scanned = _SCAN_PAGES
-        while start < stop:
-            pages = self[start : min(stop, start + num_scanned)]
+        while start < len(self):
+            pages = self[start : start + num_scanned]
             if None in pages:
                 return start + pages.index(None)
             start += len(pages)
             num_scanned *= 2
-        msg = "no key is without a page"
-        raise ValueError(msg)
-
-
-def _either(page: int | None, page_there: int | None) -> int | None:
-    return page if page is not None or page_there is None else host_page(page_there)
+        return start
 
 
 class HostCache:

@@ -10,10 +10,14 @@ from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
+from vllm.logger import init_logger
 
 from jenga.errors import InvariantError
 from jenga.request import CopyPath
 from jenga.vllm_plugin.copy_rounds import CopyRound, runs_of_copies
+from jenga.vllm_plugin.environment import BACKEND_NAME
+
+logger = init_logger(f"vllm.{__name__}")
 
 _memory_of = WeakTensorKeyDictionary()
 """The first cache of an arena -> host memory beside it, which goes with it."""
@@ -49,6 +53,11 @@ def allocate_host_memory(kv_caches: Iterable[Any], num_bytes: int) -> None:
         )
         raise MemoryError(msg) from error
     _memory_of[cache] = memory
+    logger.info(
+        "%s: %d bytes of host memory on this rank for what its arena evicts",
+        BACKEND_NAME,
+        num_bytes,
+    )
 
 
 def copy_through_host(

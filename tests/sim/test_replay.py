@@ -491,6 +491,18 @@ def test_a_replay_that_was_cut_goes_on_to_the_same_rows(tmp_path, manager):
     assert list(tmp_path.iterdir()) == [tmp_path / "rows.jsonl"]
 
 
+def test_a_replay_with_host_memory_that_was_cut_goes_on_to_the_same_rows(tmp_path):
+    settings = Settings(every=3, chunk_tokens=128, host_bytes=1 << 18, host_bytes_per_s=1e6)
+    machine, trace = machine_of(1 << 17), trace_of(requests_of(30))
+    whole = list(replay_rows(run_row(machine, "jenga", trace, settings), machine, trace, settings))
+
+    rows, num_steps = cut_and_gone_on(tmp_path / "rows.jsonl", "jenga", settings)
+
+    assert num_steps == 18
+    assert rows == whole
+    assert whole[-1].loaded_bytes > 0
+
+
 def test_a_snapshot_of_other_code_or_of_another_run_is_left_alone(tmp_path, monkeypatch):
     path, settings = tmp_path / "rows.jsonl", Settings(every=1)
     machine, trace = machine_of(), trace_of(requests_of())

@@ -239,20 +239,6 @@ def test_what_is_copied_to_host_memory_and_back_takes_its_time(capsys, tmp_path)
     assert fast.seconds - fast.num_steps == pytest.approx(moved_bytes / 2e6)
 
 
-def test_a_replay_with_host_memory_that_was_cut_goes_on(capsys, tmp_path):
-    whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
-    arguments = (*CRAMPED, *MANY, "--host", "64MB", "--every", 1)
-    replay(capsys, *arguments, "--out", whole)
-    assert summaries(whole)[0].loaded_bytes > 0
-    lines = whole.read_text().splitlines(keepends=True)
-    cut.write_text("".join(lines[: len(lines) // 2]))
-
-    code, _ = replay(capsys, *arguments, "--out", cut)
-
-    assert code == 0
-    assert summaries(cut) == summaries(whole)
-
-
 def test_host_memory_without_prefix_caching_is_refused(capsys):
     code, printed = replay(capsys, *CRAMPED, *MANY, "--host", "1GiB", "--no-prefix-caching")
 
