@@ -26,12 +26,13 @@ BENCHMARKS = (
     "bench_state_scan --only falcon",
     "bench_latent_store",
     "bench_pages",
+    "bench_host_memory",
 )
 """The longest are run by parts of their shapes' names."""
 
 SWEEPS = ("sweep_page_size", "sweep_tokens_per_page")
 
-HOST_BENCHMARKS = ("bench_manager", "bench_replay", "sweep_eviction_order")
+HOST_BENCHMARKS = ("bench_manager", "bench_replay", "sweep_eviction_order", "sweep_host_memory")
 """Benchmarks that time the host alone, and so need no GPU's minutes."""
 
 COMPILED = (
@@ -63,6 +64,7 @@ ENGINE_FIRST = (
     "test_gated_delta_engine",
     "test_attention_features",
     "test_fp8_cache",
+    "test_host_memory",
 )
 """Tests of engines that read most from real kernels."""
 

@@ -60,6 +60,19 @@ def allocate_host_memory(kv_caches: Iterable[Any], num_bytes: int) -> None:
     )
 
 
+def host_memory_of(kv_caches: Iterable[Any]) -> torch.Tensor:
+    """Get the host memory beside an arena, i8[host_bytes].
+
+    Raises:
+        InvariantError: There is none.
+    """
+    memory = _memory_of.get(first_cache(kv_caches))
+    if memory is None:
+        msg = "pages are to be copied to host memory or from there, and there is none"
+        raise InvariantError(msg)
+    return memory
+
+
 def copy_through_host(
     kv_caches: Iterable[Any], arena: torch.Tensor, num_large_pages: int, copies: CopyRound
 ) -> None:
@@ -74,10 +87,7 @@ def copy_through_host(
     Raises:
         InvariantError: There is no host memory beside the arena.
     """
-    memory = _memory_of.get(first_cache(kv_caches))
-    if memory is None:
-        msg = f"{len(copies.source_pages)} pages are to be copied, and there is no host memory"
-        raise InvariantError(msg)
+    memory = host_memory_of(kv_caches)
     large_page_bytes = arena.numel() // num_large_pages
     page_bytes = large_page_bytes // copies.small_pages_per_large_page
     pages = arena.view(-1, page_bytes)

@@ -1,0 +1,91 @@
+"""Time copies of pages between an arena and host memory, beside one copy of as many bytes.
+
+python -m perf.bench_host_memory [--only out] [--peers none] [--dry-run]
+
+What is brought there or back together lies in rows, as of one long prompt, or page by page
+anywhere, as of many short ones. One copy of all the bytes is what the bus allows.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from jenga.request import CopyPath
+from jenga.vllm_plugin.copy_rounds import CopyRound
+from jenga.vllm_plugin.host_memory import allocate_host_memory, copy_through_host, host_memory_of
+from perf.harness import Benchmark, Row
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+ARENA_BYTES = 8 * GIB
+PAGES = {"64 KiB": 64 * KIB, "512 KiB": 512 * KIB, "2 MiB": 2 * MIB}
+"""About 16 tokens of a few layers, of a model of 8 billion parameters, and of a larger one."""
+
+COUNTS = (16, 512)
+ROWS = {"in a row": 0, "in rows of 8": 8, "scattered": 1}
+"""Pages that follow each other in both memories, 0 for all."""
+
+
+def pages_in_rows(num_pages: int, count: int, row_pages: int) -> torch.Tensor:
+    """Draw pages, so many in a row, rows anywhere; the null page is none of them."""
+    row_pages = row_pages or count
+    firsts = torch.randperm(num_pages // row_pages - 1)[: count // row_pages] + 1
+    return (firsts[:, None] * row_pages + torch.arange(row_pages)).flatten()
+
+
+def measure_copies(
+    benchmark: Benchmark, size: str, page_bytes: int, count: int, arena_bytes: int
+) -> None:
+    """Add the rows of one size and number of pages."""
+    num_pages = arena_bytes // page_bytes
+    arena = torch.zeros(arena_bytes, dtype=torch.int8, device=benchmark.device)
+    allocate_host_memory([arena], arena_bytes)
+    memory, num_bytes = host_memory_of([arena]), count * page_bytes
+    torch.manual_seed(0)
+    for name, row_pages in ROWS.items():
+        here, there = (tuple(pages_in_rows(num_pages, count, row_pages).tolist()) for _ in range(2))
+        for path, way in ((CopyPath.TO_HOST, "out"), (CopyPath.FROM_HOST, "back")):
+            is_out = path == CopyPath.TO_HOST
+            copies = CopyRound(
+                small_pages_per_large_page=1,
+                source_pages=here if is_out else there,
+                target_pages=there if is_out else here,
+                path=path,
+            )
+            source, target = (arena, memory) if is_out else (memory, arena)
+            by_name: dict[str, Callable[[], object]] = {
+                "jenga": lambda copies=copies: copy_through_host([arena], arena, num_pages, copies),
+                "one copy": lambda source=source, target=target: target[:num_bytes].copy_(
+                    source[:num_bytes], non_blocking=True
+                ),
+            }
+            shape = f"{way} {count} pages of {size} {name}"
+            if not benchmark.wants_shape(shape):
+                continue
+            for implementation, launch in by_name.items():
+                if implementation == "jenga" or benchmark.wants_peer(implementation):
+                    benchmark.add(
+                        Row(
+                            shape=shape,
+                            implementation=implementation,
+                            timing=benchmark.measure(launch),
+                            num_bytes=num_bytes,
+                            details={},
+                        )
+                    )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    tests = ["tests/vllm_plugin/test_host_copies.py"]
+    benchmark = Benchmark("bench_host_memory", __doc__ or "", tests, arguments)
+    if benchmark.is_dry:
+        measure_copies(benchmark, "1 KiB", KIB, 8, 64 * KIB)
+    else:
+        for size, page_bytes in PAGES.items():
+            for count in COUNTS:
+                measure_copies(benchmark, size, page_bytes, count, ARENA_BYTES)
+                torch.cuda.empty_cache()
+    benchmark.finish(roofline_gigabytes_per_second=None)
+
+
+if __name__ == "__main__":
+    main()
