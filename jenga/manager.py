@@ -8,21 +8,19 @@ from jenga.entry import Entry
 from jenga.eviction_order import WANTED_RANK, EvictionOrder, QueueAware
 from jenga.geometry import Geometry
 from jenga.growth import Growth
-from jenga.hits import Hits
-from jenga.holdings import Holdings
-from jenga.host_cache import HostCache, HostReport
+from jenga.host_cache import HostCache
+from jenga.keeping import Keeping
 from jenga.kept_states import ANSWER_TOKENS, KeptStates
 from jenga.lookup import longest_prefix
 from jenga.policies import RequestFacts
 from jenga.prefix_cache import CacheChange
 from jenga.request import PageCopy, PrefixHit, Request, new_request
-from jenga.stats import CacheReport
 from jenga.table import build_tables
 from jenga.taking import Taking
 from jenga.waiting import Waiting
 
 
-class Manager(Holdings):
+class Manager(Keeping):
     """Gives requests their page tables out of one arena."""
 
     def __init__(  # noqa: PLR0913  one arena, all that may differ between two
@@ -91,67 +89,63 @@ class Manager(Holdings):
             num_large_pages,
             wanted_rank=WANTED_RANK,
         )
-        self._changes: list[CacheChange] = []
+        changes: list[CacheChange] = []
+        copies: list[PageCopy] = []
         tables = build_tables(
             geometry,
             allocator,
             hash_tokens=hash_tokens,
             prefix_caching=prefix_caching,
-            changes=self._changes if records_changes else None,
+            changes=changes if records_changes else None,
         )
-        super().__init__(geometry, allocator, tables)
-        self._prefix_caching = prefix_caching
-        self._hash_tokens = hash_tokens
+        order = eviction_order or QueueAware()
+        order.begin(geometry)
+        host: HostCache | None = None
+        if num_host_large_pages:
+            if not prefix_caching:
+                msg = "num_host_large_pages must be 0 where prefix_caching is off"
+                raise ValueError(msg)
+            host = HostCache(tables, order, copies, num_large_pages=num_host_large_pages)
+        states = KeptStates(
+            tables,
+            allocator,
+            order,
+            copies,
+            hash_tokens=hash_tokens,
+            interval_tokens=checkpoint_interval_tokens,
+            answer_tokens=answer_interval_tokens,
+            ahead_tokens=ahead_tokens,
+            host=host,
+        )
+        super().__init__(
+            geometry,
+            allocator,
+            tables,
+            states=states,
+            host=host,
+            copies=copies,
+            changes=changes,
+            hash_tokens=hash_tokens,
+            prefix_caching=prefix_caching,
+        )
+        self._order = order
         self._ahead_tokens = ahead_tokens
         # Tokens after which some page table may have one more page to commit.
         self._commit_tokens = min(
             table.grain.page_slots if not table.policy.is_overwritten else hash_tokens
             for table in tables
         )
-        self._order = eviction_order or QueueAware()
-        self._order.begin(geometry)
-        self._copies: list[PageCopy] = []
-        self._host: HostCache | None = None
-        if num_host_large_pages:
-            if not prefix_caching:
-                msg = "num_host_large_pages must be 0 where prefix_caching is off"
-                raise ValueError(msg)
-            self._host = HostCache(
-                tables, self._order, self._copies, num_large_pages=num_host_large_pages
-            )
-        self._states = KeptStates(
-            tables,
-            allocator,
-            self._order,
-            self._copies,
-            hash_tokens=hash_tokens,
-            interval_tokens=checkpoint_interval_tokens,
-            answer_tokens=answer_interval_tokens,
-            ahead_tokens=ahead_tokens,
-            host=self._host,
-        )
         self._waiting = Waiting(
             tables,
-            self._order,
+            order,
             hash_tokens=hash_tokens,
             arena_bytes=num_large_pages * geometry.large_page_bytes,
         )
         admission = Admission(allocator, left_share)
-        self._entry = Entry(self._requests, self._states, self._waiting, admission)
-        self._hits = Hits(tables, self._states, hash_tokens)
-        self._growth = Growth(tables, self.capacity, self._order)
-        self._taking = Taking(
-            allocator, self._growth, self._hits, self._states, self._order, self._host
-        )
-        self._step = self._num_owners = self._num_losses = 0
-
-    @property
-    def _version(self) -> tuple[int, int]:
-        """Changes whenever cached pages are lost."""
-        num_losses = self._num_losses + self._states.num_replaced
-        if self._host is not None:
-            num_losses += self._host.num_lost
-        return self._allocator.large_pages.num_evicted, num_losses
+        self._entry = Entry(self._requests, states, self._waiting, admission)
+        self._growth = Growth(tables, self.capacity, order)
+        self._taking = Taking(allocator, self._growth, self._hits, states, order, host)
+        self._num_owners = 0
 
     def new_step(self) -> None:
         """Note that a step of the engine begins: what it touches is younger than all before."""
@@ -391,14 +385,6 @@ class Manager(Holdings):
         del self._requests[request_id]
         self._waiting.forget(request_id)
 
-    # States
-
-    @property
-    def answer_interval_tokens(self) -> int:
-        """Tokens of an answer after which its states are worth keeping again; 0 if never."""
-        has_states = self._prefix_caching and bool(self._states.tables)
-        return self._states.answer_tokens if has_states else 0
-
     def checkpoint_tokens(self, request_id: str) -> tuple[int, ...]:
         """Where states of a prompt are worth keeping: steps end there, or write them on their way.
 
@@ -411,83 +397,6 @@ class Manager(Holdings):
         if not self._prefix_caching:
             return ()
         return self._entry.checkpoint_tokens(request_id, request)
-
-    def keep_state(
-        self, request_id: str, prefix_hash: bytes, num_tokens: int, *, in_passing: bool = False
-    ) -> bool:
-        """Keep a copy of a request's running states for others to start from.
-
-        A state of what it generates takes the place of the one before.
-
-        Args:
-            request_id: Whose states. Its last step ended at exactly `num_tokens` tokens, or passed
-                there with no more tokens than a state has slots, or the one about to run passes
-                there and writes them on its way; then the copies within the arena are not made.
-            prefix_hash: Hash of those tokens.
-            num_tokens: A multiple of `hash_tokens`.
-            in_passing: Whether the step about to run writes them on its way.
-
-        Returns:
-            Whether there is a page for every copy; `take_copies` has them then.
-
-        Raises:
-            ValueError: The tokens are no multiple of `hash_tokens`, or nothing is cached.
-        """
-        request = self._running(request_id)
-        if not self._prefix_caching or num_tokens <= 0 or num_tokens % self._hash_tokens:
-            msg = (
-                f"num_tokens must be a positive multiple of {self._hash_tokens}, with prefix "
-                f"caching on, got {num_tokens}"
-            )
-            raise ValueError(msg)
-        return self._states.keep(
-            request, prefix_hash, num_tokens, self._step, in_passing=in_passing
-        )
-
-    def keeps_state(self, table_index: int, prefix_hash: bytes, page: int) -> bool:
-        """Whether a page still holds the state kept in it: another one may have taken it since."""
-        cache = self._tables[table_index].cache
-        return cache is not None and cache.get(prefix_hash) == page
-
-    def take_copies(self) -> list[PageCopy]:
-        """Copies to make before any kernel of the next step runs, in this order."""
-        copies = self._copies[:]
-        self._copies.clear()
-        return copies
-
-    def take_changes(self) -> list[CacheChange]:
-        """What can be found since the last call, and what no longer, in order.
-
-        Content counts as found as soon as a request that comes in now could hit it. Where none is
-        recorded, none is said to have changed.
-        """
-        changes = self._changes[:]
-        self._changes.clear()
-        return changes
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached content; False, and nothing forgotten, while requests run."""
-        if self._requests:
-            return False
-        for table in self._tables:
-            if table.cache is not None:
-                table.cache.clear()
-        self._allocator.large_pages.surrender_all()
-        self._states.reset()
-        self._copies.clear()
-        if self._host is not None:
-            self._host.clear()
-        self._hits.ends.clear()
-        self._num_losses += 1
-        return True
-
-    def cache_report(self) -> CacheReport:
-        """What prefix hits brought since start-up."""
-        return self._hits.report()
-
-    def host_report(self) -> HostReport | None:
-        """What host memory holds and brought; None where there is none."""
-        return self._host.report() if self._host is not None else None
 
     def check(self) -> None:
         """Raise `InvariantError` unless the books of requests, allocator, cache and queue agree."""

@@ -1,0 +1,144 @@
+"""What an arena keeps for other requests than those that run: states, hits, and what they cost."""
+
+from jenga.allocator import Allocator
+from jenga.geometry import Geometry
+from jenga.hits import Hits
+from jenga.holdings import Holdings
+from jenga.host_cache import HostCache, HostReport
+from jenga.kept_states import KeptStates
+from jenga.prefix_cache import CacheChange
+from jenga.request import PageCopy
+from jenga.stats import CacheReport
+from jenga.table import Table
+
+
+class Keeping(Holdings):
+    """Running requests, and what is cached for others beside them."""
+
+    def __init__(  # noqa: PLR0913  all that is kept, and where
+        self,
+        geometry: Geometry,
+        allocator: Allocator,
+        tables: tuple[Table, ...],
+        *,
+        states: KeptStates,
+        host: HostCache | None,
+        copies: list[PageCopy],
+        changes: list[CacheChange],
+        hash_tokens: int,
+        prefix_caching: bool,
+    ) -> None:
+        """Nothing kept.
+
+        Args:
+            geometry: How the arena is cut.
+            allocator: Books of its pages.
+            tables: Its page tables.
+            states: States kept for others.
+            host: Where evicted pages go, if they do not go for good.
+            copies: To which copies are added that are to be made.
+            changes: To which changes of what can be found are added, if they are.
+            hash_tokens: Tokens that each further prefix hash covers.
+            prefix_caching: Whether anything is kept.
+        """
+        super().__init__(geometry, allocator, tables)
+        self._states = states
+        self._host = host
+        self._copies = copies
+        self._changes = changes
+        self._hash_tokens = hash_tokens
+        self._prefix_caching = prefix_caching
+        self._hits = Hits(tables, states, hash_tokens)
+        self._step: int = 0
+        self._num_losses: int = 0
+
+    @property
+    def _version(self) -> tuple[int, int]:
+        """Changes whenever cached pages are lost."""
+        num_losses = self._num_losses + self._states.num_replaced
+        if self._host is not None:
+            num_losses += self._host.num_lost
+        return self._allocator.large_pages.num_evicted, num_losses
+
+    @property
+    def answer_interval_tokens(self) -> int:
+        """Tokens of an answer after which its states are worth keeping again; 0 if never."""
+        has_states = self._prefix_caching and bool(self._states.tables)
+        return self._states.answer_tokens if has_states else 0
+
+    def keep_state(
+        self, request_id: str, prefix_hash: bytes, num_tokens: int, *, in_passing: bool = False
+    ) -> bool:
+        """Keep a copy of a request's running states for others to start from.
+
+        A state of what it generates takes the place of the one before.
+
+        Args:
+            request_id: Whose states. Its last step ended at exactly `num_tokens` tokens, or passed
+                there with no more tokens than a state has slots, or the one about to run passes
+                there and writes them on its way; then the copies within the arena are not made.
+            prefix_hash: Hash of those tokens.
+            num_tokens: A multiple of `hash_tokens`.
+            in_passing: Whether the step about to run writes them on its way.
+
+        Returns:
+            Whether there is a page for every copy; `take_copies` has them then.
+
+        Raises:
+            ValueError: The tokens are no multiple of `hash_tokens`, or nothing is cached.
+        """
+        request = self._running(request_id)
+        if not self._prefix_caching or num_tokens <= 0 or num_tokens % self._hash_tokens:
+            msg = (
+                f"num_tokens must be a positive multiple of {self._hash_tokens}, with prefix "
+                f"caching on, got {num_tokens}"
+            )
+            raise ValueError(msg)
+        return self._states.keep(
+            request, prefix_hash, num_tokens, self._step, in_passing=in_passing
+        )
+
+    def keeps_state(self, table_index: int, prefix_hash: bytes, page: int) -> bool:
+        """Whether a page still holds the state kept in it: another one may have taken it since."""
+        cache = self._tables[table_index].cache
+        return cache is not None and cache.get(prefix_hash) == page
+
+    def take_copies(self) -> list[PageCopy]:
+        """Copies to make before any kernel of the next step runs, in this order."""
+        copies = self._copies[:]
+        self._copies.clear()
+        return copies
+
+    def take_changes(self) -> list[CacheChange]:
+        """What can be found since the last call, and what no longer, in order.
+
+        Content counts as found as soon as a request that comes in now could hit it. Where none is
+        recorded, none is said to have changed.
+        """
+        changes = self._changes[:]
+        self._changes.clear()
+        return changes
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached content; False, and nothing forgotten, while requests run."""
+        if self._requests:
+            return False
+        for table in self._tables:
+            if table.cache is not None:
+                table.cache.clear()
+        self._allocator.large_pages.surrender_all()
+        self._states.reset()
+        self._copies.clear()
+        if self._host is not None:
+            self._host.clear()
+        self._hits.ends.clear()
+        self._num_losses += 1
+        return True
+
+    def cache_report(self) -> CacheReport:
+        """What prefix hits brought since start-up."""
+        return self._hits.report()
+
+    def host_report(self) -> HostReport | None:
+        """What host memory holds and brought; None where there is none."""
+        return self._host.report() if self._host is not None else None
