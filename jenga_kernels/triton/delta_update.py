@@ -5,7 +5,9 @@ import triton.language as tl
 
 from jenga_kernels.triton.addressing import page_offsets
 from jenga_kernels.triton.delta_rule import decay_log2, inverse_length, rate_log2, rounded, sigmoid
-from jenga_kernels.triton.recurrence import line_sums, mask_if
+from jenga_kernels.triton.recurrence import line_sums, mask_if, widened
+
+_INT32_MAX = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
@@ -31,7 +33,7 @@ def delta_update_kernel(
     stride_out_head: tl.int64,
     stride_states_slot: tl.int64,
     stride_states_head: tl.int64,
-    stride_states_dim: tl.int64,
+    stride_states_dim: tl.constexpr,
     stride_q_token: tl.int64,
     stride_q_head: tl.int64,
     stride_k_token: tl.int64,
@@ -80,10 +82,14 @@ def delta_update_kernel(
     is_request = tl.load(state_slots_ptr) > 0
     initial_slot = tl.load(initial_slots_ptr + request * stride_initial)
     has_state = is_request & (initial_slot > 0)
-    in_page = head * stride_states_head + vs[None, :, None] * stride_states_dim + ks[:, None, :]
-    initial = states_ptr + page_offsets(initial_slot, stride_states_slot) + in_page
-    h = tl.load(initial, mask=mask_if(has_state, in_state), other=0.0)  # [lines, V, line]
-    h = h.to(tl.float32)
+    rows = vs[None, :, None]
+    if HEAD_V_DIM * stride_states_dim > _INT32_MAX:
+        rows = rows.to(tl.int64)
+    # Added one by one, a product and a sum are one instruction.
+    states_ptr += head * stride_states_head + ks[:, None, :]
+    states_ptr += rows * stride_states_dim
+    initial = states_ptr + page_offsets(initial_slot, stride_states_slot)
+    h = widened(tl.load(initial, mask=mask_if(has_state, in_state), other=0.0))  # [lines, V, line]
 
     group = head // HEADS_PER_GROUP
     q_ptr += first * stride_q_token + group * stride_q_head + ks
@@ -108,8 +114,8 @@ def delta_update_kernel(
     for _ in range(num_tokens):
         # Asked for behind the store of a result, it would be waited for alone.
         slot = tl.load(state_slots_ptr)
-        q = tl.load(q_ptr, mask=is_k, other=0.0).to(tl.float32)  # [lines, line]
-        k = tl.load(k_ptr, mask=is_k, other=0.0).to(tl.float32)  # [lines, line]
+        q = widened(tl.load(q_ptr, mask=is_k, other=0.0))  # [lines, line]
+        k = widened(tl.load(k_ptr, mask=is_k, other=0.0))  # [lines, line]
         v = tl.load(v_ptr, mask=is_v, other=0.0).to(tl.float32)  # [V]
         if IS_NORMALIZED:
             q *= inverse_length(tl.sum(q * q))
@@ -129,7 +135,7 @@ def delta_update_kernel(
         y = line_sums(h * (q * scale)[:, None, :])  # [V]
         y = tl.where(is_request, y, 0.0)
         tl.store(out_ptr, rounded(y, out_ptr.dtype.element_ty), mask=is_v)
-        kept = states_ptr + page_offsets(slot, stride_states_slot) + in_page
+        kept = states_ptr + page_offsets(slot, stride_states_slot)
         tl.store(
             kept,
             rounded(h, states_ptr.dtype.element_ty),

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from jenga_kernels.triton.addressing import page_offsets
-from jenga_kernels.triton.recurrence import LOG2E, mask_if, row_sums, silu, step_sizes
+from jenga_kernels.triton.recurrence import LOG2E, mask_if, row_sums, silu, step_sizes, widened
 
 
 @triton.jit
@@ -81,8 +81,7 @@ def state_update_kernel(
     has_state = is_request & (initial_slot > 0)
     in_page = head * stride_states_head + dims[:, None] * stride_states_dim + ns[None, :]
     initial = states_ptr + page_offsets(initial_slot, stride_states_slot) + in_page
-    h = tl.load(initial, mask=mask_if(has_state, in_state), other=0.0)  # [P, N]
-    h = h.to(tl.float32)
+    h = widened(tl.load(initial, mask=mask_if(has_state, in_state), other=0.0))  # [P, N]
 
     group = head // HEADS_PER_GROUP
     x_ptr += first * stride_x_token + head * stride_x_head + dims

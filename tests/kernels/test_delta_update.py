@@ -7,7 +7,7 @@ from jenga_kernels.states import NULL_SLOT
 from tests.kernels.compiling import compile_job
 from tests.kernels.delta_cases import delta_states, delta_tensors, fill, tokens_of
 from tests.kernels.state_cases import PADDING, i32, on_cpu, same_elsewhere, step_slots, widened
-from tests.kernels.support import check_close, generator
+from tests.kernels.support import DEVICE, check_close, generator
 
 NUM_SLOTS = 24
 GATES = {"heads": False, "channels": True}
@@ -155,6 +155,28 @@ def test_delta_update_goes_on_from_the_last_token_accepted(num_accepted):
     assert torch.equal(pages.states[9], straight.states[1])
 
 
+def test_delta_update_of_rows_far_apart_reaches_past_2_to_the_31_elements():
+    shape = (1, 1, 16, 16)
+    # Elements nobody touches cost no memory, so this arena is mostly not there.
+    row_elements = 2**31 // 15 // 16 * 16 + 64
+    arena = torch.empty(16 * row_elements, dtype=torch.bfloat16, device=DEVICE)
+    states = arena.as_strided((3, 1, 16, 16), (16, 16, row_elements, 1))
+    pages = delta_states(3, shape, torch.bfloat16)
+    rng = generator(4)
+    fill(pages, [1], rng)
+    states[1] = pages.states[1]
+    tensors = delta_tensors(1, shape, torch.bfloat16, rng)
+    out, want = (torch.empty_like(tensors["v"]) for _ in range(2))
+    slots = {"initial_slots": i32([1]), "state_slots": i32([2])}
+
+    delta_update(out, states, **tensors, **slots)
+    delta_update(want, pages.states, **tensors, **slots)
+
+    assert 15 * row_elements > 2**31
+    assert torch.equal(out, want)
+    assert torch.equal(states[2], pages.states[2])
+
+
 def good_call():
     tensors, slots, pages, _ = arguments((1, 2, 16, 16), [2, 1], torch.float32, torch.float32)
     out = torch.full_like(tensors["v"], float("nan"))
@@ -235,7 +257,7 @@ def test_delta_update_compiles_to_wide_loads_of_a_row_in_one_warp(capability):
         assert kernel.counts["load_128"] >= kernel.counts["store_128"], kernel
         # State that the programs of a processor have in flight, by their registers.
         programs = 65536 // (32 * 8 * -(-kernel.registers // 8))
-        least_kib = 96 if kernel.counts["store_128"] == 16 else 60
+        least_kib = 104 if kernel.counts["store_128"] == 16 else 60
         assert programs * kernel.counts["store_128"] / 2 >= least_kib, kernel
         assert kernel.counts["load_global"] <= 44, kernel
         assert kernel.num_warps == 1, kernel
