@@ -14,7 +14,13 @@ from jenga_kernels.checks import (
 )
 from jenga_kernels.triton.addressing import strides
 from jenga_kernels.triton.kv_store import kv_store_kernel
-from jenga_kernels.triton.tiles import copy_tiles, machine_of, power_of_two
+from jenga_kernels.triton.tiles import (
+    LOAD_BYTES,
+    copy_tiles,
+    line_elements,
+    machine_of,
+    power_of_two,
+)
 
 NO_SLOT = -1
 """Slot of a padding token: nothing is written for it."""
@@ -58,7 +64,8 @@ def kv_store(
     )
     if num_tokens == 0:
         return
-    tiles = copy_tiles(machine_of(k.device), head_dim)
+    machine = machine_of(k.device)
+    tiles = copy_tiles(machine, head_dim)
     stride_page, stride_slot, stride_head, _ = strides(k_pages)
     kv_store_kernel[(triton.cdiv(num_tokens * num_kv_heads, tiles.block_rows),)](
         k_pages_ptr=k_pages,
@@ -84,6 +91,8 @@ def kv_store(
         IS_FP8=k_pages.dtype == FP8_DTYPE,
         BLOCK_ROWS=tiles.block_rows,
         BLOCK_D=power_of_two(head_dim),
+        BLOCK_LINE=line_elements(machine, head_dim, k.element_size()),
+        THREAD_ELEMENTS=LOAD_BYTES // k.element_size(),
         num_warps=tiles.num_warps,
     )
 

@@ -14,7 +14,7 @@ from jenga_kernels.checks import (
 from jenga_kernels.latents import check_latent_pages, check_latent_scale
 from jenga_kernels.triton.addressing import strides
 from jenga_kernels.triton.latent_store import latent_store_kernel
-from jenga_kernels.triton.tiles import copy_tiles, machine_of, power_of_two
+from jenga_kernels.triton.tiles import LOAD_BYTES, copy_tiles, machine_of, power_of_two
 
 
 def latent_store(
@@ -86,5 +86,6 @@ def latent_store(
         BLOCK_ROWS=tiles.block_rows,
         BLOCK_LATENT=power_of_two(latent_dim),
         BLOCK_ROTARY=power_of_two(rotary_dim),
+        THREAD_ELEMENTS=LOAD_BYTES // latents.element_size(),
         num_warps=tiles.num_warps,
     )

@@ -7,7 +7,7 @@ large, because it pays per operation and hardly per element.
 from dataclasses import dataclass
 
 from jenga_kernels.triton.state_tiles import LEAST_PRODUCT
-from jenga_kernels.triton.tiles import BLACKWELL, Machine, power_of_two
+from jenga_kernels.triton.tiles import BLACKWELL, Machine, line_elements, power_of_two
 
 RUN_TOKENS = 4
 """Tokens next to each other that a thread holds where every key channel decays on its own."""
@@ -86,9 +86,6 @@ def delta_scan_tiles(
 STATE_ELEMENTS_PER_WARP = 2048
 """State elements that a warp of `delta_update` reads at once: 64 registers of a thread."""
 
-LINE_BYTES = 128
-"""Bytes of a line of memory; eight threads read one."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateTiles:
@@ -110,8 +107,10 @@ def delta_update_tiles(
     """Tiles of `delta_update`."""
     whole_key, whole_value = power_of_two(head_k_dim), power_of_two(head_v_dim)
     if machine.is_interpreter:
-        return UpdateTiles(block_values=whole_value, block_line=whole_key)
+        block_values = whole_value
+    else:
+        block_values = min(whole_value, max(1, STATE_ELEMENTS_PER_WARP // whole_key))
     return UpdateTiles(
-        block_values=min(whole_value, max(1, STATE_ELEMENTS_PER_WARP // whole_key)),
-        block_line=min(whole_key, LINE_BYTES // state_element_bytes),
+        block_values=block_values,
+        block_line=line_elements(machine, head_k_dim, state_element_bytes),
     )

@@ -56,3 +56,23 @@ def reciprocal(values):
         return tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [values], dtype=tl.float32, is_pure=True, pack=1
         )
+
+
+@device_function
+def widened(values):
+    """Values in float32.
+
+    Each of two bfloat16 in a register is one instruction away; the compiler takes a third one for
+    the two, to move the second where the first was.
+    """
+    if _INTERPRETED or values.dtype != tl.bfloat16 or values.numel == 1:
+        return values.to(tl.float32)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }",
+            "=f,=f,r",
+            [values],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )

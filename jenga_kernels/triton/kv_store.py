@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from jenga_kernels.triton.addressing import slot_offsets
-from jenga_kernels.triton.device import device_function
+from jenga_kernels.triton.device import device_function, widened
 from jenga_kernels.triton.fp8 import to_fp8
 
 
@@ -14,10 +14,10 @@ def _stored(rows, heads, live, scale_ptr, IS_FP8: tl.constexpr, IS_PER_HEAD: tl.
     if not IS_FP8:
         return rows
     else:
-        values = rows.to(tl.float32)
+        values = widened(rows)
         if scale_ptr is not None:
             if IS_PER_HEAD:
-                scale = tl.load(scale_ptr + heads, mask=live, other=1.0)[:, None]
+                scale = tl.load(scale_ptr + heads, mask=live, other=1.0)[None, :, None]
             else:
                 scale = tl.load(scale_ptr)
             values = values / scale
@@ -55,6 +55,8 @@ def kv_store_kernel(
     IS_FP8: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_LINE: tl.constexpr,
+    THREAD_ELEMENTS: tl.constexpr,
 ):
     """Program p copies rows p * BLOCK_ROWS and on; a row is one head of one token."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -62,19 +64,26 @@ def kv_store_kernel(
     heads = rows % NUM_KV_HEADS
     slots = tl.load(slots_ptr + tokens, mask=tokens < num_tokens, other=-1)  # i64[BLOCK_ROWS]
     live = slots >= 0
-    dims = tl.arange(0, BLOCK_D)
-    mask = live[:, None]
+    # Rows lie in lines of memory, and a thread has a part of each line of one row.
+    dims = (
+        tl.arange(0, BLOCK_D // BLOCK_LINE)[:, None] * BLOCK_LINE
+        + tl.arange(0, BLOCK_LINE)[None, :]
+    )
+    dims = dims[:, None, :]  # [lines, 1, BLOCK_LINE]
+    mask = live[None, :, None]
     if BLOCK_D != HEAD_DIM:
-        mask &= (dims < HEAD_DIM)[None, :]
+        mask &= dims < HEAD_DIM
 
     k_offsets = tokens * stride_k_token + heads * stride_k_head
     v_offsets = tokens * stride_v_token + heads * stride_v_head
-    k = tl.load(k_ptr + k_offsets[:, None] + dims[None, :], mask=mask)  # [BLOCK_ROWS, BLOCK_D]
-    v = tl.load(v_ptr + v_offsets[:, None] + dims[None, :], mask=mask)  # [BLOCK_ROWS, BLOCK_D]
+    k = tl.load(k_ptr + k_offsets[None, :, None] + dims, mask=mask)  # [lines, rows, BLOCK_LINE]
+    v = tl.load(v_ptr + v_offsets[None, :, None] + dims, mask=mask)  # [lines, rows, BLOCK_LINE]
 
     slot = tl.where(live, slots, 0)
     in_pages = slot_offsets(slot, stride_pages_page, stride_pages_slot, PAGE_TOKENS)
-    offsets = (in_pages + heads * stride_pages_head)[:, None] + dims[None, :]
+    offsets = (in_pages + heads * stride_pages_head)[None, :, None] + dims
+    # As many as are loaded at once; see `store_rows`.
+    offsets = tl.max_contiguous(offsets, [1, 1, THREAD_ELEMENTS])
     k = _stored(k, heads, live, k_scale_ptr, IS_FP8, IS_PER_HEAD_K)
     v = _stored(v, heads, live, v_scale_ptr, IS_FP8, IS_PER_HEAD_V)
     tl.store(k_pages_ptr + offsets, k, mask=mask)

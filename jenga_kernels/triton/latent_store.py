@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from jenga_kernels.triton.addressing import slot_offsets
-from jenga_kernels.triton.device import device_function
+from jenga_kernels.triton.device import device_function, widened
 from jenga_kernels.triton.fp8 import to_fp8
 from jenga_kernels.triton.rows import load_rows, store_rows
 
@@ -15,7 +15,7 @@ def _stored(rows, latent_scale_ptr, IS_FP8: tl.constexpr):
     if not IS_FP8:
         return rows
     else:
-        values = rows.to(tl.float32)
+        values = widened(rows)
         if latent_scale_ptr is not None:
             values = values / tl.load(latent_scale_ptr)
         return to_fp8(values)
@@ -46,6 +46,7 @@ def latent_store_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_LATENT: tl.constexpr,
     BLOCK_ROTARY: tl.constexpr,
+    THREAD_ELEMENTS: tl.constexpr,
 ):
     """Program p copies tokens p * BLOCK_ROWS and on."""
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -62,5 +63,6 @@ def latent_store_kernel(
     offsets = slot_offsets(slots, stride_pages_page, stride_pages_slot, PAGE_TOKENS)
     latents = _stored(latents, latent_scale_ptr, IS_FP8)
     rotary_keys = _stored(rotary_keys, latent_scale_ptr, IS_FP8)
-    store_rows(pages_ptr, offsets, latents, live, LATENT_DIM, BLOCK_LATENT)
-    store_rows(pages_ptr + LATENT_DIM, offsets, rotary_keys, live, ROTARY_DIM, BLOCK_ROTARY)
+    store_rows(pages_ptr, offsets, latents, live, LATENT_DIM, BLOCK_LATENT, THREAD_ELEMENTS)
+    rotary_ptr = pages_ptr + LATENT_DIM
+    store_rows(rotary_ptr, offsets, rotary_keys, live, ROTARY_DIM, BLOCK_ROTARY, THREAD_ELEMENTS)

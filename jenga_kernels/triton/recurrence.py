@@ -8,9 +8,6 @@ from jenga_kernels.triton.matmul import INTERPRETED
 LOG2E = tl.constexpr(1.4426950408889634)
 """exp(x) is exp2(x * LOG2E)."""
 
-WARP_PAIRS = tl.constexpr(64)
-"""Elements of a tile of which each thread of a warp has two."""
-
 # The interpreter knows this combination and sums at once; `tl.sum` costs it ten times as much.
 _add = tl.standard._sum_combine
 
@@ -29,26 +26,6 @@ def line_sums(values):
     """
     rows = tl.permute(values, (1, 0, 2))
     return row_sums(tl.reshape(rows, [values.shape[1], values.shape[0] * values.shape[2]]))
-
-
-@device_function
-def widened(values):
-    """Values that a program of one warp loaded, in float32.
-
-    Each of two bfloat16 in a register is one instruction away; the compiler takes a third one for
-    the two, to move the second where the first was.
-    """
-    if INTERPRETED or values.dtype != tl.bfloat16 or values.numel < WARP_PAIRS:
-        return values.to(tl.float32)
-    else:
-        return tl.inline_asm_elementwise(
-            "{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }",
-            "=f,=f,r",
-            [values],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=2,
-        )
 
 
 @device_function

@@ -45,12 +45,23 @@ def _load_rows_interpreted(
 
 
 @triton.jit
-def _store_rows(ptr, offsets, rows, live, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+def _store_rows(
+    ptr,
+    offsets,
+    rows,
+    live,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    THREAD_ELEMENTS: tl.constexpr = None,
+):
     dims = tl.arange(0, BLOCK_D)[None, :]
     mask = live[:, None]
     if BLOCK_D != HEAD_DIM:
         mask = mask & (dims < HEAD_DIM)
-    tl.store(ptr + offsets[:, None] + dims, rows.to(ptr.dtype.element_ty), mask=mask)
+    pointers = ptr + offsets[:, None] + dims
+    if THREAD_ELEMENTS is not None:
+        pointers = tl.max_contiguous(pointers, [1, THREAD_ELEMENTS])
+    tl.store(pointers, rows.to(ptr.dtype.element_ty), mask=mask)
 
 
 def _store_rows_interpreted(
@@ -60,6 +71,7 @@ def _store_rows_interpreted(
     live: tl.tensor,
     HEAD_DIM: int,
     BLOCK_D: int,  # noqa: ARG001 - the signature of `_store_rows`
+    THREAD_ELEMENTS: int | None = None,  # noqa: ARG001 - the signature of `_store_rows`
 ) -> None:
     """`_store_rows` by one copy a row."""
     element = ptr.dtype.element_ty
@@ -91,5 +103,7 @@ Zero where `live` is false, nothing being read there, and past HEAD_DIM; `live` 
 store_rows = _store_rows_interpreted if triton.knobs.runtime.interpret else _store_rows
 """Store `rows` [N, BLOCK_D], rounded to the element type of `ptr`, at i64 `offsets` from it.
 
-Nothing is written where `live` is false and past HEAD_DIM.
+Nothing is written where `live` is false and past HEAD_DIM. A thread stores at most THREAD_ELEMENTS
+at a time: one that stores more than it loads at once loads neighbours one after another, and each
+sector several times.
 """

@@ -4,7 +4,8 @@ import triton
 import triton.language as tl
 
 from jenga_kernels.triton.addressing import page_offsets
-from jenga_kernels.triton.recurrence import LOG2E, mask_if, row_sums, silu, step_sizes, widened
+from jenga_kernels.triton.device import widened
+from jenga_kernels.triton.recurrence import LOG2E, mask_if, row_sums, silu, step_sizes
 
 
 @triton.jit

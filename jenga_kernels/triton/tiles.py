@@ -110,6 +110,25 @@ def copy_tiles(machine: Machine, row_elements: int) -> CopyTiles:
     return CopyTiles(block_rows=max(1, 2048 // power_of_two(row_elements)), num_warps=4)
 
 
+LOAD_BYTES = 16
+"""Most bytes of a load or store of a thread."""
+
+LINE_BYTES = 128
+"""Bytes of a line of memory; eight threads read one."""
+
+
+def line_elements(machine: Machine, row_elements: int, element_bytes: int) -> int:
+    """Elements of a row's part that is a line of memory, or all of a shorter row.
+
+    Args:
+        machine: Where it runs; for the interpreter a row is one part.
+        row_elements: Elements of the row.
+        element_bytes: Bytes of an element where it is loaded.
+    """
+    whole_row = power_of_two(row_elements)
+    return whole_row if machine.is_interpreter else min(whole_row, LINE_BYTES // element_bytes)
+
+
 def page_tiles(machine: Machine) -> CopyTiles:
     """Tiles of `page_copy` and `page_clear`; rows are words of 4 bytes."""
     if machine.is_interpreter:

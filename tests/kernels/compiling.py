@@ -31,6 +31,7 @@ INSTRUCTIONS = {
     r"\.shared\.global \[[^;]*?, 0x10",
     "load_64": r"\bld\.global[.\w]*\.v2\.b32",
     "store_128": r"\bst\.global[.\w]*\.v4\.b32|\bst\.global[.\w]*\.v2\.b64",
+    "store_64": r"\bst\.global[.\w]*\.v2\.b32",
     "load_global": r"\bld\.global",
     "store_global": r"\bst\.global",
     "cp_async": r"\bcp\.async\.c[ag]",

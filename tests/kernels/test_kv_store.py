@@ -182,4 +182,6 @@ def test_kv_store_compiles_to_wide_copies(job, capability):
         assert kernel.stack_bytes == 0, kernel
         assert kernel.counts["load_128"] >= 2, kernel
         assert kernel.counts["load_128"] >= kernel.counts["store_128"], kernel
-        assert kernel.counts["store_128"] == kernel.counts["store_global"], kernel
+        # A thread stores what it loads at once; half as many bytes, where 16 bits become 8.
+        kind = "store_64" if job is compile_fp8 else "store_128"
+        assert kernel.counts[kind] == kernel.counts["store_global"], kernel

@@ -176,4 +176,4 @@ def test_latent_store_compiles_to_wide_copies(job, capability):
     for kernel in compile_job(job, capability):
         assert kernel.stack_bytes == 0, kernel
         assert kernel.counts["load_128"] >= 2, kernel
-        assert kernel.counts["store_128"] >= 1, kernel
+        assert kernel.counts["store_128"] + kernel.counts["store_64"] >= 1, kernel
