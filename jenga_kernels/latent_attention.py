@@ -17,11 +17,11 @@ from jenga_kernels.checks import (
 )
 from jenga_kernels.latent_plan import plan_latent_attention
 from jenga_kernels.latents import check_latent_pages, check_latent_scale
-from jenga_kernels.triton.addressing import strides
+from jenga_kernels.triton.addressing import constant_stride, strides
 from jenga_kernels.triton.attention_decode import attention_splits_kernel
 from jenga_kernels.triton.latent_decode import latent_decode_kernel
 from jenga_kernels.triton.latent_prefill import latent_prefill_kernel
-from jenga_kernels.triton.tiles import MIN_ROWS, power_of_two
+from jenga_kernels.triton.tiles import MIN_ROWS, WARPGROUP_ROWS, power_of_two
 
 
 def latent_attention(
@@ -195,6 +195,12 @@ def latent_attention(
             units_per_program_ptr=plan.units_per_program,
             first_requests_ptr=plan.first_requests,
             num_requests=num_requests,
+            # Results of 64 rows leave no registers for what the compiler would keep of offsets.
+            SLOT_STRIDE=(
+                constant_stride(stride_slot, page_tokens)
+                if tiles.block_m < WARPGROUP_ROWS
+                else None
+            ),
             QUERY_TOKENS=plan.decode_query_tokens,
             IS_INVARIANT=plan.is_batch_invariant,
             BLOCK_M=tiles.block_m,

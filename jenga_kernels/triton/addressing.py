@@ -123,6 +123,14 @@ def strides(tensor: torch.Tensor) -> tuple[int, ...]:
     )
 
 
+def constant_stride(stride: int, num_indices: int) -> int | None:
+    """A stride that a kernel may be compiled for, which saves it 64-bit products; None elsewhere.
+
+    The offset of each of the indices then fits into 32 bits.
+    """
+    return stride if stride * num_indices < 2**31 else None
+
+
 def alignment(stride: int) -> int:
     """Greatest power of two, at most 16, that divides a stride.
 

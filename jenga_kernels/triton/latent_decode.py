@@ -44,6 +44,7 @@ def latent_decode_kernel(
     LATENT_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
     QUERY_TOKENS: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     IS_INVARIANT: tl.constexpr,
@@ -54,10 +55,14 @@ def latent_decode_kernel(
 ):
     """Program p does units p * units_per_program and on of all (request, group of heads) pairs.
 
-    Units, and what becomes of partial results, are those of `attention_decode`.
+    Units, and what becomes of partial results, are those of `attention_decode`. SLOT_STRIDE is
+    stride_pages_slot if the kernel is compiled for it, else None.
     """
     NUM_HEADS: tl.constexpr = NUM_GROUPS * GROUP
     PARTIAL_ROWS: tl.constexpr = QUERY_TOKENS * GROUP
+    stride_slot = stride_pages_slot
+    if SLOT_STRIDE is not None:
+        stride_slot = SLOT_STRIDE
     program = tl.program_id(0)
     units_per_program = tl.load(units_per_program_ptr)
     unit = program * units_per_program
@@ -110,7 +115,7 @@ def latent_decode_kernel(
             stride_q_token,
             stride_q_head,
             stride_pages_page,
-            stride_pages_slot,
+            stride_slot,
             LATENT_DIM,
             ROTARY_DIM,
             PAGE_TOKENS,
