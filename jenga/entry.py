@@ -72,10 +72,9 @@ class Entry:
             found, reread_tokens=waiting.reread_tokens, asked_tokens=waiting.asked_tokens
         )
 
-    def complete(self, request_id: str, request: Request, hit: PrefixHit | None) -> None:
-        """Note that a request was admitted, and order the copies of the states of its hit."""
+    def complete(self, request_id: str, hit: PrefixHit | None) -> None:
+        """Note that a request was admitted."""
         if hit is not None:
-            self._states.start_from(request, hit)
             shared_tokens = max(hit.branch_tokens, self.waiting.shared_tokens(request_id))
             self._admission.note(shared_tokens, hit.asked_tokens)
         self.waiting.admit(request_id)

@@ -14,6 +14,7 @@ from math import ceil
 from jenga.allocator import Allocator
 from jenga.eviction_order import EvictionOrder, Leaving, Prospect
 from jenga.host_cache import HostCache
+from jenga.large_pages import NULL_PAGE
 from jenga.request import (
     CopyPath,
     KeptState,
@@ -189,18 +190,43 @@ class KeptStates:
         if not hit.num_tokens or not self.tables:
             return
         key = hit.prefix_hashes[hit.num_tokens // self._hash_tokens - 1]
+        moves: list[tuple[Table, int, int]] = []
         for table in self.tables:
             for source in hit.pages[table.index]:
-                target = _running_page(request, table, hit.num_tokens)
-                if is_on_host(source):
-                    self._copy(table, host_page(source), target, CopyPath.FROM_HOST)
-                elif source != target:
-                    self._copy(table, source, target)
+                moves.append((table, source, _running_page(request, table, hit.num_tokens)))
                 request.kept.append(
                     KeptState(table_index=table.index, key=key, num_tokens=hit.num_tokens)
                 )
+        self._move([move for move in moves if not is_on_host(move[1]) and move[1] != move[2]])
+        for table, source, target in moves:
+            if is_on_host(source):
+                self._copy(table, host_page(source), target, CopyPath.FROM_HOST)
         request.starts_at_branch = key in self._gone_on
         self._gone_on.add(key)
+
+    def _move(self, moves: list[tuple[Table, int, int]]) -> None:
+        """Order copies of one state's parts, each read before another one is written over it.
+
+        In a full arena a request may have been given the very pages of the state: each is evicted
+        at the last and holds its content until it is written.
+        """
+        while moves:
+            for move in moves:
+                table, source, target = move
+                large = target // table.pages.pages_per_large
+                if all(
+                    other_source // other.pages.pages_per_large != large or other is table
+                    for other, other_source, _ in moves
+                ):
+                    break
+            else:
+                # They stand in each other's place: one waits where nothing is kept.
+                table, source, target = moves[0]
+                self._copy(table, source, NULL_PAGE)
+                moves[0] = table, NULL_PAGE, target
+                continue
+            moves.remove(move)
+            self._copy(table, source, target)
 
     def renew_hit(self, hit: PrefixHit, step: int) -> None:
         """Let the states of a hit be the last to be evicted until they are copied."""

@@ -309,7 +309,7 @@ class Manager(Keeping):
         if is_new:
             self._num_owners = request.owner
             self._requests[request_id] = request
-            self._entry.complete(request_id, request, hit)
+            self._entry.complete(request_id, hit)
         return tuple(taken)
 
     def _check_hit(self, hit: PrefixHit, num_tokens: int, num_processed_tokens: int) -> None:

@@ -119,8 +119,11 @@ class Taking:
                 raise InvariantError(msg)
             self._note_evictions(step)
             growth.append(request, taken)
-        if hit is not None and self._host is not None:
-            self._host.load(hit, request)
+        if hit is not None:
+            # First: what is loaded may take the place of a state that was kept.
+            self._states.start_from(request, hit)
+            if self._host is not None:
+                self._host.load(hit, request)
         request.expected_tokens = expected_tokens
         return taken
 

@@ -161,6 +161,35 @@ def test_states_come_back_to_the_pages_of_who_goes_on_from_them():
     manager.check()
 
 
+def test_a_state_is_copied_before_what_is_loaded_takes_its_place():
+    cut = geometry(
+        "state first", state(slot_bytes=768), full(tokens=16, slot_bytes=48, per_large=1)
+    )
+    manager = manager_of(cut, 6, 20)
+    manager.allocate("a", num_tokens=32)
+    manager.commit("a", hashes(32), 32)
+    manager.new_step()
+    assert manager.keep_state("a", hashes(32)[1], 32)
+    manager.free("a")
+    lose(manager, "q", 32)
+    manager.take_copies()
+    manager.new_step()
+    hit = manager.lookup(hashes(64), max_tokens=63)
+    (kept,), (_, loaded) = hit.pages
+    assert is_on_host(loaded)
+    assert not is_on_host(kept)
+
+    manager.allocate("b", num_tokens=64, hit=hit)
+
+    copies = [copy for copy in manager.take_copies() if copy.path != CopyPath.TO_HOST]
+    assert [(copy.path, copy.source) for copy in copies] == [
+        (CopyPath.IN_ARENA, kept),
+        (CopyPath.FROM_HOST, host_page(loaded)),
+    ]
+    assert copies[1].target == kept  # both tables have a small page per large page
+    manager.check()
+
+
 @pytest.mark.parametrize("in_passing", [False, True])
 def test_a_state_that_is_lost_before_it_is_written_is_not_brought_there(in_passing):
     # A null page, two running states, keys and values of both, and a page to keep one state in.

@@ -757,6 +757,32 @@ def test_a_request_alone_in_the_arena_fits_though_its_hit_is_a_state():
     manager.check()
 
 
+def test_parts_of_a_state_that_stand_in_each_other_s_place_change_it():
+    cut = geometry("two states", state("one", slot_bytes=768), state("other", slot_bytes=768))
+    manager = manager_of(cut, 5, prefix_caching=True)
+    for name in ("x", "y"):
+        manager.allocate(name, num_tokens=16)
+    for name in ("x", "y"):
+        manager.free(name)
+    manager.allocate("a", num_tokens=16)
+    manager.commit("a", hashes(16), 16)
+    manager.new_step()
+    assert manager.keep_state("a", hashes(16)[0], 16)
+    manager.free("a")
+    manager.allocate("z", num_tokens=16)
+    manager.take_copies()
+    hit = manager.lookup(hashes(32), max_tokens=31)
+    manager.allocate("b", num_tokens=32, hit=hit)
+    content = {page: table for table, (page,) in enumerate(hit.pages)}
+
+    for copy in manager.take_copies():
+        content[copy.target] = content[copy.source]
+
+    pages = manager.page_tables("b")
+    assert [pages[0], pages[1]] == [hit.pages[1], hit.pages[0]]
+    assert [content[page] for (page,) in pages] == [0, 1]
+
+
 # Reports
 
 

@@ -71,7 +71,6 @@ class EngineModel:
     def write(self, index, page, slot, content, memory=None):
         memory = self.arena if memory is None else memory
         large = page // self.tables[index].small_pages_per_large_page
-        assert large > 0
         for other in range(len(self.tables)):
             if other != index:
                 memory.pop((large, other), None)
@@ -91,11 +90,21 @@ class EngineModel:
             content = self.read(copy.table_index, copy.source, slot, source)
             self.write(copy.table_index, copy.target, slot, content, target)
 
-    def execute(self, runs):
-        """One step of all scheduled requests: copies, then writes, then reads."""
+    def execute(self, runs, copies=None, passed=()):
+        """One step of all scheduled requests: copies, then writes, then reads.
+
+        Args:
+            runs: All requests.
+            copies: If others than those that the manager has now.
+            passed: States that are written on the way: request, page table, page, tokens.
+        """
         scheduled = [run for run in runs if run.scheduled]
-        for copy in self.manager.take_copies():
+        for copy in self.manager.take_copies() if copies is None else copies:
             self.copy(copy)
+        for run, index, page, num_tokens in passed:
+            assert run.processed < num_tokens <= run.processed + run.scheduled
+            assert page > 0
+            self.write(index, page, 0, ("state", run.written(num_tokens - 1)))
         pages = {run.request_id: self.manager.page_tables(run.request_id) for run in scheduled}
         for index, table in enumerate(self.tables):
             for run in scheduled:
@@ -112,6 +121,7 @@ class EngineModel:
         if isinstance(layer_type, State):
             slots = 1 + layer_type.draft_tokens
             assert len(pages) == slots
+            assert all(pages)
             if run.processed:
                 state = self.read(index, pages[run.processed % slots], 0)
                 assert state == ("state", run.content(run.processed - 1))

@@ -8,35 +8,55 @@ from jenga.errors import OutOfPagesError, TooEarlyError
 from jenga.eviction_order import EVICTION_ORDERS
 from jenga.manager import Manager
 from jenga.policies import Image
-from jenga.request import is_on_host
+from jenga.request import CopyPath, is_on_host
 from jenga.spec import ImageEmbedding
 from tests.machines.engine_model import EngineModel, Run
-from tests.machines.geometries import CACHED, WINDOWED
+from tests.machines.geometries import CACHED, WINDOWED, full, geometry, sliding, state
 
 HASH_TOKENS = 4
 NUM_DOCUMENTS = 5
 MOST_RUNNING = 3
 
+STATES_FIRST = geometry(
+    "states_before_what_is_loaded",
+    state("state[0]", slot_bytes=384, per_large=1),
+    state("state[1]", slot_bytes=192, per_large=2),
+    full(slot_bytes=24, tokens=4, per_large=4),
+    sliding(slot_bytes=96, tokens=4, per_large=1, window=9),
+)
+
 
 class Pressure:
-    """Some documents, asked again and again, in an arena that holds one or two of them."""
+    """Some documents, asked again and again, in an arena that holds one or two of them.
+
+    Requests wait, run, keep states as the engine's plugin asks for it, are preempted and come back.
+    """
 
     def __init__(self, geometry, seed, *, num_large_pages, num_host_large_pages):
         self.random = random.Random(seed)
         self.geometry = geometry
+        choose = self.random.choice
         self.manager = Manager(
             geometry,
             num_large_pages=num_large_pages,
             prefix_caching=True,
             hash_tokens=HASH_TOKENS,
-            eviction_order=EVICTION_ORDERS[self.random.choice(sorted(EVICTION_ORDERS))](),
+            eviction_order=EVICTION_ORDERS[choose(sorted(EVICTION_ORDERS))](),
+            checkpoint_interval_tokens=choose([None, 0, 4, 8]),
+            answer_interval_tokens=choose([None, 0, 4, 8]),
             num_host_large_pages=num_host_large_pages,
             left_share=0.0,
         )
         self.engine = EngineModel(self.manager, HASH_TOKENS)
         self.runs = {}
-        self.has_states = any(table.is_state for table in geometry.page_tables)
-        self.hit_tokens = self.num_admitted = 0
+        self.waiting = []
+        states = [table.layer_type for table in geometry.page_tables if table.is_state]
+        self.slots = 1 + max((each.draft_tokens for each in states), default=0)
+        self.has_states = bool(states)
+        self.passed = []  # request, tokens: few enough that slots have the states after each
+        self.hit_tokens = self.num_admitted = self.num_named = 0
+
+    # Requests
 
     def arrive(self):
         choose = self.random.choice
@@ -46,22 +66,50 @@ class Pressure:
         images = ()
         if document % 2:
             images = (Image(start_token=2, num_tokens=5, content=b"image %d" % document),)
-        tokens = (*prompt, *(("out", i) for i in range(choose([1, 3, 9]))))
-        run = Run(f"r{self.num_admitted}", tokens, len(prompt), images)
+        tokens = (*prompt, *(("out", i) for i in range(choose([1, 3, 9, 14]))))
+        self.num_named += 1
+        self.wait(Run(f"r{self.num_named}", tokens, len(prompt), images))
+
+    def wait(self, run, *, first=False):
+        if self.random.random() < 0.7:
+            self.manager.announce(
+                run.request_id,
+                run.hashes(HASH_TOKENS),
+                num_tokens=run.prompt,
+                facts=run.facts,
+                first=first,
+            )
+        self.waiting.insert(0 if first else len(self.waiting), run)
+
+    def admit(self, run):
+        """Let a request run if there is room for it."""
+        for other in self.runs.values():
+            # From here on the step loses no request.
+            self.commit(other, other.processed + other.scheduled - other.rejected)
         hit = self.manager.lookup(
-            run.hashes(HASH_TOKENS), max_tokens=len(prompt) - 1, facts=run.facts
+            run.hashes(HASH_TOKENS), max_tokens=run.prompt - 1, facts=run.facts
         )
-        num_tokens = min(len(prompt), hit.num_tokens + choose([4, 9, 40]))
+        num_tokens = min(run.prompt, hit.num_tokens + self.random.choice([4, 9, 40]))
+        report = self.manager.host_report()
         try:
-            self.manager.allocate(run.request_id, num_tokens=num_tokens, hit=hit)
+            self.manager.allocate(
+                run.request_id,
+                num_tokens=num_tokens,
+                hit=hit,
+                full_tokens=self.random.choice([0, run.prompt]),
+            )
         except (OutOfPagesError, TooEarlyError):
-            self.manager.check()
-            return
+            assert self.manager.host_report() == report
+            return False
         self._note_images(run, hit)
         run.processed, run.scheduled = hit.num_tokens, num_tokens - hit.num_tokens
         self.hit_tokens += hit.num_tokens
         self.num_admitted += 1
         self.runs[run.request_id] = run
+        self.commit(run, run.processed)
+        return True
+
+    def commit(self, run, num_tokens):
         self.manager.commit(run.request_id, run.hashes(HASH_TOKENS), num_tokens)
 
     def _note_images(self, run, hit):
@@ -82,46 +130,120 @@ class Pressure:
     def go_on(self, run):
         """Schedule more of a request, or end it; it gives its place up where there is no room."""
         end = run.prompt if run.processed < run.prompt else len(run.tokens)
-        num_tokens = min(end, run.processed + self.random.choice([1, 4, 13]))
+        num_tokens = min(end, run.processed + self.random.choice([1, 1, 2, 4, 13]))
         if num_tokens == run.processed:
-            self.end(run)
+            self.lose(run)
             return
+        self.commit(run, run.processed)
         try:
             self.manager.allocate(
                 run.request_id, num_tokens=num_tokens, num_processed_tokens=run.processed
             )
         except OutOfPagesError:
-            self.end(run)
+            self.preempt(run)
             return
         run.scheduled = num_tokens - run.processed
-        self.manager.commit(run.request_id, run.hashes(HASH_TOKENS), num_tokens)
+        if run.processed >= run.prompt and run.scheduled <= self.slots:
+            # The first token of a step is never a draft.
+            run.rejected = self.random.randrange(run.scheduled)
+        interval = self.manager.answer_interval_tokens
+        if run.processed >= run.prompt and interval and run.processed % interval == 0:
+            self.keep(run, run.processed)
 
-    def end(self, run):
+    def lose(self, run):
+        run.scheduled = run.rejected = 0
+        self.commit(run, run.processed)
         self.manager.free(run.request_id)
         del self.runs[run.request_id]
 
-    def step(self):
-        """Serve who runs, admit some, compute, and keep states where steps ended."""
-        for run in list(self.runs.values()):
-            self.go_on(run)
-            self.manager.check()
-        while len(self.runs) < MOST_RUNNING and self.random.random() < 0.7:
-            self.arrive()
-            self.manager.check()
-        self.engine.execute(self.runs.values())
-        self.manager.new_step()
+    def preempt(self, run):
+        """Put a request back to the head of the queue, whatever the step was to do for it."""
+        self.lose(run)
+        prompt = self.random.choice([run.prompt, max(run.prompt, run.processed)])
+        if prompt < len(run.tokens):
+            self.wait(Run(run.request_id, run.tokens, prompt, run.images), first=True)
+
+    # States
+
+    def keep(self, run, num_tokens, *, in_passing=False):
+        prefix_hash = run.hashes(HASH_TOKENS)[num_tokens // HASH_TOKENS - 1]
+        return (
+            prefix_hash
+            if self.manager.keep_state(
+                run.request_id, prefix_hash, num_tokens, in_passing=in_passing
+            )
+            else None
+        )
+
+    def keep_in_passing(self):
+        """Give pages to the states that the step passes, as the plugin does when all is scheduled.
+
+        Returns:
+            All copies of the step, and what layers write on the way.
+        """
+        copies = self.manager.take_copies()
+        kept = []
         for run in self.runs.values():
-            if self.has_states and run.processed and run.processed % HASH_TOKENS == 0:
-                prefix_hash = run.hashes(HASH_TOKENS)[run.processed // HASH_TOKENS - 1]
-                self.manager.keep_state(run.request_id, prefix_hash, run.processed)
-                self.manager.check()
+            if not self.has_states or run.processed >= run.prompt:
+                continue
+            for num_tokens in self.manager.checkpoint_tokens(run.request_id):
+                if not run.processed < num_tokens <= run.processed + run.scheduled:
+                    continue
+                if run.scheduled <= self.slots:
+                    self.passed.append((run, num_tokens))
+                elif (key := self.keep(run, num_tokens, in_passing=True)) is not None:
+                    for copy in self.manager.take_copies():
+                        if copy.path == CopyPath.IN_ARENA:
+                            kept.append((run, copy, num_tokens, key))
+                        else:
+                            copies.append(copy)
+        passed = [
+            (run, copy.table_index, copy.target, num_tokens)
+            for run, copy, num_tokens, key in kept
+            if self.manager.keeps_state(copy.table_index, key, copy.target)
+        ]
+        return copies, passed
+
+    # Steps
+
+    def step(self):
+        """Serve who runs, lose some of them, admit others, and compute."""
+        chance = self.random.random
+        self.manager.new_step()
+        for run, num_tokens in self.passed:
+            if self.runs.get(run.request_id) is run:
+                self.keep(run, num_tokens)
+        self.passed.clear()
+        for run in list(self.runs.values()):
+            if self.runs.get(run.request_id) is not run:
+                continue
+            if chance() < 0.9:
+                self.go_on(run)
+            if self.runs and chance() < 0.1:
+                self.preempt(self.random.choice(list(self.runs.values())))
+            self.manager.check()
+        while len(self.waiting) < 2 * MOST_RUNNING and chance() < 0.7:
+            self.arrive()
+        while self.waiting and len(self.runs) < MOST_RUNNING and chance() < 0.8:
+            if not self.admit(self.waiting[0]):
+                break
+            del self.waiting[0]
+            self.manager.check()
+        copies, passed = self.keep_in_passing()
+        self.manager.check()
+        self.engine.execute(self.runs.values(), copies, passed)
+        if chance() < 0.01:
+            for run in list(self.runs.values()):
+                self.preempt(run)
+            assert self.manager.reset_prefix_cache()
+            self.manager.check()
 
 
-def served(geometry, seed, *, num_host_large_pages, num_steps=60):
+def served(geometry, seed, *, num_host_large_pages, num_steps=60, per_table=5):
     pressure = Pressure(
         geometry,
         seed,
-        num_large_pages=1 + 5 * len(geometry.page_tables),
+        num_large_pages=1 + per_table * len(geometry.page_tables),
         num_host_large_pages=num_host_large_pages,
     )
     for _ in range(num_steps):
@@ -129,7 +251,10 @@ def served(geometry, seed, *, num_host_large_pages, num_steps=60):
     return pressure
 
 
-@pytest.mark.parametrize("geometry", [*CACHED, WINDOWED], ids=lambda geometry: geometry.name)
+GEOMETRIES = [*CACHED, WINDOWED, STATES_FIRST]
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda geometry: geometry.name)
 def test_what_comes_back_from_host_memory_is_what_went_there(geometry):
     num_loaded = num_hit = num_hit_alone = 0
     for seed in range(6):
