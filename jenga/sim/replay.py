@@ -54,6 +54,7 @@ class Replay:
         scheduler: The scheduler, for its counters.
         num_steps: Steps finished.
         time_s: Modelled time.
+        moved_bytes: Copied to host memory or from there in the steps finished, as clocks count.
         num_finished: Requests that have all their tokens.
         num_refused: Requests that the arena could not hold alone.
         prompt_tokens: Of requests finished or refused.
@@ -97,6 +98,7 @@ class Replay:
         self.num_steps = self.num_finished = self.num_refused = 0
         self.prompt_tokens = self.output_tokens = self.hit_tokens = 0
         self.time_s = 0.0
+        self.moved_bytes = 0
 
     def __getstate__(self) -> dict[str, object]:
         """What a snapshot keeps: all but what the requests come from and who is told of them."""
@@ -175,6 +177,7 @@ class Replay:
     def _finish_step(self) -> None:
         """Compute what is scheduled."""
         self.time_s += self._clock(self.scheduler.scheduled)
+        self.moved_bytes = sum(self.arena.moved_bytes)
         self.num_steps += 1
         for active in self.scheduler.finish_step(self.time_s):
             self._end(active, is_refused=False)

@@ -232,7 +232,7 @@ class Running:
         row, machine, trace, settings = self.row, self._machine, self._trace, self._settings
         if self.snapshot is not None:
             row, replay = self.snapshot.row, self.snapshot.replay
-            clock = _clock(machine, settings, replay.arena)
+            clock = _clock(machine, settings, replay.arena, moved_bytes=replay.moved_bytes)
             replay.go_on(trace.read(), clock=clock, on_end=self.recorder.on_end)
         else:
             arena = _arena(row, machine, settings)
@@ -285,10 +285,10 @@ def _arena(row: RunRow, machine: Machine, settings: Settings) -> Arena:
         raise ValueError(msg) from error
 
 
-def _clock(machine: Machine, settings: Settings, arena: Arena) -> Clock:
+def _clock(machine: Machine, settings: Settings, arena: Arena, *, moved_bytes: int = 0) -> Clock:
     if not settings.host_bytes:
         return machine.clock
-    return HostedTime(machine.clock, arena, settings.host_bytes_per_s)
+    return HostedTime(machine.clock, arena, settings.host_bytes_per_s, moved_bytes=moved_bytes)
 
 
 def _version() -> str:

@@ -269,7 +269,12 @@ class HostedTime:
     """A clock where pages go to host memory and come back, before the kernels of a step run."""
 
     def __init__(
-        self, clock: Callable[[list[ActiveRequest]], float], arena: Arena, bytes_per_s: float
+        self,
+        clock: Callable[[list[ActiveRequest]], float],
+        arena: Arena,
+        bytes_per_s: float,
+        *,
+        moved_bytes: int = 0,
     ) -> None:
         """Copies take their time beside that of another clock.
 
@@ -277,6 +282,7 @@ class HostedTime:
             clock: Seconds of a step without them.
             arena: Says how many bytes were moved.
             bytes_per_s: At which they are.
+            moved_bytes: Those of steps that are over: a step that was cut is still to come.
 
         Raises:
             ValueError: No byte is ever moved at that rate.
@@ -287,7 +293,7 @@ class HostedTime:
         self._clock = clock
         self._arena = arena
         self._bytes_per_s = bytes_per_s
-        self._moved_bytes = sum(arena.moved_bytes)
+        self._moved_bytes = moved_bytes
 
     def __call__(self, scheduled: list[ActiveRequest]) -> float:
         """Seconds of a step with the copies ordered since the last one."""

@@ -455,13 +455,13 @@ def cut_after(num_steps):
     return on_step
 
 
-def cut_and_gone_on(path, manager, settings, *, arena_bytes=1 << 17):
+def cut_and_gone_on(path, manager, settings, *, arena_bytes=1 << 17, cut_step=20):
     """Rows of a replay that was cut, and the step after which it went on."""
     machine, trace = machine_of(arena_bytes), trace_of(requests_of(30))
     row = run_row(machine, manager, trace, settings)
     out = RowFile(path, snapshot_every_s=0)
     with pytest.raises(CutError):
-        list(out.written(Running(row, machine, trace, settings), cut_after(20)))
+        list(out.written(Running(row, machine, trace, settings), cut_after(cut_step)))
     again = RowFile(path)
     snapshot = again.snapshot_of(row.run)
     num_steps = snapshot.replay.num_steps
@@ -491,14 +491,15 @@ def test_a_replay_that_was_cut_goes_on_to_the_same_rows(tmp_path, manager):
     assert list(tmp_path.iterdir()) == [tmp_path / "rows.jsonl"]
 
 
-def test_a_replay_with_host_memory_that_was_cut_goes_on_to_the_same_rows(tmp_path):
+@pytest.mark.parametrize("cut_step", [7, 20, 28])  # in the first and the last, pages are moved
+def test_a_replay_with_host_memory_that_was_cut_goes_on_to_the_same_rows(tmp_path, cut_step):
     settings = Settings(every=3, chunk_tokens=128, host_bytes=1 << 18, host_bytes_per_s=1e6)
     machine, trace = machine_of(1 << 17), trace_of(requests_of(30))
     whole = list(replay_rows(run_row(machine, "jenga", trace, settings), machine, trace, settings))
 
-    rows, num_steps = cut_and_gone_on(tmp_path / "rows.jsonl", "jenga", settings)
+    rows, num_steps = cut_and_gone_on(tmp_path / "rows.jsonl", "jenga", settings, cut_step=cut_step)
 
-    assert num_steps == 18
+    assert num_steps == cut_step - 2
     assert rows == whole
     assert whole[-1].loaded_bytes > 0
 
