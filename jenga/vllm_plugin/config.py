@@ -159,7 +159,8 @@ def _take_offloading(vllm_config: "VllmConfig") -> None:
             f"{type(vllm_config.additional_config).__name__}"
         )
         raise ValueError(msg)  # noqa: TRY004  as for every other option
-    vllm_config.additional_config[_HOST_BYTES] = int(size_gib * (1 << 30))
+    # Rounded up, so that what is less than a page is refused as such.
+    vllm_config.additional_config[_HOST_BYTES] = math.ceil(size_gib * (1 << 30))
     vllm_config.cache_config.kv_offloading_size = None
 
 

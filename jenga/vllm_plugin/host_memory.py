@@ -7,6 +7,7 @@ for, and nothing can be read or written over too early.
 
 from collections.abc import Iterable, Sequence
 from typing import Any
+from weakref import finalize
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -43,9 +44,7 @@ def allocate_host_memory(kv_caches: Iterable[Any], num_bytes: int) -> None:
     try:
         memory = torch.empty(num_bytes, dtype=torch.int8)
         if cache.device.type == "cuda":
-            # torch's own pinned memory is rounded up to a power of two.
-            cuda: Any = torch.cuda.cudart()
-            torch.cuda.check_error(int(cuda.cudaHostRegister(memory.data_ptr(), num_bytes, 0)))
+            _lock(memory)
     except RuntimeError as error:
         msg = (
             f"--kv-offloading-size: {num_bytes} bytes of host memory cannot be had and locked on "
@@ -71,6 +70,15 @@ def host_memory_of(kv_caches: Iterable[Any]) -> torch.Tensor:
         msg = "pages are to be copied to host memory or from there, and there is none"
         raise InvariantError(msg)
     return memory
+
+
+def _lock(memory: torch.Tensor) -> None:
+    """Lock memory as long as it lives; torch's own is rounded up to a power of two."""
+    cuda: Any = torch.cuda.cudart()
+    address = memory.data_ptr()
+    torch.cuda.check_error(int(cuda.cudaHostRegister(address, memory.nbytes, 0)))
+    # What is freed locked stays locked, and another engine's cannot be at its addresses.
+    finalize(memory, cuda.cudaHostUnregister, address).atexit = False
 
 
 def copy_through_host(

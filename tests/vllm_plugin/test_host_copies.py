@@ -1,5 +1,8 @@
 """Copies between the arena and host memory: their order, and what they move."""
 
+import gc
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -111,3 +114,26 @@ def test_host_memory_that_cannot_be_had_is_refused_by_the_option(memories):
 
     with pytest.raises(MemoryError, match=r"--kv-offloading-size: \d+ bytes of host memory cannot"):
         allocate_host_memory([memories[1]], 1 << 60)
+
+
+def test_host_memory_is_unlocked_with_the_arena_it_was_beside(monkeypatch):
+    from jenga.vllm_plugin.host_memory import allocate_host_memory
+
+    class OnGpu(torch.Tensor):
+        device = torch.device("cuda")
+
+    locked = []
+    cuda = SimpleNamespace(
+        cudaHostRegister=lambda address, _num_bytes, _flags: locked.append(address) or 0,
+        cudaHostUnregister=locked.remove,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda error: error)
+    cache = torch.zeros(24).as_subclass(OnGpu)
+
+    allocate_host_memory([cache], 6 * 24)
+    assert len(locked) == 1
+    del cache
+    gc.collect()
+
+    assert locked == []

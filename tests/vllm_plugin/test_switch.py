@@ -240,13 +240,20 @@ def test_host_memory_is_asked_for_as_in_stock_vllm_and_takes_no_connector(tiny_m
     from jenga.vllm_plugin.config import host_bytes
     config = configure(kv_offloading_size=1.5)
     print("HOST", host_bytes(config), config.kv_transfer_config)
-    print("NONE", host_bytes(configure()))
+    print("LEAST", host_bytes(configure(kv_offloading_size=1e-12)))
+    config.__post_init__()
+    print("AGAIN", host_bytes(config), config.kv_transfer_config)
+    shared = {}
+    configure(kv_offloading_size=1.5, additional_config=shared)
+    print("NONE", host_bytes(configure(additional_config=shared)))
     """
     )
 
     _, output = run_python(code)
 
     assert f"HOST {3 << 29} None" in output
+    assert "LEAST 1\n" in output
+    assert f"AGAIN {3 << 29} None" in output
     assert "NONE 0" in output
 
 
