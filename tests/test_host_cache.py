@@ -115,10 +115,11 @@ def test_of_a_prompt_the_end_is_lost_before_the_beginning(cut):
     manager.check()
 
 
-def test_more_than_fits_leaves_what_goes_last():
+@pytest.mark.parametrize("chunk", [32, 256])
+def test_more_than_fits_leaves_what_goes_last(chunk):
     manager = manager_of(PLAIN, 17, 3)
     compute(manager, "a", 256)
-    lose(manager, "q", 256)
+    compute(manager, "q", 256, prefix="q", chunk=chunk)
 
     assert manager.lookup(hashes(256), max_tokens=255).num_tokens == 32
     manager.check()

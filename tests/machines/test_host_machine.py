@@ -243,7 +243,8 @@ def served(geometry, seed, *, num_host_large_pages, num_steps=60, per_table=5):
     pressure = Pressure(
         geometry,
         seed,
-        num_large_pages=1 + per_table * len(geometry.page_tables),
+        # At least a document and a half of one page table.
+        num_large_pages=1 + max(9, per_table * len(geometry.page_tables)),
         num_host_large_pages=num_host_large_pages,
     )
     for _ in range(num_steps):

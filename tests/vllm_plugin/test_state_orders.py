@@ -7,6 +7,7 @@ request must find its own tokens in its running page whenever a step begins.
 import pickle
 import random
 from collections import deque
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from jenga.geometry import exact_lcm
 from jenga.manager import Manager
 from jenga.policies import RequestFacts
-from jenga.request import PageCopy
+from jenga.request import CopyPath, PageCopy
 from jenga.spec import FullAttention, Layer, ModelSpec, State
 from jenga.vllm_plugin.copy_rounds import CopyRound, copy_rounds
 from jenga.vllm_plugin.state_orders import StateKeeper, StepOrders
@@ -55,7 +56,7 @@ def make_scheduler(engine_config):
 
     from jenga.vllm_plugin.layout import get_kv_cache_config_from_groups, get_kv_cache_groups
 
-    def make(arena_bytes, *, num_kinds=2, scheduler_class=Scheduler):
+    def make(arena_bytes, *, num_kinds=2, scheduler_class=Scheduler, num_host_large_pages=0):
         specs = {
             "full": FullAttentionSpec(
                 block_size=16, num_kv_heads=2, head_size=64, dtype=torch.float32
@@ -68,7 +69,10 @@ def make_scheduler(engine_config):
                     block_size=512, shapes=shapes, dtypes=(torch.float32,) * 2
                 )
         groups = get_kv_cache_groups(engine_config, specs)
-        config = get_kv_cache_config_from_groups(engine_config, groups, arena_bytes)
+        config = replace(
+            get_kv_cache_config_from_groups(engine_config, groups, arena_bytes),
+            num_host_large_pages=num_host_large_pages,
+        )
         engine_config.cache_config.num_gpu_blocks = config.num_blocks
         block_size, hash_block_size = core.resolve_kv_cache_block_sizes(config, engine_config)
         return scheduler_class(
@@ -84,20 +88,17 @@ def make_scheduler(engine_config):
 
 
 class Worker:
-    """Runs steps on states that are the tokens that went into them."""
+    """Runs steps on states and pages that are the tokens that went into them."""
 
     def __init__(self, scheduler, source):
         self.scheduler = scheduler
         self.source = source
         self.manager = scheduler.kv_cache_manager.manager
-        self.tables = {
-            index: table
-            for index, table in enumerate(self.manager.geometry.page_tables)
-            if table.is_state
-        }
+        self.tables = dict(enumerate(self.manager.geometry.page_tables))
         self.pages = {}  # (page table, page) -> tokens, or LOST
+        self.host_pages = {}  # the same of host memory
         self.tokens = {}  # request -> its tokens
-        self.num_copies = self.num_writes = self.num_turns = 0
+        self.num_copies = self.num_loads = self.num_writes = self.num_turns = 0
 
     def plan(self, step):
         """Note what a step runs on: its orders, and tokens and pages of each request."""
@@ -117,7 +118,10 @@ class Worker:
         """Run a planned step; a random token for every request whose prompt is read."""
         _, orders, rows = planned
         self._copy(orders)
+        self._store(rows)
         for index, table in self.tables.items():
+            if not table.is_state:
+                continue
             writes = list(orders.writes.get(table.layers[0].name, ()))
             for name, (start, end, pages) in rows.items():
                 (page,) = pages[index]
@@ -137,6 +141,22 @@ class Worker:
             assert not writes
         return [self._sample(name, end) for name, (_, end, _) in rows.items()]
 
+    def _store(self, rows):
+        """Write the pages of tokens, then read those of whole prefixes."""
+        for index, table in self.tables.items():
+            if table.is_state:
+                continue
+            page_tokens = table.tokens_per_page
+            for name, (start, end, pages) in rows.items():
+                for number in range(start // page_tokens, -(-end // page_tokens)):
+                    last = min(end, (number + 1) * page_tokens)
+                    self._put(index, pages[index][number], tuple(self.tokens[name][:last]))
+            for name, (_, end, pages) in rows.items():
+                tokens = tuple(self.tokens[name])
+                for number in range(-(-end // page_tokens)):
+                    last = min(end, (number + 1) * page_tokens)
+                    assert self.pages[index, pages[index][number]] == tokens[:last], (name, number)
+
     def _sample(self, name, end):
         if end < len(self.tokens[name]):
             return []
@@ -151,20 +171,25 @@ class Worker:
         for copies in orders.copies:
             index = by_number[copies.small_pages_per_large_page]
             assert len(set(copies.target_pages)) == len(copies.target_pages)
-            assert not set(copies.target_pages) & set(copies.source_pages)
-            self.num_copies += len(copies.target_pages)
+            is_within = copies.path == CopyPath.IN_ARENA
+            assert not is_within or not set(copies.target_pages) & set(copies.source_pages)
+            self.num_copies += len(copies.target_pages) * is_within
+            self.num_loads += len(copies.target_pages) * (copies.path == CopyPath.FROM_HOST)
+            sources = self.host_pages if copies.path == CopyPath.FROM_HOST else self.pages
+            targets = self.host_pages if copies.path == CopyPath.TO_HOST else self.pages
             for source, target in zip(copies.source_pages, copies.target_pages, strict=True):
-                self._put(index, target, self.pages[index, source])
+                self._put(index, target, sources[index, source], targets)
 
-    def _put(self, index, page, tokens):
+    def _put(self, index, page, tokens, memory=None):
         """Write a page; what other page tables had in the same bytes is lost."""
+        memory = self.pages if memory is None else memory
         large_page = page // self.tables[index].small_pages_per_large_page
         for other, table in self.tables.items():
             first = large_page * table.small_pages_per_large_page
             for lost in range(first, first + table.small_pages_per_large_page):
-                if other != index and (other, lost) in self.pages:
-                    self.pages[other, lost] = LOST
-        self.pages[index, page] = tokens
+                if other != index and (other, lost) in memory:
+                    memory[other, lost] = LOST
+        memory[index, page] = tokens
 
 
 def finish_step(scheduler, step, sampled):
@@ -181,7 +206,7 @@ def finish_step(scheduler, step, sampled):
     scheduler.kv_cache_manager.manager.check()
 
 
-def run_steps(scheduler, source, *, num_steps, prompts, num_ahead=0):
+def run_steps(scheduler, source, *, num_steps, prompts, num_ahead=0, resets=False):
     """Run random requests, steps scheduled ahead of those that run; the tokens each hit by name."""
     from vllm.v1.request import RequestStatus
 
@@ -200,6 +225,8 @@ def run_steps(scheduler, source, *, num_steps, prompts, num_ahead=0):
         if source.random() < 0.05 and scheduler.running:
             victim = source.choice(scheduler.running).request_id
             scheduler.finish_requests([victim], RequestStatus.FINISHED_ABORTED)
+        if resets and not ahead and source.random() < 0.02:
+            assert scheduler.reset_prefix_cache(reset_running_requests=True)
         step = scheduler.schedule()
         ahead.append(worker.plan(step))
         hits |= {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
@@ -253,6 +280,39 @@ def test_requests_go_on_from_their_tokens_where_steps_are_scheduled_ahead(
     assert sum(hits.values()) > 0
     assert worker.num_writes > 40
     assert worker.num_copies > 8
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1])
+@pytest.mark.parametrize(
+    ("arena_bytes", "num_kinds", "num_host_large_pages"),
+    [
+        pytest.param(2 * MIB, 2, 40, id="two_kinds_of_states"),
+        pytest.param(12 << 16, 1, 6, id="requests_that_preempt_each_other"),
+    ],
+)
+def test_requests_go_on_from_their_tokens_with_host_memory(
+    arena_bytes, num_kinds, num_host_large_pages, num_ahead, make_scheduler, monkeypatch
+):
+    monkeypatch.setattr("jenga.manager.ANSWER_TOKENS", 16)
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    source = random.Random(arena_bytes + num_host_large_pages)
+    prompts = [[source.randrange(4, 400) for _ in range(length)] for length in (50, 120, 200)]
+    scheduler = make_scheduler(
+        arena_bytes,
+        num_kinds=num_kinds,
+        scheduler_class=AsyncScheduler if num_ahead else Scheduler,
+        num_host_large_pages=num_host_large_pages,
+    )
+
+    worker, hits, _ = run_steps(
+        scheduler, source, num_steps=300, prompts=prompts, num_ahead=num_ahead, resets=True
+    )
+
+    assert sum(hits.values()) > 0
+    assert worker.num_writes > 20
+    assert worker.num_loads > 8
 
 
 def test_a_third_request_starts_where_the_second_left_the_first(make_scheduler):
