@@ -125,6 +125,21 @@ def test_more_than_fits_leaves_what_goes_last(chunk):
     manager.check()
 
 
+def test_of_what_was_loaded_the_end_is_lost_before_the_beginning():
+    manager = manager_of(PLAIN, 9, 6)
+    compute(manager, "a", 64)
+    lose(manager, "q", 128)
+    manager.new_step()
+    hit = manager.lookup(hashes(64), max_tokens=63)
+    manager.allocate("b", num_tokens=64, hit=hit)  # three pages of those five
+    lose(manager, "r", 64)
+
+    there = [manager._host._caches[0].get(key) for key in hashes(64)]
+
+    assert [page is not None for page in there] == [True, False, False, False]
+    manager.check()
+
+
 def test_windows_that_nobody_goes_on_from_are_not_brought_there():
     manager = manager_of(WINDOWED, 300, 900)
     for prompt in "pqrst":
