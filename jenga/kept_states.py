@@ -139,7 +139,8 @@ class KeptStates:
         is_known = self._is_cached(key)
         answer = request.answer
         if answer is not None and not is_known and self._is_cached(answer):
-            self._replace(request, key, Leaving(step, Prospect.HELD, [num_tokens]))
+            leaving = Leaving(step, Prospect.HELD, [num_tokens])
+            self._replace(request, key, leaving, in_passing=in_passing)
             self._note(request, key, num_tokens)
             return True
         end = self._end_of_prompt(request)
@@ -284,7 +285,7 @@ class KeptStates:
                 self._copy(table, _running_page(request, table, leaving.prefix_lengths[0]), page)
         return True
 
-    def _replace(self, request: Request, key: bytes, leaving: Leaving) -> None:
+    def _replace(self, request: Request, key: bytes, leaving: Leaving, *, in_passing: bool) -> None:
         """Order copies of a request's running states to the pages of its answer's last one.
 
         Whoever starts from that in this step has its copies ordered before.
@@ -301,6 +302,8 @@ class KeptStates:
                 self._renew(table, page, leaving)
             else:
                 table.pages.rerank(page, rank)
+            if in_passing and self._host is not None:
+                self._host.note_unwritten(table, page)
             self._copy(table, _running_page(request, table, num_tokens), page)
         request.kept = [kept for kept in request.kept if kept.key != old]
         self._gone_on.discard(old)

@@ -8,6 +8,7 @@ from jenga.eviction_order import LeastRecentlyUsed, LeastWanted, Prospect
 from jenga.found_pages import FoundPages
 from jenga.host_cache import EitherPages
 from jenga.manager import Manager
+from jenga.policies import RequestFacts
 from jenga.request import CopyPath, host_page, is_on_host
 from tests.machines.geometries import full, geometry, sliding, state
 from tests.test_manager import compute, hashes
@@ -223,6 +224,23 @@ def test_a_state_that_is_lost_before_it_is_written_is_not_brought_there(in_passi
     assert manager.keep_state("a", b"later", 16)
     stored = [copy for copy in manager.take_copies() if copy.path == CopyPath.TO_HOST]
     assert len(stored) == 1  # that of b, which is written by now
+    manager.check()
+
+
+@pytest.mark.parametrize("in_passing", [False, True])
+def test_a_state_that_takes_the_place_of_another_is_not_brought_there_unwritten(in_passing):
+    manager = manager_of(HYBRID, 8, 20)
+    manager.allocate("a", num_tokens=64, facts=RequestFacts(prompt_tokens=17))
+    manager.commit("a", hashes(48), 48)
+    assert manager.keep_state("a", hashes(48)[1], 32)
+    manager.new_step()
+    assert manager.keep_state("a", hashes(48)[2], 48, in_passing=in_passing)
+    manager.take_copies()
+    manager.allocate("takes the rest", num_tokens=16)
+
+    stored = copies_of(manager, CopyPath.TO_HOST)
+
+    assert len(stored) == (not in_passing)
     manager.check()
 
 
