@@ -1,6 +1,7 @@
 """Prefix hits: how a request starts from one, and what they brought."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from jenga.ends import Ends
 from jenga.kept_states import KeptStates
@@ -68,7 +69,8 @@ class Hits:
                     request.committed[table.index] = request.found[table.index] = len(pages)
                 request.pages[table.index] = pages
                 if cached:
-                    found[table.index] = table.pages.sharing(cached)
+                    has_images = bool(request.facts.images)
+                    found[table.index] = _sharing(table, cached, may_repeat=has_images)
         return found
 
     def share(self, found: Sequence[Sharing | None], hit: PrefixHit, step: int) -> None:
@@ -76,6 +78,8 @@ class Hits:
         for table, sharing in zip(self._tables, found, strict=True):
             if sharing is not None:
                 table.pages.use(sharing)
+                if sharing.repeated:
+                    table.pages.share(sharing.repeated)
         self._states.renew_hit(hit, step)
         self.ends.admit(self._shared_key(hit))
         self._asked_tokens += hit.asked_tokens
@@ -97,3 +101,14 @@ class Hits:
             limited_tokens=dict(zip(names, self._limited_tokens, strict=True)),
             evictions=tuple(table_evictions(table) for table in self._tables),
         )
+
+
+def _sharing(table: Table, pages: Sequence[int], *, may_repeat: bool) -> Sharing:
+    """What it takes to share pages, of which an image that a request shows twice has each twice."""
+    if not may_repeat:
+        return table.pages.sharing(pages)
+    seen: set[int] = set()
+    repeated = [page for page in pages if page in seen or seen.add(page)]
+    if not repeated:
+        return table.pages.sharing(pages)
+    return replace(table.pages.sharing(list(dict.fromkeys(pages))), repeated=repeated)

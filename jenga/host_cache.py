@@ -307,9 +307,10 @@ class HostCache:
         """Of each page table that a hit reads from here: its index and the pages of it here."""
         for index, marks in enumerate(hit.pages):
             if hit.has_missing[index]:
-                pages = [host_page(mark) for mark in marks if is_on_host(mark)]
+                # An image that a request shows twice is there once.
+                pages = dict.fromkeys(host_page(mark) for mark in marks if is_on_host(mark))
                 if pages:
-                    yield index, pages
+                    yield index, list(pages)
 
     # All of it
 

@@ -50,6 +50,7 @@ class Sharing:
         whole: Large pages in a row that have no others, which are not in `revived_of`.
         num_pinned: Large pages that would be pinned.
         added_spare: What would be added to `num_spare`.
+        repeated: Small pages that get another user besides, each time they are in it.
     """
 
     pages: Sequence[int]
@@ -58,6 +59,7 @@ class Sharing:
     num_pinned: int
     added_spare: int
     whole: Sequence[range] = ()
+    repeated: Sequence[int] = ()
 
     @property
     def num_revived(self) -> int:

@@ -6,7 +6,7 @@ from jenga.errors import OutOfPagesError
 from jenga.eviction_order import LeastRecentlyUsed, LeastWanted
 from jenga.manager import Manager
 from jenga.policies import Image, RequestFacts
-from jenga.request import MISSING
+from jenga.request import MISSING, is_on_host
 from tests.machines.geometries import (
     HYBRID,
     STATES,
@@ -46,6 +46,42 @@ def compute(manager, name, num_tokens, *, prefix="p", chunk=None, free=True):
         manager.free(name)
     manager.check()
     return hit
+
+
+@pytest.mark.parametrize("num_host_large_pages", [0, 60])
+@pytest.mark.parametrize("per_large", [1, 4])
+def test_an_image_shown_twice_is_found_twice(per_large, num_host_large_pages):
+    cut = geometry("images", full(tokens=4, slot_bytes=24 * per_large), cross(per_large=per_large))
+    manager = manager_of(
+        cut,
+        20,
+        prefix_caching=True,
+        hash_tokens=4,
+        num_host_large_pages=num_host_large_pages,
+    )
+    images = tuple(Image(start_token=start, num_tokens=6, content=b"cat") for start in (0, 7))
+    facts = RequestFacts(prompt_tokens=16, images=images)
+
+    def run(name):
+        hit = manager.lookup(hashes(16, hash_tokens=4), max_tokens=15, facts=facts)
+        manager.allocate(name, num_tokens=16, hit=hit)
+        manager.commit(name, hashes(16, hash_tokens=4), 16)
+        manager.check()
+        return hit.pages[1]
+
+    assert run("a") == []
+    manager.free("a")
+    if num_host_large_pages:
+        compute(manager, "taker", 4 * 18, prefix="q")  # with hashes that none has
+        assert all(map(is_on_host, manager.lookup([], max_tokens=15, facts=facts).pages[1]))
+    first, second = run("b"), run("c")
+    for found in (first, second):
+        assert len(found) == 4
+        assert found[:2] == found[2:]
+    manager.free("b")
+    manager.check()
+    manager.free("c")
+    manager.check()
 
 
 # Bad input
