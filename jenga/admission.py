@@ -20,6 +20,14 @@ REMEMBERED_REQUESTS = 64
 """Admissions by which the weight of one falls to a third."""
 
 
+def default_left_share(*, has_host: bool) -> float:
+    """What is left at most where nobody says otherwise: nothing where what is evicted is not lost.
+
+    To load it again takes a fraction of computing it, while those who wait could run.
+    """
+    return 0.0 if has_host else LEFT_SHARE
+
+
 class Admission:
     """How many large pages an admission leaves to wanted content."""
 

@@ -17,7 +17,7 @@ from typing import overload
 
 from jenga.allocator import Allocator
 from jenga.errors import InvariantError
-from jenga.eviction_order import EvictionOrder
+from jenga.eviction_order import EvictionOrder, Prospect
 from jenga.found_pages import FoundPages
 from jenga.prefix_cache import PrefixCache
 from jenga.request import MISSING, CopyPath, PageCopy, PrefixHit, Request, host_page, is_on_host
@@ -205,11 +205,13 @@ class HostCache:
         """
         if table.cache is None:
             return
-        keys, expects, unwritten = table.cache.keys, self._order.expects_readers, self._unwritten
+        keys, expects, unwritten = table.cache.keys, self._order.expects, self._unwritten
+        # A state takes the bytes of thousands of tokens: on the way to another it is not worth it.
+        least = Prospect.ENDED if table.policy.is_overwritten else Prospect.NEAR
         chosen = [
             page
             for page, rank in zip(pages, ranks, strict=True)
-            if expects(rank) and (table.index, page) not in unwritten
+            if expects(least, rank) and (table.index, page) not in unwritten
         ]
         if not chosen:
             return
@@ -265,10 +267,23 @@ class HostCache:
         ):
             if own.evicted:
                 cache.forget(own.evicted)
-                self.num_lost += len(own.evicted)
-                self._lost_bytes += len(own.evicted) * table.spec.small_page_bytes
+                self._note_lost(table, len(own.evicted))
                 own.evicted.clear()
                 own.evicted_ranks.clear()
+
+    def drop(self, table: Table, key: Hashable) -> None:
+        """Let what lies here under a key, if anything does, be lost: there is a better one."""
+        cache, own = self._caches[table.index], self._allocator.tables[table.index]
+        page = cache.get(key)
+        if page is not None:
+            cache.forget([page])
+            own.share([page])
+            own.release([page])
+            self._note_lost(table, 1)
+
+    def _note_lost(self, table: Table, num_pages: int) -> None:
+        self.num_lost += num_pages
+        self._lost_bytes += num_pages * table.spec.small_page_bytes
 
     # Back into it
 

@@ -291,6 +291,7 @@ class KeptStates:
         Whoever starts from that in this step has its copies ordered before.
         """
         old, request.answer = request.answer, key
+        self._drop_there(old)
         step, num_tokens = leaving.step, leaving.prefix_lengths[0]
         rank = self._order.rank(step, leaving.prospect, num_tokens)
         for table in self.tables:
@@ -314,7 +315,14 @@ class KeptStates:
         for kept in request.kept:
             if kept.key == request.answer:
                 self._rank(kept, Prospect.NEAR, step)
+        self._drop_there(request.answer)
         request.answer = key
+
+    def _drop_there(self, answer: bytes | None) -> None:
+        """Let a state of an answer that there is a later one of be nowhere but in the arena."""
+        if self._host is not None and answer is not None:
+            for table in self.tables:
+                self._host.drop(table, answer)
 
     def _note(self, request: Request, key: bytes, num_tokens: int) -> None:
         for table in self.tables:

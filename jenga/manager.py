@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from jenga.admission import LEFT_SHARE, Admission
+from jenga.admission import Admission, default_left_share
 from jenga.allocator import Allocator
 from jenga.entry import Entry
 from jenga.eviction_order import WANTED_RANK, EvictionOrder, QueueAware
@@ -33,7 +33,7 @@ class Manager(Keeping):
         eviction_order: EvictionOrder | None = None,
         checkpoint_interval_tokens: int | None = None,
         answer_interval_tokens: int | None = None,
-        left_share: float = LEFT_SHARE,
+        left_share: float | None = None,
         ahead_tokens: int = 0,
         records_changes: bool = False,
         num_host_large_pages: int = 0,
@@ -52,7 +52,8 @@ class Manager(Keeping):
             answer_interval_tokens: Distance between states kept within what a request generates,
                 each in place of the one before; 0 for none, by default 64 or a little more.
             left_share: Of the arena, how much an admission leaves at most, while others run, to
-                cached content that is waited for or held for others; 0 for nothing.
+                cached content that is waited for or held for others; 0 for nothing, as by default
+                where there is host memory, else `LEFT_SHARE`.
             ahead_tokens: Tokens after a prefix that its cached pages depend on, as where a draft's
                 slots are made of the token after theirs: they must be found too, and states are
                 kept as much before where they are wanted.
@@ -141,6 +142,8 @@ class Manager(Keeping):
             hash_tokens=hash_tokens,
             arena_bytes=num_large_pages * geometry.large_page_bytes,
         )
+        if left_share is None:
+            left_share = default_left_share(has_host=host is not None)
         admission = Admission(allocator, left_share)
         self._entry = Entry(self._requests, states, self._waiting, admission)
         self._growth = Growth(tables, self.capacity, order)

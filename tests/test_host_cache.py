@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from jenga.admission import LEFT_SHARE, default_left_share
 from jenga.eviction_order import LeastRecentlyUsed, LeastWanted, Prospect
 from jenga.found_pages import FoundPages
 from jenga.host_cache import EitherPages
@@ -244,6 +245,47 @@ def test_a_state_that_takes_the_place_of_another_is_not_brought_there_unwritten(
     manager.check()
 
 
+def test_a_state_on_the_way_to_another_is_not_brought_there():
+    manager = manager_of(HYBRID, 8, 20)
+    for name in ("a", "b"):
+        manager.allocate(name, num_tokens=32, facts=RequestFacts(prompt_tokens=64))
+        manager.commit(name, hashes(32, name=name), 32)
+    # The page for one state is taken from one of a prompt's middle by another.
+    assert manager.keep_state("a", hashes(32, name="a")[1], 32)
+    assert manager.keep_state("b", hashes(32, name="b")[1], 32)
+
+    assert manager.cache_report().evictions[1].own_large == 1
+    assert not copies_of(manager, CopyPath.TO_HOST)
+    manager.check()
+
+
+def test_a_state_of_an_answer_goes_from_there_when_a_later_one_is_kept():
+    manager = manager_of(HYBRID, 8, 20, answer_interval_tokens=16)
+    keys = [hashes(96, name=name) for name in "ab"]
+    for name, own in zip("ab", keys, strict=True):
+        manager.allocate(name, num_tokens=17)
+        manager.commit(name, own, 16)
+    manager.new_step()
+    # A page to keep one state in, which the answers of both take from each other.
+    assert manager.keep_state("a", keys[0][1], 32)
+    assert manager.keep_state("b", keys[1][1], 32)
+    state_bytes = HYBRID.page_tables[1].small_page_bytes
+    assert manager.host_report().cached_bytes == state_bytes
+
+    assert manager.keep_state("a", keys[0][2], 48)
+
+    report = manager.host_report()
+    assert report.stored_bytes == 2 * state_bytes
+    assert report.lost_bytes == state_bytes  # that of a after 32 tokens
+    assert report.cached_bytes == state_bytes  # that of b
+    manager.check()
+
+
+def test_admissions_leave_nothing_to_others_where_it_is_not_lost():
+    assert default_left_share(has_host=False) == LEFT_SHARE > 0
+    assert default_left_share(has_host=True) == 0
+
+
 def test_a_refused_admission_leaves_host_memory_as_it_is():
     manager = manager_of(PLAIN, 5, 20)
     compute(manager, "a", 64)
@@ -292,8 +334,10 @@ def test_orders_say_whether_anybody_is_expected():
     wanted, recent = LeastWanted(), LeastRecentlyUsed()
 
     for prospect in Prospect:
-        assert wanted.expects_readers(wanted.rank(9, prospect, 64)) == (prospect != Prospect.PASSED)
-        assert recent.expects_readers(recent.rank(9, prospect, 64))
+        rank = wanted.rank(9, prospect, 64)
+        assert wanted.expects(Prospect.NEAR, rank) == (prospect != Prospect.PASSED)
+        assert wanted.expects(Prospect.ENDED, rank) == (prospect >= Prospect.ENDED)
+        assert recent.expects(Prospect.HELD, recent.rank(9, prospect, 64))
 
 
 def test_pages_of_both_memories_are_looked_up_as_one_by_one():

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, overload
 
-from jenga.admission import LEFT_SHARE
 from jenga.errors import OutOfPagesError
 from jenga.eviction_order import EvictionOrder
 from jenga.geometry import Geometry
@@ -57,7 +56,7 @@ class ManagedArena:
         prefix_caching: bool = True,
         eviction_order: EvictionOrder | None = None,
         checkpoint_interval_tokens: int | None = None,
-        left_share: float = LEFT_SHARE,
+        left_share: float | None = None,
         host_bytes: int = 0,
     ) -> None:
         """An empty arena, with so many bytes of host memory beside it; see `Manager`."""
@@ -226,7 +225,7 @@ class PagedArena(ManagedArena):
         *,
         prefix_caching: bool = True,
         eviction_order: EvictionOrder | None = None,
-        left_share: float = LEFT_SHARE,
+        left_share: float | None = None,
         host_bytes: int = 0,
     ) -> None:
         """An empty arena; the geometry is `jenga.baselines.homogeneous`."""

@@ -1,6 +1,5 @@
 """The managers to compare, by name."""
 
-from jenga.admission import LEFT_SHARE
 from jenga.baselines import gcd_pages, geometry_by_name, static_partition
 from jenga.eviction_order import EvictionOrder
 from jenga.sim.arena import Arena
@@ -30,7 +29,7 @@ def make_arena(  # noqa: PLR0913  all in which two arenas may differ
     *,
     prefix_caching: bool = True,
     eviction_order: EvictionOrder | None = None,
-    left_share: float = LEFT_SHARE,
+    left_share: float | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
     host_bytes: int = 0,
 ) -> Arena:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 
-from jenga.admission import LEFT_SHARE
 from jenga.baselines import StaticPartition
 from jenga.errors import OutOfPagesError
 from jenga.eviction_order import EvictionOrder
@@ -27,7 +26,7 @@ class PartitionedArena:
         *,
         prefix_caching: bool = True,
         eviction_order: EvictionOrder | None = None,
-        left_share: float = LEFT_SHARE,
+        left_share: float | None = None,
     ) -> None:
         """Empty parts."""
         self._prefix_caching = prefix_caching

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from jenga.admission import LEFT_SHARE
 from jenga.eviction_order import EVICTION_ORDERS
 from jenga.sim.budget import RESERVED_BYTES, UTILIZATION
 from jenga.sim.gpus import GPUS, parse_bytes
@@ -101,7 +102,7 @@ def _configure_memory(group: "argparse._ArgumentGroup") -> None:  # pyright: ign
         default=Settings().left_share,
         metavar="SHARE",
         help="of the arena, what admissions of our manager leave at most, while others run, to "
-        "those who will read it (default: %(default)s)",
+        f"those who will read it (default: {LEFT_SHARE}; 0 with host memory)",
     )
     group.add_argument(
         "--host",

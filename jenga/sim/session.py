@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 
-from jenga.admission import LEFT_SHARE
+from jenga.admission import default_left_share
 from jenga.errors import InvariantError
 from jenga.eviction_order import EVICTION_ORDERS
 from jenga.sim.arena import Arena
@@ -52,6 +52,7 @@ class Settings:
     Attributes:
         eviction: Of `EVICTION_ORDERS`; only our manager has a choice.
         left_share: Of the arena, what admissions leave at most to who will read it; ours alone.
+            None for what it takes by default.
         prefix_caching: Whether pages are kept for others.
         host_bytes: Of host memory beside the arena, of one rank; ours alone.
         host_bytes_per_s: At which bytes go there and come back.
@@ -66,7 +67,7 @@ class Settings:
     """
 
     eviction: str = "queue"
-    left_share: float = LEFT_SHARE
+    left_share: float | None = None
     prefix_caching: bool = True
     host_bytes: int = 0
     host_bytes_per_s: float = HOST_BYTES_PER_S
@@ -155,7 +156,7 @@ def run_row(machine: Machine, manager: str, trace: Trace, settings: Settings) ->
         "every": settings.every,
         "request_rows": settings.keep_requests,
         "bounds": settings.with_bounds,
-        **({"left_share": settings.left_share} if manager in EVICTING else {}),
+        **({"left_share": _left_share(manager, settings)} if manager in EVICTING else {}),
         **(_host_options(settings) if manager in HOSTING else {}),
         **(asdict(settings.speculation) if settings.speculation is not None else {}),
         **dict(settings.details),
@@ -176,6 +177,12 @@ def run_row(machine: Machine, manager: str, trace: Trace, settings: Settings) ->
     )
     digest = blake2b(row_line(row).encode() + trace.digest, digest_size=_ID_BYTES).hexdigest()
     return replace(row, run=digest)
+
+
+def _left_share(manager: str, settings: Settings) -> float:
+    if settings.left_share is not None:
+        return settings.left_share
+    return default_left_share(has_host=manager in HOSTING and settings.host_bytes > 0)
 
 
 def _host_options(settings: Settings) -> dict[str, object]:

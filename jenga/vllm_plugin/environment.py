@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from jenga.admission import LEFT_SHARE
-
 BACKEND_NAME = "JENGA_TRITON"
 """Name of the attention backend, in vLLM's upper-case form."""
 
@@ -37,7 +35,8 @@ class Settings:
         selects_backend: `VLLM_ATTENTION_BACKEND` names this package's backend.
         geometry: Rule that cuts the arena.
         memory_log: File to append one JSON line per scheduler step to, if any.
-        left_share: Of the arena, what an admission leaves at most to those who will read it.
+        left_share: Of the arena, what an admission leaves at most to those who will read it; None
+            for the manager's own.
         has_specialized_prefill: Whether prompts attend by the kernel for Hopper whose warps
             specialise, where it has what a layer needs.
     """
@@ -45,7 +44,7 @@ class Settings:
     selects_backend: bool
     geometry: str
     memory_log: Path | None
-    left_share: float
+    left_share: float | None
     has_specialized_prefill: bool
 
 
@@ -93,10 +92,12 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
     )
 
 
-def _left_share(environ: Mapping[str, str]) -> float:
+def _left_share(environ: Mapping[str, str]) -> float | None:
     text = environ.get(_LEFT_SHARE_VARIABLE, "").strip()
+    if not text:
+        return None
     try:
-        share = float(text or LEFT_SHARE)
+        share = float(text)
     except ValueError:
         share = -1.0
     if not 0 <= share < 1:

@@ -217,7 +217,7 @@ def test_random_drafts_in_random_batches_leave_no_trace(order, seed, config, exp
 
 def test_a_beginning_of_one_token_with_placeholders_after_a_long_prompt(config):
     from jenga.vllm_plugin.mamba import forward_mamba2
-    from jenga.vllm_plugin.state_orders import StateOrders, StateWrite
+    from jenga.vllm_plugin.state_orders import StateWrite, StepOrders
     from jenga.vllm_plugin.state_worker import deliver_orders
 
     short, long = requests_of([(1, 5), (20, 20)])
@@ -226,7 +226,7 @@ def test_a_beginning_of_one_token_with_placeholders_after_a_long_prompt(config):
     forward = partial(forward_mamba2, layer)
     # Any of a request's pages names it.
     write = StateWrite(running_page=long.pages[2], after_tokens=16, page=KEPT_PAGE)
-    deliver_orders([], 1, StateOrders(copies=(), writes={NAME: (write,)}))
+    deliver_orders([], 1, StepOrders(copies=(), writes={NAME: (write,)}))
 
     metadata = run_step(forward, builder, [Row(long, 20, 0), Row(short, 1, DRAFTS)])
     assert metadata.num_decodes == 0

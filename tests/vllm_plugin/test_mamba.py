@@ -257,7 +257,7 @@ def test_mamba2_layer_cut_anywhere_errs_no_more_than_vllms_own(config, monkeypat
 
 def test_states_kept_on_the_way_are_those_of_a_prompt_that_ends_there(config):
     from jenga.vllm_plugin.mamba import forward_mamba2
-    from jenga.vllm_plugin.state_orders import StateOrders, StateWrite
+    from jenga.vllm_plugin.state_orders import StateWrite, StepOrders
     from jenga.vllm_plugin.state_worker import deliver_orders
 
     inputs = prompts(INNER + CONV_DIM + NUM_HEADS)
@@ -273,7 +273,7 @@ def test_states_kept_on_the_way_are_those_of_a_prompt_that_ends_there(config):
             if row[5] == name and row[2] < tokens <= row[2] + row[3]
         )
         if writes:
-            deliver_orders([], 1, StateOrders(copies=(), writes={NAME: writes}))
+            deliver_orders([], 1, StepOrders(copies=(), writes={NAME: writes}))
 
     run_in_steps(
         partial(forward_mamba2, layer),
@@ -405,11 +405,11 @@ def test_a_builder_serves_vllms_own_layers_where_the_backend_is_not_selected(con
 
 def test_orders_that_no_layer_took_are_a_bug_and_said_so(config):
     from jenga.errors import InvariantError
-    from jenga.vllm_plugin.state_orders import StateOrders, StateWrite
+    from jenga.vllm_plugin.state_orders import StateWrite, StepOrders
     from jenga.vllm_plugin.state_worker import deliver_orders, take_writes
 
     write = StateWrite(running_page=5, after_tokens=16, page=1)
-    orders = StateOrders(copies=(), writes={NAME: (write,), "of another rank": (write,)})
+    orders = StepOrders(copies=(), writes={NAME: (write,), "of another rank": (write,)})
     our_builder(config, MAMBA2_SHAPES, "MAMBA2")
     deliver_orders([], 1, orders)
     with pytest.raises(InvariantError, match=NAME):

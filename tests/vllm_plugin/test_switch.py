@@ -33,7 +33,8 @@ def test_settings_refuse_what_they_do_not_know(environ, named):
 def test_the_share_left_to_others_is_a_number_or_the_default():
     assert read_settings({"JENGA_LEFT_SHARE": "0"}).left_share == 0
     assert read_settings({"JENGA_LEFT_SHARE": " 0.25 "}).left_share == 0.25
-    assert read_settings({"JENGA_LEFT_SHARE": ""}).left_share == read_settings({}).left_share > 0
+    assert read_settings({"JENGA_LEFT_SHARE": ""}).left_share is None
+    assert read_settings({}).left_share is None
 
 
 def test_prompts_attend_by_the_specialized_kernel_where_that_is_asked_for():
