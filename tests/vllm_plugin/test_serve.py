@@ -40,7 +40,7 @@ def server(tmp_path_factory):
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "gemma"]
     command += ["--attention-backend", "JENGA_TRITON", "--dtype", "float32", "--enforce-eager"]
     command += ["--max-model-len", "256", "--max-num-seqs", "4"]
-    command += ["--kv-cache-memory-bytes", str(64 << 20)]
+    command += ["--kv-cache-memory-bytes", str(64 << 20), "--kv-offloading-size", "0.25"]
     environment = engine_environment(VLLM_LOGGING_LEVEL="INFO")
     del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]
     with log_path.open("w") as log:
@@ -89,4 +89,6 @@ def test_server_completes_and_streams_what_transformers_generates(server, run_en
     assert events[-1] == "[DONE]"
     assert len(streamed) > 1
     assert "".join(streamed) == whole
-    assert "JENGA_TRITON: planned geometry" in log_path.read_text()
+    log = log_path.read_text()
+    assert "JENGA_TRITON: planned geometry" in log
+    assert "bytes of host memory on this rank" in log
