@@ -87,8 +87,8 @@ class EvictionOrder(Protocol):
         """The rank of one page that loses a user by itself."""
         ...
 
-    def expects(self, least: Prospect, rank: int, /) -> bool:
-        """Whether a page that was evicted at a rank had such a prospect, or a better one."""
+    def expects_readers(self, rank: int, /) -> bool:
+        """Whether somebody is likely to go on from a page that was evicted at a rank."""
         ...
 
     def begin(self, geometry: Geometry, /) -> None:
@@ -118,7 +118,7 @@ class LeastRecentlyUsed:
         """As `ranks`."""
         return self.ranks(Leaving(step, prospect, [prefix_length]))[0]
 
-    def expects(self, _least: Prospect, _rank: int, /) -> bool:
+    def expects_readers(self, _rank: int, /) -> bool:
         """Of any page: nothing else is known of it."""
         return True
 
@@ -148,9 +148,9 @@ class LeastWanted(LeastRecentlyUsed):
         time = (_LEVELS[prospect] << _STEP_BITS) + step
         return (time << _LENGTH_BITS) + _MOST_TOKENS - prefix_length
 
-    def expects(self, least: Prospect, rank: int, /) -> bool:
-        """By the level of the rank."""
-        return rank >> _LENGTH_BITS + _STEP_BITS >= _LEVELS[least]
+    def expects_readers(self, rank: int, /) -> bool:
+        """Not of pages that were passed where nobody has gone on yet."""
+        return rank >> _LENGTH_BITS + _STEP_BITS > _LEVELS[Prospect.PASSED]
 
 
 class QueueAware(LeastWanted):

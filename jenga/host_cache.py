@@ -17,7 +17,7 @@ from typing import overload
 
 from jenga.allocator import Allocator
 from jenga.errors import InvariantError
-from jenga.eviction_order import EvictionOrder, Prospect
+from jenga.eviction_order import EvictionOrder
 from jenga.found_pages import FoundPages
 from jenga.prefix_cache import PrefixCache
 from jenga.request import MISSING, CopyPath, PageCopy, PrefixHit, Request, host_page, is_on_host
@@ -205,13 +205,11 @@ class HostCache:
         """
         if table.cache is None:
             return
-        keys, expects, unwritten = table.cache.keys, self._order.expects, self._unwritten
-        # A state takes the bytes of thousands of tokens: on the way to another it is not worth it.
-        least = Prospect.ENDED if table.policy.is_overwritten else Prospect.NEAR
+        keys, expects, unwritten = table.cache.keys, self._order.expects_readers, self._unwritten
         chosen = [
             page
             for page, rank in zip(pages, ranks, strict=True)
-            if expects(least, rank) and (table.index, page) not in unwritten
+            if expects(rank) and (table.index, page) not in unwritten
         ]
         if not chosen:
             return

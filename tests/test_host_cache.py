@@ -245,20 +245,6 @@ def test_a_state_that_takes_the_place_of_another_is_not_brought_there_unwritten(
     manager.check()
 
 
-def test_a_state_on_the_way_to_another_is_not_brought_there():
-    manager = manager_of(HYBRID, 8, 20)
-    for name in ("a", "b"):
-        manager.allocate(name, num_tokens=32, facts=RequestFacts(prompt_tokens=64))
-        manager.commit(name, hashes(32, name=name), 32)
-    # The page for one state is taken from one of a prompt's middle by another.
-    assert manager.keep_state("a", hashes(32, name="a")[1], 32)
-    assert manager.keep_state("b", hashes(32, name="b")[1], 32)
-
-    assert manager.cache_report().evictions[1].own_large == 1
-    assert not copies_of(manager, CopyPath.TO_HOST)
-    manager.check()
-
-
 def test_a_state_of_an_answer_goes_from_there_when_a_later_one_is_kept():
     manager = manager_of(HYBRID, 8, 20, answer_interval_tokens=16)
     keys = [hashes(96, name=name) for name in "ab"]
@@ -334,10 +320,8 @@ def test_orders_say_whether_anybody_is_expected():
     wanted, recent = LeastWanted(), LeastRecentlyUsed()
 
     for prospect in Prospect:
-        rank = wanted.rank(9, prospect, 64)
-        assert wanted.expects(Prospect.NEAR, rank) == (prospect != Prospect.PASSED)
-        assert wanted.expects(Prospect.ENDED, rank) == (prospect >= Prospect.ENDED)
-        assert recent.expects(Prospect.HELD, recent.rank(9, prospect, 64))
+        assert wanted.expects_readers(wanted.rank(9, prospect, 64)) == (prospect != Prospect.PASSED)
+        assert recent.expects_readers(recent.rank(9, prospect, 64))
 
 
 def test_pages_of_both_memories_are_looked_up_as_one_by_one():
