@@ -193,7 +193,10 @@ def plan_attention(
             decoding, pass 1 + the number of drafted tokens. Heads of more than 256 elements have
             tiles for fewer rows: there it is lowered to what a GPU has room for.
         is_batch_invariant: Split a request's keys by its own length alone, so that its result does
-            not depend, to the last bit, on what else is in the batch.
+            not depend, to the last bit, on what else is in the batch. With decode_query_tokens 0
+            neither does a token's on which others of its request are computed with it: prompts may
+            be cut anywhere, and decoded tokens be read again as those of a prompt. Not so where
+            warps specialise.
         is_warp_specialized: On Hopper, have prompts attend by the kernel whose warps specialise,
             where pages hold 16-bit elements and heads have at most 256 of them; elsewhere it
             changes nothing.

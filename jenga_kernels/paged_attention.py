@@ -36,7 +36,7 @@ from jenga_kernels.checks import (
     check_same_device,
     check_shape,
 )
-from jenga_kernels.triton.addressing import strides
+from jenga_kernels.triton.addressing import constant_stride, strides
 from jenga_kernels.triton.attention_decode import attention_decode_kernel, attention_splits_kernel
 from jenga_kernels.triton.attention_prefill import attention_prefill_kernel
 from jenga_kernels.triton.tiles import MIN_ROWS, power_of_two
@@ -280,6 +280,7 @@ def paged_attention(
             spans_ptr=spans,
             VALUE_DIM=value_dim,
             BLOCK_V=max(MIN_ROWS, power_of_two(value_dim)),
+            IS_INVARIANT=plan.is_batch_invariant,
             BLOCK_M=tiles.block_m,
             BLOCK_N=tiles.block_n,
             num_warps=tiles.num_warps,
@@ -287,6 +288,8 @@ def paged_attention(
         )
     if plan.decode_query_tokens:
         tiles = plan.tiles.decode
+        # Products in float32 leave no registers for what the compiler would keep of offsets.
+        keeps_offsets = q.dtype != torch.float32
         value_dim = tiles.value_dim(head_dim)
         attention_decode_kernel[(plan.tiles.num_programs * tiles.value_parts,)](
             **shared,
@@ -296,6 +299,8 @@ def paged_attention(
             units_per_program_ptr=plan.units_per_program,
             first_requests_ptr=plan.first_requests,
             num_requests=num_requests,
+            PAGE_STRIDE=constant_stride(stride_page, 1) if keeps_offsets else None,
+            SLOT_STRIDE=constant_stride(stride_slot, page_tokens) if keeps_offsets else None,
             VALUE_DIM=value_dim,
             BLOCK_V=max(MIN_ROWS, power_of_two(value_dim)),
             QUERY_TOKENS=plan.decode_query_tokens,

@@ -34,39 +34,62 @@ def key_offsets(
     PAGE_TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STARTS_PAGE: tl.constexpr,
+    KEEPS_OFFSETS: tl.constexpr,
 ):
     """Offset of each key of a tile of a request, through its page table.
 
     One lookup serves the tile where tiles cannot straddle pages, and one serves each page where
     tiles are whole pages, as they are if the first one starts a page (STARTS_PAGE). Where a tile is
     as long as some pages, each key has the same slot in every tile: a loop works that out once.
+    Where offsets are kept the stride of slots is a constant, and parts of them are.
     """
     in_tile = tl.arange(0, BLOCK_N)
+    first_key = tiles_start + tile * BLOCK_N
     if PAGE_TOKENS % BLOCK_N == 0:
-        first_key = tiles_start + tile * BLOCK_N
         page_ids = tl.load(page_table_ptr + first_key // PAGE_TOKENS)
-        slots = first_key % PAGE_TOKENS + in_tile
+        first_slot = first_key % PAGE_TOKENS
+        if KEEPS_OFFSETS:
+            in_page = first_slot.to(tl.int64) * stride_slot + _in_page(in_tile, stride_slot)
+        else:
+            in_page = (first_slot + in_tile).to(tl.int64) * stride_slot
     elif BLOCK_N % PAGE_TOKENS == 0 and STARTS_PAGE:
         TILE_PAGES: tl.constexpr = BLOCK_N // PAGE_TOKENS
         pages = tiles_start // PAGE_TOKENS + tile * TILE_PAGES + tl.arange(0, TILE_PAGES)
         has_page = None if keys_end is None else pages * PAGE_TOKENS < keys_end
         page_ids = _load_page_ids(page_table_ptr, pages, has_page)[:, None]
         page_ids = tl.reshape(tl.broadcast_to(page_ids, [TILE_PAGES, PAGE_TOKENS]), [BLOCK_N])
-        slots = in_tile % PAGE_TOKENS
+        if KEEPS_OFFSETS:
+            slots = tl.broadcast_to(tl.arange(0, PAGE_TOKENS)[None, :], [TILE_PAGES, PAGE_TOKENS])
+            in_page = _in_page(tl.reshape(slots, [BLOCK_N]), stride_slot)
+        else:
+            in_page = (in_tile % PAGE_TOKENS).to(tl.int64) * stride_slot
     else:
         # Keys are divided as unsigned numbers, by shifts where pages are powers of two.
-        keys = tiles_start + tile * BLOCK_N + in_tile
         if BLOCK_N % PAGE_TOKENS == 0:
-            first_keys = (tiles_start + in_tile).to(tl.uint32)
-            pages = (first_keys // PAGE_TOKENS).to(tl.int32) + tile * (BLOCK_N // PAGE_TOKENS)
+            # Keys a page apart have the same slot.
+            first_keys = (tiles_start + in_tile % PAGE_TOKENS).to(tl.uint32)
+            pages = (first_keys // PAGE_TOKENS).to(tl.int32) + in_tile // PAGE_TOKENS
+            pages += tile * (BLOCK_N // PAGE_TOKENS)
         else:
-            first_keys = keys.to(tl.uint32)
+            first_keys = (first_key + in_tile).to(tl.uint32)
             pages = (first_keys // PAGE_TOKENS).to(tl.int32)
-        has_page = None if keys_end is None else keys < keys_end
+        has_page = None if keys_end is None else in_tile < keys_end - first_key
         page_ids = _load_page_ids(page_table_ptr, pages, has_page)
-        slots = first_keys % PAGE_TOKENS
+        in_page = (first_keys % PAGE_TOKENS).to(tl.int64) * stride_slot
     # Unsigned, an id is widened by a register of zeros.
-    return page_offsets(page_ids.to(tl.uint32), stride_page) + slots.to(tl.int64) * stride_slot
+    return page_offsets(page_ids.to(tl.uint32), stride_page) + in_page
+
+
+@device_function
+def _in_page(slots, stride_slot):
+    """Offset of each slot of a page, whose stride is a constant.
+
+    A thread has every second, fourth or eighth slot, by the width of a row: the bits that its slots
+    differ in give constants, and the others what all of a page have in common.
+    """
+    fine = (slots & 1).to(tl.int64) * stride_slot
+    middle = (slots & 6).to(tl.int64) * stride_slot
+    return fine + middle + (slots // 8 * 8).to(tl.int64) * stride_slot
 
 
 @device_function
@@ -102,9 +125,14 @@ def repeated_key_offsets(
 
 
 @device_function
-def first_tile_key(first_key, PAGE_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the tiles of a range of keys begin: at its start, unless tiles must stay in a page."""
-    if PAGE_TOKENS % BLOCK_N == 0:
+def first_tile_key(
+    first_key, PAGE_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, IS_ALIGNED: tl.constexpr
+):
+    """Where the tiles of a range of keys begin: at its start, unless tiles must stay in a page.
+
+    Tiles that are aligned begin at multiples of their length whatever the range is.
+    """
+    if IS_ALIGNED or PAGE_TOKENS % BLOCK_N == 0:
         return first_key // BLOCK_N * BLOCK_N
     else:
         return first_key

@@ -10,7 +10,7 @@ from jenga_kernels.triton.attention_plan import (
     partial_index,
 )
 from jenga_kernels.triton.attention_tile import (
-    LN_2,
+    LOG2_E,
     WIDE_HEAD,
     attend_tile,
     element_mask,
@@ -69,6 +69,8 @@ def attention_decode_kernel(  # noqa: PLR0912 - options are compiled in or out, 
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
     QUERY_TOKENS: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     IS_PER_HEAD_SCALE: tl.constexpr,
@@ -83,7 +85,8 @@ def attention_decode_kernel(  # noqa: PLR0912 - options are compiled in or out, 
     A unit is a tile of keys, or a part of fixed length in batch-invariant mode. The units of a pair
     that one program does give one partial result; a pair that is not split goes straight out. Where
     results have two parts of VALUE_DIM elements, as in prefill, programs 2 p and 2 p + 1 share
-    them.
+    them. PAGE_STRIDE and SLOT_STRIDE are stride_pages_page and stride_pages_slot if the kernel is
+    compiled for them, else None.
     """
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
     PARTIAL_ROWS: tl.constexpr = QUERY_TOKENS * GROUP
@@ -96,6 +99,10 @@ def attention_decode_kernel(  # noqa: PLR0912 - options are compiled in or out, 
         and BLOCK_V >= 2 * _MIN_ROWS
         and BLOCK_M < _WARPGROUP_ROWS
     )
+    if PAGE_STRIDE is not None:
+        stride_pages_page = PAGE_STRIDE
+    if SLOT_STRIDE is not None:
+        stride_pages_slot = SLOT_STRIDE
     program = tl.program_id(0) // VALUE_PARTS
     part = tl.program_id(0) % VALUE_PARTS
     value_start = tl.minimum(part * VALUE_DIM, HEAD_DIM - VALUE_DIM)
@@ -200,6 +207,8 @@ def attention_decode_kernel(  # noqa: PLR0912 - options are compiled in or out, 
                 BLOCK_V,
                 IS_EDGE=True,
                 IS_PAIRED=IS_PAIRED,
+                IS_ALIGNED=False,
+                KEEPS_OFFSETS=SLOT_STRIDE is not None,
             )
         if IS_PAIRED:
             acc = joined_rows(acc[0], acc[1])
@@ -280,7 +289,7 @@ def attention_splits_kernel(
             splits = split + tl.arange(0, BLOCK_SPLITS)
             live = splits < num_partials
             partial_rows = (first_partial + splits).to(tl.int64) * PARTIAL_ROWS + row
-            lse = tl.load(partial_lse_ptr + partial_rows, mask=live, other=float("-inf")) / LN_2
+            lse = tl.load(partial_lse_ptr + partial_rows, mask=live, other=float("-inf")) * LOG2_E
             new_max = tl.maximum(row_max, tl.max(lse, 0))
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)
             weights = tl.exp2(lse - shift)  # f32[BLOCK_SPLITS]

@@ -25,7 +25,7 @@ def decode_keys(
 ):
     """Where a decoding request's keys and tiles begin, and the number of tiles, at least 1."""
     keys_start = first_visible(seq_len - query_len, window_tokens, chunk_tokens)
-    tiles_start = first_tile_key(keys_start, PAGE_TOKENS, BLOCK_N)
+    tiles_start = first_tile_key(keys_start, PAGE_TOKENS, BLOCK_N, False)
     num_tiles = tl.maximum(1, ceil_div(seq_len - tiles_start, BLOCK_N))
     return keys_start, tiles_start, num_tiles
 

@@ -55,6 +55,7 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
     PAGE_TOKENS: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     IS_PER_HEAD_SCALE: tl.constexpr,
+    IS_INVARIANT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -65,6 +66,9 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
     It is part p % VALUE_PARTS of tile p // VALUE_PARTS: all scores, and VALUE_DIM elements of each
     result. The last part ends with the head and may repeat some of the part before it; their
     log-sum-exps are the same.
+
+    Where IS_INVARIANT, a row's keys are summed by the same tiles whichever rows share its program;
+    in what its tiles hold besides it has no share, to the last bit.
     """
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
     VALUE_PARTS: tl.constexpr = (HEAD_DIM + VALUE_DIM - 1) // VALUE_DIM
@@ -103,7 +107,7 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
         keys_end = tl.maximum(keys_end, tl.max(tl.where(has_span, span_ends, 0), 0))
 
     # Keys [full_start, full_end) are read by every row; the tiles within need no mask.
-    tiles_start = first_tile_key(keys_start, PAGE_TOKENS, BLOCK_N)
+    tiles_start = first_tile_key(keys_start, PAGE_TOKENS, BLOCK_N, IS_INVARIANT)
     num_tiles = ceil_div(tl.maximum(keys_end - tiles_start, 0), BLOCK_N)
     full_start = tl.max(row_starts, 0)
     full_end = tl.maximum(tl.min(row_ends, 0), 0)
@@ -171,6 +175,8 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
                     BLOCK_V,
                     IS_EDGE=phase != 1,
                     IS_PAIRED=False,
+                    IS_ALIGNED=IS_INVARIANT,
+                    KEEPS_OFFSETS=False,
                 )
 
     if BLOCK_D >= WIDE_HEAD:

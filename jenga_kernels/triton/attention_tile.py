@@ -7,7 +7,7 @@ numbered row = token * GROUP + head in group, so that one tile of queries serves
 import triton.language as tl
 
 from jenga_kernels.triton.addressing import key_offsets
-from jenga_kernels.triton.device import device_function
+from jenga_kernels.triton.device import device_function, log2, reciprocal
 from jenga_kernels.triton.fp8 import from_fp8, split_pairs
 from jenga_kernels.triton.matmul import matmul, matmul_add
 from jenga_kernels.triton.rows import load_rows
@@ -91,6 +91,8 @@ def attend_tile(
     BLOCK_V: tl.constexpr,
     IS_EDGE: tl.constexpr,
     IS_PAIRED: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    KEEPS_OFFSETS: tl.constexpr,
 ):
     """Take a tile of BLOCK_N keys into the running softmax of the rows.
 
@@ -99,13 +101,19 @@ def attend_tile(
     read as pairs, which strides then count; first elements of pairs are multiplied with the first
     of q and add up in the first of acc, second ones in the second.
     """
-    keys = tiles_start + tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Keys count from `origin`. Where offsets are kept that is the tile's first key: bounds of rows
+    # are brought to the tile, which takes fewer instructions, but registers.
+    keys = tl.arange(0, BLOCK_N)
+    origin = tiles_start + tile * BLOCK_N
+    if not KEEPS_OFFSETS:
+        keys += origin
+        origin = 0
     live = None
     if IS_EDGE:
-        live = keys < keys_end
-        # Tiles begin with the first key unless they must stay in a page.
-        if PAGE_TOKENS % BLOCK_N == 0 and row_starts is not None:
-            live = live & (keys >= keys_start)
+        live = keys < keys_end - origin
+        # Tiles begin with the first key unless they are aligned, or must stay in a page.
+        if (IS_ALIGNED or PAGE_TOKENS % BLOCK_N == 0) and row_starts is not None:
+            live = live & (keys >= keys_start - origin)
     offsets = key_offsets(
         page_table_ptr,
         tiles_start,
@@ -116,6 +124,7 @@ def attend_tile(
         PAGE_TOKENS,
         BLOCK_N,
         STARTS_PAGE=row_starts is None,
+        KEEPS_OFFSETS=KEEPS_OFFSETS,
     )
     # A dead slot may hold NaN, and 0 * NaN is NaN: values are zeroed, not only their weights.
     if IS_PAIRED:
@@ -137,13 +146,15 @@ def attend_tile(
         to_base_2 = LOG2_E
         scores = scores * scale if soft_cap is None else soft_capped(scores, scale, soft_cap)
         if slopes is not None:
-            scores += slopes[:, None] * (keys[None, :] - positions[:, None]).to(tl.float32)
+            distances = keys[None, :] - (positions - origin)[:, None]
+            scores += slopes[:, None] * distances.to(tl.float32)
     if IS_EDGE:
-        visible = keys[None, :] < row_ends[:, None]
+        visible = keys[None, :] < (row_ends - origin)[:, None]
         if row_starts is not None:
-            visible = visible & (keys[None, :] >= row_starts[:, None])
+            visible = visible & (keys[None, :] >= (row_starts - origin)[:, None])
         if span_starts is not None:
-            in_span = (keys[None, :] >= span_starts[:, None]) & (keys[None, :] < span_ends[:, None])
+            in_span = keys[None, :] >= (span_starts - origin)[:, None]
+            in_span = in_span & (keys[None, :] < (span_ends - origin)[:, None])
             visible = visible | in_span
         scores = tl.where(visible, scores, float("-inf"))
 
@@ -173,5 +184,5 @@ def finish_rows(acc, row_max, row_sum, sinks):
         row_max = new_max
     is_empty = row_sum == 0.0
     divisor = tl.where(is_empty, 1.0, row_sum)
-    log_sum = tl.where(is_empty, float("-inf"), (row_max + tl.log2(divisor)) * LN_2)
-    return acc / divisor[:, None], log_sum
+    log_sum = tl.where(is_empty, float("-inf"), (row_max + log2(divisor)) * LN_2)
+    return acc * reciprocal(divisor)[:, None], log_sum

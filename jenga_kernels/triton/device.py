@@ -48,13 +48,25 @@ def ceil_div(dividend, divisor):
 
 @device_function
 def reciprocal(values):
-    """1 / values, for values of at least 1; 0 for infinity."""
+    """1 / values, for values of about 1 and more; 0 for infinity."""
     if _INTERPRETED:
         return 1 / values
     else:
         # One instruction, where a quotient takes care of the greatest divisors too.
         return tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [values], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@device_function
+def log2(values):
+    """Logarithms of values of about 1 and more, within 2**-22 or that share of them."""
+    if _INTERPRETED:
+        return tl.log2(values)
+    else:
+        # One instruction, where the library's takes thirty for the last place of small logarithms.
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [values], dtype=tl.float32, is_pure=True, pack=1
         )
 
 

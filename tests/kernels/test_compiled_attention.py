@@ -18,6 +18,7 @@ def launch(
     decode_query_tokens=None,
     max_query_tokens=None,
     is_warp_specialized=False,
+    is_batch_invariant=False,
     **options,
 ):
     num_tokens = 4096
@@ -45,6 +46,7 @@ def launch(
         decode_query_tokens=decode_query_tokens,
         max_query_tokens=max_query_tokens,
         is_warp_specialized=is_warp_specialized,
+        is_batch_invariant=is_batch_invariant,
     )
     paged_attention(
         q,
@@ -96,6 +98,11 @@ def compile_drafted_tokens_of_wide_groups():
             )
 
 
+def compile_invariant():
+    for head_dim in (64, 128, 256):
+        launch(head_dim=head_dim, window_tokens=512, decode_query_tokens=0, is_batch_invariant=True)
+
+
 def compile_fp8():
     for head_dim in (64, 128, 256):
         for num_scales in (1, 2):
@@ -118,6 +125,7 @@ JOBS = [
             compile_head_dims,
             compile_pages_of_whole_tiles,
             compile_options,
+            compile_invariant,
             compile_fp8,
             compile_float32,
         )
@@ -185,12 +193,14 @@ def test_attention_decodes_with_few_instructions_a_tile():
     kernels = [k for k in compile_job(compile_decoding, 90) if k.name == "attention_decode_kernel"]
 
     # 32 KiB of keys and values, for which an H200's memory takes about 1,500 cycles of a processor.
-    for kernel, most in zip(kernels, (370, 395, 415), strict=True):
+    for kernel, most in zip(kernels, (320, 350, 380), strict=True):
         assert kernel.loop_counts["load_ahead"] == 17, kernel
         assert kernel.loop_counts["matrix"] == 32, kernel
         assert kernel.loop_instructions <= most, kernel
         # Loads, the rows' greatest scores, weights for all warps; sums wait for the end.
         assert kernel.loop_counts["wait"] <= 10, kernel
+    # Three programs of these would fit on a processor.
+    assert kernels[0].registers <= 168, kernels[0]
 
 
 def test_attention_converts_fp8_in_pairs():
@@ -202,7 +212,7 @@ def test_attention_converts_fp8_in_pairs():
         assert kernel.counts["load_shared_byte"] == 0, kernel
     # 128 of each of K and V a thread, two at once, and the weights.
     assert decode.loop_counts["convert"] == 128 + 8, decode
-    assert decode.loop_instructions <= 670, decode
+    assert decode.loop_instructions <= 620, decode
     assert prefill.loop_instructions <= 495, prefill
 
 
@@ -299,11 +309,15 @@ DECODE_PRODUCTS = {0, 2 * 512 // 16 + 1}
 """Of a step of 16 keys: each warpgroup computes all scores; fewer rows take other instructions."""
 
 
+SPILLED_BYTES = {(compile_wide_heads_in_fp8, 89): 8}
+"""One number, outside the loop; 8 warps would spill none, and leave room for half the programs."""
+
+
 @pytest.mark.parametrize(("job", "capability"), WIDE_JOBS)
 def test_attention_of_wide_heads_compiles_to_large_tiles_without_spills(job, capability):
     is_float32 = job.__name__.startswith("compile_wide_heads_in_float32")
     for kernel in compile_job(job, capability):
-        assert kernel.stack_bytes == 0, kernel
+        assert kernel.stack_bytes <= SPILLED_BYTES.get((job, capability), 0), kernel
         assert kernel.shared_bytes <= SHARED_BYTES[capability], kernel
         is_prefill = kernel.name == "attention_prefill_kernel"
         if not is_prefill and kernel.name != "attention_decode_kernel":

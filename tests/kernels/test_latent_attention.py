@@ -1,4 +1,5 @@
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -146,6 +147,25 @@ def test_latent_attention_in_batch_invariant_mode_ignores_the_rest_of_the_batch(
         )
         got = latent_attention(**alone.arguments, plan=alone.plan(**options))
         assert torch.equal(got, whole[start:end])
+
+
+def test_latent_attention_in_batch_invariant_mode_ignores_where_a_prompt_is_cut():
+    batch = make_batch(Shape(requests=((120, 120),), num_heads=6))
+    results = []
+    for cuts in ((0, 120), (0, 1, 40, 41, 44, 118, 119, 120)):
+        pieces = []
+        for start, end in pairwise(cuts):
+            piece = replace(
+                batch,
+                q=batch.q[start:end],
+                query_starts=torch.tensor([0, end - start], dtype=torch.int32, device=DEVICE),
+                seq_lens=torch.tensor([end], dtype=torch.int32, device=DEVICE),
+            )
+            plan = piece.plan(tiles=SMALL_TILES, is_batch_invariant=True, decode_query_tokens=0)
+            pieces.append(latent_attention(**piece.arguments, plan=plan))
+        results.append(torch.cat(pieces))
+
+    assert torch.equal(*results)
 
 
 def test_latent_attention_over_a_shared_prefix_merges_with_that_over_the_rest():
