@@ -85,6 +85,11 @@ class JengaTritonBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Whether results can be independent of what else is in a batch: they can."""
+        return True
+
+    @classmethod
     def supports_per_head_quant_scales(cls) -> bool:
         """Whether each head of a quantised cache may have its own scale: it may."""
         return True
@@ -179,8 +184,11 @@ class JengaTritonImpl(AttentionImpl[JengaTritonMetadata]):
         self.soft_cap = logits_soft_cap or None
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
+        # On the host: what is made on the device now is lost with the weights in deep sleep.
         self.alibi_slopes = (
-            None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+            None
+            if alibi_slopes is None
+            else torch.tensor(alibi_slopes, dtype=torch.float32, device="cpu")
         )
 
     def _slopes(self, device: torch.device) -> torch.Tensor | None:

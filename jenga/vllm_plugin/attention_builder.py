@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+import vllm.envs
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
@@ -171,6 +172,10 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
 
     A draft model runs between two steps of its target, over page tables of its own: its plans are
     made for each of its steps, and its graphs hold no attention.
+
+    Where batches must not matter (`VLLM_BATCH_INVARIANT`), every token goes to the kernel for
+    prompts: what batches change of a request is where its prompt is cut, what of it is found, and
+    whether it is preempted and read again, so that any of its tokens may be decoded or not.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = (
@@ -184,6 +189,8 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
         """Say what a CUDA graph may hold: drafted tokens too, where the decode kernel takes all."""
         if vllm_config.speculative_config is None or not isinstance(kv_cache_spec, AttentionSpec):
             return cls._cudagraph_support
+        if vllm.envs.VLLM_BATCH_INVARIANT:
+            return AttentionCGSupport.UNIFORM_BATCH
         group_heads = most_group_heads(vllm_config, kv_cache_spec.num_kv_heads)
         head_dim = kv_cache_spec.head_size
         if decode_query_tokens(vllm_config, group_heads, head_dim=head_dim) is None:
@@ -212,8 +219,13 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
         speculation = vllm_config.speculative_config
         self._leaves_out_rejected = speculation is not None and speculation.uses_draft_model()
         self._max_tokens = vllm_config.model_config.max_model_len
-        self._decode_query_tokens = decode_query_tokens(
-            vllm_config, self._kind.group_heads, head_dim=self._kind.head_dim
+        self._is_batch_invariant = vllm.envs.VLLM_BATCH_INVARIANT
+        self._decode_query_tokens = (
+            0
+            if self._is_batch_invariant
+            else decode_query_tokens(
+                vllm_config, self._kind.group_heads, head_dim=self._kind.head_dim
+            )
         )
         self._is_warp_specialized = read_settings(os.environ).has_specialized_prefill
         self._captured = CapturedPlans()
@@ -282,5 +294,6 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
             max_query_tokens=common.max_query_len,
             # Only the kernel for prompts reads spans.
             decode_query_tokens=0 if has_spans else self._decode_query_tokens,
+            is_batch_invariant=self._is_batch_invariant,
             is_warp_specialized=self._is_warp_specialized,
         )

@@ -25,10 +25,10 @@ class CapturedPlans:
             The plan to capture.
 
         Raises:
-            NotImplementedError: A request of it is not decoded, so a replay could differ in the
-                number of programs.
+            NotImplementedError: A request of it is not decoded where others are, so a replay could
+                differ in the number of programs.
         """
-        if plan.max_row_tiles:
+        if plan.max_row_tiles and plan.decode_query_tokens:
             msg = (
                 f"a CUDA graph must have at most {plan.decode_query_tokens} query tokens per "
                 f"request, got {max_query_tokens}"
@@ -56,7 +56,9 @@ class CapturedPlans:
             max_query_tokens: No request has more.
         """
         plan = self._plans.get((seq_lens.shape[0], num_tokens))
-        if plan is None or max_query_tokens > plan.max_decoded_tokens:
+        if plan is None:
+            return None
+        if plan.decode_query_tokens and max_query_tokens > plan.max_decoded_tokens:
             return None
         plan.update(query_starts, seq_lens)
         return plan

@@ -5,6 +5,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import vllm.envs
 from vllm.logger import init_logger
 
 from jenga.vllm_plugin.environment import BACKEND_NAME, read_settings
@@ -12,7 +13,7 @@ from jenga.vllm_plugin.speculation import prepare_speculation, unsupported_specu
 from jenga.vllm_plugin.switch import backend_member
 
 if TYPE_CHECKING:
-    from vllm.config import CacheConfig, ModelConfig, VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 logger = init_logger(f"vllm.{__name__}")  # under vLLM's logger, so its level and format apply
 
@@ -61,7 +62,9 @@ def _unsupported_features(vllm_config: "VllmConfig") -> list[str]:
         ),
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
-        "dual batch overlap (--enable-dbo)": parallel.enable_dbo,
+        "steps in parts that overlap (--enable-dbo, --ubatch-size)": parallel.use_ubatching,
+        # They are kept beside the cache, as many as it would have blocks.
+        "--enable-return-routed-experts": vllm_config.aux_output_config.enabled,
         "KV connectors (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
         f"--kv-offloading-backend {cache.kv_offloading_backend}": (
             cache.kv_offloading_size is not None and cache.kv_offloading_backend != "native"
@@ -76,6 +79,15 @@ def _unsupported_features(vllm_config: "VllmConfig") -> list[str]:
         ),
         # The pages whose lives they count are not vLLM's.
         "--kv-cache-metrics": vllm_config.observability_config.kv_cache_metrics,
+        # What a step reads of a prompt is scanned in pieces that begin where the step does.
+        "batch invariance (VLLM_BATCH_INVARIANT) of recurrent layers": (
+            vllm.envs.VLLM_BATCH_INVARIANT
+            and model is not None
+            and (model.is_hybrid or model.is_attention_free)
+        ),
+        "batch invariance (VLLM_BATCH_INVARIANT) with JENGA_SPECIALIZED_PREFILL": (
+            vllm.envs.VLLM_BATCH_INVARIANT and read_settings(os.environ).has_specialized_prefill
+        ),
         "HiSparse": vllm_config.attention_config.hisparse_config is not None,
         "sparse multi-head latent attention": model is not None and uses_sparse_latents(model),
         "generation by diffusion, not token by token (canvas_length in the model's config)": (
@@ -89,14 +101,18 @@ def _unsupported_features(vllm_config: "VllmConfig") -> list[str]:
     return [feature for feature, in_use in checks.items() if in_use]
 
 
-def _options_without_effect(cache: "CacheConfig") -> list[str]:
+def _options_without_effect(vllm_config: "VllmConfig") -> list[str]:
     """Name each option in use that asks for what the plugin decides by itself."""
+    cache, model = vllm_config.cache_config, vllm_config.model_config
     usual = type(cache)()
+    # What vLLM sets where nothing was asked for.
+    state_tokens = {None, cache.block_size, model.max_model_len if model is not None else None}
     checks = {
         "--prefix-cache-retention-interval": (
             cache.prefix_cache_retention_interval != usual.prefix_cache_retention_interval
         ),
         "--enable-mamba-shared-prefix-checkpoint": cache.enable_mamba_shared_prefix_checkpoint,
+        "--mamba-block-size": cache.mamba_block_size not in state_tokens,
     }
     return [option for option, in_use in checks.items() if in_use]
 
@@ -132,12 +148,18 @@ def prepare_config(vllm_config: "VllmConfig") -> bool:
     if unsupported:
         msg = f"{BACKEND_NAME} does not support: {'; '.join(unsupported)}"
         raise ValueError(msg)
-    without_effect = _options_without_effect(vllm_config.cache_config)
+    without_effect = _options_without_effect(vllm_config)
     if without_effect:
         logger.warning_once(
             "%s decides by itself what is kept for other requests; without effect: %s",
             BACKEND_NAME,
             ", ".join(without_effect),
+        )
+    if vllm_config.cache_config.num_gpu_blocks_override is not None:
+        logger.warning_once(
+            "%s: --num-gpu-blocks-override %d counts large pages, whose length the log tells",
+            BACKEND_NAME,
+            vllm_config.cache_config.num_gpu_blocks_override,
         )
     _set_cache_options(vllm_config)
     _take_offloading(vllm_config)

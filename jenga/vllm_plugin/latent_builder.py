@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+import vllm.envs
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonDecodeMetadata,
     MLACommonMetadata,
@@ -81,6 +82,8 @@ class JengaLatentMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata[Jeng
 
     All requests of a draft model of its own are absorbed, long prompts too: it reads one more token
     than its target in a step, and the lengths on the host, which describe prompts, leave it out.
+    So are all where batches must not matter (`VLLM_BATCH_INVARIANT`): for a token the same is
+    computed wherever its prompt is cut.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = (
@@ -95,6 +98,8 @@ class JengaLatentMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata[Jeng
         kv_cache_spec: "KVCacheSpec",
     ) -> AttentionCGSupport:
         """Say what a CUDA graph may hold: drafted tokens too, where the decode kernel takes all."""
+        if vllm.envs.VLLM_BATCH_INVARIANT:
+            return AttentionCGSupport.UNIFORM_BATCH
         if latent_query_tokens(drafted_query_tokens(vllm_config)) is None:
             return cls._cudagraph_support
         return AttentionCGSupport.UNIFORM_BATCH
@@ -128,6 +133,10 @@ class JengaLatentMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata[Jeng
         self._is_draft_model = any(name.startswith(DRAFT_PREFIX) for name in layer_names)
         if self._is_draft_model:
             self._decode_query_tokens = latent_query_tokens(drafted_query_tokens(vllm_config))
+        self._is_batch_invariant = vllm.envs.VLLM_BATCH_INVARIANT
+        if self._is_batch_invariant:
+            self._decode_query_tokens = 0
+        if self._is_draft_model or self._is_batch_invariant:
             self.reorder_batch_threshold = vllm_config.scheduler_config.max_num_batched_tokens + 1
         self._page_tokens = kv_cache_spec.block_size
         self._max_tokens = vllm_config.model_config.max_model_len
@@ -188,6 +197,7 @@ class JengaLatentMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata[Jeng
                 dtype=self.model_config.dtype,
                 max_query_tokens=max_query_tokens,
                 decode_query_tokens=self._decode_query_tokens,
+                is_batch_invariant=self._is_batch_invariant,
             )
         return JengaLatentDecode(
             block_table=block_table_tensor,

@@ -75,13 +75,15 @@ class JengaKVCacheConfig(KVCacheConfig):
     ranks of a pipeline, whatever part of each page a rank stores. Where `keeps_images_whole`,
     the tokens of an image read each other, so all of them must be computed in one step.
     Where `has_draft_layers`, what drafts has keys and values of its own. `num_host_large_pages` is
-    the number of large pages of host memory on each worker, 0 where there is none.
+    the number of large pages of host memory on each worker, 0 where there is none;
+    `data_parallel_index` that of the engine among those that are parallel.
     """
 
     geometry: Geometry | None = None
     keeps_images_whole: bool = False
     has_draft_layers: bool = True
     num_host_large_pages: int = 0
+    data_parallel_index: int = 0
 
     def table_of(self, layer_name: str) -> PageTable:
         """Get the page table that stores a layer."""
@@ -300,6 +302,7 @@ def cut_arena(
             )
         ),
         num_host_large_pages=_num_host_large_pages(vllm_config, first),
+        data_parallel_index=vllm_config.parallel_config.data_parallel_index,
     )
 
 

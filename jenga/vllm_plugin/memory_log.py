@@ -62,9 +62,17 @@ class MemoryLog:
         self._num_steps += 1
 
 
-def open_memory_log(manager: "Manager") -> MemoryLog | None:
-    """Open the file that `JENGA_MEMORY_LOG` names, if it is set."""
+def open_memory_log(manager: "Manager", *, data_parallel_index: int = 0) -> MemoryLog | None:
+    """Open the file that `JENGA_MEMORY_LOG` names, if it is set.
+
+    Args:
+        manager: What holds something.
+        data_parallel_index: Which of several engines it is of; all but the first have files of
+            their own, with this number in their names.
+    """
     path = read_settings(os.environ).memory_log
     if path is None:
         return None
+    if data_parallel_index:
+        path = path.with_name(f"{path.stem}.{data_parallel_index}{path.suffix}")
     return MemoryLog(path.open("a", encoding="utf-8"), manager)

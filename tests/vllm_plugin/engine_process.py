@@ -213,6 +213,12 @@ def _result(outputs):
     ]
 
 
+def run_empty_steps(llm, number):
+    """Run steps without requests, as a data-parallel rank does while others work."""
+    for _ in range(number):
+        llm.llm_engine.engine_core.execute_dummy_batch()
+
+
 def round_what_the_cpu_truncates():
     """Give vLLM's CPU store keys and values that float8_e4m3fn holds exactly.
 
@@ -280,12 +286,12 @@ def main():
     drafts = count_drafts(llm) if speculates else {}
     if (speculates or is_pipeline) and preemptions is not None:
         check_each_step(llm)
-    rounds = job.get("rounds", 1)
-    size = -(-len(prompts) // rounds)
+    size = -(-len(prompts) // job.get("rounds", 1))
     outputs = []
     adapters = job.get("adapters")  # of each prompt: a folder, or None for the model itself
     for start in range(0, len(prompts), size):  # later rounds find what earlier ones left
         some = slice(start, start + size)
+        run_empty_steps(llm, job.get("empty_steps", 0))
         requests = adapters and [adapter_request(each) for each in adapters[some]]
         outputs += llm.generate(prompts[some], sampling, use_tqdm=False, lora_request=requests)
         for name in job.get("forget", ()):

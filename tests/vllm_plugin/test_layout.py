@@ -47,7 +47,9 @@ def engine_config(architecture="LlamaForCausalLM", **cache):
         model_config=SimpleNamespace(
             max_model_len=2048, is_mm_prefix_lm=False, architecture=architecture
         ),
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1, tensor_parallel_size=1),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=1, tensor_parallel_size=1, data_parallel_index=0
+        ),
         additional_config={},
         max_in_flight_tokens=64,
         num_lookahead_tokens=0,

@@ -92,3 +92,55 @@ def test_server_completes_and_streams_what_transformers_generates(server, run_en
     log = log_path.read_text()
     assert "JENGA_TRITON: planned geometry" in log
     assert "bytes of host memory on this rank" in log
+
+
+def metrics_of(address):
+    """Get what the server tells of itself: name -> sum over its labels."""
+    with urllib.request.urlopen(f"{address}/metrics", timeout=60) as response:
+        lines = response.read().decode().splitlines()
+    values = {}
+    for line in lines:
+        if not line.startswith("#"):
+            name, value = line.rsplit(" ", 1)
+            name = name.split("{")[0]
+            values[name] = values.get(name, 0.0) + float(value)
+    return values
+
+
+def test_metrics_tell_what_requests_asked_and_found_and_what_is_in_use(server):
+    address, _ = server
+    prompt = "One two three four five six seven eight nine ten. " * 6
+    before = metrics_of(address)
+
+    numbers = [
+        json.loads(post(address, "/v1/completions", prompt=prompt, max_tokens=2, temperature=0.0))
+        for _ in range(2)
+    ]
+    request = urllib.request.Request(
+        f"{address}/v1/completions",
+        data=json.dumps(
+            {"model": "gemma", "prompt": prompt, "max_tokens": 60, "stream": True}
+        ).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=240) as response:
+        response.readline()  # a token, so that the request runs
+        amid = metrics_of(address)
+        response.read()
+    after = metrics_of(address)
+
+    num_tokens = numbers[0]["usage"]["prompt_tokens"]
+    most_hit = (num_tokens - 1) // 16 * 16
+
+    def grown(name):
+        return after[f"vllm:{name}"] - before.get(f"vllm:{name}", 0.0)
+
+    assert most_hit > 0
+    assert grown("prefix_cache_queries_total") == 3 * num_tokens
+    assert grown("prefix_cache_hits_total") == 2 * most_hit
+    assert grown("prompt_tokens_total") == 3 * num_tokens
+    # What host memory brings counts as found: it is one lookup over both.
+    assert after.get("vllm:external_prefix_cache_queries_total", 0.0) == 0
+    assert after["vllm:num_preemptions_total"] == 0
+    assert 0 < amid["vllm:kv_cache_usage_perc"] < 1
+    assert after["vllm:kv_cache_usage_perc"] == 0

@@ -108,8 +108,10 @@ def refusals(tiny_model, configured):
         + f"""
     draft, hybrid = {str(tiny_model("llama"))!r}, {str(tiny_model("granite_hybrid"))!r}
     latent, several, mimo = {str(tiny_model("deepseek_v3"))!r}, {several!r}, {mimo!r}
+    experts = {str(tiny_model("gpt_oss"))!r}
     diffusion = {configured("gemma2", canvas_length=32)!r}"""
         + """
+    import os
     features = {
         "decode context parallelism": dict(decode_context_parallel_size=2, tensor_parallel_size=4),
         "KV connectors": dict(kv_transfer_config={
@@ -142,15 +144,25 @@ def refusals(tiny_model, configured):
         "block-size": dict(block_size=24),
         "kv-cache-metrics": dict(kv_cache_metrics=True),
         "use-replayssm": dict(model=hybrid, use_replayssm=True),
+        "--ubatch-size": dict(ubatch_size=2, all2all_backend="deepep_low_latency"),
+        "enable-return-routed-experts": dict(model=experts, enable_return_routed_experts=True),
+        "batch invariance (VLLM_BATCH_INVARIANT) of recurrent layers": dict(
+            model=hybrid, environment={"VLLM_BATCH_INVARIANT": "1"}),
+        "batch invariance (VLLM_BATCH_INVARIANT) with JENGA_SPECIALIZED_PREFILL": dict(
+            environment={"VLLM_BATCH_INVARIANT": "1", "JENGA_SPECIALIZED_PREFILL": "1"}),
         "stochastic-rounding": dict(model=hybrid, mamba_ssm_cache_dtype="float16",
                                     enable_mamba_cache_stochastic_rounding=True),
     }
     for feature, options in features.items():
+        environment = options.pop("environment", {})
+        os.environ.update(environment)
         try:
             configure(**options)
             print(f"RESULT|{feature}|accepted")
         except Exception as error:
             print(f"RESULT|{feature}|{error!r}".replace(chr(10), " "))
+        for name in environment:
+            del os.environ[name]
     """
     )
     _, output = run_python(code)
@@ -181,6 +193,10 @@ def refusals(tiny_model, configured):
         "block-size",
         "kv-cache-metrics",
         "use-replayssm",
+        "--ubatch-size",
+        "enable-return-routed-experts",
+        "batch invariance (VLLM_BATCH_INVARIANT) of recurrent layers",
+        "batch invariance (VLLM_BATCH_INVARIANT) with JENGA_SPECIALIZED_PREFILL",
         "stochastic-rounding",
     ],
 )
@@ -196,7 +212,6 @@ def test_unsupported_features_are_refused_by_name_at_start_up(feature, refusals)
     ("options", "named"),
     [
         pytest.param({"attn_type": "encoder_only"}, "encoder_only", id="layers_without_a_cache"),
-        pytest.param({"use_batch_invariant": True}, "batch invariance", id="batch_invariance"),
     ],
 )
 def test_layers_that_cannot_be_served_are_refused_with_the_reason(options, named):
@@ -218,10 +233,14 @@ def test_layers_that_cannot_be_served_are_refused_with_the_reason(options, named
 def test_options_about_what_is_kept_are_said_to_have_no_effect(tiny_model):
     code = (
         CONFIGURE.format(model=str(tiny_model("llama")))
-        + """
+        + f"""
+    hybrid = {str(tiny_model("granite_hybrid"))!r}
     configure()
+    configure(model=hybrid)
     print("CONFIGURED")
     configure(prefix_cache_retention_interval=64, enable_mamba_shared_prefix_checkpoint=True)
+    configure(model=hybrid, mamba_block_size=32)
+    configure(num_gpu_blocks_override=100)
     """
     )
     returncode, output = run_python(code)
@@ -231,6 +250,9 @@ def test_options_about_what_is_kept_are_said_to_have_no_effect(tiny_model):
     options = "--prefix-cache-retention-interval, --enable-mamba-shared-prefix-checkpoint"
     assert "without effect" not in before
     assert f"without effect: {options}" in after
+    assert "without effect: --mamba-block-size" in after
+    assert "--num-gpu-blocks-override" not in before
+    assert "--num-gpu-blocks-override 100 counts large pages" in after
 
 
 @pytest.mark.vllm
