@@ -155,10 +155,25 @@ class Evictables:
         del order[:num_stale]
         return order
 
+    def pages_of(self, large: int) -> list[int]:
+        """The evictable small pages of a large page."""
+        stamps, k = self.stamps, self._pages_per_large
+        return [page for page in range(large * k, (large + 1) * k) if stamps[page] >= 0]
+
+    def next_alone(self, most: int) -> list[int]:
+        """Small pages of pinned large pages, about those that go next, up to so many."""
+        pages: list[int] = []
+        for large in self.pinned.in_order():
+            pages += self.pages_of(large)
+            # Large pages are in the order of a lower bound: the next one's may go before these.
+            if len(pages) >= 2 * most:
+                break
+        pages.sort(key=self.stamps.__getitem__)
+        return pages[:most]
+
     def take_all(self, large: int) -> list[int]:
         """The evictable small pages of a large page, evictable no longer."""
-        stamps, k = self.stamps, self._pages_per_large
-        pages = [page for page in range(large * k, (large + 1) * k) if stamps[page] >= 0]
+        stamps, pages = self.stamps, self.pages_of(large)
         for page in pages:
             stamps[page] = NOT_QUEUED
         return pages

@@ -40,12 +40,14 @@ class HostReport:
     Attributes:
         cached_bytes: What can be found there now.
         stored_bytes: Copied there since start-up.
+        ahead_bytes: Those of them that were copied before they had to go.
         loaded_bytes: Copied from there since start-up.
         lost_bytes: Evicted from there since start-up.
     """
 
     cached_bytes: int
     stored_bytes: int
+    ahead_bytes: int
     loaded_bytes: int
     lost_bytes: int
 
@@ -124,6 +126,7 @@ class HostCache:
     """
 
     __slots__ = (
+        "_ahead_bytes",
         "_allocator",
         "_caches",
         "_copies",
@@ -172,7 +175,7 @@ class HostCache:
         ]
         self._unwritten: set[tuple[int, int]] = set()
         self._time = 0
-        self._stored_bytes = self._loaded_bytes = self._lost_bytes = 0
+        self._stored_bytes = self._ahead_bytes = self._loaded_bytes = self._lost_bytes = 0
         self.num_lost = 0
 
     def either(self, table: Table, found: FoundPages, keys: Sequence[Hashable]) -> EitherPages:
@@ -203,27 +206,49 @@ class HostCache:
             pages: In the order in which they leave.
             ranks: At which they do.
         """
-        if table.cache is None:
+        leaving = self._worth_it(table, pages, ranks)
+        if not leaving or table.cache is None:
             return
-        keys, expects, unwritten = table.cache.keys, self._order.expects_readers, self._unwritten
+        keys, get = table.cache.keys, self._caches[table.index].get
+        new = [page for page in leaving if get(keys[page]) is None]
+        self._time += 1
+        self._renew(table.index, [there for page in leaving if (there := get(keys[page]))])
+        self._copies += self._bring(table, new)
+
+    def store_ahead(
+        self, table: Table, pages: Sequence[int], ranks: Sequence[int]
+    ) -> list[PageCopy]:
+        """Copies of pages that are about to leave the arena, as `store` says, and stay until then.
+
+        When they leave they are here, and only become the last to be lost.
+        """
+        leaving = self._worth_it(table, pages, ranks)
+        if not leaving or table.cache is None:
+            return []
+        keys, get = table.cache.keys, self._caches[table.index].get
+        new = [page for page in leaving if get(keys[page]) is None]
+        if not new:
+            return []
+        self._time += 1
+        copies = self._bring(table, new)
+        self._ahead_bytes += len(copies) * table.spec.small_page_bytes
+        return copies
+
+    def _worth_it(self, table: Table, pages: Sequence[int], ranks: Sequence[int]) -> list[int]:
+        """The pages somebody may go on from, in the order in which they are lost here."""
+        expects, unwritten, index = self._order.expects_readers, self._unwritten, table.index
         chosen = [
             page
             for page, rank in zip(pages, ranks, strict=True)
-            if expects(rank) and (table.index, page) not in unwritten
+            if expects(rank) and (index, page) not in unwritten
         ]
-        if not chosen:
-            return
-        k, get = table.pages.pages_per_large, self._caches[table.index].get
+        k = table.pages.pages_per_large
         # Of a large page the last small page goes first: it is of the longest prefix.
-        leaving = [
+        return [
             page
             for _, some in groupby(chosen, key=lambda page: page // k)
             for page in sorted(some, reverse=True)
         ]
-        new = [page for page in leaving if get(keys[page]) is None]
-        self._time += 1
-        self._renew(table.index, [there for page in leaving if (there := get(keys[page]))])
-        self._bring(table, new)
 
     def _renew(self, index: int, pages: Sequence[int]) -> None:
         """Let pages be the last to go, the first of them first."""
@@ -231,7 +256,7 @@ class HostCache:
         for place, page in enumerate(pages):
             own.rerank(page, (self._time << _PLACE_BITS) + place)
 
-    def _bring(self, table: Table, leaving: Sequence[int]) -> None:
+    def _bring(self, table: Table, leaving: Sequence[int]) -> list[PageCopy]:
         """Take pages for content that is new here, as much of it as there is room for at all."""
         index = table.index
         own, cache = self._allocator.tables[index], self._caches[index]
@@ -239,7 +264,7 @@ class HostCache:
         room = own.num_spare + num_large * own.pages_per_large
         leaving = leaving[max(0, len(leaving) - room) :]
         if not leaving or table.cache is None:
-            return
+            return []
         needs = [0] * len(self._tables)
         needs[index] = len(leaving)
         taken = self._allocator.take(needs, needs, owner=_OWNER)
@@ -254,7 +279,7 @@ class HostCache:
         first = self._time << _PLACE_BITS
         own.retire(pages, [first + place for place in range(len(pages))])
         self._stored_bytes += len(pages) * table.spec.small_page_bytes
-        self._copies += [
+        return [
             PageCopy(table_index=index, source=source, target=target, path=CopyPath.TO_HOST)
             for source, target in page_of.items()
         ]
@@ -342,6 +367,7 @@ class HostCache:
                 for table, own in zip(self._tables, self._allocator.tables, strict=True)
             ),
             stored_bytes=self._stored_bytes,
+            ahead_bytes=self._ahead_bytes,
             loaded_bytes=self._loaded_bytes,
             lost_bytes=self._lost_bytes,
         )

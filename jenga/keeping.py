@@ -8,6 +8,7 @@ from jenga.host_cache import HostCache, HostReport
 from jenga.kept_states import KeptStates
 from jenga.prefix_cache import CacheChange
 from jenga.request import PageCopy
+from jenga.saving_ahead import SavingAhead
 from jenga.stats import CacheReport
 from jenga.table import Table
 
@@ -44,6 +45,7 @@ class Keeping(Holdings):
         super().__init__(geometry, allocator, tables)
         self._states = states
         self._host = host
+        self._saving = SavingAhead(allocator, tables, host) if host is not None else None
         self._copies = copies
         self._changes = changes
         self._hash_tokens = hash_tokens
@@ -108,6 +110,15 @@ class Keeping(Holdings):
         copies = self._copies[:]
         self._copies.clear()
         return copies
+
+    def save_ahead(self) -> list[PageCopy]:
+        """Copies to host memory that may be made beside the kernels of the step about to run.
+
+        Of what the step after it is likely to evict: asked when all of a step is known, once at
+        most; what is not copied then is copied when it is evicted. They are to begin when the
+        copies of `take_copies` are made, and to be over before those of the next step begin.
+        """
+        return self._saving.order() if self._saving is not None else []
 
     def take_changes(self) -> list[CacheChange]:
         """What can be found since the last call, and what no longer, in order.

@@ -31,6 +31,10 @@ class Holder(Protocol):
         """Close a reclaimable large page; the small pages whose cached content is lost."""
         ...
 
+    def evictable_pages(self, large: int) -> list[int]:
+        """The small pages whose cached content would be lost with a large page."""
+        ...
+
 
 class LargePages:
     """The arena's large pages.
@@ -40,6 +44,7 @@ class LargePages:
         reclaimable: Held large pages without a used small page, by the rank of the youngest.
         last_evicted_rank: Rank of what was evicted last, a small page or a large one.
         num_evicted: Small pages evicted so far, in all page tables.
+        num_emptied: Large pages evicted so far.
         num_empty: Large pages that nobody holds, the null page not counted.
         numbers: The null page and all large pages ever opened, in a row.
         tables: The page tables, in the order of their indices.
@@ -49,6 +54,7 @@ class LargePages:
         "_free",
         "holders",
         "last_evicted_rank",
+        "num_emptied",
         "num_empty",
         "num_evicted",
         "num_pages",
@@ -71,7 +77,7 @@ class LargePages:
         self._free: list[int] = []
         self.numbers = [NULL_PAGE]
         self.num_empty = num_pages - 1
-        self.num_evicted = self.last_evicted_rank = 0
+        self.num_evicted = self.num_emptied = self.last_evicted_rank = 0
 
     @property
     def num_available(self) -> int:
@@ -135,6 +141,7 @@ class LargePages:
         table.evicted += pages
         table.evicted_ranks += [self.last_evicted_rank] * len(pages)
         self.num_evicted += len(pages)
+        self.num_emptied += 1
         if holder == taker:
             table.num_evicted_own += len(pages)
         else:

@@ -70,6 +70,14 @@ class SplitBooks:
         """The rank of an evictable page."""
         return self.stamps[page]
 
+    def evictable_pages(self, large: int) -> list[int]:
+        """The small pages whose cached content would be lost with a large page."""
+        return self._evictables.pages_of(large)
+
+    def next_alone(self, most: int) -> list[int]:
+        """About the small pages that are evicted next one by one, up to so many."""
+        return self._evictables.next_alone(most)
+
     def row(self, start: int, end: int) -> list[int]:
         """The numbers of held small pages in a row, the same objects as handed out."""
         k = self.pages_per_large

@@ -5,8 +5,8 @@ A *rank* is a non-negative integer; the lowest goes first.
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
-from heapq import heappop, heappush
+from collections.abc import Iterator, Sequence
+from heapq import heappop, heappush, merge
 from itertools import accumulate, chain, pairwise, repeat
 
 from jenga.errors import InvariantError
@@ -159,6 +159,17 @@ class VictimQueue:
         """The rank of a queued item."""
         return self.stamps[item] // self._num_items
 
+    def in_order(self) -> Iterator[int]:
+        """The items, that which goes next first; nothing may change meanwhile."""
+        self._first()
+        num_items, stamps, last = self._num_items, self.stamps, NOT_QUEUED
+        for entry in merge(*self._lanes, _rising(self._heap)):
+            item = entry % num_items
+            # An item that came in again with the rank it had has an entry twice.
+            if stamps[item] == entry != last:
+                last = entry
+                yield item
+
     def clear(self) -> None:
         """Take every item out."""
         for lane in self._lanes:
@@ -218,3 +229,13 @@ class VictimQueue:
         if any(a >= b for lane in self._lanes for a, b in pairwise(lane)):
             msg = "a lane of the queue does not rise"
             raise InvariantError(msg)
+
+
+def _rising(heap: Sequence[int]) -> Iterator[int]:
+    """The entries of a heap from the lowest on, which takes time only for those that are read."""
+    reachable = [(heap[0], 0)] if heap else []
+    while reachable:
+        entry, place = heappop(reachable)
+        yield entry
+        for below in range(2 * place + 1, min(2 * place + 3, len(heap))):
+            heappush(reachable, (heap[below], below))

@@ -144,6 +144,14 @@ class WholePages:
         self._large_pages.close(large)
         return [large]
 
+    def evictable_pages(self, large: int) -> list[int]:
+        """The small pages whose cached content would be lost with a large page."""
+        return [large] if self.stamps[large] >= 0 else []
+
+    def next_alone(self, _most: int) -> list[int]:
+        """None: they go as large pages."""
+        return []
+
     def disown(self, owner: int) -> None:
         """Give up the owner's claim; there is never one."""
 

@@ -3,7 +3,9 @@
 python -m perf.bench_host_memory [--only out] [--peers none] [--dry-run]
 
 What is brought there or back together lies in rows, as of one long prompt, or page by page
-anywhere, as of many short ones. One copy of all the bytes is what the bus allows.
+anywhere, as of many short ones. One copy of all the bytes is what the bus allows. What is brought
+there beside a step is timed with products as long as the copies: the step alone, with copies ahead,
+and with copies that it waits for.
 """
 
 from collections.abc import Callable
@@ -12,7 +14,13 @@ import torch
 
 from jenga.request import CopyPath
 from jenga.vllm_plugin.copy_rounds import CopyRound
-from jenga.vllm_plugin.host_memory import allocate_host_memory, copy_through_host, host_memory_of
+from jenga.vllm_plugin.host_memory import (
+    allocate_host_memory,
+    copy_ahead,
+    copy_through_host,
+    finish_ahead,
+    host_memory_of,
+)
 from perf.harness import Benchmark, Row
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -23,6 +31,10 @@ PAGES = {"64 KiB": 64 * KIB, "512 KiB": 512 * KIB, "2 MiB": 2 * MIB}
 COUNTS = (16, 512)
 ROWS = {"in a row": 0, "in rows of 8": 8, "scattered": 1}
 """Pages that follow each other in both memories, 0 for all."""
+
+
+PRODUCTS = 12
+"""Of 8192 by 8192 matrices: about as long as a GB takes to host memory."""
 
 
 def pages_in_rows(num_pages: int, count: int, row_pages: int) -> torch.Tensor:
@@ -74,12 +86,65 @@ def measure_copies(
                     )
 
 
+def measure_beside(
+    benchmark: Benchmark, size: str, page_bytes: int, count: int, arena_bytes: int, side: int
+) -> None:
+    """Add the rows of a step's products, matrices of so many rows, and copies beside them."""
+    num_pages = arena_bytes // page_bytes
+    arena = torch.zeros(arena_bytes, dtype=torch.int8, device=benchmark.device)
+    allocate_host_memory([arena], arena_bytes)
+    matrix = torch.ones(side, side, dtype=torch.bfloat16, device=benchmark.device)
+    product = torch.empty_like(matrix)
+    torch.manual_seed(0)
+    here, there = (tuple(pages_in_rows(num_pages, count, 8).tolist()) for _ in range(2))
+    copies = CopyRound(
+        small_pages_per_large_page=1,
+        source_pages=here,
+        target_pages=there,
+        path=CopyPath.TO_HOST,
+    )
+
+    def step() -> None:
+        for _ in range(PRODUCTS):
+            torch.matmul(matrix, matrix, out=product)
+
+    def step_with_copies_ahead() -> None:
+        copy_ahead([arena], arena, num_pages, [copies])
+        step()
+        finish_ahead()
+
+    def step_after_copies() -> None:
+        copy_through_host([arena], arena, num_pages, copies)
+        step()
+
+    shape = f"out {count} pages of {size} beside products"
+    by_name: dict[str, Callable[[], object]] = {
+        "jenga": step_with_copies_ahead,
+        "waited for": step_after_copies,
+        "products alone": step,
+    }
+    for implementation, launch in by_name.items():
+        wants = implementation == "jenga" or benchmark.wants_peer(implementation)
+        if benchmark.wants_shape(shape) and wants:
+            row = Row(
+                shape=shape,
+                implementation=implementation,
+                timing=benchmark.measure(launch),
+                num_bytes=count * page_bytes,
+                details={},
+            )
+            benchmark.add(row)
+
+
 def main(arguments: list[str] | None = None) -> None:
     tests = ["tests/vllm_plugin/test_host_copies.py"]
     benchmark = Benchmark("bench_host_memory", __doc__ or "", tests, arguments)
     if benchmark.is_dry:
         measure_copies(benchmark, "1 KiB", KIB, 8, 64 * KIB)
+        measure_beside(benchmark, "1 KiB", KIB, 8, 64 * KIB, 32)
     else:
+        measure_beside(benchmark, "2 MiB", 2 * MIB, max(COUNTS), ARENA_BYTES, 8192)
+        torch.cuda.empty_cache()
         for size, page_bytes in PAGES.items():
             for count in COUNTS:
                 measure_copies(benchmark, size, page_bytes, count, ARENA_BYTES)

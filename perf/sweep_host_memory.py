@@ -5,8 +5,8 @@
 
 A number is the share of prompt tokens, in percent, found cached at the first admission, and below
 it the seconds of the replay: a roofline's, in which bytes go to host memory and come back at 25 GB
-a second, while nothing else runs. Models, machines and workloads are those of
-`perf.sweep_eviction_order`; `unlimited` is a cache without end.
+a second, those saved ahead beside a step, all others while nothing else runs. Models, machines and
+workloads are those of `perf.sweep_eviction_order`; `unlimited` is a cache without end.
 """
 
 import argparse
@@ -34,13 +34,14 @@ def replay(one: Setting, requests: Requests, times: int) -> dict[str, Any]:
     start = time.process_time()
     for _ in run:
         pass
-    stored_bytes, loaded_bytes = arena.moved_bytes
+    moved = arena.moved_bytes
     return {
         "hit_percent": round(100 * run.hit_tokens / run.prompt_tokens, 2),
         "modelled_s": round(run.time_s, 1),
-        "copied_s": round((stored_bytes + loaded_bytes) / HOST_BYTES_PER_S, 1),
-        "stored_bytes": stored_bytes,
-        "loaded_bytes": loaded_bytes,
+        "waited_s": round((moved.stored - moved.ahead + moved.loaded) / HOST_BYTES_PER_S, 1),
+        "stored_bytes": moved.stored,
+        "ahead_bytes": moved.ahead,
+        "loaded_bytes": moved.loaded,
         "steps": run.num_steps,
         "refused": run.num_refused,
         "cpu_s": round(time.process_time() - start, 1),

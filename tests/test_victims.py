@@ -88,3 +88,27 @@ def test_a_queue_forgets_entries_of_items_that_come_in_again_with_their_rank():
     assert queue._num_entries <= 2 * queue.num_queued + SLACK_ENTRIES
     queue.check()
     assert queue.peek() == 0
+
+
+@given(OPERATIONS)
+def test_queue_gives_all_its_items_in_order_and_keeps_them(operations):
+    queue = VictimQueue(NUM_ITEMS)
+    ranks: dict[int, int] = {}
+    for operation in operations:
+        apply(queue, ranks, *operation)
+
+        assert list(queue.in_order()) == sorted(ranks, key=lambda item: (ranks[item], item))
+        queue.check()
+
+
+def test_a_queue_whose_items_are_in_no_order_gives_them_in_order():
+    # More falling ranks than there are lanes, so that most come from the heap.
+    queue = VictimQueue(100)
+    for item in range(100):
+        queue.push(item, 7 * item % 100 if item % 2 else 200 - item)
+    queue.drop(14)
+
+    items = list(queue.in_order())
+
+    assert sorted(items) == [item for item in range(100) if item != 14]
+    assert [queue.rank(item) for item in items] == sorted(map(queue.rank, items))

@@ -1,7 +1,7 @@
 """A memory manager and its arena as the scheduler sees them."""
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from jenga.policies import RequestFacts
 from jenga.sim.rows import TableBytes
@@ -75,8 +75,21 @@ class ActiveRequest:
         self.facts = RequestFacts(prompt_tokens=self.num_tokens, images=self.facts.images)
 
 
-NOTHING_MOVED = (0, 0)
-"""What `Arena.moved_bytes` says where there is no host memory."""
+class MovedBytes(NamedTuple):
+    """Bytes copied between an arena and host memory so far.
+
+    Attributes:
+        stored: To host memory.
+        ahead: Those of them that were copied beside the kernels of a step.
+        loaded: From host memory.
+    """
+
+    stored: int = 0
+    ahead: int = 0
+    loaded: int = 0
+
+
+NOTHING_MOVED = MovedBytes()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +119,8 @@ class Arena(Protocol):
         ...
 
     @property
-    def moved_bytes(self) -> tuple[int, int]:
-        """Bytes copied to host memory and from there so far."""
+    def moved_bytes(self) -> MovedBytes:
+        """What was copied to host memory and from there so far."""
         ...
 
     def new_step(self) -> None:
@@ -132,6 +145,10 @@ class Arena(Protocol):
 
     def grow(self, active: ActiveRequest, num_tokens: int, /) -> bool:
         """Give a running request slots for its first tokens, drafted ones among them."""
+        ...
+
+    def end_step(self) -> None:
+        """Note that nothing more is scheduled in this step."""
         ...
 
     def computed(self, active: ActiveRequest, start: int, end: int, /) -> None:

@@ -10,7 +10,7 @@ from jenga.geometry import Geometry
 from jenga.manager import Manager
 from jenga.policies import RequestFacts
 from jenga.request import PrefixHit
-from jenga.sim.arena import NOTHING_MOVED, ActiveRequest, ArenaBytes
+from jenga.sim.arena import NOTHING_MOVED, ActiveRequest, ArenaBytes, MovedBytes
 from jenga.sim.need import Need, encoder_tokens
 from jenga.sim.rows import TableBytes
 from jenga.spec import CrossAttention, ModelSpec, State
@@ -92,10 +92,14 @@ class ManagedArena:
         )
 
     @property
-    def moved_bytes(self) -> tuple[int, int]:
+    def moved_bytes(self) -> MovedBytes:
         """See `Arena`."""
         report = self.manager.host_report()
-        return NOTHING_MOVED if report is None else (report.stored_bytes, report.loaded_bytes)
+        if report is None:
+            return NOTHING_MOVED
+        return MovedBytes(
+            stored=report.stored_bytes, ahead=report.ahead_bytes, loaded=report.loaded_bytes
+        )
 
     def new_step(self) -> None:
         """See `Arena`."""
@@ -181,6 +185,10 @@ class ManagedArena:
             prefix_hash = active.hashes(HASH_TOKENS)[kept_tokens // HASH_TOKENS - 1]
             self.manager.keep_state(active.name, prefix_hash, kept_tokens)
             self.manager.take_copies()
+
+    def end_step(self) -> None:
+        """See `Arena`."""
+        self.manager.save_ahead()
 
     def computed(self, active: ActiveRequest, start: int, end: int) -> None:
         """See `Arena`."""

@@ -9,7 +9,7 @@ from jenga.eviction_order import EvictionOrder
 from jenga.geometry import Geometry, PageContent
 from jenga.manager import Manager
 from jenga.request import PrefixHit
-from jenga.sim.arena import NOTHING_MOVED, ActiveRequest, ArenaBytes
+from jenga.sim.arena import NOTHING_MOVED, ActiveRequest, ArenaBytes, MovedBytes
 from jenga.sim.managed import HASH_TOKENS, bytes_of
 from jenga.spec import State
 
@@ -60,7 +60,7 @@ class PartitionedArena:
         )
 
     @property
-    def moved_bytes(self) -> tuple[int, int]:
+    def moved_bytes(self) -> MovedBytes:
         """See `Arena`: there is no host memory."""
         return NOTHING_MOVED
 
@@ -158,6 +158,9 @@ class PartitionedArena:
         if self._prefix_caching:
             for manager in self._managers:
                 manager.commit(active.name, active.hashes(HASH_TOKENS), num_tokens)
+
+    def end_step(self) -> None:
+        """See `Arena`."""
 
     def computed(self, active: ActiveRequest, start: int, end: int) -> None:
         """See `Arena`."""

@@ -148,7 +148,7 @@ class Recorder:
     def _summary(self, replay: Replay) -> SummaryRow:
         seconds = replay.time_s - (self._first_arrival_s or 0.0)
         num_decode_steps = self._num_decode_steps
-        stored_bytes, loaded_bytes = replay.arena.moved_bytes
+        moved = replay.arena.moved_bytes
         return SummaryRow(
             run=self._recording.run,
             num_steps=replay.num_steps,
@@ -165,8 +165,9 @@ class Recorder:
             mean_decode_batch=self._num_decoding / num_decode_steps if num_decode_steps else 0.0,
             num_preemptions=replay.scheduler.num_preemptions,
             evicted_pages=replay.arena.num_evicted,
-            stored_bytes=stored_bytes,
-            loaded_bytes=loaded_bytes,
+            stored_bytes=moved.stored,
+            ahead_bytes=moved.ahead,
+            loaded_bytes=moved.loaded,
             requests_per_s=replay.num_finished / seconds if seconds else 0.0,
             tokens_per_s=replay.output_tokens / seconds if seconds else 0.0,
             ttft_s=self._first_tokens_s.spread(),

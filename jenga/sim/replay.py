@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from jenga.sim.arena import ActiveRequest, Arena, ArenaBytes
+from jenga.sim.arena import NOTHING_MOVED, ActiveRequest, Arena, ArenaBytes
 from jenga.sim.scheduler import CHUNK_TOKENS, MAX_REQUESTS, Scheduler
 from jenga.sim.speculation import Speculation
 from jenga.sim.workload import Request
@@ -98,7 +98,7 @@ class Replay:
         self.num_steps = self.num_finished = self.num_refused = 0
         self.prompt_tokens = self.output_tokens = self.hit_tokens = 0
         self.time_s = 0.0
-        self.moved_bytes = 0
+        self.moved_bytes = NOTHING_MOVED
 
     def __getstate__(self) -> dict[str, object]:
         """What a snapshot keeps: all but what the requests come from and who is told of them."""
@@ -177,7 +177,7 @@ class Replay:
     def _finish_step(self) -> None:
         """Compute what is scheduled."""
         self.time_s += self._clock(self.scheduler.scheduled)
-        self.moved_bytes = sum(self.arena.moved_bytes)
+        self.moved_bytes = self.arena.moved_bytes
         self.num_steps += 1
         for active in self.scheduler.finish_step(self.time_s):
             self._end(active, is_refused=False)

@@ -159,6 +159,7 @@ class SummaryRow:
         num_preemptions: Requests that lost their pages, each time counted.
         evicted_pages: Cached small pages given to others.
         stored_bytes: Copied to host memory, of one rank.
+        ahead_bytes: Those of them that were copied beside the kernels of a step.
         loaded_bytes: Copied from there.
         requests_per_s: Requests finished.
         tokens_per_s: Tokens after prompts.
@@ -185,6 +186,7 @@ class SummaryRow:
     num_preemptions: int
     evicted_pages: int
     stored_bytes: int = 0
+    ahead_bytes: int = 0
     loaded_bytes: int = 0
     requests_per_s: float
     tokens_per_s: float

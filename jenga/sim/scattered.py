@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from jenga.baselines import GcdPages
 from jenga.errors import InvariantError
 from jenga.policies import LayerPolicy, policy_of
-from jenga.sim.arena import NOTHING_MOVED, ActiveRequest, ArenaBytes
+from jenga.sim.arena import NOTHING_MOVED, ActiveRequest, ArenaBytes, MovedBytes
 from jenga.sim.rows import TableBytes
 
 
@@ -73,7 +73,7 @@ class ScatteredArena:
         return 0
 
     @property
-    def moved_bytes(self) -> tuple[int, int]:
+    def moved_bytes(self) -> MovedBytes:
         """See `Arena`: there is no host memory."""
         return NOTHING_MOVED
 
@@ -125,6 +125,9 @@ class ScatteredArena:
         self._held[active.name] = wanted
         self._num_held += wanted - held
         return True
+
+    def end_step(self) -> None:
+        """See `Arena`."""
 
     def computed(self, active: ActiveRequest, start: int, end: int) -> None:
         """See `Arena`: nothing is kept."""

@@ -97,6 +97,7 @@ class Scheduler:
             index += 1
         if self.num_preemptions == num_preemptions:
             self._admit(budget_tokens)
+        arena.end_step()
 
     def _make_room(self, active: ActiveRequest, num_tokens: int) -> bool:
         """Preempt until a running request has its slots; False if it lost its own."""

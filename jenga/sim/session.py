@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from jenga.admission import default_left_share
 from jenga.errors import InvariantError
 from jenga.eviction_order import EVICTION_ORDERS
-from jenga.sim.arena import Arena
+from jenga.sim.arena import NOTHING_MOVED, Arena, MovedBytes
 from jenga.sim.bounds import best_eviction, unlimited
 from jenga.sim.managers import EVICTING, HOSTING, make_arena
 from jenga.sim.record import SAMPLED_EVERY, Recorder, Recording
@@ -292,7 +292,9 @@ def _arena(row: RunRow, machine: Machine, settings: Settings) -> Arena:
         raise ValueError(msg) from error
 
 
-def _clock(machine: Machine, settings: Settings, arena: Arena, *, moved_bytes: int = 0) -> Clock:
+def _clock(
+    machine: Machine, settings: Settings, arena: Arena, *, moved_bytes: MovedBytes = NOTHING_MOVED
+) -> Clock:
     if not settings.host_bytes:
         return machine.clock
     return HostedTime(machine.clock, arena, settings.host_bytes_per_s, moved_bytes=moved_bytes)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jenga.models import ModelFacts, ReadOptions
-from jenga.sim.arena import ActiveRequest, Arena
+from jenga.sim.arena import NOTHING_MOVED, ActiveRequest, Arena, MovedBytes
 from jenga.sim.gpus import Gpu
 from jenga.sim.need import Need
 from jenga.spec import ChunkedLocal, FullAttention, ModelSpec, SlidingWindow, State, TokenBudget
@@ -266,7 +266,10 @@ class DraftedTime:
 
 
 class HostedTime:
-    """A clock where pages go to host memory and come back, before the kernels of a step run."""
+    """A clock where pages go to host memory and come back.
+
+    What is copied ahead is copied beside the kernels of a step, all else before them.
+    """
 
     def __init__(
         self,
@@ -274,7 +277,7 @@ class HostedTime:
         arena: Arena,
         bytes_per_s: float,
         *,
-        moved_bytes: int = 0,
+        moved_bytes: MovedBytes = NOTHING_MOVED,
     ) -> None:
         """Copies take their time beside that of another clock.
 
@@ -297,9 +300,13 @@ class HostedTime:
 
     def __call__(self, scheduled: list[ActiveRequest]) -> float:
         """Seconds of a step with the copies ordered since the last one."""
-        before, self._moved_bytes = self._moved_bytes, sum(self._arena.moved_bytes)
-        copies_s = (self._moved_bytes - before) / self._bytes_per_s
-        return copies_s + self._clock(scheduled)
+        before, moved = self._moved_bytes, self._arena.moved_bytes
+        self._moved_bytes = moved
+        ahead_bytes = moved.ahead - before.ahead
+        waited_bytes = moved.stored + moved.loaded - before.stored - before.loaded - ahead_bytes
+        return waited_bytes / self._bytes_per_s + max(
+            self._clock(scheduled), ahead_bytes / self._bytes_per_s
+        )
 
 
 def drafted_time(

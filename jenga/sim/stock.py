@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from jenga.geometry import tokens_per_slot
-from jenga.sim.arena import NOTHING_MOVED, ActiveRequest, ArenaBytes
+from jenga.sim.arena import NOTHING_MOVED, ActiveRequest, ArenaBytes, MovedBytes
 from jenga.sim.need import Need, encoder_tokens
 from jenga.sim.rows import TableBytes
 from jenga.sim.scheduler import CHUNK_TOKENS
@@ -171,7 +171,7 @@ class StockArena:
         return self._evictions.count
 
     @property
-    def moved_bytes(self) -> tuple[int, int]:
+    def moved_bytes(self) -> MovedBytes:
         """See `Arena`: there is no host memory."""
         return NOTHING_MOVED
 
@@ -231,6 +231,9 @@ class StockArena:
         stock.num_computed_tokens = active.num_computed
         stock.num_tokens = active.num_tokens
         return self._manager.allocate_slots(stock, num_tokens - active.num_computed) is not None
+
+    def end_step(self) -> None:
+        """See `Arena`."""
 
     def computed(self, active: ActiveRequest, start: int, end: int) -> None:
         """See `Arena`: vLLM does all at allocation."""

@@ -6,7 +6,7 @@ The scheduler asks a `KVCacheManager` for blocks; this one passes the questions 
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_events import KVCacheEvent
@@ -153,8 +153,11 @@ class JengaKVCacheManager:
         self.empty_kv_cache_blocks = PageTables(tuple([] for _ in kv_cache_config.kv_cache_groups))
         # Request -> itself and the tokens it will have, of the step that is being scheduled.
         self._scheduled: dict[str, tuple[Request, int]] = {}
+        self._saves_ahead = False  # in the step scheduled last
         self._watermark_large_pages = int(watermark * kv_cache_config.num_blocks)
-        self._memory_log: MemoryLog | None = open_memory_log(self.manager)
+        self._memory_log: MemoryLog | None = open_memory_log(
+            self.manager, data_parallel_index=kv_cache_config.data_parallel_index
+        )
 
     def _facts(self, request: "Request") -> RequestFacts:
         """Say what a request is and, where layers read what an encoder makes, what that is."""
@@ -379,7 +382,12 @@ class JengaKVCacheManager:
             orders = self._states.take_orders()
         else:
             copies = copy_rounds(self.manager.take_copies(), self.manager.geometry)
-            orders = StepOrders(copies=copies, writes={}) if copies else None
+            orders = StepOrders(copies=copies) if copies else None
+        ahead = copy_rounds(self.manager.save_ahead(), self.manager.geometry)
+        # The step after waits for them, so that it is told whatever else it does.
+        if ahead or self._saves_ahead:
+            orders = replace(orders or StepOrders(), ahead=ahead)
+        self._saves_ahead = bool(ahead)
         return ([] if orders is None else [orders]), []
 
     def take_boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:

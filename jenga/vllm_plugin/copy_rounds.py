@@ -29,13 +29,11 @@ class CopyRound:
     path: CopyPath = CopyPath.IN_ARENA
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A page in one of both memories, of one page table."""
+_Place = tuple[bool, int, int]
+"""A page: whether of host memory, its page table, its number."""
 
-    is_on_host: bool
-    table_index: int
-    page: int
+# Python 3.11 takes as long to find a member of an enumeration as to call a function.
+_TO_HOST, _FROM_HOST = CopyPath.TO_HOST, CopyPath.FROM_HOST
 
 
 @dataclass(slots=True)
@@ -49,26 +47,21 @@ class _Window:
 
     def add(self, copy: PageCopy, pages_per_large: int) -> bool:
         """Add a copy, unless its place in the order matters."""
-        source = _Place(copy.path == CopyPath.FROM_HOST, copy.table_index, copy.source)
-        target = _Place(copy.path == CopyPath.TO_HOST, copy.table_index, copy.target)
-        large_pages = [
-            (place.is_on_host, place.page // pages_per_large) for place in (source, target)
-        ]
-        if (
-            source in self.targets
-            or target in self.targets
-            or target in self.sources
-            # A large page that changed hands holds pages of two page tables in the same bytes.
-            or any(
-                self.tables.get(large, copy.table_index) != copy.table_index
-                for large in large_pages
-            )
-        ):
+        index, path = copy.table_index, copy.path
+        reads_host, writes_host = path is _FROM_HOST, path is _TO_HOST
+        source, target = (reads_host, index, copy.source), (writes_host, index, copy.target)
+        if source in self.targets or target in self.targets or target in self.sources:
             return False
-        self.tables.update(dict.fromkeys(large_pages, copy.table_index))
+        tables = self.tables
+        read = (reads_host, copy.source // pages_per_large)
+        written = (writes_host, copy.target // pages_per_large)
+        # A large page that changed hands holds pages of two page tables in the same bytes.
+        if tables.get(read, index) != index or tables.get(written, index) != index:
+            return False
+        tables[read] = tables[written] = index
         self.sources.add(source)
         self.targets.add(target)
-        self.copies.setdefault((copy.table_index, copy.path), []).append(copy)
+        self.copies.setdefault((index, path), []).append(copy)
         return True
 
 

@@ -2,10 +2,12 @@
 
 A small page lies in one piece in either, so that neighbours are moved by one copy. Copies are made
 on the stream on which the step runs, in the order in which they were ordered: nothing is waited
-for, and nothing can be read or written over too early.
+for, and nothing can be read or written over too early. What is saved ahead is copied on a stream of
+its own, which begins where the step's copies end, and for which the next step waits.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import finalize
 
@@ -21,7 +23,22 @@ from jenga.vllm_plugin.environment import BACKEND_NAME
 logger = init_logger(f"vllm.{__name__}")
 
 _memory_of = WeakTensorKeyDictionary()
-"""The first cache of an arena -> host memory beside it, which goes with it."""
+"""The first cache of an arena -> `_HostMemory` beside it, which goes with it."""
+
+
+@dataclass(slots=True)
+class _HostMemory:
+    """Host memory of one arena.
+
+    Attributes:
+        memory: i8[host_bytes].
+        beside: The stream of what is copied beside a step; None where there are none.
+        is_copying: Whether that has been given copies that no step has waited for.
+    """
+
+    memory: torch.Tensor
+    beside: torch.cuda.Stream | None
+    is_copying: bool = False
 
 
 def first_cache(kv_caches: Iterable[Any]) -> torch.Tensor:
@@ -43,15 +60,17 @@ def allocate_host_memory(kv_caches: Iterable[Any], num_bytes: int) -> None:
     cache = first_cache(kv_caches)
     try:
         memory = torch.empty(num_bytes, dtype=torch.int8)
+        beside = None
         if cache.device.type == "cuda":
             _lock(memory)
+            beside = torch.cuda.Stream(cache.device)
     except RuntimeError as error:
         msg = (
             f"--kv-offloading-size: {num_bytes} bytes of host memory cannot be had and locked on "
             f"this rank: {error}"
         )
         raise MemoryError(msg) from error
-    _memory_of[cache] = memory
+    _memory_of[cache] = _HostMemory(memory, beside)
     logger.info(
         "%s: %d bytes of host memory on this rank for what its arena evicts",
         BACKEND_NAME,
@@ -65,11 +84,15 @@ def host_memory_of(kv_caches: Iterable[Any]) -> torch.Tensor:
     Raises:
         InvariantError: There is none.
     """
-    memory = _memory_of.get(first_cache(kv_caches))
-    if memory is None:
+    return _host_of(kv_caches).memory
+
+
+def _host_of(kv_caches: Iterable[Any]) -> _HostMemory:
+    host = _memory_of.get(first_cache(kv_caches))
+    if host is None:
         msg = "pages are to be copied to host memory or from there, and there is none"
         raise InvariantError(msg)
-    return memory
+    return host
 
 
 def _lock(memory: torch.Tensor) -> None:
@@ -104,6 +127,44 @@ def copy_through_host(
         _copy_runs(pages, host_pages, copies.source_pages, copies.target_pages)
     else:
         _copy_runs(host_pages, pages, copies.source_pages, copies.target_pages)
+
+
+def copy_ahead(
+    kv_caches: Iterable[Any],
+    arena: torch.Tensor,
+    num_large_pages: int,
+    rounds: Sequence[CopyRound],
+) -> None:
+    """Begin copies to host memory beside what the step's stream is given from here on.
+
+    They read what it has written so far. Until `finish_ahead`, it may not write the pages read.
+
+    Args:
+        kv_caches: vLLM's caches.
+        arena: In which they lie, i8[arena_bytes].
+        num_large_pages: Of the arena.
+        rounds: What to copy, in this order.
+
+    Raises:
+        InvariantError: There is no host memory beside the arena.
+    """
+    host = _host_of(kv_caches)
+    if host.beside is not None:
+        host.beside.wait_stream(torch.cuda.current_stream(host.beside.device))
+    # The context of no stream changes nothing.
+    with torch.cuda.stream(host.beside):
+        for copies in rounds:
+            copy_through_host(kv_caches, arena, num_large_pages, copies)
+    host.is_copying = True
+
+
+def finish_ahead() -> None:
+    """Let the step's stream wait for copies begun ahead, if there are any."""
+    for host in _memory_of.values():
+        if host.is_copying:
+            if host.beside is not None:
+                torch.cuda.current_stream(host.beside.device).wait_stream(host.beside)
+            host.is_copying = False
 
 
 def _copy_runs(

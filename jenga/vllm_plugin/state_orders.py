@@ -7,7 +7,7 @@ process decides both at the end of `schedule`, when all requests of the step are
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from jenga.manager import Manager
@@ -43,10 +43,13 @@ class StepOrders:
         copies: To be made in this order before any layer runs.
         writes: A layer of a page table, one of every rank of a pipeline that has any -> states that
             its layers keep, those of one request in the order of its tokens.
+        ahead: Copies to host memory to be begun after the others, beside the layers, and to be over
+            before the next step's.
     """
 
-    copies: tuple[CopyRound, ...]
-    writes: Mapping[str, tuple[StateWrite, ...]]
+    copies: tuple[CopyRound, ...] = ()
+    writes: Mapping[str, tuple[StateWrite, ...]] = field(default_factory=dict)
+    ahead: tuple[CopyRound, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

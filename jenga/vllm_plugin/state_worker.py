@@ -14,7 +14,12 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from jenga.errors import InvariantError
 from jenga.request import CopyPath
 from jenga.vllm_plugin.copy_rounds import CopyRound
-from jenga.vllm_plugin.host_memory import copy_through_host, first_cache
+from jenga.vllm_plugin.host_memory import (
+    copy_ahead,
+    copy_through_host,
+    finish_ahead,
+    first_cache,
+)
 from jenga.vllm_plugin.state_orders import StateWrite, StepOrders
 from jenga_kernels.page_copy import page_copy
 from jenga_kernels.states import Checkpoints
@@ -24,7 +29,7 @@ _layers: set[str] = set()  # those that take their orders here: others are on ot
 
 
 def deliver_orders(kv_caches: Iterable[Any], num_large_pages: int, orders: StepOrders) -> None:
-    """Make a step's copies, and let its writes wait for the layers.
+    """Make a step's copies, begin those beside it, and let its writes wait for the layers.
 
     Args:
         kv_caches: vLLM's caches, tensors or sequences of tensors, all views of the arena.
@@ -39,6 +44,7 @@ def deliver_orders(kv_caches: Iterable[Any], num_large_pages: int, orders: StepO
         msg = f"states of {sorted(_waiting)} were to be kept in an earlier step and were not"
         raise InvariantError(msg)
     _waiting.update({name: writes for name, writes in orders.writes.items() if name in _layers})
+    finish_ahead()
     if orders.copies:
         arena = arena_of(kv_caches)
         for copies in orders.copies:
@@ -46,6 +52,8 @@ def deliver_orders(kv_caches: Iterable[Any], num_large_pages: int, orders: StepO
                 copy_pages(arena, num_large_pages, copies)
             else:
                 copy_through_host(kv_caches, arena, num_large_pages, copies)
+    if orders.ahead:
+        copy_ahead(kv_caches, arena_of(kv_caches), num_large_pages, orders.ahead)
 
 
 def expect_orders(layer_names: Iterable[str]) -> None:

@@ -90,16 +90,20 @@ class EngineModel:
             content = self.read(copy.table_index, copy.source, slot, source)
             self.write(copy.table_index, copy.target, slot, content, target)
 
-    def execute(self, runs, copies=None, passed=()):
+    def execute(self, runs, copies=None, passed=(), ahead=(), num_early=0):
         """One step of all scheduled requests: copies, then writes, then reads.
 
         Args:
             runs: All requests.
             copies: If others than those that the manager has now.
             passed: States that are written on the way: request, page table, page, tokens.
+            ahead: Copies that are made beside writes and reads.
+            num_early: Those of them that are made before them all; the others come after.
         """
         scheduled = [run for run in runs if run.scheduled]
         for copy in self.manager.take_copies() if copies is None else copies:
+            self.copy(copy)
+        for copy in ahead[:num_early]:
             self.copy(copy)
         for run, index, page, num_tokens in passed:
             assert run.processed < num_tokens <= run.processed + run.scheduled
@@ -114,6 +118,8 @@ class EngineModel:
                 self._read_step(index, table, run, pages[run.request_id][index])
         for run in scheduled:
             self._end_step(run, pages[run.request_id])
+        for copy in ahead[num_early:]:
+            self.copy(copy)
 
     def _write_step(self, index, table, run, pages):
         layer_type, page_tokens = table.layer_type, table.tokens_per_page

@@ -33,7 +33,7 @@ class Pressure:
     """
 
     def __init__(self, geometry, seed, *, num_large_pages, num_host_large_pages):
-        self.random = random.Random(seed)
+        self.random, self.late = random.Random(seed), random.Random(seed)
         self.geometry = geometry
         choose = self.random.choice
         self.manager = Manager(
@@ -54,7 +54,7 @@ class Pressure:
         self.slots = 1 + max((each.draft_tokens for each in states), default=0)
         self.has_states = bool(states)
         self.passed = []  # request, tokens: few enough that slots have the states after each
-        self.hit_tokens = self.num_admitted = self.num_named = 0
+        self.hit_tokens = self.num_admitted = self.num_named = self.num_ahead = 0
 
     # Requests
 
@@ -231,7 +231,11 @@ class Pressure:
             self.manager.check()
         copies, passed = self.keep_in_passing()
         self.manager.check()
-        self.engine.execute(self.runs.values(), copies, passed)
+        ahead = self.manager.save_ahead()
+        self.num_ahead += len(ahead)
+        self.manager.check()
+        num_early = self.late.randint(0, len(ahead))
+        self.engine.execute(self.runs.values(), copies, passed, ahead, num_early)
         if chance() < 0.01:
             for run in list(self.runs.values()):
                 self.preempt(run)
@@ -257,15 +261,17 @@ GEOMETRIES = [*CACHED, WINDOWED, STATES_FIRST]
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda geometry: geometry.name)
 def test_what_comes_back_from_host_memory_is_what_went_there(geometry):
-    num_loaded = num_hit = num_hit_alone = 0
+    num_loaded = num_ahead = num_hit = num_hit_alone = 0
     for seed in range(6):
         # From less than a document to all of them.
         num_large = 1 + len(geometry.page_tables) * (1, 6, 60)[seed % 3]
         pressure = served(geometry, seed, num_host_large_pages=num_large)
         alone = served(geometry, seed, num_host_large_pages=0)
         num_loaded += pressure.engine.num_loaded
+        num_ahead += pressure.num_ahead
         num_hit += pressure.hit_tokens / max(1, pressure.num_admitted)
         num_hit_alone += alone.hit_tokens / max(1, alone.num_admitted)
 
     assert num_loaded > 0
+    assert num_ahead > 0
     assert num_hit > num_hit_alone

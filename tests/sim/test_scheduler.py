@@ -20,6 +20,9 @@ class SlotArena:
     def new_step(self):
         self.log.append("step")
 
+    def end_step(self):
+        pass
+
     def waits(self, active, *, first=False):
         self.log.append(("waits", active.name, first))
 

@@ -1,11 +1,13 @@
 """A step takes what its arithmetic or its traffic takes at the GPU's peaks."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from jenga.models import known_model
-from jenga.sim.arena import ActiveRequest
+from jenga.sim.arena import ActiveRequest, MovedBytes
 from jenga.sim.gpus import GPUS, Gpu
-from jenga.sim.step_time import SHARES, Achieved, StepTime, Weights, weights_of
+from jenga.sim.step_time import SHARES, Achieved, HostedTime, StepTime, Weights, weights_of
 from jenga.sim.workload import Piece, Request
 from jenga.spec import (
     ChunkedLocal,
@@ -137,3 +139,14 @@ def test_shares_are_of_a_peak():
         Achieved(attention_bandwidth_share=1.5)
     with pytest.raises(ValueError, match="overhead_s must be finite and not negative, got -1"):
         Achieved(overhead_s=-1)
+
+
+def test_what_is_copied_ahead_takes_time_only_where_the_step_is_shorter():
+    arena = SimpleNamespace(moved_bytes=MovedBytes(stored=100, ahead=40, loaded=7))
+    clock = HostedTime(lambda _scheduled: 3.0, arena, 10.0, moved_bytes=arena.moved_bytes)
+
+    arena.moved_bytes = MovedBytes(stored=150, ahead=60, loaded=27)  # 30 waited for, 20 ahead
+    assert clock([]) == pytest.approx((30 + 20) / 10 + 3)
+    arena.moved_bytes = MovedBytes(stored=250, ahead=160, loaded=27)  # 100 ahead alone
+    assert clock([]) == pytest.approx(10)
+    assert clock([]) == pytest.approx(3)

@@ -248,3 +248,19 @@ def test_a_hit_does_not_end_inside_an_image_that_must_be_computed_whole(make_sch
             hits[keeps_images_whole, offset] = manager.get_computed_blocks(again)[1]
 
     assert hits == {(False, 4): 96, (False, 70): 96, (True, 4): 96, (True, 70): 64}
+
+
+def test_parallel_engines_log_what_they_hold_in_files_of_their_own(
+    engine_config, make_scheduler, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("JENGA_MEMORY_LOG", str(tmp_path / "log.jsonl"))
+
+    for index in (0, 1, 12):
+        monkeypatch.setattr(engine_config.parallel_config, "data_parallel_index", index)
+        scheduler = make_scheduler(4 * MIB)
+        scheduler.schedule()
+        scheduler.kv_cache_manager._memory_log._file.close()
+
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["log.1.jsonl", "log.12.jsonl", "log.jsonl"]
+    assert all(len(path.read_text().splitlines()) == 2 for path in tmp_path.iterdir())

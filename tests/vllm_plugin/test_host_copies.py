@@ -98,6 +98,38 @@ def test_pages_go_to_host_memory_and_come_back_elsewhere(memories):
     assert torch.equal(arena.view(12, 8), expected)
 
 
+@pytest.mark.parametrize("num_bytes", [24, 64 << 20], ids=["small", "large"])
+def test_what_is_copied_ahead_is_what_the_step_left_and_the_next_one_waits(num_bytes):
+    from jenga.vllm_plugin.host_memory import (
+        allocate_host_memory,
+        copy_ahead,
+        copy_through_host,
+        finish_ahead,
+        host_memory_of,
+    )
+
+    arena = torch.zeros(4, num_bytes, dtype=torch.int8, device=DEVICE)
+    cache = arena[:, :8]
+    allocate_host_memory([cache], 4 * num_bytes)
+    rounds = [
+        CopyRound(small_pages_per_large_page=1, source_pages=(1, 2), target_pages=(3, 1), path=OUT)
+    ]
+    back = CopyRound(
+        small_pages_per_large_page=1, source_pages=(1, 3), target_pages=(2, 3), path=BACK
+    )
+
+    for number in range(1, 9):
+        arena[1], arena[2] = number, -number
+        copy_ahead([cache], arena.view(-1), 4, rounds)
+        arena[3] = 99  # what a step writes beside
+        finish_ahead()
+        arena[1:] = 0
+        copy_through_host([cache], arena.view(-1), 4, back)
+        assert arena[2].eq(-number).all()
+        assert arena[3].eq(number).all()
+    assert host_memory_of([cache]).view(4, -1)[1].eq(-number).all()
+
+
 def test_pages_ordered_to_host_memory_that_is_not_there_are_an_error(memories):
     from jenga.errors import InvariantError
     from jenga.vllm_plugin.host_memory import copy_through_host
@@ -129,6 +161,7 @@ def test_host_memory_is_unlocked_with_the_arena_it_was_beside(monkeypatch):
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
     monkeypatch.setattr(torch.cuda, "check_error", lambda error: error)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _device: None)
     cache = torch.zeros(24).as_subclass(OnGpu)
 
     allocate_host_memory([cache], 6 * 24)

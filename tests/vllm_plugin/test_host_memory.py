@@ -41,6 +41,7 @@ def check_host(alone, ours):
     assert alone["host"] is None
     assert ours["host"]["loaded_bytes"] > 0
     assert ours["host"]["stored_bytes"] == ours["host"]["cached_bytes"] > 0
+    assert 0 < ours["host"]["ahead_bytes"] <= ours["host"]["stored_bytes"]
     assert ours["cache"]["hit_tokens"] > alone["cache"]["hit_tokens"]
     assert ours["request_tokens"] == {}
 

@@ -98,6 +98,8 @@ class Worker:
         self.pages = {}  # (page table, page) -> tokens, or LOST
         self.host_pages = {}  # the same of host memory
         self.tokens = {}  # request -> its tokens
+        self.late, self.ahead, self.num_ahead = random.Random(0), (), 0
+        self.is_copying = False  # beside the step before
         self.num_copies = self.num_loads = self.num_writes = self.num_turns = 0
 
     def plan(self, step):
@@ -116,8 +118,15 @@ class Worker:
 
     def run(self, planned):
         """Run a planned step; a random token for every request whose prompt is read."""
-        _, orders, rows = planned
-        self._copy(orders)
+        step, orders, rows = planned
+        # What is copied ahead is waited for by the next orders that come, and they do in any case.
+        assert step.kv_cache_block_copies or not self.is_copying
+        self._copy(self.ahead)
+        self._copy(orders.copies)
+        num_early = self.late.randint(0, len(orders.ahead))
+        self._copy(orders.ahead[:num_early])
+        self.ahead, self.is_copying = orders.ahead[num_early:], bool(orders.ahead)
+        self.num_ahead += len(orders.ahead)
         self._store(rows)
         for index, table in self.tables.items():
             if not table.is_state:
@@ -163,12 +172,12 @@ class Worker:
         self.tokens[name].append(self.source.randrange(4))
         return self.tokens[name][-1:]
 
-    def _copy(self, orders):
+    def _copy(self, rounds):
         by_number = {
             table.small_pages_per_large_page: index for index, table in self.tables.items()
         }
         assert len(by_number) == len(self.tables)
-        for copies in orders.copies:
+        for copies in rounds:
             index = by_number[copies.small_pages_per_large_page]
             assert len(set(copies.target_pages)) == len(copies.target_pages)
             is_within = copies.path == CopyPath.IN_ARENA
@@ -313,6 +322,7 @@ def test_requests_go_on_from_their_tokens_with_host_memory(
     assert sum(hits.values()) > 0
     assert worker.num_writes > 20
     assert worker.num_loads > 8
+    assert worker.num_ahead > 8
 
 
 def test_a_third_request_starts_where_the_second_left_the_first(make_scheduler):
