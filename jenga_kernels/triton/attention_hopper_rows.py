@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from jenga_kernels.triton.attention_hopper_softmax import LOG2_E, softmax_step
+from jenga_kernels.triton.attention_hopper_softmax import LOG2_E, log2, reciprocal, softmax_step
 from jenga_kernels.triton.attention_hopper_work import (
     ROWS,
     end_visible,
@@ -251,12 +251,12 @@ def _attend_row_tile(
         row_sum = row_sum * rescale + gl.exp2(sinks - new_max)
         row_max = new_max
     has_keys = row_sum > 0
+    divisor = gl.where(has_keys, row_sum, 1.0)
     if lse_ptr is not None:
-        lse = gl.where(has_keys, (row_max + gl.log2(row_sum)) * LN_2, float("-inf"))
+        lse = gl.where(has_keys, (row_max + log2(divisor)) * LN_2, float("-inf"))
         lse_ptrs = lse_ptr + (query_start + tokens).to(gl.int64) * NUM_HEADS + heads
         gl.store(lse_ptrs, lse, mask=rows < query_len * GROUP)
-    divisor = gl.where(has_keys, row_sum, 1.0)
-    out = acc / gl.convert_layout(divisor, acc_row_layout)[:, None]
+    out = acc * gl.convert_layout(reciprocal(divisor), acc_row_layout)[:, None]
     # Rows leave through the room of the queries, so that each is written whole.
     q.store(out.to(q.dtype))
     rows, tokens, heads = _rows(row_start, query_len, kv_head, GROUP, copy_row_layout)

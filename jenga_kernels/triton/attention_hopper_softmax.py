@@ -59,7 +59,20 @@ def softmax_step(
 def _soft_capped(scores, scale, soft_cap):
     """soft_cap * tanh(scores * scale / soft_cap), through exp2."""
     power = gl.exp2(scores * (2.8853900817779268 * scale / soft_cap))  # e ** (2 x / cap)
-    inverse = gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [power + 1], dtype=gl.float32, is_pure=True, pack=1
+    return soft_cap - 2 * soft_cap * reciprocal(power + 1)
+
+
+@gluon.jit
+def reciprocal(values):
+    """As that of `device`, in one instruction."""
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [values], dtype=gl.float32, is_pure=True, pack=1
     )
-    return soft_cap - 2 * soft_cap * inverse
+
+
+@gluon.jit
+def log2(values):
+    """As that of `device`, in one instruction."""
+    return gl.inline_asm_elementwise(
+        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [values], dtype=gl.float32, is_pure=True, pack=1
+    )
