@@ -72,3 +72,27 @@ class TooEarlyError(OutOfPagesError):
             f"request {self.request_id!r} starts from {self.hit_tokens} tokens now, and from more "
             f"as soon as the step of {self.other_id!r} is over"
         )
+
+
+class NotLoadedError(OutOfPagesError):
+    """A request reads much from host memory: that is loaded beside a step of others first.
+
+    Attributes:
+        host_bytes: How much.
+    """
+
+    def __init__(self, request_id: str, *, host_bytes: int) -> None:
+        super().__init__(
+            request_id,
+            needed_pages=(),
+            available_pages=(),
+            needed_large_pages=0,
+            available_large_pages=0,
+        )
+        self.host_bytes = host_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"request {self.request_id!r} reads {self.host_bytes} bytes from host memory, which "
+            f"are loaded beside the step of others"
+        )

@@ -40,15 +40,15 @@ class HostReport:
     Attributes:
         cached_bytes: What can be found there now.
         stored_bytes: Copied there since start-up.
-        ahead_bytes: Those of them that were copied before they had to go.
         loaded_bytes: Copied from there since start-up.
+        ahead_bytes: Of both, what was copied beside a step before it had to be.
         lost_bytes: Evicted from there since start-up.
     """
 
     cached_bytes: int
     stored_bytes: int
-    ahead_bytes: int
     loaded_bytes: int
+    ahead_bytes: int
     lost_bytes: int
 
 
@@ -310,10 +310,44 @@ class HostCache:
 
     # Back into it
 
+    def page_of(self, table: Table, key: Hashable) -> int | None:
+        """The page that lies here under a key, if one does."""
+        return self._caches[table.index].get(key)
+
+    def hold(self, table: Table, pages: Sequence[int]) -> None:
+        """Let pages stay until they are loaded, whatever is stored before."""
+        self._allocator.tables[table.index].share(pages)
+
+    def load_ahead(
+        self, table: Table, sources: Sequence[int], targets: Sequence[int]
+    ) -> list[PageCopy]:
+        """Copies of pages held, to pages of the arena that will be read in a later step.
+
+        Args:
+            table: Their page table.
+            sources: Pages here, in the order of their numbers.
+            targets: Pages of the arena.
+        """
+        self._time += 1
+        num_bytes = len(sources) * table.spec.small_page_bytes
+        self._loaded_bytes += num_bytes
+        self._ahead_bytes += num_bytes
+        self._let_go(table.index, sources)
+        return [
+            PageCopy(table_index=table.index, source=source, target=target, path=CopyPath.FROM_HOST)
+            for source, target in zip(sources, targets, strict=True)
+        ]
+
+    def _let_go(self, index: int, pages: Sequence[int]) -> None:
+        """Let pages that were held be the last to go, of those the first ones."""
+        first = self._time << _PLACE_BITS
+        ranks = range(first + len(pages) - 1, first - 1, -1)
+        self._allocator.tables[index].retire(pages, ranks)
+
     def pin(self, hit: PrefixHit) -> None:
-        """Let what a hit reads from here stay until it is loaded, whatever is stored before."""
+        """As `hold`, of all that a hit reads from here."""
         for index, pages in self._hosted(hit):
-            self._allocator.tables[index].share(pages)
+            self.hold(self._tables[index], pages)
 
     def load(self, hit: PrefixHit, request: Request) -> None:
         """Order the copies of a pinned hit to the pages that its request has taken for them.
@@ -336,9 +370,7 @@ class HostCache:
                                 path=CopyPath.FROM_HOST,
                             )
                         )
-            first = self._time << _PLACE_BITS
-            ranks = range(first + len(pages) - 1, first - 1, -1)
-            self._allocator.tables[index].retire(pages, ranks)
+            self._let_go(index, pages)
 
     @staticmethod
     def _hosted(hit: PrefixHit) -> Iterable[tuple[int, list[int]]]:
@@ -367,8 +399,8 @@ class HostCache:
                 for table, own in zip(self._tables, self._allocator.tables, strict=True)
             ),
             stored_bytes=self._stored_bytes,
-            ahead_bytes=self._ahead_bytes,
             loaded_bytes=self._loaded_bytes,
+            ahead_bytes=self._ahead_bytes,
             lost_bytes=self._lost_bytes,
         )
 

@@ -1,11 +1,14 @@
 """What an arena keeps for other requests than those that run: states, hits, and what they cost."""
 
 from jenga.allocator import Allocator
+from jenga.eviction_order import EvictionOrder
+from jenga.evictions import Evictions
 from jenga.geometry import Geometry
 from jenga.hits import Hits
 from jenga.holdings import Holdings
 from jenga.host_cache import HostCache, HostReport
 from jenga.kept_states import KeptStates
+from jenga.loading_ahead import LoadingAhead
 from jenga.prefix_cache import CacheChange
 from jenga.request import PageCopy
 from jenga.saving_ahead import SavingAhead
@@ -22,8 +25,10 @@ class Keeping(Holdings):
         allocator: Allocator,
         tables: tuple[Table, ...],
         *,
+        order: EvictionOrder,
         states: KeptStates,
         host: HostCache | None,
+        load_at_once_bytes: int,
         copies: list[PageCopy],
         changes: list[CacheChange],
         hash_tokens: int,
@@ -35,8 +40,10 @@ class Keeping(Holdings):
             geometry: How the arena is cut.
             allocator: Books of its pages.
             tables: Its page tables.
+            order: Ranks cached pages.
             states: States kept for others.
             host: Where evicted pages go, if they do not go for good.
+            load_at_once_bytes: What an admission may load from there while others run.
             copies: To which copies are added that are to be made.
             changes: To which changes of what can be found are added, if they are.
             hash_tokens: Tokens that each further prefix hash covers.
@@ -45,7 +52,20 @@ class Keeping(Holdings):
         super().__init__(geometry, allocator, tables)
         self._states = states
         self._host = host
-        self._saving = SavingAhead(allocator, tables, host) if host is not None else None
+        self._evictions = Evictions(allocator, order, states)
+        self._saving: SavingAhead | None = None
+        self._loading: LoadingAhead | None = None
+        if host is not None:
+            self._saving = SavingAhead(allocator, tables, host)
+            self._loading = LoadingAhead(
+                allocator,
+                tables,
+                host,
+                self._evictions,
+                order,
+                self._requests,
+                at_once_bytes=load_at_once_bytes,
+            )
         self._copies = copies
         self._changes = changes
         self._hash_tokens = hash_tokens
@@ -110,6 +130,19 @@ class Keeping(Holdings):
         copies = self._copies[:]
         self._copies.clear()
         return copies
+
+    def load_ahead(self, num_tokens: int) -> list[PageCopy]:
+        """Copies from host memory that may be made beside the kernels of the step about to run.
+
+        Of what an admission reads that was put off for it (`NotLoadedError`), as much as is likely
+        to be copied beside so many tokens: asked when all of a step is known, once at most, and
+        before `take_copies`, which has what makes room for it. They are made as those of
+        `save_ahead`, and before them.
+
+        Args:
+            num_tokens: That the step computes.
+        """
+        return self._loading.order(num_tokens, self._step) if self._loading is not None else []
 
     def save_ahead(self) -> list[PageCopy]:
         """Copies to host memory that may be made beside the kernels of the step about to run.

@@ -11,6 +11,7 @@ from jenga.growth import Growth
 from jenga.host_cache import HostCache
 from jenga.keeping import Keeping
 from jenga.kept_states import ANSWER_TOKENS, KeptStates
+from jenga.loading_ahead import STEP_BYTES
 from jenga.lookup import longest_prefix
 from jenga.policies import RequestFacts
 from jenga.prefix_cache import CacheChange
@@ -37,6 +38,7 @@ class Manager(Keeping):
         ahead_tokens: int = 0,
         records_changes: bool = False,
         num_host_large_pages: int = 0,
+        load_at_once_bytes: int = STEP_BYTES,
     ) -> None:
         """An empty arena.
 
@@ -61,6 +63,8 @@ class Manager(Keeping):
                 often, since changes are kept until then.
             num_host_large_pages: Large pages of host memory, one that is never used included, where
                 what is evicted stays to be found; 0 for none.
+            load_at_once_bytes: What an admission may load from there while others run, and wait;
+                more is loaded beside their steps before it.
 
         Raises:
             ValueError: The arena, or host memory, is too small for the null page and one large page
@@ -76,6 +80,9 @@ class Manager(Keeping):
             raise ValueError(msg)
         if hash_tokens <= 0:
             msg = f"hash_tokens must be a positive integer, got {hash_tokens}"
+            raise ValueError(msg)
+        if load_at_once_bytes < 0:
+            msg = f"load_at_once_bytes must be at least 0, got {load_at_once_bytes}"
             raise ValueError(msg)
         if answer_interval_tokens is None:
             answer_interval_tokens = -(-ANSWER_TOKENS // hash_tokens) * hash_tokens
@@ -122,8 +129,10 @@ class Manager(Keeping):
             geometry,
             allocator,
             tables,
+            order=order,
             states=states,
             host=host,
+            load_at_once_bytes=load_at_once_bytes,
             copies=copies,
             changes=changes,
             hash_tokens=hash_tokens,
@@ -147,15 +156,24 @@ class Manager(Keeping):
         admission = Admission(allocator, left_share)
         self._entry = Entry(self._requests, states, self._waiting, admission)
         self._growth = Growth(tables, self.capacity, order)
-        self._taking = Taking(allocator, self._growth, self._hits, states, order, host)
+        self._taking = Taking(
+            allocator,
+            self._growth,
+            self._hits,
+            states,
+            self._evictions,
+            host=host,
+            loading=self._loading,
+        )
         self._num_owners = 0
 
     def new_step(self) -> None:
         """Note that a step of the engine begins: what it touches is younger than all before."""
         self._step += 1
         self._waiting.begin_step(self._step)
-        if self._host is not None:
+        if self._host is not None and self._loading is not None:
             self._host.begin_step()
+            self._loading.begin_step()
 
     # The life of a request
 
@@ -253,7 +271,8 @@ class Manager(Keeping):
 
         Raises:
             OutOfPagesError: They cannot be had, or an admission should leave them to others;
-                nothing else was changed. `TooEarlyError` if a step later there is more to hit.
+                nothing else was changed. `TooEarlyError` if a step later there is more to hit,
+                `NotLoadedError` if what is hit should be loaded before.
             ValueError: An argument contradicts the others or what is known of the request.
         """
         request = self._requests.get(request_id)

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 
 from jenga.allocator import Allocator
 from jenga.errors import InvariantError, OutOfPagesError
-from jenga.eviction_order import EvictionOrder
+from jenga.evictions import Evictions
 from jenga.growth import Growth
 from jenga.hits import Hits
 from jenga.host_cache import HostCache
 from jenga.kept_states import KeptStates
 from jenga.large_pages import NULL_PAGE
+from jenga.loading_ahead import LoadingAhead
 from jenga.request import PrefixHit, Request
 from jenga.small_pages import Budget, Sharing
 
@@ -19,23 +20,25 @@ class Taking:
 
     __slots__ = (
         "_allocator",
+        "_evictions",
         "_growth",
         "_hits",
         "_host",
-        "_num_evicted",
-        "_order",
+        "_loading",
         "_states",
         "nothing",
     )
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  one arena, and all who have a part in it
         self,
         allocator: Allocator,
         growth: Growth,
         hits: Hits,
         states: KeptStates,
-        order: EvictionOrder,
+        evictions: Evictions,
+        *,
         host: HostCache | None = None,
+        loading: LoadingAhead | None = None,
     ) -> None:
         """From one arena.
 
@@ -43,17 +46,18 @@ class Taking:
             allocator: Where pages come from.
             growth: What requests need.
             hits: Where the pages of hits are shared.
-            states: States kept for others; they are told of evictions, as the cache is.
-            order: Told of evictions too.
+            states: States kept for others.
+            evictions: Told of what makes room.
             host: Where pages of hits are that are not in the arena, if anywhere.
+            loading: Brings those to the arena before, if anything does.
         """
         self._allocator = allocator
         self._growth = growth
         self._hits = hits
         self._states = states
-        self._order = order
+        self._evictions = evictions
         self._host = host
-        self._num_evicted = 0
+        self._loading = loading
         self.nothing: tuple[list[int], ...] = tuple([] for _ in allocator.tables)
 
     def take(  # noqa: PLR0913  all that a step may need
@@ -84,7 +88,8 @@ class Taking:
             The pages taken, per page table.
 
         Raises:
-            OutOfPagesError: They cannot be had; nothing was changed.
+            OutOfPagesError: They cannot be had, or what they hold is to be loaded first; nothing
+                was changed.
         """
         growth = self._growth
         if not full_tokens and found is None:
@@ -99,8 +104,10 @@ class Taking:
         expected_tokens = max(full_tokens, request.expected_tokens)
         expected = growth.needs(request, expected_tokens) if expected_tokens > num_tokens else needs
         if hit is not None and found is not None:
-            # To share is to use: from here on nothing may be refused.
             self._require(request_id, needs, found, reserve_large_pages)
+            if self._loading is not None:
+                self._loading.check(request_id, hit, reserve_large_pages)
+            # To share is to use: from here on nothing may be refused.
             self._hits.share(found, hit, step)
             if self._host is not None:
                 self._host.pin(hit)
@@ -117,7 +124,7 @@ class Taking:
                 self._require(request_id, needs, None, reserve_large_pages)
                 msg = f"{needs} small pages can be had and cannot"
                 raise InvariantError(msg)
-            self._note_evictions(step)
+            self._evictions.note(step)
             growth.append(request, taken)
         if hit is not None:
             # First: what is loaded may take the place of a state that was kept.
@@ -153,7 +160,7 @@ class Taking:
             pages += new_pages
             request.max_tokens[index] = max_tokens
         request.grows_at = min(request.max_tokens) + 1
-        self._note_evictions(step)
+        self._evictions.note(step)
         return taken
 
     def _require(
@@ -174,11 +181,3 @@ class Taking:
                 available_large_pages=max(0, room.available_large_pages),
                 reserved_large_pages=reserve_large_pages,
             )
-
-    def _note_evictions(self, step: int) -> None:
-        """Let evicted pages no longer be found."""
-        num_evicted = self._allocator.large_pages.num_evicted
-        if num_evicted != self._num_evicted:
-            self._num_evicted = num_evicted
-            self._order.evicted(self._allocator.large_pages.last_evicted_rank, step)
-            self._states.forget_evicted()

@@ -4,8 +4,8 @@ python -m perf.bench_host_memory [--only out] [--peers none] [--dry-run]
 
 What is brought there or back together lies in rows, as of one long prompt, or page by page
 anywhere, as of many short ones. One copy of all the bytes is what the bus allows. What is brought
-there beside a step is timed with products as long as the copies: the step alone, with copies ahead,
-and with copies that it waits for.
+either way beside a step is timed with products as long as the copies: the step alone, with copies
+ahead, and with copies that it waits for.
 """
 
 from collections.abc import Callable
@@ -95,45 +95,47 @@ def measure_beside(
     allocate_host_memory([arena], arena_bytes)
     matrix = torch.ones(side, side, dtype=torch.bfloat16, device=benchmark.device)
     product = torch.empty_like(matrix)
+    sampled = torch.empty(16, dtype=torch.bfloat16, pin_memory=arena.is_cuda)
     torch.manual_seed(0)
     here, there = (tuple(pages_in_rows(num_pages, count, 8).tolist()) for _ in range(2))
-    copies = CopyRound(
-        small_pages_per_large_page=1,
-        source_pages=here,
-        target_pages=there,
-        path=CopyPath.TO_HOST,
-    )
 
     def step() -> None:
         for _ in range(PRODUCTS):
             torch.matmul(matrix, matrix, out=product)
+        # What a step samples goes the same way as what is saved beside it.
+        sampled.copy_(product[0, :16], non_blocking=True)
 
-    def step_with_copies_ahead() -> None:
-        copy_ahead([arena], arena, num_pages, [copies])
-        step()
-        finish_ahead()
+    for way, path in (("out", CopyPath.TO_HOST), ("in", CopyPath.FROM_HOST)):
+        copies = CopyRound(
+            small_pages_per_large_page=1, source_pages=here, target_pages=there, path=path
+        )
 
-    def step_after_copies() -> None:
-        copy_through_host([arena], arena, num_pages, copies)
-        step()
+        def step_with_copies_ahead(copies: CopyRound = copies) -> None:
+            copy_ahead([arena], arena, num_pages, [copies])
+            step()
+            finish_ahead()
 
-    shape = f"out {count} pages of {size} beside products"
-    by_name: dict[str, Callable[[], object]] = {
-        "jenga": step_with_copies_ahead,
-        "waited for": step_after_copies,
-        "products alone": step,
-    }
-    for implementation, launch in by_name.items():
-        wants = implementation == "jenga" or benchmark.wants_peer(implementation)
-        if benchmark.wants_shape(shape) and wants:
-            row = Row(
-                shape=shape,
-                implementation=implementation,
-                timing=benchmark.measure(launch),
-                num_bytes=count * page_bytes,
-                details={},
-            )
-            benchmark.add(row)
+        def step_after_copies(copies: CopyRound = copies) -> None:
+            copy_through_host([arena], arena, num_pages, copies)
+            step()
+
+        shape = f"{way} {count} pages of {size} beside products"
+        by_name: dict[str, Callable[[], object]] = {
+            "jenga": step_with_copies_ahead,
+            "waited for": step_after_copies,
+            "products alone": step,
+        }
+        for implementation, launch in by_name.items():
+            wants = implementation == "jenga" or benchmark.wants_peer(implementation)
+            if benchmark.wants_shape(shape) and wants:
+                row = Row(
+                    shape=shape,
+                    implementation=implementation,
+                    timing=benchmark.measure(launch),
+                    num_bytes=count * page_bytes,
+                    details={},
+                )
+                benchmark.add(row)
 
 
 def main(arguments: list[str] | None = None) -> None:

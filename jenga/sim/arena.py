@@ -80,7 +80,7 @@ class MovedBytes(NamedTuple):
 
     Attributes:
         stored: To host memory.
-        ahead: Those of them that were copied beside the kernels of a step.
+        ahead: Of both, what was copied beside the kernels of a step.
         loaded: From host memory.
     """
 

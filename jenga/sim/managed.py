@@ -62,6 +62,7 @@ class ManagedArena:
         """An empty arena, with so many bytes of host memory beside it; see `Manager`."""
         self._prefix_caching = prefix_caching
         self._scheduled: dict[ActiveRequest, int] = {}  # of this step -> tokens it will have
+        self._step_tokens = 0
         self.manager = Manager(
             geometry,
             num_large_pages=geometry.num_large_pages(arena_bytes),
@@ -104,6 +105,7 @@ class ManagedArena:
     def new_step(self) -> None:
         """See `Arena`."""
         self._scheduled.clear()
+        self._step_tokens = 0
         self.manager.new_step()
 
     def waits(self, active: ActiveRequest, *, first: bool = False) -> None:
@@ -158,6 +160,7 @@ class ManagedArena:
             return False
         active.found = None
         self._scheduled[active] = num_tokens
+        self._step_tokens += num_tokens - hit_tokens
         return True
 
     def grow(self, active: ActiveRequest, num_tokens: int) -> bool:
@@ -175,6 +178,7 @@ class ManagedArena:
         except OutOfPagesError:
             return False
         self._scheduled[active] = min(num_tokens, active.num_tokens)
+        self._step_tokens += num_tokens - processed_tokens
         return True
 
     def _keep_answer(self, active: ActiveRequest, num_tokens: int) -> None:
@@ -188,6 +192,7 @@ class ManagedArena:
 
     def end_step(self) -> None:
         """See `Arena`."""
+        self.manager.load_ahead(self._step_tokens)
         self.manager.save_ahead()
 
     def computed(self, active: ActiveRequest, start: int, end: int) -> None:

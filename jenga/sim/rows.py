@@ -159,8 +159,8 @@ class SummaryRow:
         num_preemptions: Requests that lost their pages, each time counted.
         evicted_pages: Cached small pages given to others.
         stored_bytes: Copied to host memory, of one rank.
-        ahead_bytes: Those of them that were copied beside the kernels of a step.
         loaded_bytes: Copied from there.
+        ahead_bytes: Of both, what was copied beside the kernels of a step.
         requests_per_s: Requests finished.
         tokens_per_s: Tokens after prompts.
         ttft_s: From arrival to the first token.

@@ -6,7 +6,7 @@ The scheduler asks a `KVCacheManager` for blocks; this one passes the questions 
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_events import KVCacheEvent
@@ -21,12 +21,11 @@ from jenga.policies import RequestFacts
 from jenga.request import PrefixHit
 from jenga.vllm_plugin.cache_events import CacheEvents
 from jenga.vllm_plugin.config import TOKENS_PER_PAGE
-from jenga.vllm_plugin.copy_rounds import copy_rounds
 from jenga.vllm_plugin.encoder_hits import EncoderHits
 from jenga.vllm_plugin.environment import read_settings
 from jenga.vllm_plugin.layout import JengaKVCacheConfig, first_layers, geometry_of
 from jenga.vllm_plugin.memory_log import MemoryLog, open_memory_log
-from jenga.vllm_plugin.state_orders import StateKeeper, StepOrders
+from jenga.vllm_plugin.state_orders import StateKeeper, StepOrders, take_orders
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
@@ -153,7 +152,8 @@ class JengaKVCacheManager:
         self.empty_kv_cache_blocks = PageTables(tuple([] for _ in kv_cache_config.kv_cache_groups))
         # Request -> itself and the tokens it will have, of the step that is being scheduled.
         self._scheduled: dict[str, tuple[Request, int]] = {}
-        self._saves_ahead = False  # in the step scheduled last
+        self._step_tokens = 0  # of that step
+        self._was_ahead = False  # whether copies were ordered beside the step before
         self._watermark_large_pages = int(watermark * kv_cache_config.num_blocks)
         self._memory_log: MemoryLog | None = open_memory_log(
             self.manager, data_parallel_index=kv_cache_config.data_parallel_index
@@ -173,6 +173,7 @@ class JengaKVCacheManager:
         """Note that the scheduler begins a step."""
         self.manager.new_step()
         self._scheduled.clear()
+        self._step_tokens = 0
         if self._states is not None:
             self._states.step_starts()
         if self._memory_log is not None:
@@ -278,6 +279,7 @@ class JengaKVCacheManager:
             )
         except OutOfPagesError:
             return None
+        self._step_tokens += num_new_tokens
         if self.enable_caching:
             self.cache_blocks(request, min(computed_tokens, request.num_tokens))
             # This step's own tokens wait: while it serves who runs, it may lose a request again.
@@ -378,17 +380,11 @@ class JengaKVCacheManager:
         Returns:
             The orders, at most one; and no blocks to free later, the manager has them in its books.
         """
-        if self._states is not None:
-            orders = self._states.take_orders()
-        else:
-            copies = copy_rounds(self.manager.take_copies(), self.manager.geometry)
-            orders = StepOrders(copies=copies) if copies else None
-        ahead = copy_rounds(self.manager.save_ahead(), self.manager.geometry)
-        # The step after waits for them, so that it is told whatever else it does.
-        if ahead or self._saves_ahead:
-            orders = replace(orders or StepOrders(), ahead=ahead)
-        self._saves_ahead = bool(ahead)
-        return ([] if orders is None else [orders]), []
+        orders = take_orders(self.manager, self._states, num_tokens=self._step_tokens)
+        # The step after waits for what is ahead, so that it is told whatever else it does.
+        is_idle = orders == StepOrders() and not self._was_ahead
+        self._was_ahead = bool(orders.ahead)
+        return ([] if is_idle else [orders]), []
 
     def take_boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:
         """Get states to hand to a KV connector: none, connectors are refused at start-up."""

@@ -2,8 +2,8 @@
 
 A small page lies in one piece in either, so that neighbours are moved by one copy. Copies are made
 on the stream on which the step runs, in the order in which they were ordered: nothing is waited
-for, and nothing can be read or written over too early. What is saved ahead is copied on a stream of
-its own, which begins where the step's copies end, and for which the next step waits.
+for, and nothing can be read or written over too early. What is saved or loaded ahead is copied on a
+stream of its own, which begins where the step's copies end, and for which the next step waits.
 """
 
 from collections.abc import Iterable, Sequence
@@ -135,9 +135,10 @@ def copy_ahead(
     num_large_pages: int,
     rounds: Sequence[CopyRound],
 ) -> None:
-    """Begin copies to host memory beside what the step's stream is given from here on.
+    """Begin copies either way beside what the step's stream is given from here on.
 
-    They read what it has written so far. Until `finish_ahead`, it may not write the pages read.
+    They read what it has written so far. Until `finish_ahead`, it may not write the pages read, nor
+    touch those written.
 
     Args:
         kv_caches: vLLM's caches.

@@ -6,7 +6,7 @@ on from it. A request that starts from a kept state starts with a copy of it. Th
 process decides both at the end of `schedule`, when all requests of the step are known.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -43,8 +43,8 @@ class StepOrders:
         copies: To be made in this order before any layer runs.
         writes: A layer of a page table, one of every rank of a pipeline that has any -> states that
             its layers keep, those of one request in the order of its tokens.
-        ahead: Copies to host memory to be begun after the others, beside the layers, and to be over
-            before the next step's.
+        ahead: Copies to host memory and from there to be begun after the others, beside the
+            layers, and to be over before the next step's.
     """
 
     copies: tuple[CopyRound, ...] = ()
@@ -61,8 +61,23 @@ class _Passage:
     end_tokens: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptInPassing:
+    """A state that layers write on their way, if its page is not given to others before.
+
+    Attributes:
+        prefix_hash: Of the tokens that went into it.
+        copy: From the request's running page to the page it is kept in; not to be made.
+        after_tokens: Tokens of the step after which it is there.
+    """
+
+    prefix_hash: bytes
+    copy: PageCopy
+    after_tokens: int
+
+
 class StateKeeper:
-    """Decides at the end of each step which states it keeps, and collects the orders."""
+    """Decides at the end of each step which states it keeps."""
 
     __slots__ = (
         "_answer_tokens",
@@ -156,39 +171,45 @@ class StateKeeper:
         self._passed.pop(request_id, None)
         self._answers.pop(request_id, None)
 
-    def take_orders(self) -> StepOrders | None:
-        """Give pages to the states that the step passes; get its orders, None if it has none."""
-        copies = self._manager.take_copies()
-        kept: list[tuple[bytes, PageCopy, int]] = []
-        for request_id, passage in self._passages.items():
-            kept += self._keep(request_id, passage, copies)
+    def keep_passed(self, copies: list[PageCopy]) -> list[KeptInPassing]:
+        """Give pages to the states that the step passes, once all of it is known.
+
+        Args:
+            copies: To be made before the step; those are added that save what was in these pages.
+        """
+        return [
+            kept
+            for request_id, passage in self._passages.items()
+            for kept in self._keep(request_id, passage, copies)
+        ]
+
+    def writes(self, kept: Iterable[KeptInPassing]) -> dict[str, tuple[StateWrite, ...]]:
+        """What layers write on their way, as `StepOrders` has it, of states that have their pages.
+
+        In a full arena a state may have lost its page to what was kept, or loaded, after it.
+        """
         writes: dict[str, list[StateWrite]] = {}
-        for prefix_hash, copy, after_tokens in kept:
-            # In a full arena a state may have lost its page to one that was kept after it.
-            if self._manager.keeps_state(copy.table_index, prefix_hash, copy.target):
+        for each in kept:
+            copy = each.copy
+            if self._manager.keeps_state(copy.table_index, each.prefix_hash, copy.target):
                 write = StateWrite(
-                    running_page=copy.source, after_tokens=after_tokens, page=copy.target
+                    running_page=copy.source, after_tokens=each.after_tokens, page=copy.target
                 )
                 for name in self._first_layers[copy.table_index]:
                     writes.setdefault(name, []).append(write)
-        if not copies and not writes:
-            return None
-        return StepOrders(
-            copies=copy_rounds(copies, self._geometry),
-            writes={name: tuple(orders) for name, orders in writes.items()},
-        )
+        return {name: tuple(orders) for name, orders in writes.items()}
 
     def _keep(
         self, request_id: str, passage: _Passage, copies: list[PageCopy]
-    ) -> list[tuple[bytes, PageCopy, int]]:
-        """Give pages to a request's states: hash, running page and target, tokens of the step.
+    ) -> list[KeptInPassing]:
+        """Give pages to a request's states.
 
         Args:
             request_id: Whose.
             passage: What the step computes of it.
             copies: To which those are added that save what was in these pages.
         """
-        kept: list[tuple[bytes, PageCopy, int]] = []
+        kept: list[KeptInPassing] = []
         start_tokens, end_tokens = passage.start_tokens, passage.end_tokens
         for num_tokens in self._manager.checkpoint_tokens(request_id):
             if not start_tokens < num_tokens <= end_tokens:
@@ -200,7 +221,12 @@ class StateKeeper:
                 prefix_hash = self._hash(passage.request, num_tokens)
                 for copy in self._manager.take_copies():
                     if copy.path == CopyPath.IN_ARENA:
-                        kept.append((prefix_hash, copy, num_tokens - start_tokens))
+                        after_tokens = num_tokens - start_tokens
+                        kept.append(
+                            KeptInPassing(
+                                prefix_hash=prefix_hash, copy=copy, after_tokens=after_tokens
+                            )
+                        )
                     else:
                         copies.append(copy)
         return kept
@@ -216,3 +242,24 @@ class StateKeeper:
 
     def _hash(self, request: "Request", num_tokens: int) -> bytes:
         return request.block_hashes[num_tokens // self._hash_tokens - 1]
+
+
+def take_orders(manager: Manager, keeper: StateKeeper | None, *, num_tokens: int) -> StepOrders:
+    """All orders of a step, once all requests of it are known.
+
+    Args:
+        manager: Gives pages, and says what is copied.
+        keeper: Of the step; None where no states are kept.
+        num_tokens: That the step computes.
+    """
+    copies = manager.take_copies()
+    kept = keeper.keep_passed(copies) if keeper is not None else []
+    loaded = manager.load_ahead(num_tokens)
+    copies += manager.take_copies()  # what makes room for that
+    # What is saved may take the place of what was loaded.
+    ahead = [*loaded, *manager.save_ahead()]
+    return StepOrders(
+        copies=copy_rounds(copies, manager.geometry),
+        writes=keeper.writes(kept) if keeper is not None else {},
+        ahead=copy_rounds(ahead, manager.geometry),
+    )

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from jenga import loading_ahead
 from jenga.errors import OutOfPagesError, TooEarlyError
 from jenga.eviction_order import EVICTION_ORDERS
 from jenga.manager import Manager
@@ -45,6 +46,7 @@ class Pressure:
             checkpoint_interval_tokens=choose([None, 0, 4, 8]),
             answer_interval_tokens=choose([None, 0, 4, 8]),
             num_host_large_pages=num_host_large_pages,
+            load_at_once_bytes=choose([0, 0, 300, 1 << 20]),
             left_share=0.0,
         )
         self.engine = EngineModel(self.manager, HASH_TOKENS)
@@ -55,6 +57,7 @@ class Pressure:
         self.has_states = bool(states)
         self.passed = []  # request, tokens: few enough that slots have the states after each
         self.hit_tokens = self.num_admitted = self.num_named = self.num_ahead = 0
+        self.num_loaded_ahead = 0
 
     # Requests
 
@@ -179,7 +182,7 @@ class Pressure:
         """Give pages to the states that the step passes, as the plugin does when all is scheduled.
 
         Returns:
-            All copies of the step, and what layers write on the way.
+            All copies of the step, what layers write on the way, and what is loaded beside them.
         """
         copies = self.manager.take_copies()
         kept = []
@@ -197,12 +200,14 @@ class Pressure:
                             kept.append((run, copy, num_tokens, key))
                         else:
                             copies.append(copy)
+        loaded = self.manager.load_ahead(sum(run.scheduled for run in self.runs.values()))
+        copies += self.manager.take_copies()
         passed = [
             (run, copy.table_index, copy.target, num_tokens)
             for run, copy, num_tokens, key in kept
             if self.manager.keeps_state(copy.table_index, key, copy.target)
         ]
-        return copies, passed
+        return copies, passed, loaded
 
     # Steps
 
@@ -229,11 +234,13 @@ class Pressure:
                 break
             del self.waiting[0]
             self.manager.check()
-        copies, passed = self.keep_in_passing()
+        copies, passed, ahead = self.keep_in_passing()
+        self.num_loaded_ahead += len(ahead)
         self.manager.check()
-        ahead = self.manager.save_ahead()
-        self.num_ahead += len(ahead)
+        saved = self.manager.save_ahead()
+        self.num_ahead += len(saved)
         self.manager.check()
+        ahead += saved
         num_early = self.late.randint(0, len(ahead))
         self.engine.execute(self.runs.values(), copies, passed, ahead, num_early)
         if chance() < 0.01:
@@ -260,18 +267,23 @@ GEOMETRIES = [*CACHED, WINDOWED, STATES_FIRST]
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda geometry: geometry.name)
-def test_what_comes_back_from_host_memory_is_what_went_there(geometry):
-    num_loaded = num_ahead = num_hit = num_hit_alone = 0
+def test_what_comes_back_from_host_memory_is_what_went_there(geometry, monkeypatch):
+    monkeypatch.setattr(loading_ahead, "LOADED_TOKENS", 0)
+    num_loaded = num_loaded_ahead = num_ahead = num_hit = num_hit_alone = 0
     for seed in range(6):
+        # Of what is put off, a small page or two, or all of it.
+        monkeypatch.setattr(loading_ahead, "STEP_BYTES", (1000, 1 << 20)[seed % 2])
         # From less than a document to all of them.
         num_large = 1 + len(geometry.page_tables) * (1, 6, 60)[seed % 3]
         pressure = served(geometry, seed, num_host_large_pages=num_large)
         alone = served(geometry, seed, num_host_large_pages=0)
         num_loaded += pressure.engine.num_loaded
+        num_loaded_ahead += pressure.num_loaded_ahead
         num_ahead += pressure.num_ahead
         num_hit += pressure.hit_tokens / max(1, pressure.num_admitted)
         num_hit_alone += alone.hit_tokens / max(1, alone.num_admitted)
 
     assert num_loaded > 0
+    assert num_loaded > num_loaded_ahead > 0
     assert num_ahead > 0
     assert num_hit > num_hit_alone

@@ -96,6 +96,21 @@ def forget_cached(manager, name):
                     table.drop(page)
 
 
+def load_all_ahead(llm):
+    """Let admissions load nothing while others run; get a list of the pages loaded before them."""
+    manager, loaded = scheduler_of(llm).kv_cache_manager.manager, []
+    manager._loading._at_once_bytes = 0
+    original = manager.load_ahead
+
+    def load_ahead(num_tokens):
+        copies = original(num_tokens)
+        loaded.extend(copy.target for copy in copies)
+        return copies
+
+    manager.load_ahead = load_ahead
+    return loaded
+
+
 def count_drafts(llm):
     """Get a mapping that grows with what is drafted: request -> tokens drafted, and accepted."""
     scheduler, drafts = scheduler_of(llm), {}
@@ -250,6 +265,17 @@ def prompts_of(job):
     return prompts
 
 
+def answers_of_turns(llm, sampling, outputs, turns):
+    """Let every prompt go on with its answer and the tokens of a turn, turn by turn."""
+    answers, last = [], outputs
+    for turn in turns:
+        tokens = [[*o.prompt_token_ids, *o.outputs[0].token_ids, *turn] for o in last]
+        again = [{"prompt_token_ids": prompt} for prompt in tokens]
+        last = llm.generate(again, sampling, use_tqdm=False)
+        answers += last
+    return answers
+
+
 def main():
     job = json.loads(Path(sys.argv[1]).read_text())
     os.environ.update(job.get("environment", {}))
@@ -282,6 +308,7 @@ def main():
     prompts = prompts_of(job)
     preemptions = count_preemptions(llm) if job.get("report_manager") else None
     encoded = count_encoded(llm) if {"audio_seeds", "image_seeds"} & job.keys() else []
+    loaded_ahead = load_all_ahead(llm) if job.get("loads_ahead") else []
     speculates = "speculative_config" in job["options"]
     drafts = count_drafts(llm) if speculates else {}
     if (speculates or is_pipeline) and preemptions is not None:
@@ -296,16 +323,12 @@ def main():
         outputs += llm.generate(prompts[some], sampling, use_tqdm=False, lora_request=requests)
         for name in job.get("forget", ()):
             forget_cached(scheduler_of(llm).kv_cache_manager.manager, name)
-    last = list(outputs)
-    for turn in job.get("turns", []):  # each prompt goes on with its answer and these tokens
-        tokens = [[*o.prompt_token_ids, *o.outputs[0].token_ids, *turn] for o in last]
-        again = [{"prompt_token_ids": prompt} for prompt in tokens]
-        last = llm.generate(again, sampling, use_tqdm=False)
-        outputs += last
+    outputs += answers_of_turns(llm, sampling, outputs, job.get("turns", []))
     result = {
         "outputs": _result(outputs),
         "drafts": [drafts[number] for number in sorted(drafts)],
         "encoded": encoded,
+        "loaded_ahead": loaded_ahead,
         "replays": replays,
         "arena_bytes": arena_bytes,
         "warm_up": warm_up,

@@ -27,6 +27,7 @@ def run_thrice(run_engine, model, prompts, *, options, environment=None, referen
             environment=environment or {},
             fill_arena=True,
             report_manager=True,
+            loads_ahead=bool(host),
             **job,
         )
         for host in ({}, {"kv_offloading_size": 1 / 32})
@@ -41,12 +42,15 @@ def check_host(alone, ours):
     assert alone["host"] is None
     assert ours["host"]["loaded_bytes"] > 0
     assert ours["host"]["stored_bytes"] == ours["host"]["cached_bytes"] > 0
-    assert 0 < ours["host"]["ahead_bytes"] <= ours["host"]["stored_bytes"]
+    assert ours["loaded_ahead"]
+    moved_bytes = ours["host"]["stored_bytes"] + ours["host"]["loaded_bytes"]
+    assert 0 < ours["host"]["ahead_bytes"] <= moved_bytes
     assert ours["cache"]["hit_tokens"] > alone["cache"]["hit_tokens"]
     assert ours["request_tokens"] == {}
 
 
-def test_windows_find_in_host_memory_what_the_arena_lost(tiny_model, run_engine):
+@pytest.mark.parametrize("loads_ahead", [False, True], ids=["loads_at_once", "loads_ahead"])
+def test_windows_find_in_host_memory_what_the_arena_lost(loads_ahead, tiny_model, run_engine):
     prompts = prompts_over_shared_prefixes(8, seed=11) * 2
     model, options = tiny_model("gpt_oss"), CUTS | JENGA | {"kv_cache_memory_bytes": 1 << 20}
 
@@ -58,10 +62,12 @@ def test_windows_find_in_host_memory_what_the_arena_lost(tiny_model, run_engine)
         options=options | {"kv_offloading_size": 1 / 32},
         fill_arena=True,
         report_manager=True,
+        loads_ahead=loads_ahead,
     )
 
     assert_same_generation(ours, stock)
     assert ours["host"]["loaded_bytes"] > 0
+    assert bool(ours["loaded_ahead"]) == loads_ahead
     # All that is found of a prompt the first time is found the second, and its own tokens.
     hits = [output["cached_tokens"] for output in ours["outputs"]]
     for prompt, first, second in zip(prompts, hits[:8], hits[8:], strict=False):
@@ -129,11 +135,13 @@ def test_ranks_find_in_host_memory_what_their_arenas_lost(
         else {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
         fill_arena=is_pipeline,
         report_manager=True,
+        loads_ahead=True,
     )
 
     assert "error" not in ours, ours["error"][-4000:]
     assert_same_generation(ours, theirs)
     assert ours["host"]["loaded_bytes"] > 0
+    assert ours["loaded_ahead"]
 
 
 @pytest.mark.slow

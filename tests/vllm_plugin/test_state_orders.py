@@ -19,7 +19,7 @@ from jenga.policies import RequestFacts
 from jenga.request import CopyPath, PageCopy
 from jenga.spec import FullAttention, Layer, ModelSpec, State
 from jenga.vllm_plugin.copy_rounds import CopyRound, copy_rounds
-from jenga.vllm_plugin.state_orders import StateKeeper, StepOrders
+from jenga.vllm_plugin.state_orders import StateKeeper, StepOrders, take_orders
 from jenga.vllm_plugin.warm_up import orders_of
 from tests.vllm_plugin.test_cache_manager import request
 
@@ -478,7 +478,7 @@ def test_a_state_kept_later_may_take_the_page_of_an_earlier_one_which_is_not_wri
         manager.allocate(one.request_id, num_tokens=20)
         keeper.schedule(one, 0, 20)
 
-    orders = keeper.take_orders()
+    orders = take_orders(manager, keeper, num_tokens=0)
 
     (write,) = orders.writes["state.0"]
     assert write.running_page == manager.page_table("b", 0)[0]
@@ -497,14 +497,14 @@ def test_a_state_after_a_single_token_is_copied_before_the_next_step():
     facts = RequestFacts(prompt_tokens=20)
     manager.allocate("a", num_tokens=15, facts=facts)
     keeper.schedule(one, 0, 15)
-    assert keeper.take_orders() is None
+    assert take_orders(manager, keeper, num_tokens=0) == StepOrders()
 
     keeper.step_starts()
     manager.allocate("a", num_tokens=16, num_processed_tokens=15)
     keeper.schedule(one, 15, 16)
-    assert keeper.take_orders() is None
+    assert take_orders(manager, keeper, num_tokens=0) == StepOrders()
     keeper.step_starts()
-    orders = keeper.take_orders()
+    orders = take_orders(manager, keeper, num_tokens=0)
 
     (copies,) = orders.copies
     assert copies.source_pages == tuple(manager.page_table("a", 0))
@@ -519,18 +519,18 @@ def test_with_drafts_states_after_a_few_tokens_are_copied_from_the_slots_of_thei
     one = fake_request("a", 18)
     manager.allocate("a", num_tokens=15, facts=RequestFacts(prompt_tokens=18))
     keeper.schedule(one, 0, 15)
-    assert keeper.take_orders() is None
+    assert take_orders(manager, keeper, num_tokens=0) == StepOrders()
 
     # A chunk of three tokens, as many as drafts: the state after 16 is left in its slot.
     keeper.step_starts()
     manager.allocate("a", num_tokens=18, num_processed_tokens=15)
     keeper.schedule(one, 15, 18)
-    assert keeper.take_orders() is None
+    assert take_orders(manager, keeper, num_tokens=0) == StepOrders()
     keeper.step_starts()
     # The last token, and drafts: nothing of that is kept.
     keeper.schedule(one, 17, 21)
     assert not keeper._passages
-    orders = keeper.take_orders()
+    orders = take_orders(manager, keeper, num_tokens=0)
 
     (copies,) = orders.copies
     assert copies.source_pages == (manager.page_table("a", 0)[16 % 4],)
@@ -554,20 +554,20 @@ def test_with_drafts_an_answers_state_is_kept_where_the_slots_still_have_it(
     keeper = StateKeeper(manager, hash_tokens=16)
     manager.allocate("a", num_tokens=61, facts=RequestFacts(prompt_tokens=61))
     keeper.schedule(fake_request("a", 61), 0, 61)
-    keeper.take_orders()
+    take_orders(manager, keeper, num_tokens=0)
     manager.take_copies()
     keeper.step_starts()
     manager.allocate("a", num_tokens=72, num_processed_tokens=61)
     keeper.schedule(fake_request("a", first_step_tokens + 1), first_step_tokens, 66)
-    assert keeper.take_orders() is None
+    assert take_orders(manager, keeper, num_tokens=0) == StepOrders()
 
     keeper.step_starts()
     one = fake_request("a", 67, num_in_flight_tokens=num_in_flight_tokens)
     keeper.schedule(one, 66, 70)
 
-    orders = keeper.take_orders()
-    assert (orders is not None) == is_kept
-    if orders is not None:
+    orders = take_orders(manager, keeper, num_tokens=0)
+    assert bool(orders.copies) == is_kept
+    if is_kept:
         (copies,) = orders.copies
         assert copies.source_pages == (manager.page_table("a", 0)[64 % 4],)
         assert manager.keeps_state(0, one.block_hashes[3], copies.target_pages[0])
@@ -580,19 +580,19 @@ def test_with_drafts_a_state_that_the_next_prompt_of_a_session_passed_is_not_kep
     keeper = StateKeeper(manager, hash_tokens=16)
     manager.allocate("a", num_tokens=24, facts=RequestFacts(prompt_tokens=20))
     keeper.schedule(fake_request("a", 21), 20, 24)
-    keeper.take_orders()
+    take_orders(manager, keeper, num_tokens=0)
     keeper.step_starts()
 
     # The session's next prompt ends two tokens after where a state would be kept.
     manager.allocate("a", num_tokens=66, num_processed_tokens=24)
     keeper.schedule(fake_request("a", 66), 24, 66)
-    keeper.take_orders()
+    take_orders(manager, keeper, num_tokens=0)
     manager.take_copies()
     keeper.step_starts()
     manager.allocate("a", num_tokens=70, num_processed_tokens=66)
     keeper.schedule(fake_request("a", 67), 66, 70)
 
-    assert keeper.take_orders() is None
+    assert take_orders(manager, keeper, num_tokens=0) == StepOrders()
 
 
 def test_an_answers_state_waits_for_the_hash_of_its_tokens():
@@ -604,7 +604,7 @@ def test_an_answers_state_waits_for_the_hash_of_its_tokens():
 
     keeper.schedule(fake_request("a", 63), 64, 65)
 
-    assert keeper.take_orders() is None
+    assert take_orders(manager, keeper, num_tokens=0) == StepOrders()
 
 
 def test_a_request_that_lost_its_place_in_the_step_keeps_nothing():
@@ -618,7 +618,7 @@ def test_a_request_that_lost_its_place_in_the_step_keeps_nothing():
     manager.free("a")
     keeper.forget("a")
 
-    assert keeper.take_orders() is None
+    assert take_orders(manager, keeper, num_tokens=0) == StepOrders()
 
 
 def test_the_step_that_warms_up_copies_a_state_and_keeps_one(make_scheduler):
