@@ -34,8 +34,9 @@ class _Expected:
         """
         in_step = num_evicted - self._num_evicted
         self._num_evicted = num_evicted
-        # Prompts come by turns, so what a step takes is expected for some time.
-        self._most_pages = max(in_step, self._most_pages - self._most_pages // 32)
+        # Prompts come by turns, so what a step takes is expected for some time; but not for ever,
+        # since what lies there alone would give way to copies of what lies here.
+        self._most_pages = max(in_step, self._most_pages - -(-self._most_pages // 32))
         self._num_since += in_step
         self._num_steps += 1
         if 4 * self._num_since < self._most_pages and self._num_steps < _STEPS_BETWEEN:

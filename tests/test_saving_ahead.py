@@ -1,5 +1,7 @@
 """What goes next is copied to host memory a step before it has to go."""
 
+import random
+
 import pytest
 
 from jenga.request import CopyPath
@@ -86,12 +88,32 @@ def test_as_much_is_saved_as_a_step_took_lately():
     compute(manager, "long", 6 * 16, prefix="long")  # in one step
 
     assert len(manager.save_ahead()) == 6
-    # Steps that take nothing do not make it expect nothing.
+    # What was saved stays so while steps take nothing.
     for _ in range(40):
         manager.new_step()
         assert manager.save_ahead() == []
     compute(manager, "again", 6 * 16, prefix="again")
     assert manager.host_report().stored_bytes == 12 * PLAIN.large_page_bytes
+
+
+def test_where_nothing_goes_any_longer_what_lies_there_alone_stays():
+    # Room for 9 pages and 8 in the other memory; a prompt takes two, of which one is cached.
+    manager = manager_of(PLAIN, 10, 9)
+    for number in range(14):
+        compute(manager, f"r{number}", 17, prefix=f"p{number}")
+        manager.save_ahead()
+    here = [f"p{number}" for number in range(6, 14)]
+    gone = [f"p{number}" for number in range(6)]
+    assert all(is_on_host(manager, name) for name in gone)
+    num_evicted = manager._allocator.large_pages.num_evicted
+
+    rng = random.Random(0)
+    for number in range(200):
+        compute(manager, f"again{number}", 17, prefix=rng.choice(here))
+        manager.save_ahead()
+
+    assert manager._allocator.large_pages.num_evicted == num_evicted
+    assert all(is_on_host(manager, name) for name in gone)
 
 
 def test_small_pages_that_go_alone_are_saved_too():
