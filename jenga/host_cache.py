@@ -6,7 +6,8 @@ there is copied to pages of its own, and stays: if these are evicted again, noth
 goes from there is lost, in the order in which it came or was last asked for.
 
 Copies are orders: whoever executes a step makes them before its kernels run, one after the other.
-So content may be ordered out of a page that is given away in the same step.
+So content may be ordered out of a page that is given away in the same step. Those of what is likely
+to leave in the next step are apart, and are made beside the kernels.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -220,7 +221,8 @@ class HostCache:
     ) -> list[PageCopy]:
         """Copies of pages that are about to leave the arena, as `store` says, and stay until then.
 
-        When they leave they are here, and only become the last to be lost.
+        When they leave they are here, and only become the last to be lost. What was here before
+        does not yet: it is in both memories still, and would outlast what is here alone.
         """
         leaving = self._worth_it(table, pages, ranks)
         if not leaving or table.cache is None:
