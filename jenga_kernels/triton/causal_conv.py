@@ -76,12 +76,14 @@ def causal_conv_kernel(
     positions = block * BLOCK_T + runs
     out_ptr += (query_start + positions) * stride_out_token + dims
     # The first block goes on without tokens too: it hands the state on to its slot.
-    is_past = (block > 0) & (block * BLOCK_T >= num_tokens)
+    # Before the tokens of the first request there may be blocks that are of none.
+    is_past = (block < 0) | ((block > 0) & (block * BLOCK_T >= num_tokens))
     # One branch for both, so that starts and slots are asked for at once.
     if is_past | (final_slot <= 0):
         zero = tl.full([BLOCK_T // RUN_TOKENS, BLOCK_D], 0.0, out_ptr.dtype.element_ty)
         for t in tl.static_range(RUN_TOKENS):  # pyright: ignore[reportGeneralTypeIssues]
-            tl.store(out_ptr, zero, mask=(positions + t < num_tokens) & is_dim)
+            is_token = mask_if(block >= 0, positions + t < num_tokens)
+            tl.store(out_ptr, zero, mask=is_token & is_dim)
             out_ptr += stride_out_token
         return
 

@@ -10,6 +10,7 @@ def find_block(query_starts_ptr, num_requests, block, BLOCK_T: tl.constexpr):
     """Request and number within it of a block of at most BLOCK_T tokens of one request.
 
     Request r has the blocks from query_starts[r] // BLOCK_T + r on; not all of them have tokens.
+    Those before the first request's are numbered below zero.
     """
     low = 0
     high = num_requests

@@ -1,0 +1,85 @@
+"""What all operations of recurrent layers promise of slots, of requests and of their tensors."""
+
+from dataclasses import dataclass
+from importlib import import_module
+
+import pytest
+import torch
+
+from jenga_kernels.states import NULL_SLOT
+from tests.kernels.conv_cases import conv_tensors
+from tests.kernels.delta_cases import delta_tensors
+from tests.kernels.state_cases import i32, recurrence_tensors
+from tests.kernels.support import DEVICE, generator, max_error, randn
+
+NUM_SLOTS, NUM_TOKENS = 12, 80
+SCANS = ("causal_conv", "state_scan", "delta_scan")
+STEPS = ("conv_update", "state_update", "delta_update")
+
+
+@dataclass(frozen=True)
+class Call:
+    """An operation, its tensors but for out and states, and states that no slot is without."""
+
+    name: str
+    tensors: dict
+    states: torch.Tensor
+
+    @property
+    def values(self):
+        return self.tensors["x" if "x" in self.tensors else "v"]
+
+    def arguments(self, slots):
+        out = torch.full(self.values.shape, 7.0, device=DEVICE)
+        return {"out": out, "states": self.states.clone(), **self.tensors, **slots}
+
+    def run(self, slots):
+        arguments = self.arguments(slots)
+        getattr(import_module(f"jenga_kernels.{self.name}"), self.name)(**arguments)
+        return arguments["out"], arguments["states"]
+
+    def run_reference(self, slots):
+        arguments = self.arguments(slots)
+        getattr(import_module(f"jenga_kernels.reference.{self.name}"), self.name)(**arguments)
+        return arguments["out"], arguments["states"]
+
+
+def call_of(name, num_tokens=NUM_TOKENS):
+    rng = generator(0)
+    if "conv" in name:
+        tensors, shape = conv_tensors(num_tokens, 16, 4, torch.float32, rng), (16, 3)
+    elif "delta" in name:
+        tensors = delta_tensors(num_tokens, (1, 2, 16, 16), torch.float32, rng)
+        shape = (2, 16, 16)
+    else:
+        tensors = recurrence_tensors(num_tokens, "heads", (2, 16, 16, 1), torch.float32, rng)
+        shape = (2, 16, 16)
+    return Call(name, tensors, randn((NUM_SLOTS, *shape), torch.float32, rng))
+
+
+def slots_of(name, query_starts, initial_slots, state_slots):
+    """Arguments that say which slots requests have; in steps each takes one for all its tokens."""
+    slots = {"query_starts": i32(query_starts), "initial_slots": i32(initial_slots)}
+    if name in STEPS:
+        most = max(1, int(slots["query_starts"].diff().max()))
+        state_slots = [[slot] * most for slot in state_slots]
+    return slots | {"state_slots": i32(state_slots)}
+
+
+def check_same(got, want):
+    for mine, theirs in zip(got, want, strict=True):
+        assert max_error(mine, theirs) < 1e-4
+
+
+@pytest.mark.parametrize("state_slots", [(3, 4), (NULL_SLOT, 4), (3, NULL_SLOT)], ids=str)
+@pytest.mark.parametrize("name", [*SCANS, *STEPS])
+def test_tokens_outside_of_requests_are_left_alone(name, state_slots):
+    call = call_of(name)
+    # More tokens before the first request than a block of the interpreter has.
+    slots = slots_of(name, [66, 69, 75], [5, NULL_SLOT], state_slots)
+
+    out, states = call.run(slots)
+
+    check_same((out, states), call.run_reference(slots))
+    assert (out[:66] == 7).all()
+    assert (out[75:] == 7).all()
