@@ -63,7 +63,7 @@ def causal_conv(
     check_same_device(
         x=x, query_starts=query_starts, initial_slots=initial_slots, state_slots=state_slots
     )
-    if num_requests == 0 or num_tokens == 0:
+    if num_requests == 0:
         return
     width = weight.shape[1]
     tiles = conv_tiles(machine_of(x.device), dim)

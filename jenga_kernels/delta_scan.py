@@ -89,7 +89,7 @@ def delta_scan(
     check_same_device(
         v=v, query_starts=query_starts, initial_slots=initial_slots, state_slots=state_slots
     )
-    if num_requests == 0 or num_tokens == 0:
+    if num_requests == 0:
         return
     machine = machine_of(v.device)
     is_per_channel = gates.dim() > 2  # noqa: PLR2004 - tokens, heads, channels

@@ -88,7 +88,7 @@ def state_scan(
     check_same_device(
         x=x, query_starts=query_starts, initial_slots=initial_slots, state_slots=state_slots
     )
-    if num_requests == 0 or num_tokens == 0:
+    if num_requests == 0:
         return
     D = per_channel(D, num_heads, head_dim)
     machine = machine_of(x.device)

@@ -81,7 +81,7 @@ def delta_steps(
     """Apply to the tensors of tokens what needs no state."""
     dtype = precision(v)
     q, k, v, betas = (tensor.to(dtype) for tensor in (q, k, v, betas))
-    gates = gates.to(dtype).reshape(*betas.shape, -1)
+    gates = gates.to(dtype) if gates.dim() > betas.dim() else gates.to(dtype)[..., None]
     if qk_l2norm:
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPSILON) for x in (q, k))
     if A_log is not None:

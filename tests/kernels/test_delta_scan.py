@@ -305,17 +305,6 @@ def test_delta_scan_refuses(name, change):
     assert torch.equal(changed["states"].nan_to_num(7), states.nan_to_num(7))
 
 
-def test_delta_scan_of_no_tokens_writes_nothing():
-    args = good_call()
-    args = args | tokens_of({name: args[name] for name in ("q", "k", "v", "gates", "betas")}, [])
-    args |= {"out": args["out"][:0], "query_starts": i32([0, 0, 0]), "checkpoints": None}
-    before = args["states"].clone()
-
-    delta_scan(**args)
-
-    assert torch.equal(args["states"].nan_to_num(7), before.nan_to_num(7))
-
-
 def compile_scans(channels):
     kept = Checkpoints(starts=i32([0, 1]), after_tokens=i32([3]), slots=i32([1]))
     for dtype, state_dtype in (

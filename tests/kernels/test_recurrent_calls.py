@@ -61,7 +61,7 @@ def slots_of(name, query_starts, initial_slots, state_slots):
     """Arguments that say which slots requests have; in steps each takes one for all its tokens."""
     slots = {"query_starts": i32(query_starts), "initial_slots": i32(initial_slots)}
     if name in STEPS:
-        most = max(1, int(slots["query_starts"].diff().max()))
+        most = max([1, *slots["query_starts"].diff().tolist()])
         state_slots = [[slot] * most for slot in state_slots]
     return slots | {"state_slots": i32(state_slots)}
 
@@ -83,3 +83,28 @@ def test_tokens_outside_of_requests_are_left_alone(name, state_slots):
     check_same((out, states), call.run_reference(slots))
     assert (out[:66] == 7).all()
     assert (out[75:] == 7).all()
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3])
+@pytest.mark.parametrize("name", [*SCANS, *STEPS])
+def test_requests_without_tokens_keep_their_states(name, num_tokens):
+    # A scan hands each state on to its slot, that of a beginning too; a step has no state to write.
+    call = call_of(name, num_tokens)
+    slots = slots_of(name, [0, 0, num_tokens, num_tokens], [5, 1, NULL_SLOT], [3, 1, 4])
+
+    out, states = call.run(slots)
+
+    check_same((out, states), call.run_reference(slots))
+    handed_on = (call.states[5], 0 * call.states[4]) if name in SCANS else call.states[[3, 4]]
+    assert torch.equal(states[3], handed_on[0])
+    assert torch.equal(states[4], handed_on[1])
+
+
+@pytest.mark.parametrize("name", [*SCANS, *STEPS])
+def test_no_requests_write_nothing(name):
+    call = call_of(name, 3)
+
+    out, states = call.run(slots_of(name, [0], [], []) | {"state_slots": i32([])})
+
+    assert (out == 7).all()
+    assert torch.equal(states, call.states)
