@@ -62,12 +62,15 @@ def silu(v):
 
 @device_function
 def step_sizes(dt, dt_bias, dt_min, dt_max, IS_SOFTPLUS: tl.constexpr, HAS_LIMITS: tl.constexpr):
-    """Step sizes from projected ones: bias added, made positive, limited."""
+    """Step sizes from projected ones: bias added, made positive, limited.
+
+    Without limits they are from 0 on, where a softplus is anyway.
+    """
     if dt_bias is not None:
         dt += dt_bias
     if IS_SOFTPLUS:
         dt = softplus(dt)
-    if HAS_LIMITS:
+    if HAS_LIMITS or not IS_SOFTPLUS:
         dt = tl.minimum(tl.maximum(dt, dt_min), dt_max)
     return dt
 

@@ -1,6 +1,6 @@
 """What all operations of recurrent layers promise of slots, of requests and of their tensors."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 
 import pytest
@@ -108,3 +108,19 @@ def test_no_requests_write_nothing(name):
 
     assert (out == 7).all()
     assert torch.equal(states, call.states)
+
+
+LIMITS = [(0.0, float("inf")), (0.25, float("inf")), (0.0, 0.75), (0.25, 0.75)]
+
+
+@pytest.mark.parametrize("dt_limits", LIMITS, ids=str)
+@pytest.mark.parametrize("kind", ["channels", "heads"])
+@pytest.mark.parametrize("name", ["state_scan", "state_update"])
+def test_step_sizes_are_within_limits_without_softplus_too(name, kind, dt_limits):
+    call = call_of(name, 6)
+    # Of both signs: those below zero would let states grow.
+    tensors = recurrence_tensors(6, kind, (2, 16, 16, 1), torch.float32, generator(1))
+    call = replace(call, tensors=tensors | {"dt_softplus": False, "dt_limits": dt_limits})
+    slots = slots_of(name, [0, 6], [5], [3])
+
+    check_same(call.run(slots), call.run_reference(slots))
