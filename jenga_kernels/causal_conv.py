@@ -10,6 +10,7 @@ from jenga_kernels.states import (
     check_convolution,
     check_query_starts,
     check_slots,
+    check_slots_apart,
 )
 from jenga_kernels.triton.addressing import alignment, strides
 from jenga_kernels.triton.causal_conv import causal_conv_kernel
@@ -33,7 +34,8 @@ def causal_conv(
     """Convolve requests' tokens, each with the inputs before it, and keep the last inputs.
 
     The state of a request is its last width - 1 inputs, oldest first. Requests whose state slot is
-    `NULL_SLOT` are padding: their output is zero and nothing else is read or written.
+    `NULL_SLOT` are padding: their output is zero and nothing else is read or written. No request
+    may write a slot that another one reads or writes.
 
     Args:
         out: Written in place, shape and dtype of x, not overlapping x.
@@ -63,6 +65,7 @@ def causal_conv(
     check_same_device(
         x=x, query_starts=query_starts, initial_slots=initial_slots, state_slots=state_slots
     )
+    check_slots_apart(initial_slots, state_slots, checkpoints=checkpoints)
     if num_requests == 0:
         return
     width = weight.shape[1]

@@ -4,7 +4,7 @@ import torch
 import triton
 
 from jenga_kernels.checks import check_same_device
-from jenga_kernels.states import check_convolution, check_steps
+from jenga_kernels.states import check_convolution, check_slots_apart, check_steps
 from jenga_kernels.triton.addressing import alignment, strides
 from jenga_kernels.triton.conv_update import conv_update_kernel
 from jenga_kernels.triton.state_tiles import conv_update_tiles
@@ -27,7 +27,8 @@ def conv_update(
 
     With several tokens of which some may be rejected, each token's state goes to a slot of its own,
     and the next call begins at the slot of the last token accepted. Requests whose first state slot
-    is `NULL_SLOT` are padding: their output is zero and nothing else is read or written.
+    is `NULL_SLOT` are padding: their output is zero and nothing else is read or written. No request
+    may write a slot that another one reads or writes.
 
     Args:
         out: Written in place, shape and dtype of x; may be x.
@@ -53,6 +54,7 @@ def conv_update(
     check_same_device(
         x=x, initial_slots=initial_slots, state_slots=state_slots, query_starts=query_starts
     )
+    check_slots_apart(initial_slots, slots, query_starts=query_starts)
     num_requests = slots.shape[0]
     if num_requests == 0 or num_tokens == 0:
         return

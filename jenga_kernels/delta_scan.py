@@ -5,7 +5,13 @@ import triton
 
 from jenga_kernels.checks import check_same_device, check_shape
 from jenga_kernels.delta import check_delta_rule
-from jenga_kernels.states import Checkpoints, check_checkpoints, check_query_starts, check_slots
+from jenga_kernels.states import (
+    Checkpoints,
+    check_checkpoints,
+    check_query_starts,
+    check_slots,
+    check_slots_apart,
+)
 from jenga_kernels.triton.addressing import strides
 from jenga_kernels.triton.delta_chunks_channels import delta_chunks_channels_kernel
 from jenga_kernels.triton.delta_chunks_heads import delta_chunks_heads_kernel
@@ -39,8 +45,9 @@ def delta_scan(
     times the scale.
 
     Requests whose state slot is `NULL_SLOT` are padding: their output is zero and nothing else is
-    read or written. While it runs, a call takes memory for two rows of a chunk per token and value
-    head, and for copies of queries and keys.
+    read or written. No request may write a slot that another one reads or writes. While it runs, a
+    call takes memory for two rows of a chunk per token and value head, and for copies of queries
+    and keys.
 
     Args:
         out: Written in place, shape and dtype of v.
@@ -89,6 +96,7 @@ def delta_scan(
     check_same_device(
         v=v, query_starts=query_starts, initial_slots=initial_slots, state_slots=state_slots
     )
+    check_slots_apart(initial_slots, state_slots, checkpoints=checkpoints)
     if num_requests == 0:
         return
     machine = machine_of(v.device)

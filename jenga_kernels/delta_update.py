@@ -5,7 +5,7 @@ import triton
 
 from jenga_kernels.checks import check_same_device
 from jenga_kernels.delta import check_delta_rule
-from jenga_kernels.states import check_steps
+from jenga_kernels.states import check_slots_apart, check_steps
 from jenga_kernels.triton.addressing import strides
 from jenga_kernels.triton.delta_tiles import delta_update_tiles
 from jenga_kernels.triton.delta_update import delta_update_kernel
@@ -35,7 +35,7 @@ def delta_update(
     of which some may be rejected, each token's state goes to a slot of its own, and the next call
     begins at the slot of the last token accepted. Requests whose first state slot is `NULL_SLOT`
     are padding: their output is zero and nothing else is read or written. No request may write a
-    slot that another one reads.
+    slot that another one reads or writes.
 
     Args:
         out: Written in place, shape and dtype of v.
@@ -74,6 +74,7 @@ def delta_update(
     check_same_device(
         v=v, initial_slots=initial_slots, state_slots=state_slots, query_starts=query_starts
     )
+    check_slots_apart(initial_slots, slots, query_starts=query_starts)
     num_requests = slots.shape[0]
     if num_requests == 0 or num_tokens == 0:
         return

@@ -10,6 +10,7 @@ from jenga_kernels.states import (
     check_query_starts,
     check_recurrence,
     check_slots,
+    check_slots_apart,
     per_channel,
 )
 from jenga_kernels.triton.addressing import strides
@@ -45,7 +46,8 @@ def state_scan(
 
     A Mamba-2 layer has one A, dt and dt_bias per head. A Mamba-1 layer has them per channel, and A
     per state element too; it is one head of all its channels. Requests whose state slot is
-    `NULL_SLOT` are padding: their output is zero and nothing else is read or written.
+    `NULL_SLOT` are padding: their output is zero and nothing else is read or written. No request
+    may write a slot that another one reads or writes.
 
     Args:
         out: Written in place, shape and dtype of x.
@@ -88,6 +90,7 @@ def state_scan(
     check_same_device(
         x=x, query_starts=query_starts, initial_slots=initial_slots, state_slots=state_slots
     )
+    check_slots_apart(initial_slots, state_slots, checkpoints=checkpoints)
     if num_requests == 0:
         return
     D = per_channel(D, num_heads, head_dim)

@@ -4,7 +4,7 @@ import torch
 import triton
 
 from jenga_kernels.checks import check_same_device
-from jenga_kernels.states import check_recurrence, check_steps, per_channel
+from jenga_kernels.states import check_recurrence, check_slots_apart, check_steps, per_channel
 from jenga_kernels.triton.addressing import strides
 from jenga_kernels.triton.state_tiles import state_update_tiles
 from jenga_kernels.triton.state_update import state_update_kernel
@@ -34,8 +34,8 @@ def state_update(
     The recurrence and its tensors are those of `jenga_kernels.state_scan.state_scan`. With several
     tokens of which some may be rejected, each token's state goes to a slot of its own, and the next
     call begins at the slot of the last token accepted. Requests whose first state slot is
-    `NULL_SLOT` are padding: their output is zero and nothing else is read or written. No
-    request may write a slot that another one reads.
+    `NULL_SLOT` are padding: their output is zero and nothing else is read or written. No request
+    may write a slot that another one reads or writes.
 
     Args:
         out: Written in place, shape and dtype of x.
@@ -70,6 +70,7 @@ def state_update(
     check_same_device(
         x=x, initial_slots=initial_slots, state_slots=state_slots, query_starts=query_starts
     )
+    check_slots_apart(initial_slots, slots, query_starts=query_starts)
     num_requests = slots.shape[0]
     if num_requests == 0 or num_tokens == 0:
         return

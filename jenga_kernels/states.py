@@ -14,7 +14,10 @@ from jenga_kernels.checks import (
 )
 
 NULL_SLOT = 0
-"""The slot no request owns: a state read from it is zero, and a state written to it is dropped."""
+"""The slot no request owns: a state read from it is zero, and a state written to it is dropped.
+
+Slots below it, as engines pad with, are taken for it.
+"""
 
 
 MIN_WIDTH, MAX_WIDTH = 2, 4
@@ -149,6 +152,60 @@ def check_steps(
             msg = f"state_slots must have {most} columns, one a token, got {state_slots.shape[1]}"
             raise ValueError(msg)
     return state_slots
+
+
+def check_slots_apart(
+    initial_slots: torch.Tensor,
+    state_slots: torch.Tensor,
+    *,
+    query_starts: torch.Tensor | None = None,
+    checkpoints: Checkpoints | None = None,
+) -> None:
+    """Check on the CPU that no request writes a slot that another one reads or writes.
+
+    Requests run in any order, and at once. What has passed the other checks is given.
+
+    Args:
+        initial_slots: Where states are read, i32[num_requests].
+        state_slots: Where they are written, i32[num_requests] or i32[num_requests, max_tokens].
+        query_starts: How many slots of a row are written; None means one.
+        checkpoints: Further slots that are written.
+
+    Raises:
+        ValueError: If one does.
+    """
+    if state_slots.device.type != "cpu":
+        return
+    rows = (state_slots if state_slots.dim() > 1 else state_slots[:, None]).tolist()
+    live = [request for request, row in enumerate(rows) if row[0] > NULL_SLOT]
+    if query_starts is None:
+        written = [row[:1] for row in rows]
+    else:
+        counts = query_starts.diff().tolist()
+        written = [row[:count] for row, count in zip(rows, counts, strict=True)]
+    if checkpoints is not None:
+        bounds, kept = checkpoints.starts.tolist(), checkpoints.slots.tolist()
+        written = [row + kept[bounds[r] : bounds[r + 1]] for r, row in enumerate(written)]
+    writers: dict[int, int] = {}
+    for request in live:
+        for slot in written[request]:
+            writer = writers.setdefault(slot, request)
+            if writer != request and slot > NULL_SLOT:
+                msg = (
+                    f"state_slots and checkpoints must not have a slot of two requests, got slot "
+                    f"{slot} of requests {writer} and {request}"
+                )
+                raise ValueError(msg)
+    initial = initial_slots.tolist()
+    for request in live:
+        slot = initial[request]
+        writer = writers.get(slot, request)
+        if writer != request and slot > NULL_SLOT:
+            msg = (
+                f"initial_slots must not have a slot that another request writes, got slot {slot} "
+                f"of request {request}, which request {writer} writes"
+            )
+            raise ValueError(msg)
 
 
 def check_recurrence(

@@ -100,13 +100,13 @@ def compile_updates():
         tensors = conv_tensors(3, 10240, 4, torch.bfloat16, generator(0))
         # Rows of a multiple of 16 bytes, but not of 16 elements, as Falcon-H1 projects them.
         tensors["x"] = torch.zeros(3, 18568, dtype=torch.bfloat16)[:, 8192:18432]
-        pages = conv_states(2, 10240, 4, torch.bfloat16, is_dim_last=is_dim_last)
+        pages = conv_states(4, 10240, 4, torch.bfloat16, is_dim_last=is_dim_last)
         conv_update(
             torch.empty(3, 10240, dtype=torch.bfloat16),
             pages.states,
             **tensors,
-            initial_slots=i32([1, 1, 1]),
-            state_slots=i32([1, 1, 1]),
+            initial_slots=i32([1, 2, 3]),
+            state_slots=i32([1, 2, 3]),
         )
 
 

@@ -240,8 +240,8 @@ def compile_updates():
             tensors = delta_tensors(
                 3, (16, 32, 128, 128), torch.bfloat16, generator(0), channels=channels
             )
-            states = torch.zeros(2, 32, 128, 128, dtype=state_dtype)
-            slots = i32([1, 1, 1])
+            states = torch.zeros(4, 32, 128, 128, dtype=state_dtype)
+            slots = i32([1, 2, 3])
             delta_update(tensors["v"], states, **tensors, initial_slots=slots, state_slots=slots)
 
 

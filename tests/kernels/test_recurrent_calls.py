@@ -6,10 +6,10 @@ from importlib import import_module
 import pytest
 import torch
 
-from jenga_kernels.states import NULL_SLOT
+from jenga_kernels.states import NULL_SLOT, Checkpoints
 from tests.kernels.conv_cases import conv_tensors
 from tests.kernels.delta_cases import delta_tensors
-from tests.kernels.state_cases import i32, recurrence_tensors
+from tests.kernels.state_cases import i32, on_cpu, recurrence_tensors
 from tests.kernels.support import DEVICE, generator, max_error, randn
 
 NUM_SLOTS, NUM_TOKENS = 12, 80
@@ -122,5 +122,69 @@ def test_step_sizes_are_within_limits_without_softplus_too(name, kind, dt_limits
     tensors = recurrence_tensors(6, kind, (2, 16, 16, 1), torch.float32, generator(1))
     call = replace(call, tensors=tensors | {"dt_softplus": False, "dt_limits": dt_limits})
     slots = slots_of(name, [0, 6], [5], [3])
+
+    check_same(call.run(slots), call.run_reference(slots))
+
+
+@pytest.mark.parametrize("name", [*SCANS, *STEPS])
+def test_slots_below_the_null_slot_are_taken_for_it(name):
+    call = call_of(name, 9)
+    bounds = [0, 3, 6, 9]
+
+    got = call.run(slots_of(name, bounds, [-1, 5, -(2**31)], [3, -1, -7]))
+
+    want = call.run(slots_of(name, bounds, [0, 5, 0], [3, 0, 0]))
+    for mine, theirs in zip(got, want, strict=True):
+        assert torch.equal(mine, theirs)
+    assert torch.equal(got[1][4:], call.states[4:])
+
+
+SHARED_SLOTS = {
+    # initial slots, state slots; how the message begins
+    "written_by_two": ((5, 6), (3, 3), "state_slots and checkpoints must not"),
+    "read_before_another_writes_it": ((4, 6), (3, 4), "initial_slots must not"),
+    "read_after_another_wrote_it": ((5, 3), (3, 4), "initial_slots must not"),
+}
+
+
+def refused(call, slots, message):
+    """Run a call on the CPU, where slots are looked at; it must be refused and write nothing."""
+    arguments = on_cpu(call.arguments(slots))
+    operation = getattr(import_module(f"jenga_kernels.{call.name}"), call.name)
+
+    with pytest.raises(ValueError, match=f"^{message}"):
+        operation(**arguments)
+
+    assert (arguments["out"] == 7).all()
+    assert torch.equal(arguments["states"], call.states.cpu())
+
+
+@pytest.mark.parametrize(("initial", "state", "message"), SHARED_SLOTS.values(), ids=SHARED_SLOTS)
+@pytest.mark.parametrize("name", [*SCANS, *STEPS])
+def test_a_slot_that_two_requests_would_race_for_is_refused(name, initial, state, message):
+    refused(call_of(name, 9), slots_of(name, [0, 4, 9], initial, state), message)
+
+
+@pytest.mark.parametrize("slot", [4, 6], ids=["another_writes", "another_reads"])
+@pytest.mark.parametrize("name", SCANS)
+def test_a_checkpoint_in_a_slot_of_another_request_is_refused(name, slot):
+    kept = Checkpoints(starts=i32([0, 1, 1]), after_tokens=i32([2]), slots=i32([slot]))
+    slots = slots_of(name, [0, 4, 9], [5, 6], [3, 4]) | {"checkpoints": kept}
+
+    refused(call_of(name, 9), slots, "(state_slots and checkpoints|initial_slots) must not")
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_slot_of_a_later_token_that_another_request_reads_is_refused(name):
+    slots = slots_of(name, [0, 2, 3], [5, 7], [3, 4])
+    slots["state_slots"] = i32([[3, 7], [4, 3]])  # the second request has no second token
+
+    refused(call_of(name, 3), slots, "initial_slots must not")
+
+
+@pytest.mark.parametrize("name", [*SCANS, *STEPS])
+def test_requests_may_go_on_from_one_state_and_padding_from_any(name):
+    call = call_of(name, 9)
+    slots = slots_of(name, [0, 3, 6, 9], [5, 5, 3], [3, 4, NULL_SLOT])
 
     check_same(call.run(slots), call.run_reference(slots))

@@ -216,14 +216,14 @@ def compile_updates():
             shape = (num_heads, head_dim, d_state)
             state_update(
                 x,
-                torch.zeros(2, *shape, dtype=state_dtype),
+                torch.zeros(4, *shape, dtype=state_dtype),
                 x,
                 x if per_channel else x[:, :, 0].contiguous(),
                 torch.zeros(shape if per_channel else shape[:1]),
                 B,
                 B,
-                i32([1, 1, 1]),
-                i32([1, 1, 1]),
+                i32([1, 2, 3]),
+                i32([1, 2, 3]),
                 D=torch.zeros(num_heads),
                 z=x if per_channel else None,
                 dt_bias=torch.zeros(shape[:2] if per_channel else shape[:1]),
