@@ -8,6 +8,7 @@ from jenga_kernels.states import (
     Checkpoints,
     check_checkpoints,
     check_convolution,
+    check_no_overlap,
     check_query_starts,
     check_slots,
     check_slots_apart,
@@ -55,6 +56,7 @@ def causal_conv(
         ValueError: If a shape, dtype, stride, alignment or device does not fit.
     """
     check_convolution(out, states, x, weight, bias=bias)
+    check_no_overlap("out", out, "x", x)
     num_tokens, dim = x.shape
     num_requests = check_query_starts(query_starts, num_tokens)
     check_shape("initial_slots", initial_slots, (num_requests,))

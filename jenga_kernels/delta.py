@@ -10,7 +10,7 @@ from jenga_kernels.checks import (
     check_same_device,
     check_shape,
 )
-from jenga_kernels.states import check_contiguous_rows
+from jenga_kernels.states import check_contiguous_rows, check_not_expanded
 
 MAX_KEY_DIM = 128
 """Greatest head_k_dim, that of all models known; the tiles of wider keys would not fit."""
@@ -69,6 +69,8 @@ def check_delta_rule(
             check_dtype(name, tensor, FLOAT_DTYPES)
 
     check_rows("states", states)
+    check_not_expanded("states", states)
+    check_not_expanded("out", out)
     tensors = {"v": v, "out": out, "q": q, "k": k} | weights
     for name, tensor in tensors.items():
         if tensor is not None:

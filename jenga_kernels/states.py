@@ -51,6 +51,43 @@ def check_contiguous_rows(name: str, tensor: torch.Tensor) -> None:
         raise ValueError(msg)
 
 
+def check_not_expanded(name: str, tensor: torch.Tensor) -> None:
+    """Check that no dimension of a tensor that is written repeats the same elements.
+
+    Raises:
+        ValueError: If one does.
+    """
+    if 0 not in tensor.stride():
+        return
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            msg = f"{name} must have elements of its own, got stride 0 in dimension {dim}"
+            raise ValueError(msg)
+
+
+def check_no_overlap(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """Check that two tensors of the same shape [num_rows, num_columns] and dtype share no element.
+
+    Raises:
+        ValueError: If they may; columns side by side in rows of the same stride do not.
+    """
+    if tensor.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
+        return
+    num_rows, num_columns = tensor.shape
+    stride, other_stride = tensor.stride(0), other.stride(0)
+    start, other_start = tensor.storage_offset(), other.storage_offset()
+    last_row = num_rows - 1
+    is_behind = start > other_start + last_row * other_stride + num_columns - 1
+    is_before = other_start > start + last_row * stride + num_columns - 1
+    is_beside = (
+        stride == other_stride > 0
+        and num_columns <= (start - other_start) % stride <= stride - num_columns
+    )
+    if tensor.numel() and not (is_behind or is_before or is_beside):
+        msg = f"{name} must not overlap {other_name}, got views of the same elements"
+        raise ValueError(msg)
+
+
 def check_slots(name: str, slots: torch.Tensor, num_slots: int) -> None:
     """Check slot ids; their values only on the CPU, where looking at them waits for nothing.
 
@@ -259,6 +296,8 @@ def check_recurrence(
             check_dtype(name, tensor, FLOAT_DTYPES)
 
     check_rows("states", states)
+    check_not_expanded("states", states)
+    check_not_expanded("out", out)
     rows = {"out": out, "x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z}
     for name, tensor in (rows | {"dt_bias": dt_bias}).items():
         if tensor is not None:
@@ -311,6 +350,8 @@ def check_convolution(
     check_dtype("weight", weight, FLOAT_DTYPES)
     check_contiguous_rows("x", x)
     check_contiguous_rows("out", out)
+    check_not_expanded("states", states)
+    check_not_expanded("out", out)
     if bias is not None:
         check_shape("bias", bias, (dim,))
         check_dtype("bias", bias, FLOAT_DTYPES)

@@ -147,22 +147,26 @@ SHARED_SLOTS = {
 }
 
 
-def refused(call, slots, message):
-    """Run a call on the CPU, where slots are looked at; it must be refused and write nothing."""
-    arguments = on_cpu(call.arguments(slots))
-    operation = getattr(import_module(f"jenga_kernels.{call.name}"), call.name)
+def refused(name, arguments, message):
+    """Call an operation, which must refuse it and write nothing."""
+    want = {name: arguments[name].clone() for name in ("out", "states")}
 
     with pytest.raises(ValueError, match=f"^{message}"):
-        operation(**arguments)
+        getattr(import_module(f"jenga_kernels.{name}"), name)(**arguments)
 
-    assert (arguments["out"] == 7).all()
-    assert torch.equal(arguments["states"], call.states.cpu())
+    assert torch.equal(arguments["out"], want["out"])
+    assert torch.equal(arguments["states"], want["states"])
+
+
+def slots_refused(name, slots, message):
+    """The same on the CPU, where slots are looked at."""
+    refused(name, on_cpu(call_of(name, 9).arguments(slots)), message)
 
 
 @pytest.mark.parametrize(("initial", "state", "message"), SHARED_SLOTS.values(), ids=SHARED_SLOTS)
 @pytest.mark.parametrize("name", [*SCANS, *STEPS])
 def test_a_slot_that_two_requests_would_race_for_is_refused(name, initial, state, message):
-    refused(call_of(name, 9), slots_of(name, [0, 4, 9], initial, state), message)
+    slots_refused(name, slots_of(name, [0, 4, 9], initial, state), message)
 
 
 @pytest.mark.parametrize("slot", [4, 6], ids=["another_writes", "another_reads"])
@@ -171,7 +175,7 @@ def test_a_checkpoint_in_a_slot_of_another_request_is_refused(name, slot):
     kept = Checkpoints(starts=i32([0, 1, 1]), after_tokens=i32([2]), slots=i32([slot]))
     slots = slots_of(name, [0, 4, 9], [5, 6], [3, 4]) | {"checkpoints": kept}
 
-    refused(call_of(name, 9), slots, "(state_slots and checkpoints|initial_slots) must not")
+    slots_refused(name, slots, "(state_slots and checkpoints|initial_slots) must not")
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -179,7 +183,7 @@ def test_a_slot_of_a_later_token_that_another_request_reads_is_refused(name):
     slots = slots_of(name, [0, 2, 3], [5, 7], [3, 4])
     slots["state_slots"] = i32([[3, 7], [4, 3]])  # the second request has no second token
 
-    refused(call_of(name, 3), slots, "initial_slots must not")
+    slots_refused(name, slots, "initial_slots must not")
 
 
 @pytest.mark.parametrize("name", [*SCANS, *STEPS])
@@ -188,3 +192,56 @@ def test_requests_may_go_on_from_one_state_and_padding_from_any(name):
     slots = slots_of(name, [0, 3, 6, 9], [5, 5, 3], [3, 4, NULL_SLOT])
 
     check_same(call.run(slots), call.run_reference(slots))
+
+
+@pytest.mark.parametrize("argument", ["out", "states"])
+@pytest.mark.parametrize("name", [*SCANS, *STEPS])
+def test_tensors_whose_rows_are_one_and_the_same_are_not_written(name, argument):
+    arguments = call_of(name, 9).arguments(slots_of(name, [0, 9], [5], [3]))
+    rows = arguments[argument]
+    arguments[argument] = rows[:1].expand_as(rows)
+
+    refused(name, arguments, f"{argument} must have elements of its own")
+
+
+OVERLAPS = {
+    # rows and columns of x and of out in a buffer
+    "the_same": ((0, 0), (0, 0)),
+    "a_row_later": ((0, 0), (1, 0)),
+    "a_row_earlier": ((1, 0), (0, 0)),
+    "some_columns": ((0, 0), (0, 15)),
+    "the_end_of_the_row_before": ((1, 0), (0, 25)),
+}
+
+
+def views_in_a_buffer(x, x_place, out_place):
+    """Copies of x, and room for its results, at places in one buffer of 40 columns."""
+    buffer = torch.zeros(len(x) + 2, 40, device=DEVICE)
+    flat = buffer.flatten()
+    views = [
+        flat.as_strided(x.shape, (40, 1), 40 * row + column) for row, column in (x_place, out_place)
+    ]
+    views[0].copy_(x)
+    return dict(zip(("x", "out"), views, strict=True))
+
+
+@pytest.mark.parametrize("places", OVERLAPS.values(), ids=OVERLAPS)
+def test_a_convolution_of_prompts_does_not_write_over_its_input(places):
+    call = call_of("causal_conv", 9)
+    arguments = call.arguments(slots_of(call.name, [0, 9], [5], [3]))
+
+    refused(call.name, arguments | views_in_a_buffer(call.values, *places), "out must not overlap")
+
+
+@pytest.mark.parametrize(
+    "places", [((0, 0), (0, 16)), ((1, 24), (0, 8)), ((1, 0), (1, 24))], ids=str
+)
+def test_a_convolution_of_prompts_may_write_beside_its_input(places):
+    call = call_of("causal_conv", 9)
+    slots = slots_of(call.name, [0, 9], [5], [3])
+    views = views_in_a_buffer(call.values, *places)
+    arguments = call.arguments(slots) | views
+
+    import_module("jenga_kernels.causal_conv").causal_conv(**arguments)
+
+    check_same((arguments["out"], arguments["states"]), call.run_reference(slots))
