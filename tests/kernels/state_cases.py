@@ -107,28 +107,33 @@ def prompt_slots(lengths, num_slots, rng, *, checkpoints=True):
 
 
 def step_slots(lengths, num_slots, rng):
-    """Slots of a few tokens per request, one for each, and as `prompt_slots` the slots used."""
+    """Slots of a few tokens per request, one for each, and as `prompt_slots` the slots used.
+
+    A request without tokens has a slot too, to which nothing is written.
+    """
     free = shuffled_slots(num_slots - 1, num_slots, rng)
     most = max(lengths)
-    starts, initial, final = [0], [], []
+    starts, initial, final, written = [0], [], [], []
     for request, length in enumerate(lengths):
-        starts.append(starts[-1] + max(1, length))
+        starts.append(starts[-1] + (1 if length == PADDING else length))
         if length == PADDING:
             initial.append(NULL_SLOT)
             final.append([NULL_SLOT] * most)
             continue
-        row = [free.pop() for _ in range(length)] + [NULL_SLOT] * (most - length)
+        row = [free.pop() for _ in range(max(1, length))]
+        row += [NULL_SLOT] * (most - len(row))
         if length > 2:
             row[1] = NULL_SLOT
         final.append(row)
-        initial.append((NULL_SLOT, row[0], row[length - 1])[request % 3])
+        initial.append((NULL_SLOT, row[0], row[max(1, length) - 1])[request % 3])
+        written += [slot for slot in row[:length] if slot != NULL_SLOT]
     slots = {
         "query_starts": i32(starts),
         "initial_slots": i32(initial),
         "state_slots": i32(final),
     }
     read = [slot for slot in initial if slot != NULL_SLOT]
-    return slots, read, [slot for row in final for slot in row if slot != NULL_SLOT]
+    return slots, read, written
 
 
 def widened(tensors):

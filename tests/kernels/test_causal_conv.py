@@ -37,7 +37,7 @@ def by_reference(tensors, slots, states):
 
 @pytest.mark.parametrize("is_dim_last", [True, False], ids=["dim_last", "dim_first"])
 @pytest.mark.parametrize("width", [2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 def test_causal_conv_matches_its_reference(lengths, dtype, width, is_dim_last):
     tensors, slots, pages, written = arguments(lengths, 72, width, dtype, is_dim_last)

@@ -9,7 +9,7 @@ from tests.kernels.state_cases import PADDING, i32, on_cpu, same_elsewhere, step
 from tests.kernels.support import check_close, generator, randn
 
 NUM_SLOTS = 24
-LENGTHS = {"one_token_each": [1, PADDING, 1, 1], "speculative": [8, 2, PADDING, 3]}
+LENGTHS = {"one_token_each": [1, PADDING, 1, 1], "speculative": [8, 0, 2, PADDING, 3]}
 
 
 def arguments(lengths, dim, width, dtype, is_dim_last):
@@ -32,7 +32,7 @@ def by_reference(tensors, slots, states):
 
 @pytest.mark.parametrize("is_dim_last", [True, False], ids=["dim_last", "dim_first"])
 @pytest.mark.parametrize("width", [2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 def test_conv_update_matches_its_reference(lengths, dtype, width, is_dim_last):
     tensors, slots, pages, written = arguments(lengths, 72, width, dtype, is_dim_last)

@@ -22,7 +22,6 @@ CASES = {
 
 def arguments(shape, lengths, dtype, state_dtype, *, channels=False):
     rng = generator(0)
-    lengths = [max(1, length) if length != PADDING else PADDING for length in lengths]
     slots, read, written = step_slots(lengths, NUM_SLOTS, rng)
     tensors = delta_tensors(int(slots["query_starts"][-1]), shape, dtype, rng, channels=channels)
     pages = delta_states(NUM_SLOTS, shape, state_dtype)

@@ -10,6 +10,7 @@ from jenga_kernels.reference.causal_conv import causal_conv
 from jenga_kernels.reference.conv_update import conv_update
 from jenga_kernels.reference.state_scan import state_scan
 from jenga_kernels.reference.state_update import state_update
+from jenga_kernels.states import Checkpoints
 from tests.kernels.conv_cases import conv_states, conv_tensors
 from tests.kernels.state_cases import i32, recurrence_tensors, state_pages
 from tests.kernels.support import generator, max_error, randn
@@ -25,6 +26,7 @@ def mamba_ssm():
     if "selective_scan_cuda" not in sys.modules:
         sys.modules["selective_scan_cuda"] = types.ModuleType("selective_scan_cuda")
     pytest.importorskip("mamba_ssm", reason="mamba-ssm is not installed (pure Python is enough)")
+    from mamba_ssm.modules.ssd_minimal import ssd_minimal_discrete
     from mamba_ssm.ops.selective_scan_interface import selective_scan_ref
     from mamba_ssm.ops.triton.selective_state_update import selective_state_update_ref
     from mamba_ssm.ops.triton.ssd_combined import ssd_chunk_scan_combined_ref
@@ -33,6 +35,7 @@ def mamba_ssm():
         selective_scan=selective_scan_ref,
         state_update=selective_state_update_ref,
         chunk_scan=ssd_chunk_scan_combined_ref,
+        minimal_scan=ssd_minimal_discrete,
     )
 
 
@@ -105,6 +108,38 @@ def test_head_scan_agrees_with_mamba_ssm(mamba_ssm):
     )
 
     assert max_error(out, want[0]) < 5e-5
+
+
+def test_head_scan_from_state_to_state_agrees_with_mamba_ssm(mamba_ssm):
+    shape, length, kept_after = (4, 16, 24, 2), 64, 48
+    tensors = double_tensors(length, "heads", shape) | {"D": None, "z": None}
+    pages = state_pages(4, shape[:3], torch.float64)
+    pages.states[1] = randn(shape[:3], torch.float64, generator(1))
+    out = torch.empty_like(tensors["x"])
+
+    state_scan(
+        out,
+        pages.states,
+        **tensors,
+        query_starts=i32([0, length]),
+        initial_slots=i32([1]),
+        state_slots=i32([2]),
+        checkpoints=Checkpoints(starts=i32([0, 1]), after_tokens=i32([kept_after]), slots=i32([3])),
+    )
+    dt = torch.nn.functional.softplus(tensors["dt"] + tensors["dt_bias"])
+    theirs = (
+        tensors["x"] * dt[..., None],
+        dt * tensors["A"],
+        *(tensors[name].repeat_interleave(2, 1) for name in ("B", "C")),
+    )
+    for slot, end in ((3, kept_after), (2, length)):
+        want, state = mamba_ssm.minimal_scan(
+            *(tensor[None, :end] for tensor in theirs),
+            block_len=16,
+            initial_states=pages.states[1][None, None],
+        )
+        assert max_error(out[:end], want[0]) < LIMIT
+        assert max_error(pages.states[slot], state[0]) < LIMIT
 
 
 @pytest.mark.parametrize(

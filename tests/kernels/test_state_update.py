@@ -30,7 +30,6 @@ CASES = {
 
 def arguments(kind, shape, lengths, dtype, state_dtype):
     rng = generator(0)
-    lengths = [max(1, length) if length != PADDING else PADDING for length in lengths]
     slots, read, written = step_slots(lengths, NUM_SLOTS, rng)
     tensors = recurrence_tensors(int(slots["query_starts"][-1]), kind, shape, dtype, rng)
     pages = state_pages(NUM_SLOTS, shape[:3], state_dtype)
