@@ -245,3 +245,55 @@ def test_a_convolution_of_prompts_may_write_beside_its_input(places):
     import_module("jenga_kernels.causal_conv").causal_conv(**arguments)
 
     check_same((arguments["out"], arguments["states"]), call.run_reference(slots))
+
+
+MIXED = {
+    # what replaces a layer's tensors, given the per-channel shape and a generator
+    "D_of_heads": lambda _, rng: {"D": randn((2,), torch.float32, rng)},
+    "D_of_channels": lambda _, rng: {"D": randn((2, 16), torch.float16, rng)},
+    "weights_in_half_precision": lambda shape, rng: {
+        "dt": randn((9, *shape), torch.float16, rng),
+        "dt_bias": randn(shape, torch.float16, rng),
+    },
+    "states_in_half_precision": lambda _, rng: {
+        "states": randn((NUM_SLOTS, 2, 16, 16), torch.float16, rng)
+    },
+}
+
+
+@pytest.mark.parametrize("mixed", MIXED.values(), ids=MIXED)
+@pytest.mark.parametrize("kind", ["channels", "heads"])
+@pytest.mark.parametrize("name", ["state_scan", "state_update"])
+def test_recurrences_take_weights_of_either_shape_and_any_float_dtype(name, kind, mixed):
+    rng = generator(2)
+    call = call_of(name, 9)
+    shape = (2, 16) if kind == "channels" else (2,)
+    tensors = recurrence_tensors(9, kind, (2, 16, 16, 1), torch.float32, rng)
+    slots = slots_of(name, [0, 4, 9], [5, NULL_SLOT], [3, 4])
+    new = mixed(shape, rng)
+    call = replace(call, tensors=tensors | new, states=new.pop("states", call.states))
+    call.tensors.pop("states", None)
+
+    got, want = call.run(slots), call.run_reference(slots)
+
+    check_same(got[:1], want[:1])
+    # Half precision may round what differs in float32 the other way.
+    unit = torch.finfo(call.states.dtype).eps
+    assert max_error(got[1], want[1]) <= 1e-4 + unit * want[1].abs().max().item()
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_checkpoints_without_a_slot_and_those_of_padding_are_dropped(name):
+    call = call_of(name, 12)
+    kept = Checkpoints(
+        starts=i32([0, 3, 4]), after_tokens=i32([1, 2, 6, 3]), slots=i32([NULL_SLOT, -1, 7, 8])
+    )
+    slots = slots_of(name, [0, 6, 12], [5, 5], [3, NULL_SLOT]) | {"checkpoints": kept}
+
+    out, states = call.run(slots)
+
+    check_same((out, states), call.run_reference(slots))
+    # A checkpoint after the last token is the last state.
+    assert torch.equal(states[7], states[3])
+    others = [slot for slot in range(NUM_SLOTS) if slot not in (3, 7)]
+    assert torch.equal(states[others], call.states[others])
