@@ -158,10 +158,11 @@ def compile_odd_rows():
 
 
 def compile_convolutions():
+    kept = Checkpoints(starts=i32([0, 1]), after_tokens=i32([3]), slots=i32([2]))
     for is_dim_last in (True, False):
         for dtype in (torch.bfloat16, torch.float32):
             tensors = conv_tensors(40, 10240, 4, dtype, generator(0))
-            pages = conv_states(2, 10240, 4, dtype, is_dim_last=is_dim_last)
+            pages = conv_states(3, 10240, 4, dtype, is_dim_last=is_dim_last)
             causal_conv(
                 torch.empty(40, 10240, dtype=dtype),
                 pages.states,
@@ -169,6 +170,7 @@ def compile_convolutions():
                 query_starts=i32([0, 40]),
                 initial_slots=i32([1]),
                 state_slots=i32([1]),
+                checkpoints=None if is_dim_last else kept,
             )
 
 

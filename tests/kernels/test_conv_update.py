@@ -122,3 +122,29 @@ def test_conv_update_compiles_to_loads_of_neighbouring_channels_without_spills(c
     assert dim_last.counts["load_global"] == 12, dim_last
     assert dim_last.counts["store_global"] == 4, dim_last
     assert dim_first.counts["load_64"] == 6, dim_first
+
+
+def compile_steps():
+    x = torch.zeros(12, 10240, dtype=torch.bfloat16)
+    slots = i32(range(1, 13)).view(3, 4)
+    for is_dim_last in (True, False):
+        pages = conv_states(13, 10240, 4, torch.bfloat16, is_dim_last=is_dim_last)
+        conv_update(
+            torch.empty_like(x),
+            pages.states,
+            x,
+            x[:4].T.contiguous(),
+            slots[:, -1],
+            slots,
+            query_starts=i32([0, 4, 8, 12]),
+        )
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_conv_update_of_several_tokens_compiles_without_spills(capability):
+    kernels = compile_job(compile_steps, capability)
+
+    assert len(kernels) == 2
+    for kernel in kernels:
+        assert kernel.stack_bytes == 0, kernel
+        assert kernel.registers <= 80, kernel

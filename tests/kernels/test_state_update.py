@@ -223,6 +223,8 @@ def compile_updates():
                 B,
                 i32([1, 2, 3]),
                 i32([1, 2, 3]),
+                # One token each, and several.
+                query_starts=None if state_dtype == torch.float32 else i32([0, 1, 2, 3]),
                 D=torch.zeros(num_heads),
                 z=x if per_channel else None,
                 dt_bias=torch.zeros(shape[:2] if per_channel else shape[:1]),
