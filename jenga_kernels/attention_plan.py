@@ -81,6 +81,7 @@ class AttentionPlan:
     Attributes:
         kind: What the layers have in common.
         tiles: Tiles of the kernels.
+        dtype: Element type of the queries.
         num_tokens: Rows of the queries.
         num_requests: Requests, padding included.
         decode_query_tokens: Requests with at most so many query tokens are decoded.
@@ -98,6 +99,7 @@ class AttentionPlan:
 
     kind: AttentionKind
     tiles: AttentionTiles
+    dtype: torch.dtype
     num_tokens: int
     num_requests: int
     decode_query_tokens: int
@@ -117,6 +119,23 @@ class AttentionPlan:
         """Whether a decoded request's keys may be split over programs."""
         is_decoding = self.max_decoded_tokens > 0
         return is_decoding and (self.is_batch_invariant or self.tiles.num_programs > 1)
+
+    def check(
+        self, kind: AttentionKind, dtype: torch.dtype, num_tokens: int, num_requests: int
+    ) -> None:
+        """Check that the plan is made for a call.
+
+        Raises:
+            ValueError: If it is made for other layers, queries or numbers.
+        """
+        made_for = (self.kind, self.dtype, self.num_tokens, self.num_requests)
+        if made_for != (kind, dtype, num_tokens, num_requests):
+            msg = (
+                f"plan must be made for {kind}, {dtype}, {num_tokens} tokens and {num_requests} "
+                f"requests, got {self.kind}, {self.dtype}, {self.num_tokens} and "
+                f"{self.num_requests}"
+            )
+            raise ValueError(msg)
 
     def update(self, query_starts: torch.Tensor, seq_lens: torch.Tensor) -> None:
         """Make the lists anew, in place, for another step with the same bounds.
@@ -267,6 +286,7 @@ def plan_attention(
     plan = AttentionPlan(
         kind=kind,
         tiles=tiles,
+        dtype=dtype,
         num_tokens=num_tokens,
         num_requests=num_requests,
         decode_query_tokens=decode_query_tokens,

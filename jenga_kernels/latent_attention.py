@@ -137,13 +137,10 @@ def latent_attention(
         plan = plan_latent_attention(
             query_starts, seq_lens, kind, num_tokens=num_tokens, dtype=q.dtype
         )
-    made_for = (replace(plan.kind, num_kv_heads=1), plan.num_tokens, plan.num_requests)
-    if made_for != (kind, num_tokens, num_requests):
-        msg = (
-            f"plan must be made for {kind}, {num_tokens} tokens and {num_requests} requests, got "
-            f"{made_for[0]}, {plan.num_tokens} and {plan.num_requests}"
-        )
-        raise ValueError(msg)
+    if num_heads % plan.kind.num_kv_heads == 0:
+        # Heads are planned for in groups.
+        kind = replace(kind, num_kv_heads=plan.kind.num_kv_heads)
+    plan.check(kind, q.dtype, num_tokens, num_requests)
     if num_requests == 0 or num_tokens == 0:
         return out
 

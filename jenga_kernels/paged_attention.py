@@ -196,12 +196,8 @@ def paged_attention(
             dtype=q.dtype,
             decode_query_tokens=None if spans is None else 0,
         )
-    elif (plan.kind, plan.num_tokens, plan.num_requests) != (kind, num_tokens, num_requests):
-        msg = (
-            f"plan must be made for {kind}, {num_tokens} tokens and {num_requests} requests, got "
-            f"{plan.kind}, {plan.num_tokens} and {plan.num_requests}"
-        )
-        raise ValueError(msg)
+    else:
+        plan.check(kind, q.dtype, num_tokens, num_requests)
     if num_requests == 0 or num_tokens == 0:
         return out
 

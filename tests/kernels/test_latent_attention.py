@@ -360,6 +360,8 @@ BAD_ARGUMENTS = {
     "results_of_another_dtype": ("out", lambda _: {"out": torch.zeros(4, 4, 64, device=DEVICE)}),
     "sums_of_another_shape": ("lse", lambda _: {"lse": torch.zeros(4, 3, device=DEVICE)}),
     "a_plan_for_fewer_tokens": ("plan", lambda a: {"plan": plan_of(a, num_tokens=3)}),
+    "a_plan_for_three_heads": ("plan", lambda a: {"plan": plan_of(a, kind={"num_heads": 3})}),
+    "a_plan_for_another_dtype": ("plan", lambda a: {"plan": plan_of(a, dtype=torch.float32)}),
     "a_plan_for_other_pages": ("plan", lambda a: {"plan": plan_of(a, kind={"page_tokens": 32})}),
     "a_plan_for_a_prefix": ("plan", lambda a: {"plan": plan_of(a, kind={"is_causal": False})}),
 }

@@ -314,6 +314,7 @@ BAD_ARGUMENTS = {
     "sums_of_another_shape": ("lse", lambda _: {"lse": torch.zeros(4, 3, device=DEVICE)}),
     "a_plan_for_other_layers": ("plan", lambda a: {"plan": plan_of(a), "window_tokens": 4}),
     "a_plan_for_fewer_tokens": ("plan", lambda a: {"plan": plan_of(a, num_tokens=3)}),
+    "a_plan_for_another_dtype": ("plan", lambda a: {"plan": plan_of(a, dtype=torch.float32)}),
     "a_decoding_plan_with_spans": (
         "plan",
         lambda a: {
