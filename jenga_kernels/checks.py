@@ -1,6 +1,7 @@
 """What an operation checks before it launches anything; each check raises `ValueError`."""
 
 from collections.abc import Sequence
+from numbers import Integral
 
 import torch
 
@@ -112,23 +113,25 @@ def check_contiguous(name: str, tensor: torch.Tensor) -> None:
         raise ValueError(msg)
 
 
-def check_at_least(name: str, value: float, minimum: float) -> None:
-    """Check that a number is not below `minimum`.
+def check_at_least(name: str, value: int, minimum: int) -> None:
+    """Check that a count is an integer and not below `minimum`.
 
     Raises:
-        ValueError: If it is below, or not a number.
+        ValueError: If it is not, or is below.
     """
-    if not value >= minimum:
-        msg = f"{name} must be at least {minimum}, got {value}"
+    # NumPy's integers are counts too; True is an int, but no number to a kernel.
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < minimum:
+        msg = f"{name} must be an integer and at least {minimum}, got {value!r}"
         raise ValueError(msg)
 
 
 def check_positive(name: str, value: float) -> None:
-    """Check that a number is greater than zero and finite.
+    """Check that a value is a number, greater than zero and finite.
 
     Raises:
         ValueError: If it is not.
     """
-    if not 0 < value < float("inf"):
-        msg = f"{name} must be greater than 0 and finite, got {value}"
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < float("inf"):
+        msg = f"{name} must be a number greater than 0 and finite, got {value!r}"
         raise ValueError(msg)

@@ -41,7 +41,7 @@ from jenga_kernels.triton.attention_decode import attention_decode_kernel, atten
 from jenga_kernels.triton.attention_prefill import attention_prefill_kernel
 from jenga_kernels.triton.tiles import MIN_ROWS, power_of_two
 
-_kind = functools.lru_cache(AttentionKind)
+_kind = functools.lru_cache(typed=True)(AttentionKind)
 """Every layer of every step asks for the same few."""
 
 MAX_HEAD_DIM = 512

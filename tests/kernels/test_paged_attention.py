@@ -289,12 +289,16 @@ BAD_ARGUMENTS = {
     "lengths_of_64_bits": ("seq_lens", lambda a: {"seq_lens": a["seq_lens"].long()}),
     "a_scale_of_zero": ("scale", lambda _: {"scale": 0.0}),
     "a_scale_that_is_no_number": ("scale", lambda _: {"scale": float("nan")}),
+    "a_scale_on_a_device": ("scale", lambda _: {"scale": torch.tensor(0.125, device=DEVICE)}),
     "a_window_of_zero": ("window_tokens", lambda _: {"window_tokens": 0}),
+    "a_window_of_part_of_a_token": ("window_tokens", lambda _: {"window_tokens": 3.5}),
+    "a_window_that_is_a_fact": ("window_tokens", lambda _: {"window_tokens": True}),
     "a_negative_chunk": ("chunk_tokens", lambda _: {"chunk_tokens": -1}),
     "a_window_in_cross_attention": (
         "window_tokens",
         lambda _: {"window_tokens": 5, "is_causal": False},
     ),
+    "a_chunk_in_floating_point": ("chunk_tokens", lambda _: {"chunk_tokens": 16.0}),
     "a_negative_soft_cap": ("soft_cap", lambda _: {"soft_cap": -1.0}),
     "sinks_of_another_length": ("sinks", lambda _: {"sinks": torch.zeros(3, device=DEVICE)}),
     "slopes_of_another_dtype": (
@@ -323,6 +327,15 @@ BAD_ARGUMENTS = {
         },
     ),
 }
+
+
+@pytest.mark.parametrize("window_tokens", [16.0, 1.0, True])
+def test_paged_attention_refuses_a_window_that_equals_an_earlier_one(window_tokens):
+    arguments = good_arguments()
+    paged_attention(**arguments | {"window_tokens": int(window_tokens)})
+
+    with pytest.raises(ValueError, match=r"^window_tokens "):
+        paged_attention(**arguments | {"window_tokens": window_tokens})
 
 
 @pytest.mark.parametrize(("name", "change"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS.keys())
