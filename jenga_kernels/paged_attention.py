@@ -102,11 +102,12 @@ def paged_attention(
             seq_lens counts encoder tokens and may be smaller than the number of queries.
         soft_cap: Scores become soft_cap * tanh(scores / soft_cap).
         sinks: Score of a key without a value that each head sees besides, [num_heads], dtype of q
-            or float32.
+            or float32; -inf for a head without one.
         alibi_slopes: slope * (key position - query position) is added to scores, f32[num_heads].
         spans: Keys [start, end) that a query token reads besides those, before and after it, i32
-            [num_tokens, 2]; start >= end for none. For tokens of an image that see each other.
-            Needs a plan with decode_query_tokens 0, or no plan.
+            [num_tokens, 2]; start >= end for none, and keys that a request lacks are left out. For
+            tokens of an image that see each other. Needs a plan with decode_query_tokens 0, or no
+            plan.
         k_scale: What stored keys are multiplied with, f32[1] or f32[num_kv_heads]; only with
             float8_e4m3fn pages.
         v_scale: As k_scale, of values; shape of k_scale where both are given.

@@ -98,7 +98,7 @@ def visible_keys(
             visible[token, : max(0, position) // chunk_tokens * chunk_tokens] = False
         if spans is not None:
             start, end = spans[token].tolist()
-            visible[token, start:end] = True
+            visible[token, max(0, start) : max(0, end)] = True
     return visible
 
 

@@ -151,7 +151,7 @@ def _attend_row_tile(
     span_ends = None
     if spans_ptr is not None:
         span_ptrs = spans_ptr + (query_start + tokens).to(gl.int64) * 2
-        span_starts = gl.load(span_ptrs)
+        span_starts = gl.maximum(gl.load(span_ptrs), 0)
         span_ends = gl.minimum(gl.load(span_ptrs + 1), seq_len)
     slopes = None
     if alibi_slopes_ptr is not None:
@@ -246,9 +246,10 @@ def _attend_row_tile(
     if sinks_ptr is not None:
         sinks = gl.load(sinks_ptr + heads).to(gl.float32) * LOG2_E
         new_max = gl.maximum(row_max, sinks)
-        rescale = gl.exp2(row_max - new_max)
+        shift = gl.where(new_max == float("-inf"), 0.0, new_max)
+        rescale = gl.exp2(row_max - shift)
         acc = acc * gl.convert_layout(rescale, acc_row_layout)[:, None]
-        row_sum = row_sum * rescale + gl.exp2(sinks - new_max)
+        row_sum = row_sum * rescale + gl.exp2(sinks - shift)
         row_max = new_max
     has_keys = row_sum > 0
     divisor = gl.where(has_keys, row_sum, 1.0)

@@ -92,7 +92,7 @@ def keys_of(
         layout: gl.constexpr = gl.BlockedLayout([ROWS // 32], [32], [NUM_WARPS], [0])
         rows = row_start + gl.arange(0, ROWS, layout)
         tokens = query_start + gl.minimum(rows // GROUP, query_len - 1)
-        span_starts = gl.load(spans_ptr + tokens.to(gl.int64) * 2)
+        span_starts = gl.maximum(gl.load(spans_ptr + tokens.to(gl.int64) * 2), 0)
         span_ends = gl.minimum(gl.load(spans_ptr + tokens.to(gl.int64) * 2 + 1), seq_len)
         has_span = span_starts < span_ends
         start = gl.minimum(start, gl.min(gl.where(has_span, span_starts, seq_len), 0))

@@ -100,7 +100,7 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
     span_starts = None
     span_ends = None
     if spans_ptr is not None:
-        span_starts = tl.load(spans_ptr + tokens.to(tl.int64) * 2)
+        span_starts = tl.maximum(tl.load(spans_ptr + tokens.to(tl.int64) * 2), 0)
         span_ends = tl.minimum(tl.load(spans_ptr + tokens.to(tl.int64) * 2 + 1), seq_len)
         has_span = span_starts < span_ends
         keys_start = tl.minimum(keys_start, tl.min(tl.where(has_span, span_starts, seq_len), 0))

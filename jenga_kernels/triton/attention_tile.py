@@ -178,9 +178,11 @@ def finish_rows(acc, row_max, row_sum, sinks):
     if sinks is not None:
         sinks = sinks * LOG2_E
         new_max = tl.maximum(row_max, sinks)
-        rescale = tl.exp2(row_max - new_max)
+        # A head without a sink among others has -inf, and a row may have no key either.
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        rescale = tl.exp2(row_max - shift)
         acc = acc * rescale[:, None]
-        row_sum = row_sum * rescale + tl.exp2(sinks - new_max)
+        row_sum = row_sum * rescale + tl.exp2(sinks - shift)
         row_max = new_max
     is_empty = row_sum == 0.0
     divisor = tl.where(is_empty, 1.0, row_sum)

@@ -147,6 +147,25 @@ def test_paged_attention_window_counts_its_own_token_at_page_edges(window_tokens
     check_batch(make_batch(shape, Options(window_tokens=window_tokens)), tiles=SMALL_TILES)
 
 
+@pytest.mark.parametrize("decode_query_tokens", [0, 8], ids=["prefill", "decode"])
+def test_paged_attention_takes_heads_without_sinks_among_others(decode_query_tokens):
+    shape = Shape(requests=((1, 0), (3, 200), (20, 0), (2, 0), (1, 5)), num_padding_tokens=2)
+    batch = make_batch(shape, Options(has_sinks=True))
+    batch.sinks[::2] = float("-inf")
+
+    check_batch(batch, tiles=SMALL_TILES, decode_query_tokens=decode_query_tokens)
+
+
+def test_paged_attention_leaves_out_what_spans_name_of_keys_that_are_not_there():
+    options = Options(window_tokens=9, has_spans=True)
+    # Each request's first key is read, so that none of its slots is NaN.
+    batch = make_batch(Shape(requests=((40, 40), (5, 5), (7, 7))), options)
+    for row, span in enumerate(((-40, 12), (-9, -2), (20, 10_000), (90, 95), (-1, -1))):
+        batch.spans[row::5] = torch.tensor(span, dtype=torch.int32)
+
+    check_batch(batch, tiles=SMALL_TILES)
+
+
 @pytest.mark.parametrize("num_scales", [0, 1, 2], ids=["unscaled", "per_tensor", "per_head"])
 def test_paged_attention_reads_fp8(num_scales):
     shape = Shape(requests=MIXED, dtype=torch.bfloat16, pages_dtype=torch.float8_e4m3fn)

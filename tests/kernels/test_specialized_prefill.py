@@ -100,6 +100,17 @@ def test_specialized_prefill_programs_do_one_row_tile_after_another(options):
 
 
 @only_on_hopper
+def test_specialized_prefill_takes_heads_without_sinks_and_spans_of_keys_that_are_not_there():
+    shape = Shape(requests=((20, 0), (150, 150), (9, 9)), dtype=torch.bfloat16)
+    batch = make_batch(shape, Options(window_tokens=40, has_sinks=True, has_spans=True))
+    batch.sinks[::2] = float("-inf")
+    for row, span in enumerate(((-200, 12), (-9, -2), (70, 10_000), (190, 195))):
+        batch.spans[row::4] = torch.tensor(span, dtype=torch.int32)
+
+    check_batch(batch, decode_query_tokens=0, is_warp_specialized=True)
+
+
+@only_on_hopper
 def test_specialized_prefill_takes_float16_beside_decoded_tokens():
     batch = make_batch(Shape(requests=REQUESTS, dtype=torch.float16), Options())
     check_batch(batch, is_warp_specialized=True)
