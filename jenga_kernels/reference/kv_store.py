@@ -31,4 +31,6 @@ def stored(row: torch.Tensor, pages: torch.Tensor, scale: torch.Tensor | None) -
     if scale is not None:
         values = values / scale[:, None]
     limit = torch.finfo(FP8_DTYPE).max
-    return values.clamp(-limit, limit).to(FP8_DTYPE)
+    # What is not a number loses its sign, as on a GPU.
+    values = values.clamp(-limit, limit).where(~values.isnan(), torch.nan)
+    return values.to(FP8_DTYPE)

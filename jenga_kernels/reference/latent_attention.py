@@ -47,7 +47,7 @@ def latent_attention(
         scores = torch.einsum("qhd,kd->hqk", q[rows], keys).to(score_dtype) * scale
         scores = scores.masked_fill(~visible, float("-inf"))
         log_sums = torch.logsumexp(scores, 2, keepdim=True)
-        weights = torch.exp(scores - log_sums).nan_to_num(0.0)
+        weights = torch.exp(scores - log_sums).masked_fill(~visible, 0.0)
         out[rows] = torch.einsum("hqk,kd->qhd", weights.to(q.dtype), keys[:, :latent_dim])
         if lse is not None:
             lse[rows] = log_sums[:, :, 0].T.to(lse.dtype)

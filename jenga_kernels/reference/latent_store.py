@@ -19,7 +19,8 @@ def latent_store(
     if pages.dtype == FP8_DTYPE:
         values = rows.float() if latent_scale is None else rows.float() / latent_scale
         limit = torch.finfo(FP8_DTYPE).max
-        rows = values.clamp(-limit, limit).to(FP8_DTYPE)
+        # What is not a number loses its sign, as on a GPU.
+        rows = values.clamp(-limit, limit).where(~values.isnan(), torch.nan).to(FP8_DTYPE)
     for row, slot in zip(rows, slots.tolist(), strict=True):
         if slot >= 0:
             pages[slot // page_tokens, slot % page_tokens] = row

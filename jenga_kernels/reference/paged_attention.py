@@ -69,7 +69,8 @@ def paged_attention(
             column = sinks.to(score_dtype)[:, None, None].expand(-1, query_len, 1)
             scores = torch.cat([scores, column], 2)
         log_sums = torch.logsumexp(scores, 2, keepdim=True)
-        weights = torch.exp(scores - log_sums).nan_to_num(0.0)[:, :, :seq_len]
+        # A query without keys has no weights; one whose scores are not numbers has such weights.
+        weights = torch.exp(scores - log_sums)[:, :, :seq_len].masked_fill(~visible, 0.0)
         out[rows] = torch.einsum("hqk,khd->qhd", weights.to(q.dtype), v)
         if lse is not None:
             lse[rows] = log_sums[:, :, 0].T.to(lse.dtype)

@@ -13,6 +13,9 @@ from jenga_kernels.triton.matmul import INTERPRETED
 FP8_MAX = tl.constexpr(448.0)
 """Greatest finite float8_e4m3fn."""
 
+INTERPRETED_NAN = tl.constexpr(480.0)
+"""What the interpreter takes float8_e4m3fn for that is not a number, and the other way round."""
+
 HALF_MAX = tl.constexpr(65504.0)
 """Greatest finite float16."""
 
@@ -26,14 +29,16 @@ def to_fp8(values):
     """
     # A GPU's own conversion saturates.
     if INTERPRETED:
-        values = tl.clamp(values, -FP8_MAX, FP8_MAX)
+        is_number = values == values  # noqa: PLR0124
+        values = tl.clamp(tl.where(is_number, values, 0.0), -FP8_MAX, FP8_MAX)
         bits = values.to(tl.int32, bitcast=True)
         exponent = ((bits >> 23) & 255) - 127
         step_bits = (tl.maximum(exponent, -6) - 3 + 127) << 23
         # Adding 1.5 * 2**23 steps leaves no bits below a step.
         anchor = 12582912.0 * step_bits.to(tl.float32, bitcast=True)
         rounded = tl.abs((values + anchor) - anchor).to(tl.int32, bitcast=True)
-        values = (rounded | (bits & -2147483648)).to(tl.float32, bitcast=True)
+        finite = (rounded | (bits & -2147483648)).to(tl.float32, bitcast=True)
+        values = tl.where(is_number, finite, INTERPRETED_NAN)
     return values.to(tl.float8e4nv)
 
 
@@ -44,9 +49,26 @@ def from_fp8(values, dtype: tl.constexpr):
     Between half precision and bfloat16 they pass through float32: the direct conversion is done by
     the unit of special functions, which exponentials need.
     """
-    if values.dtype == tl.float8e4nv and dtype == tl.bfloat16:
-        values = values.to(tl.float16).to(tl.float32)
+    if values.dtype == tl.float8e4nv:
+        if INTERPRETED:
+            values = _with_nan(values.to(tl.float32))
+        elif dtype == tl.bfloat16:
+            values = values.to(tl.float16).to(tl.float32)
     return values.to(dtype)
+
+
+@device_function
+def converted(values, dtype: tl.constexpr):
+    """Values in `dtype` by the compiler's own conversion, with what is not a number as such."""
+    if INTERPRETED and values.dtype == tl.float8e4nv:
+        values = _with_nan(values.to(tl.float32))
+    return values.to(dtype)
+
+
+@device_function
+def _with_nan(values):
+    """What the interpreter makes of float8_e4m3fn, f32, but with what is not a number as such."""
+    return tl.where(tl.abs(values) == INTERPRETED_NAN, float("nan"), values)
 
 
 @device_function
@@ -61,7 +83,8 @@ def split_pairs(pairs):
     if INTERPRETED:
         first = (pairs & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
         second = ((pairs >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
-        return first.to(tl.float16), second.to(tl.float16)
+        first = _with_nan(first.to(tl.float32)).to(tl.float16)
+        return first, _with_nan(second.to(tl.float32)).to(tl.float16)
     else:
         # Two pairs at a time: their first bytes side by side, then their second ones.
         return tl.inline_asm_elementwise(

@@ -8,6 +8,7 @@ import triton.language as tl
 from jenga_kernels.triton.addressing import repeated_key_offsets
 from jenga_kernels.triton.attention_tile import LOG2_E, finish_rows, row_offsets
 from jenga_kernels.triton.device import device_function
+from jenga_kernels.triton.fp8 import converted
 from jenga_kernels.triton.matmul import matmul, matmul_add
 from jenga_kernels.triton.rows import load_rows
 from jenga_kernels.triton.softmax import softmax_step
@@ -85,11 +86,12 @@ def attend_latents(
         if latents.dtype != q_latent.dtype:
             values = load_rows(pages_ptr, offsets, keys < keys_end, LATENT_DIM, BLOCK_LATENT)
         # The short product first: the other way round a warpgroup runs out of registers.
-        scores = matmul(q_rotary, tl.trans(rotary.to(q_rotary.dtype)))  # f32[BLOCK_M, BLOCK_N]
-        scores = matmul_add(q_latent, tl.trans(latents.to(q_latent.dtype)), scores)
+        rotary = converted(rotary, q_rotary.dtype)  # [BLOCK_N, BLOCK_ROTARY]
+        scores = matmul(q_rotary, tl.trans(rotary))  # f32[BLOCK_M, BLOCK_N]
+        scores = matmul_add(q_latent, tl.trans(converted(latents, q_latent.dtype)), scores)
         scores = tl.where(keys[None, :] < row_ends[:, None], scores, float("-inf"))
         weights, rescale, row_max, row_sum = softmax_step(scores, to_base_2, row_max, row_sum)
-        values = values.to(q_latent.dtype)  # [BLOCK_N, BLOCK_LATENT]
+        values = converted(values, q_latent.dtype)  # [BLOCK_N, BLOCK_LATENT]
         acc = matmul_add(weights.to(values.dtype), values, acc * rescale[:, None])
 
     out, lse = finish_rows(acc, row_max, row_sum, None)

@@ -48,13 +48,16 @@ def test_kv_store_writes_its_slots_and_nothing_else(shape, dtype, is_head_major)
 
 
 @pytest.mark.parametrize("num_scales", [0, 1, 3], ids=["unscaled", "per_tensor", "per_head"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_kv_store_rounds_and_saturates_to_fp8(dtype, num_scales):
     rng = generator(1)
     shape = (33, 4, 16, 3, 80)
     k, v, slots = new_tokens(shape, dtype, rng)
     k[3] = 1e4
     v[4] = -1e4
+    k[5], v[6], v[7] = float("inf"), float("-inf"), 0.0
+    k[8, :, :7] = torch.tensor([448.0, 464.0, 465.0, 2**-6, 2**-9, 2**-10, 3 * 2**-10])
+    k[9], v[10, 1, 3] = float("nan"), float("nan")
     scales = [None, None]
     if num_scales:
         scales = [torch.rand(num_scales, generator=rng).to(DEVICE) + 0.5 for _ in range(2)]

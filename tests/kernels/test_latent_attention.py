@@ -11,6 +11,7 @@ from jenga_kernels.attention_merge import attention_merge
 from jenga_kernels.attention_plan import AttentionKind
 from jenga_kernels.latent_attention import latent_attention
 from jenga_kernels.latent_plan import plan_latent_attention
+from jenga_kernels.reference import latent_attention as reference
 from jenga_kernels.triton.latent_tiles import group_heads
 from jenga_kernels.triton.tiles import AttentionTiles, LoopTiles
 from tests.kernels.latent_cases import Shape, check_batch, make_batch
@@ -316,6 +317,20 @@ def test_heads_work_in_groups_that_divide_them_and_fit(num_heads, query_tokens, 
 
 def good_arguments():
     return make_batch(Shape(requests=((1, 20), (3, 20)), dtype=torch.float16)).arguments
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_latent_attention_hides_no_nan_of_fp8_pages(dtype):
+    batch = make_batch(Shape(requests=((1, 40), (30, 50), (1, 9)), dtype=dtype, is_fp8=True))
+    nan = torch.tensor(0x7F, dtype=torch.uint8, device=DEVICE)
+    for request, element in ((0, 5), (1, 70)):
+        batch.pages.view(torch.uint8)[int(batch.page_table[request, 1]), 3, element] = nan
+
+    out = latent_attention(**batch.arguments)
+
+    naive = reference.latent_attention(**batch.arguments)
+    assert naive.isnan().any()
+    assert torch.equal(out.isnan(), naive.isnan())
 
 
 def plan_of(arguments, *, kind=None, **changes):

@@ -59,6 +59,7 @@ def test_latent_store_rounds_and_saturates_to_fp8(dtype, has_scale):
     arguments = new_tokens(shape, dtype, generator(1))
     arguments["latents"][3] = 1e4
     arguments["rotary_keys"][4] = -1e4
+    arguments["latents"][5], arguments["rotary_keys"][6] = float("-inf"), float("nan")
     scale = torch.tensor([0.37], device=DEVICE) if has_scale else None
 
     check_store(shape, arguments, torch.float8_e4m3fn, scale)

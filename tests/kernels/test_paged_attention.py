@@ -5,6 +5,7 @@ import torch
 
 from jenga_kernels.attention_plan import AttentionKind, plan_attention
 from jenga_kernels.paged_attention import paged_attention
+from jenga_kernels.reference import paged_attention as reference
 from jenga_kernels.triton.tiles import Machine, max_decode_rows
 from tests.kernels.attention_cases import (
     HALVED_TILES,
@@ -171,6 +172,23 @@ def test_paged_attention_reads_fp8(num_scales):
     shape = Shape(requests=MIXED, dtype=torch.bfloat16, pages_dtype=torch.float8_e4m3fn)
 
     check_batch(make_batch(shape, Options(num_scales=num_scales)), tiles=SMALL_TILES)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("decode_query_tokens", [0, 3], ids=["prefill", "decode"])
+def test_paged_attention_hides_no_nan_of_fp8_pages(decode_query_tokens, dtype):
+    shape = Shape(requests=((1, 40), (3, 50)), dtype=dtype, pages_dtype=torch.float8_e4m3fn)
+    batch = make_batch(shape, Options())
+    plan = batch.plan(decode_query_tokens=decode_query_tokens)
+    nan = torch.tensor(0x7F, dtype=torch.uint8, device=DEVICE)
+    batch.v_pages.view(torch.uint8)[int(batch.page_table[0, 1]), 3, 1, 5] = nan
+    batch.k_pages.view(torch.uint8)[int(batch.page_table[1, 0]), 2, 0, 4] = nan
+
+    out = paged_attention(**batch.arguments, plan=plan)
+
+    naive = reference.paged_attention(**batch.arguments)
+    assert naive.isnan().any()
+    assert torch.equal(out.isnan(), naive.isnan())
 
 
 @pytest.mark.parametrize("query_len", [2, 8])
