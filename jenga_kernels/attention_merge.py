@@ -30,7 +30,8 @@ def attention_merge(
 
     Args:
         first_out: Results over the first keys, [num_tokens, num_heads, head_dim], contiguous.
-        first_lse: Their natural log-sum-exp, f32[num_tokens, num_heads]; -inf: no keys.
+        first_lse: Their natural log-sum-exp, f32[num_tokens, num_heads]; -inf: no keys, and the
+            result may hold anything.
         second_out: Results over the second keys, shape and dtype of first_out, contiguous.
         second_lse: Their log-sum-exp, f32[num_tokens, num_heads].
         out: Written in place and returned, as first_out, which it may be; None allocates it.

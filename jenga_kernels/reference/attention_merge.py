@@ -15,10 +15,13 @@ def attention_merge(
     """Join the results of the same queries over two sets of keys; see the operation."""
     out = torch.empty_like(first_out) if out is None else out
     joined = torch.logaddexp(first_lse, second_lse)
-    first_weight = torch.exp(first_lse - joined).nan_to_num(0.0)[:, :, None]
-    second_weight = torch.exp(second_lse - joined).nan_to_num(0.0)[:, :, None]
     dtype = torch.promote_types(first_out.dtype, torch.float32)
-    out.copy_(first_out.to(dtype) * first_weight + second_out.to(dtype) * second_weight)
+    total = torch.zeros_like(first_out, dtype=dtype)
+    for part, part_lse in ((first_out, first_lse), (second_out, second_lse)):
+        weight = torch.exp(part_lse - joined)[:, :, None]
+        # Rows without keys may hold anything.
+        total += torch.where(part_lse[:, :, None].isneginf(), 0.0, part.to(dtype) * weight)
+    out.copy_(total)
     if lse is not None:
         lse.copy_(joined)
     return out

@@ -38,8 +38,11 @@ def attention_merge_kernel(
 
     offsets = rows[:, None] * HEAD_DIM + tl.arange(0, BLOCK_D)[None, :]
     mask = element_mask(live, HEAD_DIM, BLOCK_D)
-    first = tl.load(first_out_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(second_out_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    # What no key gave may hold NaN, and 0 * NaN is NaN.
+    has_first = element_mask(live & (first_lse != float("-inf")), HEAD_DIM, BLOCK_D)
+    has_second = element_mask(live & (second_lse != float("-inf")), HEAD_DIM, BLOCK_D)
+    first = tl.load(first_out_ptr + offsets, mask=has_first, other=0.0).to(tl.float32)
+    second = tl.load(second_out_ptr + offsets, mask=has_second, other=0.0).to(tl.float32)
     out = first * (first_weight / divisor)[:, None] + second * (second_weight / divisor)[:, None]
     tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
     if lse_ptr is not None:

@@ -12,8 +12,8 @@ def parts(shape, dtype):
     lses[0][0] = float("-inf")
     lses[1][:2] = float("-inf")
     outs = [randn(shape, dtype, rng) for _ in range(2)]
-    outs[0][0] = 0
-    outs[1][:2] = 0
+    outs[0][0] = float("nan")
+    outs[1][:2] = float("nan")
     return {
         "first_out": outs[0],
         "first_lse": lses[0],
