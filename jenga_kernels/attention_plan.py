@@ -305,6 +305,28 @@ def plan_attention(
     return plan
 
 
+def check_page_table(page_table: torch.Tensor) -> int:
+    """Check a page table; return num_requests.
+
+    Raises:
+        ValueError: If shape, dtype or strides do not fit.
+    """
+    check_shape("page_table", page_table, (None, None))
+    num_requests, max_pages = page_table.shape
+    check_dtype("page_table", page_table, (torch.int32,))
+    if max_pages > 1 and page_table.stride(1) != 1:
+        msg = (
+            f"page_table must be contiguous in its last dimension, got strides "
+            f"{page_table.stride()}"
+        )
+        raise ValueError(msg)
+    # A request's first page is looked up before it is known whether the request has any.
+    if max_pages == 0 and num_requests:
+        msg = f"page_table must have at least one column, got shape {tuple(page_table.shape)}"
+        raise ValueError(msg)
+    return num_requests
+
+
 def check_steps(query_starts: torch.Tensor, seq_lens: torch.Tensor, num_requests: int) -> None:
     """Check the bounds of requests.
 

@@ -1,5 +1,6 @@
 """What an operation checks before it launches anything; each check raises `ValueError`."""
 
+import functools
 from collections.abc import Sequence
 from numbers import Integral
 
@@ -100,6 +101,32 @@ def check_rows(name: str, tensor: torch.Tensor) -> None:
                 f"{stride[dim] * element_bytes} bytes in dimension {dim}"
             )
             raise ValueError(msg)
+
+
+def check_apart(name: str, tensor: torch.Tensor) -> None:
+    """Check that no two elements of a tensor that is written share memory.
+
+    Raises:
+        ValueError: If some may, as in an expanded tensor.
+    """
+    if not _is_apart(tensor.shape, tensor.stride()):
+        msg = (
+            f"{name} must have elements that do not overlap, got strides {tensor.stride()} of "
+            f"shape {tuple(tensor.shape)}"
+        )
+        raise ValueError(msg)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_apart(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether each dimension steps over all that those of shorter strides span."""
+    sizes = [(stride, size) for size, stride in zip(shape, strides, strict=True) if size > 1]
+    spanned = 1
+    for stride, size in sorted(sizes):
+        if stride < spanned:
+            return 0 in shape
+        spanned += stride * (size - 1)
+    return True
 
 
 def check_contiguous(name: str, tensor: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ from jenga_kernels.cache import check_pages, check_scales
 from jenga_kernels.checks import (
     FLOAT_DTYPES,
     FP8_DTYPE,
+    check_apart,
     check_dtype,
     check_rows,
     check_same_device,
@@ -45,8 +46,9 @@ def kv_store(
         k: Keys, [num_tokens, num_kv_heads, head_dim], bfloat16, float16 or float32.
         v: Values, shape and dtype of k.
         k_pages: Written in place, [num_pages, page_tokens, num_kv_heads, head_dim], dtype of k or
-            float8_e4m3fn; any strides that are multiples of 16 bytes, last dimension contiguous.
-        v_pages: Written in place, shape, dtype and strides of k_pages.
+            float8_e4m3fn; any strides that are multiples of 16 bytes, last dimension contiguous, no
+            element over another.
+        v_pages: Written in place, shape, dtype and strides of k_pages, apart from it.
         slots: Slot of each token, i64[num_tokens]: slot s is token s % page_tokens of page
             s // page_tokens. Tokens with a negative slot (`NO_SLOT`) are skipped.
         k_scale: What a stored key must be multiplied with, f32[1] or f32[num_kv_heads]; only with a
@@ -58,11 +60,12 @@ def kv_store(
     """
     num_tokens, num_kv_heads, head_dim = _check_new_tokens(k, v, slots)
     page_tokens = check_pages(k_pages, v_pages, num_kv_heads, head_dim, k.dtype)
+    _check_written(k_pages, v_pages)
     check_scales(k_pages, k_scale, v_scale, num_kv_heads)
     check_same_device(
         k=k, v=v, k_pages=k_pages, v_pages=v_pages, slots=slots, k_scale=k_scale, v_scale=v_scale
     )
-    if num_tokens == 0:
+    if k.numel() == 0:
         return
     machine = machine_of(k.device)
     tiles = copy_tiles(machine, head_dim)
@@ -118,3 +121,12 @@ def _check_new_tokens(
         msg = f"slots must be contiguous, got stride {slots.stride(0)}"
         raise ValueError(msg)
     return num_tokens, num_kv_heads, head_dim
+
+
+def _check_written(k_pages: torch.Tensor, v_pages: torch.Tensor) -> None:
+    check_apart("k_pages", k_pages)
+    # The strides of v_pages are the same.
+    row_bytes = k_pages.shape[-1] * k_pages.element_size()
+    if k_pages.numel() and abs(k_pages.data_ptr() - v_pages.data_ptr()) < row_bytes:
+        msg = "v_pages must not overlap k_pages"
+        raise ValueError(msg)

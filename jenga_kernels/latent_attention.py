@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from jenga_kernels.attention_plan import AttentionKind, AttentionPlan, check_steps
+from jenga_kernels.attention_plan import AttentionKind, AttentionPlan, check_page_table, check_steps
 from jenga_kernels.checks import (
     FLOAT_DTYPES,
     FP8_DTYPE,
@@ -62,7 +62,7 @@ def latent_attention(
             q or float8_e4m3fn; any strides that are multiples of 16 bytes, last dimension
             contiguous.
         page_table: Page of tokens [i * page_tokens, (i + 1) * page_tokens) of each request in
-            column i, i32[num_requests, max_pages].
+            column i, i32[num_requests, max_pages]; at least one column.
         query_starts: First query token of each request, and their number, i32[num_requests + 1].
         seq_lens: Tokens of each request whose rows are stored, queries included,
             i32[num_requests].
@@ -94,15 +94,7 @@ def latent_attention(
     check_rows("q", q)
     check_shape("pages", pages, (None, None, width))
     page_tokens, rotary_dim = check_latent_pages(pages, latent_dim, q.dtype)
-    check_shape("page_table", page_table, (None, None))
-    num_requests = page_table.shape[0]
-    check_dtype("page_table", page_table, (torch.int32,))
-    if page_table.shape[1] > 1 and page_table.stride(1) != 1:
-        msg = (
-            f"page_table must be contiguous in its last dimension, got strides "
-            f"{page_table.stride()}"
-        )
-        raise ValueError(msg)
+    num_requests = check_page_table(page_table)
     check_steps(query_starts, seq_lens, num_requests)
     check_positive("scale", scale)
     check_latent_scale(pages, latent_scale)

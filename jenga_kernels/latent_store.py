@@ -6,6 +6,7 @@ import triton
 from jenga_kernels.checks import (
     FLOAT_DTYPES,
     FP8_DTYPE,
+    check_apart,
     check_dtype,
     check_rows,
     check_same_device,
@@ -34,7 +35,8 @@ def latent_store(
         latents: Latents, normalised, [num_tokens, latent_dim], bfloat16, float16 or float32.
         rotary_keys: Rotary parts of the keys, rotated, [num_tokens, rotary_dim], dtype of latents.
         pages: Written in place, [num_pages, page_tokens, latent_dim + rotary_dim], dtype of latents
-            or float8_e4m3fn; any strides that are multiples of 16 bytes, last dimension contiguous.
+            or float8_e4m3fn; any strides that are multiples of 16 bytes, last dimension contiguous,
+            no element over another.
         slots: Slot of each token, i64[num_tokens]: slot s is token s % page_tokens of page
             s // page_tokens. Tokens with a negative slot (`kv_store.NO_SLOT`) are skipped.
         latent_scale: What a stored row must be multiplied with, f32[1]; only with a float8_e4m3fn
@@ -56,6 +58,7 @@ def latent_store(
         raise ValueError(msg)
     check_rows("latents", latents)
     check_rows("rotary_keys", rotary_keys)
+    check_apart("pages", pages)
     check_latent_scale(pages, latent_scale)
     check_same_device(
         latents=latents,

@@ -5,6 +5,7 @@ import triton
 
 from jenga_kernels.checks import (
     ALIGNMENT_BYTES,
+    check_apart,
     check_contiguous,
     check_dtype,
     check_rows,
@@ -67,4 +68,6 @@ def check_whole_pages(pages: torch.Tensor) -> torch.Tensor:
     if page_bytes % ALIGNMENT_BYTES:
         msg = f"pages must hold multiples of {ALIGNMENT_BYTES} bytes, got {page_bytes}"
         raise ValueError(msg)
-    return pages.view(torch.int32)
+    check_apart("pages", pages)
+    # A single page may have any stride, also one that words do not divide.
+    return pages[0].view(torch.int32)[None] if pages.shape[0] == 1 else pages.view(torch.int32)

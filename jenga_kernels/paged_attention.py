@@ -24,7 +24,13 @@ import math
 
 import torch
 
-from jenga_kernels.attention_plan import AttentionKind, AttentionPlan, check_steps, plan_attention
+from jenga_kernels.attention_plan import (
+    AttentionKind,
+    AttentionPlan,
+    check_page_table,
+    check_steps,
+    plan_attention,
+)
 from jenga_kernels.cache import check_pages, check_scales
 from jenga_kernels.checks import (
     FLOAT_DTYPES,
@@ -90,7 +96,7 @@ def paged_attention(
             float8_e4m3fn; any strides that are multiples of 16 bytes, last dimension contiguous.
         v_pages: Values, shape, dtype and strides of k_pages.
         page_table: Page of tokens [i * page_tokens, (i + 1) * page_tokens) of each request in
-            column i, i32[num_requests, max_pages].
+            column i, i32[num_requests, max_pages]; at least one column.
         query_starts: First query token of each request, and their number, i32[num_requests + 1].
         seq_lens: Tokens of each request whose keys are stored, queries included,
             i32[num_requests].
@@ -137,15 +143,7 @@ def paged_attention(
     check_dtype("q", q, FLOAT_DTYPES)
     check_rows("q", q)
     page_tokens = check_pages(k_pages, v_pages, num_kv_heads, head_dim, q.dtype)
-    check_shape("page_table", page_table, (None, None))
-    num_requests = page_table.shape[0]
-    check_dtype("page_table", page_table, (torch.int32,))
-    if page_table.shape[1] > 1 and page_table.stride(1) != 1:
-        msg = (
-            f"page_table must be contiguous in its last dimension, got strides "
-            f"{page_table.stride()}"
-        )
-        raise ValueError(msg)
+    num_requests = check_page_table(page_table)
     check_steps(query_starts, seq_lens, num_requests)
     check_positive("scale", scale)
     if soft_cap is not None:

@@ -96,6 +96,15 @@ def test_kv_store_of_no_tokens_writes_nothing():
     assert torch.equal(stored_bytes(layer.arena), before)
 
 
+def test_kv_store_of_no_heads_or_pages_writes_nothing():
+    slots = torch.full((3,), NO_SLOT, device=DEVICE)
+    no_heads = torch.empty(3, 0, 64, device=DEVICE)
+    k, no_pages = torch.zeros(3, 2, 64, device=DEVICE), torch.empty(0, 16, 2, 64, device=DEVICE)
+
+    kv_store(no_heads, no_heads, *torch.empty(2, 4, 16, 0, 64, device=DEVICE), slots)
+    kv_store(k, k, no_pages, no_pages, slots)
+
+
 def test_kv_store_reaches_past_2_to_the_31_elements():
     # Pages nobody touches cost no memory, so this arena is mostly not there.
     page_elements = 2 * 16 * 64
@@ -146,6 +155,32 @@ BAD_ARGUMENTS = {
     "rows_off_alignment": (
         "k",
         lambda _: {"k": torch.zeros(5, 2, 65, dtype=torch.float16, device=DEVICE)[..., :64]},
+    ),
+    "pages_that_are_all_the_same": (
+        "k_pages",
+        lambda a: {name: a[name][:1].expand(4, -1, -1, -1) for name in ("k_pages", "v_pages")},
+    ),
+    "slots_that_overlap": (
+        "k_pages",
+        lambda _: {
+            name: torch.zeros(8192, dtype=torch.float16, device=DEVICE).as_strided(
+                (4, 16, 2, 64), (1024, 64, 32, 1)
+            )
+            for name in ("k_pages", "v_pages")
+        },
+    ),
+    "values_onto_keys": ("v_pages", lambda a: {"v_pages": a["k_pages"]}),
+    "values_onto_parts_of_keys": (
+        "v_pages",
+        lambda _: dict(
+            zip(
+                ("k_pages", "v_pages"),
+                torch.zeros(4, 16, 2, 96, dtype=torch.float16, device=DEVICE)
+                .unfold(3, 64, 32)
+                .permute(3, 0, 1, 2, 4),
+                strict=True,
+            )
+        ),
     ),
     "a_scale_without_fp8": ("k_scale", lambda _: {"k_scale": torch.ones(1, device=DEVICE)}),
 }

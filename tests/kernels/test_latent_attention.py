@@ -364,6 +364,10 @@ BAD_ARGUMENTS = {
         "page_table",
         lambda a: {"page_table": a["page_table"].T.contiguous().T},
     ),
+    "a_page_table_without_columns": (
+        "page_table",
+        lambda a: {"page_table": a["page_table"][:, :0], "seq_lens": a["seq_lens"] * 0},
+    ),
     "too_few_query_starts": ("query_starts", lambda a: {"query_starts": a["query_starts"][:2]}),
     "lengths_of_64_bits": ("seq_lens", lambda a: {"seq_lens": a["seq_lens"].long()}),
     "a_scale_of_zero": ("scale", lambda _: {"scale": 0.0}),

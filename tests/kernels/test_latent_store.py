@@ -109,6 +109,10 @@ BAD_ARGUMENTS = {
     "integer_latents": ("latents", lambda a: {"latents": a["latents"].int()}),
     "scattered_latents": ("latents", lambda a: {"latents": a["latents"].repeat(1, 2)[:, ::2]}),
     "latents_of_odd_width": ("latent_dim", lambda a: {"latents": a["latents"][:, :60]}),
+    "pages_that_are_all_the_same": (
+        "pages",
+        lambda a: {"pages": a["pages"][:1].expand(4, -1, -1)},
+    ),
     "fewer_rotary_keys": ("rotary_keys", lambda a: {"rotary_keys": a["rotary_keys"][:4]}),
     "narrower_rotary_keys": ("rotary_keys", lambda a: {"rotary_keys": a["rotary_keys"][:, :8]}),
     "rotary_keys_of_another_dtype": (

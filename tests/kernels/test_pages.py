@@ -54,6 +54,14 @@ def test_page_copy_reaches_past_2_to_the_31_words():
     assert (pages[-1] == 7).all()
 
 
+def test_a_single_page_may_have_any_stride():
+    arena = torch.full((80,), 7, dtype=torch.uint8, device=DEVICE)
+
+    page_clear(arena.as_strided((1, 64), (5, 1)), ids(0))
+
+    assert arena.tolist() == [0] * 64 + [7] * 16
+
+
 def test_page_copy_of_nothing_changes_nothing():
     arena, pages = arena_pages(3, 64, torch.uint8)
     before = arena.clone()
@@ -68,6 +76,11 @@ BAD_ARGUMENTS = {
     "pages_of_three_dimensions": ("pages", lambda a: {"pages": a["pages"][None]}),
     "pages_of_odd_bytes": ("pages", lambda a: {"pages": a["pages"][:, :24]}),
     "pages_off_alignment": ("pages", lambda a: {"pages": a["pages"][:, 8:24]}),
+    "pages_that_are_all_the_same": ("pages", lambda a: {"pages": a["pages"][:1].expand(4, -1)}),
+    "pages_that_overlap": (
+        "pages",
+        lambda a: {"pages": a["pages"][0].as_strided((3, 32), (16, 1))},
+    ),
     "ids_of_32_bits": ("source_ids", lambda a: {"source_ids": a["source_ids"].int()}),
     "fewer_targets": ("target_ids", lambda a: {"target_ids": a["target_ids"][:1]}),
 }
