@@ -7,6 +7,7 @@ from jenga_kernels.checks import (
     FLOAT_DTYPES,
     check_contiguous,
     check_dtype,
+    check_no_gradients,
     check_same_device,
     check_shape,
 )
@@ -42,7 +43,7 @@ def attention_merge(
         The results over all keys; zeros where there are none.
 
     Raises:
-        ValueError: If a shape, dtype, stride or device does not fit.
+        ValueError: If a shape, dtype, stride or device does not fit, or a gradient is required.
 
     Source:
         FlashInfer (arXiv 2501.01005), section 2.2.
@@ -63,6 +64,7 @@ def attention_merge(
             check_dtype(name, tensor, (torch.float32,))
             check_contiguous(name, tensor)
     check_same_device(**outs, **lses)
+    check_no_gradients(**outs, **lses)
     num_rows = num_tokens * num_heads
     if num_rows == 0:
         return out

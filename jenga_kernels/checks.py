@@ -103,6 +103,20 @@ def check_rows(name: str, tensor: torch.Tensor) -> None:
             raise ValueError(msg)
 
 
+def check_no_gradients(**tensors: torch.Tensor | None) -> None:
+    """Check that nobody waits for gradients, which the operations do not compute; None is skipped.
+
+    Raises:
+        ValueError: If a tensor requires one and torch.no_grad() is not in force.
+    """
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad:
+            msg = f"{name} must not require a gradient but within torch.no_grad()"
+            raise ValueError(msg)
+
+
 def check_apart(name: str, tensor: torch.Tensor) -> None:
     """Check that no two elements of a tensor that is written share memory.
 

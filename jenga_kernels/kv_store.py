@@ -9,6 +9,7 @@ from jenga_kernels.checks import (
     FP8_DTYPE,
     check_apart,
     check_dtype,
+    check_no_gradients,
     check_rows,
     check_same_device,
     check_shape,
@@ -56,7 +57,8 @@ def kv_store(
         v_scale: As k_scale, of values.
 
     Raises:
-        ValueError: If a shape, dtype, stride, alignment or device does not fit.
+        ValueError: If a shape, dtype, stride, alignment or device does not fit, or a gradient is
+            required.
     """
     num_tokens, num_kv_heads, head_dim = _check_new_tokens(k, v, slots)
     page_tokens = check_pages(k_pages, v_pages, num_kv_heads, head_dim, k.dtype)
@@ -65,6 +67,7 @@ def kv_store(
     check_same_device(
         k=k, v=v, k_pages=k_pages, v_pages=v_pages, slots=slots, k_scale=k_scale, v_scale=v_scale
     )
+    check_no_gradients(k=k, v=v, k_pages=k_pages, v_pages=v_pages)
     if k.numel() == 0:
         return
     machine = machine_of(k.device)

@@ -37,6 +37,7 @@ from jenga_kernels.checks import (
     FP8_DTYPE,
     check_contiguous,
     check_dtype,
+    check_no_gradients,
     check_positive,
     check_rows,
     check_same_device,
@@ -117,7 +118,8 @@ def paged_attention(
         k_scale: What stored keys are multiplied with, f32[1] or f32[num_kv_heads]; only with
             float8_e4m3fn pages.
         v_scale: As k_scale, of values; shape of k_scale where both are given.
-        out: Written in place and returned, shape and dtype of q, contiguous; None allocates it.
+        out: Written in place and returned, shape and dtype of q, contiguous, apart from it; None
+            allocates it.
         lse: Written in place: natural log-sum-exp of each row's scores, sinks included,
             f32[num_tokens, num_heads]; -inf where no key is read.
         plan: Work lists of this step; None makes them for this call alone.
@@ -126,8 +128,8 @@ def paged_attention(
         The results, [num_tokens, num_heads, head_dim].
 
     Raises:
-        ValueError: If a shape, dtype, stride, alignment, device or number does not fit, or the plan
-            was made for other layers.
+        ValueError: If a shape, dtype, stride, alignment, device or number does not fit, the plan
+            was made for other layers, or a gradient is required.
 
     Source:
         FlashAttention-2 (arXiv 2307.08691) for the loop; the decode work is cut into equal runs of
@@ -157,6 +159,10 @@ def paged_attention(
     check_shape("out", out, q.shape)
     check_dtype("out", out, (q.dtype,))
     check_contiguous("out", out)
+    if out.data_ptr() == q.data_ptr() and num_tokens:
+        # Programs that share the results of wide heads both read the queries.
+        msg = "out must not be q"
+        raise ValueError(msg)
     if lse is not None:
         check_shape("lse", lse, (num_tokens, num_heads))
         check_dtype("lse", lse, (torch.float32,))
@@ -175,6 +181,9 @@ def paged_attention(
         out=out,
         lse=lse,
         plan=None if plan is None else plan.unit_starts,
+    )
+    check_no_gradients(
+        q=q, k_pages=k_pages, v_pages=v_pages, sinks=sinks, alibi_slopes=alibi_slopes, out=out
     )
     kind = _kind(
         num_heads=num_heads,

@@ -78,8 +78,9 @@ def test_attention_merge_of_no_rows_is_empty():
         ("second_lse", lambda a: a["second_lse"].double()),
         ("first_lse", lambda a: a["first_lse"].T.contiguous().T),
         ("second_out", lambda a: a["second_out"].half()),
+        ("first_out", lambda a: a["first_out"].clone().requires_grad_()),
     ],
-    ids=["fewer_tokens", "a_64_bit_sum", "scattered_sums", "another_dtype"],
+    ids=["fewer_tokens", "a_64_bit_sum", "scattered_sums", "another_dtype", "gradients"],
 )
 def test_attention_merge_refuses(name, change):
     arguments = parts((3, 2, 64), torch.float32)

@@ -182,6 +182,7 @@ BAD_ARGUMENTS = {
             )
         ),
     ),
+    "keys_that_require_a_gradient": ("k", lambda a: {"k": a["k"].clone().requires_grad_()}),
     "a_scale_without_fp8": ("k_scale", lambda _: {"k_scale": torch.ones(1, device=DEVICE)}),
 }
 

@@ -259,6 +259,16 @@ def test_paged_attention_in_batch_invariant_mode_ignores_the_rest_of_the_batch(h
         assert torch.equal(paged_attention(**alone.arguments, plan=plan), whole[start:end])
 
 
+def test_paged_attention_takes_parameters_without_their_gradients():
+    arguments = good_arguments()
+    wanted = paged_attention(**arguments)
+
+    with torch.no_grad():
+        out = paged_attention(**arguments | {"q": arguments["q"].clone().requires_grad_()})
+
+    assert torch.equal(out, wanted)
+
+
 def test_paged_attention_of_no_tokens_or_requests_is_empty():
     batch = make_batch(Shape(requests=((0, 0),)), Options())
     assert paged_attention(**batch.arguments).shape == (0, 4, 64)
@@ -355,6 +365,15 @@ BAD_ARGUMENTS = {
         lambda _: {"k_scale": torch.ones(1, device=DEVICE)},
     ),
     "results_of_another_dtype": ("out", lambda a: {"out": a["q"].float().contiguous()}),
+    "queries_that_require_a_gradient": (
+        "q",
+        lambda a: {"q": a["q"].clone().requires_grad_()},
+    ),
+    "sinks_that_require_a_gradient": (
+        "sinks",
+        lambda _: {"sinks": torch.zeros(4, device=DEVICE, requires_grad=True)},
+    ),
+    "results_onto_queries": ("out", lambda a: dict.fromkeys(("q", "out"), a["q"].contiguous())),
     "scattered_results": ("out", lambda a: {"out": a["q"]}),
     "sums_of_another_shape": ("lse", lambda _: {"lse": torch.zeros(4, 3, device=DEVICE)}),
     "a_plan_for_other_layers": ("plan", lambda a: {"plan": plan_of(a), "window_tokens": 4}),
