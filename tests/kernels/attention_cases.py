@@ -177,8 +177,11 @@ def make_batch(shape: Shape, options: Options, *, seed: int = 0) -> Batch:
             # CUDA does not index float8: bytes go in.
             stored = pages.view(torch.uint8) if pages.dtype.itemsize == 1 else pages
             stored[page_ids, tokens % shape.page_tokens] = values.view(stored.dtype)
-        # Pages before everything read are stale: another request's, or out of the arena.
+        # Pages before everything read are stale: another request's, or out of the arena; so are
+        # those past a request's end, or the null page.
         table[request, : start // shape.page_tokens] = 1 + request % 2 * (2**30)
+        if request % 2:
+            table[request, max(1, num_pages_of[request]) :] = 2**30
     scales = [None, None]
     if options.num_scales:
         scales = [torch.rand(options.num_scales, generator=rng).to(DEVICE) + 0.5 for _ in range(2)]

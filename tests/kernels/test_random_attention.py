@@ -27,9 +27,9 @@ SETTINGS = {
 
 @st.composite
 def requests(draw):
-    """(query tokens, tokens stored): prompts, chunks, decoded tokens, nothing."""
+    """(query tokens, tokens stored): prompts, chunks, decoded tokens, nothing; few have no keys."""
     stored = draw(st.integers(0, 90))
-    queries = draw(st.sampled_from([0, min(1, stored), min(3, stored), stored // 2, stored]))
+    queries = draw(st.sampled_from([0, 1, 3, stored // 2, stored, stored + 7]))
     return (queries, stored)
 
 
@@ -41,7 +41,7 @@ def shapes(draw):
         requests=tuple(draw(st.lists(requests(), min_size=1, max_size=5))),
         num_heads=num_kv_heads * draw(st.sampled_from([1, 2, 3, 5, 8])),
         num_kv_heads=num_kv_heads,
-        head_dim=draw(st.sampled_from([64, 80, 96, 112, 128, 320, 512])),
+        head_dim=draw(st.sampled_from([64, 80, 96, 112, 128, 192, 256, 320, 512])),
         page_tokens=draw(st.sampled_from([16, 32, 48, 64, 528])),
         dtype=draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32])),
         pages_dtype=torch.float8_e4m3fn if is_fp8 else None,
@@ -119,13 +119,34 @@ PAIRS = [
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_batch_invariant", [False, True], ids=["balanced", "invariant"])
 @pytest.mark.parametrize("pair", PAIRS, ids="_and_".join)
-def test_paged_attention_combines(pair):
+def test_paged_attention_combines(pair, is_batch_invariant):
     chosen = Options(**{name: value for one in pair for name, value in FEATURES[one].items()})
-    shape = Shape(
-        requests=((40, 40), (1, 77), (0, 0), (3, 50), (11, 70), (1, 1)),
+    requests = ((40, 40), (1, 77), (0, 0), (3, 50), (11, 70), (1, 1))
+    if "cross" in pair:
+        requests += ((30, 7), (4, 2), (2, 0))
+    usual = Shape(
+        requests=requests,
         dtype=torch.bfloat16,
         pages_dtype=torch.float8_e4m3fn if "fp8" in pair else None,
     )
 
-    check_batch(make_batch(shape, chosen), tiles=SMALL_TILES)
+    for shape in (
+        usual,
+        replace(usual, head_dim=80, num_heads=6, page_tokens=48, is_head_major=False),
+    ):
+        check_batch(
+            make_batch(shape, chosen), tiles=SMALL_TILES, is_batch_invariant=is_batch_invariant
+        )
+
+
+@pytest.mark.parametrize("has_alibi", [False, True], ids=["cross", "cross_and_alibi"])
+@pytest.mark.parametrize("decode_query_tokens", [0, 8], ids=["prefill", "decode"])
+def test_paged_attention_reads_an_encoder_of_fewer_tokens_than_queries(
+    decode_query_tokens, has_alibi
+):
+    shape = Shape(requests=((40, 7), (5, 3), (1, 0), (20, 0), (3, 40), (8, 120)))
+    batch = make_batch(shape, Options(is_causal=False, has_alibi=has_alibi, has_sinks=True))
+
+    check_batch(batch, tiles=SMALL_TILES, decode_query_tokens=decode_query_tokens)
