@@ -12,7 +12,8 @@ from jenga_kernels.attention_plan import plan_attention
 from jenga_kernels.paged_attention import paged_attention
 from perf.attention_peers import PEERS, Launch, UnsupportedError
 from perf.attention_shapes import DRY_SHAPES, SHAPES, AttentionBatch, AttentionShape, make_batch
-from perf.harness import Benchmark, Row, read_roofline
+from perf.geometric_means import geometric_means
+from perf.harness import Benchmark, Row, commit_of, read_roofline
 
 Prepare = Callable[[AttentionBatch, torch.Tensor], Launch]
 """Makes the launch of an implementation that writes its results into a tensor."""
@@ -108,7 +109,8 @@ def main(arguments: list[str] | None = None) -> None:
             measure_shape(benchmark, shape, {"jenga": jenga, **PEERS})
             if benchmark.device.type == "cuda":
                 torch.cuda.empty_cache()
-    benchmark.finish(roofline_gigabytes_per_second=read_roofline(benchmark.options.results))
+    path = benchmark.finish(roofline_gigabytes_per_second=read_roofline(benchmark.options.results))
+    print(geometric_means(path, commit_of()))
 
 
 if __name__ == "__main__":
