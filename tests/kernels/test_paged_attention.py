@@ -3,7 +3,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from jenga_kernels.attention_plan import AttentionKind, plan_attention
 from jenga_kernels.paged_attention import paged_attention
 from jenga_kernels.reference import paged_attention as reference
 from jenga_kernels.triton.tiles import Machine, max_decode_rows
@@ -259,16 +258,6 @@ def test_paged_attention_in_batch_invariant_mode_ignores_the_rest_of_the_batch(h
         assert torch.equal(paged_attention(**alone.arguments, plan=plan), whole[start:end])
 
 
-def test_paged_attention_takes_parameters_without_their_gradients():
-    arguments = good_arguments()
-    wanted = paged_attention(**arguments)
-
-    with torch.no_grad():
-        out = paged_attention(**arguments | {"q": arguments["q"].clone().requires_grad_()})
-
-    assert torch.equal(out, wanted)
-
-
 def test_paged_attention_of_no_tokens_or_requests_is_empty():
     batch = make_batch(Shape(requests=((0, 0),)), Options())
     assert paged_attention(**batch.arguments).shape == (0, 4, 64)
@@ -291,8 +280,8 @@ def test_paged_attention_reaches_past_2_to_the_31_elements():
         Options(),
     )
     far = batch.page_table.clone()
-    used = far.unique()
-    for page in used.tolist():
+    used = range(len(batch.k_pages))
+    for page in used:
         arena[num_pages - 1 - page, ..., :64] = batch.k_pages[page]
         arena[num_pages - 1 - page, ..., 64:] = batch.v_pages[page]
     near = paged_attention(**batch.arguments)
@@ -308,100 +297,36 @@ def test_paged_attention_reaches_past_2_to_the_31_elements():
     assert torch.equal(paged_attention(**moved.arguments), near)
 
 
-def good_arguments():
-    return make_batch(Shape(requests=((1, 20), (3, 20)), dtype=torch.float16), Options()).arguments
+def test_paged_attention_reads_queries_past_2_to_the_31_elements():
+    # Rows nobody touches cost no memory, so these queries are mostly not there.
+    shape = Shape(requests=((1, 33), (20, 48)), num_heads=2, num_kv_heads=1, dtype=torch.float16)
+    batch = make_batch(shape, Options())
+    step = 2**31 // 20 // 8 * 8
+    far = torch.empty(21 * step, dtype=torch.float16, device=DEVICE).as_strided(
+        (21, 2, 64), (step, 64, 1)
+    )
+    far.copy_(batch.q)
+
+    for decode_query_tokens in (0, 1):
+        plan = batch.plan(decode_query_tokens=decode_query_tokens)
+        near = paged_attention(**batch.arguments, plan=plan)
+        assert torch.equal(paged_attention(**batch.arguments | {"q": far}, plan=plan), near)
 
 
-def plan_of(arguments, **changes):
-    kind = AttentionKind(num_heads=4, num_kv_heads=2, head_dim=64, page_tokens=16)
-    options = {"num_tokens": 4, "dtype": torch.float16} | changes
-    return plan_attention(arguments["query_starts"], arguments["seq_lens"], kind, **options)
+@pytest.mark.parametrize("num_programs", [1, 7], ids=["whole", "in_parts"])
+def test_paged_attention_writes_results_past_2_to_the_31_elements(num_programs):
+    shape = Shape(requests=((1, 90), (1, 200)), num_heads=128, num_kv_heads=8, dtype=torch.float16)
+    batch = make_batch(shape, Options())
+    tiles = replace(SMALL_TILES, num_programs=num_programs)
+    near = paged_attention(**batch.arguments, plan=batch.plan(tiles=tiles))
+    num_tokens = 2**31 // (128 * 64) + 8
+    q = torch.empty(num_tokens, 128, 64, dtype=torch.float16, device=DEVICE)
+    q[-2:] = batch.q
+    moved = replace(batch, q=q, query_starts=batch.query_starts + num_tokens - 2)
+    out, lse = torch.empty_like(q), torch.empty(num_tokens, 128, device=DEVICE)
 
+    plan = moved.plan(tiles=tiles, max_query_tokens=1)
+    paged_attention(**moved.arguments, out=out, lse=lse, plan=plan)
 
-BAD_ARGUMENTS = {
-    "heads_too_wide": ("q", lambda a: {"q": a["q"].repeat(1, 1, 9)}),
-    "a_flat_query": ("q", lambda a: {"q": a["q"].flatten(1)}),
-    "queries_of_another_head_dim": ("k_pages", lambda a: {"q": a["q"][..., :32]}),
-    "integer_queries": ("q", lambda a: {"q": a["q"].int()}),
-    "queries_of_another_dtype": ("k_pages", lambda a: {"q": a["q"].float()}),
-    "heads_that_do_not_divide": ("num_heads", lambda a: {"q": a["q"][:, :3]}),
-    "values_of_another_layout": ("v_pages", lambda a: {"v_pages": a["v_pages"].contiguous()}),
-    "a_64_bit_page_table": ("page_table", lambda a: {"page_table": a["page_table"].long()}),
-    "a_transposed_page_table": (
-        "page_table",
-        lambda a: {"page_table": a["page_table"].T.contiguous().T},
-    ),
-    "a_page_table_without_columns": (
-        "page_table",
-        lambda a: {"page_table": a["page_table"][:, :0], "seq_lens": a["seq_lens"] * 0},
-    ),
-    "too_few_query_starts": ("query_starts", lambda a: {"query_starts": a["query_starts"][:2]}),
-    "too_many_lengths": ("seq_lens", lambda a: {"seq_lens": a["seq_lens"].repeat(2)}),
-    "lengths_of_64_bits": ("seq_lens", lambda a: {"seq_lens": a["seq_lens"].long()}),
-    "a_scale_of_zero": ("scale", lambda _: {"scale": 0.0}),
-    "a_scale_that_is_no_number": ("scale", lambda _: {"scale": float("nan")}),
-    "a_scale_on_a_device": ("scale", lambda _: {"scale": torch.tensor(0.125, device=DEVICE)}),
-    "a_window_of_zero": ("window_tokens", lambda _: {"window_tokens": 0}),
-    "a_window_of_part_of_a_token": ("window_tokens", lambda _: {"window_tokens": 3.5}),
-    "a_window_that_is_a_fact": ("window_tokens", lambda _: {"window_tokens": True}),
-    "a_negative_chunk": ("chunk_tokens", lambda _: {"chunk_tokens": -1}),
-    "a_window_in_cross_attention": (
-        "window_tokens",
-        lambda _: {"window_tokens": 5, "is_causal": False},
-    ),
-    "a_chunk_in_floating_point": ("chunk_tokens", lambda _: {"chunk_tokens": 16.0}),
-    "a_negative_soft_cap": ("soft_cap", lambda _: {"soft_cap": -1.0}),
-    "sinks_of_another_length": ("sinks", lambda _: {"sinks": torch.zeros(3, device=DEVICE)}),
-    "slopes_of_another_dtype": (
-        "alibi_slopes",
-        lambda _: {"alibi_slopes": torch.zeros(4, dtype=torch.float16, device=DEVICE)},
-    ),
-    "spans_of_another_shape": (
-        "spans",
-        lambda _: {"spans": torch.zeros(4, 3, dtype=torch.int32, device=DEVICE)},
-    ),
-    "a_scale_of_pages_that_have_none": (
-        "k_scale",
-        lambda _: {"k_scale": torch.ones(1, device=DEVICE)},
-    ),
-    "results_of_another_dtype": ("out", lambda a: {"out": a["q"].float().contiguous()}),
-    "queries_that_require_a_gradient": (
-        "q",
-        lambda a: {"q": a["q"].clone().requires_grad_()},
-    ),
-    "sinks_that_require_a_gradient": (
-        "sinks",
-        lambda _: {"sinks": torch.zeros(4, device=DEVICE, requires_grad=True)},
-    ),
-    "results_onto_queries": ("out", lambda a: dict.fromkeys(("q", "out"), a["q"].contiguous())),
-    "scattered_results": ("out", lambda a: {"out": a["q"]}),
-    "sums_of_another_shape": ("lse", lambda _: {"lse": torch.zeros(4, 3, device=DEVICE)}),
-    "a_plan_for_other_layers": ("plan", lambda a: {"plan": plan_of(a), "window_tokens": 4}),
-    "a_plan_for_fewer_tokens": ("plan", lambda a: {"plan": plan_of(a, num_tokens=3)}),
-    "a_plan_for_another_dtype": ("plan", lambda a: {"plan": plan_of(a, dtype=torch.float32)}),
-    "a_decoding_plan_with_spans": (
-        "plan",
-        lambda a: {
-            "plan": plan_of(a),
-            "spans": torch.zeros(4, 2, dtype=torch.int32, device=DEVICE),
-        },
-    ),
-}
-
-
-@pytest.mark.parametrize("window_tokens", [16.0, 1.0, True])
-def test_paged_attention_refuses_a_window_that_equals_an_earlier_one(window_tokens):
-    arguments = good_arguments()
-    paged_attention(**arguments | {"window_tokens": int(window_tokens)})
-
-    with pytest.raises(ValueError, match=r"^window_tokens "):
-        paged_attention(**arguments | {"window_tokens": window_tokens})
-
-
-@pytest.mark.parametrize(("name", "change"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS.keys())
-def test_paged_attention_refuses(name, change):
-    arguments = good_arguments()
-    arguments |= change(arguments)
-
-    with pytest.raises(ValueError, match=f"^{name} "):
-        paged_attention(**arguments)
+    assert out.numel() > 2**31
+    assert torch.equal(out[-2:], near)
