@@ -6,7 +6,7 @@ and hardly per element.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -51,6 +51,14 @@ class Machine:
         """Whether kernels may read and write float8_e4m3fn."""
         return self.is_interpreter or self.capability >= ADA
 
+    @property
+    def has_tensor_memory(self) -> bool:
+        """Whether results of matrix instructions lie in a memory of their own, not in registers."""
+        return BLACKWELL <= self.capability < DESKTOP_BLACKWELL
+
+
+TENSOR_MEMORY_KEYS = 64
+"""Most keys of a tile of prefill whose scores and weights, read from that memory, fit registers."""
 
 INTERPRETER = Machine(capability=0, num_processors=1)
 
@@ -252,9 +260,12 @@ def attention_tiles(
         decode = _wide_decode_tiles(machine, element_bytes, decode_rows)
         if decode_rows > MIN_ROWS:  # one such program fills a processor
             num_programs = machine.num_processors // decode.value_parts
+    prefill = PREFILL_TILES[is_large, element_bytes, stored_bytes, block_d]
+    if machine.has_tensor_memory:
+        prefill = replace(prefill, block_n=min(prefill.block_n, TENSOR_MEMORY_KEYS))
     return AttentionTiles(
         decode=decode,
-        prefill=PREFILL_TILES[is_large, element_bytes, stored_bytes, block_d],
+        prefill=prefill,
         num_programs=num_programs,
         block_splits=32 if block_d < WIDE_HEAD else 16,
     )
@@ -327,8 +338,8 @@ def _decode_tiles(
 
 def _wide_decode_tiles(machine: Machine, element_bytes: int, decode_rows: int) -> LoopTiles:
     """Tiles for heads of more than 256 elements."""
-    has_tensor_memory = BLACKWELL <= machine.capability < DESKTOP_BLACKWELL
-    if has_tensor_memory and decode_rows >= WARPGROUP_ROWS and element_bytes == 2:  # noqa: PLR2004
+    is_warpgroup = machine.has_tensor_memory and decode_rows >= WARPGROUP_ROWS
+    if is_warpgroup and element_bytes == 2:  # noqa: PLR2004
         # What passes between that memory and registers leaves none to load a step ahead.
         return _loop_tiles(decode_rows, 32, 8, 1, 2)
     return WIDE_DECODE_TILES[machine.has_large_tiles, element_bytes, decode_rows]

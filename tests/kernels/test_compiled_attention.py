@@ -118,6 +118,7 @@ def compile_float32():
 JOBS = [
     (compile_usual, 90),
     (compile_usual, 80),
+    pytest.param(compile_usual, 100, marks=pytest.mark.slow),
     pytest.param(compile_usual, 120, marks=pytest.mark.slow),
     *[
         pytest.param(job, capability, marks=pytest.mark.slow)
@@ -146,7 +147,8 @@ def test_attention_compiles_to_wide_loads_and_tensor_cores_without_spills(job, c
         assert kernel.stack_bytes == 0, kernel
         assert kernel.shared_bytes <= SHARED_BYTES[capability], kernel
         if kernel.name == "attention_prefill_kernel" and job is not compile_float32:
-            assert kernel.counts["wgmma" if capability == 90 else "mma"] > 0, kernel
+            matrix = {90: "wgmma", 100: "tcgen05"}.get(capability, "mma")
+            assert kernel.counts[matrix] > 0, kernel
         if kernel.name in {"attention_prefill_kernel", "attention_decode_kernel"}:
             # Queries, and at least one step of keys and one of values.
             assert kernel.counts["load_128"] >= 9, kernel
