@@ -645,3 +645,26 @@ def test_the_step_that_warms_up_copies_a_state_and_keeps_one(make_scheduler):
             last,
         )
         assert copies == copies_in(table, source_pages=(last - 1,), target_pages=(last,))
+
+
+def test_orders_are_asked_for_in_the_order_that_the_machine_of_host_memory_proves():
+    cut, asked = SimpleNamespace(page_tables=()), []
+
+    class Asked:
+        geometry = cut
+
+        def __getattr__(self, name):
+            return lambda *_args: asked.append(name) or []
+
+    take_orders(Asked(), Asked(), num_tokens=5)
+
+    # As `keep_in_passing` of tests/machines/test_host_machine.py has it: what is loaded may take the
+    # page of a state, which is not written then, and is itself not taken in the same step.
+    assert asked.index("keep_passed") < asked.index("load_ahead") < asked.index("writes")
+    assert [name for name in asked if name != "writes"] == [
+        "take_copies",
+        "keep_passed",
+        "load_ahead",
+        "take_copies",
+        "save_ahead",
+    ]
