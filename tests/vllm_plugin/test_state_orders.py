@@ -658,8 +658,8 @@ def test_orders_are_asked_for_in_the_order_that_the_machine_of_host_memory_prove
 
     take_orders(Asked(), Asked(), num_tokens=5)
 
-    # As `keep_in_passing` of tests/machines/test_host_machine.py has it: what is loaded may take the
-    # page of a state, which is not written then, and is itself not taken in the same step.
+    # As in tests/machines/test_host_machine.py: what is loaded may take the page of a state, which
+    # is not written then, and is not taken itself in the same step.
     assert asked.index("keep_passed") < asked.index("load_ahead") < asked.index("writes")
     assert [name for name in asked if name != "writes"] == [
         "take_copies",
