@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from perf.state_shapes import DTYPE, NUM_LAYERS, slots_in_arena, starts_of
+from perf.state_shapes import DTYPE, make_arena, slots_in_arena, starts_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,7 @@ def make_delta_batch(
     num_tokens, num_requests = sum(lengths), len(lengths)
     num_slots = num_requests * num_steps
     state_shape = (model.num_v_heads, model.head_dim, model.head_dim)
-    arena = torch.zeros(num_slots + 1, NUM_LAYERS, *state_shape, dtype=state_dtype, device=device)
+    arena = make_arena(num_slots + 1, state_shape, state_dtype, device)
     gates = (model.num_v_heads, model.head_dim) if model.is_per_channel else (model.num_v_heads,)
     values = (num_tokens, model.num_v_heads, model.head_dim)
     return DeltaBatch(

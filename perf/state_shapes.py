@@ -3,12 +3,17 @@
 Sizes are those of the models' Hugging Face configurations (jenga/models/data).
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-NUM_LAYERS = 2
-"""Layers side by side in the arena, so that slots are as far apart as they are when serving."""
+NUM_LAYERS = 24
+"""Layers side by side in the arena, so that slots are as far apart as when a hybrid is served."""
+
+ARENA_BYTES = 32 << 30
+"""Most bytes of an arena; where as many slots of all layers are more, it has fewer layers."""
 
 DTYPE = torch.bfloat16
 """Element type of activations."""
@@ -128,9 +133,7 @@ def make_state_batch(
     torch.manual_seed(0)
     num_tokens, num_requests = sum(lengths), len(lengths)
     state_shape = (model.num_heads, model.head_dim, model.d_state)
-    arena = torch.zeros(
-        num_requests + 1, NUM_LAYERS, *state_shape, dtype=state_dtype, device=device
-    )
+    arena = make_arena(num_requests + 1, state_shape, state_dtype, device)
     per_channel = (model.num_heads, model.head_dim)
     steps = per_channel if model.is_per_channel else per_channel[:1]
     rates = state_shape if model.is_per_channel else per_channel[:1]
@@ -153,13 +156,22 @@ def make_state_batch(
     )
 
 
+def make_arena(
+    num_slots: int, state_shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """States of several layers in each slot, all zero, [num_slots, num_layers, *state_shape]."""
+    layer_bytes = num_slots * math.prod(state_shape) * dtype.itemsize
+    # Nothing is timed on a CPU.
+    most_layers = 2 if device.type == "cpu" else ARENA_BYTES // layer_bytes
+    num_layers = max(2, min(NUM_LAYERS, most_layers))
+    return torch.zeros(num_slots, num_layers, *state_shape, dtype=dtype, device=device)
+
+
 def make_conv_batch(conv_dim: int, lengths: list[int], device: torch.device) -> ConvBatch:
     """Random tokens and states of requests with these numbers of tokens, channels innermost."""
     torch.manual_seed(0)
     width = 4
-    arena = torch.zeros(
-        len(lengths) + 1, NUM_LAYERS, width - 1, conv_dim, dtype=DTYPE, device=device
-    )
+    arena = make_arena(len(lengths) + 1, (width - 1, conv_dim), DTYPE, device)
     x = torch.randn(sum(lengths), conv_dim, device=device).to(DTYPE)
     return ConvBatch(
         query_starts=starts_of(lengths, device),
