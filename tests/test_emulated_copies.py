@@ -17,10 +17,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor as PlainDescriptor
 
 from perf.emulator.driver import EmulatedGpu
 from perf.emulator.errors import EmulationError
+from tests.emulation import forget_the_interpreter
 
 
 @pytest.fixture(autouse=True)
 def emulated_gpu(monkeypatch):
+    forget_the_interpreter(monkeypatch)
     monkeypatch.setattr(driver, "_active", EmulatedGpu(90))
 
 
