@@ -46,7 +46,20 @@ class OutOfPagesError(Exception):
         )
 
 
-class TooEarlyError(OutOfPagesError):
+class PutOffError(OutOfPagesError):
+    """An admission for which there is room is better made in a later step."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(
+            request_id,
+            needed_pages=(),
+            available_pages=(),
+            needed_large_pages=0,
+            available_large_pages=0,
+        )
+
+
+class TooEarlyError(PutOffError):
     """A request would start from more in the next step, and compute the same as another in this.
 
     States cannot be read in the step that writes them.
@@ -57,13 +70,7 @@ class TooEarlyError(OutOfPagesError):
     """
 
     def __init__(self, request_id: str, *, hit_tokens: int, other_id: str) -> None:
-        super().__init__(
-            request_id,
-            needed_pages=(),
-            available_pages=(),
-            needed_large_pages=0,
-            available_large_pages=0,
-        )
+        super().__init__(request_id)
         self.hit_tokens = hit_tokens
         self.other_id = other_id
 
@@ -74,7 +81,7 @@ class TooEarlyError(OutOfPagesError):
         )
 
 
-class NotLoadedError(OutOfPagesError):
+class NotLoadedError(PutOffError):
     """A request reads much from host memory: that is loaded beside a step of others first.
 
     Attributes:
@@ -82,13 +89,7 @@ class NotLoadedError(OutOfPagesError):
     """
 
     def __init__(self, request_id: str, *, host_bytes: int) -> None:
-        super().__init__(
-            request_id,
-            needed_pages=(),
-            available_pages=(),
-            needed_large_pages=0,
-            available_large_pages=0,
-        )
+        super().__init__(request_id)
         self.host_bytes = host_bytes
 
     def __str__(self) -> str:
