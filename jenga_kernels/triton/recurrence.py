@@ -19,6 +19,12 @@ def row_sums(values):
 
 
 @device_function
+def column_sums(values):
+    """Sums over the first dimension of [M, N]."""
+    return tl.reduce(values, 0, _add)
+
+
+@device_function
 def line_sums(values):
     """Sums over all lines of each of M rows of [lines, M, N].
 

@@ -118,3 +118,38 @@ def state_update_tiles(
     row_bytes = power_of_two(d_state) * state_element_bytes
     block_dims = min(power_of_two(head_dim), max(1, STATE_BYTES_PER_WARP // row_bytes))
     return ScanTiles(block_tokens=1, block_dims=block_dims, num_warps=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayTiles:
+    """Tiles of `state_replay`.
+
+    Attributes:
+        block_heads: Heads of a program, of one group.
+        block_dims: Channels of a head that it reads at once.
+        num_warps: Warps a program.
+    """
+
+    block_heads: int
+    block_dims: int
+    num_warps: int
+
+
+REPLAY_ELEMENTS = 4096
+"""Elements of a state that a program of `state_replay` has in registers: 64 a thread."""
+
+
+def state_replay_tiles(
+    machine: Machine, heads_per_group: int, head_dim: int, d_state: int
+) -> ReplayTiles:
+    """Tiles of `state_replay`."""
+    whole_head = max(LEAST_PRODUCT, power_of_two(head_dim))
+    if machine.is_interpreter:
+        return ReplayTiles(block_heads=heads_per_group, block_dims=whole_head, num_warps=1)
+    block_dims = max(LEAST_PRODUCT, REPLAY_ELEMENTS // power_of_two(d_state))
+    # Heads of a group have the projections of inputs in common.
+    return ReplayTiles(
+        block_heads=2 if heads_per_group % 2 == 0 else 1,
+        block_dims=min(whole_head, block_dims),
+        num_warps=4,
+    )

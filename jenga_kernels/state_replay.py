@@ -1,0 +1,295 @@
+"""The recurrence of a selective state space model, one step or a few, without writing the state."""
+
+import torch
+
+from jenga_kernels.checks import (
+    check_at_least,
+    check_dtype,
+    check_rows,
+    check_same_device,
+    check_shape,
+)
+from jenga_kernels.states import (
+    NULL_SLOT,
+    InputHistory,
+    check_contiguous_rows,
+    check_not_expanded,
+    check_query_starts,
+    check_recurrence,
+    check_slots,
+    per_channel,
+)
+from jenga_kernels.triton.addressing import strides
+from jenga_kernels.triton.state_replay import state_replay_kernel
+from jenga_kernels.triton.state_tiles import LEAST_PRODUCT, state_replay_tiles
+from jenga_kernels.triton.tiles import machine_of, power_of_two
+
+
+def state_replay(
+    out: torch.Tensor,
+    states: torch.Tensor,
+    history: InputHistory,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    slots: torch.Tensor,
+    computed_tokens: torch.Tensor,
+    state_tokens: torch.Tensor,
+    next_state_tokens: torch.Tensor,
+    *,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = True,
+    dt_limits: tuple[float, float] = (0.0, float("inf")),
+    query_starts: torch.Tensor | None = None,
+) -> None:
+    """Apply the next token of each request, or the next few, to a state that is seldom written.
+
+    The recurrence and its tensors are those of `jenga_kernels.state_update.state_update` with a
+    decay rate for each head (Mamba-2). It reads and writes the whole state for each token; here a
+    step reads the state of some tokens ago and what the tokens since then brought in, and writes no
+    more than what its own tokens bring. Only once in a while, when `next_state_tokens` says so, the
+    state is written. Tokens may be rejected: the next call has fewer computed tokens, and what it
+    does not count is written over.
+
+    Requests whose slot is `NULL_SLOT` are padding: their output is zero and nothing else is read or
+    written. No two requests may have the same slot.
+
+    Args:
+        out: Written in place, shape and dtype of x.
+        states: Written in place, [num_slots, num_heads, head_dim, d_state], bfloat16, float16 or
+            float32; any strides that are multiples of 16 bytes, last dimension contiguous.
+        history: Written in place; x and B have the dtype of x.
+        x: Inputs, [num_tokens, num_heads, head_dim], bfloat16, float16 or float32.
+        dt: Projected step sizes, [num_tokens, num_heads].
+        A: Decay rates, f32[num_heads]; below 0.
+        B: Input projections, [num_tokens, num_groups, d_state], dtype of x; the heads of a group
+            are next to each other.
+        C: Output projections, shape and dtype of B.
+        slots: Of each request's state and history, i32[num_requests].
+        computed_tokens: Tokens of each request before this call, i32[num_requests].
+        state_tokens: How many of them are in its state, i32[num_requests]; 0 begins with zero,
+            whatever the slot holds. The others are in the history.
+        next_state_tokens: How many tokens shall be in the state after the call, i32[num_requests]:
+            as many as before, which writes none, or from computed_tokens on, the call's own
+            included. See `next_states`.
+        D: Weight of the input itself, [num_heads] or [num_heads, head_dim].
+        z: Gates, shape and dtype of x.
+        dt_bias: Added to dt, [num_heads].
+        dt_softplus: Whether step sizes pass through softplus.
+        dt_limits: Least and greatest step size.
+        query_starts: Where each request's tokens begin, and the end, i32[num_requests + 1]; None
+            means one token each. A request without tokens may have its state brought up to date.
+
+    Raises:
+        ValueError: If a shape, dtype, stride, alignment or device does not fit; on the CPU also if
+            the history does not hold a request's tokens since its state.
+
+    Source: ReplaySSM of vLLM (vllm-project/vllm), whose steps leave the state where it is and
+        multiply what the tokens since then brought with the projections of outputs.
+    """
+    check_shape("A", A, (None,))
+    check_recurrence(out, states, x, dt, A, B, C, D=D, z=z, dt_bias=dt_bias, dt_limits=dt_limits)
+    num_tokens, num_heads, head_dim = x.shape
+    num_slots, _, _, d_state = states.shape
+    num_groups = B.shape[1]
+    history_tokens = _check_history(history, x, states, num_groups)
+    counts = {
+        "computed_tokens": computed_tokens,
+        "state_tokens": state_tokens,
+        "next_state_tokens": next_state_tokens,
+    }
+    num_requests = num_tokens
+    if query_starts is not None:
+        num_requests = check_query_starts(query_starts, num_tokens)
+    for name, tensor in ({"slots": slots} | counts).items():
+        check_shape(name, tensor, (num_requests,))
+        check_dtype(name, tensor, (torch.int32,))
+        check_contiguous_rows(name, tensor)
+    check_slots("slots", slots, num_slots)
+    check_same_device(x=x, slots=slots, query_starts=query_starts, **counts)
+    if slots.device.type == "cpu":
+        query_tokens = torch.ones_like(slots) if query_starts is None else query_starts.diff()
+        _check_counts(slots, query_tokens, history_tokens=history_tokens, **counts)
+    if num_requests == 0:
+        return
+    D = per_channel(D, num_heads, head_dim)
+    heads_per_group = num_heads // num_groups
+    tiles = state_replay_tiles(machine_of(x.device), heads_per_group, head_dim, d_state)
+    num_blocks = -(-head_dim // tiles.block_dims)
+    stride_slot, stride_head, stride_dim, _ = strides(states)
+    state_replay_kernel[(num_heads // tiles.block_heads * num_blocks, num_requests)](
+        out_ptr=out,
+        states_ptr=states,
+        history_x_ptr=history.x,
+        history_dt_ptr=history.dt,
+        history_B_ptr=history.B,
+        x_ptr=x,
+        dt_ptr=dt,
+        A_ptr=A,
+        B_ptr=B,
+        C_ptr=C,
+        D_ptr=D,
+        z_ptr=z,
+        dt_bias_ptr=dt_bias,
+        query_starts_ptr=query_starts,
+        slots_ptr=slots,
+        computed_tokens_ptr=computed_tokens,
+        state_tokens_ptr=state_tokens,
+        next_state_tokens_ptr=next_state_tokens,
+        dt_min=dt_limits[0],
+        dt_max=dt_limits[1],
+        stride_out_token=strides(out)[0],
+        stride_out_head=strides(out)[1],
+        stride_states_slot=stride_slot,
+        stride_states_head=stride_head,
+        stride_states_dim=stride_dim,
+        stride_history_x_slot=strides(history.x)[0],
+        stride_history_x_head=strides(history.x)[1],
+        stride_history_x_token=strides(history.x)[2],
+        stride_history_dt_slot=strides(history.dt)[0],
+        stride_history_dt_head=strides(history.dt)[1],
+        stride_history_B_slot=strides(history.B)[0],
+        stride_history_B_group=strides(history.B)[1],
+        stride_history_B_token=strides(history.B)[2],
+        stride_x_token=strides(x)[0],
+        stride_x_head=strides(x)[1],
+        stride_dt_token=strides(dt)[0],
+        stride_dt_head=strides(dt)[1],
+        stride_B_token=strides(B)[0],
+        stride_B_group=strides(B)[1],
+        stride_C_token=strides(C)[0],
+        stride_C_group=strides(C)[1],
+        stride_D_head=0 if D is None else D.stride(0),
+        stride_D_dim=0 if D is None else D.stride(1),
+        stride_z_token=0 if z is None else strides(z)[0],
+        stride_z_head=0 if z is None else strides(z)[1],
+        HEADS_PER_GROUP=heads_per_group,
+        HEAD_DIM=head_dim,
+        D_STATE=d_state,
+        HISTORY_TOKENS=history_tokens,
+        IS_SOFTPLUS=dt_softplus,
+        HAS_LIMITS=dt_limits != (0.0, float("inf")),
+        BLOCK_H=tiles.block_heads,
+        BLOCK_P=tiles.block_dims,
+        BLOCK_N=max(LEAST_PRODUCT, power_of_two(d_state)),
+        BLOCK_L=max(LEAST_PRODUCT, power_of_two(history_tokens)),
+        num_warps=tiles.num_warps,
+    )
+
+
+def next_states(
+    computed_tokens: torch.Tensor,
+    state_tokens: torch.Tensor,
+    query_tokens: torch.Tensor | int = 1,
+    *,
+    history_tokens: int,
+    max_query_tokens: int = 1,
+) -> torch.Tensor:
+    """Get how many tokens shall be in each request's state after a call of `state_replay`.
+
+    A state is written as late as the history allows: when the call after next might find no room.
+    It then has the call's first token, which is never a draft.
+
+    Args:
+        computed_tokens: Tokens of each request before the call, i32[num_requests].
+        state_tokens: How many of them are in its state, i32[num_requests].
+        query_tokens: Tokens of the call, i32[num_requests] or one number for all.
+        history_tokens: Rows of the history, at least twice max_query_tokens.
+        max_query_tokens: Most tokens of a request in any call.
+
+    Raises:
+        ValueError: If the history is too short for calls of as many tokens.
+    """
+    check_at_least("max_query_tokens", max_query_tokens, 1)
+    if history_tokens < 2 * max_query_tokens:
+        msg = (
+            f"history_tokens must be at least {2 * max_query_tokens} for {max_query_tokens} tokens "
+            f"of a call, got {history_tokens}"
+        )
+        raise ValueError(msg)
+    end = computed_tokens + query_tokens
+    is_written = end - state_tokens > history_tokens - max_query_tokens
+    return torch.where(is_written, torch.minimum(computed_tokens + 1, end), state_tokens)
+
+
+def _check_history(
+    history: InputHistory, x: torch.Tensor, states: torch.Tensor, num_groups: int
+) -> int:
+    """Check the tensors of a history; return history_tokens.
+
+    Raises:
+        ValueError: If a shape, dtype, stride, alignment or device does not fit.
+    """
+    num_slots, num_heads, head_dim, d_state = states.shape
+    check_shape("history.x", history.x, (num_slots, num_heads, None, head_dim))
+    history_tokens = history.x.shape[2]
+    check_at_least("the tokens of history.x", history_tokens, 1)
+    check_shape("history.dt", history.dt, (num_slots, num_heads, history_tokens))
+    check_shape("history.B", history.B, (num_slots, num_groups, history_tokens, d_state))
+    check_dtype("history.x", history.x, (x.dtype,))
+    check_dtype("history.dt", history.dt, (torch.float32,))
+    check_dtype("history.B", history.B, (x.dtype,))
+    check_rows("history.x", history.x)
+    check_rows("history.B", history.B)
+    check_contiguous_rows("history.dt", history.dt)
+    for name, tensor in (("x", history.x), ("dt", history.dt), ("B", history.B)):
+        check_not_expanded(f"history.{name}", tensor)
+    check_same_device(x=x, **{"history.x": history.x, "history.dt": history.dt})
+    check_same_device(x=x, **{"history.B": history.B})
+    return history_tokens
+
+
+def _check_counts(
+    slots: torch.Tensor,
+    query_tokens: torch.Tensor,
+    *,
+    computed_tokens: torch.Tensor,
+    state_tokens: torch.Tensor,
+    next_state_tokens: torch.Tensor,
+    history_tokens: int,
+) -> None:
+    """Check numbers of tokens, on the CPU.
+
+    Raises:
+        ValueError: If they do not fit each other or the history.
+    """
+    rows = zip(
+        slots.tolist(),
+        query_tokens.tolist(),
+        computed_tokens.tolist(),
+        state_tokens.tolist(),
+        next_state_tokens.tolist(),
+        strict=True,
+    )
+    owners: dict[int, int] = {}
+    for request, (slot, num_tokens, computed, stored, stored_next) in enumerate(rows):
+        if slot <= NULL_SLOT:
+            continue
+        if owners.setdefault(slot, request) != request:
+            msg = (
+                f"slots must be of one request each, got slot {slot} of requests {owners[slot]} "
+                f"and {request}"
+            )
+            raise ValueError(msg)
+        if not 0 <= stored <= computed:
+            msg = (
+                f"state_tokens must be 0 to the {computed} computed tokens of request {request}, "
+                f"got {stored}"
+            )
+            raise ValueError(msg)
+        if stored_next != stored and not computed <= stored_next <= computed + num_tokens:
+            msg = (
+                f"next_state_tokens must be {stored} or {computed} to {computed + num_tokens} for "
+                f"request {request}, got {stored_next}"
+            )
+            raise ValueError(msg)
+        if computed + num_tokens - stored > history_tokens:
+            msg = (
+                f"history must have {computed + num_tokens - stored} tokens for those of request "
+                f"{request} since its state, got {history_tokens}"
+            )
+            raise ValueError(msg)

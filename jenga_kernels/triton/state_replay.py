@@ -1,0 +1,335 @@
+"""Kernel of `jenga_kernels.state_replay`."""
+
+import triton
+import triton.language as tl
+
+from jenga_kernels.triton.addressing import page_offsets
+from jenga_kernels.triton.device import device_function, widened
+from jenga_kernels.triton.recurrence import (
+    LOG2E,
+    column_sums,
+    mask_if,
+    row_sums,
+    silu,
+    step_sizes,
+)
+
+
+@device_function
+def store_zeros(
+    out_ptr,
+    num_tokens,
+    is_dim,
+    stride_out_token,
+    stride_out_head,
+    BLOCK_H: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """The output of a request that is padding."""
+    zero = tl.full([BLOCK_P], 0.0, out_ptr.dtype.element_ty)
+    for _ in range(num_tokens):
+        for h in range(BLOCK_H):
+            tl.store(out_ptr + h * stride_out_head, zero, mask=is_dim)
+        out_ptr += stride_out_token
+
+
+@device_function
+def decays_since(dt_ptr, rows, next_rows, ages, num_past, rate):
+    """What the tokens of a history weigh after the last of them, and a state before them all.
+
+    Each decay is the sum of the steps behind it, not a difference of sums from the start, which
+    would be as wrong as these are large.
+
+    Returns:
+        Step size times decay of each token, [L], 0 past the last, and the state's decay.
+    """
+    steps = tl.load(dt_ptr + rows, mask=ages < num_past, other=0.0)  # [L]
+    behind = tl.load(dt_ptr + next_rows, mask=ages + 1 < num_past, other=0.0)
+    behind = tl.cumsum(behind * rate, 0, reverse=True)
+    return steps * tl.exp2(behind), tl.exp2(tl.sum(steps, 0) * rate)
+
+
+@device_function
+def replayed(
+    S,  # [P, N], has decayed for as long
+    x_ptr,
+    dt_ptr,
+    B_ptr,
+    computed,
+    num_past,
+    rate,
+    is_dim,
+    is_n,
+    stride_x_token,
+    stride_B_token,
+    HISTORY_TOKENS: tl.constexpr,
+):
+    """A state with what the tokens of a history bring, the latest first.
+
+    Their rows have been loaded before, by this program, so they are near.
+    """
+    decay = 1.0
+    for age in range(num_past):
+        row = ((computed - 1 - age) % HISTORY_TOKENS).to(tl.int64)
+        dt = tl.load(dt_ptr + row)
+        x = tl.load(x_ptr + row * stride_x_token, mask=is_dim, other=0.0).to(tl.float32)  # [P]
+        b = tl.load(B_ptr + row * stride_B_token, mask=is_n, other=0.0).to(tl.float32)  # [N]
+        S += (dt * decay * x)[:, None] * b[None, :]
+        decay *= tl.exp2(dt * rate)
+    return S
+
+
+@device_function
+def keep_projections(
+    history_ptr,
+    B_ptr,
+    first_number,
+    stored_next,
+    num_tokens,
+    is_n,
+    stride_history_token,
+    stride_B_token,
+    HISTORY_TOKENS: tl.constexpr,
+):
+    """Copy B of a call's tokens that are not in the state afterwards to their rows."""
+    for t in range(num_tokens):
+        if first_number + t >= stored_next:
+            B = tl.load(B_ptr, mask=is_n, other=0.0)
+            row = ((first_number + t) % HISTORY_TOKENS).to(tl.int64)
+            tl.store(history_ptr + row * stride_history_token, B, mask=is_n)
+        B_ptr += stride_B_token
+
+
+@device_function
+def keep_inputs(x_ptr, dt_ptr, x, dt, row, is_dim, keeps_step, stride_x_token):
+    """Store x and dt of a token in its row of the history."""
+    tl.store(x_ptr + row * stride_x_token, x, mask=is_dim)
+    tl.store(dt_ptr + row, dt, mask=keeps_step)
+
+
+@device_function
+def store_output(out_ptr, y, x, D_ptr, z_ptr, dims, is_dim, stride_D_dim):
+    """Store a token's output, with the input's own part and the gate where there are any."""
+    if D_ptr is not None:
+        D = tl.load(D_ptr + dims * stride_D_dim, mask=is_dim, other=0.0)
+        y += D.to(tl.float32) * x
+    if z_ptr is not None:
+        y *= silu(tl.load(z_ptr, mask=is_dim, other=0.0).to(tl.float32))
+    tl.store(out_ptr, y.to(out_ptr.dtype.element_ty), mask=is_dim)
+
+
+@triton.jit
+def state_replay_kernel(  # noqa: PLR0912 - options are compiled in or out, each an `if`
+    # Outputs
+    out_ptr,  # [num_tokens, num_heads, head_dim]
+    states_ptr,  # [num_slots, num_heads, head_dim, d_state]
+    history_x_ptr,  # [num_slots, num_heads, history_tokens, head_dim]
+    history_dt_ptr,  # f32[num_slots, num_heads, history_tokens]
+    history_B_ptr,  # [num_slots, num_groups, history_tokens, d_state]
+    # Inputs
+    x_ptr,  # [num_tokens, num_heads, head_dim]
+    dt_ptr,  # [num_tokens, num_heads]
+    A_ptr,  # f32[num_heads]
+    B_ptr,  # [num_tokens, num_groups, d_state]
+    C_ptr,  # [num_tokens, num_groups, d_state]
+    D_ptr,  # [num_heads, head_dim]
+    z_ptr,  # [num_tokens, num_heads, head_dim]
+    dt_bias_ptr,  # [num_heads]
+    query_starts_ptr,  # i32[num_requests + 1]
+    slots_ptr,  # i32[num_requests]
+    computed_tokens_ptr,  # i32[num_requests]
+    state_tokens_ptr,  # i32[num_requests]
+    next_state_tokens_ptr,  # i32[num_requests]
+    # Scalars
+    dt_min,
+    dt_max,
+    # Strides, in elements
+    stride_out_token: tl.int64,
+    stride_out_head: tl.int64,
+    stride_states_slot: tl.int64,
+    stride_states_head: tl.int64,
+    stride_states_dim: tl.int64,
+    stride_history_x_slot: tl.int64,
+    stride_history_x_head: tl.int64,
+    stride_history_x_token: tl.int64,
+    stride_history_dt_slot: tl.int64,
+    stride_history_dt_head: tl.int64,
+    stride_history_B_slot: tl.int64,
+    stride_history_B_group: tl.int64,
+    stride_history_B_token: tl.int64,
+    stride_x_token: tl.int64,
+    stride_x_head: tl.int64,
+    stride_dt_token: tl.int64,
+    stride_dt_head: tl.int64,
+    stride_B_token: tl.int64,
+    stride_B_group: tl.int64,
+    stride_C_token: tl.int64,
+    stride_C_group: tl.int64,
+    stride_D_head: tl.int64,
+    stride_D_dim: tl.int64,
+    stride_z_token: tl.int64,
+    stride_z_head: tl.int64,
+    # Tiles and flags
+    HEADS_PER_GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D_STATE: tl.constexpr,
+    HISTORY_TOKENS: tl.constexpr,
+    IS_SOFTPLUS: tl.constexpr,
+    HAS_LIMITS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+):
+    """Program (b, r) serves BLOCK_P channels of each of BLOCK_H heads of request r."""
+    BLOCKS: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
+    first_head = (tl.program_id(0) // BLOCKS * BLOCK_H).to(tl.int64)
+    block = tl.program_id(0) % BLOCKS
+    request = tl.program_id(1)
+    dims = block * BLOCK_P + tl.arange(0, BLOCK_P)
+    ns = tl.arange(0, BLOCK_N)
+    ages = tl.arange(0, BLOCK_L)  # of the tokens since the state, the oldest first
+    is_dim = dims < HEAD_DIM
+    is_n = ns < D_STATE
+    in_state = is_dim[:, None] & is_n[None, :]
+    slot = tl.load(slots_ptr + request)
+    computed = tl.load(computed_tokens_ptr + request)
+    stored = tl.load(state_tokens_ptr + request)
+    stored_next = tl.load(next_state_tokens_ptr + request)
+    first = request.to(tl.int64)
+    num_tokens = 1
+    if query_starts_ptr is not None:
+        first = tl.load(query_starts_ptr + request).to(tl.int64)
+        num_tokens = (tl.load(query_starts_ptr + request + 1) - first).to(tl.int32)
+    out_ptr += first * stride_out_token + first_head * stride_out_head + dims
+    if slot <= 0:
+        store_zeros(
+            out_ptr, num_tokens, is_dim, stride_out_token, stride_out_head, BLOCK_H, BLOCK_P
+        )
+        return
+
+    group = first_head // HEADS_PER_GROUP
+    num_past = computed - stored
+    is_written = stored_next > stored
+    x_ptr += first * stride_x_token + first_head * stride_x_head + dims
+    dt_ptr += first * stride_dt_token + first_head * stride_dt_head
+    B_ptr += first * stride_B_token + group * stride_B_group + ns
+    C_ptr += first * stride_C_token + group * stride_C_group + ns
+    if z_ptr is not None:
+        z_ptr += first * stride_z_token + first_head * stride_z_head + dims
+    history_x_ptr += page_offsets(slot, stride_history_x_slot) + dims
+    history_dt_ptr += page_offsets(slot, stride_history_dt_slot)
+    history_B_ptr += page_offsets(slot, stride_history_B_slot) + group * stride_history_B_group + ns
+    states_ptr += page_offsets(slot, stride_states_slot)
+    in_head = dims[:, None] * stride_states_dim + ns[None, :]
+
+    rows = ((stored + ages) % HISTORY_TOKENS).to(tl.int64)
+    next_rows = ((stored + ages + 1) % HISTORY_TOKENS).to(tl.int64)
+    is_past = (ages < num_past)[:, None]
+    past_B = history_B_ptr[None, :] + rows[:, None] * stride_history_B_token
+    past_B = widened(tl.load(past_B, mask=is_past & is_n[None, :], other=0.0))  # [L, N]
+    # Of one token: what it asks of those before it is the same for all heads.
+    c = tl.load(C_ptr, mask=mask_if(num_tokens > 0, is_n), other=0.0).to(tl.float32)  # [N]
+    scores = row_sums(past_B * c[None, :])  # [L]
+    for h in range(BLOCK_H):
+        head = first_head + h
+        state = states_ptr + head * stride_states_head + in_head
+        S = widened(tl.load(state, mask=mask_if(stored > 0, in_state), other=0.0))  # [P, N]
+        head_x_ptr = history_x_ptr + head * stride_history_x_head
+        head_dt_ptr = history_dt_ptr + head * stride_history_dt_head
+        past_x = head_x_ptr[None, :] + rows[:, None] * stride_history_x_token
+        past_x = widened(tl.load(past_x, mask=is_past & is_dim[None, :], other=0.0))  # [L, P]
+        rate = tl.load(A_ptr + head) * LOG2E
+        weights, decay = decays_since(head_dt_ptr, rows, next_rows, ages, num_past, rate)
+        dt_bias = None
+        if dt_bias_ptr is not None:
+            dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
+        head_D_ptr = None
+        if D_ptr is not None:
+            head_D_ptr = D_ptr + head * stride_D_head
+        if is_written:
+            S = replayed(
+                S * decay,
+                head_x_ptr,
+                head_dt_ptr,
+                history_B_ptr,
+                computed,
+                num_past,
+                rate,
+                is_dim,
+                is_n,
+                stride_history_x_token,
+                stride_history_B_token,
+                HISTORY_TOKENS,
+            )
+            tl.store(
+                state,
+                S.to(states_ptr.dtype.element_ty),
+                mask=mask_if(stored_next == computed, in_state),
+            )
+        weights = tl.where(is_written, 0.0, weights)
+        decay = tl.where(is_written, 1.0, decay)
+        token_x_ptr = x_ptr + h * stride_x_head
+        token_dt_ptr = dt_ptr + h * stride_dt_head
+        token_B_ptr = B_ptr
+        token_C_ptr = C_ptr
+        token_z_ptr = None
+        if z_ptr is not None:
+            token_z_ptr = z_ptr + h * stride_z_head
+        token_out_ptr = out_ptr + h * stride_out_head
+        for t in range(num_tokens):
+            dt = tl.load(token_dt_ptr).to(tl.float32)
+            dt = step_sizes(dt, dt_bias, dt_min, dt_max, IS_SOFTPLUS, HAS_LIMITS)
+            x_row = tl.load(token_x_ptr, mask=is_dim, other=0.0)
+            x = x_row.to(tl.float32)  # [P]
+            b = tl.load(token_B_ptr, mask=is_n, other=0.0).to(tl.float32)  # [N]
+            c = tl.load(token_C_ptr, mask=is_n, other=0.0).to(tl.float32)  # [N]
+            step_decay = tl.exp2(dt * rate)
+            decay *= step_decay
+            weights *= step_decay
+            is_last = stored_next == computed + t + 1
+            if query_starts_ptr is None:
+                y = row_sums(S * c[None, :]) * decay + (dt * tl.sum(b * c, 0)) * x
+                if is_last:
+                    S = S * decay + (dt * x)[:, None] * b[None, :]
+            else:
+                S = S * decay + (dt * x)[:, None] * b[None, :]
+                decay = 1.0
+                y = row_sums(S * c[None, :])
+                scores = row_sums(past_B * c[None, :])
+            y += column_sums(past_x * (weights * scores)[:, None])
+            if is_last:
+                tl.store(state, S.to(states_ptr.dtype.element_ty), mask=in_state)
+            if computed + t >= stored_next:
+                row = ((computed + t) % HISTORY_TOKENS).to(tl.int64)
+                keep_inputs(
+                    head_x_ptr,
+                    head_dt_ptr,
+                    x_row,
+                    dt,
+                    row,
+                    is_dim,
+                    block == 0,
+                    stride_history_x_token,
+                )
+            store_output(token_out_ptr, y, x, head_D_ptr, token_z_ptr, dims, is_dim, stride_D_dim)
+            token_x_ptr += stride_x_token
+            token_dt_ptr += stride_dt_token
+            token_B_ptr += stride_B_token
+            token_C_ptr += stride_C_token
+            if z_ptr is not None:
+                token_z_ptr += stride_z_token
+            token_out_ptr += stride_out_token
+
+    if (first_head % HEADS_PER_GROUP == 0) & (block == 0):
+        keep_projections(
+            history_B_ptr,
+            B_ptr,
+            computed,
+            stored_next,
+            num_tokens,
+            is_n,
+            stride_history_B_token,
+            stride_B_token,
+            HISTORY_TOKENS,
+        )
