@@ -39,12 +39,19 @@ TAIL = "\n    ret;\n}\n"
 
 
 def run(
-    body, inputs=None, scalar=0, *, num_programs=1, shared_bytes=1024, result_bytes=4 * THREADS
+    body,
+    inputs=None,
+    scalar=0,
+    *,
+    num_programs=1,
+    shared_bytes=1024,
+    result_bytes=4 * THREADS,
+    **options,
 ):
     """What a kernel of this body stores, as u32: thread t's inputs and results are their t-th."""
     result = torch.zeros(result_bytes, dtype=torch.uint8)
     inputs = torch.arange(THREADS, dtype=torch.int32) if inputs is None else inputs
-    kernel = EmulatedKernel(HEAD + body + TAIL)
+    kernel = EmulatedKernel(HEAD + body + TAIL, **options)
     kernel.launch((num_programs, 1, 1), [result, inputs, scalar], shared_bytes)
     return result.numpy().view(np.uint32)
 
@@ -213,6 +220,18 @@ def test_threads_that_store_different_values_at_once_race():
     with pytest.raises(EmulationError, match="store different values at once"):
         run("st.global.b32 [%rd1], %r7;")
     run("st.global.b32 [%rd1], %r8;", scalar=5)
+
+
+def test_threads_that_may_store_different_values_at_once_leave_one_of_them():
+    body = "mov.u32 %r1, global_smem; setp.lt.u32 %p1, %r7, 32; @%p1 st.shared.b32 [%r1], %r7;"
+    body += "bar.sync 0; ld.shared.b32 %r2, [%r1]; st.global.b32 [%rd4], %r2;"
+    with pytest.raises(EmulationError, match="store different values at once"):
+        run(body)
+
+    got = run(body, may_stores_differ=True)
+
+    assert (got == got[0]).all()
+    assert got[0] < 32
 
 
 def test_a_program_may_not_depend_on_another(monkeypatch):

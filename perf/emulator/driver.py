@@ -28,6 +28,13 @@ No kernel can place one where the compiler's pipelines need it. Hopper does with
 known; Blackwell does not. Source: triton-lang/triton#9610 and #10537.
 """
 
+ROUNDED_APART = ("_replayssm_output_only_kernel",)
+"""Kernels of vLLM whose threads store sums at one place that differ in the last digit.
+
+The compiler makes one instruction of a product and the sum with what another thread has for it. Of
+the two products that are added each thread then rounds the other's alone.
+"""
+
 
 class EmulatedGpu(PretendedGpu):
     """Triton's driver of an emulated GPU: compiles as for a real one, runs on tensors of the CPU.
@@ -74,7 +81,9 @@ class Launcher:
         self._shared_bytes = metadata.shared
         release = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:3])
         self._kernel = EmulatedKernel(
-            _ptx_of(metadata).read_text(), are_copies_fenced=release >= FENCES_COPIES
+            _ptx_of(metadata).read_text(),
+            are_copies_fenced=release >= FENCES_COPIES,
+            may_stores_differ=metadata.name in ROUNDED_APART,
         )
 
     def __call__(self, width: int, height: int, depth: int, *arguments: Any) -> None:  # noqa: ANN401

@@ -57,13 +57,21 @@ class EmulatedKernel:
         text: PTX with one kernel, as Triton writes it.
         are_copies_fenced: Whether tensor cores may read what was copied behind a fence only, as
             PTX asks for; some compilers do without.
+        may_stores_differ: Whether threads may store different values at one place of shared memory
+            at once; on a GPU one of them is there then.
 
     Raises:
         EmulationError: An instruction is not known; names it.
     """
 
-    def __init__(self, text: str, *, are_copies_fenced: bool = True) -> None:
-        self.kernel = replace(read_kernel(text), are_copies_fenced=are_copies_fenced)
+    def __init__(
+        self, text: str, *, are_copies_fenced: bool = True, may_stores_differ: bool = False
+    ) -> None:
+        self.kernel = replace(
+            read_kernel(text),
+            are_copies_fenced=are_copies_fenced,
+            may_stores_differ=may_stores_differ,
+        )
         self._code = [_decoded(each, self.kernel) for each in self.kernel.instructions]
         # Where threads that parted may meet again.
         self._leaders = frozenset(target for each in self._code for target in each.targets)

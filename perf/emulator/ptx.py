@@ -99,6 +99,8 @@ class Kernel:
         tables: Name of a list of labels that a branch chooses from -> the labels.
         is_specialised: Whether some warps may meet or wait without the others of their program.
         are_copies_fenced: Whether tensor cores may read what was copied behind a fence only.
+        may_stores_differ: Whether threads may store different values at one place of shared memory
+            at once, so that one of them is there.
     """
 
     name: str
@@ -112,6 +114,7 @@ class Kernel:
     tables: dict[str, tuple[str, ...]]
     is_specialised: bool
     are_copies_fenced: bool = True
+    may_stores_differ: bool = False
 
 
 @dataclass

@@ -61,9 +61,17 @@ class SharedMemory(SharedBytes):
     in between, by all of them.
     """
 
-    def __init__(self, num_programs: int, num_warps: int, num_bytes: int) -> None:
+    def __init__(
+        self,
+        num_programs: int,
+        num_warps: int,
+        num_bytes: int,
+        *,
+        may_stores_differ: bool = False,
+    ) -> None:
         super().__init__(num_programs, num_bytes)
         self._num_warps = num_warps
+        self._may_stores_differ = may_stores_differ
         count = len(self._data) // TRACED
         self._writer = np.full(count, NOBODY, dtype=np.int32)
         self._least = np.full(count, NOBODY, dtype=np.int32)
@@ -194,4 +202,5 @@ class SharedMemory(SharedBytes):
         self._stored[traced] = self._num_accesses
         self._unfenced[traced] = self._num_accesses if needs_fence else 0
         held[rows] = words
-        refuse_race(held[rows] != words, rows, "store different values at once")
+        if not self._may_stores_differ:
+            refuse_race(held[rows] != words, rows, "store different values at once")

@@ -87,7 +87,12 @@ class Wave:
             )
             self.shared = self.barriers.memory
         else:
-            self.shared = SharedMemory(self.num_programs, num_warps, launch.shared_bytes)
+            self.shared = SharedMemory(
+                self.num_programs,
+                num_warps,
+                launch.shared_bytes,
+                may_stores_differ=self.kernel.may_stores_differ,
+            )
         self.copies, self.products = Pending(self.num_programs), Pending(self.num_groups)
         garbage: dict[int, Array] = {
             size: np.full(self.num_lanes, np.iinfo(dtype).max, dtype=dtype)
