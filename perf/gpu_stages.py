@@ -16,6 +16,7 @@ BENCHMARKS = (
     "bench_paged_attention --only X",
     "bench_latent_attention",
     "bench_state_update",
+    "bench_state_replay",
     "bench_kv_store",
     "bench_conv_update",
     "bench_delta --only qwen3-next",

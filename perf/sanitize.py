@@ -42,6 +42,10 @@ SMALL_TESTS = {
     "conv_update": ("matches_its_reference[speculative-torch.bfloat16-2-dim_last]",),
     "causal_conv": ("matches_its_reference[past_a_tile-torch.bfloat16-2-dim_last]",),
     "state_update": ("matches_the_recurrence[mamba2-bf16]",),
+    "state_replay": (
+        "matches_the_recurrence[early_and_late-bf16_state_f32]",
+        "matches_the_recurrence[drafts-bf16]",
+    ),
     "state_scan": (
         "matches_the_recurrence[mamba1-torch.bfloat16]",
         "gives_the_same_wherever_a_prompt_is_cut[heads-2]",

@@ -127,13 +127,19 @@ def starts_of(lengths: list[int], device: torch.device) -> torch.Tensor:
 
 
 def make_state_batch(
-    model: StateModel, lengths: list[int], state_dtype: torch.dtype, device: torch.device
+    model: StateModel,
+    lengths: list[int],
+    state_dtype: torch.dtype,
+    device: torch.device,
+    *,
+    states: torch.Tensor | None = None,
 ) -> StateBatch:
-    """Random tokens and states of requests with these numbers of tokens."""
+    """Random tokens and states of requests with these numbers of tokens; or with states given."""
     torch.manual_seed(0)
     num_tokens, num_requests = sum(lengths), len(lengths)
     state_shape = (model.num_heads, model.head_dim, model.d_state)
-    arena = make_arena(num_requests + 1, state_shape, state_dtype, device)
+    if states is None:
+        states = make_arena(num_requests + 1, state_shape, state_dtype, device)[:, 1]
     per_channel = (model.num_heads, model.head_dim)
     steps = per_channel if model.is_per_channel else per_channel[:1]
     rates = state_shape if model.is_per_channel else per_channel[:1]
@@ -144,7 +150,7 @@ def make_state_batch(
         model=model,
         query_starts=starts_of(lengths, device),
         slots=slots_in_arena(num_requests, device),
-        states=arena[:, 1],
+        states=states,
         out=torch.empty_like(x),
         x=x,
         dt=torch.randn(num_tokens, *steps, device=device).to(DTYPE),

@@ -22,6 +22,7 @@ from perf import (
     bench_delta,
     bench_kv_store,
     bench_latent_attention,
+    bench_state_replay,
     bench_state_update,
     latent_peers,
     latent_shapes,
@@ -31,12 +32,16 @@ from perf.attention_shapes import SHAPES, AttentionBatch, make_batch
 from perf.compiled_launches import CAPABILITY, Counted, compiled_by, kinds, show_vllm_a_gpu
 from perf.delta_shapes import DELTA_MODELS, make_delta_batch
 from perf.machine_code import PretendedGpu
+from perf.state_replay_shapes import make_replay_batch
 from perf.state_shapes import JAMBA, NEMOTRON, make_conv_batch, make_state_batch
 
 CPU = torch.device("cpu")
 
 MAX_TOKENS = 64
 """Shapes are cut to so many tokens a request: code does not depend on it, memory here does."""
+
+REPLAY_REQUESTS = 16
+"""Of which one writes its state, as in steps that go on."""
 
 HELPERS = {
     "attention_plan_kernel",
@@ -128,6 +133,11 @@ def launches(
         one = lambda m=model, d=dtype: make_state_batch(m, ones, d, CPU)  # noqa: E731
         yield name, "jenga", lambda make=one: bench_state_update.jenga(make())
         yield name, "vllm", lambda make=one: bench_state_update.vllm(make())
+    for dtype in (torch.float32, torch.bfloat16):
+        name = f"M state_replay {NEMOTRON.name} {str(dtype)[6:]}"
+        few = lambda d=dtype: make_replay_batch(NEMOTRON, REPLAY_REQUESTS, d, CPU)  # noqa: E731
+        yield name, "jenga", lambda make=few: bench_state_replay.jenga(make())
+        yield name, "vllm", lambda make=few: bench_state_replay.vllm(make())
     conv = lambda: make_conv_batch(NEMOTRON.conv_dim, ones, CPU)  # noqa: E731
     yield "M conv_update nemotron-h-8b", "jenga", lambda: bench_conv_update.jenga(conv())
     yield "M conv_update nemotron-h-8b", "vllm", lambda: bench_conv_update.vllm(conv())

@@ -15,11 +15,13 @@ from perf import (
     bench_conv_update,
     bench_delta,
     bench_kv_store,
+    bench_state_replay,
     bench_state_scan,
     bench_state_update,
     delta_shapes,
     latent_peers,
     latent_shapes,
+    state_replay_shapes,
     state_shapes,
 )
 
@@ -163,6 +165,39 @@ def test_calls_of_other_state_updates_fit_them(model, library, bound):
     calls = bound(module, "selective_state_update")
 
     getattr(bench_state_update, library)(batch)()
+
+    assert len(calls) == 1
+
+
+PER_HEAD = state_shapes.DRY_MODELS[1]
+
+
+def test_calls_of_vllms_replay_of_states_fit_it(bound):
+    module = importlib.import_module(
+        "vllm.model_executor.layers.mamba.ops.selective_state_update_replayssm_output_only"
+    )
+    batch = state_replay_shapes.make_replay_batch(PER_HEAD, 2, torch.float32, CPU)
+    calls = bound(module, "selective_state_update_replayssm_output_only")
+
+    bench_state_replay.vllm(batch)()
+
+    assert len(calls) == 1
+    drafts = state_replay_shapes.FOUR_DRAFTS
+    batch = state_replay_shapes.make_replay_batch(PER_HEAD, 2, torch.float32, CPU, drafts=drafts)
+    with pytest.raises(attention_peers.UnsupportedError, match="one token"):
+        bench_state_replay.vllm(batch)
+
+
+@pytest.mark.parametrize(
+    "drafts", [state_replay_shapes.NO_DRAFTS, state_replay_shapes.FOUR_DRAFTS], ids=["one", "five"]
+)
+def test_calls_of_vllms_state_updates_beside_replays_fit_them(drafts, bound):
+    from vllm.model_executor.layers.mamba.ops import mamba_ssm as module
+
+    batch = state_replay_shapes.make_replay_batch(PER_HEAD, 2, torch.float32, CPU, drafts=drafts)
+    calls = bound(module, "selective_state_update")
+
+    bench_state_replay.vllm_update(batch)()
 
     assert len(calls) == 1
 

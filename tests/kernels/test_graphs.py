@@ -11,7 +11,9 @@ from jenga_kernels.delta_update import delta_update
 from jenga_kernels.kv_store import kv_store
 from jenga_kernels.latent_attention import latent_attention
 from jenga_kernels.paged_attention import paged_attention
+from jenga_kernels.state_replay import state_replay
 from jenga_kernels.state_update import state_update
+from jenga_kernels.states import InputHistory
 from tests.kernels import latent_cases
 from tests.kernels.attention_cases import Options, Shape, make_batch
 from tests.kernels.conv_cases import conv_tensors
@@ -161,3 +163,38 @@ def test_graphs_of_steps_serve_other_slots(make):
         slots.copy_(cases[case])
 
     check_replays(launch, load, [out, states])
+
+
+def test_graphs_of_replayed_states_serve_other_slots_and_counts():
+    rng = generator(0)
+    tensors = recurrence_tensors(6, "heads", HEADS, torch.float16, rng)
+    num_heads, head_dim, d_state, num_groups = HEADS
+    first = [
+        randn((12, *HEADS[:3]), torch.float16, rng),
+        randn((12, num_heads, 8, head_dim), torch.float16, rng),
+        randn((12, num_heads, 8), torch.float32, rng).abs(),
+        randn((12, num_groups, 8, d_state), torch.float16, rng),
+    ]
+    memory = [each.clone() for each in first]
+    history = InputHistory(x=memory[1], dt=memory[2], B=memory[3])
+    out = torch.empty_like(tensors["x"])
+    # Slots, tokens before the call, in the state before it and after it; one state is written.
+    cases = [
+        i32([[3, 1, 5], [12, 9, 4], [8, 6, 0], [8, 6, 0]]),
+        i32([[7, 0, 2], [15, 3, 6], [9, 1, 6], [16, 3, 6]]),
+    ]
+    starts = [i32([0, 2, 3, 6]), i32([0, 1, 5, 6])]
+    query_starts, counts = starts[0].clone(), cases[0].clone()
+
+    def launch():
+        state_replay(out, memory[0], history, **tensors, query_starts=query_starts,
+            slots=counts[0], computed_tokens=counts[1], state_tokens=counts[2],
+            next_state_tokens=counts[3],
+        )  # fmt: skip
+
+    def load(case):
+        write_over(memory, first)
+        counts.copy_(cases[case])
+        query_starts.copy_(starts[case])
+
+    check_replays(launch, load, [out, *memory])

@@ -17,11 +17,13 @@ from perf import (
     bench_kv_store,
     bench_latent_attention,
     bench_paged_attention,
+    bench_state_replay,
     bench_state_scan,
     bench_state_update,
     delta_shapes,
     latent_peers,
     latent_shapes,
+    state_replay_shapes,
     state_shapes,
 )
 from tests.kernels.support import DEVICE, max_error
@@ -133,6 +135,52 @@ def test_steps_of_states_of_vllm_give_what_ours_give(model, dtype):
         bench_state_update.jenga,
         bench_state_update.vllm,
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        state_shapes.DRY_MODELS[1],
+        dataclasses.replace(state_shapes.NEMOTRON, num_heads=8, num_groups=2),
+    ],
+    ids=lambda model: model.name,
+)
+def test_replays_of_states_of_vllm_give_what_ours_give(model, dtype):
+    batches = [state_replay_shapes.make_replay_batch(model, 16, dtype, DEVICE) for _ in range(2)]
+    before = batches[0].tokens.states.clone()
+    for batch, implementation in zip(
+        batches, (bench_state_replay.jenga, bench_state_replay.vllm), strict=True
+    ):
+        implementation(batch)()
+    ours, theirs = batches
+    agree(ours.tokens.out.float(), theirs.tokens.out.float())
+    changed = (ours.tokens.states != before).flatten(1).any(1)
+    assert int(changed.sum()) == ours.num_written == 1
+    agree(ours.tokens.states[changed].float(), theirs.tokens.states[changed].float())
+    assert torch.equal(ours.tokens.states[~changed], theirs.tokens.states[~changed])
+    # Theirs keeps no rows that the state has, as ours.
+    assert torch.equal(ours.history.x, theirs.history.x)
+    assert torch.equal(ours.history.B, theirs.history.B)
+    agree(ours.history.dt, theirs.history.dt)
+
+
+@pytest.mark.parametrize("implementation", ["jenga_update", "vllm_update"])
+@pytest.mark.parametrize(
+    "drafts", [state_replay_shapes.NO_DRAFTS, state_replay_shapes.FOUR_DRAFTS], ids=["one", "five"]
+)
+def test_updates_beside_replays_do_the_same_for_tokens_whose_states_are_theirs(
+    drafts, implementation
+):
+    model = state_shapes.DRY_MODELS[1]
+    make = state_replay_shapes.make_replay_batch
+    batches = [make(model, 4, torch.float32, DEVICE, drafts=drafts) for _ in range(2)]
+    for batch in batches:
+        batch.computed_tokens.copy_(batch.state_tokens)
+        batch.next_state_tokens.copy_(batch.state_tokens)
+    bench_state_replay.jenga(batches[0])()
+    getattr(bench_state_replay, implementation)(batches[1])()
+    agree(batches[0].tokens.out.float(), batches[1].tokens.out.float())
 
 
 @pytest.mark.parametrize("lengths", [[1, 1], [5, 40]], ids=["steps", "prompts"])

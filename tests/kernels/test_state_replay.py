@@ -3,10 +3,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from jenga_kernels import state_replay as module
 from jenga_kernels.reference import state_replay as reference
 from jenga_kernels.reference import state_update as plain
 from jenga_kernels.state_replay import next_states, state_replay
 from jenga_kernels.states import NULL_SLOT, InputHistory
+from jenga_kernels.triton.state_tiles import ReplayTiles
 from tests.kernels.compiling import compile_job
 from tests.kernels.state_cases import (
     PADDING,
@@ -18,7 +20,7 @@ from tests.kernels.state_cases import (
     state_pages,
     widened,
 )
-from tests.kernels.support import DEVICE, check_close, generator, randn
+from tests.kernels.support import DEVICE, check_close, generator, max_error, randn
 
 NUM_SLOTS = 16
 DTYPES = [
@@ -235,6 +237,89 @@ def test_steps_of_any_lengths_with_rejected_tokens_end_as_the_accepted_ones_alon
     check_close(got, want.double(), want, slack=2e-5 * want.abs().max().item())
     # As seldom as the history allows: once for as many tokens as a call may leave in it.
     assert writes <= num_accepted // (history_tokens - 2 * max_query_tokens + 2) + 1
+
+
+@pytest.mark.parametrize("case", [ONE_TOKEN["early_and_late"], SEVERAL_TOKENS["drafts"]])
+def test_a_program_of_two_heads_gives_what_programs_of_one_give(case, monkeypatch):
+    tensors, counts, kept = arguments(case, torch.bfloat16, torch.float32)
+    results = []
+    for block_heads in (1, 2):
+        tiles = ReplayTiles(block_heads=block_heads, block_dims=16, num_warps=4)
+        monkeypatch.setattr(module, "state_replay_tiles", lambda *_, tiles=tiles, **__: tiles)
+        copied = kept.copy()
+        out = torch.full_like(tensors["x"], float("nan"))
+        state_replay(out, copied.states, copied.history, **tensors, **counts)
+        results.append((out, copied.states.nan_to_num(7), copied.history.x.nan_to_num(7)))
+
+    for one, two in zip(*results, strict=True):
+        assert torch.equal(one, two)
+
+
+def test_a_call_may_be_made_again():
+    # A benchmark and a graph's replay do: rows that are read are not those that are written.
+    tensors, counts, kept = arguments(
+        ((2, 16, 16, 1), 8, [(4, 12, 9, 9), (4, 20, 16, 16)]), torch.float32, torch.float32
+    )
+    outs = torch.full_like(tensors["x"], float("nan")), torch.full_like(tensors["x"], float("nan"))
+
+    for out in outs:
+        state_replay(out, kept.states, kept.history, **tensors, **counts)
+
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("is_one_token", [True, False])
+def test_tokens_outside_of_requests_are_left_alone(is_one_token):
+    case = ONE_TOKEN["early_and_late"] if is_one_token else SEVERAL_TOKENS["drafts"]
+    tensors, counts, kept = arguments(case, torch.float32, torch.float32)
+    want = by_reference(tensors, counts, kept.copy())
+    per_token = ("x", "dt", "B", "C", "z")
+    wide = {
+        name: torch.nn.functional.pad(value, [0, 0] * (value.dim() - 1) + [3, 2], value=7.0)
+        if name in per_token
+        else value
+        for name, value in tensors.items()
+    }
+    counts["query_starts"] += 3
+    out = torch.full_like(wide["x"], 7.0)
+
+    state_replay(out, kept.states, kept.history, **wide, **counts)
+
+    assert (out[:3] == 7).all()
+    assert (out[-2:] == 7).all()
+    assert max_error(out[3:-2], want) < 1e-4
+
+
+def test_no_requests_write_nothing():
+    tensors, _, kept = arguments(ONE_TOKEN["beginning"], torch.float32, torch.float32)
+    before = [arena.clone() for arena in kept.arenas]
+    none = i32([])
+    out = torch.full_like(tensors["x"], 7.0)
+
+    state_replay(
+        out, kept.states, kept.history, **tensors, slots=none, computed_tokens=none,
+        state_tokens=none, next_state_tokens=none, query_starts=i32([0]),
+    )  # fmt: skip
+
+    assert (out == 7).all()
+    assert all(same_elsewhere(*both, []) for both in zip(kept.arenas, before, strict=True))
+
+
+@pytest.mark.parametrize("slot", [-1, -(2**31)])
+def test_slots_below_the_null_slot_are_taken_for_it(slot):
+    tensors, counts, kept = arguments(ONE_TOKEN["early_and_late"], torch.float32, torch.float32)
+    padded = counts["slots"].clone()
+    padded[:3] = NULL_SLOT
+    copied = kept.copy()
+    want = by_reference(tensors, counts | {"slots": padded}, copied)
+    counts["slots"][:3] = slot
+    out = torch.full_like(tensors["x"], float("nan"))
+
+    state_replay(out, kept.states, kept.history, **tensors, **counts)
+
+    assert (out[:3] == 0).all()
+    assert max_error(out, want) < 1e-4
+    assert same_elsewhere(kept.states, copied.states, counts["slots"].tolist()[3:])
 
 
 def test_a_state_is_brought_up_to_date_without_tokens():
