@@ -22,7 +22,7 @@ from jenga_kernels.states import (
 from jenga_kernels.triton.addressing import strides
 from jenga_kernels.triton.state_replay import state_replay_kernel
 from jenga_kernels.triton.state_tiles import LEAST_PRODUCT, state_replay_tiles
-from jenga_kernels.triton.tiles import machine_of, power_of_two
+from jenga_kernels.triton.tiles import line_elements, machine_of, power_of_two
 
 
 def state_replay(
@@ -118,7 +118,15 @@ def state_replay(
         return
     D = per_channel(D, num_heads, head_dim)
     heads_per_group = num_heads // num_groups
-    tiles = state_replay_tiles(machine_of(x.device), heads_per_group, head_dim, d_state)
+    machine = machine_of(x.device)
+    tiles = state_replay_tiles(
+        machine,
+        num_requests * num_heads,
+        heads_per_group,
+        head_dim,
+        d_state,
+        has_one_token=query_starts is None,
+    )
     num_blocks = -(-head_dim // tiles.block_dims)
     stride_slot, stride_head, stride_dim, _ = strides(states)
     state_replay_kernel[(num_heads // tiles.block_heads * num_blocks, num_requests)](
@@ -176,6 +184,7 @@ def state_replay(
         BLOCK_H=tiles.block_heads,
         BLOCK_P=tiles.block_dims,
         BLOCK_N=max(LEAST_PRODUCT, power_of_two(d_state)),
+        BLOCK_LINE=max(LEAST_PRODUCT, line_elements(machine, d_state, states.element_size())),
         BLOCK_L=max(LEAST_PRODUCT, power_of_two(history_tokens)),
         num_warps=tiles.num_warps,
     )

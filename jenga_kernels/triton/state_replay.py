@@ -8,11 +8,14 @@ from jenga_kernels.triton.device import device_function, widened
 from jenga_kernels.triton.recurrence import (
     LOG2E,
     column_sums,
+    line_sums,
     mask_if,
     row_sums,
     silu,
     step_sizes,
 )
+
+_INT32_MAX = tl.constexpr(2**31 - 1)
 
 
 @device_function
@@ -51,7 +54,7 @@ def decays_since(dt_ptr, rows, next_rows, ages, num_past, rate):
 
 @device_function
 def replayed(
-    S,  # [P, N], has decayed for as long
+    S,  # [lines, P, line], has decayed for as long
     x_ptr,
     dt_ptr,
     B_ptr,
@@ -59,7 +62,7 @@ def replayed(
     num_past,
     rate,
     is_dim,
-    is_n,
+    in_line,
     stride_x_token,
     stride_B_token,
     HISTORY_TOKENS: tl.constexpr,
@@ -73,10 +76,17 @@ def replayed(
         row = ((computed - 1 - age) % HISTORY_TOKENS).to(tl.int64)
         dt = tl.load(dt_ptr + row)
         x = tl.load(x_ptr + row * stride_x_token, mask=is_dim, other=0.0).to(tl.float32)  # [P]
-        b = tl.load(B_ptr + row * stride_B_token, mask=is_n, other=0.0).to(tl.float32)  # [N]
-        S += (dt * decay * x)[:, None] * b[None, :]
+        b = tl.load(B_ptr + row * stride_B_token, mask=in_line, other=0.0)  # [lines, line]
+        S += (dt * decay * x)[None, :, None] * b.to(tl.float32)[:, None, :]
         decay *= tl.exp2(dt * rate)
     return S
+
+
+@device_function
+def scores_of(C_ptr, past_B, ns, is_n):
+    """What a token asks of those of the history, [L]."""
+    c = tl.load(C_ptr + ns, mask=is_n, other=0.0).to(tl.float32)  # [N]
+    return row_sums(past_B * c[None, :])
 
 
 @device_function
@@ -148,15 +158,15 @@ def state_replay_kernel(  # noqa: PLR0912 - options are compiled in or out, each
     stride_out_head: tl.int64,
     stride_states_slot: tl.int64,
     stride_states_head: tl.int64,
-    stride_states_dim: tl.int64,
+    stride_states_dim: tl.constexpr,
     stride_history_x_slot: tl.int64,
     stride_history_x_head: tl.int64,
-    stride_history_x_token: tl.int64,
+    stride_history_x_token: tl.constexpr,
     stride_history_dt_slot: tl.int64,
     stride_history_dt_head: tl.int64,
     stride_history_B_slot: tl.int64,
     stride_history_B_group: tl.int64,
-    stride_history_B_token: tl.int64,
+    stride_history_B_token: tl.constexpr,
     stride_x_token: tl.int64,
     stride_x_head: tl.int64,
     stride_dt_token: tl.int64,
@@ -179,6 +189,7 @@ def state_replay_kernel(  # noqa: PLR0912 - options are compiled in or out, each
     BLOCK_H: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_LINE: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ):
     """Program (b, r) serves BLOCK_P channels of each of BLOCK_H heads of request r."""
@@ -191,7 +202,12 @@ def state_replay_kernel(  # noqa: PLR0912 - options are compiled in or out, each
     ages = tl.arange(0, BLOCK_L)  # of the tokens since the state, the oldest first
     is_dim = dims < HEAD_DIM
     is_n = ns < D_STATE
-    in_state = is_dim[:, None] & is_n[None, :]
+    # A row of a state lies in lines of memory, and few threads hold a part of each: they sum most
+    # of it themselves.
+    lines = tl.arange(0, BLOCK_N // BLOCK_LINE)[:, None] * BLOCK_LINE
+    lines += tl.arange(0, BLOCK_LINE)[None, :]
+    in_line = lines < D_STATE  # [lines, line]
+    in_state = is_dim[None, :, None] & in_line[:, None, :]
     slot = tl.load(slots_ptr + request)
     computed = tl.load(computed_tokens_ptr + request)
     stored = tl.load(state_tokens_ptr + request)
@@ -213,28 +229,35 @@ def state_replay_kernel(  # noqa: PLR0912 - options are compiled in or out, each
     is_written = stored_next > stored
     x_ptr += first * stride_x_token + first_head * stride_x_head + dims
     dt_ptr += first * stride_dt_token + first_head * stride_dt_head
-    B_ptr += first * stride_B_token + group * stride_B_group + ns
-    C_ptr += first * stride_C_token + group * stride_C_group + ns
+    B_ptr += first * stride_B_token + group * stride_B_group
+    C_ptr += first * stride_C_token + group * stride_C_group
     if z_ptr is not None:
         z_ptr += first * stride_z_token + first_head * stride_z_head + dims
     history_x_ptr += page_offsets(slot, stride_history_x_slot) + dims
     history_dt_ptr += page_offsets(slot, stride_history_dt_slot)
-    history_B_ptr += page_offsets(slot, stride_history_B_slot) + group * stride_history_B_group + ns
+    history_B_ptr += page_offsets(slot, stride_history_B_slot) + group * stride_history_B_group
     states_ptr += page_offsets(slot, stride_states_slot)
-    in_head = dims[:, None] * stride_states_dim + ns[None, :]
+    state_rows = dims[None, :, None]
+    if HEAD_DIM * stride_states_dim > _INT32_MAX:
+        state_rows = state_rows.to(tl.int64)
+    in_head = state_rows * stride_states_dim + lines[:, None, :]
 
     rows = ((stored + ages) % HISTORY_TOKENS).to(tl.int64)
     next_rows = ((stored + ages + 1) % HISTORY_TOKENS).to(tl.int64)
     is_past = (ages < num_past)[:, None]
-    past_B = history_B_ptr[None, :] + rows[:, None] * stride_history_B_token
+    past_B = history_B_ptr + rows[:, None] * stride_history_B_token + ns[None, :]
     past_B = widened(tl.load(past_B, mask=is_past & is_n[None, :], other=0.0))  # [L, N]
-    # Of one token: what it asks of those before it is the same for all heads.
-    c = tl.load(C_ptr, mask=mask_if(num_tokens > 0, is_n), other=0.0).to(tl.float32)  # [N]
-    scores = row_sums(past_B * c[None, :])  # [L]
+    own_score = 0.0
+    if query_starts_ptr is None:
+        # What a token asks of those before it, and of itself, is the same for all heads.
+        b = tl.load(B_ptr + lines, mask=in_line, other=0.0).to(tl.float32)  # [lines, line]
+        c = tl.load(C_ptr + lines, mask=in_line, other=0.0).to(tl.float32)  # [lines, line]
+        scores = scores_of(C_ptr, past_B, ns, is_n)  # [L]
+        own_score = tl.sum(b * c)
     for h in range(BLOCK_H):
         head = first_head + h
         state = states_ptr + head * stride_states_head + in_head
-        S = widened(tl.load(state, mask=mask_if(stored > 0, in_state), other=0.0))  # [P, N]
+        S = widened(tl.load(state, mask=mask_if(stored > 0, in_state), other=0.0))
         head_x_ptr = history_x_ptr + head * stride_history_x_head
         head_dt_ptr = history_dt_ptr + head * stride_history_dt_head
         past_x = head_x_ptr[None, :] + rows[:, None] * stride_history_x_token
@@ -247,61 +270,24 @@ def state_replay_kernel(  # noqa: PLR0912 - options are compiled in or out, each
         head_D_ptr = None
         if D_ptr is not None:
             head_D_ptr = D_ptr + head * stride_D_head
-        if is_written:
-            S = replayed(
-                S * decay,
-                head_x_ptr,
-                head_dt_ptr,
-                history_B_ptr,
-                computed,
-                num_past,
-                rate,
-                is_dim,
-                is_n,
-                stride_history_x_token,
-                stride_history_B_token,
-                HISTORY_TOKENS,
-            )
-            tl.store(
-                state,
-                S.to(states_ptr.dtype.element_ty),
-                mask=mask_if(stored_next == computed, in_state),
-            )
-        weights = tl.where(is_written, 0.0, weights)
-        decay = tl.where(is_written, 1.0, decay)
         token_x_ptr = x_ptr + h * stride_x_head
         token_dt_ptr = dt_ptr + h * stride_dt_head
-        token_B_ptr = B_ptr
-        token_C_ptr = C_ptr
         token_z_ptr = None
         if z_ptr is not None:
             token_z_ptr = z_ptr + h * stride_z_head
         token_out_ptr = out_ptr + h * stride_out_head
-        for t in range(num_tokens):
+        if query_starts_ptr is None:
             dt = tl.load(token_dt_ptr).to(tl.float32)
             dt = step_sizes(dt, dt_bias, dt_min, dt_max, IS_SOFTPLUS, HAS_LIMITS)
             x_row = tl.load(token_x_ptr, mask=is_dim, other=0.0)
             x = x_row.to(tl.float32)  # [P]
-            b = tl.load(token_B_ptr, mask=is_n, other=0.0).to(tl.float32)  # [N]
-            c = tl.load(token_C_ptr, mask=is_n, other=0.0).to(tl.float32)  # [N]
             step_decay = tl.exp2(dt * rate)
-            decay *= step_decay
-            weights *= step_decay
-            is_last = stored_next == computed + t + 1
-            if query_starts_ptr is None:
-                y = row_sums(S * c[None, :]) * decay + (dt * tl.sum(b * c, 0)) * x
-                if is_last:
-                    S = S * decay + (dt * x)[:, None] * b[None, :]
-            else:
-                S = S * decay + (dt * x)[:, None] * b[None, :]
-                decay = 1.0
-                y = row_sums(S * c[None, :])
-                scores = row_sums(past_B * c[None, :])
-            y += column_sums(past_x * (weights * scores)[:, None])
-            if is_last:
-                tl.store(state, S.to(states_ptr.dtype.element_ty), mask=in_state)
-            if computed + t >= stored_next:
-                row = ((computed + t) % HISTORY_TOKENS).to(tl.int64)
+            y = line_sums(S * c[:, None, :]) * (decay * step_decay)
+            y += column_sums(past_x * (weights * scores * step_decay)[:, None])
+            y += (dt * own_score) * x
+            store_output(token_out_ptr, y, x, head_D_ptr, token_z_ptr, dims, is_dim, stride_D_dim)
+            if computed >= stored_next:
+                row = (computed % HISTORY_TOKENS).to(tl.int64)
                 keep_inputs(
                     head_x_ptr,
                     head_dt_ptr,
@@ -312,19 +298,94 @@ def state_replay_kernel(  # noqa: PLR0912 - options are compiled in or out, each
                     block == 0,
                     stride_history_x_token,
                 )
-            store_output(token_out_ptr, y, x, head_D_ptr, token_z_ptr, dims, is_dim, stride_D_dim)
-            token_x_ptr += stride_x_token
-            token_dt_ptr += stride_dt_token
-            token_B_ptr += stride_B_token
-            token_C_ptr += stride_C_token
-            if z_ptr is not None:
-                token_z_ptr += stride_z_token
-            token_out_ptr += stride_out_token
+            if is_written:
+                S = replayed(
+                    S * decay,
+                    head_x_ptr,
+                    head_dt_ptr,
+                    history_B_ptr + lines,
+                    computed,
+                    num_past,
+                    rate,
+                    is_dim,
+                    in_line,
+                    stride_history_x_token,
+                    stride_history_B_token,
+                    HISTORY_TOKENS,
+                )
+                if stored_next > computed:
+                    S = S * step_decay + (dt * x)[None, :, None] * b[:, None, :]
+                tl.store(state, S.to(states_ptr.dtype.element_ty), mask=in_state)
+        else:
+            if is_written:
+                S = replayed(
+                    S * decay,
+                    head_x_ptr,
+                    head_dt_ptr,
+                    history_B_ptr + lines,
+                    computed,
+                    num_past,
+                    rate,
+                    is_dim,
+                    in_line,
+                    stride_history_x_token,
+                    stride_history_B_token,
+                    HISTORY_TOKENS,
+                )
+                tl.store(
+                    state,
+                    S.to(states_ptr.dtype.element_ty),
+                    mask=mask_if(stored_next == computed, in_state),
+                )
+            weights = tl.where(is_written, 0.0, weights)
+            decay = tl.where(is_written, 1.0, decay)
+            token_B_ptr = B_ptr
+            token_C_ptr = C_ptr
+            for t in range(num_tokens):
+                dt = tl.load(token_dt_ptr).to(tl.float32)
+                dt = step_sizes(dt, dt_bias, dt_min, dt_max, IS_SOFTPLUS, HAS_LIMITS)
+                x_row = tl.load(token_x_ptr, mask=is_dim, other=0.0)
+                x = x_row.to(tl.float32)  # [P]
+                b = tl.load(token_B_ptr + lines, mask=in_line, other=0.0).to(tl.float32)
+                c = tl.load(token_C_ptr + lines, mask=in_line, other=0.0).to(tl.float32)
+                step_decay = tl.exp2(dt * rate)
+                decay *= step_decay
+                weights *= step_decay
+                is_last = stored_next == computed + t + 1
+                S = S * decay + (dt * x)[None, :, None] * b[:, None, :]
+                decay = 1.0
+                y = line_sums(S * c[:, None, :])
+                scores = scores_of(token_C_ptr, past_B, ns, is_n)
+                y += column_sums(past_x * (weights * scores)[:, None])
+                if is_last:
+                    tl.store(state, S.to(states_ptr.dtype.element_ty), mask=in_state)
+                if computed + t >= stored_next:
+                    row = ((computed + t) % HISTORY_TOKENS).to(tl.int64)
+                    keep_inputs(
+                        head_x_ptr,
+                        head_dt_ptr,
+                        x_row,
+                        dt,
+                        row,
+                        is_dim,
+                        block == 0,
+                        stride_history_x_token,
+                    )
+                store_output(
+                    token_out_ptr, y, x, head_D_ptr, token_z_ptr, dims, is_dim, stride_D_dim
+                )
+                token_x_ptr += stride_x_token
+                token_dt_ptr += stride_dt_token
+                token_B_ptr += stride_B_token
+                token_C_ptr += stride_C_token
+                if z_ptr is not None:
+                    token_z_ptr += stride_z_token
+                token_out_ptr += stride_out_token
 
     if (first_head % HEADS_PER_GROUP == 0) & (block == 0):
         keep_projections(
-            history_B_ptr,
-            B_ptr,
+            history_B_ptr + ns,
+            B_ptr + ns,
             computed,
             stored_next,
             num_tokens,

@@ -135,21 +135,45 @@ class ReplayTiles:
     num_warps: int
 
 
-REPLAY_ELEMENTS = 4096
-"""Elements of a state that a program of `state_replay` has in registers: 64 a thread."""
+REPLAY_ELEMENTS = 8192
+"""Elements of a state that a program of `state_replay` has in registers: 64 a thread.
+
+Half as many where requests have several tokens, whose projections are kept beside them.
+"""
+
+REPLAY_HEADS = 4
+"""Most heads of a program of `state_replay`, which weighs the tokens of a history once for all."""
 
 
 def state_replay_tiles(
-    machine: Machine, heads_per_group: int, head_dim: int, d_state: int
+    machine: Machine,
+    num_states: int,
+    heads_per_group: int,
+    head_dim: int,
+    d_state: int,
+    *,
+    has_one_token: bool,
 ) -> ReplayTiles:
-    """Tiles of `state_replay`."""
+    """Tiles of `state_replay`.
+
+    Args:
+        machine: Where it runs.
+        num_states: Heads of all requests.
+        heads_per_group: Heads that have the projections of inputs in common.
+        head_dim: Channels of a head.
+        d_state: State elements of a channel.
+        has_one_token: Whether every request has one token.
+    """
     whole_head = max(LEAST_PRODUCT, power_of_two(head_dim))
     if machine.is_interpreter:
         return ReplayTiles(block_heads=heads_per_group, block_dims=whole_head, num_warps=1)
-    block_dims = max(LEAST_PRODUCT, REPLAY_ELEMENTS // power_of_two(d_state))
-    # Heads of a group have the projections of inputs in common.
-    return ReplayTiles(
-        block_heads=2 if heads_per_group % 2 == 0 else 1,
-        block_dims=min(whole_head, block_dims),
-        num_warps=4,
-    )
+    elements = REPLAY_ELEMENTS if has_one_token else REPLAY_ELEMENTS // 2
+    block_dims = min(whole_head, max(LEAST_PRODUCT, elements // power_of_two(d_state)))
+    num_parts = num_states * -(-head_dim // block_dims)
+    # Fewer heads where few requests leave processors without two programs.
+    block_heads = REPLAY_HEADS
+    while block_heads > 1 and (
+        heads_per_group % block_heads or num_parts < 2 * machine.num_processors * block_heads
+    ):
+        block_heads //= 2
+    return ReplayTiles(block_heads=block_heads, block_dims=block_dims, num_warps=4)

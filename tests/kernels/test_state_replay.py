@@ -468,13 +468,16 @@ def test_state_replay_refuses(name, change):
 SHAPES = ((128, 64, 128, 8), (128, 64, 128, 1), (24, 128, 256, 1), (48, 64, 64, 1))
 """Heads, channels of a head, state elements, groups."""
 
+NUM_COMPILED = 48
+"""Requests, so many that a program has several heads."""
+
 
 def compile_replays():
     for state_dtype in (torch.float32, torch.bfloat16):
         for num_heads, head_dim, d_state, num_groups in SHAPES:
-            for query_starts in (None, i32([0, 1, 2, 3])):
-                x = torch.zeros(3, num_heads, head_dim, dtype=torch.bfloat16)
-                B = torch.zeros(3, num_groups, d_state, dtype=torch.bfloat16)
+            for query_starts in (None, i32(range(NUM_COMPILED + 1))):
+                x = torch.zeros(NUM_COMPILED, num_heads, head_dim, dtype=torch.bfloat16)
+                B = torch.zeros(NUM_COMPILED, num_groups, d_state, dtype=torch.bfloat16)
                 history = InputHistory(
                     x=torch.zeros(4, num_heads, 16, head_dim, dtype=torch.bfloat16),
                     dt=torch.zeros(4, num_heads, 16),
@@ -489,10 +492,10 @@ def compile_replays():
                     torch.zeros(num_heads),
                     B,
                     B,
-                    i32([1, 2, 3]),
-                    i32([9, 9, 9]),
-                    i32([2, 2, 2]),
-                    i32([2, 2, 2]),
+                    i32([1, 2, 3] + [NULL_SLOT] * (NUM_COMPILED - 3)),
+                    i32([9] * NUM_COMPILED),
+                    i32([2] * NUM_COMPILED),
+                    i32([2] * NUM_COMPILED),
                     query_starts=query_starts,
                     D=torch.zeros(num_heads),
                     dt_bias=torch.zeros(num_heads),
@@ -507,12 +510,9 @@ def test_state_replay_compiles_to_wide_loads_of_a_state(capability):
     for kernel in kernels:
         assert kernel.stack_bytes == 0, kernel
         assert kernel.num_warps == 4, kernel
-        # A state's 32 elements of a thread, and nothing of it narrower: what else there is are the
-        # history's rows, some eight bytes a thread.
-        assert kernel.counts["load_128"] >= 5, kernel
-        assert kernel.counts["store_128"] >= 8, kernel
-        assert kernel.registers <= (232 if capability == 90 else 246), kernel
-    # Three programs a processor, or four, where a token comes alone.
-    if capability == 90:
-        alone = [kernel.registers for kernel in kernels[::2]]
-        assert sum(registers <= 168 for registers in alone) >= len(alone) - 1, alone
+        # A state's elements of a thread, 32 or more, and nothing of it narrower: what else there is
+        # are the history's rows, some eight bytes a thread.
+        assert kernel.counts["load_128"] >= 4, kernel
+        assert kernel.counts["store_128"] >= 4, kernel
+        # Two programs a processor.
+        assert kernel.registers <= 255, kernel
