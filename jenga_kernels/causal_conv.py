@@ -7,6 +7,7 @@ from jenga_kernels.checks import check_same_device, check_shape
 from jenga_kernels.states import (
     Checkpoints,
     check_checkpoints,
+    check_computed_tokens,
     check_convolution,
     check_no_overlap,
     check_query_starts,
@@ -31,6 +32,7 @@ def causal_conv(
     bias: torch.Tensor | None = None,
     silu: bool = True,
     checkpoints: Checkpoints | None = None,
+    computed_tokens: torch.Tensor | None = None,
 ) -> None:
     """Convolve requests' tokens, each with the inputs before it, and keep the last inputs.
 
@@ -51,6 +53,9 @@ def causal_conv(
         bias: Added to every output, [dim].
         silu: Whether outputs pass through SiLU.
         checkpoints: States to write besides the last ones.
+        computed_tokens: Tokens of each request before this call, i32[num_requests]. With it states
+            are rings: column t % num_columns has the input of token t, and columns that none of the
+            last width - 1 inputs is in are left alone.
 
     Raises:
         ValueError: If a shape, dtype, stride, alignment or device does not fit.
@@ -64,8 +69,14 @@ def causal_conv(
     check_slots("initial_slots", initial_slots, states.shape[0])
     check_slots("state_slots", state_slots, states.shape[0])
     check_checkpoints(checkpoints, query_starts, states.shape[0])
+    if computed_tokens is not None:
+        check_computed_tokens(computed_tokens, num_requests)
     check_same_device(
-        x=x, query_starts=query_starts, initial_slots=initial_slots, state_slots=state_slots
+        x=x,
+        query_starts=query_starts,
+        initial_slots=initial_slots,
+        state_slots=state_slots,
+        computed_tokens=computed_tokens,
     )
     check_slots_apart(initial_slots, state_slots, checkpoints=checkpoints)
     if num_requests == 0:
@@ -86,6 +97,7 @@ def causal_conv(
         checkpoint_starts_ptr=None if checkpoints is None else checkpoints.starts,
         checkpoint_after_ptr=None if checkpoints is None else checkpoints.after_tokens,
         checkpoint_slots_ptr=None if checkpoints is None else checkpoints.slots,
+        computed_tokens_ptr=computed_tokens,
         num_requests=num_requests,
         stride_out_token=strides(out)[0],
         stride_states_slot=stride_slot,
@@ -96,8 +108,10 @@ def causal_conv(
         stride_weight_column=weight.stride(1),
         stride_initial=initial_slots.stride(0),
         stride_slots=state_slots.stride(0),
+        stride_computed=0 if computed_tokens is None else computed_tokens.stride(0),
         DIM=dim,
         WIDTH=width,
+        NUM_COLUMNS=None if computed_tokens is None else states.shape[2],
         IS_SILU=silu,
         X_ALIGNMENT=alignment(strides(x)[0]),
         BLOCK_T=tiles.block_tokens,

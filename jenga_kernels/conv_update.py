@@ -4,7 +4,7 @@ import torch
 import triton
 
 from jenga_kernels.checks import check_same_device
-from jenga_kernels.states import check_convolution, check_slots_apart, check_steps
+from jenga_kernels.states import check_convolution, check_ring, check_slots_apart, check_steps
 from jenga_kernels.triton.addressing import alignment, strides
 from jenga_kernels.triton.conv_update import conv_update_kernel
 from jenga_kernels.triton.state_tiles import conv_update_tiles
@@ -22,6 +22,7 @@ def conv_update(
     bias: torch.Tensor | None = None,
     silu: bool = True,
     query_starts: torch.Tensor | None = None,
+    computed_tokens: torch.Tensor | None = None,
 ) -> None:
     """Convolve the next token of each request, or the next few, with the inputs before them.
 
@@ -33,7 +34,8 @@ def conv_update(
     Args:
         out: Written in place, shape and dtype of x; may be x.
         states: Written in place, [num_slots, dim, width - 1] or more columns, of which the first
-            width - 1 are used, oldest input first; bfloat16, float16 or float32, any strides.
+            width - 1 are used, oldest input first (but see computed_tokens); bfloat16, float16 or
+            float32, any strides.
         x: Inputs, [num_tokens, dim], bfloat16, float16 or float32, last dimension contiguous.
         weight: [dim, width] with width 2 to 4; the last column weighs the token itself.
         initial_slots: Where each request's state is read, i32[num_requests]; `NULL_SLOT` begins
@@ -44,15 +46,28 @@ def conv_update(
         silu: Whether outputs pass through SiLU.
         query_starts: Where each request's tokens begin, and the end, i32[num_requests + 1], at most
             max_tokens each; None means one token each.
+        computed_tokens: Tokens of each request before this call, i32[num_requests]. With it states
+            are rings: column t % num_columns has the input of token t, with as many columns as
+            width - 2 and the most tokens of a call. A request then has one slot, the same in
+            initial_slots and state_slots, both i32[num_requests]; nothing is read of it before its
+            first token, and a rejected token is written over by the call that has fewer computed
+            ones.
 
     Raises:
         ValueError: If a shape, dtype, stride or device does not fit.
     """
     check_convolution(out, states, x, weight, bias=bias)
     num_tokens, dim = x.shape
+    if computed_tokens is not None:
+        check_ring(states, weight, computed_tokens, initial_slots, state_slots, query_starts)
+        state_slots = state_slots[:, None].expand(-1, states.shape[2])
     slots = check_steps(initial_slots, state_slots, query_starts, num_tokens, states.shape[0])
     check_same_device(
-        x=x, initial_slots=initial_slots, state_slots=state_slots, query_starts=query_starts
+        x=x,
+        initial_slots=initial_slots,
+        state_slots=state_slots,
+        query_starts=query_starts,
+        computed_tokens=computed_tokens,
     )
     check_slots_apart(initial_slots, slots, query_starts=query_starts)
     num_requests = slots.shape[0]
@@ -70,6 +85,7 @@ def conv_update(
         query_starts_ptr=query_starts,
         initial_slots_ptr=initial_slots,
         state_slots_ptr=slots,
+        computed_tokens_ptr=computed_tokens,
         stride_out_token=strides(out)[0],
         stride_states_slot=stride_slot,
         stride_states_dim=stride_dim,
@@ -80,8 +96,10 @@ def conv_update(
         stride_initial=initial_slots.stride(0),
         stride_slots_request=slots.stride(0),
         stride_slots_token=slots.stride(1),
+        stride_computed=0 if computed_tokens is None else computed_tokens.stride(0),
         DIM=dim,
         WIDTH=width,
+        NUM_COLUMNS=None if computed_tokens is None else states.shape[2],
         IS_SILU=silu,
         X_ALIGNMENT=alignment(strides(x)[0]),
         BLOCK_D=tiles.block_dims,

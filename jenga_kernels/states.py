@@ -375,3 +375,46 @@ def check_convolution(
         check_dtype("bias", bias, FLOAT_DTYPES)
         check_contiguous_rows("bias", bias)
     check_same_device(x=x, out=out, states=states, weight=weight, bias=bias)
+
+
+def check_ring(
+    states: torch.Tensor,
+    weight: torch.Tensor,
+    computed_tokens: torch.Tensor,
+    initial_slots: torch.Tensor,
+    state_slots: torch.Tensor,
+    query_starts: torch.Tensor | None,
+) -> None:
+    """Check the arguments of a step of a convolution whose states are rings.
+
+    Raises:
+        ValueError: If a shape or dtype or, on the CPU, a value does not fit.
+    """
+    check_shape("state_slots", state_slots, (None,))
+    check_computed_tokens(computed_tokens, len(state_slots))
+    if computed_tokens.device.type != "cpu":
+        return
+    if not torch.equal(initial_slots, state_slots):
+        msg = (
+            f"initial_slots must be state_slots, {state_slots.tolist()}, where states are rings, "
+            f"got {initial_slots.tolist()}"
+        )
+        raise ValueError(msg)
+    most = 1 if query_starts is None else int(query_starts.diff().max()) if len(state_slots) else 0
+    least = weight.shape[1] - 2 + most
+    if states.shape[2] < least:
+        msg = f"states must have {least} columns for {most} tokens, got {states.shape[2]}"
+        raise ValueError(msg)
+
+
+def check_computed_tokens(computed_tokens: torch.Tensor, num_requests: int) -> None:
+    """Check how many tokens requests had before a call.
+
+    Raises:
+        ValueError: If a shape or dtype or, on the CPU, a value does not fit.
+    """
+    check_shape("computed_tokens", computed_tokens, (num_requests,))
+    check_dtype("computed_tokens", computed_tokens, (torch.int32,))
+    if computed_tokens.device.type == "cpu" and num_requests and int(computed_tokens.min()) < 0:
+        msg = f"computed_tokens must be at least 0, got {int(computed_tokens.min())}"
+        raise ValueError(msg)

@@ -2,7 +2,7 @@
 
 import torch
 
-from jenga_kernels.reference.conv_update import convolved, initial_inputs
+from jenga_kernels.reference.conv_update import begun_inputs, convolved, keep_in_ring
 from jenga_kernels.reference.state_scan import checkpoints_of
 from jenga_kernels.states import NULL_SLOT, Checkpoints
 
@@ -19,11 +19,12 @@ def causal_conv(
     bias: torch.Tensor | None = None,
     silu: bool = True,
     checkpoints: Checkpoints | None = None,
+    computed_tokens: torch.Tensor | None = None,
 ) -> None:
     """Convolve requests' tokens and keep the last inputs; see the operation for the arguments."""
     width = weight.shape[1]
     starts = query_starts.tolist()
-    begun = [initial_inputs(states, slot, width) for slot in initial_slots.tolist()]
+    begun = begun_inputs(states, initial_slots, width, computed_tokens)
     for request, slot in enumerate(state_slots.tolist()):
         start, end = starts[request], starts[request + 1]
         if slot <= NULL_SLOT:
@@ -34,7 +35,14 @@ def causal_conv(
         out[start:end] = convolved(inputs, weight, bias, silu=silu).T.to(out.dtype)
         kept = checkpoints_of(checkpoints, request)
         for after, kept_slot in [*kept.items(), (end - start, slot)]:
-            if kept_slot > NULL_SLOT:
+            if kept_slot > NULL_SLOT and computed_tokens is not None:
+                num_before = int(computed_tokens[request]) + after - (width - 1)
+                last = inputs[:, max(after, after - num_before) : after + width - 1]
+                nothing = last.new_empty(len(last), width - 1)
+                keep_in_ring(
+                    states[kept_slot], torch.cat([nothing, last], 1), max(0, num_before), width
+                )
+            elif kept_slot > NULL_SLOT:
                 states[kept_slot, :, : width - 1] = inputs[:, after : after + width - 1].to(
                     states.dtype
                 )

@@ -18,12 +18,13 @@ def conv_update(
     bias: torch.Tensor | None = None,
     silu: bool = True,
     query_starts: torch.Tensor | None = None,
+    computed_tokens: torch.Tensor | None = None,
 ) -> None:
     """Convolve each request's next tokens; see the operation for the arguments."""
     width = weight.shape[1]
     slots = state_slots.reshape(len(state_slots), -1).tolist()
     starts = range(len(x) + 1) if query_starts is None else query_starts.tolist()
-    begun = [initial_inputs(states, slot, width) for slot in initial_slots.tolist()]
+    begun = begun_inputs(states, initial_slots, width, computed_tokens)
     for request, before in enumerate(begun):
         start, end = starts[request], starts[request + 1]
         if slots[request][0] <= NULL_SLOT:
@@ -31,16 +32,38 @@ def conv_update(
             continue
         inputs = torch.cat([before, x[start:end].T.to(before.dtype)], dim=1)
         out[start:end] = convolved(inputs, weight, bias, silu=silu).T.to(out.dtype)
+        if computed_tokens is not None:
+            keep_in_ring(states[slots[request][0]], inputs, int(computed_tokens[request]), width)
+            continue
         for token, slot in zip(range(end - start), slots[request], strict=False):
             if slot > NULL_SLOT:
                 kept = inputs[:, token + 1 : token + width]
                 states[slot, :, : width - 1] = kept.to(states.dtype)
 
 
-def initial_inputs(states: torch.Tensor, slot: int, width: int) -> torch.Tensor:
-    """A copy of the inputs kept in a slot, [dim, width - 1], or zeros."""
-    kept = states[max(slot, NULL_SLOT), :, : width - 1].to(precision(states), copy=True)
-    return kept if slot > NULL_SLOT else torch.zeros_like(kept)
+def begun_inputs(
+    states: torch.Tensor,
+    initial_slots: torch.Tensor,
+    width: int,
+    computed_tokens: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    """Copies of the inputs before each request's tokens, [dim, width - 1], or zeros."""
+    begun: list[torch.Tensor] = []
+    for request, slot in enumerate(initial_slots.tolist()):
+        computed = width - 1 if computed_tokens is None else int(computed_tokens[request])
+        kept = torch.zeros_like(states[0, :, : width - 1], dtype=precision(states))
+        for column in range(width - 1) if slot > NULL_SLOT else ():
+            token = computed - (width - 1) + column
+            if token >= 0:
+                kept[:, column] = states[slot, :, token % states.shape[2]]
+        begun.append(kept)
+    return begun
+
+
+def keep_in_ring(ring: torch.Tensor, inputs: torch.Tensor, computed: int, width: int) -> None:
+    """Keep a call's inputs [dim, width - 1 + num_tokens] in a request's ring [dim, num_columns]."""
+    for index in range(width - 1, inputs.shape[1]):
+        ring[:, (computed + index - (width - 1)) % ring.shape[1]] = inputs[:, index].to(ring.dtype)
 
 
 def convolved(

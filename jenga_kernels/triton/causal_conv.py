@@ -7,7 +7,9 @@ from jenga_kernels.triton.addressing import page_offsets
 from jenga_kernels.triton.device import device_function
 from jenga_kernels.triton.recurrence import (
     checkpoint_range,
+    column_offsets,
     conv_weights,
+    has_input,
     mask_if,
     silu,
     stretch_end,
@@ -16,20 +18,31 @@ from jenga_kernels.triton.requests import find_block
 
 
 @device_function
-def kept_inputs(before, positions, has_initial, stride_column, WIDTH: tl.constexpr):
+def kept_inputs(
+    initial_ptr,
+    positions,
+    has_initial,
+    num_before,
+    stride_column,
+    WIDTH: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+):
     """Inputs before each position that are columns of a state, the oldest first; others zero."""
     kept = ()
     for t in tl.static_range(3):  # pyright: ignore[reportGeneralTypeIssues]
-        is_kept = has_initial & (positions + t < WIDTH - 1)
-        kept += (tl.load(before + t * stride_column, mask=is_kept, other=0.0),)
+        columns = positions + t
+        is_kept = has_initial & (columns < WIDTH - 1)
+        is_kept = has_input(columns, num_before, is_kept, WIDTH, NUM_COLUMNS)
+        places = column_offsets(columns, num_before, stride_column, WIDTH, NUM_COLUMNS)
+        kept += (tl.load(initial_ptr + places, mask=is_kept, other=0.0),)
     return kept
 
 
 @triton.jit(do_not_specialize=["num_requests"])
-def causal_conv_kernel(
+def causal_conv_kernel(  # noqa: PLR0912 - options are compiled in or out, each an `if`
     # Outputs
     out_ptr,  # [num_tokens, dim]
-    states_ptr,  # [num_slots, dim, width - 1]
+    states_ptr,  # [num_slots, dim, width - 1 or more]
     # Inputs
     x_ptr,  # [num_tokens, dim]
     weight_ptr,  # [dim, width]
@@ -40,6 +53,7 @@ def causal_conv_kernel(
     checkpoint_starts_ptr,  # i32[num_requests + 1]
     checkpoint_after_ptr,  # i32[num_checkpoints]
     checkpoint_slots_ptr,  # i32[num_checkpoints]
+    computed_tokens_ptr,  # i32[num_requests]
     # Sizes
     num_requests,
     # Strides, in elements; that of channels has no type, since Triton looks for a 1 only there
@@ -52,9 +66,11 @@ def causal_conv_kernel(
     stride_weight_column: tl.constexpr,
     stride_initial: tl.int64,
     stride_slots: tl.int64,
+    stride_computed: tl.int64,
     # Tiles and flags
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
     IS_SILU: tl.constexpr,
     X_ALIGNMENT: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -95,9 +111,19 @@ def causal_conv_kernel(
     has_initial = mask_if(initial_slot > 0, is_dim)
     nothing = tl.full([BLOCK_T // RUN_TOKENS, BLOCK_D], 0.0, states_ptr.dtype.element_ty)
     kept = (nothing, nothing, nothing)
+    num_before = 0
+    if NUM_COLUMNS is not None:
+        num_before = tl.load(computed_tokens_ptr + request * stride_computed)
     if block == 0:
-        before = initial_ptr + positions * stride_states_column
-        kept = kept_inputs(before, positions, has_initial, stride_states_column, WIDTH)
+        kept = kept_inputs(
+            initial_ptr,
+            positions,
+            has_initial,
+            num_before,
+            stride_states_column,
+            WIDTH,
+            NUM_COLUMNS,
+        )
     # All inputs of a run are asked for, each of them once, before a result is stored.
     source_ptr = x_ptr + (positions + (1 - WIDTH)).to(tl.int64) * stride_x_token
     inputs = ()
@@ -131,8 +157,9 @@ def causal_conv_kernel(
 
     columns = tl.arange(0, BLOCK_W)[:, None]  # [W, 1]
     is_column = columns < WIDTH - 1
-    before = initial_ptr + columns * stride_states_column
-    initial = tl.load(before, mask=has_initial & is_column, other=0.0)  # [W, D]
+    before = column_offsets(columns, num_before, stride_states_column, WIDTH, NUM_COLUMNS)
+    is_kept = has_input(columns, num_before, has_initial & is_column, WIDTH, NUM_COLUMNS)
+    initial = tl.load(initial_ptr + before, mask=is_kept, other=0.0)  # [W, D]
     # Every thread has read the state before one writes to a slot that may be the same.
     tl.debug_barrier()
     stretch, last_stretch = checkpoint_range(checkpoint_starts_ptr, request)
@@ -147,6 +174,9 @@ def causal_conv_kernel(
         older = tl.broadcast_to(tl.minimum(after + columns, BLOCK_W - 1), [BLOCK_W, BLOCK_D])
         state = tl.where(in_x, newer, tl.gather(initial, older, 0).to(tl.float32))
         state_ptr = states_ptr + page_offsets(slot, stride_states_slot) + in_page
-        state_ptr += columns * stride_states_column
+        num_after = num_before + after
+        state_ptr += column_offsets(columns, num_after, stride_states_column, WIDTH, NUM_COLUMNS)
         state = state.to(states_ptr.dtype.element_ty)
-        tl.store(state_ptr, state, mask=mask_if(slot > 0, is_column & is_dim))
+        is_kept = mask_if(slot > 0, is_column & is_dim)
+        is_kept = has_input(columns, num_after, is_kept, WIDTH, NUM_COLUMNS)
+        tl.store(state_ptr, state, mask=is_kept)

@@ -4,14 +4,20 @@ import triton
 import triton.language as tl
 
 from jenga_kernels.triton.addressing import page_offsets
-from jenga_kernels.triton.recurrence import conv_weights, mask_if, silu
+from jenga_kernels.triton.recurrence import (
+    column_offsets,
+    conv_weights,
+    has_input,
+    mask_if,
+    silu,
+)
 
 
 @triton.jit
-def conv_update_kernel(
+def conv_update_kernel(  # noqa: PLR0912 - options are compiled in or out, each an `if`
     # Outputs
     out_ptr,  # [num_tokens, dim]
-    states_ptr,  # [num_slots, dim, width - 1]
+    states_ptr,  # [num_slots, dim, width - 1 or more]
     # Inputs
     x_ptr,  # [num_tokens, dim]
     weight_ptr,  # [dim, width]
@@ -19,6 +25,7 @@ def conv_update_kernel(
     query_starts_ptr,  # i32[num_requests + 1]
     initial_slots_ptr,  # i32[num_requests]
     state_slots_ptr,  # i32[num_requests, max_tokens]
+    computed_tokens_ptr,  # i32[num_requests]
     # Strides, in elements; that of channels has no type, since Triton looks for a 1 only there
     stride_out_token: tl.int64,
     stride_states_slot: tl.int64,
@@ -30,9 +37,11 @@ def conv_update_kernel(
     stride_initial: tl.int64,
     stride_slots_request: tl.int64,
     stride_slots_token: tl.int64,
+    stride_computed: tl.int64,
     # Tiles and flags
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
     IS_SILU: tl.constexpr,
     X_ALIGNMENT: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -69,13 +78,28 @@ def conv_update_kernel(
     in_page = dims.to(tl.int64) * stride_states_dim
     initial = states_ptr + page_offsets(initial_slot, stride_states_slot) + in_page
     has_initial = mask_if(has_state, is_dim)
-    newest = tl.load(initial + NEWEST * stride_states_column, mask=has_initial, other=0.0)
+    before = 0
+    if NUM_COLUMNS is not None:
+        before = tl.load(computed_tokens_ptr + request * stride_computed)
+    newest = tl.load(
+        initial + column_offsets(NEWEST, before, stride_states_column, WIDTH, NUM_COLUMNS),
+        mask=has_input(NEWEST, before, has_initial, WIDTH, NUM_COLUMNS),
+        other=0.0,
+    )
     newest = newest.to(tl.float32)  # [D]
     if MIDDLE >= 0:
-        middle = tl.load(initial + MIDDLE * stride_states_column, mask=has_initial, other=0.0)
+        middle = tl.load(
+            initial + column_offsets(MIDDLE, before, stride_states_column, WIDTH, NUM_COLUMNS),
+            mask=has_input(MIDDLE, before, has_initial, WIDTH, NUM_COLUMNS),
+            other=0.0,
+        )
         middle = middle.to(tl.float32)
     if OLDEST >= 0:
-        oldest = tl.load(initial + OLDEST * stride_states_column, mask=has_initial, other=0.0)
+        oldest = tl.load(
+            initial + column_offsets(OLDEST, before, stride_states_column, WIDTH, NUM_COLUMNS),
+            mask=has_input(OLDEST, before, has_initial, WIDTH, NUM_COLUMNS),
+            other=0.0,
+        )
         oldest = oldest.to(tl.float32)
     # Every thread has read the state before one writes to a slot that may be the same.
     tl.debug_barrier()
@@ -90,15 +114,18 @@ def conv_update_kernel(
         if OLDEST >= 0:
             y += oldest * w_oldest
             oldest = middle
-            state = oldest.to(states_ptr.dtype.element_ty)
-            tl.store(kept + OLDEST * stride_states_column, state, mask=is_kept)
+            if NUM_COLUMNS is None:
+                state = oldest.to(states_ptr.dtype.element_ty)
+                tl.store(kept + OLDEST * stride_states_column, state, mask=is_kept)
         if MIDDLE >= 0:
             middle = newest
-            state = middle.to(states_ptr.dtype.element_ty)
-            tl.store(kept + MIDDLE * stride_states_column, state, mask=is_kept)
+            if NUM_COLUMNS is None:
+                state = middle.to(states_ptr.dtype.element_ty)
+                tl.store(kept + MIDDLE * stride_states_column, state, mask=is_kept)
         newest = x
-        state = newest.to(states_ptr.dtype.element_ty)
-        tl.store(kept + NEWEST * stride_states_column, state, mask=is_kept)
+        before += 1
+        kept += column_offsets(NEWEST, before, stride_states_column, WIDTH, NUM_COLUMNS)
+        tl.store(kept, newest.to(states_ptr.dtype.element_ty), mask=is_kept)
         if bias_ptr is not None:
             y += bias
         if IS_SILU:

@@ -134,3 +134,33 @@ def conv_weights(
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
     return first, second, third, fourth
+
+
+@device_function
+def column_offsets(
+    columns, num_before, stride_column, WIDTH: tl.constexpr, NUM_COLUMNS: tl.constexpr
+):
+    """Offset of a convolution's inputs before a token, the oldest first.
+
+    In a ring the input of token t is in column t % NUM_COLUMNS; without one NUM_COLUMNS is None.
+
+    Args:
+        columns: Which of the width - 1 inputs.
+        num_before: Tokens of the request before that token.
+        stride_column: Elements between columns.
+        WIDTH: Taps.
+        NUM_COLUMNS: Of a ring.
+    """
+    if NUM_COLUMNS is None:
+        return columns * stride_column
+    else:
+        return (num_before + columns + 1 - WIDTH + NUM_COLUMNS) % NUM_COLUMNS * stride_column
+
+
+@device_function
+def has_input(columns, num_before, mask, WIDTH: tl.constexpr, NUM_COLUMNS: tl.constexpr):
+    """Of a mask what a convolution's inputs before a token are in: a ring has none before all."""
+    if NUM_COLUMNS is None:
+        return mask
+    else:
+        return mask_if(num_before + columns >= WIDTH - 1, mask)
