@@ -93,8 +93,11 @@ def _unsupported_features(vllm_config: "VllmConfig") -> list[str]:
         "generation by diffusion, not token by token (canvas_length in the model's config)": (
             model is not None and model.is_diffusion
         ),
-        f"--kv-cache-dtype {cache.cache_dtype} with multi-head latent attention": (
-            model is not None and model.use_mla and cache.cache_dtype.startswith("fp8")
+        # Keys that vLLM makes of long prompts would have to be float8 too.
+        "use_prefill_query_quantization with multi-head latent attention": (
+            model is not None
+            and model.use_mla
+            and vllm_config.attention_config.use_prefill_query_quantization
         ),
     }
     checks |= unsupported_speculation(vllm_config)

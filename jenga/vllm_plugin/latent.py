@@ -5,6 +5,10 @@ with the heads' key projections absorbed and reads the latents themselves: here 
 for every request of few new tokens. `forward_mha` is for long chunks of prompts: vLLM gives each
 head its own keys and values again and attends with the kernel it has for such; only the latents of
 earlier chunks are read from our pages. `latent_builder` decides which requests go which way.
+
+A float8 cache has one scale a layer, for latents and rotary keys alike. Queries stay as they are,
+and a long chunk of a prompt reads its own tokens as they were before they were stored, as in stock
+vLLM.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -21,6 +25,7 @@ from vllm.v1.attention.backend import AttentionType
 from jenga.vllm_plugin.attention import JengaTritonBackend
 from jenga.vllm_plugin.environment import BACKEND_NAME
 from jenga.vllm_plugin.latent_builder import JengaLatentDecode, JengaLatentMetadataBuilder
+from jenga_kernels.checks import FP8_DTYPE
 from jenga_kernels.latent_attention import latent_attention
 from jenga_kernels.latent_store import latent_store
 
@@ -81,17 +86,42 @@ class JengaLatentBackend(JengaTritonBackend):
         return attn_type == AttentionType.DECODER
 
 
+def _stored(
+    kv_cache: torch.Tensor, k_scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """View a layer's cache as its pages, with what their rows are multiplied with.
+
+    Args:
+        kv_cache: [num_pages, page_tokens, latent_dim + rotary_dim]; vLLM's uint8 are float8_e4m3fn,
+            as it calls them itself by the time that it attends.
+        k_scale: The layer's scale, one element.
+
+    Returns:
+        The pages, and f32[1]; None where they are not quantised.
+    """
+    if kv_cache.dtype == torch.uint8:
+        kv_cache = kv_cache.view(FP8_DTYPE)
+    return kv_cache, k_scale.reshape(1) if kv_cache.dtype == FP8_DTYPE else None
+
+
 def gathered_latents(
     pages: torch.Tensor,
     chunk: "MLACommonPrefillMetadata.ContextChunk",
     page_table: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+    latent_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Copy the rows of tokens computed before this step out of their pages.
 
     Args:
-        pages: [num_pages, page_tokens, latent_dim + rotary_dim], any strides.
+        pages: [num_pages, page_tokens, latent_dim + rotary_dim], `dtype` or float8_e4m3fn; any
+            strides.
         chunk: Which tokens of which requests.
         page_table: i32[requests of the chunk, max_pages].
+        dtype: That of the result.
+        latent_scale: What stored rows are multiplied with, f32[1]; None where they are not
+            quantised.
 
     Returns:
         [num_tokens, latent_dim + rotary_dim], the requests' tokens one behind the other.
@@ -100,7 +130,10 @@ def gathered_latents(
     requests = chunk.token_to_seq[:num_tokens].long()
     rows = torch.arange(num_tokens, device=pages.device)
     tokens = rows - chunk.cu_seq_lens[requests] + chunk.starts[requests]
-    return pages[page_table[requests, tokens // page_tokens].long(), tokens % page_tokens]
+    stored = pages[page_table[requests, tokens // page_tokens].long(), tokens % page_tokens]
+    if latent_scale is None:
+        return stored.to(dtype)
+    return (stored.float() * latent_scale).to(dtype)
 
 
 class JengaLatentImpl(MLACommonImpl[MLACommonMetadata[JengaLatentDecode]]):
@@ -155,16 +188,23 @@ class JengaLatentImpl(MLACommonImpl[MLACommonMetadata[JengaLatentDecode]]):
         k_scale: torch.Tensor,
         skip_scale: bool = False,
     ) -> None:
-        """Write a step's latents and rotary keys into their slots; there is none to scale."""
+        """Write a step's latents and rotary keys into their slots."""
+        pages, latent_scale = _stored(kv_cache, k_scale)
         num_tokens = slot_mapping.shape[0]
-        latent_store(kv_c_normed[:num_tokens], k_pe[:num_tokens].squeeze(1), kv_cache, slot_mapping)
+        latent_store(
+            kv_c_normed[:num_tokens],
+            k_pe[:num_tokens].squeeze(1),
+            pages,
+            slot_mapping,
+            latent_scale=latent_scale,
+        )
 
     def forward_mqa(
         self,
         q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
         kv_c_and_k_pe_cache: torch.Tensor,
         attn_metadata: MLACommonMetadata[JengaLatentDecode],
-        layer: Any,  # noqa: ANN401 (has the scales of quantised pages)
+        layer: Any,  # noqa: ANN401 (has the scale of quantised pages)
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend with the heads' projections absorbed into the queries.
 
@@ -175,14 +215,16 @@ class JengaLatentImpl(MLACommonImpl[MLACommonMetadata[JengaLatentDecode]]):
         if decode is None:
             msg = "attn_metadata must have decoding requests, got none"
             raise ValueError(msg)
+        pages, latent_scale = _stored(kv_c_and_k_pe_cache, layer._k_scale)
         out = latent_attention(
             torch.cat(q, dim=-1) if isinstance(q, tuple) else q,
-            kv_c_and_k_pe_cache,
+            pages,
             decode.block_table,
             decode.query_starts,
             decode.seq_lens,
             scale=self.scale,
             latent_dim=self.kv_lora_rank,
+            latent_scale=latent_scale,
             plan=decode.plan,
         )
         return out, None
@@ -196,7 +238,7 @@ class JengaLatentImpl(MLACommonImpl[MLACommonMetadata[JengaLatentDecode]]):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend to the tokens computed before this step, as many at a time as vLLM allows.
 
-        vLLM's own gather reads pages that lie one behind the other, on a CPU; ours do not.
+        vLLM's own gather reads pages that lie one behind the other, on a CPU, and no float8 there.
 
         Returns:
             Results, [num_tokens, num_heads, v_head_dim], and log-sum-exps, [num_heads, num_tokens].
@@ -206,10 +248,15 @@ class JengaLatentImpl(MLACommonImpl[MLACommonMetadata[JengaLatentDecode]]):
             msg = "attn_metadata must have prompts with a context, got none"
             raise ValueError(msg)
         context = prefill.chunked_context
+        pages, latent_scale = _stored(kv_c_and_k_pe_cache, k_scale)
         output = output_lse = None
         for chunk in context.chunks:
             rows = gathered_latents(
-                kv_c_and_k_pe_cache, chunk, prefill.block_table[chunk.request_slice]
+                pages,
+                chunk,
+                prefill.block_table[chunk.request_slice],
+                dtype=q.dtype,
+                latent_scale=latent_scale,
             )
             latents, rotary = rows.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
             k_nope, v = (

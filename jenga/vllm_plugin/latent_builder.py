@@ -12,6 +12,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
     QueryLenSupport,
 )
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import KVQuantMode
 
 from jenga.vllm_plugin.attention_builder import fill_rejected_slots
 from jenga.vllm_plugin.captured_plans import CapturedPlans
@@ -119,6 +120,7 @@ class JengaLatentMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata[Jeng
             num_kv_heads=1,
             head_dim=self.mla_dims.kv_lora_rank,
             page_tokens=kv_cache_spec.block_size,
+            is_fp8=kv_cache_spec.kv_quant_mode is KVQuantMode.FP8_PER_TENSOR,
         )
         # vLLM's lower bound: tokens drafted for a target, and the last one's own.
         self._decode_query_tokens = latent_query_tokens(self.reorder_batch_threshold)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport
-from vllm.v1.kv_cache_interface import MLAAttentionSpec
+from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec
 
 from jenga.vllm_plugin.latent import gathered_latents
 from jenga.vllm_plugin.latent_builder import JengaLatentMetadataBuilder, absorbed_query_tokens
@@ -30,7 +30,7 @@ def make_speculation(num_drafted, *, is_draft_model=False):
     )
 
 
-def make_builder(layer_name="attn", speculation=None, *, value_dim=48):
+def make_builder(layer_name="attn", speculation=None, *, value_dim=48, **spec):
     """Make a builder with what it reads of an engine's configuration."""
     prefill_backend = SimpleNamespace(
         prepare_metadata=lambda _: None,
@@ -64,7 +64,10 @@ def make_builder(layer_name="attn", speculation=None, *, value_dim=48):
         speculative_config=speculation,
     )
     spec = MLAAttentionSpec(
-        block_size=PAGE_TOKENS, num_kv_heads=1, head_size=WIDTH, dtype=torch.float32
+        block_size=PAGE_TOKENS,
+        num_kv_heads=1,
+        head_size=WIDTH,
+        **({"dtype": torch.float32} | spec),
     )
     return JengaLatentMetadataBuilder(spec, [layer_name], config, torch.device("cpu"))
 
@@ -157,6 +160,15 @@ def test_a_captured_plan_stays_where_it_is_and_serves_later_batches_of_its_size(
         assert addresses(decode) == places
 
     check_close(*(torch.cat(step) for step in zip(*results, strict=True)))
+
+
+def test_a_plan_is_for_float8_latents_where_the_cache_is_quantised():
+    stored = {"dtype": torch.uint8, "kv_quant_mode": KVQuantMode.FP8_PER_TENSOR}
+    common = Batches().decode([5], num_padded=1)
+
+    kinds = [make_builder(**spec).build(0, common).decode.plan.kind for spec in ({}, stored)]
+
+    assert [kind.is_fp8 for kind in kinds] == [False, True]
 
 
 @pytest.mark.parametrize("query_len", [40, 90], ids=["absorbed", "not_absorbed"])
@@ -265,13 +277,15 @@ def test_graphs_are_announced_of_what_the_decode_kernel_takes(speculation, expec
     assert support is AttentionCGSupport[expected]
 
 
-def test_latents_of_earlier_tokens_are_gathered_from_strided_pages():
-    pages = torch.full((6, 3, PAGE_TOKENS, WIDTH), torch.nan)[:, 1]
+@pytest.mark.parametrize("stored", [torch.float16, torch.float8_e4m3fn], ids=str)
+def test_latents_of_earlier_tokens_are_gathered_from_strided_pages(stored):
+    scale = torch.tensor([0.3]) if stored is torch.float8_e4m3fn else None
+    pages = torch.full((6, 3, PAGE_TOKENS, WIDTH), torch.nan).to(stored)[:, 1]
     table = torch.tensor([[4, 2], [1, 5]], dtype=torch.int32)
     starts, lengths = (16, 0), (5, 20)
-    expected = torch.randn(25, WIDTH, generator=torch.Generator().manual_seed(1))
-    pages[2, :5] = expected[:5]
-    pages[1], pages[5, :4] = expected[5:21], expected[21:]
+    rows = torch.randn(25, WIDTH, generator=torch.Generator().manual_seed(1)).to(stored)
+    pages[2, :5] = rows[:5]
+    pages[1], pages[5, :4] = rows[5:21], rows[21:]
     chunk = SimpleNamespace(
         num_context_tokens=25,
         token_to_seq=torch.tensor([0] * 5 + [1] * 20 + [7] * 3),  # vLLM may pad it
@@ -279,5 +293,8 @@ def test_latents_of_earlier_tokens_are_gathered_from_strided_pages():
         starts=torch.tensor(starts),
         seq_lens=torch.tensor(lengths),
     )
+    expected = rows.float() if scale is None else rows.float() * scale
 
-    assert torch.equal(gathered_latents(pages, chunk, table), expected)
+    gathered = gathered_latents(pages, chunk, table, dtype=torch.float16, latent_scale=scale)
+
+    assert torch.equal(gathered, expected.half())

@@ -134,8 +134,11 @@ def refusals(tiny_model, configured):
             "attention_backend": "CPU_ATTN"}),
         "disable-hybrid-kv-cache-manager": dict(disable_hybrid_kv_cache_manager=True),
         "kv-cache-dtype": dict(kv_cache_dtype="fp8_e5m2"),
+        "kv-cache-dtype fp8_ds_mla": dict(model=latent, kv_cache_dtype="fp8_ds_mla"),
         "sparse multi-head latent attention": dict(model=latent, hf_overrides={"index_topk": 64}),
-        "fp8 with multi-head latent attention": dict(model=latent, kv_cache_dtype="fp8"),
+        "use_prefill_query_quantization with multi-head latent attention": dict(
+            model=latent, kv_cache_dtype="fp8",
+            attention_config={"use_prefill_query_quantization": True}),
         "speculative decoding by layers of mimo_mtp": dict(
             model=mimo, speculative_config={"method": "mtp", "num_speculative_tokens": 2}),
         "speculative decoding by several layers that predict further tokens": dict(
@@ -185,8 +188,9 @@ def refusals(tiny_model, configured):
         "speculative decoding with attention backend CPU_ATTN",
         "disable-hybrid-kv-cache-manager",
         "kv-cache-dtype",
+        "kv-cache-dtype fp8_ds_mla",
         "sparse multi-head latent attention",
-        "fp8 with multi-head latent attention",
+        "use_prefill_query_quantization with multi-head latent attention",
         "speculative decoding by layers of mimo_mtp",
         "speculative decoding by several layers that predict further tokens",
         "generation by diffusion",
@@ -212,6 +216,11 @@ def test_unsupported_features_are_refused_by_name_at_start_up(feature, refusals)
     ("options", "named"),
     [
         pytest.param({"attn_type": "encoder_only"}, "encoder_only", id="layers_without_a_cache"),
+        pytest.param(
+            {"head_size": 576, "use_mla": True, "kv_cache_dtype": "fp8_ds_mla"},
+            "kv_cache_dtype",
+            id="latents_beside_their_scales",
+        ),
     ],
 )
 def test_layers_that_cannot_be_served_are_refused_with_the_reason(options, named):
@@ -227,6 +236,34 @@ def test_layers_that_cannot_be_served_are_refused_with_the_reason(options, named
 
     with pytest.raises(ValueError, match=f"{named} not supported"):
         checked_backend_path(layer._replace(**options))
+
+
+LATENTS = {"head_size": 576, "use_mla": True}
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("layer", [{"head_size": 64}, LATENTS], ids=["attention", "latents"])
+def test_float8_caches_are_refused_on_gpus_without_float8(layer, monkeypatch):
+    import torch
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    from jenga.vllm_plugin.config import checked_backend_path
+
+    stored = {"dtype": torch.bfloat16, "kv_cache_dtype": "fp8", "block_size": 16}
+    layer = AttentionSelectorConfig(**layer, **stored)
+
+    def use_capability(major, minor):
+        capability = DeviceCapability(major, minor)
+        monkeypatch.setattr(current_platform, "get_device_capability", lambda: capability)
+
+    use_capability(8, 9)
+    assert checked_backend_path(layer).startswith("jenga.vllm_plugin.")
+
+    use_capability(8, 6)
+    with pytest.raises(ValueError, match=r"--kv-cache-dtype fp8 needs compute capability 8\.9"):
+        checked_backend_path(layer)
 
 
 @pytest.mark.vllm
