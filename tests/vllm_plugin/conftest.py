@@ -18,6 +18,13 @@ LOGPROB_TOLERANCE = 2e-3
 Engines of the tiny models were seen to agree to the fourth decimal place.
 """
 
+ROUNDED_TOLERANCE = 0.02
+"""That of engines which round latents to float8: last bits decide where one lies between two.
+
+Up to 0.01 was seen, 0.2 to 1 with another scale or none, and between the two likeliest tokens of
+the tests 0.05 or more.
+"""
+
 ENGINE_OPTIONS = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -197,7 +204,7 @@ def run_engine(tmp_path_factory):
     return run
 
 
-def assert_same_generation(ours, theirs):
+def assert_same_generation(ours, theirs, *, tolerance=LOGPROB_TOLERANCE):
     """Check that two engines chose the same tokens with close log-probabilities."""
     assert "error" not in ours, ours["error"][-4000:]
     assert "error" not in theirs, theirs["error"][-4000:]
@@ -207,4 +214,4 @@ def assert_same_generation(ours, theirs):
         for position, (a, b) in enumerate(zip(our["logprobs"], their["logprobs"], strict=True)):
             for token in a.keys() & b.keys():
                 difference = abs(a[token] - b[token])
-                assert difference < LOGPROB_TOLERANCE, f"prompt {index}, token {position}"
+                assert difference < tolerance, f"prompt {index}, token {position}"

@@ -254,6 +254,39 @@ def round_what_the_cpu_truncates():
     ops.cpu_attn_reshape_and_cache = round_and_store
 
 
+def scale_latents(scales, *, rounds):
+    """Give layers of latent attention these scales, one each, the last to all further ones.
+
+    vLLM takes those of a checkpoint from one format, which has no models in float32.
+
+    Args:
+        scales: Of the layers.
+        rounds: Whether layers get what float8_e4m3fn with their scale holds exactly. Then it does
+            not matter which tokens a query reads from the cache, which chunks of prompts decide.
+    """
+    import torch
+    from vllm.model_executor.layers.attention import MLAAttention
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    finish, attend = MLAAttention.process_weights_after_loading, MLAAttention.forward
+
+    def finish_and_scale(self, *args, **kwargs):
+        finish(self, *args, **kwargs)
+        index = extract_layer_index(self.layer_name)
+        self._k_scale.fill_(scales[min(index, len(scales) - 1)])
+
+    def rounded(rows, scale):
+        return (rows / scale).clamp(-448, 448).to(torch.float8_e4m3fn).to(rows.dtype) * scale
+
+    def round_and_attend(self, q, kv_c_normed, k_pe, *args, **kwargs):
+        latents, rotary = rounded(kv_c_normed, self._k_scale), rounded(k_pe, self._k_scale)
+        return attend(self, q, latents, rotary, *args, **kwargs)
+
+    MLAAttention.process_weights_after_loading = finish_and_scale
+    if rounds:
+        MLAAttention.forward = round_and_attend
+
+
 def prompts_of(job):
     """Get a job's prompts as an engine takes them, with what they hear and see."""
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
@@ -285,6 +318,8 @@ def main():
 
     if job.get("round_stock_fp8"):
         round_what_the_cpu_truncates()
+    if job.get("latent_scales"):
+        scale_latents(job["latent_scales"], rounds=job["rounds_latents"])
     is_emulating = job.get("captures") and os.environ.get("TRITON_INTERPRET") == "1"
     if is_emulating:
         emulate_graphs()

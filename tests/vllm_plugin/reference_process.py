@@ -17,6 +17,7 @@ from transformers import (
     AutoProcessor,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from tests.vllm_plugin.engine_process import audio_of_seed, image_of_seed
 
@@ -77,6 +78,11 @@ def with_images(processor, prompt, seeds):
     return tokens, inputs | {"token_types": {type_name: types}}
 
 
+def stored_in_fp8(rows, scale):
+    """Round to what a float8_e4m3fn cache with this scale holds."""
+    return (rows / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+
+
 def store_in_fp8(path):
     """Make attention see keys and values as a float8_e4m3fn cache returns them.
 
@@ -86,17 +92,29 @@ def store_in_fp8(path):
     tensors = load_file(path / "model.safetensors")
     attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
-    def stored(states, scale):
-        return (states / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
-
     def attend_to_stored(module, query, key, value, *args, **kwargs):
         prefix = f"model.layers.{module.layer_idx}.self_attn"
         k_scale = tensors.get(f"{prefix}.k_scale", torch.ones(1, 1, 1))
         v_scale = tensors.get(f"{prefix}.v_scale", torch.ones(1, 1, 1))
-        key, value = stored(key, k_scale), stored(value, v_scale)
+        key, value = stored_in_fp8(key, k_scale), stored_in_fp8(value, v_scale)
         return attend(module, query, key, value, *args, **kwargs)
 
     ALL_ATTENTION_FUNCTIONS.register("sdpa", attend_to_stored)
+
+
+def store_latents_in_fp8(scales):
+    """Make latent attention see latents and rotary keys as a float8_e4m3fn cache returns them.
+
+    Args:
+        scales: Of each layer.
+    """
+    expand = DeepseekV3Attention.expand_kv
+
+    def expand_stored(self, latents, rotary_keys):
+        scale = scales[self.layer_idx]
+        return expand(self, *(stored_in_fp8(rows, scale) for rows in (latents, rotary_keys)))
+
+    DeepseekV3Attention.expand_kv = expand_stored
 
 
 def main():
@@ -107,6 +125,8 @@ def main():
     if job.get("fp8_cache"):
         store_in_fp8(path)
         config.quantization_config = None  # of the cache alone
+    if job.get("latent_scales"):
+        store_latents_in_fp8(job["latent_scales"])
     audio_seeds, image_seeds = job.get("audio_seeds"), job.get("image_seeds")
     make = AutoModelForCausalLM
     if audio_seeds or image_seeds:

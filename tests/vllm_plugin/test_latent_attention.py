@@ -6,7 +6,7 @@ are not, with and without tokens computed before them.
 
 import pytest
 
-from tests.vllm_plugin.conftest import assert_same_generation
+from tests.vllm_plugin.conftest import ROUNDED_TOLERANCE, assert_same_generation
 from tests.vllm_plugin.engine_process import prompts_of_lengths
 from tests.vllm_plugin.test_attention_features import JENGA, PROMPTS, run_twice, twice
 
@@ -22,6 +22,40 @@ def test_latent_attention_generates_what_transformers_generates(tiny_model, run_
     assert_same_generation(ours, twice(theirs))
     hits = sum(output["cached_tokens"] for output in ours["outputs"])
     assert ours["cache"]["hit_tokens"] == hits
+
+
+@pytest.mark.parametrize(
+    ("options", "rounds_latents"),
+    [
+        # Queries of a long chunk read its own tokens before they are stored.
+        pytest.param({}, True, id="long_chunks_of_rounded_latents"),
+        pytest.param(
+            {"kv_cache_dtype_skip_layers": ["0"]},
+            True,
+            id="but_for_a_layer",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"max_num_batched_tokens": 32}, False, id="all_absorbed", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_float8_latents_generate_what_transformers_generates_from_rounded_ones(
+    tiny_model, run_engine, options, rounds_latents
+):
+    # Of the last layer some values saturate.
+    model, scales = tiny_model("deepseek_v3"), {"latent_scales": [0.6, 0.05, 0.011]}
+
+    theirs = run_engine(model, PROMPTS, script="reference_process.py", **scales)
+    ours = run_twice(
+        run_engine,
+        model,
+        options={"kv_cache_dtype": "fp8"} | options,
+        rounds_latents=rounds_latents,
+        **scales,
+    )
+
+    assert_same_generation(ours, twice(theirs), tolerance=ROUNDED_TOLERANCE)
 
 
 @pytest.mark.slow

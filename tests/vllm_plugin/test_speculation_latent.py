@@ -6,9 +6,15 @@ decodes single tokens, comes to no end.
 
 import pytest
 
-from tests.vllm_plugin.conftest import V2_RUNNER, assert_same_generation, tokens_lost_to_a_head
+from tests.vllm_plugin.conftest import (
+    ROUNDED_TOLERANCE,
+    V2_RUNNER,
+    assert_same_generation,
+    tokens_lost_to_a_head,
+)
 from tests.vllm_plugin.engine_process import prompts_of_lengths
 from tests.vllm_plugin.test_speculation import (
+    JENGA,
     MTP,
     PROMPTS,
     by_draft,
@@ -127,3 +133,20 @@ def test_drafting_requests_are_preempted_in_a_small_arena_and_lose_nothing(tiny_
     assert_same_generation(ours, plain)
     assert ours["preemptions"] > 0
     check_drafts(ours)
+
+
+@pytest.mark.slow
+def test_a_layer_that_predicts_further_tokens_over_float8_latents_changes_no_token(
+    tiny_model, run_engine
+):
+    model, float8 = tiny_model("deepseek_v3_mtp"), JENGA | {"kv_cache_dtype": "fp8"}
+    job = {"max_tokens": MAX_TOKENS, "rounds_latents": True, "latent_scales": [0.6, 0.05, 0.011]}
+
+    plain = run_engine(model, TWO, options=float8, **job)
+    options = float8 | MTP | {"enable_prefix_caching": True}
+    ours = run_ours(run_engine, model, TWO * 2, rounds=2, options=options, **job)
+
+    twice = plain | {"outputs": plain["outputs"] * 2}
+    assert_same_generation(ours, twice, tolerance=ROUNDED_TOLERANCE)
+    check_drafts(ours)
+    assert all(hit > 0 for hit in hits_of(ours))
