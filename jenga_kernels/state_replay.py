@@ -69,7 +69,7 @@ def state_replay(
         B: Input projections, [num_tokens, num_groups, d_state], dtype of x; the heads of a group
             are next to each other.
         C: Output projections, shape and dtype of B.
-        slots: Of each request's state and history, i32[num_requests].
+        slots: Of each request's state and history, i32[num_requests], any stride.
         computed_tokens: Tokens of each request before this call, i32[num_requests].
         state_tokens: How many of them are in its state, i32[num_requests]; 0 begins with zero,
             whatever the slot holds. The others are in the history.
@@ -108,7 +108,8 @@ def state_replay(
     for name, tensor in ({"slots": slots} | counts).items():
         check_shape(name, tensor, (num_requests,))
         check_dtype(name, tensor, (torch.int32,))
-        check_contiguous_rows(name, tensor)
+        if name in counts:
+            check_contiguous_rows(name, tensor)
     check_slots("slots", slots, num_slots)
     check_same_device(x=x, slots=slots, query_starts=query_starts, **counts)
     if slots.device.type == "cpu":
@@ -175,6 +176,7 @@ def state_replay(
         stride_D_dim=0 if D is None else D.stride(1),
         stride_z_token=0 if z is None else strides(z)[0],
         stride_z_head=0 if z is None else strides(z)[1],
+        stride_slots=slots.stride(0),
         HEADS_PER_GROUP=heads_per_group,
         HEAD_DIM=head_dim,
         D_STATE=d_state,

@@ -179,6 +179,7 @@ def state_replay_kernel(  # noqa: PLR0912 - options are compiled in or out, each
     stride_D_dim: tl.int64,
     stride_z_token: tl.int64,
     stride_z_head: tl.int64,
+    stride_slots: tl.int64,
     # Tiles and flags
     HEADS_PER_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -208,7 +209,7 @@ def state_replay_kernel(  # noqa: PLR0912 - options are compiled in or out, each
     lines += tl.arange(0, BLOCK_LINE)[None, :]
     in_line = lines < D_STATE  # [lines, line]
     in_state = is_dim[None, :, None] & in_line[:, None, :]
-    slot = tl.load(slots_ptr + request)
+    slot = tl.load(slots_ptr + request * stride_slots)
     computed = tl.load(computed_tokens_ptr + request)
     stored = tl.load(state_tokens_ptr + request)
     stored_next = tl.load(next_state_tokens_ptr + request)

@@ -353,6 +353,17 @@ def test_state_replay_without_optional_tensors(case, left_out):
     check_close(out, exact, naive)
 
 
+def test_slots_may_be_a_column_of_a_table():
+    tensors, counts, kept = arguments(SEVERAL_TOKENS["drafts"], torch.float32, torch.float32)
+    naive = by_reference(tensors, counts, kept.copy())
+    out = torch.full_like(tensors["x"], float("nan"))
+    table = torch.stack([counts["slots"], counts["slots"] + 1], dim=1)
+
+    state_replay(out, kept.states, kept.history, **tensors, **counts | {"slots": table[:, 0]})
+
+    check_close(out, naive.double(), naive, slack=1e-4)
+
+
 @pytest.mark.parametrize("size", [1e-3, 30.0])
 def test_step_sizes_far_apart_lose_nothing_to_sums(size):
     # A state that has all but gone, and tokens of which only the latest count.
