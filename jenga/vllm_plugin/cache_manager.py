@@ -144,6 +144,7 @@ class JengaKVCacheManager:
                 hash_tokens=hash_tokens,
                 events=self._events,
                 first_layers=first_layers(kv_cache_config),
+                history_query_tokens=kv_cache_config.history_query_tokens,
             )
         self._encoders = EncoderHits(self.manager.geometry)
         self.coordinator = _Coordinator(kv_cache_config)

@@ -10,6 +10,7 @@ from vllm.logger import init_logger
 
 from jenga.vllm_plugin.environment import BACKEND_NAME, read_settings
 from jenga.vllm_plugin.speculation import prepare_speculation, unsupported_speculation
+from jenga.vllm_plugin.state_history import take_replay
 from jenga.vllm_plugin.switch import backend_member
 
 if TYPE_CHECKING:
@@ -73,7 +74,6 @@ def _unsupported_features(vllm_config: "VllmConfig") -> list[str]:
         f"other attention backends per kind {other_backends}": bool(other_backends),
         f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype not in CACHE_DTYPES,
         "--kv-sharing-fast-prefill": cache.kv_sharing_fast_prefill,
-        "--use-replayssm": cache.use_replayssm,
         "--enable-mamba-cache-stochastic-rounding": (
             vllm_config.mamba_config.enable_stochastic_rounding
         ),
@@ -166,6 +166,7 @@ def prepare_config(vllm_config: "VllmConfig") -> bool:
         )
     _set_cache_options(vllm_config)
     _take_offloading(vllm_config)
+    take_replay(vllm_config)
     prepare_speculation(vllm_config)
     return True
 

@@ -18,14 +18,16 @@ from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 
 from jenga.vllm_plugin.config import is_selected
 from jenga.vllm_plugin.mamba import (
-    JengaMambaMetadata,
-    JengaMambaMetadataBuilder,
-    JengaStateBackend,
     conv_weight_of,
     convolve,
     decode_slots,
     prompts_of,
     states_of,
+)
+from jenga.vllm_plugin.mamba_builder import (
+    JengaMambaMetadata,
+    JengaMambaMetadataBuilder,
+    JengaStateBackend,
 )
 from jenga_kernels.delta_scan import delta_scan
 from jenga_kernels.delta_update import delta_update

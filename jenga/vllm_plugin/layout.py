@@ -39,6 +39,11 @@ from jenga.vllm_plugin.specs import (
     table_spec,
 )
 from jenga.vllm_plugin.speculation import draft_layers
+from jenga.vllm_plugin.state_history import (
+    history_tokens,
+    max_decode_tokens,
+    with_histories,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -76,7 +81,8 @@ class JengaKVCacheConfig(KVCacheConfig):
     the tokens of an image read each other, so all of them must be computed in one step.
     Where `has_draft_layers`, what drafts has keys and values of its own. `num_host_large_pages` is
     the number of large pages of host memory on each worker, 0 where there is none;
-    `data_parallel_index` that of the engine among those that are parallel.
+    `data_parallel_index` that of the engine among those that are parallel. `history_query_tokens`
+    is the most tokens of a decoding step where these are kept beside states, 0 where none are.
     """
 
     geometry: Geometry | None = None
@@ -84,6 +90,7 @@ class JengaKVCacheConfig(KVCacheConfig):
     has_draft_layers: bool = True
     num_host_large_pages: int = 0
     data_parallel_index: int = 0
+    history_query_tokens: int = 0
 
     def table_of(self, layer_name: str) -> PageTable:
         """Get the page table that stores a layer."""
@@ -189,6 +196,7 @@ def get_kv_cache_groups(
         raise ValueError(msg)
     if not kv_cache_spec:
         return []
+    kv_cache_spec = with_histories(vllm_config, kv_cache_spec)
     model = model_spec(kv_cache_spec, draft_layers=draft_layers(vllm_config, kv_cache_spec))
     served = served_states(vllm_config.model_config.architecture)
     others = kinds_of_states(kv_cache_spec) - served
@@ -303,6 +311,7 @@ def cut_arena(
         ),
         num_host_large_pages=_num_host_large_pages(vllm_config, first),
         data_parallel_index=vllm_config.parallel_config.data_parallel_index,
+        history_query_tokens=(max_decode_tokens(vllm_config) if history_tokens(vllm_config) else 0),
     )
 
 

@@ -2,198 +2,24 @@
 
 vLLM's layers keep their weights, projections and norms; what lies between, the convolution and the
 recurrence, reads and writes the state slots of the page-layer buffer in place. A step's tokens are
-those of decoding requests, one each, then those of prompts.
-
-Where tokens are drafted, a decoding request has a few, of which some may be rejected. The state
-after each goes to a slot of its own, chosen by the number of tokens that went into it: the next
-step knows how many tokens were accepted by then, and so where to begin. It asks vLLM's runners for
-no more than every attention layer does.
+those of decoding requests, one each, then those of prompts. `mamba_builder` says which slots.
 """
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
-from vllm.v1.attention.backend import AttentionBackend
-from vllm.v1.attention.backends.mamba1_attn import Mamba1AttentionMetadataBuilder
-from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
-from vllm.v1.attention.backends.mamba_attn import (
-    BaseMambaAttentionMetadata,
-    BaseMambaAttentionMetadataBuilder,
-)
 
 from jenga.errors import InvariantError
-from jenga.vllm_plugin.config import is_selected
-from jenga.vllm_plugin.state_worker import checkpoints_of, expect_orders, take_writes
+from jenga.vllm_plugin.mamba_builder import JengaMambaMetadata
+from jenga.vllm_plugin.state_counts import Replay
 from jenga_kernels.causal_conv import causal_conv
 from jenga_kernels.conv_update import conv_update
+from jenga_kernels.state_replay import state_replay
 from jenga_kernels.state_scan import state_scan
 from jenga_kernels.state_update import state_update
-from jenga_kernels.states import NULL_SLOT, Checkpoints
-from jenga_kernels.triton.device import skip_overflow_checks
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
-
-
-@dataclass
-class JengaMambaMetadata(BaseMambaAttentionMetadata):
-    """What all layers of a page table of states need for a step.
-
-    Attributes:
-        initial_slots_p: State slot each prompt goes on from, the null slot at its beginning,
-            i32[num_prefills].
-        checkpoints: States of prompts to keep on the way.
-
-    `state_indices_tensor_d`, i32[num_decodes, slots], has the slots of a request in the order in
-    which its next tokens write them; it goes on from the last one.
-    """
-
-    initial_slots_p: torch.Tensor | None = None
-    checkpoints: Checkpoints | None = None
-
-
-class JengaMambaMetadataBuilder(BaseMambaAttentionMetadataBuilder[JengaMambaMetadata]):
-    """Prepares what the layers of a page table of states share in a step."""
-
-    metadata_cls = JengaMambaMetadata
-    needs_causal_conv1d_metadata = False
-    supports_update_block_table = False  # each page table has checkpoints of its own
-
-    def __init__(
-        self,
-        kv_cache_spec: Any,  # noqa: ANN401 (vLLM's MambaSpec)
-        layer_names: list[str],
-        vllm_config: "VllmConfig",
-        device: torch.device,
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        if device.type == "cpu":
-            skip_overflow_checks()
-        self._layer_names = tuple(layer_names)
-        expect_orders(layer_names)
-        self._num_slots = 1 + self.num_spec_tokens
-        self._next_columns = torch.arange(1, 1 + self._num_slots, device=device)
-
-    def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: "CommonAttentionMetadata",
-        fast_build: bool = False,
-        **kwargs: Any,  # noqa: ANN401 (what was accepted: the number of tokens says it too)
-    ) -> JengaMambaMetadata:
-        """Collect a step's state slots and the states to keep."""
-        step, may_reject = common_attn_metadata, None
-        if self.use_spec_decode:
-            step = self._in_order_of_writing(step)
-            may_reject = step.query_start_loc.diff()  # read for no more than that there may be
-        common = self._compute_common_metadata(step, num_accepted_tokens=may_reject)
-        writes = take_writes(self._layer_names)
-        starts, goes_on = common.query_start_loc_p, common.has_initial_states_p
-        if starts is None or goes_on is None:
-            if writes:
-                msg = f"states are to be kept in a step that reads no prompt: {writes}"
-                raise InvariantError(msg)
-            return common
-        first, end = common.num_decodes, common.num_decodes + common.num_prefills
-        pages = step.block_table_tensor[first:end, : self._num_slots]
-        last = (starts.diff() - 1) % self._num_slots
-        # Of a prompt's beginning, too, all tokens but the first may be drafts.
-        counts = enumerate(step.query_start_loc_cpu[first : end + 1].diff().tolist())
-        few_tokens = {row: count for row, count in counts if 1 < count <= self._num_slots}
-        return replace(
-            common,
-            state_indices_tensor_p=pages.gather(1, last.long()[:, None])[:, 0],
-            initial_slots_p=torch.where(goes_on, pages[:, -1], NULL_SLOT),
-            checkpoints=(
-                checkpoints_of(writes, pages, few_tokens) if writes or few_tokens else None
-            ),
-        )
-
-    def _in_order_of_writing(self, step: "CommonAttentionMetadata") -> "CommonAttentionMetadata":
-        """Let each request's slots begin with that of the state after its next token.
-
-        Requests of no more tokens than slots are decoded, whether or not they are of a prompt, but
-        for a prompt's beginning: CUDA graphs, too, are chosen by the number of tokens.
-        """
-        num_tokens, num_tokens_cpu = step.query_start_loc.diff(), step.query_start_loc_cpu.diff()
-        num_computed = step.seq_lens[: step.num_reqs] - num_tokens
-        columns = (num_computed[:, None] + self._next_columns) % self._num_slots
-        is_prefilling, seq_lens_cpu = step.is_prefilling, step.seq_lens_cpu_upper_bound
-        if is_prefilling is None or seq_lens_cpu is None:
-            msg = "a step must say which requests read prompts, and how long they are"
-            raise InvariantError(msg)
-        begins = is_prefilling & (seq_lens_cpu[: step.num_reqs] <= num_tokens_cpu)
-        return step.replace(
-            block_table_tensor=step.block_table_tensor.gather(1, columns),
-            is_prefilling=begins | (num_tokens_cpu > self._num_slots),
-        )
-
-
-class _JengaMamba1Builder(JengaMambaMetadataBuilder):
-    def __new__(
-        cls,
-        kv_cache_spec: Any,  # noqa: ANN401
-        layer_names: list[str],
-        vllm_config: "VllmConfig",
-        device: torch.device,
-    ) -> "AttentionMetadataBuilder[Any]":
-        if is_selected(vllm_config):
-            return super().__new__(cls)
-        return Mamba1AttentionMetadataBuilder(kv_cache_spec, layer_names, vllm_config, device)
-
-
-class _JengaMamba2Builder(JengaMambaMetadataBuilder):
-    def __new__(
-        cls,
-        kv_cache_spec: Any,  # noqa: ANN401
-        layer_names: list[str],
-        vllm_config: "VllmConfig",
-        device: torch.device,
-    ) -> "AttentionMetadataBuilder[Any]":
-        if is_selected(vllm_config):
-            return super().__new__(cls)
-        return Mamba2AttentionMetadataBuilder(kv_cache_spec, layer_names, vllm_config, device)
-
-
-class JengaStateBackend(AttentionBackend):
-    """What our backends of recurrent layers share."""
-
-    @classmethod
-    def is_ssm(cls) -> bool:
-        """Whether the layers have states: they have."""
-        return True
-
-
-class JengaMamba1Backend(JengaStateBackend):
-    """Registered in place of vLLM's backend of Mamba-1 layers."""
-
-    @staticmethod
-    def get_name() -> str:
-        """Get the backend's name."""
-        return "JENGA_MAMBA1"
-
-    @staticmethod
-    def get_builder_cls() -> type["AttentionMetadataBuilder[Any]"]:
-        """Get the class that prepares a step; vLLM's own where JENGA_TRITON is not selected."""
-        return _JengaMamba1Builder
-
-
-class JengaMamba2Backend(JengaStateBackend):
-    """Registered in place of vLLM's backend of Mamba-2 layers."""
-
-    @staticmethod
-    def get_name() -> str:
-        """Get the backend's name."""
-        return "JENGA_MAMBA2"
-
-    @staticmethod
-    def get_builder_cls() -> type["AttentionMetadataBuilder[Any]"]:
-        """Get the class that prepares a step; vLLM's own where JENGA_TRITON is not selected."""
-        return _JengaMamba2Builder
 
 
 def metadata_of(layer_name: str) -> JengaMambaMetadata | None:
@@ -235,6 +61,11 @@ def decode_slots(
     return slots[:, -1], slots, query_starts
 
 
+def own_slots(slots: torch.Tensor) -> torch.Tensor:
+    """Get the one slot of each decoding request, i32[num_requests], where inputs are kept."""
+    return slots if slots.dim() == 1 else slots[:, 0]
+
+
 def prompts_of(
     metadata: JengaMambaMetadata,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -264,9 +95,11 @@ def convolve(
     """
     conv_states, _ = states_of(layer)
     bias, silu = layer.conv1d.bias, layer.activation in ("silu", "swish")
-    first = metadata.num_decode_tokens
+    first, counts = metadata.num_decode_tokens, metadata.replay_d
     if first:
         initial_slots, slots, query_starts = decode_slots(metadata)
+        if counts is not None:
+            initial_slots = slots = own_slots(slots)
         conv_update(
             out[:first],
             conv_states,
@@ -277,9 +110,11 @@ def convolve(
             bias=bias,
             silu=silu,
             query_starts=query_starts,
+            computed_tokens=None if counts is None else counts.computed_tokens,
         )
     if metadata.num_prefill_tokens:
         query_starts, initial_slots, slots = prompts_of(metadata)
+        counts = metadata.replay_p
         causal_conv(
             out[first:],
             conv_states,
@@ -291,6 +126,7 @@ def convolve(
             bias=bias,
             silu=silu,
             checkpoints=metadata.checkpoints,
+            computed_tokens=None if counts is None else counts.computed_tokens,
         )
 
 
@@ -308,8 +144,51 @@ class Recurrence:
     dt_bias: torch.Tensor | None
 
 
+def replay(
+    out: torch.Tensor,
+    states: torch.Tensor,
+    layer_name: str,
+    step: Recurrence,
+    slots: torch.Tensor,
+    counts: Replay,
+) -> None:
+    """Apply the first tokens of a step, or none, to states that are seldom written.
+
+    Args:
+        out: Written in place, [num_tokens, num_heads, head_dim]; as many tokens are applied.
+        states: Written in place where `counts` says so, [num_slots, num_heads, head_dim, d_state].
+        layer_name: Its history is written in place.
+        step: Inputs.
+        slots: i32[num_requests].
+        counts: What is in the states, before and after.
+    """
+    first = len(out)
+    state_replay(
+        out,
+        states,
+        counts.histories[layer_name],
+        step.x[:first],
+        step.dt[:first],
+        step.A,
+        step.B[:first],
+        step.C[:first],
+        slots,
+        counts.computed_tokens,
+        counts.state_tokens,
+        counts.next_state_tokens,
+        D=step.D,
+        z=None if step.z is None else step.z[:first],
+        dt_bias=step.dt_bias,
+        query_starts=counts.query_starts,
+    )
+
+
 def recur(
-    out: torch.Tensor, states: torch.Tensor, step: Recurrence, metadata: JengaMambaMetadata
+    out: torch.Tensor,
+    states: torch.Tensor,
+    step: Recurrence,
+    metadata: JengaMambaMetadata,
+    layer_name: str,
 ) -> None:
     """Apply a step's tokens to the states.
 
@@ -318,9 +197,13 @@ def recur(
         states: Written in place, [num_slots, num_heads, head_dim, d_state].
         step: Inputs.
         metadata: Of the step.
+        layer_name: Of the layer.
     """
-    first = metadata.num_decode_tokens
-    if first:
+    first, counts = metadata.num_decode_tokens, metadata.replay_d
+    if first and counts is not None:
+        _, slots, _ = decode_slots(metadata)
+        replay(out[:first], states, layer_name, step, own_slots(slots), counts)
+    elif first:
         initial_slots, slots, query_starts = decode_slots(metadata)
         state_update(
             out[:first],
@@ -339,6 +222,8 @@ def recur(
         )
     if metadata.num_prefill_tokens:
         query_starts, initial_slots, slots = prompts_of(metadata)
+        if metadata.replay_p is not None and not metadata.replay_p.is_current:
+            replay(out[:0], states, layer_name, step, initial_slots, metadata.replay_p)
         state_scan(
             out[first:],
             states,
@@ -389,7 +274,7 @@ def forward_mamba1(
         dt_bias=None if layer.dt_proj.bias is None else layer.dt_proj.bias.unsqueeze(0),
     )
     _, states = states_of(layer)
-    recur(scanned.unsqueeze(1), states.unsqueeze(1), step, metadata)
+    recur(scanned.unsqueeze(1), states.unsqueeze(1), step, metadata, layer.prefix)
     output[:num_tokens] = layer.out_proj(scanned)[0]
 
 
@@ -428,4 +313,5 @@ def forward_mamba2(
         z=None,
         dt_bias=layer.dt_bias,
     )
-    recur(output[:num_tokens].unflatten(-1, (num_heads, -1)), states, step, metadata)
+    out = output[:num_tokens].unflatten(-1, (num_heads, -1))
+    recur(out, states, step, metadata, layer.prefix)

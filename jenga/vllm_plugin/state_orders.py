@@ -85,6 +85,7 @@ class StateKeeper:
         "_events",
         "_first_layers",
         "_geometry",
+        "_has_histories",
         "_hash_tokens",
         "_manager",
         "_passages",
@@ -99,6 +100,7 @@ class StateKeeper:
         hash_tokens: int,
         events: CacheEvents | None = None,
         first_layers: Sequence[Sequence[str]] | None = None,
+        history_query_tokens: int = 0,
     ) -> None:
         """Nothing to keep.
 
@@ -108,6 +110,8 @@ class StateKeeper:
             events: Told of what is kept, if anybody is.
             first_layers: Of each page table the first layer on every rank of a pipeline that has
                 any; where None, all are on one rank.
+            history_query_tokens: Most tokens of a decoding step where these are kept beside the
+                states, and a page has the state after any of its last step's; 0 where none are.
         """
         self._manager = manager
         self._events = events
@@ -117,7 +121,8 @@ class StateKeeper:
         ]
         self._hash_tokens = hash_tokens
         # Steps of so many tokens leave the state after each of them in a slot of the request.
-        self._slots = max(
+        self._has_histories = history_query_tokens > 0
+        self._slots = history_query_tokens or max(
             table.layer_type.slots_per_request
             for table in self._geometry.page_tables
             if isinstance(table.layer_type, State)
@@ -152,6 +157,9 @@ class StateKeeper:
                 self._answers.setdefault(request.request_id, start_tokens)
             if past_tokens < slots:
                 self._keep_answer(request, start_tokens - past_tokens)
+            if self._has_histories and slots > 1:
+                # The step may write the state after its first token, and has all later ones.
+                self._answers[request.request_id] = start_tokens + 1
 
     def _keep_answer(self, request: "Request", num_tokens: int) -> None:
         """Keep a state of what a request generates, if its slots have it and its tokens are known.

@@ -12,8 +12,8 @@ from typing import Any
 from jenga.vllm_plugin.environment import BACKEND_NAME
 
 _BACKEND_PATH = "jenga.vllm_plugin.attention.JengaTritonBackend"
-_MAMBA1_BACKEND_PATH = "jenga.vllm_plugin.mamba.JengaMamba1Backend"
-_MAMBA2_BACKEND_PATH = "jenga.vllm_plugin.mamba.JengaMamba2Backend"
+_MAMBA1_BACKEND_PATH = "jenga.vllm_plugin.mamba_builder.JengaMamba1Backend"
+_MAMBA2_BACKEND_PATH = "jenga.vllm_plugin.mamba_builder.JengaMamba2Backend"
 _GATED_DELTA_BACKEND_PATH = "jenga.vllm_plugin.gated_delta.JengaGatedDeltaBackend"
 
 

@@ -19,6 +19,7 @@ from tests.vllm_plugin.test_mamba import (
     our_builder,
     state_pages,
 )
+from tests.vllm_plugin.test_replayed_states import layer_with_histories
 
 pytestmark = pytest.mark.vllm
 
@@ -213,6 +214,56 @@ def test_random_drafts_in_random_batches_leave_no_trace(order, seed, config, exp
             layer.kv_cache, exact_states, plain_states, strict=True
         ):
             check_close(states[page], exact_state, plain_state)
+
+
+@pytest.mark.parametrize("order", [in_order_of_first_runner, in_order_of_second_runner])
+@pytest.mark.parametrize("history_tokens", [2 * SLOTS, 16])
+def test_random_drafts_in_one_slot_leave_no_trace(history_tokens, order, config, expected):
+    from jenga.vllm_plugin.mamba import forward_mamba2
+
+    source = random.Random(history_tokens)
+    requests = requests_of(LENGTHS)
+    for request in requests:
+        request.pages = request.pages[:1]
+    layer, builder = layer_with_histories(
+        config,
+        history_tokens,
+        num_drafts=DRAFTS,
+        num_pages=KEPT_PAGE + 1 + SLOTS * len(LENGTHS),
+    )
+    forward = partial(forward_mamba2, layer)
+
+    while running := [each for each in requests if each.done < len(each.inputs)]:
+        rows = [row_of(each, source) for each in running if source.random() < 0.8]
+        if rows:
+            run_step(forward, builder, sorted(rows, key=order))
+
+    for request in requests:
+        exact, _, plain, _ = expected[request.name]
+        check_close(torch.cat(request.outputs), exact, plain)
+
+
+@pytest.mark.parametrize("ahead", range(DRAFTS + 1))
+def test_a_copied_page_has_the_state_after_any_token_of_its_last_step(ahead, config, expected):
+    from jenga.vllm_plugin.mamba import forward_mamba2
+
+    exact, _, plain, _ = expected["r2"]
+    for history_tokens in (2 * SLOTS, 2 * SLOTS + 1, 2 * SLOTS + 3):  # at other tokens written
+        request = requests_of(LENGTHS)[2]
+        request.pages, copied = [5], 7
+        layer, builder = layer_with_histories(config, history_tokens, num_drafts=DRAFTS)
+        forward = partial(forward_mamba2, layer)
+        run_step(forward, builder, [Row(request, request.prompt, 0)])
+        run_step(forward, builder, [Row(request, SLOTS, 0)])
+        run_step(forward, builder, [Row(request, 1, DRAFTS)])
+        before = request.done
+        run_step(forward, builder, [Row(request, 1 + ahead, DRAFTS - ahead)])
+        for done in range(before + 1, request.done + 1):
+            other = Drafting("other", [copied], 0, request.inputs, done=done)
+            for part in layer.pages:
+                part[copied] = part[5]
+            run_step(forward, builder, [Row(other, 1, DRAFTS)])
+            check_close(other.outputs[0], exact[done : done + 1], plain[done : done + 1])
 
 
 def test_a_beginning_of_one_token_with_placeholders_after_a_long_prompt(config):

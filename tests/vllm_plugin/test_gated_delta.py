@@ -305,7 +305,7 @@ def test_states_kept_on_the_way_are_those_of_a_prompt_that_ends_there(config):  
 def test_vllms_own_operations_serve_layers_that_are_not_known_or_not_selected(config):  # noqa: F811
     from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 
-    from jenga.vllm_plugin.mamba import JengaMambaMetadataBuilder
+    from jenga.vllm_plugin.mamba_builder import JengaMambaMetadataBuilder
 
     layer = gated_delta_layer()
     ours = builder_for(layer, config, SHAPES)

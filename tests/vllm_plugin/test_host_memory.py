@@ -110,6 +110,12 @@ def test_models_find_in_host_memory_what_the_arena_lost(
         pytest.param("gemma3", 7 << 17, {"pipeline_parallel_size": 2}, id="pipeline_of_windows"),
         pytest.param("jamba", 5 << 17, {"pipeline_parallel_size": 2}, id="pipeline_of_states"),
         pytest.param("granite_hybrid", 5 << 18, {"tensor_parallel_size": 2}, id="tensor_parallel"),
+        pytest.param(
+            "granite_hybrid",
+            3 << 19,
+            {"tensor_parallel_size": 2, "use_replayssm": True, "replayssm_buffer_len": 8},
+            id="tensor_parallel_of_states_with_histories",
+        ),
     ],
 )
 def test_ranks_find_in_host_memory_what_their_arenas_lost(

@@ -389,7 +389,7 @@ def test_mamba1_layer_cut_anywhere_errs_no_more_than_plain_pytorch(config):
 def test_a_builder_serves_vllms_own_layers_where_the_backend_is_not_selected(config):
     from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
 
-    from jenga.vllm_plugin.mamba import JengaMambaMetadataBuilder
+    from jenga.vllm_plugin.mamba_builder import JengaMambaMetadataBuilder
 
     ours = our_builder(config, MAMBA2_SHAPES, "MAMBA2")
     selected = config.attention_config.backend

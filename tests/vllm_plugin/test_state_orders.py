@@ -573,6 +573,41 @@ def test_with_drafts_an_answers_state_is_kept_where_the_slots_still_have_it(
         assert manager.keeps_state(0, one.block_hashes[3], copies.target_pages[0])
 
 
+@pytest.mark.parametrize(
+    ("last_start", "num_in_flight_tokens", "is_kept"),
+    [
+        pytest.param(62, 0, True, id="the_last_step_passed_it"),
+        pytest.param(63, 0, True, id="the_last_step_began_right_before"),
+        # As that step began; since then it may have written the state after one more token.
+        pytest.param(64, 0, False, id="the_last_step_began_there"),
+        pytest.param(62, 3, False, id="a_step_is_under_way"),
+    ],
+)
+def test_with_histories_an_answers_state_is_kept_where_the_last_step_passed_it(
+    last_start, num_in_flight_tokens, is_kept
+):
+    layers = (State(name="state", layers=(Layer(name="0", slot_bytes=4096),)),)
+    cut = exact_lcm(ModelSpec(name="model", layer_types=layers), tokens_per_page=16)
+    manager = Manager(cut, num_large_pages=9, prefix_caching=True)
+    keeper = StateKeeper(manager, hash_tokens=16, history_query_tokens=4)
+    manager.allocate("a", num_tokens=72, facts=RequestFacts(prompt_tokens=20))
+    for start_tokens in (58, last_start):
+        # Nothing is kept of these: in the first steps its hash is not known yet.
+        keeper.schedule(fake_request("a", 63), start_tokens, start_tokens + 4)
+        assert take_orders(manager, keeper, num_tokens=0) == StepOrders()
+        keeper.step_starts()
+
+    one = fake_request("a", 66, num_in_flight_tokens=num_in_flight_tokens)
+    keeper.schedule(one, 65, 69)
+
+    orders = take_orders(manager, keeper, num_tokens=0)
+    assert bool(orders.copies) == is_kept
+    if is_kept:
+        (copies,) = orders.copies
+        assert copies.source_pages == tuple(manager.page_table("a", 0))
+        assert manager.keeps_state(0, one.block_hashes[3], copies.target_pages[0])
+
+
 def test_with_drafts_a_state_that_the_next_prompt_of_a_session_passed_is_not_kept():
     state = State(name="state", layers=(Layer(name="0", slot_bytes=4096),), draft_tokens=3)
     cut = exact_lcm(ModelSpec(name="model", layer_types=(state,)), tokens_per_page=16)

@@ -146,7 +146,11 @@ def refusals(tiny_model, configured):
         "generation by diffusion": dict(model=diffusion),
         "block-size": dict(block_size=24),
         "kv-cache-metrics": dict(kv_cache_metrics=True),
-        "use-replayssm": dict(model=hybrid, use_replayssm=True),
+        "replayssm-buffer-len must be at least 2": dict(
+            model=hybrid, use_replayssm=True, replayssm_buffer_len=1),
+        "replayssm-buffer-len must be at least 6": dict(
+            model=hybrid, use_replayssm=True, replayssm_buffer_len=5, speculative_config={
+                "method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}),
         "--ubatch-size": dict(ubatch_size=2, all2all_backend="deepep_low_latency"),
         "enable-return-routed-experts": dict(model=experts, enable_return_routed_experts=True),
         "batch invariance (VLLM_BATCH_INVARIANT) of recurrent layers": dict(
@@ -196,7 +200,8 @@ def refusals(tiny_model, configured):
         "generation by diffusion",
         "block-size",
         "kv-cache-metrics",
-        "use-replayssm",
+        "replayssm-buffer-len must be at least 2",
+        "replayssm-buffer-len must be at least 6",
         "--ubatch-size",
         "enable-return-routed-experts",
         "batch invariance (VLLM_BATCH_INVARIANT) of recurrent layers",

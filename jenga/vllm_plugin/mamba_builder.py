@@ -1,0 +1,219 @@
+"""What recurrent layers share in a step: state slots, states to keep, what is in them.
+
+Where tokens are drafted, a decoding request has a few, of which some may be rejected. The state
+after each goes to a slot of its own, chosen by the number of tokens that went into it: the next
+step knows how many tokens were accepted by then, and so where to begin. It asks vLLM's runners for
+no more than every attention layer does.
+"""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.backends.mamba1_attn import Mamba1AttentionMetadataBuilder
+from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
+from vllm.v1.attention.backends.mamba_attn import (
+    BaseMambaAttentionMetadata,
+    BaseMambaAttentionMetadataBuilder,
+)
+
+from jenga.errors import InvariantError
+from jenga.vllm_plugin.config import is_selected
+from jenga.vllm_plugin.state_counts import Replay, StateCounts
+from jenga.vllm_plugin.state_history import NUM_STATES
+from jenga.vllm_plugin.state_worker import checkpoints_of, expect_orders, take_writes
+from jenga_kernels.states import NULL_SLOT, Checkpoints
+from jenga_kernels.triton.device import skip_overflow_checks
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
+
+
+@dataclass
+class JengaMambaMetadata(BaseMambaAttentionMetadata):
+    """What all layers of a page table of states need for a step.
+
+    Attributes:
+        initial_slots_p: State slot each prompt goes on from, the null slot at its beginning,
+            i32[num_prefills].
+        checkpoints: States of prompts to keep on the way.
+        replay_d: Where steps seldom write states, what is in those of decoding requests.
+        replay_p: And in those that prompts go on from, which are then brought up to date first.
+            With these the states of convolutions are rings.
+
+    `state_indices_tensor_d`, i32[num_decodes, slots], has the slots of a request in the order in
+    which its next tokens write them; it goes on from the last one.
+    """
+
+    initial_slots_p: torch.Tensor | None = None
+    checkpoints: Checkpoints | None = None
+    replay_d: Replay | None = None
+    replay_p: Replay | None = None
+
+
+class JengaMambaMetadataBuilder(BaseMambaAttentionMetadataBuilder[JengaMambaMetadata]):
+    """Prepares what the layers of a page table of states share in a step."""
+
+    metadata_cls = JengaMambaMetadata
+    needs_causal_conv1d_metadata = False
+    supports_update_block_table = False  # each page table has checkpoints of its own
+
+    def __init__(
+        self,
+        kv_cache_spec: Any,  # noqa: ANN401 (vLLM's MambaSpec)
+        layer_names: list[str],
+        vllm_config: "VllmConfig",
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        if device.type == "cpu":
+            skip_overflow_checks()
+        self._layer_names = tuple(layer_names)
+        expect_orders(layer_names)
+        self._max_query_tokens = self._num_slots = 1 + self.num_spec_tokens
+        self._next_columns = torch.arange(1, 1 + self._num_slots, device=device)
+        self._state_counts = None
+        if len(kv_cache_spec.shapes) > NUM_STATES:
+            self._num_slots = 1
+            self._state_counts = StateCounts(
+                kv_cache_spec,
+                layer_names,
+                vllm_config,
+                device,
+                max_requests=max(
+                    vllm_config.scheduler_config.max_num_seqs, self.decode_cudagraph_max_bs
+                ),
+                max_query_tokens=self._max_query_tokens,
+            )
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: "CommonAttentionMetadata",
+        fast_build: bool = False,
+        **kwargs: Any,  # noqa: ANN401 (what was accepted: the number of tokens says it too)
+    ) -> JengaMambaMetadata:
+        """Collect a step's state slots and the states to keep."""
+        step, may_reject = common_attn_metadata, None
+        if self.use_spec_decode:
+            step = self._in_order_of_writing(step)
+            may_reject = step.query_start_loc.diff()  # read for no more than that there may be
+        common = self._compute_common_metadata(step, num_accepted_tokens=may_reject)
+        writes = take_writes(self._layer_names)
+        slots = common.state_indices_tensor_d
+        if self._state_counts is not None and common.num_decodes and slots is not None:
+            replay = self._state_counts.decode(
+                step, slots[:, 0], common.num_decodes, common.query_start_loc_d
+            )
+            common = replace(common, replay_d=replay)
+        starts, goes_on = common.query_start_loc_p, common.has_initial_states_p
+        if starts is None or goes_on is None:
+            if writes:
+                msg = f"states are to be kept in a step that reads no prompt: {writes}"
+                raise InvariantError(msg)
+            return common
+        first, end = common.num_decodes, common.num_decodes + common.num_prefills
+        pages = step.block_table_tensor[first:end, : self._num_slots]
+        last = (starts.diff() - 1) % self._num_slots
+        # Of a prompt's beginning, too, all tokens but the first may be drafts.
+        counts = enumerate(step.query_start_loc_cpu[first : end + 1].diff().tolist())
+        few_tokens = {row: count for row, count in counts if 1 < count <= self._num_slots}
+        checkpoints = checkpoints_of(writes, pages, few_tokens) if writes or few_tokens else None
+        replay = None
+        if self._state_counts is not None:
+            replay = self._state_counts.read(step, pages[:, 0], first, checkpoints)
+        return replace(
+            common,
+            state_indices_tensor_p=pages.gather(1, last.long()[:, None])[:, 0],
+            initial_slots_p=torch.where(goes_on, pages[:, -1], NULL_SLOT),
+            checkpoints=checkpoints,
+            replay_p=replay,
+        )
+
+    def _in_order_of_writing(self, step: "CommonAttentionMetadata") -> "CommonAttentionMetadata":
+        """Let each request's slots begin with that of the state after its next token.
+
+        Requests of no more tokens than drafts have are decoded, whether or not they are of a
+        prompt, but for a prompt's beginning: CUDA graphs, too, are chosen by the number of tokens.
+        Where inputs are kept beside a state it has all its tokens in one slot, from the first on.
+        """
+        num_tokens, num_tokens_cpu = step.query_start_loc.diff(), step.query_start_loc_cpu.diff()
+        is_long = num_tokens_cpu > self._max_query_tokens
+        if self._state_counts is not None:
+            return step.replace(is_prefilling=is_long)
+        num_computed = step.seq_lens[: step.num_reqs] - num_tokens
+        columns = (num_computed[:, None] + self._next_columns) % self._num_slots
+        is_prefilling, seq_lens_cpu = step.is_prefilling, step.seq_lens_cpu_upper_bound
+        if is_prefilling is None or seq_lens_cpu is None:
+            msg = "a step must say which requests read prompts, and how long they are"
+            raise InvariantError(msg)
+        begins = is_prefilling & (seq_lens_cpu[: step.num_reqs] <= num_tokens_cpu)
+        return step.replace(
+            block_table_tensor=step.block_table_tensor.gather(1, columns),
+            is_prefilling=begins | is_long,
+        )
+
+
+class _JengaMamba1Builder(JengaMambaMetadataBuilder):
+    def __new__(
+        cls,
+        kv_cache_spec: Any,  # noqa: ANN401
+        layer_names: list[str],
+        vllm_config: "VllmConfig",
+        device: torch.device,
+    ) -> "AttentionMetadataBuilder[Any]":
+        if is_selected(vllm_config):
+            return super().__new__(cls)
+        return Mamba1AttentionMetadataBuilder(kv_cache_spec, layer_names, vllm_config, device)
+
+
+class _JengaMamba2Builder(JengaMambaMetadataBuilder):
+    def __new__(
+        cls,
+        kv_cache_spec: Any,  # noqa: ANN401
+        layer_names: list[str],
+        vllm_config: "VllmConfig",
+        device: torch.device,
+    ) -> "AttentionMetadataBuilder[Any]":
+        if is_selected(vllm_config):
+            return super().__new__(cls)
+        return Mamba2AttentionMetadataBuilder(kv_cache_spec, layer_names, vllm_config, device)
+
+
+class JengaStateBackend(AttentionBackend):
+    """What our backends of recurrent layers share."""
+
+    @classmethod
+    def is_ssm(cls) -> bool:
+        """Whether the layers have states: they have."""
+        return True
+
+
+class JengaMamba1Backend(JengaStateBackend):
+    """Registered in place of vLLM's backend of Mamba-1 layers."""
+
+    @staticmethod
+    def get_name() -> str:
+        """Get the backend's name."""
+        return "JENGA_MAMBA1"
+
+    @staticmethod
+    def get_builder_cls() -> type["AttentionMetadataBuilder[Any]"]:
+        """Get the class that prepares a step; vLLM's own where JENGA_TRITON is not selected."""
+        return _JengaMamba1Builder
+
+
+class JengaMamba2Backend(JengaStateBackend):
+    """Registered in place of vLLM's backend of Mamba-2 layers."""
+
+    @staticmethod
+    def get_name() -> str:
+        """Get the backend's name."""
+        return "JENGA_MAMBA2"
+
+    @staticmethod
+    def get_builder_cls() -> type["AttentionMetadataBuilder[Any]"]:
+        """Get the class that prepares a step; vLLM's own where JENGA_TRITON is not selected."""
+        return _JengaMamba2Builder
