@@ -175,16 +175,21 @@ def shared_sources(config: Config, kinds: Sequence[Kind], num_shared_layers: int
     return sources
 
 
+HISTORY = "history"
+"""How the names of those parts of a state begin that are the inputs of its latest tokens."""
+
+
 def state_type(indices: Iterable[int], parts: Sequence[StatePart], options: ReadOptions) -> State:
     """The layer type of recurrent layers that are all alike."""
     slot_bytes = sum(part.num_bytes for part in parts)
+    has_history = any(part.name.startswith(HISTORY) for part in parts)
     return State(
         name="state",
         layers=tuple(
             Layer(name=layer_name(index), slot_bytes=slot_bytes, parts=tuple(parts))
             for index in indices
         ),
-        draft_tokens=options.draft_tokens,
+        draft_tokens=0 if has_history else options.draft_tokens,
     )
 
 

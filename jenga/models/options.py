@@ -41,6 +41,8 @@ class ReadOptions:
         embeddings_in_kv_pages: Image embeddings live in the full-attention pages of their tokens
             until the KV is written there; otherwise they have pages of their own.
         draft_tokens: Tokens drafted for a step, each of which takes recurrent layers a state more.
+        history_tokens: Tokens whose inputs are kept beside a Mamba-2 layer's state, which is then
+            seldom written; drafted tokens take such layers no state.
     """
 
     tensor_parallel: int = 1
@@ -49,11 +51,18 @@ class ReadOptions:
     state_dtype: str | None = None
     embeddings_in_kv_pages: bool = False
     draft_tokens: int = 0
+    history_tokens: int = 0
 
     def __post_init__(self) -> None:
         check_positive("options", "tensor_parallel", self.tensor_parallel)
         if self.draft_tokens < 0:
             msg = f"options: draft_tokens must be at least 0, got {self.draft_tokens}"
+            raise ValueError(msg)
+        if self.history_tokens != 0 and self.history_tokens < 2 * (1 + self.draft_tokens):
+            msg = (
+                f"options: history_tokens must be 0 or at least {2 * (1 + self.draft_tokens)}, "
+                f"twice the tokens of a step, got {self.history_tokens}"
+            )
             raise ValueError(msg)
         for field in ("model_dtype", "state_dtype"):
             dtype = getattr(self, field)

@@ -5,7 +5,7 @@ from pathlib import Path
 from jenga.models import attention, designs, latent, recurrent
 from jenga.models.attention import Reader
 from jenga.models.config import Config, load_config
-from jenga.models.layers import image_embedding
+from jenga.models.layers import HISTORY, image_embedding
 from jenga.models.options import ReadOptions
 from jenga.models.vision import VISION_MODELS
 from jenga.spec import ModelSpec
@@ -80,6 +80,17 @@ def read_model(
 def read_config(config: Config, *, name: str, options: ReadOptions | None = None) -> ModelSpec:
     """As `read_model`, from fields already loaded."""
     options = options or ReadOptions()
+    spec = _read(config, name=name, options=options)
+    parts = [
+        part for each in spec.layer_types for layer in each.layers for part in layer.parts or ()
+    ]
+    if options.history_tokens and not any(part.name.startswith(HISTORY) for part in parts):
+        msg = f"options: history_tokens is for models of Mamba-2 layers, and {name} has none"
+        raise ValueError(msg)
+    return spec
+
+
+def _read(config: Config, *, name: str, options: ReadOptions) -> ModelSpec:
     model_type = config.choice("model_type", MODEL_TYPES)
     if model_type in VISION_MODELS:
         vision = VISION_MODELS[model_type]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from jenga.models.config import Config
 from jenga.models.latent import latent_layer
 from jenga.models.layers import (
+    HISTORY,
     LAYER_KINDS,
     AttentionLayer,
     Kind,
@@ -22,6 +23,9 @@ from jenga.models.layers import (
 )
 from jenga.models.options import ReadOptions
 from jenga.spec import FullAttention, LayerType, StatePart
+
+_COUNT_ELEMENTS = 4
+"""Of 32 bits, in which a page says how many tokens are in its states."""
 
 _PATTERN_KINDS = {"M": Kind.STATE, "*": Kind.FULL, "-": Kind.NOTHING, "E": Kind.NOTHING}
 _ZAMBA_KINDS = {"mamba": Kind.STATE, "hybrid": Kind.FULL}
@@ -73,12 +77,28 @@ def _mamba2(
     if num_groups % options.tensor_parallel:
         num_groups = options.tensor_parallel
     conv_channels = channels + 2 * num_groups * state_size
-    return _parts(
+    own_heads, history_tokens = options.shard("Mamba heads", num_heads), options.history_tokens
+    # Of a history drafts are a part; without one vLLM gives each state their columns too.
+    taps = kernel - 1 + (options.draft_tokens if history_tokens else 0)
+    parts = _parts(
         options,
-        conv=(options.shard("convolution channels", conv_channels), kernel - 1),
-        recurrent=(options.shard("Mamba heads", num_heads), head_elements, state_size),
+        conv=(options.shard("convolution channels", conv_channels), taps),
+        recurrent=(own_heads, head_elements, state_size),
         state_dtype=state_dtype,
     )
+    if not history_tokens:
+        return parts
+    own_groups = num_groups // options.tensor_parallel
+    shapes = {
+        "inputs": (own_heads, history_tokens, head_elements),
+        "projections": (own_groups, history_tokens, state_size),
+    }
+    parts += [
+        StatePart(name=f"{HISTORY} {name}", shape=shape, dtype=options.model_dtype)
+        for name, shape in shapes.items()
+    ]
+    steps = (own_heads * history_tokens + _COUNT_ELEMENTS,)
+    return [*parts, StatePart(name=f"{HISTORY} steps", shape=steps, dtype="float32")]
 
 
 def _bamba_parts(config: Config, options: ReadOptions, *, channels: int) -> list[StatePart]:

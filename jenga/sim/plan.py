@@ -130,7 +130,7 @@ def served_model(models: Sequence[ModelFacts], options: ReadOptions) -> ModelSpe
     Raises:
         ValueError: A configuration that is not understood, or two models of one name.
     """
-    of_drafts = replace(options, draft_tokens=0)
+    of_drafts = replace(options, draft_tokens=0, history_tokens=0)
     specs = [model.spec(of_drafts if index else options) for index, model in enumerate(models)]
     if len(specs) == 1:
         return specs[0]

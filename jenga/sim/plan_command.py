@@ -71,6 +71,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="tokens drafted for a step, by whatever: recurrent layers keep so many states more",
     )
     parser.add_argument(
+        "--history-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens whose inputs Mamba-2 layers keep beside a state, as with vLLM's "
+        "--use-replayssm: drafts then take no states",
+    )
+    parser.add_argument(
         "--weights",
         type=_reserve,
         metavar="BYTES",
@@ -153,6 +161,7 @@ def _plan(options: argparse.Namespace) -> Plan:
             kv_format=kv_format,
             model_dtype=model_dtype,
             draft_tokens=options.draft_tokens,
+            history_tokens=options.history_tokens,
         ),
         lengths=options.length or _lengths(models[0]),
         stock=None if options.without_vllm or options.pp > 1 else _stock_system(),

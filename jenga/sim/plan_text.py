@@ -54,6 +54,7 @@ def plan_json(plan: Plan) -> str:
             "kv_format": plan.options.kv_format.value,
             "model_dtype": plan.options.model_dtype,
             "draft_tokens": plan.options.draft_tokens,
+            "history_tokens": plan.options.history_tokens,
             "pipeline_parallel": plan.pipeline_parallel,
             "budget": _budget_fields(plan.budget),
             "arena_bytes": plan.arena_bytes,

@@ -139,6 +139,27 @@ def test_drafted_tokens_take_a_state_each_of_the_model_that_is_drafted_for():
     assert plan.systems[0].fits[0].num_requests < alone.systems[0].fits[0].num_requests / 2
 
 
+def test_drafted_tokens_take_no_states_where_inputs_are_kept_beside_them():
+    facts = known_model("nemotron-h-8b")
+    plain, drafted, kept = (
+        state_type_of(facts, **options)
+        for options in ({}, {"draft_tokens": 3}, {"draft_tokens": 3, "history_tokens": 16})
+    )
+    (plain_layer, *_), (layer, *_) = plain.layers, kept.layers
+
+    assert [each.slots_per_request for each in (plain, drafted, kept)] == [1, 4, 1]
+    # Of 128 heads of 64, 8 groups and states of 128: x and B in 16 bits, steps in 32, a count, and
+    # three columns of the convolution of 10,240 channels.
+    inputs = 16 * (128 * 64 + 8 * 128) * 2 + 16 * 128 * 4 + 16
+    assert layer.slot_bytes - plain_layer.slot_bytes == inputs + 3 * 10_240 * 2
+
+
+def state_type_of(facts, **options):
+    spec = facts.spec(ReadOptions(**options))
+    (found,) = [each for each in spec.layer_types if isinstance(each, State)]
+    return found
+
+
 def test_prompt_that_cannot_be_prefilled_is_not_counted_in_decode():
     plan = plan_of("pyramidkv-llama-8b", arena_bytes=2 * 10**9, lengths=(131_072,))
 
@@ -251,6 +272,11 @@ def test_ranks_of_a_pipeline_have_the_layers_that_vllm_gives_them():
         (["llama-3.1-8b", "--tp", "3"], "tensor_parallel must divide"),
         (["llama-3.1-8b", "--draft", "llama-3.1-8b"], "two models named"),
         (["llama-3.1-8b", "--draft-tokens", "-1"], "draft_tokens must be at least 0"),
+        (["jamba-1.5-mini", "--history-tokens", "16"], "models of Mamba-2 layers"),
+        (
+            ["nemotron-h-8b", "--history-tokens", "7", "--draft-tokens", "3"],
+            "history_tokens must be 0 or at least 8",
+        ),
         ([], "MODEL must be given"),
     ],
 )

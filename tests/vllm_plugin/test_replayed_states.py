@@ -191,6 +191,43 @@ def test_histories_are_for_mamba2_layers_with_rows_of_whole_loads(config):  # no
     assert with_histories(replaying(config, 0), odd) == odd
 
 
+def test_jenga_plan_counts_the_bytes_that_layers_take(tiny_model):
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.models.granitemoehybrid import GraniteMoeHybridForCausalLM as Granite
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    from jenga.models.options import ReadOptions
+    from jenga.models.reader import read_model
+    from jenga.spec import State
+    from jenga.vllm_plugin.state_history import with_histories
+
+    model, drafts = tiny_model("granite_hybrid"), {"method": "ngram", "num_speculative_tokens": 3}
+    engine = EngineArgs(
+        model=str(model),
+        dtype="bfloat16",
+        max_model_len=256,
+        skip_tokenizer_init=True,
+        attention_backend="JENGA_TRITON",
+        speculative_config=drafts | {"prompt_lookup_max": 3},
+        use_replayssm=True,
+    ).create_engine_config()
+    layer = MambaSpec(
+        block_size=256,
+        shapes=Granite.get_mamba_state_shape_from_config(engine),
+        dtypes=Granite.get_mamba_state_dtype_from_config(engine),
+        mamba_type=MambaAttentionBackendEnum.MAMBA2,
+    )
+
+    (spec,) = with_histories(engine, {"layer": layer}).values()
+
+    options = ReadOptions(draft_tokens=3, history_tokens=16, state_dtype="float32")
+    types = read_model(model / "config.json", options=options).layer_types
+    (states,) = [each for each in types if isinstance(each, State)]
+    assert states.layers[0].slot_bytes == spec.state_content_size_bytes
+    assert (states.slots_per_request, spec.num_speculative_blocks) == (1, 0)
+
+
 REPLAY = {"use_replayssm": True, "replayssm_buffer_len": 8}
 
 
