@@ -5,6 +5,7 @@ import torch
 from jenga_kernels.checks import (
     FLOAT_DTYPES,
     check_dtype,
+    check_no_gradients,
     check_positive,
     check_rows,
     check_same_device,
@@ -76,6 +77,7 @@ def check_delta_rule(
         if tensor is not None:
             check_contiguous_rows(name, tensor)
     check_same_device(**tensors, states=states)
+    check_no_gradients(**tensors, states=states)
     if scale is None:
         return head_k_dim**-0.5
     check_positive("scale", scale)

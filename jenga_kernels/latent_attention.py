@@ -10,6 +10,7 @@ from jenga_kernels.checks import (
     FP8_DTYPE,
     check_contiguous,
     check_dtype,
+    check_no_gradients,
     check_positive,
     check_rows,
     check_same_device,
@@ -117,6 +118,7 @@ def latent_attention(
         lse=lse,
         plan=None if plan is None else plan.unit_starts,
     )
+    check_no_gradients(q=q, pages=pages, out=out, lse=lse)
     kind = AttentionKind(
         num_heads=num_heads,
         num_kv_heads=1,

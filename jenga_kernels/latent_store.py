@@ -8,6 +8,7 @@ from jenga_kernels.checks import (
     FP8_DTYPE,
     check_apart,
     check_dtype,
+    check_no_gradients,
     check_rows,
     check_same_device,
     check_shape,
@@ -60,6 +61,7 @@ def latent_store(
     check_rows("rotary_keys", rotary_keys)
     check_apart("pages", pages)
     check_latent_scale(pages, latent_scale)
+    check_no_gradients(latents=latents, rotary_keys=rotary_keys, pages=pages)
     check_same_device(
         latents=latents,
         rotary_keys=rotary_keys,

@@ -8,6 +8,7 @@ from jenga_kernels.checks import (
     check_apart,
     check_contiguous,
     check_dtype,
+    check_no_gradients,
     check_rows,
     check_same_device,
     check_shape,
@@ -69,5 +70,6 @@ def check_whole_pages(pages: torch.Tensor) -> torch.Tensor:
         msg = f"pages must hold multiples of {ALIGNMENT_BYTES} bytes, got {page_bytes}"
         raise ValueError(msg)
     check_apart("pages", pages)
+    check_no_gradients(pages=pages)
     # A single page may have any stride, also one that words do not divide.
     return pages[0].view(torch.int32)[None] if pages.shape[0] == 1 else pages.view(torch.int32)

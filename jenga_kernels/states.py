@@ -8,6 +8,7 @@ from jenga_kernels.checks import (
     FLOAT_DTYPES,
     check_at_least,
     check_dtype,
+    check_no_gradients,
     check_rows,
     check_same_device,
     check_shape,
@@ -324,6 +325,7 @@ def check_recurrence(
         msg = f"A must be contiguous, got strides {A.stride()}"
         raise ValueError(msg)
     check_same_device(**rows, dt_bias=dt_bias, states=states)
+    check_no_gradients(**rows, dt_bias=dt_bias, states=states)
     low, high = dt_limits
     if not 0 <= low <= high:
         msg = f"dt_limits must be two numbers of at least 0 that do not fall, got {dt_limits}"
@@ -374,7 +376,9 @@ def check_convolution(
         check_shape("bias", bias, (dim,))
         check_dtype("bias", bias, FLOAT_DTYPES)
         check_contiguous_rows("bias", bias)
-    check_same_device(x=x, out=out, states=states, weight=weight, bias=bias)
+    tensors = {"x": x, "out": out, "states": states, "weight": weight, "bias": bias}
+    check_same_device(**tensors)
+    check_no_gradients(**tensors)
 
 
 def check_ring(

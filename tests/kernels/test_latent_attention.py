@@ -344,6 +344,7 @@ BAD_ARGUMENTS = {
     "a_flat_query": ("q", lambda a: {"q": a["q"].flatten(1)}),
     "queries_of_another_width": ("pages", lambda a: {"q": a["q"][..., :64]}),
     "integer_queries": ("q", lambda a: {"q": a["q"].int()}),
+    "queries_that_require_a_gradient": ("q", lambda a: {"q": a["q"].clone().requires_grad_()}),
     "queries_of_another_dtype": ("pages", lambda a: {"q": a["q"].float()}),
     "pages_with_heads": ("pages", lambda a: {"pages": a["pages"][:, :, None]}),
     "scattered_pages": ("pages", lambda a: {"pages": a["pages"].repeat(1, 1, 2)[..., ::2]}),

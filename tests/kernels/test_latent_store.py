@@ -107,6 +107,10 @@ def good_arguments():
 BAD_ARGUMENTS = {
     "latents_with_heads": ("latents", lambda a: {"latents": a["latents"][:, None]}),
     "integer_latents": ("latents", lambda a: {"latents": a["latents"].int()}),
+    "latents_that_require_a_gradient": (
+        "latents",
+        lambda a: {"latents": a["latents"].clone().requires_grad_()},
+    ),
     "scattered_latents": ("latents", lambda a: {"latents": a["latents"].repeat(1, 2)[:, ::2]}),
     "latents_of_odd_width": ("latent_dim", lambda a: {"latents": a["latents"][:, :60]}),
     "pages_that_are_all_the_same": (

@@ -73,6 +73,10 @@ def test_page_copy_of_nothing_changes_nothing():
 
 
 BAD_ARGUMENTS = {
+    "pages_that_require_a_gradient": (
+        "pages",
+        lambda _: {"pages": torch.zeros(4, 64, requires_grad=True)},
+    ),
     "pages_of_three_dimensions": ("pages", lambda a: {"pages": a["pages"][None]}),
     "pages_of_odd_bytes": ("pages", lambda a: {"pages": a["pages"][:, :24]}),
     "pages_off_alignment": ("pages", lambda a: {"pages": a["pages"][:, 8:24]}),

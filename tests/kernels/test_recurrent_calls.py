@@ -297,3 +297,21 @@ def test_checkpoints_without_a_slot_and_those_of_padding_are_dropped(name):
     assert torch.equal(states[7], states[3])
     others = [slot for slot in range(NUM_SLOTS) if slot not in (3, 7)]
     assert torch.equal(states[others], call.states[others])
+
+
+@pytest.mark.parametrize("name", [*SCANS, *STEPS])
+def test_tensors_that_require_gradients_are_refused_but_within_no_grad(name):
+    call = call_of(name, 3)
+    slots = slots_of(name, [0, 3], [5], [3])
+    want = call.run(slots)
+    changed = "weight" if "conv" in name else "q" if "delta" in name else "C"
+    tensor = call.tensors[changed].clone().requires_grad_()
+    call = replace(call, tensors=call.tensors | {changed: tensor})
+
+    with pytest.raises(ValueError, match=f"^{changed} must not require a gradient"):
+        call.run(slots)
+    with torch.no_grad():
+        got = call.run(slots)
+
+    for mine, theirs in zip(got, want, strict=True):
+        assert torch.equal(mine, theirs)
