@@ -60,6 +60,7 @@ COMPILED = (
 ENGINE_FIRST = (
     "test_hybrid_engine",
     "test_model_runner_v2",
+    "test_replayed_states",
     "test_engine",
     "test_latent_attention",
     "test_gated_delta_engine",
