@@ -28,8 +28,8 @@ from tests.vllm_plugin.test_mamba import (
 )
 from tests.vllm_plugin.test_model_runner_v2 import graphs_of
 from tests.vllm_plugin.test_prefix_caching import prompts_over_shared_prefixes
+from tests.vllm_plugin.test_speculation import MTP, by_draft, check_drafts
 from tests.vllm_plugin.test_speculation import PROMPTS as DRAFTED_PROMPTS
-from tests.vllm_plugin.test_speculation import by_draft, check_drafts
 
 pytestmark = pytest.mark.vllm
 
@@ -339,3 +339,24 @@ def test_with_drafts_another_turn_starts_near_the_end_of_a_long_answer(tiny_mode
     ends_of_prompts = [(len(prompt) - 1) // 16 * 16 for prompt in prompts]
     assert all(hit >= end for hit, end in zip(hits, ends_of_prompts, strict=True))
     assert any(hit == end for hit, end in zip(hits, ends, strict=True)), (hits, ends)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_layers_that_predict_further_tokens_change_no_token_of_a_nemotron(tiny_model, run_engine):
+    model, prompts, job = tiny_model("nemotron_h_mtp"), DRAFTED_PROMPTS[:3], {"max_tokens": 24}
+
+    plain = run_engine(model, prompts, options=JENGA, **job)
+    ours = run_engine(
+        model,
+        prompts,
+        options=JENGA | MTP | {"use_replayssm": True},
+        fill_arena=True,
+        report_manager=True,
+        environment={"VLLM_LOGGING_LEVEL": "INFO"},
+        **job,
+    )
+
+    assert_same_generation(ours, plain)
+    assert "keep the inputs of up to 16 tokens" in ours["log"]
+    check_drafts(ours)
