@@ -107,6 +107,8 @@ NAN = 0x7FC00000
         ("cvt.rn.bf16x2.f32 %r0, %r1, %r2;", (bits(1), bits(1 + 2**-8)), 0x3F803F80),
         ("cvt.rn.bf16x2.f32 %r0, %r1, %r2;", (NAN, bits(1 + 3 * 2**-8)), 0x7FFF3F82),
         ("cvt.rn.f16x2.f32 %r0, %r1, %r2;", (bits(65504), bits(1)), 0x7BFF3C00),
+        ("cvt.rna.tf32.f32 %r0, %r1;", (bits(-1 - 2**-11),), bits(-1 - 2**-10)),
+        ("cvt.rna.tf32.f32 %r0, %r1;", (bits(1 + 2**-11 - 2**-20),), bits(1)),
         ("setp.ne.f32 %p1, %r1, %r2; selp.b32 %r0, 1, 0, %p1;", (NAN, NAN), 0),
         ("setp.neu.f32 %p1, %r1, %r2; selp.b32 %r0, 1, 0, %p1;", (NAN, NAN), 1),
         ("setp.lt.s32 %p1|%p2, %r1, %r2; selp.b32 %r0, 1, 0, %p2;", (-1, 0), 0),

@@ -232,7 +232,11 @@ def _convert(instruction: Instruction, _name: str, flags: list[str]) -> Step:
                 )
             )
         )
-    if "x" in to + of:
+    if to == "tf32" and of == "f32" and "rna" in flags:
+        return _step(instruction, "b32", "f32")(
+            lambda values: numbers.rounded_to_tf32(values).view(np.uint32)
+        )
+    if "x" in to + of or "tf32" in (to, of):
         msg = f"conversion {instruction.opcode}"
         raise EmulationError(msg)
     whole = next((ROUNDINGS[flag] for flag in flags if flag in ROUNDINGS), None)

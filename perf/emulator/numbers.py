@@ -64,6 +64,13 @@ def to_tf32(values: Array) -> Array:
     return (values.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
+def rounded_to_tf32(values: Array) -> Array:
+    """float32 values with 10 bits of mantissa, to nearest, ties away from zero."""
+    word = values.astype(np.float32, copy=False).view(np.uint32)
+    rounded = (word + np.uint32(0x1000)) & np.uint32(0xFFFFE000)
+    return np.where(np.isfinite(values), rounded, word).view(np.float32)
+
+
 def to_float8(values: Array) -> Array:
     """Bits u8 of float32 values as float8_e4m3fn; what is out of range becomes +-448."""
     held = torch.from_numpy(np.clip(values, -448.0, 448.0).astype(np.float32))
