@@ -2,21 +2,12 @@
 
 import torch
 
-from jenga_kernels.checks import (
-    check_at_least,
-    check_dtype,
-    check_rows,
-    check_same_device,
-    check_shape,
-)
+from jenga_kernels.checks import check_dtype, check_same_device, check_shape
+from jenga_kernels.histories import InputHistory, check_history_part, check_replay
 from jenga_kernels.states import (
-    NULL_SLOT,
-    InputHistory,
     check_contiguous_rows,
     check_not_expanded,
-    check_query_starts,
     check_recurrence,
-    check_slots,
     per_channel,
 )
 from jenga_kernels.triton.addressing import strides
@@ -75,7 +66,8 @@ def state_replay(
             whatever the slot holds. The others are in the history.
         next_state_tokens: How many tokens shall be in the state after the call, i32[num_requests]:
             as many as before, which writes none, or from computed_tokens on, the call's own
-            included. See `next_states`.
+            included. See
+            `jenga_kernels.histories.next_states`.
         D: Weight of the input itself, [num_heads] or [num_heads, head_dim].
         z: Gates, shape and dtype of x.
         dt_bias: Added to dt, [num_heads].
@@ -97,24 +89,17 @@ def state_replay(
     num_slots, _, _, d_state = states.shape
     num_groups = B.shape[1]
     history_tokens = _check_history(history, x, states, num_groups)
-    counts = {
-        "computed_tokens": computed_tokens,
-        "state_tokens": state_tokens,
-        "next_state_tokens": next_state_tokens,
-    }
-    num_requests = num_tokens
-    if query_starts is not None:
-        num_requests = check_query_starts(query_starts, num_tokens)
-    for name, tensor in ({"slots": slots} | counts).items():
-        check_shape(name, tensor, (num_requests,))
-        check_dtype(name, tensor, (torch.int32,))
-        if name in counts:
-            check_contiguous_rows(name, tensor)
-    check_slots("slots", slots, num_slots)
-    check_same_device(x=x, slots=slots, query_starts=query_starts, **counts)
-    if slots.device.type == "cpu":
-        query_tokens = torch.ones_like(slots) if query_starts is None else query_starts.diff()
-        _check_counts(slots, query_tokens, history_tokens=history_tokens, **counts)
+    num_requests = check_replay(
+        slots,
+        query_starts,
+        computed_tokens=computed_tokens,
+        state_tokens=state_tokens,
+        next_state_tokens=next_state_tokens,
+        num_tokens=num_tokens,
+        num_slots=num_slots,
+        history_tokens=history_tokens,
+    )
+    check_same_device(x=x, slots=slots)
     if num_requests == 0:
         return
     D = per_channel(D, num_heads, head_dim)
@@ -192,41 +177,6 @@ def state_replay(
     )
 
 
-def next_states(
-    computed_tokens: torch.Tensor,
-    state_tokens: torch.Tensor,
-    query_tokens: torch.Tensor | int = 1,
-    *,
-    history_tokens: int,
-    max_query_tokens: int = 1,
-) -> torch.Tensor:
-    """Get how many tokens shall be in each request's state after a call of `state_replay`.
-
-    A state is written as late as the history allows: when the call after next might find no room.
-    It then has the call's first token, which is never a draft.
-
-    Args:
-        computed_tokens: Tokens of each request before the call, i32[num_requests].
-        state_tokens: How many of them are in its state, i32[num_requests].
-        query_tokens: Tokens of the call, i32[num_requests] or one number for all.
-        history_tokens: Rows of the history, at least twice max_query_tokens.
-        max_query_tokens: Most tokens of a request in any call.
-
-    Raises:
-        ValueError: If the history is too short for calls of as many tokens.
-    """
-    check_at_least("max_query_tokens", max_query_tokens, 1)
-    if history_tokens < 2 * max_query_tokens:
-        msg = (
-            f"history_tokens must be at least {2 * max_query_tokens} for {max_query_tokens} tokens "
-            f"of a call, got {history_tokens}"
-        )
-        raise ValueError(msg)
-    end = computed_tokens + query_tokens
-    is_written = end - state_tokens > history_tokens - max_query_tokens
-    return torch.where(is_written, torch.minimum(computed_tokens + 1, end), state_tokens)
-
-
 def _check_history(
     history: InputHistory, x: torch.Tensor, states: torch.Tensor, num_groups: int
 ) -> int:
@@ -236,71 +186,14 @@ def _check_history(
         ValueError: If a shape, dtype, stride, alignment or device does not fit.
     """
     num_slots, num_heads, head_dim, d_state = states.shape
-    check_shape("history.x", history.x, (num_slots, num_heads, None, head_dim))
+    check_history_part("history.x", history.x, (num_slots, num_heads, None, head_dim), x.dtype)
     history_tokens = history.x.shape[2]
-    check_at_least("the tokens of history.x", history_tokens, 1)
+    sizes = (num_slots, num_groups, history_tokens, d_state)
+    check_history_part("history.B", history.B, sizes, x.dtype)
     check_shape("history.dt", history.dt, (num_slots, num_heads, history_tokens))
-    check_shape("history.B", history.B, (num_slots, num_groups, history_tokens, d_state))
-    check_dtype("history.x", history.x, (x.dtype,))
     check_dtype("history.dt", history.dt, (torch.float32,))
-    check_dtype("history.B", history.B, (x.dtype,))
-    check_rows("history.x", history.x)
-    check_rows("history.B", history.B)
     check_contiguous_rows("history.dt", history.dt)
-    for name, tensor in (("x", history.x), ("dt", history.dt), ("B", history.B)):
-        check_not_expanded(f"history.{name}", tensor)
+    check_not_expanded("history.dt", history.dt)
     check_same_device(x=x, **{"history.x": history.x, "history.dt": history.dt})
     check_same_device(x=x, **{"history.B": history.B})
     return history_tokens
-
-
-def _check_counts(
-    slots: torch.Tensor,
-    query_tokens: torch.Tensor,
-    *,
-    computed_tokens: torch.Tensor,
-    state_tokens: torch.Tensor,
-    next_state_tokens: torch.Tensor,
-    history_tokens: int,
-) -> None:
-    """Check numbers of tokens, on the CPU.
-
-    Raises:
-        ValueError: If they do not fit each other or the history.
-    """
-    rows = zip(
-        slots.tolist(),
-        query_tokens.tolist(),
-        computed_tokens.tolist(),
-        state_tokens.tolist(),
-        next_state_tokens.tolist(),
-        strict=True,
-    )
-    owners: dict[int, int] = {}
-    for request, (slot, num_tokens, computed, stored, stored_next) in enumerate(rows):
-        if slot <= NULL_SLOT:
-            continue
-        if owners.setdefault(slot, request) != request:
-            msg = (
-                f"slots must be of one request each, got slot {slot} of requests {owners[slot]} "
-                f"and {request}"
-            )
-            raise ValueError(msg)
-        if not 0 <= stored <= computed:
-            msg = (
-                f"state_tokens must be 0 to the {computed} computed tokens of request {request}, "
-                f"got {stored}"
-            )
-            raise ValueError(msg)
-        if stored_next != stored and not computed <= stored_next <= computed + num_tokens:
-            msg = (
-                f"next_state_tokens must be {stored} or {computed} to {computed + num_tokens} for "
-                f"request {request}, got {stored_next}"
-            )
-            raise ValueError(msg)
-        if computed + num_tokens - stored > history_tokens:
-            msg = (
-                f"history must have {computed + num_tokens - stored} tokens for those of request "
-                f"{request} since its state, got {history_tokens}"
-            )
-            raise ValueError(msg)

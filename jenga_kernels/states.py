@@ -41,24 +41,6 @@ class Checkpoints:
     slots: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InputHistory:
-    """What each slot's latest tokens brought into the recurrence, beside a state without them.
-
-    Token t of a request is in row t % history_tokens of each.
-
-    Attributes:
-        x: Inputs, [num_slots, num_heads, history_tokens, head_dim]; any strides that are multiples
-            of 16 bytes, last dimension contiguous.
-        dt: Step sizes, f32[num_slots, num_heads, history_tokens]; last dimension contiguous.
-        B: Input projections, [num_slots, num_groups, history_tokens, d_state], strides as of x.
-    """
-
-    x: torch.Tensor
-    dt: torch.Tensor
-    B: torch.Tensor
-
-
 def check_contiguous_rows(name: str, tensor: torch.Tensor) -> None:
     """Check that a tensor's last dimension is contiguous.
 

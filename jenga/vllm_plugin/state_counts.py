@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from jenga.vllm_plugin.state_history import NUM_STATES
-from jenga_kernels.state_replay import next_states
-from jenga_kernels.states import Checkpoints, InputHistory
+from jenga_kernels.histories import InputHistory, next_states
+from jenga_kernels.states import Checkpoints
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -8,12 +8,12 @@ import torch
 
 from jenga_kernels.conv_update import conv_update
 from jenga_kernels.delta_update import delta_update
+from jenga_kernels.histories import InputHistory
 from jenga_kernels.kv_store import kv_store
 from jenga_kernels.latent_attention import latent_attention
 from jenga_kernels.paged_attention import paged_attention
 from jenga_kernels.state_replay import state_replay
 from jenga_kernels.state_update import state_update
-from jenga_kernels.states import InputHistory
 from tests.kernels import latent_cases
 from tests.kernels.attention_cases import Options, Shape, make_batch
 from tests.kernels.conv_cases import conv_tensors
