@@ -55,15 +55,21 @@ class DeltaSteps:
         q: Queries times scale, [num_tokens, num_v_heads, head_k_dim].
         k: Keys, shape of q.
         v: Values, [num_tokens, num_v_heads, head_v_dim].
-        decays: Factors of the state, [num_tokens, num_v_heads, 1 or head_k_dim].
+        log_decays: Natural logarithms of factors of the state, [num_tokens, num_v_heads, 1 or
+            head_k_dim].
         betas: How far values replace what is there, [num_tokens, num_v_heads].
     """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    decays: torch.Tensor
+    log_decays: torch.Tensor
     betas: torch.Tensor
+
+    @property
+    def decays(self) -> torch.Tensor:
+        """Factors of the state, shape of log_decays."""
+        return self.log_decays.exp()
 
 
 def delta_steps(
@@ -94,7 +100,7 @@ def delta_steps(
         q=q.repeat_interleave(heads_per_group, 1) * (scale or q.shape[-1] ** -0.5),
         k=k.repeat_interleave(heads_per_group, 1),
         v=v,
-        decays=gates.exp(),
+        log_decays=gates,
         betas=betas,
     )
 
@@ -105,9 +111,19 @@ def apply_token(h: torch.Tensor, steps: DeltaSteps, token: int) -> torch.Tensor:
     Returns:
         Its output, [num_v_heads, head_v_dim].
     """
-    q, k, v = (tensor[token].to(h.dtype) for tensor in (steps.q, steps.k, steps.v))
-    h.mul_(steps.decays[token].to(h.dtype)[:, None, :])
+    apply_change(h, steps, token)
+    return (h * steps.q[token].to(h.dtype)[:, None, :]).sum(-1)
+
+
+def apply_change(h: torch.Tensor, steps: DeltaSteps, token: int) -> torch.Tensor:
+    """Apply a token to the states of all heads, [num_v_heads, head_v_dim, head_k_dim], in place.
+
+    Returns:
+        What it changed under its key, [num_v_heads, head_v_dim].
+    """
+    k, v = (tensor[token].to(h.dtype) for tensor in (steps.k, steps.v))
+    h.mul_(steps.log_decays[token].to(h.dtype).exp()[:, None, :])
     held = (h * k[:, None, :]).sum(-1)
     change = steps.betas[token].to(h.dtype)[:, None] * (v - held)
     h.add_(change[:, :, None] * k[:, None, :])
-    return (h * q[:, None, :]).sum(-1)
+    return change

@@ -114,3 +114,79 @@ def delta_update_tiles(
         block_values=block_values,
         block_line=line_elements(machine, head_k_dim, state_element_bytes),
     )
+
+
+REPLAY_ELEMENTS = 8192
+"""Elements of a state that a program of `delta_replay` has in registers: 64 a thread."""
+
+REPLAY_BYTES = 32768
+"""Bytes of a state that a program has which serves all tokens at once; half as many on GPUs whose
+products have all operands in registers."""
+
+WIDE_REPLAY_ELEMENTS = 2048
+"""Elements of a state that a program has where keys are in float32, which no tensor core takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaReplayTiles:
+    """Tiles of `delta_replay`.
+
+    Attributes:
+        block_values: Values of a program, rows of the state.
+        block_line: As of `UpdateTiles`.
+        num_warps: Warps a program.
+        is_at_once: Whether matrix products serve all tokens of a call at once.
+    """
+
+    block_values: int
+    block_line: int
+    num_warps: int
+    is_at_once: bool
+
+
+def delta_replay_tiles(
+    machine: Machine,
+    head_k_dim: int,
+    head_v_dim: int,
+    *,
+    state_element_bytes: int,
+    key_element_bytes: int,
+    is_per_channel: bool,
+    has_one_token: bool,
+) -> DeltaReplayTiles:
+    """Tiles of `delta_replay`.
+
+    Products of a state in float32 take each of its elements apart: for one token sums take fewer
+    instructions, and where operands are in registers the parts do not fit there.
+
+    Args:
+        machine: Where it runs.
+        head_k_dim: Elements of a key.
+        head_v_dim: Elements of a value.
+        state_element_bytes: Bytes of an element of the state.
+        key_element_bytes: Bytes of an element of keys and values.
+        is_per_channel: Whether every key channel decays on its own.
+        has_one_token: Whether every request has one token.
+    """
+    is_wide = state_element_bytes > 2  # noqa: PLR2004 - bytes of bfloat16 and float16
+    takes_wide = (machine.is_interpreter or machine.has_large_tiles) and not has_one_token
+    is_at_once = not is_per_channel and (takes_wide or not is_wide)
+    whole_value = max(LEAST_PRODUCT, power_of_two(head_v_dim))
+    whole_key = max(2 * LEAST_PRODUCT, power_of_two(head_k_dim))
+    block_line = max(LEAST_PRODUCT, line_elements(machine, head_k_dim, state_element_bytes))
+    elements, num_warps = REPLAY_ELEMENTS, 4
+    if machine.is_interpreter:
+        elements, num_warps = whole_value * whole_key, 1
+    elif key_element_bytes > 2:  # noqa: PLR2004
+        elements = WIDE_REPLAY_ELEMENTS
+    elif is_at_once:
+        elements = REPLAY_BYTES // state_element_bytes // (1 if machine.has_large_tiles else 2)
+    block_values = min(whole_value, max(LEAST_PRODUCT, elements // whole_key))
+    # Threads with copies of the same elements would sum them in orders of their own.
+    num_warps = min(num_warps, max(1, block_values * whole_key // 1024))
+    return DeltaReplayTiles(
+        block_values=block_values,
+        block_line=block_line,
+        num_warps=num_warps,
+        is_at_once=is_at_once,
+    )

@@ -1,0 +1,213 @@
+"""The gated delta rule, one step or a few, without writing the state."""
+
+import torch
+import triton
+
+from jenga_kernels.checks import (
+    check_dtype,
+    check_no_gradients,
+    check_same_device,
+    check_shape,
+)
+from jenga_kernels.delta import check_delta_rule
+from jenga_kernels.histories import DeltaHistory, check_history_part, check_replay
+from jenga_kernels.states import check_contiguous_rows, check_not_expanded
+from jenga_kernels.triton.addressing import strides
+from jenga_kernels.triton.delta_replay import delta_replay_kernel
+from jenga_kernels.triton.delta_replay_heads import delta_replay_heads_kernel
+from jenga_kernels.triton.delta_tiles import delta_replay_tiles
+from jenga_kernels.triton.state_tiles import LEAST_PRODUCT
+from jenga_kernels.triton.tiles import machine_of, power_of_two
+
+
+def delta_replay(
+    out: torch.Tensor,
+    states: torch.Tensor,
+    history: DeltaHistory,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    gates: torch.Tensor,
+    betas: torch.Tensor,
+    slots: torch.Tensor,
+    computed_tokens: torch.Tensor,
+    state_tokens: torch.Tensor,
+    next_state_tokens: torch.Tensor,
+    *,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    scale: float | None = None,
+    qk_l2norm: bool = True,
+    query_starts: torch.Tensor | None = None,
+) -> None:
+    """Apply the next token of each request, or the next few, to a state that is seldom written.
+
+    The rule and its tensors are those of `jenga_kernels.delta_update.delta_update`. It reads and
+    writes the whole state for each token; here a step reads the state of some tokens ago and what
+    the tokens since then changed in it, and writes no more than what its own tokens change. Only
+    once in a while, when `next_state_tokens` says so, the state is written. Tokens may be rejected:
+    the next call has fewer computed tokens, and what it does not count is written over.
+
+    Requests whose slot is `NULL_SLOT` are padding: their output is zero and nothing else is read or
+    written. No two requests may have the same slot.
+
+    Args:
+        out: Written in place, shape and dtype of v.
+        states: Written in place, [num_slots, num_v_heads, head_v_dim, head_k_dim], bfloat16,
+            float16 or float32; any strides that are multiples of 16 bytes, last dimension
+            contiguous.
+        history: Written in place; keys have the dtype of k, changes that of states or float32.
+        q: Queries, [num_tokens, num_qk_heads, head_k_dim], dtype of v; the value heads that share
+            one are next to each other. At most 128 elements a head.
+        k: Keys, shape and dtype of q.
+        v: Values, [num_tokens, num_v_heads, head_v_dim], bfloat16, float16 or float32.
+        gates: Natural logarithms of the decays, [num_tokens, num_v_heads], or [num_tokens,
+            num_v_heads, head_k_dim] where every key channel decays on its own; at most 0. With
+            A_log they are projections, and the logarithms -exp(A_log) softplus(gates + dt_bias).
+        betas: How far a value replaces what the state holds under its key, [num_tokens,
+            num_v_heads]. With A_log they are projections, which pass through a sigmoid.
+        slots: Of each request's state and history, i32[num_requests], any stride.
+        computed_tokens: Tokens of each request before this call, i32[num_requests].
+        state_tokens: How many of them are in its state, i32[num_requests]; 0 begins with zero,
+            whatever the slot holds. The others are in the history.
+        next_state_tokens: How many tokens shall be in the state after the call, i32[num_requests]:
+            as many as before, which writes none, or from computed_tokens on, the call's own
+            included. See `jenga_kernels.histories.next_states`.
+        A_log: Logarithms of the decay rates, [num_v_heads]; None where gates and betas are ready.
+        dt_bias: Added to gates, shape of one token's.
+        scale: Factor of the queries; None means head_k_dim ** -0.5.
+        qk_l2norm: Whether queries and keys are brought to length one.
+        query_starts: Where each request's tokens begin, and the end, i32[num_requests + 1]; None
+            means one token each. A request without tokens may have its state brought up to date.
+
+    Raises:
+        ValueError: If a shape, dtype, stride, alignment or device does not fit; on the CPU also if
+            the history does not hold a request's tokens since its state.
+
+    Source: ReplaySSM (dao-lab.ai/blog/2026/replayssm), whose steps leave the state where it is and
+        keep what each token changes in it: a sum of outer products needs no states in between.
+    """
+    scale = check_delta_rule(
+        out, states, q, k, v, gates, betas, A_log=A_log, dt_bias=dt_bias, scale=scale
+    )
+    num_tokens, num_v_heads, head_v_dim = v.shape
+    _, num_qk_heads, head_k_dim = q.shape
+    is_per_channel = gates.dim() > 2  # noqa: PLR2004 - tokens, heads, channels
+    history_tokens = _check_history(history, k, states, is_per_channel=is_per_channel)
+    num_requests = check_replay(
+        slots,
+        query_starts,
+        computed_tokens=computed_tokens,
+        state_tokens=state_tokens,
+        next_state_tokens=next_state_tokens,
+        num_tokens=num_tokens,
+        num_slots=states.shape[0],
+        history_tokens=history_tokens,
+    )
+    check_same_device(v=v, slots=slots)
+    if num_requests == 0:
+        return
+    tiles = delta_replay_tiles(
+        machine_of(v.device),
+        head_k_dim,
+        head_v_dim,
+        state_element_bytes=states.element_size(),
+        key_element_bytes=k.element_size(),
+        is_per_channel=is_per_channel,
+        has_one_token=query_starts is None,
+    )
+    num_blocks = triton.cdiv(head_v_dim, tiles.block_values)
+    stride_slot, stride_head, stride_dim, _ = strides(states)
+    tensors = {
+        "out_ptr": out,
+        "states_ptr": states,
+        "history_changes_ptr": history.changes,
+        "history_keys_ptr": history.keys,
+        "history_decays_ptr": history.decays,
+        "q_ptr": q,
+        "k_ptr": k,
+        "v_ptr": v,
+        "gates_ptr": gates,
+        "betas_ptr": betas,
+        "A_log_ptr": A_log,
+        "dt_bias_ptr": dt_bias,
+        "query_starts_ptr": query_starts,
+        "slots_ptr": slots,
+        "computed_tokens_ptr": computed_tokens,
+        "state_tokens_ptr": state_tokens,
+        "next_state_tokens_ptr": next_state_tokens,
+        "stride_out_token": strides(out)[0],
+        "stride_out_head": strides(out)[1],
+        "stride_states_slot": stride_slot,
+        "stride_states_head": stride_head,
+        "stride_states_dim": stride_dim,
+        "stride_changes_slot": strides(history.changes)[0],
+        "stride_changes_head": strides(history.changes)[1],
+        "stride_changes_token": strides(history.changes)[2],
+        "stride_keys_slot": strides(history.keys)[0],
+        "stride_keys_head": strides(history.keys)[1],
+        "stride_keys_token": strides(history.keys)[2],
+        "stride_decays_slot": strides(history.decays)[0],
+        "stride_decays_head": strides(history.decays)[1],
+        "stride_q_token": strides(q)[0],
+        "stride_q_head": strides(q)[1],
+        "stride_k_token": strides(k)[0],
+        "stride_k_head": strides(k)[1],
+        "stride_v_token": strides(v)[0],
+        "stride_v_head": strides(v)[1],
+        "stride_gates_token": strides(gates)[0],
+        "stride_betas_token": strides(betas)[0],
+        "stride_slots": slots.stride(0),
+    }
+    shared = {
+        "scale": scale,
+        "HEADS_PER_GROUP": num_v_heads // num_qk_heads,
+        "HEAD_K_DIM": head_k_dim,
+        "HEAD_V_DIM": head_v_dim,
+        "HISTORY_TOKENS": history_tokens,
+        "IS_NORMALIZED": qk_l2norm,
+        "PRECISION": "ieee" if v.dtype == torch.float32 else "tf32x3",
+        "BLOCK_K": max(2 * LEAST_PRODUCT, power_of_two(head_k_dim)),
+        "BLOCK_V": tiles.block_values,
+        "BLOCK_L": max(LEAST_PRODUCT, power_of_two(history_tokens)),
+        "num_warps": tiles.num_warps,
+    }
+    grid = (num_v_heads * num_blocks, num_requests)
+    if tiles.is_at_once:
+        delta_replay_heads_kernel[grid](**tensors, **shared)
+        return
+    delta_replay_kernel[grid](
+        **tensors,
+        **shared,
+        stride_decays_token=strides(history.decays)[2],
+        stride_gates_head=strides(gates)[1],
+        stride_dt_bias_head=0 if dt_bias is None else strides(dt_bias)[0],
+        IS_PER_CHANNEL=is_per_channel,
+        BLOCK_LINE=tiles.block_line,
+    )
+
+
+def _check_history(
+    history: DeltaHistory, k: torch.Tensor, states: torch.Tensor, *, is_per_channel: bool
+) -> int:
+    """Check the tensors of a history; return history_tokens.
+
+    Raises:
+        ValueError: If a shape, dtype, stride, alignment or device does not fit.
+    """
+    num_slots, num_v_heads, head_v_dim, head_k_dim = states.shape
+    changes, keys, decays = history.changes, history.keys, history.decays
+    sizes = (num_slots, num_v_heads, None, head_v_dim)
+    check_history_part("history.changes", changes, sizes, states.dtype, torch.float32)
+    history_tokens = changes.shape[2]
+    sizes = (num_slots, k.shape[1], history_tokens, head_k_dim)
+    check_history_part("history.keys", keys, sizes, k.dtype)
+    sizes = (num_slots, num_v_heads, history_tokens)
+    check_shape("history.decays", decays, (*sizes, head_k_dim) if is_per_channel else sizes)
+    check_dtype("history.decays", decays, (torch.float32,))
+    check_contiguous_rows("history.decays", decays)
+    check_not_expanded("history.decays", decays)
+    parts = {"history.changes": changes, "history.keys": keys, "history.decays": decays}
+    check_same_device(k=k, **parts)
+    check_no_gradients(**parts)
+    return history_tokens

@@ -1,0 +1,570 @@
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from jenga_kernels import delta_replay as module
+from jenga_kernels.delta_replay import delta_replay
+from jenga_kernels.histories import DeltaHistory, next_states
+from jenga_kernels.reference import delta_replay as reference
+from jenga_kernels.reference import delta_update as plain
+from jenga_kernels.states import NULL_SLOT
+from tests.kernels.compiling import compile_job
+from tests.kernels.delta_cases import delta_tensors, tokens_of
+from tests.kernels.state_cases import (
+    PADDING,
+    i32,
+    on_cpu,
+    same_elsewhere,
+    shuffled_slots,
+    state_pages,
+    widened,
+)
+from tests.kernels.support import DEVICE, check_close, generator, max_error, randn
+
+NUM_SLOTS = 16
+DTYPES = [
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+]
+DTYPE_IDS = ["f32", "bf16_state_f32", "bf16", "f16"]
+GATES = {"heads": False, "channels": True}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A layer's states and histories in arenas with other layers, every element NaN."""
+
+    states: torch.Tensor
+    history: DeltaHistory
+    arenas: tuple = ()
+
+    def parts(self):
+        return {name: getattr(self.history, name) for name in DeltaHistory.__slots__}
+
+    def changed(self, change):
+        """A copy of every tensor."""
+        history = DeltaHistory(**{name: change(part) for name, part in self.parts().items()})
+        return Memory(change(self.states), history)
+
+
+def memory(shape, history_tokens, dtype, state_dtype, *, channels, change_dtype=None):
+    num_qk_heads, num_v_heads, head_k_dim, head_v_dim = shape
+    per_token = (head_k_dim,) if channels else ()
+    pages = (
+        state_pages(NUM_SLOTS, (num_v_heads, head_v_dim, head_k_dim), state_dtype),
+        state_pages(
+            NUM_SLOTS, (num_v_heads, history_tokens, head_v_dim), change_dtype or state_dtype
+        ),
+        state_pages(NUM_SLOTS, (num_qk_heads, history_tokens, head_k_dim), dtype),
+        state_pages(NUM_SLOTS, (num_v_heads, history_tokens, *per_token), torch.float32),
+    )
+    states, changes, keys, decays = (part.states for part in pages)
+    history = DeltaHistory(changes=changes, keys=keys, decays=decays)
+    return Memory(states, history, tuple(part.arena for part in pages))
+
+
+# heads of queries and of values, elements of keys and of values; rows of the history; and of each
+# request its tokens, those before them, those in its state before and after.
+ONE_TOKEN = {
+    "beginning": ((1, 2, 16, 16), 8, [(1, 0, 0, 0), (1, 0, 0, 1)]),
+    "early_and_late": (
+        (2, 4, 128, 64),
+        16,
+        [(1, 7, 7, 7), (1, 30, 15, 15), (PADDING, 0, 0, 0), (1, 30, 15, 31), (1, 31, 20, 31)],
+    ),
+    "odd_sizes_and_three_values_a_query": (
+        (1, 3, 40, 24),
+        5,
+        [(1, 9, 5, 5), (1, 9, 5, 10), (1, 3, 0, 0), (1, 4, 0, 5)],
+    ),
+}
+SEVERAL_TOKENS = {
+    "drafts": (
+        (2, 4, 32, 48),
+        16,
+        [(4, 10, 5, 5), (4, 12, 0, 13), (4, 16, 4, 16), (4, 16, 4, 18), (4, 3, 3, 7)],
+    ),
+    "lengths": (
+        (1, 2, 40, 24),
+        12,
+        [(8, 4, 1, 1), (0, 9, 5, 9), (1, 9, 5, 5), (PADDING, 0, 0, 0), (2, 0, 0, 1), (0, 9, 5, 5)],
+    ),
+}
+CASES = ONE_TOKEN | SEVERAL_TOKENS
+
+
+def arguments(case, dtype, state_dtype, *, channels=False, change_dtype=None):
+    """Tensors, counts and a memory in which no element that may be read is NaN."""
+    shape, history_tokens, requests = case
+    rng = generator(0)
+    free = shuffled_slots(NUM_SLOTS - 1, NUM_SLOTS, rng)
+    starts = [0]
+    counts = {"slots": [], "computed_tokens": [], "state_tokens": [], "next_state_tokens": []}
+    kept = memory(
+        shape, history_tokens, dtype, state_dtype, channels=channels, change_dtype=change_dtype
+    )
+    for tokens, computed, stored, stored_next in requests:
+        starts.append(starts[-1] + (1 if tokens == PADDING else tokens))
+        slot = NULL_SLOT if tokens == PADDING else free.pop()
+        for name, value in zip(counts, (slot, computed, stored, stored_next), strict=True):
+            counts[name].append(value)
+        if slot != NULL_SLOT and stored:
+            kept.states[slot] = randn(kept.states.shape[1:], state_dtype, rng)
+        for token in range(stored, computed):
+            row = token % history_tokens
+            parts = kept.parts()
+            for name in ("changes", "keys"):
+                part = parts[name][slot, :, row]
+                part.copy_(randn(part.shape, part.dtype, rng))
+            decays = parts["decays"][slot, :, row]
+            decays.copy_(-randn(decays.shape, torch.float32, rng).exp())
+    tensors = delta_tensors(starts[-1], shape, dtype, rng, channels=channels)
+    counts = {name: i32(values) for name, values in counts.items()}
+    return tensors, counts | {"query_starts": i32(starts)}, kept
+
+
+def by_reference(tensors, counts, kept, **options):
+    out = torch.full_like(tensors["v"], float("nan"))
+    reference.delta_replay(out, kept.states, kept.history, **tensors, **counts, **options)
+    return out
+
+
+def check_memory(kept, exact, naive, before, counts):
+    """Check that what is to be written is right, and that nothing else is touched."""
+    slots = counts["slots"].tolist()
+    stored, stored_next = counts["state_tokens"].tolist(), counts["next_state_tokens"].tolist()
+    requests = zip(slots, stored, stored_next, strict=True)
+    written = [slot for slot, was, will in requests if slot != NULL_SLOT and will > was]
+    check_close(kept.states[written], exact.states[written], naive.states[written])
+    assert same_elsewhere(kept.arenas[0], before[0], written)
+    live = [slot for slot in slots if slot != NULL_SLOT]
+    for arena, old in zip(kept.arenas[1:], before[1:], strict=True):
+        assert same_elsewhere(arena, old, live)
+    parts, wanted, near = kept.parts(), naive.parts(), exact.parts()
+    same = {"atol": 0, "rtol": 0, "equal_nan": True}
+    torch.testing.assert_close(parts["keys"][live], wanted["keys"][live], **same)
+    torch.testing.assert_close(
+        parts["decays"][live], wanted["decays"][live], atol=1e-6, rtol=1e-6, equal_nan=True
+    )
+    changes, want = parts["changes"][live], wanted["changes"][live]
+    assert torch.equal(changes.isnan(), want.isnan())
+    check_close(changes.nan_to_num(0), near["changes"][live].nan_to_num(0), want.nan_to_num(0))
+
+
+@pytest.mark.parametrize(("dtype", "state_dtype"), DTYPES, ids=DTYPE_IDS)
+@pytest.mark.parametrize("channels", GATES.values(), ids=GATES.keys())
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_delta_replay_matches_the_rule(case, channels, dtype, state_dtype):
+    tensors, counts, kept = arguments(case, dtype, state_dtype, channels=channels)
+    if all(tokens in (1, PADDING) for tokens, *_ in case[2]):
+        counts["query_starts"] = None
+    before = tuple(arena.clone() for arena in kept.arenas)
+    naive, exact = kept.changed(torch.clone), kept.changed(torch.Tensor.double)
+    naive_out = by_reference(tensors, counts, naive)
+    exact_out = by_reference(widened(tensors), counts, exact)
+    out = torch.full_like(tensors["v"], float("nan"))
+
+    delta_replay(out, kept.states, kept.history, **tensors, **counts)
+
+    check_close(out, exact_out, naive_out)
+    check_memory(kept, exact, naive, before, counts)
+
+
+@pytest.mark.parametrize("case", SEVERAL_TOKENS.values(), ids=SEVERAL_TOKENS.keys())
+def test_tokens_served_one_by_one_give_what_the_rule_gives(case, monkeypatch):
+    # As on GPUs whose products have all operands in registers.
+    chosen = module.delta_replay_tiles
+    monkeypatch.setattr(
+        module,
+        "delta_replay_tiles",
+        lambda *args, **options: replace(chosen(*args, **options), is_at_once=False),
+    )
+    tensors, counts, kept = arguments(case, torch.bfloat16, torch.float32)
+    before = tuple(arena.clone() for arena in kept.arenas)
+    naive, exact = kept.changed(torch.clone), kept.changed(torch.Tensor.double)
+    naive_out = by_reference(tensors, counts, naive)
+    exact_out = by_reference(widened(tensors), counts, exact)
+    out = torch.full_like(tensors["v"], float("nan"))
+
+    delta_replay(out, kept.states, kept.history, **tensors, **counts)
+
+    check_close(out, exact_out, naive_out)
+    check_memory(kept, exact, naive, before, counts)
+
+
+def test_changes_may_be_more_precise_than_states():
+    case = SEVERAL_TOKENS["drafts"]
+    tensors, counts, kept = arguments(
+        case, torch.float16, torch.float16, change_dtype=torch.float32
+    )
+    naive, exact = kept.changed(torch.clone), kept.changed(torch.Tensor.double)
+    naive_out = by_reference(tensors, counts, naive)
+    exact_out = by_reference(widened(tensors), counts, exact)
+    out = torch.full_like(tensors["v"], float("nan"))
+
+    delta_replay(out, kept.states, kept.history, **tensors, **counts)
+
+    check_close(out, exact_out, naive_out)
+
+
+@pytest.mark.parametrize("channels", GATES.values(), ids=GATES.keys())
+@pytest.mark.parametrize(
+    ("history_tokens", "max_query_tokens"), [(16, 1), (2, 1), (16, 4), (8, 4)], ids=str
+)
+def test_steps_of_any_lengths_with_rejected_tokens_end_as_the_accepted_ones_alone(
+    history_tokens, max_query_tokens, channels
+):
+    shape, num_accepted = (1, 2, 32, 16), 60
+    rng = generator(history_tokens)
+    tensors = delta_tensors(num_accepted, shape, torch.float32, rng, channels=channels)
+    wrong = delta_tensors(max_query_tokens, shape, torch.float32, rng, channels=channels)
+    want = torch.empty_like(tensors["v"])
+    plain.delta_update(
+        want,
+        torch.zeros(2, 2, 16, 32, device=DEVICE),
+        **tensors,
+        initial_slots=i32([NULL_SLOT]),
+        state_slots=i32([[1] * num_accepted]),
+        query_starts=i32([0, num_accepted]),
+    )
+    kept = memory(shape, history_tokens, torch.float32, torch.float32, channels=channels)
+    got = torch.empty_like(want)
+    computed, stored, writes = 0, 0, 0
+    while computed < num_accepted:
+        count = 1 + int(torch.randint(max_query_tokens, (), generator=rng))
+        accepted = 1 + int(torch.randint(count, (), generator=rng))
+        accepted = min(accepted, num_accepted - computed)
+        # What is rejected afterwards is what another request would have brought.
+        parts = tokens_of(tensors, slice(computed, computed + accepted))
+        others = tokens_of(wrong, slice(accepted, count))
+        per_token = ("q", "k", "v", "gates", "betas")
+        step = {
+            name: torch.cat([value, others[name]]) if name in per_token else value
+            for name, value in parts.items()
+        }
+        out = torch.empty_like(step["v"])
+        counts = {"computed_tokens": i32([computed]), "state_tokens": i32([stored])}
+        after = next_states(
+            **counts,
+            query_tokens=len(out),
+            history_tokens=history_tokens,
+            max_query_tokens=max_query_tokens,
+        )
+
+        delta_replay(
+            out,
+            kept.states,
+            kept.history,
+            **step,
+            **counts,
+            slots=i32([3]),
+            next_state_tokens=after,
+            query_starts=None if max_query_tokens == 1 else i32([0, len(out)]),
+        )
+
+        got[computed : computed + accepted] = out[:accepted]
+        writes += int(after) != stored
+        computed, stored = computed + accepted, int(after)
+    check_close(got, want.double(), want, slack=2e-5 * want.abs().max().item())
+    # As seldom as the history allows: once for as many tokens as a call may leave in it.
+    assert writes <= num_accepted // (history_tokens - 2 * max_query_tokens + 2) + 1
+
+
+@pytest.mark.parametrize("channels", GATES.values(), ids=GATES.keys())
+def test_a_call_may_be_made_again(channels):
+    # A benchmark and a graph's replay do: rows that are read are not those that are written.
+    case = ((1, 2, 32, 16), 8, [(4, 12, 9, 9), (4, 20, 16, 16)])
+    tensors, counts, kept = arguments(case, torch.float32, torch.float32, channels=channels)
+    outs = torch.full_like(tensors["v"], float("nan")), torch.full_like(tensors["v"], float("nan"))
+
+    for out in outs:
+        delta_replay(out, kept.states, kept.history, **tensors, **counts)
+
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("case", [ONE_TOKEN["early_and_late"], SEVERAL_TOKENS["drafts"]])
+def test_tokens_outside_of_requests_are_left_alone(case):
+    tensors, counts, kept = arguments(case, torch.float32, torch.float32)
+    want = by_reference(tensors, counts, kept.changed(torch.clone))
+    per_token = ("q", "k", "v", "gates", "betas")
+    wide = {
+        name: torch.nn.functional.pad(value, [0, 0] * (value.dim() - 1) + [3, 2], value=7.0)
+        if name in per_token
+        else value
+        for name, value in tensors.items()
+    }
+    counts["query_starts"] += 3
+    out = torch.full_like(wide["v"], 7.0)
+
+    delta_replay(out, kept.states, kept.history, **wide, **counts)
+
+    assert (out[:3] == 7).all()
+    assert (out[-2:] == 7).all()
+    assert max_error(out[3:-2], want) < 1e-4
+
+
+def test_no_requests_write_nothing():
+    tensors, _, kept = arguments(ONE_TOKEN["beginning"], torch.float32, torch.float32)
+    before = [arena.clone() for arena in kept.arenas]
+    none = i32([])
+    out = torch.full_like(tensors["v"], 7.0)
+
+    delta_replay(
+        out, kept.states, kept.history, **tensors, slots=none, computed_tokens=none,
+        state_tokens=none, next_state_tokens=none, query_starts=i32([0]),
+    )  # fmt: skip
+
+    assert (out == 7).all()
+    assert all(same_elsewhere(*both, []) for both in zip(kept.arenas, before, strict=True))
+
+
+@pytest.mark.parametrize("slot", [-1, -(2**31)])
+@pytest.mark.parametrize("channels", GATES.values(), ids=GATES.keys())
+def test_slots_below_the_null_slot_are_taken_for_it(channels, slot):
+    tensors, counts, kept = arguments(
+        ONE_TOKEN["early_and_late"], torch.bfloat16, torch.bfloat16, channels=channels
+    )
+    counts["slots"][:3] = slot
+    before = kept.arenas[0].clone()
+    out = torch.full_like(tensors["v"], float("nan"))
+
+    delta_replay(out, kept.states, kept.history, **tensors, **counts)
+
+    assert (out[:3] == 0).all()
+    assert out[3:].isfinite().all()
+    assert same_elsewhere(kept.arenas[0], before, counts["slots"].tolist()[3:])
+
+
+@pytest.mark.parametrize("channels", GATES.values(), ids=GATES.keys())
+def test_a_state_is_brought_up_to_date_without_tokens(channels):
+    case = ((1, 2, 32, 16), 8, [(0, 12, 5, 12), (0, 9, 9, 9)])
+    tensors, counts, kept = arguments(case, torch.float32, torch.float32, channels=channels)
+    naive = kept.changed(torch.clone)
+    by_reference(tensors, counts, naive)
+    slots = counts["slots"].tolist()
+
+    delta_replay(tensors["v"].clone(), kept.states, kept.history, **tensors, **counts)
+
+    check_close(kept.states[slots[0]], naive.states[slots[0]], naive.states[slots[0]], slack=1e-5)
+    assert torch.equal(kept.states[slots[1]], naive.states[slots[1]])
+
+
+OPTIONS = {
+    "without_bias": lambda _: {"dt_bias": None},
+    "gates_and_betas_ready": lambda a: {
+        "A_log": None,
+        "dt_bias": None,
+        "gates": -a["gates"].abs(),
+        "betas": 2 * a["betas"].sigmoid(),  # beyond 1, as models with negative eigenvalues have
+    },
+    "a_scale": lambda _: {"scale": 0.25},
+    "lengths_as_they_are": lambda a: {"qk_l2norm": False, "q": a["q"] / 8, "k": a["k"] / 8},
+}
+
+
+@pytest.mark.parametrize("channels", GATES.values(), ids=GATES.keys())
+@pytest.mark.parametrize("change", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize("is_one_token", [True, False], ids=["one", "drafts"])
+def test_delta_replay_with_options(is_one_token, change, channels):
+    case = ((1, 2, 32, 16), 16, [(1, 9, 4, 10), (1, 7, 0, 0)])
+    if not is_one_token:
+        case = (*case[:2], [(3, 9, 4, 10), (4, 7, 0, 0)])
+    tensors, counts, kept = arguments(case, torch.float32, torch.float32, channels=channels)
+    if is_one_token:
+        counts["query_starts"] = None
+    tensors |= change(tensors)
+    naive, exact = kept.changed(torch.clone), kept.changed(torch.Tensor.double)
+    before = tuple(arena.clone() for arena in kept.arenas)
+    naive_out = by_reference(tensors, counts, naive)
+    exact_out = by_reference(widened(tensors), counts, exact)
+    out = torch.full_like(tensors["v"], float("nan"))
+
+    delta_replay(out, kept.states, kept.history, **tensors, **counts)
+
+    check_close(out, exact_out, naive_out)
+    check_memory(kept, exact, naive, before, counts)
+
+
+def test_slots_may_be_a_column_of_a_table():
+    tensors, counts, kept = arguments(SEVERAL_TOKENS["drafts"], torch.float32, torch.float32)
+    naive = by_reference(tensors, counts, kept.changed(torch.clone))
+    out = torch.full_like(tensors["v"], float("nan"))
+    table = torch.stack([counts["slots"], counts["slots"] + 1], dim=1)
+
+    delta_replay(out, kept.states, kept.history, **tensors, **counts | {"slots": table[:, 0]})
+
+    check_close(out, naive.double(), naive, slack=1e-4)
+
+
+@pytest.mark.parametrize("channels", GATES.values(), ids=GATES.keys())
+@pytest.mark.parametrize("size", [1e-3, 60.0])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_decays_far_apart_lose_nothing_to_sums(tokens, size, channels):
+    # A state that has all but gone, and tokens of which only the latest count.
+    case = ((1, 2, 32, 16), 16, [(tokens, 13, 0, 0), (tokens, 38, 25, 39)])
+    tensors, counts, kept = arguments(case, torch.float32, torch.float32, channels=channels)
+    if tokens == 1:
+        counts["query_starts"] = None
+    kept.history.decays.mul_(size)
+    naive, exact = kept.changed(torch.clone), kept.changed(torch.Tensor.double)
+    naive_out = by_reference(tensors, counts, naive)
+    exact_out = by_reference(widened(tensors), counts, exact)
+    out = torch.full_like(tensors["v"], float("nan"))
+
+    delta_replay(out, kept.states, kept.history, **tensors, **counts)
+
+    check_close(out, exact_out, naive_out)
+    slot = int(counts["slots"][1])
+    check_close(kept.states[slot], exact.states[slot], naive.states[slot])
+
+
+def good_call():
+    tensors, counts, kept = arguments(SEVERAL_TOKENS["drafts"], torch.float32, torch.float32)
+    out = torch.full_like(tensors["v"], float("nan"))
+    return {"out": out, "states": kept.states, "history": kept.history, **tensors, **counts}
+
+
+def changed_history(args, **changes):
+    parts = {name: getattr(args["history"], name) for name in DeltaHistory.__slots__}
+    return {"history": DeltaHistory(**(parts | changes))}
+
+
+BAD_ARGUMENTS = {
+    "a_history_of_other_heads": (
+        "history.changes",
+        lambda a: changed_history(a, changes=a["history"].changes[:, :2]),
+    ),
+    "changes_less_precise_than_states": (
+        "history.changes",
+        lambda a: changed_history(a, changes=a["history"].changes.half()),
+    ),
+    "keys_of_another_dtype": (
+        "history.keys",
+        lambda a: changed_history(a, keys=a["history"].keys.half()),
+    ),
+    "a_shorter_history_of_keys": (
+        "history.keys",
+        lambda a: changed_history(a, keys=a["history"].keys[:, :, :4]),
+    ),
+    "decays_of_channels_for_gates_of_heads": (
+        "history.decays",
+        lambda a: changed_history(a, decays=a["history"].decays[..., None].repeat(1, 1, 1, 32)),
+    ),
+    "decays_of_16_bits": (
+        "history.decays",
+        lambda a: changed_history(a, decays=a["history"].decays.half()),
+    ),
+    "an_expanded_history": (
+        "history.decays",
+        lambda a: changed_history(a, decays=a["history"].decays[:1].expand(NUM_SLOTS, -1, -1)),
+    ),
+    "gradients": (
+        "history.changes",
+        lambda a: changed_history(a, changes=a["history"].changes.clone().requires_grad_()),
+    ),
+    "wide_keys": ("q", lambda a: {"q": a["q"].repeat(1, 1, 8), "k": a["k"].repeat(1, 1, 8)}),
+    "counts_of_64_bits": ("state_tokens", lambda a: {"state_tokens": a["state_tokens"].long()}),
+    "counts_of_another_number_of_requests": (
+        "computed_tokens",
+        lambda a: {"computed_tokens": a["computed_tokens"][:2]},
+    ),
+    "a_slot_past_the_states": ("slots", lambda a: {"slots": a["slots"] + 99}),
+    "a_slot_of_two_requests": ("slots", lambda a: {"slots": a["slots"] * 0 + 3}),
+    "more_in_the_state_than_computed": (
+        "state_tokens",
+        lambda a: {"state_tokens": a["state_tokens"] + 50},
+    ),
+    "a_state_of_tokens_to_come": (
+        "next_state_tokens",
+        lambda a: {"next_state_tokens": a["computed_tokens"] + 9},
+    ),
+    "tokens_that_the_history_has_not": (
+        "history",
+        lambda a: dict.fromkeys(("state_tokens", "next_state_tokens"), a["state_tokens"] * 0),
+    ),
+    "several_tokens_without_query_starts": ("slots", lambda _: {"query_starts": None}),
+}
+
+
+@pytest.mark.parametrize(("name", "change"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS.keys())
+def test_delta_replay_refuses(name, change):
+    args = good_call()
+    history = args.pop("history")
+    parts = {part: getattr(history, part).cpu() for part in DeltaHistory.__slots__}
+    args = on_cpu(args) | {"history": DeltaHistory(**parts)}
+    changed = args | change(args)
+    states = changed["states"].clone()
+
+    with pytest.raises(ValueError, match=f"^{name} "):
+        delta_replay(**changed)
+
+    assert changed["out"].isnan().all()
+    assert torch.equal(changed["states"].nan_to_num(7), states.nan_to_num(7))
+
+
+QWEN3_NEXT, KIMI, OLMO = (
+    (16, 32, 128, 128, False),
+    (32, 32, 128, 128, True),
+    (30, 30, 96, 192, False),
+)
+"""Heads of queries and of values, elements of keys and of values, whether channels decay alone."""
+
+NUM_COMPILED = 4
+
+
+def compile_replays():
+    for state_dtype in (torch.float32, torch.bfloat16):
+        for num_qk_heads, num_v_heads, head_k_dim, head_v_dim, channels in (QWEN3_NEXT, KIMI, OLMO):
+            per_token = (head_k_dim,) if channels else ()
+            history = DeltaHistory(
+                changes=torch.zeros(4, num_v_heads, 16, head_v_dim, dtype=state_dtype),
+                keys=torch.zeros(4, num_qk_heads, 16, head_k_dim, dtype=torch.bfloat16),
+                decays=torch.zeros(4, num_v_heads, 16, *per_token),
+            )
+            q = torch.zeros(NUM_COMPILED, num_qk_heads, head_k_dim, dtype=torch.bfloat16)
+            v = torch.zeros(NUM_COMPILED, num_v_heads, head_v_dim, dtype=torch.bfloat16)
+            gates = torch.zeros(NUM_COMPILED, num_v_heads, *per_token, dtype=torch.bfloat16)
+            for query_starts in (None, i32(range(NUM_COMPILED + 1))):
+                delta_replay(
+                    v,
+                    torch.zeros(4, num_v_heads, head_v_dim, head_k_dim, dtype=state_dtype),
+                    history,
+                    q,
+                    q,
+                    v,
+                    gates,
+                    v[:, :, 0].contiguous(),
+                    i32([1, 2, 3, NULL_SLOT]),
+                    i32([9] * NUM_COMPILED),
+                    i32([2] * NUM_COMPILED),
+                    i32([2] * NUM_COMPILED),
+                    A_log=torch.zeros(num_v_heads),
+                    dt_bias=torch.zeros(num_v_heads, *per_token),
+                    query_starts=query_starts,
+                )
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_delta_replay_compiles_to_wide_loads_of_a_state(capability):
+    kernels = compile_job(compile_replays, capability)
+
+    assert len(kernels) == 12
+    for kernel in kernels:
+        assert kernel.stack_bytes == 0, kernel
+        assert kernel.num_warps == 4, kernel
+        # A state's elements of a thread, 32 KiB a program or half as many, and nothing narrower.
+        assert kernel.counts["load_128"] >= 16, kernel
+        assert kernel.counts["store_128"] >= 8, kernel
+        # Two programs a processor.
+        assert kernel.registers <= 255, kernel
+        assert kernel.counts["mma"] + kernel.counts["wgmma"] > 0, kernel
+    at_once = [kernel for kernel in kernels if "heads" in kernel.name]
+    # Of Qwen3-Next and OLMo: both dtypes on Hopper, but for one token of a state in float32.
+    assert len(at_once) == (6 if capability == 90 else 4)
+    one_by_one = [kernel for kernel in kernels if kernel not in at_once]
+    # Three programs a processor for one token and gates of heads.
+    assert min(kernel.registers for kernel in one_by_one) <= 170
