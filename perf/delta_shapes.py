@@ -95,20 +95,25 @@ def make_delta_batch(
     device: torch.device,
     *,
     num_steps: int = 1,
+    states: torch.Tensor | None = None,
 ) -> DeltaBatch:
-    """Random tokens of requests with these numbers of tokens, and num_steps states for each."""
+    """Random tokens of requests with these numbers of tokens, and num_steps states for each.
+
+    Or with states given.
+    """
     torch.manual_seed(0)
     num_tokens, num_requests = sum(lengths), len(lengths)
     num_slots = num_requests * num_steps
     state_shape = (model.num_v_heads, model.head_dim, model.head_dim)
-    arena = make_arena(num_slots + 1, state_shape, state_dtype, device)
+    if states is None:
+        states = make_arena(num_slots + 1, state_shape, state_dtype, device)[:, 1]
     gates = (model.num_v_heads, model.head_dim) if model.is_per_channel else (model.num_v_heads,)
     values = (num_tokens, model.num_v_heads, model.head_dim)
     return DeltaBatch(
         model=model,
         query_starts=starts_of(lengths, device),
         slots=slots_in_arena(num_slots, device).unflatten(0, (num_requests, num_steps)),
-        states=arena[:, 1],
+        states=states,
         out=torch.empty(values, dtype=DTYPE, device=device),
         mixed=torch.randn(num_tokens, model.conv_dim, device=device).to(DTYPE),
         gates=torch.randn(num_tokens, *gates, device=device).to(DTYPE),

@@ -17,6 +17,7 @@ BENCHMARKS = (
     "bench_latent_attention",
     "bench_state_update",
     "bench_state_replay",
+    "bench_delta_replay",
     "bench_kv_store",
     "bench_conv_update",
     "bench_delta --only qwen3-next",

@@ -51,6 +51,10 @@ SMALL_TESTS = {
         "gives_the_same_wherever_a_prompt_is_cut[heads-2]",
     ),
     "delta_update": ("matches_the_rule[qwen3_next-heads-bf16]",),
+    "delta_replay": (
+        "matches_the_rule[early_and_late-heads-bf16_state_f32]",
+        "matches_the_rule[drafts-channels-bf16]",
+    ),
     "delta_scan": ("gives_the_same_wherever_a_prompt_is_cut[2-True]",),
 }
 """Operation -> a test or two of it, in bfloat16 and float8 where it has them."""

@@ -133,7 +133,13 @@ def make_replay_batch(
     """
     history_tokens, query_tokens = drafts.history_tokens, drafts.query_tokens
     num_slots = num_requests * query_tokens
-    layer = make_layer(model, num_slots + 1, state_dtype, history_tokens, device)
+    parts = {
+        "states": ((model.num_heads, model.head_dim, model.d_state), state_dtype),
+        "x": ((model.num_heads, history_tokens, model.head_dim), DTYPE),
+        "dt": ((model.num_heads, history_tokens), torch.float32),
+        "B": ((model.num_groups, history_tokens, model.d_state), DTYPE),
+    }
+    layer = make_layer(parts, num_slots + 1, device)
     tokens = make_state_batch(
         model, [query_tokens] * num_requests, state_dtype, device, states=layer["states"]
     )
@@ -141,34 +147,38 @@ def make_replay_batch(
     for name in ("states", "x", "B"):
         layer[name].normal_()
     layer["dt"].uniform_(0.001, 0.05)
-    # The first token since the state is in row 0, where vLLM's kernel has it.
-    state_tokens = torch.full((num_requests,), 4 * history_tokens, dtype=torch.int32)
-    since = torch.tensor(tokens_since_states(num_requests, drafts), dtype=torch.int32)
-    stored_next = drafts.next_states(state_tokens + since, state_tokens)
     return ReplayBatch(
         tokens=replace(tokens, slots=slots[:, 0].contiguous()),
         history=InputHistory(x=layer["x"], dt=layer["dt"], B=layer["B"]),
         draft_slots=slots,
-        computed_tokens=(state_tokens + since).to(device),
-        state_tokens=state_tokens.to(device),
-        next_state_tokens=stored_next.to(device),
+        **make_counts(num_requests, drafts, device),
     )
 
 
-def make_layer(
-    model: StateModel,
-    num_slots: int,
-    state_dtype: torch.dtype,
-    history_tokens: int,
-    device: torch.device,
-) -> dict[str, torch.Tensor]:
-    """States and histories of one layer, which lie beside each other in each slot."""
-    parts = {
-        "states": ((model.num_heads, model.head_dim, model.d_state), state_dtype),
-        "x": ((model.num_heads, history_tokens, model.head_dim), DTYPE),
-        "dt": ((model.num_heads, history_tokens), torch.float32),
-        "B": ((model.num_groups, history_tokens, model.d_state), DTYPE),
+def make_counts(num_requests: int, drafts: Drafts, device: torch.device) -> dict[str, torch.Tensor]:
+    """Computed tokens of requests and those in their states, before a call and after it."""
+    # The first token since the state is in row 0, where vLLM's kernel has it.
+    state_tokens = torch.full((num_requests,), 4 * drafts.history_tokens, dtype=torch.int32)
+    since = torch.tensor(tokens_since_states(num_requests, drafts), dtype=torch.int32)
+    computed_tokens = state_tokens + since
+    counts = {
+        "computed_tokens": computed_tokens,
+        "state_tokens": state_tokens,
+        "next_state_tokens": drafts.next_states(computed_tokens, state_tokens),
     }
+    return {name: tokens.to(device) for name, tokens in counts.items()}
+
+
+def make_layer(
+    parts: dict[str, tuple[tuple[int, ...], torch.dtype]], num_slots: int, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """States and histories of one layer, which lie beside each other in each slot.
+
+    Args:
+        parts: Shape of a slot's, and dtype.
+        num_slots: Slots.
+        device: Where they lie.
+    """
     num_bytes = [math.prod(shape) * dtype.itemsize for shape, dtype in parts.values()]
     layer = make_arena(num_slots, (sum(num_bytes),), torch.uint8, device)[:, 1]
     return {

@@ -20,6 +20,7 @@ from perf import (
     attention_peers,
     bench_conv_update,
     bench_delta,
+    bench_delta_replay,
     bench_kv_store,
     bench_latent_attention,
     bench_state_replay,
@@ -30,7 +31,8 @@ from perf import (
 )
 from perf.attention_shapes import SHAPES, AttentionBatch, make_batch
 from perf.compiled_launches import CAPABILITY, Counted, compiled_by, kinds, show_vllm_a_gpu
-from perf.delta_shapes import DELTA_MODELS, make_delta_batch
+from perf.delta_replay_shapes import make_delta_replay_batch
+from perf.delta_shapes import DELTA_MODELS, KIMI_LINEAR, QWEN3_NEXT, make_delta_batch
 from perf.machine_code import PretendedGpu
 from perf.state_replay_shapes import make_replay_batch
 from perf.state_shapes import JAMBA, NEMOTRON, make_conv_batch, make_state_batch
@@ -147,6 +149,11 @@ def launches(
             step = lambda m=model, d=dtype: make_delta_batch(m, ones, d, CPU)  # noqa: E731
             yield name, "jenga", lambda make=step: bench_delta.jenga_update(make())
             yield name, "vllm", lambda make=step: bench_delta.vllm_update(make())
+    for model in (QWEN3_NEXT, KIMI_LINEAR):
+        for dtype in (torch.float32, torch.bfloat16):
+            name = f"G delta_replay {model.name} {str(dtype)[6:]}"
+            few = lambda m=model, d=dtype: make_delta_replay_batch(m, REPLAY_REQUESTS, d, CPU)  # noqa: E731
+            yield name, "jenga", lambda make=few: bench_delta_replay.jenga(make())
     for latent in latent_shapes.SHAPES:
         requests = cut(latent.requests, max_tokens, max_queries, max_requests)
         small = dataclasses.replace(latent, requests=requests)

@@ -14,10 +14,12 @@ from perf import (
     attention_shapes,
     bench_conv_update,
     bench_delta,
+    bench_delta_replay,
     bench_kv_store,
     bench_state_replay,
     bench_state_scan,
     bench_state_update,
+    delta_replay_shapes,
     delta_shapes,
     latent_peers,
     latent_shapes,
@@ -259,6 +261,24 @@ def test_calls_of_vllms_delta_rule_fit_it(case, names, bound):
     (bench_delta.vllm_scan if is_prompt else bench_delta.vllm_update)(batch)()
 
     assert " ".join(name for name, _ in calls) == names
+
+
+@pytest.mark.parametrize(
+    "drafts", [state_replay_shapes.NO_DRAFTS, state_replay_shapes.FOUR_DRAFTS], ids=["one", "five"]
+)
+@pytest.mark.parametrize("model", delta_shapes.DRY_DELTA_MODELS, ids=lambda model: model.name)
+def test_calls_of_vllms_delta_rule_beside_replays_fit_it(model, drafts, bound):
+    from vllm.models.kimi_k3.nvidia.ops.third_party import kda
+    from vllm.third_party.flash_linear_attention import ops
+
+    make = delta_replay_shapes.make_delta_replay_batch
+    batch = make(model, 2, torch.float32, CPU, drafts=drafts)
+    name = DELTA_CALLS[model.is_per_channel, min(drafts.query_tokens, 2), False]
+    calls = bound(kda if model.is_per_channel else ops, name)
+
+    bench_delta_replay.vllm_update(batch)()
+
+    assert [called for called, _ in calls] == [name]
 
 
 @pytest.mark.parametrize("is_fp8", [False, True])

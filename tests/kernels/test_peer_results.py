@@ -14,12 +14,14 @@ from perf import (
     attention_shapes,
     bench_conv_update,
     bench_delta,
+    bench_delta_replay,
     bench_kv_store,
     bench_latent_attention,
     bench_paged_attention,
     bench_state_replay,
     bench_state_scan,
     bench_state_update,
+    delta_replay_shapes,
     delta_shapes,
     latent_peers,
     latent_shapes,
@@ -210,6 +212,26 @@ def test_the_delta_rule_of_vllm_gives_what_ours_gives(model, ours, theirs, lengt
         share=2.0**-5,
         compares_out=max(lengths) == 1,
     )
+
+
+@pytest.mark.parametrize(
+    "drafts", [state_replay_shapes.NO_DRAFTS, state_replay_shapes.FOUR_DRAFTS], ids=["one", "five"]
+)
+@pytest.mark.parametrize("model", delta_shapes.DRY_DELTA_MODELS, ids=lambda model: model.name)
+def test_delta_rules_beside_replays_do_the_same_for_tokens_whose_states_are_theirs(model, drafts):
+    make = delta_replay_shapes.make_delta_replay_batch
+    batches = [make(model, 4, torch.float32, DEVICE, drafts=drafts) for _ in range(3)]
+    for batch in batches:
+        batch.computed_tokens.copy_(batch.state_tokens)
+        batch.next_state_tokens.copy_(batch.state_tokens)
+    replayed, ours, theirs = batches
+    bench_delta_replay.jenga(replayed)()
+    bench_delta_replay.jenga_update(ours)()
+    bench_delta_replay.vllm_update(theirs)()
+    agree(replayed.tokens.out.float(), ours.tokens.out.float())
+    agree(ours.tokens.states, theirs.tokens.states, share=2.0**-5)
+    if drafts.query_tokens == 1 or model.is_per_channel:  # else theirs returns its output
+        agree(ours.tokens.out.float(), theirs.tokens.out.float(), share=2.0**-5)
 
 
 def test_prompts_of_states_of_vllm_give_what_ours_give():
