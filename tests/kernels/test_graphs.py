@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from jenga_kernels.conv_update import conv_update
+from jenga_kernels.delta_replay import delta_replay
 from jenga_kernels.delta_update import delta_update
-from jenga_kernels.histories import InputHistory
+from jenga_kernels.histories import DeltaHistory, InputHistory
 from jenga_kernels.kv_store import kv_store
 from jenga_kernels.latent_attention import latent_attention
 from jenga_kernels.paged_attention import paged_attention
@@ -165,36 +166,64 @@ def test_graphs_of_steps_serve_other_slots(make):
     check_replays(launch, load, [out, states])
 
 
-def test_graphs_of_replayed_states_serve_other_slots_and_counts():
-    rng = generator(0)
-    tensors = recurrence_tensors(6, "heads", HEADS, torch.float16, rng)
-    num_heads, head_dim, d_state, num_groups = HEADS
-    first = [
-        randn((12, *HEADS[:3]), torch.float16, rng),
-        randn((12, num_heads, 8, head_dim), torch.float16, rng),
-        randn((12, num_heads, 8), torch.float32, rng).abs(),
-        randn((12, num_groups, 8, d_state), torch.float16, rng),
-    ]
-    memory = [each.clone() for each in first]
-    history = InputHistory(x=memory[1], dt=memory[2], B=memory[3])
-    out = torch.empty_like(tensors["x"])
-    # Slots, tokens before the call, in the state before it and after it; one state is written.
-    cases = [
-        i32([[3, 1, 5], [12, 9, 4], [8, 6, 0], [8, 6, 0]]),
-        i32([[7, 0, 2], [15, 3, 6], [9, 1, 6], [16, 3, 6]]),
-    ]
+# Slots, tokens before the call, in the state before it and after it; one state is written.
+REPLAYED = (
+    [[3, 1, 5], [12, 9, 4], [8, 6, 0], [8, 6, 0]],
+    [[7, 0, 2], [15, 3, 6], [9, 1, 6], [16, 3, 6]],
+)
+
+
+def check_histories(operation, kind, first, tensors):
+    """Replay steps over states that are seldom written, with other slots and other counts.
+
+    Args:
+        operation: What takes the steps.
+        kind: The class of its histories.
+        first: States and the history's tensors, by name, as they are before a step.
+        tensors: Of the tokens.
+    """
+    memory = {name: each.clone() for name, each in first.items()}
+    history = kind(**{name: each for name, each in memory.items() if name != "states"})
+    out = torch.empty_like(tensors["x"] if "x" in tensors else tensors["v"])
+    cases = [i32(counts) for counts in REPLAYED]
     starts = [i32([0, 2, 3, 6]), i32([0, 1, 5, 6])]
     query_starts, counts = starts[0].clone(), cases[0].clone()
 
     def launch():
-        state_replay(out, memory[0], history, **tensors, query_starts=query_starts,
+        operation(out, memory["states"], history, **tensors, query_starts=query_starts,
             slots=counts[0], computed_tokens=counts[1], state_tokens=counts[2],
             next_state_tokens=counts[3],
         )  # fmt: skip
 
     def load(case):
-        write_over(memory, first)
+        write_over(memory.values(), first.values())
         counts.copy_(cases[case])
         query_starts.copy_(starts[case])
 
-    check_replays(launch, load, [out, *memory])
+    check_replays(launch, load, [out, *memory.values()])
+
+
+def test_graphs_of_replayed_states_serve_other_slots_and_counts():
+    rng = generator(0)
+    num_heads, head_dim, d_state, num_groups = HEADS
+    first = {
+        "states": randn((12, *HEADS[:3]), torch.float16, rng),
+        "x": randn((12, num_heads, 8, head_dim), torch.float16, rng),
+        "dt": randn((12, num_heads, 8), torch.float32, rng).abs(),
+        "B": randn((12, num_groups, 8, d_state), torch.float16, rng),
+    }
+    tensors = recurrence_tensors(6, "heads", HEADS, torch.float16, rng)
+    check_histories(state_replay, InputHistory, first, tensors)
+
+
+@pytest.mark.parametrize("channels", [False, True], ids=["heads", "channels"])
+def test_graphs_of_replayed_delta_states_serve_other_slots_and_counts(channels):
+    rng = generator(0)
+    first = {
+        "states": randn((12, 2, 16, 16), torch.float16, rng),
+        "changes": randn((12, 2, 8, 16), torch.float16, rng),
+        "keys": randn((12, 1, 8, 16), torch.float16, rng),
+        "decays": -randn((12, 2, 8, *((16,) if channels else ())), torch.float32, rng).abs(),
+    }
+    tensors = delta_tensors(6, (1, 2, 16, 16), torch.float16, rng, channels=channels)
+    check_histories(delta_replay, DeltaHistory, first, tensors)
