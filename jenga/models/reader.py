@@ -85,7 +85,10 @@ def read_config(config: Config, *, name: str, options: ReadOptions | None = None
         part for each in spec.layer_types for layer in each.layers for part in layer.parts or ()
     ]
     if options.history_tokens and not any(part.name.startswith(HISTORY) for part in parts):
-        msg = f"options: history_tokens is for models of Mamba-2 layers, and {name} has none"
+        msg = (
+            f"options: history_tokens is for models of Mamba-2 or gated delta layers, and {name} "
+            "has none"
+        )
         raise ValueError(msg)
     return spec
 

@@ -5,7 +5,7 @@ The shapes are those of one rank; a convolution keeps one tap less than its kern
 Source: state shapes and dtypes of vLLM 0.33.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jenga.models.config import Config
 from jenga.models.latent import latent_layer
@@ -46,6 +46,38 @@ def _parts(
     ]
 
 
+def _history(
+    options: ReadOptions, rows: Mapping[str, tuple[int, int, str]], numbers: tuple[str, int]
+) -> list[StatePart]:
+    """What the latest tokens brought in, and of how many; nothing where states are always written.
+
+    Args:
+        options: How the model is run.
+        rows: What is kept of a token: heads, elements of a head, dtype.
+        numbers: What is kept besides in float32, and how many of a token.
+    """
+    history_tokens = options.history_tokens
+    if not history_tokens:
+        return []
+    name, per_token = numbers
+    shape = (per_token * history_tokens + _COUNT_ELEMENTS,)
+    return [
+        *(
+            StatePart(name=f"{HISTORY} {row}", shape=(heads, history_tokens, width), dtype=dtype)
+            for row, (heads, width, dtype) in rows.items()
+        ),
+        StatePart(name=f"{HISTORY} {name}", shape=shape, dtype="float32"),
+    ]
+
+
+def _taps(options: ReadOptions, kernel: int) -> int:
+    """Columns of a convolution's state.
+
+    Of a history drafts are a part; without one vLLM gives each state their columns too.
+    """
+    return kernel - 1 + (options.draft_tokens if options.history_tokens else 0)
+
+
 def _mamba1(config: Config, options: ReadOptions, *, channels: int) -> list[StatePart]:
     """Mamba 1: a diagonal state per channel."""
     state_size = config.integer("mamba_d_state" if "mamba_d_state" in config else "state_size")
@@ -77,28 +109,58 @@ def _mamba2(
     if num_groups % options.tensor_parallel:
         num_groups = options.tensor_parallel
     conv_channels = channels + 2 * num_groups * state_size
-    own_heads, history_tokens = options.shard("Mamba heads", num_heads), options.history_tokens
-    # Of a history drafts are a part; without one vLLM gives each state their columns too.
-    taps = kernel - 1 + (options.draft_tokens if history_tokens else 0)
+    own_heads = options.shard("Mamba heads", num_heads)
     parts = _parts(
         options,
-        conv=(options.shard("convolution channels", conv_channels), taps),
+        conv=(options.shard("convolution channels", conv_channels), _taps(options, kernel)),
         recurrent=(own_heads, head_elements, state_size),
         state_dtype=state_dtype,
     )
-    if not history_tokens:
-        return parts
-    own_groups = num_groups // options.tensor_parallel
-    shapes = {
-        "inputs": (own_heads, history_tokens, head_elements),
-        "projections": (own_groups, history_tokens, state_size),
+    rows = {
+        "inputs": (own_heads, head_elements, options.model_dtype),
+        "projections": (num_groups // options.tensor_parallel, state_size, options.model_dtype),
     }
-    parts += [
-        StatePart(name=f"{HISTORY} {name}", shape=shape, dtype=options.model_dtype)
-        for name, shape in shapes.items()
-    ]
-    steps = (own_heads * history_tokens + _COUNT_ELEMENTS,)
-    return [*parts, StatePart(name=f"{HISTORY} steps", shape=steps, dtype="float32")]
+    return parts + _history(options, rows, ("steps", own_heads))
+
+
+def _delta_rule(
+    options: ReadOptions,
+    *,
+    keys: tuple[int, int],
+    values: tuple[int, int],
+    kernel: int,
+    state_dtype: str,
+    is_per_channel: bool,
+) -> list[StatePart]:
+    """The gated delta rule: a matrix per head of values.
+
+    Args:
+        options: How the model is run.
+        keys: Number of heads, elements of a head; queries have as many.
+        values: Number of heads, elements of a head.
+        kernel: Taps of the convolution over queries, keys and values.
+        state_dtype: The architecture's default for the recurrent state.
+        is_per_channel: Whether every key channel decays on its own.
+    """
+    (num_key_heads, key_elements), (num_value_heads, value_elements) = keys, values
+    channels = 2 * num_key_heads * key_elements + num_value_heads * value_elements
+    own_heads = options.shard("linear-attention heads", num_value_heads)
+    parts = _parts(
+        options,
+        conv=(options.shard("convolution channels", channels), _taps(options, kernel)),
+        recurrent=(own_heads, value_elements, key_elements),
+        state_dtype=state_dtype,
+    )
+    dtype = options.state_dtype or state_dtype
+    # A change is divided by its key's length: float16 may not hold it where it holds the state.
+    change_dtype = "float32" if dtype == "float16" else dtype
+    own_key_heads = options.shard("linear-attention key heads", num_key_heads)
+    rows = {
+        "changes": (own_heads, value_elements, change_dtype),
+        "keys": (own_key_heads, key_elements, options.model_dtype),
+    }
+    num_decays = own_heads * (key_elements if is_per_channel else 1)
+    return parts + _history(options, rows, ("decays", num_decays))
 
 
 def _bamba_parts(config: Config, options: ReadOptions, *, channels: int) -> list[StatePart]:
@@ -232,23 +294,13 @@ def read_gated_delta(config: Config, options: ReadOptions) -> list[LayerType]:
     interval = config.integer("full_attention_interval", default=4)
     default = [Kind.STATE if (i + 1) % interval else Kind.FULL for i in range(num_layers)]
     kinds = layer_kinds(config, num_layers, default)
-    num_key_heads = config.integer("linear_num_key_heads")
-    num_value_heads = config.integer("linear_num_value_heads")
-    key_elements = config.integer("linear_key_head_dim")
-    value_elements = config.integer("linear_value_head_dim")
-    channels = 2 * num_key_heads * key_elements + num_value_heads * value_elements
-    parts = _parts(
+    parts = _delta_rule(
         options,
-        conv=(
-            options.shard("convolution channels", channels),
-            config.integer("linear_conv_kernel_dim", default=4) - 1,
-        ),
-        recurrent=(
-            options.shard("linear-attention heads", num_value_heads),
-            value_elements,
-            key_elements,
-        ),
+        keys=(config.integer("linear_num_key_heads"), config.integer("linear_key_head_dim")),
+        values=(config.integer("linear_num_value_heads"), config.integer("linear_value_head_dim")),
+        kernel=config.integer("linear_conv_kernel_dim", default=4),
         state_dtype=config.text("mamba_ssm_dtype", default=options.model_dtype),
+        is_per_channel=False,
     )
     return _hybrid(config, options, kinds, parts)
 
@@ -260,16 +312,14 @@ def read_kimi_linear(config: Config, options: ReadOptions) -> list[LayerType]:
     full = [number - 1 for number in linear.counts("full_attn_layers")]
     if any(not 0 <= index < num_layers for index in full):
         linear.refuse("full_attn_layers", f"layer numbers from 1 to {num_layers}")
-    num_heads = linear.integer("num_heads")
-    elements = linear.integer("head_dim")
-    parts = _parts(
+    heads = (linear.integer("num_heads"), linear.integer("head_dim"))
+    parts = _delta_rule(
         options,
-        conv=(
-            options.shard("convolution channels", 3 * num_heads * elements),
-            linear.integer("short_conv_kernel_size", default=4) - 1,
-        ),
-        recurrent=(options.shard("linear-attention heads", num_heads), elements, elements),
+        keys=heads,
+        values=heads,
+        kernel=linear.integer("short_conv_kernel_size", default=4),
         state_dtype="float32",
+        is_per_channel=True,
     )
     return [
         FullAttention(

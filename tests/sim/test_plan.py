@@ -139,19 +139,52 @@ def test_drafted_tokens_take_a_state_each_of_the_model_that_is_drafted_for():
     assert plan.systems[0].fits[0].num_requests < alone.systems[0].fits[0].num_requests / 2
 
 
-def test_drafted_tokens_take_no_states_where_inputs_are_kept_beside_them():
-    facts = known_model("nemotron-h-8b")
+# What is kept of one token beside a state, and the channels of the convolution.
+KEPT = {
+    # Of 128 heads of 64, 8 groups and states of 128: x and B in 16 bits, steps in 32.
+    "nemotron-h-8b": ({}, (128 * 64 + 8 * 128) * 2 + 128 * 4, 10_240),
+    # Of 32 heads of values and 16 of keys: changes as states are, keys in 16 bits, decays in 32.
+    "qwen3-next-80b-a3b": ({}, (32 + 16) * 128 * 2 + 32 * 4, 8192),
+    "qwen3.5-27b": ({}, 48 * 128 * 4 + 16 * 128 * 2 + 48 * 4, 10_240),
+    # Every channel of its 32 heads has a decay of its own.
+    "kimi-linear-48b": ({}, 32 * 128 * (4 + 2 + 4), 12_288),
+    "qwen3-next-80b-a3b in halves": (
+        {"tensor_parallel": 2},
+        (16 + 8) * 128 * 2 + 16 * 4,
+        4096,
+    ),
+    "qwen3-next-80b-a3b in float16": (
+        {"state_dtype": "float16"},
+        32 * 128 * 4 + 16 * 128 * 2 + 32 * 4,
+        8192,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_drafted_tokens_take_no_states_where_inputs_are_kept_beside_them(name):
+    facts = known_model(name.split()[0])
+    run, token_bytes, num_channels = KEPT[name]
     plain, drafted, kept = (
-        state_type_of(facts, **options)
+        state_type_of(facts, **run, **options)
         for options in ({}, {"draft_tokens": 3}, {"draft_tokens": 3, "history_tokens": 16})
     )
     (plain_layer, *_), (layer, *_) = plain.layers, kept.layers
 
     assert [each.slots_per_request for each in (plain, drafted, kept)] == [1, 4, 1]
-    # Of 128 heads of 64, 8 groups and states of 128: x and B in 16 bits, steps in 32, a count, and
-    # three columns of the convolution of 10,240 channels.
-    inputs = 16 * (128 * 64 + 8 * 128) * 2 + 16 * 128 * 4 + 16
-    assert layer.slot_bytes - plain_layer.slot_bytes == inputs + 3 * 10_240 * 2
+    # A count too, and three columns of the convolution.
+    more_bytes = 16 * token_bytes + 16 + 3 * num_channels * 2
+    assert layer.slot_bytes - plain_layer.slot_bytes == more_bytes
+
+
+def test_states_of_the_delta_rule_have_their_histories_behind_them():
+    (layer, *_) = state_type_of(known_model("kimi-linear-48b"), history_tokens=8).layers
+
+    assert [(part.name, part.shape, part.dtype) for part in layer.parts[2:]] == [
+        ("history changes", (32, 8, 128), "float32"),
+        ("history keys", (32, 8, 128), "bfloat16"),
+        ("history decays", (32 * 8 * 128 + 4,), "float32"),
+    ]
 
 
 def state_type_of(facts, **options):
@@ -272,7 +305,7 @@ def test_ranks_of_a_pipeline_have_the_layers_that_vllm_gives_them():
         (["llama-3.1-8b", "--tp", "3"], "tensor_parallel must divide"),
         (["llama-3.1-8b", "--draft", "llama-3.1-8b"], "two models named"),
         (["llama-3.1-8b", "--draft-tokens", "-1"], "draft_tokens must be at least 0"),
-        (["jamba-1.5-mini", "--history-tokens", "16"], "models of Mamba-2 layers"),
+        (["jamba-1.5-mini", "--history-tokens", "16"], "models of Mamba-2 or gated delta layers"),
         (
             ["nemotron-h-8b", "--history-tokens", "7", "--draft-tokens", "3"],
             "history_tokens must be 0 or at least 8",
