@@ -65,6 +65,7 @@ ENGINE_FIRST = (
     "test_engine",
     "test_latent_attention",
     "test_gated_delta_engine",
+    "test_replayed_gated_delta_engine",
     "test_attention_features",
     "test_fp8_cache",
     "test_host_memory",

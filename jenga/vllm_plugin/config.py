@@ -166,7 +166,7 @@ def prepare_config(vllm_config: "VllmConfig") -> bool:
         )
     _set_cache_options(vllm_config)
     _take_offloading(vllm_config)
-    take_replay(vllm_config)
+    take_replay(vllm_config, settings.history_tokens)
     prepare_speculation(vllm_config)
     return True
 

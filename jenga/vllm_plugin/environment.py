@@ -13,6 +13,7 @@ _MEMORY_LOG_VARIABLE = "JENGA_MEMORY_LOG"
 _CACHE_VARIABLE = "JENGA_CACHE"
 _LEFT_SHARE_VARIABLE = "JENGA_LEFT_SHARE"
 _SPECIALIZED_VARIABLE = "JENGA_SPECIALIZED_PREFILL"
+HISTORY_VARIABLE = "JENGA_HISTORY_TOKENS"
 _KNOWN_VARIABLES = frozenset(
     {
         _GEOMETRY_VARIABLE,
@@ -20,6 +21,7 @@ _KNOWN_VARIABLES = frozenset(
         _CACHE_VARIABLE,
         _LEFT_SHARE_VARIABLE,
         _SPECIALIZED_VARIABLE,
+        HISTORY_VARIABLE,
     }
 )
 
@@ -39,6 +41,8 @@ class Settings:
             for the manager's own.
         has_specialized_prefill: Whether prompts attend by the kernel for Hopper whose warps
             specialise, where it has what a layer needs.
+        history_tokens: Tokens of the histories beside recurrent states that are seldom written; 0
+            where the environment asks for none.
     """
 
     selects_backend: bool
@@ -46,6 +50,7 @@ class Settings:
     memory_log: Path | None
     left_share: float | None
     has_specialized_prefill: bool
+    history_tokens: int
 
 
 def read_settings(environ: Mapping[str, str]) -> Settings:
@@ -89,6 +94,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         memory_log=Path(memory_log) if memory_log else None,
         left_share=_left_share(environ),
         has_specialized_prefill=specialized == "1",
+        history_tokens=_history_tokens(environ),
     )
 
 
@@ -104,3 +110,11 @@ def _left_share(environ: Mapping[str, str]) -> float | None:
         msg = f"{_LEFT_SHARE_VARIABLE}={text!r}: expected a share of at least 0 and less than 1"
         raise ValueError(msg)
     return share
+
+
+def _history_tokens(environ: Mapping[str, str]) -> int:
+    text = environ.get(HISTORY_VARIABLE, "").strip() or "0"
+    if not (text.isascii() and text.isdecimal()):
+        msg = f"{HISTORY_VARIABLE}={text!r}: expected a number of tokens, 0 for none"
+        raise ValueError(msg)
+    return int(text)

@@ -22,6 +22,7 @@ from jenga.vllm_plugin.mamba import (
     convolve,
     decode_slots,
     prompts_of,
+    replays,
     states_of,
 )
 from jenga.vllm_plugin.mamba_builder import (
@@ -29,8 +30,11 @@ from jenga.vllm_plugin.mamba_builder import (
     JengaMambaMetadataBuilder,
     JengaStateBackend,
 )
+from jenga.vllm_plugin.state_counts import Replay
+from jenga_kernels.delta_replay import delta_replay
 from jenga_kernels.delta_scan import delta_scan
 from jenga_kernels.delta_update import delta_update
+from jenga_kernels.histories import DeltaHistory
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -101,8 +105,51 @@ class DeltaRule:
     dt_bias: torch.Tensor | None
 
 
+def replay(
+    out: torch.Tensor,
+    states: torch.Tensor,
+    history: DeltaHistory,
+    step: DeltaRule,
+    slots: torch.Tensor,
+    counts: Replay,
+) -> None:
+    """Apply the first tokens of a step, or none, to states that are seldom written.
+
+    Args:
+        out: Written in place, [num_tokens, num_v_heads, head_v_dim]; as many tokens are applied.
+        states: Written in place where `counts` says so, [num_slots, num_v_heads, head_v_dim,
+            head_k_dim].
+        history: Written in place.
+        step: Inputs.
+        slots: i32[num_requests].
+        counts: What is in the states, before and after.
+    """
+    first = len(out)
+    delta_replay(
+        out,
+        states,
+        history,
+        step.q[:first],
+        step.k[:first],
+        step.v[:first],
+        step.gates[:first],
+        step.betas[:first],
+        slots,
+        counts.computed_tokens,
+        counts.state_tokens,
+        counts.next_state_tokens,
+        A_log=step.A_log,
+        dt_bias=step.dt_bias,
+        query_starts=counts.query_starts,
+    )
+
+
 def apply_delta_rule(
-    out: torch.Tensor, states: torch.Tensor, step: DeltaRule, metadata: JengaMambaMetadata
+    out: torch.Tensor,
+    states: torch.Tensor,
+    step: DeltaRule,
+    metadata: JengaMambaMetadata,
+    layer_name: str,
 ) -> None:
     """Apply a step's tokens to the states.
 
@@ -111,9 +158,13 @@ def apply_delta_rule(
         states: Written in place, [num_slots, num_v_heads, head_v_dim, head_k_dim].
         step: Inputs.
         metadata: Of the step.
+        layer_name: Of the layer.
     """
+    for num_tokens, slots, counts in replays(metadata):
+        history = counts.histories[layer_name]
+        replay(out[:num_tokens], states, history, step, slots, counts)
     first = metadata.num_decode_tokens
-    if first:
+    if first and metadata.replay_d is None:
         initial_slots, slots, query_starts = decode_slots(metadata)
         delta_update(
             out[:first],
@@ -190,7 +241,7 @@ def forward_gated_delta(
         dt_bias=dt_bias,
     )
     _, states = states_of(layer)
-    apply_delta_rule(output[:num_tokens], states, step, metadata)
+    apply_delta_rule(output[:num_tokens], states, step, metadata, layer.prefix)
 
 
 def forward_kimi_delta(
@@ -225,4 +276,4 @@ def forward_kimi_delta(
         A_log, dt_bias = None, None  # noqa: N806
     step = DeltaRule(q=q, k=k, v=v, gates=gates, betas=betas, A_log=A_log, dt_bias=dt_bias)
     _, states = states_of(layer)
-    apply_delta_rule(output[:num_tokens], states, step, metadata)
+    apply_delta_rule(output[:num_tokens], states, step, metadata, layer.prefix)

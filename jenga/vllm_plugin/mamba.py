@@ -5,6 +5,7 @@ recurrence, reads and writes the state slots of the page-layer buffer in place. 
 those of decoding requests, one each, then those of prompts. `mamba_builder` says which slots.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from jenga.vllm_plugin.mamba_builder import JengaMambaMetadata
 from jenga.vllm_plugin.state_counts import Replay
 from jenga_kernels.causal_conv import causal_conv
 from jenga_kernels.conv_update import conv_update
+from jenga_kernels.histories import InputHistory
 from jenga_kernels.state_replay import state_replay
 from jenga_kernels.state_scan import state_scan
 from jenga_kernels.state_update import state_update
@@ -75,6 +77,26 @@ def prompts_of(
         msg = "a step that reads prompts must come with their bounds and state slots"
         raise InvariantError(msg)
     return query_starts, metadata.initial_slots_p, slots
+
+
+def replays(
+    metadata: JengaMambaMetadata,
+) -> Iterator[tuple[int, torch.Tensor, Replay]]:
+    """Get what a step has to do with states that are seldom written.
+
+    Decoding requests go on from them. What prompts go on from is brought up to date, without a
+    token, to be scanned from afterwards.
+
+    Yields:
+        How many of the step's first tokens there are, their requests' slots, and what is in them.
+    """
+    if metadata.num_decode_tokens and metadata.replay_d is not None:
+        _, slots, _ = decode_slots(metadata)
+        yield metadata.num_decode_tokens, own_slots(slots), metadata.replay_d
+    counts = metadata.replay_p
+    if metadata.num_prefill_tokens and counts is not None and not counts.is_current:
+        _, initial_slots, _ = prompts_of(metadata)
+        yield 0, initial_slots, counts
 
 
 def convolve(
@@ -147,7 +169,7 @@ class Recurrence:
 def replay(
     out: torch.Tensor,
     states: torch.Tensor,
-    layer_name: str,
+    history: InputHistory,
     step: Recurrence,
     slots: torch.Tensor,
     counts: Replay,
@@ -157,7 +179,7 @@ def replay(
     Args:
         out: Written in place, [num_tokens, num_heads, head_dim]; as many tokens are applied.
         states: Written in place where `counts` says so, [num_slots, num_heads, head_dim, d_state].
-        layer_name: Its history is written in place.
+        history: Written in place.
         step: Inputs.
         slots: i32[num_requests].
         counts: What is in the states, before and after.
@@ -166,7 +188,7 @@ def replay(
     state_replay(
         out,
         states,
-        counts.histories[layer_name],
+        history,
         step.x[:first],
         step.dt[:first],
         step.A,
@@ -199,11 +221,11 @@ def recur(
         metadata: Of the step.
         layer_name: Of the layer.
     """
-    first, counts = metadata.num_decode_tokens, metadata.replay_d
-    if first and counts is not None:
-        _, slots, _ = decode_slots(metadata)
-        replay(out[:first], states, layer_name, step, own_slots(slots), counts)
-    elif first:
+    for num_tokens, slots, counts in replays(metadata):
+        history = counts.histories[layer_name]
+        replay(out[:num_tokens], states, history, step, slots, counts)
+    first = metadata.num_decode_tokens
+    if first and metadata.replay_d is None:
         initial_slots, slots, query_starts = decode_slots(metadata)
         state_update(
             out[:first],
@@ -222,8 +244,6 @@ def recur(
         )
     if metadata.num_prefill_tokens:
         query_starts, initial_slots, slots = prompts_of(metadata)
-        if metadata.replay_p is not None and not metadata.replay_p.is_current:
-            replay(out[:0], states, layer_name, step, initial_slots, metadata.replay_p)
         state_scan(
             out[first:],
             states,

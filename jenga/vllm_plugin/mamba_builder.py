@@ -20,8 +20,8 @@ from vllm.v1.attention.backends.mamba_attn import (
 
 from jenga.errors import InvariantError
 from jenga.vllm_plugin.config import is_selected
+from jenga.vllm_plugin.history_kinds import NUM_STATES
 from jenga.vllm_plugin.state_counts import Replay, StateCounts
-from jenga.vllm_plugin.state_history import NUM_STATES
 from jenga.vllm_plugin.state_worker import checkpoints_of, expect_orders, take_writes
 from jenga_kernels.states import NULL_SLOT, Checkpoints
 from jenga_kernels.triton.device import skip_overflow_checks

@@ -44,6 +44,9 @@ DELTA_MODELS = frozenset(
 )
 """Architectures, in vLLM's words, in which these run on our kernels."""
 
+PER_CHANNEL_DELTA_MODELS = frozenset({"KimiLinearForCausalLM"})
+"""Those of them whose layers decay each key channel of a state on its own."""
+
 
 def served_states(architecture: str | None) -> frozenset[str]:
     """Get the kinds of recurrent layers of a model that run on our kernels; others on vLLM's."""

@@ -4,21 +4,36 @@ See `state_history`. A prompt that goes on from a page brings its states up to d
 scanned.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from jenga.vllm_plugin.state_history import NUM_STATES
-from jenga_kernels.histories import InputHistory, next_states
+from jenga.vllm_plugin.history_kinds import HISTORY_KINDS, NUM_STATES
+from jenga_kernels.histories import next_states
 from jenga_kernels.states import Checkpoints
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.kv_cache_interface import MambaSpec
+
+
+_is_warming_up: ContextVar[bool] = ContextVar("is_warming_up", default=False)
+
+
+@contextmanager
+def warming_up() -> Generator[None]:
+    """Run steps of vLLM's own, whose pages lie over one another: counts are not read from them."""
+    token = _is_warming_up.set(True)
+    try:
+        yield
+    finally:
+        _is_warming_up.reset(token)
 
 
 def parts_behind(states: torch.Tensor, spec: "MambaSpec") -> list[torch.Tensor]:
@@ -54,13 +69,13 @@ class Replay:
         computed_tokens: Of each request before the step.
         state_tokens: In its states before it.
         next_state_tokens: In its states after it, or for a prompt before it is scanned.
-        histories: By layer name.
+        histories: By layer name, each as the kernels of the layer's kind take it.
         query_starts: Where each request's tokens begin, and the end, i32[num_requests + 1]: all 0
             for prompts, whose tokens are scanned afterwards; None for a token each.
         is_current: Whether there is nothing to bring up to date before a scan.
     """
 
-    histories: Mapping[str, InputHistory]
+    histories: Mapping[str, Any]
     computed_tokens: torch.Tensor
     state_tokens: torch.Tensor
     next_state_tokens: torch.Tensor
@@ -97,10 +112,11 @@ class StateCounts:
         """
         self._spec = spec
         self._max_query_tokens = max_query_tokens
-        self._history_tokens = spec.shapes[NUM_STATES][1]
+        self._history_tokens = spec.shapes[NUM_STATES + 1][1]  # behind the count
+        self._history_of = HISTORY_KINDS[spec.mamba_type.name].history
         self._layers = vllm_config.compilation_config.static_forward_context
         self._layer_names = tuple(layer_names)
-        self._histories: dict[str, InputHistory] = {}
+        self._histories: dict[str, Any] = {}
         self._counts = torch.empty(0)
         self._place = (0, 0)
         self._is_warm = False
@@ -192,10 +208,10 @@ class StateCounts:
             return
         self._histories = {}
         for name, of_layer in zip(self._layer_names, states, strict=True):
-            x, B, counts, dt = parts_behind(of_layer, self._spec)  # noqa: N806
+            counts, *parts = parts_behind(of_layer, self._spec)
             if not self._histories:
                 self._counts = counts[:, 0]
-            self._histories[name] = InputHistory(x=x, dt=dt, B=B)
+            self._histories[name] = self._history_of(parts)
         self._place = place
 
     def _before(
@@ -204,4 +220,5 @@ class StateCounts:
         """Get how many tokens requests have, and their states, before a step."""
         rows = slice(first, first + len(pages))
         computed = step.seq_lens[rows] - step.query_start_loc.diff()[rows]
-        return computed, torch.where(computed > 0, self._counts[pages], 0)
+        stored = computed if _is_warming_up.get() else self._counts[pages]
+        return computed, torch.where(computed > 0, stored, 0)

@@ -1,66 +1,85 @@
-"""Room beside the states of Mamba-2 layers for the inputs of their latest tokens.
+"""Room beside the states of recurrent layers for what their latest tokens brought in.
 
-Asked for by vLLM's --use-replayssm: steps read a state and write no more than their inputs, until
-these have filled their room. A page then has, of each layer, the states, the histories, and how
-many tokens went into the states; the count that matters is that of the page's first layer. Whoever
-copies a page copies all that, so states kept for other requests, in host memory too, need no word
-on it.
+Asked for by vLLM's --use-replayssm or by JENGA_HISTORY_TOKENS, for Mamba-2 layers and those of the
+gated delta rule: steps read a state and write no more than a row of a history for each token, until
+these have filled their room. A page then has, of each layer, the states, how many tokens went into
+them, and the history; the count that matters is that of the page's first layer. Whoever copies a
+page copies all that, so states kept for other requests, in host memory too, need no word on it.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
 from vllm.logger import init_logger
 
-from jenga.vllm_plugin.environment import BACKEND_NAME
+from jenga.vllm_plugin.environment import BACKEND_NAME, HISTORY_VARIABLE
+from jenga.vllm_plugin.history_kinds import HISTORY_KINDS, HistoryKind, Part
+from jenga.vllm_plugin.specs import served_states
 
 if TYPE_CHECKING:
-    import torch
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
 logger = init_logger(f"vllm.{__name__}")
 
 _HISTORY_TOKENS = "jenga_history_tokens"
-"""Of vLLM's additional options, the one that carries --replayssm-buffer-len to the engine."""
+"""Of vLLM's additional options, the one that carries the number of tokens to the engine."""
+
+_ASKED_BY = f"--use-replayssm and {HISTORY_VARIABLE}"
 
 _ROW_BYTES = 16
-NUM_STATES = 2
-"""Of a layer: its convolution's and its recurrence's."""
+_ROW_DIMS = 3
+"""Of parts with a row of elements for each token, and of recurrent states."""
 
-_COUNT_ELEMENTS = 4
-"""Of 32 bits, where one would do: what lies behind it begins at a multiple of 16 bytes."""
+_COUNT = Part((4,), torch.int32)
+"""How many tokens are in the states. One would do: what lies behind begins at 16 bytes."""
 
 
-def take_replay(vllm_config: "VllmConfig") -> None:
+def take_replay(vllm_config: "VllmConfig", wanted_tokens: int) -> None:
     """Take on what --use-replayssm asks for, before vLLM serves it with kernels of its own.
 
+    Args:
+        vllm_config: Told of how many tokens histories are.
+        wanted_tokens: What JENGA_HISTORY_TOKENS asks for, 0 for nothing.
+
     Raises:
-        ValueError: The history is to be shorter than two steps, or there is nowhere to say so.
+        ValueError: Histories are to be shorter than two steps, or of two lengths, or there is
+            nowhere to say so.
     """
     cache = vllm_config.cache_config
-    if not cache.use_replayssm:
+    asked = {HISTORY_VARIABLE: wanted_tokens} if wanted_tokens else {}
+    if cache.use_replayssm:
+        asked["--replayssm-buffer-len"] = cache.replayssm_buffer_len
+    if not asked:
         return
-    least = 2 * max_decode_tokens(vllm_config)
-    if cache.replayssm_buffer_len < least:
-        msg = (
-            f"--replayssm-buffer-len must be at least {least}, twice the tokens of a decoding "
-            f"step, got {cache.replayssm_buffer_len}"
-        )
-        raise ValueError(msg)
+    least, num_tokens = 2 * max_decode_tokens(vllm_config), max(asked.values())
+    for name, tokens in asked.items():
+        if tokens < least:
+            msg = (
+                f"{name} must be at least {least}, twice the tokens of a decoding step, got "
+                f"{tokens}"
+            )
+            raise ValueError(msg)
+        if tokens != num_tokens:
+            msg = (
+                f"with --use-replayssm {HISTORY_VARIABLE} must be 0 or --replayssm-buffer-len, "
+                f"{cache.replayssm_buffer_len}, got {wanted_tokens}"
+            )
+            raise ValueError(msg)
     if not isinstance(vllm_config.additional_config, dict):
         msg = (
-            f"--use-replayssm needs an --additional-config that is a mapping, got "
+            f"{_ASKED_BY} need an --additional-config that is a mapping, got "
             f"{type(vllm_config.additional_config).__name__}"
         )
         raise ValueError(msg)  # noqa: TRY004  as for every other option
-    vllm_config.additional_config[_HISTORY_TOKENS] = cache.replayssm_buffer_len
+    vllm_config.additional_config[_HISTORY_TOKENS] = num_tokens
     cache.use_replayssm = False
 
 
 def history_tokens(vllm_config: "VllmConfig") -> int:
-    """Get how many tokens' inputs are kept beside a state, 0 where every step writes it."""
+    """Get of how many tokens histories are, 0 where every step writes states."""
     options = vllm_config.additional_config
     return options.get(_HISTORY_TOKENS, 0) if isinstance(options, dict) else 0
 
@@ -73,65 +92,58 @@ def max_decode_tokens(vllm_config: "VllmConfig") -> int:
 def with_histories(
     vllm_config: "VllmConfig", specs: Mapping[str, "KVCacheSpec"]
 ) -> dict[str, "KVCacheSpec"]:
-    """Give Mamba-2 layers room for their histories, where they shall have any.
+    """Give recurrent layers room for their histories, where they shall have any.
 
     Raises:
-        ValueError: There are no such layers, or rows of their histories are not whole loads.
+        ValueError: There are no layers that could, or rows of their histories or states are not
+            whole loads.
     """
-    num_tokens = history_tokens(vllm_config)
+    num_tokens, model = history_tokens(vllm_config), vllm_config.model_config
     if not num_tokens:
         return dict(specs)
-    found = {name: spec for name, spec in specs.items() if _is_mamba2(spec)}
+    served = served_states(model.architecture)
+    found = {name: kind for name, spec in specs.items() if (kind := _kind_of(spec, served))}
     if not found:
-        msg = (
-            f"{BACKEND_NAME} serves --use-replayssm in models of Mamba-2 layers, and there is none"
-        )
+        layers = " or ".join(kind.layers for kind in HISTORY_KINDS.values())
+        msg = f"{BACKEND_NAME} serves {_ASKED_BY} in models of {layers}, and there are none"
         raise ValueError(msg)
     logger.info(
-        "%s: Mamba-2 layers keep the inputs of up to %d tokens beside their states, and write "
-        "these when there is no room for more",
+        "%s: %s keep what up to %d tokens brought in beside their states, and write these when "
+        "there is no room for more",
         BACKEND_NAME,
+        " and ".join(sorted({kind.layers for kind in found.values()})),
         num_tokens,
     )
-    dtype = vllm_config.model_config.dtype
     return dict(specs) | {
-        name: _with_history(name, spec, num_tokens, dtype)  # pyright: ignore[reportArgumentType]
-        for name, spec in found.items()
+        name: _with_history(name, specs[name], kind, num_tokens, model)  # pyright: ignore[reportArgumentType]
+        for name, kind in found.items()
     }
 
 
-def _is_mamba2(spec: "KVCacheSpec") -> bool:
+def _kind_of(spec: "KVCacheSpec", served: frozenset[str]) -> HistoryKind | None:
+    """Get what a layer keeps; None of one that writes every state, or runs on vLLM's kernels."""
     from vllm.v1.kv_cache_interface import MambaSpec
 
-    return isinstance(spec, MambaSpec) and spec.mamba_type.name == "MAMBA2"
+    if not isinstance(spec, MambaSpec) or spec.mamba_type.name not in served:
+        return None
+    return HISTORY_KINDS.get(spec.mamba_type.name)
 
 
 def _with_history(
-    name: str, spec: "MambaSpec", num_tokens: int, dtype: "torch.dtype"
+    name: str, spec: "MambaSpec", kind: HistoryKind, num_tokens: int, model: "ModelConfig"
 ) -> "MambaSpec":
-    import torch
-    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
-
-    conv, (num_heads, head_dim, d_state) = spec.shapes
-    conv_dim = conv[0 if is_conv_state_dim_first() else 1]
-    num_groups = (conv_dim - num_heads * head_dim) // (2 * d_state)
-    for size in (head_dim, d_state):
-        if size * dtype.itemsize % _ROW_BYTES:
+    parts = (_COUNT, *kind.parts(spec, num_tokens, model))
+    for part in (Part(spec.shapes[1], spec.dtypes[1]), *parts):
+        row_bytes = part.shape[-1] * part.dtype.itemsize
+        if len(part.shape) == _ROW_DIMS and row_bytes % _ROW_BYTES:
             msg = (
-                f"{BACKEND_NAME} does not support --use-replayssm in layer {name!r}: rows of its "
-                f"history must take multiples of {_ROW_BYTES} bytes, got {size * dtype.itemsize}"
+                f"{BACKEND_NAME} does not support {_ASKED_BY} in layer {name!r}: rows of its "
+                f"states and history must take multiples of {_ROW_BYTES} bytes, got {row_bytes}"
             )
             raise ValueError(msg)
-    shapes = (
-        (num_heads, num_tokens, head_dim),
-        (num_groups, num_tokens, d_state),
-        (_COUNT_ELEMENTS,),
-        (num_heads, num_tokens),
-    )
-    dtypes = (dtype, dtype, torch.int32, torch.float32)
     return replace(
         spec,
-        shapes=(*spec.shapes, *shapes),
-        dtypes=(*spec.dtypes, *dtypes),
+        shapes=(*spec.shapes, *(part.shape for part in parts)),
+        dtypes=(*spec.dtypes, *(part.dtype for part in parts)),
         num_speculative_blocks=0,  # drafts have rows in the history, and no states
     )

@@ -14,10 +14,14 @@ def _warmup_kernels(original: Function) -> Function:
     def warmup_kernels(model_runner: Any, *steps: Any) -> None:  # noqa: ANN401
         from jenga.vllm_plugin.config import is_selected
 
-        original(model_runner, *steps)
-        if is_selected(model_runner.vllm_config):
-            from jenga.vllm_plugin.warm_up import warm_up
+        if not is_selected(model_runner.vllm_config):
+            original(model_runner, *steps)
+            return
+        from jenga.vllm_plugin.state_counts import warming_up
+        from jenga.vllm_plugin.warm_up import warm_up
 
+        with warming_up():
+            original(model_runner, *steps)
             warm_up(model_runner, *steps)
 
     return warmup_kernels

@@ -112,8 +112,8 @@ def common_metadata(rows):
     )
 
 
-def requests_of(lengths):
-    """Requests of (prompt, all tokens), with pages in no order."""
+def requests_of(lengths, size=SIZE):
+    """Requests of (prompt, all tokens), with pages in no order and rows of so many inputs."""
     pages = list(range(KEPT_PAGE + 1, KEPT_PAGE + 1 + SLOTS * len(lengths)))
     random.Random(1).shuffle(pages)
     rng = generator(7)
@@ -122,7 +122,7 @@ def requests_of(lengths):
             name=f"r{number}",
             pages=pages[number * SLOTS : (number + 1) * SLOTS],
             prompt=prompt,
-            inputs=torch.randn(total, SIZE, generator=rng),
+            inputs=torch.randn(total, size, generator=rng),
         )
         for number, (prompt, total) in enumerate(lengths)
     ]
@@ -141,16 +141,16 @@ def row_of(request, source):
     return Row(request, num_real, num_rejected)
 
 
-def run_step(forward, builder, rows):
+def run_step(forward, builder, rows, out_size=INNER):
     """Compute a step of some requests and keep the outputs of what is not rejected."""
     noise = generator(sum(row.request.done for row in rows))
     parts = []
     for row in rows:
         request = row.request
         parts.append(request.inputs[request.done : request.done + row.num_real])
-        parts.append(torch.randn(row.num_rejected, SIZE, generator=noise))
+        parts.append(torch.randn(row.num_rejected, request.inputs.shape[1], generator=noise))
     x = torch.cat(parts)
-    out = torch.full((len(x), INNER), float("nan"))
+    out = torch.full((len(x), out_size), float("nan"))
     metadata = builder.build(0, common_metadata(rows))
     forward(x, out, metadata)
     first = 0

@@ -23,6 +23,8 @@ from tests.vllm_plugin.conftest import engine_environment
         ({"JENGA_LEFT_SHARE": "1"}, "JENGA_LEFT_SHARE"),
         ({"JENGA_LEFT_SHARE": "nan"}, "JENGA_LEFT_SHARE"),
         ({"JENGA_SPECIALIZED_PREFILL": "yes"}, "JENGA_SPECIALIZED_PREFILL='yes': expected 0 or 1"),
+        ({"JENGA_HISTORY_TOKENS": "some"}, "JENGA_HISTORY_TOKENS='some'"),
+        ({"JENGA_HISTORY_TOKENS": "-16"}, "JENGA_HISTORY_TOKENS='-16'"),
     ],
 )
 def test_settings_refuse_what_they_do_not_know(environ, named):
@@ -41,6 +43,13 @@ def test_prompts_attend_by_the_specialized_kernel_where_that_is_asked_for():
     assert read_settings({"JENGA_SPECIALIZED_PREFILL": " 1 "}).has_specialized_prefill
     for text in ("", "0"):
         assert not read_settings({"JENGA_SPECIALIZED_PREFILL": text}).has_specialized_prefill
+
+
+def test_histories_have_the_tokens_that_are_asked_for_or_none():
+    assert read_settings({"JENGA_HISTORY_TOKENS": " 16 "}).history_tokens == 16
+    for text in ("", "0"):
+        assert read_settings({"JENGA_HISTORY_TOKENS": text}).history_tokens == 0
+    assert read_settings({}).history_tokens == 0
 
 
 def test_settings_leave_other_backends_to_vllm():
@@ -151,6 +160,10 @@ def refusals(tiny_model, configured):
         "replayssm-buffer-len must be at least 6": dict(
             model=hybrid, use_replayssm=True, replayssm_buffer_len=5, speculative_config={
                 "method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}),
+        "JENGA_HISTORY_TOKENS must be at least 2": dict(
+            model=hybrid, environment={"JENGA_HISTORY_TOKENS": "1"}),
+        "JENGA_HISTORY_TOKENS must be 0 or --replayssm-buffer-len": dict(
+            model=hybrid, use_replayssm=True, environment={"JENGA_HISTORY_TOKENS": "8"}),
         "--ubatch-size": dict(ubatch_size=2, all2all_backend="deepep_low_latency"),
         "enable-return-routed-experts": dict(model=experts, enable_return_routed_experts=True),
         "batch invariance (VLLM_BATCH_INVARIANT) of recurrent layers": dict(
@@ -202,6 +215,8 @@ def refusals(tiny_model, configured):
         "kv-cache-metrics",
         "replayssm-buffer-len must be at least 2",
         "replayssm-buffer-len must be at least 6",
+        "JENGA_HISTORY_TOKENS must be at least 2",
+        "JENGA_HISTORY_TOKENS must be 0 or --replayssm-buffer-len",
         "--ubatch-size",
         "enable-return-routed-experts",
         "batch invariance (VLLM_BATCH_INVARIANT) of recurrent layers",
