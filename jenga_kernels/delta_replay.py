@@ -10,11 +10,16 @@ from jenga_kernels.checks import (
     check_shape,
 )
 from jenga_kernels.delta import check_delta_rule
-from jenga_kernels.histories import DeltaHistory, check_history_part, check_replay
+from jenga_kernels.histories import (
+    MAX_DELTA_HISTORY,
+    DeltaHistory,
+    check_history_part,
+    check_replay,
+)
 from jenga_kernels.states import check_contiguous_rows, check_not_expanded
 from jenga_kernels.triton.addressing import strides
 from jenga_kernels.triton.delta_replay import delta_replay_kernel
-from jenga_kernels.triton.delta_replay_heads import delta_replay_heads_kernel
+from jenga_kernels.triton.delta_replay_products import delta_replay_products_kernel
 from jenga_kernels.triton.delta_tiles import delta_replay_tiles
 from jenga_kernels.triton.state_tiles import LEAST_PRODUCT
 from jenga_kernels.triton.tiles import machine_of, power_of_two
@@ -56,7 +61,8 @@ def delta_replay(
         states: Written in place, [num_slots, num_v_heads, head_v_dim, head_k_dim], bfloat16,
             float16 or float32; any strides that are multiples of 16 bytes, last dimension
             contiguous.
-        history: Written in place; keys have the dtype of k, changes that of states or float32.
+        history: Written in place; keys have the dtype of k, changes that of states or float32. At
+            most 64 tokens, and up to 16 take fewer instructions.
         q: Queries, [num_tokens, num_qk_heads, head_k_dim], dtype of v; the value heads that share
             one are next to each other. At most 128 elements a head.
         k: Keys, shape and dtype of q.
@@ -113,6 +119,7 @@ def delta_replay(
         head_v_dim,
         state_element_bytes=states.element_size(),
         key_element_bytes=k.element_size(),
+        history_tokens=history_tokens,
         is_per_channel=is_per_channel,
         has_one_token=query_starts is None,
     )
@@ -174,7 +181,7 @@ def delta_replay(
     }
     grid = (num_v_heads * num_blocks, num_requests)
     if tiles.is_at_once:
-        delta_replay_heads_kernel[grid](**tensors, **shared)
+        delta_replay_products_kernel[grid](**tensors, **shared)
         return
     delta_replay_kernel[grid](
         **tensors,
@@ -200,6 +207,9 @@ def _check_history(
     sizes = (num_slots, num_v_heads, None, head_v_dim)
     check_history_part("history.changes", changes, sizes, states.dtype, torch.float32)
     history_tokens = changes.shape[2]
+    if history_tokens > MAX_DELTA_HISTORY:
+        msg = f"history.changes must have at most {MAX_DELTA_HISTORY} tokens, got {history_tokens}"
+        raise ValueError(msg)
     sizes = (num_slots, k.shape[1], history_tokens, head_k_dim)
     check_history_part("history.keys", keys, sizes, k.dtype)
     sizes = (num_slots, num_v_heads, history_tokens)

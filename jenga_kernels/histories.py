@@ -19,6 +19,9 @@ from jenga_kernels.states import (
     check_slots,
 )
 
+MAX_DELTA_HISTORY = 64
+"""Most tokens of a `DeltaHistory`: what more take of registers and shared memory would not fit."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputHistory:

@@ -4,16 +4,16 @@ import triton
 import triton.language as tl
 
 from jenga_kernels.triton.addressing import page_offsets
-from jenga_kernels.triton.delta_rule import (
-    decay_log2,
-    inverse_length,
-    rate_log2,
-    rounded,
-    sigmoid,
-    write_changes,
-)
+from jenga_kernels.triton.delta_rule import decay_log2, inverse_length, rate_log2, rounded, sigmoid
 from jenga_kernels.triton.device import device_function, widened
-from jenga_kernels.triton.recurrence import column_sums, line_sums, mask_if, row_sums
+from jenga_kernels.triton.recurrence import (
+    column_sums,
+    line_sums,
+    mask_if,
+    rounded_product,
+    row_sums,
+)
+from jenga_kernels.triton.replay import write_rows
 
 _INT32_MAX = tl.constexpr(2**31 - 1)
 
@@ -221,8 +221,8 @@ def delta_replay_kernel(  # noqa: PLR0912 - options are compiled in or out, each
         q_factor = scale
         k_factor = 1.0
         if IS_NORMALIZED:
-            q_factor *= inverse_length(line_sums(line_q * line_q))
-            k_factor = inverse_length(line_sums(line_k * line_k))
+            q_factor *= inverse_length(line_sums(rounded_product(line_q, line_q)))
+            k_factor = inverse_length(line_sums(rounded_product(line_k, line_k)))
         beta = tl.load(betas_ptr).to(tl.float32)
         if A_log_ptr is not None:
             beta = sigmoid(beta)
@@ -249,7 +249,7 @@ def delta_replay_kernel(  # noqa: PLR0912 - options are compiled in or out, each
         y += column_sums(changes * q_scores[:, None])
         # What the state holds under the key gives way to the value, as far as beta says.
         change = beta * k_factor * (v - held * k_factor)  # [V]
-        y = (y + change * line_sums(line_k * line_q)) * q_factor
+        y = (y + change * line_sums(rounded_product(line_k, line_q))) * q_factor
         tl.store(out_ptr, rounded(y, out_ptr.dtype.element_ty), mask=is_v)
         is_own = ages == num_past + t
         keys = tl.where(is_own[:, None], k[None, :], keys)
@@ -280,12 +280,13 @@ def delta_replay_kernel(  # noqa: PLR0912 - options are compiled in or out, each
     if stored_next > stored:
         if not IS_PER_CHANNEL:
             changes *= kept_weights[:, None]
-        write_changes(
-            states_ptr + tl.reshape(state_rows, [BLOCK_V, 1]) * stride_states_dim + ks[None, :],
-            is_v[:, None] & is_k[None, :],
+        write_rows(
+            states_ptr + tl.reshape(state_rows, [BLOCK_V, 1]) * stride_states_dim,
+            is_v[:, None],
             stored > 0,
             tl.reshape(kept_decay, [1, BLOCK_K]) if IS_PER_CHANNEL else kept_decay,
             tl.trans(tl.where((ages < stored_next - stored)[:, None], changes, 0.0)),
             kept_keys,
+            HEAD_K_DIM,
             PRECISION,
         )

@@ -2,9 +2,9 @@
 
 import triton.language as tl
 
-from jenga_kernels.triton.device import device_function, reciprocal, widened
+from jenga_kernels.triton.device import device_function, reciprocal
 from jenga_kernels.triton.matmul import INTERPRETED
-from jenga_kernels.triton.recurrence import LOG2E, mask_if, row_sums, softplus
+from jenga_kernels.triton.recurrence import LOG2E, row_sums, softplus
 
 NORM_EPSILON = tl.constexpr(1e-6)
 """Added to a squared length before its root, as in the models that train with it."""
@@ -67,26 +67,6 @@ def unit_factors(rows):
     """What to multiply each row of [M, N] with for length one."""
     rows = rows.to(tl.float32)
     return inverse_length(row_sums(rows * rows))
-
-
-@device_function
-def write_changes(ptrs, mask, is_begun, decay, changes, keys, PRECISION: tl.constexpr):
-    """Let a state decay, add what tokens changed in it, and write it.
-
-    It is read again, so that until then it need not lie in registers as the product has it.
-
-    Args:
-        ptrs: Where it is, [V, K].
-        mask: What of that there is.
-        is_begun: Whether it is anything but zero.
-        decay: Its factor, a scalar or [1, K].
-        changes: What tokens changed, f32[V, L].
-        keys: Under which keys, f32[L, K].
-        PRECISION: Of the product.
-    """
-    S = widened(tl.load(ptrs, mask=mask_if(is_begun, mask), other=0.0)) * decay
-    S = tl.dot(changes, keys, S, input_precision=PRECISION)
-    tl.store(ptrs, rounded(S, ptrs.dtype.element_ty), mask=mask)
 
 
 @device_function

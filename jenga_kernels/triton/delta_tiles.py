@@ -6,7 +6,12 @@ large, because it pays per operation and hardly per element.
 
 from dataclasses import dataclass
 
-from jenga_kernels.triton.state_tiles import LEAST_PRODUCT
+from jenga_kernels.triton.state_tiles import (
+    LEAST_PRODUCT,
+    REPLAY_ELEMENTS,
+    USUAL_HISTORY,
+    replay_elements,
+)
 from jenga_kernels.triton.tiles import BLACKWELL, Machine, line_elements, power_of_two
 
 RUN_TOKENS = 4
@@ -116,17 +121,6 @@ def delta_update_tiles(
     )
 
 
-REPLAY_ELEMENTS = 8192
-"""Elements of a state that a program of `delta_replay` has in registers: 64 a thread."""
-
-REPLAY_BYTES = 32768
-"""Bytes of a state that a program has which serves all tokens at once; half as many on GPUs whose
-products have all operands in registers."""
-
-WIDE_REPLAY_ELEMENTS = 2048
-"""Elements of a state that a program has where keys are in float32, which no tensor core takes."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaReplayTiles:
     """Tiles of `delta_replay`.
@@ -151,6 +145,7 @@ def delta_replay_tiles(
     *,
     state_element_bytes: int,
     key_element_bytes: int,
+    history_tokens: int,
     is_per_channel: bool,
     has_one_token: bool,
 ) -> DeltaReplayTiles:
@@ -165,25 +160,33 @@ def delta_replay_tiles(
         head_v_dim: Elements of a value.
         state_element_bytes: Bytes of an element of the state.
         key_element_bytes: Bytes of an element of keys and values.
+        history_tokens: Rows of a history.
         is_per_channel: Whether every key channel decays on its own.
         has_one_token: Whether every request has one token.
     """
-    is_wide = state_element_bytes > 2  # noqa: PLR2004 - bytes of bfloat16 and float16
-    takes_wide = (machine.is_interpreter or machine.has_large_tiles) and not has_one_token
-    is_at_once = not is_per_channel and (takes_wide or not is_wide)
+    has_room = machine.is_interpreter or machine.has_large_tiles
+    is_usual = history_tokens <= USUAL_HISTORY
+    if is_per_channel:
+        is_at_once = False
+    elif state_element_bytes > 2:  # noqa: PLR2004 - bytes of bfloat16 and float16
+        is_at_once = not has_one_token and has_room and is_usual
+    else:
+        is_at_once = is_usual or (has_room and history_tokens <= 2 * USUAL_HISTORY)
     whole_value = max(LEAST_PRODUCT, power_of_two(head_v_dim))
     whole_key = max(2 * LEAST_PRODUCT, power_of_two(head_k_dim))
     block_line = max(LEAST_PRODUCT, line_elements(machine, head_k_dim, state_element_bytes))
-    elements, num_warps = REPLAY_ELEMENTS, 4
     if machine.is_interpreter:
-        elements, num_warps = whole_value * whole_key, 1
-    elif key_element_bytes > 2:  # noqa: PLR2004
-        elements = WIDE_REPLAY_ELEMENTS
-    elif is_at_once:
-        elements = REPLAY_BYTES // state_element_bytes // (1 if machine.has_large_tiles else 2)
-    block_values = min(whole_value, max(LEAST_PRODUCT, elements // whole_key))
-    # Threads with copies of the same elements would sum them in orders of their own.
-    num_warps = min(num_warps, max(1, block_values * whole_key // 1024))
+        block_values, num_warps = whole_value, 1
+    else:
+        elements = replay_elements(
+            machine, state_element_bytes, key_element_bytes, history_tokens, is_at_once=is_at_once
+        )
+        num_warps, warp_elements = 4, 1024
+        if not is_at_once and history_tokens > 2 * USUAL_HISTORY and key_element_bytes <= 2:  # noqa: PLR2004
+            elements, num_warps, warp_elements = REPLAY_ELEMENTS // 2, 8, 512
+        block_values = min(whole_value, max(LEAST_PRODUCT, elements // whole_key))
+        # Threads with copies of the same elements would sum them in orders of their own.
+        num_warps = min(num_warps, max(1, block_values * whole_key // warp_elements))
     return DeltaReplayTiles(
         block_values=block_values,
         block_line=block_line,

@@ -1,4 +1,4 @@
-"""Kernel of `jenga_kernels.state_replay`."""
+"""Kernel of `jenga_kernels.state_replay` that serves the tokens of a call one by one."""
 
 import triton
 import triton.language as tl
@@ -10,10 +10,12 @@ from jenga_kernels.triton.recurrence import (
     column_sums,
     line_sums,
     mask_if,
+    rounded_product,
     row_sums,
     silu,
     step_sizes,
 )
+from jenga_kernels.triton.replay import write_rows
 
 _INT32_MAX = tl.constexpr(2**31 - 1)
 
@@ -53,36 +55,6 @@ def decays_since(dt_ptr, rows, next_rows, ages, num_past, rate):
 
 
 @device_function
-def replayed(
-    S,  # [lines, P, line], has decayed for as long
-    x_ptr,
-    dt_ptr,
-    B_ptr,
-    computed,
-    num_past,
-    rate,
-    is_dim,
-    in_line,
-    stride_x_token,
-    stride_B_token,
-    HISTORY_TOKENS: tl.constexpr,
-):
-    """A state with what the tokens of a history bring, the latest first.
-
-    Their rows have been loaded before, by this program, so they are near.
-    """
-    decay = 1.0
-    for age in range(num_past):
-        row = ((computed - 1 - age) % HISTORY_TOKENS).to(tl.int64)
-        dt = tl.load(dt_ptr + row)
-        x = tl.load(x_ptr + row * stride_x_token, mask=is_dim, other=0.0).to(tl.float32)  # [P]
-        b = tl.load(B_ptr + row * stride_B_token, mask=in_line, other=0.0)  # [lines, line]
-        S += (dt * decay * x)[None, :, None] * b.to(tl.float32)[:, None, :]
-        decay *= tl.exp2(dt * rate)
-    return S
-
-
-@device_function
 def scores_of(C_ptr, past_B, ns, is_n):
     """What a token asks of those of the history, [L]."""
     c = tl.load(C_ptr + ns, mask=is_n, other=0.0).to(tl.float32)  # [N]
@@ -108,13 +80,6 @@ def keep_projections(
             row = ((first_number + t) % HISTORY_TOKENS).to(tl.int64)
             tl.store(history_ptr + row * stride_history_token, B, mask=is_n)
         B_ptr += stride_B_token
-
-
-@device_function
-def keep_inputs(x_ptr, dt_ptr, x, dt, row, is_dim, keeps_step, stride_x_token):
-    """Store x and dt of a token in its row of the history."""
-    tl.store(x_ptr + row * stride_x_token, x, mask=is_dim)
-    tl.store(dt_ptr + row, dt, mask=keeps_step)
 
 
 @device_function
@@ -187,6 +152,7 @@ def state_replay_kernel(  # noqa: PLR0912 - options are compiled in or out, each
     HISTORY_TOKENS: tl.constexpr,
     IS_SOFTPLUS: tl.constexpr,
     HAS_LIMITS: tl.constexpr,
+    PRECISION: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -227,7 +193,6 @@ def state_replay_kernel(  # noqa: PLR0912 - options are compiled in or out, each
 
     group = first_head // HEADS_PER_GROUP
     num_past = computed - stored
-    is_written = stored_next > stored
     x_ptr += first * stride_x_token + first_head * stride_x_head + dims
     dt_ptr += first * stride_dt_token + first_head * stride_dt_head
     B_ptr += first * stride_B_token + group * stride_B_group
@@ -249,22 +214,28 @@ def state_replay_kernel(  # noqa: PLR0912 - options are compiled in or out, each
     past_B = history_B_ptr + rows[:, None] * stride_history_B_token + ns[None, :]
     past_B = widened(tl.load(past_B, mask=is_past & is_n[None, :], other=0.0))  # [L, N]
     own_score = 0.0
+    scores = tl.full([BLOCK_L], 0.0, tl.float32)
+    c = tl.full(lines.shape, 0.0, tl.float32)
     if query_starts_ptr is None:
         # What a token asks of those before it, and of itself, is the same for all heads.
-        b = tl.load(B_ptr + lines, mask=in_line, other=0.0).to(tl.float32)  # [lines, line]
         c = tl.load(C_ptr + lines, mask=in_line, other=0.0).to(tl.float32)  # [lines, line]
+        b = tl.load(B_ptr + lines, mask=in_line, other=0.0).to(tl.float32)  # [lines, line]
         scores = scores_of(C_ptr, past_B, ns, is_n)  # [L]
-        own_score = tl.sum(b * c)
+        own_score = tl.sum(rounded_product(b, c))
     for h in range(BLOCK_H):
         head = first_head + h
-        state = states_ptr + head * stride_states_head + in_head
-        S = widened(tl.load(state, mask=mask_if(stored > 0, in_state), other=0.0))
+        state_ptr = states_ptr + head * stride_states_head
+        S = widened(tl.load(state_ptr + in_head, mask=mask_if(stored > 0, in_state), other=0.0))
         head_x_ptr = history_x_ptr + head * stride_history_x_head
         head_dt_ptr = history_dt_ptr + head * stride_history_dt_head
-        past_x = head_x_ptr[None, :] + rows[:, None] * stride_history_x_token
-        past_x = widened(tl.load(past_x, mask=is_past & is_dim[None, :], other=0.0))  # [L, P]
+        all_B = past_B
+        all_x = head_x_ptr[None, :] + rows[:, None] * stride_history_x_token
+        all_x = widened(tl.load(all_x, mask=is_past & is_dim[None, :], other=0.0))  # [L, P]
         rate = tl.load(A_ptr + head) * LOG2E
         weights, decay = decays_since(head_dt_ptr, rows, next_rows, ages, num_past, rate)
+        # What the state is made of when it is written.
+        kept_weights = weights
+        kept_decay = decay
         dt_bias = None
         if dt_bias_ptr is not None:
             dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
@@ -273,115 +244,61 @@ def state_replay_kernel(  # noqa: PLR0912 - options are compiled in or out, each
             head_D_ptr = D_ptr + head * stride_D_head
         token_x_ptr = x_ptr + h * stride_x_head
         token_dt_ptr = dt_ptr + h * stride_dt_head
+        token_B_ptr = B_ptr
+        token_C_ptr = C_ptr
         token_z_ptr = None
         if z_ptr is not None:
             token_z_ptr = z_ptr + h * stride_z_head
         token_out_ptr = out_ptr + h * stride_out_head
-        if query_starts_ptr is None:
+        for t in range(num_tokens):
             dt = tl.load(token_dt_ptr).to(tl.float32)
             dt = step_sizes(dt, dt_bias, dt_min, dt_max, IS_SOFTPLUS, HAS_LIMITS)
             x_row = tl.load(token_x_ptr, mask=is_dim, other=0.0)
             x = x_row.to(tl.float32)  # [P]
+            if query_starts_ptr is not None:
+                c = tl.load(token_C_ptr + lines, mask=in_line, other=0.0).to(tl.float32)
+                b = tl.load(token_B_ptr + lines, mask=in_line, other=0.0).to(tl.float32)
+                scores = scores_of(token_C_ptr, all_B, ns, is_n)  # [L]
+                own_score = tl.sum(rounded_product(b, c))
             step_decay = tl.exp2(dt * rate)
-            y = line_sums(S * c[:, None, :]) * (decay * step_decay)
-            y += column_sums(past_x * (weights * scores * step_decay)[:, None])
+            decay *= step_decay
+            weights *= step_decay
+            y = line_sums(S * c[:, None, :]) * decay
+            y += column_sums(all_x * (weights * scores)[:, None])
             y += (dt * own_score) * x
             store_output(token_out_ptr, y, x, head_D_ptr, token_z_ptr, dims, is_dim, stride_D_dim)
-            if computed >= stored_next:
-                row = (computed % HISTORY_TOKENS).to(tl.int64)
-                keep_inputs(
-                    head_x_ptr,
-                    head_dt_ptr,
-                    x_row,
-                    dt,
-                    row,
-                    is_dim,
-                    block == 0,
-                    stride_history_x_token,
-                )
-            if is_written:
-                S = replayed(
-                    S * decay,
-                    head_x_ptr,
-                    head_dt_ptr,
-                    history_B_ptr + lines,
-                    computed,
-                    num_past,
-                    rate,
-                    is_dim,
-                    in_line,
-                    stride_history_x_token,
-                    stride_history_B_token,
-                    HISTORY_TOKENS,
-                )
-                if stored_next > computed:
-                    S = S * step_decay + (dt * x)[None, :, None] * b[:, None, :]
-                tl.store(state, S.to(states_ptr.dtype.element_ty), mask=in_state)
-        else:
-            if is_written:
-                S = replayed(
-                    S * decay,
-                    head_x_ptr,
-                    head_dt_ptr,
-                    history_B_ptr + lines,
-                    computed,
-                    num_past,
-                    rate,
-                    is_dim,
-                    in_line,
-                    stride_history_x_token,
-                    stride_history_B_token,
-                    HISTORY_TOKENS,
-                )
-                tl.store(
-                    state,
-                    S.to(states_ptr.dtype.element_ty),
-                    mask=mask_if(stored_next == computed, in_state),
-                )
-            weights = tl.where(is_written, 0.0, weights)
-            decay = tl.where(is_written, 1.0, decay)
-            token_B_ptr = B_ptr
-            token_C_ptr = C_ptr
-            for t in range(num_tokens):
-                dt = tl.load(token_dt_ptr).to(tl.float32)
-                dt = step_sizes(dt, dt_bias, dt_min, dt_max, IS_SOFTPLUS, HAS_LIMITS)
-                x_row = tl.load(token_x_ptr, mask=is_dim, other=0.0)
-                x = x_row.to(tl.float32)  # [P]
-                b = tl.load(token_B_ptr + lines, mask=in_line, other=0.0).to(tl.float32)
-                c = tl.load(token_C_ptr + lines, mask=in_line, other=0.0).to(tl.float32)
-                step_decay = tl.exp2(dt * rate)
-                decay *= step_decay
-                weights *= step_decay
-                is_last = stored_next == computed + t + 1
-                S = S * decay + (dt * x)[None, :, None] * b[:, None, :]
-                decay = 1.0
-                y = line_sums(S * c[:, None, :])
-                scores = scores_of(token_C_ptr, past_B, ns, is_n)
-                y += column_sums(past_x * (weights * scores)[:, None])
-                if is_last:
-                    tl.store(state, S.to(states_ptr.dtype.element_ty), mask=in_state)
-                if computed + t >= stored_next:
-                    row = ((computed + t) % HISTORY_TOKENS).to(tl.int64)
-                    keep_inputs(
-                        head_x_ptr,
-                        head_dt_ptr,
-                        x_row,
-                        dt,
-                        row,
-                        is_dim,
-                        block == 0,
-                        stride_history_x_token,
-                    )
-                store_output(
-                    token_out_ptr, y, x, head_D_ptr, token_z_ptr, dims, is_dim, stride_D_dim
-                )
-                token_x_ptr += stride_x_token
-                token_dt_ptr += stride_dt_token
-                token_B_ptr += stride_B_token
-                token_C_ptr += stride_C_token
-                if z_ptr is not None:
-                    token_z_ptr += stride_z_token
-                token_out_ptr += stride_out_token
+            is_own = ages == num_past + t
+            b_row = tl.load(token_B_ptr + ns, mask=is_n, other=0.0).to(tl.float32)  # [N]
+            all_B = tl.where(is_own[:, None], b_row[None, :], all_B)
+            all_x = tl.where(is_own[:, None], x[None, :], all_x)
+            weights = tl.where(is_own, dt, weights)
+            if computed + t >= stored_next:
+                row = ((computed + t) % HISTORY_TOKENS).to(tl.int64)
+                kept_x_ptr = head_x_ptr + row * stride_history_x_token
+                tl.store(kept_x_ptr, x_row, mask=is_dim)
+                tl.store(head_dt_ptr + row, dt, mask=block == 0)
+            else:
+                kept_weights = weights
+                kept_decay = decay
+            token_x_ptr += stride_x_token
+            token_dt_ptr += stride_dt_token
+            token_B_ptr += stride_B_token
+            token_C_ptr += stride_C_token
+            if z_ptr is not None:
+                token_z_ptr += stride_z_token
+            token_out_ptr += stride_out_token
+        if stored_next > stored:
+            kept_weights = tl.where(ages < stored_next - stored, kept_weights, 0.0)
+            write_rows(
+                state_ptr + tl.reshape(state_rows, [BLOCK_P, 1]) * stride_states_dim,
+                is_dim[:, None],
+                stored > 0,
+                kept_decay,
+                tl.trans(all_x * kept_weights[:, None]),
+                all_B,
+                D_STATE,
+                PRECISION,
+            )
 
     if (first_head % HEADS_PER_GROUP == 0) & (block == 0):
         keep_projections(

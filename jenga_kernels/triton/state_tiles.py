@@ -128,18 +128,50 @@ class ReplayTiles:
         block_heads: Heads of a program, of one group.
         block_dims: Channels of a head that it reads at once.
         num_warps: Warps a program.
+        is_at_once: Whether matrix products serve all tokens of a call at once.
     """
 
     block_heads: int
     block_dims: int
     num_warps: int
+    is_at_once: bool = False
 
 
 REPLAY_ELEMENTS = 8192
-"""Elements of a state that a program of `state_replay` has in registers: 64 a thread.
+"""Elements of a state that a program of a replay has in registers: 64 a thread.
 
-Half as many where requests have several tokens, whose projections are kept beside them.
+Half as many where `state_replay` advances the state token by token, with projections beside it.
 """
+
+REPLAY_BYTES = 32768
+"""Bytes of a state that a program has which serves all tokens at once; half as many on GPUs whose
+products have all operands in registers."""
+
+WIDE_REPLAY_ELEMENTS = 2048
+"""Elements of a state that a program has of inputs in float32, which no tensor core takes."""
+
+
+USUAL_HISTORY = 16
+"""Tokens of a history whose rows fit into registers beside so much of a state."""
+
+
+def replay_elements(
+    machine: Machine,
+    state_element_bytes: int,
+    input_element_bytes: int,
+    history_tokens: int,
+    *,
+    is_at_once: bool,
+) -> int:
+    """Elements of a state that a program of a replay has on a GPU."""
+    if input_element_bytes > 2:  # noqa: PLR2004 - bytes of bfloat16 and float16
+        return WIDE_REPLAY_ELEMENTS
+    parts = max(1, power_of_two(history_tokens) // USUAL_HISTORY)
+    if not is_at_once:
+        return REPLAY_ELEMENTS // parts
+    parts *= 1 if machine.has_large_tiles else 2
+    return REPLAY_BYTES // state_element_bytes // parts
+
 
 REPLAY_HEADS = 4
 """Most heads of a program of `state_replay`, which weighs the tokens of a history once for all."""
@@ -152,9 +184,16 @@ def state_replay_tiles(
     head_dim: int,
     d_state: int,
     *,
+    state_element_bytes: int,
+    input_element_bytes: int,
+    history_tokens: int,
     has_one_token: bool,
 ) -> ReplayTiles:
     """Tiles of `state_replay`.
+
+    One token is served by sums, several by products; but of a state in float32 only where parts of
+    its elements fit into registers beside these, and one of a state in 16 bits too where operands
+    are in registers, which holds nothing else for long.
 
     Args:
         machine: Where it runs.
@@ -162,13 +201,35 @@ def state_replay_tiles(
         heads_per_group: Heads that have the projections of inputs in common.
         head_dim: Channels of a head.
         d_state: State elements of a channel.
+        state_element_bytes: Bytes of an element of the state.
+        input_element_bytes: Bytes of an element of x.
+        history_tokens: Rows of a history.
         has_one_token: Whether every request has one token.
     """
     whole_head = max(LEAST_PRODUCT, power_of_two(head_dim))
+    has_room = machine.is_interpreter or machine.has_large_tiles
+    if state_element_bytes > 2:  # noqa: PLR2004 - bytes of bfloat16 and float16
+        fits = d_state <= WIDE_STATE and history_tokens <= USUAL_HISTORY
+        is_at_once = not has_one_token and has_room and fits
+    else:
+        is_at_once = not has_one_token if has_room else history_tokens <= USUAL_HISTORY
     if machine.is_interpreter:
-        return ReplayTiles(block_heads=heads_per_group, block_dims=whole_head, num_warps=1)
-    elements = REPLAY_ELEMENTS if has_one_token else REPLAY_ELEMENTS // 2
-    block_dims = min(whole_head, max(LEAST_PRODUCT, elements // power_of_two(d_state)))
+        block_heads = 1 if is_at_once else heads_per_group
+        return ReplayTiles(
+            block_heads=block_heads, block_dims=whole_head, num_warps=1, is_at_once=is_at_once
+        )
+    elements = replay_elements(
+        machine, state_element_bytes, input_element_bytes, history_tokens, is_at_once=is_at_once
+    )
+    if not (has_one_token or is_at_once):
+        elements //= 2
+    whole_state = max(2 * LEAST_PRODUCT, power_of_two(d_state))
+    block_dims = min(whole_head, max(LEAST_PRODUCT, elements // whole_state))
+    num_warps = min(4, max(1, block_dims * whole_state // 1024))
+    if is_at_once:
+        return ReplayTiles(
+            block_heads=1, block_dims=block_dims, num_warps=num_warps, is_at_once=True
+        )
     num_parts = num_states * -(-head_dim // block_dims)
     # Fewer heads where few requests leave processors without two programs.
     block_heads = REPLAY_HEADS

@@ -80,6 +80,11 @@ ONE_TOKEN = {
         5,
         [(1, 9, 5, 5), (1, 9, 5, 10), (1, 3, 0, 0), (1, 4, 0, 5)],
     ),
+    "a_query_of_each_value_and_no_past": (
+        (3, 3, 16, 16),
+        1,
+        [(1, 5, 5, 5), (1, 6, 6, 7), (1, 0, 0, 0), (1, 0, 0, 1)],
+    ),
 }
 SEVERAL_TOKENS = {
     "drafts": (
@@ -92,6 +97,9 @@ SEVERAL_TOKENS = {
         12,
         [(8, 4, 1, 1), (0, 9, 5, 9), (1, 9, 5, 5), (PADDING, 0, 0, 0), (2, 0, 0, 1), (0, 9, 5, 5)],
     ),
+    "a_query_of_each_value": ((3, 3, 16, 16), 8, [(3, 9, 5, 5), (3, 20, 16, 21), (2, 0, 0, 1)]),
+    "a_long_history": ((1, 2, 24, 16), 20, [(1, 40, 22, 22), (3, 17, 0, 18), (2, 19, 1, 1)]),
+    "many_tokens": ((1, 1, 32, 16), 40, [(20, 37, 17, 17), (33, 9, 2, 20), (0, 45, 6, 45)]),
 }
 CASES = ONE_TOKEN | SEVERAL_TOKENS
 
@@ -154,6 +162,20 @@ def check_memory(kept, exact, naive, before, counts):
     check_close(changes.nan_to_num(0), near["changes"][live].nan_to_num(0), want.nan_to_num(0))
 
 
+def check_call(tensors, counts, kept):
+    """Check what a call returns and writes."""
+    before = tuple(arena.clone() for arena in kept.arenas)
+    naive, exact = kept.changed(torch.clone), kept.changed(torch.Tensor.double)
+    naive_out = by_reference(tensors, counts, naive)
+    exact_out = by_reference(widened(tensors), counts, exact)
+    out = torch.full_like(tensors["v"], float("nan"))
+
+    delta_replay(out, kept.states, kept.history, **tensors, **counts)
+
+    check_close(out, exact_out, naive_out)
+    check_memory(kept, exact, naive, before, counts)
+
+
 @pytest.mark.parametrize(("dtype", "state_dtype"), DTYPES, ids=DTYPE_IDS)
 @pytest.mark.parametrize("channels", GATES.values(), ids=GATES.keys())
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -161,38 +183,37 @@ def test_delta_replay_matches_the_rule(case, channels, dtype, state_dtype):
     tensors, counts, kept = arguments(case, dtype, state_dtype, channels=channels)
     if all(tokens in (1, PADDING) for tokens, *_ in case[2]):
         counts["query_starts"] = None
-    before = tuple(arena.clone() for arena in kept.arenas)
-    naive, exact = kept.changed(torch.clone), kept.changed(torch.Tensor.double)
-    naive_out = by_reference(tensors, counts, naive)
-    exact_out = by_reference(widened(tensors), counts, exact)
-    out = torch.full_like(tensors["v"], float("nan"))
+    check_call(tensors, counts, kept)
 
-    delta_replay(out, kept.states, kept.history, **tensors, **counts)
 
-    check_close(out, exact_out, naive_out)
-    check_memory(kept, exact, naive, before, counts)
+def change_tiles(monkeypatch, **changes):
+    chosen = module.delta_replay_tiles
+    monkeypatch.setattr(
+        module,
+        "delta_replay_tiles",
+        lambda *args, **options: replace(chosen(*args, **options), **changes),
+    )
 
 
 @pytest.mark.parametrize("case", SEVERAL_TOKENS.values(), ids=SEVERAL_TOKENS.keys())
 def test_tokens_served_one_by_one_give_what_the_rule_gives(case, monkeypatch):
     # As on GPUs whose products have all operands in registers.
-    chosen = module.delta_replay_tiles
-    monkeypatch.setattr(
-        module,
-        "delta_replay_tiles",
-        lambda *args, **options: replace(chosen(*args, **options), is_at_once=False),
-    )
-    tensors, counts, kept = arguments(case, torch.bfloat16, torch.float32)
-    before = tuple(arena.clone() for arena in kept.arenas)
-    naive, exact = kept.changed(torch.clone), kept.changed(torch.Tensor.double)
-    naive_out = by_reference(tensors, counts, naive)
-    exact_out = by_reference(widened(tensors), counts, exact)
-    out = torch.full_like(tensors["v"], float("nan"))
+    change_tiles(monkeypatch, is_at_once=False)
 
-    delta_replay(out, kept.states, kept.history, **tensors, **counts)
+    check_call(*arguments(case, torch.bfloat16, torch.float32))
 
-    check_close(out, exact_out, naive_out)
-    check_memory(kept, exact, naive, before, counts)
+
+@pytest.mark.parametrize("channels", GATES.values(), ids=GATES.keys())
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_programs_that_share_a_head_write_its_part_of_a_history_once(tokens, channels, monkeypatch):
+    # As on GPUs: the interpreter has a program for each head.
+    change_tiles(monkeypatch, block_values=16)
+    case = ((2, 4, 16, 40), 8, [(tokens, 9, 5, 5), (tokens, 19, 15, 20), (tokens, 0, 0, 0)])
+    tensors, counts, kept = arguments(case, torch.float32, torch.float32, channels=channels)
+    if tokens == 1:
+        counts["query_starts"] = None
+
+    check_call(tensors, counts, kept)
 
 
 def test_changes_may_be_more_precise_than_states():
@@ -200,14 +221,7 @@ def test_changes_may_be_more_precise_than_states():
     tensors, counts, kept = arguments(
         case, torch.float16, torch.float16, change_dtype=torch.float32
     )
-    naive, exact = kept.changed(torch.clone), kept.changed(torch.Tensor.double)
-    naive_out = by_reference(tensors, counts, naive)
-    exact_out = by_reference(widened(tensors), counts, exact)
-    out = torch.full_like(tensors["v"], float("nan"))
-
-    delta_replay(out, kept.states, kept.history, **tensors, **counts)
-
-    check_close(out, exact_out, naive_out)
+    check_call(tensors, counts, kept)
 
 
 @pytest.mark.parametrize("channels", GATES.values(), ids=GATES.keys())
@@ -377,16 +391,7 @@ def test_delta_replay_with_options(is_one_token, change, channels):
     if is_one_token:
         counts["query_starts"] = None
     tensors |= change(tensors)
-    naive, exact = kept.changed(torch.clone), kept.changed(torch.Tensor.double)
-    before = tuple(arena.clone() for arena in kept.arenas)
-    naive_out = by_reference(tensors, counts, naive)
-    exact_out = by_reference(widened(tensors), counts, exact)
-    out = torch.full_like(tensors["v"], float("nan"))
-
-    delta_replay(out, kept.states, kept.history, **tensors, **counts)
-
-    check_close(out, exact_out, naive_out)
-    check_memory(kept, exact, naive, before, counts)
+    check_call(tensors, counts, kept)
 
 
 def test_slots_may_be_a_column_of_a_table():
@@ -398,6 +403,57 @@ def test_slots_may_be_a_column_of_a_table():
     delta_replay(out, kept.states, kept.history, **tensors, **counts | {"slots": table[:, 0]})
 
     check_close(out, naive.double(), naive, slack=1e-4)
+
+
+def far_apart(part, dim, arena, first):
+    """A copy whose last index of a dimension lies past 2**31 elements, from `first` on."""
+    strides, step = [0] * part.dim(), 1
+    for other in reversed(range(part.dim())):
+        if other != dim:
+            strides[other] = step
+            step *= part.shape[other]
+    strides[dim] = 2**31 // (part.shape[dim] - 1) // 64 * 64 + 64
+    assert strides[dim] * (part.shape[dim] - 1) > 2**31
+    return arena.as_strided(part.shape, strides, first).copy_(part)
+
+
+@pytest.mark.parametrize("channels", GATES.values(), ids=GATES.keys())
+@pytest.mark.parametrize("dim", [0, 1, 2], ids=["slots", "heads", "rows"])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_delta_replay_reaches_past_2_to_the_31_elements(tokens, dim, channels):
+    # Every slot has a request, so that one is in the last.
+    requests = [(tokens, 12, 7, (7, 13)[slot % 2]) for slot in range(1, NUM_SLOTS)]
+    case = ((2, 2, 16, 16), 8, requests)
+    tensors, counts, kept = arguments(case, torch.float32, torch.float32, channels=channels)
+    if tokens == 1:
+        counts["query_starts"] = None
+    # Elements nobody touches cost no memory, so this arena is mostly not there.
+    arena = torch.empty(2**31 + (1 << 20), dtype=torch.float32, device=DEVICE)
+    parts = {"states": kept.states} | kept.parts()
+    far = {}
+    for number, (name, part) in enumerate(parts.items()):
+        # A head's decays lie next to each other.
+        far_dim = 1 if dim == part.dim() - 1 else dim
+        far[name] = far_apart(part, far_dim, arena, number << 17)
+    out, want = (torch.full_like(tensors["v"], float("nan")) for _ in range(2))
+
+    delta_replay(want, kept.states, kept.history, **tensors, **counts)
+    states = far.pop("states")
+    delta_replay(out, states, DeltaHistory(**far), **tensors, **counts)
+
+    assert torch.equal(out, want)
+    for part, near in zip([states, *far.values()], parts.values(), strict=True):
+        assert torch.equal(part.nan_to_num(7), near.nan_to_num(7))
+
+
+def test_inputs_may_be_expanded_and_lie_in_one_another():
+    tensors, counts, kept = arguments(SEVERAL_TOKENS["drafts"], torch.float32, torch.float32)
+    k = tensors["k"][:, :1].expand(-1, 2, -1)
+    gates = tensors["gates"][:1].expand(len(tensors["v"]), -1)
+    tensors |= {"k": k, "q": k, "gates": gates, "betas": gates, "v": tensors["v"][:1]}
+    tensors["v"] = tensors["v"].expand(len(k), -1, -1)
+
+    check_call(tensors, counts, kept)
 
 
 @pytest.mark.parametrize("channels", GATES.values(), ids=GATES.keys())
@@ -449,6 +505,10 @@ BAD_ARGUMENTS = {
     "a_shorter_history_of_keys": (
         "history.keys",
         lambda a: changed_history(a, keys=a["history"].keys[:, :, :4]),
+    ),
+    "a_history_longer_than_programs_hold": (
+        "history.changes",
+        lambda a: changed_history(a, changes=a["history"].changes.repeat(1, 1, 5, 1)),
     ),
     "decays_of_channels_for_gates_of_heads": (
         "history.decays",
@@ -516,14 +576,14 @@ QWEN3_NEXT, KIMI, OLMO = (
 NUM_COMPILED = 4
 
 
-def compile_replays():
+def compile_replays(models=(QWEN3_NEXT, KIMI, OLMO), rows=16):
     for state_dtype in (torch.float32, torch.bfloat16):
-        for num_qk_heads, num_v_heads, head_k_dim, head_v_dim, channels in (QWEN3_NEXT, KIMI, OLMO):
+        for num_qk_heads, num_v_heads, head_k_dim, head_v_dim, channels in models:
             per_token = (head_k_dim,) if channels else ()
             history = DeltaHistory(
-                changes=torch.zeros(4, num_v_heads, 16, head_v_dim, dtype=state_dtype),
-                keys=torch.zeros(4, num_qk_heads, 16, head_k_dim, dtype=torch.bfloat16),
-                decays=torch.zeros(4, num_v_heads, 16, *per_token),
+                changes=torch.zeros(4, num_v_heads, rows, head_v_dim, dtype=state_dtype),
+                keys=torch.zeros(4, num_qk_heads, rows, head_k_dim, dtype=torch.bfloat16),
+                decays=torch.zeros(4, num_v_heads, rows, *per_token),
             )
             q = torch.zeros(NUM_COMPILED, num_qk_heads, head_k_dim, dtype=torch.bfloat16)
             v = torch.zeros(NUM_COMPILED, num_v_heads, head_v_dim, dtype=torch.bfloat16)
@@ -562,9 +622,26 @@ def test_delta_replay_compiles_to_wide_loads_of_a_state(capability):
         # Two programs a processor.
         assert kernel.registers <= 255, kernel
         assert kernel.counts["mma"] + kernel.counts["wgmma"] > 0, kernel
-    at_once = [kernel for kernel in kernels if "heads" in kernel.name]
+    at_once = [kernel for kernel in kernels if "products" in kernel.name]
     # Of Qwen3-Next and OLMo: both dtypes on Hopper, but for one token of a state in float32.
     assert len(at_once) == (6 if capability == 90 else 4)
     one_by_one = [kernel for kernel in kernels if kernel not in at_once]
     # Three programs a processor for one token and gates of heads.
     assert min(kernel.registers for kernel in one_by_one) <= 170
+
+
+def compile_long_replays():
+    for rows in (20, 33):
+        compile_replays((QWEN3_NEXT, KIMI), rows)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_delta_replay_of_long_histories_compiles_without_spills(capability):
+    kernels = compile_job(compile_long_replays, capability)
+
+    assert len(kernels) == 16
+    for kernel in kernels:
+        assert "heads" not in kernel.name, kernel
+        assert kernel.stack_bytes == 0, kernel
+        # What a program may have on any GPU.
+        assert kernel.shared_bytes <= 99 << 10, kernel

@@ -1,4 +1,4 @@
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -159,6 +159,33 @@ def check_memory(kept, exact, naive, before, counts):
 def test_state_replay_matches_the_recurrence(case, dtype, state_dtype):
     tensors, counts, kept = arguments(case, dtype, state_dtype)
     if all(tokens in (1, PADDING) for tokens, *_ in case[2]):
+        counts["query_starts"] = None
+    before = tuple(arena.clone() for arena in kept.arenas)
+    naive, exact = kept.copy(), kept.in_float64()
+    naive_out = by_reference(tensors, counts, naive)
+    exact_out = by_reference(widened(tensors), counts, exact)
+    out = torch.full_like(tensors["x"], float("nan"))
+
+    state_replay(out, kept.states, kept.history, **tensors, **counts)
+
+    check_close(out, exact_out, naive_out)
+    check_memory(kept, exact, naive, before, counts)
+
+
+@pytest.mark.parametrize(
+    "case", [ONE_TOKEN["early_and_late"], *SEVERAL_TOKENS.values()], ids=["one", *SEVERAL_TOKENS]
+)
+def test_tokens_at_once_or_one_by_one_give_what_the_recurrence_gives(case, monkeypatch):
+    # The kernel that this machine would not take.
+    chosen = module.state_replay_tiles
+
+    def others(*args, **options):
+        tiles = chosen(*args, **options)
+        return replace(tiles, is_at_once=not tiles.is_at_once, block_heads=1)
+
+    monkeypatch.setattr(module, "state_replay_tiles", others)
+    tensors, counts, kept = arguments(case, torch.bfloat16, torch.float32)
+    if case is ONE_TOKEN["early_and_late"]:
         counts["query_starts"] = None
     before = tuple(arena.clone() for arena in kept.arenas)
     naive, exact = kept.copy(), kept.in_float64()
@@ -526,5 +553,9 @@ def test_state_replay_compiles_to_wide_loads_of_a_state(capability):
         # are the history's rows, some eight bytes a thread.
         assert kernel.counts["load_128"] >= 4, kernel
         assert kernel.counts["store_128"] >= 4, kernel
+        assert kernel.counts["mma"] + kernel.counts["wgmma"] > 0, kernel
         # Two programs a processor.
         assert kernel.registers <= 255, kernel
+    # On Hopper several tokens, but of wide states in float32; on Ampere all of states in 16 bits.
+    at_once = [kernel for kernel in kernels if "products" in kernel.name]
+    assert len(at_once) == (2 * len(SHAPES) - 1 if capability == 90 else 2 * len(SHAPES))

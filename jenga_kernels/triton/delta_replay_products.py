@@ -7,56 +7,18 @@ import triton
 import triton.language as tl
 
 from jenga_kernels.triton.addressing import page_offsets
-from jenga_kernels.triton.delta_rule import (
-    decay_log2,
-    inverse_length,
-    rate_log2,
-    rounded,
-    sigmoid,
+from jenga_kernels.triton.delta_rule import decay_log2, inverse_length, rate_log2, rounded, sigmoid
+from jenga_kernels.triton.device import device_function, widened
+from jenga_kernels.triton.matmul import matmul, matmul_add
+from jenga_kernels.triton.recurrence import column_sums, mask_if, row_sums
+from jenga_kernels.triton.replay import (
+    add_state_products,
+    decays_between,
+    decays_until,
+    rows_of_call,
+    rows_of_history,
     write_changes,
 )
-from jenga_kernels.triton.device import device_function, widened
-from jenga_kernels.triton.matmul import INTERPRETED, matmul, matmul_add
-from jenga_kernels.triton.recurrence import column_sums, mask_if, row_sums
-
-
-@device_function
-def state_products(S, keys, q, held, y):
-    """Add what columns of a state, [V, K], hold under keys and queries, [L, K], to two f32[V, L].
-
-    Elements of 16 bits go to the tensor cores as they are, and so do keys beside a state in
-    float32: that is the sum of two parts of 11 bits.
-    """
-    if S.dtype == keys.dtype:
-        return matmul_add(S, tl.trans(keys), held), matmul_add(S, tl.trans(q), y)
-    S = S.to(tl.float32)
-    is_wide: tl.constexpr = keys.dtype == tl.float32
-    keys = tl.trans(keys.to(tl.float32))
-    q = tl.trans(q.to(tl.float32))
-    if INTERPRETED or is_wide:
-        return matmul_add(S, keys, held), matmul_add(S, q, y)
-    else:
-        upper = (S.to(tl.uint32, bitcast=True) & 0xFFFFE000).to(tl.float32, bitcast=True)
-        lower = S - upper
-        held = tl.dot(lower, keys, held, input_precision="tf32")
-        y = tl.dot(lower, q, y, input_precision="tf32")
-        held = tl.dot(upper, keys, held, input_precision="tf32")
-        y = tl.dot(upper, q, y, input_precision="tf32")
-        return held, y
-
-
-@device_function
-def rows_of_call(ptr, tokens, is_new, ks, past, HEAD_K_DIM: tl.constexpr, stride_token):
-    """Columns `ks` of a call's tokens, in the rows of a tile that are theirs; elsewhere `past`."""
-    rows = ptr + tokens[:, None] * stride_token + ks[None, :]
-    return tl.load(rows, mask=is_new[:, None] & (ks < HEAD_K_DIM)[None, :], other=past)
-
-
-@device_function
-def rows_of_history(ptr, rows, is_past, ks, HEAD_K_DIM: tl.constexpr, STRIDE: tl.constexpr):
-    """Columns `ks` of the keys of a history, [L, K / 2]; elsewhere 0."""
-    past = ptr + rows[:, None] * STRIDE + ks[None, :]
-    return tl.load(past, mask=is_past[:, None] & (ks < HEAD_K_DIM)[None, :], other=0.0)
 
 
 @device_function
@@ -83,7 +45,7 @@ def decays_of(
 
 
 @triton.jit
-def delta_replay_heads_kernel(
+def delta_replay_products_kernel(
     # Outputs
     out_ptr,  # [num_tokens, num_v_heads, head_v_dim]
     states_ptr,  # [num_slots, num_v_heads, head_v_dim, head_k_dim]
@@ -243,11 +205,8 @@ def delta_replay_heads_kernel(
         HISTORY_TOKENS,
     )
     since_state = tl.exp2(tl.cumsum(logs, 0))  # [L]
-    # Each is a sum of what lies between two tokens, not a difference of sums from the start, which
-    # would be as wrong as these are large.
-    is_between = ages[None, :] < ages[:, None]
-    between = tl.where(is_between, next_logs[None, :], 0.0)
-    between = tl.exp2(tl.cumsum(between, 1, reverse=True))  # [L, L]
+    between = decays_between(next_logs, ages)  # [L, L]
+    is_before = ages[None, :] < ages[:, None]
 
     k_scores = matmul_add(far_keys, tl.trans(far_keys), matmul(keys, tl.trans(keys)))  # [L, L]
     q_scores = matmul_add(far_q, tl.trans(far_keys), matmul(q, tl.trans(keys)))
@@ -259,15 +218,17 @@ def delta_replay_heads_kernel(
         wide_q, wide_far_q = widened(q), widened(far_q)
         q_factors *= inverse_length(row_sums(wide_q * wide_q + wide_far_q * wide_far_q))
     nothing = tl.full([BLOCK_V, BLOCK_L], 0.0, tl.float32)
-    held, y = state_products(S, keys, q, nothing, nothing)  # [V, L]
+    held = add_state_products(S, keys, nothing)  # [V, L]
+    y = add_state_products(S, q, nothing)
     far_S = tl.load(far_state, mask=mask_if(stored > 0, in_far_state), other=0.0)
-    held, y = state_products(far_S, far_keys, far_q, held, y)
+    held = add_state_products(far_S, far_keys, held)
+    y = add_state_products(far_S, far_q, y)
     held *= since_state[None, :]
     y *= since_state[None, :]
     rates = betas * k_factors
     changes += rates[None, :] * tl.where(in_call, v - held * k_factors[None, :], 0.0)
     # What a token's key finds of the changes before it.
-    k_scores *= tl.where(is_between, between, 0.0) * (rates * k_factors)[:, None]
+    k_scores *= tl.where(is_before, between, 0.0) * (rates * k_factors)[:, None]
     for t in range(num_past, num_all):
         scores = column_sums(tl.where((ages == t)[:, None], k_scores, 0.0))  # [L]
         found = row_sums(changes * scores[None, :])  # [V]
@@ -292,10 +253,7 @@ def delta_replay_heads_kernel(
             tl.store(kept_keys + BLOCK_K // 2, far_keys, mask=is_far_k)
 
     if stored_next > stored:
-        last = stored_next - stored - 1
-        decay = tl.exp2(tl.sum(tl.where(ages <= last, logs, 0.0), 0))
-        weights = tl.cumsum(tl.where(ages < last, next_logs, 0.0), 0, reverse=True)
-        weights = tl.where(ages <= last, tl.exp2(weights), 0.0)
+        decay, weights = decays_until(logs, next_logs, ages, stored_next - stored - 1)
         changes *= weights[None, :]
         is_begun = stored > 0
         wide_keys, wide_far_keys = keys.to(tl.float32), far_keys.to(tl.float32)
