@@ -12,7 +12,7 @@ from perf import bench_delta
 from perf.delta_replay_shapes import DeltaReplayBatch, make_delta_replay_batch
 from perf.delta_shapes import DELTA_MODELS, DRY_DELTA_MODELS
 from perf.harness import Benchmark, Row, read_roofline
-from perf.state_replay_shapes import FOUR_DRAFTS, NO_DRAFTS
+from perf.state_replay_shapes import FOUR_DRAFTS, LONG_HISTORY, NO_DRAFTS
 
 BATCHES = (1, 8, 64, 128, 256, 1024)
 DRAFT_BATCHES = (8, 64, 256)
@@ -101,8 +101,9 @@ def main(arguments: list[str] | None = None) -> None:
                 (f"b{size}", size, NO_DRAFTS) for size in ((3,) if benchmark.is_dry else BATCHES)
             ]
             cases += [
-                (f"b{size} 4 drafts", size, FOUR_DRAFTS)
+                (f"b{size} 4 drafts{text}", size, drafts)
                 for size in ((3,) if benchmark.is_dry else DRAFT_BATCHES)
+                for text, drafts in (("", FOUR_DRAFTS), (" long", LONG_HISTORY))
             ]
             for text, num_requests, drafts in cases:
                 name = f"{model.name} {label} {text}"

@@ -12,7 +12,13 @@ from jenga_kernels.state_update import state_update
 from perf import bench_state_update
 from perf.attention_peers import UnsupportedError
 from perf.harness import Benchmark, Row, read_roofline
-from perf.state_replay_shapes import FOUR_DRAFTS, NO_DRAFTS, ReplayBatch, make_replay_batch
+from perf.state_replay_shapes import (
+    FOUR_DRAFTS,
+    LONG_HISTORY,
+    NO_DRAFTS,
+    ReplayBatch,
+    make_replay_batch,
+)
 from perf.state_shapes import DRY_MODELS, MODELS
 
 BATCHES = (1, 8, 64, 128, 256, 1024)
@@ -199,8 +205,9 @@ def main(arguments: list[str] | None = None) -> None:
                 (f"b{size}", size, NO_DRAFTS) for size in ((3,) if benchmark.is_dry else BATCHES)
             ]
             cases += [
-                (f"b{size} 4 drafts", size, FOUR_DRAFTS)
+                (f"b{size} 4 drafts{text}", size, drafts)
                 for size in ((3,) if benchmark.is_dry else DRAFT_BATCHES)
+                for text, drafts in (("", FOUR_DRAFTS), (" long", LONG_HISTORY))
             ]
             for text, num_requests, drafts in cases:
                 name = f"{model.name} {label} {text}"

@@ -46,8 +46,11 @@ class Drafts:
 NO_DRAFTS = Drafts(query_tokens=1, accepted_tokens=1, history_tokens=16)
 """A state is written once in 16 calls."""
 
-FOUR_DRAFTS = Drafts(query_tokens=5, accepted_tokens=3, history_tokens=32)
-"""Two of four drafted tokens are right; a state is written once in eight calls."""
+FOUR_DRAFTS = Drafts(query_tokens=5, accepted_tokens=3, history_tokens=16)
+"""Two of four drafted tokens are right; a state is written once in three calls."""
+
+LONG_HISTORY = Drafts(query_tokens=5, accepted_tokens=3, history_tokens=32)
+"""The same, but a state is written once in eight calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ import dataclasses
 import importlib.metadata
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,7 +35,7 @@ from perf.compiled_launches import CAPABILITY, Counted, compiled_by, kinds, show
 from perf.delta_replay_shapes import make_delta_replay_batch
 from perf.delta_shapes import DELTA_MODELS, KIMI_LINEAR, QWEN3_NEXT, make_delta_batch
 from perf.machine_code import PretendedGpu
-from perf.state_replay_shapes import make_replay_batch
+from perf.state_replay_shapes import FOUR_DRAFTS, make_replay_batch
 from perf.state_shapes import JAMBA, NEMOTRON, make_conv_batch, make_state_batch
 
 CPU = torch.device("cpu")
@@ -137,9 +138,12 @@ def launches(
         yield name, "vllm", lambda make=one: bench_state_update.vllm(make())
     for dtype in (torch.float32, torch.bfloat16):
         name = f"M state_replay {NEMOTRON.name} {str(dtype)[6:]}"
-        few = lambda d=dtype: make_replay_batch(NEMOTRON, REPLAY_REQUESTS, d, CPU)  # noqa: E731
+        few = partial(make_replay_batch, NEMOTRON, REPLAY_REQUESTS, dtype, CPU)
         yield name, "jenga", lambda make=few: bench_state_replay.jenga(make())
         yield name, "vllm", lambda make=few: bench_state_replay.vllm(make())
+        name, few = f"M state_replay 5 tokens {str(dtype)[6:]}", partial(few, drafts=FOUR_DRAFTS)
+        yield name, "jenga", lambda make=few: bench_state_replay.jenga(make())
+        yield name, "update", lambda make=few: bench_state_replay.jenga_update(make())
     conv = lambda: make_conv_batch(NEMOTRON.conv_dim, ones, CPU)  # noqa: E731
     yield "M conv_update nemotron-h-8b", "jenga", lambda: bench_conv_update.jenga(conv())
     yield "M conv_update nemotron-h-8b", "vllm", lambda: bench_conv_update.vllm(conv())
@@ -152,8 +156,12 @@ def launches(
     for model in (QWEN3_NEXT, KIMI_LINEAR):
         for dtype in (torch.float32, torch.bfloat16):
             name = f"G delta_replay {model.name} {str(dtype)[6:]}"
-            few = lambda m=model, d=dtype: make_delta_replay_batch(m, REPLAY_REQUESTS, d, CPU)  # noqa: E731
+            few = partial(make_delta_replay_batch, model, REPLAY_REQUESTS, dtype, CPU)
             yield name, "jenga", lambda make=few: bench_delta_replay.jenga(make())
+            few = partial(few, drafts=FOUR_DRAFTS)
+            name = f"G delta_replay 5 tokens {model.name.split('-')[0]} {str(dtype)[6:]}"
+            yield name, "jenga", lambda make=few: bench_delta_replay.jenga(make())
+            yield name, "update", lambda make=few: bench_delta_replay.jenga_update(make())
     for latent in latent_shapes.SHAPES:
         requests = cut(latent.requests, max_tokens, max_queries, max_requests)
         small = dataclasses.replace(latent, requests=requests)
