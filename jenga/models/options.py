@@ -41,8 +41,8 @@ class ReadOptions:
         embeddings_in_kv_pages: Image embeddings live in the full-attention pages of their tokens
             until the KV is written there; otherwise they have pages of their own.
         draft_tokens: Tokens drafted for a step, each of which takes recurrent layers a state more.
-        history_tokens: Tokens whose inputs are kept beside the state of a Mamba-2 or gated delta
-            layer, which is then seldom written; drafted tokens take such layers no state.
+        history_tokens: Tokens of which a Mamba-2 or gated delta layer keeps beside its state what
+            they brought in, and seldom writes that; drafted tokens take such layers no state.
     """
 
     tensor_parallel: int = 1

@@ -75,8 +75,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="tokens whose inputs Mamba-2 and gated delta layers keep beside a state, as with "
-        "vLLM's --use-replayssm: drafts then take no states",
+        help="tokens of which Mamba-2 and gated delta layers keep beside a state what they brought "
+        "in, as with vLLM's --use-replayssm: drafts then take no states",
     )
     parser.add_argument(
         "--weights",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from jenga.vllm_plugin.specs import PER_CHANNEL_DELTA_MODELS
-from jenga_kernels.histories import DeltaHistory, InputHistory
+from jenga_kernels.histories import MAX_DELTA_HISTORY, DeltaHistory, InputHistory
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -43,11 +43,13 @@ class HistoryKind:
         parts: Of a layer's spec, a number of tokens and the model: what their history takes, with
             rows before single elements, so that each part begins at a multiple of 16 bytes.
         history: Of these parts as views, [num_slots, *shape] each: what the kernels take.
+        max_tokens: Most tokens that they take; None for any number.
     """
 
     layers: str
     parts: Callable[["MambaSpec", int, "ModelConfig"], tuple[Part, ...]]
     history: Callable[[Sequence[torch.Tensor]], InputHistory | DeltaHistory]
+    max_tokens: int | None = None
 
 
 def _num_channels(spec: "MambaSpec") -> int:
@@ -94,7 +96,10 @@ def _delta_history(parts: Sequence[torch.Tensor]) -> DeltaHistory:
 HISTORY_KINDS = {
     "MAMBA2": HistoryKind(layers="Mamba-2 layers", parts=_input_parts, history=_input_history),
     "GDN_ATTN": HistoryKind(
-        layers="layers of the gated delta rule", parts=_delta_parts, history=_delta_history
+        layers="layers of the gated delta rule",
+        parts=_delta_parts,
+        history=_delta_history,
+        max_tokens=MAX_DELTA_HISTORY,
     ),
 }
 """By vLLM's word for the kind."""

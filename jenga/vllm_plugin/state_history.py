@@ -95,8 +95,8 @@ def with_histories(
     """Give recurrent layers room for their histories, where they shall have any.
 
     Raises:
-        ValueError: There are no layers that could, or rows of their histories or states are not
-            whole loads.
+        ValueError: There are no layers that could, their histories are longer than kernels take, or
+            rows of these or of states are not whole loads.
     """
     num_tokens, model = history_tokens(vllm_config), vllm_config.model_config
     if not num_tokens:
@@ -132,6 +132,12 @@ def _kind_of(spec: "KVCacheSpec", served: frozenset[str]) -> HistoryKind | None:
 def _with_history(
     name: str, spec: "MambaSpec", kind: HistoryKind, num_tokens: int, model: "ModelConfig"
 ) -> "MambaSpec":
+    if kind.max_tokens and num_tokens > kind.max_tokens:
+        msg = (
+            f"{BACKEND_NAME} does not support {_ASKED_BY} in layer {name!r}: its history must have "
+            f"at most {kind.max_tokens} tokens, got {num_tokens}"
+        )
+        raise ValueError(msg)
     parts = (_COUNT, *kind.parts(spec, num_tokens, model))
     for part in (Part(spec.shapes[1], spec.dtypes[1]), *parts):
         row_bytes = part.shape[-1] * part.dtype.itemsize

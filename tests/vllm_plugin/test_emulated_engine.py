@@ -14,6 +14,8 @@ TESTS = {
     "::test_mamba2_hybrid_generates_what_stock_vllm_generates_and_finds_its_prefixes",
     "states_seldom_written": "test_replayed_states.py"
     "::test_with_drafts_another_turn_starts_near_the_end_of_a_long_answer",
+    "gated_deltas_seldom_written": "test_replayed_gated_delta_engine.py"
+    "::test_with_ngrams_another_turn_starts_near_the_end_of_a_long_answer",
 }
 
 

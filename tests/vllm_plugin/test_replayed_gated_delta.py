@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from types import SimpleNamespace
@@ -91,6 +91,28 @@ KIMI = Kind(
 KINDS = pytest.mark.parametrize("kind", [QWEN, KIMI], ids=["qwen", "kimi"])
 
 
+def olmo_layer(states=None):
+    layer = gated_delta_layer(states)
+    layer.allow_neg_eigval = True
+    return layer
+
+
+OLMO = replace(
+    QWEN,
+    architecture="OlmoHybridForCausalLM",
+    make=olmo_layer,
+    plain=partial(plain_gated_delta, greatest_beta=2.0),
+)
+BOUNDED_KIMI = replace(
+    KIMI,
+    make=partial(kimi_layer, lower_bound=-5.0),
+    plain=partial(plain_kimi, lower_bound=-5.0),
+)
+ALL_KINDS = pytest.mark.parametrize(
+    "kind", [QWEN, OLMO, KIMI, BOUNDED_KIMI], ids=["qwen", "olmo", "kimi", "kimi_bounded"]
+)
+
+
 def specs_with_histories(specs, architecture, history_tokens=HISTORY_TOKENS, dtype=torch.float32):
     from jenga.vllm_plugin.state_history import with_histories
 
@@ -136,10 +158,12 @@ def layer_with_histories(
     *,
     num_drafts=0,
     num_pages=12,
+    dtypes=(torch.float32,) * 2,
 ):
     """A layer whose pages have room for histories, and what prepares its steps."""
-    plain = spec_of(kind.shapes, num_drafts=num_drafts)
-    spec = specs_with_histories({NAME: plain}, kind.architecture, history_tokens)[NAME]
+    plain = spec_of(kind.shapes, dtypes, num_drafts=num_drafts)
+    specs = specs_with_histories({NAME: plain}, kind.architecture, history_tokens, dtypes[0])
+    spec = specs[NAME]
     assert spec.num_speculative_blocks == 0
     pages = pages_of(spec, num_pages)
     layer = kind.make(pages[:2])  # as vLLM binds it
@@ -158,7 +182,7 @@ def forget_layers(config, drafting_config):  # noqa: F811
         each.compilation_config.static_forward_context.pop(NAME, None)
 
 
-@KINDS
+@ALL_KINDS
 @pytest.mark.parametrize("history_tokens", [2, 4, 16])
 def test_a_layer_cut_anywhere_gives_what_one_gives_that_writes_every_state(
     kind,
@@ -175,6 +199,41 @@ def test_a_layer_cut_anywhere_gives_what_one_gives_that_writes_every_state(
 
     for name in REQUESTS:
         exact, _ = kind.plain(inputs[name], torch.float64)
+        check_close(ours[name], exact, want[name])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float16),
+    ],
+    ids=["bf16_state_f32", "bf16", "f16"],
+)
+def test_a_layer_in_16_bits_errs_no_more_than_one_that_writes_every_state(
+    dtype,
+    stored,
+    config,  # noqa: F811
+):
+    inputs = {name: x.to(dtype).float() for name, x in prompts(QWEN.input_size).items()}
+
+    def run(layer, x, out, metadata):
+        half = torch.full(out.shape, float("nan"), dtype=dtype)
+        QWEN.run(layer, x.to(dtype), half, metadata)
+        out.copy_(half)
+
+    kind = replace(QWEN, make=partial(gated_delta_layer, dtype=dtype))
+    conv, states = state_pages(kind.shapes)
+    plain = kind.make((conv.to(dtype), states.to(stored)))
+    builder = builder_for(plain, config, kind.shapes)
+    want = run_in_steps(partial(run, plain), builder, inputs, kind.out_size)
+
+    layer, builder = layer_with_histories(kind, config, 8, dtypes=(dtype, stored))
+    ours = run_in_steps(partial(run, layer), builder, inputs, kind.out_size)
+
+    for name in REQUESTS:
+        exact, _ = plain_gated_delta(inputs[name], torch.float64, layer=plain)
         check_close(ours[name], exact, want[name])
 
 
@@ -238,7 +297,7 @@ def test_states_kept_on_the_way_through_a_prompt_have_as_many_tokens(kind, confi
     check_close(out, exact[32:], naive[32:])
 
 
-@KINDS
+@ALL_KINDS
 @pytest.mark.parametrize(
     ("order", "history_tokens"),
     [(in_order_of_first_runner, 2 * SLOTS), (in_order_of_second_runner, 16)],
@@ -361,6 +420,8 @@ def test_histories_are_for_layers_on_our_kernels_with_rows_of_whole_loads():
         specs_with_histories(narrow, QWEN.architecture)
     with pytest.raises(ValueError, match=r"layer 'four'.* multiples of 16 bytes, got 24"):
         specs_with_histories(thin, QWEN.architecture)
+    with pytest.raises(ValueError, match=r"layer 'two'.* at most 64 tokens, got 65"):
+        specs_with_histories(delta, QWEN.architecture, 65)
     assert specs_with_histories(narrow, QWEN.architecture, 0) == narrow
     both = specs_with_histories(delta | mamba2 | mamba1, QWEN.architecture)
     assert {name: len(spec.shapes) for name, spec in both.items()} == {

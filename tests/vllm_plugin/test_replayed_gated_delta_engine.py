@@ -2,9 +2,14 @@
 
 import pytest
 
-from tests.vllm_plugin.conftest import V2_RUNNER, assert_same_generation, tokens_lost_to_a_head
+from tests.vllm_plugin.conftest import (
+    NUM_WORKERS,
+    V2_RUNNER,
+    assert_same_generation,
+    tokens_lost_to_a_head,
+)
 from tests.vllm_plugin.test_gated_delta_engine import PROMPTS
-from tests.vllm_plugin.test_hybrid_engine import CUTS, JENGA, TURN
+from tests.vllm_plugin.test_hybrid_engine import CUTS, JENGA, TURN, check_turns
 from tests.vllm_plugin.test_model_runner_v2 import graphs_of
 from tests.vllm_plugin.test_prefix_caching import check_hits, prompts_over_shared_prefixes
 from tests.vllm_plugin.test_replayed_states import hits_of_answers
@@ -137,6 +142,26 @@ def test_with_ngrams_another_turn_starts_near_the_end_of_a_long_answer(tiny_mode
     ends = hits_of_answers(prompts, 70)
     assert all(hit >= end for hit, end in zip(hits, ends_of(prompts), strict=True))
     assert any(hit == end for hit, end in zip(hits, ends, strict=True)), (hits, ends)
+
+
+@pytest.mark.skipif(NUM_WORKERS < 2, reason="needs a GPU or a core for each of two workers")
+def test_two_tensor_parallel_workers_generate_what_transformers_generates(tiny_model, run_engine):
+    model, job = tiny_model("qwen3_next"), {"turns": [TURN], "max_tokens": 20}
+    two_workers = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+
+    theirs = run_engine(model, PROMPTS, script="reference_process.py", **job)
+    two = run_engine(
+        model,
+        PROMPTS,
+        options=CUTS | JENGA | {"tensor_parallel_size": 2},
+        environment=REPLAY | {"VLLM_LOGGING_LEVEL": "INFO"} | two_workers,
+        **job,
+    )
+
+    assert "error" not in two, two["error"][-4000:]
+    assert "layers of the gated delta rule keep what up to 8 tokens brought in" in two["log"]
+    assert_same_generation(two, theirs)
+    check_turns(two, PROMPTS)  # in their own process requests arrive at other steps
 
 
 @pytest.mark.parametrize("runner", ["0", "1"], ids=["first_runner", "second_runner"])
