@@ -172,3 +172,15 @@ def same_elsewhere(got, before, written):
     return torch.equal(
         got[others].contiguous().view(torch.uint8), before[others].contiguous().view(torch.uint8)
     )
+
+
+def far_apart(part, dim, arena, first):
+    """A copy whose last index of a dimension lies past 2**31 elements, from `first` on."""
+    strides, step = [0] * part.dim(), 1
+    for other in reversed(range(part.dim())):
+        if other != dim:
+            strides[other] = step
+            step *= part.shape[other]
+    strides[dim] = 2**31 // (part.shape[dim] - 1) // 64 * 64 + 64
+    assert strides[dim] * (part.shape[dim] - 1) > 2**31
+    return arena.as_strided(part.shape, strides, first).copy_(part)

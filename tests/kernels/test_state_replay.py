@@ -13,6 +13,7 @@ from jenga_kernels.triton.state_tiles import ReplayTiles
 from tests.kernels.compiling import compile_job
 from tests.kernels.state_cases import (
     PADDING,
+    far_apart,
     i32,
     on_cpu,
     recurrence_tensors,
@@ -390,6 +391,35 @@ def test_slots_may_be_a_column_of_a_table():
     state_replay(out, kept.states, kept.history, **tensors, **counts | {"slots": table[:, 0]})
 
     check_close(out, naive.double(), naive, slack=1e-4)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2], ids=["slots", "heads", "rows"])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_state_replay_reaches_past_2_to_the_31_elements(tokens, dim):
+    # Every slot has a request, so that one is in the last.
+    requests = [(tokens, 12, 7, (7, 13)[slot % 2]) for slot in range(1, NUM_SLOTS)]
+    case = ((2, 16, 16, 2), 8, requests)
+    tensors, counts, kept = arguments(case, torch.float32, torch.float32)
+    if tokens == 1:
+        counts["query_starts"] = None
+    # Elements nobody touches cost no memory, so this arena is mostly not there.
+    arena = torch.empty(2**31 + (1 << 20), dtype=torch.float32, device=DEVICE)
+    parts = {"states": kept.states, "x": kept.history.x, "B": kept.history.B}
+    parts["dt"] = kept.history.dt
+    far = {}
+    for number, (name, part) in enumerate(parts.items()):
+        # A head's step sizes lie next to each other.
+        far_dim = 1 if dim == part.dim() - 1 else dim
+        far[name] = far_apart(part, far_dim, arena, number << 17)
+    out, want = (torch.full_like(tensors["x"], float("nan")) for _ in range(2))
+
+    state_replay(want, kept.states, kept.history, **tensors, **counts)
+    states = far.pop("states")
+    state_replay(out, states, InputHistory(**far), **tensors, **counts)
+
+    assert torch.equal(out, want)
+    for name, part in [("states", states), *far.items()]:
+        assert torch.equal(part.nan_to_num(7), parts[name].nan_to_num(7))
 
 
 @pytest.mark.parametrize("size", [1e-3, 30.0])
