@@ -29,7 +29,7 @@ DTYPES = [
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.float32),
     (torch.bfloat16, torch.bfloat16),
-    (torch.float16, torch.float16),
+    pytest.param(torch.float16, torch.float16, marks=pytest.mark.slow),
 ]
 DTYPE_IDS = ["f32", "bf16_state_f32", "bf16", "f16"]
 
@@ -207,7 +207,9 @@ def tokens_of(tensors, tokens):
 
 
 @pytest.mark.parametrize(
-    ("history_tokens", "max_query_tokens"), [(16, 1), (2, 1), (16, 4), (8, 4)], ids=str
+    ("history_tokens", "max_query_tokens"),
+    [(16, 1), pytest.param(2, 1, marks=pytest.mark.slow), (16, 4), (8, 4)],
+    ids=str,
 )
 def test_steps_of_any_lengths_with_rejected_tokens_end_as_the_accepted_ones_alone(
     history_tokens, max_query_tokens

@@ -183,7 +183,10 @@ def forget_layers(config, drafting_config):  # noqa: F811
 
 
 @ALL_KINDS
-@pytest.mark.parametrize("history_tokens", [2, 4, 16])
+@pytest.mark.parametrize(
+    "history_tokens",
+    [pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(16, marks=pytest.mark.slow)],
+)
 def test_a_layer_cut_anywhere_gives_what_one_gives_that_writes_every_state(
     kind,
     history_tokens,
@@ -300,7 +303,10 @@ def test_states_kept_on_the_way_through_a_prompt_have_as_many_tokens(kind, confi
 @ALL_KINDS
 @pytest.mark.parametrize(
     ("order", "history_tokens"),
-    [(in_order_of_first_runner, 2 * SLOTS), (in_order_of_second_runner, 16)],
+    [
+        pytest.param(in_order_of_first_runner, 2 * SLOTS, marks=pytest.mark.slow),
+        (in_order_of_second_runner, 16),
+    ],
     ids=["first_runner", "second_runner"],
 )
 def test_random_drafts_in_one_slot_leave_no_trace(
