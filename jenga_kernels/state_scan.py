@@ -45,9 +45,11 @@ def state_scan(
     channel becomes exp(s A) h + s x B, and its output C h + D x, times silu(z).
 
     A Mamba-2 layer has one A, dt and dt_bias per head. A Mamba-1 layer has them per channel, and A
-    per state element too; it is one head of all its channels. Requests whose state slot is
-    `NULL_SLOT` are padding: their output is zero and nothing else is read or written. No request
-    may write a slot that another one reads or writes.
+    per state element too; it is one head of all its channels. Linear attention whose states decay
+    by a fixed factor (lightning attention) is Mamba-2 with a group for each head: values for x, keys
+    for B, queries for C, dt of ones and no softplus. Requests whose state slot is `NULL_SLOT` are
+    padding: their output is zero and nothing else is read or written. No request may write a slot
+    that another one reads or writes.
 
     Args:
         out: Written in place, shape and dtype of x.
@@ -76,7 +78,7 @@ def state_scan(
 
     Source: the recurrence is algorithm 2 of "Mamba: Linear-Time Sequence Modeling with Selective
     State Spaces" (arXiv 2312.00752), its form by chunks section 6 of "Transformers are SSMs"
-    (arXiv 2405.21060).
+    (arXiv 2405.21060); lightning attention is that of arXiv 2401.04658.
     """
     check_recurrence(out, states, x, dt, A, B, C, D=D, z=z, dt_bias=dt_bias, dt_limits=dt_limits)
     num_tokens, num_heads, head_dim = x.shape

@@ -1,7 +1,7 @@
 """Layers of the gated delta rule of vLLM, served by `jenga_kernels` on states in pages.
 
 Gated delta nets (Qwen3-Next, Qwen3.5, OLMo Hybrid) decay a head's state as a whole, Kimi delta
-attention (Kimi-Linear) each key channel on its own. As with Mamba layers, vLLM's keep their
+attention (Kimi-Linear, Ling 3) each key channel on its own. As with Mamba layers, vLLM's keep their
 weights, projections and norms; what lies between reads and writes the state slots of the page-layer
 buffer in place. In a step of decoding requests nothing waits for the device and all that changes is
 read from the metadata's buffers, so that a CUDA graph can be made of it; none has been captured,
@@ -16,9 +16,11 @@ import torch
 from torch.nn.functional import softplus
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 
-from jenga.vllm_plugin.config import is_selected
 from jenga.vllm_plugin.mamba import (
+    Convolution,
+    channels_first,
     conv_weight_of,
+    convolution_of,
     convolve,
     decode_slots,
     prompts_of,
@@ -27,8 +29,8 @@ from jenga.vllm_plugin.mamba import (
 )
 from jenga.vllm_plugin.mamba_builder import (
     JengaMambaMetadata,
-    JengaMambaMetadataBuilder,
     JengaStateBackend,
+    builder_beside,
 )
 from jenga.vllm_plugin.state_counts import Replay
 from jenga_kernels.delta_replay import delta_replay
@@ -37,12 +39,10 @@ from jenga_kernels.delta_update import delta_update
 from jenga_kernels.histories import DeltaHistory
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.v1.attention.backend import AttentionMetadataBuilder
 
 
-def _are_served(layer_names: list[str], vllm_config: "VllmConfig") -> bool:
-    """Whether all of a worker's layers of these names are of a class that is served here."""
+def _layer_classes() -> tuple[type, ...]:
     from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import (
         KimiGatedDeltaNetAttention,
     )
@@ -52,27 +52,17 @@ def _are_served(layer_names: list[str], vllm_config: "VllmConfig") -> bool:
     from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import (
         QwenGatedDeltaNetAttention,
     )
+    from vllm.model_executor.models.bailing_moe_v3 import BailingMoeV3KimiDeltaAttention
 
-    served = (
+    return (
         QwenGatedDeltaNetAttention,
         OlmoHybridGatedDeltaNetAttention,
         KimiGatedDeltaNetAttention,
+        BailingMoeV3KimiDeltaAttention,
     )
-    layers = vllm_config.compilation_config.static_forward_context
-    return all(isinstance(layers.get(name), served) for name in layer_names)
 
 
-class _JengaGatedDeltaBuilder(JengaMambaMetadataBuilder):
-    def __new__(
-        cls,
-        kv_cache_spec: Any,  # noqa: ANN401
-        layer_names: list[str],
-        vllm_config: "VllmConfig",
-        device: torch.device,
-    ) -> "AttentionMetadataBuilder[Any]":
-        if is_selected(vllm_config) and _are_served(layer_names, vllm_config):
-            return super().__new__(cls)
-        return GDNAttentionMetadataBuilder(kv_cache_spec, layer_names, vllm_config, device)
+_GatedDeltaBuilder = builder_beside(GDNAttentionMetadataBuilder, _layer_classes)
 
 
 class JengaGatedDeltaBackend(JengaStateBackend):
@@ -85,11 +75,8 @@ class JengaGatedDeltaBackend(JengaStateBackend):
 
     @staticmethod
     def get_builder_cls() -> type["AttentionMetadataBuilder[Any]"]:
-        """Get the class that prepares a step.
-
-        It makes vLLM's own where JENGA_TRITON is not selected, or vLLM's operations serve a layer.
-        """
-        return _JengaGatedDeltaBuilder
+        """Get the class that prepares a step."""
+        return _GatedDeltaBuilder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +209,7 @@ def forward_gated_delta(
     num_tokens = metadata.num_decode_tokens + metadata.num_prefill_tokens
     x, b, a = mixed_qkv[:num_tokens], b[:num_tokens], a[:num_tokens]
     convolved = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    convolve(convolved, x, layer, conv_weight_of(layer), metadata)
+    convolve(convolved, x, convolution_of(layer, conv_weight_of(layer)), metadata)
     key_dim, value_dim = layer.key_dim // layer.tp_size, layer.value_dim // layer.tp_size
     q, k, v = convolved.split([key_dim, key_dim, value_dim], dim=-1)
     A_log, dt_bias = layer.A_log, layer.dt_bias  # noqa: N806
@@ -240,8 +227,7 @@ def forward_gated_delta(
         A_log=A_log,
         dt_bias=dt_bias,
     )
-    _, states = states_of(layer)
-    apply_delta_rule(output[:num_tokens], states, step, metadata, layer.prefix)
+    apply_delta_rule(output[:num_tokens], states_of(layer), step, metadata, layer.prefix)
 
 
 def forward_kimi_delta(
@@ -265,7 +251,7 @@ def forward_kimi_delta(
     num_tokens = metadata.num_decode_tokens + metadata.num_prefill_tokens
     x, gates, betas = mixed_qkv[:num_tokens], gates[:num_tokens], betas[:num_tokens]
     convolved = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    convolve(convolved, x, layer, conv_weight_of(layer), metadata)
+    convolve(convolved, x, convolution_of(layer, conv_weight_of(layer)), metadata)
     q, k, v = convolved.unflatten(-1, (3, -1, layer.head_dim)).unbind(1)
     A_log, dt_bias = layer.A_log, layer.dt_bias.view(-1, layer.head_dim)  # noqa: N806
     if layer.gate_lower_bound is not None:
@@ -275,5 +261,43 @@ def forward_kimi_delta(
         betas = betas.float().sigmoid()
         A_log, dt_bias = None, None  # noqa: N806
     step = DeltaRule(q=q, k=k, v=v, gates=gates, betas=betas, A_log=A_log, dt_bias=dt_bias)
-    _, states = states_of(layer)
-    apply_delta_rule(output[:num_tokens], states, step, metadata, layer.prefix)
+    apply_delta_rule(output[:num_tokens], states_of(layer), step, metadata, layer.prefix)
+
+
+def forward_bailing_delta(
+    layer: Any,  # noqa: ANN401
+    q_proj_states: torch.Tensor,
+    k_proj_states: torch.Tensor,
+    v_proj_states: torch.Tensor,
+    g1: torch.Tensor,
+    beta: torch.Tensor,
+    core_attn_out: torch.Tensor,
+    metadata: JengaMambaMetadata,
+) -> None:
+    """Run what lies between the projections and the output norm of Bailing's Kimi delta attention.
+
+    Args:
+        layer: A `BailingMoeV3KimiDeltaAttention`; its states are written in place.
+        q_proj_states: Queries, [num_tokens or more, num_heads * head_dim].
+        k_proj_states: Keys, likewise.
+        v_proj_states: Values, likewise.
+        g1: Logarithms of decays, [1, num_tokens or more, num_heads, head_dim].
+        beta: Strengths of writing, [1, num_tokens or more, num_heads].
+        core_attn_out: Written in place for the step's tokens, shape of g1.
+        metadata: Of the step.
+    """
+    num_tokens = metadata.num_decode_tokens + metadata.num_prefill_tokens
+    conv_states = channels_first(layer.kv_cache[0]).chunk(3, dim=1)
+    inputs = (q_proj_states, k_proj_states, v_proj_states)
+    convolved: list[torch.Tensor] = []
+    for x, states, conv1d in zip(
+        inputs, conv_states, (layer.q_conv1d, layer.k_conv1d, layer.v_conv1d), strict=True
+    ):
+        weight = conv1d.weight.view(conv1d.weight.shape[0], -1)
+        convolution = Convolution(states=states, weight=weight, bias=conv1d.bias, silu=True)
+        convolved.append(torch.empty_like(x[:num_tokens]))
+        convolve(convolved[-1], x[:num_tokens], convolution, metadata)
+    q, k, v = (part.unflatten(-1, (-1, layer.head_dim)) for part in convolved)
+    gates, betas = g1[0, :num_tokens], beta[0, :num_tokens]
+    step = DeltaRule(q=q, k=k, v=v, gates=gates, betas=betas, A_log=None, dt_bias=None)
+    apply_delta_rule(core_attn_out[0, :num_tokens], states_of(layer), step, metadata, layer.prefix)

@@ -35,10 +35,26 @@ def metadata_of(layer_name: str) -> JengaMambaMetadata | None:
     return metadata if isinstance(metadata, JengaMambaMetadata) else None
 
 
-def states_of(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401
-    """Get a layer's states: [num_slots, dim, width - 1] and those of the recurrence."""
-    conv_states, states = layer.kv_cache
-    return conv_states if is_conv_state_dim_first() else conv_states.transpose(1, 2), states
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Convolution:
+    """A layer's convolution, as `jenga_kernels.causal_conv.causal_conv` names its parts.
+
+    Attributes:
+        states: [num_slots, dim, width - 1 or more]; written in place.
+        weight: [dim, width].
+        bias: [dim]; or None.
+        silu: Whether its outputs pass through SiLU.
+    """
+
+    states: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    silu: bool
+
+
+def channels_first(conv_states: torch.Tensor) -> torch.Tensor:
+    """Get the states of a convolution, [num_slots, dim, columns], however vLLM lays them out."""
+    return conv_states if is_conv_state_dim_first() else conv_states.transpose(1, 2)
 
 
 def conv_weight_of(layer: Any) -> torch.Tensor:  # noqa: ANN401
@@ -46,6 +62,23 @@ def conv_weight_of(layer: Any) -> torch.Tensor:  # noqa: ANN401
     # Where vLLM's CPU operations want it in an order of their own, vLLM keeps it here as it was.
     weight = getattr(layer.conv1d, "_cpu_unpacked_conv_weight", layer.conv1d.weight)
     return weight.view(weight.shape[0], -1)
+
+
+def convolution_of(layer: Any, weight: torch.Tensor) -> Convolution:  # noqa: ANN401
+    """Get the convolution, of some weight [dim, width], before the recurrence of a layer."""
+    conv_states, _ = layer.kv_cache
+    return Convolution(
+        states=channels_first(conv_states),
+        weight=weight,
+        bias=layer.conv1d.bias,
+        silu=layer.activation in ("silu", "swish"),
+    )
+
+
+def states_of(layer: Any) -> torch.Tensor:  # noqa: ANN401
+    """Get the states of a layer's recurrence, behind those of its convolution."""
+    _, states = layer.kv_cache
+    return states
 
 
 def decode_slots(
@@ -102,8 +135,7 @@ def replays(
 def convolve(
     out: torch.Tensor,
     x: torch.Tensor,
-    layer: Any,  # noqa: ANN401
-    weight: torch.Tensor,
+    convolution: Convolution,
     metadata: JengaMambaMetadata,
 ) -> None:
     """Convolve a step's tokens.
@@ -111,12 +143,9 @@ def convolve(
     Args:
         out: Written in place, [num_tokens, dim].
         x: Inputs, [num_tokens, dim].
-        layer: vLLM's layer; its convolution states are written in place.
-        weight: [dim, width].
+        convolution: Of the layer; its states are written in place.
         metadata: Of the step.
     """
-    conv_states, _ = states_of(layer)
-    bias, silu = layer.conv1d.bias, layer.activation in ("silu", "swish")
     first, counts = metadata.num_decode_tokens, metadata.replay_d
     if first:
         initial_slots, slots, query_starts = decode_slots(metadata)
@@ -124,13 +153,13 @@ def convolve(
             initial_slots = slots = own_slots(slots)
         conv_update(
             out[:first],
-            conv_states,
+            convolution.states,
             x[:first],
-            weight,
+            convolution.weight,
             initial_slots,
             slots,
-            bias=bias,
-            silu=silu,
+            bias=convolution.bias,
+            silu=convolution.silu,
             query_starts=query_starts,
             computed_tokens=None if counts is None else counts.computed_tokens,
         )
@@ -139,14 +168,14 @@ def convolve(
         counts = metadata.replay_p
         causal_conv(
             out[first:],
-            conv_states,
+            convolution.states,
             x[first:],
-            weight,
+            convolution.weight,
             query_starts,
             initial_slots,
             slots,
-            bias=bias,
-            silu=silu,
+            bias=convolution.bias,
+            silu=convolution.silu,
             checkpoints=metadata.checkpoints,
             computed_tokens=None if counts is None else counts.computed_tokens,
         )
@@ -161,9 +190,10 @@ class Recurrence:
     A: torch.Tensor
     B: torch.Tensor
     C: torch.Tensor
-    D: torch.Tensor
+    D: torch.Tensor | None
     z: torch.Tensor | None
     dt_bias: torch.Tensor | None
+    dt_softplus: bool = True
 
 
 def replay(
@@ -201,6 +231,7 @@ def replay(
         D=step.D,
         z=None if step.z is None else step.z[:first],
         dt_bias=step.dt_bias,
+        dt_softplus=step.dt_softplus,
         query_starts=counts.query_starts,
     )
 
@@ -240,6 +271,7 @@ def recur(
             D=step.D,
             z=None if step.z is None else step.z[:first],
             dt_bias=step.dt_bias,
+            dt_softplus=step.dt_softplus,
             query_starts=query_starts,
         )
     if metadata.num_prefill_tokens:
@@ -258,6 +290,7 @@ def recur(
             D=step.D,
             z=None if step.z is None else step.z[first:],
             dt_bias=step.dt_bias,
+            dt_softplus=step.dt_softplus,
             checkpoints=metadata.checkpoints,
         )
 
@@ -279,7 +312,7 @@ def forward_mamba1(
     num_tokens = metadata.num_decode_tokens + metadata.num_prefill_tokens
     x, gate = layer.in_proj(hidden_states)[0][:num_tokens].chunk(2, dim=-1)
     convolved = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    convolve(convolved, x, layer, conv_weight_of(layer), metadata)
+    convolve(convolved, x, convolution_of(layer, conv_weight_of(layer)), metadata)
     dt, B, C = layer._ssm_transform(convolved)  # noqa: N806
     scanned = torch.empty_like(convolved)
     # One head of all channels, one group.
@@ -293,7 +326,7 @@ def forward_mamba1(
         z=gate.unsqueeze(1),
         dt_bias=None if layer.dt_proj.bias is None else layer.dt_proj.bias.unsqueeze(0),
     )
-    _, states = states_of(layer)
+    states = states_of(layer)
     recur(scanned.unsqueeze(1), states.unsqueeze(1), step, metadata, layer.prefix)
     output[:num_tokens] = layer.out_proj(scanned)[0]
 
@@ -320,9 +353,9 @@ def forward_mamba2(
     )
     _, x, dt = projected[:num_tokens].split([inner, dim, num_heads], dim=-1)
     convolved = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    convolve(convolved, x, layer, layer.conv_weights, metadata)
+    convolve(convolved, x, convolution_of(layer, layer.conv_weights), metadata)
     x, B, C = layer.split_hidden_states_B_C_fn(convolved)  # noqa: N806
-    _, states = states_of(layer)
+    states = states_of(layer)
     step = Recurrence(
         x=x.unflatten(-1, (num_heads, -1)),
         dt=dt,

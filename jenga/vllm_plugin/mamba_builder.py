@@ -6,6 +6,7 @@ step knows how many tokens were accepted by then, and so where to begin. It asks
 no more than every attention layer does.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -156,30 +157,35 @@ class JengaMambaMetadataBuilder(BaseMambaAttentionMetadataBuilder[JengaMambaMeta
         )
 
 
-class _JengaMamba1Builder(JengaMambaMetadataBuilder):
-    def __new__(
-        cls,
-        kv_cache_spec: Any,  # noqa: ANN401
-        layer_names: list[str],
-        vllm_config: "VllmConfig",
-        device: torch.device,
-    ) -> "AttentionMetadataBuilder[Any]":
-        if is_selected(vllm_config):
-            return super().__new__(cls)
-        return Mamba1AttentionMetadataBuilder(kv_cache_spec, layer_names, vllm_config, device)
+def builder_beside(
+    stock: type["AttentionMetadataBuilder[Any]"], layer_classes: Callable[[], tuple[type, ...]]
+) -> type[JengaMambaMetadataBuilder]:
+    """Make the class of builders for a kind of recurrent layers.
 
+    Args:
+        stock: vLLM's own, made where JENGA_TRITON is not selected or vLLM's operations serve a
+            layer.
+        layer_classes: Gives the classes of layers that are served here; none for any.
+    """
 
-class _JengaMamba2Builder(JengaMambaMetadataBuilder):
-    def __new__(
-        cls,
-        kv_cache_spec: Any,  # noqa: ANN401
-        layer_names: list[str],
-        vllm_config: "VllmConfig",
-        device: torch.device,
-    ) -> "AttentionMetadataBuilder[Any]":
-        if is_selected(vllm_config):
-            return super().__new__(cls)
-        return Mamba2AttentionMetadataBuilder(kv_cache_spec, layer_names, vllm_config, device)
+    class Builder(JengaMambaMetadataBuilder):
+        def __new__(
+            cls,
+            kv_cache_spec: Any,  # noqa: ANN401
+            layer_names: list[str],
+            vllm_config: "VllmConfig",
+            device: torch.device,
+        ) -> "AttentionMetadataBuilder[Any]":
+            classes = layer_classes()
+            layers = vllm_config.compilation_config.static_forward_context
+            are_served = not classes or all(
+                isinstance(layers.get(name), classes) for name in layer_names
+            )
+            if is_selected(vllm_config) and are_served:
+                return super().__new__(cls)
+            return stock(kv_cache_spec, layer_names, vllm_config, device)
+
+    return Builder
 
 
 class JengaStateBackend(AttentionBackend):
@@ -189,6 +195,10 @@ class JengaStateBackend(AttentionBackend):
     def is_ssm(cls) -> bool:
         """Whether the layers have states: they have."""
         return True
+
+
+_Mamba1Builder = builder_beside(Mamba1AttentionMetadataBuilder, tuple)
+_Mamba2Builder = builder_beside(Mamba2AttentionMetadataBuilder, tuple)
 
 
 class JengaMamba1Backend(JengaStateBackend):
@@ -201,8 +211,8 @@ class JengaMamba1Backend(JengaStateBackend):
 
     @staticmethod
     def get_builder_cls() -> type["AttentionMetadataBuilder[Any]"]:
-        """Get the class that prepares a step; vLLM's own where JENGA_TRITON is not selected."""
-        return _JengaMamba1Builder
+        """Get the class that prepares a step."""
+        return _Mamba1Builder
 
 
 class JengaMamba2Backend(JengaStateBackend):
@@ -215,5 +225,5 @@ class JengaMamba2Backend(JengaStateBackend):
 
     @staticmethod
     def get_builder_cls() -> type["AttentionMetadataBuilder[Any]"]:
-        """Get the class that prepares a step; vLLM's own where JENGA_TRITON is not selected."""
-        return _JengaMamba2Builder
+        """Get the class that prepares a step."""
+        return _Mamba2Builder

@@ -13,9 +13,13 @@ overridden in a subclass, and the builder of cache configurations that 0.33 has.
 """
 
 from jenga.vllm_plugin.engine_replacements import CONFIG_WATCH, WHEN_SELECTED
+from jenga.vllm_plugin.layer_replacements import RECURRENT_LAYERS
 from jenga.vllm_plugin.planner_replacements import PLANNER
 from jenga.vllm_plugin.replacement import put_in_place
-from jenga.vllm_plugin.worker_replacements import IN_WORKERS
+from jenga.vllm_plugin.worker_replacements import WORKERS
+
+IN_WORKERS = (*WORKERS, *RECURRENT_LAYERS)
+"""In place once a worker of a configuration that selects us has its device."""
 
 REPLACEMENTS = (CONFIG_WATCH, *WHEN_SELECTED, *PLANNER, *IN_WORKERS)
 """All of them, for the documentation and the tests."""

@@ -25,32 +25,47 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, MambaSpec
 
 
-MAMBA_STATES = frozenset({"MAMBA1", "MAMBA2"})
-"""Kinds of recurrent layers, in vLLM's words, that run on our kernels in every model."""
+STATE_MODELS: dict[str, frozenset[str] | None] = {
+    "MAMBA1": None,
+    "MAMBA2": None,
+    "GDN_ATTN": frozenset(
+        {
+            "BailingMoeV3ForCausalLM",
+            "BailingMoeV3VLForConditionalGeneration",
+            "KimiLinearForCausalLM",
+            "OlmoHybridForCausalLM",
+            "Qwen3NextForCausalLM",
+            "Qwen3_5ForCausalLM",
+            "Qwen3_5ForConditionalGeneration",
+            "Qwen3_5MoeForCausalLM",
+            "Qwen3_5MoeForConditionalGeneration",
+        }
+    ),
+    "LINEAR": frozenset({"BailingMoeV2_5ForCausalLM"}),
+    "SHORT_CONV": frozenset(
+        {"Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm2VlForConditionalGeneration"}
+    ),
+}
+"""Kinds of recurrent layers that run on our kernels, and in which models, in vLLM's words.
 
-DELTA_STATES = frozenset({"GDN_ATTN"})
-"""Kinds whose layers vLLM has more than one class of, each with operations of its own."""
+None stands for all; of the others vLLM has more than one class, each with operations of its own.
+"""
 
-DELTA_MODELS = frozenset(
+PER_CHANNEL_DELTA_MODELS = frozenset(
     {
+        "BailingMoeV3ForCausalLM",
+        "BailingMoeV3VLForConditionalGeneration",
         "KimiLinearForCausalLM",
-        "OlmoHybridForCausalLM",
-        "Qwen3NextForCausalLM",
-        "Qwen3_5ForCausalLM",
-        "Qwen3_5ForConditionalGeneration",
-        "Qwen3_5MoeForCausalLM",
-        "Qwen3_5MoeForConditionalGeneration",
     }
 )
-"""Architectures, in vLLM's words, in which these run on our kernels."""
-
-PER_CHANNEL_DELTA_MODELS = frozenset({"KimiLinearForCausalLM"})
-"""Those of them whose layers decay each key channel of a state on its own."""
+"""Those whose gated delta layers decay each key channel of a state on its own."""
 
 
 def served_states(architecture: str | None) -> frozenset[str]:
     """Get the kinds of recurrent layers of a model that run on our kernels; others on vLLM's."""
-    return MAMBA_STATES | DELTA_STATES if architecture in DELTA_MODELS else MAMBA_STATES
+    return frozenset(
+        kind for kind, models in STATE_MODELS.items() if models is None or architecture in models
+    )
 
 
 _STATE_ALIGNMENT_BYTES = 16
@@ -65,13 +80,12 @@ def kinds_of_states(specs: Mapping[str, "KVCacheSpec"]) -> frozenset[str]:
 
 
 def _check_states(name: str, spec: "MambaSpec") -> None:
-    """Refuse states that would not begin where the kernels' loads must."""
-    conv_bytes = prod(spec.shapes[0]) * spec.dtypes[0].itemsize
-    is_served = spec.mamba_type.name in MAMBA_STATES | DELTA_STATES
-    if is_served and conv_bytes % _STATE_ALIGNMENT_BYTES:
+    """Refuse states behind which the next would not begin where the kernels' loads must."""
+    first_bytes = prod(spec.shapes[0]) * spec.dtypes[0].itemsize
+    if spec.mamba_type.name in STATE_MODELS and first_bytes % _STATE_ALIGNMENT_BYTES:
         msg = (
-            f"JENGA_TRITON does not support layer {name!r}: its convolution state must take a "
-            f"multiple of {_STATE_ALIGNMENT_BYTES} bytes, got {conv_bytes}"
+            f"JENGA_TRITON does not support layer {name!r}: its first state must take a "
+            f"multiple of {_STATE_ALIGNMENT_BYTES} bytes, got {first_bytes}"
         )
         raise ValueError(msg)
 

@@ -15,6 +15,7 @@ _BACKEND_PATH = "jenga.vllm_plugin.attention.JengaTritonBackend"
 _MAMBA1_BACKEND_PATH = "jenga.vllm_plugin.mamba_builder.JengaMamba1Backend"
 _MAMBA2_BACKEND_PATH = "jenga.vllm_plugin.mamba_builder.JengaMamba2Backend"
 _GATED_DELTA_BACKEND_PATH = "jenga.vllm_plugin.gated_delta.JengaGatedDeltaBackend"
+_SHORT_CONV_BACKEND_PATH = "jenga.vllm_plugin.short_conv.JengaShortConvBackend"
 
 
 def backend_member() -> Any:  # noqa: ANN401 (a member of an enumeration that vLLM extends at run time)
@@ -46,6 +47,7 @@ def register_state_backends() -> None:
     register_backend(MambaAttentionBackendEnum.MAMBA1, _MAMBA1_BACKEND_PATH, is_mamba=True)
     register_backend(MambaAttentionBackendEnum.MAMBA2, _MAMBA2_BACKEND_PATH, is_mamba=True)
     register_backend(MambaAttentionBackendEnum.GDN_ATTN, _GATED_DELTA_BACKEND_PATH, is_mamba=True)
+    register_backend(MambaAttentionBackendEnum.SHORT_CONV, _SHORT_CONV_BACKEND_PATH, is_mamba=True)
 
 
 def register_backend() -> None:

@@ -390,7 +390,7 @@ def test_drafted_tokens_do_not_go_to_an_operation_of_vllms_that_passes_our_kerne
         QwenGatedDeltaNetAttention,
     )
 
-    from jenga.vllm_plugin.worker_replacements import IN_WORKERS
+    from jenga.vllm_plugin.replacements import IN_WORKERS
 
     name = "_fused_gdn_decode_unsupported_reason"
     monkeypatch.setattr(QwenGatedDeltaNetAttention, name, lambda self, vllm_config: None)  # noqa: ARG005
@@ -424,7 +424,7 @@ def test_operations_that_our_kernels_take_the_place_of_are_not_warmed_up(
     from vllm.config import set_current_vllm_config
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
-    from jenga.vllm_plugin.worker_replacements import IN_WORKERS
+    from jenga.vllm_plugin.replacements import IN_WORKERS
 
     layer_class = resolve_obj_by_qualname(f"vllm.model_executor.layers.mamba.{layer}")
     monkeypatch.setattr(layer_class, name, getattr(layer_class, name))  # as it was, in the end

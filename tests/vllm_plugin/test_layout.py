@@ -203,8 +203,11 @@ def test_a_convolution_state_that_would_leave_the_next_unaligned_is_refused():
     [
         ("MAMBA1", "JambaForCausalLM", True),
         ("GDN_ATTN", "Qwen3NextForCausalLM", True),
-        ("GDN_ATTN", "BailingMoeV3ForCausalLM", False),
-        ("SHORT_CONV", "Lfm2ForCausalLM", False),
+        ("GDN_ATTN", "BailingMoeV3ForCausalLM", True),
+        ("SHORT_CONV", "Lfm2ForCausalLM", True),
+        ("LINEAR", "BailingMoeV2_5ForCausalLM", True),
+        ("GDN_ATTN", "Qwen4ExpForCausalLM", False),
+        ("SHORT_CONV", "Qwen4ExpForCausalLM", False),
     ],
 )
 def test_prefixes_are_cached_only_if_all_states_are_kept(kind, architecture, is_kept, monkeypatch):
@@ -255,7 +258,7 @@ def test_drafts_with_states_that_other_operations_keep_are_refused_by_kind():
 
     from jenga.vllm_plugin.layout import get_kv_cache_groups
 
-    config = drafting_config("Lfm2ForCausalLM")
+    config = drafting_config("Qwen4ExpForCausalLM")
     specs = HYBRID | {"other": mamba(mamba_type=MambaAttentionBackendEnum.SHORT_CONV)}
 
     with pytest.raises(ValueError, match=r"speculative decoding .* SHORT_CONV"):

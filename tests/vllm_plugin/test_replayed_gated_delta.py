@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.kernels.support import check_close
+from tests.vllm_plugin import test_bailing_delta as bailing
 from tests.vllm_plugin.test_drafted_states import (
     DRAFTS,
     KEPT_PAGE,
@@ -108,8 +109,19 @@ BOUNDED_KIMI = replace(
     make=partial(kimi_layer, lower_bound=-5.0),
     plain=partial(plain_kimi, lower_bound=-5.0),
 )
+BAILING = Kind(
+    architecture="BailingMoeV3ForCausalLM",
+    shapes=bailing.SHAPES,
+    input_size=bailing.INPUT_SIZE,
+    out_size=bailing.SIZE,
+    make=bailing.bailing_layer,
+    run=bailing.run_bailing,
+    plain=bailing.plain_bailing,
+)
 ALL_KINDS = pytest.mark.parametrize(
-    "kind", [QWEN, OLMO, KIMI, BOUNDED_KIMI], ids=["qwen", "olmo", "kimi", "kimi_bounded"]
+    "kind",
+    [QWEN, OLMO, KIMI, BOUNDED_KIMI, BAILING],
+    ids=["qwen", "olmo", "kimi", "kimi_bounded", "bailing"],
 )
 
 

@@ -389,7 +389,7 @@ def test_names_of_workers_are_replaced_once_a_worker_has_its_device(tiny_model):
     from types import SimpleNamespace
     from vllm.v1.worker.worker_base import WorkerWrapperBase
     from jenga.vllm_plugin.replacement import of_installed_vllm
-    from jenga.vllm_plugin.worker_replacements import IN_WORKERS
+    from jenga.vllm_plugin.replacements import IN_WORKERS
     worker = WorkerWrapperBase(rpc_rank=0)
     worker.vllm_config = configure()
     worker.worker = SimpleNamespace(init_device=lambda: print("DEVICE"))
