@@ -117,6 +117,7 @@ def test_a_draft_model_beside_windows_changes_no_token(graphs, tiny_model, run_e
         "granite",
         pytest.param("jamba", marks=pytest.mark.slow),
         pytest.param("qwen3_next", marks=pytest.mark.slow),
+        pytest.param("lfm2", marks=pytest.mark.slow),
     ],
 )
 def test_replayed_steps_of_drafts_leave_the_states_of_what_is_accepted(
@@ -173,7 +174,7 @@ def test_replayed_steps_of_latent_attention(tiny_model, run_engine, run_ours):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["jamba", "qwen3_next", "llama4"])
+@pytest.mark.parametrize("name", ["jamba", "qwen3_next", "llama4", "lfm2"])
 def test_replayed_steps_generate_what_transformers_generates(
     name, tiny_model, run_engine, run_ours
 ):

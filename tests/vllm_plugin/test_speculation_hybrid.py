@@ -39,7 +39,7 @@ def test_a_draft_changes_no_token_of_a_hybrid_also_after_a_prefix_hit(tiny_model
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["jamba", "qwen3_next"])
+@pytest.mark.parametrize("name", ["jamba", "qwen3_next", "lfm2"])
 def test_a_draft_changes_no_token_of_states_of_other_kinds(name, tiny_model, run_engine):
     model, draft = tiny_model(f"{name}_calm"), tiny_model(f"{name}_echo")
     options = CUTS | {"enable_prefix_caching": True}

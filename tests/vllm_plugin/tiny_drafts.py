@@ -18,8 +18,9 @@ def _perturb(model):
 
 def _calm(model, share=0.02):
     """Let a model's layers say little, so that its next token follows from the last one."""
+    outputs = ("o_proj", "out_proj", "down_proj", "output_linear", "feed_forward.w2")
     for name, parameter in model.named_parameters():
-        if any(part in name for part in ("o_proj", "out_proj", "down_proj", "output_linear")):
+        if any(part in name for part in outputs):
             parameter.data.mul_(share)
     return model
 
@@ -317,6 +318,8 @@ MAKERS = {
     "jamba_echo": lambda: _echo_of(served.jamba()),
     "qwen3_next_calm": lambda: _calm(served.qwen3_next(), 0.005),
     "qwen3_next_echo": lambda: _echo_of(served.qwen3_next()),
+    "lfm2_calm": lambda: _calm(served.lfm2(), 0.05),
+    "lfm2_echo": lambda: _echo_of(served.lfm2()),
     "nemotron_h_mtp": lambda: _calm(served.nemotron_h(), 0.005),
     "qwen3_next_mtp": lambda: _calm(served.qwen3_next(), 0.005),
     "qwen3_5_mtp": lambda: _calm(served.qwen3_5(), 0.005),

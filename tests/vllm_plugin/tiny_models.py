@@ -251,6 +251,39 @@ def qwen3_5():
     return Qwen3_5ForCausalLM(config)
 
 
+_SHORT_CONVS = {
+    "num_hidden_layers": 5,
+    "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
+    "conv_L_cache": 3,
+    "conv_dim": COMMON["hidden_size"],  # read by vLLM alone
+}
+
+
+def lfm2():
+    """Get an LFM2 of one head: of several vLLM's rotation on a CPU takes each for a token."""
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    config = Lfm2Config(
+        **COMMON | _SHORT_CONVS | {"num_attention_heads": 1, "num_key_value_heads": 1},
+        block_auto_adjust_ff_dim=False,
+        block_dim=COMMON["hidden_size"],  # read by vLLM alone
+    )
+    return Lfm2ForCausalLM(config)
+
+
+def lfm2_moe():
+    from transformers import Lfm2MoeConfig, Lfm2MoeForCausalLM
+
+    config = Lfm2MoeConfig(
+        **_TWO_HEADS | _SHORT_CONVS,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_dense_layers=1,
+        moe_intermediate_size=64,
+    )
+    return Lfm2MoeForCausalLM(config)
+
+
 def whisper():
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
@@ -380,6 +413,8 @@ MAKERS = {
     "nemotron_h": nemotron_h,
     "qwen3_next": qwen3_next,
     "qwen3_5": qwen3_5,
+    "lfm2": lfm2,
+    "lfm2_moe": lfm2_moe,
 }
 """By name."""
 
