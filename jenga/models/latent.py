@@ -1,7 +1,10 @@
-"""Readers of models with multi-head latent attention: DeepSeek and its descendants."""
+"""Readers of models with multi-head latent attention, alone or beside states: DeepSeek and others.
+
+Source: page sizes, state shapes and dtypes of vLLM 0.33.
+"""
 
 from jenga.models.config import Config
-from jenga.models.layers import layer_name
+from jenga.models.layers import delta_rule_parts, layer_name, state_type
 from jenga.models.options import ReadOptions
 from jenga.spec import FullAttention, Layer, LayerType, SlidingWindow
 
@@ -102,3 +105,27 @@ def read_deepseek_v4(config: Config, options: ReadOptions) -> list[LayerType]:
         for tokens, layers in sorted(windows.items())
     ]
     return types
+
+
+def read_kimi_linear(config: Config, options: ReadOptions) -> list[LayerType]:
+    """Kimi Linear: delta attention with float32 states, latent attention in listed layers."""
+    num_layers = config.num_layers()
+    linear = config.section("linear_attn_config")
+    full = [number - 1 for number in linear.counts("full_attn_layers")]
+    if any(not 0 <= index < num_layers for index in full):
+        linear.refuse("full_attn_layers", f"layer numbers from 1 to {num_layers}")
+    heads = (linear.integer("num_heads"), linear.integer("head_dim"))
+    parts = delta_rule_parts(
+        options,
+        keys=heads,
+        values=heads,
+        kernel=linear.integer("short_conv_kernel_size", default=4),
+        state_dtype="float32",
+        is_per_channel=True,
+    )
+    return [
+        FullAttention(
+            name="full", layers=tuple(latent_layer(config, options, index) for index in full)
+        ),
+        state_type([i for i in range(num_layers) if i not in full], parts, options),
+    ]

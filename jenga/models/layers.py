@@ -175,6 +175,9 @@ def shared_sources(config: Config, kinds: Sequence[Kind], num_shared_layers: int
     return sources
 
 
+_COUNT_ELEMENTS = 4
+"""Of 32 bits, in which a page says how many tokens are in its states."""
+
 HISTORY = "history"
 """How the names of those parts of a state begin that are the inputs of its latest tokens."""
 
@@ -190,6 +193,104 @@ def state_type(indices: Iterable[int], parts: Sequence[StatePart], options: Read
             for index in indices
         ),
         draft_tokens=0 if has_history else options.draft_tokens,
+    )
+
+
+def state_parts(
+    options: ReadOptions,
+    *,
+    conv: tuple[int, int],
+    recurrent: tuple[int, ...],
+    state_dtype: str | None = None,
+) -> list[StatePart]:
+    """Convolution state [channels, taps] and recurrent state of one layer."""
+    dtype = options.state_dtype or state_dtype or options.model_dtype
+    return [
+        StatePart(name="conv", shape=conv, dtype=options.model_dtype),
+        StatePart(name="recurrent", shape=recurrent, dtype=dtype),
+    ]
+
+
+def history_parts(
+    options: ReadOptions, rows: Mapping[str, tuple[int, int, str]], numbers: tuple[str, int]
+) -> list[StatePart]:
+    """What the latest tokens brought in, and of how many; nothing where states are always written.
+
+    Args:
+        options: How the model is run.
+        rows: What is kept of a token: heads, elements of a head, dtype.
+        numbers: What is kept besides in float32, and how many of a token.
+    """
+    history_tokens = options.history_tokens
+    if not history_tokens:
+        return []
+    name, per_token = numbers
+    shape = (per_token * history_tokens + _COUNT_ELEMENTS,)
+    return [
+        *(
+            StatePart(name=f"{HISTORY} {row}", shape=(heads, history_tokens, width), dtype=dtype)
+            for row, (heads, width, dtype) in rows.items()
+        ),
+        StatePart(name=f"{HISTORY} {name}", shape=shape, dtype="float32"),
+    ]
+
+
+def conv_taps(options: ReadOptions, kernel: int) -> int:
+    """Columns of a convolution's state.
+
+    Of a history drafts are a part; without one vLLM gives each state their columns too.
+    """
+    return kernel - 1 + (options.draft_tokens if options.history_tokens else 0)
+
+
+def delta_rule_parts(
+    options: ReadOptions,
+    *,
+    keys: tuple[int, int],
+    values: tuple[int, int],
+    kernel: int,
+    state_dtype: str,
+    is_per_channel: bool,
+) -> list[StatePart]:
+    """The gated delta rule: a matrix per head of values.
+
+    Args:
+        options: How the model is run.
+        keys: Number of heads, elements of a head; queries have as many.
+        values: Number of heads, elements of a head.
+        kernel: Taps of the convolution over queries, keys and values.
+        state_dtype: The architecture's default for the recurrent state.
+        is_per_channel: Whether every key channel decays on its own.
+    """
+    (num_key_heads, key_elements), (num_value_heads, value_elements) = keys, values
+    channels = 2 * num_key_heads * key_elements + num_value_heads * value_elements
+    own_heads = options.shard("linear-attention heads", num_value_heads)
+    parts = state_parts(
+        options,
+        conv=(options.shard("convolution channels", channels), conv_taps(options, kernel)),
+        recurrent=(own_heads, value_elements, key_elements),
+        state_dtype=state_dtype,
+    )
+    dtype = options.state_dtype or state_dtype
+    # A change is divided by its key's length: float16 may not hold it where it holds the state.
+    change_dtype = "float32" if dtype == "float16" else dtype
+    own_key_heads = options.shard("linear-attention key heads", num_key_heads)
+    rows = {
+        "changes": (own_heads, value_elements, change_dtype),
+        "keys": (own_key_heads, key_elements, options.model_dtype),
+    }
+    num_decays = own_heads * (key_elements if is_per_channel else 1)
+    return parts + history_parts(options, rows, ("decays", num_decays))
+
+
+def matrix_part(config: Config, options: ReadOptions) -> StatePart:
+    """Lightning attention: a matrix per head."""
+    num_heads = options.shard("attention heads", config.integer("num_attention_heads"))
+    elements = head_dim(config)
+    return StatePart(
+        name="recurrent",
+        shape=(num_heads, elements, elements),
+        dtype=options.state_dtype or options.model_dtype,
     )
 
 

@@ -27,7 +27,7 @@ TEXT_READERS: dict[str, Reader] = {
     "hymba": recurrent.read_hymba,
     "internlm2": attention.read_full,
     "jamba": recurrent.read_jamba,
-    "kimi_linear": recurrent.read_kimi_linear,
+    "kimi_linear": latent.read_kimi_linear,
     "llama": attention.read_full,
     "llama4_text": attention.read_llama4,
     "mamba": recurrent.read_mamba,

@@ -5,77 +5,29 @@ The shapes are those of one rank; a convolution keeps one tap less than its kern
 Source: state shapes and dtypes of vLLM 0.33.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from jenga.models.config import Config
-from jenga.models.latent import latent_layer
 from jenga.models.layers import (
-    HISTORY,
     LAYER_KINDS,
     AttentionLayer,
     Kind,
     attention_types,
-    head_dim,
+    conv_taps,
+    delta_rule_parts,
+    history_parts,
     kv_slot_bytes,
     layer_kinds,
+    matrix_part,
+    state_parts,
     state_type,
     uniform_attention,
 )
 from jenga.models.options import ReadOptions
-from jenga.spec import FullAttention, LayerType, StatePart
-
-_COUNT_ELEMENTS = 4
-"""Of 32 bits, in which a page says how many tokens are in its states."""
+from jenga.spec import LayerType, StatePart
 
 _PATTERN_KINDS = {"M": Kind.STATE, "*": Kind.FULL, "-": Kind.NOTHING, "E": Kind.NOTHING}
 _ZAMBA_KINDS = {"mamba": Kind.STATE, "hybrid": Kind.FULL}
-
-
-def _parts(
-    options: ReadOptions,
-    *,
-    conv: tuple[int, int],
-    recurrent: tuple[int, ...],
-    state_dtype: str | None = None,
-) -> list[StatePart]:
-    """Convolution state [channels, taps] and recurrent state of one layer."""
-    dtype = options.state_dtype or state_dtype or options.model_dtype
-    return [
-        StatePart(name="conv", shape=conv, dtype=options.model_dtype),
-        StatePart(name="recurrent", shape=recurrent, dtype=dtype),
-    ]
-
-
-def _history(
-    options: ReadOptions, rows: Mapping[str, tuple[int, int, str]], numbers: tuple[str, int]
-) -> list[StatePart]:
-    """What the latest tokens brought in, and of how many; nothing where states are always written.
-
-    Args:
-        options: How the model is run.
-        rows: What is kept of a token: heads, elements of a head, dtype.
-        numbers: What is kept besides in float32, and how many of a token.
-    """
-    history_tokens = options.history_tokens
-    if not history_tokens:
-        return []
-    name, per_token = numbers
-    shape = (per_token * history_tokens + _COUNT_ELEMENTS,)
-    return [
-        *(
-            StatePart(name=f"{HISTORY} {row}", shape=(heads, history_tokens, width), dtype=dtype)
-            for row, (heads, width, dtype) in rows.items()
-        ),
-        StatePart(name=f"{HISTORY} {name}", shape=shape, dtype="float32"),
-    ]
-
-
-def _taps(options: ReadOptions, kernel: int) -> int:
-    """Columns of a convolution's state.
-
-    Of a history drafts are a part; without one vLLM gives each state their columns too.
-    """
-    return kernel - 1 + (options.draft_tokens if options.history_tokens else 0)
 
 
 def _mamba1(config: Config, options: ReadOptions, *, channels: int) -> list[StatePart]:
@@ -83,7 +35,9 @@ def _mamba1(config: Config, options: ReadOptions, *, channels: int) -> list[Stat
     state_size = config.integer("mamba_d_state" if "mamba_d_state" in config else "state_size")
     kernel = config.integer("mamba_d_conv" if "mamba_d_conv" in config else "conv_kernel")
     own_channels = options.shard("Mamba channels", channels)
-    return _parts(options, conv=(own_channels, kernel - 1), recurrent=(own_channels, state_size))
+    return state_parts(
+        options, conv=(own_channels, kernel - 1), recurrent=(own_channels, state_size)
+    )
 
 
 def _mamba2(
@@ -110,9 +64,9 @@ def _mamba2(
         num_groups = options.tensor_parallel
     conv_channels = channels + 2 * num_groups * state_size
     own_heads = options.shard("Mamba heads", num_heads)
-    parts = _parts(
+    parts = state_parts(
         options,
-        conv=(options.shard("convolution channels", conv_channels), _taps(options, kernel)),
+        conv=(options.shard("convolution channels", conv_channels), conv_taps(options, kernel)),
         recurrent=(own_heads, head_elements, state_size),
         state_dtype=state_dtype,
     )
@@ -120,47 +74,7 @@ def _mamba2(
         "inputs": (own_heads, head_elements, options.model_dtype),
         "projections": (num_groups // options.tensor_parallel, state_size, options.model_dtype),
     }
-    return parts + _history(options, rows, ("steps", own_heads))
-
-
-def _delta_rule(
-    options: ReadOptions,
-    *,
-    keys: tuple[int, int],
-    values: tuple[int, int],
-    kernel: int,
-    state_dtype: str,
-    is_per_channel: bool,
-) -> list[StatePart]:
-    """The gated delta rule: a matrix per head of values.
-
-    Args:
-        options: How the model is run.
-        keys: Number of heads, elements of a head; queries have as many.
-        values: Number of heads, elements of a head.
-        kernel: Taps of the convolution over queries, keys and values.
-        state_dtype: The architecture's default for the recurrent state.
-        is_per_channel: Whether every key channel decays on its own.
-    """
-    (num_key_heads, key_elements), (num_value_heads, value_elements) = keys, values
-    channels = 2 * num_key_heads * key_elements + num_value_heads * value_elements
-    own_heads = options.shard("linear-attention heads", num_value_heads)
-    parts = _parts(
-        options,
-        conv=(options.shard("convolution channels", channels), _taps(options, kernel)),
-        recurrent=(own_heads, value_elements, key_elements),
-        state_dtype=state_dtype,
-    )
-    dtype = options.state_dtype or state_dtype
-    # A change is divided by its key's length: float16 may not hold it where it holds the state.
-    change_dtype = "float32" if dtype == "float16" else dtype
-    own_key_heads = options.shard("linear-attention key heads", num_key_heads)
-    rows = {
-        "changes": (own_heads, value_elements, change_dtype),
-        "keys": (own_key_heads, key_elements, options.model_dtype),
-    }
-    num_decays = own_heads * (key_elements if is_per_channel else 1)
-    return parts + _history(options, rows, ("decays", num_decays))
+    return parts + history_parts(options, rows, ("steps", own_heads))
 
 
 def _bamba_parts(config: Config, options: ReadOptions, *, channels: int) -> list[StatePart]:
@@ -294,7 +208,7 @@ def read_gated_delta(config: Config, options: ReadOptions) -> list[LayerType]:
     interval = config.integer("full_attention_interval", default=4)
     default = [Kind.STATE if (i + 1) % interval else Kind.FULL for i in range(num_layers)]
     kinds = layer_kinds(config, num_layers, default)
-    parts = _delta_rule(
+    parts = delta_rule_parts(
         options,
         keys=(config.integer("linear_num_key_heads"), config.integer("linear_key_head_dim")),
         values=(config.integer("linear_num_value_heads"), config.integer("linear_value_head_dim")),
@@ -303,30 +217,6 @@ def read_gated_delta(config: Config, options: ReadOptions) -> list[LayerType]:
         is_per_channel=False,
     )
     return _hybrid(config, options, kinds, parts)
-
-
-def read_kimi_linear(config: Config, options: ReadOptions) -> list[LayerType]:
-    """Kimi Linear: delta attention with float32 states, latent attention in listed layers."""
-    num_layers = config.num_layers()
-    linear = config.section("linear_attn_config")
-    full = [number - 1 for number in linear.counts("full_attn_layers")]
-    if any(not 0 <= index < num_layers for index in full):
-        linear.refuse("full_attn_layers", f"layer numbers from 1 to {num_layers}")
-    heads = (linear.integer("num_heads"), linear.integer("head_dim"))
-    parts = _delta_rule(
-        options,
-        keys=heads,
-        values=heads,
-        kernel=linear.integer("short_conv_kernel_size", default=4),
-        state_dtype="float32",
-        is_per_channel=True,
-    )
-    return [
-        FullAttention(
-            name="full", layers=tuple(latent_layer(config, options, index) for index in full)
-        ),
-        state_type([i for i in range(num_layers) if i not in full], parts, options),
-    ]
 
 
 def read_minimax(config: Config, options: ReadOptions) -> list[LayerType]:
@@ -339,14 +229,7 @@ def read_minimax(config: Config, options: ReadOptions) -> list[LayerType]:
             config.refuse("attn_type_list", f"a list of {num_layers} numbers, one per layer")
         default = [Kind.FULL if full else Kind.STATE for full in is_full]
     kinds = layer_kinds(config, num_layers, default)
-    num_heads = options.shard("attention heads", config.integer("num_attention_heads"))
-    elements = head_dim(config)
-    matrix = StatePart(
-        name="recurrent",
-        shape=(num_heads, elements, elements),
-        dtype=options.state_dtype or options.model_dtype,
-    )
-    return _hybrid(config, options, kinds, [matrix])
+    return _hybrid(config, options, kinds, [matrix_part(config, options)])
 
 
 def read_hymba(config: Config, options: ReadOptions) -> list[LayerType]:
