@@ -28,6 +28,8 @@ TEXT_READERS: dict[str, Reader] = {
     "internlm2": attention.read_full,
     "jamba": recurrent.read_jamba,
     "kimi_linear": latent.read_kimi_linear,
+    "lfm2": recurrent.read_lfm2,
+    "lfm2_moe": recurrent.read_lfm2_moe,
     "llama": attention.read_full,
     "llama4_text": attention.read_llama4,
     "mamba": recurrent.read_mamba,

@@ -28,6 +28,8 @@ from jenga.spec import LayerType, StatePart
 
 _PATTERN_KINDS = {"M": Kind.STATE, "*": Kind.FULL, "-": Kind.NOTHING, "E": Kind.NOTHING}
 _ZAMBA_KINDS = {"mamba": Kind.STATE, "hybrid": Kind.FULL}
+_LFM2_KINDS = {"conv": Kind.STATE, "full_attention": Kind.FULL}
+_LFM2 = {"num_attention_heads": 32, "num_key_value_heads": 8, "conv_L_cache": 3}
 
 
 def _mamba1(config: Config, options: ReadOptions, *, channels: int) -> list[StatePart]:
@@ -102,6 +104,21 @@ def _hybrid(
     types = attention_types(uniform_attention(config, options, kinds))
     states = [index for index, kind in enumerate(kinds) if kind is Kind.STATE]
     return [*types, state_type(states, parts, options)] if states else types
+
+
+def _short_convolutions(
+    config: Config, options: ReadOptions, kinds: Sequence[Kind], *, channels: int
+) -> list[LayerType]:
+    """Convolutions without a recurrence behind them, in the model's dtype."""
+    config = config.with_defaults(_LFM2)
+    kernel = config.integer("conv_L_cache")
+    if kernel == 1:
+        config.refuse("conv_L_cache", "at least 2")
+    # Each of a request's states has columns for all drafts, which here are most of it.
+    taps = kernel - 1 + options.draft_tokens
+    shape = (options.shard("convolution channels", channels), taps)
+    conv = StatePart(name="conv", shape=shape, dtype=options.model_dtype)
+    return _hybrid(config, options, kinds, [conv])
 
 
 def read_mamba(config: Config, options: ReadOptions) -> list[LayerType]:
@@ -230,6 +247,26 @@ def read_minimax(config: Config, options: ReadOptions) -> list[LayerType]:
         default = [Kind.FULL if full else Kind.STATE for full in is_full]
     kinds = layer_kinds(config, num_layers, default)
     return _hybrid(config, options, kinds, [matrix_part(config, options)])
+
+
+def read_lfm2(config: Config, options: ReadOptions) -> list[LayerType]:
+    """LFM2: short convolutions, and full attention by `layer_types` or in listed layers."""
+    num_layers = config.num_layers()
+    if "layer_types" in config:
+        kinds = config.kinds("layer_types", _LFM2_KINDS, length=num_layers)
+    else:
+        attention = config.counts("full_attn_idxs", default=range(num_layers))
+        if any(index >= num_layers for index in attention):
+            config.refuse("full_attn_idxs", f"layers below {num_layers}")
+        kinds = [Kind.FULL if i in attention else Kind.STATE for i in range(num_layers)]
+    channels = config.integer("conv_dim", default=config.integer("hidden_size"))
+    return _short_convolutions(config, options, kinds, channels=channels)
+
+
+def read_lfm2_moe(config: Config, options: ReadOptions) -> list[LayerType]:
+    """LFM2 with experts: short convolutions and full attention by `layer_types`."""
+    kinds = config.kinds("layer_types", _LFM2_KINDS, length=config.num_layers())
+    return _short_convolutions(config, options, kinds, channels=config.integer("hidden_size"))
 
 
 def read_hymba(config: Config, options: ReadOptions) -> list[LayerType]:

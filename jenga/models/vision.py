@@ -47,6 +47,11 @@ def _tiled_tokens(config: Config) -> int:
     return _TYPICAL_TILES * _grid_tokens(config, shrink=shrink)
 
 
+def _lfm2_tokens(config: Config) -> int:
+    num_tiles = _TYPICAL_TILES if config.flag("do_image_splitting", default=True) else 1
+    return num_tiles * config.integer("max_image_tokens", default=256)
+
+
 VISION_MODELS = {
     "gemma3": Vision(
         sections=("text_config",),
@@ -63,6 +68,7 @@ VISION_MODELS = {
         text_model="gemma4_text",
         image_tokens=lambda config: config.integer("vision_soft_tokens_per_image", default=280),
     ),
+    "lfm2_vl": Vision(sections=("text_config",), text_model="lfm2", image_tokens=_lfm2_tokens),
     "llama4": Vision(
         sections=("text_config",), text_model="llama4_text", image_tokens=_llama4_tokens
     ),

@@ -138,6 +138,7 @@ def test_mamba_state_has_its_parts_in_order():
         ("nemotron-h-8b", 8, 512, 4_255_744 // 8),
         ("qwen3-next-80b-a3b", 4, 1024, 1_097_728 // 4),
         ("kimi-linear-48b", 8, 1152, 2_170_880 // 8),
+        ("lfm2-2.6b", 4, 512, 2048 // 4 * 2 * 2),
         ("minimax-text-01", 8, 512, 2_097_152 // 8),
     ],
 )
@@ -240,6 +241,15 @@ def changed(name, **changes):
         (changed("bamba-9b", attn_layer_indices=[-1]), "'attn_layer_indices' must be a list of"),
         (changed("zamba2-7b", n_mamba_heads=100), "'n_mamba_heads' must be a divisor"),
         (changed("minimax-text-01", attn_type_list=[1]), "'attn_type_list' must be a list of 80"),
+        (changed("lfm2-1.2b", full_attn_idxs=[2, 16]), "'full_attn_idxs' must be layers below 16"),
+        (changed("lfm2-1.2b", conv_L_cache=1), "'conv_L_cache' must be at least 2, got 1"),
+        (changed("lfm2-1.2b", conv_dim="2048"), "'conv_dim' must be a positive integer"),
+        (
+            changed("lfm2-2.6b", layer_types=["conv"] * 29 + ["mamba"]),
+            r"'layer_types\[29\]' must be one of conv, full_attention, got 'mamba'",
+        ),
+        (changed("lfm2-8b-a1b", layer_types=None), "'layer_types' must be a list, got None"),
+        (changed("lfm2-vl-1.6b", max_image_tokens=0), "'max_image_tokens' must be a positive"),
         (changed("deepseek-v4-flash", compress_ratios=[4]), "'compress_ratios' must be a list"),
         (changed("deepseek-v3", kv_lora_rank=None), "'kv_lora_rank' must be a positive integer"),
         (changed("hymba-1.5b", kv_reuse_group=[1, 2]), "'kv_reuse_group' must be a list of lists"),
@@ -269,6 +279,41 @@ def test_nemotron_pattern_may_be_a_list():
     model = read_config(Config(config, source="config.json"), name="nemotron-h-8b")
 
     assert model == read("nemotron-h-8b")
+
+
+def test_lfm2_lists_its_attention_layers_or_all_layers():
+    config = facts("lfm2-1.2b")["config"]
+    attention = config.pop("full_attn_idxs")
+    config["layer_types"] = ["full_attention" if i in attention else "conv" for i in range(16)]
+
+    listed = read_config(Config(config, source="config.json"), name="lfm2-1.2b")
+    del config["layer_types"]
+    unlisted = read_config(Config(config, source="config.json"), name="lfm2-1.2b")
+
+    assert listed == read("lfm2-1.2b")
+    assert summary(unlisted) == {("full", None, 1): {"layers": 16, "slot_bytes": 16 * 2048}}
+
+
+def test_short_convolution_keeps_the_models_dtype_and_two_tokens():
+    _, state = read("lfm2-1.2b", model_dtype="float32", state_dtype="bfloat16").layer_types
+
+    (conv,) = state.layers[0].parts
+    assert (conv.name, conv.shape, conv.dtype) == ("conv", (2048, 2), "float32")
+
+
+def test_short_convolution_has_columns_for_drafts_in_every_state():
+    _, state = read("lfm2-1.2b", draft_tokens=3).layer_types
+
+    assert (state.slots_per_request, state.layers[0].slot_bytes) == (4, 2048 * (2 + 3) * 2)
+
+
+@pytest.mark.parametrize(("is_split", "num_tokens"), [(True, 7 * 256), (False, 256)])
+def test_lfm2_image_is_cut_into_tiles_unless_that_is_switched_off(is_split, num_tokens):
+    config = changed("lfm2-vl-1.6b", do_image_splitting=is_split)
+
+    model = read_config(Config(config, source="config.json"), name="lfm2-vl-1.6b")
+
+    assert model.layer_types[-1].typical_tokens == num_tokens
 
 
 def test_fields_of_a_section_are_named_with_it():
