@@ -72,6 +72,13 @@ class Config:
         expected = f"one of {', '.join(choices)}"
         return self._read(name, default, lambda value: value in choices, expected)
 
+    def architecture(self, choices: Sequence[str]) -> str:
+        """The class that runs the model, one of some: what the engine chooses it by."""
+        names = self._list("architectures", None)
+        if len(names) != 1 or names[0] not in choices:
+            self.refuse("architectures", f"a list of one of {', '.join(choices)}")
+        return cast("str", names[0])
+
     def counts(self, name: str, *, default: Sequence[int] | None = None) -> list[int]:
         """A list of integers of at least 0."""
         values = self._list(name, default)

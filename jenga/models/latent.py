@@ -3,10 +3,12 @@
 Source: page sizes, state shapes and dtypes of vLLM 0.33.
 """
 
+from collections.abc import Collection, Sequence
+
 from jenga.models.config import Config
-from jenga.models.layers import delta_rule_parts, layer_name, state_type
+from jenga.models.layers import delta_rule_parts, layer_name, matrix_part, state_type
 from jenga.models.options import ReadOptions
-from jenga.spec import FullAttention, Layer, LayerType, SlidingWindow
+from jenga.spec import FullAttention, Layer, LayerType, SlidingWindow, StatePart
 
 _INDEXER_SCALE_BYTES = 4
 _INDEXER_GROUP_ELEMENTS = 128
@@ -22,6 +24,9 @@ _V4_COMPRESSOR_PAGE_TOKENS = 4
 _FLOAT32_BYTES = 4
 _DENSE_RATIO = 4
 """The compression ratio with overlapping groups and an indexer."""
+
+_BAILING_DELTA = "BailingMoeV3ForCausalLM"
+_BAILING = ("BailingMoeV2_5ForCausalLM", _BAILING_DELTA)
 
 
 def _indexer_bytes(index_head_dim: int) -> int:
@@ -123,9 +128,47 @@ def read_kimi_linear(config: Config, options: ReadOptions) -> list[LayerType]:
         state_dtype="float32",
         is_per_channel=True,
     )
-    return [
-        FullAttention(
-            name="full", layers=tuple(latent_layer(config, options, index) for index in full)
-        ),
-        state_type([i for i in range(num_layers) if i not in full], parts, options),
-    ]
+    return _beside_states(config, options, full, parts)
+
+
+def read_bailing(config: Config, options: ReadOptions) -> list[LayerType]:
+    """Ling and Ring from 2.5 on: latent attention in the last layer of a group, states in others.
+
+    Those of 2.5 are lightning attention's, those of 3.0 Kimi Linear's; `architectures` says which.
+    """
+    is_delta = config.architecture(_BAILING) == _BAILING_DELTA
+    num_layers = config.num_layers()
+    group_layers = config.integer("layer_group_size")
+    full = {index for index in range(num_layers) if (index + 1) % group_layers == 0}
+    if is_delta:
+        # Those behind the last whole group, which have states in 2.5.
+        full |= set(range(num_layers - num_layers % group_layers, num_layers))
+        heads = (config.integer("num_attention_heads"), config.integer("head_dim"))
+        parts = delta_rule_parts(
+            options,
+            keys=heads,
+            values=heads,
+            kernel=config.integer("short_conv_kernel_size", default=4),
+            state_dtype="float32",
+            is_per_channel=True,
+        )
+    else:
+        # A rank has whole groups of the norm behind lightning attention.
+        options.shard("groups of group_norm_size", config.integer("group_norm_size", default=1))
+        parts = [matrix_part(config, options)]
+    return _beside_states(config, options, full, parts)
+
+
+def _beside_states(
+    config: Config, options: ReadOptions, full: Collection[int], parts: Sequence[StatePart]
+) -> list[LayerType]:
+    """Latent attention in some layers, states in the others."""
+    indices = range(config.num_layers())
+    latents = tuple(latent_layer(config, options, index) for index in indices if index in full)
+    states = [index for index in indices if index not in full]
+    types: list[LayerType] = []
+    if latents:
+        types.append(FullAttention(name="full", layers=latents))
+    if states:
+        types.append(state_type(states, parts, options))
+    return types

@@ -11,6 +11,7 @@ from jenga.models.vision import VISION_MODELS
 from jenga.spec import ModelSpec
 
 TEXT_READERS: dict[str, Reader] = {
+    "bailing_hybrid": latent.read_bailing,
     "bamba": recurrent.read_bamba,
     "character_ai": designs.read_character_ai,
     "deepseek_v2": latent.read_deepseek,

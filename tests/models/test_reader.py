@@ -139,6 +139,8 @@ def test_mamba_state_has_its_parts_in_order():
         ("qwen3-next-80b-a3b", 4, 1024, 1_097_728 // 4),
         ("kimi-linear-48b", 8, 1152, 2_170_880 // 8),
         ("lfm2-2.6b", 4, 512, 2048 // 4 * 2 * 2),
+        ("ling-2.6-flash", 4, 1152, 32 // 4 * 128 * 128 * 2),
+        ("ling-3.0-flash", 8, 1152, (3 * 32 * 128 * 3 * 2 + 32 * 128 * 128 * 4) // 8),
         ("minimax-text-01", 8, 512, 2_097_152 // 8),
     ],
 )
@@ -149,6 +151,11 @@ def test_ranks_divide_heads_and_copy_what_they_cannot(
 
     assert slot_bytes(model, "full") == {attention_bytes}
     assert slot_bytes(model, "state") == {state_bytes}
+
+
+def test_ranks_have_whole_groups_of_the_norm_behind_lightning_attention():
+    with pytest.raises(ValueError, match=r"tensor_parallel must divide the 4 groups of .* got 8"):
+        read("ling-2.6-flash", tensor_parallel=8)
 
 
 @pytest.mark.parametrize("name", ["falcon-h1-7b", "hymba-1.5b"])
@@ -250,6 +257,15 @@ def changed(name, **changes):
         ),
         (changed("lfm2-8b-a1b", layer_types=None), "'layer_types' must be a list, got None"),
         (changed("lfm2-vl-1.6b", max_image_tokens=0), "'max_image_tokens' must be a positive"),
+        (
+            changed("ling-2.6-flash", architectures=["BailingMoeV2ForCausalLM"]),
+            "'architectures' must be a list of one of BailingMoeV2_5.*, BailingMoeV3.*, got",
+        ),
+        (changed("ling-2.6-flash", architectures=None), "'architectures' must be a list, got None"),
+        (changed("ling-2.6-flash", layer_group_size=0), "'layer_group_size' must be a positive"),
+        (changed("ling-2.6-flash", kv_lora_rank=None), "'kv_lora_rank' must be a positive integer"),
+        (changed("ling-3.0-flash", head_dim=None), "'head_dim' must be a positive integer"),
+        (changed("ling-3.0-flash", short_conv_kernel_size="4"), "'short_conv_kernel_size' must be"),
         (changed("deepseek-v4-flash", compress_ratios=[4]), "'compress_ratios' must be a list"),
         (changed("deepseek-v3", kv_lora_rank=None), "'kv_lora_rank' must be a positive integer"),
         (changed("hymba-1.5b", kv_reuse_group=[1, 2]), "'kv_reuse_group' must be a list of lists"),
@@ -314,6 +330,43 @@ def test_lfm2_image_is_cut_into_tiles_unless_that_is_switched_off(is_split, num_
     model = read_config(Config(config, source="config.json"), name="lfm2-vl-1.6b")
 
     assert model.layer_types[-1].typical_tokens == num_tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "num_layers", "group_layers", "latent_layers"),
+    [
+        ("ling-2.6-flash", 14, 6, {5, 11}),
+        ("ling-3.0-flash", 14, 6, {5, 11, 12, 13}),
+        ("ling-2.6-flash", 4, 6, set()),
+        ("ling-3.0-flash", 4, 6, {0, 1, 2, 3}),
+        ("ling-2.6-flash", 4, 1, {0, 1, 2, 3}),
+    ],
+    ids=["rest_has_states", "rest_has_latents", "states_only", "latents_only", "groups_of_one"],
+)
+def test_bailing_layers_behind_the_last_whole_group(name, num_layers, group_layers, latent_layers):
+    config = changed(name, num_hidden_layers=num_layers, layer_group_size=group_layers)
+
+    model = read_config(Config(config, source="config.json"), name=name)
+
+    kinds = {
+        int(layer.name.removeprefix("layers.")): type(each)
+        for each in model.layer_types
+        for layer in each.layers
+    }
+    assert len(kinds) == num_layers
+    assert {index for index, kind in kinds.items() if kind is FullAttention} == latent_layers
+
+
+def test_states_of_lightning_attention_are_in_the_models_dtype_and_of_delta_attention_in_float32():
+    lightning, delta = (read(name).layer_types[1] for name in ("ling-2.6-flash", "ling-3.0-flash"))
+
+    assert [(part.shape, part.dtype) for part in lightning.layers[0].parts] == [
+        ((32, 128, 128), "bfloat16")
+    ]
+    assert [(part.shape, part.dtype) for part in delta.layers[0].parts] == [
+        ((3 * 32 * 128, 3), "bfloat16"),
+        ((32, 128, 128), "float32"),
+    ]
 
 
 def test_fields_of_a_section_are_named_with_it():

@@ -148,6 +148,7 @@ KEPT = {
     "qwen3.5-27b": ({}, 48 * 128 * 4 + 16 * 128 * 2 + 48 * 4, 10_240),
     # Every channel of its 32 heads has a decay of its own.
     "kimi-linear-48b": ({}, 32 * 128 * (4 + 2 + 4), 12_288),
+    "ling-3.0-flash": ({}, 32 * 128 * (4 + 2 + 4), 12_288),
     "qwen3-next-80b-a3b in halves": (
         {"tensor_parallel": 2},
         (16 + 8) * 128 * 2 + 16 * 4,
@@ -306,6 +307,11 @@ def test_ranks_of_a_pipeline_have_the_layers_that_vllm_gives_them():
         (["llama-3.1-8b", "--draft", "llama-3.1-8b"], "two models named"),
         (["llama-3.1-8b", "--draft-tokens", "-1"], "draft_tokens must be at least 0"),
         (["jamba-1.5-mini", "--history-tokens", "16"], "models of Mamba-2 or gated delta layers"),
+        (["lfm2-1.2b", "--history-tokens", "16"], "models of Mamba-2 or gated delta layers"),
+        (
+            ["ling-2.6-flash", "--tp", "4", "--history-tokens", "16"],
+            "models of Mamba-2 or gated delta layers",
+        ),
         (
             ["nemotron-h-8b", "--history-tokens", "7", "--draft-tokens", "3"],
             "history_tokens must be 0 or at least 8",
