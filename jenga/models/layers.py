@@ -178,6 +178,9 @@ def shared_sources(config: Config, kinds: Sequence[Kind], num_shared_layers: int
 _COUNT_ELEMENTS = 4
 """Of 32 bits, in which a page says how many tokens are in its states."""
 
+MAX_DELTA_HISTORY_TOKENS = 64
+"""Most tokens of a gated delta layer's history, as in `jenga_kernels.histories`."""
+
 HISTORY = "history"
 """How the names of those parts of a state begin that are the inputs of its latest tokens."""
 
@@ -261,7 +264,16 @@ def delta_rule_parts(
         kernel: Taps of the convolution over queries, keys and values.
         state_dtype: The architecture's default for the recurrent state.
         is_per_channel: Whether every key channel decays on its own.
+
+    Raises:
+        ValueError: The history is longer than the kernels take, or heads cannot be divided.
     """
+    if options.history_tokens > MAX_DELTA_HISTORY_TOKENS:
+        msg = (
+            f"options: history_tokens must be at most {MAX_DELTA_HISTORY_TOKENS} for models of "
+            f"gated delta layers, got {options.history_tokens}"
+        )
+        raise ValueError(msg)
     (num_key_heads, key_elements), (num_value_heads, value_elements) = keys, values
     channels = 2 * num_key_heads * key_elements + num_value_heads * value_elements
     own_heads = options.shard("linear-attention heads", num_value_heads)

@@ -42,7 +42,8 @@ class ReadOptions:
             until the KV is written there; otherwise they have pages of their own.
         draft_tokens: Tokens drafted for a step, each of which takes recurrent layers a state more.
         history_tokens: Tokens of which a Mamba-2 or gated delta layer keeps beside its state what
-            they brought in, and seldom writes that; drafted tokens take such layers no state.
+            they brought in, and seldom writes that; drafted tokens take such layers no state. Of
+            gated delta layers at most 64.
     """
 
     tensor_parallel: int = 1

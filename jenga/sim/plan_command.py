@@ -76,7 +76,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="N",
         help="tokens of which Mamba-2 and gated delta layers keep beside a state what they brought "
-        "in, as with vLLM's --use-replayssm: drafts then take no states",
+        "in, as with vLLM's --use-replayssm: drafts then take no states; at most 64 of gated delta "
+        "layers",
     )
     parser.add_argument(
         "--weights",

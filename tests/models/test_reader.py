@@ -9,6 +9,7 @@ import pytest
 
 from jenga.models import MODEL_TYPES, KvFormat, ReadOptions, known_model, known_names, read_model
 from jenga.models.config import Config
+from jenga.models.layers import MAX_DELTA_HISTORY_TOKENS
 from jenga.models.reader import TEXT_READERS, read_config
 from jenga.models.vision import VISION_MODELS
 from jenga.spec import (
@@ -20,6 +21,7 @@ from jenga.spec import (
     State,
     TokenBudget,
 )
+from jenga_kernels.histories import MAX_DELTA_HISTORY
 
 DATA = resources.files("jenga.models") / "data"
 EXPECTED = json.loads((Path(__file__).parent / "expected_layers.json").read_text())
@@ -422,6 +424,21 @@ def test_options_out_of_range_are_refused_by_name(options):
 
     with pytest.raises(ValueError, match=name):
         ReadOptions(**options)
+
+
+@pytest.mark.parametrize("name", ["qwen3-next-80b-a3b", "kimi-linear-48b", "ling-3.0-flash"])
+def test_histories_of_the_delta_rule_are_as_long_as_the_kernels_take(name):
+    assert MAX_DELTA_HISTORY_TOKENS == MAX_DELTA_HISTORY
+    assert read(name, history_tokens=MAX_DELTA_HISTORY)
+
+    with pytest.raises(ValueError, match=r"history_tokens must be at most 64 .* got 65"):
+        read(name, history_tokens=MAX_DELTA_HISTORY + 1)
+
+
+def test_histories_of_mamba_2_may_be_longer():
+    state = read("nemotron-h-8b", history_tokens=128).layer_types[1]
+
+    assert state.layers[0].parts[2].shape == (128, 128, 64)
 
 
 def test_model_types_are_listed_once():

@@ -316,6 +316,10 @@ def test_ranks_of_a_pipeline_have_the_layers_that_vllm_gives_them():
             ["nemotron-h-8b", "--history-tokens", "7", "--draft-tokens", "3"],
             "history_tokens must be 0 or at least 8",
         ),
+        (
+            ["qwen3.5-27b", "--history-tokens", "65"],
+            "history_tokens must be at most 64 for models of gated delta layers, got 65",
+        ),
         ([], "MODEL must be given"),
     ],
 )
