@@ -34,7 +34,8 @@ class ModelFacts:
         total_parameters: All of them; None where nothing says.
         active_parameters: Those that one token is multiplied with; all of them without experts.
         weight_bytes: Bytes of all weights as published, all ranks together; None where unknown.
-        parameters_source: Where the three numbers come from.
+        parameters_source: Where the three numbers come from, and the configuration where that is
+            not the model's own file.
     """
 
     name: str
