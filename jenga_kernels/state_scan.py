@@ -46,10 +46,11 @@ def state_scan(
 
     A Mamba-2 layer has one A, dt and dt_bias per head. A Mamba-1 layer has them per channel, and A
     per state element too; it is one head of all its channels. Linear attention whose states decay
-    by a fixed factor (lightning attention) is Mamba-2 with a group for each head: values for x, keys
-    for B, queries for C, dt of ones and no softplus. Requests whose state slot is `NULL_SLOT` are
-    padding: their output is zero and nothing else is read or written. No request may write a slot
-    that another one reads or writes.
+    by a fixed factor (lightning attention) is Mamba-2 with a group for each head, values for x,
+    keys for B, queries for C, dt of ones and no softplus.
+
+    Requests whose state slot is `NULL_SLOT` are padding: their output is zero and nothing else is
+    read or written. No request may write a slot that another one reads or writes.
 
     Args:
         out: Written in place, shape and dtype of x.
