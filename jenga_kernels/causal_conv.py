@@ -33,6 +33,8 @@ def causal_conv(
     silu: bool = True,
     checkpoints: Checkpoints | None = None,
     computed_tokens: torch.Tensor | None = None,
+    input_gates: torch.Tensor | None = None,
+    output_gates: torch.Tensor | None = None,
 ) -> None:
     """Convolve requests' tokens, each with the inputs before it, and keep the last inputs.
 
@@ -56,12 +58,20 @@ def causal_conv(
         computed_tokens: Tokens of each request before this call, i32[num_requests]. With it states
             are rings: column t % num_columns has the input of token t, and columns that none of the
             last width - 1 inputs is in are left alone.
+        input_gates: Multiplied with x, the product rounded as x is; shape and dtype of x, last
+            dimension contiguous, not overlapping out.
+        output_gates: Multiplied with the outputs, behind SiLU; likewise.
 
     Raises:
         ValueError: If a shape, dtype, stride, alignment or device does not fit.
     """
-    check_convolution(out, states, x, weight, bias=bias)
-    check_no_overlap("out", out, "x", x)
+    check_convolution(
+        out, states, x, weight, bias=bias, input_gates=input_gates, output_gates=output_gates
+    )
+    inputs = {"x": x, "input_gates": input_gates, "output_gates": output_gates}
+    inputs = {name: rows for name, rows in inputs.items() if rows is not None}
+    for name, rows in inputs.items():
+        check_no_overlap("out", out, name, rows)
     num_tokens, dim = x.shape
     num_requests = check_query_starts(query_starts, num_tokens)
     check_shape("initial_slots", initial_slots, (num_requests,))
@@ -98,6 +108,8 @@ def causal_conv(
         checkpoint_after_ptr=None if checkpoints is None else checkpoints.after_tokens,
         checkpoint_slots_ptr=None if checkpoints is None else checkpoints.slots,
         computed_tokens_ptr=computed_tokens,
+        input_gates_ptr=input_gates,
+        output_gates_ptr=output_gates,
         num_requests=num_requests,
         stride_out_token=strides(out)[0],
         stride_states_slot=stride_slot,
@@ -109,11 +121,13 @@ def causal_conv(
         stride_initial=initial_slots.stride(0),
         stride_slots=state_slots.stride(0),
         stride_computed=0 if computed_tokens is None else computed_tokens.stride(0),
+        stride_input_gates=0 if input_gates is None else strides(input_gates)[0],
+        stride_output_gates=0 if output_gates is None else strides(output_gates)[0],
         DIM=dim,
         WIDTH=width,
         NUM_COLUMNS=None if computed_tokens is None else states.shape[2],
         IS_SILU=silu,
-        X_ALIGNMENT=alignment(strides(x)[0]),
+        X_ALIGNMENT=min(alignment(strides(rows)[0]) for rows in inputs.values()),
         BLOCK_T=tiles.block_tokens,
         BLOCK_D=tiles.block_dims,
         BLOCK_W=power_of_two(width),

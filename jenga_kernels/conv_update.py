@@ -23,6 +23,8 @@ def conv_update(
     silu: bool = True,
     query_starts: torch.Tensor | None = None,
     computed_tokens: torch.Tensor | None = None,
+    input_gates: torch.Tensor | None = None,
+    output_gates: torch.Tensor | None = None,
 ) -> None:
     """Convolve the next token of each request, or the next few, with the inputs before them.
 
@@ -52,11 +54,16 @@ def conv_update(
             initial_slots and state_slots, both i32[num_requests]; nothing is read of it before its
             first token, and a rejected token is written over by the call that has fewer computed
             ones.
+        input_gates: Multiplied with x, the product rounded as x is; shape and dtype of x, last
+            dimension contiguous.
+        output_gates: Multiplied with the outputs, behind SiLU; likewise.
 
     Raises:
         ValueError: If a shape, dtype, stride or device does not fit.
     """
-    check_convolution(out, states, x, weight, bias=bias)
+    check_convolution(
+        out, states, x, weight, bias=bias, input_gates=input_gates, output_gates=output_gates
+    )
     num_tokens, dim = x.shape
     if computed_tokens is not None:
         check_ring(states, weight, computed_tokens, initial_slots, state_slots, query_starts)
@@ -74,6 +81,7 @@ def conv_update(
     if num_requests == 0 or num_tokens == 0:
         return
     width = weight.shape[1]
+    inputs = [rows for rows in (x, input_gates, output_gates) if rows is not None]
     tiles = conv_update_tiles(machine_of(x.device), dim)
     stride_slot, stride_dim, stride_column = strides(states)
     conv_update_kernel[(triton.cdiv(dim, tiles.block_dims), num_requests)](
@@ -86,6 +94,8 @@ def conv_update(
         initial_slots_ptr=initial_slots,
         state_slots_ptr=slots,
         computed_tokens_ptr=computed_tokens,
+        input_gates_ptr=input_gates,
+        output_gates_ptr=output_gates,
         stride_out_token=strides(out)[0],
         stride_states_slot=stride_slot,
         stride_states_dim=stride_dim,
@@ -97,11 +107,13 @@ def conv_update(
         stride_slots_request=slots.stride(0),
         stride_slots_token=slots.stride(1),
         stride_computed=0 if computed_tokens is None else computed_tokens.stride(0),
+        stride_input_gates=0 if input_gates is None else strides(input_gates)[0],
+        stride_output_gates=0 if output_gates is None else strides(output_gates)[0],
         DIM=dim,
         WIDTH=width,
         NUM_COLUMNS=None if computed_tokens is None else states.shape[2],
         IS_SILU=silu,
-        X_ALIGNMENT=alignment(strides(x)[0]),
+        X_ALIGNMENT=min(alignment(strides(rows)[0]) for rows in inputs),
         BLOCK_D=tiles.block_dims,
         num_warps=tiles.num_warps,
     )

@@ -328,6 +328,8 @@ def check_convolution(
     weight: torch.Tensor,
     *,
     bias: torch.Tensor | None,
+    input_gates: torch.Tensor | None,
+    output_gates: torch.Tensor | None,
 ) -> None:
     """Check the tensors of a short causal convolution.
 
@@ -358,7 +360,13 @@ def check_convolution(
         check_shape("bias", bias, (dim,))
         check_dtype("bias", bias, FLOAT_DTYPES)
         check_contiguous_rows("bias", bias)
-    tensors = {"x": x, "out": out, "states": states, "weight": weight, "bias": bias}
+    gates = {"input_gates": input_gates, "output_gates": output_gates}
+    for name, tensor in gates.items():
+        if tensor is not None:
+            check_shape(name, tensor, x.shape)
+            check_dtype(name, tensor, (x.dtype,))
+            check_contiguous_rows(name, tensor)
+    tensors = {"x": x, "out": out, "states": states, "weight": weight, "bias": bias} | gates
     check_same_device(**tensors)
     check_no_gradients(**tensors)
 

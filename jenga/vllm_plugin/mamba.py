@@ -137,6 +137,9 @@ def convolve(
     x: torch.Tensor,
     convolution: Convolution,
     metadata: JengaMambaMetadata,
+    *,
+    input_gates: torch.Tensor | None = None,
+    output_gates: torch.Tensor | None = None,
 ) -> None:
     """Convolve a step's tokens.
 
@@ -145,7 +148,11 @@ def convolve(
         x: Inputs, [num_tokens, dim].
         convolution: Of the layer; its states are written in place.
         metadata: Of the step.
+        input_gates: Multiplied with the inputs, shape of x.
+        output_gates: Multiplied with the outputs, shape of x.
     """
+    gates = {"input_gates": input_gates, "output_gates": output_gates}
+    gates = {name: rows for name, rows in gates.items() if rows is not None}
     first, counts = metadata.num_decode_tokens, metadata.replay_d
     if first:
         initial_slots, slots, query_starts = decode_slots(metadata)
@@ -162,6 +169,7 @@ def convolve(
             silu=convolution.silu,
             query_starts=query_starts,
             computed_tokens=None if counts is None else counts.computed_tokens,
+            **{name: rows[:first] for name, rows in gates.items()},
         )
     if metadata.num_prefill_tokens:
         query_starts, initial_slots, slots = prompts_of(metadata)
@@ -178,6 +186,7 @@ def convolve(
             silu=convolution.silu,
             checkpoints=metadata.checkpoints,
             computed_tokens=None if counts is None else counts.computed_tokens,
+            **{name: rows[first:] for name, rows in gates.items()},
         )
 
 

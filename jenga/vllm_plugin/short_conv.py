@@ -59,9 +59,8 @@ def forward_short_conv(
     """
     num_tokens = metadata.num_decode_tokens + metadata.num_prefill_tokens
     # Called B, C and x there, after the inputs of a state space model.
-    gate_in, gate_out, x = layer.in_proj(hidden_states)[0][:num_tokens].chunk(3, dim=-1)
-    x = gate_in * x
-    convolved = torch.empty_like(x)
+    input_gates, output_gates, x = layer.in_proj(hidden_states)[0][:num_tokens].chunk(3, dim=-1)
+    convolved = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     (conv_states,) = layer.kv_cache
     weight = layer.conv.weight
     convolution = Convolution(
@@ -70,5 +69,7 @@ def forward_short_conv(
         bias=layer.conv.bias,
         silu=False,
     )
-    convolve(convolved, x, convolution, metadata)
-    output[:num_tokens] = layer.out_proj(gate_out * convolved)[0]
+    convolve(
+        convolved, x, convolution, metadata, input_gates=input_gates, output_gates=output_gates
+    )
+    output[:num_tokens] = layer.out_proj(convolved)[0]

@@ -20,9 +20,12 @@ def causal_conv(
     silu: bool = True,
     checkpoints: Checkpoints | None = None,
     computed_tokens: torch.Tensor | None = None,
+    input_gates: torch.Tensor | None = None,
+    output_gates: torch.Tensor | None = None,
 ) -> None:
     """Convolve requests' tokens and keep the last inputs; see the operation for the arguments."""
     width = weight.shape[1]
+    x = x if input_gates is None else x * input_gates
     starts = query_starts.tolist()
     begun = begun_inputs(states, initial_slots, width, computed_tokens)
     for request, slot in enumerate(state_slots.tolist()):
@@ -32,7 +35,10 @@ def causal_conv(
             continue
         before = begun[request]
         inputs = torch.cat([before, x[start:end].T.to(before.dtype)], dim=1)
-        out[start:end] = convolved(inputs, weight, bias, silu=silu).T.to(out.dtype)
+        y = convolved(inputs, weight, bias, silu=silu).T
+        if output_gates is not None:
+            y = y * output_gates[start:end]
+        out[start:end] = y.to(out.dtype)
         kept = checkpoints_of(checkpoints, request)
         for after, kept_slot in [*kept.items(), (end - start, slot)]:
             if kept_slot > NULL_SLOT and computed_tokens is not None:

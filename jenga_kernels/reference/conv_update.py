@@ -19,9 +19,12 @@ def conv_update(
     silu: bool = True,
     query_starts: torch.Tensor | None = None,
     computed_tokens: torch.Tensor | None = None,
+    input_gates: torch.Tensor | None = None,
+    output_gates: torch.Tensor | None = None,
 ) -> None:
     """Convolve each request's next tokens; see the operation for the arguments."""
     width = weight.shape[1]
+    x = x if input_gates is None else x * input_gates
     slots = state_slots.reshape(len(state_slots), -1).tolist()
     starts = range(len(x) + 1) if query_starts is None else query_starts.tolist()
     begun = begun_inputs(states, initial_slots, width, computed_tokens)
@@ -31,7 +34,10 @@ def conv_update(
             out[start:end] = 0
             continue
         inputs = torch.cat([before, x[start:end].T.to(before.dtype)], dim=1)
-        out[start:end] = convolved(inputs, weight, bias, silu=silu).T.to(out.dtype)
+        y = convolved(inputs, weight, bias, silu=silu).T
+        if output_gates is not None:
+            y = y * output_gates[start:end]
+        out[start:end] = y.to(out.dtype)
         if computed_tokens is not None:
             keep_in_ring(states[slots[request][0]], inputs, int(computed_tokens[request]), width)
             continue

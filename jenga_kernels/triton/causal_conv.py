@@ -9,6 +9,7 @@ from jenga_kernels.triton.recurrence import (
     checkpoint_range,
     column_offsets,
     conv_weights,
+    gated,
     has_input,
     mask_if,
     silu,
@@ -54,6 +55,8 @@ def causal_conv_kernel(  # noqa: PLR0912 - options are compiled in or out, each 
     checkpoint_after_ptr,  # i32[num_checkpoints]
     checkpoint_slots_ptr,  # i32[num_checkpoints]
     computed_tokens_ptr,  # i32[num_requests]
+    input_gates_ptr,  # [num_tokens, dim]
+    output_gates_ptr,  # [num_tokens, dim]
     # Sizes
     num_requests,
     # Strides, in elements; that of channels has no type, since Triton looks for a 1 only there
@@ -67,6 +70,8 @@ def causal_conv_kernel(  # noqa: PLR0912 - options are compiled in or out, each 
     stride_initial: tl.int64,
     stride_slots: tl.int64,
     stride_computed: tl.int64,
+    stride_input_gates: tl.int64,
+    stride_output_gates: tl.int64,
     # Tiles and flags
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -108,6 +113,12 @@ def causal_conv_kernel(  # noqa: PLR0912 - options are compiled in or out, each 
     # The product tells Triton what divides the stride; of arguments it believes 16 only.
     stride_x_token = stride_x_token // X_ALIGNMENT * X_ALIGNMENT
     x_ptr += query_start * stride_x_token + dims
+    if input_gates_ptr is not None:
+        stride_input_gates = stride_input_gates // X_ALIGNMENT * X_ALIGNMENT
+        input_gates_ptr += query_start * stride_input_gates + dims
+    if output_gates_ptr is not None:
+        stride_output_gates = stride_output_gates // X_ALIGNMENT * X_ALIGNMENT
+        output_gates_ptr += (query_start + positions) * stride_output_gates + dims
     has_initial = mask_if(initial_slot > 0, is_dim)
     nothing = tl.full([BLOCK_T // RUN_TOKENS, BLOCK_D], 0.0, states_ptr.dtype.element_ty)
     kept = (nothing, nothing, nothing)
@@ -125,14 +136,21 @@ def causal_conv_kernel(  # noqa: PLR0912 - options are compiled in or out, each 
             NUM_COLUMNS,
         )
     # All inputs of a run are asked for, each of them once, before a result is stored.
-    source_ptr = x_ptr + (positions + (1 - WIDTH)).to(tl.int64) * stride_x_token
+    sources = (positions + (1 - WIDTH)).to(tl.int64)
+    source_ptr = x_ptr + sources * stride_x_token
+    if input_gates_ptr is not None:
+        source_gates_ptr = input_gates_ptr + sources * stride_input_gates
     inputs = ()
     for t in tl.static_range(1 - WIDTH, RUN_TOKENS):  # pyright: ignore[reportGeneralTypeIssues]
         live = (positions + t < num_tokens) & is_dim
         if t < 0:
             live = live & (positions + t >= 0)
-        inputs += (tl.load(source_ptr, mask=live, other=0.0),)  # [rows, D]
+        source = tl.load(source_ptr, mask=live, other=0.0)  # [rows, D]
         source_ptr += stride_x_token
+        if input_gates_ptr is not None:
+            source = gated(source, tl.load(source_gates_ptr, mask=live, other=0.0))
+            source_gates_ptr += stride_input_gates
+        inputs += (source,)
     weights = conv_weights(
         weight_ptr, channels, is_channel, stride_weight_dim, stride_weight_column, WIDTH, BLOCK_D
     )
@@ -150,6 +168,9 @@ def causal_conv_kernel(  # noqa: PLR0912 - options are compiled in or out, each 
         if IS_SILU:
             acc = silu(acc)
         live = (positions + t < num_tokens) & is_dim
+        if output_gates_ptr is not None:
+            acc *= tl.load(output_gates_ptr, mask=live, other=0.0).to(tl.float32)
+            output_gates_ptr += stride_output_gates
         tl.store(out_ptr, acc.to(out_ptr.dtype.element_ty), mask=live)
         out_ptr += stride_out_token
     if block > 0:
@@ -170,7 +191,11 @@ def causal_conv_kernel(  # noqa: PLR0912 - options are compiled in or out, each 
         last_inputs = after + (1 - WIDTH) + columns
         in_x = is_column & (last_inputs >= 0)
         places = x_ptr + last_inputs.to(tl.int64) * stride_x_token
-        newer = tl.load(places, mask=in_x & is_dim, other=0.0).to(tl.float32)  # [W, D]
+        newer = tl.load(places, mask=in_x & is_dim, other=0.0)  # [W, D]
+        if input_gates_ptr is not None:
+            places = input_gates_ptr + last_inputs.to(tl.int64) * stride_input_gates
+            newer = gated(newer, tl.load(places, mask=in_x & is_dim, other=0.0))
+        newer = newer.to(tl.float32)
         older = tl.broadcast_to(tl.minimum(after + columns, BLOCK_W - 1), [BLOCK_W, BLOCK_D])
         state = tl.where(in_x, newer, tl.gather(initial, older, 0).to(tl.float32))
         state_ptr = states_ptr + page_offsets(slot, stride_states_slot) + in_page

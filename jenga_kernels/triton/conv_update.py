@@ -7,6 +7,7 @@ from jenga_kernels.triton.addressing import page_offsets
 from jenga_kernels.triton.recurrence import (
     column_offsets,
     conv_weights,
+    gated,
     has_input,
     mask_if,
     silu,
@@ -26,6 +27,8 @@ def conv_update_kernel(  # noqa: PLR0912 - options are compiled in or out, each 
     initial_slots_ptr,  # i32[num_requests]
     state_slots_ptr,  # i32[num_requests, max_tokens]
     computed_tokens_ptr,  # i32[num_requests]
+    input_gates_ptr,  # [num_tokens, dim]
+    output_gates_ptr,  # [num_tokens, dim]
     # Strides, in elements; that of channels has no type, since Triton looks for a 1 only there
     stride_out_token: tl.int64,
     stride_states_slot: tl.int64,
@@ -38,6 +41,8 @@ def conv_update_kernel(  # noqa: PLR0912 - options are compiled in or out, each 
     stride_slots_request: tl.int64,
     stride_slots_token: tl.int64,
     stride_computed: tl.int64,
+    stride_input_gates: tl.int64,
+    stride_output_gates: tl.int64,
     # Tiles and flags
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -62,6 +67,12 @@ def conv_update_kernel(  # noqa: PLR0912 - options are compiled in or out, each 
     state_slots_ptr += request * stride_slots_request
     # The product tells Triton what divides the stride; of arguments it believes 16 only.
     stride_x_token = stride_x_token // X_ALIGNMENT * X_ALIGNMENT
+    if input_gates_ptr is not None:
+        stride_input_gates = stride_input_gates // X_ALIGNMENT * X_ALIGNMENT
+        input_gates_ptr += first * stride_input_gates + dims
+    if output_gates_ptr is not None:
+        stride_output_gates = stride_output_gates // X_ALIGNMENT * X_ALIGNMENT
+        output_gates_ptr += first * stride_output_gates + dims
     x_ptr += first * stride_x_token + dims
     out_ptr += first * stride_out_token + dims
     # Without a branch for padding neither slot waits for the other, nor anything else for one.
@@ -104,7 +115,11 @@ def conv_update_kernel(  # noqa: PLR0912 - options are compiled in or out, each 
     # Every thread has read the state before one writes to a slot that may be the same.
     tl.debug_barrier()
     for _ in range(num_tokens):
-        x = tl.load(x_ptr, mask=is_dim, other=0.0).to(tl.float32)  # [D]
+        x = tl.load(x_ptr, mask=is_dim, other=0.0)  # [D]
+        if input_gates_ptr is not None:
+            x = gated(x, tl.load(input_gates_ptr, mask=is_dim, other=0.0))
+            input_gates_ptr += stride_input_gates
+        x = x.to(tl.float32)
         slot = tl.load(state_slots_ptr)
         kept = states_ptr + page_offsets(slot, stride_states_slot) + in_page
         is_kept = mask_if(is_request & (slot > 0), is_dim)
@@ -130,6 +145,9 @@ def conv_update_kernel(  # noqa: PLR0912 - options are compiled in or out, each 
             y += bias
         if IS_SILU:
             y = silu(y)
+        if output_gates_ptr is not None:
+            y *= tl.load(output_gates_ptr, mask=is_dim, other=0.0).to(tl.float32)
+            output_gates_ptr += stride_output_gates
         y = tl.where(is_request, y, 0.0)
         tl.store(out_ptr, y.to(out_ptr.dtype.element_ty), mask=is_dim)
         x_ptr += stride_x_token

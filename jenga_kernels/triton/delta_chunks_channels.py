@@ -8,14 +8,16 @@ from jenga_kernels.triton.delta_rule import (
     decay_log2,
     find_chunk,
     rate_log2,
-    rounded,
     sigmoid,
     unit_factors,
     unit_triangular_inverse,
 )
 from jenga_kernels.triton.device import device_function
 from jenga_kernels.triton.matmul import INTERPRETED, matmul
-from jenga_kernels.triton.recurrence import row_sums
+from jenga_kernels.triton.recurrence import (
+    rounded,
+    row_sums,
+)
 
 RUN_TOKENS = tl.constexpr(delta_tiles.RUN_TOKENS)
 """Tokens next to each other that a thread holds: what is between them needs no other thread."""

@@ -7,12 +7,12 @@ from jenga_kernels.triton.delta_rule import (
     decay_log2,
     find_chunk,
     rate_log2,
-    rounded,
     sigmoid,
     unit_factors,
     unit_triangular_inverse,
 )
 from jenga_kernels.triton.matmul import matmul
+from jenga_kernels.triton.recurrence import rounded
 
 
 # Counts differ from step to step and must not compile anew.

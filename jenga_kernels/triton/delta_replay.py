@@ -4,12 +4,18 @@ import triton
 import triton.language as tl
 
 from jenga_kernels.triton.addressing import page_offsets
-from jenga_kernels.triton.delta_rule import decay_log2, inverse_length, rate_log2, rounded, sigmoid
+from jenga_kernels.triton.delta_rule import (
+    decay_log2,
+    inverse_length,
+    rate_log2,
+    sigmoid,
+)
 from jenga_kernels.triton.device import device_function, widened
 from jenga_kernels.triton.recurrence import (
     column_sums,
     line_sums,
     mask_if,
+    rounded,
     rounded_product,
     row_sums,
 )

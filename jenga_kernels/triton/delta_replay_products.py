@@ -7,10 +7,20 @@ import triton
 import triton.language as tl
 
 from jenga_kernels.triton.addressing import page_offsets
-from jenga_kernels.triton.delta_rule import decay_log2, inverse_length, rate_log2, rounded, sigmoid
+from jenga_kernels.triton.delta_rule import (
+    decay_log2,
+    inverse_length,
+    rate_log2,
+    sigmoid,
+)
 from jenga_kernels.triton.device import device_function, widened
 from jenga_kernels.triton.matmul import matmul, matmul_add
-from jenga_kernels.triton.recurrence import column_sums, mask_if, row_sums
+from jenga_kernels.triton.recurrence import (
+    column_sums,
+    mask_if,
+    rounded,
+    row_sums,
+)
 from jenga_kernels.triton.replay import (
     add_state_products,
     decays_between,

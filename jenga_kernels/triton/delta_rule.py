@@ -3,7 +3,6 @@
 import triton.language as tl
 
 from jenga_kernels.triton.device import device_function, reciprocal
-from jenga_kernels.triton.matmul import INTERPRETED
 from jenga_kernels.triton.recurrence import LOG2E, row_sums, softplus
 
 NORM_EPSILON = tl.constexpr(1e-6)
@@ -14,19 +13,6 @@ LOG2_LOG2E = tl.constexpr(0.5287663729448977)
 
 LEAST_LOG2 = tl.constexpr(-126.0)
 """Decay of a token, in powers of two, below which the state before it counts for nothing."""
-
-
-@device_function
-def rounded(values, dtype: tl.constexpr):
-    """Values in float32 as the nearest ones in `dtype`.
-
-    The interpreter cuts bfloat16 off instead, so that errors of a chain of products all point the
-    same way; there, half a unit in the last place is added first.
-    """
-    if INTERPRETED and dtype == tl.bfloat16:
-        bits = values.to(tl.int32, bitcast=True)
-        values = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
-    return values.to(dtype)
 
 
 @device_function

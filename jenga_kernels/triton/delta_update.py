@@ -4,9 +4,18 @@ import triton
 import triton.language as tl
 
 from jenga_kernels.triton.addressing import page_offsets
-from jenga_kernels.triton.delta_rule import decay_log2, inverse_length, rate_log2, rounded, sigmoid
+from jenga_kernels.triton.delta_rule import (
+    decay_log2,
+    inverse_length,
+    rate_log2,
+    sigmoid,
+)
 from jenga_kernels.triton.device import widened
-from jenga_kernels.triton.recurrence import line_sums, mask_if
+from jenga_kernels.triton.recurrence import (
+    line_sums,
+    mask_if,
+    rounded,
+)
 
 _INT32_MAX = tl.constexpr(2**31 - 1)
 

@@ -45,6 +45,25 @@ def rounded_product(a, b):
 
 
 @device_function
+def rounded(values, dtype: tl.constexpr):
+    """Values in float32 as the nearest ones in `dtype`.
+
+    The interpreter cuts bfloat16 off instead, so that errors of a chain of products all point the
+    same way; there, half a unit in the last place is added first.
+    """
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = values.to(tl.int32, bitcast=True)
+        values = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+    return values.to(dtype)
+
+
+@device_function
+def gated(x, gates):
+    """X times its gates, rounded to the dtype of x."""
+    return rounded(x.to(tl.float32) * gates.to(tl.float32), x.dtype)
+
+
+@device_function
 def mask_if(condition, mask):
     """A mask where a scalar condition holds, and nothing of it elsewhere.
 

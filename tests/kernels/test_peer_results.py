@@ -231,6 +231,20 @@ def test_convolutions_of_vllm_give_what_ours_give(lengths):
     )
 
 
+@pytest.mark.parametrize("lengths", [[1, 1], [5, 40]], ids=["steps", "prompts"])
+def test_gated_convolutions_apart_and_of_vllm_give_what_ours_give(lengths):
+    batches = [state_shapes.make_gated_conv_batch(64, lengths, DEVICE) for _ in range(3)]
+    ours, apart, theirs = batches
+    bench_conv_update.jenga(ours)()
+    bench_conv_update.jenga_apart(apart)()
+    out = bench_conv_update.vllm(theirs)()
+    assert isinstance(out, torch.Tensor)
+    for batch, rows in ((apart, apart.out), (theirs, out)):
+        agree(ours.out.float(), rows.float())
+        agree(ours.states.float(), batch.states.float())
+    assert ours.states.float().abs().sum() > 0
+
+
 @pytest.mark.parametrize("model", delta_shapes.DRY_DELTA_MODELS, ids=lambda model: model.name)
 @pytest.mark.parametrize(
     ("ours", "theirs", "lengths"),
