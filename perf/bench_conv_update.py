@@ -4,6 +4,7 @@ python -m perf.bench_conv_update [--only b256] [--peers none] [--dry-run]
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -13,7 +14,14 @@ from jenga_kernels.conv_update import conv_update
 from perf.attention_peers import UnsupportedError
 from perf.delta_shapes import KIMI_LINEAR, QWEN3_NEXT
 from perf.harness import Benchmark, Row, read_roofline
-from perf.state_shapes import DRY_MODELS, MODELS, ConvBatch, make_conv_batch
+from perf.state_shapes import (
+    DRY_MODELS,
+    LFM2_CHANNELS,
+    MODELS,
+    ConvBatch,
+    make_conv_batch,
+    make_gated_conv_batch,
+)
 
 BATCHES = (1, 64, 256)
 PROMPTS = {"prompt 1x8192": [8192], "prompts 16 odd": [517, 33, 1200, 740, 5, 999, 250, 611] * 2}
@@ -33,6 +41,9 @@ def jenga(batch: ConvBatch) -> Callable[[], None]:
                 batch.slots,
                 batch.slots,
                 bias=batch.bias,
+                silu=batch.silu,
+                input_gates=batch.input_gates,
+                output_gates=batch.output_gates,
             )
 
         return launch
@@ -49,9 +60,29 @@ def jenga(batch: ConvBatch) -> Callable[[], None]:
             none,
             batch.slots,
             bias=batch.bias,
+            silu=batch.silu,
+            input_gates=batch.input_gates,
+            output_gates=batch.output_gates,
         )
 
     return launch_prompts
+
+
+def jenga_apart(batch: ConvBatch) -> Callable[[], None]:
+    """Our convolution between two multiplications, as a layer would have it without gates."""
+    input_gates, output_gates = batch.input_gates, batch.output_gates
+    if input_gates is None or output_gates is None:
+        msg = "inputs and outputs are not gated"
+        raise UnsupportedError(msg)
+    x = torch.empty_like(batch.out)
+    convolve = jenga(replace(batch, x=x, input_gates=None, output_gates=None))
+
+    def launch() -> None:
+        torch.mul(input_gates, batch.x, out=x)
+        convolve()
+        torch.mul(output_gates, batch.out, out=batch.out)
+
+    return launch
 
 
 def vllm_metadata(batch: ConvBatch) -> SimpleNamespace:
@@ -84,29 +115,47 @@ def vllm(batch: ConvBatch) -> Callable[[], object]:
         )
     except ImportError as error:
         raise UnsupportedError(str(error)) from error
+    activation = "silu" if batch.silu else None
     if len(batch.x) == len(batch.slots):
-        return lambda: causal_conv1d_update(
-            batch.x,
-            batch.states,
-            batch.weight,
-            batch.bias,
-            "silu",
-            conv_state_indices=batch.slots,
-            out=batch.out,
+        return lambda: gated_as_vllm(
+            batch,
+            lambda x: causal_conv1d_update(
+                x,
+                batch.states,
+                batch.weight,
+                batch.bias,
+                activation,
+                conv_state_indices=batch.slots,
+                out=batch.out,
+            ),
         )
     metadata = vllm_metadata(batch)
     has_initial = torch.zeros(len(batch.slots), dtype=torch.bool, device=batch.x.device)
-    return lambda: causal_conv1d_fn(
-        batch.x.T,
-        batch.weight,
-        batch.bias,
-        batch.states,
-        batch.query_starts,
-        cache_indices=batch.slots,
-        has_initial_state=has_initial,
-        activation="silu",
-        metadata=metadata,
+    return lambda: gated_as_vllm(
+        batch,
+        lambda x: (
+            causal_conv1d_fn(
+                x.T,
+                batch.weight,
+                batch.bias,
+                batch.states,
+                batch.query_starts,
+                cache_indices=batch.slots,
+                has_initial_state=has_initial,
+                activation=activation,
+                metadata=metadata,
+            ).T
+        ),
     )
+
+
+def gated_as_vllm(
+    batch: ConvBatch, convolve: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Convolve as vLLM does, with multiplications before and after where there are gates."""
+    if batch.input_gates is None or batch.output_gates is None:
+        return convolve(batch.x)
+    return batch.output_gates * convolve(batch.input_gates * batch.x)
 
 
 def measure(benchmark: Benchmark, name: str, batch: ConvBatch) -> None:
@@ -114,15 +163,19 @@ def measure(benchmark: Benchmark, name: str, batch: ConvBatch) -> None:
     num_tokens, dim = batch.x.shape
     state_bytes = len(batch.slots) * dim * batch.states.shape[2] * batch.states.element_size()
     is_update = num_tokens == len(batch.slots)
-    num_bytes = 2 * num_tokens * dim * batch.x.element_size()
+    rows = (batch.x, batch.out, batch.input_gates, batch.output_gates)
+    num_bytes = sum(part.numel() * part.element_size() for part in rows if part is not None)
     num_bytes += state_bytes * (2 if is_update else 1)
-    for peer, prepare in {"jenga": jenga, "vllm": vllm}.items():
-        if peer != "jenga" and not benchmark.wants_peer(peer):
+    implementations = {"jenga": jenga, "vllm": vllm}
+    if batch.input_gates is not None:
+        implementations["jenga apart"] = jenga_apart
+    for peer, prepare in implementations.items():
+        if not peer.startswith("jenga") and not benchmark.wants_peer(peer):
             continue
         try:
             timing = benchmark.measure(prepare(batch))
         except Exception as error:  # a peer that fails must not end the run
-            if peer == "jenga":
+            if peer.startswith("jenga"):
                 raise
             print(f"  {name}: no {peer}: {str(error)[:300]}", flush=True)
             continue
@@ -141,7 +194,11 @@ def main(arguments: list[str] | None = None) -> None:
     benchmark = Benchmark(
         "bench_conv_update",
         __doc__ or "",
-        ["tests/kernels/test_conv_update.py", "tests/kernels/test_causal_conv.py"],
+        [
+            "tests/kernels/test_conv_update.py",
+            "tests/kernels/test_causal_conv.py",
+            "tests/kernels/test_gated_conv.py",
+        ],
         arguments,
     )
     cases = {f"b{count}": [1] * count for count in BATCHES} | PROMPTS
@@ -153,6 +210,12 @@ def main(arguments: list[str] | None = None) -> None:
             name = f"{model.name} {label}"
             if benchmark.wants_shape(name):
                 measure(benchmark, name, make_conv_batch(model.conv_dim, lengths, benchmark.device))
+    channels = {"dry gated": 64} if benchmark.is_dry else LFM2_CHANNELS
+    for model_name, dim in channels.items():
+        for label, lengths in cases.items():
+            name = f"{model_name} {label}"
+            if benchmark.wants_shape(name):
+                measure(benchmark, name, make_gated_conv_batch(dim, lengths, benchmark.device))
     benchmark.finish(roofline_gigabytes_per_second=read_roofline(benchmark.options.results))
 
 

@@ -41,6 +41,10 @@ SMALL_TESTS = {
     "latent_attention": ("agrees_with_its_reference[fp8]",),
     "conv_update": ("matches_its_reference[speculative-torch.bfloat16-2-dim_last]",),
     "causal_conv": ("matches_its_reference[past_a_tile-torch.bfloat16-2-dim_last]",),
+    "gated_conv": (
+        "matches_its_reference[drafts-torch.bfloat16-3]",
+        "matches_its_reference[prompts-torch.bfloat16-3]",
+    ),
     "state_update": ("matches_the_recurrence[mamba2-bf16]",),
     "state_replay": (
         "matches_the_recurrence[early_and_late-bf16_state_f32]",

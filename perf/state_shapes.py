@@ -79,6 +79,10 @@ FALCON = StateModel(
     name="falcon-h1-7b", num_heads=24, head_dim=128, d_state=256, num_groups=1, conv_dim=3584
 )
 MODELS = (JAMBA, NEMOTRON, GRANITE, FALCON)
+
+LFM2_CHANNELS = {"lfm2-1.2b": 2048}
+"""Channels of convolutions that are gated, by model."""
+
 DRY_MODELS = (
     StateModel(name="dry-1", num_heads=1, head_dim=64, d_state=16, num_groups=1, conv_dim=64),
     StateModel(name="dry-2", num_heads=2, head_dim=16, d_state=16, num_groups=1, conv_dim=64),
@@ -105,7 +109,14 @@ class StateBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvBatch:
-    """Tensors of requests of a model's convolution."""
+    """Tensors of requests of a model's convolution.
+
+    Attributes:
+        bias: None where there is none.
+        silu: Whether outputs pass through SiLU.
+        input_gates: Multiplied with x; None where there are none, as of output_gates.
+        output_gates: Multiplied with the outputs.
+    """
 
     query_starts: torch.Tensor
     slots: torch.Tensor
@@ -113,7 +124,10 @@ class ConvBatch:
     out: torch.Tensor
     x: torch.Tensor
     weight: torch.Tensor
-    bias: torch.Tensor
+    bias: torch.Tensor | None
+    silu: bool = True
+    input_gates: torch.Tensor | None = None
+    output_gates: torch.Tensor | None = None
 
 
 def slots_in_arena(num_requests: int, device: torch.device) -> torch.Tensor:
@@ -187,4 +201,25 @@ def make_conv_batch(conv_dim: int, lengths: list[int], device: torch.device) -> 
         x=x,
         weight=torch.randn(conv_dim, width, device=device).to(DTYPE),
         bias=torch.randn(conv_dim, device=device).to(DTYPE),
+    )
+
+
+def make_gated_conv_batch(conv_dim: int, lengths: list[int], device: torch.device) -> ConvBatch:
+    """As `make_conv_batch`, of width 3, where gates and inputs come from one projection (LFM2)."""
+    torch.manual_seed(0)
+    width = 3
+    arena = make_arena(len(lengths) + 1, (width - 1, conv_dim), DTYPE, device)
+    projected = torch.randn(sum(lengths), 3 * conv_dim, device=device).to(DTYPE)
+    input_gates, output_gates, x = projected.chunk(3, dim=-1)
+    return ConvBatch(
+        query_starts=starts_of(lengths, device),
+        slots=slots_in_arena(len(lengths), device),
+        states=arena[:, 1].transpose(1, 2),
+        out=torch.empty(x.shape, dtype=DTYPE, device=device),
+        x=x,
+        weight=torch.randn(conv_dim, width, device=device).to(DTYPE),
+        bias=None,
+        silu=False,
+        input_gates=input_gates,
+        output_gates=output_gates,
     )

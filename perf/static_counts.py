@@ -36,7 +36,14 @@ from perf.delta_replay_shapes import make_delta_replay_batch
 from perf.delta_shapes import DELTA_MODELS, KIMI_LINEAR, QWEN3_NEXT, make_delta_batch
 from perf.machine_code import PretendedGpu
 from perf.state_replay_shapes import FOUR_DRAFTS, make_replay_batch
-from perf.state_shapes import JAMBA, NEMOTRON, make_conv_batch, make_state_batch
+from perf.state_shapes import (
+    JAMBA,
+    LFM2_CHANNELS,
+    NEMOTRON,
+    make_conv_batch,
+    make_gated_conv_batch,
+    make_state_batch,
+)
 
 CPU = torch.device("cpu")
 
@@ -105,6 +112,19 @@ def cut(
     return tuple(cut)
 
 
+def _convolutions(
+    lengths: list[int],
+) -> Iterator[tuple[str, str, Callable[[], Callable[[], object]]]]:
+    """Launches of convolutions, as `launches` gives them."""
+    makes = {NEMOTRON.name: partial(make_conv_batch, NEMOTRON.conv_dim, lengths, CPU)}
+    for model, channels in LFM2_CHANNELS.items():
+        makes[model] = partial(make_gated_conv_batch, channels, lengths, CPU)
+    for model, make in makes.items():
+        for owner in ("jenga", "vllm"):
+            prepare = getattr(bench_conv_update, owner)
+            yield f"M conv_update {model}", owner, lambda m=make, p=prepare: p(m())
+
+
 def launches(
     max_tokens: int = MAX_TOKENS,
     max_queries: int = MAX_TOKENS,
@@ -144,9 +164,7 @@ def launches(
         name, few = f"M state_replay 5 tokens {str(dtype)[6:]}", partial(few, drafts=FOUR_DRAFTS)
         yield name, "jenga", lambda make=few: bench_state_replay.jenga(make())
         yield name, "update", lambda make=few: bench_state_replay.jenga_update(make())
-    conv = lambda: make_conv_batch(NEMOTRON.conv_dim, ones, CPU)  # noqa: E731
-    yield "M conv_update nemotron-h-8b", "jenga", lambda: bench_conv_update.jenga(conv())
-    yield "M conv_update nemotron-h-8b", "vllm", lambda: bench_conv_update.vllm(conv())
+    yield from _convolutions(ones)
     for model in DELTA_MODELS:
         for dtype in (torch.float32, torch.bfloat16):
             name = f"G delta_update {model.name} {str(dtype)[6:]}"

@@ -135,13 +135,20 @@ def test_calls_of_vllms_latent_attention_fit_it(shape, bound):
     assert len(calls[0][1]["b_seq_len"]) == shape.num_tokens
 
 
+@pytest.mark.parametrize(
+    "make",
+    [state_shapes.make_conv_batch, state_shapes.make_gated_conv_batch],
+    ids=["plain", "gated"],
+)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_calls_of_vllms_convolutions_fit_them(lengths, bound):
+def test_calls_of_vllms_convolutions_fit_them(lengths, make, bound):
     from vllm.model_executor.layers.mamba.ops import causal_conv1d as module
 
-    calls = bound(module, "causal_conv1d_fn", "causal_conv1d_update")
+    rows = torch.zeros(sum(lengths), 64)
+    calls = bound(module, "causal_conv1d_update", result=rows)
+    bound(module, "causal_conv1d_fn", result=rows.T)
 
-    bench_conv_update.vllm(state_shapes.make_conv_batch(64, lengths, CPU))()
+    bench_conv_update.vllm(make(64, lengths, CPU))()
 
     assert len(calls) == 1
 
