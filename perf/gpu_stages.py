@@ -26,6 +26,7 @@ BENCHMARKS = (
     "bench_state_scan --only nemotron",
     "bench_state_scan --only granite",
     "bench_state_scan --only falcon",
+    "bench_linear_attention",
     "bench_latent_store",
     "bench_pages",
     "bench_host_memory",

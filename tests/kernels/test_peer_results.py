@@ -10,8 +10,6 @@ import pytest
 import torch
 import triton
 
-from jenga_kernels.state_scan import state_scan
-from jenga_kernels.state_update import state_update
 from perf import (
     attention_peers,
     attention_shapes,
@@ -20,6 +18,7 @@ from perf import (
     bench_delta_replay,
     bench_kv_store,
     bench_latent_attention,
+    bench_linear_attention,
     bench_paged_attention,
     bench_state_replay,
     bench_state_scan,
@@ -188,37 +187,22 @@ def test_updates_beside_replays_do_the_same_for_tokens_whose_states_are_theirs(
     agree(batches[0].tokens.out.float(), batches[1].tokens.out.float())
 
 
-def test_linear_attention_of_vllm_gives_what_prompts_and_steps_of_states_give():
-    from vllm.model_executor.layers import lightning_attn
-
-    num_heads, dim, prompt_tokens = 2, 64, 70
-    rates = torch.tensor([0.7, 0.02], device=DEVICE)
-    q, k, v = torch.randn(3, prompt_tokens + 1, num_heads, dim).to(DEVICE)
-    ours = torch.zeros(2, num_heads, dim, dim, device=DEVICE)
-    starts, null, one = (
-        torch.tensor(ints, dtype=torch.int32, device=DEVICE)
-        for ints in ([0, prompt_tokens], [0], [1])
+@pytest.mark.parametrize("lengths", [[1, 1, 1], [5, 70]], ids=["steps", "prompts"])
+def test_linear_attention_of_vllm_gives_what_ours_gives(lengths):
+    if max(lengths) > 1 and os.environ.get("EMULATED_GPU") == "90":
+        pytest.skip("an emulated Hopper finds theirs reading a product it has not waited for")
+    ours, theirs = (
+        bench_linear_attention.make_batch(2, lengths, torch.float32, DEVICE, head_dim=64)
+        for _ in range(2)
     )
-    out, dt = torch.empty_like(v), torch.ones(num_heads, device=DEVICE).expand(len(v), num_heads)
-    first, last = slice(prompt_tokens), slice(prompt_tokens, None)
-    inputs = v[first], dt[first], -rates, k[first], q[first]
-    state_scan(out[first], ours, *inputs, starts, null, one, dt_softplus=False)
-    prompt_state = ours[1].clone()
-    inputs = v[last], dt[last], -rates, k[last], q[last]
-    state_update(out[last], ours, *inputs, one, one, dt_softplus=False)
-
-    cache = torch.zeros(2, num_heads, dim, dim, device=DEVICE)
-    cache[1] = prompt_state.mT
-    step = (part[last].transpose(0, 1)[None].contiguous() for part in (q, k, v))
-    theirs = lightning_attn.linear_decode_forward_triton(*step, cache, rates, one)
-    agree(out[last].flatten(1), theirs)
-    agree(ours[1].mT, cache[1])
-    if os.environ.get("EMULATED_GPU") == "90":
-        return  # theirs reads registers of a product that it has not waited for
-    by_head = [part[first].transpose(0, 1)[None].contiguous() for part in (q, k, v)]
-    theirs, kept = lightning_attn.lightning_attention(*by_head, rates, block_size=256)
-    agree(out[first].transpose(0, 1), theirs[0])
-    agree(prompt_state.mT, kept[0, :, -1])
+    if ours.is_step:
+        ours.states.copy_(torch.randn(ours.states.shape))
+        theirs.states.copy_(ours.states.mT)  # theirs have a row for each element of a key
+    bench_linear_attention.jenga(ours)()
+    bench_linear_attention.vllm(theirs)()
+    agree(ours.out.float(), theirs.out.float())
+    agree(ours.states.float(), theirs.states.mT.float())
+    assert ours.states.float().abs().sum() > 0
 
 
 @pytest.mark.parametrize("lengths", [[1, 1], [5, 40]], ids=["steps", "prompts"])
