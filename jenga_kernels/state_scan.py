@@ -38,6 +38,7 @@ def state_scan(
     dt_softplus: bool = True,
     dt_limits: tuple[float, float] = (0.0, float("inf")),
     checkpoints: Checkpoints | None = None,
+    allow_tf32: bool = False,
 ) -> None:
     """Scan requests' tokens: read each one's state, apply every token, write the states asked for.
 
@@ -73,6 +74,8 @@ def state_scan(
         dt_softplus: Whether step sizes pass through softplus.
         dt_limits: Least and greatest step size.
         checkpoints: States to write besides the last ones.
+        allow_tf32: Whether matrix products of x, B and C in float32 may run on tensor cores, which
+            read 10 bits of their mantissas; where A has one per channel there are none.
 
     Raises:
         ValueError: If a shape, dtype, stride, alignment or device does not fit.
@@ -103,9 +106,9 @@ def state_scan(
         tiles = channel_scan_tiles(machine, head_dim, d_state)
     else:
         kernel = state_scan_heads_kernel
-        tiles = head_scan_tiles(machine, head_dim, d_state, x.element_size())
+        tiles = head_scan_tiles(machine, head_dim, d_state, x.element_size(), allow_tf32=allow_tf32)
     # Every state element of a channel decays on its own, so those of channels are one tile.
-    parts = {} if A.dim() > 1 else {"PARTS": tiles.state_parts}
+    parts = {} if A.dim() > 1 else {"PARTS": tiles.state_parts, "IS_TF32": allow_tf32}
     stride_slot, stride_head, stride_dim, _ = strides(states)
     kernel[(triton.cdiv(head_dim, tiles.block_dims) * num_heads, num_requests)](
         out_ptr=out,

@@ -25,7 +25,8 @@ CASES = {f"b{count}": [1] * count for count in (1, 64, 256)} | {
 """Tokens of requests: one each is a step, whose states go on; prompts begin."""
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
-"""Of queries, keys and values: vLLM's layer makes them in float32. States are in bfloat16."""
+"""Of queries, keys and values: vLLM's layer makes them in float32, whose products its kernel for
+prompts rounds to tf32, and ours is allowed to. States are in bfloat16."""
 
 VLLM_BLOCK_TOKENS = 256
 """What vLLM's layer takes for prompts."""
@@ -101,6 +102,7 @@ def jenga(batch: LinearBatch) -> Callable[[], None]:
             none,
             batch.slots,
             dt_softplus=False,
+            allow_tf32=True,
         )
 
     return step if batch.is_step else prompts

@@ -94,6 +94,7 @@ def forward_linear_attention(
         z=None,
         dt_bias=None,
         dt_softplus=False,
+        allow_tf32=True,  # as vLLM's kernel for prompts
     )
     attended = torch.empty_like(v)
     (states,) = layer.kv_cache

@@ -203,6 +203,7 @@ class Recurrence:
     z: torch.Tensor | None
     dt_bias: torch.Tensor | None
     dt_softplus: bool = True
+    allow_tf32: bool = False
 
 
 def replay(
@@ -301,6 +302,7 @@ def recur(
             dt_bias=step.dt_bias,
             dt_softplus=step.dt_softplus,
             checkpoints=metadata.checkpoints,
+            allow_tf32=step.allow_tf32,
         )
 
 

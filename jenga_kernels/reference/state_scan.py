@@ -24,6 +24,7 @@ def state_scan(
     dt_softplus: bool = True,
     dt_limits: tuple[float, float] = (0.0, float("inf")),
     checkpoints: Checkpoints | None = None,
+    allow_tf32: bool = False,  # noqa: ARG001 - products here are exact
 ) -> None:
     """Scan requests' tokens and write the states asked for; see the operation for the arguments."""
     steps = step_sizes(dt, dt_bias, dt_softplus=dt_softplus, dt_limits=dt_limits)

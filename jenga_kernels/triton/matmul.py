@@ -23,9 +23,14 @@ def matmul(a, b):
 
 
 @device_function
-def matmul_add(a, b, c):
-    """Product of a [M, K] and b [K, N] added to c, f32[M, N]; see `matmul`."""
+def matmul_add(a, b, c, IS_TF32: tl.constexpr = False):  # noqa: FBT002
+    """Product of a [M, K] and b [K, N] added to c, f32[M, N]; see `matmul`.
+
+    With IS_TF32 operands in float32 go to the tensor cores too, which read their first 19 bits.
+    """
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), c)
+    elif IS_TF32:
+        return tl.dot(a, b, c, input_precision="tf32")
     else:
         return tl.dot(a, b, c, input_precision="ieee")

@@ -56,11 +56,11 @@ def load_state(ptr, is_dim, D_STATE: tl.constexpr, BLOCK_N: tl.constexpr, PARTS:
 
 
 @device_function
-def next_state(h, b, kept, decay, PARTS: tl.constexpr):
+def next_state(h, b, kept, decay, PARTS: tl.constexpr, IS_TF32: tl.constexpr):
     """The state after a chunk, part by part."""
     parts = ()
     for part in tl.static_range(PARTS):  # pyright: ignore[reportGeneralTypeIssues]
-        parts += (matmul_add(tl.trans(b[part]), kept, h[part] * decay),)
+        parts += (matmul_add(tl.trans(b[part]), kept, h[part] * decay, IS_TF32),)
     return parts
 
 
@@ -128,6 +128,7 @@ def state_scan_heads_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PARTS: tl.constexpr,
+    IS_TF32: tl.constexpr,
 ):
     """Program (b, r) scans request r in BLOCK_P channels of one head, chunk by chunk."""
     BLOCKS: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
@@ -206,14 +207,14 @@ def state_scan_heads_kernel(
                 b += (tl.load(B_ptr + place, mask=is_n, other=0.0),)  # [T, N]
                 place = row * stride_C_token + part * BLOCK_N
                 c = tl.load(C_ptr + place, mask=is_n, other=0.0)  # [T, N]
-                y = matmul_add(c, h[part].to(dtype), y)
-                scores = matmul_add(c, tl.trans(b[part]), scores)
+                y = matmul_add(c, h[part].to(dtype), y, IS_TF32)
+                scores = matmul_add(c, tl.trans(b[part]), scores, IS_TF32)
 
             # What the state before the chunk gives, then what the chunk's own tokens give.
             since_start = coarse if fine is None else coarse + fine
             y *= tl.exp2(since_start)[:, None]
             weights = mixing_weights(scores, coarse, fine, dt, BLOCK_T)
-            y = matmul_add(weights.to(dtype), x, y)
+            y = matmul_add(weights.to(dtype), x, y, IS_TF32)
 
             last = tile == BLOCK_T - 1
             until_end = tl.sum(tl.where(last, coarse, 0.0), 0) - coarse
@@ -222,7 +223,7 @@ def state_scan_heads_kernel(
             x32 = x.to(tl.float32)
             kept = (x32 * (tl.exp2(until_end) * dt)[:, None]).to(dtype)
             decay = tl.exp2(tl.sum(tl.where(last, since_start, 0.0), 0))
-            h = next_state(h, b, kept, decay, PARTS)
+            h = next_state(h, b, kept, decay, PARTS, IS_TF32)
             if D_ptr is not None:
                 y += D * x32
             if z_ptr is not None:

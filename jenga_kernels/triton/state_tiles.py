@@ -49,7 +49,9 @@ WIDE_STATE = 128
 """Greatest d_state whose tiles fit in registers with chunks of 64 tokens."""
 
 
-def head_scan_tiles(machine: Machine, head_dim: int, d_state: int, element_bytes: int) -> ScanTiles:
+def head_scan_tiles(
+    machine: Machine, head_dim: int, d_state: int, element_bytes: int, *, allow_tf32: bool = False
+) -> ScanTiles:
     """Tiles of `state_scan` where a head decays as one.
 
     Chunks of 64 tokens have one stage: with more, Triton's warpgroup products whose left operand is
@@ -62,6 +64,7 @@ def head_scan_tiles(machine: Machine, head_dim: int, d_state: int, element_bytes
         head_dim: Channels of a head.
         d_state: State elements of a channel.
         element_bytes: Bytes of an element of x.
+        allow_tf32: Whether products of float32 may run on tensor cores.
     """
     whole_head = max(LEAST_PRODUCT, power_of_two(head_dim))
     is_wide = d_state > WIDE_STATE
@@ -70,8 +73,11 @@ def head_scan_tiles(machine: Machine, head_dim: int, d_state: int, element_bytes
     state_parts = power_of_two(d_state) // 64 if is_wide else 1
     if machine.is_interpreter:
         block_tokens, block_dims, num_warps = 64, whole_head, 1
-    elif element_bytes > 2:  # noqa: PLR2004 - wider than 16 bits: no tensor cores
-        block_tokens, block_dims, num_warps, state_parts = 16, 16, 8, 1
+    elif element_bytes > 2:  # noqa: PLR2004 - bytes of bfloat16 and float16
+        # Operands of tensor cores are in shared memory on Hopper, and in registers before.
+        has_room = allow_tf32 and machine.has_large_tiles and not is_wide
+        block_tokens, block_dims, num_warps = (64, 32, 8) if has_room else (16, 16, 8)
+        state_parts = 1
     elif not machine.has_large_tiles:
         block_tokens, block_dims, num_warps = (16, 16, 4) if is_wide else (32, 32, 4)
         state_parts = 1

@@ -28,8 +28,14 @@ def attended(q, k, v, decays, stored):
     return torch.stack(out), state
 
 
+def in_tf32(values):
+    """Cut a float32 down to what a tensor core reads of it."""
+    return (values.view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+
+@pytest.mark.parametrize("allow_tf32", [False, True], ids=["ieee", "tf32"])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.float16], ids=["f32", "f16"])
-def test_prompts_and_steps_of_linear_attention(state_dtype):
+def test_prompts_and_steps_of_linear_attention(state_dtype, allow_tf32):
     rng = generator(3)
     rates = torch.tensor([0.8, 0.1, 0.005])
     requests = [torch.randn(3, n + STEPS, HEADS, DIM, generator=rng) for n in LENGTHS]
@@ -45,7 +51,20 @@ def test_prompts_and_steps_of_linear_attention(state_dtype):
     out = torch.full_like(v, float("nan"))
     starts = i32([0, *torch.tensor(LENGTHS).cumsum(0).tolist()])
     null = i32([0, 0, 0])
-    state_scan(out, states, v, step_sizes(v), rates_here, k, q, starts, null, slots, **options)
+    state_scan(
+        out,
+        states,
+        v,
+        step_sizes(v),
+        rates_here,
+        k,
+        q,
+        starts,
+        null,
+        slots,
+        allow_tf32=allow_tf32,
+        **options,
+    )
     outputs = [[part] for part in out.cpu().split(LENGTHS)]
     for step in range(STEPS):
         rows = [part[:, n + step] for part, n in zip(requests, LENGTHS, strict=True)]
@@ -57,7 +76,8 @@ def test_prompts_and_steps_of_linear_attention(state_dtype):
 
     for request, parts, slot in zip(requests, outputs, (4, 1, 2), strict=True):
         exact, exact_state = attended(*request.double(), (-rates.double()).exp(), torch.float64)
-        naive, naive_state = attended(*request, (-rates).exp(), state_dtype)
+        read = in_tf32(request) if allow_tf32 else request
+        naive, naive_state = attended(*read, (-rates).exp(), state_dtype)
         check_close(torch.cat(parts), exact, naive)
         check_close(states[slot].cpu(), exact_state, naive_state)
 
@@ -70,7 +90,22 @@ def compile_linear_attention():
         for state_dtype in (torch.float32, torch.bfloat16):
             states = torch.zeros(20, num_heads, dim, dim, dtype=state_dtype)
             rates, one = -torch.ones(num_heads), i32([1])
-            state_scan(x, states, x, dt, rates, x, x, i32([0, 16]), one, one, dt_softplus=False)
+            starts = i32([0, 16])
+            for allow_tf32 in (False, True)[: 2 if dtype is torch.float32 else 1]:
+                state_scan(
+                    x,
+                    states,
+                    x,
+                    dt,
+                    rates,
+                    x,
+                    x,
+                    starts,
+                    one,
+                    one,
+                    dt_softplus=False,
+                    allow_tf32=allow_tf32,
+                )
             slots = i32(range(1, 17))
             state_update(x, states, x, dt, rates, x, x, slots, slots, dt_softplus=False)
 
@@ -79,7 +114,7 @@ def compile_linear_attention():
 def test_linear_attention_compiles_without_spills(capability):
     kernels = compile_job(compile_linear_attention, capability)
 
-    assert len(kernels) == 8
+    assert len(kernels) == 10
     for kernel in kernels:
         assert kernel.stack_bytes == 0, kernel
         assert kernel.counts["load_128"] >= 4, kernel
