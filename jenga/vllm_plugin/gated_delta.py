@@ -209,7 +209,7 @@ def forward_gated_delta(
     num_tokens = metadata.num_decode_tokens + metadata.num_prefill_tokens
     x, b, a = mixed_qkv[:num_tokens], b[:num_tokens], a[:num_tokens]
     convolved = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    convolve(convolved, x, convolution_of(layer, conv_weight_of(layer)), metadata)
+    convolve(convolved, x, convolution_of(layer, conv_weight_of(layer.conv1d)), metadata)
     key_dim, value_dim = layer.key_dim // layer.tp_size, layer.value_dim // layer.tp_size
     q, k, v = convolved.split([key_dim, key_dim, value_dim], dim=-1)
     A_log, dt_bias = layer.A_log, layer.dt_bias  # noqa: N806
@@ -251,7 +251,7 @@ def forward_kimi_delta(
     num_tokens = metadata.num_decode_tokens + metadata.num_prefill_tokens
     x, gates, betas = mixed_qkv[:num_tokens], gates[:num_tokens], betas[:num_tokens]
     convolved = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    convolve(convolved, x, convolution_of(layer, conv_weight_of(layer)), metadata)
+    convolve(convolved, x, convolution_of(layer, conv_weight_of(layer.conv1d)), metadata)
     q, k, v = convolved.unflatten(-1, (3, -1, layer.head_dim)).unbind(1)
     A_log, dt_bias = layer.A_log, layer.dt_bias.view(-1, layer.head_dim)  # noqa: N806
     if layer.gate_lower_bound is not None:
@@ -293,8 +293,8 @@ def forward_bailing_delta(
     for x, states, conv1d in zip(
         inputs, conv_states, (layer.q_conv1d, layer.k_conv1d, layer.v_conv1d), strict=True
     ):
-        weight = conv1d.weight.view(conv1d.weight.shape[0], -1)
-        convolution = Convolution(states=states, weight=weight, bias=conv1d.bias, silu=True)
+        weight, bias = conv_weight_of(conv1d), conv1d.bias
+        convolution = Convolution(states=states, weight=weight, bias=bias, silu=True)
         convolved.append(torch.empty_like(x[:num_tokens]))
         convolve(convolved[-1], x[:num_tokens], convolution, metadata)
     q, k, v = (part.unflatten(-1, (-1, layer.head_dim)) for part in convolved)

@@ -57,10 +57,10 @@ def channels_first(conv_states: torch.Tensor) -> torch.Tensor:
     return conv_states if is_conv_state_dim_first() else conv_states.transpose(1, 2)
 
 
-def conv_weight_of(layer: Any) -> torch.Tensor:  # noqa: ANN401
-    """Get the weight of a layer's convolution, [dim, width]."""
+def conv_weight_of(conv1d: Any) -> torch.Tensor:  # noqa: ANN401
+    """Get the weight of a layer's module of a convolution, [dim, width]."""
     # Where vLLM's CPU operations want it in an order of their own, vLLM keeps it here as it was.
-    weight = getattr(layer.conv1d, "_cpu_unpacked_conv_weight", layer.conv1d.weight)
+    weight = getattr(conv1d, "_cpu_unpacked_conv_weight", conv1d.weight)
     return weight.view(weight.shape[0], -1)
 
 
@@ -323,7 +323,7 @@ def forward_mamba1(
     num_tokens = metadata.num_decode_tokens + metadata.num_prefill_tokens
     x, gate = layer.in_proj(hidden_states)[0][:num_tokens].chunk(2, dim=-1)
     convolved = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    convolve(convolved, x, convolution_of(layer, conv_weight_of(layer)), metadata)
+    convolve(convolved, x, convolution_of(layer, conv_weight_of(layer.conv1d)), metadata)
     dt, B, C = layer._ssm_transform(convolved)  # noqa: N806
     scanned = torch.empty_like(convolved)
     # One head of all channels, one group.

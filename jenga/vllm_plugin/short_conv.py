@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionMetadataBuilder
 
-from jenga.vllm_plugin.mamba import Convolution, channels_first, convolve
+from jenga.vllm_plugin.mamba import Convolution, channels_first, conv_weight_of, convolve
 from jenga.vllm_plugin.mamba_builder import (
     JengaMambaMetadata,
     JengaStateBackend,
@@ -62,10 +62,9 @@ def forward_short_conv(
     input_gates, output_gates, x = layer.in_proj(hidden_states)[0][:num_tokens].chunk(3, dim=-1)
     convolved = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     (conv_states,) = layer.kv_cache
-    weight = layer.conv.weight
     convolution = Convolution(
         states=channels_first(conv_states),
-        weight=weight.view(weight.shape[0], -1),
+        weight=conv_weight_of(layer.conv),
         bias=layer.conv.bias,
         silu=False,
     )

@@ -187,6 +187,23 @@ def test_random_drafts_in_random_batches_leave_no_trace(order, drafting_config):
         check_close(layer.kv_cache[0][page], exact_state, naive_state)
 
 
+def test_weights_that_vllm_reordered_for_its_cpu_are_read_as_they_were(config):  # noqa: F811
+    from jenga.vllm_plugin.short_conv import forward_short_conv
+
+    def run(layer):
+        builder = builder_for(layer, config)
+        return run_in_steps(partial(forward_short_conv, layer), builder, prompts(HIDDEN), HIDDEN)
+
+    layer = short_conv_layer(state_pages(SHAPES))
+    wanted = run(layer)
+    layer.kv_cache = state_pages(SHAPES)
+    layer.conv._cpu_unpacked_conv_weight = layer.conv.weight[:, 0]
+    layer.conv.weight = layer.conv.weight.flip(0)
+    ours = run(layer)
+
+    assert all(torch.equal(ours[name], wanted[name]) for name in REQUESTS)
+
+
 def test_vllms_own_operations_serve_layers_that_are_not_known_or_not_selected(config):  # noqa: F811
     from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionMetadataBuilder
 
