@@ -15,11 +15,13 @@ ATTENTION = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torc
 KINDS = {
     "gpt_oss": [("full_attention", None), ("sliding_window", 32)],
     "granite_hybrid": [("full_attention", None), ("mamba", None)],
+    "lfm2": [("full_attention", None), ("mamba", None)],
 }
 
 
 def layers_of(model):
     """Layers like those of a tiny model, in vLLM's words."""
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
     full = {"full": FullAttentionSpec(**ATTENTION)}
@@ -27,12 +29,11 @@ def layers_of(model):
         return full | {
             f"sliding.{n}": SlidingWindowSpec(**ATTENTION, sliding_window=32) for n in range(2)
         }
-    return full | {
-        f"mamba.{n}": MambaSpec(
-            block_size=512, shapes=((3, 160), (4, 32, 32)), dtypes=(torch.float32,) * 2
-        )
-        for n in range(2)
-    }
+    mamba2 = {"shapes": ((3, 160), (4, 32, 32)), "dtypes": (torch.float32,) * 2}
+    short_conv = {"shapes": ((2, 128),), "dtypes": (torch.float32,)}
+    short_conv |= {"mamba_type": MambaAttentionBackendEnum.SHORT_CONV}
+    states = {"granite_hybrid": mamba2, "lfm2": short_conv}[model]
+    return full | {f"mamba.{n}": MambaSpec(block_size=512, **states) for n in range(2)}
 
 
 @pytest.fixture
@@ -169,7 +170,9 @@ def run_traffic(scheduler, follower, source, *, num_requests):
             assert follower.found == cached(scheduler)
 
 
-@pytest.mark.parametrize(("model", "arena_bytes"), [("gpt_oss", MIB), ("granite_hybrid", 3 * MIB)])
+@pytest.mark.parametrize(
+    ("model", "arena_bytes"), [("gpt_oss", MIB), ("granite_hybrid", 3 * MIB), ("lfm2", MIB)]
+)
 def test_who_follows_the_events_knows_what_is_cached(make_scheduler, model, arena_bytes):
     scheduler = make_scheduler(model, arena_bytes)
     follower = Follower(scheduler, KINDS[model])
@@ -216,7 +219,7 @@ def test_hits_are_told_again_to_who_asks_for_all_that_is_read(make_scheduler, mo
         if event.token_ids[-1] == tokens[95]
     }
     # All of full attention, the pages of a window, the last state.
-    assert told == {0: 6, 1: {"gpt_oss": 2, "granite_hybrid": 1}[model]}
+    assert told == {0: 6, 1: 2 if model == "gpt_oss" else 1}
 
 
 def stored(result):

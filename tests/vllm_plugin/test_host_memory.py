@@ -82,6 +82,7 @@ def test_windows_find_in_host_memory_what_the_arena_lost(loads_ahead, tiny_model
         pytest.param("granite_hybrid", 5 << 19, ON_V1, id="mamba2"),
         pytest.param("granite_hybrid", 5 << 19, ON_V2, id="mamba2_on_v2"),
         pytest.param("jamba", 1 << 20, ON_V2, id="mamba1_on_v2"),
+        pytest.param("lfm2", 7 << 17, ON_V2, id="short_convolutions_on_v2"),
         pytest.param("gemma3", 7 << 18, ON_V2, id="windows_on_v2"),
     ],
 )

@@ -60,6 +60,7 @@ def run_pipeline(run_engine):
         pytest.param("gemma3", "2,5", ON_V2, id="no_full_layer_on_the_first_rank"),
         pytest.param("jamba", "3,3", ON_V2, id="states"),
         pytest.param("jamba", "1,5", ON_V1, id="only_states_on_the_first_rank"),
+        pytest.param("lfm2", "2,3", ON_V2, id="only_short_convolutions_on_the_first_rank"),
     ],
 )
 def test_two_ranks_generate_and_find_what_one_does(
