@@ -121,9 +121,10 @@ def _kimi_forward(original: Function) -> Function:
 
 def _get_attn_backend(original: Function) -> Function:
     @functools.wraps(original)
-    def get_attn_backend(self: Any) -> Any:  # noqa: ANN401, ARG001
-        from jenga.vllm_plugin.linear_attention import JengaLinearAttentionBackend
+    def get_attn_backend(self: Any) -> Any:  # noqa: ANN401
+        from jenga.vllm_plugin.linear_attention import JengaLinearAttentionBackend, keep_rates
 
+        keep_rates(self)
         return JengaLinearAttentionBackend
 
     return get_attn_backend

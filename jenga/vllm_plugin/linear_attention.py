@@ -30,6 +30,9 @@ def _layer_classes() -> tuple[type, ...]:
     return (BailingMoELinearAttention,)
 
 
+_KEPT_RATES = "_jenga_rates"
+"""Attribute of a layer."""
+
 _LinearAttentionBuilder = builder_beside(BailingLinearAttentionMetadataBuilder, _layer_classes)
 
 
@@ -45,6 +48,24 @@ class JengaLinearAttentionBackend(JengaStateBackend):
     def get_builder_cls() -> type["AttentionMetadataBuilder[Any]"]:
         """Get the class that prepares a step."""
         return _LinearAttentionBuilder
+
+
+def keep_rates(layer: Any) -> None:  # noqa: ANN401
+    """Keep how fast a layer's states decay on the host, where deep sleep does not reach.
+
+    Made while weights are loaded, but no weight, vLLM's are lost with these and not loaded again.
+    """
+    if not hasattr(layer, _KEPT_RATES):
+        setattr(layer, _KEPT_RATES, -layer.tp_slope.flatten().cpu())
+
+
+def _rates(layer: Any, device: torch.device) -> torch.Tensor:  # noqa: ANN401
+    """Get how fast the states decay, f32[num_heads] below 0, moved to the device once."""
+    rates = getattr(layer, _KEPT_RATES)
+    if rates.device != device:
+        rates = rates.to(device)
+        setattr(layer, _KEPT_RATES, rates)
+    return rates
 
 
 def _normalised(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -87,7 +108,7 @@ def forward_linear_attention(
     step = Recurrence(
         x=v,
         dt=v.new_ones(v.shape[1]).expand(v.shape[:2]),
-        A=-layer.tp_slope.flatten(),
+        A=_rates(layer, v.device),
         B=k,
         C=q,
         D=None,

@@ -165,9 +165,11 @@ def with_positions(inputs):
 
 
 def run_linear(layer, inputs, out, metadata):
-    """Run a layer on rows of a position and inputs."""
-    from jenga.vllm_plugin.linear_attention import forward_linear_attention
+    """Run a layer on rows of a position and inputs, its slopes lost as in deep sleep."""
+    from jenga.vllm_plugin.linear_attention import forward_linear_attention, keep_rates
 
+    keep_rates(layer)
+    layer.tp_slope.fill_(float("nan"))
     forward_linear_attention(layer, inputs[:, 1:], out, inputs[:, 0].long(), metadata)
 
 
@@ -266,6 +268,9 @@ def test_the_name_that_vllms_layer_calls_leads_here(config, monkeypatch):  # noq
 
     layer, inputs = linear_layer(state_pages(SHAPES)), with_positions(prompts(HIDDEN))
     builder = builder_for(config)
+
+    layer.get_attn_backend()  # as vLLM does before any step
+    layer.tp_slope.fill_(float("nan"))
 
     def forward(rows, out, metadata):
         context = SimpleNamespace(attn_metadata={NAME: metadata})
