@@ -24,6 +24,7 @@ from perf import (
     bench_delta_replay,
     bench_kv_store,
     bench_latent_attention,
+    bench_linear_attention,
     bench_state_replay,
     bench_state_update,
     latent_peers,
@@ -49,6 +50,9 @@ CPU = torch.device("cpu")
 
 MAX_TOKENS = 64
 """Shapes are cut to so many tokens a request: code does not depend on it, memory here does."""
+
+MAX_LINEAR_TOKENS = 256
+"""Of a prompt through linear attention: all its chunks are alike."""
 
 REPLAY_REQUESTS = 16
 """Of which one writes its state, as in steps that go on."""
@@ -165,6 +169,15 @@ def launches(
         yield name, "jenga", lambda make=few: bench_state_replay.jenga(make())
         yield name, "update", lambda make=few: bench_state_replay.jenga_update(make())
     yield from _convolutions(ones)
+    linear = partial(bench_linear_attention.make_batch, 8, device=CPU, dtype=torch.float32)
+    name = "M linear ling-2.6-flash tp4"
+    for owner in ("jenga", "vllm"):
+        prepare = getattr(bench_linear_attention, owner)
+        yield f"{name} steps", owner, lambda p=prepare: p(linear(lengths=ones))
+    tokens = min(max_tokens, MAX_LINEAR_TOKENS)
+    # vLLM's kernels for prompts do not run in the emulated GPU.
+    prompt = lambda: bench_linear_attention.jenga(linear(lengths=[tokens]))  # noqa: E731
+    yield f"{name} prompt", "jenga", prompt
     for model in DELTA_MODELS:
         for dtype in (torch.float32, torch.bfloat16):
             name = f"G delta_update {model.name} {str(dtype)[6:]}"
