@@ -135,11 +135,15 @@ def check_batch(batch: Batch, **plan: object) -> None:
 
     exact, exact_lse = expected(batch, torch.float64)
     naive, naive_lse = expected(batch)
-    check_close(out[:used], exact[:used], naive[:used])
+    slack = 0.0
+    if batch.q.dtype == torch.float32:
+        # As in `attention_cases`: each of a score's roundings adds a step of a random walk.
+        slack = torch.finfo(torch.float32).eps * batch.q.shape[-1] ** 0.5
+    largest = exact[:used].abs().max().item() if used else 0.0
+    check_close(out[:used], exact[:used], naive[:used], slack=slack * largest)
     is_empty = torch.isinf(exact_lse[:used])
     assert torch.equal(torch.isinf(lse[:used]), is_empty)
-    check_close(
-        *(values[:used].masked_fill(is_empty, 0.0) for values in (lse, exact_lse, naive_lse))
-    )
+    lses = [values[:used].masked_fill(is_empty, 0.0) for values in (lse, exact_lse, naive_lse)]
+    check_close(*lses, slack=slack)
     assert (out[used:] == 7.0).all()
     assert (lse[used:] == 7.0).all()
