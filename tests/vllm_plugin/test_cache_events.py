@@ -171,7 +171,12 @@ def run_traffic(scheduler, follower, source, *, num_requests):
 
 
 @pytest.mark.parametrize(
-    ("model", "arena_bytes"), [("gpt_oss", MIB), ("granite_hybrid", 3 * MIB), ("lfm2", MIB)]
+    ("model", "arena_bytes"),
+    [
+        ("gpt_oss", MIB),
+        ("granite_hybrid", 3 * MIB),
+        pytest.param("lfm2", MIB, marks=pytest.mark.slow),
+    ],
 )
 def test_who_follows_the_events_knows_what_is_cached(make_scheduler, model, arena_bytes):
     scheduler = make_scheduler(model, arena_bytes)
