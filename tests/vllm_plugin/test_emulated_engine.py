@@ -1,17 +1,21 @@
 """The real engine on kernels as Triton compiles them for Hopper, in an emulated GPU."""
 
+import subprocess
+import sys
+
 import pytest
 
-from tests.emulation import only_where_interpreted, run_emulated
+from tests.emulation import ROOT, only_where_interpreted, run_emulated
 
-pytestmark = [only_where_interpreted, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1500)]
-
+pytestmark = pytest.mark.vllm
 
 TESTS = {
     "windows_and_sinks": "test_engine.py::test_engine_generates_what_stock_vllm_generates[gpt_oss]",
     "specialized_prefill": "test_specialized_engine.py",
     "states": "test_hybrid_engine.py"
-    "::test_mamba2_hybrid_generates_what_stock_vllm_generates_and_finds_its_prefixes",
+    "::test_hybrids_generate_what_stock_vllm_generates_and_find_their_prefixes[granite_hybrid]",
+    "convolutions": "test_hybrid_engine.py"
+    "::test_hybrids_generate_what_stock_vllm_generates_and_find_their_prefixes[lfm2]",
     "states_seldom_written": "test_replayed_states.py"
     "::test_with_drafts_another_turn_starts_near_the_end_of_a_long_answer",
     "gated_deltas_seldom_written": "test_replayed_gated_delta_engine.py"
@@ -19,6 +23,26 @@ TESTS = {
 }
 
 
+def path_of(test):
+    return f"tests/vllm_plugin/{test}"
+
+
+def test_tests_to_run_emulated_exist():
+    """Where one is renamed, this says so at once, and not the slow tests an hour later."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, *map(path_of, TESTS.values())],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+@only_where_interpreted
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("test", TESTS.values(), ids=TESTS)
 def test_compiled_kernels_generate_what_stock_vllm_generates(test):
-    run_emulated(90, f"tests/vllm_plugin/{test}")
+    run_emulated(90, path_of(test))
