@@ -33,12 +33,13 @@ class AttentionKind:
     Attributes:
         num_heads: Query heads.
         num_kv_heads: Heads of keys; a divisor of num_heads.
-        head_dim: Elements of a head.
+        head_dim: Elements of a query and of a key.
         page_tokens: Slots of a small page.
         window_tokens: Keys a query reads: itself and the window_tokens - 1 before it; None: all.
         chunk_tokens: Queries read no key before the last multiple of it; None: no such chunks.
         is_causal: Whether a query reads only keys up to its own position.
         is_fp8: Whether pages are float8_e4m3fn.
+        value_dim: Elements of a value where they are not head_dim; else None.
     """
 
     num_heads: int
@@ -49,6 +50,7 @@ class AttentionKind:
     chunk_tokens: int | None = None
     is_causal: bool = True
     is_fp8: bool = False
+    value_dim: int | None = None
 
     def __post_init__(self) -> None:
         """Check the sizes."""
@@ -64,11 +66,20 @@ class AttentionKind:
                 if not self.is_causal:
                     msg = f"{name} must be None without a causal mask, got {value}"
                     raise ValueError(msg)
+        if self.value_dim is not None:
+            check_at_least("value_dim", self.value_dim, 1)
+            if self.value_dim == self.head_dim:  # one kind, however it is told
+                object.__setattr__(self, "value_dim", None)
 
     @property
     def group_heads(self) -> int:
         """Query heads that share a head of keys."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def result_dim(self) -> int:
+        """Elements of a value, and so of a result."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +104,7 @@ class AttentionPlan:
         first_requests: Where each decode program begins, i32[num_programs].
         row_tile_requests: Request of each tile of prefill rows, i32[max_row_tiles], or -1.
         row_tile_indices: Which of its request's tiles it is, i32[max_row_tiles].
-        partial_out: Room for parts of a split result, f32[parts, rows, head_dim].
+        partial_out: Room for parts of a split result, f32[parts, rows, value_dim].
         partial_lse: Their log-sum-exps, f32[parts, rows].
     """
 
@@ -217,8 +228,8 @@ def plan_attention(
             be cut anywhere, and decoded tokens be read again as those of a prompt. Not so where
             warps specialise.
         is_warp_specialized: On Hopper, have prompts attend by the kernel whose warps specialise,
-            where pages hold 16-bit elements and heads have at most 256 of them; elsewhere it
-            changes nothing.
+            where pages hold 16-bit elements and keys and values have one width of at most 256;
+            elsewhere it changes nothing.
         tiles: Tiles to use instead of those chosen for the machine.
 
     Returns:
@@ -239,17 +250,18 @@ def plan_attention(
     check_at_least("max_query_tokens", max_query_tokens, 0)
     if tiles is None:
         machine = machine_of(seq_lens.device)
-        max_rows = max_decode_rows(machine, head_dim=kind.head_dim, element_bytes=dtype.itemsize)
+        widest = max(kind.head_dim, kind.result_dim)
+        max_rows = max_decode_rows(machine, head_dim=widest, element_bytes=dtype.itemsize)
         if max_rows is not None:
             decode_query_tokens = min(decode_query_tokens, max_rows // kind.group_heads)
         tiles = attention_tiles(
             machine,
-            head_dim=kind.head_dim,
+            head_dim=widest,
             element_bytes=dtype.itemsize,
             stored_bytes=1 if kind.is_fp8 else dtype.itemsize,
             decode_rows=decode_query_tokens * kind.group_heads,
         )
-        if is_warp_specialized:
+        if is_warp_specialized and kind.value_dim is None:
             specialized = specialized_tiles(
                 machine,
                 head_dim=kind.head_dim,
@@ -263,6 +275,9 @@ def plan_attention(
             f"tiles must have at least {decode_query_tokens * kind.group_heads} decode rows, got "
             f"{tiles.decode.block_m}"
         )
+        raise ValueError(msg)
+    if tiles.specialized_prefill is not None and kind.value_dim is not None:
+        msg = f"tiles must have no specialized_prefill for values of {kind.value_dim} elements"
         raise ValueError(msg)
     if tiles.specialized_prefill is not None and tiles.prefill.block_m != SPECIALIZED_ROWS:
         msg = f"tiles must have {SPECIALIZED_ROWS} prefill rows, got {tiles.prefill.block_m}"
@@ -298,7 +313,7 @@ def plan_attention(
         first_requests=empty(tiles.num_programs),
         row_tile_requests=empty(max_row_tiles),
         row_tile_indices=empty(max_row_tiles),
-        partial_out=empty(num_partials, rows, kind.head_dim, dtype=torch.float32),
+        partial_out=empty(num_partials, rows, kind.result_dim, dtype=torch.float32),
         partial_lse=empty(num_partials, rows, dtype=torch.float32),
     )
     plan.update(query_starts, seq_lens)

@@ -13,14 +13,26 @@ def check_pages(
     num_kv_heads: int,
     head_dim: int,
     dtype: torch.dtype,
+    *,
+    value_dim: int | None = None,
 ) -> int:
     """Check the pages of a cache; return page_tokens.
+
+    Args:
+        k_pages: Keys.
+        v_pages: Values.
+        num_kv_heads: Heads that both must have.
+        head_dim: Elements that a key must have.
+        dtype: What both must hold, unless that is float8_e4m3fn.
+        value_dim: Elements that a value must have; None: head_dim.
 
     Raises:
         ValueError: If shape, dtype, strides or alignment do not fit.
     """
     check_shape("k_pages", k_pages, (None, None, num_kv_heads, head_dim))
-    check_shape("v_pages", v_pages, k_pages.shape)
+    if value_dim is None:
+        value_dim = head_dim
+    check_shape("v_pages", v_pages, (*k_pages.shape[:3], value_dim))
     check_dtype("k_pages", k_pages, (dtype, FP8_DTYPE))
     check_dtype("v_pages", v_pages, (k_pages.dtype,))
     if k_pages.dtype == FP8_DTYPE and not machine_of(k_pages.device).has_fp8:

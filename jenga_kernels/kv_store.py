@@ -45,11 +45,13 @@ def kv_store(
 
     Args:
         k: Keys, [num_tokens, num_kv_heads, head_dim], bfloat16, float16 or float32.
-        v: Values, shape and dtype of k.
+        v: Values, [num_tokens, num_kv_heads, value_dim], dtype of k.
         k_pages: Written in place, [num_pages, page_tokens, num_kv_heads, head_dim], dtype of k or
             float8_e4m3fn; any strides that are multiples of 16 bytes, last dimension contiguous, no
             element over another.
-        v_pages: Written in place, shape, dtype and strides of k_pages, apart from it.
+        v_pages: Written in place, [num_pages, page_tokens, num_kv_heads, value_dim], dtype and
+            strides of k_pages, apart from it. Where value_dim is not head_dim, strides are the same
+            if a slot's value lies behind its key.
         slots: Slot of each token, i64[num_tokens]: slot s is token s % page_tokens of page
             s // page_tokens. Tokens with a negative slot (`NO_SLOT`) are skipped.
         k_scale: What a stored key must be multiplied with, f32[1] or f32[num_kv_heads]; only with a
@@ -60,18 +62,21 @@ def kv_store(
         ValueError: If a shape, dtype, stride, alignment or device does not fit, or a gradient is
             required.
     """
-    num_tokens, num_kv_heads, head_dim = _check_new_tokens(k, v, slots)
-    page_tokens = check_pages(k_pages, v_pages, num_kv_heads, head_dim, k.dtype)
+    num_tokens, num_kv_heads, head_dim, value_dim = _check_new_tokens(k, v, slots)
+    page_tokens = check_pages(
+        k_pages, v_pages, num_kv_heads, head_dim, k.dtype, value_dim=value_dim
+    )
     _check_written(k_pages, v_pages)
     check_scales(k_pages, k_scale, v_scale, num_kv_heads)
     check_same_device(
         k=k, v=v, k_pages=k_pages, v_pages=v_pages, slots=slots, k_scale=k_scale, v_scale=v_scale
     )
     check_no_gradients(k=k, v=v, k_pages=k_pages, v_pages=v_pages)
-    if k.numel() == 0:
+    if k.numel() == 0 and v.numel() == 0:
         return
     machine = machine_of(k.device)
-    tiles = copy_tiles(machine, head_dim)
+    widest = max(head_dim, value_dim)
+    tiles = copy_tiles(machine, widest)
     stride_page, stride_slot, stride_head, _ = strides(k_pages)
     kv_store_kernel[(triton.cdiv(num_tokens * num_kv_heads, tiles.block_rows),)](
         k_pages_ptr=k_pages,
@@ -91,13 +96,14 @@ def kv_store(
         stride_v_head=v.stride(1),
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
+        VALUE_DIM=value_dim,
         PAGE_TOKENS=page_tokens,
         IS_PER_HEAD_K=k_scale is not None and k_scale.numel() > 1,
         IS_PER_HEAD_V=v_scale is not None and v_scale.numel() > 1,
         IS_FP8=k_pages.dtype == FP8_DTYPE,
         BLOCK_ROWS=tiles.block_rows,
-        BLOCK_D=power_of_two(head_dim),
-        BLOCK_LINE=line_elements(machine, head_dim, k.element_size()),
+        BLOCK_D=power_of_two(widest),
+        BLOCK_LINE=line_elements(machine, widest, k.element_size()),
         THREAD_ELEMENTS=LOAD_BYTES // k.element_size(),
         num_warps=tiles.num_warps,
     )
@@ -105,15 +111,15 @@ def kv_store(
 
 def _check_new_tokens(
     k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
-) -> tuple[int, int, int]:
-    """Check new keys and values and their slots; return num_tokens, num_kv_heads, head_dim.
+) -> tuple[int, int, int, int]:
+    """Check new keys, values and their slots: num_tokens, num_kv_heads, head_dim, value_dim.
 
     Raises:
         ValueError: If one does not fit.
     """
     check_shape("k", k, (None, None, None))
     num_tokens, num_kv_heads, head_dim = k.shape
-    check_shape("v", v, k.shape)
+    check_shape("v", v, (num_tokens, num_kv_heads, None))
     check_shape("slots", slots, (num_tokens,))
     check_dtype("k", k, FLOAT_DTYPES)
     check_dtype("v", v, (k.dtype,))
@@ -123,13 +129,14 @@ def _check_new_tokens(
     if slots.numel() > 1 and slots.stride(0) != 1:
         msg = f"slots must be contiguous, got stride {slots.stride(0)}"
         raise ValueError(msg)
-    return num_tokens, num_kv_heads, head_dim
+    return num_tokens, num_kv_heads, head_dim, v.shape[2]
 
 
 def _check_written(k_pages: torch.Tensor, v_pages: torch.Tensor) -> None:
     check_apart("k_pages", k_pages)
-    # The strides of v_pages are the same.
-    row_bytes = k_pages.shape[-1] * k_pages.element_size()
-    if k_pages.numel() and abs(k_pages.data_ptr() - v_pages.data_ptr()) < row_bytes:
+    check_apart("v_pages", v_pages)
+    first, second = sorted((k_pages, v_pages), key=torch.Tensor.data_ptr)
+    row_bytes = first.shape[-1] * first.element_size()
+    if first.numel() and second.data_ptr() - first.data_ptr() < row_bytes:
         msg = "v_pages must not overlap k_pages"
         raise ValueError(msg)

@@ -211,7 +211,7 @@ def latent_attention(
             sinks_ptr=None,
             NUM_KV_HEADS=num_groups,
             GROUP=group,
-            HEAD_DIM=latent_dim,
+            RESULT_DIM=latent_dim,
             QUERY_TOKENS=plan.decode_query_tokens,
             IS_INVARIANT=plan.is_batch_invariant,
             BLOCK_SPLITS=plan.tiles.block_splits,

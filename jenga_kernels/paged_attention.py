@@ -23,6 +23,7 @@ import functools
 import math
 
 import torch
+import triton
 
 from jenga_kernels.attention_plan import (
     AttentionKind,
@@ -95,7 +96,9 @@ def paged_attention(
             contiguous, head_dim up to 512.
         k_pages: Keys, [num_pages, page_tokens, num_kv_heads, head_dim], dtype of q or
             float8_e4m3fn; any strides that are multiples of 16 bytes, last dimension contiguous.
-        v_pages: Values, shape, dtype and strides of k_pages.
+        v_pages: Values, [num_pages, page_tokens, num_kv_heads, value_dim], dtype and strides of
+            k_pages, value_dim up to 512. Where value_dim is not head_dim, strides are the same if a
+            slot's value lies behind its key.
         page_table: Page of tokens [i * page_tokens, (i + 1) * page_tokens) of each request in
             column i, i32[num_requests, max_pages]; at least one column.
         query_starts: First query token of each request, and their number, i32[num_requests + 1].
@@ -118,14 +121,14 @@ def paged_attention(
         k_scale: What stored keys are multiplied with, f32[1] or f32[num_kv_heads]; only with
             float8_e4m3fn pages.
         v_scale: As k_scale, of values; shape of k_scale where both are given.
-        out: Written in place and returned, shape and dtype of q, contiguous, apart from it; None
-            allocates it.
+        out: Written in place and returned, [num_tokens, num_heads, value_dim], dtype of q,
+            contiguous, apart from it; None allocates it.
         lse: Written in place: natural log-sum-exp of each row's scores, sinks included,
             f32[num_tokens, num_heads]; -inf where no key is read.
         plan: Work lists of this step; None makes them for this call alone.
 
     Returns:
-        The results, [num_tokens, num_heads, head_dim].
+        The results, [num_tokens, num_heads, value_dim].
 
     Raises:
         ValueError: If a shape, dtype, stride, alignment, device or number does not fit, the plan
@@ -137,14 +140,16 @@ def paged_attention(
     """
     check_shape("q", q, (None, None, None))
     num_tokens, num_heads, head_dim = q.shape
-    if head_dim > MAX_HEAD_DIM:
-        msg = f"q must have heads of at most {MAX_HEAD_DIM} elements, got {head_dim}"
-        raise ValueError(msg)
+    check_shape("v_pages", v_pages, (None, None, None, None))
+    value_dim = v_pages.shape[3]
+    _check_widths(head_dim, value_dim)
     check_shape("k_pages", k_pages, (None, None, None, head_dim))
     num_kv_heads = k_pages.shape[2]
     check_dtype("q", q, FLOAT_DTYPES)
     check_rows("q", q)
-    page_tokens = check_pages(k_pages, v_pages, num_kv_heads, head_dim, q.dtype)
+    page_tokens = check_pages(
+        k_pages, v_pages, num_kv_heads, head_dim, q.dtype, value_dim=value_dim
+    )
     num_requests = check_page_table(page_table)
     check_steps(query_starts, seq_lens, num_requests)
     check_positive("scale", scale)
@@ -155,8 +160,8 @@ def paged_attention(
     check_scales(k_pages, k_scale, v_scale, num_kv_heads)
     if k_scale is not None and v_scale is not None:
         check_shape("v_scale", v_scale, k_scale.shape)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    check_shape("out", out, q.shape)
+    out = q.new_empty(num_tokens, num_heads, value_dim) if out is None else out
+    check_shape("out", out, (num_tokens, num_heads, value_dim))
     check_dtype("out", out, (q.dtype,))
     check_contiguous("out", out)
     if out.data_ptr() == q.data_ptr() and num_tokens:
@@ -189,6 +194,7 @@ def paged_attention(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
+        value_dim=value_dim,
         page_tokens=page_tokens,
         window_tokens=window_tokens,
         chunk_tokens=chunk_tokens,
@@ -236,6 +242,7 @@ def paged_attention(
         "NUM_KV_HEADS": num_kv_heads,
         "GROUP": kind.group_heads,
         "HEAD_DIM": head_dim,
+        "RESULT_DIM": value_dim,
         "PAGE_TOKENS": page_tokens,
         "IS_CAUSAL": is_causal,
         "IS_PER_HEAD_SCALE": any(
@@ -276,14 +283,15 @@ def paged_attention(
         )
     elif plan.max_row_tiles:
         tiles = plan.tiles.prefill
-        value_dim = tiles.value_dim(head_dim)
-        attention_prefill_kernel[(plan.max_row_tiles * tiles.value_parts, num_kv_heads)](
+        part_dim = tiles.part_dim(value_dim)
+        num_parts = triton.cdiv(value_dim, part_dim)
+        attention_prefill_kernel[(plan.max_row_tiles * num_parts, num_kv_heads)](
             **shared,
             row_tile_requests_ptr=plan.row_tile_requests,
             row_tile_indices_ptr=plan.row_tile_indices,
             spans_ptr=spans,
-            VALUE_DIM=value_dim,
-            BLOCK_V=max(MIN_ROWS, power_of_two(value_dim)),
+            VALUE_DIM=part_dim,
+            BLOCK_V=max(MIN_ROWS, power_of_two(part_dim)),
             IS_INVARIANT=plan.is_batch_invariant,
             BLOCK_M=tiles.block_m,
             BLOCK_N=tiles.block_n,
@@ -294,8 +302,9 @@ def paged_attention(
         tiles = plan.tiles.decode
         # Products in float32 leave no registers for what the compiler would keep of offsets.
         keeps_offsets = q.dtype != torch.float32
-        value_dim = tiles.value_dim(head_dim)
-        attention_decode_kernel[(plan.tiles.num_programs * tiles.value_parts,)](
+        part_dim = tiles.part_dim(value_dim)
+        num_parts = triton.cdiv(value_dim, part_dim)
+        attention_decode_kernel[(plan.tiles.num_programs * num_parts,)](
             **shared,
             partial_out_ptr=plan.partial_out,
             partial_lse_ptr=plan.partial_lse,
@@ -305,8 +314,8 @@ def paged_attention(
             num_requests=num_requests,
             PAGE_STRIDE=constant_stride(stride_page, 1) if keeps_offsets else None,
             SLOT_STRIDE=constant_stride(stride_slot, page_tokens) if keeps_offsets else None,
-            VALUE_DIM=value_dim,
-            BLOCK_V=max(MIN_ROWS, power_of_two(value_dim)),
+            VALUE_DIM=part_dim,
+            BLOCK_V=max(MIN_ROWS, power_of_two(part_dim)),
             QUERY_TOKENS=plan.decode_query_tokens,
             IS_INVARIANT=plan.is_batch_invariant,
             BLOCK_M=tiles.block_m,
@@ -326,14 +335,23 @@ def paged_attention(
             sinks_ptr=sinks,
             NUM_KV_HEADS=num_kv_heads,
             GROUP=kind.group_heads,
-            HEAD_DIM=head_dim,
+            RESULT_DIM=value_dim,
             QUERY_TOKENS=plan.decode_query_tokens,
             IS_INVARIANT=plan.is_batch_invariant,
             BLOCK_SPLITS=plan.tiles.block_splits,
-            BLOCK_D=power_of_two(head_dim),
+            BLOCK_D=power_of_two(value_dim),
             num_warps=4,
         )
     return out
+
+
+def _check_widths(head_dim: int, value_dim: int) -> None:
+    if head_dim > MAX_HEAD_DIM:
+        msg = f"q must have heads of at most {MAX_HEAD_DIM} elements, got {head_dim}"
+        raise ValueError(msg)
+    if not 1 <= value_dim <= MAX_HEAD_DIM:
+        msg = f"v_pages must have values of 1 to {MAX_HEAD_DIM} elements, got {value_dim}"
+        raise ValueError(msg)
 
 
 def _check_heads(

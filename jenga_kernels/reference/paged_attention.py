@@ -32,7 +32,7 @@ def paged_attention(
     Everything is computed in the dtype of q (softmax at least in float32), so float64 inputs give
     the exact result and low-precision ones what plain PyTorch would.
     """
-    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    out = q.new_empty(*q.shape[:2], v_pages.shape[3]) if out is None else out
     num_heads, num_kv_heads = q.shape[1], k_pages.shape[2]
     score_dtype = torch.promote_types(q.dtype, torch.float32)
     starts = query_starts.tolist()

@@ -31,14 +31,14 @@ _WARPGROUP_ROWS = tl.constexpr(WARPGROUP_ROWS)
 @triton.jit(do_not_specialize=["num_requests"])
 def attention_decode_kernel(  # noqa: PLR0912 - options are compiled in or out, each an `if`
     # Outputs
-    out_ptr,  # [num_tokens, num_heads, head_dim], contiguous
+    out_ptr,  # [num_tokens, num_heads, value_dim], contiguous
     lse_ptr,  # f32[num_tokens, num_heads] or None
-    partial_out_ptr,  # f32[num_partials, QUERY_TOKENS * GROUP, head_dim]
+    partial_out_ptr,  # f32[num_partials, QUERY_TOKENS * GROUP, value_dim]
     partial_lse_ptr,  # f32[num_partials, QUERY_TOKENS * GROUP]
     # Inputs
     q_ptr,  # [num_tokens, num_heads, head_dim]
     k_pages_ptr,  # [num_pages, page_tokens, num_kv_heads, head_dim]
-    v_pages_ptr,  # [num_pages, page_tokens, num_kv_heads, head_dim]
+    v_pages_ptr,  # [num_pages, page_tokens, num_kv_heads, value_dim]
     page_table_ptr,  # i32[num_requests, max_pages]
     query_starts_ptr,  # i32[num_requests + 1]
     seq_lens_ptr,  # i32[num_requests]
@@ -67,6 +67,7 @@ def attention_decode_kernel(  # noqa: PLR0912 - options are compiled in or out, 
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    RESULT_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
@@ -90,12 +91,13 @@ def attention_decode_kernel(  # noqa: PLR0912 - options are compiled in or out, 
     """
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
     PARTIAL_ROWS: tl.constexpr = QUERY_TOKENS * GROUP
-    VALUE_PARTS: tl.constexpr = (HEAD_DIM + VALUE_DIM - 1) // VALUE_DIM
+    VALUE_PARTS: tl.constexpr = (RESULT_DIM + VALUE_DIM - 1) // VALUE_DIM
     # Products of more rows read keys and values from shared memory, converted.
     IS_PAIRED: tl.constexpr = (
         k_pages_ptr.dtype.element_ty == tl.float8e4nv
         and q_ptr.dtype.element_ty != tl.float32
         and HEAD_DIM % 2 == 0
+        and RESULT_DIM % 2 == 0
         and BLOCK_V >= 2 * _MIN_ROWS
         and BLOCK_M < _WARPGROUP_ROWS
     )
@@ -105,7 +107,7 @@ def attention_decode_kernel(  # noqa: PLR0912 - options are compiled in or out, 
         stride_pages_slot = SLOT_STRIDE
     program = tl.program_id(0) // VALUE_PARTS
     part = tl.program_id(0) % VALUE_PARTS
-    value_start = tl.minimum(part * VALUE_DIM, HEAD_DIM - VALUE_DIM)
+    value_start = tl.minimum(part * VALUE_DIM, RESULT_DIM - VALUE_DIM)
     values_ptr = v_pages_ptr + value_start
     if IS_PAIRED:
         k_pages_ptr = as_pairs(k_pages_ptr)
@@ -221,14 +223,14 @@ def attention_decode_kernel(  # noqa: PLR0912 - options are compiled in or out, 
             if sinks_ptr is not None:
                 sinks = tl.load(sinks_ptr + heads, mask=live, other=0.0).to(tl.float32)
             out, lse = finish_rows(acc, row_max, row_sum, sinks)
-            offsets = row_offsets(tokens, heads, NUM_HEADS * HEAD_DIM, HEAD_DIM)
+            offsets = row_offsets(tokens, heads, NUM_HEADS * RESULT_DIM, RESULT_DIM)
             store_rows(out_ptr + value_start, offsets, out, live, VALUE_DIM, BLOCK_V)
             if lse_ptr is not None:
                 tl.store(lse_ptr + tokens.to(tl.int64) * NUM_HEADS + heads, lse, mask=live)
         else:
             out, lse = finish_rows(acc, row_max, row_sum, None)
             partial_rows = partial.to(tl.int64) * PARTIAL_ROWS + rows
-            offsets = partial_rows * HEAD_DIM
+            offsets = partial_rows * RESULT_DIM
             store_rows(partial_out_ptr + value_start, offsets, out, live, VALUE_DIM, BLOCK_V)
             tl.store(partial_lse_ptr + partial_rows, lse, mask=live)
         unit += units_done
@@ -237,10 +239,10 @@ def attention_decode_kernel(  # noqa: PLR0912 - options are compiled in or out, 
 @triton.jit
 def attention_splits_kernel(
     # Outputs
-    out_ptr,  # [num_tokens, num_heads, head_dim], contiguous
+    out_ptr,  # [num_tokens, num_heads, value_dim], contiguous
     lse_ptr,  # f32[num_tokens, num_heads] or None
     # Inputs
-    partial_out_ptr,  # f32[num_partials, QUERY_TOKENS * GROUP, head_dim]
+    partial_out_ptr,  # f32[num_partials, QUERY_TOKENS * GROUP, value_dim]
     partial_lse_ptr,  # f32[num_partials, QUERY_TOKENS * GROUP]
     query_starts_ptr,  # i32[num_requests + 1]
     unit_starts_ptr,  # i32[num_requests + 1]
@@ -249,7 +251,7 @@ def attention_splits_kernel(
     # Tiles and flags
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    RESULT_DIM: tl.constexpr,
     QUERY_TOKENS: tl.constexpr,
     IS_INVARIANT: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
@@ -294,8 +296,8 @@ def attention_splits_kernel(
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)
             weights = tl.exp2(lse - shift)  # f32[BLOCK_SPLITS]
             rescale = tl.exp2(row_max - shift)
-            offsets = partial_rows[:, None] * HEAD_DIM + dims[None, :]
-            mask = element_mask(live, HEAD_DIM, BLOCK_D)
+            offsets = partial_rows[:, None] * RESULT_DIM + dims[None, :]
+            mask = element_mask(live, RESULT_DIM, BLOCK_D)
             out = tl.load(partial_out_ptr + offsets, mask=mask, other=0.0)
             acc = acc * rescale + tl.sum(out * weights[:, None], 0)
             row_sum = row_sum * rescale + tl.sum(weights, 0)
@@ -306,9 +308,9 @@ def attention_splits_kernel(
         row = tl.full([1], 0, tl.float32)
         out, lse = finish_rows(acc[None, :], row + row_max, row + row_sum, sinks)
         token_head = (query_start + token_in_request).to(tl.int64) * NUM_KV_HEADS * GROUP + head
-        offsets = (token_head * HEAD_DIM + dims)[None, :]
+        offsets = (token_head * RESULT_DIM + dims)[None, :]
         tl.store(
-            out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=(dims < HEAD_DIM)[None, :]
+            out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=(dims < RESULT_DIM)[None, :]
         )
         if lse_ptr is not None:
             tl.store(lse_ptr + token_head + tl.arange(0, 1), lse)

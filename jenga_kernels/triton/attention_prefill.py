@@ -19,12 +19,12 @@ from jenga_kernels.triton.rows import load_rows, store_rows
 @triton.jit
 def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out, each an `if`
     # Outputs
-    out_ptr,  # [num_tokens, num_heads, head_dim], contiguous
+    out_ptr,  # [num_tokens, num_heads, value_dim], contiguous
     lse_ptr,  # f32[num_tokens, num_heads] or None
     # Inputs
     q_ptr,  # [num_tokens, num_heads, head_dim]
     k_pages_ptr,  # [num_pages, page_tokens, num_kv_heads, head_dim]
-    v_pages_ptr,  # [num_pages, page_tokens, num_kv_heads, head_dim]
+    v_pages_ptr,  # [num_pages, page_tokens, num_kv_heads, value_dim]
     page_table_ptr,  # i32[num_requests, max_pages]
     query_starts_ptr,  # i32[num_requests + 1]
     seq_lens_ptr,  # i32[num_requests]
@@ -51,6 +51,7 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    RESULT_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
@@ -71,13 +72,13 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
     in what its tiles hold besides it has no share, to the last bit.
     """
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
-    VALUE_PARTS: tl.constexpr = (HEAD_DIM + VALUE_DIM - 1) // VALUE_DIM
+    VALUE_PARTS: tl.constexpr = (RESULT_DIM + VALUE_DIM - 1) // VALUE_DIM
     IS_FP8: tl.constexpr = k_pages_ptr.dtype.element_ty == tl.float8e4nv
     IS_CROWDED: tl.constexpr = BLOCK_D >= WIDE_HEAD or (IS_FP8 and 2 * BLOCK_D >= WIDE_HEAD)
     kv_head = tl.program_id(1)
     row_tile = tl.program_id(0) // VALUE_PARTS
     part = tl.program_id(0) % VALUE_PARTS
-    value_start = tl.minimum(part * VALUE_DIM, HEAD_DIM - VALUE_DIM)
+    value_start = tl.minimum(part * VALUE_DIM, RESULT_DIM - VALUE_DIM)
     request = tl.load(row_tile_requests_ptr + row_tile)
     if request < 0:
         return
@@ -192,7 +193,7 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
     if sinks_ptr is not None:
         sinks = tl.load(sinks_ptr + heads).to(tl.float32)
     out, lse = finish_rows(acc, row_max, row_sum, sinks)
-    offsets = row_offsets(tokens, heads, NUM_HEADS * HEAD_DIM, HEAD_DIM)
+    offsets = row_offsets(tokens, heads, NUM_HEADS * RESULT_DIM, RESULT_DIM)
     store_rows(out_ptr + value_start, offsets, out, live, VALUE_DIM, BLOCK_V)
     if lse_ptr is not None:
         tl.store(lse_ptr + tokens.to(tl.int64) * NUM_HEADS + heads, lse, mask=live)

@@ -29,10 +29,10 @@ def _stored(rows, heads, live, scale_ptr, IS_FP8: tl.constexpr, IS_PER_HEAD: tl.
 def kv_store_kernel(
     # Outputs
     k_pages_ptr,  # [num_pages, page_tokens, num_kv_heads, head_dim]
-    v_pages_ptr,  # [num_pages, page_tokens, num_kv_heads, head_dim]
+    v_pages_ptr,  # [num_pages, page_tokens, num_kv_heads, value_dim]
     # Inputs
     k_ptr,  # [num_tokens, num_kv_heads, head_dim]
-    v_ptr,  # [num_tokens, num_kv_heads, head_dim]
+    v_ptr,  # [num_tokens, num_kv_heads, value_dim]
     slots_ptr,  # i64[num_tokens]
     k_scale_ptr,  # f32[1] or f32[num_kv_heads]
     v_scale_ptr,  # f32[1] or f32[num_kv_heads]
@@ -49,6 +49,7 @@ def kv_store_kernel(
     # Tiles and flags
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     IS_PER_HEAD_K: tl.constexpr,
     IS_PER_HEAD_V: tl.constexpr,
@@ -70,14 +71,17 @@ def kv_store_kernel(
         + tl.arange(0, BLOCK_LINE)[None, :]
     )
     dims = dims[:, None, :]  # [lines, 1, BLOCK_LINE]
-    mask = live[None, :, None]
+    k_mask = live[None, :, None]
+    v_mask = k_mask
     if BLOCK_D != HEAD_DIM:
-        mask &= dims < HEAD_DIM
+        k_mask &= dims < HEAD_DIM
+    if BLOCK_D != VALUE_DIM:
+        v_mask &= dims < VALUE_DIM
 
     k_offsets = tokens * stride_k_token + heads * stride_k_head
     v_offsets = tokens * stride_v_token + heads * stride_v_head
-    k = tl.load(k_ptr + k_offsets[None, :, None] + dims, mask=mask)  # [lines, rows, BLOCK_LINE]
-    v = tl.load(v_ptr + v_offsets[None, :, None] + dims, mask=mask)  # [lines, rows, BLOCK_LINE]
+    k = tl.load(k_ptr + k_offsets[None, :, None] + dims, mask=k_mask)  # [lines, rows, BLOCK_LINE]
+    v = tl.load(v_ptr + v_offsets[None, :, None] + dims, mask=v_mask)  # [lines, rows, BLOCK_LINE]
 
     slot = tl.where(live, slots, 0)
     in_pages = slot_offsets(slot, stride_pages_page, stride_pages_slot, PAGE_TOKENS)
@@ -86,5 +90,5 @@ def kv_store_kernel(
     offsets = tl.max_contiguous(offsets, [1, 1, THREAD_ELEMENTS])
     k = _stored(k, heads, live, k_scale_ptr, IS_FP8, IS_PER_HEAD_K)
     v = _stored(v, heads, live, v_scale_ptr, IS_FP8, IS_PER_HEAD_V)
-    tl.store(k_pages_ptr + offsets, k, mask=mask)
-    tl.store(v_pages_ptr + offsets, v, mask=mask)
+    tl.store(k_pages_ptr + offsets, k, mask=k_mask)
+    tl.store(v_pages_ptr + offsets, v, mask=v_mask)

@@ -162,11 +162,11 @@ class LoopTiles:
     num_stages: int
     value_parts: int = 1
 
-    def value_dim(self, head_dim: int) -> int:
+    def part_dim(self, value_dim: int) -> int:
         """Elements of a result that one program computes; those of a part are a multiple of 16."""
         if self.value_parts == 1:
-            return head_dim
-        return triton.cdiv(head_dim, 16 * self.value_parts) * 16
+            return value_dim
+        return min(value_dim, triton.cdiv(value_dim, 16 * self.value_parts) * 16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,6 +42,7 @@ class Shape:
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 64
+    value_dim: int | None = None
     page_tokens: int = 16
     dtype: torch.dtype = torch.float32
     pages_dtype: torch.dtype | None = None
@@ -99,6 +100,7 @@ class Batch:
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
+            value_dim=shape.value_dim,
             page_tokens=shape.page_tokens,
             window_tokens=options.window_tokens,
             chunk_tokens=options.chunk_tokens,
@@ -161,6 +163,7 @@ def make_batch(shape: Shape, options: Options, *, seed: int = 0) -> Batch:
         shape.head_dim,
         shape.pages_dtype or shape.dtype,
         is_head_major=shape.is_head_major,
+        value_dim=shape.value_dim,
     )
     table = shuffled_page_table(num_pages_of, num_pages, rng)
     spans = [
@@ -171,9 +174,8 @@ def make_batch(shape: Shape, options: Options, *, seed: int = 0) -> Batch:
         start, end = read_range(query_len, seq_len, options, spans[request])
         tokens = torch.arange(start, end)
         page_ids = table[request, tokens // shape.page_tokens].long()
-        rows = (len(tokens), shape.num_kv_heads, shape.head_dim)
         for pages in (layer.k_pages, layer.v_pages):
-            values = randn(rows, pages.dtype, rng)
+            values = randn((len(tokens), *pages.shape[2:]), pages.dtype, rng)
             # CUDA does not index float8: bytes go in.
             stored = pages.view(torch.uint8) if pages.dtype.itemsize == 1 else pages
             stored[page_ids, tokens % shape.page_tokens] = values.view(stored.dtype)
@@ -216,7 +218,7 @@ def expected(batch: Batch, dtype: torch.dtype | None = None) -> tuple[torch.Tens
     arguments = dict(batch.arguments)
     if dtype is not None:
         arguments["q"] = arguments["q"].to(dtype)
-    out = torch.zeros_like(arguments["q"], memory_format=torch.contiguous_format)
+    out = arguments["q"].new_zeros(*batch.q.shape[:2], batch.v_pages.shape[3])
     lse = torch.zeros(*out.shape[:2], dtype=dtype or torch.float32, device=out.device)
     reference.paged_attention(**arguments, out=out, lse=lse)
     return out, lse
@@ -224,7 +226,7 @@ def expected(batch: Batch, dtype: torch.dtype | None = None) -> tuple[torch.Tens
 
 def check_batch(batch: Batch, **plan: object) -> None:
     """Compare the operation with the reference, results and log-sum-exps."""
-    out = torch.full_like(batch.q, 7.0, memory_format=torch.contiguous_format)
+    out = batch.q.new_full((*batch.q.shape[:2], batch.v_pages.shape[3]), 7.0)
     lse = torch.full(out.shape[:2], 7.0, device=out.device)
     used = int(batch.query_starts[-1])
 

@@ -66,14 +66,17 @@ def strided_layer(
     num_layers: int = 3,
     layer: int = 1,
     is_head_major: bool = True,
+    value_dim: int | None = None,
 ) -> PagedLayer:
     """One layer of an arena in page-layer layout, every element NaN.
 
-    A page holds all layers; a layer's part is [heads, tokens, K|V] or [tokens, heads, K|V].
+    A page holds all layers; a layer's part is [heads, tokens, K|V] or [tokens, heads, K|V]. Values
+    have head_dim elements unless it is said how many.
     """
+    row_elements = head_dim + (head_dim if value_dim is None else value_dim)
     rows = (num_kv_heads, page_tokens) if is_head_major else (page_tokens, num_kv_heads)
     arena = torch.full(
-        (num_pages, num_layers, *rows, 2 * head_dim), poison(dtype), dtype=torch.float32
+        (num_pages, num_layers, *rows, row_elements), poison(dtype), dtype=torch.float32
     )
     arena = arena.to(dtype).to(DEVICE)
     interior = arena[:, layer]

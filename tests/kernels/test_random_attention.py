@@ -42,6 +42,7 @@ def shapes(draw):
         num_heads=num_kv_heads * draw(st.sampled_from([1, 2, 3, 5, 8])),
         num_kv_heads=num_kv_heads,
         head_dim=draw(st.sampled_from([64, 80, 96, 112, 128, 192, 256, 320, 512])),
+        value_dim=draw(st.sampled_from([None, None, 16, 64, 128, 192])),
         page_tokens=draw(st.sampled_from([16, 32, 48, 64, 528])),
         dtype=draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32])),
         pages_dtype=torch.float8_e4m3fn if is_fp8 else None,
