@@ -25,6 +25,20 @@ def _warmup_kernels(original: Function) -> Function:
     return warmup_kernels
 
 
+def _get_kv_cache_spec(original: Function) -> Function:
+    @functools.wraps(original)
+    def get_kv_cache_spec(self: Any) -> Any:  # noqa: ANN401
+        from jenga.vllm_plugin.config import is_selected
+        from jenga.vllm_plugin.served_layers import check_layers
+
+        specs = original(self)
+        if is_selected(self.vllm_config):
+            check_layers(self.vllm_config, stored=specs)
+        return specs
+
+    return get_kv_cache_spec
+
+
 def _initialize_from_config(original: Function) -> Function:
     @functools.wraps(original)
     def initialize_from_config(self: Any, kv_cache_config: Any) -> None:  # noqa: ANN401
@@ -136,6 +150,13 @@ WORKERS = (
         reason="its prompts are so short that layers decode them: the first long one would compile",
         parameters=("model_runner", "worker_execute_model", "worker_sample_tokens"),
         make=_warmup_kernels,
+    ),
+    Replacement(
+        module="vllm.v1.worker.gpu_worker",
+        name="Worker.get_kv_cache_spec",
+        reason="tells the planner what layers store, and not with which kernels they read it",
+        parameters=("self",),
+        make=_get_kv_cache_spec,
     ),
     Replacement(
         module="vllm.v1.worker.gpu_worker",
