@@ -125,6 +125,36 @@ def read_gemma4(config: Config, options: ReadOptions) -> list[LayerType]:
     )
 
 
+def read_mimo_v2(config: Config, options: ReadOptions) -> list[LayerType]:
+    """MiMo-V2: values narrower than keys, and other heads in layers with a window.
+
+    The published configurations name them in fields of their own; those that transformers saves
+    do not, and its layers with a window have twice the key-value heads of the others.
+    """
+    num_layers = config.num_layers()
+    if "hybrid_layer_pattern" in config:
+        pattern = config.counts("hybrid_layer_pattern")
+        if len(pattern) != num_layers or max(pattern) > 1:
+            config.refuse("hybrid_layer_pattern", f"a list of {num_layers} of 0 and 1")
+        kinds = [Kind.SLIDING if has_window else Kind.FULL for has_window in pattern]
+    else:
+        kinds = layer_kinds(config, num_layers, None)
+    own = {
+        name: config.integer(f"swa_{name}", default=default)
+        for name, default in (
+            ("num_attention_heads", config.integer("num_attention_heads")),
+            ("num_key_value_heads", 2 * config.integer("num_key_value_heads")),
+            ("head_dim", config.integer("head_dim")),
+            ("v_head_dim", config.integer("v_head_dim")),
+        )
+    }
+    if "sliding_window_size" in config:
+        own["sliding_window"] = config.integer("sliding_window_size")
+    with_window = {str(index): own for index, kind in enumerate(kinds) if kind is Kind.SLIDING}
+    config = config.with_defaults({"per_layer_config": with_window})
+    return attention_types(uniform_attention(config, options, kinds, window_field="sliding_window"))
+
+
 def read_llama4(config: Config, options: ReadOptions) -> list[LayerType]:
     """Llama 4: chunked attention with rotary positions, full attention in layers without."""
     num_layers = config.num_layers()

@@ -149,7 +149,9 @@ def kv_slot_bytes(config: Config, options: ReadOptions) -> int:
     num_heads = config.integer("num_attention_heads")
     options.shard("attention heads", num_heads)
     num_kv_heads = config.integer("num_key_value_heads", default=num_heads)
-    return options.kv_slot_bytes(num_kv_heads, head_dim(config))
+    key_dim = head_dim(config)
+    value_dim = config.integer("v_head_dim", default=key_dim)
+    return options.kv_slot_bytes(num_kv_heads, key_dim, value_dim=value_dim)
 
 
 def head_dim(config: Config) -> int:

@@ -97,31 +97,39 @@ class ReadOptions:
             return 1
         return self.shard("key-value heads", num_kv_heads)
 
-    def kv_slot_bytes(self, num_kv_heads: int, head_dim: int) -> int:
+    def kv_slot_bytes(
+        self, num_kv_heads: int, head_dim: int, *, value_dim: int | None = None
+    ) -> int:
         """Bytes of one token's keys and values in one layer, on this rank.
 
         Args:
             num_kv_heads: Of the whole model.
-            head_dim: Elements of a head's key, and of its value.
+            head_dim: Elements of a head's key.
+            value_dim: Those of its value; None: as many.
 
         Raises:
             ValueError: The heads cannot be divided, or the format is for latents only.
         """
+        value_dim = head_dim if value_dim is None else value_dim
+        head_bytes = self._row_bytes(head_dim) + self._row_bytes(value_dim)
+        return self.shard_kv_heads(num_kv_heads) * head_bytes
+
+    def _row_bytes(self, num_elements: int) -> int:
+        """Bytes of one head's key, or of its value."""
         match self.kv_format:
             case KvFormat.MODEL:
-                head_bytes = head_dim * self.element_bytes
+                return num_elements * self.element_bytes
             case KvFormat.FP8:
-                head_bytes = head_dim
+                return num_elements
             case KvFormat.FP8_PER_TOKEN_HEAD:
-                head_bytes = head_dim + _SCALE_BYTES
+                return num_elements + _SCALE_BYTES
             case KvFormat.INT4_PER_TOKEN_HEAD:
-                head_bytes = head_dim // 2 + _SCALE_BYTES
+                return num_elements // 2 + _SCALE_BYTES
             case KvFormat.NVFP4:
-                head_bytes = head_dim // 2 + head_dim // _NVFP4_GROUP_ELEMENTS
+                return num_elements // 2 + num_elements // _NVFP4_GROUP_ELEMENTS
             case KvFormat.DS_MLA:
                 msg = "options: kv_format 'ds_mla' is for models with latent attention only"
                 raise ValueError(msg)
-        return 2 * self.shard_kv_heads(num_kv_heads) * head_bytes
 
     def latent_slot_bytes(self, latent_dim: int, rotary_dim: int) -> int:
         """Bytes of one token's latent and rotary key in one layer; every rank keeps it whole.

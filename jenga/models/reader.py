@@ -34,6 +34,8 @@ TEXT_READERS: dict[str, Reader] = {
     "llama": attention.read_full,
     "llama4_text": attention.read_llama4,
     "mamba": recurrent.read_mamba,
+    "mimo_v2": attention.read_mimo_v2,
+    "mimo_v2_flash": attention.read_mimo_v2,
     "minimax": recurrent.read_minimax,
     "minimax_text_01": recurrent.read_minimax,
     "ministral": attention.read_mistral,

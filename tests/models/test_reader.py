@@ -121,6 +121,30 @@ def test_layers_with_heads_of_their_own_are_read_from_per_layer_config():
         saved(text)
 
 
+def test_values_and_windows_of_mimo_v2_have_widths_and_heads_of_their_own():
+    full, sliding = read("mimo-v2-flash").layer_types
+
+    assert [len(full.layers), len(sliding.layers)] == [9, 39]
+    assert sliding.window_tokens == 128
+    assert {layer.slot_bytes for layer in full.layers} == {4 * (192 + 128) * 2}
+    assert {layer.slot_bytes for layer in sliding.layers} == {8 * (192 + 128) * 2}
+    assert slot_bytes(read("mimo-v2-flash", tensor_parallel=8), "full") == {(192 + 128) * 2}
+
+
+def test_mimo_v2_is_read_as_transformers_saves_it_too():
+    config = dict(facts("mimo-v2-flash")["config"])
+    kinds = [
+        "sliding_attention" if windowed else "full_attention"
+        for windowed in config.pop("hybrid_layer_pattern")
+    ]
+    config["sliding_window"] = config.pop("sliding_window_size")
+    saved = {name: value for name, value in config.items() if not name.startswith("swa_")}
+
+    model = read_config(Config(saved | {"layer_types": kinds}, source="saved"), name="saved")
+
+    assert model.layer_types == read("mimo-v2-flash").layer_types
+
+
 @pytest.mark.parametrize(
     ("name", "tensor_parallel", "attention_bytes", "state_bytes"),
     [
@@ -228,6 +252,11 @@ def changed(name, **changes):
         (changed("zamba2-7b", n_mamba_heads=100), "'n_mamba_heads' must be a divisor"),
         (changed("minimax-text-01", attn_type_list=[1]), "'attn_type_list' must be a list of 80"),
         (changed("lfm2-1.2b", full_attn_idxs=[2, 16]), "'full_attn_idxs' must be layers below 16"),
+        (
+            changed("mimo-v2-flash", hybrid_layer_pattern=[0, 2]),
+            r"'hybrid_layer_pattern' must be a list of 48 of 0 and 1",
+        ),
+        (changed("mimo-v2-flash", swa_head_dim="wide"), "'swa_head_dim' must be a positive"),
         (changed("lfm2-1.2b", conv_L_cache=1), "'conv_L_cache' must be at least 2, got 1"),
         (changed("lfm2-1.2b", conv_dim="2048"), "'conv_dim' must be a positive integer"),
         (
