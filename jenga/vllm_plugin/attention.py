@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from jenga.vllm_plugin.attention_builder import JengaTritonMetadata, JengaTritonMetadataBuilder
 from jenga.vllm_plugin.config import CACHE_DTYPES
 from jenga.vllm_plugin.environment import BACKEND_NAME
+from jenga.vllm_plugin.specs import HEAD_DIMS
 from jenga_kernels.checks import FP8_DTYPE
 from jenga_kernels.kv_store import kv_store
 from jenga_kernels.paged_attention import paged_attention
@@ -22,8 +23,6 @@ from jenga_kernels.triton.tiles import ADA
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
-_MIN_HEAD_DIM = 64
-_MAX_HEAD_DIM = 512
 _ATTENTION_TYPES = (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
 
 
@@ -67,7 +66,7 @@ class JengaTritonBackend(AttentionBackend):
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
         """Whether the kernels serve a head dimension: multiples of 16 from 64 to 512."""
-        return _MIN_HEAD_DIM <= head_size <= _MAX_HEAD_DIM and head_size % 16 == 0
+        return head_size in HEAD_DIMS
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
@@ -128,12 +127,12 @@ def _pages(kv_cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.T
     """View a layer's cache as its key pages and value pages.
 
     Args:
-        kv_cache: [num_pages, num_kv_heads, page_tokens, 2 * head_dim], a slot's key then its value;
-            vLLM's uint8 are float8_e4m3fn.
+        kv_cache: [num_pages, num_kv_heads, page_tokens, head_dim + value_dim], a slot's key then
+            its value; vLLM's uint8 are float8_e4m3fn.
         head_dim: Elements of a key.
 
     Returns:
-        Keys and values, each [num_pages, page_tokens, num_kv_heads, head_dim].
+        Keys and values, each [num_pages, page_tokens, num_kv_heads, head_dim or value_dim].
     """
     if kv_cache.dtype == torch.uint8:
         kv_cache = kv_cache.view(FP8_DTYPE)
@@ -231,7 +230,7 @@ class JengaTritonImpl(AttentionImpl[JengaTritonMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend: `output` [num_tokens, num_heads, head_dim] is written in place."""
+        """Attend: `output` [num_tokens, num_heads, value_dim] is written in place."""
         if output_scale is not None or output_block_scale is not None:
             msg = f"{BACKEND_NAME} does not support quantised output"
             raise NotImplementedError(msg)

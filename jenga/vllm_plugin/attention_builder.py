@@ -91,6 +91,7 @@ def attention_kind(spec: AttentionSpec, num_heads: int) -> AttentionKind:
         num_heads=num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_size,
+        value_dim=spec.head_size_v,
         page_tokens=spec.block_size,
         window_tokens=getattr(spec, "sliding_window", None),
         chunk_tokens=getattr(spec, "attention_chunk_size", None),

@@ -68,6 +68,12 @@ def served_states(architecture: str | None) -> frozenset[str]:
     )
 
 
+HEAD_DIMS = range(64, 512 + 1, 16)
+"""Elements that a key may have: what vLLM asks a backend."""
+
+VALUE_DIMS = range(16, 512 + 1, 16)
+"""Those of a value, which vLLM does not ask."""
+
 _STATE_ALIGNMENT_BYTES = 16
 """Of a state within its page: the widest load of one thread."""
 
@@ -94,6 +100,8 @@ def _check_attention(name: str, spec: "AttentionSpec") -> None:
     """Refuse the ways of packing a page that the kernels do not read."""
     from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec
 
+    # Rows of latents are keys and values in one.
+    has_values = not isinstance(spec, MLAAttentionSpec)
     checks = {
         "padded pages": spec.page_size_padded is not None,
         "packed head slots": spec.num_head_slots is not None,
@@ -101,9 +109,7 @@ def _check_attention(name: str, spec: "AttentionSpec") -> None:
         "compressed tokens": spec.tokens_per_state != 1,
         f"quantised KV ({spec.kv_quant_mode.name})": spec.kv_quant_mode
         not in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR),
-        # Rows of latents are keys and values in one.
-        "keys and values of different width": not isinstance(spec, MLAAttentionSpec)
-        and spec.head_size_v != spec.head_size,
+        f"values of {spec.head_size_v} elements": has_values and spec.head_size_v not in VALUE_DIMS,
         "non-causal attention": getattr(spec, "non_causal", False),
     }
     reasons = [reason for reason, found in checks.items() if found]

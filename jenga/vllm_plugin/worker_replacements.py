@@ -103,6 +103,25 @@ def _prepare_inputs_embeds(original: Function) -> Function:
     return prepare
 
 
+def _attention_init(original: Function) -> Function:
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **named: Any) -> None:  # noqa: ANN401
+        from vllm.config import get_current_vllm_config
+
+        from jenga.vllm_plugin.config import is_selected
+
+        chosen = named.get("attn_backend")
+        if (
+            chosen is not None
+            and chosen.get_name().endswith("_DIFFKV")
+            and is_selected(get_current_vllm_config())
+        ):
+            del named["attn_backend"]
+        original(self, *args, **named)
+
+    return init
+
+
 def _create_cross_attention_backend(original: Function) -> Function:
     @functools.wraps(original)
     def create(underlying_attn_backend: Any) -> Any:  # noqa: ANN401
@@ -203,6 +222,32 @@ WORKERS = (
         reason="knows for which requests of the batch it encodes; cross attention is not told",
         parameters=("self", "scheduled_encoder_inputs", "input_batch", "req_states"),
         make=_prepare_inputs_embeds,
+    ),
+    Replacement(
+        module="vllm.model_executor.layers.attention.attention",
+        name="Attention.__init__",
+        reason="MiMo-V2 asks by name for backends that tell values from keys by width; ours does",
+        parameters=(
+            "self",
+            "num_heads",
+            "head_size",
+            "scale",
+            "num_kv_heads",
+            "alibi_slopes",
+            "use_alibi_sqrt",
+            "cache_config",
+            "quant_config",
+            "logits_soft_cap",
+            "per_layer_sliding_window",
+            "prefix",
+            "attn_type",
+            "kv_sharing_target_layer_name",
+            "mm_prefix_clamp_sliding_window",
+            "attn_backend",
+            "head_size_v",
+            "extra_impl_args",
+        ),
+        make=_attention_init,
     ),
     Replacement(
         module="vllm.model_executor.layers.attention.cross_attention",

@@ -5,11 +5,13 @@ import pytest
 pytestmark = pytest.mark.vllm
 
 
+# Those of MiMo-V2 are of two widths.
+@pytest.mark.parametrize("name", ["gpt_oss", pytest.param("mimo_v2", marks=pytest.mark.slow)])
 def test_keys_and_values_lie_where_the_geometry_says_and_nothing_else_is_touched(
-    tiny_model, run_engine
+    tiny_model, run_engine, name
 ):
     result = run_engine(
-        tiny_model("gpt_oss"),
+        tiny_model(name),
         [],
         script="arena_process.py",
         options={"attention_backend": "JENGA_TRITON"},

@@ -436,6 +436,14 @@ def test_the_kind_of_layers_says_what_their_spec_says():
     assert kinds["cross"] == replace(kinds["full"], is_causal=False)
 
 
+def test_values_of_another_width_are_of_their_own_kind():
+    narrow = replace(SPECS["full"], head_size_v=SHAPE["head_size"] // 2)
+    metadata = make_builder(narrow).build(0, Batches().prefill([40]))
+
+    assert metadata.plan.kind.value_dim == SHAPE["head_size"] // 2
+    assert attention_kind(SPECS["full"], NUM_HEADS).value_dim is None
+
+
 def test_a_plan_captured_for_one_token_each_serves_no_request_of_two():
     starts, later = torch.tensor([[0, 1, 2, 3], [0, 2, 3, 3]], dtype=torch.int32)
     seq_lens = torch.full((3,), 40, dtype=torch.int32)

@@ -11,6 +11,8 @@ pytestmark = pytest.mark.vllm
 
 TESTS = {
     "windows_and_sinks": "test_engine.py::test_engine_generates_what_stock_vllm_generates[gpt_oss]",
+    "values_narrower_than_keys": "test_value_widths.py"
+    "::test_values_narrower_than_keys_generate_what_transformers_generates",
     "specialized_prefill": "test_specialized_engine.py",
     "states": "test_hybrid_engine.py"
     "::test_hybrids_generate_what_stock_vllm_generates_and_find_their_prefixes[granite_hybrid]",

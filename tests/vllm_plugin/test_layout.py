@@ -90,7 +90,7 @@ def test_views_of_all_layers_tile_the_arena_without_overlap():
 
     from jenga.vllm_plugin.layout import geometry_of
 
-    config = config_of(HYBRID, 8 * MIB)
+    config = config_of(HYBRID | {"narrow.0": attention(head_size=96, head_size_v=64)}, 8 * MIB)
     geometry = geometry_of(config)
     views = allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout.BLHNC)
 
@@ -174,7 +174,8 @@ def test_a_number_of_large_pages_asked_for_is_kept_or_refused():
     ("spec", "named"),
     [
         ({"num_head_slots": 1}, "packed head slots"),
-        ({"head_size_v": 32}, "different width"),
+        ({"head_size_v": 40}, "values of 40 elements"),
+        ({"head_size_v": 1024}, "values of 1024 elements"),
         ({"page_size_padded": 1 << 20}, "padded pages"),
     ],
 )

@@ -5,10 +5,10 @@ So vLLM loads them as it loads any model, and both backends read the same number
 
 from pathlib import Path
 
-from tests.vllm_plugin import tiny_drafts, tiny_models
+from tests.vllm_plugin import tiny_drafts, tiny_finishers, tiny_models
 
 MAKERS = tiny_models.MAKERS | tiny_drafts.MAKERS
-FINISHERS = tiny_models.FINISHERS | tiny_drafts.FINISHERS
+FINISHERS = tiny_finishers.FINISHERS | tiny_drafts.FINISHERS
 
 
 def save(name: str, directory: Path) -> Path:
@@ -20,7 +20,7 @@ def save(name: str, directory: Path) -> Path:
     if name in ("gemma2", "gemma2_draft", "gemma3", "gemma4", "gemma4_experts", "bloom", "whisper"):
         # They tie their heads to their embeddings: at full width every token predicts itself.
         model.get_input_embeddings().weight.data.mul_(0.4)
-    if name == "gpt_oss":
+    if name in ("gpt_oss", "mimo_v2"):
         # Sinks start at zero in a fresh model; give them weight, so that leaving them out shows.
         for layer_name, parameter in model.named_parameters():
             if layer_name.endswith("sinks"):

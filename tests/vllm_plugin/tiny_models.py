@@ -3,8 +3,6 @@
 They are wide enough that attention is far from uniform.
 """
 
-import json
-
 VOCAB_SIZE = 512
 HEAD_DIM = 64
 
@@ -120,6 +118,34 @@ def gpt_oss():
         },
     )
     return GptOssForCausalLM(config)
+
+
+def mimo_v2():
+    """Get a MiMo-V2: values narrower than keys, and other heads in layers with a window."""
+    from transformers import MiMoV2FlashConfig, MiMoV2FlashForCausalLM
+
+    windows = ["full_attention", "sliding_attention", "sliding_attention"]
+    config = MiMoV2FlashConfig(
+        **COMMON | {"num_key_value_heads": 1},
+        num_hidden_layers=4,
+        layer_types=[*windows, "full_attention"],
+        mlp_layer_types=["dense", "sparse", "sparse", "dense"],
+        head_dim=96,
+        v_head_dim=64,
+        sliding_window=32,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        rope_parameters={
+            "full_attention": _rotation(50000.0),
+            "sliding_attention": _rotation(10000.0),
+        },
+    )
+    return MiMoV2FlashForCausalLM(config)
+
+
+def _rotation(theta):
+    return {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.5}
 
 
 def llama4():
@@ -353,48 +379,6 @@ def deepseek_v3():
     return DeepseekV3ForCausalLM(config)
 
 
-def _save_processor(path):
-    """Save what turns a second of audio into a tiny Whisper's inputs; its text is single bytes."""
-    from tokenizers.pre_tokenizers import ByteLevel
-    from transformers import WhisperFeatureExtractor, WhisperProcessor, WhisperTokenizer
-
-    vocabulary = {symbol: index for index, symbol in enumerate(sorted(ByteLevel.alphabet()))}
-    (path / "vocab.json").write_text(json.dumps(vocabulary))
-    (path / "merges.txt").write_text("#version: 0.2\n")
-    tokenizer = WhisperTokenizer(str(path / "vocab.json"), str(path / "merges.txt"))
-    words = ["<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|notimestamps|>"]
-    tokenizer.add_special_tokens({"additional_special_tokens": words})
-    extractor = WhisperFeatureExtractor(feature_size=16, chunk_length=1)
-    WhisperProcessor(extractor, tokenizer).save_pretrained(path)
-
-
-def _save_scales(path):
-    """Make a checkpoint one whose cache is float8_e4m3fn with a scale for each head of keys."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(path / "model.safetensors")
-    config = json.loads((path / "config.json").read_text())
-    for layer in range(config["num_hidden_layers"]):
-        for kind, scales in (("q", 4 * [1.0]), ("k", [0.02, 0.05]), ("v", [0.01, 0.003])):
-            name = f"model.layers.{layer}.self_attn.{kind}_scale"
-            tensors[name] = torch.tensor(scales)[:, None, None] * (1 + layer)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": "dense",
-        "config_groups": {},
-        "kv_cache_scheme": {
-            "num_bits": 8,
-            "type": "float",
-            "strategy": "attn_head",
-            "symmetric": True,
-            "dynamic": False,
-        },
-    }
-    (path / "config.json").write_text(json.dumps(config))
-
-
 MAKERS = {
     "llama": llama,
     "llama_fp8_cache": llama,
@@ -403,6 +387,7 @@ MAKERS = {
     "gemma4": gemma4,
     "gemma4_experts": gemma4_experts,
     "gpt_oss": gpt_oss,
+    "mimo_v2": mimo_v2,
     "llama4": llama4,
     "bloom": bloom,
     "deepseek_v2": deepseek_v2,
@@ -417,9 +402,3 @@ MAKERS = {
     "lfm2_moe": lfm2_moe,
 }
 """By name."""
-
-FINISHERS = {
-    "llama_fp8_cache": _save_scales,
-    "whisper": _save_processor,
-}
-"""What is done to the directory of some, by name."""
