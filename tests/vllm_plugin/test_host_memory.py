@@ -49,7 +49,11 @@ def check_host(alone, ours):
     assert ours["request_tokens"] == {}
 
 
-@pytest.mark.parametrize("loads_ahead", [False, True], ids=["loads_at_once", "loads_ahead"])
+@pytest.mark.parametrize(
+    "loads_ahead",
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["loads_at_once", "loads_ahead"],
+)
 def test_windows_find_in_host_memory_what_the_arena_lost(loads_ahead, tiny_model, run_engine):
     prompts = prompts_over_shared_prefixes(8, seed=11) * 2
     model, options = tiny_model("gpt_oss"), CUTS | JENGA | {"kv_cache_memory_bytes": 1 << 20}

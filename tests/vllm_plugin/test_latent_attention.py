@@ -24,20 +24,14 @@ def test_latent_attention_generates_what_transformers_generates(tiny_model, run_
     assert ours["cache"]["hit_tokens"] == hits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "rounds_latents"),
     [
         # Queries of a long chunk read its own tokens before they are stored.
         pytest.param({}, True, id="long_chunks_of_rounded_latents"),
-        pytest.param(
-            {"kv_cache_dtype_skip_layers": ["0"]},
-            True,
-            id="but_for_a_layer",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {"max_num_batched_tokens": 32}, False, id="all_absorbed", marks=pytest.mark.slow
-        ),
+        pytest.param({"kv_cache_dtype_skip_layers": ["0"]}, True, id="but_for_a_layer"),
+        pytest.param({"max_num_batched_tokens": 32}, False, id="all_absorbed"),
     ],
 )
 def test_float8_latents_generate_what_transformers_generates_from_rounded_ones(

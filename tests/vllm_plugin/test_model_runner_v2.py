@@ -111,15 +111,8 @@ def test_a_draft_model_beside_windows_changes_no_token(graphs, tiny_model, run_e
     assert bool(ours["replays"]) == bool(graphs)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "granite",
-        pytest.param("jamba", marks=pytest.mark.slow),
-        pytest.param("qwen3_next", marks=pytest.mark.slow),
-        pytest.param("lfm2", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["granite", "jamba", "qwen3_next", "lfm2"])
 def test_replayed_steps_of_drafts_leave_the_states_of_what_is_accepted(
     name, tiny_model, run_engine, run_ours
 ):

@@ -119,7 +119,7 @@ def test_metrics_tell_what_requests_asked_and_found_and_what_is_in_use(server):
     request = urllib.request.Request(
         f"{address}/v1/completions",
         data=json.dumps(
-            {"model": "gemma", "prompt": prompt, "max_tokens": 60, "stream": True}
+            {"model": "gemma", "prompt": prompt, "max_tokens": 20, "stream": True}
         ).encode(),
         headers={"Content-Type": "application/json"},
     )

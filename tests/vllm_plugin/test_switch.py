@@ -364,60 +364,55 @@ def test_vllm_is_untouched_unless_the_backend_is_selected(tiny_model):
     assert "AGAIN True False True" in output
 
 
-@pytest.mark.vllm
-def test_a_process_without_a_device_imports_nothing_that_asks_for_one(tiny_model):
+@pytest.fixture(scope="module")
+def selected_by_environment(tiny_model):
+    """Get what a process prints that the environment variable selects us in, in its steps.
+
+    It is configured, as a process without a device is; then it has a worker with one.
+    """
     code = (
         CONFIGURE.format(model=str(tiny_model("llama")))
         + """
     import pickle, sys
-    pickle.loads(pickle.dumps(configure().attention_config))
+    from types import SimpleNamespace
+    config = configure(attention_backend=None)
+    print("BACKEND", config.attention_config.backend.name, config.cache_config.block_size)
+    pickle.loads(pickle.dumps(config.attention_config))
     workers = ("vllm.third_party.flash_linear_attention", "vllm.v1.worker.gpu_model_runner")
     print("IMPORTED", [name for name in workers if name in sys.modules])
-    """
-    )
-    returncode, output = run_python(code)
-
-    assert returncode == 0, output[-4000:]
-    assert "IMPORTED []" in output
-
-
-@pytest.mark.vllm
-def test_names_of_workers_are_replaced_once_a_worker_has_its_device(tiny_model):
-    code = (
-        CONFIGURE.format(model=str(tiny_model("llama")))
-        + """
-    from types import SimpleNamespace
     from vllm.v1.worker.worker_base import WorkerWrapperBase
     from jenga.vllm_plugin.replacement import of_installed_vllm
     from jenga.vllm_plugin.replacements import IN_WORKERS
+    print("EARLY", any(r.is_applied for r in of_installed_vllm(IN_WORKERS)))
     worker = WorkerWrapperBase(rpc_rank=0)
-    worker.vllm_config = configure()
+    worker.vllm_config = config
     worker.worker = SimpleNamespace(init_device=lambda: print("DEVICE"))
     worker.init_device()
     print("REPLACED", all(r.is_applied for r in of_installed_vllm(IN_WORKERS)))
     """
     )
-    returncode, output = run_python(code)
-
-    assert returncode == 0, output[-4000:]
-    assert "DEVICE" in output
-    assert "REPLACED True" in output
-
-
-@pytest.mark.vllm
-def test_the_environment_variable_selects_the_backend_in_any_case(tiny_model):
-    code = (
-        CONFIGURE.format(model=str(tiny_model("llama")))
-        + """
-    config = configure(attention_backend=None)
-    print("BACKEND", config.attention_config.backend.name, config.cache_config.block_size)
-    """
-    )
     returncode, output = run_python(code, VLLM_ATTENTION_BACKEND="jenga_triton")
 
     assert returncode == 0, output[-4000:]
-    assert "BACKEND JENGA_TRITON 16" in output
-    assert "Unknown vLLM environment variable" not in output
+    return output
+
+
+@pytest.mark.vllm
+def test_the_environment_variable_selects_the_backend_in_any_case(selected_by_environment):
+    assert "BACKEND JENGA_TRITON 16" in selected_by_environment
+    assert "Unknown vLLM environment variable" not in selected_by_environment
+
+
+@pytest.mark.vllm
+def test_a_process_without_a_device_imports_nothing_that_asks_for_one(selected_by_environment):
+    assert "IMPORTED []" in selected_by_environment
+
+
+@pytest.mark.vllm
+def test_names_of_workers_are_replaced_once_a_worker_has_its_device(selected_by_environment):
+    assert "EARLY False" in selected_by_environment
+    assert "DEVICE" in selected_by_environment
+    assert "REPLACED True" in selected_by_environment
 
 
 @pytest.mark.vllm
