@@ -16,6 +16,7 @@ SERVED_MTP_TYPES = (
     "deepseek_mtp",
     "gemma4_mtp",
     "glm4_moe_mtp",
+    "mimo_v2_mtp",
     "nemotron_h_mtp",
     "qwen3_5_mtp",
     "qwen3_next_mtp",
@@ -25,8 +26,8 @@ SERVED_MTP_TYPES = (
 DRAFT_PREFIX = "draft_model."
 """How vLLM begins the names of a draft model's layers."""
 
-MTP_PREFIX = "mtp."
-"""How it begins those of layers that predict further tokens, where they are counted apart."""
+MTP_PART = "mtp"
+"""A part of the names of layers that predict further tokens, where they are counted apart."""
 
 MAX_DECODE_ROWS = 128
 """Query rows of a request in the largest tile of the decode kernel; more go to that of prompts.
@@ -96,7 +97,7 @@ def draft_layers(vllm_config: "VllmConfig", names: Iterable[str]) -> frozenset[s
 
     first = vllm_config.model_config.get_total_num_hidden_layers()
     return frozenset(
-        name for name in names if name.startswith(MTP_PREFIX) or extract_layer_index(name) >= first
+        name for name in names if MTP_PART in name.split(".") or extract_layer_index(name) >= first
     )
 
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.vllm_plugin.conftest import assert_same_generation
+from tests.vllm_plugin.conftest import assert_same_generation, tokens_lost_to_a_head
 from tests.vllm_plugin.engine_process import prompts_of_lengths
 
 pytestmark = pytest.mark.vllm
@@ -104,3 +104,18 @@ def test_drafts_change_no_token_where_values_are_narrower_than_keys(tiny_model, 
     assert_same_generation(ours, theirs)
     drafted, accepted = (sum(counts) for counts in zip(*ours["drafts"], strict=True))
     assert 0 < accepted < drafted
+
+
+@pytest.mark.slow
+def test_a_layer_that_predicts_further_tokens_drafts_from_a_window(tiny_model, run_engine):
+    drafts = {"method": "mtp", "num_speculative_tokens": 3}
+    theirs, ours = theirs_and_ours(tiny_model("mimo_v2_mtp"), run_engine, speculative_config=drafts)
+
+    assert_same_generation(ours, theirs)
+    drafted, accepted = (sum(counts) for counts in zip(*ours["drafts"], strict=True))
+    assert 0 < accepted < drafted
+    first, second = ours["outputs"][: len(PROMPTS)], ours["outputs"][len(PROMPTS) :]
+    assert [output["cached_tokens"] for output in first] == [0] * len(PROMPTS)
+    lost = tokens_lost_to_a_head()
+    hits = [max(0, (len(prompt) - 1) // 16 * 16 - lost) for prompt in PROMPTS]
+    assert [output["cached_tokens"] for output in second] == hits

@@ -20,7 +20,7 @@ def save(name: str, directory: Path) -> Path:
     if name in ("gemma2", "gemma2_draft", "gemma3", "gemma4", "gemma4_experts", "bloom", "whisper"):
         # They tie their heads to their embeddings: at full width every token predicts itself.
         model.get_input_embeddings().weight.data.mul_(0.4)
-    if name in ("gpt_oss", "mimo_v2"):
+    if name in ("gpt_oss", "mimo_v2", "mimo_v2_mtp"):
         # Sinks start at zero in a fresh model; give them weight, so that leaving them out shows.
         for layer_name, parameter in model.named_parameters():
             if layer_name.endswith("sinks"):

@@ -3,6 +3,7 @@
 import json
 
 from tests.vllm_plugin import tiny_models as served
+from tests.vllm_plugin.tiny_finishers import name_as_published
 from tests.vllm_plugin.tiny_models import COMMON, DEEPSEEK, HEAD_DIM
 
 
@@ -233,6 +234,30 @@ def _save_qwen_mtp(path):
     (path / "config.json").write_text(json.dumps(config))
 
 
+def _save_mimo_v2_mtp(path):
+    """Add a layer, of the window's attention, that passes on its token and reads the target."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    name_as_published(path)
+    tensors = load_file(path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    size, drafting = config["hidden_size"], "model.mtp.layers.0."
+    # That layer's attention, and the multilayer perceptron of the first: experts draft nothing.
+    copied = {"model.layers.1.self_attn.": "self_attn.", "model.layers.0.mlp.": "mlp."}
+    tensors |= {
+        name.replace(layer, drafting + own): tensor.clone()
+        for name, tensor in tensors.items()
+        for layer, own in copied.items()
+        if name.startswith(layer)
+    }
+    norms = ("enorm", "hnorm", "input_layernorm", "pre_mlp_layernorm", "final_layernorm")
+    tensors |= {f"{drafting}{norm}.weight": torch.ones(size) for norm in norms}
+    passed_on = torch.cat((torch.eye(size), 0.01 * torch.eye(size)), dim=1)
+    tensors[f"{drafting}eh_proj.weight"] = passed_on
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
 def _save_nemotron_mtp(path):
     """Add a layer, a copy of that of attention, that passes on its token and reads the target."""
     import torch
@@ -320,6 +345,7 @@ MAKERS = {
     "qwen3_next_echo": lambda: _echo_of(served.qwen3_next()),
     "lfm2_calm": lambda: _calm(served.lfm2(), 0.05),
     "lfm2_echo": lambda: _echo_of(served.lfm2()),
+    "mimo_v2_mtp": lambda: _calm(served.mimo_v2(), 0.005),
     "nemotron_h_mtp": lambda: _calm(served.nemotron_h(), 0.005),
     "qwen3_next_mtp": lambda: _calm(served.qwen3_next(), 0.005),
     "qwen3_5_mtp": lambda: _calm(served.qwen3_5(), 0.005),
@@ -330,6 +356,7 @@ FINISHERS = {
     "gemma4_assistant": _save_gemma4_assistant,
     "deepseek_v3_mtp": _save_mtp,
     "glm4_moe_mtp": _save_mtp,
+    "mimo_v2_mtp": _save_mimo_v2_mtp,
     "nemotron_h_mtp": _save_nemotron_mtp,
     "qwen3_next_mtp": _save_qwen_mtp,
     "qwen3_5_mtp": _save_qwen_mtp,
