@@ -65,10 +65,6 @@ def conv_update(
         out, states, x, weight, bias=bias, input_gates=input_gates, output_gates=output_gates
     )
     num_tokens, dim = x.shape
-    if computed_tokens is not None:
-        check_ring(states, weight, computed_tokens, initial_slots, state_slots, query_starts)
-        state_slots = state_slots[:, None].expand(-1, states.shape[2])
-    slots = check_steps(initial_slots, state_slots, query_starts, num_tokens, states.shape[0])
     check_same_device(
         x=x,
         initial_slots=initial_slots,
@@ -76,6 +72,18 @@ def conv_update(
         query_starts=query_starts,
         computed_tokens=computed_tokens,
     )
+    if computed_tokens is not None:
+        check_ring(
+            states,
+            weight,
+            computed_tokens,
+            initial_slots,
+            state_slots,
+            query_starts=query_starts,
+            num_tokens=num_tokens,
+        )
+        state_slots = state_slots[:, None].expand(-1, states.shape[2])
+    slots = check_steps(initial_slots, state_slots, query_starts, num_tokens, states.shape[0])
     check_slots_apart(initial_slots, slots, query_starts=query_starts)
     num_requests = slots.shape[0]
     if num_requests == 0 or num_tokens == 0:

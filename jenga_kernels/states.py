@@ -377,15 +377,20 @@ def check_ring(
     computed_tokens: torch.Tensor,
     initial_slots: torch.Tensor,
     state_slots: torch.Tensor,
+    *,
     query_starts: torch.Tensor | None,
+    num_tokens: int,
 ) -> None:
     """Check the arguments of a step of a convolution whose states are rings.
 
     Raises:
         ValueError: If a shape or dtype or, on the CPU, a value does not fit.
     """
-    check_shape("state_slots", state_slots, (None,))
-    check_computed_tokens(computed_tokens, len(state_slots))
+    num_requests = num_tokens
+    if query_starts is not None:
+        num_requests = check_query_starts(query_starts, num_tokens)
+    check_shape("state_slots", state_slots, (num_requests,))
+    check_computed_tokens(computed_tokens, num_requests)
     if computed_tokens.device.type != "cpu":
         return
     if not torch.equal(initial_slots, state_slots):
@@ -394,7 +399,7 @@ def check_ring(
             f"got {initial_slots.tolist()}"
         )
         raise ValueError(msg)
-    most = 1 if query_starts is None else int(query_starts.diff().max()) if len(state_slots) else 0
+    most = 1 if query_starts is None else int(query_starts.diff().max()) if num_requests else 0
     least = weight.shape[1] - 2 + most
     if states.shape[2] < least:
         msg = f"states must have {least} columns for {most} tokens, got {states.shape[2]}"

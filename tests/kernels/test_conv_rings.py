@@ -179,6 +179,19 @@ BAD_ARGUMENTS = {
         "state_slots",
         lambda a: {"state_slots": a["state_slots"][:, None].repeat(1, 4)},
     ),
+    "bounds_of_no_request": ("state_slots", lambda a: {"query_starts": a["query_starts"][:1]}),
+    "no_bounds_at_all": (
+        "the length of query_starts",
+        lambda a: {"query_starts": a["query_starts"][:0]},
+    ),
+    "slots_on_another_device": (
+        "initial_slots",
+        lambda a: {"initial_slots": a["initial_slots"].to("meta")},
+    ),
+    "bounds_on_another_device": (
+        "query_starts",
+        lambda a: {"query_starts": a["query_starts"].to("meta")},
+    ),
 }
 
 
