@@ -309,7 +309,9 @@ def check_recurrence(
     check_same_device(**rows, dt_bias=dt_bias, states=states)
     check_no_gradients(**rows, dt_bias=dt_bias, states=states)
     low, high = dt_limits
-    if not 0 <= low <= high:
+    # NumPy's numbers compare as well, but Triton takes none.
+    are_numbers = all(isinstance(limit, int | float) for limit in (low, high))
+    if not are_numbers or not 0 <= low <= high:
         msg = f"dt_limits must be two numbers of at least 0 that do not fall, got {dt_limits}"
         raise ValueError(msg)
 

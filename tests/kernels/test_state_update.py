@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 
@@ -185,6 +186,11 @@ BAD_ARGUMENTS = {
     ),
     "a_slot_past_the_states": ("state_slots", lambda a: {"state_slots": a["state_slots"] + 99}),
     "x_of_integers": ("x", lambda a: {"x": a["x"].int()}),
+    "limits_of_step_sizes_that_fall": ("dt_limits", lambda _: {"dt_limits": (0.5, 0.1)}),
+    "limits_of_step_sizes_in_numpy": (
+        "dt_limits",
+        lambda _: {"dt_limits": (np.float32(0.1), np.float32(0.5))},
+    ),
     "several_tokens_without_query_starts": ("initial_slots", lambda _: {"query_starts": None}),
 }
 
