@@ -5,7 +5,13 @@ from dataclasses import dataclass, field, replace
 import torch
 import triton
 
-from jenga_kernels.checks import check_at_least, check_dtype, check_same_device, check_shape
+from jenga_kernels.checks import (
+    FLOAT_DTYPES,
+    check_at_least,
+    check_dtype,
+    check_same_device,
+    check_shape,
+)
 from jenga_kernels.triton.attention_plan import MAX_SPLITS, attention_plan_kernel
 from jenga_kernels.triton.tiles import (
     SPECIALIZED_ROWS,
@@ -21,6 +27,9 @@ BLOCK_REQUESTS = 256
 
 BLOCK_ENTRIES = 32
 """Entries of the work lists made by one program."""
+
+MAX_POSITIONS = 2**31 - 1
+"""Most tokens of a request: its length is an i32."""
 
 FREE_ROWS = 16
 """Rows of the smallest matrix product: a decoding request gets that many at the price of one."""
@@ -55,21 +64,23 @@ class AttentionKind:
     def __post_init__(self) -> None:
         """Check the sizes."""
         for name in ("num_heads", "num_kv_heads", "head_dim", "page_tokens"):
-            check_at_least(name, getattr(self, name), 1)
+            object.__setattr__(self, name, check_at_least(name, getattr(self, name), 1))
         if self.num_heads % self.num_kv_heads:
             msg = f"num_heads must be a multiple of {self.num_kv_heads}, got {self.num_heads}"
             raise ValueError(msg)
         for name in ("window_tokens", "chunk_tokens"):
             value = getattr(self, name)
             if value is not None:
-                check_at_least(name, value, 1)
+                num_keys = check_at_least(name, value, 1)
                 if not self.is_causal:
                     msg = f"{name} must be None without a causal mask, got {value}"
                     raise ValueError(msg)
+                # What holds all positions of 32 bits leaves none out.
+                object.__setattr__(self, name, num_keys if num_keys < MAX_POSITIONS else None)
         if self.value_dim is not None:
-            check_at_least("value_dim", self.value_dim, 1)
-            if self.value_dim == self.head_dim:  # one kind, however it is told
-                object.__setattr__(self, "value_dim", None)
+            value_dim = check_at_least("value_dim", self.value_dim, 1)
+            # One kind, however it is told.
+            object.__setattr__(self, "value_dim", None if value_dim == self.head_dim else value_dim)
 
     @property
     def group_heads(self) -> int:
@@ -241,13 +252,14 @@ def plan_attention(
     check_shape("seq_lens", seq_lens, (None,))
     num_requests = seq_lens.shape[0]
     check_steps(query_starts, seq_lens, num_requests)
-    check_at_least("num_tokens", num_tokens, 0)
+    num_tokens = check_at_least("num_tokens", num_tokens, 0)
+    check_query_dtype(dtype)
     if decode_query_tokens is None:
         decode_query_tokens = max(1, FREE_ROWS // kind.group_heads)
-    check_at_least("decode_query_tokens", decode_query_tokens, 0)
+    decode_query_tokens = check_at_least("decode_query_tokens", decode_query_tokens, 0)
     if max_query_tokens is None:
         max_query_tokens = num_tokens
-    check_at_least("max_query_tokens", max_query_tokens, 0)
+    max_query_tokens = check_at_least("max_query_tokens", max_query_tokens, 0)
     if tiles is None:
         machine = machine_of(seq_lens.device)
         widest = max(kind.head_dim, kind.result_dim)
@@ -318,6 +330,18 @@ def plan_attention(
     )
     plan.update(query_starts, seq_lens)
     return plan
+
+
+def check_query_dtype(dtype: torch.dtype) -> None:
+    """Check the element type of the queries that work is planned for.
+
+    Raises:
+        ValueError: If there are no such queries.
+    """
+    if dtype not in FLOAT_DTYPES:
+        wanted = " or ".join(str(allowed) for allowed in FLOAT_DTYPES)
+        msg = f"dtype must be {wanted}, got {dtype}"
+        raise ValueError(msg)
 
 
 def check_page_table(page_table: torch.Tensor) -> int:

@@ -154,16 +154,18 @@ def check_contiguous(name: str, tensor: torch.Tensor) -> None:
         raise ValueError(msg)
 
 
-def check_at_least(name: str, value: int, minimum: int) -> None:
-    """Check that a count is an integer and not below `minimum`.
+def check_at_least(name: str, value: int, minimum: int) -> int:
+    """Check that a count is an integer and not below `minimum`; return it as Python's own.
 
     Raises:
         ValueError: If it is not, or is below.
     """
-    # NumPy's integers are counts too; True is an int, but no number to a kernel.
+    # NumPy's integers are counts too, but Triton takes none; True is an int, but no number to a
+    # kernel.
     if not isinstance(value, Integral) or isinstance(value, bool) or value < minimum:
         msg = f"{name} must be an integer and at least {minimum}, got {value!r}"
         raise ValueError(msg)
+    return int(value)
 
 
 def check_positive(name: str, value: float) -> None:

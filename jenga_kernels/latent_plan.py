@@ -4,7 +4,12 @@ from dataclasses import replace
 
 import torch
 
-from jenga_kernels.attention_plan import AttentionKind, AttentionPlan, plan_attention
+from jenga_kernels.attention_plan import (
+    AttentionKind,
+    AttentionPlan,
+    check_query_dtype,
+    plan_attention,
+)
 from jenga_kernels.checks import FP8_DTYPE, check_at_least
 from jenga_kernels.triton.latent_tiles import group_heads, latent_rows, latent_tiles
 from jenga_kernels.triton.tiles import MIN_ROWS, AttentionTiles, machine_of
@@ -57,7 +62,8 @@ def plan_latent_attention(
         raise ValueError(msg)
     if decode_query_tokens is None:
         decode_query_tokens = max(1, MIN_ROWS // kind.num_heads)
-    check_at_least("decode_query_tokens", decode_query_tokens, 0)
+    decode_query_tokens = check_at_least("decode_query_tokens", decode_query_tokens, 0)
+    check_query_dtype(dtype)
     machine = machine_of(seq_lens.device)
     element_bytes = dtype.itemsize
     stored_bytes = FP8_DTYPE.itemsize if kind.is_fp8 else element_bytes

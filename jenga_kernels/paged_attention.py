@@ -164,7 +164,7 @@ def paged_attention(
     check_shape("out", out, (num_tokens, num_heads, value_dim))
     check_dtype("out", out, (q.dtype,))
     check_contiguous("out", out)
-    if out.data_ptr() == q.data_ptr() and num_tokens:
+    if out.data_ptr() == q.data_ptr() and q.numel():
         # Programs that share the results of wide heads both read the queries.
         msg = "out must not be q"
         raise ValueError(msg)
@@ -231,8 +231,8 @@ def paged_attention(
         "v_scale_ptr": v_scale,
         "scale": scale,
         "soft_cap": soft_cap,
-        "window_tokens": window_tokens,
-        "chunk_tokens": chunk_tokens,
+        "window_tokens": kind.window_tokens,
+        "chunk_tokens": kind.chunk_tokens,
         "stride_q_token": q.stride(0),
         "stride_q_head": q.stride(1),
         "stride_pages_page": stride_page,

@@ -1,5 +1,6 @@
 """What paged attention refuses, by name, before anything is launched."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -27,6 +28,7 @@ BAD_ARGUMENTS = {
     "queries_of_another_dtype": ("k_pages", lambda a: {"q": a["q"].float()}),
     "heads_that_do_not_divide": ("num_heads", lambda a: {"q": a["q"][:, :3]}),
     "values_of_another_layout": ("v_pages", lambda a: {"v_pages": a["v_pages"].contiguous()}),
+    "queries_without_heads": ("num_heads", lambda a: {"q": a["q"][:, :0]}),
     "a_64_bit_page_table": ("page_table", lambda a: {"page_table": a["page_table"].long()}),
     "a_transposed_page_table": (
         "page_table",
@@ -97,6 +99,45 @@ def test_paged_attention_refuses_a_window_that_equals_an_earlier_one(window_toke
 
     with pytest.raises(ValueError, match=r"^window_tokens "):
         paged_attention(**arguments | {"window_tokens": window_tokens})
+
+
+@pytest.mark.parametrize("name", ["window_tokens", "chunk_tokens"])
+def test_paged_attention_takes_numbers_of_tokens_from_numpy(name):
+    arguments = good_arguments()
+
+    out = paged_attention(**arguments | {name: np.int64(3)})
+
+    assert torch.equal(out, paged_attention(**arguments | {name: 3}))
+
+
+@pytest.mark.parametrize("num_tokens", [2**31 - 1, 2**31, 2**64])
+@pytest.mark.parametrize("name", ["window_tokens", "chunk_tokens"])
+def test_a_window_wider_than_any_request_is_none(name, num_tokens):
+    # In 64 bits it would have the plan's kernel count in them, for which it is not compiled.
+    arguments = good_arguments()
+
+    out = paged_attention(**arguments | {name: num_tokens})
+
+    assert torch.equal(out, paged_attention(**arguments))
+    kind = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "page_tokens": 16}
+    assert AttentionKind(**kind, **{name: num_tokens}) == AttentionKind(**kind)
+
+
+def test_plans_take_numbers_from_numpy():
+    arguments = good_arguments()
+    names = ("num_tokens", "max_query_tokens", "decode_query_tokens")
+    counts = dict(zip(names, (4, 3, 1), strict=True))
+
+    plan = plan_of(arguments, **{name: np.int32(count) for name, count in counts.items()})
+
+    out = paged_attention(**arguments | {"plan": plan})
+    assert torch.equal(out, paged_attention(**arguments | {"plan": plan_of(arguments, **counts)}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, "float16"], ids=str)
+def test_plans_of_queries_that_cannot_be_are_refused(dtype):
+    with pytest.raises(ValueError, match=r"^dtype must be "):
+        plan_of(good_arguments(), dtype=dtype)
 
 
 @pytest.mark.parametrize(("name", "change"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS.keys())

@@ -403,6 +403,7 @@ BAD_PLANS = {
     "several_heads_of_keys": ("kind", {"kind": {"num_kv_heads": 2}}),
     "a_window": ("kind", {"kind": {"window_tokens": 5}}),
     "a_negative_number_of_tokens": ("num_tokens", {"num_tokens": -1}),
+    "queries_of_64_bits": ("dtype", {"dtype": torch.float64}),
     "more_tokens_than_rows": (
         "decode_query_tokens",
         {"decode_query_tokens": 17, "tiles": SMALL_TILES},
