@@ -62,6 +62,8 @@ def state_update_kernel(
 ):
     """Program (b, r) updates BLOCK_P channels of one head of request r; requests vary slowest."""
     BLOCKS: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
+    # Rows of states begin at multiples of 16 bytes.
+    ALIGNMENT: tl.constexpr = 16 * 8 // states_ptr.dtype.element_ty.primitive_bitwidth
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     request = tl.program_id(1)
     dims = (tl.program_id(0) % BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -74,6 +76,10 @@ def state_update_kernel(
     if query_starts_ptr is not None:
         first = tl.load(query_starts_ptr + request).to(tl.int64)
         num_tokens = tl.load(query_starts_ptr + request + 1) - tl.load(query_starts_ptr + request)
+    # The products tell Triton what divides strides; of arguments it believes 16 elements only.
+    stride_states_slot = stride_states_slot // ALIGNMENT * ALIGNMENT
+    stride_states_head = stride_states_head // ALIGNMENT * ALIGNMENT
+    stride_states_dim = stride_states_dim // ALIGNMENT * ALIGNMENT
     state_slots_ptr += request * stride_slots_request
     out_ptr += first * stride_out_token + head * stride_out_head + dims
     # Without a branch for padding neither slot waits for the other, nor anything else for one.

@@ -25,6 +25,7 @@ CASES = {
     "mamba1_speculative": ("channels", (2, 24, 12, 2), [3, 0, 1, PADDING, 2]),
     "mamba2": ("heads", (4, 64, 128, 2), [1, PADDING, 1, 1]),
     "mamba2_wide_state": ("heads", (2, 32, 256, 1), [1, 1]),
+    "mamba2_short_state": ("heads", (2, 80, 8, 1), [1, PADDING, 1, 1]),
     "mamba2_speculative_odd_sizes": ("heads", (3, 24, 40, 1), [8, 2, PADDING, 1]),
 }
 
@@ -208,7 +209,15 @@ def test_state_update_refuses(name, change):
     assert torch.equal(changed["states"].nan_to_num(7), states.nan_to_num(7))
 
 
-SHAPES = ((128, 64, 128, 8), (24, 128, 256, 1), (48, 64, 64, 1), (1, 8192, 16, 1))
+SHAPES = (
+    (128, 64, 128, 8),
+    (24, 128, 256, 1),
+    (48, 64, 64, 1),
+    (1, 8192, 16, 1),
+    # Rows of no more than 16 bytes' alignment: with one product of a row's sum each, threads would
+    # add those of others to it before it is rounded, each to its own.
+    (48, 80, 24, 1),
+)
 """Heads, channels of a head, state elements, groups."""
 
 
