@@ -265,6 +265,8 @@ class JengaKVCacheManager:
         hit = new_computed_blocks.hit if isinstance(new_computed_blocks, PageTables) else None
         facts = self._facts(request) if is_waiting else None
         full_tokens = min(request.num_tokens, self.max_model_len) if full_sequence_must_fit else 0
+        # Steps whose output is stale are of pages that a preemption took from the request.
+        in_flight_tokens = request.num_in_flight_tokens - request.num_stale_output_tokens
         if self.enable_caching and self.manager.is_running(request.request_id):
             # First, since pages that windows give up are cached only if they are known by then.
             self.cache_blocks(request, min(computed_tokens, request.num_tokens))
@@ -272,7 +274,7 @@ class JengaKVCacheManager:
             new_pages = self.manager.allocate(
                 request.request_id,
                 num_tokens=min(num_tokens + num_lookahead_tokens, self.max_model_len),
-                num_processed_tokens=max(0, computed_tokens - request.num_in_flight_tokens),
+                num_processed_tokens=max(0, computed_tokens - in_flight_tokens),
                 hit=hit,
                 facts=facts,
                 full_tokens=full_tokens,

@@ -30,6 +30,7 @@ def engine_config(tiny_model):
 @pytest.fixture
 def make_scheduler(engine_config):
     """Get a maker of real schedulers over an arena of so many bytes."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
     from vllm.v1.structured_output import StructuredOutputManager
@@ -38,7 +39,7 @@ def make_scheduler(engine_config):
 
     shape = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
 
-    def make(arena_bytes):
+    def make(arena_bytes, *, schedules_ahead=False):
         specs = {
             "full": FullAttentionSpec(**shape),
             "sliding.0": SlidingWindowSpec(**shape, sliding_window=32),
@@ -47,7 +48,7 @@ def make_scheduler(engine_config):
         groups = get_kv_cache_groups(engine_config, specs)
         config = get_kv_cache_config_from_groups(engine_config, groups, arena_bytes)
         engine_config.cache_config.num_gpu_blocks = config.num_blocks
-        return Scheduler(
+        return (AsyncScheduler if schedules_ahead else Scheduler)(
             vllm_config=engine_config,
             kv_cache_config=config,
             structured_output_manager=StructuredOutputManager(engine_config),
@@ -77,9 +78,15 @@ def request(name, tokens, max_tokens=4):
 
 def run_step(scheduler):
     """Schedule a step and answer it with token 7 for every request whose prompt is read."""
+    step = scheduler.schedule()
+    finish_step(scheduler, step)
+    return step
+
+
+def finish_step(scheduler, step):
+    """Answer a step with token 7 for every request whose prompt is read."""
     from vllm.v1.outputs import ModelRunnerOutput
 
-    step = scheduler.schedule()
     names = list(step.num_scheduled_tokens)
     sampled = [
         [7]
@@ -94,7 +101,6 @@ def run_step(scheduler):
     )
     scheduler.update_from_output(step, output)
     scheduler.kv_cache_manager.manager.check()
-    return step
 
 
 def test_scheduler_uses_the_manager_and_gives_every_page_back(make_scheduler):
@@ -216,6 +222,25 @@ def test_requests_admitted_in_one_step_share_what_it_computes(make_scheduler):
     first, second = step.scheduled_new_reqs
     for first_pages, second_pages in zip(first.block_ids, second.block_ids, strict=True):
         assert second_pages[:2] in (first_pages[:2], [0, first_pages[1]])
+
+
+def test_requests_that_a_reset_preempts_in_flight_share_what_they_compute_again(make_scheduler):
+    scheduler = make_scheduler(8 * MIB, schedules_ahead=True)
+    for name in ("one", "other"):
+        scheduler.add_request(request(name, list(range(3, 43))))
+    in_flight = scheduler.schedule()
+    assert list(in_flight.num_scheduled_tokens) == ["one", "other"]
+
+    # As where new weights are loaded, with --async-scheduling.
+    assert scheduler.reset_prefix_cache(reset_running_requests=True)
+    step = scheduler.schedule()
+    finish_step(scheduler, in_flight)
+    finish_step(scheduler, step)
+
+    assert dict(step.num_scheduled_tokens) == {"one": 40, "other": 8}
+    while scheduler.has_unfinished_requests():
+        run_step(scheduler)
+    assert scheduler.kv_cache_manager.usage == 0.0
 
 
 def test_a_request_lost_in_its_step_leaves_nothing_to_find(make_scheduler):
