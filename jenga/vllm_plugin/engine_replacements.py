@@ -105,8 +105,15 @@ def _try_schedule_encoder_inputs(original: Function) -> Function:
         from jenga.vllm_plugin.cache_manager import JengaKVCacheManager
 
         manager = self.kv_cache_manager
+        is_ours = isinstance(manager, JengaKVCacheManager)
         if (
-            isinstance(manager, JengaKVCacheManager)
+            is_ours
+            and manager.kv_cache_config.keeps_images_whole
+            and _would_cut_image(self, request, num_computed_tokens, num_new_tokens)
+        ):
+            return [], 0, encoder_compute_budget, [], []
+        if (
+            is_ours
             and self.is_encoder_decoder
             and request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         ):
@@ -124,6 +131,30 @@ def _try_schedule_encoder_inputs(original: Function) -> Function:
         )
 
     return try_schedule
+
+
+def _would_cut_image(
+    scheduler: Any,  # noqa: ANN401
+    request: Any,  # noqa: ANN401
+    num_computed_tokens: int,
+    num_new_tokens: int,
+) -> bool:
+    """Whether a step would read a part of the image a request goes on with, and another all of it.
+
+    vLLM stops before an image that it would cut, but not where that is where the step begins.
+    """
+    config, speculation = scheduler.scheduler_config, scheduler.vllm_config.speculative_config
+    draft_slots = speculation.max_num_new_slots_for_drafting if speculation is not None else 0
+    most_tokens = min(
+        scheduler.max_num_scheduled_tokens,
+        config.max_num_batched_tokens - draft_slots,
+        config.long_prefill_token_threshold or config.max_num_batched_tokens,
+    )
+    return any(
+        image.mm_position.offset == num_computed_tokens
+        and num_new_tokens < image.mm_position.length <= most_tokens
+        for image in request.mm_features
+    )
 
 
 def _resolve_kv_cache_block_sizes(original: Function) -> Function:
@@ -224,7 +255,10 @@ WHEN_SELECTED = (
     Replacement(
         module="vllm.v1.core.sched.scheduler",
         name="Scheduler._try_schedule_encoder_inputs",
-        reason="an encoder runs again for what is cached, and not where only the tokens after are",
+        reason=(
+            "an encoder runs again for what is cached, and not where only the tokens after are; an "
+            "image whose tokens read each other is cut where it begins a step too short for it"
+        ),
         parameters=(
             "self",
             "request",

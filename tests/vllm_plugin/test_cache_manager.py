@@ -275,6 +275,49 @@ def test_a_hit_does_not_end_inside_an_image_that_must_be_computed_whole(make_sch
     assert hits == {(False, 4): 96, (False, 70): 96, (True, 4): 96, (True, 70): 64}
 
 
+def test_an_image_that_must_be_computed_whole_waits_for_a_step_with_room_for_it(
+    make_scheduler, monkeypatch
+):
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+    from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+
+    scheduler = make_scheduler(8 * MIB)
+    config = scheduler.scheduler_config
+    monkeypatch.setattr(config, "disable_chunked_mm_input", True)
+    scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=200)
+    scheduler.max_num_encoder_input_tokens = 200
+    scheduler.kv_cache_manager.kv_cache_config.keeps_images_whole = True
+
+    def about_image(name, offset, length):
+        asked = request(name, [*range(3, 3 + offset), *[2] * length, 5, 6])
+        position = PlaceholderRange(offset=offset, length=length)
+        feature = MultiModalFeatureSpec(None, "image", name, position)
+        asked.mm_features = [feature]
+        return asked
+
+    def computed():
+        return {name: each.num_computed_tokens for name, each in scheduler.requests.items()}
+
+    # Of 64 tokens a step the others are left 25 and 20, and the last one then 29.
+    for name in ("whole", "first", "second"):
+        scheduler.add_request(about_image(name, 5, 32))
+    run_step(scheduler)
+    assert computed() == {"whole": 39, "first": 5, "second": 5}
+    run_step(scheduler)
+    assert computed() == {"whole": 40, "first": 39, "second": 5}
+    run_step(scheduler)
+    assert computed() == {"whole": 41, "first": 40, "second": 39}
+    while scheduler.has_unfinished_requests():
+        run_step(scheduler)
+
+    # One that no step has room for is cut, as vLLM cuts it.
+    monkeypatch.setattr(config, "long_prefill_token_threshold", 20)
+    for name in ("cut", "other"):
+        scheduler.add_request(about_image(name, 0, 30))
+    run_step(scheduler)
+    assert computed() == {"cut": 20, "other": 20}
+
+
 def test_parallel_engines_log_what_they_hold_in_files_of_their_own(
     engine_config, make_scheduler, tmp_path, monkeypatch
 ):

@@ -119,3 +119,21 @@ def test_drafts_about_images_change_no_token(tiny_vision_model, tiny_model, run_
     assert "error" not in theirs, theirs["error"][-4000:]
     assert_same_generation(ours, theirs)
     assert sum(drafted for drafted, _ in ours["drafts"]) > 0
+
+
+@pytest.mark.slow
+def test_images_that_come_at_once_are_each_read_in_one_step(tiny_vision_model, run_engine):
+    """The fifth is left 24 tokens of a step in which its image, of 29, would begin."""
+    name = "gemma3_vision"
+    model, placeholder = tiny_vision_model(name), TOKEN_IDS[PLACEHOLDERS[name]]
+    job = {"reads_images": True, "image_seeds": [[seed] for seed in range(5)]}
+    prompts = [
+        [*before, placeholder, *after[1:]]
+        for before, after in (prompts_of_lengths((5, 7), seed=seed) for seed in range(5))
+    ]
+
+    theirs = run_engine(model, prompts, script="reference_process.py", **job)
+    ours = run_engine(model, prompts, options=OPTIONS, fill_arena=True, **job)
+
+    assert "error" not in theirs, theirs["error"][-4000:]
+    assert_same_generation(ours, theirs)
