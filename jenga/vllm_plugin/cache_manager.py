@@ -136,9 +136,9 @@ class JengaKVCacheManager:
                 hash_tokens=hash_tokens,
                 lookahead_tokens=num_hash_lookahead_tokens,
             )
-        has_states = any(table.is_state for table in self.manager.geometry.page_tables)
+        self._has_states = any(table.is_state for table in self.manager.geometry.page_tables)
         self._states: StateKeeper | None = None
-        if enable_caching and has_states:
+        if enable_caching and self._has_states:
             self._states = StateKeeper(
                 self.manager,
                 hash_tokens=hash_tokens,
@@ -311,6 +311,23 @@ class JengaKVCacheManager:
                 self._states.forget(request.request_id)
         else:
             self.manager.withdraw(request.request_id)
+
+    def give_up_spoilt(self, session: "Request") -> bool:
+        """Take back the pages of a session that goes on with its next turn, where they are no use.
+
+        A step that was scheduled ahead has read the token in whose place the turn comes. Slots of
+        tokens are written again, but a state cannot go back.
+
+        Returns:
+            Whether they were taken, and the session is to come in as from the queue.
+        """
+        request_id = session.request_id
+        if not self._has_states or not self.manager.is_running(request_id):
+            return False
+        if self.manager.request_tokens()[request_id] <= session.num_computed_tokens:
+            return False
+        self.free(session)
+        return True
 
     def pop_blocks_for_free(self, request: "Request") -> list[KVCacheBlock]:
         """Take back a request's pages; nothing is left to free later.

@@ -79,6 +79,19 @@ def _preempt_request(original: Function) -> Function:
     return preempt
 
 
+def _update_request_as_session(original: Function) -> Function:
+    @functools.wraps(original)
+    def update(self: Any, session: Any, update: Any) -> None:  # noqa: ANN401
+        from jenga.vllm_plugin.cache_manager import JengaKVCacheManager
+
+        original(self, session, update)
+        manager = self.kv_cache_manager
+        if isinstance(manager, JengaKVCacheManager) and manager.give_up_spoilt(session):
+            session.num_computed_tokens = 0
+
+    return update
+
+
 def _announce(scheduler: Any, request: Any, *, first: bool) -> None:  # noqa: ANN401
     """Tell the manager of a queue that is served in its order; nothing of one with priorities."""
     from vllm.v1.core.sched.request_queue import SchedulingPolicy
@@ -251,6 +264,13 @@ WHEN_SELECTED = (
         reason="the same for requests that wait again",
         parameters=("self", "request", "timestamp", "drop_stale_output"),
         make=_preempt_request,
+    ),
+    Replacement(
+        module="vllm.v1.core.sched.scheduler",
+        name="Scheduler._update_request_as_session",
+        reason="goes on from a state that has read the token in whose place the next turn comes",
+        parameters=("self", "session", "update"),
+        make=_update_request_as_session,
     ),
     Replacement(
         module="vllm.v1.core.sched.scheduler",

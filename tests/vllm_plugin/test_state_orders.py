@@ -291,6 +291,45 @@ def test_requests_go_on_from_their_tokens_where_steps_are_scheduled_ahead(
     assert worker.num_copies > 8
 
 
+@pytest.mark.parametrize("is_late", [False, True], ids=["at_once", "when_nothing_runs"])
+def test_the_next_turn_of_a_session_reads_no_token_that_it_replaces(is_late, make_scheduler):
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    scheduler = make_scheduler(8 * MIB, scheduler_class=AsyncScheduler)
+    worker = Worker(scheduler, random.Random(2))
+
+    def say(tokens):
+        turn = request("session", tokens, max_tokens=9)
+        turn.resumable, turn.sampling_params.stop_token_ids = True, [0, 1, 2, 3]
+        scheduler.add_request(turn)
+
+    def plan():
+        return worker.plan(scheduler.schedule())
+
+    def finish(planned):
+        finish_step(scheduler, planned[0], worker.run(planned))
+
+    say(list(range(4, 74)))
+    if not is_late:
+        say(list(range(80, 90)))
+    finish(plan())  # 48 tokens, and now the others
+    first, second = plan(), plan()
+    assert second[0].num_scheduled_tokens == {"session": 1}
+    # The first token is the last one of the turn, and the second step has read it.
+    finish(first)
+    finish(second)
+    if is_late:
+        say(list(range(80, 90)))
+    again = plan()
+    (turn,) = again[0].scheduled_new_reqs
+    assert turn.prompt_token_ids == [*range(4, 74), *range(80, 90)]
+    finish(again)
+
+    # What was asked before ends where its state was kept.
+    assert turn.num_computed_tokens == 64
+    assert again[0].num_scheduled_tokens == {"session": 16}
+
+
 @pytest.mark.parametrize("num_ahead", [0, 1])
 @pytest.mark.parametrize(
     ("arena_bytes", "num_kinds", "num_host_large_pages"),
