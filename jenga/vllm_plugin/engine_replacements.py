@@ -1,6 +1,8 @@
 """Names of vLLM's configuration and scheduler that are replaced."""
 
+import contextlib
 import functools
+from collections.abc import Generator
 from typing import Any
 
 from jenga.vllm_plugin.replacement import Function, Replacement
@@ -119,12 +121,14 @@ def _try_schedule_encoder_inputs(original: Function) -> Function:
 
         manager = self.kv_cache_manager
         is_ours = isinstance(manager, JengaKVCacheManager)
-        if (
-            is_ours
-            and manager.kv_cache_config.keeps_images_whole
-            and _would_cut_image(self, request, num_computed_tokens, num_new_tokens)
-        ):
-            return [], 0, encoder_compute_budget, [], []
+        asked = (encoder_compute_budget, shift_computed_tokens)
+        if is_ours and manager.kv_cache_config.keeps_images_whole:
+            cut_tokens = _cut_image_tokens(request, num_computed_tokens, num_new_tokens)
+            if 0 < cut_tokens <= _most_step_tokens(self):
+                return [], 0, encoder_compute_budget, [], []
+            if cut_tokens:
+                with _images_may_be_cut(self.scheduler_config):
+                    return original(self, request, num_computed_tokens, num_new_tokens, *asked)
         if (
             is_ours
             and self.is_encoder_decoder
@@ -134,40 +138,43 @@ def _try_schedule_encoder_inputs(original: Function) -> Function:
                 return [], num_new_tokens, encoder_compute_budget, [], []
             # Tokens hit do not mean that the encoder's are there.
             num_computed_tokens = 0
-        return original(
-            self,
-            request,
-            num_computed_tokens,
-            num_new_tokens,
-            encoder_compute_budget,
-            shift_computed_tokens,
-        )
+        return original(self, request, num_computed_tokens, num_new_tokens, *asked)
 
     return try_schedule
 
 
-def _would_cut_image(
-    scheduler: Any,  # noqa: ANN401
-    request: Any,  # noqa: ANN401
-    num_computed_tokens: int,
-    num_new_tokens: int,
-) -> bool:
-    """Whether a step would read a part of the image a request goes on with, and another all of it.
+def _cut_image_tokens(request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:  # noqa: ANN401
+    """Tokens of the image with which a step would begin and not end; 0 where there is none.
 
-    vLLM stops before an image that it would cut, but not where that is where the step begins.
+    vLLM stops before an image that it would cut, but where a step begins with it 0.32 cuts it, and
+    0.33 waits, for ever if no step has room for it.
     """
+    for image in request.mm_features:
+        position = image.mm_position
+        if position.offset == num_computed_tokens and num_new_tokens < position.length:
+            return position.length
+    return 0
+
+
+def _most_step_tokens(scheduler: Any) -> int:  # noqa: ANN401
+    """Tokens of one request that a step can have at most."""
     config, speculation = scheduler.scheduler_config, scheduler.vllm_config.speculative_config
     draft_slots = speculation.max_num_new_slots_for_drafting if speculation is not None else 0
-    most_tokens = min(
+    return min(
         scheduler.max_num_scheduled_tokens,
         config.max_num_batched_tokens - draft_slots,
         config.long_prefill_token_threshold or config.max_num_batched_tokens,
     )
-    return any(
-        image.mm_position.offset == num_computed_tokens
-        and num_new_tokens < image.mm_position.length <= most_tokens
-        for image in request.mm_features
-    )
+
+
+@contextlib.contextmanager
+def _images_may_be_cut(scheduler_config: Any) -> Generator[None]:  # noqa: ANN401
+    """Let vLLM's scheduler read a part of an image meanwhile, and the rest later."""
+    scheduler_config.disable_chunked_mm_input = False
+    try:
+        yield
+    finally:
+        scheduler_config.disable_chunked_mm_input = True
 
 
 def _resolve_kv_cache_block_sizes(original: Function) -> Function:
@@ -276,8 +283,9 @@ WHEN_SELECTED = (
         module="vllm.v1.core.sched.scheduler",
         name="Scheduler._try_schedule_encoder_inputs",
         reason=(
-            "an encoder runs again for what is cached, and not where only the tokens after are; an "
-            "image whose tokens read each other is cut where it begins a step too short for it"
+            "an encoder runs again for what is cached, and not where only the tokens after are; "
+            "where a step begins with an image whose tokens read each other, and has no room for "
+            "it, 0.32 cuts it, and 0.33 waits, even where no step is long enough"
         ),
         parameters=(
             "self",

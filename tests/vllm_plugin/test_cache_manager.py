@@ -316,6 +316,9 @@ def test_an_image_that_must_be_computed_whole_waits_for_a_step_with_room_for_it(
         scheduler.add_request(about_image(name, 0, 30))
     run_step(scheduler)
     assert computed() == {"cut": 20, "other": 20}
+    run_step(scheduler)
+    assert computed() == {"cut": 32, "other": 32}
+    assert config.disable_chunked_mm_input
 
 
 def test_parallel_engines_log_what_they_hold_in_files_of_their_own(
