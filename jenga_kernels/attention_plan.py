@@ -47,7 +47,7 @@ class AttentionKind:
         window_tokens: Keys a query reads: itself and the window_tokens - 1 before it; None: all.
         chunk_tokens: Queries read no key before the last multiple of it; None: no such chunks.
         is_causal: Whether a query reads only keys up to its own position.
-        is_fp8: Whether pages are float8_e4m3fn.
+        is_quantised: Whether pages hold elements of a byte, float8_e4m3fn or int8.
         value_dim: Elements of a value where they are not head_dim; else None.
     """
 
@@ -58,7 +58,7 @@ class AttentionKind:
     window_tokens: int | None = None
     chunk_tokens: int | None = None
     is_causal: bool = True
-    is_fp8: bool = False
+    is_quantised: bool = False
     value_dim: int | None = None
 
     def __post_init__(self) -> None:
@@ -270,7 +270,7 @@ def plan_attention(
             machine,
             head_dim=widest,
             element_bytes=dtype.itemsize,
-            stored_bytes=1 if kind.is_fp8 else dtype.itemsize,
+            stored_bytes=1 if kind.is_quantised else dtype.itemsize,
             decode_rows=decode_query_tokens * kind.group_heads,
         )
         if is_warp_specialized and kind.value_dim is None:
@@ -279,7 +279,7 @@ def plan_attention(
                 head_dim=kind.head_dim,
                 page_tokens=kind.page_tokens,
                 element_bytes=dtype.itemsize,
-                stored_bytes=1 if kind.is_fp8 else dtype.itemsize,
+                stored_bytes=1 if kind.is_quantised else dtype.itemsize,
             )
             tiles = replace(tiles, specialized_prefill=specialized)
     elif tiles.decode.block_m < decode_query_tokens * kind.group_heads:

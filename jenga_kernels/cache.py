@@ -2,7 +2,13 @@
 
 import torch
 
-from jenga_kernels.checks import FP8_DTYPE, check_dtype, check_rows, check_shape
+from jenga_kernels.checks import (
+    FP8_DTYPE,
+    QUANTISED_DTYPES,
+    check_dtype,
+    check_rows,
+    check_shape,
+)
 from jenga_kernels.triton.addressing import strides
 from jenga_kernels.triton.tiles import machine_of
 
@@ -23,7 +29,7 @@ def check_pages(
         v_pages: Values.
         num_kv_heads: Heads that both must have.
         head_dim: Elements that a key must have.
-        dtype: What both must hold, unless that is float8_e4m3fn.
+        dtype: What both must hold, unless that is float8_e4m3fn or int8.
         value_dim: Elements that a value must have; None: head_dim.
 
     Raises:
@@ -33,7 +39,7 @@ def check_pages(
     if value_dim is None:
         value_dim = head_dim
     check_shape("v_pages", v_pages, (*k_pages.shape[:3], value_dim))
-    check_dtype("k_pages", k_pages, (dtype, FP8_DTYPE))
+    check_dtype("k_pages", k_pages, (dtype, *QUANTISED_DTYPES))
     check_dtype("v_pages", v_pages, (k_pages.dtype,))
     if k_pages.dtype == FP8_DTYPE and not machine_of(k_pages.device).has_fp8:
         msg = f"k_pages must not be {FP8_DTYPE} on a GPU without it, before compute capability 8.9"
@@ -75,3 +81,47 @@ def check_scales(
                 f"{tuple(scale.shape)} with strides {scale.stride()}"
             )
             raise ValueError(msg)
+
+
+def check_slot_scales(
+    k_pages: torch.Tensor,
+    k_slot_scales: torch.Tensor | None,
+    v_slot_scales: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> tuple[int, ...]:
+    """Check the scales of a cache that has one for each slot and head.
+
+    Returns:
+        Their strides in elements by page, slot and head; zeros where there are none.
+
+    Raises:
+        ValueError: If only one of the two is given, the cache is not quantised, it has other scales
+            too, or shape, dtype or strides do not fit.
+    """
+    if k_slot_scales is None or v_slot_scales is None:
+        if k_slot_scales is not v_slot_scales:
+            msg = "k_slot_scales and v_slot_scales must be given together, got one of them"
+            raise ValueError(msg)
+        if k_pages.dtype == torch.int8:
+            msg = f"k_slot_scales and v_slot_scales must be given with pages of {torch.int8}"
+            raise ValueError(msg)
+        return 0, 0, 0
+    if k_pages.dtype not in QUANTISED_DTYPES:
+        wanted = " or ".join(map(str, QUANTISED_DTYPES))
+        msg = f"k_slot_scales needs pages of {wanted}, got {k_pages.dtype}"
+        raise ValueError(msg)
+    if k_scale is not None or v_scale is not None:
+        msg = "k_scale and v_scale must be None where slots have scales of their own"
+        raise ValueError(msg)
+    for name, scales in (("k_slot_scales", k_slot_scales), ("v_slot_scales", v_slot_scales)):
+        check_shape(name, scales, k_pages.shape[:3])
+        check_dtype(name, scales, (torch.float32,))
+    found = strides(k_slot_scales)
+    if found != strides(v_slot_scales):
+        msg = (
+            f"v_slot_scales must have the strides of k_slot_scales, {k_slot_scales.stride()}, got "
+            f"{v_slot_scales.stride()}"
+        )
+        raise ValueError(msg)
+    return found

@@ -12,6 +12,9 @@ FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FP8_DTYPE = torch.float8_e4m3fn
 """Element type of a quantised cache."""
 
+QUANTISED_DTYPES = (FP8_DTYPE, torch.int8)
+"""Element types of quantised caches; those of integers have a scale for each slot and head."""
+
 ALIGNMENT_BYTES = 16
 """Widest load of one thread: rows must begin at multiples of it."""
 

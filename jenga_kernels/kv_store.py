@@ -3,7 +3,7 @@
 import torch
 import triton
 
-from jenga_kernels.cache import check_pages, check_scales
+from jenga_kernels.cache import check_pages, check_scales, check_slot_scales
 from jenga_kernels.checks import (
     FLOAT_DTYPES,
     FP8_DTYPE,
@@ -37,18 +37,22 @@ def kv_store(
     *,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    k_slot_scales: torch.Tensor | None = None,
+    v_slot_scales: torch.Tensor | None = None,
 ) -> None:
     """Copy each token's key and value into the slot given for it.
 
-    A cache of float8_e4m3fn gets k / k_scale and v / v_scale, rounded and saturated. Slots must lie
-    in the cache and differ from each other; neither is checked, because both are on the device.
+    A cache of float8_e4m3fn gets k / k_scale and v / v_scale, rounded and saturated. One whose
+    slots have scales of their own, of float8_e4m3fn or int8, gets each head of each token divided
+    by a scale that brings its greatest element to 448 or 127, rounded to nearest. Slots must lie in
+    the cache and differ from each other; neither is checked, because both are on the device.
 
     Args:
         k: Keys, [num_tokens, num_kv_heads, head_dim], bfloat16, float16 or float32.
         v: Values, [num_tokens, num_kv_heads, value_dim], dtype of k.
-        k_pages: Written in place, [num_pages, page_tokens, num_kv_heads, head_dim], dtype of k or
-            float8_e4m3fn; any strides that are multiples of 16 bytes, last dimension contiguous, no
-            element over another.
+        k_pages: Written in place, [num_pages, page_tokens, num_kv_heads, head_dim], dtype of k,
+            float8_e4m3fn or int8; any strides that are multiples of 16 bytes, last dimension
+            contiguous, no element over another.
         v_pages: Written in place, [num_pages, page_tokens, num_kv_heads, value_dim], dtype and
             strides of k_pages, apart from it. Where value_dim is not head_dim, strides are the same
             if a slot's value lies behind its key.
@@ -57,6 +61,10 @@ def kv_store(
         k_scale: What a stored key must be multiplied with, f32[1] or f32[num_kv_heads]; only with a
             float8_e4m3fn cache, where None means 1.
         v_scale: As k_scale, of values.
+        k_slot_scales: Written in place: what the key of each slot and head must be multiplied
+            with, f32[num_pages, page_tokens, num_kv_heads], any strides; in place of k_scale, and
+            always with int8. A head with an element that is not finite is read as no numbers.
+        v_slot_scales: As k_slot_scales, of values; strides of k_slot_scales, apart from it.
 
     Raises:
         ValueError: If a shape, dtype, stride, alignment or device does not fit, or a gradient is
@@ -68,8 +76,18 @@ def kv_store(
     )
     _check_written(k_pages, v_pages)
     check_scales(k_pages, k_scale, v_scale, num_kv_heads)
+    stride_scales = check_slot_scales(k_pages, k_slot_scales, v_slot_scales, k_scale, v_scale)
+    _check_written_scales(k_slot_scales, v_slot_scales)
     check_same_device(
-        k=k, v=v, k_pages=k_pages, v_pages=v_pages, slots=slots, k_scale=k_scale, v_scale=v_scale
+        k=k,
+        v=v,
+        k_pages=k_pages,
+        v_pages=v_pages,
+        slots=slots,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        k_slot_scales=k_slot_scales,
+        v_slot_scales=v_slot_scales,
     )
     check_no_gradients(k=k, v=v, k_pages=k_pages, v_pages=v_pages)
     if k.numel() == 0 and v.numel() == 0:
@@ -81,6 +99,8 @@ def kv_store(
     kv_store_kernel[(triton.cdiv(num_tokens * num_kv_heads, tiles.block_rows),)](
         k_pages_ptr=k_pages,
         v_pages_ptr=v_pages,
+        k_slot_scales_ptr=k_slot_scales,
+        v_slot_scales_ptr=v_slot_scales,
         k_ptr=k,
         v_ptr=v,
         slots_ptr=slots,
@@ -90,6 +110,9 @@ def kv_store(
         stride_pages_page=stride_page,
         stride_pages_slot=stride_slot,
         stride_pages_head=stride_head,
+        stride_scales_page=stride_scales[0],
+        stride_scales_slot=stride_scales[1],
+        stride_scales_head=stride_scales[2],
         stride_k_token=k.stride(0),
         stride_k_head=k.stride(1),
         stride_v_token=v.stride(0),
@@ -139,4 +162,16 @@ def _check_written(k_pages: torch.Tensor, v_pages: torch.Tensor) -> None:
     row_bytes = first.shape[-1] * first.element_size()
     if first.numel() and second.data_ptr() - first.data_ptr() < row_bytes:
         msg = "v_pages must not overlap k_pages"
+        raise ValueError(msg)
+
+
+def _check_written_scales(
+    k_slot_scales: torch.Tensor | None, v_slot_scales: torch.Tensor | None
+) -> None:
+    if k_slot_scales is None or v_slot_scales is None:
+        return
+    check_apart("k_slot_scales", k_slot_scales)
+    check_apart("v_slot_scales", v_slot_scales)
+    if k_slot_scales.numel() and k_slot_scales.data_ptr() == v_slot_scales.data_ptr():
+        msg = "v_slot_scales must not be k_slot_scales"
         raise ValueError(msg)

@@ -125,7 +125,7 @@ def latent_attention(
         head_dim=latent_dim,
         page_tokens=page_tokens,
         is_causal=is_causal,
-        is_fp8=pages.dtype == FP8_DTYPE,
+        is_quantised=pages.dtype == FP8_DTYPE,
     )
     if plan is None:
         plan = plan_latent_attention(

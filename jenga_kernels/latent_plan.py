@@ -66,7 +66,7 @@ def plan_latent_attention(
     check_query_dtype(dtype)
     machine = machine_of(seq_lens.device)
     element_bytes = dtype.itemsize
-    stored_bytes = FP8_DTYPE.itemsize if kind.is_fp8 else element_bytes
+    stored_bytes = FP8_DTYPE.itemsize if kind.is_quantised else element_bytes
     max_rows = latent_rows(machine, element_bytes=element_bytes, stored_bytes=stored_bytes)
     if tiles is not None:
         max_rows = (tiles.decode if decode_query_tokens else tiles.prefill).block_m

@@ -32,10 +32,10 @@ from jenga_kernels.attention_plan import (
     check_steps,
     plan_attention,
 )
-from jenga_kernels.cache import check_pages, check_scales
+from jenga_kernels.cache import check_pages, check_scales, check_slot_scales
 from jenga_kernels.checks import (
     FLOAT_DTYPES,
-    FP8_DTYPE,
+    QUANTISED_DTYPES,
     check_contiguous,
     check_dtype,
     check_no_gradients,
@@ -74,6 +74,8 @@ def paged_attention(
     spans: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    k_slot_scales: torch.Tensor | None = None,
+    v_slot_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     plan: AttentionPlan | None = None,
@@ -94,8 +96,8 @@ def paged_attention(
     Args:
         q: Queries, [num_tokens, num_heads, head_dim], bfloat16, float16 or float32; last dimension
             contiguous, head_dim up to 512.
-        k_pages: Keys, [num_pages, page_tokens, num_kv_heads, head_dim], dtype of q or
-            float8_e4m3fn; any strides that are multiples of 16 bytes, last dimension contiguous.
+        k_pages: Keys, [num_pages, page_tokens, num_kv_heads, head_dim], dtype of q, float8_e4m3fn
+            or int8; any strides that are multiples of 16 bytes, last dimension contiguous.
         v_pages: Values, [num_pages, page_tokens, num_kv_heads, value_dim], dtype and strides of
             k_pages, value_dim up to 512. Where value_dim is not head_dim, strides are the same if a
             slot's value lies behind its key.
@@ -121,6 +123,10 @@ def paged_attention(
         k_scale: What stored keys are multiplied with, f32[1] or f32[num_kv_heads]; only with
             float8_e4m3fn pages.
         v_scale: As k_scale, of values; shape of k_scale where both are given.
+        k_slot_scales: What the key of each slot and head is multiplied with, f32[num_pages,
+            page_tokens, num_kv_heads], any strides; with float8_e4m3fn pages in place of k_scale,
+            and always with int8 pages. See `kv_store`.
+        v_slot_scales: As k_slot_scales, of values; strides of k_slot_scales.
         out: Written in place and returned, [num_tokens, num_heads, value_dim], dtype of q,
             contiguous, apart from it; None allocates it.
         lse: Written in place: natural log-sum-exp of each row's scores, sinks included,
@@ -160,6 +166,7 @@ def paged_attention(
     check_scales(k_pages, k_scale, v_scale, num_kv_heads)
     if k_scale is not None and v_scale is not None:
         check_shape("v_scale", v_scale, k_scale.shape)
+    stride_scales = check_slot_scales(k_pages, k_slot_scales, v_slot_scales, k_scale, v_scale)
     out = q.new_empty(num_tokens, num_heads, value_dim) if out is None else out
     check_shape("out", out, (num_tokens, num_heads, value_dim))
     check_dtype("out", out, (q.dtype,))
@@ -183,6 +190,8 @@ def paged_attention(
         spans=spans,
         k_scale=k_scale,
         v_scale=v_scale,
+        k_slot_scales=k_slot_scales,
+        v_slot_scales=v_slot_scales,
         out=out,
         lse=lse,
         plan=None if plan is None else plan.unit_starts,
@@ -199,7 +208,7 @@ def paged_attention(
         window_tokens=window_tokens,
         chunk_tokens=chunk_tokens,
         is_causal=is_causal,
-        is_fp8=k_pages.dtype == FP8_DTYPE,
+        is_quantised=k_pages.dtype in QUANTISED_DTYPES,
     )
     if plan is None:
         plan = plan_attention(
@@ -229,6 +238,8 @@ def paged_attention(
         "alibi_slopes_ptr": alibi_slopes,
         "k_scale_ptr": k_scale,
         "v_scale_ptr": v_scale,
+        "k_slot_scales_ptr": k_slot_scales,
+        "v_slot_scales_ptr": v_slot_scales,
         "scale": scale,
         "soft_cap": soft_cap,
         "window_tokens": kind.window_tokens,
@@ -238,6 +249,9 @@ def paged_attention(
         "stride_pages_page": stride_page,
         "stride_pages_slot": stride_slot,
         "stride_pages_head": stride_head,
+        "stride_scales_page": stride_scales[0],
+        "stride_scales_slot": stride_scales[1],
+        "stride_scales_head": stride_scales[2],
         "stride_table_request": page_table.stride(0),
         "NUM_KV_HEADS": num_kv_heads,
         "GROUP": kind.group_heads,

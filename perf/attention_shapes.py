@@ -56,7 +56,7 @@ class AttentionShape:
             page_tokens=self.page_tokens,
             window_tokens=self.window_tokens,
             is_causal=self.is_causal,
-            is_fp8=self.is_fp8,
+            is_quantised=self.is_fp8,
         )
 
     @property

@@ -55,7 +55,7 @@ class LatentShape:
             num_kv_heads=1,
             head_dim=LATENT_DIM,
             page_tokens=self.page_tokens,
-            is_fp8=self.is_fp8,
+            is_quantised=self.is_fp8,
         )
 
     @property

@@ -120,7 +120,7 @@ class JengaLatentMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata[Jeng
             num_kv_heads=1,
             head_dim=self.mla_dims.kv_lora_rank,
             page_tokens=kv_cache_spec.block_size,
-            is_fp8=kv_cache_spec.kv_quant_mode is KVQuantMode.FP8_PER_TENSOR,
+            is_quantised=kv_cache_spec.kv_quant_mode is KVQuantMode.FP8_PER_TENSOR,
         )
         # vLLM's lower bound: tokens drafted for a target, and the last one's own.
         self._decode_query_tokens = latent_query_tokens(self.reorder_batch_threshold)

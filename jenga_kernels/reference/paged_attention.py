@@ -23,6 +23,8 @@ def paged_attention(
     spans: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    k_slot_scales: torch.Tensor | None = None,
+    v_slot_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     plan: AttentionPlan | None = None,  # noqa: ARG001 - a plan changes no result
@@ -51,8 +53,9 @@ def paged_attention(
             spans=None if spans is None else spans[rows],
         ).to(q.device)
         read = visible.any(0)
-        k = gathered(k_pages, page_table[request], read, k_scale, q.dtype)
-        v = gathered(v_pages, page_table[request], read, v_scale, q.dtype)
+        table_row = page_table[request]
+        k = gathered(k_pages, table_row, read, k_scale, q.dtype, slot_scales=k_slot_scales)
+        v = gathered(v_pages, table_row, read, v_scale, q.dtype, slot_scales=v_slot_scales)
         k = k.repeat_interleave(num_heads // num_kv_heads, 1)
         v = v.repeat_interleave(num_heads // num_kv_heads, 1)
 
@@ -109,11 +112,16 @@ def gathered(
     read: torch.Tensor,
     scale: torch.Tensor | None,
     dtype: torch.dtype,
+    *,
+    slot_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rows of one request, [seq_len, num_kv_heads, head_dim], zero where no query reads them."""
     page_tokens = pages.shape[1]
     rows = torch.zeros(len(read), *pages.shape[2:], dtype=dtype, device=pages.device)
     for token in read.nonzero()[:, 0].tolist():
         page_id = int(table_row[token // page_tokens])
-        rows[token] = pages[page_id, token % page_tokens].to(dtype)
+        place = (page_id, token % page_tokens)
+        rows[token] = pages[place].to(dtype)
+        if slot_scales is not None:
+            rows[token] *= slot_scales[place][:, None].to(dtype)
     return rows if scale is None else rows * scale[:, None].to(dtype)

@@ -35,23 +35,27 @@ def key_offsets(
     BLOCK_N: tl.constexpr,
     STARTS_PAGE: tl.constexpr,
     KEEPS_OFFSETS: tl.constexpr,
+    stride_scales_page=None,  # with the next: where slots have scales of their own
+    stride_scales_slot=None,
 ):
-    """Offset of each key of a tile of a request, through its page table.
+    """Offset of each key of a tile of a request, through its page table, and of its scale.
 
     One lookup serves the tile where tiles cannot straddle pages, and one serves each page where
     tiles are whole pages, as they are if the first one starts a page (STARTS_PAGE). Where a tile is
     as long as some pages, each key has the same slot in every tile: a loop works that out once.
-    Where offsets are kept the stride of slots is a constant, and parts of them are.
+    Where offsets are kept the stride of slots is a constant, and parts of them are. Without strides
+    of scales their offsets mean nothing.
     """
     in_tile = tl.arange(0, BLOCK_N)
     first_key = tiles_start + tile * BLOCK_N
     if PAGE_TOKENS % BLOCK_N == 0:
         page_ids = tl.load(page_table_ptr + first_key // PAGE_TOKENS)
         first_slot = first_key % PAGE_TOKENS
+        slots = first_slot + in_tile
         if KEEPS_OFFSETS:
             in_page = first_slot.to(tl.int64) * stride_slot + _in_page(in_tile, stride_slot)
         else:
-            in_page = (first_slot + in_tile).to(tl.int64) * stride_slot
+            in_page = slots.to(tl.int64) * stride_slot
     elif BLOCK_N % PAGE_TOKENS == 0 and STARTS_PAGE:
         TILE_PAGES: tl.constexpr = BLOCK_N // PAGE_TOKENS
         pages = tiles_start // PAGE_TOKENS + tile * TILE_PAGES + tl.arange(0, TILE_PAGES)
@@ -60,9 +64,11 @@ def key_offsets(
         page_ids = tl.reshape(tl.broadcast_to(page_ids, [TILE_PAGES, PAGE_TOKENS]), [BLOCK_N])
         if KEEPS_OFFSETS:
             slots = tl.broadcast_to(tl.arange(0, PAGE_TOKENS)[None, :], [TILE_PAGES, PAGE_TOKENS])
-            in_page = _in_page(tl.reshape(slots, [BLOCK_N]), stride_slot)
+            slots = tl.reshape(slots, [BLOCK_N])
+            in_page = _in_page(slots, stride_slot)
         else:
-            in_page = (in_tile % PAGE_TOKENS).to(tl.int64) * stride_slot
+            slots = in_tile % PAGE_TOKENS
+            in_page = slots.to(tl.int64) * stride_slot
     else:
         # Keys are divided as unsigned numbers, by shifts where pages are powers of two.
         if BLOCK_N % PAGE_TOKENS == 0:
@@ -75,9 +81,16 @@ def key_offsets(
             pages = (first_keys // PAGE_TOKENS).to(tl.int32)
         has_page = None if keys_end is None else in_tile < keys_end - first_key
         page_ids = _load_page_ids(page_table_ptr, pages, has_page)
-        in_page = (first_keys % PAGE_TOKENS).to(tl.int64) * stride_slot
+        slots = first_keys % PAGE_TOKENS
+        in_page = slots.to(tl.int64) * stride_slot
     # Unsigned, an id is widened by a register of zeros.
-    return page_offsets(page_ids.to(tl.uint32), stride_page) + in_page
+    page_ids = page_ids.to(tl.uint32)
+    offsets = page_offsets(page_ids, stride_page) + in_page
+    if stride_scales_page is None:
+        return offsets, offsets
+    else:
+        in_scales = slots.to(tl.int64) * stride_scales_slot
+        return offsets, page_offsets(page_ids, stride_scales_page) + in_scales
 
 
 @device_function

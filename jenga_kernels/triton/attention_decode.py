@@ -49,6 +49,8 @@ def attention_decode_kernel(  # noqa: PLR0912 - options are compiled in or out, 
     alibi_slopes_ptr,  # f32[num_heads] or None
     k_scale_ptr,  # f32[1] or f32[num_kv_heads] or None
     v_scale_ptr,  # f32[1] or f32[num_kv_heads] or None
+    k_slot_scales_ptr,  # f32[num_pages, page_tokens, num_kv_heads] or None
+    v_slot_scales_ptr,  # f32[num_pages, page_tokens, num_kv_heads] or None
     # Scalars
     scale,
     soft_cap,
@@ -62,6 +64,9 @@ def attention_decode_kernel(  # noqa: PLR0912 - options are compiled in or out, 
     stride_pages_page: tl.int64,
     stride_pages_slot: tl.int64,
     stride_pages_head: tl.int64,
+    stride_scales_page: tl.int64,
+    stride_scales_slot: tl.int64,
+    stride_scales_head: tl.int64,
     stride_table_request: tl.int64,
     # Tiles and flags
     NUM_KV_HEADS: tl.constexpr,
@@ -94,13 +99,15 @@ def attention_decode_kernel(  # noqa: PLR0912 - options are compiled in or out, 
     VALUE_PARTS: tl.constexpr = (RESULT_DIM + VALUE_DIM - 1) // VALUE_DIM
     # Products of more rows read keys and values from shared memory, converted.
     IS_PAIRED: tl.constexpr = (
-        k_pages_ptr.dtype.element_ty == tl.float8e4nv
+        k_pages_ptr.dtype.element_ty.primitive_bitwidth == 8  # noqa: PLR2004
         and q_ptr.dtype.element_ty != tl.float32
         and HEAD_DIM % 2 == 0
         and RESULT_DIM % 2 == 0
         and BLOCK_V >= 2 * _MIN_ROWS
         and BLOCK_M < _WARPGROUP_ROWS
     )
+    IS_INT8: tl.constexpr = k_pages_ptr.dtype.element_ty == tl.int8
+    HAS_SLOT_SCALES: tl.constexpr = tl.constexpr(k_slot_scales_ptr is not None)
     if PAGE_STRIDE is not None:
         stride_pages_page = PAGE_STRIDE
     if SLOT_STRIDE is not None:
@@ -174,15 +181,22 @@ def attention_decode_kernel(  # noqa: PLR0912 - options are compiled in or out, 
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         column_sums = tl.full([BLOCK_M, BLOCK_N], 0, tl.float32)
         head_offset = kv_head.to(tl.int64) * stride_pages_head
+        k_scales_ptr = None
+        v_scales_ptr = None
+        value_unit = 0.0
+        if HAS_SLOT_SCALES:
+            k_scales_ptr = k_slot_scales_ptr + kv_head.to(tl.int64) * stride_scales_head
+            v_scales_ptr = v_slot_scales_ptr + kv_head.to(tl.int64) * stride_scales_head
         table_row_ptr = page_table_ptr + request.to(tl.int64) * stride_table_request
         # Hoisted, where many queries of a wide head lie in shared memory takes 64 registers.
         for tile in tl.range(  # pyright: ignore[reportGeneralTypeIssues]
             tile_start, tile_end, disable_licm=BLOCK_D >= WIDE_HEAD and BLOCK_M > _MIN_ROWS
         ):
-            acc, row_max, column_sums = attend_tile(
+            acc, row_max, column_sums, value_unit = attend_tile(
                 acc,
                 row_max,
                 column_sums,
+                value_unit,
                 q,
                 positions,
                 row_starts,
@@ -192,6 +206,8 @@ def attention_decode_kernel(  # noqa: PLR0912 - options are compiled in or out, 
                 slopes,
                 k_pages_ptr + head_offset,
                 values_ptr + head_offset,
+                k_scales_ptr,
+                v_scales_ptr,
                 table_row_ptr,
                 tiles_start,
                 tile,
@@ -201,6 +217,8 @@ def attention_decode_kernel(  # noqa: PLR0912 - options are compiled in or out, 
                 soft_cap,
                 stride_pages_page,
                 stride_pages_slot,
+                stride_scales_page if HAS_SLOT_SCALES else None,
+                stride_scales_slot if HAS_SLOT_SCALES else None,
                 HEAD_DIM,
                 VALUE_DIM,
                 PAGE_TOKENS,
@@ -209,6 +227,7 @@ def attention_decode_kernel(  # noqa: PLR0912 - options are compiled in or out, 
                 BLOCK_V,
                 IS_EDGE=True,
                 IS_PAIRED=IS_PAIRED,
+                IS_INT8=IS_INT8,
                 IS_ALIGNED=False,
                 KEEPS_OFFSETS=SLOT_STRIDE is not None,
             )
@@ -217,6 +236,8 @@ def attention_decode_kernel(  # noqa: PLR0912 - options are compiled in or out, 
         row_sum = tl.sum(column_sums, 1)
         if v_scale_ptr is not None:
             acc *= tl.load(v_scale_ptr + kv_head * IS_PER_HEAD_SCALE)
+        if HAS_SLOT_SCALES and IS_PAIRED:
+            acc *= value_unit
 
         if units_done == num_units:
             sinks = None

@@ -35,6 +35,8 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
     spans_ptr,  # i32[num_tokens, 2] or None
     k_scale_ptr,  # f32[1] or f32[num_kv_heads] or None
     v_scale_ptr,  # f32[1] or f32[num_kv_heads] or None
+    k_slot_scales_ptr,  # f32[num_pages, page_tokens, num_kv_heads] or None
+    v_slot_scales_ptr,  # f32[num_pages, page_tokens, num_kv_heads] or None
     # Scalars
     scale,
     soft_cap,
@@ -46,6 +48,9 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
     stride_pages_page: tl.int64,
     stride_pages_slot: tl.int64,
     stride_pages_head: tl.int64,
+    stride_scales_page: tl.int64,
+    stride_scales_slot: tl.int64,
+    stride_scales_head: tl.int64,
     stride_table_request: tl.int64,
     # Tiles and flags
     NUM_KV_HEADS: tl.constexpr,
@@ -73,8 +78,13 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
     """
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
     VALUE_PARTS: tl.constexpr = (RESULT_DIM + VALUE_DIM - 1) // VALUE_DIM
-    IS_FP8: tl.constexpr = k_pages_ptr.dtype.element_ty == tl.float8e4nv
-    IS_CROWDED: tl.constexpr = BLOCK_D >= WIDE_HEAD or (IS_FP8 and 2 * BLOCK_D >= WIDE_HEAD)
+    IS_CONVERTED: tl.constexpr = k_pages_ptr.dtype.element_ty.primitive_bitwidth == 8  # noqa: PLR2004
+    HAS_SLOT_SCALES: tl.constexpr = tl.constexpr(k_slot_scales_ptr is not None)
+    IS_CROWDED: tl.constexpr = (
+        BLOCK_D >= WIDE_HEAD
+        or (IS_CONVERTED and 2 * BLOCK_D >= WIDE_HEAD)
+        or (HAS_SLOT_SCALES and BLOCK_M > BLOCK_D)
+    )
     kv_head = tl.program_id(1)
     row_tile = tl.program_id(0) // VALUE_PARTS
     part = tl.program_id(0) % VALUE_PARTS
@@ -127,6 +137,11 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.full([BLOCK_M], 0, tl.float32)
     head_offset = kv_head.to(tl.int64) * stride_pages_head
+    k_scales_ptr = None
+    v_scales_ptr = None
+    if HAS_SLOT_SCALES:
+        k_scales_ptr = k_slot_scales_ptr + kv_head.to(tl.int64) * stride_scales_head
+        v_scales_ptr = v_slot_scales_ptr + kv_head.to(tl.int64) * stride_scales_head
     table_row_ptr = page_table_ptr + request.to(tl.int64) * stride_table_request
     is_bounded: tl.constexpr = window_tokens is not None or chunk_tokens is not None
     for phase in tl.static_range(3):
@@ -142,14 +157,16 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
         # Without a window the first tiles are full ones.
         if phase > 0 or is_bounded:
             # Hoisted, where the queries of a wide head lie in shared memory takes 64 registers.
-            # Heads half as wide have these to spare unless keys are converted.
+            # Heads half as wide have these to spare unless keys are converted, narrow ones unless
+            # slots have scales.
             for tile in tl.range(  # pyright: ignore[reportGeneralTypeIssues]
                 phase_start, phase_end, disable_licm=IS_CROWDED
             ):
-                acc, row_max, row_sum = attend_tile(
+                acc, row_max, row_sum, _ = attend_tile(
                     acc,
                     row_max,
                     row_sum,
+                    None,
                     q,
                     positions,
                     row_starts if is_bounded else None,
@@ -159,6 +176,8 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
                     slopes,
                     k_pages_ptr + head_offset,
                     v_pages_ptr + head_offset + value_start,
+                    k_scales_ptr,
+                    v_scales_ptr,
                     table_row_ptr,
                     tiles_start,
                     tile,
@@ -168,6 +187,8 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
                     soft_cap,
                     stride_pages_page,
                     stride_pages_slot,
+                    stride_scales_page if HAS_SLOT_SCALES else None,
+                    stride_scales_slot if HAS_SLOT_SCALES else None,
                     HEAD_DIM,
                     VALUE_DIM,
                     PAGE_TOKENS,
@@ -176,6 +197,7 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
                     BLOCK_V,
                     IS_EDGE=phase != 1,
                     IS_PAIRED=False,
+                    IS_INT8=False,
                     IS_ALIGNED=IS_INVARIANT,
                     KEEPS_OFFSETS=False,
                 )

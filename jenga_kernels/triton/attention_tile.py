@@ -8,7 +8,8 @@ import triton.language as tl
 
 from jenga_kernels.triton.addressing import key_offsets
 from jenga_kernels.triton.device import device_function, log2, reciprocal
-from jenga_kernels.triton.fp8 import from_fp8, split_pairs
+from jenga_kernels.triton.fp8 import split_pairs
+from jenga_kernels.triton.int8 import from_stored, split_int8_pairs
 from jenga_kernels.triton.matmul import matmul, matmul_add
 from jenga_kernels.triton.rows import load_rows
 from jenga_kernels.triton.softmax import soft_capped, softmax_step
@@ -55,11 +56,12 @@ def element_mask(live, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @device_function
-def attend_tile(
+def attend_tile(  # noqa: PLR0912 - options are compiled in or out, each an `if`
     # Running softmax of the rows
-    acc,  # f32[M, BLOCK_V]; of pairs two of f32[M, BLOCK_V // 2]
+    acc,  # f32[M, BLOCK_V]; of pairs two of f32[M, BLOCK_V // 2], in units of `value_unit`
     row_max,  # f32[M]
     row_sum,  # f32[M], or f32[M, BLOCK_N]: one sum for each place of a key in its tile
+    value_unit,  # f32: of pairs whose slots have scales, the greatest of a value so far
     # Rows
     q,  # [M, BLOCK_D]; of pairs two of f16[M, BLOCK_D // 2]
     positions,  # i32[M]
@@ -71,6 +73,8 @@ def attend_tile(
     # Keys, as pairs or not
     k_pages_ptr,
     v_pages_ptr,
+    k_scales_ptr,  # f32, of each slot, or None
+    v_scales_ptr,  # f32, of each slot, or None
     page_table_ptr,  # i32[max_pages], the request's row
     tiles_start,
     tile,
@@ -82,6 +86,8 @@ def attend_tile(
     # Strides, in elements
     stride_pages_page,
     stride_pages_slot,
+    stride_scales_page,  # with the next: None without scales
+    stride_scales_slot,
     # Tiles and flags
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -91,15 +97,20 @@ def attend_tile(
     BLOCK_V: tl.constexpr,
     IS_EDGE: tl.constexpr,
     IS_PAIRED: tl.constexpr,
+    IS_INT8: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
     KEEPS_OFFSETS: tl.constexpr,
 ):
     """Take a tile of BLOCK_N keys into the running softmax of the rows.
 
     Without IS_EDGE every row reads every one of these keys. Rows without `row_starts` read all keys
-    from 0 to their ends, and tiles_start is 0. Pages that are IS_PAIRED hold float8_e4m3fn and are
-    read as pairs, which strides then count; first elements of pairs are multiplied with the first
-    of q and add up in the first of acc, second ones in the second.
+    from 0 to their ends, and tiles_start is 0. Pages that are IS_PAIRED hold elements of a byte and
+    are read as pairs, which strides then count; first elements of pairs are multiplied with the
+    first of q and add up in the first of acc, second ones in the second.
+
+    Where slots have scales, scores are multiplied with those of keys. Those of values go to the
+    values; of pairs, whose products are of half precision, to the weights, as shares of the
+    greatest scale so far: by themselves they may be too small for it.
     """
     # Keys count from `origin`. Where offsets are kept that is the tile's first key: bounds of rows
     # are brought to the tile, which takes fewer instructions, but registers.
@@ -114,7 +125,7 @@ def attend_tile(
         # Tiles begin with the first key unless they are aligned, or must stay in a page.
         if (IS_ALIGNED or PAGE_TOKENS % BLOCK_N == 0) and row_starts is not None:
             live = live & (keys >= keys_start - origin)
-    offsets = key_offsets(
+    offsets, scale_offsets = key_offsets(
         page_table_ptr,
         tiles_start,
         tile,
@@ -125,22 +136,38 @@ def attend_tile(
         BLOCK_N,
         STARTS_PAGE=row_starts is None,
         KEEPS_OFFSETS=KEEPS_OFFSETS,
+        stride_scales_page=stride_scales_page,
+        stride_scales_slot=stride_scales_slot,
     )
+    k_scales = None
+    v_scales = None
+    if k_scales_ptr is not None:
+        k_scales = load_scales(k_scales_ptr, scale_offsets, live)  # f32[BLOCK_N]
+        v_scales = load_scales(v_scales_ptr, scale_offsets, live)  # f32[BLOCK_N]
     # A dead slot may hold NaN, and 0 * NaN is NaN: values are zeroed, not only their weights.
     if IS_PAIRED:
         k = load_rows(k_pages_ptr, offsets, live, HEAD_DIM // 2, BLOCK_D // 2)
         v = load_rows(v_pages_ptr, offsets, live, VALUE_DIM // 2, BLOCK_V // 2)
-        k_first, k_second = split_pairs(k)  # f16[BLOCK_N, BLOCK_D // 2] each
-        v_first, v_second = split_pairs(v)  # f16[BLOCK_N, BLOCK_V // 2] each
+        if IS_INT8:
+            k_first, k_second = split_int8_pairs(k)  # f16[BLOCK_N, BLOCK_D // 2] each
+            v_first, v_second = split_int8_pairs(v)  # f16[BLOCK_N, BLOCK_V // 2] each
+        else:
+            k_first, k_second = split_pairs(k)
+            v_first, v_second = split_pairs(v)
         scores = matmul(q[0], tl.trans(k_first))  # f32[M, BLOCK_N]
         scores = matmul_add(q[1], tl.trans(k_second), scores)
     else:
         k = load_rows(k_pages_ptr, offsets, live, HEAD_DIM, BLOCK_D)
         v = load_rows(v_pages_ptr, offsets, live, VALUE_DIM, BLOCK_V)
-        k = from_fp8(k, q.dtype)  # [BLOCK_N, BLOCK_D]
-        v = from_fp8(v, q.dtype)  # [BLOCK_N, BLOCK_V]
+        k = from_stored(k, q.dtype)  # [BLOCK_N, BLOCK_D]
+        if v_scales is None:
+            v = from_stored(v, q.dtype)  # [BLOCK_N, BLOCK_V]
+        else:
+            v = (from_stored(v, tl.float32) * v_scales[:, None]).to(q.dtype)
         scores = matmul(q, tl.trans(k))  # f32[M, BLOCK_N]
 
+    if k_scales is not None:
+        scores = scores * k_scales[None, :]
     to_base_2 = scale * LOG2_E
     if soft_cap is not None or slopes is not None:
         to_base_2 = LOG2_E
@@ -160,12 +187,27 @@ def attend_tile(
 
     weights, rescale, row_max, row_sum = softmax_step(scores, to_base_2, row_max, row_sum)
     if IS_PAIRED:
+        if v_scales is not None:
+            greatest = tl.maximum(value_unit, tl.max(v_scales, 0))
+            share = tl.where(greatest > 0.0, 1.0 / greatest, 0.0)
+            weights = weights * (v_scales * share)[None, :]
+            rescale = rescale * (value_unit * share)
+            value_unit = greatest
         weights = weights.to(v_first.dtype)
         first = matmul_add(weights, v_first, acc[0] * rescale[:, None])
         acc = first, matmul_add(weights, v_second, acc[1] * rescale[:, None])
     else:
         acc = matmul_add(weights.to(v.dtype), v, acc * rescale[:, None])
-    return acc, row_max, row_sum
+    return acc, row_max, row_sum, value_unit
+
+
+@device_function
+def load_scales(scales_ptr, offsets, live):
+    """Scales of the slots of a tile, f32[BLOCK_N]; 0 where `live`, if given, is false."""
+    if live is None:
+        return tl.load(scales_ptr + offsets)
+    else:
+        return tl.load(scales_ptr + offsets, mask=live, other=0.0)
 
 
 @device_function

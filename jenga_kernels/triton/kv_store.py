@@ -5,7 +5,11 @@ import triton.language as tl
 
 from jenga_kernels.triton.addressing import slot_offsets
 from jenga_kernels.triton.device import device_function, widened
-from jenga_kernels.triton.fp8 import to_fp8
+from jenga_kernels.triton.fp8 import FP8_MAX, to_fp8
+from jenga_kernels.triton.int8 import INT8_MAX, to_int8
+
+LEAST_STORED = tl.constexpr(2.0**-100)
+"""A head of a token with a scale of its own and no element as great as this is stored as zeros."""
 
 
 @device_function
@@ -24,12 +28,35 @@ def _stored(rows, heads, live, scale_ptr, IS_FP8: tl.constexpr, IS_PER_HEAD: tl.
         return to_fp8(values)
 
 
+@device_function
+def _quantised(rows, mask, IS_INT8: tl.constexpr):
+    """Rows [lines, rows, BLOCK_LINE] as they are kept, and what each is multiplied with, f32[rows].
+
+    The greatest element becomes the greatest there is; next to nothing becomes nothing. A row that
+    is not finite has a scale that is not a number.
+    """
+    MOST: tl.constexpr = INT8_MAX if IS_INT8 else FP8_MAX
+    values = tl.where(mask, widened(rows), 0.0)
+    # As integers magnitudes are ordered as they are as numbers, and what is no number is greatest.
+    bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    greatest = tl.max(tl.max(bits, 2), 0).to(tl.float32, bitcast=True)
+    is_finite = greatest < float("inf")
+    is_scaled = (greatest >= LEAST_STORED) & is_finite
+    most = tl.full(greatest.shape, MOST, tl.float32)
+    factor = tl.div_rn(most, tl.where(is_scaled, greatest, 1.0))
+    values = tl.where(is_scaled[None, :, None], values, 0.0) * factor[None, :, None]
+    stored = to_int8(values) if IS_INT8 else to_fp8(values)
+    return stored, tl.where(is_finite, tl.div_rn(greatest, most), float("nan"))
+
+
 # Counts differ from step to step and must not compile anew.
 @triton.jit(do_not_specialize=["num_tokens"])
 def kv_store_kernel(
     # Outputs
     k_pages_ptr,  # [num_pages, page_tokens, num_kv_heads, head_dim]
     v_pages_ptr,  # [num_pages, page_tokens, num_kv_heads, value_dim]
+    k_slot_scales_ptr,  # f32[num_pages, page_tokens, num_kv_heads] or None
+    v_slot_scales_ptr,  # f32[num_pages, page_tokens, num_kv_heads] or None
     # Inputs
     k_ptr,  # [num_tokens, num_kv_heads, head_dim]
     v_ptr,  # [num_tokens, num_kv_heads, value_dim]
@@ -42,6 +69,9 @@ def kv_store_kernel(
     stride_pages_page: tl.int64,
     stride_pages_slot: tl.int64,
     stride_pages_head: tl.int64,
+    stride_scales_page: tl.int64,
+    stride_scales_slot: tl.int64,
+    stride_scales_head: tl.int64,
     stride_k_token: tl.int64,
     stride_k_head: tl.int64,
     stride_v_token: tl.int64,
@@ -88,7 +118,15 @@ def kv_store_kernel(
     offsets = (in_pages + heads * stride_pages_head)[None, :, None] + dims
     # As many as are loaded at once; see `store_rows`.
     offsets = tl.max_contiguous(offsets, [1, 1, THREAD_ELEMENTS])
-    k = _stored(k, heads, live, k_scale_ptr, IS_FP8, IS_PER_HEAD_K)
-    v = _stored(v, heads, live, v_scale_ptr, IS_FP8, IS_PER_HEAD_V)
+    if k_slot_scales_ptr is None:
+        k = _stored(k, heads, live, k_scale_ptr, IS_FP8, IS_PER_HEAD_K)
+        v = _stored(v, heads, live, v_scale_ptr, IS_FP8, IS_PER_HEAD_V)
+    else:
+        k, k_scales = _quantised(k, k_mask, k_pages_ptr.dtype.element_ty == tl.int8)
+        v, v_scales = _quantised(v, v_mask, v_pages_ptr.dtype.element_ty == tl.int8)
+        in_scales = slot_offsets(slot, stride_scales_page, stride_scales_slot, PAGE_TOKENS)
+        in_scales += heads * stride_scales_head
+        tl.store(k_slot_scales_ptr + in_scales, k_scales, mask=live)
+        tl.store(v_slot_scales_ptr + in_scales, v_scales, mask=live)
     tl.store(k_pages_ptr + offsets, k, mask=k_mask)
     tl.store(v_pages_ptr + offsets, v, mask=v_mask)

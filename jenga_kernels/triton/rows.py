@@ -41,6 +41,8 @@ def _load_rows_interpreted(
         rows = rows.view(np.float32)
     elif element.is_fp16():
         rows = rows.view(np.float16)
+    elif element.is_int8():
+        rows = rows.view(np.int8)
     return tl.tensor(TensorHandle(rows, element), tl.block_type(element, [num_rows, BLOCK_D]))
 
 

@@ -62,6 +62,7 @@ class Options:
     has_alibi: bool = False
     has_spans: bool = False
     num_scales: int = 0
+    has_slot_scales: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +82,13 @@ class Batch:
     spans: torch.Tensor | None
     k_scale: torch.Tensor | None
     v_scale: torch.Tensor | None
+    k_slot_scales: torch.Tensor | None
+    v_slot_scales: torch.Tensor | None
 
     @property
     def arguments(self) -> dict:
         names = ("q", "k_pages", "v_pages", "page_table", "query_starts", "seq_lens", "sinks")
-        names += ("alibi_slopes", "spans", "k_scale", "v_scale")
+        names += ("alibi_slopes", "spans", "k_scale", "v_scale", "k_slot_scales", "v_slot_scales")
         options = ("window_tokens", "chunk_tokens", "is_causal", "soft_cap")
         return (
             {name: getattr(self, name) for name in names}
@@ -105,7 +108,7 @@ class Batch:
             window_tokens=options.window_tokens,
             chunk_tokens=options.chunk_tokens,
             is_causal=options.is_causal,
-            is_fp8=shape.pages_dtype == torch.float8_e4m3fn,
+            is_quantised=shape.pages_dtype is not None,
         )
 
     def plan(self, **changes: object) -> AttentionPlan:
@@ -165,6 +168,11 @@ def make_batch(shape: Shape, options: Options, *, seed: int = 0) -> Batch:
         is_head_major=shape.is_head_major,
         value_dim=shape.value_dim,
     )
+    slot_scales: list[torch.Tensor] = []
+    if options.has_slot_scales:
+        sides = (2, shape.num_kv_heads, shape.page_tokens)
+        scales = torch.full((num_pages, 3, *sides), float("nan"), device=DEVICE)
+        slot_scales = [scales[:, 1, side].transpose(1, 2) for side in range(2)]
     table = shuffled_page_table(num_pages_of, num_pages, rng)
     spans = [
         random_spans(query_len, seq_len, rng) if options.has_spans else []
@@ -176,9 +184,16 @@ def make_batch(shape: Shape, options: Options, *, seed: int = 0) -> Batch:
         page_ids = table[request, tokens // shape.page_tokens].long()
         for pages in (layer.k_pages, layer.v_pages):
             values = randn((len(tokens), *pages.shape[2:]), pages.dtype, rng)
+            if pages.dtype == torch.int8:
+                values = torch.randint(-127, 128, values.shape, generator=rng).to(values)
             # CUDA does not index float8: bytes go in.
             stored = pages.view(torch.uint8) if pages.dtype.itemsize == 1 else pages
             stored[page_ids, tokens % shape.page_tokens] = values.view(stored.dtype)
+        for place, scales in enumerate(slot_scales):
+            drawn = torch.rand(len(tokens), shape.num_kv_heads, generator=rng)
+            # Those of values differ by powers of ten, and are too small for half precision.
+            drawn = (0.5 + drawn) / 127 if place == 0 else 10 ** (4 * drawn - 9)
+            scales[page_ids, tokens % shape.page_tokens] = drawn.to(DEVICE)
         # Pages before everything read are stale: another request's, or out of the arena; so are
         # those past a request's end, or the null page.
         table[request, : start // shape.page_tokens] = 1 + request % 2 * (2**30)
@@ -210,6 +225,8 @@ def make_batch(shape: Shape, options: Options, *, seed: int = 0) -> Batch:
         ),
         k_scale=scales[0],
         v_scale=scales[1],
+        k_slot_scales=slot_scales[0] if slot_scales else None,
+        v_slot_scales=slot_scales[1] if slot_scales else None,
     )
 
 

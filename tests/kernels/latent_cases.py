@@ -64,7 +64,7 @@ class Batch:
             head_dim=self.shape.latent_dim,
             page_tokens=self.shape.page_tokens,
             is_causal=self.shape.is_causal,
-            is_fp8=self.shape.is_fp8,
+            is_quantised=self.shape.is_fp8,
         )
 
     def plan(self, **changes: object) -> AttentionPlan:

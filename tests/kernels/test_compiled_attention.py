@@ -19,12 +19,16 @@ def launch(
     max_query_tokens=None,
     is_warp_specialized=False,
     is_batch_invariant=False,
+    has_slot_scales=False,
     **options,
 ):
     num_tokens = 4096
     q = torch.empty(num_tokens, num_heads, head_dim, dtype=dtype)
     pages = torch.empty(64, num_kv_heads, page_tokens, 2 * head_dim, dtype=pages_dtype or dtype)
     pages = pages.transpose(1, 2)
+    if has_slot_scales:
+        scales = torch.empty(64, 2, num_kv_heads, page_tokens).transpose(2, 3)
+        options |= {"k_slot_scales": scales[:, 0], "v_slot_scales": scales[:, 1]}
     query_starts = torch.zeros(34, dtype=torch.int32)
     seq_lens = torch.zeros(33, dtype=torch.int32)
     kind = AttentionKind(
@@ -35,7 +39,7 @@ def launch(
         window_tokens=options.get("window_tokens"),
         chunk_tokens=options.get("chunk_tokens"),
         is_causal=options.get("is_causal", True),
-        is_fp8=pages_dtype is not None,
+        is_quantised=pages_dtype is not None,
     )
     plan = plan_attention(
         query_starts,
@@ -110,6 +114,23 @@ def compile_fp8():
             launch(head_dim=head_dim, pages_dtype=torch.float8_e4m3fn, k_scale=scale, v_scale=scale)
 
 
+def launch_slot_scales(pages_dtype):
+    kwargs = {"pages_dtype": pages_dtype, "has_slot_scales": True}
+    for head_dim in (64, 128, 256):
+        launch(head_dim=head_dim, **kwargs)
+        launch(head_dim=head_dim, window_tokens=512, soft_cap=50.0, sinks=torch.zeros(8), **kwargs)
+    launch(head_dim=80, page_tokens=784, dtype=torch.float16, **kwargs)
+    launch(head_dim=128, page_tokens=128, num_heads=32, decode_query_tokens=8, **kwargs)
+
+
+def compile_int8():
+    launch_slot_scales(torch.int8)
+
+
+def compile_fp8_with_slot_scales():
+    launch_slot_scales(torch.float8_e4m3fn)
+
+
 def compile_float32():
     for head_dim in (64, 128, 256):
         launch(head_dim=head_dim, dtype=torch.float32, window_tokens=512)
@@ -128,11 +149,13 @@ JOBS = [
             compile_options,
             compile_invariant,
             compile_fp8,
+            compile_int8,
+            compile_fp8_with_slot_scales,
             compile_float32,
         )
         for capability in (80, 90)
         # Compute capability 8.0 has no conversion from float8_e4m3fn.
-        if (job, capability) != (compile_fp8, 80)
+        if capability != 80 or job not in {compile_fp8, compile_fp8_with_slot_scales}
     ],
 ]
 

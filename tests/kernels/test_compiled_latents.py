@@ -20,7 +20,7 @@ def launch(
         num_kv_heads=1,
         head_dim=LATENT_DIM,
         page_tokens=page_tokens,
-        is_fp8=is_fp8,
+        is_quantised=is_fp8,
     )
     query_starts = torch.zeros(num_requests + 1, dtype=torch.int32)
     seq_lens = torch.zeros(num_requests, dtype=torch.int32)

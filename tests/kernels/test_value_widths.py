@@ -192,7 +192,7 @@ def launch(*, head_dim, value_dim, dtype=torch.bfloat16, pages_dtype=None, **opt
         value_dim=value_dim,
         page_tokens=16,
         window_tokens=options.get("window_tokens"),
-        is_fp8=pages_dtype is not None,
+        is_quantised=pages_dtype is not None,
     )
     steps = torch.zeros(34, dtype=torch.int32), torch.zeros(33, dtype=torch.int32)
     plan = plan_attention(

@@ -168,7 +168,7 @@ def test_a_plan_is_for_float8_latents_where_the_cache_is_quantised():
 
     kinds = [make_builder(**spec).build(0, common).decode.plan.kind for spec in ({}, stored)]
 
-    assert [kind.is_fp8 for kind in kinds] == [False, True]
+    assert [kind.is_quantised for kind in kinds] == [False, True]
 
 
 @pytest.mark.parametrize("query_len", [40, 90], ids=["absorbed", "not_absorbed"])

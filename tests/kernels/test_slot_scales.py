@@ -1,0 +1,250 @@
+"""Caches whose slots have scales of their own, in int8 and float8."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from jenga_kernels.kv_store import NO_SLOT, kv_store
+from jenga_kernels.paged_attention import paged_attention
+from jenga_kernels.reference import kv_store as reference_kv_store
+from tests.kernels.attention_cases import (
+    HALVED_TILES,
+    SMALL_TILES,
+    Options,
+    Shape,
+    check_batch,
+    make_batch,
+)
+from tests.kernels.support import DEVICE, generator, randn, strided_layer
+
+DTYPES = (torch.int8, torch.float8_e4m3fn)
+MIXED = ((40, 40), (1, 77), (0, 0), (3, 50), (11, 70), (1, 1))
+
+
+def slot_scales(num_pages, page_tokens, num_kv_heads, *, is_head_major=True):
+    """Scales of keys and of values of one layer of an arena, all that number."""
+    rows = (num_kv_heads, page_tokens) if is_head_major else (page_tokens, num_kv_heads)
+    arena = torch.full((num_pages, 3, 2, *rows), float("nan"), device=DEVICE)
+    sides = [arena[:, 1, side] for side in range(2)]
+    if is_head_major:
+        sides = [side.transpose(1, 2) for side in sides]
+    return arena, sides
+
+
+def new_tokens(shape, dtype, rng):
+    num_tokens, num_pages, page_tokens, num_kv_heads, head_dim = shape
+    k, v = (randn((num_tokens, num_kv_heads, head_dim), dtype, rng) for _ in range(2))
+    slots = torch.randperm(num_pages * page_tokens, generator=rng)[:num_tokens]
+    slots[torch.rand(num_tokens, generator=rng) < 0.2] = NO_SLOT
+    return k, v, slots.to(DEVICE)
+
+
+@pytest.mark.parametrize("is_head_major", [True, False], ids=["head_major", "token_major"])
+@pytest.mark.parametrize("stored", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_kv_store_scales_each_head_of_each_slot(dtype, stored, is_head_major):
+    rng = generator(1)
+    shape = (37, 4, 48, 3, 80)
+    k, v, slots = new_tokens(shape, dtype, rng)
+    k[3], v[4] = 1e4, -1e4
+    k[5, 1], v[6, 2, 7] = float("inf"), float("-inf")
+    k[7], v[8, :, 1:] = 0.0, 0.0
+    k[9, 0], v[10, 1, 3] = float("nan"), float("nan")
+    k[11], v[12] = k[11] * 1e-6, v[12] * 1e-37
+    slots[3:13] = torch.arange(10, device=DEVICE) + 96
+    slots[13:][(slots[13:] >= 96) & (slots[13:] < 106)] = NO_SLOT
+    made = {}
+
+    for name, store in (("got", kv_store), ("want", reference_kv_store.kv_store)):
+        layer = strided_layer(*shape[1:], stored, is_head_major=is_head_major)
+        scales, (k_scales, v_scales) = slot_scales(*shape[1:4], is_head_major=is_head_major)
+        store(
+            k,
+            v,
+            layer.k_pages,
+            layer.v_pages,
+            slots,
+            k_slot_scales=k_scales,
+            v_slot_scales=v_scales,
+        )
+        made[name] = (layer.arena.view(torch.uint8), scales.view(torch.int32), layer, k_scales)
+
+    for got, want in zip(made["got"][:2], made["want"][:2], strict=True):
+        assert torch.equal(got, want)
+    _, _, layer, k_scales = made["got"]
+    live = (slots >= 0) & k.isfinite().all(2).all(1)
+    pages, inside = slots[live] // 48, slots[live] % 48
+    restored = layer.k_pages[pages, inside].double() * k_scales[pages, inside][..., None].double()
+    # Half a step of int8, and of float8 of that binade; and a place of the scale itself.
+    share = 0.5 / 127 if stored == torch.int8 else 2.0**-4
+    greatest = k[live].double().abs().amax(2, keepdim=True)
+    allowed = greatest * share if stored == torch.int8 else k[live].double().abs() * share
+    allowed = allowed + greatest * (2.0**-10 / 448 + 2.0**-22)
+    assert ((restored - k[live].double()).abs() <= allowed).all()
+
+
+SHAPES = {
+    "mixed": Shape(requests=MIXED),
+    "odd_page_and_head_dim": Shape(
+        requests=MIXED, head_dim=80, num_heads=6, page_tokens=48, is_head_major=False
+    ),
+    "wide_head": Shape(requests=((9, 40), (1, 77), (3, 50)), head_dim=256, page_tokens=32),
+    "wider_head": Shape(requests=((9, 40), (1, 77)), head_dim=512, num_kv_heads=1),
+    "values_of_another_width": Shape(requests=MIXED, head_dim=96, value_dim=64),
+    "large_pages": Shape(requests=((200, 900), (1, 530)), head_dim=128, page_tokens=528),
+}
+
+
+@pytest.mark.parametrize("stored", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_paged_attention_reads_slots_with_scales(shape, dtype, stored):
+    shape = replace(shape, dtype=dtype, pages_dtype=stored)
+
+    check_batch(make_batch(shape, Options(has_slot_scales=True)), tiles=SMALL_TILES)
+
+
+TILES = {"whole": SMALL_TILES, "halved": HALVED_TILES}
+
+
+@pytest.mark.parametrize("stored", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        Options(has_slot_scales=True, window_tokens=20, soft_cap=2.0, has_sinks=True),
+        Options(has_slot_scales=True, chunk_tokens=24, has_alibi=True),
+        Options(has_slot_scales=True, is_causal=False),
+        Options(has_slot_scales=True, window_tokens=20, has_spans=True),
+    ],
+    ids=["window", "chunk", "cross", "spans"],
+)
+@pytest.mark.parametrize("tiles", TILES.values(), ids=TILES.keys())
+def test_paged_attention_combines_slot_scales(tiles, options, stored):
+    shape = Shape(requests=MIXED, dtype=torch.bfloat16, pages_dtype=stored, head_dim=80)
+
+    for is_batch_invariant in (False, True):
+        check_batch(make_batch(shape, options), tiles=tiles, is_batch_invariant=is_batch_invariant)
+
+
+def test_values_next_to_nothing_keep_their_digits_beside_larger_ones():
+    # Scales of values next to 2**-30 and 2**-10: by themselves the first are nothing in float16.
+    shape = Shape(requests=((1, 70), (1, 30)), dtype=torch.bfloat16, pages_dtype=torch.int8)
+    batch = make_batch(shape, Options(has_slot_scales=True))
+    for first, pages in ((2.0**-30, batch.page_table[0]), (2.0**-10, batch.page_table[1])):
+        batch.v_slot_scales[pages.long()[:2]] = first
+
+    check_batch(batch, tiles=SMALL_TILES, decode_query_tokens=1)
+
+
+def test_a_head_that_is_not_finite_gives_no_numbers_to_those_who_read_it():
+    shape = Shape(requests=((1, 20), (1, 20)), dtype=torch.bfloat16, pages_dtype=torch.int8)
+    batch = make_batch(shape, Options(has_slot_scales=True))
+    k, v = (torch.ones(1, 2, 64, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    v[0, 1, 5] = float("inf")
+    slot = batch.page_table[0, :1].long() * 16 + 3
+    scales = {"k_slot_scales": batch.k_slot_scales, "v_slot_scales": batch.v_slot_scales}
+
+    kv_store(k, v, batch.k_pages, batch.v_pages, slot, **scales)
+    out = paged_attention(**batch.arguments)
+
+    assert out[0, 2:].isnan().all()
+    assert out[0, :2].isfinite().all()
+    assert out[1].isfinite().all()
+
+
+def refused_calls():
+    shape = Shape(requests=((1, 20),), dtype=torch.bfloat16, pages_dtype=torch.int8)
+    batch = make_batch(shape, Options(has_slot_scales=True))
+    scales = batch.k_slot_scales
+    wide = torch.zeros_like(batch.k_pages, dtype=torch.bfloat16)
+    one = torch.ones(1, device=DEVICE)
+    yield {"k_slot_scales": None}, "must be given together"
+    yield {"k_slot_scales": None, "v_slot_scales": None}, "must be given with pages of torch.int8"
+    yield {"k_pages": wide, "v_pages": wide.clone()}, "needs pages of torch.float8_e4m3fn or torch"
+    yield {"v_slot_scales": scales[:-1]}, r"v_slot_scales must have shape \(5, 16, 2\), got"
+    yield {"v_slot_scales": scales.double()}, "v_slot_scales must be torch.float32"
+    yield {"v_slot_scales": scales.contiguous()}, "must have the strides of k_slot_scales"
+    yield {"k_scale": one}, "k_scale needs pages of torch.float8_e4m3fn, got torch.int8"
+    floats = {"k_pages": batch.k_pages.view(torch.float8_e4m3fn)}
+    floats["v_pages"] = batch.v_pages.view(torch.float8_e4m3fn)
+    yield floats | {"v_scale": one}, "must be None where slots have scales of their own"
+
+
+@pytest.mark.parametrize("index", range(8))
+def test_slot_scales_that_do_not_fit_are_refused_before_anything_is_written(index):
+    changes, message = list(refused_calls())[index]
+    shape = Shape(requests=((1, 20),), dtype=torch.bfloat16, pages_dtype=torch.int8)
+    batch = make_batch(shape, Options(has_slot_scales=True))
+    arguments = batch.arguments | changes
+    k, v = (torch.ones(1, 2, 64, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    names = ("k_pages", "v_pages", "k_scale", "v_scale", "k_slot_scales", "v_slot_scales")
+    stored = {name: arguments[name] for name in names}
+    before = {name: t.clone() for name, t in stored.items() if t is not None}
+
+    with pytest.raises(ValueError, match=message):
+        paged_attention(**arguments)
+    with pytest.raises(ValueError, match=message):
+        kv_store(k, v, slots=torch.zeros(1, dtype=torch.int64, device=DEVICE), **stored)
+
+    for name, tensor in before.items():
+        now = stored[name].contiguous().view(torch.uint8)
+        assert torch.equal(tensor.contiguous().view(torch.uint8), now)
+
+
+def test_scales_that_overlap_are_not_written():
+    layer = strided_layer(2, 16, 2, 64, torch.int8)
+    k, v = (torch.ones(1, 2, 64, device=DEVICE) for _ in range(2))
+    slots = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    own = torch.ones(2, 16, 2, device=DEVICE)
+    expanded = torch.ones(2, 16, 1, device=DEVICE).expand(2, 16, 2)
+
+    for scales, message in (((own, own), "must not be k_slot"), ((expanded,) * 2, "overlap")):
+        with pytest.raises(ValueError, match=message):
+            kv_store(
+                k,
+                v,
+                layer.k_pages,
+                layer.v_pages,
+                slots,
+                k_slot_scales=scales[0],
+                v_slot_scales=scales[1],
+            )
+
+
+def test_slot_scales_reach_past_2_to_the_31_elements():
+    # Pages nobody touches cost no memory, so this arena is mostly not there.
+    page_elements = 2 * 16 * 64
+    num_pages = 2**31 // page_elements + 3
+    arena = torch.empty(num_pages, 16, 2, 64, dtype=torch.int8, device=DEVICE)
+    k_pages, v_pages = arena[:, :, :1], arena[:, :, 1:]
+    scales = torch.empty(num_pages, 2**11, device=DEVICE)
+    sides = [scales[:, first : first + 16, None] for first in (64, 128)]
+    assert max(arena.numel(), scales.numel()) > 2**31
+    k, v = (randn((1, 1, 64), torch.float32, generator(side)) for side in range(2))
+    slots = torch.tensor([(num_pages - 1) * 16 + 3], device=DEVICE)
+    table, ones = torch.tensor([[num_pages - 1]], device=DEVICE), torch.ones(1, device=DEVICE)
+
+    kv_store(k, v, k_pages, v_pages, slots, k_slot_scales=sides[0], v_slot_scales=sides[1])
+    read = make_read(k_pages, v_pages, sides, table.int() * ones.int(), num_tokens=4)
+
+    assert (read - v[0]).abs().max() <= v.abs().max() * 0.51 / 127
+
+
+def make_read(k_pages, v_pages, sides, table, *, num_tokens):
+    """What a query with a window of one reads of a request of so many tokens."""
+    q = torch.ones(1, 1, 64, device=DEVICE)
+    starts = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
+    lens = torch.tensor([num_tokens], dtype=torch.int32, device=DEVICE)
+    return paged_attention(
+        q,
+        k_pages,
+        v_pages,
+        table,
+        starts,
+        lens,
+        scale=1.0,
+        window_tokens=1,
+        k_slot_scales=sides[0],
+        v_slot_scales=sides[1],
+    )[0]
