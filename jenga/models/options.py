@@ -23,6 +23,7 @@ class KvFormat(Enum):
     MODEL = "model"
     FP8 = "fp8"
     FP8_PER_TOKEN_HEAD = "fp8_per_token_head"
+    INT8_PER_TOKEN_HEAD = "int8_per_token_head"
     INT4_PER_TOKEN_HEAD = "int4_per_token_head"
     NVFP4 = "nvfp4"
     DS_MLA = "ds_mla"
@@ -121,7 +122,7 @@ class ReadOptions:
                 return num_elements * self.element_bytes
             case KvFormat.FP8:
                 return num_elements
-            case KvFormat.FP8_PER_TOKEN_HEAD:
+            case KvFormat.FP8_PER_TOKEN_HEAD | KvFormat.INT8_PER_TOKEN_HEAD:
                 return num_elements + _SCALE_BYTES
             case KvFormat.INT4_PER_TOKEN_HEAD:
                 return num_elements // 2 + _SCALE_BYTES

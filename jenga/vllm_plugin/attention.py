@@ -1,5 +1,6 @@
 """JENGA_TRITON: vLLM's attention backend interface, served by `jenga_kernels`."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -12,16 +13,20 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from jenga.vllm_plugin.attention_builder import JengaTritonMetadata, JengaTritonMetadataBuilder
+from jenga.vllm_plugin.cache_views import (
+    SLOT_SCALES_BYTES,
+    CacheViews,
+    cache_views,
+)
 from jenga.vllm_plugin.config import CACHE_DTYPES
 from jenga.vllm_plugin.environment import BACKEND_NAME
 from jenga.vllm_plugin.specs import HEAD_DIMS
-from jenga_kernels.checks import FP8_DTYPE
 from jenga_kernels.kv_store import kv_store
 from jenga_kernels.paged_attention import paged_attention
 from jenga_kernels.triton.tiles import ADA
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheSpec
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 _ATTENTION_TYPES = (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
 
@@ -94,6 +99,14 @@ class JengaTritonBackend(AttentionBackend):
         return True
 
     @classmethod
+    def customize_spec(cls, spec: "AttentionSpec") -> "AttentionSpec":
+        """Count the scales of a cache whose slots have their own, as vLLM's Triton backend does."""
+        if spec.state_content_bytes is not None or not spec.kv_quant_mode.is_per_token_head:
+            return spec
+        row_bytes = (spec.head_size + spec.head_size_v) * spec.dtype.itemsize
+        return replace(spec, state_content_bytes=row_bytes + SLOT_SCALES_BYTES)
+
+    @classmethod
     def supports_combination(
         cls,
         head_size: int,
@@ -121,37 +134,6 @@ class JengaTritonBackend(AttentionBackend):
     def supports_attn_type(cls, attn_type: str) -> bool:
         """Whether an attention type is served: a decoder's, to its own tokens or an encoder's."""
         return attn_type in _ATTENTION_TYPES
-
-
-def _pages(kv_cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """View a layer's cache as its key pages and value pages.
-
-    Args:
-        kv_cache: [num_pages, num_kv_heads, page_tokens, head_dim + value_dim], a slot's key then
-            its value; vLLM's uint8 are float8_e4m3fn.
-        head_dim: Elements of a key.
-
-    Returns:
-        Keys and values, each [num_pages, page_tokens, num_kv_heads, head_dim or value_dim].
-    """
-    if kv_cache.dtype == torch.uint8:
-        kv_cache = kv_cache.view(FP8_DTYPE)
-    by_token = kv_cache.transpose(1, 2)
-    return by_token[..., :head_dim], by_token[..., head_dim:]
-
-
-def _scales(
-    layer: Any,  # noqa: ANN401
-    kv_cache: torch.Tensor,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Get what a quantised layer's keys and values are multiplied with; None for another.
-
-    Returns:
-        Each f32[1] or f32[num_kv_heads].
-    """
-    if kv_cache.dtype != torch.uint8:
-        return None, None
-    return layer._k_scale.reshape(-1), layer._v_scale.reshape(-1)
 
 
 class JengaTritonImpl(AttentionImpl[JengaTritonMetadata]):
@@ -196,6 +178,11 @@ class JengaTritonImpl(AttentionImpl[JengaTritonMetadata]):
             self.alibi_slopes = self.alibi_slopes.to(device)
         return self.alibi_slopes
 
+    def _views(self, layer: Any, kv_cache: torch.Tensor) -> CacheViews:  # noqa: ANN401
+        return cache_views(
+            layer, kv_cache, head_dim=self.head_size, cache_dtype=self.kv_cache_dtype
+        )
+
     def do_kv_cache_update(
         self,
         layer: Any,  # noqa: ANN401
@@ -205,17 +192,9 @@ class JengaTritonImpl(AttentionImpl[JengaTritonMetadata]):
         slot_mapping: torch.Tensor,
     ) -> None:
         """Write a step's keys and values into their slots."""
-        k_pages, v_pages = _pages(kv_cache, self.head_size)
-        k_scale, v_scale = _scales(layer, kv_cache)
         num_tokens = slot_mapping.shape[0]
         kv_store(
-            key[:num_tokens],
-            value[:num_tokens],
-            k_pages,
-            v_pages,
-            slot_mapping,
-            k_scale=k_scale,
-            v_scale=v_scale,
+            key[:num_tokens], value[:num_tokens], slots=slot_mapping, **self._views(layer, kv_cache)
         )
 
     def forward(
@@ -236,16 +215,12 @@ class JengaTritonImpl(AttentionImpl[JengaTritonMetadata]):
             raise NotImplementedError(msg)
         if attn_metadata is None:  # vLLM measures memory without a cache
             return output.fill_(0)
-        k_pages, v_pages = _pages(kv_cache, self.head_size)
-        k_scale, v_scale = _scales(layer, kv_cache)
         num_tokens = attn_metadata.num_actual_tokens
         paged_attention(
             query[:num_tokens],
-            k_pages,
-            v_pages,
-            attn_metadata.page_table,
-            attn_metadata.query_starts,
-            attn_metadata.seq_lens,
+            page_table=attn_metadata.page_table,
+            query_starts=attn_metadata.query_starts,
+            seq_lens=attn_metadata.seq_lens,
             scale=self.scale,
             window_tokens=self.window_tokens,
             chunk_tokens=attn_metadata.plan.kind.chunk_tokens,
@@ -254,9 +229,8 @@ class JengaTritonImpl(AttentionImpl[JengaTritonMetadata]):
             soft_cap=self.soft_cap,
             sinks=self.sinks,
             alibi_slopes=self._slopes(query.device),
-            k_scale=k_scale,
-            v_scale=v_scale,
             out=output[:num_tokens],
             plan=attn_metadata.plan,
+            **self._views(layer, kv_cache),
         )
         return output

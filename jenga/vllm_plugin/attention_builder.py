@@ -96,7 +96,7 @@ def attention_kind(spec: AttentionSpec, num_heads: int) -> AttentionKind:
         window_tokens=getattr(spec, "sliding_window", None),
         chunk_tokens=getattr(spec, "attention_chunk_size", None),
         is_causal=not isinstance(spec, CrossAttentionSpec),
-        is_quantised=spec.kv_quant_mode is KVQuantMode.FP8_PER_TENSOR,
+        is_quantised=spec.kv_quant_mode is not KVQuantMode.NONE,
     )
 
 

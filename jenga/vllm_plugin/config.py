@@ -22,7 +22,16 @@ TOKENS_PER_PAGE = 16
 """Tokens of an attention layer's small page unless --block-size says otherwise: the finest
 granularity at which vLLM hashes prefixes."""
 
-CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3")
+CACHE_DTYPES = (
+    "auto",
+    "float16",
+    "bfloat16",
+    "float32",
+    "fp8",
+    "fp8_e4m3",
+    "int8_per_token_head",
+    "fp8_per_token_head",
+)
 """Values of --kv-cache-dtype that are served; vLLM's fp8 is float8_e4m3fn."""
 
 

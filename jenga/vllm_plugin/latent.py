@@ -11,7 +11,7 @@ and a long chunk of a prompt reads its own tokens as they were before they were 
 vLLM.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.model_executor.layers.attention.mla_attention import (
@@ -23,6 +23,8 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.v1.attention.backend import AttentionType
 
 from jenga.vllm_plugin.attention import JengaTritonBackend
+from jenga.vllm_plugin.cache_views import SLOT_SCALE_DTYPES
+from jenga.vllm_plugin.config import CACHE_DTYPES
 from jenga.vllm_plugin.environment import BACKEND_NAME
 from jenga.vllm_plugin.latent_builder import JengaLatentDecode, JengaLatentMetadataBuilder
 from jenga_kernels.checks import FP8_DTYPE
@@ -39,6 +41,10 @@ one other width, of layers without rotary keys."""
 
 class JengaLatentBackend(JengaTritonBackend):
     """Latent attention over the page-layer buffer, in Triton."""
+
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [
+        name for name in CACHE_DTYPES if name not in SLOT_SCALE_DTYPES
+    ]
 
     @staticmethod
     def get_impl_cls() -> type["JengaLatentImpl"]:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -102,13 +102,17 @@ def _check_attention(name: str, spec: "AttentionSpec") -> None:
 
     # Rows of latents are keys and values in one.
     has_values = not isinstance(spec, MLAAttentionSpec)
+    served = {KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR}
+    if has_values:
+        served |= {KVQuantMode.INT8_PER_TOKEN_HEAD, KVQuantMode.FP8_PER_TOKEN_HEAD}
+    # The backend counts the scales of slots that have their own.
+    has_slot_scales = has_values and spec.kv_quant_mode.is_per_token_head
     checks = {
         "padded pages": spec.page_size_padded is not None,
         "packed head slots": spec.num_head_slots is not None,
-        "packed content": spec.state_content_bytes is not None,
+        "packed content": spec.state_content_bytes is not None and not has_slot_scales,
         "compressed tokens": spec.tokens_per_state != 1,
-        f"quantised KV ({spec.kv_quant_mode.name})": spec.kv_quant_mode
-        not in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR),
+        f"quantised KV ({spec.kv_quant_mode.name})": spec.kv_quant_mode not in served,
         f"values of {spec.head_size_v} elements": has_values and spec.head_size_v not in VALUE_DIMS,
         "non-causal attention": getattr(spec, "non_causal", False),
     }

@@ -181,6 +181,7 @@ def test_ranks_that_do_not_divide_the_heads_are_refused(name):
         (KvFormat.MODEL, 4096),
         (KvFormat.FP8, 2048),
         (KvFormat.FP8_PER_TOKEN_HEAD, 2 * 8 * (128 + 4)),
+        (KvFormat.INT8_PER_TOKEN_HEAD, 2 * 8 * (128 + 4)),
         (KvFormat.INT4_PER_TOKEN_HEAD, 2 * 8 * (64 + 4)),
         (KvFormat.NVFP4, 2 * 8 * (64 + 8)),
     ],

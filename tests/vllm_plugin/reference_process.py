@@ -19,6 +19,7 @@ from transformers import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
+from jenga_kernels.reference.kv_store import quantised
 from tests.vllm_plugin.engine_process import audio_of_seed, image_of_seed
 
 
@@ -83,6 +84,23 @@ def stored_in_fp8(rows, scale):
     return (rows / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
 
 
+def stored_with_slot_scales(rows, dtype):
+    """Round to what a cache of `dtype` with a scale for each slot and head holds."""
+    stored, scales = quantised(rows.reshape(-1, rows.shape[-1]), dtype)
+    return (stored.float() * scales[:, None]).reshape(rows.shape)
+
+
+def store_with_slot_scales(dtype):
+    """Make attention see keys and values as such a cache returns them."""
+    attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def attend_to_stored(module, query, key, value, *args, **kwargs):
+        key, value = (stored_with_slot_scales(rows, dtype) for rows in (key, value))
+        return attend(module, query, key, value, *args, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS.register("sdpa", attend_to_stored)
+
+
 def store_in_fp8(path):
     """Make attention see keys and values as a float8_e4m3fn cache returns them.
 
@@ -125,6 +143,8 @@ def main():
     if job.get("fp8_cache"):
         store_in_fp8(path)
         config.quantization_config = None  # of the cache alone
+    if job.get("slot_scales"):
+        store_with_slot_scales(getattr(torch, job["slot_scales"]))
     if job.get("latent_scales"):
         store_latents_in_fp8(job["latent_scales"])
     audio_seeds, image_seeds = job.get("audio_seeds"), job.get("image_seeds")

@@ -82,6 +82,41 @@ def test_a_float8_cache_generates_what_stock_vllm_generates_from_rounded_keys_an
     assert_same_generation(ours, twice(stock))
 
 
+@pytest.mark.parametrize(
+    ("name", "cache_dtype"),
+    [
+        ("llama", "int8_per_token_head"),
+        pytest.param("llama", "fp8_per_token_head", marks=pytest.mark.slow),
+        pytest.param("gemma3", "int8_per_token_head", marks=pytest.mark.slow),
+        pytest.param("qwen3_next", "int8_per_token_head", marks=pytest.mark.slow),
+    ],
+)
+def test_a_cache_with_a_scale_per_token_and_head_generates_what_transformers_generates(
+    tiny_model, run_engine, name, cache_dtype
+):
+    model = tiny_model(name)
+    stored = {"int8_per_token_head": "int8", "fp8_per_token_head": "float8_e4m3fn"}[cache_dtype]
+
+    theirs = run_engine(model, PROMPTS, script="reference_process.py", slot_scales=stored)
+    exact = run_engine(model, PROMPTS, script="reference_process.py")
+    ours = run_twice(run_engine, model, options={"kv_cache_dtype": cache_dtype})
+
+    # Where an element lies between two steps, the last places of a sum decide which it becomes.
+    rounding = most_apart(exact, theirs)
+    assert_same_generation(ours, twice(theirs), tolerance=rounding / 10)
+
+
+def most_apart(ours, theirs):
+    """Greatest difference of two log-probabilities of the same token after the same tokens."""
+    greatest = 0.0
+    for our, their in zip(ours["outputs"], theirs["outputs"], strict=True):
+        steps = zip(our["tokens"], their["tokens"], strict=True)
+        num_same = next((i for i, (a, b) in enumerate(steps) if a != b), len(our["tokens"]))
+        for a, b in list(zip(our["logprobs"], their["logprobs"], strict=True))[: num_same + 1]:
+            greatest = max(greatest, *(abs(a[token] - b[token]) for token in a.keys() & b.keys()))
+    return greatest
+
+
 def test_heads_of_512_beside_narrow_ones_generate_what_transformers_generates(
     tiny_model, run_engine
 ):

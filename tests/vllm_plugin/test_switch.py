@@ -241,6 +241,11 @@ def test_unsupported_features_are_refused_by_name_at_start_up(feature, refusals)
             "kv_cache_dtype",
             id="latents_beside_their_scales",
         ),
+        pytest.param(
+            {"head_size": 576, "use_mla": True, "kv_cache_dtype": "int8_per_token_head"},
+            "kv_cache_dtype",
+            id="latents_with_scales_of_heads",
+        ),
     ],
 )
 def test_layers_that_cannot_be_served_are_refused_with_the_reason(options, named):
@@ -262,8 +267,12 @@ LATENTS = {"head_size": 576, "use_mla": True}
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("layer", [{"head_size": 64}, LATENTS], ids=["attention", "latents"])
-def test_float8_caches_are_refused_on_gpus_without_float8(layer, monkeypatch):
+@pytest.mark.parametrize(
+    ("layer", "cache_dtype"),
+    [({"head_size": 64}, "fp8"), ({"head_size": 64}, "fp8_per_token_head"), (LATENTS, "fp8")],
+    ids=["attention", "attention_with_scales_of_slots", "latents"],
+)
+def test_float8_caches_are_refused_on_gpus_without_float8(layer, cache_dtype, monkeypatch):
     import torch
     from vllm.platforms import current_platform
     from vllm.platforms.interface import DeviceCapability
@@ -271,7 +280,7 @@ def test_float8_caches_are_refused_on_gpus_without_float8(layer, monkeypatch):
 
     from jenga.vllm_plugin.config import checked_backend_path
 
-    stored = {"dtype": torch.bfloat16, "kv_cache_dtype": "fp8", "block_size": 16}
+    stored = {"dtype": torch.bfloat16, "kv_cache_dtype": cache_dtype, "block_size": 16}
     layer = AttentionSelectorConfig(**layer, **stored)
 
     def use_capability(major, minor):
@@ -282,8 +291,10 @@ def test_float8_caches_are_refused_on_gpus_without_float8(layer, monkeypatch):
     assert checked_backend_path(layer).startswith("jenga.vllm_plugin.")
 
     use_capability(8, 6)
-    with pytest.raises(ValueError, match=r"--kv-cache-dtype fp8 needs compute capability 8\.9"):
+    with pytest.raises(ValueError, match=rf"-dtype {cache_dtype} needs compute capability 8\.9"):
         checked_backend_path(layer)
+    if not layer.use_mla:
+        checked_backend_path(layer._replace(kv_cache_dtype="int8_per_token_head"))
 
 
 @pytest.mark.vllm
