@@ -189,7 +189,8 @@ def attend_tile(  # noqa: PLR0912 - options are compiled in or out, each an `if`
     if IS_PAIRED:
         if v_scales is not None:
             greatest = tl.maximum(value_unit, tl.max(v_scales, 0))
-            share = tl.where(greatest > 0.0, 1.0 / greatest, 0.0)
+            # Of a tile without keys, or of values that are nothing, any share will do.
+            share = 1.0 / tl.where(greatest > 0.0, greatest, 1.0)
             weights = weights * (v_scales * share)[None, :]
             rescale = rescale * (value_unit * share)
             value_unit = greatest

@@ -10,13 +10,12 @@ from jenga_kernels.triton.delta_rule import (
     rate_log2,
     sigmoid,
 )
-from jenga_kernels.triton.device import device_function, widened
+from jenga_kernels.triton.device import device_function, rounded_product, widened
 from jenga_kernels.triton.recurrence import (
     column_sums,
     line_sums,
     mask_if,
     rounded,
-    rounded_product,
     row_sums,
 )
 from jenga_kernels.triton.replay import write_rows

@@ -88,3 +88,13 @@ def widened(values):
             is_pure=True,
             pack=2,
         )
+
+
+@device_function
+def rounded_product(a, b):
+    """A times b, rounded before anything is added to it.
+
+    The compiler would not: where a thread has one product of a sum and another thread the other,
+    they would have sums that differ, and what is rounded next would be rounded once.
+    """
+    return tl.fma(a, b, tl.zeros_like(a))

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from jenga_kernels.triton.addressing import slot_offsets
-from jenga_kernels.triton.device import device_function, widened
+from jenga_kernels.triton.device import device_function, rounded_product, widened
 from jenga_kernels.triton.fp8 import FP8_MAX, to_fp8
 from jenga_kernels.triton.int8 import INT8_MAX, to_int8
 
@@ -44,8 +44,9 @@ def _quantised(rows, mask, IS_INT8: tl.constexpr):
     is_scaled = (greatest >= LEAST_STORED) & is_finite
     most = tl.full(greatest.shape, MOST, tl.float32)
     factor = tl.div_rn(most, tl.where(is_scaled, greatest, 1.0))
-    values = tl.where(is_scaled[None, :, None], values, 0.0) * factor[None, :, None]
-    stored = to_int8(values) if IS_INT8 else to_fp8(values)
+    values = tl.where(is_scaled[None, :, None], values, 0.0)
+    factor = tl.broadcast_to(factor[None, :, None], values.shape)
+    stored = to_int8(rounded_product(values, factor)) if IS_INT8 else to_fp8(values * factor)
     return stored, tl.where(is_finite, tl.div_rn(greatest, most), float("nan"))
 
 

@@ -35,16 +35,6 @@ def line_sums(values):
 
 
 @device_function
-def rounded_product(a, b):
-    """A times b, rounded before anything is added to it.
-
-    Where a thread has one product of a sum, the compiler would not round it before it adds another
-    thread's, and the two would have sums that differ.
-    """
-    return tl.fma(a, b, tl.zeros_like(a))
-
-
-@device_function
 def rounded(values, dtype: tl.constexpr):
     """Values in float32 as the nearest ones in `dtype`.
 

@@ -4,13 +4,12 @@ import triton
 import triton.language as tl
 
 from jenga_kernels.triton.addressing import page_offsets
-from jenga_kernels.triton.device import device_function, widened
+from jenga_kernels.triton.device import device_function, rounded_product, widened
 from jenga_kernels.triton.recurrence import (
     LOG2E,
     column_sums,
     line_sums,
     mask_if,
-    rounded_product,
     row_sums,
     silu,
     step_sizes,

@@ -331,6 +331,7 @@ def _decode_tiles(
     if decode_rows * block_d > 8192:  # noqa: PLR2004 - results of drafted tokens, 64 a thread
         num_warps = 8
         num_stages = num_stages if is_large else 3
+        # Bytes that become operands of matrix instructions pass through more registers.
         block_n = block_n if is_large else min(16 * stored_bytes, block_n)
     return LoopTiles(
         block_m=decode_rows, block_n=max(16, block_n), num_warps=num_warps, num_stages=num_stages

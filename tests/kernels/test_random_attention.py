@@ -36,7 +36,6 @@ def requests(draw):
 @st.composite
 def shapes(draw):
     num_kv_heads = draw(st.sampled_from([1, 2, 3]))
-    is_fp8 = draw(st.booleans())
     return Shape(
         requests=tuple(draw(st.lists(requests(), min_size=1, max_size=5))),
         num_heads=num_kv_heads * draw(st.sampled_from([1, 2, 3, 5, 8])),
@@ -45,7 +44,7 @@ def shapes(draw):
         value_dim=draw(st.sampled_from([None, None, 16, 64, 128, 192])),
         page_tokens=draw(st.sampled_from([16, 32, 48, 64, 528])),
         dtype=draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32])),
-        pages_dtype=torch.float8_e4m3fn if is_fp8 else None,
+        pages_dtype=draw(st.sampled_from([None, torch.float8_e4m3fn, torch.int8])),
         is_head_major=draw(st.booleans()),
         num_padding_tokens=draw(st.integers(0, 3)),
     )
@@ -54,6 +53,9 @@ def shapes(draw):
 @st.composite
 def options(draw, shape):
     is_causal = draw(st.booleans())
+    is_int8 = shape.pages_dtype == torch.int8
+    has_slot_scales = is_int8 or (shape.pages_dtype is not None and draw(st.booleans()))
+    has_scales = shape.pages_dtype is not None and not has_slot_scales
     sizes = st.one_of(st.none(), st.integers(1, 100))
     return Options(
         is_causal=is_causal,
@@ -63,7 +65,8 @@ def options(draw, shape):
         has_sinks=draw(st.booleans()),
         has_alibi=draw(st.booleans()),
         has_spans=is_causal and draw(st.booleans()),
-        num_scales=(draw(st.sampled_from([0, 1, shape.num_kv_heads])) if shape.pages_dtype else 0),
+        num_scales=draw(st.sampled_from([0, 1, shape.num_kv_heads])) if has_scales else 0,
+        has_slot_scales=has_slot_scales,
     )
 
 
@@ -110,12 +113,14 @@ FEATURES = {
     "alibi": {"has_alibi": True},
     "spans": {"has_spans": True},
     "fp8": {"num_scales": 2},
+    "int8": {"has_slot_scales": True},
     "cross": {"is_causal": False},
 }
+STORED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 PAIRS = [
     pair
     for pair in combinations(FEATURES, 2)
-    if "cross" not in pair or not {"window", "chunk"} & set(pair)
+    if ("cross" not in pair or not {"window", "chunk"} & set(pair)) and pair != ("fp8", "int8")
 ]
 
 
@@ -130,7 +135,7 @@ def test_paged_attention_combines(pair, is_batch_invariant):
     usual = Shape(
         requests=requests,
         dtype=torch.bfloat16,
-        pages_dtype=torch.float8_e4m3fn if "fp8" in pair else None,
+        pages_dtype=next((STORED[name] for name in pair if name in STORED), None),
     )
 
     for shape in (

@@ -16,7 +16,9 @@ from tests.kernels.attention_cases import (
     check_batch,
     make_batch,
 )
+from tests.kernels.compiling import compile_job
 from tests.kernels.support import DEVICE, generator, randn, strided_layer
+from tests.kernels.test_compiled_attention import launch
 
 DTYPES = (torch.int8, torch.float8_e4m3fn)
 MIXED = ((40, 40), (1, 77), (0, 0), (3, 50), (11, 70), (1, 1))
@@ -248,3 +250,61 @@ def make_read(k_pages, v_pages, sides, table, *, num_tokens):
         k_slot_scales=sides[0],
         v_slot_scales=sides[1],
     )[0]
+
+
+def compile_int8():
+    compile_store(torch.bfloat16, torch.int8)
+    compile_store(torch.float16, torch.int8)
+
+
+def compile_float8():
+    compile_store(torch.bfloat16, torch.float8_e4m3fn)
+
+
+def compile_store(dtype, stored):
+    for head_dim in (64, 80, 256, 512):
+        k = torch.zeros(33, 2, head_dim, dtype=dtype)
+        layer = torch.zeros(4, 2, 16, 2 * head_dim, dtype=stored).transpose(1, 2)
+        scales = torch.zeros(2, 4, 2, 16).transpose(2, 3)
+        kv_store(
+            k,
+            k,
+            layer[..., :head_dim],
+            layer[..., head_dim:],
+            torch.zeros(33, dtype=torch.int64),
+            k_slot_scales=scales[0],
+            v_slot_scales=scales[1],
+        )
+
+
+@pytest.mark.parametrize(
+    ("job", "capability"), [(compile_int8, 80), (compile_int8, 90), (compile_float8, 90)]
+)
+def test_stores_with_slot_scales_compile_to_wide_copies(job, capability):
+    for kernel in compile_job(job, capability):
+        assert kernel.stack_bytes == 0, kernel
+        assert kernel.counts["load_128"] >= 2, kernel
+        # Half as many bytes as are loaded at once; and the two scales of each row.
+        assert kernel.counts["store_64"] >= 2, kernel
+        assert kernel.counts["store_global"] - kernel.counts["store_64"] <= 4, kernel
+
+
+def compile_decoding():
+    for stored in (torch.int8, torch.float8_e4m3fn):
+        launch(
+            head_dim=128,
+            num_heads=32,
+            num_kv_heads=8,
+            pages_dtype=stored,
+            has_slot_scales=True,
+            max_query_tokens=1,
+        )
+
+
+def test_decoding_int8_takes_few_instructions_a_tile():
+    kernels = [k for k in compile_job(compile_decoding, 90) if k.name == "attention_decode_kernel"]
+
+    # 32 KiB of keys and values; 605 without scales of slots in float8.
+    for kernel, most in zip(kernels, (900, 770), strict=True):
+        assert kernel.loop_instructions <= most, kernel
+        assert kernel.loop_counts["matrix"] == 64, kernel
