@@ -5,11 +5,16 @@ Each peer is a function from a batch to a launch that writes into `out`; it rais
 """
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 
 from perf.attention_shapes import AttentionBatch
+from perf.cache_layouts import Stored, as_vllm_has_it
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVQuantMode
 
 Launch = Callable[[], object]
 
@@ -27,19 +32,36 @@ FA3_MAX_HEAD_DIM = 256
 
 WORKSPACE_BYTES = 512 << 20
 
+NO_SLOT_SCALES = "takes no scale for each slot"
+
 
 class UnsupportedError(Exception):
     """A peer is not here, or does not do this."""
 
 
+def vllm_mode(stored: Stored) -> "KVQuantMode":
+    """What vLLM's Triton kernels call such a cache."""
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    return {
+        Stored.BF16: KVQuantMode.NONE,
+        Stored.FP8: KVQuantMode.FP8_PER_TENSOR,
+        Stored.FP8_SLOTS: KVQuantMode.FP8_PER_TOKEN_HEAD,
+        Stored.INT8_SLOTS: KVQuantMode.INT8_PER_TOKEN_HEAD,
+    }[stored]
+
+
 def vllm_triton(batch: AttentionBatch, out: torch.Tensor) -> Launch:
-    """Call vLLM's Triton unified attention, as its TRITON_ATTN backend does."""
+    """Call vLLM's Triton unified attention, as its TRITON_ATTN backend does.
+
+    Where slots have scales, these lie behind each key and value, as that backend has them.
+    """
     try:
         from vllm.v1.attention.ops.triton_unified_attention import unified_attention
-        from vllm.v1.kv_cache_interface import KVQuantMode
     except ImportError as error:
         raise UnsupportedError(str(error)) from error
     shape = batch.shape
+    mode = vllm_mode(shape.stored)
     segments = torch.empty(
         shape.num_tokens,
         shape.num_heads,
@@ -48,19 +70,19 @@ def vllm_triton(batch: AttentionBatch, out: torch.Tensor) -> Launch:
         device=out.device,
     )
     sums = torch.empty(2, *segments.shape[:3], device=out.device)
-    scale = batch.scale
+    cache = as_vllm_has_it(batch.cache, shape.cache)
+    scale = cache.scale
     if scale is not None:
         scale = scale.expand(len(shape.requests), shape.num_kv_heads)
     window = (shape.window_tokens - 1, 0) if shape.window_tokens else (-1, -1)
     # Its loops read the table up to the end of a tile, and its own tables are as long as a model's.
     page_table = torch.nn.functional.pad(batch.page_table, (0, VLLM_TILE_PAGES))
-    quantised = KVQuantMode.FP8_PER_TENSOR if shape.is_fp8 else KVQuantMode.NONE
 
     def launch() -> None:
         unified_attention(
             q=batch.q,
-            k=batch.k_pages,
-            v=batch.v_pages,
+            k=cache.k_pages,
+            v=cache.v_pages,
             out=out,
             cu_seqlens_q=batch.query_starts,
             max_seqlen_q=max(queries for queries, _ in shape.requests),
@@ -80,7 +102,9 @@ def vllm_triton(batch: AttentionBatch, out: torch.Tensor) -> Launch:
             softmax_segm_max=sums[0],
             softmax_segm_expsum=sums[1],
             sinks=batch.sinks,
-            kv_quant_mode=quantised,
+            kv_quant_mode=mode,
+            k_scale_cache=cache.k_slot_scales,
+            v_scale_cache=cache.v_slot_scales,
         )
 
     return launch
@@ -100,7 +124,9 @@ def flash_attention_3(batch: AttentionBatch, out: torch.Tensor) -> Launch:
         msg = "FlashAttention-3 is not in this build"
         raise UnsupportedError(msg)
     shape = batch.shape
-    if shape.is_fp8:
+    if shape.stored.has_slot_scales:
+        raise UnsupportedError(NO_SLOT_SCALES)
+    if shape.stored.is_quantised:
         msg = "needs queries of float8_e4m3fn too"
         raise UnsupportedError(msg)
     if shape.head_dim > FA3_MAX_HEAD_DIM:
@@ -129,8 +155,8 @@ def flash_attention_3(batch: AttentionBatch, out: torch.Tensor) -> Launch:
     def launch() -> None:
         flash_attn_varlen_func(
             q=batch.q,
-            k=batch.k_pages,
-            v=batch.v_pages,
+            k=batch.cache.k_pages,
+            v=batch.cache.v_pages,
             out=out,
             cu_seqlens_q=batch.query_starts,
             max_seqlen_q=max_queries,
@@ -156,6 +182,8 @@ def flashinfer(batch: AttentionBatch, out: torch.Tensor) -> Launch:
     except ImportError as error:
         raise UnsupportedError(str(error)) from error
     shape = batch.shape
+    if shape.stored.has_slot_scales:
+        raise UnsupportedError(NO_SLOT_SCALES)
     if shape.has_sinks:
         msg = "sinks need a kernel variant compiled at run time"
         raise UnsupportedError(msg)
@@ -169,7 +197,7 @@ def flashinfer(batch: AttentionBatch, out: torch.Tensor) -> Launch:
         "window_left": shape.window_tokens - 1 if shape.window_tokens else -1,
         "logits_soft_cap": shape.soft_cap,
         "q_data_type": batch.q.dtype,
-        "kv_data_type": batch.k_pages.dtype,
+        "kv_data_type": batch.cache.k_pages.dtype,
         "sm_scale": shape.head_dim**-0.5,
     }
     heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
@@ -192,7 +220,7 @@ def flashinfer(batch: AttentionBatch, out: torch.Tensor) -> Launch:
         )
 
     def launch() -> None:
-        wrapper.run(batch.q, (batch.k_pages, batch.v_pages), out=out)
+        wrapper.run(batch.q, (batch.cache.k_pages, batch.cache.v_pages), out=out)
 
     return launch
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from jenga_kernels.attention_plan import AttentionKind
+from perf.cache_layouts import Cache, CacheShape, Stored, fill, make_cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +24,7 @@ class AttentionShape:
         soft_cap: As in `paged_attention`.
         has_sinks: Whether heads have a sink.
         is_causal: As in `paged_attention`.
-        is_fp8: Whether pages are float8_e4m3fn.
+        stored: What pages hold.
         arena_bytes: The arena's least size; requests' pages lie scattered over all of it.
     """
 
@@ -38,7 +39,7 @@ class AttentionShape:
     soft_cap: float | None = None
     has_sinks: bool = False
     is_causal: bool = True
-    is_fp8: bool = False
+    stored: Stored = Stored.BF16
     arena_bytes: int = 0
 
     @property
@@ -56,21 +57,30 @@ class AttentionShape:
             page_tokens=self.page_tokens,
             window_tokens=self.window_tokens,
             is_causal=self.is_causal,
-            is_quantised=self.is_fp8,
+            is_quantised=self.stored.is_quantised,
+        )
+
+    @property
+    def cache(self) -> CacheShape:
+        """What a layer stores."""
+        return CacheShape(
+            stored=self.stored,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            page_tokens=self.page_tokens,
+            num_layers=self.num_layers,
         )
 
     @property
     def small_page_bytes(self) -> int:
         """Bytes from a page to the next, all layers' parts."""
-        token_bytes = 2 * self.num_kv_heads * self.head_dim * (1 if self.is_fp8 else 2)
-        return self.num_layers * self.page_tokens * token_bytes
+        return self.cache.small_page_bytes
 
     @property
     def num_bytes(self) -> int:
-        """Keys and values read once, queries read, results written."""
+        """Keys and values read once with their scales, queries read, results written."""
         keys = sum(self._read_keys(queries, stored) for queries, stored in self.requests)
-        stored_bytes = 1 if self.is_fp8 else 2
-        cache = 2 * keys * self.num_kv_heads * self.head_dim * stored_bytes
+        cache = 2 * keys * self.num_kv_heads * self.stored.row_bytes(self.head_dim)
         return cache + 2 * self.num_tokens * self.num_heads * self.head_dim * 2
 
     @property
@@ -155,7 +165,10 @@ SHAPES = (
         name="D14 gpt-oss-120b full decode 128x8k", requests=_decode(128, 8 * K), **GPT_OSS_120B
     ),
     AttentionShape(
-        name="D15 llama-8b fp8 decode 64x8k", requests=_decode(64, 8 * K), is_fp8=True, **LLAMA_8B
+        name="D15 llama-8b fp8 decode 64x8k",
+        requests=_decode(64, 8 * K),
+        stored=Stored.FP8,
+        **LLAMA_8B,
     ),
     AttentionShape(
         name="D16 llama-3.2-11b-vision cross decode 32x6404",
@@ -180,8 +193,20 @@ SHAPES = (
     AttentionShape(
         name="D21 gemma-4-31b full fp8 decode 32x8k",
         requests=_decode(32, 8 * K),
-        is_fp8=True,
+        stored=Stored.FP8,
         **GEMMA_4_31B_FULL,
+    ),
+    AttentionShape(
+        name="D22 llama-8b int8-slots decode 64x8k",
+        requests=_decode(64, 8 * K),
+        stored=Stored.INT8_SLOTS,
+        **LLAMA_8B,
+    ),
+    AttentionShape(
+        name="D23 llama-8b fp8-slots decode 64x8k",
+        requests=_decode(64, 8 * K),
+        stored=Stored.FP8_SLOTS,
+        **LLAMA_8B,
     ),
     AttentionShape(name="P1 llama-8b prefill 8k", requests=((8 * K, 8 * K),), **LLAMA_8B),
     AttentionShape(name="P2 llama-8b prefill 16k", requests=((16 * K, 16 * K),), **LLAMA_8B),
@@ -211,6 +236,12 @@ SHAPES = (
         name="P9 gemma-4-31b window prefill 8k", requests=((8 * K, 8 * K),), **GEMMA_4_31B_WINDOW
     ),
     AttentionShape(
+        name="P10 llama-8b int8-slots prefill 8k",
+        requests=((8 * K, 8 * K),),
+        stored=Stored.INT8_SLOTS,
+        **LLAMA_8B,
+    ),
+    AttentionShape(
         name="X1 llama-8b mixed 1x2k prefill, 31x4k decode",
         requests=((2 * K, 2 * K), *_decode(31, 4 * K)),
         **LLAMA_8B,
@@ -236,6 +267,14 @@ DRY_SHAPES = (
         num_kv_heads=2,
         head_dim=512,
     ),
+    AttentionShape(
+        name="dry int8-slots",
+        requests=((1, 40), (20, 40)),
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        stored=Stored.INT8_SLOTS,
+    ),
 )
 
 
@@ -245,31 +284,21 @@ class AttentionBatch:
 
     shape: AttentionShape
     q: torch.Tensor
-    k_pages: torch.Tensor
-    v_pages: torch.Tensor
+    cache: Cache
     page_table: torch.Tensor
     query_starts: torch.Tensor
     seq_lens: torch.Tensor
     sinks: torch.Tensor | None
-    scale: torch.Tensor | None
 
 
 def make_batch(shape: AttentionShape, device: torch.device, *, seed: int = 0) -> AttentionBatch:
-    """Random tensors of a shape, bfloat16, in one layer of an arena of `num_layers`."""
+    """Random tensors of a shape, in one layer of an arena of `num_layers`; queries are bfloat16."""
     torch.manual_seed(seed)
     pages_of = [-(-stored // shape.page_tokens) for _, stored in shape.requests]
     num_pages = max(sum(pages_of) + 1, shape.arena_bytes // shape.small_page_bytes)
-    rows = (shape.num_layers, shape.num_kv_heads, shape.page_tokens, 2 * shape.head_dim)
-    dtype = torch.float8_e4m3fn if shape.is_fp8 else torch.bfloat16
-    arena = torch.empty(num_pages, *rows, dtype=dtype, device=device)
-    layer = arena[:, 1 % shape.num_layers]
     order = (1 + torch.randperm(num_pages - 1)[: sum(pages_of)]).to(torch.int32)
-    # No index reaches fp8 tensors: its bytes are written.
-    writable = torch.uint8 if shape.is_fp8 else dtype
-    for some in order.long().split(4096):  # random numbers piece by piece: the arena is large
-        part = torch.randn(len(some), *rows[1:], device=device).to(dtype)
-        layer.view(writable)[some.to(device)] = part.view(writable)
-    layer = layer.transpose(1, 2)
+    cache = make_cache(shape.cache, num_pages, device)
+    fill(cache, order.long())
     table = torch.zeros(len(pages_of), max(pages_of), dtype=torch.int32)
     taken = 0
     for request, count in enumerate(pages_of):
@@ -282,13 +311,11 @@ def make_batch(shape: AttentionShape, device: torch.device, *, seed: int = 0) ->
     return AttentionBatch(
         shape=shape,
         q=torch.randn(q_shape, device=device).to(torch.bfloat16),
-        k_pages=layer[..., : shape.head_dim],
-        v_pages=layer[..., shape.head_dim :],
+        cache=cache,
         page_table=table.to(device),
         query_starts=torch.tensor(starts, dtype=torch.int32, device=device),
         seq_lens=torch.tensor(
             [stored for _, stored in shape.requests], dtype=torch.int32, device=device
         ),
         sinks=torch.randn(shape.num_heads, device=device) if shape.has_sinks else None,
-        scale=torch.ones(1, device=device) if shape.is_fp8 else None,
     )

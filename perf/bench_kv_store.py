@@ -1,4 +1,4 @@
-"""Time the writing of new keys and values, beside vLLM's Triton kernel on the same pages.
+"""Time the writing of new keys and values, beside vLLM's Triton kernels on pages of the same bytes.
 
 python -m perf.bench_kv_store [--only 8192] [--peers none] [--dry-run]
 """
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from jenga_kernels.kv_store import kv_store
-from perf.attention_peers import UnsupportedError
+from perf.attention_peers import UnsupportedError, vllm_mode
+from perf.cache_layouts import Cache, CacheShape, Stored, as_vllm_has_it, make_cache
 from perf.harness import Benchmark, Row, read_roofline
 
 
@@ -24,13 +25,24 @@ class StoreShape:
     page_tokens: int = 16
     num_layers: int = 4
     is_scattered: bool = False
-    is_fp8: bool = False
+    stored: Stored = Stored.BF16
+
+    @property
+    def cache(self) -> CacheShape:
+        """What a layer stores."""
+        return CacheShape(
+            stored=self.stored,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            page_tokens=self.page_tokens,
+            num_layers=self.num_layers,
+        )
 
     @property
     def num_bytes(self) -> int:
-        """Keys and values read once and written once."""
-        elements = 2 * self.num_tokens * self.num_kv_heads * self.head_dim
-        return elements * (2 + (1 if self.is_fp8 else 2))
+        """Keys and values read once, and written once with their scales."""
+        rows = 2 * self.num_tokens * self.num_kv_heads
+        return rows * (2 * self.head_dim + self.stored.row_bytes(self.head_dim))
 
 
 SHAPES = (
@@ -49,34 +61,47 @@ SHAPES = (
         num_tokens=8192,
         num_kv_heads=8,
         head_dim=128,
-        is_fp8=True,
+        stored=Stored.FP8,
+    ),
+    StoreShape(
+        name="W6 llama-8b int8-slots 8192 tokens",
+        num_tokens=8192,
+        num_kv_heads=8,
+        head_dim=128,
+        stored=Stored.INT8_SLOTS,
+    ),
+    StoreShape(
+        name="W7 llama-8b fp8-slots 8192 tokens",
+        num_tokens=8192,
+        num_kv_heads=8,
+        head_dim=128,
+        stored=Stored.FP8_SLOTS,
     ),
 )
-DRY_SHAPES = (StoreShape(name="dry", num_tokens=20, num_kv_heads=2, head_dim=64),)
+DRY_SHAPES = tuple(
+    StoreShape(
+        name=f"dry {stored.value}", num_tokens=20, num_kv_heads=2, head_dim=64, stored=stored
+    )
+    for stored in Stored
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreBatch:
-    """Tensors of a shape."""
+    """Tensors of a shape; vLLM's kernels write into another cache if slots have scales."""
 
     k: torch.Tensor
     v: torch.Tensor
-    k_pages: torch.Tensor
-    v_pages: torch.Tensor
+    cache: Cache
+    vllm_cache: Cache
     slots: torch.Tensor
-    scale: torch.Tensor | None
 
 
 def make_batch(shape: StoreShape, device: torch.device) -> StoreBatch:
     """Random tokens, and slots that fill shuffled pages or hit a page each."""
     torch.manual_seed(0)
     num_pages = 1 + max(shape.num_tokens, -(-shape.num_tokens // shape.page_tokens))
-    dtype = torch.float8_e4m3fn if shape.is_fp8 else torch.bfloat16
-    rows = (shape.num_layers, shape.num_kv_heads, shape.page_tokens, 2 * shape.head_dim)
-    arena = torch.zeros(
-        num_pages, *rows, dtype=torch.uint8 if shape.is_fp8 else dtype, device=device
-    )
-    layer = arena.view(dtype)[:, 1].transpose(1, 2)
+    cache = make_cache(shape.cache, num_pages, device)
     pages = 1 + torch.randperm(num_pages - 1)
     tokens = torch.arange(shape.num_tokens)
     slots = pages[tokens // shape.page_tokens] * shape.page_tokens + tokens % shape.page_tokens
@@ -88,23 +113,26 @@ def make_batch(shape: StoreShape, device: torch.device) -> StoreBatch:
     return StoreBatch(
         k=kv[:, : shape.num_kv_heads],
         v=kv[:, shape.num_kv_heads :],
-        k_pages=layer[..., : shape.head_dim],
-        v_pages=layer[..., shape.head_dim :],
+        cache=cache,
+        vllm_cache=as_vllm_has_it(cache, shape.cache),
         slots=slots.to(device),
-        scale=torch.ones(1, device=device) if shape.is_fp8 else None,
     )
 
 
 def jenga(batch: StoreBatch) -> Callable[[], None]:
+    cache = batch.cache
+
     def launch() -> None:
         kv_store(
             batch.k,
             batch.v,
-            batch.k_pages,
-            batch.v_pages,
+            cache.k_pages,
+            cache.v_pages,
             batch.slots,
-            k_scale=batch.scale,
-            v_scale=batch.scale,
+            k_scale=cache.scale,
+            v_scale=cache.scale,
+            k_slot_scales=cache.k_slot_scales,
+            v_slot_scales=cache.v_slot_scales,
         )
 
     return launch
@@ -114,23 +142,29 @@ def vllm_triton(batch: StoreBatch) -> Callable[[], None]:
     try:
         from vllm.v1.attention.ops.triton_reshape_and_cache_flash import (
             triton_reshape_and_cache_flash,
+            triton_reshape_and_cache_flash_per_token_head_quant,
         )
     except ImportError as error:
         raise UnsupportedError(str(error)) from error
-    scale = torch.ones(1, device=batch.k.device) if batch.scale is None else batch.scale
-    kind = "auto" if batch.scale is None else "fp8"
-
-    def launch() -> None:
-        triton_reshape_and_cache_flash(
-            batch.k, batch.v, batch.k_pages, batch.v_pages, batch.slots, kind, scale, scale
+    cache = batch.vllm_cache
+    pages = (batch.k, batch.v, cache.k_pages, cache.v_pages)
+    if cache.k_slot_scales is not None and cache.v_slot_scales is not None:
+        scales = (cache.k_slot_scales, cache.v_slot_scales)
+        mode = vllm_mode(cache.stored)
+        return lambda: triton_reshape_and_cache_flash_per_token_head_quant(
+            *pages, *scales, batch.slots, mode
         )
-
-    return launch
+    scale = torch.ones(1, device=batch.k.device) if cache.scale is None else cache.scale
+    kind = "auto" if cache.scale is None else "fp8"
+    return lambda: triton_reshape_and_cache_flash(*pages, batch.slots, kind, scale, scale)
 
 
 def main(arguments: list[str] | None = None) -> None:
     benchmark = Benchmark(
-        "bench_kv_store", __doc__ or "", ["tests/kernels/test_kv_store.py"], arguments
+        "bench_kv_store",
+        __doc__ or "",
+        ["tests/kernels/test_kv_store.py", "tests/kernels/test_slot_scales.py"],
+        arguments,
     )
     for shape in DRY_SHAPES if benchmark.is_dry else SHAPES:
         if not benchmark.wants_shape(shape.name):

@@ -38,8 +38,8 @@ def jenga(batch: AttentionBatch, out: torch.Tensor, *, is_warp_specialized: bool
     def launch() -> None:
         paged_attention(
             batch.q,
-            batch.k_pages,
-            batch.v_pages,
+            batch.cache.k_pages,
+            batch.cache.v_pages,
             batch.page_table,
             batch.query_starts,
             batch.seq_lens,
@@ -48,13 +48,18 @@ def jenga(batch: AttentionBatch, out: torch.Tensor, *, is_warp_specialized: bool
             is_causal=shape.is_causal,
             soft_cap=shape.soft_cap,
             sinks=batch.sinks,
-            k_scale=batch.scale,
-            v_scale=batch.scale,
+            k_scale=batch.cache.scale,
+            v_scale=batch.cache.scale,
+            k_slot_scales=batch.cache.k_slot_scales,
+            v_slot_scales=batch.cache.v_slot_scales,
             out=out,
             plan=plan,
         )
 
     return launch
+
+
+IMPLEMENTATIONS: dict[str, Prepare] = {"jenga": jenga, **PEERS}
 
 
 def measure_shape(
@@ -71,7 +76,7 @@ def measure_shape(
         out = ours if name == "jenga" else torch.empty_like(batch.q)
         details: dict[str, object] = {
             "page_tokens": shape.page_tokens,
-            "page_stride_bytes": batch.k_pages.stride(0) * batch.k_pages.element_size(),
+            "page_stride_bytes": batch.cache.page_stride_bytes,
         }
         try:
             launch = prepare(batch, out)
@@ -101,12 +106,12 @@ def main(arguments: list[str] | None = None) -> None:
     benchmark = Benchmark(
         "bench_paged_attention",
         __doc__ or "",
-        ["tests/kernels/test_paged_attention.py"],
+        ["tests/kernels/test_paged_attention.py", "tests/kernels/test_slot_scales.py"],
         arguments,
     )
     for shape in DRY_SHAPES if benchmark.is_dry else SHAPES:
         if benchmark.wants_shape(shape.name):
-            measure_shape(benchmark, shape, {"jenga": jenga, **PEERS})
+            measure_shape(benchmark, shape, IMPLEMENTATIONS)
             if benchmark.device.type == "cuda":
                 torch.cuda.empty_cache()
     path = benchmark.finish(roofline_gigabytes_per_second=read_roofline(benchmark.options.results))

@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> None:
         arguments,
     )
     for shape in DRY_SHAPES if benchmark.is_dry else SHAPES:
-        is_prefill = shape.name.startswith("P") and not shape.is_fp8
+        is_prefill = shape.name.startswith("P") and not shape.stored.is_quantised
         if (benchmark.is_dry or is_prefill) and benchmark.wants_shape(shape.name):
             measure_shape(benchmark, shape, IMPLEMENTATIONS)
             if benchmark.device.type == "cuda":

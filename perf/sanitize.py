@@ -63,18 +63,20 @@ SMALL_TESTS = {
 }
 """Operation -> a test or two of it, in bfloat16 and float8 where it has them."""
 
+OTHER_TESTS = (
+    "slot_scales.py::test_kv_store_scales_each_head_of_each_slot[torch.bfloat16-torch.int8-head_major]",
+    "slot_scales.py::test_paged_attention_reads_slots_with_scales[mixed-torch.bfloat16-torch.int8]",
+    "pages.py::test_page_copy_copies_whole_pages_and_nothing_else",
+)
+"""Tests of files that are not named after their operation."""
+
 
 def small_tests() -> list[str]:
-    """Names of these tests for pytest, and one of pages."""
+    """Names of these tests for pytest."""
     tests = [
-        f"tests/kernels/test_{name}.py::test_{name}_{test}"
-        for name, some in SMALL_TESTS.items()
-        for test in some
+        f"{name}.py::test_{name}_{test}" for name, some in SMALL_TESTS.items() for test in some
     ]
-    return [
-        *tests,
-        "tests/kernels/test_pages.py::test_page_copy_copies_whole_pages_and_nothing_else",
-    ]
+    return [f"tests/kernels/test_{test}" for test in (*tests, *OTHER_TESTS)]
 
 
 def main(arguments: list[str] | None = None) -> int:

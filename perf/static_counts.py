@@ -88,8 +88,8 @@ def attention(batch: AttentionBatch, *, is_warp_specialized: bool = False) -> Ca
     )
     return lambda: paged_attention(
         batch.q,
-        batch.k_pages,
-        batch.v_pages,
+        batch.cache.k_pages,
+        batch.cache.v_pages,
         batch.page_table,
         batch.query_starts,
         batch.seq_lens,
@@ -98,8 +98,10 @@ def attention(batch: AttentionBatch, *, is_warp_specialized: bool = False) -> Ca
         soft_cap=shape.soft_cap,
         is_causal=shape.is_causal,
         sinks=batch.sinks,
-        k_scale=batch.scale,
-        v_scale=batch.scale,
+        k_scale=batch.cache.scale,
+        v_scale=batch.cache.scale,
+        k_slot_scales=batch.cache.k_slot_scales,
+        v_slot_scales=batch.cache.v_slot_scales,
         plan=plan,
     )
 
@@ -148,7 +150,7 @@ def launches(
         requests = cut(shape.requests, max_tokens, max_queries, max_requests)
         small = dataclasses.replace(shape, requests=requests)
         yield shape.name, "jenga", lambda s=small: attention(make_batch(s, CPU))
-        if shape.name[0] == "P" and not shape.is_fp8 and shape.head_dim < WIDE_HEAD:
+        if shape.name[0] == "P" and not shape.stored.is_quantised and shape.head_dim < WIDE_HEAD:
             yield shape.name, "specialized", lambda s=small: _specialized(make_batch(s, CPU))
         yield shape.name, "vllm", lambda s=small: _vllm_attention(make_batch(s, CPU))
     for model, dtype in (

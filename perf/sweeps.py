@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from perf.attention_shapes import AttentionShape
-from perf.bench_paged_attention import measure_shape
+from perf.bench_paged_attention import IMPLEMENTATIONS, measure_shape
 from perf.harness import Benchmark, Row, read_roofline
 
 
@@ -52,7 +52,7 @@ def run_sweep(
             continue
         first = len(benchmark.rows)
         try:
-            measure_shape(benchmark, point.shape)
+            measure_shape(benchmark, point.shape, IMPLEMENTATIONS)
         except torch.OutOfMemoryError:
             print(f"  {point.shape.name}: the arena does not fit this GPU", flush=True)
         measured += [(point, row) for row in benchmark.rows[first:]]

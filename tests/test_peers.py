@@ -26,10 +26,17 @@ from perf import (
     state_replay_shapes,
     state_shapes,
 )
+from perf.cache_layouts import Stored
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 CPU = torch.device("cpu")
+VLLM_MODES = {
+    Stored.BF16: "NONE",
+    Stored.FP8: "FP8_PER_TENSOR",
+    Stored.FP8_SLOTS: "FP8_PER_TOKEN_HEAD",
+    Stored.INT8_SLOTS: "INT8_PER_TOKEN_HEAD",
+}
 LENGTHS = {"steps": [1, 1], "prompts": [5, 40]}
 
 
@@ -63,13 +70,42 @@ def attention_batches():
                 "window": {"window_tokens": 8},
                 "cap": {"soft_cap": 50.0},
                 "sinks": {"has_sinks": True},
-                "fp8": {"is_fp8": True},
+                **{stored.value: {"stored": stored} for stored in Stored},
             }.items()
         ),
     )
     return [
         pytest.param(attention_shapes.make_batch(shape, CPU), id=shape.name) for shape in shapes
     ]
+
+
+def lies_as_vllms_backend_has_it(shape, call):
+    """Check that vLLM's backend would find these pages and scales in the same places."""
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
+
+    pages, scales = call["k"], call["k_scale_cache"]
+    row_bytes = 2 * shape.stored.row_bytes(shape.head_dim)
+    rows = (pages.shape[0], shape.num_kv_heads, shape.page_tokens, row_bytes)
+    page_bytes, slot_bytes, head_bytes, _ = pages.stride()
+    kv_cache = torch.empty(0, dtype=torch.uint8).set_(
+        pages.untyped_storage(),
+        pages.storage_offset(),
+        rows,
+        (page_bytes, head_bytes, slot_bytes, 1),
+    )
+    backend = TritonAttentionImpl.__new__(TritonAttentionImpl)
+    backend._k_scale_cache = None
+    before = scales.clone()
+    backend._ensure_scale_caches(kv_cache)
+
+    assert not torch.equal(before, scales)
+    for side, own in (("k", backend._k_scale_cache), ("v", backend._v_scale_cache)):
+        called = call[f"{side}_scale_cache"]
+        assert own.data_ptr() == called.data_ptr()
+        assert own.stride() == called.stride()
+        assert own.shape == called.shape
+        assert (called == 1).all()
+    assert call["v"].data_ptr() - pages.data_ptr() == row_bytes // 2
 
 
 @pytest.mark.parametrize("batch", attention_batches())
@@ -81,8 +117,12 @@ def test_calls_of_vllms_triton_attention_fit_it(batch, bound):
     attention_peers.vllm_triton(batch, torch.empty_like(batch.q))()
 
     assert [name for name, _ in calls] == ["unified_attention"]
+    call, stored = calls[0][1], batch.shape.stored
     # Scales are applied in one mode only.
-    assert (calls[0][1]["kv_quant_mode"].name == "FP8_PER_TENSOR") == batch.shape.is_fp8
+    assert call["kv_quant_mode"].name == VLLM_MODES[stored]
+    assert (call["k_descale"] is not None) == (stored is Stored.FP8)
+    if stored.has_slot_scales:
+        lies_as_vllms_backend_has_it(batch.shape, call)
 
 
 @pytest.fixture
@@ -104,8 +144,8 @@ def flash_attention(monkeypatch):
 @pytest.mark.parametrize("batch", attention_batches())
 def test_calls_of_flash_attention_3_fit_it(batch, bound, flash_attention):
     calls = bound(flash_attention, "get_scheduler_metadata", "flash_attn_varlen_func")
-    if batch.shape.is_fp8:
-        with pytest.raises(attention_peers.UnsupportedError, match="float8"):
+    if batch.shape.stored.is_quantised:
+        with pytest.raises(attention_peers.UnsupportedError, match=r"float8|scale for each slot"):
             attention_peers.flash_attention_3(batch, torch.empty_like(batch.q))
         return
     if batch.shape.head_dim > 256:
@@ -118,7 +158,7 @@ def test_calls_of_flash_attention_3_fit_it(batch, bound, flash_attention):
     assert [name for name, _ in calls] == ["get_scheduler_metadata", "flash_attn_varlen_func"]
     (_, schedule), (_, call) = calls
     assert schedule["has_softcap"] == bool(call["softcap"])
-    assert schedule["page_size"] == batch.k_pages.shape[1]
+    assert schedule["page_size"] == batch.cache.k_pages.shape[1]
     assert schedule["window_size"] == call["window_size"]
 
 
@@ -288,19 +328,25 @@ def test_calls_of_vllms_delta_rule_beside_replays_fit_it(model, drafts, bound):
     assert [called for called, _ in calls] == [name]
 
 
-@pytest.mark.parametrize("is_fp8", [False, True])
-def test_calls_of_vllms_stores_fit_them(is_fp8, bound):
+@pytest.mark.parametrize("stored", Stored, ids=lambda stored: stored.value)
+def test_calls_of_vllms_stores_fit_them(stored, bound):
     import vllm._custom_ops as custom
     from vllm.v1.attention.ops import triton_reshape_and_cache_flash as module
 
     shape = bench_kv_store.StoreShape(
-        name="", num_tokens=4, num_kv_heads=2, head_dim=64, is_fp8=is_fp8
+        name="", num_tokens=4, num_kv_heads=2, head_dim=64, stored=stored
     )
-    calls = bound(module, "triton_reshape_and_cache_flash")
+    names = ["triton_reshape_and_cache_flash"]
+    names.append(f"{names[0]}_per_token_head_quant")
+    calls = bound(module, *names)
 
     bench_kv_store.vllm_triton(bench_kv_store.make_batch(shape, CPU))()
 
-    assert len(calls) == 1
+    assert [name for name, _ in calls] == [names[stored.has_slot_scales]]
+    if stored.has_slot_scales:
+        call = calls[0][1]
+        assert call["kv_quant_mode"].name == VLLM_MODES[stored]
+        assert call["k_scale_cache"].shape == call["key_cache"].shape[:3]
     latents = list(inspect.signature(custom.concat_and_cache_mla).parameters)
     assert latents[:2] == ["kv_c", "k_pe"]
     assert len(latents) == 6

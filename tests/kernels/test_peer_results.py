@@ -30,6 +30,7 @@ from perf import (
     state_replay_shapes,
     state_shapes,
 )
+from perf.cache_layouts import Stored
 from tests.kernels.support import DEVICE, max_error
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -89,7 +90,8 @@ def of_small_batches(shapes):
             id=name,
         )
         for name, shape in kept.items()
-        if name in {"D1", "D9", "D10", "D13", "D15", "D16", "D17", "D21", "P1", "P3", "W1"}
+        if name in {"D1", "D9", "D10", "D13", "D15", "D16", "D17", "D21", "D22", "D23"}
+        or name in {"P1", "P3", "P10", "W1"}
     ]
 
 
@@ -99,23 +101,37 @@ def test_attention_of_vllm_gives_what_ours_gives(shape):
     ours, theirs = torch.empty_like(batch.q), torch.empty_like(batch.q)
     bench_paged_attention.jenga(batch, ours)()
     attention_peers.vllm_triton(batch, theirs)()
-    agree(ours.float(), theirs.float(), share=2.0**-4 if shape.is_fp8 else 2.0**-6)
+    agree(ours.float(), theirs.float(), share=2.0**-4 if shape.stored is Stored.FP8 else 2.0**-6)
 
 
-@pytest.mark.parametrize("is_fp8", [False, True], ids=["bf16", "fp8"])
-def test_stores_of_vllm_write_what_ours_write(is_fp8):
+@pytest.mark.parametrize("stored", Stored, ids=lambda stored: stored.value)
+def test_stores_of_vllm_write_what_ours_write(stored):
     shape = bench_kv_store.StoreShape(
-        name="", num_tokens=20, num_kv_heads=2, head_dim=64, is_fp8=is_fp8
+        name="", num_tokens=20, num_kv_heads=2, head_dim=64, stored=stored
     )
     batches = [bench_kv_store.make_batch(shape, DEVICE) for _ in range(2)]
     for batch, implementation in zip(
         batches, (bench_kv_store.jenga, bench_kv_store.vllm_triton), strict=True
     ):
         implementation(batch)()
-    ours, theirs = batches
-    assert torch.equal(ours.k_pages.float(), theirs.k_pages.float())
-    assert torch.equal(ours.v_pages.float(), theirs.v_pages.float())
+    ours, theirs = batches[0].cache, batches[1].vllm_cache
     assert ours.k_pages.float().abs().sum() > 0
+    for side in ("k", "v"):
+        pages = [getattr(cache, f"{side}_pages").float() for cache in (ours, theirs)]
+        if not stored.has_slot_scales:
+            assert torch.equal(*pages)
+            continue
+        scales = [getattr(cache, f"{side}_slot_scales") for cache in (ours, theirs)]
+        is_written = scales[0] > 0
+        assert torch.equal(is_written, scales[1] > 0)
+        assert int(is_written.sum()) == shape.num_tokens * shape.num_kv_heads
+        # Theirs divides to two units in the last place.
+        agree(*scales, share=2.0**-21)
+        # Where ours rounds down theirs may round up: a step of int8, of float8 an eighth.
+        steps = 1.0 if stored is Stored.INT8_SLOTS else pages[0].abs().clamp(min=2.0**-6) / 8
+        apart = (pages[0] - pages[1]).abs()
+        assert (apart <= steps).all()
+        assert (apart > 0).float().mean() < 2.0**-6
 
 
 def compare(make, ours, theirs, *, share=2.0**-6, compares_out=True):
