@@ -90,12 +90,14 @@ def stored_with_slot_scales(rows, dtype):
     return (stored.float() * scales[:, None]).reshape(rows.shape)
 
 
-def store_with_slot_scales(dtype):
-    """Make attention see keys and values as such a cache returns them."""
+def store_with_slot_scales(dtype, kept_layers=()):
+    """Make attention see keys and values as such a cache returns them, but in `kept_layers`."""
     attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
     def attend_to_stored(module, query, key, value, *args, **kwargs):
-        key, value = (stored_with_slot_scales(rows, dtype) for rows in (key, value))
+        # Encoders store nothing.
+        if getattr(module, "is_decoder", True) and module.layer_idx not in kept_layers:
+            key, value = (stored_with_slot_scales(rows, dtype) for rows in (key, value))
         return attend(module, query, key, value, *args, **kwargs)
 
     ALL_ATTENTION_FUNCTIONS.register("sdpa", attend_to_stored)
@@ -144,7 +146,7 @@ def main():
         store_in_fp8(path)
         config.quantization_config = None  # of the cache alone
     if job.get("slot_scales"):
-        store_with_slot_scales(getattr(torch, job["slot_scales"]))
+        store_with_slot_scales(getattr(torch, job["slot_scales"]), job.get("kept_layers", ()))
     if job.get("latent_scales"):
         store_latents_in_fp8(job["latent_scales"])
     audio_seeds, image_seeds = job.get("audio_seeds"), job.get("image_seeds")

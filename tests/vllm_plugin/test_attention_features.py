@@ -3,6 +3,8 @@
 Prefix caching is on and every prompt comes twice, so each feature is also read from pages hit.
 """
 
+import json
+
 import pytest
 
 from tests.vllm_plugin.conftest import assert_same_generation
@@ -106,6 +108,25 @@ def test_a_cache_with_a_scale_per_token_and_head_generates_what_transformers_gen
     assert_same_generation(ours, twice(theirs), tolerance=rounding / 10)
 
 
+@pytest.mark.slow
+def test_layers_that_keep_the_models_dtype_have_pages_of_their_own_size(tiny_model, run_engine):
+    model = tiny_model("gemma3")
+    kinds = json.loads((model / "config.json").read_text())["layer_types"]
+    kept = [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention" or layer == 2]
+    assert 0 < len(kept) < len(kinds)
+    scripts = {"script": "reference_process.py", "slot_scales": "int8"}
+    options = {
+        "kv_cache_dtype": "int8_per_token_head",
+        "kv_cache_dtype_skip_layers": ["sliding_window", "2"],
+    }
+
+    theirs = run_engine(model, PROMPTS, **scripts, kept_layers=kept)
+    all_rounded = run_engine(model, PROMPTS, **scripts)
+    ours = run_twice(run_engine, model, options=options)
+
+    assert_same_generation(ours, twice(theirs), tolerance=most_apart(all_rounded, theirs) / 10)
+
+
 def most_apart(ours, theirs):
     """Greatest difference of two log-probabilities of the same token after the same tokens."""
     greatest = 0.0
@@ -160,6 +181,21 @@ def test_cross_attention_generates_what_transformers_generates(tiny_model, run_e
 
     assert_same_generation(ours, theirs)
     assert ours["request_tokens"] == {}
+
+
+@pytest.mark.slow
+def test_cross_attention_over_slots_with_scales_generates_what_transformers_generates(
+    tiny_model, run_engine
+):
+    model, audio_seeds = tiny_model("whisper"), [0, 1, 2, 1]
+    job = {"script": "reference_process.py", "audio_seeds": audio_seeds}
+    options = {"attention_backend": "JENGA_TRITON", "kv_cache_dtype": "int8_per_token_head"}
+
+    exact = run_engine(model, PROMPTS, **job)
+    theirs = run_engine(model, PROMPTS, slot_scales="int8", **job)
+    ours = run_engine(model, PROMPTS, audio_seeds=audio_seeds, options=WHISPER | options)
+
+    assert_same_generation(ours, theirs, tolerance=most_apart(exact, theirs) / 10)
 
 
 @pytest.mark.slow
