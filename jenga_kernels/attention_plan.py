@@ -48,6 +48,7 @@ class AttentionKind:
         chunk_tokens: Queries read no key before the last multiple of it; None: no such chunks.
         is_causal: Whether a query reads only keys up to its own position.
         is_quantised: Whether pages hold elements of a byte, float8_e4m3fn or int8.
+        has_slot_scales: Whether each slot and head of them has scales of its own.
         value_dim: Elements of a value where they are not head_dim; else None.
     """
 
@@ -59,6 +60,7 @@ class AttentionKind:
     chunk_tokens: int | None = None
     is_causal: bool = True
     is_quantised: bool = False
+    has_slot_scales: bool = False
     value_dim: int | None = None
 
     def __post_init__(self) -> None:
@@ -77,6 +79,9 @@ class AttentionKind:
                     raise ValueError(msg)
                 # What holds all positions of 32 bits leaves none out.
                 object.__setattr__(self, name, num_keys if num_keys < MAX_POSITIONS else None)
+        if self.has_slot_scales and not self.is_quantised:
+            msg = "has_slot_scales must be False where is_quantised is, got True"
+            raise ValueError(msg)
         if self.value_dim is not None:
             value_dim = check_at_least("value_dim", self.value_dim, 1)
             # One kind, however it is told.
@@ -271,6 +276,7 @@ def plan_attention(
             head_dim=widest,
             element_bytes=dtype.itemsize,
             stored_bytes=1 if kind.is_quantised else dtype.itemsize,
+            has_slot_scales=kind.has_slot_scales,
             decode_rows=decode_query_tokens * kind.group_heads,
         )
         if is_warp_specialized and kind.value_dim is None:

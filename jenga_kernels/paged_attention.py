@@ -209,6 +209,7 @@ def paged_attention(
         chunk_tokens=chunk_tokens,
         is_causal=is_causal,
         is_quantised=k_pages.dtype in QUANTISED_DTYPES,
+        has_slot_scales=k_slot_scales is not None,
     )
     if plan is None:
         plan = plan_attention(

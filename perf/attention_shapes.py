@@ -58,6 +58,7 @@ class AttentionShape:
             window_tokens=self.window_tokens,
             is_causal=self.is_causal,
             is_quantised=self.stored.is_quantised,
+            has_slot_scales=self.stored.has_slot_scales,
         )
 
     @property

@@ -97,6 +97,7 @@ def attention_kind(spec: AttentionSpec, num_heads: int) -> AttentionKind:
         chunk_tokens=getattr(spec, "attention_chunk_size", None),
         is_causal=not isinstance(spec, CrossAttentionSpec),
         is_quantised=spec.kv_quant_mode is not KVQuantMode.NONE,
+        has_slot_scales=spec.kv_quant_mode.is_per_token_head,
     )
 
 

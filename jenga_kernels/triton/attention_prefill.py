@@ -80,11 +80,7 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
     VALUE_PARTS: tl.constexpr = (RESULT_DIM + VALUE_DIM - 1) // VALUE_DIM
     IS_CONVERTED: tl.constexpr = k_pages_ptr.dtype.element_ty.primitive_bitwidth == 8  # noqa: PLR2004
     HAS_SLOT_SCALES: tl.constexpr = tl.constexpr(k_slot_scales_ptr is not None)
-    IS_CROWDED: tl.constexpr = (
-        BLOCK_D >= WIDE_HEAD
-        or (IS_CONVERTED and 2 * BLOCK_D >= WIDE_HEAD)
-        or (HAS_SLOT_SCALES and BLOCK_M > BLOCK_D)
-    )
+    IS_CROWDED: tl.constexpr = BLOCK_D >= WIDE_HEAD or (IS_CONVERTED and 2 * BLOCK_D >= WIDE_HEAD)
     kv_head = tl.program_id(1)
     row_tile = tl.program_id(0) // VALUE_PARTS
     part = tl.program_id(0) % VALUE_PARTS
@@ -157,8 +153,7 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
         # Without a window the first tiles are full ones.
         if phase > 0 or is_bounded:
             # Hoisted, where the queries of a wide head lie in shared memory takes 64 registers.
-            # Heads half as wide have these to spare unless keys are converted, narrow ones unless
-            # slots have scales.
+            # Heads half as wide have these to spare unless keys are converted.
             for tile in tl.range(  # pyright: ignore[reportGeneralTypeIssues]
                 phase_start, phase_end, disable_licm=IS_CROWDED
             ):
@@ -166,7 +161,7 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
                     acc,
                     row_max,
                     row_sum,
-                    None,
+                    0.0,
                     q,
                     positions,
                     row_starts if is_bounded else None,

@@ -232,6 +232,7 @@ def attention_tiles(
     element_bytes: int,
     stored_bytes: int,
     decode_rows: int,
+    has_slot_scales: bool = False,
 ) -> AttentionTiles:
     """Tiles of `paged_attention`.
 
@@ -242,6 +243,8 @@ def attention_tiles(
         stored_bytes: Bytes of an element in the pages.
         decode_rows: Most rows of a request that the decode kernel serves, at most
             `max_decode_rows`.
+        has_slot_scales: Whether slots have scales of their own, of which a program holds those of
+            the keys of a step.
     """
     decode_rows = max(MIN_ROWS, power_of_two(decode_rows))
     if machine.is_interpreter:
@@ -261,6 +264,8 @@ def attention_tiles(
         if decode_rows > MIN_ROWS:  # one such program fills a processor
             num_programs = machine.num_processors // decode.value_parts
     prefill = PREFILL_TILES[is_large, element_bytes, stored_bytes, block_d]
+    if has_slot_scales and block_d == 64 and element_bytes == 2:  # noqa: PLR2004 - narrow heads
+        prefill = replace(prefill, block_n=prefill.block_n // 2)
     if machine.has_tensor_memory:
         prefill = replace(prefill, block_n=min(prefill.block_n, TENSOR_MEMORY_KEYS))
     return AttentionTiles(

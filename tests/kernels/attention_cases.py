@@ -109,6 +109,7 @@ class Batch:
             chunk_tokens=options.chunk_tokens,
             is_causal=options.is_causal,
             is_quantised=shape.pages_dtype is not None,
+            has_slot_scales=options.has_slot_scales,
         )
 
     def plan(self, **changes: object) -> AttentionPlan:

@@ -194,6 +194,17 @@ def test_slot_scales_that_do_not_fit_are_refused_before_anything_is_written(inde
         assert torch.equal(tensor.contiguous().view(torch.uint8), now)
 
 
+def test_a_plan_for_scales_elsewhere_is_refused():
+    shape = Shape(requests=((1, 20),), dtype=torch.bfloat16, pages_dtype=torch.int8)
+    batch = make_batch(shape, Options(has_slot_scales=True))
+    plan = replace(batch, options=Options()).plan()
+
+    with pytest.raises(ValueError, match=r"plan must be made for .*has_slot_scales=True"):
+        paged_attention(**batch.arguments, plan=plan)
+    with pytest.raises(ValueError, match="has_slot_scales must be False"):
+        replace(batch.kind, is_quantised=False)
+
+
 def test_scales_that_overlap_are_not_written():
     layer = strided_layer(2, 16, 2, 64, torch.int8)
     k, v = (torch.ones(1, 2, 64, device=DEVICE) for _ in range(2))

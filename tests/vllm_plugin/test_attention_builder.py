@@ -431,6 +431,9 @@ def test_the_kind_of_layers_says_what_their_spec_says():
     kinds = {name: attention_kind(each, NUM_HEADS) for name, each in SPECS.items()}
 
     assert attention_kind(spec, NUM_HEADS) == replace(kinds["sliding"], is_quantised=True)
+    scaled = replace(spec, kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD, dtype=torch.int8)
+    scaled_kind = replace(kinds["sliding"], is_quantised=True, has_slot_scales=True)
+    assert attention_kind(scaled, NUM_HEADS) == scaled_kind
     assert kinds["sliding"] == replace(kinds["full"], window_tokens=20)
     assert kinds["chunked"] == replace(kinds["full"], chunk_tokens=32)
     assert kinds["cross"] == replace(kinds["full"], is_causal=False)
