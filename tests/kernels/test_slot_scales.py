@@ -99,7 +99,15 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("stored", DTYPES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bfloat16,
+        pytest.param(torch.float16, marks=pytest.mark.slow),
+        pytest.param(torch.float32, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_paged_attention_reads_slots_with_scales(shape, dtype, stored):
     shape = replace(shape, dtype=dtype, pages_dtype=stored)
