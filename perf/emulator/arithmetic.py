@@ -125,6 +125,8 @@ def _bits(instruction: Instruction, name: str, flags: list[str]) -> Step:
     kind = flags[-1]
     if name == "prmt":
         return _step(instruction, "b32", "b32", "b32", "b32")(numbers.select_bytes)
+    if name == "lop3":
+        return _step(instruction, "b32", "b32", "b32", "b32", "b32")(numbers.look_up_bits)
     if name == "bfe":
         return _step(instruction, kind, kind, "u32", "u32")(numbers.extract_bits)
     if name == "popc":
@@ -277,6 +279,7 @@ BUILDERS: dict[str, Callable[[Instruction, str, list[str]], Step | None]] = {
     "fma": _product,
     "mul": _product,
     "prmt": _bits,
+    "lop3": _bits,
     "bfe": _bits,
     "shf": _bits,
     "popc": _bits,

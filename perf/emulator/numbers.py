@@ -166,6 +166,16 @@ def select_bytes(low: Array, high: Array, selector: Array) -> Array:
     return result.astype(np.uint32)
 
 
+def look_up_bits(a: Array, b: Array, c: Array, table: Array) -> Array:
+    """Bits of `table`, eight of each number, that the bits of a, b and c are the place of."""
+    result = np.zeros_like(a)
+    for place in range(8):
+        sides = (word if place & bit else ~word for word, bit in ((a, 4), (b, 2), (c, 1)))
+        first, second, third = sides
+        result |= np.where(table >> place & 1, first & second & third, 0).astype(a.dtype)
+    return result
+
+
 def extract_bits(values: Array, start: Array, count: Array) -> Array:
     """`bfe`: `count` bits from bit `start` on, with their sign for signed types."""
     most = values.dtype.itemsize * 8
