@@ -12,12 +12,9 @@ from jenga_kernels.triton.delta_rule import (
     unit_factors,
     unit_triangular_inverse,
 )
-from jenga_kernels.triton.device import device_function
+from jenga_kernels.triton.device import device_function, rounded
 from jenga_kernels.triton.matmul import INTERPRETED, matmul
-from jenga_kernels.triton.recurrence import (
-    rounded,
-    row_sums,
-)
+from jenga_kernels.triton.recurrence import row_sums
 
 RUN_TOKENS = tl.constexpr(delta_tiles.RUN_TOKENS)
 """Tokens next to each other that a thread holds: what is between them needs no other thread."""

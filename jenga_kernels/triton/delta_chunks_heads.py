@@ -11,8 +11,8 @@ from jenga_kernels.triton.delta_rule import (
     unit_factors,
     unit_triangular_inverse,
 )
+from jenga_kernels.triton.device import rounded
 from jenga_kernels.triton.matmul import matmul
-from jenga_kernels.triton.recurrence import rounded
 
 
 # Counts differ from step to step and must not compile anew.

@@ -10,14 +10,8 @@ from jenga_kernels.triton.delta_rule import (
     rate_log2,
     sigmoid,
 )
-from jenga_kernels.triton.device import device_function, rounded_product, widened
-from jenga_kernels.triton.recurrence import (
-    column_sums,
-    line_sums,
-    mask_if,
-    rounded,
-    row_sums,
-)
+from jenga_kernels.triton.device import device_function, rounded, rounded_product, widened
+from jenga_kernels.triton.recurrence import column_sums, line_sums, mask_if, row_sums
 from jenga_kernels.triton.replay import write_rows
 
 _INT32_MAX = tl.constexpr(2**31 - 1)

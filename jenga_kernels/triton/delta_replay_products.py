@@ -13,14 +13,9 @@ from jenga_kernels.triton.delta_rule import (
     rate_log2,
     sigmoid,
 )
-from jenga_kernels.triton.device import device_function, widened
+from jenga_kernels.triton.device import device_function, rounded, widened
 from jenga_kernels.triton.matmul import matmul, matmul_add
-from jenga_kernels.triton.recurrence import (
-    column_sums,
-    mask_if,
-    rounded,
-    row_sums,
-)
+from jenga_kernels.triton.recurrence import column_sums, mask_if, row_sums
 from jenga_kernels.triton.replay import (
     add_state_products,
     decays_between,

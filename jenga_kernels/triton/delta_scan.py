@@ -4,13 +4,9 @@ import triton
 import triton.language as tl
 
 from jenga_kernels.triton.addressing import page_offsets
+from jenga_kernels.triton.device import rounded
 from jenga_kernels.triton.matmul import matmul, matmul_add
-from jenga_kernels.triton.recurrence import (
-    checkpoint_range,
-    mask_if,
-    rounded,
-    stretch_end,
-)
+from jenga_kernels.triton.recurrence import checkpoint_range, mask_if, stretch_end
 
 
 # Counts differ from step to step and must not compile anew.

@@ -10,12 +10,8 @@ from jenga_kernels.triton.delta_rule import (
     rate_log2,
     sigmoid,
 )
-from jenga_kernels.triton.device import widened
-from jenga_kernels.triton.recurrence import (
-    line_sums,
-    mask_if,
-    rounded,
-)
+from jenga_kernels.triton.device import rounded, widened
+from jenga_kernels.triton.recurrence import line_sums, mask_if
 
 _INT32_MAX = tl.constexpr(2**31 - 1)
 

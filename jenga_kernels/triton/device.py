@@ -98,3 +98,16 @@ def rounded_product(a, b):
     they would have sums that differ, and what is rounded next would be rounded once.
     """
     return tl.fma(a, b, tl.zeros_like(a))
+
+
+@device_function
+def rounded(values, dtype: tl.constexpr):
+    """Values in float32 as the nearest ones in `dtype`.
+
+    The interpreter cuts bfloat16 off instead, so that errors of a chain of products all point the
+    same way; there, half a unit in the last place is added first.
+    """
+    if _INTERPRETED and dtype == tl.bfloat16:
+        bits = values.to(tl.int32, bitcast=True)
+        values = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+    return values.to(dtype)

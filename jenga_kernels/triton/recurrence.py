@@ -2,7 +2,7 @@
 
 import triton.language as tl
 
-from jenga_kernels.triton.device import device_function, reciprocal
+from jenga_kernels.triton.device import device_function, reciprocal, rounded
 from jenga_kernels.triton.matmul import INTERPRETED
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -32,19 +32,6 @@ def line_sums(values):
     """
     rows = tl.permute(values, (1, 0, 2))
     return row_sums(tl.reshape(rows, [values.shape[1], values.shape[0] * values.shape[2]]))
-
-
-@device_function
-def rounded(values, dtype: tl.constexpr):
-    """Values in float32 as the nearest ones in `dtype`.
-
-    The interpreter cuts bfloat16 off instead, so that errors of a chain of products all point the
-    same way; there, half a unit in the last place is added first.
-    """
-    if INTERPRETED and dtype == tl.bfloat16:
-        bits = values.to(tl.int32, bitcast=True)
-        values = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
-    return values.to(dtype)
 
 
 @device_function

@@ -2,12 +2,9 @@
 
 import triton.language as tl
 
-from jenga_kernels.triton.device import device_function, widened
+from jenga_kernels.triton.device import device_function, rounded, widened
 from jenga_kernels.triton.matmul import INTERPRETED, matmul_add
-from jenga_kernels.triton.recurrence import (
-    mask_if,
-    rounded,
-)
+from jenga_kernels.triton.recurrence import mask_if
 
 _UPPER_BITS = tl.constexpr(0xFFFFE000)
 """Of a float32, those that tensor cores take of it."""

@@ -4,15 +4,9 @@ import triton
 import triton.language as tl
 
 from jenga_kernels.triton.addressing import page_offsets
-from jenga_kernels.triton.device import device_function
+from jenga_kernels.triton.device import device_function, rounded
 from jenga_kernels.triton.matmul import matmul, matmul_add
-from jenga_kernels.triton.recurrence import (
-    LOG2E,
-    mask_if,
-    rounded,
-    silu,
-    step_sizes,
-)
+from jenga_kernels.triton.recurrence import LOG2E, mask_if, silu, step_sizes
 from jenga_kernels.triton.replay import (
     add_state_products,
     decays_between,
