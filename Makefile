@@ -3,6 +3,7 @@
 # PYTHON      the interpreter to build .venv with (3.11 to 3.14)
 # PIP_ARGS    passed to every `pip install`, for example a proxy or a mirror
 # TORCH_ARGS  passed to the install of torch alone, for example the index of its CPU wheels
+# TEST_JOBS   files that `make test` runs at a time (PYTEST_ARGS="-n 0" for a debugger)
 
 PYTHON ?= python3
 PIP_ARGS ?=
@@ -28,9 +29,12 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 ifeq ($(HAS_GPU),yes)
 ENVIRONMENT := $(STAMPS)/gpu
+TEST_JOBS ?= 0
 else
 ENVIRONMENT := $(STAMPS)/torchvision
+TEST_JOBS ?= 2
 endif
+PYTEST_JOBS := -n $(TEST_JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test test-all test-slow test-emulated newer-vllm test-newer-vllm lint format clean
@@ -44,7 +48,7 @@ demo: $(ENVIRONMENT) ## serve Gemma 3 270M through vLLM on JENGA_TRITON and show
 	$(BIN)/jenga demo $(DEMO_ARGS)
 
 test: $(ENVIRONMENT) ## run the tests, without those marked slow
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_JOBS) $(PYTEST_ARGS)
 
 test-slow: $(ENVIRONMENT) ## run the tests marked slow
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
@@ -58,7 +62,7 @@ test-emulated: $(ENVIRONMENT) ## run the kernels' tests on what Triton compiles,
 newer-vllm: $(STAMPS)/newer-vllm ## lay the Python of vLLM 0.33 over the CPU build of 0.32, in a folder of its own
 
 test-newer-vllm: $(STAMPS)/newer-vllm ## run the plugin's tests on vLLM 0.33, its Python over 0.32's CPU build
-	PYTHONPATH=$(CURDIR)/$(NEWER_VLLM) $(BIN)/python -m pytest -m "not slow" tests/vllm_plugin $(PYTEST_ARGS)
+	PYTHONPATH=$(CURDIR)/$(NEWER_VLLM) $(BIN)/python -m pytest -m "not slow" $(PYTEST_JOBS) tests/vllm_plugin $(PYTEST_ARGS)
 
 lint: $(ENVIRONMENT) ## check format, lint, types, import contracts and spelling
 	$(BIN)/ruff format --check .
