@@ -1,9 +1,12 @@
 """What operations on a paged cache of keys and values check."""
 
+from typing import NamedTuple
+
 import torch
 
 from jenga_kernels.checks import (
     FP8_DTYPE,
+    INT4_DTYPE,
     QUANTISED_DTYPES,
     check_dtype,
     check_rows,
@@ -29,16 +32,20 @@ def check_pages(
         v_pages: Values.
         num_kv_heads: Heads that both must have.
         head_dim: Elements that a key must have.
-        dtype: What both must hold, unless that is float8_e4m3fn or int8.
+        dtype: What both must hold, unless that is float8_e4m3fn, int8 or uint8, two elements each.
         value_dim: Elements that a value must have; None: head_dim.
 
     Raises:
         ValueError: If shape, dtype, strides or alignment do not fit.
     """
-    check_shape("k_pages", k_pages, (None, None, num_kv_heads, head_dim))
-    if value_dim is None:
-        value_dim = head_dim
-    check_shape("v_pages", v_pages, (*k_pages.shape[:3], value_dim))
+    value_dim = head_dim if value_dim is None else value_dim
+    per_byte = elements_per_item(k_pages.dtype)
+    for name, num_elements in (("head_dim", head_dim), ("value_dim", value_dim)):
+        if num_elements % per_byte:
+            msg = f"{name} must be even with pages of {INT4_DTYPE}, got {num_elements}"
+            raise ValueError(msg)
+    check_shape("k_pages", k_pages, (None, None, num_kv_heads, head_dim // per_byte))
+    check_shape("v_pages", v_pages, (*k_pages.shape[:3], value_dim // per_byte))
     check_dtype("k_pages", k_pages, (dtype, *QUANTISED_DTYPES))
     check_dtype("v_pages", v_pages, (k_pages.dtype,))
     if k_pages.dtype == FP8_DTYPE and not machine_of(k_pages.device).has_fp8:
@@ -83,17 +90,31 @@ def check_scales(
             raise ValueError(msg)
 
 
+class SlotScales(NamedTuple):
+    """Scales of slots and heads as kernels take them.
+
+    Attributes:
+        k: Of keys, f32 or words i32[num_pages, page_tokens, num_kv_heads]; None: there are none.
+        v: As k, of values.
+        strides: Their strides in elements by page, slot and head; zeros where there are none.
+    """
+
+    k: torch.Tensor | None = None
+    v: torch.Tensor | None = None
+    strides: tuple[int, ...] = (0, 0, 0)
+
+
+NO_SCALES = SlotScales()
+
+
 def check_slot_scales(
     k_pages: torch.Tensor,
     k_slot_scales: torch.Tensor | None,
     v_slot_scales: torch.Tensor | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
-) -> tuple[int, ...]:
+) -> SlotScales:
     """Check the scales of a cache that has one for each slot and head.
-
-    Returns:
-        Their strides in elements by page, slot and head; zeros where there are none.
 
     Raises:
         ValueError: If only one of the two is given, the cache is not quantised, it has other scales
@@ -103,10 +124,10 @@ def check_slot_scales(
         if k_slot_scales is not v_slot_scales:
             msg = "k_slot_scales and v_slot_scales must be given together, got one of them"
             raise ValueError(msg)
-        if k_pages.dtype == torch.int8:
-            msg = f"k_slot_scales and v_slot_scales must be given with pages of {torch.int8}"
+        if k_pages.dtype in (torch.int8, INT4_DTYPE):
+            msg = f"k_slot_scales and v_slot_scales must be given with pages of {k_pages.dtype}"
             raise ValueError(msg)
-        return 0, 0, 0
+        return NO_SCALES
     if k_pages.dtype not in QUANTISED_DTYPES:
         wanted = " or ".join(map(str, QUANTISED_DTYPES))
         msg = f"k_slot_scales needs pages of {wanted}, got {k_pages.dtype}"
@@ -114,9 +135,19 @@ def check_slot_scales(
     if k_scale is not None or v_scale is not None:
         msg = "k_scale and v_scale must be None where slots have scales of their own"
         raise ValueError(msg)
+    is_int4 = k_pages.dtype == INT4_DTYPE
     for name, scales in (("k_slot_scales", k_slot_scales), ("v_slot_scales", v_slot_scales)):
-        check_shape(name, scales, k_pages.shape[:3])
-        check_dtype(name, scales, (torch.float32,))
+        check_shape(name, scales, (*k_pages.shape[:3], 2) if is_int4 else k_pages.shape[:3])
+        check_dtype(name, scales, (torch.bfloat16 if is_int4 else torch.float32,))
+        if is_int4 and not _is_of_words(scales):
+            msg = (
+                f"{name} must have steps and least elements side by side, at multiples of 4 bytes, "
+                f"got strides {scales.stride()} from element {scales.storage_offset()} on"
+            )
+            raise ValueError(msg)
+    if is_int4:
+        k_slot_scales = k_slot_scales.view(torch.int32)[..., 0]
+        v_slot_scales = v_slot_scales.view(torch.int32)[..., 0]
     found = strides(k_slot_scales)
     if found != strides(v_slot_scales):
         msg = (
@@ -124,4 +155,20 @@ def check_slot_scales(
             f"{v_slot_scales.stride()}"
         )
         raise ValueError(msg)
-    return found
+    return SlotScales(k_slot_scales, v_slot_scales, found)
+
+
+def elements_per_item(dtype: torch.dtype) -> int:
+    """Elements of a key or value that one item of pages of this type holds."""
+    return 2 if dtype == INT4_DTYPE else 1
+
+
+def _is_of_words(scales: torch.Tensor) -> bool:
+    """Whether pairs bf16[num_pages, page_tokens, num_kv_heads, 2] are whole words of 4 bytes."""
+    *others, last = scales.stride()
+    return (
+        last == 1
+        and scales.data_ptr() % 4 == 0
+        and scales.storage_offset() % 2 == 0
+        and all(stride % 2 == 0 for stride in others)
+    )

@@ -12,7 +12,10 @@ FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FP8_DTYPE = torch.float8_e4m3fn
 """Element type of a quantised cache."""
 
-QUANTISED_DTYPES = (FP8_DTYPE, torch.int8)
+INT4_DTYPE = torch.uint8
+"""What holds a quantised cache's elements of four bits, two a byte, the first in the low half."""
+
+QUANTISED_DTYPES = (FP8_DTYPE, torch.int8, INT4_DTYPE)
 """Element types of quantised caches; those of integers have a scale for each slot and head."""
 
 ALIGNMENT_BYTES = 16

@@ -44,17 +44,20 @@ def kv_store(
 
     A cache of float8_e4m3fn gets k / k_scale and v / v_scale, rounded and saturated. One whose
     slots have scales of their own, of float8_e4m3fn or int8, gets each head of each token divided
-    by a scale that brings its greatest element to 448 or 127, rounded to nearest. Slots must lie in
-    the cache and differ from each other; neither is checked, because both are on the device.
+    by a scale that brings its greatest element to 448 or 127, rounded to nearest. One of four bits,
+    two elements in each uint8, gets the steps that each element lies above the head's least one, in
+    steps of a fifteenth of its range, both rounded to bfloat16 before. Slots must lie in the cache
+    and differ from each other; neither is checked, because both are on the device.
 
     Args:
         k: Keys, [num_tokens, num_kv_heads, head_dim], bfloat16, float16 or float32.
         v: Values, [num_tokens, num_kv_heads, value_dim], dtype of k.
         k_pages: Written in place, [num_pages, page_tokens, num_kv_heads, head_dim], dtype of k,
-            float8_e4m3fn or int8; any strides that are multiples of 16 bytes, last dimension
-            contiguous, no element over another.
-        v_pages: Written in place, [num_pages, page_tokens, num_kv_heads, value_dim], dtype and
-            strides of k_pages, apart from it. Where value_dim is not head_dim, strides are the same
+            float8_e4m3fn or int8; or of uint8, [.., head_dim // 2], with elements 2 i and 2 i + 1
+            in the low and the high half of item i. Any strides that are multiples of 16 bytes, last
+            dimension contiguous, no element over another.
+        v_pages: Written in place, as k_pages with value_dim elements, dtype and strides of k_pages,
+            apart from it. Where value_dim is not head_dim, strides are the same
             if a slot's value lies behind its key.
         slots: Slot of each token, i64[num_tokens]: slot s is token s % page_tokens of page
             s // page_tokens. Tokens with a negative slot (`NO_SLOT`) are skipped.
@@ -63,7 +66,9 @@ def kv_store(
         v_scale: As k_scale, of values.
         k_slot_scales: Written in place: what the key of each slot and head must be multiplied
             with, f32[num_pages, page_tokens, num_kv_heads], any strides; in place of k_scale, and
-            always with int8. A head with an element that is not finite is read as no numbers.
+            always with int8. With uint8 step and least element side by side, bf16[num_pages,
+            page_tokens, num_kv_heads, 2]: element n is step * n + least. A head with an element
+            that is not finite is read as no numbers.
         v_slot_scales: As k_slot_scales, of values; strides of k_slot_scales, apart from it.
 
     Raises:
@@ -76,7 +81,7 @@ def kv_store(
     )
     _check_written(k_pages, v_pages)
     check_scales(k_pages, k_scale, v_scale, num_kv_heads)
-    stride_scales = check_slot_scales(k_pages, k_slot_scales, v_slot_scales, k_scale, v_scale)
+    slot_scales = check_slot_scales(k_pages, k_slot_scales, v_slot_scales, k_scale, v_scale)
     _check_written_scales(k_slot_scales, v_slot_scales)
     check_same_device(
         k=k,
@@ -99,8 +104,8 @@ def kv_store(
     kv_store_kernel[(triton.cdiv(num_tokens * num_kv_heads, tiles.block_rows),)](
         k_pages_ptr=k_pages,
         v_pages_ptr=v_pages,
-        k_slot_scales_ptr=k_slot_scales,
-        v_slot_scales_ptr=v_slot_scales,
+        k_slot_scales_ptr=slot_scales.k,
+        v_slot_scales_ptr=slot_scales.v,
         k_ptr=k,
         v_ptr=v,
         slots_ptr=slots,
@@ -110,9 +115,9 @@ def kv_store(
         stride_pages_page=stride_page,
         stride_pages_slot=stride_slot,
         stride_pages_head=stride_head,
-        stride_scales_page=stride_scales[0],
-        stride_scales_slot=stride_scales[1],
-        stride_scales_head=stride_scales[2],
+        stride_scales_page=slot_scales.strides[0],
+        stride_scales_slot=slot_scales.strides[1],
+        stride_scales_head=slot_scales.strides[2],
         stride_k_token=k.stride(0),
         stride_k_head=k.stride(1),
         stride_v_token=v.stride(0),

@@ -32,7 +32,7 @@ from jenga_kernels.attention_plan import (
     check_steps,
     plan_attention,
 )
-from jenga_kernels.cache import check_pages, check_scales, check_slot_scales
+from jenga_kernels.cache import check_pages, check_scales, check_slot_scales, elements_per_item
 from jenga_kernels.checks import (
     FLOAT_DTYPES,
     QUANTISED_DTYPES,
@@ -97,9 +97,10 @@ def paged_attention(
         q: Queries, [num_tokens, num_heads, head_dim], bfloat16, float16 or float32; last dimension
             contiguous, head_dim up to 512.
         k_pages: Keys, [num_pages, page_tokens, num_kv_heads, head_dim], dtype of q, float8_e4m3fn
-            or int8; any strides that are multiples of 16 bytes, last dimension contiguous.
-        v_pages: Values, [num_pages, page_tokens, num_kv_heads, value_dim], dtype and strides of
-            k_pages, value_dim up to 512. Where value_dim is not head_dim, strides are the same if a
+            or int8, or of uint8, [.., head_dim // 2], two elements of four bits each; any strides
+            that are multiples of 16 bytes, last dimension contiguous.
+        v_pages: Values, as k_pages with value_dim elements, dtype and strides of k_pages, value_dim
+            up to 512. Where value_dim is not head_dim, strides are the same if a
             slot's value lies behind its key.
         page_table: Page of tokens [i * page_tokens, (i + 1) * page_tokens) of each request in
             column i, i32[num_requests, max_pages]; at least one column.
@@ -125,7 +126,8 @@ def paged_attention(
         v_scale: As k_scale, of values; shape of k_scale where both are given.
         k_slot_scales: What the key of each slot and head is multiplied with, f32[num_pages,
             page_tokens, num_kv_heads], any strides; with float8_e4m3fn pages in place of k_scale,
-            and always with int8 pages. See `kv_store`.
+            and always with int8 pages. With uint8 pages step and least element of each, bf16
+            [num_pages, page_tokens, num_kv_heads, 2]. See `kv_store`.
         v_slot_scales: As k_slot_scales, of values; strides of k_slot_scales.
         out: Written in place and returned, [num_tokens, num_heads, value_dim], dtype of q,
             contiguous, apart from it; None allocates it.
@@ -147,9 +149,9 @@ def paged_attention(
     check_shape("q", q, (None, None, None))
     num_tokens, num_heads, head_dim = q.shape
     check_shape("v_pages", v_pages, (None, None, None, None))
-    value_dim = v_pages.shape[3]
+    value_dim = v_pages.shape[3] * elements_per_item(v_pages.dtype)
     _check_widths(head_dim, value_dim)
-    check_shape("k_pages", k_pages, (None, None, None, head_dim))
+    check_shape("k_pages", k_pages, (None, None, None, None))
     num_kv_heads = k_pages.shape[2]
     check_dtype("q", q, FLOAT_DTYPES)
     check_rows("q", q)
@@ -166,7 +168,7 @@ def paged_attention(
     check_scales(k_pages, k_scale, v_scale, num_kv_heads)
     if k_scale is not None and v_scale is not None:
         check_shape("v_scale", v_scale, k_scale.shape)
-    stride_scales = check_slot_scales(k_pages, k_slot_scales, v_slot_scales, k_scale, v_scale)
+    slot_scales = check_slot_scales(k_pages, k_slot_scales, v_slot_scales, k_scale, v_scale)
     out = q.new_empty(num_tokens, num_heads, value_dim) if out is None else out
     check_shape("out", out, (num_tokens, num_heads, value_dim))
     check_dtype("out", out, (q.dtype,))
@@ -239,8 +241,8 @@ def paged_attention(
         "alibi_slopes_ptr": alibi_slopes,
         "k_scale_ptr": k_scale,
         "v_scale_ptr": v_scale,
-        "k_slot_scales_ptr": k_slot_scales,
-        "v_slot_scales_ptr": v_slot_scales,
+        "k_slot_scales_ptr": slot_scales.k,
+        "v_slot_scales_ptr": slot_scales.v,
         "scale": scale,
         "soft_cap": soft_cap,
         "window_tokens": kind.window_tokens,
@@ -250,9 +252,9 @@ def paged_attention(
         "stride_pages_page": stride_page,
         "stride_pages_slot": stride_slot,
         "stride_pages_head": stride_head,
-        "stride_scales_page": stride_scales[0],
-        "stride_scales_slot": stride_scales[1],
-        "stride_scales_head": stride_scales[2],
+        "stride_scales_page": slot_scales.strides[0],
+        "stride_scales_slot": slot_scales.strides[1],
+        "stride_scales_head": slot_scales.strides[2],
         "stride_table_request": page_table.stride(0),
         "NUM_KV_HEADS": num_kv_heads,
         "GROUP": kind.group_heads,

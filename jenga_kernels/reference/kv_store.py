@@ -2,7 +2,7 @@
 
 import torch
 
-from jenga_kernels.checks import FP8_DTYPE
+from jenga_kernels.checks import FP8_DTYPE, INT4_DTYPE
 
 
 def kv_store(
@@ -27,6 +27,8 @@ def kv_store(
             place = (slot // page_tokens, slot % page_tokens)
             if slot_scales is None:
                 pages[place] = stored(new[token], pages, scale)
+            elif pages.dtype == INT4_DTYPE:
+                pages[place], slot_scales[place] = quantised_int4(new[token])
             else:
                 pages[place], slot_scales[place] = quantised(new[token], pages.dtype)
 
@@ -55,3 +57,21 @@ def quantised(row: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torc
     values = values.where(is_scaled[:, None], 0.0) * factor[:, None]
     values = values.round() if dtype == torch.int8 else values.clamp(-most, most)
     return values.to(dtype), (greatest / most).where(greatest.isfinite(), torch.nan)
+
+
+def quantised_int4(row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A token's heads in four bits, u8[num_kv_heads, head_dim // 2], and bf16[num_kv_heads, 2]."""
+    values = row.float()
+    is_finite = values.isfinite().all(-1)
+    values = values.where(is_finite[:, None], 0.0)
+    least = values.amin(-1).bfloat16() + 0.0  # one zero only
+    extent = values.amax(-1) - least.float()
+    is_finite &= extent.isfinite()
+    is_scaled = is_finite & (extent >= 2.0**-100)
+    most = torch.full_like(extent, 15.0)
+    step = (extent / most).bfloat16().where(is_scaled, 0.0)
+    factor = torch.ones_like(extent) / step.float().where(is_scaled, 1.0)
+    values = (values - least.float()[:, None]).where(is_scaled[:, None], 0.0)
+    elements = (values * factor[:, None]).clamp(0.0, 15.0).round().to(torch.uint8)
+    step = step.where(is_finite, torch.nan)
+    return elements[:, ::2] | (elements[:, 1::2] << 4), torch.stack([step, least], -1)

@@ -3,6 +3,8 @@
 import torch
 
 from jenga_kernels.attention_plan import AttentionPlan
+from jenga_kernels.cache import elements_per_item
+from jenga_kernels.checks import INT4_DTYPE
 
 
 def paged_attention(
@@ -34,7 +36,9 @@ def paged_attention(
     Everything is computed in the dtype of q (softmax at least in float32), so float64 inputs give
     the exact result and low-precision ones what plain PyTorch would.
     """
-    out = q.new_empty(*q.shape[:2], v_pages.shape[3]) if out is None else out
+    if out is None:
+        value_dim = v_pages.shape[3] * elements_per_item(v_pages.dtype)
+        out = q.new_empty(*q.shape[:2], value_dim)
     num_heads, num_kv_heads = q.shape[1], k_pages.shape[2]
     score_dtype = torch.promote_types(q.dtype, torch.float32)
     starts = query_starts.tolist()
@@ -117,11 +121,29 @@ def gathered(
 ) -> torch.Tensor:
     """Rows of one request, [seq_len, num_kv_heads, head_dim], zero where no query reads them."""
     page_tokens = pages.shape[1]
-    rows = torch.zeros(len(read), *pages.shape[2:], dtype=dtype, device=pages.device)
+    num_heads, num_items = pages.shape[2:]
+    row_elements = num_items * elements_per_item(pages.dtype)
+    rows = torch.zeros(len(read), num_heads, row_elements, dtype=dtype, device=pages.device)
     for token in read.nonzero()[:, 0].tolist():
         page_id = int(table_row[token // page_tokens])
         place = (page_id, token % page_tokens)
+        if pages.dtype == INT4_DTYPE and slot_scales is not None:
+            rows[token] = from_int4(pages[place], slot_scales[place], dtype)
+            continue
         rows[token] = pages[place].to(dtype)
         if slot_scales is not None:
             rows[token] *= slot_scales[place][:, None].to(dtype)
     return rows if scale is None else rows * scale[:, None].to(dtype)
+
+
+def from_int4(stored: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A token's heads of four bits an element, [num_kv_heads, head_dim].
+
+    Args:
+        stored: Two elements each, u8[num_kv_heads, head_dim // 2].
+        scales: Step and least element of each head, bf16[num_kv_heads, 2].
+        dtype: Of the result.
+    """
+    elements = torch.stack([stored & 15, stored >> 4], -1).flatten(-2).to(dtype)
+    step, least = scales.to(dtype).unsqueeze(-1).unbind(-2)
+    return elements * step + least

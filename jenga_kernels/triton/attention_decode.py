@@ -11,6 +11,8 @@ from jenga_kernels.triton.attention_plan import (
 )
 from jenga_kernels.triton.attention_tile import (
     LOG2_E,
+    PAIR,
+    QUAD,
     WIDE_HEAD,
     attend_tile,
     element_mask,
@@ -19,7 +21,8 @@ from jenga_kernels.triton.attention_tile import (
     first_visible,
     row_offsets,
 )
-from jenga_kernels.triton.fp8 import as_pairs, joined_rows, split_rows
+from jenga_kernels.triton.fp8 import as_pairs, joined_rows, split_rows, to_half
+from jenga_kernels.triton.int4 import FIRST_UNIT, SECOND_UNIT, joined_quad_rows, split_quad_rows
 from jenga_kernels.triton.rows import load_rows, store_rows
 from jenga_kernels.triton.tiles import MIN_ROWS, WARPGROUP_ROWS
 
@@ -37,8 +40,8 @@ def attention_decode_kernel(  # noqa: PLR0912 - options are compiled in or out, 
     partial_lse_ptr,  # f32[num_partials, QUERY_TOKENS * GROUP]
     # Inputs
     q_ptr,  # [num_tokens, num_heads, head_dim]
-    k_pages_ptr,  # [num_pages, page_tokens, num_kv_heads, head_dim]
-    v_pages_ptr,  # [num_pages, page_tokens, num_kv_heads, value_dim]
+    k_pages_ptr,  # [num_pages, page_tokens, num_kv_heads, head_dim], or u8 with two in each
+    v_pages_ptr,  # [num_pages, page_tokens, num_kv_heads, value_dim], or u8 with two in each
     page_table_ptr,  # i32[num_requests, max_pages]
     query_starts_ptr,  # i32[num_requests + 1]
     seq_lens_ptr,  # i32[num_requests]
@@ -49,8 +52,8 @@ def attention_decode_kernel(  # noqa: PLR0912 - options are compiled in or out, 
     alibi_slopes_ptr,  # f32[num_heads] or None
     k_scale_ptr,  # f32[1] or f32[num_kv_heads] or None
     v_scale_ptr,  # f32[1] or f32[num_kv_heads] or None
-    k_slot_scales_ptr,  # f32[num_pages, page_tokens, num_kv_heads] or None
-    v_slot_scales_ptr,  # f32[num_pages, page_tokens, num_kv_heads] or None
+    k_slot_scales_ptr,  # f32, or words i32 of u8, [num_pages, page_tokens, num_kv_heads], or None
+    v_slot_scales_ptr,  # as k_slot_scales_ptr
     # Scalars
     scale,
     soft_cap,
@@ -97,16 +100,22 @@ def attention_decode_kernel(  # noqa: PLR0912 - options are compiled in or out, 
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
     PARTIAL_ROWS: tl.constexpr = QUERY_TOKENS * GROUP
     VALUE_PARTS: tl.constexpr = (RESULT_DIM + VALUE_DIM - 1) // VALUE_DIM
+    STORED: tl.constexpr = k_pages_ptr.dtype.element_ty
+    IS_INT4: tl.constexpr = tl.constexpr(STORED.is_uint8())
     # Products of more rows read keys and values from shared memory, converted.
-    IS_PAIRED: tl.constexpr = (
-        k_pages_ptr.dtype.element_ty.primitive_bitwidth == 8  # noqa: PLR2004
+    IS_SPLIT: tl.constexpr = (
+        STORED.primitive_bitwidth == 8  # noqa: PLR2004
         and q_ptr.dtype.element_ty != tl.float32
         and HEAD_DIM % 2 == 0
         and RESULT_DIM % 2 == 0
         and BLOCK_V >= 2 * _MIN_ROWS
         and BLOCK_M < _WARPGROUP_ROWS
     )
-    IS_INT8: tl.constexpr = k_pages_ptr.dtype.element_ty == tl.int8
+    # A program's warps share the columns of a part of the results.
+    K_QUADS: tl.constexpr = IS_INT4 and HEAD_DIM % 4 == 0 and BLOCK_D >= 4 * _MIN_ROWS
+    V_QUADS: tl.constexpr = K_QUADS and RESULT_DIM % 4 == 0 and BLOCK_V >= 8 * _MIN_ROWS
+    K_SPLIT: tl.constexpr = tl.constexpr((QUAD if K_QUADS else PAIR) if IS_SPLIT else 1)
+    V_SPLIT: tl.constexpr = tl.constexpr((QUAD if V_QUADS else PAIR) if IS_SPLIT else 1)
     HAS_SLOT_SCALES: tl.constexpr = tl.constexpr(k_slot_scales_ptr is not None)
     if PAGE_STRIDE is not None:
         stride_pages_page = PAGE_STRIDE
@@ -115,9 +124,10 @@ def attention_decode_kernel(  # noqa: PLR0912 - options are compiled in or out, 
     program = tl.program_id(0) // VALUE_PARTS
     part = tl.program_id(0) % VALUE_PARTS
     value_start = tl.minimum(part * VALUE_DIM, RESULT_DIM - VALUE_DIM)
-    values_ptr = v_pages_ptr + value_start
-    if IS_PAIRED:
+    values_ptr = v_pages_ptr + (value_start // 2 if IS_INT4 else value_start)
+    if K_SPLIT == QUAD or (IS_SPLIT and not IS_INT4):
         k_pages_ptr = as_pairs(k_pages_ptr)
+    if V_SPLIT == QUAD or (IS_SPLIT and not IS_INT4):
         values_ptr = as_pairs(values_ptr)
         # Strides are multiples of 16 bytes; the products tell Triton so.
         stride_pages_page = stride_pages_page // 16 * 8
@@ -164,8 +174,11 @@ def attention_decode_kernel(  # noqa: PLR0912 - options are compiled in or out, 
         row_ends = end_visible(positions, seq_len, IS_CAUSAL)
         q_offsets = row_offsets(tokens, heads, stride_q_token, stride_q_head)
         q = load_rows(q_ptr, q_offsets, live, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
-        if IS_PAIRED:
-            q = split_rows(q)
+        q_sums = None
+        if IS_INT4 and IS_SPLIT:
+            q_sums = tl.sum(to_half(q).to(tl.float32), 1)
+        if IS_SPLIT:
+            q = split_quad_rows(to_half(q)) if K_SPLIT == QUAD else split_rows(q)
         slopes = None
         if alibi_slopes_ptr is not None:
             slopes = tl.load(alibi_slopes_ptr + heads, mask=live, other=0.0)
@@ -173,9 +186,12 @@ def attention_decode_kernel(  # noqa: PLR0912 - options are compiled in or out, 
         if k_scale_ptr is not None:
             head_scale = scale * tl.load(k_scale_ptr + kv_head * IS_PER_HEAD_SCALE)
 
-        if IS_PAIRED:
-            acc = tl.full([BLOCK_M, BLOCK_V // 2], 0, tl.float32)
-            acc = acc, acc
+        least_sums = 0.0
+        if IS_SPLIT:
+            acc = tl.full([BLOCK_M, BLOCK_V // V_SPLIT], 0, tl.float32)
+            acc = (acc, acc, acc, acc) if V_SPLIT == QUAD else (acc, acc)
+            if IS_INT4:
+                least_sums = tl.full([BLOCK_M, BLOCK_N], 0, tl.float32)
         else:
             acc = tl.full([BLOCK_M, BLOCK_V], 0, tl.float32)
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -192,19 +208,21 @@ def attention_decode_kernel(  # noqa: PLR0912 - options are compiled in or out, 
         for tile in tl.range(  # pyright: ignore[reportGeneralTypeIssues]
             tile_start, tile_end, disable_licm=BLOCK_D >= WIDE_HEAD and BLOCK_M > _MIN_ROWS
         ):
-            acc, row_max, column_sums, value_unit = attend_tile(
+            acc, row_max, column_sums, value_unit, least_sums = attend_tile(
                 acc,
                 row_max,
                 column_sums,
                 value_unit,
+                least_sums,
                 q,
+                q_sums,
                 positions,
                 row_starts,
                 row_ends,
                 None,
                 None,
                 slopes,
-                k_pages_ptr + head_offset,
+                k_pages_ptr + (head_offset // 2 if K_SPLIT == 2 * V_SPLIT else head_offset),
                 values_ptr + head_offset,
                 k_scales_ptr,
                 v_scales_ptr,
@@ -225,19 +243,26 @@ def attention_decode_kernel(  # noqa: PLR0912 - options are compiled in or out, 
                 BLOCK_N,
                 BLOCK_D,
                 BLOCK_V,
+                STORED=STORED,
+                K_SPLIT=K_SPLIT,
+                V_SPLIT=V_SPLIT,
                 IS_EDGE=True,
-                IS_PAIRED=IS_PAIRED,
-                IS_INT8=IS_INT8,
                 IS_ALIGNED=False,
                 KEEPS_OFFSETS=SLOT_STRIDE is not None,
             )
-        if IS_PAIRED:
+        if V_SPLIT == QUAD:
+            acc = joined_quad_rows(acc)
+        elif IS_INT4 and IS_SPLIT:
+            acc = joined_rows(acc[0] * (1 / FIRST_UNIT), acc[1] * (1 / SECOND_UNIT))
+        elif IS_SPLIT:
             acc = joined_rows(acc[0], acc[1])
         row_sum = tl.sum(column_sums, 1)
         if v_scale_ptr is not None:
             acc *= tl.load(v_scale_ptr + kv_head * IS_PER_HEAD_SCALE)
-        if HAS_SLOT_SCALES and IS_PAIRED:
+        if HAS_SLOT_SCALES and IS_SPLIT:
             acc *= value_unit
+            if IS_INT4:
+                acc += tl.sum(least_sums, 1)[:, None]
 
         if units_done == num_units:
             sinks = None

@@ -23,8 +23,8 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
     lse_ptr,  # f32[num_tokens, num_heads] or None
     # Inputs
     q_ptr,  # [num_tokens, num_heads, head_dim]
-    k_pages_ptr,  # [num_pages, page_tokens, num_kv_heads, head_dim]
-    v_pages_ptr,  # [num_pages, page_tokens, num_kv_heads, value_dim]
+    k_pages_ptr,  # [num_pages, page_tokens, num_kv_heads, head_dim], or u8 with two in each
+    v_pages_ptr,  # [num_pages, page_tokens, num_kv_heads, value_dim], or u8 with two in each
     page_table_ptr,  # i32[num_requests, max_pages]
     query_starts_ptr,  # i32[num_requests + 1]
     seq_lens_ptr,  # i32[num_requests]
@@ -35,8 +35,8 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
     spans_ptr,  # i32[num_tokens, 2] or None
     k_scale_ptr,  # f32[1] or f32[num_kv_heads] or None
     v_scale_ptr,  # f32[1] or f32[num_kv_heads] or None
-    k_slot_scales_ptr,  # f32[num_pages, page_tokens, num_kv_heads] or None
-    v_slot_scales_ptr,  # f32[num_pages, page_tokens, num_kv_heads] or None
+    k_slot_scales_ptr,  # f32, or words i32 of u8, [num_pages, page_tokens, num_kv_heads], or None
+    v_slot_scales_ptr,  # as k_slot_scales_ptr
     # Scalars
     scale,
     soft_cap,
@@ -78,13 +78,16 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
     """
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
     VALUE_PARTS: tl.constexpr = (RESULT_DIM + VALUE_DIM - 1) // VALUE_DIM
-    IS_CONVERTED: tl.constexpr = k_pages_ptr.dtype.element_ty.primitive_bitwidth == 8  # noqa: PLR2004
+    STORED: tl.constexpr = k_pages_ptr.dtype.element_ty
+    IS_INT4: tl.constexpr = tl.constexpr(STORED.is_uint8())
+    IS_CONVERTED: tl.constexpr = STORED.primitive_bitwidth == 8  # noqa: PLR2004
     HAS_SLOT_SCALES: tl.constexpr = tl.constexpr(k_slot_scales_ptr is not None)
     IS_CROWDED: tl.constexpr = BLOCK_D >= WIDE_HEAD or (IS_CONVERTED and 2 * BLOCK_D >= WIDE_HEAD)
     kv_head = tl.program_id(1)
     row_tile = tl.program_id(0) // VALUE_PARTS
     part = tl.program_id(0) % VALUE_PARTS
     value_start = tl.minimum(part * VALUE_DIM, RESULT_DIM - VALUE_DIM)
+    values_ptr = v_pages_ptr + (value_start // 2 if IS_INT4 else value_start)
     request = tl.load(row_tile_requests_ptr + row_tile)
     if request < 0:
         return
@@ -157,12 +160,14 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
             for tile in tl.range(  # pyright: ignore[reportGeneralTypeIssues]
                 phase_start, phase_end, disable_licm=IS_CROWDED
             ):
-                acc, row_max, row_sum, _ = attend_tile(
+                acc, row_max, row_sum, _, _ = attend_tile(
                     acc,
                     row_max,
                     row_sum,
                     0.0,
+                    0.0,
                     q,
+                    None,
                     positions,
                     row_starts if is_bounded else None,
                     row_ends,
@@ -170,7 +175,7 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
                     span_ends,
                     slopes,
                     k_pages_ptr + head_offset,
-                    v_pages_ptr + head_offset + value_start,
+                    values_ptr + head_offset,
                     k_scales_ptr,
                     v_scales_ptr,
                     table_row_ptr,
@@ -190,14 +195,15 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
                     BLOCK_N,
                     BLOCK_D,
                     BLOCK_V,
+                    STORED=STORED,
+                    K_SPLIT=1,
+                    V_SPLIT=1,
                     IS_EDGE=phase != 1,
-                    IS_PAIRED=False,
-                    IS_INT8=False,
                     IS_ALIGNED=IS_INVARIANT,
                     KEEPS_OFFSETS=False,
                 )
 
-    if BLOCK_D >= WIDE_HEAD:
+    if IS_CROWDED or IS_INT4:
         # The walk needs all registers: which rows these are is not kept in any, but read again.
         row_start = tl.load(row_tile_indices_ptr + row_tile, volatile=True) * BLOCK_M
         rows = row_start + tl.arange(0, BLOCK_M)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from jenga_kernels.attention_plan import AttentionKind, AttentionPlan, plan_attention
+from jenga_kernels.checks import INT4_DTYPE
 from jenga_kernels.paged_attention import paged_attention
 from jenga_kernels.reference import paged_attention as reference
 from jenga_kernels.triton.tiles import AttentionTiles, LoopTiles
@@ -171,8 +172,10 @@ def make_batch(shape: Shape, options: Options, *, seed: int = 0) -> Batch:
     )
     slot_scales: list[torch.Tensor] = []
     if options.has_slot_scales:
-        sides = (2, shape.num_kv_heads, shape.page_tokens)
+        is_int4 = shape.pages_dtype == INT4_DTYPE
+        sides = (2, shape.num_kv_heads, shape.page_tokens, *((2,) if is_int4 else ()))
         scales = torch.full((num_pages, 3, *sides), float("nan"), device=DEVICE)
+        scales = scales.bfloat16() if is_int4 else scales
         slot_scales = [scales[:, 1, side].transpose(1, 2) for side in range(2)]
     table = shuffled_page_table(num_pages_of, num_pages, rng)
     spans = [
@@ -187,6 +190,8 @@ def make_batch(shape: Shape, options: Options, *, seed: int = 0) -> Batch:
             values = randn((len(tokens), *pages.shape[2:]), pages.dtype, rng)
             if pages.dtype == torch.int8:
                 values = torch.randint(-127, 128, values.shape, generator=rng).to(values)
+            elif pages.dtype == INT4_DTYPE:
+                values = torch.randint(0, 256, values.shape, generator=rng).to(values)
             # CUDA does not index float8: bytes go in.
             stored = pages.view(torch.uint8) if pages.dtype.itemsize == 1 else pages
             stored[page_ids, tokens % shape.page_tokens] = values.view(stored.dtype)
@@ -194,6 +199,11 @@ def make_batch(shape: Shape, options: Options, *, seed: int = 0) -> Batch:
             drawn = torch.rand(len(tokens), shape.num_kv_heads, generator=rng)
             # Those of values differ by powers of ten, and are too small for half precision.
             drawn = (0.5 + drawn) / 127 if place == 0 else 10 ** (4 * drawn - 9)
+            if shape.pages_dtype == INT4_DTYPE:
+                # A range of which a tenth to nine tenths are below zero.
+                steps = drawn * 16
+                below = 0.1 + 0.8 * torch.rand(drawn.shape, generator=rng)
+                drawn = torch.stack([steps, -15 * below * steps], -1).bfloat16()
             scales[page_ids, tokens % shape.page_tokens] = drawn.to(DEVICE)
         # Pages before everything read are stale: another request's, or out of the arena; so are
         # those past a request's end, or the null page.
@@ -236,7 +246,7 @@ def expected(batch: Batch, dtype: torch.dtype | None = None) -> tuple[torch.Tens
     arguments = dict(batch.arguments)
     if dtype is not None:
         arguments["q"] = arguments["q"].to(dtype)
-    out = arguments["q"].new_zeros(*batch.q.shape[:2], batch.v_pages.shape[3])
+    out = arguments["q"].new_zeros(*batch.q.shape[:2], batch.kind.result_dim)
     lse = torch.zeros(*out.shape[:2], dtype=dtype or torch.float32, device=out.device)
     reference.paged_attention(**arguments, out=out, lse=lse)
     return out, lse
@@ -244,7 +254,7 @@ def expected(batch: Batch, dtype: torch.dtype | None = None) -> tuple[torch.Tens
 
 def check_batch(batch: Batch, **plan: object) -> None:
     """Compare the operation with the reference, results and log-sum-exps."""
-    out = batch.q.new_full((*batch.q.shape[:2], batch.v_pages.shape[3]), 7.0)
+    out = batch.q.new_full((*batch.q.shape[:2], batch.kind.result_dim), 7.0)
     lse = torch.full(out.shape[:2], 7.0, device=out.device)
     used = int(batch.query_starts[-1])
 

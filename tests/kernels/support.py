@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from jenga_kernels.cache import elements_per_item
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -71,20 +73,27 @@ def strided_layer(
     """One layer of an arena in page-layer layout, every element NaN.
 
     A page holds all layers; a layer's part is [heads, tokens, K|V] or [tokens, heads, K|V]. Values
-    have head_dim elements unless it is said how many.
+    have head_dim elements unless it is said how many. In uint8 there are two elements in each.
     """
-    row_elements = head_dim + (head_dim if value_dim is None else value_dim)
+    key, value, row_items = row_parts(head_dim, value_dim or head_dim, dtype)
     rows = (num_kv_heads, page_tokens) if is_head_major else (page_tokens, num_kv_heads)
     arena = torch.full(
-        (num_pages, num_layers, *rows, row_elements), poison(dtype), dtype=torch.float32
+        (num_pages, num_layers, *rows, row_items), poison(dtype), dtype=torch.float32
     )
     arena = arena.to(dtype).to(DEVICE)
     interior = arena[:, layer]
     if is_head_major:
         interior = interior.transpose(1, 2)
-    return PagedLayer(
-        k_pages=interior[..., :head_dim], v_pages=interior[..., head_dim:], arena=arena
-    )
+    return PagedLayer(k_pages=interior[..., key], v_pages=interior[..., value], arena=arena)
+
+
+def row_parts(head_dim: int, value_dim: int, dtype: torch.dtype) -> tuple[slice, slice, int]:
+    """Where a slot's key and value lie, and its items: values begin at multiples of 16 bytes."""
+    per_item = elements_per_item(dtype)
+    keys, values = head_dim // per_item, value_dim // per_item
+    unit = 16 if per_item > 1 else 1
+    start = -(-keys // unit) * unit
+    return slice(keys), slice(start, start + values), start + -(-values // unit) * unit
 
 
 def shuffled_page_table(

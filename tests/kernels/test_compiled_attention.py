@@ -2,9 +2,11 @@ import pytest
 import torch
 
 from jenga_kernels.attention_plan import AttentionKind, plan_attention
+from jenga_kernels.checks import INT4_DTYPE
 from jenga_kernels.paged_attention import paged_attention
 from perf.machine_code import SHARED_BYTES
 from tests.kernels.compiling import compile_job
+from tests.kernels.support import row_parts
 
 
 def launch(
@@ -24,10 +26,13 @@ def launch(
 ):
     num_tokens = 4096
     q = torch.empty(num_tokens, num_heads, head_dim, dtype=dtype)
-    pages = torch.empty(64, num_kv_heads, page_tokens, 2 * head_dim, dtype=pages_dtype or dtype)
+    key, value, row_items = row_parts(head_dim, head_dim, pages_dtype or dtype)
+    pages = torch.empty(64, num_kv_heads, page_tokens, row_items, dtype=pages_dtype or dtype)
     pages = pages.transpose(1, 2)
     if has_slot_scales:
         scales = torch.empty(64, 2, num_kv_heads, page_tokens).transpose(2, 3)
+        if pages_dtype == INT4_DTYPE:
+            scales = scales[..., None].expand(-1, -1, -1, -1, 2).bfloat16()
         options |= {"k_slot_scales": scales[:, 0], "v_slot_scales": scales[:, 1]}
     query_starts = torch.zeros(34, dtype=torch.int32)
     seq_lens = torch.zeros(33, dtype=torch.int32)
@@ -55,8 +60,8 @@ def launch(
     )
     paged_attention(
         q,
-        pages[..., :head_dim],
-        pages[..., head_dim:],
+        pages[..., key],
+        pages[..., value],
         torch.zeros(33, 64, dtype=torch.int32),
         query_starts,
         seq_lens,
@@ -128,6 +133,10 @@ def compile_int8():
     launch_slot_scales(torch.int8)
 
 
+def compile_int4():
+    launch_slot_scales(INT4_DTYPE)
+
+
 def compile_fp8_with_slot_scales():
     launch_slot_scales(torch.float8_e4m3fn)
 
@@ -151,6 +160,7 @@ JOBS = [
             compile_invariant,
             compile_fp8,
             compile_int8,
+            compile_int4,
             compile_fp8_with_slot_scales,
             compile_float32,
         )

@@ -8,6 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jenga_kernels.checks import INT4_DTYPE
 from tests.kernels.attention_cases import (
     HALVED_TILES,
     SMALL_TILES,
@@ -23,6 +24,9 @@ SETTINGS = {
     "database": None,
     "suppress_health_check": [HealthCheck.too_slow],
 }
+
+
+STORED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": INT4_DTYPE}
 
 
 @st.composite
@@ -44,7 +48,7 @@ def shapes(draw):
         value_dim=draw(st.sampled_from([None, None, 16, 64, 128, 192])),
         page_tokens=draw(st.sampled_from([16, 32, 48, 64, 528])),
         dtype=draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32])),
-        pages_dtype=draw(st.sampled_from([None, torch.float8_e4m3fn, torch.int8])),
+        pages_dtype=draw(st.sampled_from([None, *STORED.values()])),
         is_head_major=draw(st.booleans()),
         num_padding_tokens=draw(st.integers(0, 3)),
     )
@@ -53,8 +57,8 @@ def shapes(draw):
 @st.composite
 def options(draw, shape):
     is_causal = draw(st.booleans())
-    is_int8 = shape.pages_dtype == torch.int8
-    has_slot_scales = is_int8 or (shape.pages_dtype is not None and draw(st.booleans()))
+    is_integer = shape.pages_dtype in (torch.int8, INT4_DTYPE)
+    has_slot_scales = is_integer or (shape.pages_dtype is not None and draw(st.booleans()))
     has_scales = shape.pages_dtype is not None and not has_slot_scales
     sizes = st.one_of(st.none(), st.integers(1, 100))
     return Options(
@@ -114,13 +118,13 @@ FEATURES = {
     "spans": {"has_spans": True},
     "fp8": {"num_scales": 2},
     "int8": {"has_slot_scales": True},
+    "int4": {"has_slot_scales": True},
     "cross": {"is_causal": False},
 }
-STORED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 PAIRS = [
     pair
     for pair in combinations(FEATURES, 2)
-    if ("cross" not in pair or not {"window", "chunk"} & set(pair)) and pair != ("fp8", "int8")
+    if ("cross" not in pair or not {"window", "chunk"} & set(pair)) and not set(pair) <= set(STORED)
 ]
 
 

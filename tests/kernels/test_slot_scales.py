@@ -1,13 +1,15 @@
-"""Caches whose slots have scales of their own, in int8 and float8."""
+"""Caches whose slots have scales of their own, in int8, float8 and four bits."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
+from jenga_kernels.checks import INT4_DTYPE
 from jenga_kernels.kv_store import NO_SLOT, kv_store
 from jenga_kernels.paged_attention import paged_attention
 from jenga_kernels.reference import kv_store as reference_kv_store
+from jenga_kernels.reference.paged_attention import from_int4
 from tests.kernels.attention_cases import (
     HALVED_TILES,
     SMALL_TILES,
@@ -17,17 +19,19 @@ from tests.kernels.attention_cases import (
     make_batch,
 )
 from tests.kernels.compiling import compile_job
-from tests.kernels.support import DEVICE, generator, randn, strided_layer
+from tests.kernels.support import DEVICE, generator, randn, row_parts, strided_layer
 from tests.kernels.test_compiled_attention import launch
 
-DTYPES = (torch.int8, torch.float8_e4m3fn)
+DTYPES = (torch.int8, torch.float8_e4m3fn, INT4_DTYPE)
 MIXED = ((40, 40), (1, 77), (0, 0), (3, 50), (11, 70), (1, 1))
 
 
-def slot_scales(num_pages, page_tokens, num_kv_heads, *, is_head_major=True):
+def slot_scales(stored, num_pages, page_tokens, num_kv_heads, *, is_head_major=True):
     """Scales of keys and of values of one layer of an arena, all that number."""
     rows = (num_kv_heads, page_tokens) if is_head_major else (page_tokens, num_kv_heads)
     arena = torch.full((num_pages, 3, 2, *rows), float("nan"), device=DEVICE)
+    if stored == INT4_DTYPE:
+        arena = arena[..., None].repeat(1, 1, 1, 1, 1, 2).bfloat16()
     sides = [arena[:, 1, side] for side in range(2)]
     if is_head_major:
         sides = [side.transpose(1, 2) for side in sides]
@@ -60,7 +64,7 @@ def test_kv_store_scales_each_head_of_each_slot(dtype, stored, is_head_major):
 
     for name, store in (("got", kv_store), ("want", reference_kv_store.kv_store)):
         layer = strided_layer(*shape[1:], stored, is_head_major=is_head_major)
-        scales, (k_scales, v_scales) = slot_scales(*shape[1:4], is_head_major=is_head_major)
+        scales, (k_scales, v_scales) = slot_scales(stored, *shape[1:4], is_head_major=is_head_major)
         store(
             k,
             v,
@@ -70,20 +74,29 @@ def test_kv_store_scales_each_head_of_each_slot(dtype, stored, is_head_major):
             k_slot_scales=k_scales,
             v_slot_scales=v_scales,
         )
-        made[name] = (layer.arena.view(torch.uint8), scales.view(torch.int32), layer, k_scales)
+        bits = scales.view(torch.int16 if stored == INT4_DTYPE else torch.int32)
+        made[name] = (layer.arena.view(torch.uint8), bits, layer, k_scales)
 
     for got, want in zip(made["got"][:2], made["want"][:2], strict=True):
         assert torch.equal(got, want)
     _, _, layer, k_scales = made["got"]
     live = (slots >= 0) & k.isfinite().all(2).all(1)
     pages, inside = slots[live] // 48, slots[live] % 48
-    restored = layer.k_pages[pages, inside].double() * k_scales[pages, inside][..., None].double()
-    # Half a step of int8, and of float8 of that binade; and a place of the scale itself.
-    share = 0.5 / 127 if stored == torch.int8 else 2.0**-4
-    greatest = k[live].double().abs().amax(2, keepdim=True)
-    allowed = greatest * share if stored == torch.int8 else k[live].double().abs() * share
-    allowed = allowed + greatest * (2.0**-10 / 448 + 2.0**-22)
-    assert ((restored - k[live].double()).abs() <= allowed).all()
+    exact = k[live].double()
+    greatest = exact.abs().amax(2, keepdim=True)
+    if stored == INT4_DTYPE:
+        rows = zip(layer.k_pages[pages, inside], k_scales[pages, inside], strict=True)
+        restored = torch.stack([from_int4(*row, torch.float64) for row in rows])
+        # Half a step; a step and a least element that are bfloat16, in steps of their own.
+        extent = exact.amax(2, keepdim=True) - exact.amin(2, keepdim=True)
+        allowed = extent / 30 + (extent + greatest) * 2.0**-8
+    else:
+        restored = layer.k_pages[pages, inside].double()
+        restored *= k_scales[pages, inside][..., None].double()
+        # Half a step of int8, and of float8 of that binade; and a place of the scale itself.
+        allowed = greatest * (0.5 / 127) if stored == torch.int8 else exact.abs() * 2.0**-4
+        allowed = allowed + greatest * (2.0**-10 / 448 + 2.0**-22)
+    assert ((restored - exact).abs() <= allowed).all()
 
 
 SHAPES = {
@@ -280,16 +293,24 @@ def compile_float8():
     compile_store(torch.bfloat16, torch.float8_e4m3fn)
 
 
+def compile_int4():
+    compile_store(torch.bfloat16, INT4_DTYPE)
+    compile_store(torch.float16, INT4_DTYPE)
+
+
 def compile_store(dtype, stored):
     for head_dim in (64, 80, 256, 512):
         k = torch.zeros(33, 2, head_dim, dtype=dtype)
-        layer = torch.zeros(4, 2, 16, 2 * head_dim, dtype=stored).transpose(1, 2)
+        key, value, row_items = row_parts(head_dim, head_dim, stored)
+        layer = torch.zeros(4, 2, 16, row_items, dtype=stored).transpose(1, 2)
         scales = torch.zeros(2, 4, 2, 16).transpose(2, 3)
+        if stored == INT4_DTYPE:
+            scales = scales[..., None].expand(-1, -1, -1, -1, 2).bfloat16()
         kv_store(
             k,
             k,
-            layer[..., :head_dim],
-            layer[..., head_dim:],
+            layer[..., key],
+            layer[..., value],
             torch.zeros(33, dtype=torch.int64),
             k_slot_scales=scales[0],
             v_slot_scales=scales[1],
@@ -297,19 +318,26 @@ def compile_store(dtype, stored):
 
 
 @pytest.mark.parametrize(
-    ("job", "capability"), [(compile_int8, 80), (compile_int8, 90), (compile_float8, 90)]
+    ("job", "capability"),
+    [
+        (compile_int8, 80),
+        (compile_int8, 90),
+        (compile_float8, 90),
+        (compile_int4, 80),
+        (compile_int4, 90),
+    ],
 )
 def test_stores_with_slot_scales_compile_to_wide_copies(job, capability):
     for kernel in compile_job(job, capability):
         assert kernel.stack_bytes == 0, kernel
         assert kernel.counts["load_128"] >= 2, kernel
-        # Half as many bytes as are loaded at once; and the two scales of each row.
-        assert kernel.counts["store_64"] >= 2, kernel
-        assert kernel.counts["store_global"] - kernel.counts["store_64"] <= 4, kernel
+        # Half as many bytes as are loaded at once, or a quarter; and the two scales of each row.
+        assert kernel.counts["store_global"] <= 6, kernel
+        assert kernel.counts["store_64"] >= (0 if job is compile_int4 else 2), kernel
 
 
 def compile_decoding():
-    for stored in (torch.int8, torch.float8_e4m3fn):
+    for stored in DTYPES:
         launch(
             head_dim=128,
             num_heads=32,
@@ -320,10 +348,10 @@ def compile_decoding():
         )
 
 
-def test_decoding_int8_takes_few_instructions_a_tile():
+def test_decoding_with_slot_scales_takes_few_instructions_a_tile():
     kernels = [k for k in compile_job(compile_decoding, 90) if k.name == "attention_decode_kernel"]
 
-    # 32 KiB of keys and values; 605 without scales of slots in float8.
-    for kernel, most in zip(kernels, (900, 770), strict=True):
+    # 32 KiB of keys and values, 16 of four bits each; 605 without scales of slots in float8.
+    for kernel, most in zip(kernels, (900, 770, 780), strict=True):
         assert kernel.loop_instructions <= most, kernel
         assert kernel.loop_counts["matrix"] == 64, kernel
