@@ -14,15 +14,17 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from jenga.vllm_plugin.attention_builder import JengaTritonMetadata, JengaTritonMetadataBuilder
 from jenga.vllm_plugin.cache_views import (
+    INT4,
     SLOT_SCALES_BYTES,
     CacheViews,
     cache_views,
 )
 from jenga.vllm_plugin.config import CACHE_DTYPES
 from jenga.vllm_plugin.environment import BACKEND_NAME
-from jenga.vllm_plugin.specs import HEAD_DIMS
+from jenga.vllm_plugin.specs import HEAD_DIMS, INT4_ROW_ELEMENTS
 from jenga_kernels.kv_store import kv_store
 from jenga_kernels.paged_attention import paged_attention
+from jenga_kernels.rotation import Rotation, hadamard_rotation
 from jenga_kernels.triton.tiles import ADA
 
 if TYPE_CHECKING:
@@ -104,6 +106,8 @@ class JengaTritonBackend(AttentionBackend):
         if spec.state_content_bytes is not None or not spec.kv_quant_mode.is_per_token_head:
             return spec
         row_bytes = (spec.head_size + spec.head_size_v) * spec.dtype.itemsize
+        if spec.kv_quant_mode.name == INT4.upper():
+            row_bytes //= 2
         return replace(spec, state_content_bytes=row_bytes + SLOT_SCALES_BYTES)
 
     @classmethod
@@ -119,10 +123,19 @@ class JengaTritonBackend(AttentionBackend):
         use_mm_prefix: bool,
         device_capability: Any,  # noqa: ANN401
     ) -> str | None:
-        """Say why a combination is not served: float8_e4m3fn on a GPU that cannot convert it."""
+        """Say why a combination is not served.
+
+        It is float8_e4m3fn on a GPU that cannot convert it, or rows of four bits an element that
+        would not begin where the kernels load them.
+        """
         is_fp8 = kv_cache_dtype is not None and kv_cache_dtype.startswith("fp8")
         if is_fp8 and device_capability is not None and device_capability.to_int() < ADA:
             return f"--kv-cache-dtype {kv_cache_dtype} needs compute capability 8.9"
+        if kv_cache_dtype == INT4 and head_size % INT4_ROW_ELEMENTS:
+            return (
+                f"--kv-cache-dtype {INT4} needs heads of a multiple of {INT4_ROW_ELEMENTS} "
+                f"elements, got {head_size}"
+            )
         return None
 
     @classmethod
@@ -193,9 +206,10 @@ class JengaTritonImpl(AttentionImpl[JengaTritonMetadata]):
     ) -> None:
         """Write a step's keys and values into their slots."""
         num_tokens = slot_mapping.shape[0]
-        kv_store(
-            key[:num_tokens], value[:num_tokens], slots=slot_mapping, **self._views(layer, kv_cache)
-        )
+        key, value = key[:num_tokens], value[:num_tokens]
+        if self.kv_cache_dtype == INT4:
+            key, value = key @ _rotation(key).forward, value @ _rotation(value).forward
+        kv_store(key, value, slots=slot_mapping, **self._views(layer, kv_cache))
 
     def forward(
         self,
@@ -216,12 +230,17 @@ class JengaTritonImpl(AttentionImpl[JengaTritonMetadata]):
         if attn_metadata is None:  # vLLM measures memory without a cache
             return output.fill_(0)
         num_tokens = attn_metadata.num_actual_tokens
+        query, results, scale = query[:num_tokens], output[:num_tokens], self.scale
+        if self.kv_cache_dtype == INT4:
+            rotation = _rotation(query)
+            query, scale = query @ rotation.forward, scale / rotation.gain
+            results = torch.empty_like(results)
         paged_attention(
-            query[:num_tokens],
+            query,
             page_table=attn_metadata.page_table,
             query_starts=attn_metadata.query_starts,
             seq_lens=attn_metadata.seq_lens,
-            scale=self.scale,
+            scale=scale,
             window_tokens=self.window_tokens,
             chunk_tokens=attn_metadata.plan.kind.chunk_tokens,
             is_causal=attn_metadata.plan.kind.is_causal,
@@ -229,8 +248,15 @@ class JengaTritonImpl(AttentionImpl[JengaTritonMetadata]):
             soft_cap=self.soft_cap,
             sinks=self.sinks,
             alibi_slopes=self._slopes(query.device),
-            out=output[:num_tokens],
+            out=results,
             plan=attn_metadata.plan,
             **self._views(layer, kv_cache),
         )
+        if self.kv_cache_dtype == INT4:
+            torch.matmul(results, _rotation(results).back, out=output[:num_tokens])
         return output
+
+
+def _rotation(rows: torch.Tensor) -> Rotation:
+    """Get the rotation of rows that are stored in four bits an element, or read from there."""
+    return hadamard_rotation(rows.shape[-1], rows.dtype, rows.device)

@@ -6,11 +6,14 @@ import torch
 
 from jenga_kernels.checks import FP8_DTYPE
 
-SLOT_SCALE_DTYPES = ("int8_per_token_head", "fp8_per_token_head")
+INT4 = "int4_per_token_head"
+"""Value of --kv-cache-dtype with which elements take four bits, two in each uint8."""
+
+SLOT_SCALE_DTYPES = ("int8_per_token_head", "fp8_per_token_head", INT4)
 """Values of --kv-cache-dtype with which each head of each slot has scales of its own."""
 
 SLOT_SCALES_BYTES = 2 * torch.float32.itemsize
-"""Bytes of the scales of one head of one slot, a key's and a value's."""
+"""Bytes of the scales of one head of one slot, or of its steps and least elements."""
 
 
 class CacheViews(TypedDict):
@@ -36,10 +39,15 @@ def cache_views(
     Args:
         layer: vLLM's layer, which knows the scales of a cache that has a few for all slots.
         kv_cache: [num_pages, num_kv_heads, page_tokens, bytes or elements of a slot's key and
-            value], uint8 standing for float8_e4m3fn.
+            value], uint8 standing for float8_e4m3fn but with four bits an element.
         head_dim: Elements of a key.
         cache_dtype: vLLM's name of how the layer stores.
     """
+    if cache_dtype == INT4:
+        views = _views_of_scaled_slots(kv_cache, head_dim // 2)
+        views["k_slot_scales"] = _pairs(views["k_slot_scales"])
+        views["v_slot_scales"] = _pairs(views["v_slot_scales"])
+        return views
     elements = kv_cache.view(FP8_DTYPE) if kv_cache.dtype == torch.uint8 else kv_cache
     if cache_dtype in SLOT_SCALE_DTYPES:
         return _views_of_scaled_slots(elements, head_dim)
@@ -57,16 +65,16 @@ def cache_views(
     )
 
 
-def _views_of_scaled_slots(kv_cache: torch.Tensor, head_dim: int) -> CacheViews:
+def _views_of_scaled_slots(kv_cache: torch.Tensor, key_bytes: int) -> CacheViews:
     """View a cache whose slots have scales of their own: in a page they lie behind all slots.
 
     vLLM counts four bytes of a scale to each key and value. There, rows would begin at multiples of
     four bytes, and be loaded four at a time.
 
     Args:
-        kv_cache: [num_pages, num_kv_heads, page_tokens, head_dim + value_dim + 8], elements of one
-            byte, a page's in one piece, in any order.
-        head_dim: Elements of a key.
+        kv_cache: [num_pages, num_kv_heads, page_tokens, bytes of a key, a value and 8], items of
+            one byte, a page's in one piece, in any order.
+        key_bytes: Bytes of a key.
     """
     num_pages, num_kv_heads, page_tokens, slot_bytes = kv_cache.shape
     row_bytes = slot_bytes - SLOT_SCALES_BYTES
@@ -89,10 +97,15 @@ def _views_of_scaled_slots(kv_cache: torch.Tensor, head_dim: int) -> CacheViews:
         for side in range(2)
     )
     return CacheViews(
-        k_pages=rows[..., :head_dim],
-        v_pages=rows[..., head_dim:],
+        k_pages=rows[..., :key_bytes],
+        v_pages=rows[..., key_bytes:],
         k_scale=None,
         v_scale=None,
         k_slot_scales=k_scales,
         v_slot_scales=v_scales,
     )
+
+
+def _pairs(words: torch.Tensor | None) -> torch.Tensor | None:
+    """Words of 4 bytes, [num_pages, page_tokens, num_kv_heads], as pairs bf16[.., 2]."""
+    return None if words is None else words[..., None].view(torch.bfloat16)

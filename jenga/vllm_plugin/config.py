@@ -31,6 +31,7 @@ CACHE_DTYPES = (
     "fp8_e4m3",
     "int8_per_token_head",
     "fp8_per_token_head",
+    "int4_per_token_head",
 )
 """Values of --kv-cache-dtype that are served; vLLM's fp8 is float8_e4m3fn."""
 

@@ -74,6 +74,9 @@ HEAD_DIMS = range(64, 512 + 1, 16)
 VALUE_DIMS = range(16, 512 + 1, 16)
 """Those of a value, which vLLM does not ask."""
 
+INT4_ROW_ELEMENTS = 32
+"""Elements of four bits in the 16 bytes that the kernels' rows begin at multiples of."""
+
 _STATE_ALIGNMENT_BYTES = 16
 """Of a state within its page: the widest load of one thread."""
 
@@ -104,7 +107,9 @@ def _check_attention(name: str, spec: "AttentionSpec") -> None:
     has_values = not isinstance(spec, MLAAttentionSpec)
     served = {KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR}
     if has_values:
-        served |= {KVQuantMode.INT8_PER_TOKEN_HEAD, KVQuantMode.FP8_PER_TOKEN_HEAD}
+        served |= {mode for mode in KVQuantMode if mode.is_per_token_head}
+    widths = {spec.head_size, spec.head_size_v} if has_values else set()
+    is_int4 = spec.kv_quant_mode is KVQuantMode.INT4_PER_TOKEN_HEAD
     # The backend counts the scales of slots that have their own.
     has_slot_scales = has_values and spec.kv_quant_mode.is_per_token_head
     checks = {
@@ -114,6 +119,8 @@ def _check_attention(name: str, spec: "AttentionSpec") -> None:
         "compressed tokens": spec.tokens_per_state != 1,
         f"quantised KV ({spec.kv_quant_mode.name})": spec.kv_quant_mode not in served,
         f"values of {spec.head_size_v} elements": has_values and spec.head_size_v not in VALUE_DIMS,
+        f"four bits an element of heads of {sorted(widths)} elements, which must be multiples of "
+        f"{INT4_ROW_ELEMENTS}": is_int4 and any(width % INT4_ROW_ELEMENTS for width in widths),
         "non-causal attention": getattr(spec, "non_causal", False),
     }
     reasons = [reason for reason, found in checks.items() if found]

@@ -19,7 +19,10 @@ from transformers import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
-from jenga_kernels.reference.kv_store import quantised
+from jenga_kernels.checks import INT4_DTYPE
+from jenga_kernels.reference.kv_store import quantised, quantised_int4
+from jenga_kernels.reference.paged_attention import from_int4
+from jenga_kernels.rotation import hadamard_rotation
 from tests.vllm_plugin.engine_process import audio_of_seed, image_of_seed
 
 
@@ -86,8 +89,14 @@ def stored_in_fp8(rows, scale):
 
 def stored_with_slot_scales(rows, dtype):
     """Round to what a cache of `dtype` with a scale for each slot and head holds."""
-    stored, scales = quantised(rows.reshape(-1, rows.shape[-1]), dtype)
-    return (stored.float() * scales[:, None]).reshape(rows.shape)
+    heads = rows.reshape(-1, rows.shape[-1])
+    if dtype == INT4_DTYPE:
+        rotation = hadamard_rotation(rows.shape[-1], rows.dtype, rows.device)
+        heads = from_int4(*quantised_int4(heads @ rotation.forward), rows.dtype) @ rotation.back
+    else:
+        stored, scales = quantised(heads, dtype)
+        heads = stored.float() * scales[:, None]
+    return heads.reshape(rows.shape)
 
 
 def store_with_slot_scales(dtype, kept_layers=()):

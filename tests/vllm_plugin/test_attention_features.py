@@ -84,20 +84,31 @@ def test_a_float8_cache_generates_what_stock_vllm_generates_from_rounded_keys_an
     assert_same_generation(ours, twice(stock))
 
 
+STORED = {
+    "int8_per_token_head": "int8",
+    "fp8_per_token_head": "float8_e4m3fn",
+    "int4_per_token_head": "uint8",
+}
+"""Values of --kv-cache-dtype -> element type of the pages."""
+
+
 @pytest.mark.parametrize(
     ("name", "cache_dtype"),
     [
         ("llama", "int8_per_token_head"),
+        ("llama", "int4_per_token_head"),
         pytest.param("llama", "fp8_per_token_head", marks=pytest.mark.slow),
         pytest.param("gemma3", "int8_per_token_head", marks=pytest.mark.slow),
+        pytest.param("gemma3", "int4_per_token_head", marks=pytest.mark.slow),
         pytest.param("qwen3_next", "int8_per_token_head", marks=pytest.mark.slow),
+        pytest.param("qwen3_next", "int4_per_token_head", marks=pytest.mark.slow),
     ],
 )
 def test_a_cache_with_a_scale_per_token_and_head_generates_what_transformers_generates(
     tiny_model, run_engine, name, cache_dtype
 ):
     model = tiny_model(name)
-    stored = {"int8_per_token_head": "int8", "fp8_per_token_head": "float8_e4m3fn"}[cache_dtype]
+    stored = STORED[cache_dtype]
 
     theirs = run_engine(model, PROMPTS, script="reference_process.py", slot_scales=stored)
     exact = run_engine(model, PROMPTS, script="reference_process.py")

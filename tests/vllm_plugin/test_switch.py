@@ -298,6 +298,22 @@ def test_float8_caches_are_refused_on_gpus_without_float8(layer, cache_dtype, mo
 
 
 @pytest.mark.vllm
+def test_four_bits_an_element_are_refused_for_heads_whose_rows_would_not_be_aligned():
+    import torch
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    from jenga.vllm_plugin.config import checked_backend_path
+
+    layer = AttentionSelectorConfig(
+        head_size=96, dtype=torch.float32, kv_cache_dtype="int4_per_token_head", block_size=16
+    )
+    assert checked_backend_path(layer).endswith("JengaTritonBackend")
+
+    with pytest.raises(ValueError, match="needs heads of a multiple of 32 elements, got 80"):
+        checked_backend_path(layer._replace(head_size=80))
+
+
+@pytest.mark.vllm
 def test_options_about_what_is_kept_are_said_to_have_no_effect(tiny_model):
     code = (
         CONFIGURE.format(model=str(tiny_model("llama")))
