@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
+from jenga_kernels.rotation import hadamard_rotation
 from perf.attention_shapes import AttentionBatch
 from perf.cache_layouts import Stored, as_vllm_has_it
 
@@ -48,13 +49,26 @@ def vllm_mode(stored: Stored) -> "KVQuantMode":
         Stored.FP8: KVQuantMode.FP8_PER_TENSOR,
         Stored.FP8_SLOTS: KVQuantMode.FP8_PER_TOKEN_HEAD,
         Stored.INT8_SLOTS: KVQuantMode.INT8_PER_TOKEN_HEAD,
+        Stored.INT4_SLOTS: KVQuantMode.INT4_PER_TOKEN_HEAD,
     }[stored]
+
+
+def give_vllm_our_signs(head_dim: int, device: torch.device) -> None:
+    """Have vLLM rotate rows as we do, but for their length: signs are random in both.
+
+    Then caches with the same contents give the same results. What it does takes no less or more.
+    """
+    from vllm.v1.attention.ops import int4_per_token_head
+
+    signs = hadamard_rotation(head_dim, torch.float32, device).forward[:, 0].sign()
+    int4_per_token_head._RHT_SIGNS_CACHE[head_dim, 0, str(device)] = signs
 
 
 def vllm_triton(batch: AttentionBatch, out: torch.Tensor) -> Launch:
     """Call vLLM's Triton unified attention, as its TRITON_ATTN backend does.
 
-    Where slots have scales, these lie behind each key and value, as that backend has them.
+    Where slots have scales, these lie behind each key and value, as that backend has them. With
+    four bits an element it rotates queries and results itself.
     """
     try:
         from vllm.v1.attention.ops.triton_unified_attention import unified_attention
@@ -62,6 +76,8 @@ def vllm_triton(batch: AttentionBatch, out: torch.Tensor) -> Launch:
         raise UnsupportedError(str(error)) from error
     shape = batch.shape
     mode = vllm_mode(shape.stored)
+    if shape.stored.is_rotated:
+        give_vllm_our_signs(shape.head_dim, batch.q.device)
     segments = torch.empty(
         shape.num_tokens,
         shape.num_heads,

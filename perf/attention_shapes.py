@@ -209,6 +209,18 @@ SHAPES = (
         stored=Stored.FP8_SLOTS,
         **LLAMA_8B,
     ),
+    AttentionShape(
+        name="D24 llama-8b int4-slots decode 64x8k",
+        requests=_decode(64, 8 * K),
+        stored=Stored.INT4_SLOTS,
+        **LLAMA_8B,
+    ),
+    AttentionShape(
+        name="D25 gpt-oss-120b full int4-slots decode 128x8k",
+        requests=_decode(128, 8 * K),
+        stored=Stored.INT4_SLOTS,
+        **GPT_OSS_120B,
+    ),
     AttentionShape(name="P1 llama-8b prefill 8k", requests=((8 * K, 8 * K),), **LLAMA_8B),
     AttentionShape(name="P2 llama-8b prefill 16k", requests=((16 * K, 16 * K),), **LLAMA_8B),
     AttentionShape(name="P3 llama-8b chunk 2k on 30k", requests=((2 * K, 30 * K),), **LLAMA_8B),
@@ -240,6 +252,12 @@ SHAPES = (
         name="P10 llama-8b int8-slots prefill 8k",
         requests=((8 * K, 8 * K),),
         stored=Stored.INT8_SLOTS,
+        **LLAMA_8B,
+    ),
+    AttentionShape(
+        name="P11 llama-8b int4-slots prefill 8k",
+        requests=((8 * K, 8 * K),),
+        stored=Stored.INT4_SLOTS,
         **LLAMA_8B,
     ),
     AttentionShape(
@@ -275,6 +293,14 @@ DRY_SHAPES = (
         num_kv_heads=2,
         head_dim=64,
         stored=Stored.INT8_SLOTS,
+    ),
+    AttentionShape(
+        name="dry int4-slots",
+        requests=((1, 40), (20, 40)),
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        stored=Stored.INT4_SLOTS,
     ),
 )
 

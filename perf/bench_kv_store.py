@@ -9,9 +9,16 @@ from dataclasses import dataclass
 import torch
 
 from jenga_kernels.kv_store import kv_store
-from perf.attention_peers import UnsupportedError, vllm_mode
+from jenga_kernels.rotation import hadamard_rotation
+from perf.attention_peers import UnsupportedError, give_vllm_our_signs, vllm_mode
 from perf.cache_layouts import Cache, CacheShape, Stored, as_vllm_has_it, make_cache
 from perf.harness import Benchmark, Row, read_roofline
+
+TESTS = (
+    "tests/kernels/test_kv_store.py",
+    "tests/kernels/test_slot_scales.py",
+    "tests/kernels/test_rotation.py",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +84,13 @@ SHAPES = (
         head_dim=128,
         stored=Stored.FP8_SLOTS,
     ),
+    StoreShape(
+        name="W8 llama-8b int4-slots 8192 tokens",
+        num_tokens=8192,
+        num_kv_heads=8,
+        head_dim=128,
+        stored=Stored.INT4_SLOTS,
+    ),
 )
 DRY_SHAPES = tuple(
     StoreShape(
@@ -121,11 +135,17 @@ def make_batch(shape: StoreShape, device: torch.device) -> StoreBatch:
 
 def jenga(batch: StoreBatch) -> Callable[[], None]:
     cache = batch.cache
+    rotation = None
+    if cache.stored.is_rotated:
+        rotation = hadamard_rotation(batch.k.shape[-1], batch.k.dtype, batch.k.device).forward
 
     def launch() -> None:
+        k, v = batch.k, batch.v
+        if rotation is not None:
+            k, v = k @ rotation, v @ rotation
         kv_store(
-            batch.k,
-            batch.v,
+            k,
+            v,
             cache.k_pages,
             cache.v_pages,
             batch.slots,
@@ -148,6 +168,8 @@ def vllm_triton(batch: StoreBatch) -> Callable[[], None]:
         raise UnsupportedError(str(error)) from error
     cache = batch.vllm_cache
     pages = (batch.k, batch.v, cache.k_pages, cache.v_pages)
+    if cache.stored.is_rotated:
+        give_vllm_our_signs(batch.k.shape[-1], batch.k.device)
     if cache.k_slot_scales is not None and cache.v_slot_scales is not None:
         scales = (cache.k_slot_scales, cache.v_slot_scales)
         mode = vllm_mode(cache.stored)
@@ -163,7 +185,7 @@ def main(arguments: list[str] | None = None) -> None:
     benchmark = Benchmark(
         "bench_kv_store",
         __doc__ or "",
-        ["tests/kernels/test_kv_store.py", "tests/kernels/test_slot_scales.py"],
+        TESTS,
         arguments,
     )
     for shape in DRY_SHAPES if benchmark.is_dry else SHAPES:

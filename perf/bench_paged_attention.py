@@ -10,17 +10,27 @@ import torch
 
 from jenga_kernels.attention_plan import plan_attention
 from jenga_kernels.paged_attention import paged_attention
+from jenga_kernels.rotation import hadamard_rotation
 from perf.attention_peers import PEERS, Launch, UnsupportedError
 from perf.attention_shapes import DRY_SHAPES, SHAPES, AttentionBatch, AttentionShape, make_batch
 from perf.geometric_means import geometric_means
 from perf.harness import Benchmark, Row, commit_of, read_roofline
+
+TESTS = (
+    "tests/kernels/test_paged_attention.py",
+    "tests/kernels/test_slot_scales.py",
+    "tests/kernels/test_rotation.py",
+)
 
 Prepare = Callable[[AttentionBatch, torch.Tensor], Launch]
 """Makes the launch of an implementation that writes its results into a tensor."""
 
 
 def jenga(batch: AttentionBatch, out: torch.Tensor, *, is_warp_specialized: bool = False) -> Launch:
-    """Ours; the plan is made once a step and shared by layers, so it is not timed."""
+    """Ours; the plan is made once a step and shared by layers, so it is not timed.
+
+    Rotations of queries and results are, where there are any: vLLM's call has them inside.
+    """
     shape = batch.shape
     plan = plan_attention(
         batch.query_starts,
@@ -35,15 +45,15 @@ def jenga(batch: AttentionBatch, out: torch.Tensor, *, is_warp_specialized: bool
         msg = "its prefill kernel is for Hopper, 16-bit pages and heads of up to 256 elements"
         raise UnsupportedError(msg)
 
-    def launch() -> None:
+    def attend(q: torch.Tensor, results: torch.Tensor, scale: float) -> None:
         paged_attention(
-            batch.q,
+            q,
             batch.cache.k_pages,
             batch.cache.v_pages,
             batch.page_table,
             batch.query_starts,
             batch.seq_lens,
-            scale=shape.head_dim**-0.5,
+            scale=scale,
             window_tokens=shape.window_tokens,
             is_causal=shape.is_causal,
             soft_cap=shape.soft_cap,
@@ -52,9 +62,19 @@ def jenga(batch: AttentionBatch, out: torch.Tensor, *, is_warp_specialized: bool
             v_scale=batch.cache.scale,
             k_slot_scales=batch.cache.k_slot_scales,
             v_slot_scales=batch.cache.v_slot_scales,
-            out=out,
+            out=results,
             plan=plan,
         )
+
+    scale = shape.head_dim**-0.5
+    if not shape.stored.is_rotated:
+        return lambda: attend(batch.q, out, scale)
+    rotation = hadamard_rotation(shape.head_dim, batch.q.dtype, batch.q.device)
+
+    def launch() -> None:
+        results = torch.empty_like(out)
+        attend(batch.q @ rotation.forward, results, scale / rotation.gain)
+        torch.matmul(results, rotation.back, out=out)
 
     return launch
 
@@ -106,7 +126,7 @@ def main(arguments: list[str] | None = None) -> None:
     benchmark = Benchmark(
         "bench_paged_attention",
         __doc__ or "",
-        ["tests/kernels/test_paged_attention.py", "tests/kernels/test_slot_scales.py"],
+        TESTS,
         arguments,
     )
     for shape in DRY_SHAPES if benchmark.is_dry else SHAPES:

@@ -5,10 +5,16 @@ from enum import Enum
 
 import torch
 
+from jenga_kernels.cache import elements_per_item
+from jenga_kernels.checks import INT4_DTYPE
 from jenga_kernels.reference.kv_store import quantised
+from jenga_kernels.rotation import hadamard_rotation
 
 SCALE_BYTES = 4
-"""Of the scale of a head of a slot, a float32."""
+"""Of the scale of a head of a slot, a float32; or of its step and least element, bfloat16 both."""
+
+INT4_MAX = 15
+"""Greatest element of four bits."""
 
 PAGES_AT_ONCE = 4096
 """For which random numbers are made together: an arena is large."""
@@ -24,27 +30,45 @@ class Stored(Enum):
     """float8_e4m3fn, with a scale for each head of each slot."""
     INT8_SLOTS = "int8-slots"
     """int8, with a scale for each head of each slot."""
+    INT4_SLOTS = "int4-slots"
+    """Four bits an element of rotated rows, with step and least element for each head of a slot."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of an element."""
-        if self is Stored.BF16:
-            return torch.bfloat16
-        return torch.int8 if self is Stored.INT8_SLOTS else torch.float8_e4m3fn
+        """Of an item of the pages: an element, or two of four bits."""
+        return _DTYPES.get(self, torch.float8_e4m3fn)
 
     @property
     def has_slot_scales(self) -> bool:
         """Whether each head of each slot has scales of its own."""
-        return self in (Stored.FP8_SLOTS, Stored.INT8_SLOTS)
+        return self in (Stored.FP8_SLOTS, Stored.INT8_SLOTS, Stored.INT4_SLOTS)
 
     @property
     def is_quantised(self) -> bool:
-        """Whether elements take a byte."""
+        """Whether elements take a byte or less."""
         return self is not Stored.BF16
+
+    @property
+    def is_rotated(self) -> bool:
+        """Whether keys, values and queries are rotated, and results back."""
+        return self is Stored.INT4_SLOTS
+
+    def num_items(self, head_dim: int) -> int:
+        """Items of a key, or of a value, of one head."""
+        return head_dim // elements_per_item(self.dtype)
 
     def row_bytes(self, head_dim: int) -> int:
         """Bytes of a key, or of a value, of one head, with its scale."""
-        return head_dim * self.dtype.itemsize + SCALE_BYTES * self.has_slot_scales
+        scale_bytes = SCALE_BYTES * self.has_slot_scales
+        return self.num_items(head_dim) * self.dtype.itemsize + scale_bytes
+
+
+_DTYPES = {
+    Stored.BF16: torch.bfloat16,
+    Stored.INT8_SLOTS: torch.int8,
+    Stored.INT4_SLOTS: INT4_DTYPE,
+}
+"""Of those that are not float8_e4m3fn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +77,11 @@ class Cache:
 
     Attributes:
         stored: What it holds.
-        k_pages: Keys, [num_pages, page_tokens, num_kv_heads, head_dim].
+        k_pages: Keys, [num_pages, page_tokens, num_kv_heads, head_dim], or u8[.., head_dim // 2].
         v_pages: Values, as k_pages.
         scale: Of all keys and all values, f32[1]; None but for `Stored.FP8`.
-        k_slot_scales: f32[num_pages, page_tokens, num_kv_heads], or None.
+        k_slot_scales: f32[num_pages, page_tokens, num_kv_heads], or steps and least elements,
+            bf16[.., 2], in our cache of four bits; or None.
         v_slot_scales: As k_slot_scales.
     """
 
@@ -105,18 +130,20 @@ def make_cache(shape: CacheShape, num_pages: int, device: torch.device) -> Cache
     """A cache of zeros as our kernels read it: the scales of a page lie behind its slots."""
     parts = shape.parts(num_pages, device)
     heads, tokens, stored = shape.num_kv_heads, shape.page_tokens, shape.stored
-    row_elements = 2 * shape.head_dim
-    data_bytes = heads * tokens * row_elements * stored.dtype.itemsize
-    rows = parts[:, :data_bytes].view(stored.dtype).view(num_pages, heads, tokens, row_elements)
+    row_items = stored.num_items(shape.head_dim)
+    data_bytes = heads * tokens * 2 * row_items * stored.dtype.itemsize
+    rows = parts[:, :data_bytes].view(stored.dtype).view(num_pages, heads, tokens, 2 * row_items)
     rows = rows.transpose(1, 2)
     sides: tuple[torch.Tensor | None, ...] = (None, None)
     if stored.has_slot_scales:
         scales = parts[:, data_bytes:].view(torch.float32).view(num_pages, 2, heads, tokens)
         sides = scales.transpose(2, 3).unbind(1)
+        if stored is Stored.INT4_SLOTS:
+            sides = tuple(side[..., None].view(torch.bfloat16) for side in sides)
     return Cache(
         stored=stored,
-        k_pages=rows[..., : shape.head_dim],
-        v_pages=rows[..., shape.head_dim :],
+        k_pages=rows[..., :row_items],
+        v_pages=rows[..., row_items:],
         scale=torch.ones(1, device=device) if stored is Stored.FP8 else None,
         k_slot_scales=sides[0],
         v_slot_scales=sides[1],
@@ -126,22 +153,49 @@ def make_cache(shape: CacheShape, num_pages: int, device: torch.device) -> Cache
 def fill(cache: Cache, page_ids: torch.Tensor) -> None:
     """Put random keys and values into pages, i64[num_filled]."""
     device = cache.k_pages.device
-    page_shape = cache.k_pages.shape[1:]
+    *page_rows, row_items = cache.k_pages.shape[1:]
+    head_dim = row_items * elements_per_item(cache.k_pages.dtype)
     for some in page_ids.to(device).split(PAGES_AT_ONCE):
         for pages, scales in (
             (cache.k_pages, cache.k_slot_scales),
             (cache.v_pages, cache.v_slot_scales),
         ):
-            part = torch.randn(len(some), *page_shape, device=device)
+            part = torch.randn(len(some), *page_rows, head_dim, device=device)
             if scales is None:
                 part = part.to(pages.dtype)
             else:
-                part, of_rows = quantised(part.view(-1, page_shape[-1]), pages.dtype)
-                part = part.view(len(some), *page_shape)
-                scales[some] = of_rows.view(part.shape[:-1])
+                rows = part.view(-1, head_dim)
+                is_int4 = pages.dtype == INT4_DTYPE
+                part, of_rows = in_whole_steps(rows) if is_int4 else quantised(rows, pages.dtype)
+                part = part.view(len(some), *page_rows, row_items)
+                scales[some] = of_rows.view(len(some), *scales.shape[1:])
             # No index reaches float8 tensors: their bytes are written.
             elements = torch.uint8 if pages.dtype.itemsize == 1 else pages.dtype
             pages.view(elements)[some] = part.view(elements)
+
+
+def in_whole_steps(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows in four bits as vLLM's caches can hold them too, and bf16[num_rows, 2].
+
+    The least element is a whole number of steps below zero. A step has four binary digits and so
+    has that number: their product is a bfloat16.
+
+    Args:
+        rows: f32[num_rows, head_dim], each with elements below and above zero.
+    """
+    least, greatest = rows.aminmax(dim=-1)
+    digits, exponents = torch.frexp((greatest - least) / INT4_MAX)
+    steps = torch.ldexp((digits * 16).ceil(), exponents - 4)
+    steps_below = (-least / steps).round()
+    elements = (rows / steps[:, None]).round() + steps_below[:, None]
+    elements = elements.clamp(0, INT4_MAX).to(INT4_DTYPE)
+    pairs = torch.stack([steps, -steps * steps_below], -1).to(torch.bfloat16)
+    return elements[:, ::2] | (elements[:, 1::2] << 4), pairs
+
+
+def vllm_gain(head_dim: int) -> float:
+    """How many times ours a row is that vLLM has rotated, if `head_dim` is a power of two."""
+    return (head_dim / hadamard_rotation(head_dim, torch.float32, torch.device("cpu")).gain) ** 0.5
 
 
 def as_vllm_has_it(cache: Cache, shape: CacheShape) -> Cache:
@@ -151,26 +205,41 @@ def as_vllm_has_it(cache: Cache, shape: CacheShape) -> Cache:
 
     Source: `TritonAttentionImpl._ensure_scale_caches` of vLLM 0.32.
     """
-    stored, head_dim = shape.stored, shape.head_dim
+    stored, row_items = shape.stored, shape.stored.num_items(shape.head_dim)
     if cache.k_slot_scales is None or cache.v_slot_scales is None:
         return cache
     num_pages = cache.k_pages.shape[0]
     parts = shape.parts(num_pages, cache.k_pages.device)
     rows = parts.view(
-        num_pages, shape.num_kv_heads, shape.page_tokens, 2, stored.row_bytes(head_dim)
+        num_pages, shape.num_kv_heads, shape.page_tokens, 2, stored.row_bytes(shape.head_dim)
     )
     k_rows, v_rows = rows.transpose(1, 2).unbind(3)
     k_scales, v_scales = (
-        side[..., head_dim:].view(torch.float32)[..., 0] for side in (k_rows, v_rows)
+        side[..., row_items:].view(torch.float32)[..., 0] for side in (k_rows, v_rows)
     )
-    k_rows[..., :head_dim] = cache.k_pages.view(torch.uint8)
-    v_rows[..., :head_dim] = cache.v_pages.view(torch.uint8)
-    k_scales.copy_(cache.k_slot_scales)
-    v_scales.copy_(cache.v_slot_scales)
+    k_rows[..., :row_items] = cache.k_pages.view(torch.uint8)
+    v_rows[..., :row_items] = cache.v_pages.view(torch.uint8)
+    for theirs, ours in ((k_scales, cache.k_slot_scales), (v_scales, cache.v_slot_scales)):
+        theirs.copy_(_with_zero_points(ours, shape.head_dim) if stored.is_rotated else ours)
     return Cache(
         stored=stored,
-        k_pages=k_rows[..., :head_dim].view(stored.dtype),
-        v_pages=v_rows[..., :head_dim].view(stored.dtype),
+        k_pages=k_rows[..., :row_items].view(stored.dtype),
+        v_pages=v_rows[..., :row_items].view(stored.dtype),
         k_slot_scales=k_scales,
         v_slot_scales=v_scales,
     )
+
+
+def _with_zero_points(pairs: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Steps as vLLM has them, f32[..]: in the last four bits how many of them are below zero.
+
+    Args:
+        pairs: Steps and least elements as `in_whole_steps` makes them, or zeros, bf16[.., 2].
+        head_dim: Elements of a row.
+
+    Source: `_reshape_cache_int4_kernel` of vLLM 0.32.
+    """
+    steps, least = pairs.float().unbind(-1)
+    steps_below = -least / steps.where(steps > 0, 1.0)
+    words = (steps * vllm_gain(head_dim)).view(torch.int32) | steps_below.to(torch.int32)
+    return words.view(torch.float32)

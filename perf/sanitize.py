@@ -66,6 +66,8 @@ SMALL_TESTS = {
 OTHER_TESTS = (
     "slot_scales.py::test_kv_store_scales_each_head_of_each_slot[torch.bfloat16-torch.int8-head_major]",
     "slot_scales.py::test_paged_attention_reads_slots_with_scales[mixed-torch.bfloat16-torch.int8]",
+    "slot_scales.py::test_kv_store_scales_each_head_of_each_slot[torch.bfloat16-torch.uint8-head_major]",
+    "slot_scales.py::test_paged_attention_reads_slots_with_scales[mixed-torch.bfloat16-torch.uint8]",
     "pages.py::test_page_copy_copies_whole_pages_and_nothing_else",
 )
 """Tests of files that are not named after their operation."""

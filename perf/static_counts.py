@@ -71,7 +71,7 @@ HEADER = f"""\
 
 
 def attention(batch: AttentionBatch, *, is_warp_specialized: bool = False) -> Callable[[], object]:
-    """Our attention, with a plan for this batch alone."""
+    """Our attention, with a plan for this batch alone; rotations are PyTorch's, and not in it."""
     from jenga_kernels.attention_plan import plan_attention
     from jenga_kernels.paged_attention import paged_attention
 

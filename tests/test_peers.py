@@ -36,6 +36,7 @@ VLLM_MODES = {
     Stored.FP8: "FP8_PER_TENSOR",
     Stored.FP8_SLOTS: "FP8_PER_TOKEN_HEAD",
     Stored.INT8_SLOTS: "INT8_PER_TOKEN_HEAD",
+    Stored.INT4_SLOTS: "INT4_PER_TOKEN_HEAD",
 }
 LENGTHS = {"steps": [1, 1], "prompts": [5, 40]}
 
