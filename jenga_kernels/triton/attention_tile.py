@@ -254,7 +254,7 @@ def _split(rows, STORED: tl.constexpr, SPLIT: tl.constexpr):
         return split_int4_quads(rows)
     elif STORED.is_uint8():
         return split_int4_pairs(rows)
-    elif tl.int8 == STORED:
+    elif STORED.is_int8():
         return split_int8_pairs(rows)
     else:
         return split_pairs(rows)

@@ -67,7 +67,10 @@ def _reordered(bits):
 
 @device_function
 def _as_bfloat16(values):
-    """Finite f32 as the nearest bfloat16, ties to even, widened; the interpreter has no zero so."""
+    """Finite f32 as the nearest bfloat16, ties to even, widened.
+
+    In bits, because the interpreter makes something else of a zero that is bfloat16.
+    """
     bits = values.to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & _HIGH_HALF
     return bits.to(tl.float32, bitcast=True)
