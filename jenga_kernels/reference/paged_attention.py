@@ -121,9 +121,9 @@ def gathered(
 ) -> torch.Tensor:
     """Rows of one request, [seq_len, num_kv_heads, head_dim], zero where no query reads them."""
     page_tokens = pages.shape[1]
-    num_heads, num_items = pages.shape[2:]
+    *heads, num_items = pages.shape[2:]
     row_elements = num_items * elements_per_item(pages.dtype)
-    rows = torch.zeros(len(read), num_heads, row_elements, dtype=dtype, device=pages.device)
+    rows = torch.zeros(len(read), *heads, row_elements, dtype=dtype, device=pages.device)
     for token in read.nonzero()[:, 0].tolist():
         page_id = int(table_row[token // page_tokens])
         place = (page_id, token % page_tokens)
