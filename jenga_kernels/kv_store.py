@@ -45,10 +45,10 @@ def kv_store(
     A cache of float8_e4m3fn gets k / k_scale and v / v_scale, rounded and saturated. One whose
     slots have scales of their own, of float8_e4m3fn or int8, gets each head of each token divided
     by a scale that brings its greatest element to 448 or 127, rounded to nearest. One of four bits,
-    two elements in each uint8, gets the steps that each element lies above the head's least one, in
-    steps of a fifteenth of its range, both rounded to bfloat16 before; heads should be rotated first
-    (`jenga_kernels.rotation`). Slots must lie in the cache and differ from each other; neither is
-    checked, because both are on the device.
+    two elements in each uint8, gets the number of steps that each element lies above the head's
+    least one; a step is a fifteenth of the head's range, and both are rounded to bfloat16 before.
+    Such heads should be rotated first (`jenga_kernels.rotation`). Slots must lie in the cache and
+    differ from each other; neither is checked, because both are on the device.
 
     Args:
         k: Keys, [num_tokens, num_kv_heads, head_dim], bfloat16, float16 or float32.

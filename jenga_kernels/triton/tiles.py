@@ -263,6 +263,9 @@ def attention_tiles(
         decode = _wide_decode_tiles(machine, element_bytes, decode_rows)
         if decode_rows > MIN_ROWS:  # one such program fills a processor
             num_programs = machine.num_processors // decode.value_parts
+    if has_slot_scales and MIN_ROWS < decode.block_m < WARPGROUP_ROWS:
+        # Scores, and what four bits lie above, take the registers of more keys.
+        decode = replace(decode, block_n=min(32, decode.block_n))
     prefill = PREFILL_TILES[is_large, element_bytes, stored_bytes, block_d]
     if has_slot_scales and block_d == 64 and element_bytes == 2:  # noqa: PLR2004 - narrow heads
         prefill = replace(prefill, block_n=prefill.block_n // 2)
@@ -326,18 +329,23 @@ def _decode_tiles(
 
     A load behind a page id takes two stages, so five stages keep two steps in flight.
     """
-    block_n = min(128, 16384 // (block_d * stored_bytes))
+    # Operands of float32 products are float32 in registers, whatever they are in memory.
+    is_float32 = element_bytes == 4  # noqa: PLR2004
+    block_n = min(128, 16384 // (block_d * (element_bytes if is_float32 else stored_bytes)))
     if block_d > 128:  # noqa: PLR2004 - rows this wide leave no registers for more keys
         block_n = min(32, block_n)
     if not is_large or decode_rows > MIN_ROWS:
         block_n = block_n // 2
-    num_stages = 5 if element_bytes == 2 else 4  # noqa: PLR2004 - float32 products need registers
+    num_stages = 4 if is_float32 else 5  # float32 products need registers
     num_warps = 4
     if decode_rows * block_d > 8192:  # noqa: PLR2004 - results of drafted tokens, 64 a thread
         num_warps = 8
         num_stages = num_stages if is_large else 3
         # Bytes that become operands of matrix instructions pass through more registers.
         block_n = block_n if is_large else min(16 * stored_bytes, block_n)
+    if is_float32 and stored_bytes < element_bytes:
+        # Those that are converted leave none to load a step ahead.
+        num_warps, num_stages = 8, 1
     return LoopTiles(
         block_m=decode_rows, block_n=max(16, block_n), num_warps=num_warps, num_stages=num_stages
     )

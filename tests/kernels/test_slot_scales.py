@@ -355,3 +355,36 @@ def test_decoding_with_slot_scales_takes_few_instructions_a_tile():
     for kernel, most in zip(kernels, (900, 770, 780), strict=True):
         assert kernel.loop_instructions <= most, kernel
         assert kernel.loop_counts["matrix"] == 64, kernel
+
+
+def compile_drafts():
+    for stored in (torch.int8, INT4_DTYPE):
+        for head_dim in (64, 128, 256):
+            launch(
+                head_dim=head_dim,
+                pages_dtype=stored,
+                has_slot_scales=True,
+                decode_query_tokens=8,
+                max_query_tokens=8,
+            )
+
+
+def compile_queries_in_float32():
+    for stored in (torch.int8, INT4_DTYPE):
+        for head_dim in (64, 128, 256):
+            launch(
+                head_dim=head_dim,
+                dtype=torch.float32,
+                pages_dtype=stored,
+                has_slot_scales=True,
+                max_query_tokens=1,
+            )
+
+
+@pytest.mark.parametrize("job", [compile_drafts, compile_queries_in_float32])
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
+def test_decoding_with_slot_scales_spills_nothing(job, capability):
+    kernels = compile_job(job, capability)
+
+    assert len([each for each in kernels if each.name == "attention_decode_kernel"]) == 6
+    assert all(each.stack_bytes == 0 for each in kernels), kernels
