@@ -185,9 +185,9 @@ def test_attention_compiles_to_wide_loads_and_tensor_cores_without_spills(job, c
             assert kernel.counts[matrix] > 0, kernel
         if kernel.name in {"attention_prefill_kernel", "attention_decode_kernel"}:
             # Queries, and at least one step of keys and one of values; where slots have scales, a
-            # thread may have 8 bytes of a step.
-            has_slot_scales = job in {compile_int8, compile_fp8_with_slot_scales}
-            assert kernel.counts["load_128"] >= (4 if has_slot_scales else 9), kernel
+            # thread may have 8 bytes of a step, and of four bits an element fewer.
+            wide = {compile_int8: 4, compile_fp8_with_slot_scales: 4, compile_int4: 2}.get(job, 9)
+            assert kernel.counts["load_128"] >= wide, kernel
             assert kernel.counts["store_128"] > 0, kernel
             if capability == 90 and job not in {compile_float32, compile_fp8}:
                 # Loads of a step are under way while the one before is computed.
