@@ -47,8 +47,8 @@ class AttentionKind:
         window_tokens: Keys a query reads: itself and the window_tokens - 1 before it; None: all.
         chunk_tokens: Queries read no key before the last multiple of it; None: no such chunks.
         is_causal: Whether a query reads only keys up to its own position.
-        is_quantised: Whether pages hold elements of a byte or half of one: float8_e4m3fn, int8 or
-            two of four bits in a uint8.
+        is_quantised: Whether pages hold elements of a byte or half of one: float8, int8 or two of
+            four bits in a uint8.
         has_slot_scales: Whether each slot and head of them has scales of its own.
         value_dim: Elements of a value where they are not head_dim; else None.
     """

@@ -8,6 +8,8 @@ from jenga_kernels.checks import (
     FP8_DTYPE,
     INT4_DTYPE,
     QUANTISED_DTYPES,
+    SCALED_DTYPES,
+    SLOT_SCALED_DTYPES,
     check_dtype,
     check_rows,
     check_shape,
@@ -32,7 +34,7 @@ def check_pages(
         v_pages: Values.
         num_kv_heads: Heads that both must have.
         head_dim: Elements that a key must have.
-        dtype: What both must hold, unless that is float8_e4m3fn, int8 or uint8, two elements each.
+        dtype: What both must hold, unless that is float8, int8 or uint8, two elements each.
         value_dim: Elements that a value must have; None: head_dim.
 
     Raises:
@@ -78,8 +80,9 @@ def check_scales(
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is None:
             continue
-        if k_pages.dtype != FP8_DTYPE:
-            msg = f"{name} needs pages of {FP8_DTYPE}, got {k_pages.dtype}"
+        if k_pages.dtype not in SCALED_DTYPES:
+            wanted = " or ".join(map(str, SCALED_DTYPES))
+            msg = f"{name} needs pages of {wanted}, got {k_pages.dtype}"
             raise ValueError(msg)
         check_dtype(name, scale, (torch.float32,))
         if tuple(scale.shape) not in ((1,), (num_kv_heads,)) or not scale.is_contiguous():
@@ -128,8 +131,8 @@ def check_slot_scales(
             msg = f"k_slot_scales and v_slot_scales must be given with pages of {k_pages.dtype}"
             raise ValueError(msg)
         return NO_SCALES
-    if k_pages.dtype not in QUANTISED_DTYPES:
-        wanted = " or ".join(map(str, QUANTISED_DTYPES))
+    if k_pages.dtype not in SLOT_SCALED_DTYPES:
+        wanted = " or ".join(map(str, SLOT_SCALED_DTYPES))
         msg = f"k_slot_scales needs pages of {wanted}, got {k_pages.dtype}"
         raise ValueError(msg)
     if k_scale is not None or v_scale is not None:

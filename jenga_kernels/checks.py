@@ -10,13 +10,22 @@ FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Element types of activations."""
 
 FP8_DTYPE = torch.float8_e4m3fn
-"""Element type of a quantised cache."""
+"""Element type of a quantised cache, which GPUs convert from compute capability 8.9 on."""
+
+E5M2_DTYPE = torch.float8_e5m2
+"""Element type of a quantised cache, the upper byte of half precision; for every GPU."""
 
 INT4_DTYPE = torch.uint8
 """What holds a quantised cache's elements of four bits, two a byte, the first in the low half."""
 
-QUANTISED_DTYPES = (FP8_DTYPE, torch.int8, INT4_DTYPE)
-"""Element types of quantised caches; those of integers have a scale for each slot and head."""
+SCALED_DTYPES = (FP8_DTYPE, E5M2_DTYPE)
+"""Element types of quantised caches that may have a scale for all slots, or for each head."""
+
+SLOT_SCALED_DTYPES = (FP8_DTYPE, torch.int8, INT4_DTYPE)
+"""Those that may have a scale for each slot and head; those of integers always have."""
+
+QUANTISED_DTYPES = (FP8_DTYPE, E5M2_DTYPE, torch.int8, INT4_DTYPE)
+"""Element types of quantised caches."""
 
 ALIGNMENT_BYTES = 16
 """Widest load of one thread: rows must begin at multiples of it."""

@@ -6,7 +6,6 @@ import triton
 from jenga_kernels.cache import check_pages, check_scales, check_slot_scales
 from jenga_kernels.checks import (
     FLOAT_DTYPES,
-    FP8_DTYPE,
     check_apart,
     check_dtype,
     check_no_gradients,
@@ -42,28 +41,28 @@ def kv_store(
 ) -> None:
     """Copy each token's key and value into the slot given for it.
 
-    A cache of float8_e4m3fn gets k / k_scale and v / v_scale, rounded and saturated. One whose
-    slots have scales of their own, of float8_e4m3fn or int8, gets each head of each token divided
-    by a scale that brings its greatest element to 448 or 127, rounded to nearest. One of four bits,
-    two elements in each uint8, gets the number of steps that each element lies above the head's
-    least one; a step is a fifteenth of the head's range, and both are rounded to bfloat16 before.
-    Such heads should be rotated first (`jenga_kernels.rotation`). Slots must lie in the cache and
-    differ from each other; neither is checked, because both are on the device.
+    A cache of float8_e4m3fn or float8_e5m2 gets k / k_scale and v / v_scale, rounded and saturated.
+    One whose slots have scales of their own, of float8_e4m3fn or int8, gets each head of each token
+    divided by a scale that brings its greatest element to 448 or 127, rounded to nearest. One of
+    four bits, two elements in each uint8, gets the number of steps that each element lies above the
+    head's least one; a step is a fifteenth of the head's range, and both are rounded to bfloat16
+    before. Such heads should be rotated first (`jenga_kernels.rotation`). Slots must lie in the
+    cache and differ from each other; neither is checked, because both are on the device.
 
     Args:
         k: Keys, [num_tokens, num_kv_heads, head_dim], bfloat16, float16 or float32.
         v: Values, [num_tokens, num_kv_heads, value_dim], dtype of k.
         k_pages: Written in place, [num_pages, page_tokens, num_kv_heads, head_dim], dtype of k,
-            float8_e4m3fn or int8; or of uint8, [.., head_dim // 2], with elements 2 i and 2 i + 1
-            in the low and the high half of item i. Any strides that are multiples of 16 bytes, last
-            dimension contiguous, no element over another.
+            float8_e4m3fn, float8_e5m2 or int8; or of uint8, [.., head_dim // 2], with elements 2 i
+            and 2 i + 1 in the low and the high half of item i. Any strides that are multiples of 16
+            bytes, last dimension contiguous, no element over another.
         v_pages: Written in place, as k_pages with value_dim elements, dtype and strides of k_pages,
             apart from it. Where value_dim is not head_dim, strides are the same
             if a slot's value lies behind its key.
         slots: Slot of each token, i64[num_tokens]: slot s is token s % page_tokens of page
             s // page_tokens. Tokens with a negative slot (`NO_SLOT`) are skipped.
         k_scale: What a stored key must be multiplied with, f32[1] or f32[num_kv_heads]; only with a
-            float8_e4m3fn cache, where None means 1.
+            float8 cache, where None means 1.
         v_scale: As k_scale, of values.
         k_slot_scales: Written in place: what the key of each slot and head must be multiplied
             with, f32[num_pages, page_tokens, num_kv_heads], any strides; in place of k_scale, and
@@ -129,7 +128,7 @@ def kv_store(
         PAGE_TOKENS=page_tokens,
         IS_PER_HEAD_K=k_scale is not None and k_scale.numel() > 1,
         IS_PER_HEAD_V=v_scale is not None and v_scale.numel() > 1,
-        IS_FP8=k_pages.dtype == FP8_DTYPE,
+        HAS_FP8=machine.has_fp8,
         BLOCK_ROWS=tiles.block_rows,
         BLOCK_D=power_of_two(widest),
         BLOCK_LINE=line_elements(machine, widest, k.element_size()),

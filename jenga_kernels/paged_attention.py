@@ -96,9 +96,9 @@ def paged_attention(
     Args:
         q: Queries, [num_tokens, num_heads, head_dim], bfloat16, float16 or float32; last dimension
             contiguous, head_dim up to 512.
-        k_pages: Keys, [num_pages, page_tokens, num_kv_heads, head_dim], dtype of q, float8_e4m3fn
-            or int8, or of uint8, [.., head_dim // 2], two elements of four bits each; any strides
-            that are multiples of 16 bytes, last dimension contiguous.
+        k_pages: Keys, [num_pages, page_tokens, num_kv_heads, head_dim], dtype of q, float8_e4m3fn,
+            float8_e5m2 or int8, or of uint8, [.., head_dim // 2], two elements of four bits each;
+            any strides that are multiples of 16 bytes, last dimension contiguous.
         v_pages: Values, as k_pages with value_dim elements, dtype and strides of k_pages, value_dim
             up to 512. Where value_dim is not head_dim, strides are the same if a
             slot's value lies behind its key.
@@ -122,7 +122,7 @@ def paged_attention(
             tokens of an image that see each other. Needs a plan with decode_query_tokens 0, or no
             plan.
         k_scale: What stored keys are multiplied with, f32[1] or f32[num_kv_heads]; only with
-            float8_e4m3fn pages.
+            float8 pages.
         v_scale: As k_scale, of values; shape of k_scale where both are given.
         k_slot_scales: What the key of each slot and head is multiplied with, f32[num_pages,
             page_tokens, num_kv_heads], any strides; with float8_e4m3fn pages in place of k_scale,

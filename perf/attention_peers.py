@@ -47,6 +47,7 @@ def vllm_mode(stored: Stored) -> "KVQuantMode":
     return {
         Stored.BF16: KVQuantMode.NONE,
         Stored.FP8: KVQuantMode.FP8_PER_TENSOR,
+        Stored.E5M2: KVQuantMode.FP8_PER_TENSOR,
         Stored.FP8_SLOTS: KVQuantMode.FP8_PER_TOKEN_HEAD,
         Stored.INT8_SLOTS: KVQuantMode.INT8_PER_TOKEN_HEAD,
         Stored.INT4_SLOTS: KVQuantMode.INT4_PER_TOKEN_HEAD,

@@ -221,6 +221,12 @@ SHAPES = (
         stored=Stored.INT4_SLOTS,
         **GPT_OSS_120B,
     ),
+    AttentionShape(
+        name="D26 llama-8b e5m2 decode 64x8k",
+        requests=_decode(64, 8 * K),
+        stored=Stored.E5M2,
+        **LLAMA_8B,
+    ),
     AttentionShape(name="P1 llama-8b prefill 8k", requests=((8 * K, 8 * K),), **LLAMA_8B),
     AttentionShape(name="P2 llama-8b prefill 16k", requests=((16 * K, 16 * K),), **LLAMA_8B),
     AttentionShape(name="P3 llama-8b chunk 2k on 30k", requests=((2 * K, 30 * K),), **LLAMA_8B),

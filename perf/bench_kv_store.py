@@ -91,6 +91,13 @@ SHAPES = (
         head_dim=128,
         stored=Stored.INT4_SLOTS,
     ),
+    StoreShape(
+        name="W9 llama-8b e5m2 8192 tokens",
+        num_tokens=8192,
+        num_kv_heads=8,
+        head_dim=128,
+        stored=Stored.E5M2,
+    ),
 )
 DRY_SHAPES = tuple(
     StoreShape(
@@ -167,6 +174,9 @@ def vllm_triton(batch: StoreBatch) -> Callable[[], None]:
     except ImportError as error:
         raise UnsupportedError(str(error)) from error
     cache = batch.vllm_cache
+    if cache.stored is Stored.E5M2:
+        msg = "stores float8_e4m3fn under that name"
+        raise UnsupportedError(msg)
     pages = (batch.k, batch.v, cache.k_pages, cache.v_pages)
     if cache.stored.is_rotated:
         give_vllm_our_signs(batch.k.shape[-1], batch.k.device)

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from jenga.demo.weights import gemma3_270m_directory
-from jenga_kernels.checks import FP8_DTYPE
+from jenga_kernels.checks import E5M2_DTYPE, FP8_DTYPE
 from jenga_kernels.reference.kv_store import quantised, quantised_int4
 from jenga_kernels.reference.paged_attention import from_int4
 from jenga_kernels.rotation import hadamard_rotation
@@ -30,9 +30,10 @@ Format = Callable[[torch.Tensor], torch.Tensor]
 """Heads [rows, head_dim] as a cache returns them."""
 
 
-def in_fp8(rows: torch.Tensor) -> torch.Tensor:
-    """Give float8_e4m3fn, unscaled."""
-    return rows.clamp(-448, 448).to(FP8_DTYPE).float()
+def unscaled(dtype: torch.dtype) -> Format:
+    """Give float8 without scales."""
+    most = torch.finfo(dtype).max
+    return lambda rows: rows.clamp(-most, most).to(dtype).float()
 
 
 def with_slot_scales(dtype: torch.dtype) -> Format:
@@ -70,7 +71,8 @@ def rotated(store: Format) -> Format:
 
 FORMATS: Mapping[str, Format] = {
     "bfloat16": lambda rows: rows.bfloat16().float(),
-    "fp8, unscaled": in_fp8,
+    "fp8, unscaled": unscaled(FP8_DTYPE),
+    "fp8_e5m2, unscaled": unscaled(E5M2_DTYPE),
     "fp8_per_token_head": with_slot_scales(FP8_DTYPE),
     "int8_per_token_head": with_slot_scales(torch.int8),
     "int4, not rotated": in_int4,

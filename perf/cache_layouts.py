@@ -6,7 +6,7 @@ from enum import Enum
 import torch
 
 from jenga_kernels.cache import elements_per_item
-from jenga_kernels.checks import INT4_DTYPE
+from jenga_kernels.checks import E5M2_DTYPE, INT4_DTYPE
 from jenga_kernels.reference.kv_store import quantised
 from jenga_kernels.rotation import hadamard_rotation
 
@@ -26,6 +26,8 @@ class Stored(Enum):
     BF16 = "bf16"
     FP8 = "fp8"
     """float8_e4m3fn, with a scale for all of them."""
+    E5M2 = "e5m2"
+    """float8_e5m2, with a scale for all of them."""
     FP8_SLOTS = "fp8-slots"
     """float8_e4m3fn, with a scale for each head of each slot."""
     INT8_SLOTS = "int8-slots"
@@ -65,6 +67,7 @@ class Stored(Enum):
 
 _DTYPES = {
     Stored.BF16: torch.bfloat16,
+    Stored.E5M2: E5M2_DTYPE,
     Stored.INT8_SLOTS: torch.int8,
     Stored.INT4_SLOTS: INT4_DTYPE,
 }
@@ -79,7 +82,7 @@ class Cache:
         stored: What it holds.
         k_pages: Keys, [num_pages, page_tokens, num_kv_heads, head_dim], or u8[.., head_dim // 2].
         v_pages: Values, as k_pages.
-        scale: Of all keys and all values, f32[1]; None but for `Stored.FP8`.
+        scale: Of all keys and all values, f32[1]; None but for float8 without scales of slots.
         k_slot_scales: f32[num_pages, page_tokens, num_kv_heads], or steps and least elements,
             bf16[.., 2], in our cache of four bits; or None.
         v_slot_scales: As k_slot_scales.
@@ -144,7 +147,7 @@ def make_cache(shape: CacheShape, num_pages: int, device: torch.device) -> Cache
         stored=stored,
         k_pages=rows[..., :row_items],
         v_pages=rows[..., row_items:],
-        scale=torch.ones(1, device=device) if stored is Stored.FP8 else None,
+        scale=torch.ones(1, device=device) if stored in (Stored.FP8, Stored.E5M2) else None,
         k_slot_scales=sides[0],
         v_slot_scales=sides[1],
     )

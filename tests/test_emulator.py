@@ -7,6 +7,7 @@ import torch
 from perf.emulator import launches
 from perf.emulator.errors import EmulationError
 from perf.emulator.launches import EmulatedKernel
+from perf.emulator.numbers import FLOAT8
 
 THREADS = 64
 GROUP = 128
@@ -125,22 +126,30 @@ def test_an_instruction_gives_what_the_manual_says(instruction, operands, expect
     assert of_each(instruction, *operands) == expected
 
 
+@pytest.mark.parametrize(("name", "dtype"), FLOAT8.items(), ids=FLOAT8)
 @pytest.mark.parametrize("word", [0x0123, 0x7E7F, 0x80FE, 0xC8B7])
-def test_pairs_of_float8_become_halves(word):
-    pair = torch.tensor([word & 255, word >> 8], dtype=torch.uint8).view(torch.float8_e4m3fn)
+def test_pairs_of_float8_become_halves(word, name, dtype):
+    pair = torch.tensor([word & 255, word >> 8], dtype=torch.uint8).view(dtype)
     low, high = pair.half().view(torch.int16).tolist()
-    got = of_each("{ .reg .b16 a, b; mov.b32 {a, b}, %r1; cvt.rn.f16x2.e4m3x2 %r0, a; }", word)
+    convert = f"cvt.rn.f16x2.{name} %r0, a;"
+    got = of_each(f"{{ .reg .b16 a, b; mov.b32 {{a, b}}, %r1; {convert} }}", word)
     is_nan = [bool(value) for value in pair.float().isnan()]
     for half, expected, nan in zip((got & 0xFFFF, got >> 16), (low, high), is_nan, strict=True):
         assert (half & 0x7C00 == 0x7C00) if nan else half == expected & 0xFFFF
 
 
-@pytest.mark.parametrize("values", [(1.0, -448.0), (1e9, -1e9), (2.0**-9, 0.3), (17.0, 19.0)])
-def test_float8_of_numbers_saturates_and_rounds_to_even(values):
-    expected = torch.tensor(values).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-    instruction = "cvt.rn.satfinite.e4m3x2.f32 %rs1, %r1, %r2; mov.b32 %r0, {%rs1, %rs1};"
+@pytest.mark.parametrize(("name", "dtype"), FLOAT8.items(), ids=FLOAT8)
+@pytest.mark.parametrize(
+    "values", [(1.0, -448.0), (1e9, -1e9), (2.0**-9, 0.3), (17.0, 19.0), (-0.0, 2.0**-17)]
+)
+def test_float8_of_numbers_saturates_and_rounds_to_even(values, name, dtype):
+    most = torch.finfo(dtype).max
+    expected = torch.tensor(values).clamp(-most, most).to(dtype).view(torch.uint8)
+    instruction = f"cvt.rn.satfinite.{name}.f32 %rs1, %r1, %r2; mov.b32 %r0, {{%rs1, %rs1}};"
     got = of_each(instruction, bits(values[1]), bits(values[0])) & 0xFFFF
     assert [got & 255, got >> 8] == expected.tolist()
+    nan = of_each(instruction, bits(float("nan")), bits(-float("nan"))) & 0xFFFF
+    assert nan == 0x7F7F
 
 
 def test_products_of_64_bits_have_an_upper_half():

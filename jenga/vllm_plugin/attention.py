@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from jenga.vllm_plugin.attention_builder import JengaTritonMetadata, JengaTritonMetadataBuilder
 from jenga.vllm_plugin.cache_views import (
+    E5M2,
     INT4,
     SLOT_SCALES_BYTES,
     CacheViews,
@@ -129,7 +130,8 @@ class JengaTritonBackend(AttentionBackend):
         would not begin where the kernels load them.
         """
         is_fp8 = kv_cache_dtype is not None and kv_cache_dtype.startswith("fp8")
-        if is_fp8 and device_capability is not None and device_capability.to_int() < ADA:
+        is_converted = is_fp8 and kv_cache_dtype != E5M2
+        if is_converted and device_capability is not None and device_capability.to_int() < ADA:
             return f"--kv-cache-dtype {kv_cache_dtype} needs compute capability 8.9"
         if kv_cache_dtype == INT4 and head_size % INT4_ROW_ELEMENTS:
             return (

@@ -4,7 +4,10 @@ from typing import Any, TypedDict
 
 import torch
 
-from jenga_kernels.checks import FP8_DTYPE
+from jenga_kernels.checks import E5M2_DTYPE, FP8_DTYPE
+
+E5M2 = "fp8_e5m2"
+"""Value of --kv-cache-dtype with which elements are float8_e5m2."""
 
 INT4 = "int4_per_token_head"
 """Value of --kv-cache-dtype with which elements take four bits, two in each uint8."""
@@ -39,7 +42,7 @@ def cache_views(
     Args:
         layer: vLLM's layer, which knows the scales of a cache that has a few for all slots.
         kv_cache: [num_pages, num_kv_heads, page_tokens, bytes or elements of a slot's key and
-            value], uint8 standing for float8_e4m3fn but with four bits an element.
+            value], uint8 standing for float8 but with four bits an element.
         head_dim: Elements of a key.
         cache_dtype: vLLM's name of how the layer stores.
     """
@@ -48,7 +51,9 @@ def cache_views(
         views["k_slot_scales"] = _pairs(views["k_slot_scales"])
         views["v_slot_scales"] = _pairs(views["v_slot_scales"])
         return views
-    elements = kv_cache.view(FP8_DTYPE) if kv_cache.dtype == torch.uint8 else kv_cache
+    elements = kv_cache
+    if kv_cache.dtype == torch.uint8:
+        elements = kv_cache.view(E5M2_DTYPE if cache_dtype == E5M2 else FP8_DTYPE)
     if cache_dtype in SLOT_SCALE_DTYPES:
         return _views_of_scaled_slots(elements, head_dim)
     by_token = elements.transpose(1, 2)

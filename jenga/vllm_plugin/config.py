@@ -29,11 +29,16 @@ CACHE_DTYPES = (
     "float32",
     "fp8",
     "fp8_e4m3",
+    "fp8_e5m2",
     "int8_per_token_head",
     "fp8_per_token_head",
     "int4_per_token_head",
 )
-"""Values of --kv-cache-dtype that are served; vLLM's fp8 is float8_e4m3fn."""
+"""Values of --kv-cache-dtype that are served; vLLM's fp8 is float8_e4m3fn.
+
+Its own Triton backend takes fp8_e5m2 for that too, which an A100 does not know; here it is what its
+name says.
+"""
 
 
 _HOST_BYTES = "jenga_host_bytes"

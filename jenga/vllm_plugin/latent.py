@@ -23,7 +23,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.v1.attention.backend import AttentionType
 
 from jenga.vllm_plugin.attention import JengaTritonBackend
-from jenga.vllm_plugin.cache_views import SLOT_SCALE_DTYPES
+from jenga.vllm_plugin.cache_views import E5M2, SLOT_SCALE_DTYPES
 from jenga.vllm_plugin.config import CACHE_DTYPES
 from jenga.vllm_plugin.environment import BACKEND_NAME
 from jenga.vllm_plugin.latent_builder import JengaLatentDecode, JengaLatentMetadataBuilder
@@ -43,7 +43,7 @@ class JengaLatentBackend(JengaTritonBackend):
     """Latent attention over the page-layer buffer, in Triton."""
 
     supported_kv_cache_dtypes: ClassVar[list[Any]] = [
-        name for name in CACHE_DTYPES if name not in SLOT_SCALE_DTYPES
+        name for name in CACHE_DTYPES if name not in (E5M2, *SLOT_SCALE_DTYPES)
     ]
 
     @staticmethod

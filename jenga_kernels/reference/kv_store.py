@@ -2,7 +2,7 @@
 
 import torch
 
-from jenga_kernels.checks import FP8_DTYPE, INT4_DTYPE
+from jenga_kernels.checks import INT4_DTYPE, SCALED_DTYPES
 
 
 def kv_store(
@@ -35,15 +35,15 @@ def kv_store(
 
 def stored(row: torch.Tensor, pages: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     """A token's heads as they are kept, [num_kv_heads, head_dim]."""
-    if pages.dtype != FP8_DTYPE:
+    if pages.dtype not in SCALED_DTYPES:
         return row
     values = row.float()
     if scale is not None:
         values = values / scale[:, None]
-    limit = torch.finfo(FP8_DTYPE).max
+    limit = torch.finfo(pages.dtype).max
     # What is not a number loses its sign, as on a GPU.
     values = values.clamp(-limit, limit).where(~values.isnan(), torch.nan)
-    return values.to(FP8_DTYPE)
+    return values.to(pages.dtype)
 
 
 def quantised(row: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

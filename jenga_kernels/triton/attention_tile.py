@@ -8,7 +8,7 @@ import triton.language as tl
 
 from jenga_kernels.triton.addressing import key_offsets
 from jenga_kernels.triton.device import device_function, log2, reciprocal, rounded
-from jenga_kernels.triton.fp8 import split_pairs
+from jenga_kernels.triton.fp8 import split_e5m2_pairs, split_pairs
 from jenga_kernels.triton.int4 import (
     FIRST_UNIT,
     SECOND_UNIT,
@@ -256,6 +256,8 @@ def _split(rows, STORED: tl.constexpr, SPLIT: tl.constexpr):
         return split_int4_pairs(rows)
     elif STORED.is_int8():
         return split_int8_pairs(rows)
+    elif STORED.is_fp8e5():
+        return split_e5m2_pairs(rows)
     else:
         return split_pairs(rows)
 

@@ -1,8 +1,9 @@
-"""Conversion to and from float8_e4m3fn.
+"""Conversion to and from float8_e4m3fn and float8_e5m2.
 
 Elements are read in pairs, as 16-bit integers, which tensor cores' operands are loaded from shared
-memory by; single bytes come one by one. Half precision holds every float8_e4m3fn, and is one
-instruction away from a pair; bfloat16 would take another for each element.
+memory by; single bytes come one by one. Half precision holds every float8: a float8_e5m2 is its
+upper byte, and two float8_e4m3fn are one instruction away from it; bfloat16 would take another for
+each element.
 """
 
 import triton.language as tl
@@ -10,8 +11,11 @@ import triton.language as tl
 from jenga_kernels.triton.device import device_function
 from jenga_kernels.triton.matmul import INTERPRETED
 
-FP8_MAX = tl.constexpr(448.0)
+E4M3_MAX = tl.constexpr(448.0)
 """Greatest finite float8_e4m3fn."""
+
+E5M2_MAX = tl.constexpr(57344.0)
+"""Greatest finite float8_e5m2."""
 
 INTERPRETED_NAN = tl.constexpr(480.0)
 """What the interpreter takes float8_e4m3fn for that is not a number, and the other way round."""
@@ -21,45 +25,92 @@ HALF_MAX = tl.constexpr(65504.0)
 
 
 @device_function
-def to_fp8(values):
-    """f32 values as float8_e4m3fn, rounded to nearest even; out of range becomes +-448.
+def to_fp8(values, dtype: tl.constexpr, HAS_FP8: tl.constexpr):
+    """f32 values as float8 of type `dtype`, rounded to nearest even; saturated where out of range.
 
-    The interpreter's own conversion loses carries out of the mantissa, so it gets values that are
-    representable already: a number of 3 mantissa bits, or a multiple of 2**-9.
+    With HAS_FP8 the GPU itself converts. Without, there is float8_e5m2 alone, which Triton's own
+    conversion does not round to nearest even nor saturate.
     """
-    # A GPU's own conversion saturates.
-    if INTERPRETED:
+    if dtype == tl.float8e5:
+        if HAS_FP8 and not INTERPRETED:
+            return values.to(dtype)
         is_number = values == values  # noqa: PLR0124
-        values = tl.clamp(tl.where(is_number, values, 0.0), -FP8_MAX, FP8_MAX)
-        bits = values.to(tl.int32, bitcast=True)
-        exponent = ((bits >> 23) & 255) - 127
-        step_bits = (tl.maximum(exponent, -6) - 3 + 127) << 23
-        # Adding 1.5 * 2**23 steps leaves no bits below a step.
-        anchor = 12582912.0 * step_bits.to(tl.float32, bitcast=True)
-        rounded = tl.abs((values + anchor) - anchor).to(tl.int32, bitcast=True)
-        finite = (rounded | (bits & -2147483648)).to(tl.float32, bitcast=True)
-        values = tl.where(is_number, finite, INTERPRETED_NAN)
-    return values.to(tl.float8e4nv)
+        values = tl.clamp(tl.where(is_number, values, 0.0), -E5M2_MAX, E5M2_MAX)
+        half = _with_bits(values, 2, -14).to(tl.float16).to(tl.int16, bitcast=True)
+        # What is not a number loses its sign, as where the GPU converts.
+        byte = tl.where(is_number, (half >> 8) & 255, 0x7F)
+        return byte.to(tl.uint8).to(dtype, bitcast=True)
+    else:
+        # The interpreter's own conversion loses carries out of the mantissa, so it gets values that
+        # are representable already.
+        if INTERPRETED:
+            is_number = values == values  # noqa: PLR0124
+            values = tl.clamp(tl.where(is_number, values, 0.0), -E4M3_MAX, E4M3_MAX)
+            values = tl.where(is_number, _with_bits(values, 3, -6), INTERPRETED_NAN)
+        return values.to(dtype)
+
+
+@device_function
+def _with_bits(values, NUM_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr):
+    """Finite f32 values rounded to nearest even, to numbers of so many mantissa bits.
+
+    Below 2 ** MIN_EXPONENT they become multiples of what differences are there.
+    """
+    bits = values.to(tl.int32, bitcast=True)
+    exponent = ((bits >> 23) & 255) - 127
+    step_bits = (tl.maximum(exponent, MIN_EXPONENT) - NUM_BITS + 127) << 23
+    # Adding 1.5 * 2**23 steps leaves no bits below a step.
+    anchor = 12582912.0 * step_bits.to(tl.float32, bitcast=True)
+    rounded = tl.abs((values + anchor) - anchor).to(tl.int32, bitcast=True)
+    return (rounded | (bits & -2147483648)).to(tl.float32, bitcast=True)
 
 
 @device_function
 def from_fp8(values, dtype: tl.constexpr):
-    """Values in `dtype`, float8_e4m3fn or in `dtype` already.
+    """Values in `dtype`, of float8 or in `dtype` already.
 
-    Between half precision and bfloat16 they pass through float32: the direct conversion is done by
-    the unit of special functions, which exponentials need.
+    Between half precision and bfloat16 they pass through float32: the direct conversion of
+    float8_e4m3fn is done by the unit of special functions, which exponentials need, and that of
+    float8_e5m2 makes numbers of what is none.
     """
-    if values.dtype == tl.float8e4nv:
-        if INTERPRETED:
-            values = _with_nan(values.to(tl.float32))
-        elif dtype == tl.bfloat16:
-            values = values.to(tl.float16).to(tl.float32)
+    if values.dtype == tl.float8e5:
+        values = _half_of_e5m2(values)
+        if dtype != tl.float16:
+            values = values.to(tl.float32)
+    elif INTERPRETED and values.dtype == tl.float8e4nv:
+        values = _with_nan(values.to(tl.float32))
+    elif dtype == tl.bfloat16 and values.dtype == tl.float8e4nv:
+        values = values.to(tl.float16).to(tl.float32)
     return values.to(dtype)
 
 
 @device_function
+def _half_of_e5m2(values):
+    """Values of float8_e5m2 in half precision, by the compiler's way before Hopper everywhere."""
+    if INTERPRETED:
+        halves = values.to(tl.uint8, bitcast=True).to(tl.int16) << 8
+        return halves.to(tl.float16, bitcast=True)
+    else:
+        # Four at a time.
+        return tl.inline_asm_elementwise(
+            """{
+            prmt.b32 $0, $2, 0, 0x1404;
+            prmt.b32 $1, $2, 0, 0x3424;
+            }""",
+            "=&r,=r,r",
+            [values],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=4,
+        )
+
+
+@device_function
 def converted(values, dtype: tl.constexpr):
-    """Values in `dtype` by the compiler's own conversion, with what is not a number as such."""
+    """Values in `dtype`, of float8_e4m3fn or in `dtype`, by the compiler's own conversion.
+
+    What is not a number stays such.
+    """
     if INTERPRETED and values.dtype == tl.float8e4nv:
         values = _with_nan(values.to(tl.float32))
     return values.to(dtype)
@@ -73,7 +124,7 @@ def _with_nan(values):
 
 @device_function
 def as_pairs(pages_ptr):
-    """A pointer to pairs of the float8_e4m3fn elements that `pages_ptr` points to."""
+    """A pointer to pairs of the bytes that `pages_ptr` points to."""
     return pages_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
 
 
@@ -97,6 +148,27 @@ def split_pairs(pairs):
             cvt.rn.f16x2.e4m3x2 $1, second;
             }""",
             "=r,=r,r",
+            [pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+
+
+@device_function
+def split_e5m2_pairs(pairs):
+    """First and second elements, in half precision, of pairs i16[M, N] of float8_e5m2."""
+    if INTERPRETED:
+        first = (pairs << 8).to(tl.float16, bitcast=True)
+        return first, (pairs & -256).to(tl.float16, bitcast=True)
+    else:
+        # Two pairs at a time.
+        return tl.inline_asm_elementwise(
+            """{
+            prmt.b32 $0, $2, 0, 0x2404;
+            and.b32 $1, $2, 0xFF00FF00;
+            }""",
+            "=&r,=r,r",
             [pairs],
             dtype=(tl.float16, tl.float16),
             is_pure=True,

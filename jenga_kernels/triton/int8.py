@@ -28,7 +28,7 @@ def to_int8(values):
 
 @device_function
 def from_stored(values, dtype: tl.constexpr):
-    """Values in `dtype`, of int8, float8_e4m3fn or in `dtype` already."""
+    """Values in `dtype`, of int8, float8 or in `dtype` already."""
     if values.dtype == tl.int8:
         # The interpreter converts only by way of float32.
         return values.to(tl.float32).to(dtype)

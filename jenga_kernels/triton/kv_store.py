@@ -5,7 +5,7 @@ import triton.language as tl
 
 from jenga_kernels.triton.addressing import slot_offsets
 from jenga_kernels.triton.device import device_function, rounded_product, widened
-from jenga_kernels.triton.fp8 import FP8_MAX, to_fp8
+from jenga_kernels.triton.fp8 import E4M3_MAX, to_fp8
 from jenga_kernels.triton.int4 import quantised_int4
 from jenga_kernels.triton.int8 import INT8_MAX, to_int8
 
@@ -17,9 +17,17 @@ With steps of its own, one whose range is less is stored as its least element al
 
 
 @device_function
-def _stored(rows, heads, live, scale_ptr, IS_FP8: tl.constexpr, IS_PER_HEAD: tl.constexpr):
+def _stored(
+    rows,
+    heads,
+    live,
+    scale_ptr,
+    dtype: tl.constexpr,
+    HAS_FP8: tl.constexpr,
+    IS_PER_HEAD: tl.constexpr,
+):
     """Rows as they are kept: unchanged, or scaled and saturated."""
-    if not IS_FP8:
+    if not dtype.is_fp8():
         return rows
     else:
         values = widened(rows)
@@ -29,7 +37,7 @@ def _stored(rows, heads, live, scale_ptr, IS_FP8: tl.constexpr, IS_PER_HEAD: tl.
             else:
                 scale = tl.load(scale_ptr)
             values = values / scale
-        return to_fp8(values)
+        return to_fp8(values, dtype, HAS_FP8)
 
 
 @device_function
@@ -40,7 +48,7 @@ def _quantised(rows, mask, stored_dtype: tl.constexpr):
     is not finite has a scale that is not a number.
     """
     IS_INT8: tl.constexpr = stored_dtype == tl.int8
-    MOST: tl.constexpr = INT8_MAX if IS_INT8 else FP8_MAX
+    MOST: tl.constexpr = INT8_MAX if IS_INT8 else E4M3_MAX
     values = tl.where(mask, widened(rows), 0.0)
     # As integers magnitudes are ordered as they are as numbers, and what is no number is greatest.
     bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -51,7 +59,11 @@ def _quantised(rows, mask, stored_dtype: tl.constexpr):
     factor = tl.div_rn(most, tl.where(is_scaled, greatest, 1.0))
     values = tl.where(is_scaled[None, :, None], values, 0.0)
     factor = tl.broadcast_to(factor[None, :, None], values.shape)
-    stored = to_int8(rounded_product(values, factor)) if IS_INT8 else to_fp8(values * factor)
+    stored = (
+        to_int8(rounded_product(values, factor))
+        if IS_INT8
+        else to_fp8(values * factor, stored_dtype, True)
+    )
     return stored, tl.where(is_finite, tl.div_rn(greatest, most), float("nan"))
 
 
@@ -105,14 +117,15 @@ def kv_store_kernel(
     PAGE_TOKENS: tl.constexpr,
     IS_PER_HEAD_K: tl.constexpr,
     IS_PER_HEAD_V: tl.constexpr,
-    IS_FP8: tl.constexpr,
+    HAS_FP8: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_LINE: tl.constexpr,
     THREAD_ELEMENTS: tl.constexpr,
 ):
     """Program p copies rows p * BLOCK_ROWS and on; a row is one head of one token."""
-    IS_INT4: tl.constexpr = tl.constexpr(k_pages_ptr.dtype.element_ty == tl.uint8)
+    STORED: tl.constexpr = k_pages_ptr.dtype.element_ty
+    IS_INT4: tl.constexpr = tl.constexpr(STORED.is_uint8())
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     tokens = rows // NUM_KV_HEADS
     heads = rows % NUM_KV_HEADS
@@ -132,15 +145,15 @@ def kv_store_kernel(
     slot = tl.where(live, slots, 0)
     in_pages = slot_offsets(slot, stride_pages_page, stride_pages_slot, PAGE_TOKENS)
     if k_slot_scales_ptr is None:
-        k = _stored(k, heads, live, k_scale_ptr, IS_FP8, IS_PER_HEAD_K)
-        v = _stored(v, heads, live, v_scale_ptr, IS_FP8, IS_PER_HEAD_V)
+        k = _stored(k, heads, live, k_scale_ptr, STORED, HAS_FP8, IS_PER_HEAD_K)
+        v = _stored(v, heads, live, v_scale_ptr, STORED, HAS_FP8, IS_PER_HEAD_V)
     else:
         if IS_INT4:
             k, k_scales = quantised_int4(widened(k), k_mask, LEAST_STORED)
             v, v_scales = quantised_int4(widened(v), v_mask, LEAST_STORED)
         else:
-            k, k_scales = _quantised(k, k_mask, k_pages_ptr.dtype.element_ty)
-            v, v_scales = _quantised(v, v_mask, v_pages_ptr.dtype.element_ty)
+            k, k_scales = _quantised(k, k_mask, STORED)
+            v, v_scales = _quantised(v, v_mask, STORED)
         in_scales = slot_offsets(slot, stride_scales_page, stride_scales_slot, PAGE_TOKENS)
         in_scales += heads * stride_scales_head
         tl.store(k_slot_scales_ptr + in_scales, k_scales, mask=live)

@@ -18,7 +18,7 @@ def _stored(rows, latent_scale_ptr, IS_FP8: tl.constexpr):
         values = widened(rows)
         if latent_scale_ptr is not None:
             values = values / tl.load(latent_scale_ptr)
-        return to_fp8(values)
+        return to_fp8(values, tl.float8e4nv, True)
 
 
 # Counts differ from step to step and must not compile anew.

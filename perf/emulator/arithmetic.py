@@ -218,18 +218,20 @@ def _convert(instruction: Instruction, _name: str, flags: list[str]) -> Step:
         return _step(instruction, "b32", "f32", "f32")(
             lambda high, low: joined(numbers.bits(low, each, 16), numbers.bits(high, each, 16))
         )
-    if to == "e4m3x2" and of == "f32":
+    if to in numbers.FLOAT8 and of == "f32":
+        float8 = numbers.FLOAT8[to]
         return _step(instruction, "b16", "f32", "f32")(
             lambda high, low: (
-                numbers.to_float8(low).astype(np.uint16)
-                | (numbers.to_float8(high).astype(np.uint16) << np.uint16(8))
+                numbers.to_float8(low, float8).astype(np.uint16)
+                | (numbers.to_float8(high, float8).astype(np.uint16) << np.uint16(8))
             )
         )
-    if to == "f16x2" and of == "e4m3x2":
+    if to == "f16x2" and of in numbers.FLOAT8:
+        float8 = numbers.FLOAT8[of]
         return _step(instruction, "b32", "b16")(
             lambda pair: joined(
                 *(
-                    numbers.bits(numbers.from_float8(part), "f16", 16)
+                    numbers.bits(numbers.from_float8(part, float8), "f16", 16)
                     for part in (pair & np.uint16(255), pair >> np.uint16(8))
                 )
             )

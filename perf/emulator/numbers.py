@@ -71,16 +71,25 @@ def rounded_to_tf32(values: Array) -> Array:
     return np.where(np.isfinite(values), rounded, word).view(np.float32)
 
 
-def to_float8(values: Array) -> Array:
-    """Bits u8 of float32 values as float8_e4m3fn; what is out of range becomes +-448."""
-    held = torch.from_numpy(np.clip(values, -448.0, 448.0).astype(np.float32))
-    return held.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+FLOAT8 = {"e4m3x2": torch.float8_e4m3fn, "e5m2x2": torch.float8_e5m2}
+"""PTX's names of pairs of float8, and what one of them is."""
 
 
-def from_float8(register: Array) -> Array:
-    """float32 values of bits u8 of float8_e4m3fn."""
+def to_float8(values: Array, dtype: torch.dtype) -> Array:
+    """Bits u8 of float32 values as float8; out of range they become the greatest number.
+
+    What is not a number loses its sign.
+    """
+    most = torch.finfo(dtype).max
+    held = torch.from_numpy(np.clip(np.abs(values), 0.0, most).astype(np.float32))
+    signs = np.where(np.signbit(values) & ~np.isnan(values), np.uint8(0x80), np.uint8(0))
+    return held.to(dtype).view(torch.uint8).numpy() | signs
+
+
+def from_float8(register: Array, dtype: torch.dtype) -> Array:
+    """float32 values of bits u8 of float8."""
     held = torch.from_numpy(np.ascontiguousarray(register, dtype=np.uint8))
-    return held.view(torch.float8_e4m3fn).float().numpy()
+    return held.view(dtype).float().numpy()
 
 
 def halves(register: Array) -> tuple[Array, Array]:

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from jenga_kernels.attention_plan import AttentionKind, plan_attention
-from jenga_kernels.checks import INT4_DTYPE
+from jenga_kernels.checks import E5M2_DTYPE, INT4_DTYPE
 from jenga_kernels.paged_attention import paged_attention
 from perf.machine_code import SHARED_BYTES
 from tests.kernels.compiling import compile_job
@@ -120,6 +120,14 @@ def compile_fp8():
             launch(head_dim=head_dim, pages_dtype=torch.float8_e4m3fn, k_scale=scale, v_scale=scale)
 
 
+def compile_e5m2():
+    scale = torch.ones(1)
+    for head_dim in (64, 128, 256, 512):
+        kwargs = {"pages_dtype": E5M2_DTYPE, "k_scale": scale, "v_scale": scale}
+        launch(head_dim=head_dim, **kwargs)
+    launch(head_dim=96, page_tokens=784, dtype=torch.float16, pages_dtype=E5M2_DTYPE)
+
+
 def launch_slot_scales(pages_dtype):
     kwargs = {"pages_dtype": pages_dtype, "has_slot_scales": True}
     for head_dim in (64, 128, 256):
@@ -159,6 +167,7 @@ JOBS = [
             compile_options,
             compile_invariant,
             compile_fp8,
+            compile_e5m2,
             compile_int8,
             compile_int4,
             compile_fp8_with_slot_scales,
@@ -189,7 +198,7 @@ def test_attention_compiles_to_wide_loads_and_tensor_cores_without_spills(job, c
             wide = {compile_int8: 4, compile_fp8_with_slot_scales: 4, compile_int4: 2}.get(job, 9)
             assert kernel.counts["load_128"] >= wide, kernel
             assert kernel.counts["store_128"] > 0, kernel
-            if capability == 90 and job not in {compile_float32, compile_fp8}:
+            if capability == 90 and job not in {compile_float32, compile_fp8, compile_e5m2}:
                 # Loads of a step are under way while the one before is computed.
                 assert kernel.counts["cp_async_ahead"] > 0, kernel
 
@@ -215,16 +224,24 @@ def compile_decoding():
     launch(head_dim=64, num_heads=64, num_kv_heads=8, max_query_tokens=1)
 
 
-def compile_decoding_of_fp8():
+def launch_decoding(pages_dtype):
     scale = torch.ones(1)
     launch(
         head_dim=128,
         num_heads=32,
         num_kv_heads=8,
-        pages_dtype=torch.float8_e4m3fn,
+        pages_dtype=pages_dtype,
         k_scale=scale,
         v_scale=scale,
     )
+
+
+def compile_decoding_of_fp8():
+    launch_decoding(torch.float8_e4m3fn)
+
+
+def compile_decoding_of_e5m2():
+    launch_decoding(E5M2_DTYPE)
 
 
 def test_attention_decodes_with_few_instructions_a_tile():
@@ -251,6 +268,19 @@ def test_attention_converts_fp8_in_pairs():
     # 128 of each of K and V a thread, two at once, and the weights.
     assert decode.loop_counts["convert"] == 128 + 8, decode
     assert decode.loop_instructions <= 620, decode
+    assert prefill.loop_instructions <= 495, prefill
+
+
+def test_attention_takes_e5m2_as_halves_without_conversions():
+    kernels = {kernel.name: kernel for kernel in compile_job(compile_decoding_of_e5m2, 90)}
+
+    decode, prefill = kernels["attention_decode_kernel"], kernels["attention_prefill_kernel"]
+    for kernel in (decode, prefill):
+        assert kernel.counts["half_to_bfloat"] == 0, kernel
+        assert kernel.counts["load_shared_byte"] == 0, kernel
+    # The weights alone; two instructions make four halves.
+    assert decode.loop_counts["convert"] == 8, decode
+    assert decode.loop_instructions <= 560, decode
     assert prefill.loop_instructions <= 495, prefill
 
 

@@ -47,22 +47,33 @@ def test_kv_store_writes_its_slots_and_nothing_else(shape, dtype, is_head_major)
     assert torch.equal(stored_bytes(got.arena), stored_bytes(want.arena))
 
 
+# Around the greatest number, and around the least: halves of it, and three of them.
+EXTREMES = {
+    torch.float8_e4m3fn: (448.0, 464.0, 465.0, 2**-6, 2**-9, 2**-10, 3 * 2**-10),
+    torch.float8_e5m2: (57344.0, 61440.0, 65504.0, 2**-14, 2**-16, 2**-17, 3 * 2**-17),
+}
+
+
+@pytest.mark.parametrize("pages_dtype", EXTREMES, ids=str)
 @pytest.mark.parametrize("num_scales", [0, 1, 3], ids=["unscaled", "per_tensor", "per_head"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_kv_store_rounds_and_saturates_to_fp8(dtype, num_scales):
+def test_kv_store_rounds_and_saturates_to_fp8(dtype, num_scales, pages_dtype):
     rng = generator(1)
     shape = (33, 4, 16, 3, 80)
     k, v, slots = new_tokens(shape, dtype, rng)
-    k[3] = 1e4
-    v[4] = -1e4
+    k[3] = 6e4
+    v[4] = -6e4
     k[5], v[6], v[7] = float("inf"), float("-inf"), 0.0
-    k[8, :, :7] = torch.tensor([448.0, 464.0, 465.0, 2**-6, 2**-9, 2**-10, 3 * 2**-10])
-    k[9], v[10, 1, 3] = float("nan"), float("nan")
+    k[8, :, :7] = torch.tensor(EXTREMES[pages_dtype])
+    k[9], v[10, 1, 3] = float("nan"), -float("nan")
+    # Numbers of all magnitudes, halves between two that are stored among them.
+    v[11:20] *= 2.0 ** torch.randint(-20, 15, (9, 3, 80), generator=rng).to(DEVICE)
+    v[20:] = (v[20:] * 8).round() / 8
     scales = [None, None]
     if num_scales:
         scales = [torch.rand(num_scales, generator=rng).to(DEVICE) + 0.5 for _ in range(2)]
-    got = strided_layer(*shape[1:], torch.float8_e4m3fn)
-    want = strided_layer(*shape[1:], torch.float8_e4m3fn)
+    got = strided_layer(*shape[1:], pages_dtype)
+    want = strided_layer(*shape[1:], pages_dtype)
 
     kv_store(k, v, got.k_pages, got.v_pages, slots, k_scale=scales[0], v_scale=scales[1])
     reference_kv_store.kv_store(
@@ -205,6 +216,10 @@ def compile_fp8():
     compile_kv_store(torch.float16, torch.float8_e4m3fn)
 
 
+def compile_e5m2():
+    compile_kv_store(torch.bfloat16, torch.float8_e5m2)
+
+
 def compile_kv_store(dtype, pages):
     for head_dim in (64, 80, 256, 512):
         k = torch.zeros(33, 2, head_dim, dtype=dtype)
@@ -214,7 +229,14 @@ def compile_kv_store(dtype, pages):
 
 
 @pytest.mark.parametrize(
-    ("job", "capability"), [(compile_plain, 80), (compile_plain, 90), (compile_fp8, 90)]
+    ("job", "capability"),
+    [
+        (compile_plain, 80),
+        (compile_plain, 90),
+        (compile_fp8, 90),
+        (compile_e5m2, 80),
+        (compile_e5m2, 90),
+    ],
 )
 def test_kv_store_compiles_to_wide_copies(job, capability):
     for kernel in compile_job(job, capability):
@@ -222,5 +244,5 @@ def test_kv_store_compiles_to_wide_copies(job, capability):
         assert kernel.counts["load_128"] >= 2, kernel
         assert kernel.counts["load_128"] >= kernel.counts["store_128"], kernel
         # A thread stores what it loads at once; half as many bytes, where 16 bits become 8.
-        kind = "store_64" if job is compile_fp8 else "store_128"
+        kind = "store_128" if job is compile_plain else "store_64"
         assert kernel.counts[kind] == kernel.counts["store_global"], kernel

@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from jenga_kernels.checks import SCALED_DTYPES
 from jenga_kernels.paged_attention import paged_attention
 from jenga_kernels.reference import paged_attention as reference
 from jenga_kernels.triton.tiles import Machine, max_decode_rows
@@ -166,17 +167,20 @@ def test_paged_attention_leaves_out_what_spans_name_of_keys_that_are_not_there()
     check_batch(batch, tiles=SMALL_TILES)
 
 
+@pytest.mark.parametrize("pages_dtype", SCALED_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("num_scales", [0, 1, 2], ids=["unscaled", "per_tensor", "per_head"])
-def test_paged_attention_reads_fp8(num_scales):
-    shape = Shape(requests=MIXED, dtype=torch.bfloat16, pages_dtype=torch.float8_e4m3fn)
+def test_paged_attention_reads_fp8(num_scales, dtype, pages_dtype):
+    shape = Shape(requests=MIXED, dtype=dtype, pages_dtype=pages_dtype)
 
     check_batch(make_batch(shape, Options(num_scales=num_scales)), tiles=SMALL_TILES)
 
 
+@pytest.mark.parametrize("pages_dtype", SCALED_DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("decode_query_tokens", [0, 3], ids=["prefill", "decode"])
-def test_paged_attention_hides_no_nan_of_fp8_pages(decode_query_tokens, dtype):
-    shape = Shape(requests=((1, 40), (3, 50)), dtype=dtype, pages_dtype=torch.float8_e4m3fn)
+def test_paged_attention_hides_no_nan_of_fp8_pages(decode_query_tokens, dtype, pages_dtype):
+    shape = Shape(requests=((1, 40), (3, 50)), dtype=dtype, pages_dtype=pages_dtype)
     batch = make_batch(shape, Options())
     plan = batch.plan(decode_query_tokens=decode_query_tokens)
     nan = torch.tensor(0x7F, dtype=torch.uint8, device=DEVICE)

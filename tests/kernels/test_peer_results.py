@@ -93,7 +93,7 @@ def of_small_batches(shapes):
         )
         for name, shape in kept.items()
         if name in {"D1", "D9", "D10", "D13", "D15", "D16", "D17", "D21", "D22", "D23"}
-        or name in {"D24", "D25", "P1", "P3", "P10", "P11", "W1"}
+        or name in {"D24", "D25", "D26", "P1", "P3", "P10", "P11", "W1"}
     ]
 
 
@@ -113,7 +113,7 @@ def test_attention_of_vllm_gives_what_ours_gives(shape):
 
 @pytest.mark.parametrize(
     "stored",
-    [stored for stored in Stored if not stored.is_rotated],
+    [stored for stored in Stored if not stored.is_rotated and stored is not Stored.E5M2],
     ids=lambda stored: stored.value,
 )
 def test_stores_of_vllm_write_what_ours_write(stored):

@@ -8,7 +8,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jenga_kernels.checks import INT4_DTYPE
+from jenga_kernels.checks import (
+    E5M2_DTYPE,
+    FP8_DTYPE,
+    INT4_DTYPE,
+    SCALED_DTYPES,
+    SLOT_SCALED_DTYPES,
+)
 from tests.kernels.attention_cases import (
     HALVED_TILES,
     SMALL_TILES,
@@ -26,7 +32,12 @@ SETTINGS = {
 }
 
 
-STORED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": INT4_DTYPE}
+STORED = {
+    "fp8": torch.float8_e4m3fn,
+    "e5m2": E5M2_DTYPE,
+    "int8": torch.int8,
+    "int4": INT4_DTYPE,
+}
 
 
 @st.composite
@@ -57,9 +68,10 @@ def shapes(draw):
 @st.composite
 def options(draw, shape):
     is_causal = draw(st.booleans())
-    is_integer = shape.pages_dtype in (torch.int8, INT4_DTYPE)
-    has_slot_scales = is_integer or (shape.pages_dtype is not None and draw(st.booleans()))
-    has_scales = shape.pages_dtype is not None and not has_slot_scales
+    has_slot_scales = shape.pages_dtype in SLOT_SCALED_DTYPES
+    if shape.pages_dtype == FP8_DTYPE:
+        has_slot_scales = draw(st.booleans())
+    has_scales = shape.pages_dtype in SCALED_DTYPES and not has_slot_scales
     sizes = st.one_of(st.none(), st.integers(1, 100))
     return Options(
         is_causal=is_causal,
@@ -117,6 +129,7 @@ FEATURES = {
     "alibi": {"has_alibi": True},
     "spans": {"has_spans": True},
     "fp8": {"num_scales": 2},
+    "e5m2": {"num_scales": 2},
     "int8": {"has_slot_scales": True},
     "int4": {"has_slot_scales": True},
     "cross": {"is_causal": False},

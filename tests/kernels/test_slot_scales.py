@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from jenga_kernels.checks import INT4_DTYPE
+from jenga_kernels.checks import E5M2_DTYPE, INT4_DTYPE
 from jenga_kernels.kv_store import NO_SLOT, kv_store
 from jenga_kernels.paged_attention import paged_attention
 from jenga_kernels.reference import kv_store as reference_kv_store
@@ -188,13 +188,15 @@ def refused_calls():
     yield {"v_slot_scales": scales[:-1]}, r"v_slot_scales must have shape \(5, 16, 2\), got"
     yield {"v_slot_scales": scales.double()}, "v_slot_scales must be torch.float32"
     yield {"v_slot_scales": scales.contiguous()}, "must have the strides of k_slot_scales"
-    yield {"k_scale": one}, "k_scale needs pages of torch.float8_e4m3fn, got torch.int8"
+    yield {"k_scale": one}, "k_scale needs pages of torch.float8_e4m3fn or .*, got torch.int8"
     floats = {"k_pages": batch.k_pages.view(torch.float8_e4m3fn)}
     floats["v_pages"] = batch.v_pages.view(torch.float8_e4m3fn)
     yield floats | {"v_scale": one}, "must be None where slots have scales of their own"
+    halves = {"k_pages": batch.k_pages.view(E5M2_DTYPE), "v_pages": batch.v_pages.view(E5M2_DTYPE)}
+    yield halves, "k_slot_scales needs pages of .*, got torch.float8_e5m2"
 
 
-@pytest.mark.parametrize("index", range(8))
+@pytest.mark.parametrize("index", range(9))
 def test_slot_scales_that_do_not_fit_are_refused_before_anything_is_written(index):
     changes, message = list(refused_calls())[index]
     shape = Shape(requests=((1, 20),), dtype=torch.bfloat16, pages_dtype=torch.int8)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from jenga_kernels.attention_plan import AttentionKind, plan_attention
+from jenga_kernels.checks import SCALED_DTYPES
 from jenga_kernels.kv_store import kv_store
 from jenga_kernels.paged_attention import paged_attention
 from jenga_kernels.reference import kv_store as reference_kv_store
@@ -65,9 +66,10 @@ def test_paged_attention_takes_any_two_widths(head_dim, value_dim, dtype):
 
 
 @pytest.mark.parametrize("num_scales", [0, 1, 2], ids=["unscaled", "per_tensor", "per_head"])
+@pytest.mark.parametrize("pages_dtype", SCALED_DTYPES, ids=str)
 @pytest.mark.parametrize("value_dim", [128, 48])
-def test_paged_attention_of_other_widths_reads_fp8(value_dim, num_scales):
-    shape = replace(MIMO, value_dim=value_dim, pages_dtype=torch.float8_e4m3fn)
+def test_paged_attention_of_other_widths_reads_fp8(value_dim, num_scales, pages_dtype):
+    shape = replace(MIMO, value_dim=value_dim, pages_dtype=pages_dtype)
 
     check_batch(make_batch(shape, Options(num_scales=num_scales)), tiles=SMALL_TILES)
 

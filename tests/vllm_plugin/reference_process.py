@@ -82,9 +82,10 @@ def with_images(processor, prompt, seeds):
     return tokens, inputs | {"token_types": {type_name: types}}
 
 
-def stored_in_fp8(rows, scale):
-    """Round to what a float8_e4m3fn cache with this scale holds."""
-    return (rows / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+def stored_in_fp8(rows, scale, dtype=torch.float8_e4m3fn):
+    """Round to what a float8 cache with this scale holds."""
+    most = torch.finfo(dtype).max
+    return (rows / scale).clamp(-most, most).to(dtype).float() * scale
 
 
 def stored_with_slot_scales(rows, dtype):
@@ -112,11 +113,12 @@ def store_with_slot_scales(dtype, kept_layers=()):
     ALL_ATTENTION_FUNCTIONS.register("sdpa", attend_to_stored)
 
 
-def store_in_fp8(path):
-    """Make attention see keys and values as a float8_e4m3fn cache returns them.
+def store_in_fp8(path, dtype):
+    """Make attention see keys and values as a float8 cache returns them.
 
     Args:
         path: The model's directory; scales are taken from its checkpoint, where it has some.
+        dtype: Of the cache.
     """
     tensors = load_file(path / "model.safetensors")
     attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -125,7 +127,7 @@ def store_in_fp8(path):
         prefix = f"model.layers.{module.layer_idx}.self_attn"
         k_scale = tensors.get(f"{prefix}.k_scale", torch.ones(1, 1, 1))
         v_scale = tensors.get(f"{prefix}.v_scale", torch.ones(1, 1, 1))
-        key, value = stored_in_fp8(key, k_scale), stored_in_fp8(value, v_scale)
+        key, value = stored_in_fp8(key, k_scale, dtype), stored_in_fp8(value, v_scale, dtype)
         return attend(module, query, key, value, *args, **kwargs)
 
     ALL_ATTENTION_FUNCTIONS.register("sdpa", attend_to_stored)
@@ -152,7 +154,7 @@ def main():
     path = Path(job["options"]["model"])
     config = AutoConfig.from_pretrained(path)
     if job.get("fp8_cache"):
-        store_in_fp8(path)
+        store_in_fp8(path, getattr(torch, job["fp8_cache"]))
         config.quantization_config = None  # of the cache alone
     if job.get("slot_scales"):
         store_with_slot_scales(getattr(torch, job["slot_scales"]), job.get("kept_layers", ()))

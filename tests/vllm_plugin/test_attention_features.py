@@ -66,7 +66,7 @@ def test_a_float8_cache_with_a_scale_per_head_generates_what_transformers_genera
 ):
     model = tiny_model("llama_fp8_cache")
 
-    theirs = run_engine(model, PROMPTS, script="reference_process.py", fp8_cache=True)
+    theirs = run_engine(model, PROMPTS, script="reference_process.py", fp8_cache="float8_e4m3fn")
     ours = run_twice(run_engine, model)
 
     assert_same_generation(ours, twice(theirs))
@@ -82,6 +82,19 @@ def test_a_float8_cache_generates_what_stock_vllm_generates_from_rounded_keys_an
     ours = run_twice(run_engine, model, options=options)
 
     assert_same_generation(ours, twice(stock))
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_a_cache_in_float8_e5m2_generates_what_transformers_generates(tiny_model, run_engine, name):
+    model = tiny_model(name)
+
+    theirs = run_engine(model, PROMPTS, script="reference_process.py", fp8_cache="float8_e5m2")
+    exact = run_engine(model, PROMPTS, script="reference_process.py")
+    ours = run_twice(run_engine, model, options={"kv_cache_dtype": "fp8_e5m2"})
+
+    # As below.
+    rounding = most_apart(exact, theirs)
+    assert_same_generation(ours, twice(theirs), tolerance=rounding / 10)
 
 
 STORED = {

@@ -78,9 +78,11 @@ def test_other_caches_have_the_scales_of_their_layer():
 
     plain = cache_views(layer, stored.float(), head_dim=64, cache_dtype="auto")
     float8 = cache_views(layer, stored, head_dim=64, cache_dtype="fp8")
+    halved = cache_views(layer, stored, head_dim=64, cache_dtype="fp8_e5m2")
 
     assert [plain[name] for name in ("k_scale", "v_scale", "k_slot_scales")] == [None] * 3
     assert float8["k_pages"].dtype == torch.float8_e4m3fn
+    assert halved["k_pages"].dtype == torch.float8_e5m2
     assert (float8["k_scale"].shape, float8["v_scale"].shape) == ((1,), (3,))
 
 

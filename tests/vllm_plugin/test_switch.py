@@ -142,7 +142,7 @@ def refusals(tiny_model, configured):
             "method": "draft_model", "model": draft, "num_speculative_tokens": 2,
             "attention_backend": "CPU_ATTN"}),
         "disable-hybrid-kv-cache-manager": dict(disable_hybrid_kv_cache_manager=True),
-        "kv-cache-dtype": dict(kv_cache_dtype="fp8_e5m2"),
+        "kv-cache-dtype": dict(kv_cache_dtype="nvfp4"),
         "kv-cache-dtype fp8_ds_mla": dict(model=latent, kv_cache_dtype="fp8_ds_mla"),
         "sparse multi-head latent attention": dict(model=latent, hf_overrides={"index_topk": 64}),
         "use_prefill_query_quantization with multi-head latent attention": dict(
@@ -246,6 +246,11 @@ def test_unsupported_features_are_refused_by_name_at_start_up(feature, refusals)
             "kv_cache_dtype",
             id="latents_with_scales_of_heads",
         ),
+        pytest.param(
+            {"head_size": 576, "use_mla": True, "kv_cache_dtype": "fp8_e5m2"},
+            "kv_cache_dtype",
+            id="latents_in_float8_e5m2",
+        ),
     ],
 )
 def test_layers_that_cannot_be_served_are_refused_with_the_reason(options, named):
@@ -294,7 +299,8 @@ def test_float8_caches_are_refused_on_gpus_without_float8(layer, cache_dtype, mo
     with pytest.raises(ValueError, match=rf"-dtype {cache_dtype} needs compute capability 8\.9"):
         checked_backend_path(layer)
     if not layer.use_mla:
-        checked_backend_path(layer._replace(kv_cache_dtype="int8_per_token_head"))
+        for other in ("int8_per_token_head", "fp8_e5m2"):
+            checked_backend_path(layer._replace(kv_cache_dtype=other))
 
 
 @pytest.mark.vllm
