@@ -125,6 +125,7 @@ class Allocator:
         owner: int,
         reserve_large_pages: int = 0,
         held: Sequence[Sequence[int]] | None = None,
+        is_packed: bool = False,
     ) -> list[list[int]] | None:
         """Take small pages in every page table, or none if not all can be had.
 
@@ -134,6 +135,7 @@ class Allocator:
             owner: For whom; any positive number.
             reserve_large_pages: Large pages to leave empty or reclaimable.
             held: Small pages of each page table that the owner uses, in order, if it does.
+            is_packed: Whether no large page is opened that the needs do not require.
 
         Returns:
             Page ids per page table; None if `room` would say that they do not suffice.
@@ -148,7 +150,7 @@ class Allocator:
                 slack -= required[index]
         if slack < 0:
             return None
-        budget = Budget(slack)
+        budget = Budget(0 if is_packed else slack)
         taken: list[list[int]] = []
         for index, need in enumerate(needs):
             if need:

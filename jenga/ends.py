@@ -1,5 +1,6 @@
 """Where requests ended, and whether those that come in go on from there."""
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from enum import Enum, auto
 
@@ -42,7 +43,7 @@ class Ends:
             hash_tokens: Tokens that each further prefix hash covers.
         """
         self._hash_tokens = hash_tokens
-        self._places: dict[bytes, _Place] = {}
+        self._places: OrderedDict[bytes, _Place] = OrderedDict()
         self._num_turns = self._num_questions = 0.0
 
     def note_prompt(self, request: Request, prefix_hashes: Sequence[bytes]) -> None:
@@ -61,7 +62,7 @@ class Ends:
         if request.end_key is not None and request.committed_tokens > request.facts.prompt_tokens:
             places[request.end_key] = _Place.END
         while len(places) > REMEMBERED_KEYS:
-            del places[next(iter(places))]
+            places.popitem(last=False)
 
     def expects_turn(self, key: bytes | None) -> bool:
         """Whether a request is a turn of a conversation, or is likely to begin one.

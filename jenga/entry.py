@@ -10,6 +10,10 @@ from jenga.small_pages import Sharing
 from jenga.waiting import Waiting
 
 
+IDLE_STEPS = 16
+"""Steps after which a request that took part in none is idle: more than a pipeline has ranks for."""
+
+
 class Entry:
     """What an admission looks at besides room, and tells the queue and the kept states.
 
@@ -17,7 +21,7 @@ class Entry:
         waiting: The engine's queue.
     """
 
-    __slots__ = ("_admission", "_requests", "_states", "waiting")
+    __slots__ = ("_admission", "_refused_alone", "_requests", "_states", "waiting")
 
     def __init__(
         self,
@@ -37,6 +41,7 @@ class Entry:
         self._requests = requests
         self._states = states
         self._admission = admission
+        self._refused_alone: str | None = None
         self.waiting = waiting
 
     def check_time(self, request_id: str, hit: PrefixHit, step: int) -> None:
@@ -63,14 +68,31 @@ class Entry:
         """Where a request's states are worth keeping, by what is known of who waits."""
         return self._states.checkpoint_tokens(request, self.waiting.branch_tokens(request_id))
 
-    def reserve(self, found: Sequence[Sharing | None] | None) -> int:
-        """Large pages that an admission leaves to others: none where nobody runs."""
-        if not self._requests:
+    def reserve(self, found: Sequence[Sharing | None] | None, step: int) -> int:
+        """Large pages that an admission leaves to others.
+
+        None where nobody runs: an admission waits for one of them to end. Who has pages and is idle,
+        as a session is between its turns, does not end by itself.
+        """
+        if all(request.step < step - IDLE_STEPS for request in self._requests.values()):
             return 0
         waiting = self.waiting
         return self._admission.reserve(
             found, reread_tokens=waiting.reread_tokens, asked_tokens=waiting.asked_tokens
         )
+
+    def note_refusal(self, request_id: str) -> None:
+        """Note that there are not the pages that a request needs."""
+        if not self._requests.keys() - {request_id}:
+            self._refused_alone = request_id
+
+    def was_refused_alone(self, request_id: str) -> bool:
+        """Whether that happened last to this request while it had the arena to itself.
+
+        Small pages in use can be spread over more large pages than they need: those of a hit lie
+        where others left them, and what a window gave up may stay cached beside what it reads.
+        """
+        return request_id == self._refused_alone
 
     def complete(self, request_id: str, hit: PrefixHit | None) -> None:
         """Note that a request was admitted."""

@@ -8,6 +8,7 @@ there, and where requests went different ways. A state from which one request al
 and kept a later one, is on the way between two such places.
 """
 
+from collections import OrderedDict
 from collections.abc import Collection, Hashable, Sequence
 from math import ceil
 
@@ -28,6 +29,9 @@ from jenga.table import Table
 
 ANSWER_TOKENS = 64
 """Tokens of an answer between two states kept: copies then take a 64th of what updates do."""
+
+REMEMBERED_STATES = 1 << 16
+"""Kept states of which it is known at most whether a request has gone on; first forgotten first."""
 
 
 class KeptStates:
@@ -93,7 +97,8 @@ class KeptStates:
         self._ahead_tokens = ceil(ahead_tokens / hash_tokens) * hash_tokens
         self._copies = copies
         self._host = host
-        self._gone_on: set[Hashable] = set()  # keys of states from which a request has gone on
+        # Keys of states from which a request has gone on, in the order in which that was noted.
+        self._gone_on: OrderedDict[Hashable, None] = OrderedDict()
         self.answer_tokens = answer_tokens
         self.num_replaced = 0
 
@@ -138,6 +143,8 @@ class KeptStates:
         """
         is_known = self._is_cached(key)
         answer = request.answer
+        if is_known and key == answer:
+            return True
         if answer is not None and not is_known and self._is_cached(answer):
             leaving = Leaving(step, Prospect.HELD, [num_tokens])
             self._replace(request, key, leaving, in_passing=in_passing)
@@ -154,7 +161,7 @@ class KeptStates:
         if not is_known and not self._take(request, key, leaving, in_passing=in_passing):
             return False
         if num_tokens < end:
-            self._gone_on.add(key)
+            self._note_gone_on(key)
         elif num_tokens == end or not any(kept.num_tokens > end for kept in request.kept):
             self._pass_on(request, num_tokens, step)
         if num_tokens > end:
@@ -172,7 +179,8 @@ class KeptStates:
             if self._host is not None and table.pages.evicted:
                 self._host.store(table, table.pages.evicted, table.pages.evicted_ranks)
             table.forget_evicted()
-        self._gone_on.difference_update(lost)
+        for key in lost:
+            self._gone_on.pop(key, None)
         if len(self.tables) > 1:
             for key in lost:
                 self._drop(key)
@@ -203,7 +211,7 @@ class KeptStates:
             if is_on_host(source):
                 self._copy(table, host_page(source), target, CopyPath.FROM_HOST)
         request.starts_at_branch = key in self._gone_on
-        self._gone_on.add(key)
+        self._note_gone_on(key)
 
     def _move(self, moves: list[tuple[Table, int, int]]) -> None:
         """Order copies of one state's parts, each read before another one is written over it.
@@ -307,7 +315,7 @@ class KeptStates:
                 self._host.note_unwritten(table, page)
             self._copy(table, _running_page(request, table, num_tokens), page)
         request.kept = [kept for kept in request.kept if kept.key != old]
-        self._gone_on.discard(old)
+        self._gone_on.pop(old, None)
         self.num_replaced += 1
 
     def _settle_answer(self, request: Request, key: bytes | None, step: int) -> None:
@@ -333,9 +341,15 @@ class KeptStates:
         branches, end = self._branches(request), self._end_of_prompt(request)
         for kept in request.kept:
             if kept.num_tokens in (request.hit_tokens, end) and kept.num_tokens < num_tokens:
-                self._gone_on.add(kept.key)
+                self._note_gone_on(kept.key)
                 if kept.num_tokens not in branches:
                     self._rank(kept, Prospect.NEAR, step)
+
+    def _note_gone_on(self, key: Hashable) -> None:
+        """Note that a request has gone on from a state, which may be in host memory alone."""
+        self._gone_on[key] = None
+        if len(self._gone_on) > REMEMBERED_STATES:
+            self._gone_on.popitem(last=False)
 
     def _branches(self, request: Request) -> tuple[int, ...]:
         """Where requests have gone different ways, of the places where its states are kept."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from jenga.admission import Admission, default_left_share
 from jenga.allocator import Allocator
 from jenga.entry import Entry
+from jenga.errors import OutOfPagesError, PutOffError
 from jenga.eviction_order import WANTED_RANK, EvictionOrder, QueueAware
 from jenga.geometry import Geometry
 from jenga.growth import Growth
@@ -208,6 +209,15 @@ class Manager(Keeping):
             facts = facts or RequestFacts(prompt_tokens=num_tokens)
             self._waiting.announce(request_id, prefix_hashes, num_tokens, facts, first=first)
 
+    def starts_over(self, request_id: str) -> bool:
+        """Whether a request is to come in without a hit, since it would not fit with one.
+
+        It was refused while it had the arena to itself, where nothing changes by waiting. Admitted
+        without a hit it opens no large page that it can do without, so that what `can_ever_fit`
+        says of it holds.
+        """
+        return not self._requests and self._entry.was_refused_alone(request_id)
+
     def withdraw(self, request_id: str) -> None:
         """Note that a request waits no longer and was not admitted, if it was announced."""
         if request_id not in self._requests:
@@ -308,7 +318,8 @@ class Manager(Keeping):
                 self._entry.check_time(request_id, hit, self._step)
                 num_processed_tokens = hit.num_tokens
                 found = self._hits.start_from(request, hit, num_tokens)
-            reserve_large_pages += self._entry.reserve(found)
+            reserve_large_pages += self._entry.reserve(found, self._step)
+            request.is_packed = self._entry.was_refused_alone(request_id)
         elif hit is not None or num_processed_tokens > request.num_tokens:
             raise _running_error(request_id, request, hit, num_processed_tokens)
         if num_processed_tokens >= request.shrinks_at:
@@ -316,16 +327,22 @@ class Manager(Keeping):
         request.num_processed_tokens = num_processed_tokens
         taken: Sequence[list[int]] = self._taking.nothing
         if is_new or full_tokens or num_tokens >= request.grows_at:
-            taken = self._taking.take(
-                request_id,
-                request,
-                num_tokens,
-                full_tokens=full_tokens,
-                reserve_large_pages=reserve_large_pages,
-                step=self._step,
-                hit=hit,
-                found=found,
-            )
+            try:
+                taken = self._taking.take(
+                    request_id,
+                    request,
+                    num_tokens,
+                    full_tokens=full_tokens,
+                    reserve_large_pages=reserve_large_pages,
+                    step=self._step,
+                    hit=hit,
+                    found=found,
+                )
+            except PutOffError:
+                raise
+            except OutOfPagesError:
+                self._entry.note_refusal(request_id)
+                raise
         request.num_tokens = num_tokens
         request.step = self._step
         if is_new:

@@ -119,6 +119,7 @@ class Request:
         answer: Key of the state that it kept last of its answer, in pages of its own.
         hit_tokens: Where it started from.
         starts_at_branch: Whether another request has gone on from that state.
+        is_packed: Whether it opens no large page that it can do without.
         expects_turn: Whether another request is likely to go on from where it ends.
         question_keys: Hashes right before the end of its prompt; None while they are not final.
         end_key: Hash of the tokens whose content is final, None for none.
@@ -148,6 +149,7 @@ class Request:
         "has_missing",
         "held",
         "hit_tokens",
+        "is_packed",
         "kept",
         "landmarks",
         "max_tokens",
@@ -176,7 +178,7 @@ class Request:
         self.held: list[Held] = []
         self.kept: list[KeptState] = []
         self.answer: bytes | None = None
-        self.starts_at_branch = self.expects_turn = False
+        self.starts_at_branch = self.expects_turn = self.is_packed = False
         self.question_keys: tuple[bytes, ...] | None = None
         self.end_key: bytes | None = None
         self.max_tokens = [0] * num_tables

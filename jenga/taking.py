@@ -92,7 +92,7 @@ class Taking:
                 was changed.
         """
         growth = self._growth
-        if not full_tokens and found is None:
+        if not full_tokens and found is None and not request.is_packed:
             taken = self._take_next(request, num_tokens, reserve_large_pages, step)
             if taken is not None:
                 return taken
@@ -115,10 +115,11 @@ class Taking:
         if any(needs):
             taken = self._allocator.take(
                 needs,
-                growth.apart(request, needs, expected),
+                needs if request.is_packed else growth.apart(request, needs, expected),
                 owner=request.owner,
                 reserve_large_pages=reserve_large_pages,
                 held=request.pages,
+                is_packed=request.is_packed,
             )
             if taken is None:
                 self._require(request_id, needs, None, reserve_large_pages)

@@ -3,6 +3,7 @@
 import pytest
 
 from jenga.admission import Admission
+from jenga.entry import IDLE_STEPS
 from jenga.errors import OutOfPagesError, TooEarlyError
 from jenga.manager import Manager
 from jenga.small_pages import Sharing
@@ -241,4 +242,17 @@ def test_attention_is_read_in_the_step_that_writes_it():
     _, other = begin(manager)
 
     assert admit_waiting(manager, other) == 64
+    manager.check()
+
+
+def test_an_admission_does_not_wait_for_a_session_between_its_turns():
+    manager = crowded()
+    with pytest.raises(OutOfPagesError, match="5 more left to others"):
+        admit(manager, "new", 80, prefix="c")
+
+    for _ in range(IDLE_STEPS + 1):
+        manager.new_step()
+    admit(manager, "new", 80, prefix="c")
+
+    assert manager.is_running("runs")
     manager.check()

@@ -2,6 +2,7 @@
 
 import pytest
 
+from jenga import kept_states
 from jenga.errors import OutOfPagesError
 from jenga.eviction_order import LeastRecentlyUsed, LeastWanted
 from jenga.manager import Manager
@@ -608,6 +609,20 @@ def generate(manager, request_id, num_tokens, *, prompt_tokens, name="p", after=
     return hit.num_tokens
 
 
+def compute_and_keep(manager, prefix, num_tokens):
+    """Run a prompt and keep its states; what was in their pages is copied at once."""
+    keys = hashes(num_tokens, name=prefix)
+    manager.new_step()
+    hit = manager.lookup(keys, max_tokens=num_tokens - 1)
+    manager.allocate("one", num_tokens=num_tokens, hit=hit)
+    manager.commit("one", keys, num_tokens)
+    for end in manager.checkpoint_tokens("one"):
+        manager.keep_state("one", keys[end // 16 - 1], end)
+    manager.take_copies()
+    manager.free("one")
+    manager.check()
+
+
 def states_kept(manager):
     """Tokens after which states are kept of the requests that `generate` names alike."""
     cached = {key for key in manager._tables[1].cache.keys if key is not None}
@@ -625,6 +640,27 @@ def test_a_state_of_an_answer_takes_the_place_of_the_one_before():
     assert manager.lookup(hashes(320), max_tokens=320).num_tokens == 256
     state_bytes = manager.memory().tables[1].evictable_bytes
     assert state_bytes == 2 * manager.geometry.page_tables[1].small_page_bytes
+
+
+def test_a_state_of_an_answer_kept_twice_stays_the_one_that_makes_room():
+    manager = hybrid(checkpoint_interval_tokens=0)
+    manager.allocate("a", num_tokens=129, facts=RequestFacts(prompt_tokens=20))
+    manager.commit("a", hashes(128), 128)
+    for num_tokens in (64, 64, 128, 128):
+        assert manager.keep_state("a", hashes(num_tokens)[-1], num_tokens)
+
+    assert states_kept(manager) == [128]
+    assert len(manager.take_copies()) == 2
+
+
+def test_what_is_known_of_states_that_are_nowhere_is_bounded(monkeypatch):
+    monkeypatch.setattr(kept_states, "REMEMBERED_STATES", 10)
+    manager = hybrid(6, num_host_large_pages=12)
+    for number in range(60):
+        # Each second one goes on from the state of the one before.
+        compute_and_keep(manager, f"{number // 2}", 40 + 20 * (number % 2))
+        assert len(manager._states._gone_on) <= 10
+    assert manager._states._gone_on
 
 
 def test_a_state_another_request_has_kept_is_left_to_it():

@@ -130,8 +130,9 @@ class ManagedArena:
         for scheduled, num_tokens in self._scheduled.items():
             self.manager.commit(scheduled.name, scheduled.hashes(HASH_TOKENS), num_tokens)
         self._scheduled.clear()
+        most_tokens = 0 if self.manager.starts_over(active.name) else active.num_tokens - 1
         hit = self.manager.lookup(
-            active.hashes(HASH_TOKENS), max_tokens=active.num_tokens - 1, facts=active.facts
+            active.hashes(HASH_TOKENS), max_tokens=most_tokens, facts=active.facts
         )
         # A hit of no tokens says all the same where a state is worth keeping.
         active.found = hit

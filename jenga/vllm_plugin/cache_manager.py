@@ -221,6 +221,8 @@ class JengaKVCacheManager:
             self.cache_blocks(scheduled, num_tokens)
         self._scheduled.clear()
         facts, most_tokens = self._facts(request), self._encoders.most_hit_tokens(request)
+        if self.manager.starts_over(request.request_id):
+            most_tokens = 0
         if max_cache_hit_length is not None:
             most_tokens = min(most_tokens, max_cache_hit_length)
         hit = self.manager.lookup(request.block_hashes, max_tokens=most_tokens, facts=facts)

@@ -85,7 +85,6 @@ class StateKeeper:
         "_events",
         "_first_layers",
         "_geometry",
-        "_has_histories",
         "_hash_tokens",
         "_manager",
         "_passages",
@@ -121,14 +120,13 @@ class StateKeeper:
         ]
         self._hash_tokens = hash_tokens
         # Steps of so many tokens leave the state after each of them in a slot of the request.
-        self._has_histories = history_query_tokens > 0
         self._slots = history_query_tokens or max(
             table.layer_type.slots_per_request
             for table in self._geometry.page_tables
             if isinstance(table.layer_type, State)
         )
         self._answer_tokens = manager.answer_interval_tokens
-        # Request -> tokens after which each further one has left its state in a slot.
+        # Request -> tokens after which its last step left each state that it computed in a slot.
         self._answers: dict[str, int] = {}
         self._passages: dict[str, _Passage] = {}
         self._passed: dict[str, tuple[Request, list[int]]] = {}
@@ -157,8 +155,8 @@ class StateKeeper:
                 self._answers.setdefault(request.request_id, start_tokens)
             if past_tokens < slots:
                 self._keep_answer(request, start_tokens - past_tokens)
-            if self._has_histories and slots > 1:
-                # The step may write the state after its first token, and has all later ones.
+            if slots > 1:
+                # As many tokens as there are slots leave nothing of what the step starts from.
                 self._answers[request.request_id] = start_tokens + 1
 
     def _keep_answer(self, request: "Request", num_tokens: int) -> None:

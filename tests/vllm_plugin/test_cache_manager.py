@@ -335,3 +335,19 @@ def test_parallel_engines_log_what_they_hold_in_files_of_their_own(
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["log.1.jsonl", "log.12.jsonl", "log.jsonl"]
     assert all(len(path.read_text().splitlines()) == 2 for path in tmp_path.iterdir())
+
+
+def test_who_was_refused_alone_comes_in_without_a_hit(make_scheduler, monkeypatch):
+    scheduler = make_scheduler(8 * MIB)
+    tokens = list(range(3, 103))
+    scheduler.add_request(request("first", tokens))
+    for _ in range(8):
+        run_step(scheduler)
+    manager = scheduler.kv_cache_manager
+    again = request("again", tokens)
+    assert manager.get_computed_blocks(again)[1] == 96
+
+    monkeypatch.setattr(manager.manager._entry, "_refused_alone", "again")
+
+    assert manager.get_computed_blocks(again)[1] == 0
+    assert manager.get_computed_blocks(request("other", tokens))[1] == 96

@@ -612,6 +612,58 @@ def test_with_drafts_an_answers_state_is_kept_where_the_slots_still_have_it(
         assert manager.keeps_state(0, one.block_hashes[3], copies.target_pages[0])
 
 
+def drafting_keeper(num_large_pages, *, answer_tokens):
+    """A keeper of states with three slots a request, beside pages of keys and values."""
+    layers = (
+        State(name="state", layers=(Layer(name="0", slot_bytes=4096),), draft_tokens=2),
+        FullAttention(name="full", layers=(Layer(name="full", slot_bytes=64),)),
+    )
+    cut = exact_lcm(ModelSpec(name="model", layer_types=layers), tokens_per_page=16)
+    manager = Manager(
+        cut,
+        num_large_pages=num_large_pages,
+        prefix_caching=True,
+        answer_interval_tokens=answer_tokens,
+    )
+    return manager, StateKeeper(manager, hash_tokens=16)
+
+
+def step_with_drafts(manager, keeper, start_tokens):
+    """Run a step of a request's last token and two drafts; the copies made before it."""
+    keeper.step_starts()
+    manager.new_step()
+    manager.allocate("a", num_tokens=start_tokens + 3, num_processed_tokens=start_tokens)
+    keeper.schedule(fake_request("a", start_tokens + 1), start_tokens, start_tokens + 3)
+    return take_orders(manager, keeper, num_tokens=3).copies
+
+
+def test_with_drafts_a_state_that_found_no_page_is_not_kept_from_a_slot_written_since():
+    manager, keeper = drafting_keeper(8, answer_tokens=16)
+    manager.allocate("a", num_tokens=31, facts=RequestFacts(prompt_tokens=20))
+    manager.allocate("b", num_tokens=16)
+    assert step_with_drafts(manager, keeper, 31) == ()
+    # The state after 32 tokens is there, but no page for it; the step writes over its slot.
+    assert step_with_drafts(manager, keeper, 32) == ()
+    manager.free("b")
+
+    assert step_with_drafts(manager, keeper, 33) == ()
+    assert step_with_drafts(manager, keeper, 34) == ()
+
+
+@pytest.mark.parametrize("accepted_tokens", [1, 2, 3])
+def test_with_drafts_an_answer_has_one_state_kept(accepted_tokens):
+    manager, keeper = drafting_keeper(40, answer_tokens=16)
+    manager.allocate("a", num_tokens=20, facts=RequestFacts(prompt_tokens=20))
+    num_copies = 0
+    for start_tokens in range(19, 300, accepted_tokens):
+        copies = step_with_drafts(manager, keeper, start_tokens)
+        num_copies += len(copies)
+
+        assert len([key for key in manager._tables[0].cache.keys if key is not None]) <= 1
+        assert len(manager._requests["a"].kept) <= 1
+    assert num_copies >= 15
+
+
 @pytest.mark.parametrize(
     ("last_start", "num_in_flight_tokens", "is_kept"),
     [
