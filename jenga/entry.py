@@ -9,9 +9,8 @@ from jenga.request import PrefixHit, Request
 from jenga.small_pages import Sharing
 from jenga.waiting import Waiting
 
-
 IDLE_STEPS = 16
-"""Steps after which a request that took part in none is idle: more than a pipeline has ranks for."""
+"""Steps after which a request that took part in none is idle; more than a pipeline has ranks."""
 
 
 class Entry:
@@ -71,8 +70,8 @@ class Entry:
     def reserve(self, found: Sequence[Sharing | None] | None, step: int) -> int:
         """Large pages that an admission leaves to others.
 
-        None where nobody runs: an admission waits for one of them to end. Who has pages and is idle,
-        as a session is between its turns, does not end by itself.
+        None where nobody runs: an admission waits for one of them to end. Who has pages and is
+        idle, as a session is between its turns, does not end by itself.
         """
         if all(request.step < step - IDLE_STEPS for request in self._requests.values()):
             return 0
