@@ -50,6 +50,7 @@ class AttentionKind:
         is_quantised: Whether pages hold elements of a byte or half of one: float8, int8 or two of
             four bits in a uint8.
         has_slot_scales: Whether each slot and head of them has scales of its own.
+        is_int4: Whether they are elements of four bits; these have such scales.
         value_dim: Elements of a value where they are not head_dim; else None.
     """
 
@@ -62,6 +63,7 @@ class AttentionKind:
     is_causal: bool = True
     is_quantised: bool = False
     has_slot_scales: bool = False
+    is_int4: bool = False
     value_dim: int | None = None
 
     def __post_init__(self) -> None:
@@ -82,6 +84,9 @@ class AttentionKind:
                 object.__setattr__(self, name, num_keys if num_keys < MAX_POSITIONS else None)
         if self.has_slot_scales and not self.is_quantised:
             msg = "has_slot_scales must be False where is_quantised is, got True"
+            raise ValueError(msg)
+        if self.is_int4 and not self.has_slot_scales:
+            msg = "is_int4 must be False where has_slot_scales is, got True"
             raise ValueError(msg)
         if self.value_dim is not None:
             value_dim = check_at_least("value_dim", self.value_dim, 1)
@@ -278,6 +283,7 @@ def plan_attention(
             element_bytes=dtype.itemsize,
             stored_bytes=1 if kind.is_quantised else dtype.itemsize,
             has_slot_scales=kind.has_slot_scales,
+            is_int4=kind.is_int4,
             decode_rows=decode_query_tokens * kind.group_heads,
         )
         if is_warp_specialized and kind.value_dim is None:

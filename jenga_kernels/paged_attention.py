@@ -35,6 +35,7 @@ from jenga_kernels.attention_plan import (
 from jenga_kernels.cache import check_pages, check_scales, check_slot_scales, elements_per_item
 from jenga_kernels.checks import (
     FLOAT_DTYPES,
+    INT4_DTYPE,
     QUANTISED_DTYPES,
     check_contiguous,
     check_dtype,
@@ -212,6 +213,7 @@ def paged_attention(
         is_causal=is_causal,
         is_quantised=k_pages.dtype in QUANTISED_DTYPES,
         has_slot_scales=k_slot_scales is not None,
+        is_int4=k_pages.dtype == INT4_DTYPE,
     )
     if plan is None:
         plan = plan_attention(
@@ -310,6 +312,7 @@ def paged_attention(
             VALUE_DIM=part_dim,
             BLOCK_V=max(MIN_ROWS, power_of_two(part_dim)),
             IS_INVARIANT=plan.is_batch_invariant,
+            READS_PAIRS=tiles.reads_pairs,
             BLOCK_M=tiles.block_m,
             BLOCK_N=tiles.block_n,
             num_warps=tiles.num_warps,

@@ -59,6 +59,7 @@ class AttentionShape:
             is_causal=self.is_causal,
             is_quantised=self.stored.is_quantised,
             has_slot_scales=self.stored.has_slot_scales,
+            is_int4=self.stored is Stored.INT4_SLOTS,
         )
 
     @property

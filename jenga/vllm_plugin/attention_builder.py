@@ -98,6 +98,7 @@ def attention_kind(spec: AttentionSpec, num_heads: int) -> AttentionKind:
         is_causal=not isinstance(spec, CrossAttentionSpec),
         is_quantised=spec.kv_quant_mode is not KVQuantMode.NONE,
         has_slot_scales=spec.kv_quant_mode.is_per_token_head,
+        is_int4=spec.kv_quant_mode is KVQuantMode.INT4_PER_TOKEN_HEAD,
     )
 
 

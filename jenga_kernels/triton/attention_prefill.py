@@ -5,6 +5,7 @@ import triton.language as tl
 
 from jenga_kernels.triton.addressing import first_tile_key
 from jenga_kernels.triton.attention_tile import (
+    PAIR,
     WIDE_HEAD,
     attend_tile,
     end_visible,
@@ -13,7 +14,11 @@ from jenga_kernels.triton.attention_tile import (
     row_offsets,
 )
 from jenga_kernels.triton.device import ceil_div
+from jenga_kernels.triton.fp8 import as_pairs, joined_rows, split_rows
 from jenga_kernels.triton.rows import load_rows, store_rows
+from jenga_kernels.triton.tiles import MIN_ROWS
+
+_MIN_ROWS = tl.constexpr(MIN_ROWS)
 
 
 @triton.jit
@@ -62,6 +67,7 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
     IS_CAUSAL: tl.constexpr,
     IS_PER_HEAD_SCALE: tl.constexpr,
     IS_INVARIANT: tl.constexpr,
+    READS_PAIRS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -75,12 +81,24 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
 
     Where IS_INVARIANT, a row's keys are summed by the same tiles whichever rows share its program;
     in what its tiles hold besides it has no share, to the last bit.
+
+    Where READS_PAIRS, elements of a byte are read as in decoding; see `attend_tile`.
     """
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
     VALUE_PARTS: tl.constexpr = (RESULT_DIM + VALUE_DIM - 1) // VALUE_DIM
     STORED: tl.constexpr = k_pages_ptr.dtype.element_ty
     IS_INT4: tl.constexpr = tl.constexpr(STORED.is_uint8())
     IS_CONVERTED: tl.constexpr = STORED.primitive_bitwidth == 8  # noqa: PLR2004
+    IS_SPLIT: tl.constexpr = tl.constexpr(
+        READS_PAIRS
+        and IS_CONVERTED
+        and not IS_INT4
+        and q_ptr.dtype.element_ty != tl.float32
+        and HEAD_DIM % 2 == 0
+        and RESULT_DIM % 2 == 0
+        and BLOCK_V >= 2 * _MIN_ROWS
+    )
+    SPLIT: tl.constexpr = tl.constexpr(PAIR if IS_SPLIT else 1)
     HAS_SLOT_SCALES: tl.constexpr = tl.constexpr(k_slot_scales_ptr is not None)
     IS_CROWDED: tl.constexpr = BLOCK_D >= WIDE_HEAD or (IS_CONVERTED and 2 * BLOCK_D >= WIDE_HEAD)
     kv_head = tl.program_id(1)
@@ -88,6 +106,13 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
     part = tl.program_id(0) % VALUE_PARTS
     value_start = tl.minimum(part * VALUE_DIM, RESULT_DIM - VALUE_DIM)
     values_ptr = v_pages_ptr + (value_start // 2 if IS_INT4 else value_start)
+    if IS_SPLIT:
+        k_pages_ptr = as_pairs(k_pages_ptr)
+        values_ptr = as_pairs(values_ptr)
+        # Strides are multiples of 16 bytes; the products tell Triton so.
+        stride_pages_page = stride_pages_page // 16 * 8
+        stride_pages_slot = stride_pages_slot // 16 * 8
+        stride_pages_head = stride_pages_head // 16 * 8
     request = tl.load(row_tile_requests_ptr + row_tile)
     if request < 0:
         return
@@ -132,7 +157,13 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
     if k_scale_ptr is not None:
         scale = scale * tl.load(k_scale_ptr + kv_head * IS_PER_HEAD_SCALE)
 
-    acc = tl.full([BLOCK_M, BLOCK_V], 0, tl.float32)
+    if IS_SPLIT:
+        q = split_rows(q)
+        acc = tl.full([BLOCK_M, BLOCK_V // 2], 0, tl.float32)
+        acc = acc, acc
+    else:
+        acc = tl.full([BLOCK_M, BLOCK_V], 0, tl.float32)
+    value_unit = 0.0
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.full([BLOCK_M], 0, tl.float32)
     head_offset = kv_head.to(tl.int64) * stride_pages_head
@@ -160,11 +191,11 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
             for tile in tl.range(  # pyright: ignore[reportGeneralTypeIssues]
                 phase_start, phase_end, disable_licm=IS_CROWDED
             ):
-                acc, row_max, row_sum, _, _ = attend_tile(
+                acc, row_max, row_sum, value_unit, _ = attend_tile(
                     acc,
                     row_max,
                     row_sum,
-                    0.0,
+                    value_unit,
                     0.0,
                     q,
                     None,
@@ -196,20 +227,24 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
                     BLOCK_D,
                     BLOCK_V,
                     STORED=STORED,
-                    K_SPLIT=1,
-                    V_SPLIT=1,
+                    K_SPLIT=SPLIT,
+                    V_SPLIT=SPLIT,
                     IS_EDGE=phase != 1,
                     IS_ALIGNED=IS_INVARIANT,
                     KEEPS_OFFSETS=False,
                 )
 
-    if IS_CROWDED or IS_INT4:
+    if IS_CROWDED or IS_INT4 or IS_SPLIT:
         # The walk needs all registers: which rows these are is not kept in any, but read again.
         row_start = tl.load(row_tile_indices_ptr + row_tile, volatile=True) * BLOCK_M
         rows = row_start + tl.arange(0, BLOCK_M)
         live = rows < query_len * GROUP
         tokens = query_start + tl.minimum(rows // GROUP, query_len - 1)
         heads = kv_head * GROUP + rows % GROUP  # i32[BLOCK_M]
+    if IS_SPLIT:
+        acc = joined_rows(acc[0], acc[1])
+        if HAS_SLOT_SCALES:
+            acc *= value_unit
     if v_scale_ptr is not None:
         acc *= tl.load(v_scale_ptr + kv_head * IS_PER_HEAD_SCALE)
     sinks = None

@@ -59,6 +59,27 @@ def reciprocal(values):
 
 
 @device_function
+def quotient(values, divisors):
+    """Values over divisors that are broadcast to them, rounded to nearest.
+
+    Divisors are neither 0 nor so small that a reciprocal is infinite. What their rounded
+    reciprocals leave is added: a few instructions a value, where the compiler's rounded quotient
+    takes more than twice as many, and its usual one may be two units in the last place away.
+
+    Source: Markstein, Computation of elementary functions on the IBM RISC System/6000 (1990).
+    """
+    if _INTERPRETED:
+        return tl.div_rn(values, tl.broadcast_to(divisors, values.shape))
+    else:
+        inverses = tl.div_rn(tl.full(divisors.shape, 1.0, tl.float32), divisors)
+        inverses = tl.broadcast_to(inverses, values.shape)
+        found = values * inverses
+        rest = tl.fma(-found, tl.broadcast_to(divisors, values.shape), values)
+        # Zero keeps its sign, and infinity leaves no number.
+        return tl.where(tl.abs(rest) > 0.0, tl.fma(rest, inverses, found), found)
+
+
+@device_function
 def log2(values):
     """Logarithms of values of about 1 and more, within 2**-22 or that share of them."""
     if _INTERPRETED:

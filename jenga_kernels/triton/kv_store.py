@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from jenga_kernels.triton.addressing import slot_offsets
-from jenga_kernels.triton.device import device_function, rounded_product, widened
+from jenga_kernels.triton.device import device_function, quotient, rounded_product, widened
 from jenga_kernels.triton.fp8 import E4M3_MAX, to_fp8
 from jenga_kernels.triton.int4 import quantised_int4
 from jenga_kernels.triton.int8 import INT8_MAX, to_int8
@@ -35,8 +35,8 @@ def _stored(
             if IS_PER_HEAD:
                 scale = tl.load(scale_ptr + heads, mask=live, other=1.0)[None, :, None]
             else:
-                scale = tl.load(scale_ptr)
-            values = values / scale
+                scale = tl.broadcast_to(tl.load(scale_ptr), [1, 1, 1])
+            values = quotient(values, scale)
         return to_fp8(values, dtype, HAS_FP8)
 
 

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from jenga_kernels.triton.addressing import slot_offsets
-from jenga_kernels.triton.device import device_function, widened
+from jenga_kernels.triton.device import device_function, quotient, widened
 from jenga_kernels.triton.fp8 import to_fp8
 from jenga_kernels.triton.rows import load_rows, store_rows
 
@@ -17,7 +17,7 @@ def _stored(rows, latent_scale_ptr, IS_FP8: tl.constexpr):
     else:
         values = widened(rows)
         if latent_scale_ptr is not None:
-            values = values / tl.load(latent_scale_ptr)
+            values = quotient(values, tl.broadcast_to(tl.load(latent_scale_ptr), [1, 1]))
         return to_fp8(values, tl.float8e4nv, True)
 
 

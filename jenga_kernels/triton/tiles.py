@@ -154,6 +154,7 @@ class LoopTiles:
         num_warps: Warps of a program.
         num_stages: Depth of the software pipeline over keys.
         value_parts: Programs that share the rows, each with a part of their results: 1 or 2.
+        reads_pairs: Whether prefill reads elements of a byte in pairs, as decoding does.
     """
 
     block_m: int
@@ -161,6 +162,7 @@ class LoopTiles:
     num_warps: int
     num_stages: int
     value_parts: int = 1
+    reads_pairs: bool = False
 
     def part_dim(self, value_dim: int) -> int:
         """Elements of a result that one program computes; those of a part are a multiple of 16."""
@@ -233,6 +235,7 @@ def attention_tiles(
     stored_bytes: int,
     decode_rows: int,
     has_slot_scales: bool = False,
+    is_int4: bool = False,
 ) -> AttentionTiles:
     """Tiles of `paged_attention`.
 
@@ -245,6 +248,7 @@ def attention_tiles(
             `max_decode_rows`.
         has_slot_scales: Whether slots have scales of their own, of which a program holds those of
             the keys of a step.
+        is_int4: Whether elements in the pages have four bits.
     """
     decode_rows = max(MIN_ROWS, power_of_two(decode_rows))
     if machine.is_interpreter:
@@ -267,7 +271,9 @@ def attention_tiles(
         # Scores, and what four bits lie above, take the registers of more keys.
         decode = replace(decode, block_n=min(32, decode.block_n))
     prefill = PREFILL_TILES[is_large, element_bytes, stored_bytes, block_d]
-    if has_slot_scales and block_d == 64 and element_bytes == 2:  # noqa: PLR2004 - narrow heads
+    if not is_large and stored_bytes < element_bytes == 2 and not is_int4:  # noqa: PLR2004
+        prefill = PAIR_TILES[block_d]
+    elif has_slot_scales and block_d == 64 and element_bytes == 2:  # noqa: PLR2004 - narrow heads
         prefill = replace(prefill, block_n=prefill.block_n // 2)
     if machine.has_tensor_memory:
         prefill = replace(prefill, block_n=min(prefill.block_n, TENSOR_MEMORY_KEYS))
@@ -316,8 +322,12 @@ def max_decode_rows(machine: Machine, *, head_dim: int, element_bytes: int) -> i
         head_dim: Elements of one head of one token.
         element_bytes: Bytes of an element of the queries.
     """
-    if machine.is_interpreter or power_of_two(head_dim) < WIDE_HEAD:
+    if machine.is_interpreter:
         return None
+    if power_of_two(head_dim) < WIDE_HEAD:
+        # Shared memory of 99 KiB has no room for more rows this wide in float32.
+        is_crowded = 2 * power_of_two(head_dim) >= WIDE_HEAD and element_bytes == 4  # noqa: PLR2004
+        return 2 * MIN_ROWS if is_crowded and not machine.has_large_tiles else None
     kind = (machine.has_large_tiles, element_bytes)
     return max(rows for *of, rows in WIDE_DECODE_TILES if tuple(of) == kind)
 
@@ -433,6 +443,19 @@ PREFILL_TILES = {
 As in decoding, five stages load a step while the one before is computed; up to four stages wait for
 each step as soon as it is asked for. 128 rows of 512 elements and two steps leave no shared memory
 for a third: Hopper waits for such a step, asked for before the product that ends the one before.
+"""
+
+PAIR_TILES = {
+    64: replace(_loop_tiles(128, 64, 8, 5), reads_pairs=True),
+    128: replace(_loop_tiles(128, 64, 8, 5), reads_pairs=True),
+    256: replace(_loop_tiles(128, 16, 8, 5), reads_pairs=True),
+    512: replace(_loop_tiles(32, 16, 8, 5), reads_pairs=True),
+}
+"""Padded head_dim -> tiles of prefill before Hopper, where pages hold elements of a byte.
+
+Matrix instructions of these GPUs read registers, into which shared memory gives 16 bits at least:
+values, of which it would give single bytes, take two to three times as many instructions otherwise.
+32 keys of 256 elements would take a fifth fewer, but spill with some options.
 """
 
 SPECIALIZED_TILES = {

@@ -21,7 +21,7 @@ from tests.kernels.support import (
 
 SMALL_TILES = AttentionTiles(
     decode=LoopTiles(block_m=16, block_n=32, num_warps=4, num_stages=2),
-    prefill=LoopTiles(block_m=32, block_n=32, num_warps=4, num_stages=2),
+    prefill=LoopTiles(block_m=32, block_n=32, num_warps=4, num_stages=2, reads_pairs=True),
     num_programs=7,
     block_splits=4,
 )
@@ -30,9 +30,9 @@ SMALL_TILES = AttentionTiles(
 HALVED_TILES = replace(
     SMALL_TILES,
     decode=replace(SMALL_TILES.decode, value_parts=2),
-    prefill=replace(SMALL_TILES.prefill, value_parts=2),
+    prefill=replace(SMALL_TILES.prefill, value_parts=2, reads_pairs=False),
 )
-"""Such tiles where two programs share the results of the same rows."""
+"""Such tiles where two programs share the results of the same rows, and prompts read no pairs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +111,7 @@ class Batch:
             is_causal=options.is_causal,
             is_quantised=shape.pages_dtype is not None,
             has_slot_scales=options.has_slot_scales,
+            is_int4=shape.pages_dtype == INT4_DTYPE,
         )
 
     def plan(self, **changes: object) -> AttentionPlan:

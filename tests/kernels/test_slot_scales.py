@@ -226,6 +226,8 @@ def test_a_plan_for_scales_elsewhere_is_refused():
         paged_attention(**batch.arguments, plan=plan)
     with pytest.raises(ValueError, match="has_slot_scales must be False"):
         replace(batch.kind, is_quantised=False)
+    with pytest.raises(ValueError, match="is_int4 must be False"):
+        replace(batch.kind, has_slot_scales=False, is_int4=True)
 
 
 def test_scales_that_overlap_are_not_written():

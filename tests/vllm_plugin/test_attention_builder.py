@@ -434,6 +434,8 @@ def test_the_kind_of_layers_says_what_their_spec_says():
     scaled = replace(spec, kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD, dtype=torch.int8)
     scaled_kind = replace(kinds["sliding"], is_quantised=True, has_slot_scales=True)
     assert attention_kind(scaled, NUM_HEADS) == scaled_kind
+    halved = replace(spec, kv_quant_mode=KVQuantMode.INT4_PER_TOKEN_HEAD)
+    assert attention_kind(halved, NUM_HEADS) == replace(scaled_kind, is_int4=True)
     assert kinds["sliding"] == replace(kinds["full"], window_tokens=20)
     assert kinds["chunked"] == replace(kinds["full"], chunk_tokens=32)
     assert kinds["cross"] == replace(kinds["full"], is_causal=False)
