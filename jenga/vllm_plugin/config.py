@@ -135,6 +135,17 @@ def _options_without_effect(vllm_config: "VllmConfig") -> list[str]:
     return [option for option, in_use in checks.items() if in_use]
 
 
+def select_by_environment(vllm_config: "VllmConfig") -> None:
+    """Select the backend where VLLM_ATTENTION_BACKEND does and no argument selects one.
+
+    Raises:
+        ValueError: An environment variable is wrong.
+    """
+    attention = vllm_config.attention_config
+    if attention.backend is None and read_settings(os.environ).selects_backend:
+        attention.backend = backend_member()
+
+
 def prepare_config(vllm_config: "VllmConfig") -> bool:
     """See whether a configuration selects the backend; if so check it and set what we need.
 
@@ -151,8 +162,7 @@ def prepare_config(vllm_config: "VllmConfig") -> bool:
 
     attention = vllm_config.attention_config
     settings = read_settings(os.environ)
-    if settings.selects_backend and attention.backend is None:
-        attention.backend = backend_member()
+    select_by_environment(vllm_config)
     if not is_selected(vllm_config):
         if settings.selects_backend:
             logger.warning_once(

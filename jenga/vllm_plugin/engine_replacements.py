@@ -23,6 +23,17 @@ def _check_and_update_config(original: Function) -> Function:
     return check_and_update_config
 
 
+def _try_verify_and_update_config(original: Function) -> Function:
+    @functools.wraps(original)
+    def try_verify_and_update_config(self: Any) -> None:  # noqa: ANN401
+        from jenga.vllm_plugin.config import select_by_environment
+
+        select_by_environment(self)
+        original(self)
+
+    return try_verify_and_update_config
+
+
 def _get_attn_backend_cls(original: Function) -> Function:
     def get_attn_backend_cls(
         selected_backend: Any,  # noqa: ANN401
@@ -203,15 +214,24 @@ def _init_device(original: Function) -> Function:
     return init_device
 
 
-CONFIG_WATCH = Replacement(
-    module="vllm.platforms",
-    name="current_platform.check_and_update_config",
-    reason=(
-        "the one place every configuration passes; the official way to it is a platform of one's "
-        "own, which would replace the platform also where the backend is not selected"
+CONFIG_WATCH = (
+    Replacement(
+        module="vllm.config.vllm",
+        name="VllmConfig.try_verify_and_update_config",
+        reason="models set a backend where none is selected, before the platform has its say",
+        parameters=("self",),
+        make=_try_verify_and_update_config,
     ),
-    parameters=("vllm_config",),
-    make=_check_and_update_config,
+    Replacement(
+        module="vllm.platforms",
+        name="current_platform.check_and_update_config",
+        reason=(
+            "the one place every configuration passes; the official way to it is a platform of "
+            "one's own, which would replace the platform also where the backend is not selected"
+        ),
+        parameters=("vllm_config",),
+        make=_check_and_update_config,
+    ),
 )
 """In place as soon as vLLM loads the plugin; passes everything on until we are selected."""
 

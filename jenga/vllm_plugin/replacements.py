@@ -21,14 +21,15 @@ from jenga.vllm_plugin.worker_replacements import WORKERS
 IN_WORKERS = (*WORKERS, *RECURRENT_LAYERS)
 """In place once a worker of a configuration that selects us has its device."""
 
-REPLACEMENTS = (CONFIG_WATCH, *WHEN_SELECTED, *PLANNER, *IN_WORKERS)
+REPLACEMENTS = (*CONFIG_WATCH, *WHEN_SELECTED, *PLANNER, *IN_WORKERS)
 """All of them, for the documentation and the tests."""
 
 
 def watch_configurations() -> None:
-    """Put the one replacement in place that is needed to see a configuration select the backend."""
-    if not CONFIG_WATCH.is_applied:
-        CONFIG_WATCH.apply()
+    """Put the replacements in place that are needed to see a configuration select the backend."""
+    for watch in CONFIG_WATCH:
+        if not watch.is_applied:
+            watch.apply()
 
 
 def apply_replacements() -> None:
@@ -39,7 +40,7 @@ def apply_replacements() -> None:
     """
     from jenga.vllm_plugin.switch import register_state_backends
 
-    put_in_place((CONFIG_WATCH, *WHEN_SELECTED, *PLANNER))
+    put_in_place((*CONFIG_WATCH, *WHEN_SELECTED, *PLANNER))
     register_state_backends()
 
 

@@ -24,6 +24,33 @@ WARM_UP_TOKENS = 128
 KEPT_AFTER_TOKENS = 16
 
 
+def on_pages_apart(
+    execute_model: Callable[["SchedulerOutput"], Any], geometry: Geometry
+) -> Callable[["SchedulerOutput"], Any]:
+    """Run vLLM's steps of warming up on pages that do not lie over one another.
+
+    It numbers pages as if a number were the same bytes in every group: number n becomes the first
+    small page of large page n, in each page table.
+
+    Args:
+        execute_model: Runs a step of the worker.
+        geometry: How the arena is cut.
+    """
+    parts = [table.small_pages_per_large_page for table in geometry.page_tables]
+
+    def apart(page_ids: Sequence[Sequence[int]]) -> tuple[list[int], ...]:
+        return tuple([n * k for n in ids] for ids, k in zip(page_ids, parts, strict=True))
+
+    def execute(step: "SchedulerOutput") -> object:
+        for new in step.scheduled_new_reqs:
+            new.block_ids = apart(new.block_ids)
+        cached = step.scheduled_cached_reqs
+        cached.new_block_ids = [ids and apart(ids) for ids in cached.new_block_ids]
+        return execute_model(step)
+
+    return execute
+
+
 def warm_up(
     model_runner: Any,  # noqa: ANN401 (vLLM's second model runner)
     execute_model: Callable[["SchedulerOutput"], Any],
@@ -43,7 +70,7 @@ def warm_up(
     # Kinds of states that are not kept have prefix caching off, and nobody to take the orders.
     keeps_states = model_runner.vllm_config.cache_config.enable_prefix_caching
 
-    def execute(step: "SchedulerOutput") -> object:
+    def execute_with_orders(step: "SchedulerOutput") -> object:
         orders = orders_of(step, geometry, num_large_pages, layers) if keeps_states else None
         if orders is not None:
             step.kv_cache_block_copies = [orders]  # pyright: ignore[reportAttributeAccessIssue]
@@ -51,6 +78,7 @@ def warm_up(
 
     most_tokens = min(model_runner.max_num_tokens, model_runner.max_model_len)
     num_tokens = min(WARM_UP_TOKENS, most_tokens)
+    execute = on_pages_apart(execute_with_orders, geometry)
     run_mixed_prefill_decode_warmup(model_runner, execute, sample_tokens, num_tokens)
 
 

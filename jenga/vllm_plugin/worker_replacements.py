@@ -15,11 +15,14 @@ def _warmup_kernels(original: Function) -> Function:
         if not is_selected(model_runner.vllm_config):
             original(model_runner, *steps)
             return
+        from jenga.vllm_plugin.layout import geometry_of
         from jenga.vllm_plugin.state_counts import warming_up
-        from jenga.vllm_plugin.warm_up import warm_up
+        from jenga.vllm_plugin.warm_up import on_pages_apart, warm_up
 
+        execute_model, *others = steps
+        geometry = geometry_of(model_runner.kv_cache_config)
         with warming_up():
-            original(model_runner, *steps)
+            original(model_runner, on_pages_apart(execute_model, geometry), *others)
             warm_up(model_runner, *steps)
 
     return warmup_kernels

@@ -20,7 +20,7 @@ from jenga.request import CopyPath, PageCopy
 from jenga.spec import FullAttention, Layer, ModelSpec, State
 from jenga.vllm_plugin.copy_rounds import CopyRound, copy_rounds
 from jenga.vllm_plugin.state_orders import StateKeeper, StepOrders, take_orders
-from jenga.vllm_plugin.warm_up import orders_of
+from jenga.vllm_plugin.warm_up import on_pages_apart, orders_of
 from tests.vllm_plugin.test_cache_manager import request
 
 pytestmark = pytest.mark.vllm
@@ -794,3 +794,27 @@ def test_orders_are_asked_for_in_the_order_that_the_machine_of_host_memory_prove
         "take_copies",
         "save_ahead",
     ]
+
+
+def test_steps_that_warm_up_run_on_pages_that_do_not_lie_over_one_another(make_scheduler):
+    geometry = make_scheduler(8 * MIB).kv_cache_manager.manager.geometry
+    tables = geometry.page_tables
+    assert len({table.small_page_bytes for table in tables}) > 1
+    # As vLLM numbers them: one after the other, whatever the group.
+    new = SimpleNamespace(block_ids=tuple([index + 1] for index in range(len(tables))))
+    more = tuple([len(tables) + index + 1] for index in range(len(tables)))
+    cached = SimpleNamespace(new_block_ids=[None, more])
+    steps = []
+
+    on_pages_apart(steps.append, geometry)(
+        SimpleNamespace(scheduled_new_reqs=[new], scheduled_cached_reqs=cached)
+    )
+
+    assert len(steps) == 1
+    assert cached.new_block_ids[0] is None
+    larges = [
+        page / table.small_pages_per_large_page
+        for page_ids in (new.block_ids, cached.new_block_ids[1])
+        for table, (page,) in zip(tables, page_ids, strict=True)
+    ]
+    assert larges == list(range(1, 2 * len(tables) + 1))

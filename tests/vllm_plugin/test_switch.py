@@ -391,10 +391,26 @@ def test_vllm_is_untouched_unless_the_backend_is_selected(tiny_model):
     returncode, output = run_python(code)
 
     assert returncode == 0, output[-4000:]
-    assert "BEFORE ['current_platform.check_and_update_config']" in output
+    watched = "VllmConfig.try_verify_and_update_config", "current_platform.check_and_update_config"
+    assert f"BEFORE {list(watched)}" in output
     assert "CHOSEN False None" in output
     assert "AFTER True" in output
     assert "AGAIN True False True" in output
+
+
+@pytest.mark.vllm
+def test_the_environment_variable_selects_the_backend_where_a_model_would_set_another(tiny_model):
+    code = (
+        CONFIGURE.format(model=str(tiny_model("gemma4")))
+        + """
+    config = configure(attention_backend=None)
+    print("BACKEND", config.attention_config.backend.name)
+    """
+    )
+    returncode, output = run_python(code, VLLM_ATTENTION_BACKEND="JENGA_TRITON")
+
+    assert returncode == 0, output[-4000:]
+    assert "BACKEND JENGA_TRITON" in output
 
 
 @pytest.fixture(scope="module")
