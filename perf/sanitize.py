@@ -28,12 +28,14 @@ USUAL_PATH = "/usr/local/cuda/bin"
 SMALL_TESTS = {
     "kv_store": (
         "writes_its_slots_and_nothing_else[one_token-torch.bfloat16-head_major]",
-        "rounds_and_saturates_to_fp8[torch.bfloat16-per_head]",
+        "rounds_and_saturates_to_fp8[torch.bfloat16-per_head-torch.float8_e4m3fn]",
+        "rounds_and_saturates_to_fp8[torch.bfloat16-per_head-torch.float8_e5m2]",
     ),
     "paged_attention": (
         "has_option[causal-torch.bfloat16]",
         "has_option[soft_cap-torch.bfloat16]",
-        "reads_fp8[per_head]",
+        "reads_fp8[per_head-torch.bfloat16-torch.float8_e4m3fn]",
+        "reads_fp8[per_head-torch.bfloat16-torch.float8_e5m2]",
     ),
     "specialized_prefill": ("goes_round_its_ring_of_tiles[128]",),
     "attention_merge": ("may_write_onto_a_log_sum_exp",),

@@ -34,6 +34,7 @@ CPU = torch.device("cpu")
 VLLM_MODES = {
     Stored.BF16: "NONE",
     Stored.FP8: "FP8_PER_TENSOR",
+    Stored.E5M2: "FP8_PER_TENSOR",
     Stored.FP8_SLOTS: "FP8_PER_TOKEN_HEAD",
     Stored.INT8_SLOTS: "INT8_PER_TOKEN_HEAD",
     Stored.INT4_SLOTS: "INT4_PER_TOKEN_HEAD",
@@ -121,7 +122,7 @@ def test_calls_of_vllms_triton_attention_fit_it(batch, bound):
     call, stored = calls[0][1], batch.shape.stored
     # Scales are applied in one mode only.
     assert call["kv_quant_mode"].name == VLLM_MODES[stored]
-    assert (call["k_descale"] is not None) == (stored is Stored.FP8)
+    assert (call["k_descale"] is not None) == (VLLM_MODES[stored] == "FP8_PER_TENSOR")
     if stored.has_slot_scales:
         lies_as_vllms_backend_has_it(batch.shape, call)
 
@@ -329,7 +330,10 @@ def test_calls_of_vllms_delta_rule_beside_replays_fit_it(model, drafts, bound):
     assert [called for called, _ in calls] == [name]
 
 
-@pytest.mark.parametrize("stored", Stored, ids=lambda stored: stored.value)
+VLLM_STORES = [stored for stored in Stored if stored is not Stored.E5M2]
+
+
+@pytest.mark.parametrize("stored", VLLM_STORES, ids=lambda stored: stored.value)
 def test_calls_of_vllms_stores_fit_them(stored, bound):
     import vllm._custom_ops as custom
     from vllm.v1.attention.ops import triton_reshape_and_cache_flash as module
@@ -351,3 +355,15 @@ def test_calls_of_vllms_stores_fit_them(stored, bound):
     latents = list(inspect.signature(custom.concat_and_cache_mla).parameters)
     assert latents[:2] == ["kv_c", "k_pe"]
     assert len(latents) == 6
+
+
+def test_of_vllms_stores_none_is_asked_for_e5m2_which_it_stores_as_e4m3():
+    import vllm.v1.attention.ops.triton_reshape_and_cache_flash as module
+
+    shape = bench_kv_store.StoreShape(
+        name="", num_tokens=4, num_kv_heads=2, head_dim=64, stored=Stored.E5M2
+    )
+
+    with pytest.raises(attention_peers.UnsupportedError, match="float8_e4m3fn under that name"):
+        bench_kv_store.vllm_triton(bench_kv_store.make_batch(shape, CPU))
+    assert "float8_e5m2" not in inspect.getsource(module.triton_reshape_and_cache_flash)

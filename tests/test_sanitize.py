@@ -1,3 +1,7 @@
+import os
+import subprocess
+import sys
+
 import pytest
 
 from perf import sanitize
@@ -45,3 +49,19 @@ def test_without_the_tool_nothing_is_claimed(tmp_path, monkeypatch, capsys):
     assert sanitize.main(["memcheck"]) == 5
 
     assert "memcheck is not done" in capsys.readouterr().out
+
+
+def test_there_are_such_tests():
+    """Where a GPU is, or is emulated: there alone those of one GPU's kernels are."""
+    collect = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only"]
+
+    done = subprocess.run(
+        [*collect, *sanitize.small_tests()],
+        cwd=sanitize.ROOT,
+        env=os.environ | {"EMULATED_GPU": "90"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stdout
