@@ -51,13 +51,14 @@ class JengaTritonMetadata(AttentionMetadata):
 
 
 def image_spans(
-    common: CommonAttentionMetadata, window_tokens: int | None = None
+    common: CommonAttentionMetadata, window_tokens: int | None = None, *, is_clamped: bool = False
 ) -> torch.Tensor | None:
-    """Find the image that each token of a step belongs to.
+    """Find the image that each token of a step belongs to, where that lets it read more.
 
     Args:
         common: The step.
-        window_tokens: Leave out what a token's window has passed; None: nothing.
+        window_tokens: How far back the layers read, the token itself counted; None: to the start.
+        is_clamped: Whether tokens read nothing of an image that their window has passed.
 
     Returns:
         i32[num_tokens, 2] on the host, the image's tokens [start, end) in its request, (0, 0) for
@@ -72,13 +73,18 @@ def image_spans(
         # Of a prompt the bound is exact, and a decoded token is past every image by any bound.
         first_position = int(seq_lens[request]) - (end_row - first_row)
         for start, last in images:
+            is_whole = is_clamped or window_tokens is None or start > first_position - window_tokens
+            # Of the image a last token has all before it: decoded ones need no spans, and graphs
+            # of them have none.
+            if end_row - first_row == 1 and is_whole:
+                continue
             first = max(start - first_position, 0) + first_row
             end = min(last + 1 - first_position + first_row, end_row)
             if first < end:
                 if spans is None:
                     spans = torch.zeros(common.num_actual_tokens, 2, dtype=torch.int32)
                 spans[first:end] = torch.tensor([start, last + 1], dtype=torch.int32)
-                if window_tokens is not None:
+                if is_clamped and window_tokens is not None:
                     reached = first_position - first_row + 1 - window_tokens
                     starts_seen = torch.arange(first, end, dtype=torch.int32) + reached
                     spans[first:end, 0].clamp_(min=starts_seen)
@@ -132,11 +138,11 @@ class ImageReach:
 
     Attributes:
         is_read: Whether they read any.
-        window_tokens: They read none that their window has passed; None: also those.
+        is_clamped: Whether they read none that their window has passed.
     """
 
     is_read: bool = True
-    window_tokens: int | None = None
+    is_clamped: bool = False
 
 
 def image_reach(vllm_config: "VllmConfig", layer_names: list[str]) -> ImageReach:
@@ -161,9 +167,7 @@ def image_reach(vllm_config: "VllmConfig", layer_names: list[str]) -> ImageReach
             f"and others as far as their window reaches: {sorted(layer_names)}"
         )
         raise NotImplementedError(msg)
-    if not own:
-        return ImageReach(is_read=not clamped)
-    return ImageReach(window_tokens=context[layer_names[0]].sliding_window)
+    return ImageReach(is_read=bool(own) or not clamped, is_clamped=bool(own))
 
 
 class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
@@ -245,7 +249,10 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
             msg = f"{BACKEND_NAME} does not support causal={common.causal} in this layer"
             raise NotImplementedError(msg)
         reach = self._image_reach
-        spans = image_spans(common, reach.window_tokens) if reach.is_read else None
+        spans = None
+        if reach.is_read:
+            window_tokens = self._kind.window_tokens
+            spans = image_spans(common, window_tokens, is_clamped=reach.is_clamped)
         return JengaTritonMetadata(
             num_actual_tokens=common.num_actual_tokens,
             query_starts=common.query_start_loc,
@@ -279,15 +286,15 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
         return metadata
 
     def _plan(self, common: CommonAttentionMetadata, *, has_spans: bool) -> AttentionPlan:
-        if not has_spans:
-            captured = self._captured.updated(
-                common.query_start_loc,
-                common.seq_lens,
-                num_tokens=common.num_actual_tokens,
-                max_query_tokens=common.max_query_len,
-            )
-            if captured is not None:
-                return captured
+        # A step with spans has a plan of its own. Its graph, if it is replayed, reads the kept one.
+        captured = self._captured.updated(
+            common.query_start_loc,
+            common.seq_lens,
+            num_tokens=common.num_actual_tokens,
+            max_query_tokens=common.max_query_len,
+        )
+        if captured is not None and not has_spans:
+            return captured
         return plan_attention(
             common.query_start_loc,
             common.seq_lens,

@@ -86,6 +86,30 @@ def _batch_mm_inputs_from_scheduler(original: Function) -> Function:
     return batch
 
 
+def _determine_batch_execution_and_padding(original: Function) -> Function:
+    @functools.wraps(original)
+    def determine(
+        self: Any,  # noqa: ANN401
+        num_tokens: int,
+        num_reqs: int,
+        num_scheduled_tokens_np: Any,  # noqa: ANN401
+        *args: Any,  # noqa: ANN401
+        **named: Any,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        from jenga.vllm_plugin.config import is_selected
+
+        # Who says whether a batch is one of decoding requests captures a graph, or makes up a step.
+        if named.get("force_uniform_decode") is None and is_selected(self.vllm_config):
+            computed = self.input_batch.num_computed_tokens_cpu[:num_reqs]
+            reads_prompt = computed < self.input_batch.num_prompt_tokens[:num_reqs]
+            is_decoded = (computed > 0) & (num_scheduled_tokens_np[:num_reqs] == 1)
+            if (reads_prompt & ~is_decoded).any():
+                named["force_uniform_decode"] = False
+        return original(self, num_tokens, num_reqs, num_scheduled_tokens_np, *args, **named)
+
+    return determine
+
+
 def _prepare_inputs_embeds(original: Function) -> Function:
     @functools.wraps(original)
     def prepare(
@@ -218,6 +242,29 @@ WORKERS = (
         ),
         parameters=("self", "scheduler_output"),
         make=_batch_mm_inputs_from_scheduler,
+    ),
+    Replacement(
+        module="vllm.v1.worker.gpu_model_runner",
+        name="GPUModelRunner._determine_batch_execution_and_padding",
+        reason=(
+            "replays graphs of decoding requests by the number of tokens alone, also where a "
+            "prompt begins with so many, or reads an image. Its other runner asks"
+        ),
+        parameters=(
+            "self",
+            "num_tokens",
+            "num_reqs",
+            "num_scheduled_tokens_np",
+            "max_num_scheduled_tokens",
+            "use_cascade_attn",
+            "allow_microbatching",
+            "force_eager",
+            "force_uniform_decode",
+            "force_has_lora",
+            "force_num_active_loras",
+            "num_encoder_reqs",
+        ),
+        make=_determine_batch_execution_and_padding,
     ),
     Replacement(
         module="vllm.v1.worker.gpu.model_states.encoder_decoder",

@@ -343,6 +343,38 @@ def test_steps_without_a_token_of_an_image_have_no_spans(images):
     assert image_spans(image_step(images)) is None
 
 
+def one_token_each(image):
+    """Get a step of two decoding requests, of which the second's last token is of an image."""
+    common = Batches().decode([30, 44], num_padded=2)
+    common.seq_lens_cpu_upper_bound = common.seq_lens.clone()
+    common.mm_req_doc_ranges = {1: [image]}
+    return common
+
+
+def test_a_last_token_of_an_image_reads_what_it_would_read_without():
+    common = one_token_each((25, 50))
+
+    assert image_spans(common) is None
+    assert image_spans(common, 20) is None
+    assert image_spans(common, 8, is_clamped=True) is None
+    assert image_spans(common, 18).tolist() == [[0, 0], [25, 51]]
+
+
+def test_a_graph_replayed_with_a_token_of_an_image_reads_this_steps_plan():
+    builder, batches = make_builder(SPECS["sliding"]), Batches()
+    graph = builder.build_for_cudagraph_capture(batches.decode([1, 1], num_padded=2))
+    common = one_token_each((5, 50))
+
+    own = builder.build(0, common)
+
+    assert own.spans is not None
+    assert own.plan is not graph.plan
+    fresh = make_builder(SPECS["sliding"]).build(0, common.replace(mm_req_doc_ranges=None))
+    for name in ("unit_starts", "first_requests"):
+        kept, wanted = getattr(graph.plan, name), getattr(fresh.plan, name)
+        assert torch.equal(kept, wanted)
+
+
 @pytest.mark.parametrize("name", ["full", "sliding"])
 def test_tokens_of_an_image_read_each_other_and_decoding_requests_their_own(name):
     common = image_step({0: [(3, 9)], 1: [(25, 40)]})
@@ -390,7 +422,7 @@ def test_images_are_read_as_far_as_windows_reach_where_layers_ask_for_it():
         spans[position - 19] = torch.tensor([max(5, position - 19), 45])
     exact = attend(attend_plainly, metadata, q.double(), pages.double(), spans=spans)
     check_close(got, exact, attend(attend_plainly, metadata, q, pages, spans=spans))
-    whole = image_spans(common)
+    whole = image_spans(common, 20)
     unclamped = attend(attend_plainly, metadata, q, pages, spans=whole)
     differs = (got - unclamped).abs().amax((1, 2)) > 0.01
     assert differs.nonzero()[:, 0].tolist() == list(range(6, 26))  # whose window begins within it
