@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from perf.emulator import launches
+from perf.emulator import approximations, launches
 from perf.emulator.errors import EmulationError
 from perf.emulator.launches import EmulatedKernel
 from perf.emulator.numbers import FLOAT8
@@ -124,6 +124,52 @@ NAN = 0x7FC00000
 )  # fmt: skip
 def test_an_instruction_gives_what_the_manual_says(instruction, operands, expected):
     assert of_each(instruction, *operands) == expected
+
+
+ALLOWED_ULPS = {
+    "ex2.approx.ftz.f32 %r0, %r1;": (lambda a, _: 2**a, 2.5),
+    "rcp.approx.ftz.f32 %r0, %r1;": (lambda a, _: 1 / a, 1),
+    "sqrt.approx.ftz.f32 %r0, %r1;": (lambda a, _: a**0.5, 1),
+    "rsqrt.approx.ftz.f32 %r0, %r1;": (lambda a, _: a**-0.5, 1),
+    "div.full.f32 %r0, %r1, %r2;": (lambda a, b: a / b, 2),
+    "rcp.rn.f32 %r0, %r1;": (lambda a, _: 1 / a, 0.5),
+    "sqrt.rn.f32 %r0, %r1;": (lambda a, _: a**0.5, 0.5),
+    "div.rn.f32 %r0, %r1, %r2;": (lambda a, b: a / b, 0.5),
+}
+
+
+@pytest.mark.parametrize("instruction", ALLOWED_ULPS)
+def test_an_approximation_errs_as_far_as_the_manual_lets_it(instruction):
+    function, allowed = ALLOWED_ULPS[instruction]
+    load = "ld.global.b32 %r1, [%rd5];\nmov.b32 %r2, 0f40490FDB;\n"
+    off = []
+    for seed in range(8):
+        values = np.random.default_rng(seed).uniform(0.01, 20, THREADS).astype(np.float32)
+        inputs = torch.from_numpy(values.view(np.int32))
+        got = run(load + instruction + "\nst.global.b32 [%rd4], %r0;", inputs).view(np.float32)
+        exact = function(values.astype(np.float64), np.float64(np.float32(np.pi)))
+        off += [np.abs(got - exact) / np.spacing(exact.astype(np.float32))]
+    assert np.max(off) <= allowed
+    assert np.max(off) > allowed * (0.8 if allowed > 0.5 else 0.1)
+    assert (np.max(off) > 0.5) == (allowed > 0.5)
+
+
+def test_logarithms_err_within_a_bound_of_their_own():
+    values = np.random.default_rng(0).uniform(0.51, 40, 10_000).astype(np.float32)
+    exact = np.log2(values.astype(np.float64))
+    off = np.abs(approximations.UNARY["lg2"](values) - exact)
+    assert (off <= 2**-22 * np.maximum(1, np.abs(exact))).all()
+    assert off.max() > 2**-23
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [("ex2", -np.inf, 0), ("ex2", 0, 1), ("rcp", np.inf, 0), ("rcp", 0, np.inf), ("lg2", 1, None)],
+)
+def test_approximations_keep_what_the_manual_names(name, value, expected):
+    with np.errstate(divide="ignore"):
+        got = approximations.UNARY[name](np.float32([value]))[0]
+    assert abs(got) <= 2**-22 if expected is None else got == expected
 
 
 @pytest.mark.parametrize(("name", "dtype"), FLOAT8.items(), ids=FLOAT8)

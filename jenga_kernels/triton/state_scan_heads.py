@@ -28,7 +28,7 @@ GRID = tl.constexpr(1024.0)
 @device_function
 def exact_part(logarithms):
     """The nearest multiples of 1 / GRID below: sums of these, and their differences, are exact."""
-    return tl.floor(logarithms * GRID) / GRID
+    return tl.floor(logarithms * GRID) * (1 / GRID)
 
 
 @device_function

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from perf.emulator import numbers
+from perf.emulator import approximations, numbers
 from perf.emulator.errors import EmulationError
 from perf.emulator.numbers import Array, bits_of, flush, halves, joined
 from perf.emulator.ptx import Instruction, Vector
@@ -69,9 +69,12 @@ def _plain(instruction: Instruction, name: str, flags: list[str]) -> Step | None
     kind = flags[-1] if flags else ""
     is_float = "f" in kind
     raw = _raw(kind)
-    if name in numbers.APPROXIMATE and is_float:
-        function = _elementwise(kind, flags, numbers.APPROXIMATE[name])
-        return _step(instruction, raw, raw)(function)
+    if is_float and name in approximations.UNARY:
+        table = approximations.ROUNDED if "rn" in flags else approximations.UNARY
+        return _step(instruction, raw, raw)(_elementwise(kind, flags, table[name]))
+    if is_float and name == "div":
+        function = approximations.ROUNDED[name] if "rn" in flags else approximations.quotient
+        return _step(instruction, raw, raw, raw)(_elementwise(kind, flags, function))
     if name in numbers.UNARY:
         function = numbers.UNARY[name]
         return _step(instruction, raw, raw)(_elementwise(kind, flags, function))

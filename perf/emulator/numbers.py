@@ -122,15 +122,6 @@ def _remainder(dividend: Array, divisor: Array) -> Array:
     return dividend - _divide_whole(dividend, divisor) * divisor
 
 
-def _float64(function: Callable[..., Array]) -> Callable[..., Array]:
-    """The same in float64, rounded to float32 at the end."""
-
-    def exact(*values: Array) -> Array:
-        return function(*(value.astype(np.float64) for value in values)).astype(values[0].dtype)
-
-    return exact
-
-
 def _shift_left(values: Array, count: Array) -> Array:
     most = values.dtype.itemsize * 8
     shifted = values << np.minimum(count, most - 1).astype(values.dtype)
@@ -225,7 +216,6 @@ WHOLE_BINARY: dict[str, Callable[[Array, Array], Array]] = {
 FLOAT_BINARY: dict[str, Callable[[Array, Array], Array]] = {
     "min": np.fmin,
     "max": np.fmax,
-    "div": _float64(np.divide),
 }
 
 UNARY: dict[str, Callable[[Array], Array]] = {
@@ -234,18 +224,6 @@ UNARY: dict[str, Callable[[Array], Array]] = {
     "not": np.invert,
     "mov": lambda values: values,
 }
-
-APPROXIMATE: dict[str, Callable[[Array], Array]] = {
-    "ex2": _float64(np.exp2),
-    "lg2": _float64(np.log2),
-    "rcp": _float64(np.reciprocal),
-    "sqrt": _float64(np.sqrt),
-    "rsqrt": _float64(lambda values: 1 / np.sqrt(values)),
-    "sin": _float64(np.sin),
-    "cos": _float64(np.cos),
-    "tanh": _float64(np.tanh),
-}
-"""To the nearest float32, where a GPU is off by a unit or two in the last place."""
 
 COMPARISONS: dict[str, Callable[[Array, Array], Array]] = {
     "eq": np.equal,

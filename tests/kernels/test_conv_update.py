@@ -3,6 +3,7 @@ import torch
 
 from jenga_kernels.conv_update import conv_update
 from jenga_kernels.reference import conv_update as reference
+from tests.kernels.approximations import exactly
 from tests.kernels.compiling import compile_job
 from tests.kernels.conv_cases import conv_states, conv_tensors
 from tests.kernels.state_cases import PADDING, i32, on_cpu, same_elsewhere, step_slots, widened
@@ -38,23 +39,28 @@ def test_conv_update_matches_its_reference(lengths, dtype, width, is_dim_last):
     tensors, slots, pages, written = arguments(lengths, 72, width, dtype, is_dim_last)
     before = pages.arena.clone()
     naive, want_states = by_reference(tensors, slots, pages.states)
-    exact, _ = by_reference(widened(tensors), slots, pages.states.double())
+    (exact, _), (lost, _) = exactly(
+        lambda: by_reference(widened(tensors), slots, pages.states.double())
+    )
     out = torch.full_like(tensors["x"], float("nan"))
 
     conv_update(out, pages.states, **tensors, **slots)
 
-    check_close(out, exact, naive)
+    check_close(out, exact, naive, slack=lost)
     assert torch.equal(pages.states[written], want_states[written])
     assert same_elsewhere(pages.arena, before, written)
 
 
 def test_conv_update_may_write_over_its_input():
     tensors, slots, pages, _ = arguments([3, 1], 40, 4, torch.float32, True)
-    want, _ = by_reference(tensors, slots, pages.states)
+    naive, _ = by_reference(tensors, slots, pages.states)
+    (exact, _), (lost, _) = exactly(
+        lambda: by_reference(widened(tensors), slots, pages.states.double())
+    )
 
     conv_update(tensors["x"], pages.states, **tensors, **slots)
 
-    check_close(tensors["x"], want, want)
+    check_close(tensors["x"], exact, naive, slack=lost)
 
 
 def test_conv_update_of_one_token_each_needs_no_query_starts():
