@@ -162,7 +162,9 @@ class LoadingAhead:
             table, pages = load.table, taken[load.table.index]
             copies += self._host.load_ahead(table, load.sources, pages)
             if table.cache is not None:
-                table.cache.enter(pages, load.keys)
+                # One by one: they need not be pages in a row.
+                for page, key in zip(pages, load.keys, strict=True):
+                    table.cache.enter_page(page, key)
             first, last = load.numbers[0], load.numbers[-1]
             lengths = table.policy.set_prefix_length(hit.facts, range(first, last + 1), table.grain)
             # Two were there: who computed it, and who comes.

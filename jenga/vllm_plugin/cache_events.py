@@ -100,7 +100,7 @@ class CacheEvents:
                 continue
             pages, block_tokens = hit.pages[index], self._block_tokens[index]
             if table.is_state:
-                if pages:
+                if pages and pages[0] > 0:
                     start_tokens = hit.num_tokens - block_tokens
                     self._events.append(self._stored(request, index, start_tokens, hit.num_tokens))
                 continue

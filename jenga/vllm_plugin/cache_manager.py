@@ -15,7 +15,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import RequestStatus
 
-from jenga.errors import OutOfPagesError
+from jenga.errors import NotLoadedError, OutOfPagesError
 from jenga.manager import Manager
 from jenga.policies import RequestFacts
 from jenga.request import PrefixHit
@@ -154,6 +154,7 @@ class JengaKVCacheManager:
         # Request -> itself and the tokens it will have, of the step that is being scheduled.
         self._scheduled: dict[str, tuple[Request, int]] = {}
         self._step_tokens = 0  # of that step
+        self._put_off: Request | None = None  # until what it reads is loaded, in that step
         self._was_ahead = False  # whether copies were ordered beside the step before
         self._watermark_large_pages = int(watermark * kv_cache_config.num_blocks)
         self._memory_log: MemoryLog | None = open_memory_log(
@@ -175,6 +176,7 @@ class JengaKVCacheManager:
         self.manager.new_step()
         self._scheduled.clear()
         self._step_tokens = 0
+        self._put_off = None
         if self._states is not None:
             self._states.step_starts()
         if self._memory_log is not None:
@@ -282,6 +284,9 @@ class JengaKVCacheManager:
                 full_tokens=full_tokens,
                 reserve_large_pages=reserve,
             )
+        except NotLoadedError:
+            self._put_off = request
+            return None
         except OutOfPagesError:
             return None
         self._step_tokens += num_new_tokens
@@ -403,6 +408,8 @@ class JengaKVCacheManager:
             The orders, at most one; and no blocks to free later, the manager has them in its books.
         """
         orders = take_orders(self.manager, self._states, num_tokens=self._step_tokens)
+        if self._events is not None and self._put_off is not None:
+            self._events.note(self._put_off)
         # The step after waits for what is ahead, so that it is told whatever else it does.
         is_idle = orders == StepOrders() and not self._was_ahead
         self._was_ahead = bool(orders.ahead)

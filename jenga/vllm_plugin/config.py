@@ -103,6 +103,7 @@ def _unsupported_features(vllm_config: "VllmConfig") -> list[str]:
         "batch invariance (VLLM_BATCH_INVARIANT) with JENGA_SPECIALIZED_PREFILL": (
             vllm.envs.VLLM_BATCH_INVARIANT and read_settings(os.environ).has_specialized_prefill
         ),
+        "an engine of the encoder alone (--mm-encoder-only)": vllm_config.is_mm_encoder_only,
         "HiSparse": vllm_config.attention_config.hisparse_config is not None,
         "sparse multi-head latent attention": model is not None and uses_sparse_latents(model),
         "generation by diffusion, not token by token (canvas_length in the model's config)": (
@@ -131,6 +132,7 @@ def _options_without_effect(vllm_config: "VllmConfig") -> list[str]:
         ),
         "--enable-mamba-shared-prefix-checkpoint": cache.enable_mamba_shared_prefix_checkpoint,
         "--mamba-block-size": cache.mamba_block_size not in state_tokens,
+        "--mamba-backend": vllm_config.mamba_config.backend.name == "FLASHINFER",
     }
     return [option for option, in_use in checks.items() if in_use]
 
@@ -179,7 +181,7 @@ def prepare_config(vllm_config: "VllmConfig") -> bool:
     without_effect = _options_without_effect(vllm_config)
     if without_effect:
         logger.warning_once(
-            "%s decides by itself what is kept for other requests; without effect: %s",
+            "%s has kernels of its own and decides what is kept for others; without effect: %s",
             BACKEND_NAME,
             ", ".join(without_effect),
         )

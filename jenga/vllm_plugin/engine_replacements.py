@@ -97,8 +97,12 @@ def _update_request_as_session(original: Function) -> Function:
     def update(self: Any, session: Any, update: Any) -> None:  # noqa: ANN401
         from jenga.vllm_plugin.cache_manager import JengaKVCacheManager
 
-        original(self, session, update)
         manager = self.kv_cache_manager
+        if isinstance(manager, JengaKVCacheManager):
+            # vLLM 0.32 counts drafts as computed that were accepted after a turn's last token.
+            computed_tokens = min(session.num_computed_tokens, session.num_tokens - 1)
+            session.num_computed_tokens = computed_tokens
+        original(self, session, update)
         if isinstance(manager, JengaKVCacheManager) and manager.give_up_spoilt(session):
             session.num_computed_tokens = 0
 

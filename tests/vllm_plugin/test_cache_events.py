@@ -48,7 +48,7 @@ def make_scheduler(tiny_model, monkeypatch):
 
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
 
-    def make(model, arena_bytes):
+    def make(model, arena_bytes, **options):
         engine_config = EngineArgs(
             model=str(tiny_model(model)),
             dtype="float32",
@@ -59,6 +59,7 @@ def make_scheduler(tiny_model, monkeypatch):
             max_num_seqs=5,
             attention_backend="JENGA_TRITON",
             kv_events_config={"enable_kv_cache_events": True, "publisher": "null"},
+            **options,
         ).create_engine_config()
         groups = get_kv_cache_groups(engine_config, layers_of(model))
         config = get_kv_cache_config_from_groups(engine_config, groups, arena_bytes)
@@ -187,6 +188,26 @@ def test_who_follows_the_events_knows_what_is_cached(make_scheduler, model, aren
     assert all(follower.found)
     assert follower.num_removed > 100  # the arena holds a part of it
     assert not follower.num_cleared
+
+
+@pytest.mark.parametrize("step_bytes", [30_000, 1 << 20], ids=["a_few_pages", "all"])
+def test_what_comes_from_host_memory_ahead_is_told_of_who_waits_for_it(
+    make_scheduler, monkeypatch, step_bytes
+):
+    from jenga import loading_ahead
+
+    # As of models whose pages take a step's time to load.
+    monkeypatch.setattr(loading_ahead, "STEP_BYTES", step_bytes)
+    monkeypatch.setattr(loading_ahead, "LOADED_TOKENS", 0)
+    scheduler = make_scheduler("gpt_oss", MIB, kv_offloading_size=1 / 32)
+    manager = scheduler.kv_cache_manager.manager
+    monkeypatch.setattr(manager._loading, "_at_once_bytes", 0)
+    follower = Follower(scheduler, KINDS["gpt_oss"])
+
+    run_traffic(scheduler, follower, random.Random(8), num_requests=60)
+
+    assert manager.host_report().ahead_bytes
+    assert all(follower.found)
 
 
 def test_a_reset_cache_is_told_as_cleared(make_scheduler):

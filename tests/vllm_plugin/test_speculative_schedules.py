@@ -354,3 +354,36 @@ def test_a_hit_leaves_out_the_page_whose_last_slot_is_made_of_the_next_token(mak
     assert num_tokens == 80  # not 96
     assert manager.allocate_slots(again, 20, num_tokens, pages) is not None
     manager.manager.check()
+
+
+def test_the_next_turn_of_a_session_reads_no_draft_accepted_after_its_end(make_scheduler):
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+
+    scheduler = make_scheduler(Scheduler)
+
+    def say(tokens):
+        turn = request("session", tokens, 50)
+        turn.resumable, turn.sampling_params.stop_token_ids = True, [9]
+        scheduler.add_request(turn)
+
+    def step(sampled):
+        planned = scheduler.schedule()
+        output = ModelRunnerOutput(
+            req_ids=["session"], req_id_to_index={"session": 0}, sampled_token_ids=[sampled]
+        )
+        scheduler.update_from_output(planned, output)
+        return planned
+
+    say(list(range(100, 120)))
+    step([50])
+    scheduler.update_draft_token_ids(DraftTokenIds(["session"], [[51, 9, 52]]))
+    step([51, 9, 52, 53])  # all are right, and the second ends the turn
+    say([200])
+
+    planned = step([60])
+
+    # Of what was said the last token is left out, and the one before is the draft that was.
+    (turn,) = planned.scheduled_new_reqs
+    assert turn.prompt_token_ids[20:] == [50, 51, 200]
+    assert turn.num_computed_tokens == 22

@@ -117,7 +117,7 @@ def refusals(tiny_model, configured):
         + f"""
     draft, hybrid = {str(tiny_model("llama"))!r}, {str(tiny_model("granite_hybrid"))!r}
     latent, several, mimo = {str(tiny_model("deepseek_v3"))!r}, {several!r}, {mimo!r}
-    experts = {str(tiny_model("gpt_oss"))!r}
+    experts, encoder = {str(tiny_model("gpt_oss"))!r}, {str(tiny_model("whisper"))!r}
     diffusion = {configured("gemma2", canvas_length=32)!r}"""
         + """
     import os
@@ -153,6 +153,8 @@ def refusals(tiny_model, configured):
         "speculative decoding by several layers that predict further tokens": dict(
             model=several, speculative_config={"method": "mtp", "num_speculative_tokens": 2}),
         "generation by diffusion": dict(model=diffusion),
+        "an engine of the encoder alone (--mm-encoder-only)": dict(
+            model=encoder, mm_encoder_only=True),
         "block-size": dict(block_size=24),
         "kv-cache-metrics": dict(kv_cache_metrics=True),
         "replayssm-buffer-len must be at least 2": dict(
@@ -211,6 +213,7 @@ def refusals(tiny_model, configured):
         "speculative decoding by layers of mimo_mtp",
         "speculative decoding by several layers that predict further tokens",
         "generation by diffusion",
+        "an engine of the encoder alone (--mm-encoder-only)",
         "block-size",
         "kv-cache-metrics",
         "replayssm-buffer-len must be at least 2",
@@ -329,7 +332,7 @@ def test_options_about_what_is_kept_are_said_to_have_no_effect(tiny_model):
     configure(model=hybrid)
     print("CONFIGURED")
     configure(prefix_cache_retention_interval=64, enable_mamba_shared_prefix_checkpoint=True)
-    configure(model=hybrid, mamba_block_size=32)
+    configure(model=hybrid, mamba_block_size=32, mamba_backend="flashinfer")
     configure(num_gpu_blocks_override=100)
     """
     )
@@ -340,7 +343,7 @@ def test_options_about_what_is_kept_are_said_to_have_no_effect(tiny_model):
     options = "--prefix-cache-retention-interval, --enable-mamba-shared-prefix-checkpoint"
     assert "without effect" not in before
     assert f"without effect: {options}" in after
-    assert "without effect: --mamba-block-size" in after
+    assert "without effect: --mamba-block-size, --mamba-backend" in after
     assert "--num-gpu-blocks-override" not in before
     assert "--num-gpu-blocks-override 100 counts large pages" in after
 
