@@ -284,10 +284,14 @@ def main(arguments: list[str] | None = None) -> None:
                 name = f"{model.name} {label} {text}"
                 arena_bytes = 2 * len(lengths) * num_steps * model.state_elements * dtype.itemsize
                 if benchmark.wants_shape(name) and arena_bytes <= MAX_ARENA_BYTES:
-                    batch = make_delta_batch(
-                        model, lengths, dtype, benchmark.device, num_steps=num_steps
+                    measure(
+                        benchmark,
+                        name,
+                        make_delta_batch(
+                            model, lengths, dtype, benchmark.device, num_steps=num_steps
+                        ),
+                        is_prompt=is_prompt,
                     )
-                    measure(benchmark, name, batch, is_prompt=is_prompt)
     benchmark.finish(roofline_gigabytes_per_second=read_roofline(benchmark.options.results))
 
 

@@ -85,10 +85,17 @@ IMPLEMENTATIONS: dict[str, Prepare] = {"jenga": jenga, **PEERS}
 def measure_shape(
     benchmark: Benchmark, shape: AttentionShape, implementations: Mapping[str, Prepare]
 ) -> None:
-    """Add the rows of one shape, each checked against those of "jenga", the first of all."""
+    """Add the rows of one shape, each checked against those of "jenga", the first of all.
+
+    A shape whose arena does not fit the GPU is named and left out.
+    """
     if benchmark.compiles_only:  # the arena is the larger part of the memory, others run beside
         shape = dataclasses.replace(shape, num_layers=1, arena_bytes=0)
-    batch = make_batch(shape, benchmark.device)
+    try:
+        batch = make_batch(shape, benchmark.device)
+    except torch.OutOfMemoryError:
+        print(f"  {shape.name}: the arena does not fit this GPU", flush=True)
+        return
     ours = torch.empty_like(batch.q)
     for name, prepare in implementations.items():
         if not name.startswith("jenga") and not benchmark.wants_peer(name):

@@ -214,10 +214,13 @@ def main(arguments: list[str] | None = None) -> None:
                 num_states = num_requests * drafts.query_tokens
                 arena_bytes = 2 * num_states * model.state_elements * dtype.itemsize
                 if benchmark.wants_shape(name) and arena_bytes <= MAX_ARENA_BYTES:
-                    batch = make_replay_batch(
-                        model, num_requests, dtype, benchmark.device, drafts=drafts
+                    measure(
+                        benchmark,
+                        name,
+                        make_replay_batch(
+                            model, num_requests, dtype, benchmark.device, drafts=drafts
+                        ),
                     )
-                    measure(benchmark, name, batch)
     benchmark.finish(roofline_gigabytes_per_second=read_roofline(benchmark.options.results))
 
 

@@ -141,8 +141,11 @@ def main(arguments: list[str] | None = None) -> None:
                 name = f"{model.name} {label} b{num_requests}"
                 arena_bytes = 2 * num_requests * model.state_elements * dtype.itemsize
                 if benchmark.wants_shape(name) and arena_bytes <= MAX_ARENA_BYTES:
-                    batch = make_state_batch(model, [1] * num_requests, dtype, benchmark.device)
-                    measure(benchmark, name, batch)
+                    measure(
+                        benchmark,
+                        name,
+                        make_state_batch(model, [1] * num_requests, dtype, benchmark.device),
+                    )
     benchmark.finish(roofline_gigabytes_per_second=read_roofline(benchmark.options.results))
 
 

@@ -12,7 +12,7 @@ import torch
 NUM_LAYERS = 24
 """Layers side by side in the arena, so that slots are as far apart as when a hybrid is served."""
 
-ARENA_BYTES = 32 << 30
+ARENA_BYTES = 16 << 30
 """Most bytes of an arena; where as many slots of all layers are more, it has fewer layers."""
 
 DTYPE = torch.bfloat16

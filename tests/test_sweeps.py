@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import pytest
+import torch
 
+from perf import bench_paged_attention
 from perf.attention_shapes import DRY_SHAPES
 from perf.sweeps import Point, run_sweep
 
@@ -22,3 +24,22 @@ def test_a_sweep_writes_the_rows_of_its_points_and_a_picture(capsys):
     )
     assert f'"shape": "{DRY_SHAPES[0].name}"' in rows.read_text()
     assert "tokens" in picture.read_text()
+
+
+def test_a_shape_that_does_not_fit_the_gpu_is_named_and_left_out(capsys, monkeypatch):
+    make_batch = bench_paged_attention.make_batch
+
+    def make_small_batch(shape, device):
+        if shape is DRY_SHAPES[0]:
+            raise torch.OutOfMemoryError
+        return make_batch(shape, device)
+
+    monkeypatch.setattr(bench_paged_attention, "make_batch", make_small_batch)
+    dry = [Point(series=shape.name, x=shape.page_tokens, shape=shape) for shape in DRY_SHAPES[:2]]
+
+    run_sweep("sweep", "", (), dry=dry, axis="tokens", arguments=["--dry-run", "--peers", "none"])
+
+    said = capsys.readouterr().out
+    assert f"{DRY_SHAPES[0].name}: the arena does not fit this GPU" in said
+    assert f"{DRY_SHAPES[0].name}: jenga" not in said
+    assert f"{DRY_SHAPES[1].name}: jenga" in said

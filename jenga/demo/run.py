@@ -164,6 +164,9 @@ def _run(
         "kv_cache_memory_bytes": arena_bytes,
         "seed": 0,
     }
+    if has_gpu():
+        # vLLM asks for this share of the GPU to be free; model and arena need less of it.
+        options["gpu_memory_utilization"] = 0.1
     completions, start_s, generate_s = _serve(options, texts, max_tokens, folder, progress)
     timeline = read_memory_log(folder / "memory.jsonl")
     with _engine_output(folder / "stock.log"):

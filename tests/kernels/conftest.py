@@ -1,6 +1,14 @@
-"""What every test of a kernel asks of the interpreter, and of older GPUs."""
+"""What every test of a kernel asks of the interpreter, of older GPUs and of a GPU's memory."""
+
+import fcntl
+import gc
+import os
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
+import torch
 import triton
 
 from jenga_kernels.triton.tiles import machine_of
@@ -36,3 +44,38 @@ def pytest_runtest_call(item):  # noqa: ARG001
         if is_refused and not machine_of(DEVICE).has_fp8:
             pytest.skip("needs a GPU with float8, of compute capability 8.9 or more")
         raise
+
+
+MUCH_BYTES = 1 << 30
+"""Of a GPU's memory, which a process does not keep from one test to the next."""
+
+
+@contextmanager
+def turn_of(name, worker):
+    """Let a test with an arena past 2**31 elements wait for one of another process.
+
+    Unlike on a CPU, all of such an arena is there. There are as many turns as workers of one run,
+    however many runs go on beside each other.
+
+    Args:
+        name: Of the test.
+        worker: Of pytest-xdist.
+    """
+    if "2_to_the_31" not in name:
+        yield
+        return
+    with (Path(tempfile.gettempdir()) / f"jenga-arena-{worker}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+if DEVICE.type == "cuda":
+
+    @pytest.fixture(autouse=True)
+    def gives_back_memory(request):
+        """Leave a GPU's memory to the tests that run beside this process's."""
+        with turn_of(request.node.name, os.environ.get("PYTEST_XDIST_WORKER", "main")):
+            yield
+            if torch.cuda.memory_reserved() > MUCH_BYTES:
+                gc.collect()
+                torch.cuda.empty_cache()

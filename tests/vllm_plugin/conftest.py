@@ -36,8 +36,8 @@ ENGINE_OPTIONS = {
     "enable_prefix_caching": False,
 }
 if HAS_GPU:
-    # Several tests may run at a time, and vLLM asks for its share to be free; caches are small.
-    ENGINE_OPTIONS["gpu_memory_utilization"] = 0.5
+    # Many tests may run at a time, and vLLM asks for its share to be free; caches are small.
+    ENGINE_OPTIONS["gpu_memory_utilization"] = 0.05
 
 
 NUM_WORKERS = len(list(Path("/dev").glob("nvidia[0-9]*"))) if HAS_GPU else os.cpu_count() or 1

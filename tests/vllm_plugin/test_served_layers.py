@@ -188,7 +188,7 @@ def test_an_engine_refuses_a_model_whose_layer_attends_on_a_backend_of_its_own(t
     try:
         LLM({str(tiny_model("llama"))!r}, attention_backend="JENGA_TRITON", dtype="float32",
             enforce_eager=True, max_model_len=256, skip_tokenizer_init=True,
-            kv_cache_memory_bytes=1 << 24)
+            kv_cache_memory_bytes=1 << 24, gpu_memory_utilization=0.05)
     except ValueError as error:
         print("REFUSED", error)
     """
