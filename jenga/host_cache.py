@@ -20,7 +20,7 @@ from jenga.allocator import Allocator
 from jenga.errors import InvariantError
 from jenga.eviction_order import EvictionOrder
 from jenga.found_pages import FoundPages
-from jenga.prefix_cache import PrefixCache
+from jenga.prefix_cache import CacheChange, PrefixCache, RecordingCache
 from jenga.request import MISSING, CopyPath, PageCopy, PrefixHit, Request, host_page, is_on_host
 from jenga.table import Table
 
@@ -148,6 +148,7 @@ class HostCache:
         copies: list[PageCopy],
         *,
         num_large_pages: int,
+        changes: list[CacheChange] | None = None,
     ) -> None:
         """All pages empty.
 
@@ -156,6 +157,7 @@ class HostCache:
             order: Tells what is worth a copy.
             copies: To which those are added that are to be made.
             num_large_pages: Large pages of host memory, one that is never used included.
+            changes: To which changes of what can be found here are added, if given.
 
         Raises:
             ValueError: Those are less than that one and one for each page table.
@@ -170,10 +172,14 @@ class HostCache:
         self._order = order
         self._copies = copies
         self._allocator = Allocator([t.pages.pages_per_large for t in tables], num_large_pages)
-        self._caches = [
-            PrefixCache(num_large_pages * pages.pages_per_large, pages.row)
-            for pages in self._allocator.tables
-        ]
+        self._caches: list[PrefixCache] = []
+        for index, pages in enumerate(self._allocator.tables):
+            num_pages = num_large_pages * pages.pages_per_large
+            self._caches.append(
+                PrefixCache(num_pages, pages.row)
+                if changes is None
+                else RecordingCache(num_pages, pages.row, index, changes, is_on_host=True)
+            )
         self._unwritten: set[tuple[int, int]] = set()
         self._time = 0
         self._stored_bytes = self._ahead_bytes = self._loaded_bytes = self._lost_bytes = 0

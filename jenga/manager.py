@@ -114,7 +114,13 @@ class Manager(Keeping):
             if not prefix_caching:
                 msg = "num_host_large_pages must be 0 where prefix_caching is off"
                 raise ValueError(msg)
-            host = HostCache(tables, order, copies, num_large_pages=num_host_large_pages)
+            host = HostCache(
+                tables,
+                order,
+                copies,
+                num_large_pages=num_host_large_pages,
+                changes=changes if records_changes else None,
+            )
         states = KeptStates(
             tables,
             allocator,

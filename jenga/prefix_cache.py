@@ -19,12 +19,14 @@ class CacheChange:
     Attributes:
         table_index: The page table in which it lies.
         is_found: Whether it can be found.
-        keys: Of the content; of what can be found from now on, keys of pages in a row.
+        keys: Of the content; of what can be found from now on in the arena, keys of pages in a row.
+        is_on_host: Whether that is in host memory, and not in the arena.
     """
 
     table_index: int
     is_found: bool
     keys: tuple[Hashable, ...]
+    is_on_host: bool = False
 
 
 class PrefixCache:
@@ -117,10 +119,16 @@ class PrefixCache:
 class RecordingCache(PrefixCache):
     """A prefix cache that says what changes in it, in order."""
 
-    __slots__ = ("_changes", "_table_index")
+    __slots__ = ("_changes", "_is_on_host", "_table_index")
 
     def __init__(
-        self, num_pages: int, row: PageRow, table_index: int, changes: list[CacheChange]
+        self,
+        num_pages: int,
+        row: PageRow,
+        table_index: int,
+        changes: list[CacheChange],
+        *,
+        is_on_host: bool = False,
     ) -> None:
         """As `PrefixCache`.
 
@@ -129,10 +137,12 @@ class RecordingCache(PrefixCache):
             row: Gives the numbers of held pages in a row.
             table_index: The page table.
             changes: Where to note them.
+            is_on_host: Whether its pages are of host memory.
         """
         super().__init__(num_pages, row)
         self._table_index = table_index
         self._changes = changes
+        self._is_on_host = is_on_host
 
     def enter(
         self, pages: Sequence[int], keys: Sequence[Hashable]
@@ -165,5 +175,10 @@ class RecordingCache(PrefixCache):
             self._record(keys, is_found=False)
 
     def _record(self, keys: Sequence[Hashable], *, is_found: bool) -> None:
-        change = CacheChange(table_index=self._table_index, is_found=is_found, keys=tuple(keys))
+        change = CacheChange(
+            table_index=self._table_index,
+            is_found=is_found,
+            keys=tuple(keys),
+            is_on_host=self._is_on_host,
+        )
         self._changes.append(change)

@@ -3,6 +3,9 @@
 A page that can be found is a stored block of its page table's group. A kept state is one of the
 last few tokens before it: block size is what one hash covers, and the parent is the hash before. Of
 what an encoder made nothing is told: those events name tokens, and it has none.
+
+What comes to host memory has left its request: as from stock vLLM's offloading, those events name a
+block by its hash alone, whose tokens were told when it was stored in the arena.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -10,6 +13,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_events import (
+    MEDIUM_CPU,
     MEDIUM_GPU,
     AllBlocksCleared,
     BlockRemoved,
@@ -134,10 +138,13 @@ class CacheEvents:
             self._events.append(
                 BlockRemoved(
                     block_hashes=[_named(key) for key in change.keys],
-                    medium=MEDIUM_GPU,
+                    medium=MEDIUM_CPU if change.is_on_host else MEDIUM_GPU,
                     group_idx=change.table_index,
                 )
             )
+            return
+        if change.is_on_host:
+            self._events += (_stored_on_host(change.table_index, key) for key in change.keys)
             return
         if request is None:
             msg = f"content was entered for no request in page table {change.table_index}"
@@ -192,6 +199,23 @@ class CacheEvents:
             if not self._lookahead_tokens:  # else the next block may hold the same image
                 image_index = next_image_index
             yield keys
+
+
+def _stored_on_host(table_index: int, key: Hashable) -> BlockStored:
+    """The event of a block that has come to host memory.
+
+    Source: `OffloadingEventsTracker._placeholder_stored` of vLLM 0.32.
+    """
+    return BlockStored(
+        block_hashes=[_named(key)],
+        parent_block_hash=None,
+        token_ids=[],
+        block_size=0,
+        lora_id=None,
+        medium=MEDIUM_CPU,
+        lora_name=None,
+        group_idx=table_index,
+    )
 
 
 def _named(key: Hashable) -> Any:  # noqa: ANN401 (bytes or an integer, as vLLM is set)

@@ -45,7 +45,8 @@ class CacheMachine(RuleBasedStateMachine):
             records_changes=True,
             num_host_large_pages=num_host_large_pages,
         )
-        self.found = [set() for _ in self.geometry.page_tables]  # by what is said to change
+        # By what is said to change, in the arena and in host memory.
+        self.found, self.hosted = ([set() for _ in self.geometry.page_tables] for _ in range(2))
         self.engine = EngineModel(self.manager, HASH_TOKENS)
         self.runs = {}
         self.waiting = {}
@@ -225,7 +226,7 @@ class CacheMachine(RuleBasedStateMachine):
         if not hasattr(self, "manager"):
             return
         for change in self.manager.take_changes():
-            found = self.found[change.table_index]
+            found = (self.hosted if change.is_on_host else self.found)[change.table_index]
             assert len(set(change.keys)) == len(change.keys)
             if change.is_found:
                 assert found.isdisjoint(change.keys)
@@ -235,6 +236,9 @@ class CacheMachine(RuleBasedStateMachine):
                 found.difference_update(change.keys)
         caches = [table.cache.keys for table in self.manager._tables]
         assert self.found == [{key for key in keys if key is not None} for keys in caches]
+        if self.manager._host is not None:
+            caches = [cache.keys for cache in self.manager._host._caches]
+            assert self.hosted == [{key for key in keys if key is not None} for keys in caches]
 
     def teardown(self):
         if not hasattr(self, "manager"):

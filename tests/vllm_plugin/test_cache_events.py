@@ -82,7 +82,7 @@ class Follower:
 
     def __init__(self, scheduler, kinds):
         self.kinds = kinds
-        self.found = [set() for _ in kinds]
+        self.found, self.hosted = ([set() for _ in kinds] for _ in range(2))
         self.num_removed = self.num_cleared = 0
         self.batches = []
         scheduler.kv_event_publisher.publish = self.follow
@@ -93,16 +93,24 @@ class Follower:
         self.batches.append(batch.events)
         for event in batch.events:
             if isinstance(event, AllBlocksCleared):
-                self.found = [set() for _ in self.kinds]
+                self.found, self.hosted = ([set() for _ in self.kinds] for _ in range(2))
                 self.num_cleared += 1
-            elif isinstance(event, BlockStored):
-                self.check_stored(event)
-                self.found[event.group_idx].update(event.block_hashes)
-            else:
+                continue
+            known = (self.hosted if event.medium == "CPU" else self.found)[event.group_idx]
+            if not isinstance(event, BlockStored):
                 # What goes was there: nothing is told twice, nothing is missing.
-                assert set(event.block_hashes) <= self.found[event.group_idx]
-                self.found[event.group_idx].difference_update(event.block_hashes)
+                assert set(event.block_hashes) <= known
+                known.difference_update(event.block_hashes)
                 self.num_removed += len(event.block_hashes)
+            elif event.medium == "CPU":
+                # A block known by its tokens, which is in the arena still.
+                assert not event.token_ids
+                assert not event.block_size
+                assert set(event.block_hashes) <= self.found[event.group_idx] - known
+                known.update(event.block_hashes)
+            else:
+                self.check_stored(event)
+                known.update(event.block_hashes)
 
     def check_stored(self, event):
         """The hashes are those of the tokens, each block after the one before."""
@@ -127,6 +135,12 @@ def cached(scheduler):
         {key for key in table.cache.keys if key is not None}
         for table in scheduler.kv_cache_manager.manager._tables
     ]
+
+
+def hosted(scheduler):
+    """What the manager itself has in host memory, for each group."""
+    host = scheduler.kv_cache_manager.manager._host
+    return [{key for key in cache.keys if key is not None} for cache in host._caches]
 
 
 def run_step(scheduler, source):
@@ -169,6 +183,8 @@ def run_traffic(scheduler, follower, source, *, num_requests):
         # An abort's changes are told with the next step that has an output.
         if scheduler.requests:
             assert follower.found == cached(scheduler)
+            if scheduler.kv_cache_manager.manager._host is not None:
+                assert follower.hosted == hosted(scheduler)
 
 
 @pytest.mark.parametrize(
@@ -208,6 +224,21 @@ def test_what_comes_from_host_memory_ahead_is_told_of_who_waits_for_it(
 
     assert manager.host_report().ahead_bytes
     assert all(follower.found)
+
+
+def test_who_follows_the_events_knows_what_host_memory_has(make_scheduler):
+    scheduler = make_scheduler("granite_hybrid", 3 * MIB, kv_offloading_size=6 / 1024)
+    follower = Follower(scheduler, KINDS["granite_hybrid"])
+    source = random.Random(9)
+
+    run_traffic(scheduler, follower, source, num_requests=120)
+
+    report = scheduler.kv_cache_manager.manager.host_report()
+    assert report.lost_bytes
+    assert all(follower.hosted)
+    assert scheduler.kv_cache_manager.reset_prefix_cache()
+    run_traffic(scheduler, follower, source, num_requests=4)
+    assert follower.num_cleared == 1
 
 
 def test_a_reset_cache_is_told_as_cleared(make_scheduler):
