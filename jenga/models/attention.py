@@ -82,6 +82,22 @@ def read_alternating(config: Config, options: ReadOptions) -> list[LayerType]:
     return attention_types(uniform_attention(config, options, kinds, window_field="sliding_window"))
 
 
+def read_every_fourth(config: Config, options: ReadOptions) -> list[LayerType]:
+    """Command R7B and A, OLMo 3: every fourth layer attends to everything."""
+    num_layers = config.num_layers()
+    interval = config.integer("sliding_window_pattern", default=4)
+    kinds = layer_kinds(config, num_layers, _every(interval, num_layers, others=Kind.SLIDING))
+    return attention_types(uniform_attention(config, options, kinds, window_field="sliding_window"))
+
+
+def read_exaone4(config: Config, options: ReadOptions) -> list[LayerType]:
+    """EXAONE 4: full attention where there is no window, else by `layer_types`."""
+    num_layers = config.num_layers()
+    default = None if "sliding_window" in config else [Kind.FULL] * num_layers
+    kinds = layer_kinds(config, num_layers, default)
+    return attention_types(uniform_attention(config, options, kinds, window_field="sliding_window"))
+
+
 def read_gemma3(config: Config, options: ReadOptions) -> list[LayerType]:
     """Gemma 3: every sixth layer attends to everything."""
     config = config.with_defaults(_GEMMA_3)

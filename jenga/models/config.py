@@ -11,6 +11,8 @@ T = TypeVar("T")
 MOST_LAYERS = 10_000
 """Layers of a model at most: ten times as many as any has, and listed in less than a second."""
 
+_LAYERS = "layers_block_type"
+
 
 class Config:
     """The fields of a configuration, or of a section of one.
@@ -45,9 +47,15 @@ class Config:
         return self._read(name, default, _is_positive, "a positive integer")
 
     def num_layers(self, name: str = "num_hidden_layers") -> int:
-        """A number of layers, small enough to list them."""
-        number = self.integer(name)
-        if number > MOST_LAYERS:
+        """A number of layers, small enough to list them.
+
+        transformers saves Nemotron-H without it: the list of its layers says how many there are.
+        """
+        if name not in self and _LAYERS in self:
+            name, number = _LAYERS, len(self._list(_LAYERS, None))
+        else:
+            number = self.integer(name)
+        if not 0 < number <= MOST_LAYERS:
             self.refuse(name, f"at most {MOST_LAYERS}")
         return number
 
@@ -125,14 +133,18 @@ class Config:
         return Config(cast("dict[str, object]", value), source=f"{self.source}: {name}")
 
     def of_layer(self, index: int) -> "Config":
-        """The fields as one layer has them, where `per_layer_config` sets some of its own."""
+        """The fields as one layer has them, where `per_layer_config` sets some of its own.
+
+        transformers writes all numbers of layers with as many digits.
+        """
         if "per_layer_config" not in self:
             return self
         layers = self.section("per_layer_config")
-        if str(index) not in layers:
-            return self
-        own = layers.section(str(index))
-        return Config({**self._fields, **own._fields}, source=own.source)
+        for num_digits in range(1, len(str(MOST_LAYERS)) + 1):
+            if (number := f"{index:0{num_digits}}") in layers:
+                own = layers.section(number)
+                return Config({**self._fields, **own._fields}, source=own.source)
+        return self
 
     def with_defaults(self, defaults: Mapping[str, object]) -> "Config":
         """The same fields, with some for those that are absent."""

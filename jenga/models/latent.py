@@ -6,7 +6,14 @@ Source: page sizes, state shapes and dtypes of vLLM 0.33.
 from collections.abc import Collection, Sequence
 
 from jenga.models.config import Config
-from jenga.models.layers import delta_rule_parts, layer_name, matrix_part, state_type
+from jenga.models.layers import (
+    Kind,
+    delta_rule_parts,
+    layer_kinds,
+    layer_name,
+    matrix_part,
+    state_type,
+)
 from jenga.models.options import ReadOptions
 from jenga.spec import FullAttention, Layer, LayerType, SlidingWindow, StatePart
 
@@ -63,9 +70,7 @@ def read_deepseek_v4(config: Config, options: ReadOptions) -> list[LayerType]:
     A compressor reads a few raw tokens back. Its format is float8 whatever the options say.
     """
     num_layers = config.num_layers()
-    ratios = config.counts("compress_ratios")
-    if len(ratios) != num_layers:
-        config.refuse("compress_ratios", f"a list of {num_layers} numbers, one per layer")
+    ratios = _compress_ratios(config, num_layers)
     options.shard("attention heads", config.integer("num_attention_heads"))
     head_dim = config.integer("head_dim")
     index_dim = config.integer("index_head_dim")
@@ -112,19 +117,45 @@ def read_deepseek_v4(config: Config, options: ReadOptions) -> list[LayerType]:
     return types
 
 
+def _compress_ratios(config: Config, num_layers: int) -> list[int]:
+    """Of each layer, into how many tokens' place a compressed one goes; 0 for a window alone.
+
+    A list as DeepSeek published it, or kinds of layers and a ratio for each, as transformers saves.
+    """
+    if "compress_ratios" not in config and "compress_rates" in config:
+        rates = config.section("compress_rates")
+        names = ("compressed_sparse_attention", "heavily_compressed_attention")
+        known = {"sliding_attention": 0} | {name: rates.integer(name) for name in names}
+        return config.kinds("layer_types", known, length=num_layers)
+    ratios = config.counts("compress_ratios")
+    if len(ratios) != num_layers:
+        config.refuse("compress_ratios", f"a list of {num_layers} numbers, one per layer")
+    return ratios
+
+
 def read_kimi_linear(config: Config, options: ReadOptions) -> list[LayerType]:
-    """Kimi Linear: delta attention with float32 states, latent attention in listed layers."""
+    """Kimi Linear: delta attention with float32 states, latent attention in listed layers.
+
+    The published configuration has a section for the former; transformers saves fields instead.
+    """
     num_layers = config.num_layers()
-    linear = config.section("linear_attn_config")
-    full = [number - 1 for number in linear.counts("full_attn_layers")]
-    if any(not 0 <= index < num_layers for index in full):
-        linear.refuse("full_attn_layers", f"layer numbers from 1 to {num_layers}")
-    heads = (linear.integer("num_heads"), linear.integer("head_dim"))
+    if "linear_attn_config" in config:
+        linear = config.section("linear_attn_config")
+        full = [number - 1 for number in linear.counts("full_attn_layers")]
+        if any(not 0 <= index < num_layers for index in full):
+            linear.refuse("full_attn_layers", f"layer numbers from 1 to {num_layers}")
+        heads = (linear.integer("num_heads"), linear.integer("head_dim"))
+        kernel = linear.integer("short_conv_kernel_size", default=4)
+    else:
+        kinds = layer_kinds(config, num_layers, None)
+        full = [index for index, kind in enumerate(kinds) if kind is Kind.FULL]
+        heads = (config.integer("linear_num_heads"), config.integer("linear_head_dim"))
+        kernel = config.integer("linear_conv_kernel_dim", default=4)
     parts = delta_rule_parts(
         options,
         keys=heads,
         values=heads,
-        kernel=linear.integer("short_conv_kernel_size", default=4),
+        kernel=kernel,
         state_dtype="float32",
         is_per_channel=True,
     )

@@ -27,7 +27,7 @@ from jenga.models.options import ReadOptions
 from jenga.spec import LayerType, StatePart
 
 _PATTERN_KINDS = {"M": Kind.STATE, "*": Kind.FULL, "-": Kind.NOTHING, "E": Kind.NOTHING}
-_ZAMBA_KINDS = {"mamba": Kind.STATE, "hybrid": Kind.FULL}
+_ZAMBA_KINDS = {"mamba": Kind.STATE, "linear_attention": Kind.STATE, "hybrid": Kind.FULL}
 _LFM2_KINDS = {"conv": Kind.STATE, "full_attention": Kind.FULL}
 _LFM2 = {"num_attention_heads": 32, "num_key_value_heads": 8, "conv_L_cache": 3}
 
@@ -127,6 +127,19 @@ def read_mamba(config: Config, options: ReadOptions) -> list[LayerType]:
     channels = config.integer("intermediate_size", default=channels)
     indices = range(config.num_layers())
     return [state_type(indices, _mamba1(config, options, channels=channels), options)]
+
+
+def read_mamba2(config: Config, options: ReadOptions) -> list[LayerType]:
+    """Mamba 2: states only."""
+    num_heads, head_elements = config.integer("num_heads"), config.integer("head_dim")
+    parts = _mamba2(
+        options,
+        channels=num_heads * head_elements,
+        num_groups=config.integer("n_groups"),
+        heads=(num_heads, head_elements, config.integer("state_size")),
+        kernel=config.integer("conv_kernel", default=4),
+    )
+    return [state_type(range(config.num_layers()), parts, options)]
 
 
 def read_jamba(config: Config, options: ReadOptions) -> list[LayerType]:

