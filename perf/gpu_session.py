@@ -39,7 +39,7 @@ from itertools import groupby
 from pathlib import Path
 
 from perf import gpu_bundle
-from perf.gpu_stages import KERNEL_TESTS, Stage, stages
+from perf.gpu_stages import ENGINE_TESTS, KERNEL_TESTS, Stage, stages
 from perf.harness import ROOT, commit_of, machine_line, machine_name
 
 NOT_BEGUN_SECONDS = 20
@@ -218,11 +218,12 @@ class Session:
         return f": {lines[-1]}" if stage.is_test and lines else ""
 
     def _tests_passed(self) -> list[str]:
-        return [
-            f"{KERNEL_TESTS}/{name.removeprefix('native ')}.py"
-            for name, row in self.outcomes().items()
-            if name.startswith("native test_") and row.passed
-        ]
+        passed: list[str] = []
+        for name, row in self.outcomes().items():
+            for prefix, folder in (("native ", KERNEL_TESTS), ("engine ", ENGINE_TESTS)):
+                if row.passed and name.startswith(f"{prefix}test_"):
+                    passed.append(f"{folder}/{name.removeprefix(prefix)}.py")
+        return passed
 
     def _write_archive(self) -> None:
         if self.archive is None:

@@ -35,6 +35,9 @@ BENCHMARKS = (
 
 SWEEPS = ("sweep_page_size", "sweep_tokens_per_page")
 
+ENGINE_BENCHMARKS = ("bench_engine --only nemotron", "bench_engine --only gemma")
+"""Engines beside stock vLLM's: they start, read a trace twice and end, one after the other."""
+
 HOST_BENCHMARKS = ("bench_manager", "bench_replay", "sweep_eviction_order", "sweep_host_memory")
 """Benchmarks that time the host alone, and so need no GPU's minutes."""
 
@@ -79,6 +82,7 @@ SANITIZERS = ("memcheck", "racecheck")
 TEST_LIMIT_SECONDS = 480
 SLOW_LIMIT_SECONDS = 1800
 BENCHMARK_LIMIT_SECONDS = 300
+ENGINE_BENCHMARK_LIMIT_SECONDS = 480
 TEST_HANGS_SECONDS = 300
 """Tests of random batches compile most of them anew."""
 
@@ -128,15 +132,20 @@ def stages(root: Path = ROOT, *, num_workers: int = 0) -> list[Stage]:
             for path in sorted((root / folder).glob("test_*.py"))
         ]
 
-    def timed(benchmarks: tuple[str, ...]) -> list[Stage]:
+    def timed(
+        benchmarks: tuple[str, ...],
+        *,
+        sees_peers: bool = True,
+        limit_seconds: float = BENCHMARK_LIMIT_SECONDS,
+    ) -> list[Stage]:
         return [
             Stage(
                 name=benchmark,
                 command=("-m", *f"perf.{benchmark}".split()),
                 is_test=False,
                 is_timed=True,
-                sees_peers=True,
-                limit_seconds=BENCHMARK_LIMIT_SECONDS,
+                sees_peers=sees_peers,
+                limit_seconds=limit_seconds,
             )
             for benchmark in benchmarks
         ]
@@ -162,6 +171,7 @@ def stages(root: Path = ROOT, *, num_workers: int = 0) -> list[Stage]:
             for tool in SANITIZERS
         ),
         *telling,
+        *timed(ENGINE_BENCHMARKS, sees_peers=False, limit_seconds=ENGINE_BENCHMARK_LIMIT_SECONDS),
         *(stage for stage in engines if stage not in telling),
         *tests(KERNEL_TESTS, "slow", "native slow"),
         *timed(SWEEPS),

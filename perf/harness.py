@@ -77,6 +77,13 @@ class Benchmark:
         description: What `--help` says.
         tests: Test files that must pass first, from the repository's root.
         arguments: The command line; None takes the process's.
+        configure: Adds options of its own.
+
+    Attributes:
+        parser: Of the command line.
+        options: What it says.
+        machine: The machine's line.
+        path: The file of the rows.
     """
 
     def __init__(
@@ -85,8 +92,10 @@ class Benchmark:
         description: str,
         tests: Sequence[str],
         arguments: Sequence[str] | None = None,
+        *,
+        configure: Callable[[argparse.ArgumentParser], None] | None = None,
     ) -> None:
-        parser = argparse.ArgumentParser(
+        self.parser = parser = argparse.ArgumentParser(
             prog=f"python -m perf.{name}",
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -119,6 +128,8 @@ class Benchmark:
             action="store_true",
             help="tiny shapes, on a CPU too; rows go to a temporary folder and mean nothing",
         )
+        if configure is not None:
+            configure(parser)
         self.options = parser.parse_args(arguments)
         self.name = name
         self.rows: list[Row] = []
@@ -127,13 +138,13 @@ class Benchmark:
             parser.error("no CUDA GPU here; --dry-run tries the benchmark without one")
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.compiles_only = self.options.compile_only
-        self._commit, self._machine = commit_of(), machine_line()
-        self._path = self.options.results / machine_name() / f"{name}.jsonl"
+        self._commit, self.machine = commit_of(), machine_line()
+        self.path = self.options.results / machine_name() / f"{name}.jsonl"
         if self.is_dry or self.compiles_only:
-            self._path = Path(tempfile.mkdtemp(prefix="dry-run-")) / self._path.name
+            self.path = Path(tempfile.mkdtemp(prefix="dry-run-")) / self.path.name
         self._ended = frozenset[str]()
         if self.options.go_on:
-            self._ended = measured_before(self._path, self._commit, only=self.options.only)
+            self._ended = measured_before(self.path, self._commit, only=self.options.only)
         self._flush = None
         if self.device.type == "cuda" and not self.compiles_only:
             self._flush = torch.ones(FLUSH_BYTES // 4, dtype=torch.int32, device=self.device)
@@ -195,10 +206,16 @@ class Benchmark:
             print(f"  {row.shape}: {row.implementation} launched", flush=True)
             return
         self.rows.append(row)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a") as file:
-            file.write(json.dumps(_as_record(row, self._commit, self._machine)) + "\n")
+        self.write(_as_record(row))
         print(f"  {row.shape}: {row.implementation} {row.timing.p50_us:.1f} us", flush=True)
+
+    def write(self, record: dict[str, object]) -> None:
+        """Write a row of any kind, with the commit, the machine and the time it was measured at."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        date = time.strftime("%Y-%m-%d %H:%M:%S")
+        record |= {"commit": self._commit, "machine": self.machine, "date": date}
+        with self.path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
 
     def finish(self, *, roofline_gigabytes_per_second: float | None = None) -> Path:
         """Print the rows as a table.
@@ -209,10 +226,10 @@ class Benchmark:
         Returns:
             The file of the rows.
         """
-        print(self._machine)
+        print(self.machine)
         print(table(self.rows, roofline_gigabytes_per_second))
-        print(f"rows: {self._path}")
-        return self._path
+        print(f"rows: {self.path}")
+        return self.path
 
     def _empty_cache(self) -> None:
         # Reading leaves no dirty lines, whose writing back would disturb the launch timed.
@@ -298,7 +315,7 @@ def read_roofline(results: Path) -> float | None:
     return max(rates, default=None)
 
 
-def _as_record(row: Row, commit: str, machine: str) -> dict[str, object]:
+def _as_record(row: Row) -> dict[str, object]:
     return {
         "shape": row.shape,
         "implementation": row.implementation,
@@ -310,9 +327,6 @@ def _as_record(row: Row, commit: str, machine: str) -> dict[str, object]:
         "gigabytes_per_second": row.gigabytes_per_second,
         "teraflops": row.teraflops,
         **row.details,
-        "commit": commit,
-        "machine": machine,
-        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
 
 

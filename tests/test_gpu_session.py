@@ -32,7 +32,8 @@ def session(tmp_path):
 
 
 def test_a_session_has_every_benchmark_and_every_test_of_kernels_and_engine():
-    benchmarks = gpu_stages.BENCHMARKS + gpu_stages.SWEEPS + gpu_stages.HOST_BENCHMARKS
+    benchmarks = gpu_stages.BENCHMARKS + gpu_stages.ENGINE_BENCHMARKS
+    benchmarks += gpu_stages.SWEEPS + gpu_stages.HOST_BENCHMARKS
     listed = {name.split()[0] for name in benchmarks}
     there = {path.stem for pattern in ("bench_*.py", "sweep_*.py") for path in PERF.glob(pattern)}
     names = [stage.name for stage in stages()]
@@ -106,12 +107,13 @@ def test_benchmarks_are_told_which_tests_passed(session, tmp_path):
         [
             python("native test_good", "raise SystemExit(0)"),
             python("native test_bad", "raise SystemExit(1)"),
+            python("engine test_serves", "raise SystemExit(0)"),
             python("bench_kernel", record, is_test=False, is_timed=True),
         ],
         seconds=60,
     )
 
-    passed = "--tests-passed tests/kernels/test_good.py"
+    passed = "--tests-passed tests/kernels/test_good.py tests/vllm_plugin/test_serves.py"
     assert trace.read_text() == f"--results {session.folder.parent} --go-on {passed}"
 
 
