@@ -22,6 +22,7 @@ from jenga.sim.sources import GENERATORS, open_source
 from jenga.sim.speculation import Speculation
 from jenga.sim.step_time import PEAKS, SHARES, Achieved, StepTime, Weights, drafted_time, weights_of
 from jenga.sim.text import aligned, bytes_text, wrapped
+from jenga.spec import ELEMENT_BYTES
 
 DESCRIPTION = """\
 Replay requests step by step against a memory manager, as an engine without a GPU would: continuous
@@ -250,11 +251,15 @@ def _named(gpu: Gpu) -> Gpu:
 
 
 def _weights(models: Sequence[ModelFacts], options: argparse.Namespace) -> Weights:
-    """Of the first model."""
+    """Of the first model; where nothing says how many it has, as many in bfloat16 as --weights."""
+    facts = models[0]
+    if facts.total_parameters is None and options.weights is not None:
+        total = max(1, options.weights // ELEMENT_BYTES["bfloat16"])
+        facts = replace(facts, total_parameters=total, weight_bytes=options.weights)
     try:
-        weights = weights_of(models[0], ranks=options.tp)
+        weights = weights_of(facts, ranks=options.tp)
     except ValueError as error:
-        msg = f"{error}; or give --step-seconds"
+        msg = f"{error}; give --weights BYTES or --step-seconds"
         raise ValueError(msg) from error
     if options.weights is None:
         return weights

@@ -162,6 +162,32 @@ def test_what_cannot_be_replayed_is_one_line_of_error(capsys, arguments, words):
     assert words in printed.err
 
 
+def test_a_folder_that_names_no_parameters_has_as_many_as_its_weights(capsys, tmp_path):
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 4,
+        "hidden_size": 512,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 8192,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = ["--model", tmp_path, "--trace", "articles:n=3,questions=2,tokens=1600,output=4"]
+    arguments += ["--arena", "1GB"]
+
+    code, printed = replay(capsys, *arguments)
+    assert code == 2
+    assert "give --weights BYTES or --step-seconds" in printed.err
+
+    seconds = []
+    for weights in ("1GB", "8GB"):
+        path = tmp_path / f"{weights}.jsonl"
+        assert replay(capsys, *arguments, "--weights", weights, "--out", path)[0] == 0
+        (found,) = (row for row in read_rows(path) if isinstance(row, SummaryRow))
+        seconds.append(found.seconds)
+    assert seconds[1] > 4 * seconds[0]
+
+
 def test_what_admissions_leave_to_others_is_traded_for_running_requests(capsys, tmp_path):
     trace = ["--trace", "articles:n=6,questions=8,tokens=320,output=40,seed=3", "--arena", "60MB"]
     found = {}
