@@ -1,10 +1,13 @@
 """What the layers of latent attention share in a step: who is absorbed, and its work, counted."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 import vllm.envs
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonDecodeMetadata,
     MLACommonMetadata,
@@ -23,7 +26,6 @@ from jenga_kernels.triton.device import skip_overflow_checks
 from jenga_kernels.triton.tiles import MIN_ROWS
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 MAX_DECODE_QUERY_TOKENS = MIN_ROWS
@@ -61,6 +63,40 @@ def absorbed_query_tokens(*, latent_dim: int, nope_dim: int, value_dim: int) -> 
         msg = f"latent_dim must exceed half of {nope_dim} + {value_dim}, got {latent_dim}"
         raise ValueError(msg)
     return max(1, latent_dim * (nope_dim + value_dim) // saved_per_query)
+
+
+def count_absorbed(vllm_config: VllmConfig) -> None:
+    """Let the profile of memory count what layers take for a step of absorbed requests alone.
+
+    vLLM's layer, which attends to nothing then, makes keys and values of as many rows as it would
+    of a context instead. A token that is absorbed has three rows in the latents' space, a query
+    without and with its rotary part and a result: with many tokens a step, more.
+
+    Args:
+        vllm_config: After the model was made, and the one that drafts for it.
+    """
+    most_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+    layers = get_layers_from_vllm_config(vllm_config, cast("type[Any]", MLAAttention))
+    for name, layer in layers.items():
+        num_tokens = most_tokens
+        if not absorbs_all([name]):
+            of_request = absorbed_query_tokens(
+                latent_dim=layer.kv_lora_rank,
+                nope_dim=layer.qk_nope_head_dim,
+                value_dim=layer.v_head_dim,
+            )
+            of_request = max(of_request, drafted_query_tokens(vllm_config))
+            num_tokens = min(most_tokens, vllm_config.scheduler_config.max_num_seqs * of_request)
+        per_token = 3 * layer.kv_lora_rank + layer.qk_rope_head_dim
+        num_rows = -(-num_tokens * per_token // (layer.qk_nope_head_dim + layer.v_head_dim))
+        num_rows = max(num_rows, layer.chunked_prefill_workspace_size)
+        layer._chunked_prefill_workspace_size = num_rows
+
+
+def absorbs_all(layer_names: Iterable[str]) -> bool:
+    """Whether requests of all lengths are absorbed: `JengaLatentMetadataBuilder` says where."""
+    is_draft_model = any(name.startswith(DRAFT_PREFIX) for name in layer_names)
+    return is_draft_model or vllm.envs.VLLM_BATCH_INVARIANT
 
 
 def latent_query_tokens(num_tokens: int) -> int | None:
@@ -138,7 +174,7 @@ class JengaLatentMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata[Jeng
         self._is_batch_invariant = vllm.envs.VLLM_BATCH_INVARIANT
         if self._is_batch_invariant:
             self._decode_query_tokens = 0
-        if self._is_draft_model or self._is_batch_invariant:
+        if absorbs_all(layer_names):
             self.reorder_batch_threshold = vllm_config.scheduler_config.max_num_batched_tokens + 1
         self._page_tokens = kv_cache_spec.block_size
         self._max_tokens = vllm_config.model_config.max_model_len

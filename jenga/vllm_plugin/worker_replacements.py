@@ -37,6 +37,10 @@ def _get_kv_cache_spec(original: Function) -> Function:
         specs = original(self)
         if is_selected(self.vllm_config):
             check_layers(self.vllm_config, stored=specs)
+            if self.vllm_config.model_config.use_mla:
+                from jenga.vllm_plugin.latent_builder import count_absorbed
+
+                count_absorbed(self.vllm_config)
         return specs
 
     return get_kv_cache_spec

@@ -9,7 +9,11 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec
 
 from jenga.vllm_plugin.latent import gathered_latents
-from jenga.vllm_plugin.latent_builder import JengaLatentMetadataBuilder, absorbed_query_tokens
+from jenga.vllm_plugin.latent_builder import (
+    JengaLatentMetadataBuilder,
+    absorbed_query_tokens,
+    count_absorbed,
+)
 from jenga_kernels.attention_plan import AttentionPlan
 from jenga_kernels.latent_attention import latent_attention
 from jenga_kernels.reference.latent_attention import latent_attention as attend_plainly
@@ -298,3 +302,36 @@ def test_latents_of_earlier_tokens_are_gathered_from_strided_pages(stored):
     gathered = gathered_latents(pages, chunk, table, dtype=torch.float16, latent_scale=scale)
 
     assert torch.equal(gathered, expected.half())
+
+
+@pytest.mark.parametrize(
+    ("name", "step_tokens", "is_invariant", "rows"),
+    [
+        ("layer", 512, False, 6000),  # as vLLM has it
+        ("layer", 1600, False, 10_000),
+        ("layer", 1 << 20, False, 10 * 170 * 1600 // 256),  # ten requests are not as many tokens
+        ("draft_model.layer", 16_000, False, 100_000),
+        ("layer", 16_000, True, 100_000),
+    ],
+)
+def test_the_profile_counts_what_absorbed_requests_take(
+    name, step_tokens, is_invariant, rows, monkeypatch
+):
+    from vllm.model_executor.layers.attention import MLAAttention
+
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(is_invariant)))
+    layer = MLAAttention.__new__(MLAAttention)
+    torch.nn.Module.__init__(layer)
+    layer.kv_lora_rank, layer.qk_rope_head_dim = 512, 64
+    layer.qk_nope_head_dim, layer.v_head_dim = 128, 128
+    layer._chunked_prefill_workspace_size = 6000
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=step_tokens, max_num_seqs=10),
+        speculative_config=None,
+        compilation_config=SimpleNamespace(static_forward_context={name: layer}),
+    )
+
+    count_absorbed(config)
+
+    # Queries of 512 and 576 elements and results of 512, where rows are of 256.
+    assert layer.chunked_prefill_workspace_size == rows
