@@ -67,6 +67,7 @@ ENGINE_FIRST = (
     "test_model_runner_v2",
     "test_replayed_states",
     "test_engine",
+    "test_compiled_engine",
     "test_latent_attention",
     "test_gated_delta_engine",
     "test_replayed_gated_delta_engine",

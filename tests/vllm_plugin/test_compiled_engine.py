@@ -1,0 +1,23 @@
+"""Models that torch compiles, as vLLM has them by default: what was compiled calls our layers."""
+
+import pytest
+
+from tests.vllm_plugin.conftest import assert_same_generation
+from tests.vllm_plugin.engine_process import prompts_of_lengths
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
+
+COMPILED = {"attention_backend": "JENGA_TRITON", "enforce_eager": False}
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt_oss", "gemma4", "granite_hybrid", "qwen3_next", "lfm2", "deepseek_v2"]
+)
+def test_a_compiled_model_generates_what_stock_vllm_generates(name, tiny_model, run_engine):
+    model = tiny_model(name)
+    prompts = prompts_of_lengths((5, 33, 70, 150), seed=0)
+
+    stock = run_engine(model, prompts)
+    ours = run_engine(model, prompts, options=COMPILED, fill_arena=True, report_manager=True)
+
+    assert_same_generation(ours, stock)
