@@ -7,17 +7,18 @@ from tests.vllm_plugin.engine_process import prompts_of_lengths
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
-COMPILED = {"attention_backend": "JENGA_TRITON", "enforce_eager": False}
+JENGA = {"attention_backend": "JENGA_TRITON"}
+COMPILED = JENGA | {"enforce_eager": False}
 
 
 @pytest.mark.parametrize(
     "name", ["gpt_oss", "gemma4", "granite_hybrid", "qwen3_next", "lfm2", "deepseek_v2"]
 )
-def test_a_compiled_model_generates_what_stock_vllm_generates(name, tiny_model, run_engine):
+def test_a_compiled_model_generates_what_it_does_step_by_step(name, tiny_model, run_engine):
     model = tiny_model(name)
     prompts = prompts_of_lengths((5, 33, 70, 150), seed=0)
 
-    stock = run_engine(model, prompts)
-    ours = run_engine(model, prompts, options=COMPILED, fill_arena=True, report_manager=True)
+    eager = run_engine(model, prompts, options=JENGA)
+    compiled = run_engine(model, prompts, options=COMPILED, fill_arena=True, report_manager=True)
 
-    assert_same_generation(ours, stock)
+    assert_same_generation(compiled, eager)
