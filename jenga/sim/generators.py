@@ -43,8 +43,9 @@ def articles(  # noqa: PLR0913  one workload, all that describes it
         seed: Of the order.
 
     Raises:
-        ValueError: There is no such order.
+        ValueError: There is no such order, or the rate is negative.
     """
+    _check_rate(arrivals_per_s)
     pairs = [(q, a) for q in range(num_questions) for a in range(num_articles)]
     draw = random.Random(seed)
     match order:
@@ -271,4 +272,11 @@ def agentic(  # noqa: PLR0913  one workload, all that describes it
 
 def _wait(draw: random.Random, per_s: float) -> float:
     """Seconds until the next of so many a second that come at random."""
+    _check_rate(per_s)
     return -math.log(1 - draw.random()) / per_s if per_s else 0.0
+
+
+def _check_rate(arrivals_per_s: float) -> None:
+    if arrivals_per_s < 0:
+        msg = f"arrivals_per_s must be at least 0, got {arrivals_per_s:g}"
+        raise ValueError(msg)

@@ -60,6 +60,13 @@ class ManagedArena:
         host_bytes: int = 0,
     ) -> None:
         """An empty arena, with so many bytes of host memory beside it; see `Manager`."""
+        num_host_large_pages = host_bytes // geometry.large_page_bytes
+        if host_bytes and not num_host_large_pages:
+            msg = (
+                f"host_bytes must be 0 or hold a large page of {geometry.large_page_bytes} bytes, "
+                f"got {host_bytes}"
+            )
+            raise ValueError(msg)
         self._prefix_caching = prefix_caching
         self._scheduled: dict[ActiveRequest, int] = {}  # of this step -> tokens it will have
         self._step_tokens = 0
@@ -71,7 +78,7 @@ class ManagedArena:
             eviction_order=eviction_order,
             checkpoint_interval_tokens=checkpoint_interval_tokens,
             left_share=left_share,
-            num_host_large_pages=host_bytes // geometry.large_page_bytes,
+            num_host_large_pages=num_host_large_pages,
         )
         self._answer_tokens = self.manager.answer_interval_tokens
         # The states after so many of the last tokens are in slots of their own.

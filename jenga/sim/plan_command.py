@@ -86,7 +86,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="bytes of all weights, all ranks together, where they are not known or others",
     )
     parser.add_argument(
-        "--arena", type=_reserve, metavar="BYTES", help="the arena, in place of --gpu"
+        "--arena", type=_arena, metavar="BYTES", help="the arena, in place of --gpu"
     )
     parser.add_argument(
         "--utilization",
@@ -115,6 +115,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="draw one large page, every byte of it, as .svg or .png (extra `plots`)",
     )
     parser.set_defaults(run=run, extras="jenga-kv[plots]")
+
+
+def _arena(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _reserve(text: str) -> int:

@@ -12,7 +12,7 @@ from jenga.models import ModelFacts, ReadOptions, find_model
 from jenga.sim.budget import memory_budget
 from jenga.sim.gpus import GPUS, Gpu, find_gpu
 from jenga.sim.managers import EVICTING
-from jenga.sim.measured import measured
+from jenga.sim.measured import RESULTS, measured
 from jenga.sim.plan import KV_DTYPES, served_model
 from jenga.sim.replay import Clock, Replay, Step, constant_clock
 from jenga.sim.replay_options import add_options
@@ -85,6 +85,9 @@ def run(options: argparse.Namespace) -> int:
             raise ValueError(msg)
     if options.host and options.no_prefix_caching:
         msg = "--host keeps prefixes, and --no-prefix-caching keeps none"
+        raise ValueError(msg)
+    if options.measured != RESULTS and not options.measured.is_dir():
+        msg = f"--measured must be a folder with one for each GPU, got {options.measured}"
         raise ValueError(msg)
     if options.check < 0:
         msg = f"--check must be at least 0, got {options.check}"

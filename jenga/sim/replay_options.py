@@ -132,7 +132,7 @@ def _configure_memory(group: "argparse._ArgumentGroup") -> None:  # pyright: ign
         "--weights", type=_reserve, metavar="BYTES", help="of all weights, all ranks together"
     )
     group.add_argument(
-        "--arena", type=_reserve, metavar="BYTES", help="in place of what --gpu leaves"
+        "--arena", type=_arena, metavar="BYTES", help="in place of what --gpu leaves"
     )
     group.add_argument("--utilization", type=float, default=UTILIZATION, metavar="SHARE")
     group.add_argument("--reserve", type=_reserve, default=RESERVED_BYTES, metavar="BYTES")
@@ -180,6 +180,13 @@ def _configure_engine(group: "argparse._ArgumentGroup") -> None:  # pyright: ign
         metavar="FOLDER",
         help="rows of benchmarks, a folder for each GPU (default: perf/results of a checkout)",
     )
+
+
+def _arena(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _reserve(text: str) -> int:

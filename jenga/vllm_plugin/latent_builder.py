@@ -75,10 +75,9 @@ def count_absorbed(vllm_config: VllmConfig) -> None:
     Args:
         vllm_config: After the model was made, and the one that drafts for it.
     """
-    most_tokens = vllm_config.scheduler_config.max_num_batched_tokens
     layers = get_layers_from_vllm_config(vllm_config, cast("type[Any]", MLAAttention))
     for name, layer in layers.items():
-        num_tokens = most_tokens
+        num_tokens = most_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         if not absorbs_all([name]):
             of_request = absorbed_query_tokens(
                 latent_dim=layer.kv_lora_rank,

@@ -32,15 +32,13 @@ def _get_kv_cache_spec(original: Function) -> Function:
     @functools.wraps(original)
     def get_kv_cache_spec(self: Any) -> Any:  # noqa: ANN401
         from jenga.vllm_plugin.config import is_selected
+        from jenga.vllm_plugin.latent_builder import count_absorbed
         from jenga.vllm_plugin.served_layers import check_layers
 
         specs = original(self)
         if is_selected(self.vllm_config):
             check_layers(self.vllm_config, stored=specs)
-            if self.vllm_config.model_config.use_mla:
-                from jenga.vllm_plugin.latent_builder import count_absorbed
-
-                count_absorbed(self.vllm_config)
+            count_absorbed(self.vllm_config)
         return specs
 
     return get_kv_cache_spec

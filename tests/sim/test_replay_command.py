@@ -44,7 +44,7 @@ def test_seconds_follow_the_rows_measured_on_the_gpu(capsys, tmp_path):
     row |= {"num_bytes": 1.675e9, "p50_us": 1000.0}
     (folder / "roofline.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
 
-    _, peaks = replay(capsys, *SMALL, *TRACE, "--measured", tmp_path / "none")
+    _, peaks = replay(capsys, *SMALL, *TRACE, "--measured", folder)
     _, halves = replay(capsys, *SMALL, *TRACE, "--measured", tmp_path)
     _, given = replay(
         capsys, *SMALL, *TRACE, "--measured", tmp_path, "--bandwidth-share", 0.25, "--quiet"
@@ -149,6 +149,10 @@ def test_drafted_tokens_that_are_right_shorten_the_run(capsys, tmp_path):
         (["--step-seconds", "nan"], "--step-seconds must be a positive number, got nan"),
         (["--overhead-seconds", "inf"], "overhead_s must be finite and not negative, got inf"),
         (["--arena", "99999999TiB"], "not enough memory on this machine"),
+        (["--host", "1KiB"], "host_bytes must be 0 or hold a large page of "),
+        (["--measured", "nowhere"], "--measured must be a folder with one for each GPU, got"),
+        (["--trace", "articles:n=2,rate=-1"], "arrivals_per_s must be at least 0, got -1"),
+        (["--trace", "agentic:sessions=2,rate=-1"], "arrivals_per_s must be at least 0, got -1"),
     ],
 )
 def test_what_cannot_be_replayed_is_one_line_of_error(capsys, arguments, words):
