@@ -81,5 +81,6 @@ def attention_merge(
         BLOCK_ROWS=tiles.block_rows,
         BLOCK_D=power_of_two(head_dim),
         num_warps=tiles.num_warps,
+        enable_fp_fusion=True,
     )
     return out

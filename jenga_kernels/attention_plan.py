@@ -208,6 +208,7 @@ class AttentionPlan:
             BLOCK_M=self.tiles.prefill.block_m,
             BLOCK_REQUESTS=BLOCK_REQUESTS,
             BLOCK_ENTRIES=BLOCK_ENTRIES,
+            enable_fp_fusion=True,
         )
 
 

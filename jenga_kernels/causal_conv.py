@@ -133,4 +133,5 @@ def causal_conv(
         BLOCK_W=power_of_two(width),
         RUN_TOKENS=tiles.run_tokens,
         num_warps=tiles.num_warps,
+        enable_fp_fusion=True,
     )

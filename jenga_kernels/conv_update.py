@@ -124,4 +124,5 @@ def conv_update(
         X_ALIGNMENT=min(alignment(strides(rows)[0]) for rows in inputs),
         BLOCK_D=tiles.block_dims,
         num_warps=tiles.num_warps,
+        enable_fp_fusion=True,
     )

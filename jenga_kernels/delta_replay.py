@@ -178,6 +178,7 @@ def delta_replay(
         "BLOCK_V": tiles.block_values,
         "BLOCK_L": max(LEAST_PRODUCT, power_of_two(history_tokens)),
         "num_warps": tiles.num_warps,
+        "enable_fp_fusion": True,
     }
     grid = (num_v_heads * num_blocks, num_requests)
     if tiles.is_at_once:

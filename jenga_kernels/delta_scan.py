@@ -141,6 +141,7 @@ def delta_scan(
         BLOCK_K=tiles.block_keys,
         num_warps=tiles.chunk_warps,
         num_stages=1,
+        enable_fp_fusion=True,
     )
     num_blocks = triton.cdiv(head_v_dim, tiles.block_values)
     stride_slot, stride_head, stride_dim, _ = strides(states)
@@ -175,6 +176,7 @@ def delta_scan(
         BLOCK_V=tiles.block_values,
         num_warps=tiles.scan_warps,
         num_stages=tiles.scan_stages,
+        enable_fp_fusion=True,
     )
 
 

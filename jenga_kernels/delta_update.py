@@ -121,4 +121,5 @@ def delta_update(
         BLOCK_V=tiles.block_values,
         BLOCK_LINE=tiles.block_line,
         num_warps=1,
+        enable_fp_fusion=True,
     )

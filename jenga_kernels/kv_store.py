@@ -134,6 +134,7 @@ def kv_store(
         BLOCK_LINE=line_elements(machine, widest, k.element_size()),
         THREAD_ELEMENTS=LOAD_BYTES // k.element_size(),
         num_warps=tiles.num_warps,
+        enable_fp_fusion=True,
     )
 
 

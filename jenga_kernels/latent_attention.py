@@ -175,6 +175,7 @@ def latent_attention(
             BLOCK_N=tiles.block_n,
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
+            enable_fp_fusion=True,
         )
     if plan.decode_query_tokens:
         tiles = plan.tiles.decode
@@ -198,6 +199,7 @@ def latent_attention(
             BLOCK_N=tiles.block_n,
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
+            enable_fp_fusion=True,
         )
     if plan.may_split:
         attention_splits_kernel[(num_requests, plan.max_decoded_tokens, num_heads)](
@@ -217,5 +219,6 @@ def latent_attention(
             BLOCK_SPLITS=plan.tiles.block_splits,
             BLOCK_D=block_latent,
             num_warps=4,
+            enable_fp_fusion=True,
         )
     return out

@@ -93,4 +93,5 @@ def latent_store(
         BLOCK_ROTARY=power_of_two(rotary_dim),
         THREAD_ELEMENTS=LOAD_BYTES // latents.element_size(),
         num_warps=tiles.num_warps,
+        enable_fp_fusion=True,
     )

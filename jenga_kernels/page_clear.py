@@ -35,4 +35,5 @@ def page_clear(pages: torch.Tensor, page_ids: torch.Tensor) -> None:
         stride_page=words.stride(0),
         BLOCK_WORDS=tiles.block_rows,
         num_warps=tiles.num_warps,
+        enable_fp_fusion=True,
     )

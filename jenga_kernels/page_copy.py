@@ -54,6 +54,7 @@ def page_copy(pages: torch.Tensor, source_ids: torch.Tensor, target_ids: torch.T
         stride_page=words.stride(0),
         BLOCK_WORDS=tiles.block_rows,
         num_warps=tiles.num_warps,
+        enable_fp_fusion=True,
     )
 
 

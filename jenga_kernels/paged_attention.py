@@ -299,6 +299,7 @@ def paged_attention(
             NUM_STAGES=specialized.num_stages,
             TAKES_TURNS=specialized.takes_turns,
             num_warps=4,
+            enable_fp_fusion=True,
         )
     elif plan.max_row_tiles:
         tiles = plan.tiles.prefill
@@ -317,6 +318,7 @@ def paged_attention(
             BLOCK_N=tiles.block_n,
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
+            enable_fp_fusion=True,
         )
     if plan.decode_query_tokens:
         tiles = plan.tiles.decode
@@ -342,6 +344,7 @@ def paged_attention(
             BLOCK_N=tiles.block_n,
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
+            enable_fp_fusion=True,
         )
     if plan.may_split:
         attention_splits_kernel[(num_requests, plan.max_decoded_tokens, num_heads)](
@@ -361,6 +364,7 @@ def paged_attention(
             BLOCK_SPLITS=plan.tiles.block_splits,
             BLOCK_D=power_of_two(value_dim),
             num_warps=4,
+            enable_fp_fusion=True,
         )
     return out
 

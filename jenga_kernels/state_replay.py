@@ -177,6 +177,7 @@ def state_replay(
         "BLOCK_N": max(2 * LEAST_PRODUCT, power_of_two(d_state)),
         "BLOCK_L": max(LEAST_PRODUCT, power_of_two(history_tokens)),
         "num_warps": tiles.num_warps,
+        "enable_fp_fusion": True,
     }
     if tiles.is_at_once:
         state_replay_products_kernel[grid](**arguments)

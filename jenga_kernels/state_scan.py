@@ -160,4 +160,5 @@ def state_scan(
         **parts,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        enable_fp_fusion=True,
     )

@@ -123,4 +123,5 @@ def state_update(
         BLOCK_P=tiles.block_dims,
         BLOCK_N=power_of_two(d_state),
         num_warps=tiles.num_warps,
+        enable_fp_fusion=True,
     )

@@ -1,5 +1,6 @@
 """The layout is the architecture: what README and pyproject say of it is what the files are."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -143,3 +144,23 @@ def test_makefile_installs_a_vllm_that_the_plugin_supports():
     (version,) = re.findall(r"^VLLM_VERSION := (.+)$", text_of("Makefile"), re.MULTILINE)
 
     assert series_of(version)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "jenga_kernels").glob("*.py")), ids=lambda p: p.stem
+)
+def test_every_launch_says_that_products_and_sums_are_fused(path):
+    # What Triton does where nothing is said changes with its version.
+    source = path.read_text(encoding="utf-8")
+    launches = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Subscript)
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id.endswith("kernel")
+    ]
+    for launch in launches:
+        names = {keyword.arg for keyword in launch.keywords}
+        is_in_a_mapping = None in names and '"enable_fp_fusion": True' in source
+        assert "enable_fp_fusion" in names or is_in_a_mapping, f"{path}:{launch.lineno}"

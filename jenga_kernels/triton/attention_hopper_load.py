@@ -21,6 +21,12 @@ BOX_LAYOUT = gl.NVMMASharedLayout(128, 16, 4)
 TILE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 """Of a tile, which boxes make up: those of the first BOX_DIM elements, then of the next."""
 
+HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+"""Whether that method has no underscore before its name, as from Triton 3.9 on."""
+
+copy_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+"""Asks for a box; so called from Triton 3.9 on, and so before."""
+
 
 @gluon.jit
 def load_tiles(
@@ -139,7 +145,10 @@ def _load_tile(
     NUM_BOXES: gl.constexpr = BLOCK_N // BLOCK_T
     NUM_PARTS: gl.constexpr = BLOCK_D // BOX_DIM
     shape: gl.constexpr = [tiles.shape[0] * NUM_PARTS * NUM_BOXES, 1, BLOCK_T, 1, BOX_DIM]
-    boxes = tiles._reinterpret(tiles.dtype, shape, descriptor.layout)
+    if HAS_REINTERPRET:
+        boxes = tiles.reinterpret(tiles.dtype, shape, descriptor.layout)
+    else:
+        boxes = tiles._reinterpret(tiles.dtype, shape, descriptor.layout)
     mbarrier.expect(ready, BLOCK_N * BLOCK_D * 2)
     page_index = tile_start // PAGE_TOKENS
     slot = tile_start % PAGE_TOKENS
@@ -147,7 +156,7 @@ def _load_tile(
         is_live = tile_start + box * BLOCK_T < keys_end
         page = gl.load(page_table_ptr + page_index, mask=is_live, other=num_pages)
         for part in gl.static_range(NUM_PARTS):
-            tma.async_copy_global_to_shared(
+            copy_box(
                 descriptor,
                 [page, slot, kv_head, part * BOX_DIM],
                 ready,
@@ -165,7 +174,10 @@ def _zero_rows(tiles, stage, start, end, BLOCK_N: gl.constexpr, BLOCK_D: gl.cons
     NUM_PARTS: gl.constexpr = BLOCK_D // BOX_DIM
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     shape: gl.constexpr = [tiles.shape[0] * NUM_PARTS * NUM_BOXES, SWIZZLE_ROWS, BOX_DIM]
-    boxes = tiles._reinterpret(tiles.dtype, shape, TILE_LAYOUT)
+    if HAS_REINTERPRET:
+        boxes = tiles.reinterpret(tiles.dtype, shape, TILE_LAYOUT)
+    else:
+        boxes = tiles._reinterpret(tiles.dtype, shape, TILE_LAYOUT)
     rows = gl.arange(0, SWIZZLE_ROWS, gl.SliceLayout(1, layout))
     for box in range(start // SWIZZLE_ROWS, gl.cdiv(end, SWIZZLE_ROWS)):
         is_dead = (box * SWIZZLE_ROWS + rows >= start) & (box * SWIZZLE_ROWS + rows < end)
