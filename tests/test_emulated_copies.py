@@ -8,13 +8,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import JITFunction, driver
 from triton.tools.tensor_descriptor import TensorDescriptor as PlainDescriptor
 
+from jenga_kernels.triton.attention_hopper_load import copy_box as async_load
 from perf.emulator.driver import EmulatedGpu
 from perf.emulator.errors import EmulationError
 from tests.emulation import forget_the_interpreter
@@ -42,7 +42,7 @@ def _box_kernel(out_ptr, boxes, row, column, WAITS: gl.constexpr, BYTES: gl.cons
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(ready, count=1)
     mbarrier.expect(ready, BYTES)
-    tma.async_copy_global_to_shared(boxes, [row, column], ready, tile)
+    async_load(boxes, [row, column], ready, tile)
     if WAITS:
         mbarrier.wait(ready, 0)
     values = tile.load(layout)
@@ -101,7 +101,7 @@ def _leave_kernel(boxes):
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(ready, count=1)
     mbarrier.expect(ready, 4096)
-    tma.async_copy_global_to_shared(boxes, [0, 0], ready, tile)
+    async_load(boxes, [0, 0], ready, tile)
 
 
 def test_a_program_may_not_end_before_what_it_copies_has_landed():
@@ -151,9 +151,7 @@ def _produce(boxes, tiles, ready, free, WAITS_FOR_FREE: gl.constexpr):
         if WAITS_FOR_FREE:
             mbarrier.wait(free.index(stage), (tile // STAGES & 1) ^ 1)
         mbarrier.expect(ready.index(stage), 32 * 64 * 2)
-        tma.async_copy_global_to_shared(
-            boxes, [tile * 32, 0], ready.index(stage), tiles.index(stage)
-        )
+        async_load(boxes, [tile * 32, 0], ready.index(stage), tiles.index(stage))
 
 
 @gluon.jit
