@@ -64,7 +64,8 @@ def turn_of(name, worker):
     if "2_to_the_31" not in name:
         yield
         return
-    with (Path(tempfile.gettempdir()) / f"jenga-arena-{worker}.lock").open("w") as file:
+    name = f"jenga-arena-{os.getuid()}-{worker}.lock"
+    with (Path(tempfile.gettempdir()) / name).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
