@@ -244,8 +244,8 @@ def delta_replay_kernel(  # noqa: PLR0912 - options are compiled in or out, each
             y = line_sums(S * line_q) * decay
             k_scores = row_sums(keys * k[None, :]) * weights  # [L]
             q_scores = row_sums(keys * q[None, :]) * weights
-        held += column_sums(changes * k_scores[:, None])
-        y += column_sums(changes * q_scores[:, None])
+        held += column_sums(rounded_product(changes, k_scores[:, None]))
+        y += column_sums(rounded_product(changes, q_scores[:, None]))
         # What the state holds under the key gives way to the value, as far as beta says.
         change = beta * k_factor * (v - held * k_factor)  # [V]
         y = (y + change * line_sums(rounded_product(line_k, line_q))) * q_factor

@@ -263,7 +263,7 @@ def state_replay_kernel(  # noqa: PLR0912 - options are compiled in or out, each
             decay *= step_decay
             weights *= step_decay
             y = line_sums(S * c[:, None, :]) * decay
-            y += column_sums(all_x * (weights * scores)[:, None])
+            y += column_sums(rounded_product(all_x, (weights * scores)[:, None]))
             y += (dt * own_score) * x
             store_output(token_out_ptr, y, x, head_D_ptr, token_z_ptr, dims, is_dim, stride_D_dim)
             is_own = ages == num_past + t
