@@ -4,6 +4,7 @@ Source: page sizes, state shapes and dtypes of vLLM 0.33.
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from jenga.models.config import Config
 from jenga.models.layers import (
@@ -49,18 +50,52 @@ def latent_layer(config: Config, options: ReadOptions, index: int) -> Layer:
 
 
 def read_deepseek(config: Config, options: ReadOptions) -> list[LayerType]:
-    """DeepSeek V2 to V3.2: a latent per token and layer, and an indexer's key from V3.2 on.
+    """DeepSeek V2 to V3.2, GLM 5: a latent per token and layer, and keys of indexers from V3.2 on.
 
     Both are read for the whole prefix, so they share one page table.
     """
-    indices = range(config.num_layers())
+    num_layers = config.num_layers()
     options.shard("attention heads", config.integer("num_attention_heads"))
-    layers = [latent_layer(config, options, index) for index in indices]
+    layers = [latent_layer(config, options, index) for index in range(num_layers)]
     if "index_head_dim" in config:
         slot_bytes = _indexer_bytes(config.integer("index_head_dim"))
         layers += [
-            Layer(name=f"{layer_name(index)}.indexer", slot_bytes=slot_bytes) for index in indices
+            Layer(name=f"{layer_name(index)}.indexer", slot_bytes=slot_bytes)
+            for index in _indexed_layers(config, num_layers)
         ]
+    return [FullAttention(name="full", layers=tuple(layers))]
+
+
+def _indexed_layers(config: Config, num_layers: int) -> list[int]:
+    """Layers with an indexer of their own; others take what the last of these chose.
+
+    The model's pattern comes in three forms: kinds as transformers saves them, a letter per layer,
+    or every so many layers from one on (arXiv 2603.12201).
+    """
+    if "indexer_types" in config:
+        known = {"full": True, "shared": False}
+        has_own = config.kinds("indexer_types", known, length=num_layers)
+    elif "index_topk_pattern" in config:
+        pattern = config.text("index_topk_pattern")
+        if len(pattern) != num_layers or set(pattern) - {"F", "S"}:
+            config.refuse("index_topk_pattern", f"{num_layers} letters F or S, one per layer")
+        has_own = [letter == "F" for letter in pattern]
+    else:
+        interval = config.integer("index_topk_freq", default=1)
+        first = config.count("index_skip_topk_offset", default=2) - 1
+        has_own = [max(index - first, 0) % interval == 0 for index in range(num_layers)]
+    if not has_own[0]:
+        config.refuse("indexer_types", "a pattern whose first layer has an indexer of its own")
+    return [index for index, own in enumerate(has_own) if own]
+
+
+def read_longcat(config: Config, options: ReadOptions) -> list[LayerType]:
+    """LongCat-Flash: two attentions over latents in every layer."""
+    options.shard("attention heads", config.integer("num_attention_heads"))
+    layers: list[Layer] = []
+    for index in range(config.num_layers("num_layers")):
+        one = latent_layer(config, options, index)
+        layers += [replace(one, name=f"{one.name}.{half}") for half in range(2)]
     return [FullAttention(name="full", layers=tuple(layers))]
 
 

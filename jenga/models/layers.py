@@ -308,11 +308,9 @@ def matrix_part(config: Config, options: ReadOptions) -> StatePart:
     )
 
 
-def image_embedding(
-    hidden_size: int, options: ReadOptions, *, typical_tokens: int
-) -> ImageEmbedding:
-    """The layer type of a vision encoder's output, as wide as the language model."""
-    layer = Layer(name="vision_encoder", slot_bytes=hidden_size * options.element_bytes)
+def image_embedding(width: int, options: ReadOptions, *, typical_tokens: int) -> ImageEmbedding:
+    """The layer type of a vision encoder's output, of so many elements a token."""
+    layer = Layer(name="vision_encoder", slot_bytes=width * options.element_bytes)
     return ImageEmbedding(
         name="image",
         layers=(layer,),

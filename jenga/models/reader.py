@@ -11,6 +11,7 @@ from jenga.models.vision import VISION_MODELS
 from jenga.spec import ModelSpec
 
 TEXT_READERS: dict[str, Reader] = {
+    "afmoe": attention.read_every_fourth,
     "apertus": attention.read_full,
     "arcee": attention.read_full,
     "bailing_hybrid": latent.read_bailing,
@@ -24,9 +25,12 @@ TEXT_READERS: dict[str, Reader] = {
     "deepseek_v4": latent.read_deepseek_v4,
     "ernie4_5": attention.read_full,
     "ernie4_5_moe": attention.read_full,
+    "ernie4_5_vl_moe_text": attention.read_full,
     "exaone4": attention.read_exaone4,
+    "exaone_moe": attention.read_exaone4,
     "falcon_h1": recurrent.read_falcon_h1,
     "falcon_mamba": recurrent.read_mamba,
+    "flex_olmo": attention.read_full,
     "gemma": attention.read_full,
     "gemma2": attention.read_alternating,
     "gemma3_text": attention.read_gemma3,
@@ -35,18 +39,26 @@ TEXT_READERS: dict[str, Reader] = {
     "glm": attention.read_full,
     "glm4": attention.read_full,
     "glm4_moe": attention.read_full,
+    "glm4_moe_lite": latent.read_deepseek,
+    "glm4v_moe_text": attention.read_full,
+    "glm4v_text": attention.read_full,
+    "glm_moe_dsa": latent.read_deepseek,
     "gpt_oss": attention.read_alternating,
     "granite": attention.read_full,
     "granitemoe": attention.read_full,
     "granitemoehybrid": recurrent.read_granite_hybrid,
+    "granitemoeshared": attention.read_full,
+    "helium": attention.read_full,
     "hymba": recurrent.read_hymba,
     "internlm2": attention.read_full,
     "jamba": recurrent.read_jamba,
     "kimi_linear": latent.read_kimi_linear,
+    "laguna": attention.read_full,
     "lfm2": recurrent.read_lfm2,
     "lfm2_moe": recurrent.read_lfm2_moe,
     "llama": attention.read_full,
     "llama4_text": attention.read_llama4,
+    "longcat_flash": latent.read_longcat,
     "mamba": recurrent.read_mamba,
     "mamba2": recurrent.read_mamba2,
     "mimo_v2": attention.read_mimo_v2,
@@ -55,25 +67,38 @@ TEXT_READERS: dict[str, Reader] = {
     "minimax_m2": attention.read_full,
     "minimax_text_01": recurrent.read_minimax,
     "ministral": attention.read_mistral,
+    "ministral3": attention.read_full,
     "mistral": attention.read_mistral,
+    "mistral4": latent.read_deepseek,
     "mixtral": attention.read_mistral,
     "mllama_text_model": attention.read_mllama,
+    "nemotron": attention.read_full,
     "nemotron_h": recurrent.read_nemotron_h,
+    "olmo": attention.read_full,
     "olmo2": attention.read_full,
     "olmo3": attention.read_every_fourth,
+    "olmo_hybrid": recurrent.read_gated_delta,
     "olmoe": attention.read_full,
+    "phi": attention.read_full,
     "phi3": attention.read_full,
+    "phimoe": attention.read_full,
     "pyramid_kv": designs.read_pyramid_kv,
     "qwen2": attention.read_qwen,
     "qwen2_5_vl_text": attention.read_qwen,
     "qwen2_moe": attention.read_qwen,
+    "qwen2_vl_text": attention.read_qwen,
     "qwen3": attention.read_qwen,
     "qwen3_5_moe_text": recurrent.read_gated_delta,
     "qwen3_5_text": recurrent.read_gated_delta,
     "qwen3_moe": attention.read_qwen,
     "qwen3_next": recurrent.read_gated_delta,
+    "qwen3_vl_moe_text": attention.read_qwen,
+    "qwen3_vl_text": attention.read_qwen,
     "seed_oss": attention.read_full,
     "smollm3": attention.read_full,
+    "solar_open": attention.read_full,
+    "stablelm": attention.read_full,
+    "vaultgemma": attention.read_alternating,
     "whisper": attention.read_whisper,
     "zamba2": recurrent.read_zamba2,
 }
@@ -129,9 +154,8 @@ def _read(config: Config, *, name: str, options: ReadOptions) -> ModelSpec:
         has_section = any(section in config for section in vision.sections)
         text = config.section(*vision.sections) if has_section else config
         reader = _text_reader(text, vision.text_model, is_section=has_section)
-        image = image_embedding(
-            text.integer("hidden_size"), options, typical_tokens=vision.image_tokens(config)
-        )
+        width = text.integer("hidden_size") * (1 + vision.deepstack_levels(config))
+        image = image_embedding(width, options, typical_tokens=vision.image_tokens(config))
         return ModelSpec(name=name, layer_types=(*reader(text, options), image))
     if model_type in _TEXT_SECTIONS:
         section, text_model = _TEXT_SECTIONS[model_type]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from jenga.models.config import Config
 
-_QWEN_TOKENS = 1024
+_MEGAPIXEL_TOKENS = 1024
 """A picture of about a megapixel; the encoder's resolution follows the picture's."""
 
 _PHI_3_TOKENS = 1921
@@ -13,6 +13,9 @@ _PHI_3_TOKENS = 1921
 
 _TYPICAL_TILES = 7
 """A picture of 3 x 2 tiles and its overview."""
+
+_LLAVA_NEXT_TILES = 5
+"""A square picture of 2 x 2 tiles and its overview, rows of nothing but padding not cut off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,11 +27,19 @@ class Vision:
             lie beside the vision model's.
         text_model: The language model's `model_type` where the section does not say.
         image_tokens: Tokens of a typical image, for the planner's expectation.
+        deepstack_levels: Layers of the encoder whose output goes to as many of the first layers of
+            the language model: an embedding has that many hidden states more (DeepStack,
+            arXiv 2406.04334).
     """
 
     sections: tuple[str, ...]
     text_model: str
     image_tokens: Callable[[Config], int]
+    deepstack_levels: Callable[[Config], int] = lambda _: 0
+
+
+def _megapixel_tokens(_: Config) -> int:
+    return _MEGAPIXEL_TOKENS
 
 
 def _grid_tokens(config: Config, *, shrink: float = 1.0) -> int:
@@ -47,12 +58,46 @@ def _tiled_tokens(config: Config) -> int:
     return _TYPICAL_TILES * _grid_tokens(config, shrink=shrink)
 
 
+def _internvl_tokens(config: Config) -> int:
+    """As transformers has it: with the tokens of a tile in a field of their own."""
+    return _TYPICAL_TILES * config.integer("image_seq_length", default=256)
+
+
+def _llava_next_tokens(config: Config) -> int:
+    return _LLAVA_NEXT_TILES * _grid_tokens(config)
+
+
+def _idefics_tokens(config: Config) -> int:
+    return _TYPICAL_TILES * _grid_tokens(config, shrink=1 / config.integer("scale_factor"))
+
+
+def _cohere_tokens(config: Config) -> int:
+    shrink = 1 / config.integer("downsample_factor", default=2)
+    return _TYPICAL_TILES * _grid_tokens(config, shrink=shrink)
+
+
+def _qwen3_levels(config: Config) -> int:
+    vision = config.section("vision_config")
+    return len(vision.counts("deepstack_visual_indexes", default=()))
+
+
 def _lfm2_tokens(config: Config) -> int:
     num_tiles = _TYPICAL_TILES if config.flag("do_image_splitting", default=True) else 1
     return num_tiles * config.integer("max_image_tokens", default=256)
 
 
 VISION_MODELS = {
+    "cohere2_vision": Vision(
+        sections=("text_config",), text_model="cohere2", image_tokens=_cohere_tokens
+    ),
+    "ernie4_5_vl_moe": Vision(
+        sections=("text_config",),
+        text_model="ernie4_5_vl_moe_text",
+        image_tokens=_megapixel_tokens,
+    ),
+    "exaone4_5": Vision(
+        sections=("text_config",), text_model="exaone4", image_tokens=_megapixel_tokens
+    ),
     "gemma3": Vision(
         sections=("text_config",),
         text_model="gemma3_text",
@@ -68,15 +113,38 @@ VISION_MODELS = {
         text_model="gemma4_text",
         image_tokens=lambda config: config.integer("vision_soft_tokens_per_image", default=280),
     ),
+    "glm4v": Vision(
+        sections=("text_config",), text_model="glm4v_text", image_tokens=_megapixel_tokens
+    ),
+    "glm4v_moe": Vision(
+        sections=("text_config",), text_model="glm4v_moe_text", image_tokens=_megapixel_tokens
+    ),
+    "idefics3": Vision(sections=("text_config",), text_model="llama", image_tokens=_idefics_tokens),
+    "internvl": Vision(
+        sections=("text_config",), text_model="qwen2", image_tokens=_internvl_tokens
+    ),
+    "internvl_chat": Vision(
+        sections=("llm_config",), text_model="llama", image_tokens=_tiled_tokens
+    ),
+    "kimi_k25": Vision(
+        sections=("text_config",), text_model="deepseek_v3", image_tokens=_megapixel_tokens
+    ),
+    "kimi_vl": Vision(
+        sections=("text_config",), text_model="deepseek_v3", image_tokens=_megapixel_tokens
+    ),
     "lfm2_vl": Vision(sections=("text_config",), text_model="lfm2", image_tokens=_lfm2_tokens),
     "llama4": Vision(
         sections=("text_config",), text_model="llama4_text", image_tokens=_llama4_tokens
     ),
+    "llava": Vision(sections=("text_config",), text_model="llama", image_tokens=_grid_tokens),
+    "llava_next": Vision(
+        sections=("text_config",), text_model="llama", image_tokens=_llava_next_tokens
+    ),
     "llava_onevision": Vision(
         sections=("text_config",), text_model="qwen2", image_tokens=_tiled_tokens
     ),
-    "internvl_chat": Vision(
-        sections=("llm_config",), text_model="llama", image_tokens=_tiled_tokens
+    "mistral3": Vision(
+        sections=("text_config",), text_model="mistral", image_tokens=_megapixel_tokens
     ),
     "NVLM_D": Vision(
         sections=("llm_config", "text_config"), text_model="qwen2", image_tokens=_tiled_tokens
@@ -84,13 +152,29 @@ VISION_MODELS = {
     "paligemma": Vision(sections=("text_config",), text_model="gemma2", image_tokens=_grid_tokens),
     "phi3_v": Vision(sections=(), text_model="phi3", image_tokens=lambda _: _PHI_3_TOKENS),
     "qwen2_5_vl": Vision(
-        sections=("text_config",), text_model="qwen2", image_tokens=lambda _: _QWEN_TOKENS
+        sections=("text_config",), text_model="qwen2", image_tokens=_megapixel_tokens
+    ),
+    "qwen2_vl": Vision(
+        sections=("text_config",), text_model="qwen2", image_tokens=_megapixel_tokens
     ),
     "qwen3_5": Vision(
-        sections=("text_config",), text_model="qwen3_5_text", image_tokens=lambda _: _QWEN_TOKENS
+        sections=("text_config",), text_model="qwen3_5_text", image_tokens=_megapixel_tokens
     ),
     "qwen3_5_moe": Vision(
-        sections=("text_config",), text_model="qwen3_5_text", image_tokens=lambda _: _QWEN_TOKENS
+        sections=("text_config",), text_model="qwen3_5_text", image_tokens=_megapixel_tokens
     ),
+    "qwen3_vl": Vision(
+        sections=("text_config",),
+        text_model="qwen3_vl_text",
+        image_tokens=_megapixel_tokens,
+        deepstack_levels=_qwen3_levels,
+    ),
+    "qwen3_vl_moe": Vision(
+        sections=("text_config",),
+        text_model="qwen3_vl_moe_text",
+        image_tokens=_megapixel_tokens,
+        deepstack_levels=_qwen3_levels,
+    ),
+    "smolvlm": Vision(sections=("text_config",), text_model="llama", image_tokens=_idefics_tokens),
 }
 """By `model_type`."""

@@ -84,8 +84,29 @@ def test_reader_accounts_for_every_layer_that_reads_anothers(name):
     assert num_readers == EXPECTED[name].get("shared_layers", 0)
 
 
+SAVED_VISION_MODELS = (
+    "cohere2_vision",
+    "ernie4_5_vl_moe",
+    "exaone4_5",
+    "glm4v",
+    "glm4v_moe",
+    "idefics3",
+    "internvl",
+    "kimi_k25",
+    "kimi_vl",
+    "llava",
+    "llava_next",
+    "mistral3",
+    "qwen2_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "smolvlm",
+)
+
+
 def test_every_reader_is_exercised_by_a_known_model():
-    used = {"exaone4", "mamba2", "olmo3"}  # in test_saved_configs.py, as transformers makes them
+    # In test_saved_configs.py, as transformers makes them.
+    used = {"exaone4", "longcat_flash", "mamba2", "olmo3", *SAVED_VISION_MODELS}
     for name in NAMES:
         config = facts(name)["config"]
         used.add(config["model_type"])
