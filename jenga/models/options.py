@@ -6,6 +6,9 @@ from enum import Enum
 from jenga.spec import ELEMENT_BYTES, check_positive
 
 _SCALE_BYTES = 4
+_INT4_ROW_ELEMENTS = 32
+"""What a row of four bits is a multiple of, so that it is loaded 16 bytes at once."""
+
 _NVFP4_GROUP_ELEMENTS = 16
 _DS_MLA_GROUP_ELEMENTS = 128
 
@@ -109,7 +112,7 @@ class ReadOptions:
             value_dim: Those of its value; None: as many.
 
         Raises:
-            ValueError: The heads cannot be divided, or the format is for latents only.
+            ValueError: The heads cannot be divided, or the format does not take such heads.
         """
         value_dim = head_dim if value_dim is None else value_dim
         head_bytes = self._row_bytes(head_dim) + self._row_bytes(value_dim)
@@ -125,6 +128,12 @@ class ReadOptions:
             case KvFormat.FP8_PER_TOKEN_HEAD | KvFormat.INT8_PER_TOKEN_HEAD:
                 return num_elements + _SCALE_BYTES
             case KvFormat.INT4_PER_TOKEN_HEAD:
+                if num_elements % _INT4_ROW_ELEMENTS:
+                    msg = (
+                        f"options: kv_format {self.kv_format.value!r} needs heads of a multiple of "
+                        f"{_INT4_ROW_ELEMENTS} elements, got {num_elements}"
+                    )
+                    raise ValueError(msg)
                 return num_elements // 2 + _SCALE_BYTES
             case KvFormat.NVFP4:
                 return num_elements // 2 + num_elements // _NVFP4_GROUP_ELEMENTS

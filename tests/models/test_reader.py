@@ -230,6 +230,17 @@ def test_formats_that_do_not_fit_the_model_are_refused(name, kv_format):
         read(name, kv_format=kv_format)
 
 
+def test_four_bits_take_heads_of_a_multiple_of_32_elements():
+    config = changed("llama-3.1-8b", head_dim=80)
+
+    with pytest.raises(ValueError, match="'int4_per_token_head' needs heads of a multiple of 32"):
+        read_config(
+            Config(config, source="config.json"),
+            name="narrow",
+            options=ReadOptions(kv_format=KvFormat.INT4_PER_TOKEN_HEAD),
+        )
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "whisper-large-v3"])
 def test_embeddings_live_in_kv_pages_where_asked(name):
     model = read(name, embeddings_in_kv_pages=True)
