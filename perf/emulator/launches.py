@@ -1,6 +1,6 @@
 """Launch a kernel of PTX: every program of a grid, several of them in step."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -46,8 +46,11 @@ FAMILIES: Sequence[Callable[[Instruction], Step | None]] = (
 
 Argument = torch.Tensor | TensorMap | float | None
 
-MAPS_START = 1 << 60
-"""Before the addresses of parameters that are tensor maps: no tensor lies there."""
+MAPS_START = 1 << 12
+"""Address of a kernel's first tensor map. They are parameters, whose addresses have 32 bits."""
+
+MAP_BYTES = 128
+"""Of a tensor map."""
 
 
 class EmulatedKernel:
@@ -96,11 +99,16 @@ class EmulatedKernel:
             EmulationError: The kernel does what is an error, or undefined, on a GPU.
         """
         parameters = self.kernel.parameters
+        addresses = {
+            id(each): MAPS_START + MAP_BYTES * index
+            for index, each in enumerate(arguments)
+            if isinstance(each, TensorMap)
+        }
         values = {
-            name: _held(kind, argument)
+            name: _held(kind, argument, addresses)
             for (name, kind), argument in zip(parameters, arguments, strict=True)
         }
-        maps = {MAPS_START + id(each): each for each in arguments if isinstance(each, TensorMap)}
+        maps = {addresses[id(each)]: each for each in arguments if isinstance(each, TensorMap)}
         tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
         memory = GlobalMemory(tensors + [each.base for each in maps.values()])
         launch = Launch(
@@ -125,10 +133,10 @@ class EmulatedKernel:
         memory.check_races(launch.histories if self.kernel.is_specialised else None)
 
 
-def _held(kind: str, argument: Argument) -> np.ndarray:
-    """A parameter's bits, one value."""
+def _held(kind: str, argument: Argument, addresses: Mapping[int, int]) -> np.ndarray:
+    """A parameter's bits, one value; of a tensor map its address, which its `id` tells."""
     if isinstance(argument, TensorMap) and kind == DESCRIPTOR:
-        return np.array([MAPS_START + id(argument)], dtype=np.uint64)
+        return np.array([addresses[id(argument)]], dtype=np.uint64)
     dtype = TYPES.get(kind)
     if dtype is None or isinstance(argument, TensorMap):
         msg = f"a parameter of type {kind}"
