@@ -43,6 +43,11 @@ class Entry:
         self._refused_alone: str | None = None
         self.waiting = waiting
 
+    def begin_step(self) -> None:
+        """Note that a step of the engine begins."""
+        if self.waiting.asked_tokens:
+            self._admission.count_step()
+
     def check_time(self, request_id: str, hit: PrefixHit, step: int) -> None:
         """Refuse if the step of a running request leaves a state of more of the same tokens.
 

@@ -3,7 +3,7 @@
 from typing import Protocol
 
 from jenga.errors import InvariantError
-from jenga.victims import NOT_QUEUED, VictimQueue
+from jenga.victims import NEVER_WANTED, NOT_QUEUED, VictimQueue
 
 NOT_HELD = -1
 """Holder of a large page that no page table holds."""
@@ -43,6 +43,7 @@ class LargePages:
         holders: Large page -> index of the page table that holds it, or `NOT_HELD`.
         reclaimable: Held large pages without a used small page, by the rank of the youngest.
         last_evicted_rank: Rank of what was evicted last, a small page or a large one.
+        horizon: Highest rank at which a large page went that was not wanted.
         num_evicted: Small pages evicted so far, in all page tables.
         num_emptied: Large pages evicted so far.
         num_empty: Large pages that nobody holds, the null page not counted.
@@ -52,7 +53,9 @@ class LargePages:
 
     __slots__ = (
         "_free",
+        "_wanted_rank",
         "holders",
+        "horizon",
         "last_evicted_rank",
         "num_emptied",
         "num_empty",
@@ -78,6 +81,8 @@ class LargePages:
         self.numbers = [NULL_PAGE]
         self.num_empty = num_pages - 1
         self.num_evicted = self.num_emptied = self.last_evicted_rank = 0
+        self.horizon = NOT_QUEUED
+        self._wanted_rank = NEVER_WANTED if wanted_rank is None else wanted_rank
 
     @property
     def num_available(self) -> int:
@@ -134,7 +139,9 @@ class LargePages:
         if large == NOT_QUEUED:
             msg = "no large page is empty or reclaimable"
             raise InvariantError(msg)
-        self.last_evicted_rank = self.reclaimable.rank(large)
+        rank = self.last_evicted_rank = self.reclaimable.rank(large)
+        if self.horizon < rank < self._wanted_rank:
+            self.horizon = rank
         holder = self.holders[large]
         table = self.tables[holder]
         pages = table.surrender(large)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from jenga.admission import Admission, default_left_share
+from jenga.admission import STEP_TOKENS, Admission, default_left_share
 from jenga.allocator import Allocator
 from jenga.entry import Entry
 from jenga.errors import OutOfPagesError, PutOffError
@@ -36,6 +36,7 @@ class Manager(Keeping):
         checkpoint_interval_tokens: int | None = None,
         answer_interval_tokens: int | None = None,
         left_share: float | None = None,
+        step_tokens: float = STEP_TOKENS,
         ahead_tokens: int = 0,
         records_changes: bool = False,
         num_host_large_pages: int = 0,
@@ -57,6 +58,8 @@ class Manager(Keeping):
             left_share: Of the arena, how much an admission leaves at most, while others run, to
                 cached content that is waited for or held for others; 0 for nothing, as by default
                 where there is host memory, else `LEFT_SHARE`.
+            step_tokens: Tokens of a prompt that are computed in the time a step takes to read the
+                weights, by which an admission knows what a running request is worth.
             ahead_tokens: Tokens after a prefix that its cached pages depend on, as where a draft's
                 slots are made of the token after theirs: they must be found too, and states are
                 kept as much before where they are wanted.
@@ -160,7 +163,7 @@ class Manager(Keeping):
         )
         if left_share is None:
             left_share = default_left_share(has_host=host is not None)
-        admission = Admission(allocator, left_share)
+        admission = Admission(allocator, left_share, step_tokens)
         self._entry = Entry(self._requests, states, self._waiting, admission)
         self._growth = Growth(tables, self.capacity, order)
         self._taking = Taking(
@@ -178,6 +181,7 @@ class Manager(Keeping):
         """Note that a step of the engine begins: what it touches is younger than all before."""
         self._step += 1
         self._waiting.begin_step(self._step)
+        self._entry.begin_step()
         if self._host is not None and self._loading is not None:
             self._host.begin_step()
             self._loading.begin_step()

@@ -149,7 +149,7 @@ class SplitBooks:
             if used:
                 num_spare += k - len(used)
         self._vacancies.check({large: self._used[large] > 0 for large in held})
-        self._evictables.pinned.check()
+        self._evictables.check_queues(self._used)
         check_shares(self.shares, users)
         counted = (self.num_large, self.num_used, self.num_evictable, self.num_spare)
         if counted != (len(held), len(users), num_evictable, num_spare):

@@ -61,7 +61,9 @@ class SplitPages(SplitBooks):
                 if used[large] + num_empty < k:
                     evictables.pin(large)
             elif used[large] + num_empty == k:
-                evictables.pinned.drop(large)
+                evictables.unpin(large)
+            else:
+                evictables.recount(large, k - used[large])
         self._large_pages.reclaimable.drop_many(unpinned)
         self.num_spare += sharing.added_spare
         self.num_used += num_revived
@@ -88,7 +90,7 @@ class SplitPages(SplitBooks):
             # What decoding asks for all the time is packed, mostly into what is open.
             page = self._vacancies.take_packed()
             if page != NO_PAGE:
-                self._used[page // self.pages_per_large] += 1
+                self._add_used(page // self.pages_per_large, 1)
                 self.num_spare -= 1
                 self.num_used += 1
                 return [page]
@@ -160,36 +162,36 @@ class SplitPages(SplitBooks):
         return self._vacancies.claimed.emptiest()
 
     def _evict(self, num_pages: int, budget: Budget, pages: list[int]) -> None:
-        """Evict what is oldest: a small page of a pinned large page, or a large page."""
-        small = self._evictables.pinned.peek_rank()
-        large = self._large_pages.reclaimable.peek_rank() if budget.allows else NOT_QUEUED
-        if small >= 0 and (large < 0 or small <= large):
-            self._evict_small(pages, small)
-        elif large < 0:
+        """Evict what is overdue, else the oldest: a small page of a pinned one, or a large page."""
+        evictables, large_pages = self._evictables, self._large_pages
+        large = evictables.find_overdue(large_pages.horizon, self._used)
+        if large != NO_PAGE:
+            page, rank = evictables.take_overdue(large)
+            self._take_evicted(page, rank, pages)
+            return
+        small = evictables.pinned.peek_rank()
+        oldest = large_pages.reclaimable.peek_rank() if budget.allows else NOT_QUEUED
+        if small >= 0 and (oldest < 0 or small <= oldest):
+            page = evictables.take_first()
+            if page != NO_PAGE:
+                self._take_evicted(page, small, pages)
+        elif oldest < 0:
             msg = f"page table {self.index}: a small page promised cannot be had"
             raise InvariantError(msg)
         elif self._oldest_is_own() and num_pages - len(pages) < self.pages_per_large:
             # Only some of its pages are needed: the others may stay cached.
             budget.spend()
-            self._pin(self._large_pages.reclaimable.peek())
+            self._pin(large_pages.reclaimable.peek())
         else:
-            self._large_pages.evict_oldest(self.index)
+            large_pages.evict_oldest(self.index)
             self._fill(self._open_empty(budget), num_pages - len(pages), pages)
 
     def _oldest_is_own(self) -> bool:
         oldest = self._large_pages.reclaimable.peek()
         return self._large_pages.holders[oldest] == self.index
 
-    def _evict_small(self, pages: list[int], rank: int) -> None:
-        """Take the evictable small page of a pinned large page that goes next.
-
-        Args:
-            pages: To which it is added.
-            rank: A lower bound of its rank; where that is too low it is corrected instead.
-        """
-        page = self._evictables.take_first()
-        if page == NO_PAGE:
-            return
+    def _take_evicted(self, page: int, rank: int, pages: list[int]) -> None:
+        """Take a small page of a pinned large page whose content was evicted at a rank."""
         large = page // self.pages_per_large
         self._large_pages.last_evicted_rank = rank
         self._large_pages.num_evicted += 1
@@ -197,12 +199,18 @@ class SplitPages(SplitBooks):
         self.evicted_ranks.append(rank)
         self.num_evicted_alone += 1
         pages.append(page)
-        self._used[large] += 1
+        self._add_used(large, 1)
         self.num_spare -= 1
         self.num_used += 1
         self.num_evictable -= 1
         if self._used[large] + len(self._vacancies.empties[large]) == self.pages_per_large:
-            self._evictables.pinned.drop(large)
+            self._evictables.unpin(large)
+
+    def _add_used(self, large: int, num_pages: int) -> None:
+        """Count small pages of a pinned large page as used."""
+        num_used = self._used[large] + num_pages
+        self._used[large] = num_used
+        self._evictables.recount(large, self.pages_per_large - num_used)
 
     def _open_empty(self, budget: Budget) -> int:
         """Open an empty large page; the caller fills at least one small page of it."""
@@ -225,7 +233,7 @@ class SplitPages(SplitBooks):
     def _fill(self, large: int, num_pages: int, pages: list[int]) -> None:
         """Take up to `num_pages` empty small pages of a pinned large page."""
         num_taken = self._vacancies.take(large, num_pages, pages)
-        self._used[large] += num_taken
+        self._add_used(large, num_taken)
         self.num_spare -= num_taken
         self.num_used += num_taken
 
@@ -258,7 +266,7 @@ class SplitPages(SplitBooks):
         is_first = num_used + len(self._vacancies.empties[large]) == self.pages_per_large
         self._evictables.add(large, page, rank, is_first=is_first, goes_alone=num_used > 1)
         if num_used > 1:
-            self._used[large] = num_used - 1
+            self._add_used(large, -1)
             self.num_spare += 1
         else:
             self._leave(large, 1)
@@ -361,11 +369,12 @@ class SplitPages(SplitBooks):
         num_used = self._used[large] - num_left
         self._used[large] = num_used
         if num_used:
+            self._evictables.recount(large, self.pages_per_large - num_used)
             self.num_spare += num_left
             return False
         self.num_spare -= self.pages_per_large - num_left
         self._vacancies.unpin(large)
-        self._evictables.pinned.drop(large)
+        self._evictables.unpin(large)
         return True
 
     def _close(self, large: int) -> None:

@@ -143,13 +143,17 @@ def workloads(trace: Path | None) -> dict[str, Requests]:
 
 def replay(one: Setting, requests: Requests, system: str) -> dict[str, Any]:
     """Run requests through our manager with one eviction order, or through vLLM's."""
+    clock = StepTime(one.model, weights_of(one.facts, ranks=one.ranks), one.gpu)
     if system == STOCK:
         arena = make_arena("vllm", one.model, one.arena_bytes)
     else:
         arena = make_arena(
-            "jenga", one.model, one.arena_bytes, eviction_order=EVICTION_ORDERS[system]()
+            "jenga",
+            one.model,
+            one.arena_bytes,
+            eviction_order=EVICTION_ORDERS[system](),
+            step_tokens=clock.step_tokens,
         )
-    clock = StepTime(one.model, weights_of(one.facts, ranks=one.ranks), one.gpu)
     run = Replay(requests(), arena, clock=clock)
     start = time.process_time()
     for _ in run:

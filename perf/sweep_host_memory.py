@@ -28,8 +28,14 @@ TIMES = (0, 1, 4)
 
 def replay(one: Setting, requests: Requests, times: int) -> dict[str, Any]:
     """Run requests through our manager with host memory of so many times the arena."""
-    arena = make_arena("jenga", one.model, one.arena_bytes, host_bytes=times * one.arena_bytes)
     clock = StepTime(one.model, weights_of(one.facts, ranks=one.ranks), one.gpu)
+    arena = make_arena(
+        "jenga",
+        one.model,
+        one.arena_bytes,
+        step_tokens=clock.step_tokens,
+        host_bytes=times * one.arena_bytes,
+    )
     run = Replay(requests(), arena, clock=HostedTime(clock, arena, HOST_BYTES_PER_S))
     start = time.process_time()
     for _ in run:

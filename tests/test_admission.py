@@ -2,7 +2,7 @@
 
 import pytest
 
-from jenga.admission import Admission
+from jenga.admission import REMEMBERED_REQUESTS, Admission
 from jenga.entry import IDLE_STEPS
 from jenga.errors import OutOfPagesError, TooEarlyError
 from jenga.manager import Manager
@@ -19,11 +19,13 @@ def manager_of(cut, num_large_pages, **options):
     return Manager(cut, num_large_pages=num_large_pages, prefix_caching=True, **options)
 
 
-def crowded(**options):
+def crowded(*, num_steps_alone=0, **options):
     """Of 14 pages a running request has 5, another 5 are waited for, and most were read before."""
-    manager = manager_of(FULL, 1 + 14, **{"left_share": 0.9} | options)
+    manager = manager_of(FULL, 1 + 14, **{"left_share": 0.9, "step_tokens": 0} | options)
     for number in range(4):
         compute(manager, f"{number}", 81, prefix="a")
+    for _ in range(num_steps_alone):
+        manager.new_step()
     wait(manager, "waits", 81, prefix="a")
     compute(manager, "runs", 80, prefix="b", free=False)
     return manager
@@ -163,6 +165,38 @@ def test_prompts_of_the_queue_count_as_well():
     assert admission.reserve(None, reread_tokens=30, asked_tokens=100) == 15
     admission.note(0, 100)
     assert admission.reserve(None, reread_tokens=100, asked_tokens=100) == 25
+
+
+def test_less_is_left_the_less_of_the_work_prompts_are():
+    admission = Admission(Wanted(99), 0.8, step_tokens=10)
+    for _ in range(30):
+        admission.count_step()
+    assert admission.prompt_share == 1  # nothing was asked for yet
+    admission.note(100, 100)
+    share = 100 / (100 + 30 * (1 - 1 / REMEMBERED_REQUESTS) * 10)
+    assert admission.prompt_share == pytest.approx(share)
+    assert admission.reserve(None) == int(80 * share**2)
+    # Prompts of the queue are read again or not, but no work until they come in.
+    assert admission.reserve(None, reread_tokens=100, asked_tokens=300) == int(40 * share**2)
+
+
+def test_steps_count_while_requests_wait():
+    manager = crowded(num_steps_alone=12, step_tokens=20)
+    with pytest.raises(OutOfPagesError, match="5 more left to others"):
+        admit(manager, "new", 80, prefix="c")
+
+    for _ in range(12):
+        manager.new_step()
+    admit(manager, "new", 80, prefix="c")
+
+    assert hit_tokens(manager, 81, prefix="a") == 64
+    manager.check()
+
+
+@pytest.mark.parametrize("step_tokens", [-1, float("inf"), float("nan")])
+def test_a_cost_of_steps_that_is_none_is_refused(step_tokens):
+    with pytest.raises(ValueError, match="step_tokens must be finite and not negative"):
+        manager_of(FULL, 8, step_tokens=step_tokens)
 
 
 @pytest.mark.parametrize("share", [-0.1, 1, 1.5])

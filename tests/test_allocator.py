@@ -133,6 +133,57 @@ def test_eviction_takes_an_older_small_page_before_a_younger_large_page():
     assert allocator.tables[0].evicted == pages
 
 
+def strewn(*, wanted_rank=None, last_rank=13):
+    """A large page with one page of four used, one with three; a third page went at a rank."""
+    allocator = Allocator([4, 1], 5, wanted_rank=wanted_rank)
+    emptier, fuller, whole = (taken(allocator, 0, 4) for _ in range(3))
+    retire(allocator, 0, emptier[:3], 1)
+    retire(allocator, 0, fuller[:1], 4)
+    retire(allocator, 0, whole, last_rank - 3)
+    taken(allocator, 1, 2)
+    assert sorted(allocator.tables[0].evicted) == sorted(whole)
+    return allocator, emptier, fuller
+
+
+def test_what_outlived_a_large_page_goes_from_the_fullest_one_first():
+    allocator, emptier, fuller = strewn()
+
+    assert taken(allocator, 0, 1) == fuller[:1]
+    assert taken(allocator, 0, 1) == emptier[:1]
+
+    # Now as full as the other: what is left of both goes by age.
+    retire(allocator, 0, [fuller[1]], 2)
+    retire(allocator, 0, [fuller[2]], 20)
+    assert sorted(taken(allocator, 0, 2)) == sorted([fuller[1], emptier[1]])
+
+
+def test_a_large_page_whose_last_user_leaves_is_overdue_no_longer():
+    allocator, emptier, _ = strewn()
+    taken(allocator, 0, 1)
+    retire(allocator, 0, emptier[3:], 30)
+
+    taken(allocator, 1, 1)
+
+    assert sorted(allocator.tables[0].evicted[-4:]) == sorted(emptier)
+
+
+def test_what_is_younger_than_the_large_pages_that_went_goes_by_age():
+    allocator, emptier, fuller = strewn()
+    taken(allocator, 0, 4)
+    retire(allocator, 0, fuller[:1], 15)
+    retire(allocator, 0, emptier[:2], 16)
+
+    assert taken(allocator, 0, 2) == [fuller[0], emptier[0]]
+    allocator.tables[0].retire([emptier[0]], [14])
+    assert taken(allocator, 0, 1) == [emptier[0]]
+
+
+def test_a_large_page_that_went_although_it_was_wanted_says_nothing_of_age():
+    allocator, emptier, _ = strewn(wanted_rank=10)
+
+    assert taken(allocator, 0, 1) == emptier[:1]
+
+
 def test_eviction_leaves_the_rest_of_an_own_large_page_cached():
     allocator = Allocator([4], 2)
     pages = taken(allocator, 0, 4)

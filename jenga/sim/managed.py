@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, overload
 
+from jenga.admission import STEP_TOKENS
 from jenga.errors import OutOfPagesError
 from jenga.eviction_order import EvictionOrder
 from jenga.geometry import Geometry
@@ -57,6 +58,7 @@ class ManagedArena:
         eviction_order: EvictionOrder | None = None,
         checkpoint_interval_tokens: int | None = None,
         left_share: float | None = None,
+        step_tokens: float = STEP_TOKENS,
         host_bytes: int = 0,
     ) -> None:
         """An empty arena, with so many bytes of host memory beside it; see `Manager`."""
@@ -78,6 +80,7 @@ class ManagedArena:
             eviction_order=eviction_order,
             checkpoint_interval_tokens=checkpoint_interval_tokens,
             left_share=left_share,
+            step_tokens=step_tokens,
             num_host_large_pages=num_host_large_pages,
         )
         self._answer_tokens = self.manager.answer_interval_tokens
@@ -247,6 +250,7 @@ class PagedArena(ManagedArena):
         prefix_caching: bool = True,
         eviction_order: EvictionOrder | None = None,
         left_share: float | None = None,
+        step_tokens: float = STEP_TOKENS,
         host_bytes: int = 0,
     ) -> None:
         """An empty arena; the geometry is `jenga.baselines.homogeneous`."""
@@ -257,6 +261,7 @@ class PagedArena(ManagedArena):
             prefix_caching=prefix_caching and not has_encoder,
             eviction_order=eviction_order,
             left_share=left_share,
+            step_tokens=step_tokens,
             host_bytes=0 if has_encoder else host_bytes,
         )
         self._need = Need(model)

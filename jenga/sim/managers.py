@@ -1,5 +1,6 @@
 """The managers to compare, by name."""
 
+from jenga.admission import STEP_TOKENS
 from jenga.baselines import gcd_pages, geometry_by_name, static_partition
 from jenga.eviction_order import EvictionOrder
 from jenga.sim.arena import Arena
@@ -30,6 +31,7 @@ def make_arena(  # noqa: PLR0913  all in which two arenas may differ
     prefix_caching: bool = True,
     eviction_order: EvictionOrder | None = None,
     left_share: float | None = None,
+    step_tokens: float = STEP_TOKENS,
     chunk_tokens: int = CHUNK_TOKENS,
     host_bytes: int = 0,
 ) -> Arena:
@@ -45,6 +47,7 @@ def make_arena(  # noqa: PLR0913  all in which two arenas may differ
         prefix_caching: Whether pages are kept for others.
         eviction_order: Of our manager.
         left_share: Of our manager; see `jenga.manager.Manager`.
+        step_tokens: Likewise.
         chunk_tokens: Tokens computed in a step, of all requests together.
         host_bytes: Of host memory beside the arena, of one rank; only for managers of `HOSTING`.
 
@@ -61,6 +64,7 @@ def make_arena(  # noqa: PLR0913  all in which two arenas may differ
                 prefix_caching=prefix_caching,
                 eviction_order=eviction_order,
                 left_share=left_share,
+                step_tokens=step_tokens,
                 host_bytes=host_bytes,
             )
         return ManagedArena(
@@ -69,6 +73,7 @@ def make_arena(  # noqa: PLR0913  all in which two arenas may differ
             prefix_caching=prefix_caching,
             eviction_order=eviction_order,
             left_share=left_share,
+            step_tokens=step_tokens,
             host_bytes=host_bytes,
         )
     if host_bytes:
@@ -81,6 +86,7 @@ def make_arena(  # noqa: PLR0913  all in which two arenas may differ
                 prefix_caching=prefix_caching,
                 eviction_order=eviction_order,
                 left_share=left_share,
+                step_tokens=step_tokens,
             )
         case "gcd":
             if prefix_caching:

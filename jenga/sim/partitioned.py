@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+from jenga.admission import STEP_TOKENS
 from jenga.baselines import StaticPartition
 from jenga.errors import OutOfPagesError
 from jenga.eviction_order import EvictionOrder
@@ -27,6 +28,7 @@ class PartitionedArena:
         prefix_caching: bool = True,
         eviction_order: EvictionOrder | None = None,
         left_share: float | None = None,
+        step_tokens: float = STEP_TOKENS,
     ) -> None:
         """Empty parts."""
         self._prefix_caching = prefix_caching
@@ -41,6 +43,7 @@ class PartitionedArena:
                 eviction_order=eviction_order,
                 checkpoint_interval_tokens=interval_tokens,
                 left_share=left_share,
+                step_tokens=step_tokens,
             )
             for region in partition.regions
         ]

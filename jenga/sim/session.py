@@ -17,7 +17,7 @@ from jenga.sim.rows import Row, RunRow, SummaryRow, row_line
 from jenga.sim.scheduler import CHUNK_TOKENS, MAX_REQUESTS
 from jenga.sim.snapshot import Snapshot
 from jenga.sim.speculation import Speculation
-from jenga.sim.step_time import HOST_BYTES_PER_S, HostedTime
+from jenga.sim.step_time import HOST_BYTES_PER_S, HostedTime, step_tokens_of
 from jenga.sim.workload import Request
 from jenga.spec import ModelSpec
 
@@ -281,6 +281,7 @@ def _arena(row: RunRow, machine: Machine, settings: Settings) -> Arena:
             prefix_caching=settings.prefix_caching,
             eviction_order=EVICTION_ORDERS[settings.eviction](),
             left_share=settings.left_share,
+            step_tokens=step_tokens_of(machine.clock),
             chunk_tokens=settings.chunk_tokens,
             host_bytes=settings.host_bytes if row.manager in HOSTING else 0,
         )

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from jenga.admission import STEP_TOKENS
 from jenga.models import ModelFacts, ReadOptions
 from jenga.sim.arena import NOTHING_MOVED, ActiveRequest, Arena, MovedBytes
 from jenga.sim.gpus import Gpu
@@ -201,6 +202,13 @@ class StepTime:
                     self._fixed_bytes += token_bytes * layer_type.typical_tokens
         self._num_full = num_full
 
+    @property
+    def step_tokens(self) -> float:
+        """Tokens of a prompt multiplied with weights in the time it takes to read all of these."""
+        weights = self._weights
+        token_s = _OPERATIONS_PER_PARAMETER * weights.active / self._products_per_s
+        return (self._overhead_s + weights.num_bytes / self._weight_bytes_per_s) / token_s
+
     def work(self, scheduled: list[ActiveRequest], each_tokens: int | None = None) -> Work:
         """What a step costs that computes `num_scheduled` tokens of each request, or so many."""
         num_tokens = 0
@@ -263,6 +271,16 @@ class DraftedTime:
         if drafting and self._num_passes:
             seconds += self._num_passes * self._draft(drafting, 1)
         return seconds
+
+    @property
+    def step_tokens(self) -> float:
+        """See `StepTime`, of the target."""
+        return self._target.step_tokens
+
+
+def step_tokens_of(clock: Callable[[list[ActiveRequest]], float]) -> float:
+    """What a manager is told a step costs (`jenga.manager.Manager`), as far as a clock says."""
+    return clock.step_tokens if isinstance(clock, StepTime | DraftedTime) else STEP_TOKENS
 
 
 class HostedTime:

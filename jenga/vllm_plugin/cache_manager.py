@@ -123,6 +123,7 @@ class JengaKVCacheManager:
             prefix_caching=enable_caching,
             hash_tokens=hash_tokens,
             left_share=read_settings(os.environ).left_share,
+            step_tokens=kv_cache_config.step_tokens,
             # Slots of a head that drafts are made of the token after theirs, if it has any.
             ahead_tokens=int(use_eagle and kv_cache_config.has_draft_layers),
             records_changes=enable_kv_cache_events,

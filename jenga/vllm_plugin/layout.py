@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
     iter_layer_specs,
 )
 
+from jenga.admission import STEP_TOKENS
 from jenga.capacity import Capacity
 from jenga.errors import InvariantError
 from jenga.geometry import Geometry, PageTable, check_arena, exact_lcm
@@ -44,6 +45,7 @@ from jenga.vllm_plugin.state_history import (
     max_decode_tokens,
     with_histories,
 )
+from jenga.vllm_plugin.step_cost import step_tokens
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -83,6 +85,7 @@ class JengaKVCacheConfig(KVCacheConfig):
     the number of large pages of host memory on each worker, 0 where there is none;
     `data_parallel_index` that of the engine among those that are parallel. `history_query_tokens`
     is the most tokens of a decoding step where these are kept beside states, 0 where none are.
+    `step_tokens` is what a step costs in tokens of a prompt.
     """
 
     geometry: Geometry | None = None
@@ -91,6 +94,7 @@ class JengaKVCacheConfig(KVCacheConfig):
     num_host_large_pages: int = 0
     data_parallel_index: int = 0
     history_query_tokens: int = 0
+    step_tokens: float = STEP_TOKENS
 
     def table_of(self, layer_name: str) -> PageTable:
         """Get the page table that stores a layer."""
@@ -312,6 +316,7 @@ def cut_arena(
         num_host_large_pages=_num_host_large_pages(vllm_config, first),
         data_parallel_index=vllm_config.parallel_config.data_parallel_index,
         history_query_tokens=(max_decode_tokens(vllm_config) if history_tokens(vllm_config) else 0),
+        step_tokens=step_tokens(vllm_config),
     )
 
 

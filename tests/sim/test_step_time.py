@@ -4,10 +4,20 @@ from types import SimpleNamespace
 
 import pytest
 
+from jenga.admission import STEP_TOKENS
 from jenga.models import known_model
 from jenga.sim.arena import ActiveRequest, MovedBytes
 from jenga.sim.gpus import GPUS, Gpu
-from jenga.sim.step_time import SHARES, Achieved, HostedTime, StepTime, Weights, weights_of
+from jenga.sim.step_time import (
+    SHARES,
+    Achieved,
+    DraftedTime,
+    HostedTime,
+    StepTime,
+    Weights,
+    step_tokens_of,
+    weights_of,
+)
 from jenga.sim.workload import Piece, Request
 from jenga.spec import (
     ChunkedLocal,
@@ -82,6 +92,21 @@ def test_the_slower_of_arithmetic_and_traffic_is_the_time():
     half = StepTime(model, WEIGHTS, GPU, achieved=Achieved(**halves, overhead_s=2.0))
     assert half(decode) == pytest.approx(2.0 + 2 * clock(decode))
     assert half(prefill) == pytest.approx(2.0 + 2 * clock(prefill))
+
+
+def test_a_step_costs_the_tokens_that_are_multiplied_while_all_weights_are_read():
+    model = model_of(FullAttention(name="full", layers=layers(1, 10)))
+    weights = Weights(num_bytes=16_000, total=8_000, active=1_000)
+
+    clock = StepTime(model, weights, GPU)
+
+    # 16 us to read them, 2 ns for a token.
+    assert clock.step_tokens == step_tokens_of(clock) == pytest.approx(8_000)
+    late = StepTime(model, weights, GPU, achieved=Achieved(arithmetic_share=0.5, overhead_s=4e-6))
+    assert late.step_tokens == pytest.approx((16 + 4) / 0.004)
+    drafted = DraftedTime(clock, StepTime(model, WEIGHTS, GPU), draft_tokens=2)
+    assert step_tokens_of(drafted) == clock.step_tokens
+    assert step_tokens_of(lambda _: 1.0) == STEP_TOKENS
 
 
 def test_experts_are_read_as_tokens_choose_them():

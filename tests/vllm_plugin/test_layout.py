@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from jenga.admission import STEP_TOKENS
+
 pytestmark = pytest.mark.vllm
 
 MIB = 1 << 20
@@ -32,7 +34,7 @@ def mamba(**changes):
     return MambaSpec(**(options | changes))
 
 
-def engine_config(architecture="LlamaForCausalLM", **cache):
+def engine_config(architecture="LlamaForCausalLM", num_experts=0, **cache):
     options = {
         "block_size": 16,
         "num_gpu_blocks_override": None,
@@ -45,7 +47,14 @@ def engine_config(architecture="LlamaForCausalLM", **cache):
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         speculative_config=None,
         model_config=SimpleNamespace(
-            max_model_len=2048, is_mm_prefix_lm=False, architecture=architecture
+            max_model_len=2048,
+            is_mm_prefix_lm=False,
+            architecture=architecture,
+            hf_text_config=SimpleNamespace(
+                hidden_size=64, intermediate_size=256, num_hidden_layers=2, vocab_size=100
+            ),
+            get_num_experts=lambda: num_experts,
+            get_num_experts_per_tok=lambda: 1,
         ),
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=1, tensor_parallel_size=1, data_parallel_index=0
@@ -82,6 +91,16 @@ def test_layers_of_one_kind_share_a_group_whatever_their_width():
     assert ["full.0", "wide.0"] in groups
     assert ["sliding.0", "sliding.1"] in groups
     assert sorted(name for group in groups for name in group) == sorted(HYBRID)
+
+
+def test_a_step_of_a_model_of_experts_is_known_to_cost_more():
+    dense, sparse = (config_of(HYBRID, 8 * MIB, num_experts=number) for number in (0, 8))
+
+    assert dense.step_tokens == STEP_TOKENS
+    common, expert = 64 * 100 + 2 * 4 * 64 * 64, 3 * 64 * 256
+    assert sparse.step_tokens == pytest.approx(
+        STEP_TOKENS * (common + 2 * 8 * expert) / (common + 2 * expert)
+    )
 
 
 def test_views_of_all_layers_tile_the_arena_without_overlap():
