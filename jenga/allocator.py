@@ -57,6 +57,7 @@ class Allocator:
         num_large_pages: int,
         *,
         wanted_rank: int | None = None,
+        horizon_ranks: range | None = None,
     ) -> None:
         """All pages empty.
 
@@ -64,8 +65,10 @@ class Allocator:
             small_pages_per_large_page: Of each page table.
             num_large_pages: Large pages of the arena, the null page included.
             wanted_rank: From which on `wanted_large_pages` counts what is cached, if it does.
+            horizon_ranks: Where a large page went at one of these, what is older is overdue (see
+                `jenga.evictables`); by default nothing ever is.
         """
-        self.large_pages = LargePages(num_large_pages, wanted_rank)
+        self.large_pages = LargePages(num_large_pages, wanted_rank, horizon_ranks)
         self.tables = tuple(
             WholePages(index, self.large_pages)
             if pages_per_large == 1

@@ -1,5 +1,7 @@
 """Best fit in constant time: large pages binned by how many of their small pages are empty."""
 
+from collections.abc import Iterator
+
 from jenga.errors import InvariantError
 
 NO_PAGE = 0
@@ -68,6 +70,11 @@ class Bins:
         """A large page with the most empty small pages, or `NO_PAGE`."""
         mask = self._mask
         return next(reversed(self._bins[mask.bit_length() - 1])) if mask else NO_PAGE
+
+    def in_order(self) -> Iterator[int]:
+        """All large pages, as `fullest` would give them if each were taken out."""
+        for num_empty in sorted(self._bins):
+            yield from reversed(self._bins[num_empty])
 
     def contents(self) -> dict[int, int]:
         """Large page -> its number of empty small pages."""

@@ -11,7 +11,6 @@ would be strewn over all of them, and each would stay pinned for its sake.
 """
 
 from collections.abc import Sequence
-from itertools import chain
 
 from jenga.bins import NO_PAGE, Bins
 from jenga.errors import InvariantError
@@ -227,14 +226,20 @@ class Evictables:
 
     def next_alone(self, most: int) -> list[int]:
         """Small pages of pinned large pages, about those that go next, up to so many."""
+        rank_of = self.stamps.__getitem__
+        first: list[int] = []
+        for large in self._fullest.in_order():
+            first += sorted(self.pages_of(large), key=rank_of)
+            if len(first) >= most:
+                return first[:most]
         pages: list[int] = []
-        for large in chain(list(self.overdue), self.pinned.in_order()):
+        for large in self.pinned.in_order():
             pages += self.pages_of(large)
             # Large pages are in the order of a lower bound: the next one's may go before these.
-            if len(pages) >= 2 * most:
+            if len(pages) >= 2 * (most - len(first)):
                 break
-        pages.sort(key=self.stamps.__getitem__)
-        return pages[:most]
+        pages.sort(key=rank_of)
+        return (first + pages)[:most]
 
     def take_all(self, large: int) -> list[int]:
         """The evictable small pages of a large page, evictable no longer."""

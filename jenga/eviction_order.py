@@ -50,6 +50,9 @@ _AWAITED_LEVEL, _AWAITED_HELD_LEVEL = 4, 5
 """Above all others. What is held takes little beside the pages in use that it completes."""
 
 
+ENDED_RANK = _LEVELS[Prospect.ENDED] << _STEP_BITS + _LENGTH_BITS
+"""Ranks from here on are of what somebody is likely to go on from, if an order tells that."""
+
 WANTED_RANK = _LEVELS[Prospect.HELD] << _STEP_BITS + _LENGTH_BITS
 """Ranks from here on are of what running requests hold for others, and what waiting ones read."""
 

@@ -3,7 +3,7 @@
 from typing import Protocol
 
 from jenga.errors import InvariantError
-from jenga.victims import NEVER_WANTED, NOT_QUEUED, VictimQueue
+from jenga.victims import NOT_QUEUED, VictimQueue
 
 NOT_HELD = -1
 """Holder of a large page that no page table holds."""
@@ -43,7 +43,7 @@ class LargePages:
         holders: Large page -> index of the page table that holds it, or `NOT_HELD`.
         reclaimable: Held large pages without a used small page, by the rank of the youngest.
         last_evicted_rank: Rank of what was evicted last, a small page or a large one.
-        horizon: Highest rank at which a large page went that was not wanted.
+        horizon: Highest of the ranks that count at which a large page went.
         num_evicted: Small pages evicted so far, in all page tables.
         num_emptied: Large pages evicted so far.
         num_empty: Large pages that nobody holds, the null page not counted.
@@ -53,7 +53,7 @@ class LargePages:
 
     __slots__ = (
         "_free",
-        "_wanted_rank",
+        "_horizon_ranks",
         "holders",
         "horizon",
         "last_evicted_rank",
@@ -66,12 +66,15 @@ class LargePages:
         "tables",
     )
 
-    def __init__(self, num_pages: int, wanted_rank: int | None = None) -> None:
+    def __init__(
+        self, num_pages: int, wanted_rank: int | None = None, horizon_ranks: range | None = None
+    ) -> None:
         """All large pages empty.
 
         Args:
             num_pages: The null page included.
             wanted_rank: From which on `reclaimable` counts large pages as wanted, if it does.
+            horizon_ranks: Those that count for `horizon`; by default none.
         """
         self.num_pages = num_pages
         self.tables: list[Holder] = []
@@ -82,7 +85,7 @@ class LargePages:
         self.num_empty = num_pages - 1
         self.num_evicted = self.num_emptied = self.last_evicted_rank = 0
         self.horizon = NOT_QUEUED
-        self._wanted_rank = NEVER_WANTED if wanted_rank is None else wanted_rank
+        self._horizon_ranks = horizon_ranks or range(0)
 
     @property
     def num_available(self) -> int:
@@ -140,8 +143,8 @@ class LargePages:
             msg = "no large page is empty or reclaimable"
             raise InvariantError(msg)
         rank = self.last_evicted_rank = self.reclaimable.rank(large)
-        if self.horizon < rank < self._wanted_rank:
-            self.horizon = rank
+        if rank in self._horizon_ranks:
+            self.horizon = max(self.horizon, rank)
         holder = self.holders[large]
         table = self.tables[holder]
         pages = table.surrender(large)

@@ -6,7 +6,7 @@ from jenga.admission import STEP_TOKENS, Admission, default_left_share
 from jenga.allocator import Allocator
 from jenga.entry import Entry
 from jenga.errors import OutOfPagesError, PutOffError
-from jenga.eviction_order import WANTED_RANK, EvictionOrder, QueueAware
+from jenga.eviction_order import ENDED_RANK, WANTED_RANK, EvictionOrder, QueueAware
 from jenga.geometry import Geometry
 from jenga.growth import Growth
 from jenga.host_cache import HostCache
@@ -100,6 +100,7 @@ class Manager(Keeping):
             [spec.small_pages_per_large_page for spec in specs],
             num_large_pages,
             wanted_rank=WANTED_RANK,
+            horizon_ranks=range(ENDED_RANK, WANTED_RANK),
         )
         changes: list[CacheChange] = []
         copies: list[PageCopy] = []

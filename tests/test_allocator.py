@@ -133,13 +133,13 @@ def test_eviction_takes_an_older_small_page_before_a_younger_large_page():
     assert allocator.tables[0].evicted == pages
 
 
-def strewn(*, wanted_rank=None, last_rank=13):
-    """A large page with one page of four used, one with three; a third page went at a rank."""
-    allocator = Allocator([4, 1], 5, wanted_rank=wanted_rank)
+def strewn(*, horizon_ranks=range(10, 14)):
+    """A large page with one page of four used, one with three; a third page went at rank 13."""
+    allocator = Allocator([4, 1], 5, horizon_ranks=horizon_ranks)
     emptier, fuller, whole = (taken(allocator, 0, 4) for _ in range(3))
     retire(allocator, 0, emptier[:3], 1)
     retire(allocator, 0, fuller[:1], 4)
-    retire(allocator, 0, whole, last_rank - 3)
+    retire(allocator, 0, whole, 10)
     taken(allocator, 1, 2)
     assert sorted(allocator.tables[0].evicted) == sorted(whole)
     return allocator, emptier, fuller
@@ -178,8 +178,9 @@ def test_what_is_younger_than_the_large_pages_that_went_goes_by_age():
     assert taken(allocator, 0, 1) == [emptier[0]]
 
 
-def test_a_large_page_that_went_although_it_was_wanted_says_nothing_of_age():
-    allocator, emptier, _ = strewn(wanted_rank=10)
+@pytest.mark.parametrize("horizon_ranks", [range(13), range(14, 20), None])
+def test_a_large_page_that_went_at_a_rank_that_does_not_count_says_nothing_of_age(horizon_ranks):
+    allocator, emptier, _ = strewn(horizon_ranks=horizon_ranks)
 
     assert taken(allocator, 0, 1) == emptier[:1]
 
@@ -255,7 +256,7 @@ _used_pages: list[set[int]] = []
 def test_room_says_exactly_what_can_be_had(seed):
     random_ = random.Random(seed)
     ks = random_.choice([(1, 3), (2, 3), (4, 1, 2), (5, 1)])
-    allocator = Allocator(ks, random_.randint(4, 8))
+    allocator = Allocator(ks, random_.randint(4, 8), horizon_ranks=range(1 << 20))
     _used_pages[:] = [set() for _ in ks]
     rank = 0
     for _ in range(60):
