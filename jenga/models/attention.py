@@ -91,7 +91,7 @@ def read_every_fourth(config: Config, options: ReadOptions) -> list[LayerType]:
 
 
 def read_exaone4(config: Config, options: ReadOptions) -> list[LayerType]:
-    """EXAONE 4: full attention where there is no window, else by `layer_types`."""
+    """EXAONE 4, Granite with windows, CWM, Mellum: by `layer_types` where there is a window."""
     num_layers = config.num_layers()
     default = None if "sliding_window" in config else [Kind.FULL] * num_layers
     kinds = layer_kinds(config, num_layers, default)

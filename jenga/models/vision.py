@@ -113,6 +113,11 @@ VISION_MODELS = {
         text_model="gemma4_text",
         image_tokens=lambda config: config.integer("vision_soft_tokens_per_image", default=280),
     ),
+    "gemma4_unified": Vision(
+        sections=("text_config",),
+        text_model="gemma4_unified_text",
+        image_tokens=lambda config: config.integer("vision_soft_tokens_per_image", default=280),
+    ),
     "glm4v": Vision(
         sections=("text_config",), text_model="glm4v_text", image_tokens=_megapixel_tokens
     ),

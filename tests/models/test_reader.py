@@ -88,6 +88,7 @@ SAVED_VISION_MODELS = (
     "cohere2_vision",
     "ernie4_5_vl_moe",
     "exaone4_5",
+    "gemma4_unified",
     "glm4v",
     "glm4v_moe",
     "idefics3",
