@@ -76,11 +76,9 @@ class Evictables:
             self.pinned.drop(large)
 
     def recount(self, large: int, num_unused: int) -> None:
-        """Note how many small pages of a large page have no user."""
-        num_before = self.overdue.get(large)
-        if num_before is not None:
-            self._fullest.move(large, num_before, num_unused)
-            self.overdue[large] = num_unused
+        """Note how many small pages of a large page with overdue ones have no user."""
+        self._fullest.move(large, self.overdue[large], num_unused)
+        self.overdue[large] = num_unused
 
     def add(self, large: int, page: int, rank: int, *, is_first: bool, goes_alone: bool) -> None:
         """Note that one small page became evictable.

@@ -34,6 +34,7 @@ class SplitBooks:
     __slots__ = (
         "_evictables",
         "_large_pages",
+        "_overdue",
         "_used",
         "_vacancies",
         "evicted",
@@ -60,6 +61,7 @@ class SplitBooks:
         self._evictables = Evictables(num_larges, pages_per_large)
         self._used = [0] * num_larges  # large page -> used small pages
         self.stamps = self._evictables.stamps
+        self._overdue = self._evictables.overdue
         self.shares: dict[int, int] = {}
         self.evicted: list[int] = []
         self.evicted_ranks: list[int] = []

@@ -62,8 +62,8 @@ class SplitPages(SplitBooks):
                     evictables.pin(large)
             elif used[large] + num_empty == k:
                 evictables.unpin(large)
-            else:
-                evictables.recount(large, k - used[large])
+            elif large in self._overdue:
+                self._recount(large)
         self._large_pages.reclaimable.drop_many(unpinned)
         self.num_spare += sharing.added_spare
         self.num_used += num_revived
@@ -90,7 +90,10 @@ class SplitPages(SplitBooks):
             # What decoding asks for all the time is packed, mostly into what is open.
             page = self._vacancies.take_packed()
             if page != NO_PAGE:
-                self._add_used(page // self.pages_per_large, 1)
+                large = page // self.pages_per_large
+                self._used[large] += 1
+                if large in self._overdue:
+                    self._recount(large)
                 self.num_spare -= 1
                 self.num_used += 1
                 return [page]
@@ -199,18 +202,18 @@ class SplitPages(SplitBooks):
         self.evicted_ranks.append(rank)
         self.num_evicted_alone += 1
         pages.append(page)
-        self._add_used(large, 1)
+        self._used[large] += 1
+        if large in self._overdue:
+            self._recount(large)
         self.num_spare -= 1
         self.num_used += 1
         self.num_evictable -= 1
         if self._used[large] + len(self._vacancies.empties[large]) == self.pages_per_large:
             self._evictables.unpin(large)
 
-    def _add_used(self, large: int, num_pages: int) -> None:
-        """Count small pages of a pinned large page as used."""
-        num_used = self._used[large] + num_pages
-        self._used[large] = num_used
-        self._evictables.recount(large, self.pages_per_large - num_used)
+    def _recount(self, large: int) -> None:
+        """Note how many small pages of a large page with overdue ones are used."""
+        self._evictables.recount(large, self.pages_per_large - self._used[large])
 
     def _open_empty(self, budget: Budget) -> int:
         """Open an empty large page; the caller fills at least one small page of it."""
@@ -233,7 +236,9 @@ class SplitPages(SplitBooks):
     def _fill(self, large: int, num_pages: int, pages: list[int]) -> None:
         """Take up to `num_pages` empty small pages of a pinned large page."""
         num_taken = self._vacancies.take(large, num_pages, pages)
-        self._add_used(large, num_taken)
+        self._used[large] += num_taken
+        if large in self._overdue:
+            self._recount(large)
         self.num_spare -= num_taken
         self.num_used += num_taken
 
@@ -266,7 +271,9 @@ class SplitPages(SplitBooks):
         is_first = num_used + len(self._vacancies.empties[large]) == self.pages_per_large
         self._evictables.add(large, page, rank, is_first=is_first, goes_alone=num_used > 1)
         if num_used > 1:
-            self._add_used(large, -1)
+            self._used[large] = num_used - 1
+            if large in self._overdue:
+                self._recount(large)
             self.num_spare += 1
         else:
             self._leave(large, 1)
@@ -369,7 +376,8 @@ class SplitPages(SplitBooks):
         num_used = self._used[large] - num_left
         self._used[large] = num_used
         if num_used:
-            self._evictables.recount(large, self.pages_per_large - num_used)
+            if large in self._overdue:
+                self._recount(large)
             self.num_spare += num_left
             return False
         self.num_spare -= self.pages_per_large - num_left
