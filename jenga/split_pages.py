@@ -90,12 +90,7 @@ class SplitPages(SplitBooks):
             # What decoding asks for all the time is packed, mostly into what is open.
             page = self._vacancies.take_packed()
             if page != NO_PAGE:
-                large = page // self.pages_per_large
-                self._used[large] += 1
-                if large in self._overdue:
-                    self._recount(large)
-                self.num_spare -= 1
-                self.num_used += 1
+                self._count_packed(page // self.pages_per_large)
                 return [page]
         elif owner in claims:
             self._fill(claims[owner], num_pages, pages)
@@ -124,6 +119,14 @@ class SplitPages(SplitBooks):
         while len(pages) < num_pages:
             self._evict(num_pages, budget, pages)
         return pages
+
+    def _count_packed(self, large: int) -> None:
+        """Count an empty small page of a pinned large page that was taken."""
+        self._used[large] += 1
+        if large in self._overdue:
+            self._recount(large)
+        self.num_spare -= 1
+        self.num_used += 1
 
     def _open_whole(self, num_larges: int, budget: Budget, pages: list[int]) -> None:
         """Open large pages of which all small pages are taken, as far as the budget allows."""
