@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from jenga_kernels.attention_plan import plan_attention
+from jenga_kernels.attention_plan import AttentionPlan, plan_attention
 from jenga_kernels.paged_attention import paged_attention
 from jenga_kernels.rotation import hadamard_rotation
+from jenga_kernels.triton.tiles import AttentionTiles
 from perf.attention_peers import PEERS, Launch, UnsupportedError
 from perf.attention_shapes import DRY_SHAPES, SHAPES, AttentionBatch, AttentionShape, make_batch
 from perf.geometric_means import geometric_means
@@ -26,13 +27,15 @@ Prepare = Callable[[AttentionBatch, torch.Tensor], Launch]
 """Makes the launch of an implementation that writes its results into a tensor."""
 
 
-def jenga(batch: AttentionBatch, out: torch.Tensor, *, is_warp_specialized: bool = False) -> Launch:
-    """Ours; the plan is made once a step and shared by layers, so it is not timed.
-
-    Rotations of queries and results are, where there are any: vLLM's call has them inside.
-    """
+def plan_of(
+    batch: AttentionBatch,
+    *,
+    is_warp_specialized: bool = False,
+    tiles: AttentionTiles | None = None,
+) -> AttentionPlan:
+    """The plan of a batch, with the tiles given or those chosen."""
     shape = batch.shape
-    plan = plan_attention(
+    return plan_attention(
         batch.query_starts,
         batch.seq_lens,
         shape.kind,
@@ -40,7 +43,31 @@ def jenga(batch: AttentionBatch, out: torch.Tensor, *, is_warp_specialized: bool
         dtype=batch.q.dtype,
         max_query_tokens=max(queries for queries, _ in shape.requests),
         is_warp_specialized=is_warp_specialized,
+        tiles=tiles,
     )
+
+
+def jenga(
+    batch: AttentionBatch,
+    out: torch.Tensor,
+    *,
+    is_warp_specialized: bool = False,
+    change: Callable[[AttentionTiles], AttentionTiles] | None = None,
+) -> Launch:
+    """Ours; the plan is made once a step and shared by layers, so it is not timed.
+
+    Rotations of queries and results are, where there are any: vLLM's call has them inside.
+
+    Args:
+        batch: What is attended to.
+        out: Results.
+        is_warp_specialized: Whether the prefill kernel for Hopper is asked for.
+        change: Makes of the tiles chosen others to use instead.
+    """
+    shape = batch.shape
+    plan = plan_of(batch, is_warp_specialized=is_warp_specialized)
+    if change is not None:
+        plan = plan_of(batch, tiles=change(plan.tiles))
     if is_warp_specialized and plan.tiles.specialized_prefill is None:
         msg = "its prefill kernel is for Hopper, 16-bit pages and heads of up to 256 elements"
         raise UnsupportedError(msg)

@@ -1,11 +1,12 @@
 """Sweeps measure their points as the benchmark of attention does, and draw them."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from perf import bench_paged_attention
+from perf import bench_paged_attention, sweep_attention_tiles
 from perf.attention_shapes import DRY_SHAPES
 from perf.sweeps import Point, run_sweep
 
@@ -43,3 +44,13 @@ def test_a_shape_that_does_not_fit_the_gpu_is_named_and_left_out(capsys, monkeyp
     assert f"{DRY_SHAPES[0].name}: the arena does not fit this GPU" in said
     assert f"{DRY_SHAPES[0].name}: jenga" not in said
     assert f"{DRY_SHAPES[1].name}: jenga" in said
+
+
+def test_other_tiles_than_those_chosen_are_timed_beside_them(capsys):
+    sweep_attention_tiles.main(["--dry-run", "--peers", "none", "--only", "dry decode"])
+
+    rows = Path(capsys.readouterr().out.split("rows: ")[1].strip()).read_text().splitlines()
+    names = [json.loads(row)["implementation"] for row in rows]
+    assert names[0] == "jenga"
+    assert len(names) == 1 + len(sweep_attention_tiles.DECODE_TILES) == len(set(names))
+    assert all(json.loads(row)["max_difference_from_jenga"] < 0.02 for row in rows)
