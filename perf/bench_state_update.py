@@ -15,6 +15,7 @@ from perf.state_shapes import DRY_MODELS, MODELS, StateBatch, make_state_batch
 BATCHES = (1, 8, 64, 128, 256, 1024)
 STATE_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 MAX_ARENA_BYTES = 40 << 30
+MOST_OF_32_BITS = 2**31 - 1
 
 
 def jenga(batch: StateBatch) -> Callable[[], None]:
@@ -79,6 +80,9 @@ def mamba_ssm(batch: StateBatch) -> Callable[[], None]:
         from mamba_ssm.ops.triton.selective_state_update import selective_state_update
     except ImportError as error:
         raise UnsupportedError(str(error)) from error
+    if batch.states.stride(0) * len(batch.states) > MOST_OF_32_BITS:
+        msg = "its offsets have 32 bits: it would read outside of the arena"
+        raise UnsupportedError(msg)
     wide = per_channel(batch)
 
     def launch() -> None:

@@ -176,6 +176,13 @@ class Benchmark:
             launch()
             took_us = (time.perf_counter() - started) * 1e6
             return Timing(p20_us=took_us, p50_us=took_us, p80_us=took_us)
+        try:
+            return self._time(launch)
+        except Exception:
+            end_without_gpu()
+            raise
+
+    def _time(self, launch: Callable[[], object]) -> Timing:
         for _ in range(NUM_WARM_UPS):
             launch()
         # Found out before capturing: a capture that fails leaves the process unfit for the next.
@@ -245,6 +252,16 @@ class Benchmark:
         command += ["-W", "default", *tests]
         if subprocess.run(command, cwd=ROOT, check=False).returncode:
             sys.exit("the operation's tests fail here: no time is worth measuring")
+
+
+def end_without_gpu() -> None:
+    """End the process if what failed has cost it its GPU: each of its next launches fails too."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        sys.exit(
+            f"what ran last has cost this process its GPU, nothing more can run in it: {error}"
+        )
 
 
 def machine_name() -> str:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from jenga_kernels.triton.tiles import AttentionTiles
+from jenga_kernels.triton.tiles import AttentionTiles, SpecializedTiles
 from perf.attention_peers import PEERS
 from perf.attention_shapes import DRY_SHAPES, SHAPES, AttentionShape
 from perf.bench_paged_attention import Prepare, jenga, measure_shape
@@ -55,6 +55,16 @@ PREFILL_TILES = (
 )
 """Beside 128 rows, 64 keys, eight warps and five stages."""
 
+SPECIALIZED = (
+    # Keys, stages, whether groups of warps take turns
+    (64, 3, True),
+    (64, 4, False),
+    (64, 4, True),
+    (128, 2, False),
+    (128, 2, True),
+)
+"""Of the prefill kernel for Hopper whose warps specialise."""
+
 
 def variants(shape: AttentionShape) -> dict[str, Change]:
     """Name of a row -> what makes its tiles of those chosen."""
@@ -70,6 +80,11 @@ def variants(shape: AttentionShape) -> dict[str, Change]:
             block_m, block_n, num_warps, num_stages = tiles
             found[f"jenga m{block_m} n{block_n} w{num_warps} s{num_stages}"] = functools.partial(
                 other_prefill, tiles=tiles
+            )
+        for tiles in SPECIALIZED:
+            block_n, num_stages, takes_turns = tiles
+            found[f"jenga specialized n{block_n} s{num_stages} turns {takes_turns}"] = (
+                functools.partial(specialized, tiles=tiles)
             )
     return found
 
@@ -92,6 +107,20 @@ def other_prefill(chosen: AttentionTiles, tiles: tuple[int, int, int, int]) -> A
         num_stages=num_stages,
     )
     return replace(chosen, prefill=prefill)
+
+
+def specialized(chosen: AttentionTiles, tiles: tuple[int, int, bool]) -> AttentionTiles:
+    """The kernel for Hopper with tiles of `SPECIALIZED`."""
+    block_n, num_stages, takes_turns = tiles
+    return replace(
+        chosen,
+        specialized_prefill=SpecializedTiles(
+            block_n=block_n,
+            num_stages=num_stages,
+            takes_turns=takes_turns,
+            num_programs=NUM_PROCESSORS,
+        ),
+    )
 
 
 def implementations(shape: AttentionShape) -> dict[str, Prepare]:

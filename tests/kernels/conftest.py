@@ -3,6 +3,7 @@
 import fcntl
 import gc
 import os
+import sys
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
@@ -70,6 +71,22 @@ def turn_of(name, worker):
         yield
 
 
+LOST_GPU = 70
+"""What a process returns that an illegal access has cost its GPU."""
+
+
+def end_without_gpu(name):
+    """End the process if a test has left it without its GPU: every later one would fail too.
+
+    pytest-xdist puts another in its place, and names the test.
+    """
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        print(f"{name} has cost this process its GPU: {error}", file=sys.__stderr__, flush=True)
+        os._exit(LOST_GPU)
+
+
 if DEVICE.type == "cuda":
 
     @pytest.fixture(autouse=True)
@@ -77,6 +94,7 @@ if DEVICE.type == "cuda":
         """Leave a GPU's memory to the tests that run beside this process's."""
         with turn_of(request.node.name, os.environ.get("PYTEST_XDIST_WORKER", "main")):
             yield
+            end_without_gpu(request.node.nodeid)
             if torch.cuda.memory_reserved() > MUCH_BYTES:
                 gc.collect()
                 torch.cuda.empty_cache()

@@ -350,7 +350,7 @@ BAD_ARGUMENTS = {
     "scattered_pages": ("pages", lambda a: {"pages": a["pages"].repeat(1, 1, 2)[..., ::2]}),
     "pages_off_alignment": (
         "pages",
-        lambda a: {"pages": torch.zeros(9, 16, 81, dtype=torch.float16)[..., :80].to(a["q"])},
+        lambda _: {"pages": torch.zeros(9, 16, 81, dtype=torch.float16, device=DEVICE)[..., :80]},
     ),
     "pages_without_tokens": ("pages", lambda a: {"pages": a["pages"][:, :0]}),
     "a_latent_of_no_elements": ("latent_dim", lambda _: {"latent_dim": 0}),

@@ -107,7 +107,8 @@ def test_head_scan_agrees_with_mamba_ssm(mamba_ssm):
         dt_softplus=True,
     )
 
-    assert max_error(out, want[0]) < 5e-5
+    # Sums of 64 tokens times 24 elements, near ten, in float32: a GPU was seen to err by 7e-5.
+    assert max_error(out, want[0]) < 2e-4
 
 
 def test_head_scan_from_state_to_state_agrees_with_mamba_ssm(mamba_ssm):

@@ -202,7 +202,7 @@ def arena_of(llm):
     storages = {cache.untyped_storage().data_ptr(): cache.untyped_storage() for cache in caches}
     assert len(storages) == 1
     (storage,) = storages.values()
-    return torch.empty(0, dtype=torch.uint8).set_(storage)
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def fill_arenas(llm, *, is_pipeline):
