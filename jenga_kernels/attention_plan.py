@@ -222,7 +222,7 @@ def plan_attention(
     max_query_tokens: int | None = None,
     decode_query_tokens: int | None = None,
     is_batch_invariant: bool = False,
-    is_warp_specialized: bool = False,
+    is_warp_specialized: bool | None = None,
     tiles: AttentionTiles | None = None,
 ) -> AttentionPlan:
     """Count the work of a step, for every `paged_attention` of layers of one kind.
@@ -252,7 +252,8 @@ def plan_attention(
             warps specialise.
         is_warp_specialized: On Hopper, have prompts attend by the kernel whose warps specialise,
             where pages hold 16-bit elements and keys and values have one width of at most 256;
-            elsewhere it changes nothing.
+            elsewhere it changes nothing. None: unless the batch is to be invariant. An H200 takes
+            0.62 to 0.77 of the other kernel's time with it (`perf.bench_specialized_prefill`).
         tiles: Tiles to use instead of those chosen for the machine.
 
     Returns:
@@ -287,7 +288,8 @@ def plan_attention(
             is_int4=kind.is_int4,
             decode_rows=decode_query_tokens * kind.group_heads,
         )
-        if is_warp_specialized and kind.value_dim is None:
+        is_wanted = not is_batch_invariant if is_warp_specialized is None else is_warp_specialized
+        if is_wanted and kind.value_dim is None:
             specialized = specialized_tiles(
                 machine,
                 head_dim=kind.head_dim,

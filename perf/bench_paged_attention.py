@@ -30,7 +30,7 @@ Prepare = Callable[[AttentionBatch, torch.Tensor], Launch]
 def plan_of(
     batch: AttentionBatch,
     *,
-    is_warp_specialized: bool = False,
+    is_warp_specialized: bool | None = None,
     tiles: AttentionTiles | None = None,
 ) -> AttentionPlan:
     """The plan of a batch, with the tiles given or those chosen."""
@@ -51,7 +51,7 @@ def jenga(
     batch: AttentionBatch,
     out: torch.Tensor,
     *,
-    is_warp_specialized: bool = False,
+    is_warp_specialized: bool | None = None,
     change: Callable[[AttentionTiles], AttentionTiles] | None = None,
 ) -> Launch:
     """Ours; the plan is made once a step and shared by layers, so it is not timed.
@@ -61,7 +61,7 @@ def jenga(
     Args:
         batch: What is attended to.
         out: Results.
-        is_warp_specialized: Whether the prefill kernel for Hopper is asked for.
+        is_warp_specialized: As in `plan_attention`.
         change: Makes of the tiles chosen others to use instead.
     """
     shape = batch.shape

@@ -16,7 +16,7 @@ from perf.harness import Benchmark, read_roofline
 
 IMPLEMENTATIONS = {
     "jenga": jenga,
-    "jenga-specialized": functools.partial(jenga, is_warp_specialized=True),
+    "jenga-plain": functools.partial(jenga, is_warp_specialized=False),
     "flash-attention-3": PEERS["flash-attention-3"],
 }
 
@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> None:
         arguments,
     )
     for shape in DRY_SHAPES if benchmark.is_dry else SHAPES:
-        is_prefill = shape.name.startswith("P") and not shape.stored.is_quantised
+        is_prefill = shape.num_tokens > len(shape.requests) and not shape.stored.is_quantised
         if (benchmark.is_dry or is_prefill) and benchmark.wants_shape(shape.name):
             measure_shape(benchmark, shape, IMPLEMENTATIONS)
             if benchmark.device.type == "cuda":

@@ -106,7 +106,7 @@ def other_prefill(chosen: AttentionTiles, tiles: tuple[int, int, int, int]) -> A
         num_warps=num_warps,
         num_stages=num_stages,
     )
-    return replace(chosen, prefill=prefill)
+    return replace(chosen, prefill=prefill, specialized_prefill=None)
 
 
 def specialized(chosen: AttentionTiles, tiles: tuple[int, int, bool]) -> AttentionTiles:

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from perf.compiled_launches import Counted
-from perf.machine_code import MachineCode, _inner_loops, beside_products, count, loaded_bytes
+from perf.machine_code import (
+    MachineCode,
+    _inner_loops,
+    beside_products,
+    count,
+    loaded_bytes,
+    num_lost_descriptors,
+)
 from perf.prompt_counts import PROMPT_TOKENS, executed
 
 LISTING = (
@@ -99,3 +106,11 @@ def test_static_counts_are_made_without_a_gpu(tmp_path, shape, text):
         if line.startswith(shape)
     ]
     assert text in row
+
+
+def test_descriptors_made_of_what_a_register_happens_to_hold_are_found():
+    kept = ("MOV R22, RZ", "IADD3 R26, P0, R21, 0x40, RZ", "IADD3.X R22, R22, -0x7fffffe0, RZ, P0")
+    lost = ("LDS.128 R20, [R5]", "IADD3 R26, P0, R26, 0x40, RZ", kept[2])
+
+    assert num_lost_descriptors(kept) == 0
+    assert num_lost_descriptors(lost) == num_lost_descriptors(kept + lost) == 1

@@ -40,7 +40,7 @@ class Settings:
         left_share: Of the arena, what an admission leaves at most to those who will read it; None
             for the manager's own.
         has_specialized_prefill: Whether prompts attend by the kernel for Hopper whose warps
-            specialise, where it has what a layer needs.
+            specialise, where it has what a layer needs; None for the operation's own choice.
         history_tokens: Tokens of the histories beside recurrent states that are seldom written; 0
             where the environment asks for none.
     """
@@ -49,7 +49,7 @@ class Settings:
     geometry: str
     memory_log: Path | None
     left_share: float | None
-    has_specialized_prefill: bool
+    has_specialized_prefill: bool | None
     history_tokens: int
 
 
@@ -84,8 +84,8 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
     if memory_log and not Path(memory_log).parent.is_dir():
         msg = f"{_MEMORY_LOG_VARIABLE}={memory_log!r}: its folder does not exist"
         raise ValueError(msg)
-    specialized = environ.get(_SPECIALIZED_VARIABLE, "").strip() or "0"
-    if specialized not in {"0", "1"}:
+    specialized = environ.get(_SPECIALIZED_VARIABLE, "").strip()
+    if specialized not in {"", "0", "1"}:
         msg = f"{_SPECIALIZED_VARIABLE}={environ[_SPECIALIZED_VARIABLE]!r}: expected 0 or 1"
         raise ValueError(msg)
     return Settings(
@@ -93,7 +93,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         geometry=geometry,
         memory_log=Path(memory_log) if memory_log else None,
         left_share=_left_share(environ),
-        has_specialized_prefill=specialized == "1",
+        has_specialized_prefill=specialized == "1" if specialized else None,
         history_tokens=_history_tokens(environ),
     )
 

@@ -69,8 +69,10 @@ def head_scan_tiles(
     whole_head = max(LEAST_PRODUCT, power_of_two(head_dim))
     is_wide = d_state > WIDE_STATE
     num_stages = 1
-    # Parts of 64 elements, so that of B and C as much is in registers at a time.
-    state_parts = power_of_two(d_state) // 64 if is_wide else 1
+    # Parts of 64 elements, so that of B and C as much is in registers at a time. With parts of 128
+    # the assembler of Triton 3.6 and 3.7 (ptxas 12.8) has products read shared memory anywhere:
+    # `MachineCode.num_lost_descriptors`.
+    state_parts = max(1, power_of_two(d_state) // 64)
     if machine.is_interpreter:
         block_tokens, block_dims, num_warps = 64, whole_head, 1
     elif element_bytes > 2:  # noqa: PLR2004 - bytes of bfloat16 and float16
@@ -110,8 +112,12 @@ def conv_update_tiles(machine: Machine, dim: int) -> ScanTiles:
     return ScanTiles(block_tokens=1, block_dims=256, num_warps=2)
 
 
-STATE_BYTES_PER_WARP = 4096
-"""State that one warp of `state_update` reads at once, 128 bytes a thread: eight 16-byte loads."""
+STATE_BYTES_PER_WARP = 2048
+"""State in float32 that one warp of `state_update` reads at once; of narrower states twice as much.
+
+An H200 was fastest so (`perf/results/h200`): 4096 bytes of float32 take up to a tenth more time
+where few requests leave many processors idle, and as much elsewhere; of 16 bits 2048 take more.
+"""
 
 
 def state_update_tiles(
@@ -122,7 +128,8 @@ def state_update_tiles(
         return ScanTiles(block_tokens=1, block_dims=power_of_two(head_dim), num_warps=1)
     # One warp, so that the sum over a row of the state needs no barrier.
     row_bytes = power_of_two(d_state) * state_element_bytes
-    block_dims = min(power_of_two(head_dim), max(1, STATE_BYTES_PER_WARP // row_bytes))
+    warp_bytes = STATE_BYTES_PER_WARP * (1 if state_element_bytes > 2 else 2)  # noqa: PLR2004
+    block_dims = min(power_of_two(head_dim), max(1, warp_bytes // row_bytes))
     return ScanTiles(block_tokens=1, block_dims=block_dims, num_warps=1)
 
 

@@ -66,6 +66,8 @@ class Compiled:
     """Instructions of the main loop by kind; see `perf.machine_code`."""
     beside_products: dict[str, int]
     """Those of them that run while its last asynchronous products do."""
+    num_lost_descriptors: int
+    """Products that the assembler has made read anything: see `perf.machine_code`."""
 
     @property
     def loop_instructions(self) -> int:
@@ -120,6 +122,7 @@ def compile_job(job: Callable[[], None], *capabilities: int) -> list[Compiled]:
         assert "error" not in answer, answer["error"]
         results += [Compiled(**row | {"grid": tuple(row["grid"])}) for row in answer["rows"]]
     assert results, f"{job.__name__} launched nothing"
+    assert not any(kernel.num_lost_descriptors for kernel in results), results
     if not version("triton").startswith(TRITON_OF_LIMITS):
         most = max(results, key=lambda kernel: (kernel.stack_bytes, kernel.registers))
         assert most.stack_bytes <= MAX_STACK_BYTES, most
@@ -164,6 +167,7 @@ def _answer(module: str, function: str, capability: int) -> list[dict[str, objec
             counts=counts,
             loop_counts=dict(count(code.main_loop)),
             beside_products=dict(count(beside_products(code.main_loop))),
+            num_lost_descriptors=code.num_lost_descriptors,
         )
         rows.append(asdict(row))
     return rows

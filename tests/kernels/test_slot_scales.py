@@ -74,11 +74,12 @@ def test_kv_store_scales_each_head_of_each_slot(dtype, stored, is_head_major):
             k_slot_scales=k_scales,
             v_slot_scales=v_scales,
         )
-        bits = scales.view(torch.int16 if stored == INT4_DTYPE else torch.int32)
-        made[name] = (layer.arena.view(torch.uint8), bits, layer, k_scales)
+        arena = layer.arena if stored in (torch.int8, INT4_DTYPE) else layer.arena.float()
+        made[name] = (arena, scales, layer, k_scales)
 
+    # What is no number has no bits of its own: a GPU's differ from PyTorch's.
     for got, want in zip(made["got"][:2], made["want"][:2], strict=True):
-        assert torch.equal(got, want)
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
     _, _, layer, k_scales = made["got"]
     live = (slots >= 0) & k.isfinite().all(2).all(1)
     pages, inside = slots[live] // 48, slots[live] % 48

@@ -204,13 +204,22 @@ def run_engine(tmp_path_factory):
     return run
 
 
+def first_difference(ours, theirs):
+    """Say where two generations part, and how likely each took the tokens to be there."""
+    pairs = enumerate(zip(ours["tokens"], theirs["tokens"], strict=False))
+    place = next((index for index, (a, b) in pairs if a != b), None)
+    if place is None:
+        return f"{len(ours['tokens'])} tokens for {len(theirs['tokens'])}"
+    return f"token {place}: {ours['logprobs'][place]} for {theirs['logprobs'][place]}"
+
+
 def assert_same_generation(ours, theirs, *, tolerance=LOGPROB_TOLERANCE):
     """Check that two engines chose the same tokens with close log-probabilities."""
     assert "error" not in ours, ours["error"][-4000:]
     assert "error" not in theirs, theirs["error"][-4000:]
     assert len(ours["outputs"]) == len(theirs["outputs"])
     for index, (our, their) in enumerate(zip(ours["outputs"], theirs["outputs"], strict=True)):
-        assert our["tokens"] == their["tokens"], f"prompt {index}"
+        assert our["tokens"] == their["tokens"], f"prompt {index}, {first_difference(our, their)}"
         for position, (a, b) in enumerate(zip(our["logprobs"], their["logprobs"], strict=True)):
             for token in a.keys() & b.keys():
                 difference = abs(a[token] - b[token])

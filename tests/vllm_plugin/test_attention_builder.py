@@ -174,7 +174,7 @@ def test_graphs_of_drafted_tokens_are_not_announced_for_heads_too_wide_for_so_ma
     assert announced_for(7) is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
 
-@pytest.mark.parametrize("setting", ["1", "0"])
+@pytest.mark.parametrize("setting", ["1", "0", ""])
 def test_prompts_are_planned_for_the_specialized_kernel_where_that_is_asked_for(
     setting, monkeypatch
 ):
@@ -189,7 +189,7 @@ def test_prompts_are_planned_for_the_specialized_kernel_where_that_is_asked_for(
 
     make_builder(SPECS["full"]).build(0, Batches().prefill([40]))
 
-    assert asked == [setting == "1"]
+    assert asked == [{"1": True, "0": False, "": None}[setting]]
 
 
 @pytest.mark.parametrize("name", [name for name in SPECS if name != "cross"])

@@ -23,15 +23,14 @@ def test_engine_with_the_specialized_prefill_generates_what_it_does_without(tiny
     prompts = prompts_of_lengths((5, 33, 70, 150), seed=0)
     options = {"attention_backend": "JENGA_TRITON", "dtype": "float16"}
 
-    plain = run_engine(model, prompts, options=options, max_tokens=4)
-    ours = run_engine(
+    plain = run_engine(
         model,
         prompts,
         options=options,
         max_tokens=4,
-        fill_arena=True,
-        environment={"JENGA_SPECIALIZED_PREFILL": "1"},
+        environment={"JENGA_SPECIALIZED_PREFILL": "0"},
     )
+    ours = run_engine(model, prompts, options=options, max_tokens=4, fill_arena=True)
 
     assert_same_generation(ours, plain)
     assert ours["has_specialized_prefill"]

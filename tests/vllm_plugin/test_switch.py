@@ -40,9 +40,10 @@ def test_the_share_left_to_others_is_a_number_or_the_default():
 
 
 def test_prompts_attend_by_the_specialized_kernel_where_that_is_asked_for():
-    assert read_settings({"JENGA_SPECIALIZED_PREFILL": " 1 "}).has_specialized_prefill
-    for text in ("", "0"):
-        assert not read_settings({"JENGA_SPECIALIZED_PREFILL": text}).has_specialized_prefill
+    for text, expected in ((" 1 ", True), ("0", False), ("", None)):
+        settings = read_settings({"JENGA_SPECIALIZED_PREFILL": text})
+        assert settings.has_specialized_prefill is expected
+    assert read_settings({}).has_specialized_prefill is None
 
 
 def test_histories_have_the_tokens_that_are_asked_for_or_none():
