@@ -106,7 +106,14 @@ def state_scan(
         tiles = channel_scan_tiles(machine, head_dim, d_state)
     else:
         kernel = state_scan_heads_kernel
-        tiles = head_scan_tiles(machine, head_dim, d_state, x.element_size(), allow_tf32=allow_tf32)
+        tiles = head_scan_tiles(
+            machine,
+            head_dim,
+            d_state,
+            x.element_size(),
+            num_scans=num_heads * num_requests,
+            allow_tf32=allow_tf32,
+        )
     # Every state element of a channel decays on its own, so those of channels are one tile.
     parts = {} if A.dim() > 1 else {"PARTS": tiles.state_parts, "IS_TF32": allow_tf32}
     stride_slot, stride_head, stride_dim, _ = strides(states)

@@ -7,8 +7,8 @@ Stages that ended before at this commit are not run again; what `--minutes` cuts
 by the next call, a benchmark from the shape it was cut at. Rows go to OUT/<gpu>/<benchmark>.jsonl
 and OUT/<gpu>/tests.jsonl as they come, each with the machine's line, and what a stage printed to
 OUT/<gpu>/logs; `--archive FILE.tar.gz` keeps all of it in one file besides, written again after
-each stage and every half minute, which `--resume` takes too. Where there is no git, JENGA_COMMIT
-names the commit.
+each stage and every half minute, which `--resume` takes too. PERF_COMMIT names the commit where the
+files are no checkout of it.
 
 Tests run several at a time, on all cores (pytest-xdist is used where it is installed), and so does
 what the benchmarks have to compile; what is timed runs alone. A stage that takes far too long is

@@ -33,7 +33,7 @@ BENCHMARKS = (
 )
 """The longest are run by parts of their shapes' names."""
 
-SWEEPS = ("sweep_page_size", "sweep_tokens_per_page")
+SWEEPS = ("sweep_page_size", "sweep_tokens_per_page", "sweep_attention_tiles")
 
 ENGINE_BENCHMARKS = ("bench_engine --only nemotron", "bench_engine --only gemma")
 """Engines beside stock vLLM's: they start, read a trace twice and end, one after the other."""

@@ -282,9 +282,12 @@ def machine_line() -> str:
 
 
 def commit_of(root: Path = ROOT) -> str:
-    """Name what is measured: the commit, or JENGA_COMMIT where there is no repository or no git."""
+    """Name what is measured: PERF_COMMIT, for copies that are no checkout, or what git says."""
+    given = os.environ.get("PERF_COMMIT")
+    if given:
+        return given
     described = _output("git", "-C", str(root), "describe", "--always", "--dirty")
-    return described or os.environ.get("JENGA_COMMIT", "unknown")
+    return described or "unknown"
 
 
 def table(rows: Sequence[Row], roofline_gigabytes_per_second: float | None = None) -> str:

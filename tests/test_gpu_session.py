@@ -209,11 +209,13 @@ def test_engines_of_the_tests_find_what_is_on_the_path_alone(monkeypatch):
     assert "VLLM_OTHER" not in environment
 
 
-def test_the_commit_is_named_without_git(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("JENGA_COMMIT", "abc123")
-
+def test_the_commit_is_named_for_a_copy_and_without_git(monkeypatch, tmp_path):
+    monkeypatch.setenv("PERF_COMMIT", "abc123")
     assert harness.commit_of() == "abc123"
+
+    monkeypatch.delenv("PERF_COMMIT")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert harness.commit_of() == "unknown"
 
 
 def test_one_file_keeps_what_a_session_wrote_and_another_goes_on_from_it(

@@ -52,11 +52,12 @@ def quantised(row: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torc
     values = row.float()
     greatest = values.abs().amax(-1)
     is_scaled = (greatest >= 2.0**-100) & greatest.isfinite()
-    # Not a number by a tensor: torch would multiply with the reciprocal.
-    factor = torch.full_like(greatest, most) / greatest.where(is_scaled, 1.0)
+    # By tensors, not by numbers: torch would multiply with the reciprocal.
+    mosts = torch.full_like(greatest, most)
+    factor = mosts / greatest.where(is_scaled, 1.0)
     values = values.where(is_scaled[:, None], 0.0) * factor[:, None]
     values = values.round() if dtype == torch.int8 else values.clamp(-most, most)
-    return values.to(dtype), (greatest / most).where(greatest.isfinite(), torch.nan)
+    return values.to(dtype), (greatest / mosts).where(greatest.isfinite(), torch.nan)
 
 
 def quantised_int4(row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
