@@ -13,7 +13,10 @@ from jenga.sim.step_time import Achieved
 RESULTS = Path(jenga.__path__[0]).parent / "perf" / "results"
 """Folder of the rows, one folder in it for each GPU; a checkout has it, and no wheel."""
 
-_ROOFLINE, _ATTENTION = "roofline", "bench_paged_attention"
+_ROOFLINE = ("roofline",)
+_ATTENTION = ("bench_specialized_prefill", "bench_paged_attention")
+"""Files of rows; where two have a shape, the later one's counts."""
+
 _READ, _MATMUL = "read", "matmul"
 
 
@@ -38,8 +41,9 @@ def measured(gpu: Gpu, results: Path) -> Achieved:
     """Shares of a GPU's peaks, each 1 where no row says otherwise.
 
     Reading weights gets the best rate of `perf.roofline`'s "read", matrix products that of its
-    "matmul". Attention gets what our kernel reached over all shapes of `perf.bench_paged_attention`
-    that its traffic limits, or its arithmetic: the least time of them all over the time they took.
+    "matmul". Attention gets what our kernels reached over all shapes of
+    `perf.bench_paged_attention` and `perf.bench_specialized_prefill` that their traffic limits, or
+    their arithmetic: the least time of them all over the time they took.
     Of several rows of one shape the last one counts.
 
     Args:
@@ -78,11 +82,10 @@ def _together(rows: list[_Row], what: str, per_s: float) -> list[float]:
     return [sum(getattr(row, what) for row in rows) / per_s / sum(row.seconds for row in rows)]
 
 
-def _rows(folders: list[Path], name: str, implementation: str) -> list[_Row]:
+def _rows(folders: list[Path], names: tuple[str, ...], implementation: str) -> list[_Row]:
     """The last row of each shape."""
     found: dict[str, _Row] = {}
-    for folder in folders:
-        path = folder / f"{name}.jsonl"
+    for path in (folder / f"{name}.jsonl" for folder in folders for name in names):
         if not path.is_file():
             continue
         for where, values in _records(path):

@@ -72,6 +72,14 @@ def test_rows_of_attention_are_weighed_by_their_time_and_peers_are_left_out(tmp_
     assert (found.bandwidth_share, found.arithmetic_share) == (1.0, 1.0)
 
 
+def test_prompts_of_the_specialized_kernel_count_where_the_other_file_has_none(tmp_path):
+    flops = {"num_flops": 0.5e-3 * FLOPS}
+    write(tmp_path, "bench_specialized_prefill", row("P1", **flops), row("P2", **flops))
+    write(tmp_path, "bench_paged_attention", row("P2", num_flops=0.7e-3 * FLOPS))
+
+    assert measured(H200, tmp_path).attention_arithmetic_share == pytest.approx(0.6)
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -204,23 +205,41 @@ def run_engine(tmp_path_factory):
     return run
 
 
-def first_difference(ours, theirs):
-    """Say where two generations part, and how likely each took the tokens to be there."""
-    pairs = enumerate(zip(ours["tokens"], theirs["tokens"], strict=False))
-    place = next((index for index, (a, b) in pairs if a != b), None)
+def parting(ours, theirs):
+    """Where two generations part, and how much likelier one of the two tokens is there at most."""
+    pairs = zip(ours["tokens"], theirs["tokens"], strict=True)
+    place = next((index for index, (a, b) in enumerate(pairs) if a != b), None)
     if place is None:
-        return f"{len(ours['tokens'])} tokens for {len(theirs['tokens'])}"
-    return f"token {place}: {ours['logprobs'][place]} for {theirs['logprobs'][place]}"
+        return None, 0.0
+    tokens = [str(each["tokens"][place]) for each in (ours, theirs)]
+    gaps = []
+    for each in (ours, theirs):
+        first, second = (each["logprobs"][place].get(token, float("inf")) for token in tokens)
+        gaps.append(abs(first - second))
+    return place, max(gaps)
 
 
-def assert_same_generation(ours, theirs, *, tolerance=LOGPROB_TOLERANCE):
-    """Check that two engines chose the same tokens with close log-probabilities."""
+def assert_same_generation(ours, theirs, *, tolerance=LOGPROB_TOLERANCE, may_part=HAS_GPU):
+    """Check that two engines chose the same tokens with close log-probabilities.
+
+    On a GPU, where they add in other orders than on a CPU, answers may part at two tokens as likely
+    as each other within the tolerance. What follows is not compared then.
+    """
     assert "error" not in ours, ours["error"][-4000:]
     assert "error" not in theirs, theirs["error"][-4000:]
     assert len(ours["outputs"]) == len(theirs["outputs"])
+    have_parted = False
     for index, (our, their) in enumerate(zip(ours["outputs"], theirs["outputs"], strict=True)):
-        assert our["tokens"] == their["tokens"], f"prompt {index}, {first_difference(our, their)}"
-        for position, (a, b) in enumerate(zip(our["logprobs"], their["logprobs"], strict=True)):
+        if have_parted and our.get("prompt") != their.get("prompt"):
+            continue  # a turn behind answers that parted
+        place, gap = parting(our, their)
+        if place is not None:
+            have_parted = True
+            likely = our["logprobs"][place], their["logprobs"][place]
+            is_tie = may_part and gap < tolerance
+            assert is_tie, f"prompt {index}, token {place}: {likely[0]} for {likely[1]}"
+        positions = zip(our["logprobs"], their["logprobs"], strict=True)
+        for position, (a, b) in enumerate(islice(positions, place)):
             for token in a.keys() & b.keys():
                 difference = abs(a[token] - b[token])
                 assert difference < tolerance, f"prompt {index}, token {position}"

@@ -217,6 +217,7 @@ def fill_arenas(llm, *, is_pipeline):
 def _result(outputs):
     return [
         {
+            "prompt": list(output.prompt_token_ids),
             "tokens": list(output.outputs[0].token_ids),
             "logprobs": [
                 {str(token): entry.logprob for token, entry in position.items()}
