@@ -1,0 +1,144 @@
+"""Run benchmarks one after another in one process, the most telling first, until time is up.
+
+python -m perf.bench_list --seconds 200 --results OUT [LIST]
+
+A line of LIST names a benchmark, parts of its shapes' names ("$" stands for an end), and peers:
+
+    bench_paged_attention; D13 |X1 ; vllm-triton,flash-attention-3
+
+Without LIST it is `BEHIND`. Python, torch and vLLM take a quarter of a minute to start, which so
+short a time on a GPU has once. No tests are run before: `perf.gpu_brief` runs them.
+"""
+
+import argparse
+import importlib
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from perf.harness import Benchmark
+
+BEHIND = """
+roofline; read|copy|matmul; none
+bench_paged_attention; D13 ; vllm-triton,flash-attention-3
+bench_state_replay; nemotron-h-8b f32 b8$|nemotron-h-8b f32 b64$|nemotron-h-8b f32 b256$; vllm
+bench_latent_attention; D17|L; flash-mla,vllm-triton
+bench_paged_attention; P5 |P6 |P8 ; flash-attention-3
+bench_state_scan; falcon-h1-7b 1x2048$|falcon-h1-7b 4x2048$|jamba-1.5-mini 1x2048$; none
+bench_delta; kimi-linear-48b-a3b f32 1x2048$|qwen3-next-80b-a3b f32 b64 4 drafts$; none
+bench_delta_replay; qwen3-next-80b-a3b f32 b64|qwen3-next-80b-a3b f32 b256$; none
+bench_linear_attention; 2048; none
+bench_host_memory; ; all
+"""
+"""Where an H200 found ours behind, and what none has timed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One line of a list.
+
+    Attributes:
+        benchmark: Its module in `perf`.
+        shapes: Parts of names, or ends of names where they end with "$"; "" is in every name.
+        peers: As `--peers` takes them.
+    """
+
+    benchmark: str
+    shapes: tuple[str, ...]
+    peers: str
+
+    def wants(self, name: str) -> bool:
+        """Whether a shape is one of these."""
+        return any(
+            name.endswith(part[:-1]) if part.endswith("$") else part in name for part in self.shapes
+        )
+
+
+def read_list(text: str) -> list[Item]:
+    """Items of a list's lines.
+
+    Raises:
+        ValueError: A line has no three fields.
+    """
+    items: list[Item] = []
+    for line in filter(None, map(str.strip, text.splitlines())):
+        fields = line.split(";")
+        if len(fields) != 3:
+            msg = f"a line must be 'benchmark; shapes; peers', got {line!r}"
+            raise ValueError(msg)
+        # Names of shapes may end in blanks: D1 is not D13.
+        shapes = tuple(fields[1].removeprefix(" ").split("|"))
+        items.append(Item(benchmark=fields[0].strip(), shapes=shapes, peers=fields[2].strip()))
+    return items
+
+
+def run(items: Sequence[Item], results: Path, *, seconds: float, is_dry: bool = False) -> int:
+    """Run items in order; what is left when time is up is named.
+
+    Returns:
+        How many items failed.
+
+    Raises:
+        SystemExit: A benchmark has lost this process its GPU.
+    """
+    started = time.monotonic()
+    num_failed = 0
+    wants_shape = Benchmark.wants_shape
+    try:
+        for item in items:
+            left = seconds - (time.monotonic() - started)
+            if left <= 0:
+                print(f"no time for {item.benchmark} {'|'.join(item.shapes)}", flush=True)
+                continue
+            deadline = started + seconds
+
+            def wants(
+                benchmark: Benchmark, name: str, item: Item = item, deadline: float = deadline
+            ) -> bool:
+                is_wanted = benchmark.is_dry or item.wants(name)
+                return is_wanted and time.monotonic() < deadline
+
+            Benchmark.wants_shape = wants
+            arguments = ["--skip-tests", "--results", str(results), "--peers", item.peers]
+            try:
+                module = importlib.import_module(f"perf.{item.benchmark}")
+                module.main(arguments + ["--dry-run"] * is_dry)
+            except Exception:  # the other benchmarks shall run
+                traceback.print_exc()
+                num_failed += 1
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+    finally:
+        Benchmark.wants_shape = wants_shape
+    return num_failed
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a list from the command line.
+
+    Returns:
+        1 where a benchmark failed.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m perf.bench_list",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("list", nargs="?", type=Path, help="file of lines")
+    parser.add_argument("--seconds", type=float, default=300.0, help="begin shapes for so long")
+    parser.add_argument("--results", type=Path, required=True, help="folder of the rows")
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes, rows are thrown away")
+    options = parser.parse_args(arguments)
+    text = BEHIND if options.list is None else options.list.read_text()
+    items = read_list(text)
+    failed = run(items, options.results, seconds=options.seconds, is_dry=options.dry_run)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

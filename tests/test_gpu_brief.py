@@ -1,0 +1,105 @@
+"""What a GPU that is lent for minutes runs: kernels compiled ahead, tests at once, a list."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from perf import bench_list, gpu_brief, precompiled
+from perf.harness import Benchmark
+
+
+def test_packed_kernels_are_found_under_the_names_of_another_triton(tmp_path):
+    folder, cache = tmp_path / "compiled", tmp_path / "cache"
+    key = f"{precompiled.TRITONS_OWN}-source-ptxas"
+    place = folder / precompiled.place_of(key)
+    place.mkdir(parents=True)
+    (folder / precompiled.KEYS).write_text(json.dumps(key) + "\n" + json.dumps(key) + "\n")
+    digest = precompiled.hashlib.sha256(key.encode()).hexdigest()
+    names = ["k.cubin", "k.json", "k.ptx"]
+    (place / "k.cubin").write_bytes(b"\x7fELF")
+    (place / "k.ptx").write_text("text")
+    (place / "k.json").write_text(json.dumps({"hash": digest, "shared": 3}))
+    group = {"child_paths": {name: str(place / name) for name in names}}
+    (place / "__grp__k.json").write_text(json.dumps(group))
+    archive = tmp_path / "kernels.tar.xz"
+
+    assert precompiled.pack(folder, archive) == 1
+    assert precompiled.unpack(archive, cache, tritons_own="3.6.0-of-another-python") == 1
+
+    here = key.replace(precompiled.TRITONS_OWN, "3.6.0-of-another-python")
+    there = cache / precompiled.place_of(here)
+    paths = json.loads((there / "__grp__k.json").read_text())["child_paths"]
+    assert paths == {name: str(there / name) for name in names[:2]}
+    assert all(Path(path).is_file() for path in paths.values())
+    new = precompiled.hashlib.sha256(here.encode()).hexdigest()
+    assert json.loads((there / "k.json").read_text()) == {"hash": new, "shared": 3}
+
+
+def test_tests_are_compiled_for_in_an_emulated_gpu_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("EMULATED_GPU", raising=False)
+
+    with pytest.raises(SystemExit):
+        precompiled.main([str(tmp_path), "tests/kernels/test_kv_store.py"])
+
+    assert "EMULATED_GPU=90" in capsys.readouterr().err
+
+
+def test_the_own_list_names_benchmarks_that_exist():
+    items = bench_list.read_list(bench_list.BEHIND)
+
+    assert items[1].wants("D13 gpt-oss-120b window decode 128x8k")
+    assert not items[1].wants("D1 llama-8b decode 1x1k")
+    assert items[2].wants("nemotron-h-8b f32 b8")
+    assert not items[2].wants("nemotron-h-8b f32 b8 4 drafts")
+    for item in items:
+        assert (Path(bench_list.__file__).parent / f"{item.benchmark}.py").is_file()
+
+
+def test_a_line_without_three_fields_is_named():
+    with pytest.raises(ValueError, match="got 'bench_pages'"):
+        bench_list.read_list("bench_pages")
+
+
+def test_benchmarks_run_in_order_and_one_that_fails_ends_no_other(tmp_path, capsys):
+    text = "bench_missing; ; none\nbench_pages; ; none\nbench_latent_store; ; none"
+    wants_shape = Benchmark.wants_shape
+
+    failed = bench_list.run(bench_list.read_list(text), tmp_path, seconds=60, is_dry=True)
+
+    said = capsys.readouterr()
+    assert failed == 1
+    assert "bench_missing" in said.err
+    assert said.out.index("clear 2 pages") < said.out.index("bench_latent_store.jsonl")
+    assert Benchmark.wants_shape is wants_shape
+
+    assert bench_list.run(bench_list.read_list(text), tmp_path, seconds=0, is_dry=True) == 0
+    assert "no time for bench_pages" in capsys.readouterr().out
+
+
+def test_outcomes_are_counted_by_file_and_what_failed_is_named():
+    log = """
+[gw3] [  1%] PASSED tests/kernels/test_kv_store.py::test_one[a b]
+[gw1] [  2%] FAILED tests/kernels/test_kv_store.py::test_two
+tests/kernels/test_pages.py::test_three PASSED                            [ 50%]
+tests/kernels/test_pages.py::test_four[x] SKIPPED (needs a GPU)           [100%]
+[gw2] [  3%] FAILED tests/kernels/test_kv_store.py::test_two
+FAILED tests/kernels/test_kv_store.py::test_two - AssertionError
+"""
+
+    text = gpu_brief.outcomes(log)
+
+    assert "test_kv_store: 2 failed, 1 passed" in text
+    assert "test_pages: 1 passed, 1 skipped" in text
+    assert text.endswith("1 failed\ntest_kv_store::test_two")
+
+
+def test_a_command_is_stopped_when_its_time_is_up(tmp_path):
+    command = [
+        gpu_brief.sys.executable,
+        "-c",
+        "import time; print('on', flush=True); time.sleep(60)",
+    ]
+
+    assert gpu_brief.run(command, tmp_path / "log", 1.5, dict(gpu_brief.os.environ)) is None
+    assert gpu_brief.run([*command[:2], "exit(3)"], tmp_path / "log", 30, {}) == 3
