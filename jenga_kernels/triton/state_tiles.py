@@ -64,8 +64,9 @@ def head_scan_tiles(
     in registers may run on into the next turn of the loop and read what that one has overwritten.
     Those operands have a row for each token, and no warpgroup takes 32 rows. Programs are small, so
     that those of one prompt fill a GPU; of wide states they are larger: each reads all of B and C.
-    Where twice as many would still have a processor each, they are half as large: Falcon-H1's
-    layers take four fifths of the time so for one prompt of 2048 tokens on an H200.
+    Where twice as many would still have a processor each, they are half as large, unless a state
+    needs masks, whose registers would spill: Falcon-H1's layers take four fifths of the time so for
+    one prompt of 2048 tokens on an H200.
 
     Args:
         machine: Where it runs.
@@ -94,7 +95,8 @@ def head_scan_tiles(
         state_parts = 1
     elif is_wide:
         block_tokens, block_dims, num_warps, num_stages = 32, 64, 8, 3
-        if 2 * num_scans * -(-whole_head // block_dims) <= machine.num_processors:
+        num_programs = num_scans * -(-whole_head // block_dims)
+        if 2 * num_programs <= machine.num_processors and d_state == power_of_two(d_state):
             block_dims, num_warps = 32, 4
     else:
         block_tokens, block_dims, num_warps = 64, 32, 4
