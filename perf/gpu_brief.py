@@ -4,7 +4,7 @@
         [--bundle DIR:DIR --site SITE] [--list LIST] [--tests NAME ...] [--archive OUT.tar.gz]
 
 All tests run in one pytest, in as many processes as there are cores; one that loses its GPU is
-replaced. Then `perf.bench_list` runs in one process. `perf.gpu_session` does all there is to do,
+replaced. Then `perf.gpu_list` runs in one process. `perf.gpu_session` does all there is to do,
 file by file and each on its own, and takes an hour; PERF_COMMIT names the commit as there.
 `--kernels` are those of `perf.precompiled`: with them all tests of kernels took two minutes on 16
 cores.
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kernels", type=Path, help="compiled ahead: perf.precompiled --pack")
     parser.add_argument("--bundle", help="folders of the offline bundle, separated by ':'")
     parser.add_argument("--site", type=Path, help="where the bundle is unpacked")
-    parser.add_argument("--list", type=Path, help="of benchmarks; otherwise perf.bench_list's")
+    parser.add_argument("--list", type=Path, help="of benchmarks; otherwise perf.gpu_list's")
     parser.add_argument("--tests", nargs="*", default=[], help="files of tests: kv_store ...")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1) - 2))
     parser.add_argument("--archive", type=Path, help="one file, .tar.gz, to keep the results in")
@@ -152,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(text, "cut short" if tests is None else "", flush=True)
 
     left = deadline - time.monotonic()
-    command = [sys.executable, "-m", "perf.bench_list", "--seconds", f"{max(0.0, left - 20):.0f}"]
+    command = [sys.executable, "-m", "perf.gpu_list", "--seconds", f"{max(0.0, left - 20):.0f}"]
     command += ["--results", str(results)] + ([] if options.list is None else [str(options.list)])
     log = folder / "logs" / "benchmarks.txt"
     benchmarks = run(command, log, left, variables)

@@ -1,7 +1,7 @@
 """Kernels compiled ahead for a GPU that is lent for minutes, on a machine without one.
 
     EMULATED_GPU=90 python -m perf.precompiled FOLDER tests/kernels/test_kv_store.py ...
-    python -m perf.precompiled FOLDER --list          # what `perf.bench_list` launches
+    python -m perf.precompiled FOLDER --list          # what `perf.gpu_list` launches
     python -m perf.precompiled FOLDER --pack KERNELS.tar.xz
     python -m perf.precompiled CACHE --unpack KERNELS.tar.xz      # there, before all else
 
@@ -81,10 +81,10 @@ def compile_tests(tests: Sequence[str]) -> None:
 
 
 def compile_list() -> None:
-    """Run the benchmarks of `perf.bench_list` for what ours compile, on tensors never written."""
+    """Run the benchmarks of `perf.gpu_list` for what ours compile, on tensors never written."""
     import torch
 
-    from perf import attention_shapes, bench_list, harness
+    from perf import attention_shapes, gpu_list, harness
 
     def unwritten(make: Any) -> Any:  # noqa: ANN401
         """Tensors that take seconds to fill, and the memory, stay as they are."""
@@ -113,11 +113,11 @@ def compile_list() -> None:
     harness.Benchmark.__init__ = start_large
     harness.Benchmark.measure = launch_once
     items = [
-        bench_list.Item(benchmark=item.benchmark, shapes=item.shapes, peers="none")
-        for item in bench_list.read_list(bench_list.BEHIND)
+        gpu_list.Item(benchmark=item.benchmark, shapes=item.shapes, peers="none")
+        for item in gpu_list.read_list(gpu_list.BEHIND)
         if item.benchmark not in ("roofline", "bench_host_memory")
     ]
-    bench_list.run(items, Path(os.devnull), seconds=float("inf"), is_dry=True)
+    gpu_list.run(items, Path(os.devnull), seconds=float("inf"), is_dry=True)
 
 
 def pack(folder: Path, archive: Path) -> int:
@@ -198,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("folder", type=Path, help="of compiled kernels")
     parser.add_argument("tests", nargs="*", help="of kernels, to compile for; EMULATED_GPU=90")
-    parser.add_argument("--list", action="store_true", help="compile for perf.bench_list")
+    parser.add_argument("--list", action="store_true", help="compile for perf.gpu_list")
     parser.add_argument("--pack", type=Path, help="write the folder's kernels here")
     parser.add_argument("--unpack", type=Path, help="add these kernels to the folder")
     options = parser.parse_args(arguments)

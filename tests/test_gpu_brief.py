@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from perf import bench_list, gpu_brief, precompiled
+from perf import gpu_brief, gpu_list, precompiled
 from perf.harness import Benchmark
 
 
@@ -46,26 +46,26 @@ def test_tests_are_compiled_for_in_an_emulated_gpu_alone(tmp_path, monkeypatch, 
 
 
 def test_the_own_list_names_benchmarks_that_exist():
-    items = bench_list.read_list(bench_list.BEHIND)
+    items = gpu_list.read_list(gpu_list.BEHIND)
 
     assert items[1].wants("D13 gpt-oss-120b window decode 128x8k")
     assert not items[1].wants("D1 llama-8b decode 1x1k")
     assert items[2].wants("nemotron-h-8b f32 b8")
     assert not items[2].wants("nemotron-h-8b f32 b8 4 drafts")
     for item in items:
-        assert (Path(bench_list.__file__).parent / f"{item.benchmark}.py").is_file()
+        assert (Path(gpu_list.__file__).parent / f"{item.benchmark}.py").is_file()
 
 
 def test_a_line_without_three_fields_is_named():
     with pytest.raises(ValueError, match="got 'bench_pages'"):
-        bench_list.read_list("bench_pages")
+        gpu_list.read_list("bench_pages")
 
 
 def test_benchmarks_run_in_order_and_one_that_fails_ends_no_other(tmp_path, capsys):
     text = "bench_missing; ; none\nbench_pages; ; none\nbench_latent_store; ; none"
     wants_shape = Benchmark.wants_shape
 
-    failed = bench_list.run(bench_list.read_list(text), tmp_path, seconds=60, is_dry=True)
+    failed = gpu_list.run(gpu_list.read_list(text), tmp_path, seconds=60, is_dry=True)
 
     said = capsys.readouterr()
     assert failed == 1
@@ -73,7 +73,7 @@ def test_benchmarks_run_in_order_and_one_that_fails_ends_no_other(tmp_path, caps
     assert said.out.index("clear 2 pages") < said.out.index("bench_latent_store.jsonl")
     assert Benchmark.wants_shape is wants_shape
 
-    assert bench_list.run(bench_list.read_list(text), tmp_path, seconds=0, is_dry=True) == 0
+    assert gpu_list.run(gpu_list.read_list(text), tmp_path, seconds=0, is_dry=True) == 0
     assert "no time for bench_pages" in capsys.readouterr().out
 
 

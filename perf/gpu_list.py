@@ -1,6 +1,6 @@
 """Run benchmarks one after another in one process, the most telling first, until time is up.
 
-python -m perf.bench_list --seconds 200 --results OUT [LIST]
+python -m perf.gpu_list --seconds 200 --results OUT [LIST]
 
 A line of LIST names a benchmark, parts of its shapes' names ("$" stands for an end), and peers:
 
@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         1 where a benchmark failed.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m perf.bench_list",
+        prog="python -m perf.gpu_list",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
