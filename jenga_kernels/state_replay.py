@@ -1,6 +1,7 @@
 """The recurrence of a selective state space model, one step or a few, without writing the state."""
 
 import torch
+import triton
 
 from jenga_kernels.checks import check_dtype, check_same_device, check_shape
 from jenga_kernels.histories import InputHistory, check_history_part, check_replay
@@ -13,8 +14,17 @@ from jenga_kernels.states import (
 from jenga_kernels.triton.addressing import strides
 from jenga_kernels.triton.state_replay import state_replay_kernel
 from jenga_kernels.triton.state_replay_products import state_replay_products_kernel
-from jenga_kernels.triton.state_tiles import LEAST_PRODUCT, state_replay_tiles
-from jenga_kernels.triton.tiles import line_elements, machine_of, power_of_two
+from jenga_kernels.triton.state_replay_token import (
+    OTHERS,
+    replay_weights_kernel,
+    state_replay_token_kernel,
+)
+from jenga_kernels.triton.state_tiles import (
+    LEAST_PRODUCT,
+    state_replay_tiles,
+    token_replay_tiles,
+)
+from jenga_kernels.triton.tiles import Machine, line_elements, machine_of, power_of_two
 
 
 def state_replay(
@@ -106,18 +116,6 @@ def state_replay(
     D = per_channel(D, num_heads, head_dim)
     heads_per_group = num_heads // num_groups
     machine = machine_of(x.device)
-    tiles = state_replay_tiles(
-        machine,
-        num_requests * num_heads,
-        heads_per_group,
-        head_dim,
-        d_state,
-        state_element_bytes=states.element_size(),
-        input_element_bytes=x.element_size(),
-        history_tokens=history_tokens,
-        has_one_token=query_starts is None,
-    )
-    grid = (num_heads // tiles.block_heads * -(-head_dim // tiles.block_dims), num_requests)
     stride_slot, stride_head, stride_dim, _ = strides(states)
     arguments = {
         "out_ptr": out,
@@ -172,21 +170,69 @@ def state_replay(
         "HISTORY_TOKENS": history_tokens,
         "IS_SOFTPLUS": dt_softplus,
         "HAS_LIMITS": dt_limits != (0.0, float("inf")),
-        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32x3",
-        "BLOCK_P": tiles.block_dims,
         "BLOCK_N": max(2 * LEAST_PRODUCT, power_of_two(d_state)),
         "BLOCK_L": max(LEAST_PRODUCT, power_of_two(history_tokens)),
-        "num_warps": tiles.num_warps,
         "enable_fp_fusion": True,
     }
+    block_line = max(LEAST_PRODUCT, line_elements(machine, d_state, states.element_size()))
+    if query_starts is None:
+        _replay_token(machine, arguments | {"BLOCK_LINE": block_line}, x, states, heads_per_group)
+        return
+    tiles = state_replay_tiles(
+        machine,
+        head_dim,
+        d_state,
+        state_element_bytes=states.element_size(),
+        input_element_bytes=x.element_size(),
+        history_tokens=history_tokens,
+    )
+    arguments |= {
+        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32x3",
+        "BLOCK_P": tiles.block_dims,
+        "num_warps": tiles.num_warps,
+    }
+    grid = (num_heads * -(-head_dim // tiles.block_dims), num_requests)
     if tiles.is_at_once:
         state_replay_products_kernel[grid](**arguments)
-        return
-    state_replay_kernel[grid](
-        **arguments,
-        BLOCK_H=tiles.block_heads,
-        BLOCK_LINE=max(LEAST_PRODUCT, line_elements(machine, d_state, states.element_size())),
+    else:
+        state_replay_kernel[grid](**arguments, BLOCK_LINE=block_line)
+
+
+def _replay_token(
+    machine: Machine,
+    arguments: dict[str, object],
+    x: torch.Tensor,
+    states: torch.Tensor,
+    heads_per_group: int,
+) -> None:
+    """Serve one token of each request: weigh histories, then read states."""
+    num_requests, num_heads, head_dim = x.shape
+    tiles = token_replay_tiles(
+        machine, num_requests * num_heads, heads_per_group, head_dim, states.shape[3]
     )
+    width = int(arguments["BLOCK_L"]) + OTHERS
+    weights = torch.empty((num_requests, num_heads, width), dtype=torch.float32, device=x.device)
+    arguments |= {
+        "weights_ptr": weights,
+        "stride_weights_request": num_heads * width,
+        "WIDTH": width,
+        "BLOCK_H": tiles.block_heads,
+        "BLOCK_P": tiles.block_dims,
+    }
+    num_blocks = num_heads // heads_per_group * -(-heads_per_group // tiles.block_heads)
+    replay_weights_kernel[(num_blocks, num_requests)](
+        **_taken_by(replay_weights_kernel, arguments), num_warps=tiles.weights_warps
+    )
+    num_blocks = num_heads * -(-head_dim // tiles.block_dims)
+    state_replay_token_kernel[(num_blocks, num_requests)](
+        **_taken_by(state_replay_token_kernel, arguments), num_warps=tiles.num_warps
+    )
+
+
+def _taken_by(kernel: triton.JITFunction, arguments: dict[str, object]) -> dict[str, object]:
+    """Arguments that a kernel has, and the options of launches."""
+    names = {*kernel.arg_names, "enable_fp_fusion"}
+    return {name: value for name, value in arguments.items() if name in names}
 
 
 def _check_history(

@@ -16,7 +16,11 @@ from jenga_kernels.states import (
 from jenga_kernels.triton.addressing import strides
 from jenga_kernels.triton.state_scan_channels import state_scan_channels_kernel
 from jenga_kernels.triton.state_scan_heads import state_scan_heads_kernel
-from jenga_kernels.triton.state_tiles import channel_scan_tiles, head_scan_tiles
+from jenga_kernels.triton.state_tiles import (
+    channel_scan_tiles,
+    head_scan_tiles,
+    hopper_scan_tiles,
+)
 from jenga_kernels.triton.tiles import machine_of, power_of_two
 
 
@@ -101,9 +105,74 @@ def state_scan(
         return
     D = per_channel(D, num_heads, head_dim)
     machine = machine_of(x.device)
+    stride_slot, stride_head, stride_dim, _ = strides(states)
+    arguments = {
+        "out_ptr": out,
+        "states_ptr": states,
+        "x_ptr": x,
+        "dt_ptr": dt,
+        "A_ptr": A,
+        "B_ptr": B,
+        "C_ptr": C,
+        "D_ptr": D,
+        "z_ptr": z,
+        "dt_bias_ptr": dt_bias,
+        "query_starts_ptr": query_starts,
+        "initial_slots_ptr": initial_slots,
+        "state_slots_ptr": state_slots,
+        "checkpoint_starts_ptr": None if checkpoints is None else checkpoints.starts,
+        "checkpoint_after_ptr": None if checkpoints is None else checkpoints.after_tokens,
+        "checkpoint_slots_ptr": None if checkpoints is None else checkpoints.slots,
+        "dt_min": dt_limits[0],
+        "dt_max": dt_limits[1],
+        "stride_out_token": strides(out)[0],
+        "stride_out_head": strides(out)[1],
+        "stride_states_slot": stride_slot,
+        "stride_states_head": stride_head,
+        "stride_states_dim": stride_dim,
+        "stride_x_token": strides(x)[0],
+        "stride_x_head": strides(x)[1],
+        "stride_dt_token": strides(dt)[0],
+        "stride_dt_head": strides(dt)[1],
+        "stride_B_token": strides(B)[0],
+        "stride_B_group": strides(B)[1],
+        "stride_C_token": strides(C)[0],
+        "stride_C_group": strides(C)[1],
+        "stride_D_head": 0 if D is None else D.stride(0),
+        "stride_D_dim": 0 if D is None else D.stride(1),
+        "stride_z_token": 0 if z is None else strides(z)[0],
+        "stride_z_head": 0 if z is None else strides(z)[1],
+        "stride_dt_bias_head": 0 if dt_bias is None else strides(dt_bias)[0],
+        "stride_initial": initial_slots.stride(0),
+        "stride_slots": state_slots.stride(0),
+        "HEADS_PER_GROUP": num_heads // B.shape[1],
+        "HEAD_DIM": head_dim,
+        "IS_SOFTPLUS": dt_softplus,
+        "HAS_LIMITS": dt_limits != (0.0, float("inf")),
+    }
     if A.dim() > 1:
         kernel = state_scan_channels_kernel
         tiles = channel_scan_tiles(machine, head_dim, d_state)
+        # Every state element of a channel decays on its own, so those of channels are one tile.
+        shapes = {"D_STATE": d_state, "BLOCK_T": tiles.block_tokens, "BLOCK_P": tiles.block_dims}
+    elif tiles := hopper_scan_tiles(machine, x, B, C, z):
+        # Gluon is not for the interpreter.
+        from jenga_kernels.triton.state_scan_hopper import (  # noqa: PLC0415
+            chunk_descriptor,
+            steps_descriptor,
+        )
+        from jenga_kernels.triton.state_scan_hopper import (  # noqa: PLC0415
+            state_scan_hopper_kernel as kernel,
+        )
+
+        shapes = {
+            "x_descriptor": chunk_descriptor(x),
+            "B_descriptor": chunk_descriptor(B),
+            "C_descriptor": chunk_descriptor(C),
+            "dt_descriptor": steps_descriptor(dt),
+            "PARTS": tiles.state_parts,
+        }
+        arguments = {name: arguments[name] for name in kernel.arg_names if name in arguments}
     else:
         kernel = state_scan_heads_kernel
         tiles = head_scan_tiles(
@@ -114,57 +183,17 @@ def state_scan(
             num_scans=num_heads * num_requests,
             allow_tf32=allow_tf32,
         )
-    # Every state element of a channel decays on its own, so those of channels are one tile.
-    parts = {} if A.dim() > 1 else {"PARTS": tiles.state_parts, "IS_TF32": allow_tf32}
-    stride_slot, stride_head, stride_dim, _ = strides(states)
+        shapes = {
+            "D_STATE": d_state,
+            "BLOCK_T": tiles.block_tokens,
+            "BLOCK_P": tiles.block_dims,
+            "PARTS": tiles.state_parts,
+            "IS_TF32": allow_tf32,
+        }
     kernel[(triton.cdiv(head_dim, tiles.block_dims) * num_heads, num_requests)](
-        out_ptr=out,
-        states_ptr=states,
-        x_ptr=x,
-        dt_ptr=dt,
-        A_ptr=A,
-        B_ptr=B,
-        C_ptr=C,
-        D_ptr=D,
-        z_ptr=z,
-        dt_bias_ptr=dt_bias,
-        query_starts_ptr=query_starts,
-        initial_slots_ptr=initial_slots,
-        state_slots_ptr=state_slots,
-        checkpoint_starts_ptr=None if checkpoints is None else checkpoints.starts,
-        checkpoint_after_ptr=None if checkpoints is None else checkpoints.after_tokens,
-        checkpoint_slots_ptr=None if checkpoints is None else checkpoints.slots,
-        dt_min=dt_limits[0],
-        dt_max=dt_limits[1],
-        stride_out_token=strides(out)[0],
-        stride_out_head=strides(out)[1],
-        stride_states_slot=stride_slot,
-        stride_states_head=stride_head,
-        stride_states_dim=stride_dim,
-        stride_x_token=strides(x)[0],
-        stride_x_head=strides(x)[1],
-        stride_dt_token=strides(dt)[0],
-        stride_dt_head=strides(dt)[1],
-        stride_B_token=strides(B)[0],
-        stride_B_group=strides(B)[1],
-        stride_C_token=strides(C)[0],
-        stride_C_group=strides(C)[1],
-        stride_D_head=0 if D is None else D.stride(0),
-        stride_D_dim=0 if D is None else D.stride(1),
-        stride_z_token=0 if z is None else strides(z)[0],
-        stride_z_head=0 if z is None else strides(z)[1],
-        stride_dt_bias_head=0 if dt_bias is None else strides(dt_bias)[0],
-        stride_initial=initial_slots.stride(0),
-        stride_slots=state_slots.stride(0),
-        HEADS_PER_GROUP=num_heads // B.shape[1],
-        HEAD_DIM=head_dim,
-        D_STATE=d_state,
-        IS_SOFTPLUS=dt_softplus,
-        HAS_LIMITS=dt_limits != (0.0, float("inf")),
-        BLOCK_T=tiles.block_tokens,
-        BLOCK_P=tiles.block_dims,
+        **arguments,
+        **shapes,
         BLOCK_N=max(tiles.least_state, power_of_two(d_state)) // tiles.state_parts,
-        **parts,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         enable_fp_fusion=True,

@@ -25,15 +25,12 @@ def store_zeros(
     num_tokens,
     is_dim,
     stride_out_token,
-    stride_out_head,
-    BLOCK_H: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
     """The output of a request that is padding."""
     zero = tl.full([BLOCK_P], 0.0, out_ptr.dtype.element_ty)
     for _ in range(num_tokens):
-        for h in range(BLOCK_H):
-            tl.store(out_ptr + h * stride_out_head, zero, mask=is_dim)
+        tl.store(out_ptr, zero, mask=is_dim)
         out_ptr += stride_out_token
 
 
@@ -93,7 +90,7 @@ def store_output(out_ptr, y, x, D_ptr, z_ptr, dims, is_dim, stride_D_dim):
 
 
 @triton.jit
-def state_replay_kernel(  # noqa: PLR0912 - options are compiled in or out, each an `if`
+def state_replay_kernel(
     # Outputs
     out_ptr,  # [num_tokens, num_heads, head_dim]
     states_ptr,  # [num_slots, num_heads, head_dim, d_state]
@@ -152,15 +149,14 @@ def state_replay_kernel(  # noqa: PLR0912 - options are compiled in or out, each
     IS_SOFTPLUS: tl.constexpr,
     HAS_LIMITS: tl.constexpr,
     PRECISION: tl.constexpr,
-    BLOCK_H: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_LINE: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ):
-    """Program (b, r) serves BLOCK_P channels of each of BLOCK_H heads of request r."""
+    """Program (b, r) serves BLOCK_P channels of one head of request r."""
     BLOCKS: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
-    first_head = (tl.program_id(0) // BLOCKS * BLOCK_H).to(tl.int64)
+    head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     block = tl.program_id(0) % BLOCKS
     request = tl.program_id(1)
     dims = block * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -178,128 +174,102 @@ def state_replay_kernel(  # noqa: PLR0912 - options are compiled in or out, each
     computed = tl.load(computed_tokens_ptr + request)
     stored = tl.load(state_tokens_ptr + request)
     stored_next = tl.load(next_state_tokens_ptr + request)
-    first = request.to(tl.int64)
-    num_tokens = 1
-    if query_starts_ptr is not None:
-        first = tl.load(query_starts_ptr + request).to(tl.int64)
-        num_tokens = (tl.load(query_starts_ptr + request + 1) - first).to(tl.int32)
-    out_ptr += first * stride_out_token + first_head * stride_out_head + dims
+    first = tl.load(query_starts_ptr + request).to(tl.int64)
+    num_tokens = (tl.load(query_starts_ptr + request + 1) - first).to(tl.int32)
+    out_ptr += first * stride_out_token + head * stride_out_head + dims
     if slot <= 0:
-        store_zeros(
-            out_ptr, num_tokens, is_dim, stride_out_token, stride_out_head, BLOCK_H, BLOCK_P
-        )
+        store_zeros(out_ptr, num_tokens, is_dim, stride_out_token, BLOCK_P)
         return
 
-    group = first_head // HEADS_PER_GROUP
+    group = head // HEADS_PER_GROUP
     num_past = computed - stored
-    x_ptr += first * stride_x_token + first_head * stride_x_head + dims
-    dt_ptr += first * stride_dt_token + first_head * stride_dt_head
+    x_ptr += first * stride_x_token + head * stride_x_head + dims
+    dt_ptr += first * stride_dt_token + head * stride_dt_head
     B_ptr += first * stride_B_token + group * stride_B_group
     C_ptr += first * stride_C_token + group * stride_C_group
     if z_ptr is not None:
-        z_ptr += first * stride_z_token + first_head * stride_z_head + dims
-    history_x_ptr += page_offsets(slot, stride_history_x_slot) + dims
-    history_dt_ptr += page_offsets(slot, stride_history_dt_slot)
+        z_ptr += first * stride_z_token + head * stride_z_head + dims
+    history_x_ptr += page_offsets(slot, stride_history_x_slot) + head * stride_history_x_head + dims
+    history_dt_ptr += page_offsets(slot, stride_history_dt_slot) + head * stride_history_dt_head
     history_B_ptr += page_offsets(slot, stride_history_B_slot) + group * stride_history_B_group
-    states_ptr += page_offsets(slot, stride_states_slot)
+    states_ptr += page_offsets(slot, stride_states_slot) + head * stride_states_head
     state_rows = dims[None, :, None]
     if HEAD_DIM * stride_states_dim > _INT32_MAX:
         state_rows = state_rows.to(tl.int64)
     in_head = state_rows * stride_states_dim + lines[:, None, :]
+    S = tl.load(states_ptr + in_head, mask=mask_if(stored > 0, in_state), other=0.0)
 
     rows = ((stored + ages) % HISTORY_TOKENS).to(tl.int64)
     next_rows = ((stored + ages + 1) % HISTORY_TOKENS).to(tl.int64)
     is_past = (ages < num_past)[:, None]
-    past_B = history_B_ptr + rows[:, None] * stride_history_B_token + ns[None, :]
-    past_B = widened(tl.load(past_B, mask=is_past & is_n[None, :], other=0.0))  # [L, N]
-    own_score = 0.0
-    scores = tl.full([BLOCK_L], 0.0, tl.float32)
-    c = tl.full(lines.shape, 0.0, tl.float32)
-    if query_starts_ptr is None:
-        # What a token asks of those before it, and of itself, is the same for all heads.
+    all_B = history_B_ptr + rows[:, None] * stride_history_B_token + ns[None, :]
+    all_B = tl.load(all_B, mask=is_past & is_n[None, :], other=0.0)  # [L, N]
+    all_x = history_x_ptr[None, :] + rows[:, None] * stride_history_x_token
+    all_x = tl.load(all_x, mask=is_past & is_dim[None, :], other=0.0)  # [L, P]
+    rate = tl.load(A_ptr + head) * LOG2E
+    dt_bias = None
+    if dt_bias_ptr is not None:
+        dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
+    if D_ptr is not None:
+        D_ptr += head * stride_D_head
+    S = widened(S)
+    all_B = widened(all_B)
+    all_x = widened(all_x)
+    weights, decay = decays_since(history_dt_ptr, rows, next_rows, ages, num_past, rate)
+    # What the state is made of when it is written.
+    kept_weights = weights
+    kept_decay = decay
+    token_B_ptr = B_ptr
+    for t in range(num_tokens):
+        dt = tl.load(dt_ptr).to(tl.float32)
+        dt = step_sizes(dt, dt_bias, dt_min, dt_max, IS_SOFTPLUS, HAS_LIMITS)
+        x_row = tl.load(x_ptr, mask=is_dim, other=0.0)
+        x = x_row.to(tl.float32)  # [P]
         c = tl.load(C_ptr + lines, mask=in_line, other=0.0).to(tl.float32)  # [lines, line]
-        b = tl.load(B_ptr + lines, mask=in_line, other=0.0).to(tl.float32)  # [lines, line]
-        scores = scores_of(C_ptr, past_B, ns, is_n)  # [L]
+        b = tl.load(token_B_ptr + lines, mask=in_line, other=0.0).to(tl.float32)
+        scores = scores_of(C_ptr, all_B, ns, is_n)  # [L]
         own_score = tl.sum(rounded_product(b, c))
-    for h in range(BLOCK_H):
-        head = first_head + h
-        state_ptr = states_ptr + head * stride_states_head
-        S = widened(tl.load(state_ptr + in_head, mask=mask_if(stored > 0, in_state), other=0.0))
-        head_x_ptr = history_x_ptr + head * stride_history_x_head
-        head_dt_ptr = history_dt_ptr + head * stride_history_dt_head
-        all_B = past_B
-        all_x = head_x_ptr[None, :] + rows[:, None] * stride_history_x_token
-        all_x = widened(tl.load(all_x, mask=is_past & is_dim[None, :], other=0.0))  # [L, P]
-        rate = tl.load(A_ptr + head) * LOG2E
-        weights, decay = decays_since(head_dt_ptr, rows, next_rows, ages, num_past, rate)
-        # What the state is made of when it is written.
-        kept_weights = weights
-        kept_decay = decay
-        dt_bias = None
-        if dt_bias_ptr is not None:
-            dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
-        head_D_ptr = None
-        if D_ptr is not None:
-            head_D_ptr = D_ptr + head * stride_D_head
-        token_x_ptr = x_ptr + h * stride_x_head
-        token_dt_ptr = dt_ptr + h * stride_dt_head
-        token_B_ptr = B_ptr
-        token_C_ptr = C_ptr
-        token_z_ptr = None
+        step_decay = tl.exp2(dt * rate)
+        decay *= step_decay
+        weights *= step_decay
+        y = line_sums(S * c[:, None, :]) * decay
+        y += column_sums(rounded_product(all_x, (weights * scores)[:, None]))
+        y += (dt * own_score) * x
+        store_output(out_ptr, y, x, D_ptr, z_ptr, dims, is_dim, stride_D_dim)
+        is_own = ages == num_past + t
+        b_row = tl.load(token_B_ptr + ns, mask=is_n, other=0.0).to(tl.float32)  # [N]
+        all_B = tl.where(is_own[:, None], b_row[None, :], all_B)
+        all_x = tl.where(is_own[:, None], x[None, :], all_x)
+        weights = tl.where(is_own, dt, weights)
+        if computed + t >= stored_next:
+            row = ((computed + t) % HISTORY_TOKENS).to(tl.int64)
+            kept_x_ptr = history_x_ptr + row * stride_history_x_token
+            tl.store(kept_x_ptr, x_row, mask=is_dim)
+            tl.store(history_dt_ptr + row, dt, mask=block == 0)
+        else:
+            kept_weights = weights
+            kept_decay = decay
+        x_ptr += stride_x_token
+        dt_ptr += stride_dt_token
+        token_B_ptr += stride_B_token
+        C_ptr += stride_C_token
         if z_ptr is not None:
-            token_z_ptr = z_ptr + h * stride_z_head
-        token_out_ptr = out_ptr + h * stride_out_head
-        for t in range(num_tokens):
-            dt = tl.load(token_dt_ptr).to(tl.float32)
-            dt = step_sizes(dt, dt_bias, dt_min, dt_max, IS_SOFTPLUS, HAS_LIMITS)
-            x_row = tl.load(token_x_ptr, mask=is_dim, other=0.0)
-            x = x_row.to(tl.float32)  # [P]
-            if query_starts_ptr is not None:
-                c = tl.load(token_C_ptr + lines, mask=in_line, other=0.0).to(tl.float32)
-                b = tl.load(token_B_ptr + lines, mask=in_line, other=0.0).to(tl.float32)
-                scores = scores_of(token_C_ptr, all_B, ns, is_n)  # [L]
-                own_score = tl.sum(rounded_product(b, c))
-            step_decay = tl.exp2(dt * rate)
-            decay *= step_decay
-            weights *= step_decay
-            y = line_sums(S * c[:, None, :]) * decay
-            y += column_sums(rounded_product(all_x, (weights * scores)[:, None]))
-            y += (dt * own_score) * x
-            store_output(token_out_ptr, y, x, head_D_ptr, token_z_ptr, dims, is_dim, stride_D_dim)
-            is_own = ages == num_past + t
-            b_row = tl.load(token_B_ptr + ns, mask=is_n, other=0.0).to(tl.float32)  # [N]
-            all_B = tl.where(is_own[:, None], b_row[None, :], all_B)
-            all_x = tl.where(is_own[:, None], x[None, :], all_x)
-            weights = tl.where(is_own, dt, weights)
-            if computed + t >= stored_next:
-                row = ((computed + t) % HISTORY_TOKENS).to(tl.int64)
-                kept_x_ptr = head_x_ptr + row * stride_history_x_token
-                tl.store(kept_x_ptr, x_row, mask=is_dim)
-                tl.store(head_dt_ptr + row, dt, mask=block == 0)
-            else:
-                kept_weights = weights
-                kept_decay = decay
-            token_x_ptr += stride_x_token
-            token_dt_ptr += stride_dt_token
-            token_B_ptr += stride_B_token
-            token_C_ptr += stride_C_token
-            if z_ptr is not None:
-                token_z_ptr += stride_z_token
-            token_out_ptr += stride_out_token
-        if stored_next > stored:
-            kept_weights = tl.where(ages < stored_next - stored, kept_weights, 0.0)
-            write_rows(
-                state_ptr + tl.reshape(state_rows, [BLOCK_P, 1]) * stride_states_dim,
-                is_dim[:, None],
-                stored > 0,
-                kept_decay,
-                tl.trans(all_x * kept_weights[:, None]),
-                all_B,
-                D_STATE,
-                PRECISION,
-            )
+            z_ptr += stride_z_token
+        out_ptr += stride_out_token
+    if stored_next > stored:
+        kept_weights = tl.where(ages < stored_next - stored, kept_weights, 0.0)
+        write_rows(
+            states_ptr + tl.reshape(state_rows, [BLOCK_P, 1]) * stride_states_dim,
+            is_dim[:, None],
+            stored > 0,
+            kept_decay,
+            tl.trans(all_x * kept_weights[:, None]),
+            all_B,
+            D_STATE,
+            PRECISION,
+        )
 
-    if (first_head % HEADS_PER_GROUP == 0) & (block == 0):
+    if (head % HEADS_PER_GROUP == 0) & (block == 0):
         keep_projections(
             history_B_ptr + ns,
             B_ptr + ns,

@@ -6,7 +6,10 @@ large, because it pays per operation and hardly per element.
 
 from dataclasses import dataclass
 
-from jenga_kernels.triton.tiles import Machine, power_of_two
+import torch
+
+from jenga_kernels.triton.addressing import strides
+from jenga_kernels.triton.tiles import BLACKWELL, HOPPER, Machine, power_of_two
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +113,54 @@ def head_scan_tiles(
     )
 
 
+CHUNK_TOKENS = 64
+"""Tokens of a chunk of the scan for Hopper."""
+
+CHUNK_CHANNELS = 64
+"""Channels of one of its programs, the rows of a warpgroup matrix instruction."""
+
+CHUNK_STATE = 128
+"""Most state elements of one of its products."""
+
+CHUNK_ALIGNMENT = 16
+"""Elements and bytes that strides and addresses of what it copies ahead are multiples of."""
+
+
+def hopper_scan_tiles(
+    machine: Machine, x: torch.Tensor, B: torch.Tensor, C: torch.Tensor, z: torch.Tensor | None
+) -> ScanTiles | None:
+    """Tiles of `state_scan` by the kernel whose loads run ahead; None where it cannot run.
+
+    Args:
+        machine: Where it would run.
+        x: Inputs, [num_tokens, num_heads, head_dim].
+        B: Input projections, [num_tokens, num_groups, d_state].
+        C: Output projections, shape and dtype of B.
+        z: Gates, which it does not take.
+    """
+    d_state = B.shape[2]
+    can_run = (
+        HOPPER <= machine.capability < BLACKWELL
+        and x.element_size() == 2  # noqa: PLR2004 - bytes of bfloat16 and float16
+        and x.shape[2] % CHUNK_CHANNELS == 0
+        and d_state in (CHUNK_STATE // 2, CHUNK_STATE, 2 * CHUNK_STATE)
+        and z is None
+        and all(
+            tensor.data_ptr() % CHUNK_ALIGNMENT == 0
+            and all(stride % CHUNK_ALIGNMENT == 0 for stride in strides(tensor)[:2])
+            for tensor in (x, B, C)
+        )
+    )
+    if not can_run:
+        return None
+    return ScanTiles(
+        block_tokens=CHUNK_TOKENS,
+        block_dims=CHUNK_CHANNELS,
+        num_warps=4,
+        state_parts=max(1, d_state // CHUNK_STATE),
+    )
+
+
 def conv_tiles(machine: Machine, dim: int) -> ScanTiles:
     """Tiles of `causal_conv`."""
     if machine.is_interpreter:
@@ -151,16 +202,76 @@ class ReplayTiles:
     """Tiles of `state_replay`.
 
     Attributes:
-        block_heads: Heads of a program, of one group.
         block_dims: Channels of a head that it reads at once.
         num_warps: Warps a program.
         is_at_once: Whether matrix products serve all tokens of a call at once.
     """
 
-    block_heads: int
     block_dims: int
     num_warps: int
     is_at_once: bool = False
+
+
+TOKEN_REPLAY_ELEMENTS = 4096
+"""Elements of a state that a program of `state_replay` has which serves one token, for one warp.
+
+An H100 was fastest so, in float32 and bfloat16: two warps, which have to meet for their sums, take
+up to a sixth more time, and half as many elements a twentieth more.
+"""
+
+FEW_REPLAY_ELEMENTS = 1024
+"""And where programs that large are fewer than a GPU runs at a time."""
+
+REPLAY_PROGRAMS_PER_PROCESSOR = 16
+"""Warps with so many registers that a processor runs at a time, or nearly."""
+
+TOKEN_REPLAY_HEADS = 16
+"""Most heads that one of its programs weighs the tokens of a history for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenReplayTiles:
+    """Tiles of `state_replay` where every request has one token.
+
+    Attributes:
+        block_heads: Heads of a group that a program weighs a history's tokens for.
+        weights_warps: Warps of such a program.
+        block_dims: Channels of a head that a program reads the state of.
+        num_warps: Warps of such a program.
+    """
+
+    block_heads: int
+    weights_warps: int
+    block_dims: int
+    num_warps: int
+
+
+def token_replay_tiles(
+    machine: Machine, num_states: int, heads_per_group: int, head_dim: int, d_state: int
+) -> TokenReplayTiles:
+    """Tiles of `state_replay` where every request has one token.
+
+    Args:
+        machine: Where it runs.
+        num_states: Heads of all requests.
+        heads_per_group: Heads that have the projections of inputs in common.
+        head_dim: Channels of a head.
+        d_state: State elements of a channel.
+    """
+    whole_head, whole_group = power_of_two(head_dim), power_of_two(heads_per_group)
+    if machine.is_interpreter:
+        return TokenReplayTiles(
+            block_heads=whole_group, weights_warps=1, block_dims=whole_head, num_warps=1
+        )
+    num_programs = num_states * whole_head * power_of_two(d_state) // TOKEN_REPLAY_ELEMENTS
+    is_few = num_programs < REPLAY_PROGRAMS_PER_PROCESSOR * machine.num_processors
+    elements = FEW_REPLAY_ELEMENTS if is_few else TOKEN_REPLAY_ELEMENTS
+    return TokenReplayTiles(
+        block_heads=min(TOKEN_REPLAY_HEADS, whole_group),
+        weights_warps=4,
+        block_dims=min(whole_head, max(1, elements // power_of_two(d_state))),
+        num_warps=1,
+    )
 
 
 REPLAY_ELEMENTS = 8192
@@ -199,68 +310,45 @@ def replay_elements(
     return REPLAY_BYTES // state_element_bytes // parts
 
 
-REPLAY_HEADS = 4
-"""Most heads of a program of `state_replay`, which weighs the tokens of a history once for all."""
-
-
 def state_replay_tiles(
     machine: Machine,
-    num_states: int,
-    heads_per_group: int,
     head_dim: int,
     d_state: int,
     *,
     state_element_bytes: int,
     input_element_bytes: int,
     history_tokens: int,
-    has_one_token: bool,
 ) -> ReplayTiles:
-    """Tiles of `state_replay`.
+    """Tiles of `state_replay` where requests may have several tokens.
 
-    One token is served by sums, several by products; but of a state in float32 only where parts of
-    its elements fit into registers beside these, and one of a state in 16 bits too where operands
-    are in registers, which holds nothing else for long.
+    These are served by products; but of a state in float32 only where parts of its elements fit
+    into registers beside these.
 
     Args:
         machine: Where it runs.
-        num_states: Heads of all requests.
-        heads_per_group: Heads that have the projections of inputs in common.
         head_dim: Channels of a head.
         d_state: State elements of a channel.
         state_element_bytes: Bytes of an element of the state.
         input_element_bytes: Bytes of an element of x.
         history_tokens: Rows of a history.
-        has_one_token: Whether every request has one token.
     """
     whole_head = max(LEAST_PRODUCT, power_of_two(head_dim))
     has_room = machine.is_interpreter or machine.has_large_tiles
+    fits = history_tokens <= USUAL_HISTORY
     if state_element_bytes > 2:  # noqa: PLR2004 - bytes of bfloat16 and float16
-        fits = d_state <= WIDE_STATE and history_tokens <= USUAL_HISTORY
-        is_at_once = not has_one_token and has_room and fits
+        is_at_once = has_room and fits and d_state <= WIDE_STATE
     else:
-        is_at_once = not has_one_token if has_room else history_tokens <= USUAL_HISTORY
+        is_at_once = has_room or fits
     if machine.is_interpreter:
-        block_heads = 1 if is_at_once else heads_per_group
-        return ReplayTiles(
-            block_heads=block_heads, block_dims=whole_head, num_warps=1, is_at_once=is_at_once
-        )
+        return ReplayTiles(block_dims=whole_head, num_warps=1, is_at_once=is_at_once)
     elements = replay_elements(
         machine, state_element_bytes, input_element_bytes, history_tokens, is_at_once=is_at_once
     )
-    if not (has_one_token or is_at_once):
+    if not is_at_once:
         elements //= 2
     whole_state = max(2 * LEAST_PRODUCT, power_of_two(d_state))
     block_dims = min(whole_head, max(LEAST_PRODUCT, elements // whole_state))
     num_warps = min(4, max(1, block_dims * whole_state // 1024))
-    if is_at_once:
-        return ReplayTiles(
-            block_heads=1, block_dims=block_dims, num_warps=num_warps, is_at_once=True
-        )
-    num_parts = num_states * -(-head_dim // block_dims)
-    # Fewer heads where few requests leave processors without two programs.
-    block_heads = REPLAY_HEADS
-    while block_heads > 1 and (
-        heads_per_group % block_heads or num_parts < 2 * machine.num_processors * block_heads
-    ):
-        block_heads //= 2
-    return ReplayTiles(block_heads=block_heads, block_dims=block_dims, num_warps=4)
+    if not is_at_once:
+        num_warps = 4
+    return ReplayTiles(block_dims=block_dims, num_warps=num_warps, is_at_once=is_at_once)

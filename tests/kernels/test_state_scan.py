@@ -1,9 +1,12 @@
 import pytest
 import torch
 
+from jenga_kernels import state_scan as module
 from jenga_kernels.reference import state_scan as reference
 from jenga_kernels.state_scan import state_scan
 from jenga_kernels.states import NULL_SLOT, Checkpoints
+from jenga_kernels.triton.state_tiles import hopper_scan_tiles
+from jenga_kernels.triton.tiles import Machine
 from tests.kernels.approximations import exactly
 from tests.kernels.compiling import compile_job
 from tests.kernels.state_cases import (
@@ -72,8 +75,12 @@ def naive_by_heads(tensors, slots, states):
         x_heads = x[rows].movedim(1, 0)  # [H, T, P]
         y = (weights.to(dtype) @ x_heads).float()
         y += (c @ h.to(dtype).mT).float() * total.exp().T[..., None]
-        y = y.movedim(0, 1) + tensors["D"][:, None] * x[rows].float()
-        out[rows] = (y * torch.nn.functional.silu(tensors["z"][rows].float())).to(dtype)
+        y = y.movedim(0, 1)
+        if tensors["D"] is not None:
+            y = y + tensors["D"][:, None] * x[rows].float()
+        if tensors["z"] is not None:
+            y = y * torch.nn.functional.silu(tensors["z"][rows].float())
+        out[rows] = y.to(dtype)
         scale = (torch.exp(total[-1:] - total) * dt[rows]).T[..., None] if len(total) else 0
         if len(total):
             h = h * total[-1].exp()[:, None, None]
@@ -144,6 +151,118 @@ def test_state_scan_of_heads_is_as_exact_as_matrix_products_in_its_dtype(dtype):
     check_close(
         pages.states[written], exact_states[written], naive_states[written], slack=states_lost
     )
+
+
+UNGATED = {
+    # Shapes that Hopper has a kernel of its own for where there are no gates.
+    "narrow_state": (2, 64, 64, 1),
+    "two_groups": (4, 64, 128, 2),
+    "step_sizes_that_are_copied": (8, 64, 128, 1),
+    "wide_state_and_heads": (2, 128, 256, 1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", UNGATED.values(), ids=UNGATED.keys())
+def test_state_scan_of_heads_without_gates_is_as_exact(shape, dtype):
+    lengths = [1, 64, 0, PADDING, 130]
+    tensors, slots, pages, written = arguments(
+        "heads", shape, lengths, dtype, torch.float32, checkpoints=False
+    )
+    tensors["z"] = None
+    if dtype == torch.float16:
+        tensors["D"] = None
+    before = pages.arena.clone()
+    naive, naive_states = naive_by_heads(tensors, slots, pages.states)
+    (exact, exact_states), (lost, states_lost) = exactly(
+        lambda: by_reference(widened(tensors), slots, pages.states.double())
+    )
+    out = torch.full_like(tensors["x"], float("nan"))
+
+    state_scan(out, pages.states, **tensors, **slots)
+
+    check_close(out, exact, naive, slack=lost)
+    check_close(
+        pages.states[written], exact_states[written], naive_states[written], slack=states_lost
+    )
+    assert same_elsewhere(pages.arena, before, written)
+
+
+@pytest.mark.parametrize("shape", UNGATED.values(), ids=UNGATED.keys())
+def test_state_scan_without_gates_keeps_what_it_would_end_with(shape):
+    cuts = [7, 8, 71, 135, 150]
+    length = cuts[-1]
+    tensors = recurrence_tensors(length, "heads", shape, torch.bfloat16, generator(3))
+    tensors["z"] = None
+    whole, pieces = (state_pages(8, shape[:3], torch.float32) for _ in range(2))
+    out, cut_out = (torch.full_like(tensors["x"], float("nan")) for _ in range(2))
+    kept = Checkpoints(starts=i32([0, 5]), after_tokens=i32(cuts), slots=i32([2, 3, 0, 4, 5]))
+
+    state_scan(
+        out,
+        whole.states,
+        **tensors,
+        query_starts=i32([0, length]),
+        initial_slots=i32([0]),
+        state_slots=i32([6]),
+        checkpoints=kept,
+    )
+
+    slots = [2, 3, 1, 4, 5]
+    for slot, initial, start, end in zip(slots, [0, *slots], [0, *cuts], cuts, strict=False):
+        part = {
+            name: value[start:end]
+            for name, value in tensors.items()
+            if value is not None and len(value) == length
+        }
+        state_scan(
+            cut_out[start:end],
+            pieces.states,
+            **(tensors | part),
+            query_starts=i32([0, end - start]),
+            initial_slots=i32([initial]),
+            state_slots=i32([slot]),
+        )
+    assert torch.equal(out, cut_out)
+    kept_slots = [2, 3, 4, 5]
+    assert torch.equal(whole.states[kept_slots], pieces.states[kept_slots])
+    assert torch.equal(whole.states[6], pieces.states[5])
+    assert whole.states[1].isnan().all(), "what is kept in no slot is written nowhere"
+
+
+@pytest.mark.parametrize("shape", UNGATED.values(), ids=UNGATED.keys())
+def test_state_scan_without_gates_reads_no_token_of_another_request(shape):
+    tensors = recurrence_tensors(90, "heads", shape, torch.bfloat16, generator(4))
+    tensors["z"] = None
+    first = {
+        name: value[:40] if value is not None and len(value) == 90 else value
+        for name, value in tensors.items()
+    }
+    for name in ("x", "dt", "B", "C"):
+        tensors[name][40:] = float("nan")
+    beside, alone = (state_pages(3, shape[:3], torch.float32) for _ in range(2))
+    out, alone_out = (torch.empty_like(tensors["x"]) for _ in range(2))
+
+    state_scan(
+        out,
+        beside.states,
+        **tensors,
+        query_starts=i32([0, 40, 90]),
+        initial_slots=i32([0, 0]),
+        state_slots=i32([1, 2]),
+    )
+    state_scan(
+        alone_out[:40],
+        alone.states,
+        **first,
+        query_starts=i32([0, 40]),
+        initial_slots=i32([0]),
+        state_slots=i32([1]),
+    )
+
+    assert torch.equal(out[:40], alone_out[:40])
+    assert torch.equal(beside.states[1], alone.states[1])
+    assert beside.states[1].isfinite().all()
 
 
 @pytest.mark.parametrize("kind", ["channels", "heads"])
@@ -388,12 +507,23 @@ def compile_channels():
             launch("channels", (1, 8192, 16, 1), dtype, state_dtype)
 
 
+# Of a wide state with heads that fill a GPU by half and with more.
+COMPILED_HEADS = ((128, 64, 128, 8), (24, 128, 256, 1), (96, 128, 256, 1), (48, 64, 64, 1))
+
+
 def compile_heads():
-    # Of a wide state with heads that fill a GPU by half and with more.
-    for shape in ((128, 64, 128, 8), (24, 128, 256, 1), (96, 128, 256, 1), (48, 64, 64, 1)):
+    for shape in COMPILED_HEADS:
         for dtype in (torch.bfloat16, torch.float16):
             launch("heads", shape, dtype, torch.float32)
     launch("heads", (128, 64, 128, 8), torch.float32, torch.float32)
+
+
+def compile_heads_as_anywhere():
+    chosen, module.hopper_scan_tiles = module.hopper_scan_tiles, lambda *_: None
+    try:
+        compile_heads()
+    finally:
+        module.hopper_scan_tiles = chosen
 
 
 def launch(kind, shape, dtype, state_dtype):
@@ -436,7 +566,7 @@ def test_state_scan_of_channels_compiles_without_spills(capability):
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_state_scan_of_heads_compiles_to_matrix_instructions_without_spills(capability):
-    kernels = compile_job(compile_heads, capability)
+    kernels = compile_job(compile_heads_as_anywhere, capability)
 
     assert len(kernels) == 9
     for kernel in kernels:
@@ -457,3 +587,38 @@ def test_state_scan_of_heads_compiles_to_matrix_instructions_without_spills(capa
             # With loads in flight, products of registers could run on into the next turn.
             assert kernel.counts["wgmma_of_registers"] == 0, kernel
             assert kernel.loop_instructions <= (630 if kernel.num_warps > 4 else 800), kernel
+
+
+def test_state_scan_whose_loads_run_ahead_compiles_to_warpgroup_products():
+    kernels = compile_job(compile_heads, 90)
+
+    ahead = [kernel for kernel in kernels if kernel.name == "state_scan_hopper_kernel"]
+    assert len(ahead) == 2 * len(COMPILED_HEADS)
+    for kernel in ahead:
+        is_wide = kernel.shared_bytes > 113 << 10
+        # Of a wide state, whose 256 elements take half of the registers, some addresses spill.
+        assert kernel.stack_bytes <= (128 if is_wide else 16), kernel
+        # Of others two programs run on a processor.
+        assert kernel.shared_bytes <= (227 << 10 if is_wide else 113 << 10), kernel
+        assert kernel.counts["tma"] >= 4, kernel
+        assert kernel.counts["wgmma"] >= 16, kernel
+        # A state and what it takes in are left operands as they are.
+        assert kernel.counts["wgmma_of_registers"] >= 12, kernel
+        assert kernel.counts["mma"] == 0, kernel
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+def test_only_hopper_has_tiles_for_loads_that_run_ahead(capability):
+    machine = Machine(capability=capability, num_processors=132)
+    x = torch.zeros(4, 2, 64, dtype=torch.bfloat16)
+    B = torch.zeros(4, 1, 128, dtype=torch.bfloat16)
+
+    def is_chosen(x=x, B=B, z=None):
+        return hopper_scan_tiles(machine, x, B, B, z) is not None
+
+    assert is_chosen() == (capability == 90)
+    assert not is_chosen(z=x)
+    assert not is_chosen(x=x.float())
+    assert not is_chosen(x=torch.zeros(4, 2, 96, dtype=torch.bfloat16))
+    assert not is_chosen(B=torch.zeros(4, 1, 96, dtype=torch.bfloat16))
+    assert not is_chosen(B=torch.zeros(4, 1, 132, dtype=torch.bfloat16)[..., :128])
