@@ -296,6 +296,7 @@ def plan_attention(
                 page_tokens=kind.page_tokens,
                 element_bytes=dtype.itemsize,
                 stored_bytes=1 if kind.is_quantised else dtype.itemsize,
+                window_tokens=kind.window_tokens,
             )
             tiles = replace(tiles, specialized_prefill=specialized)
     elif tiles.decode.block_m < decode_query_tokens * kind.group_heads:

@@ -276,6 +276,7 @@ def paged_attention(
             BOX_DIM,
             attention_prefill_hopper_kernel,
             box_descriptor,
+            rows_descriptor,
         )
 
         names = set(attention_prefill_hopper_kernel.arg_names)
@@ -289,6 +290,7 @@ def paged_attention(
             row_tile_requests_ptr=plan.row_tile_requests,
             row_tile_indices_ptr=plan.row_tile_indices,
             spans_ptr=spans,
+            q_descriptor=rows_descriptor(q, kind.group_heads) if specialized.loads_rows else None,
             k_descriptor=box_descriptor(k_pages, block_tokens),
             v_descriptor=box_descriptor(v_pages, block_tokens),
             num_pages=k_pages.shape[0],

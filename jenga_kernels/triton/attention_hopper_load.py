@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from jenga_kernels.triton.attention_hopper_work import keys_of, num_rounds, place_of
+from jenga_kernels.triton.attention_hopper_work import keys_of, num_rounds, place_of, say
 from jenga_kernels.triton.tiles import SWIZZLE_ROWS as _SWIZZLE_ROWS
 
 SWIZZLE_ROWS = gl.constexpr(_SWIZZLE_ROWS)
@@ -17,6 +17,9 @@ BOX_DIM = gl.constexpr(64)
 
 BOX_LAYOUT = gl.NVMMASharedLayout(128, 16, 4)
 """Of a box, [1 page, rows, 1 head, BOX_DIM]."""
+
+ROWS_LAYOUT = gl.NVMMASharedLayout(128, 16, 3)
+"""Of a box of queries, [tokens, heads that share keys, BOX_DIM]."""
 
 TILE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 """Of a tile, which boxes make up: those of the first BOX_DIM elements, then of the next."""
@@ -30,6 +33,7 @@ copy_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 @gluon.jit
 def load_tiles(
+    rows,
     k_descriptor,
     v_descriptor,
     page_table_ptr,  # i32[num_requests, max_pages]
@@ -48,9 +52,14 @@ def load_tiles(
     BLOCK_D: gl.constexpr,
     NUM_STAGES: gl.constexpr,
 ):
-    """Load tiles of keys and of values for all row tiles, each as soon as its place is free."""
+    """Load tiles of keys and of values for all row tiles, each as soon as its place is free.
+
+    So are the queries of row tiles, if the copy engine can find them.
+    """
+    q, items, item_ready, item_free, q_descriptor = rows
     k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, _ = ring
     _, seq_lens_ptr, _, _, _, _, _ = work
+    num_said = 0
     done = 0
     landed_phase = 0
     for round_index in range(num_rounds(work)):
@@ -58,11 +67,12 @@ def load_tiles(
             round_index, work, NUM_KV_HEADS
         )
         if request >= 0:
+            seq_len = gl.load(seq_lens_ptr + request)
             keys_start, keys_end, tiles_start, num_tiles = keys_of(
                 row_start,
                 query_start,
                 query_len,
-                gl.load(seq_lens_ptr + request),
+                seq_len,
                 work,
                 window_tokens,
                 chunk_tokens,
@@ -70,8 +80,38 @@ def load_tiles(
                 IS_CAUSAL,
                 BLOCK_N,
                 BLOCK_T,
-                1,
             )
+            place = num_said % 2
+            mbarrier.wait(item_free.index(place), (num_said // 2) & 1 ^ 1)
+            say(
+                items,
+                place,
+                (
+                    request,
+                    kv_head,
+                    row_start,
+                    query_start,
+                    query_len,
+                    seq_len,
+                    tiles_start,
+                    num_tiles,
+                ),
+            )
+            if q_descriptor is None:
+                mbarrier.arrive(item_ready.index(place), count=1)
+            else:
+                token = query_start + row_start // GROUP
+                _load_rows(
+                    q,
+                    q_descriptor,
+                    item_ready.index(place),
+                    place,
+                    token,
+                    kv_head * GROUP,
+                    GROUP,
+                    BLOCK_D,
+                )
+            num_said += 1
             table_row_ptr = page_table_ptr + request.to(gl.int64) * stride_table_request
             for tile in range(num_tiles):
                 tile_start = tiles_start + tile * BLOCK_N
@@ -123,6 +163,40 @@ def load_tiles(
                     fence_async_shared()
                     mbarrier.arrive(v_ready.index(stage), count=1)
             done += num_tiles
+    place = num_said % 2
+    mbarrier.wait(item_free.index(place), (num_said // 2) & 1 ^ 1)
+    say(items, place, (-1,))
+    mbarrier.arrive(item_ready.index(place), count=1)
+
+
+@gluon.jit
+def _load_rows(
+    q,
+    descriptor,
+    ready,
+    place,
+    token,
+    head,
+    GROUP: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+):
+    """Ask for the queries of a row tile from a token and head on, those of both groups of warps."""
+    NUM_PARTS: gl.constexpr = BLOCK_D // BOX_DIM
+    GROUP_ROWS: gl.constexpr = q.shape[1]
+    shape: gl.constexpr = [q.shape[0] * NUM_PARTS, GROUP_ROWS // GROUP, GROUP, BOX_DIM]
+    if HAS_REINTERPRET:
+        boxes = q.reinterpret(q.dtype, shape, descriptor.layout)
+    else:
+        boxes = q._reinterpret(q.dtype, shape, descriptor.layout)
+    mbarrier.expect(ready, 2 * GROUP_ROWS * BLOCK_D * 2)
+    for group in gl.static_range(2):
+        for part in gl.static_range(NUM_PARTS):
+            copy_box(
+                descriptor,
+                [token + group * (GROUP_ROWS // GROUP), head, part * BOX_DIM],
+                ready,
+                boxes.index((place * 2 + group) * NUM_PARTS + part),
+            )
 
 
 @gluon.jit

@@ -16,9 +16,7 @@ from jenga_kernels.triton.attention_hopper_work import (
     ROWS,
     end_visible,
     first_visible,
-    keys_of,
-    num_rounds,
-    place_of,
+    said,
 )
 
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -34,18 +32,17 @@ def attend_rows(
     q_ptr,
     sinks_ptr,
     alibi_slopes_ptr,
-    work,
+    spans_ptr,
     scoring,  # scale, soft_cap, window_tokens, chunk_tokens
     stride_q_token,
     stride_q_head,
-    q,  # room for the group's queries and results, [GROUP_ROWS, BLOCK_D]
+    rows,
     ring,
     NUM_KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    BLOCK_T: gl.constexpr,
     BLOCK_D: gl.constexpr,
     NUM_STAGES: gl.constexpr,
     TAKES_TURNS: gl.constexpr,
@@ -53,34 +50,44 @@ def attend_rows(
 ):
     """Do rows GROUP_INDEX * GROUP_ROWS and on of all row tiles."""
     done = 0
-    for round_index in range(num_rounds(work)):
-        _, request, _, _, _ = place_of(round_index, work, NUM_KV_HEADS)
-        if request >= 0:
-            done += _attend_row_tile(
-                out_ptr,
-                lse_ptr,
-                q_ptr,
-                sinks_ptr,
-                alibi_slopes_ptr,
-                work,
-                round_index,
-                done,
-                scoring,
-                stride_q_token,
-                stride_q_head,
-                q,
-                ring,
-                NUM_KV_HEADS,
-                GROUP,
-                HEAD_DIM,
-                IS_CAUSAL,
-                BLOCK_N,
-                BLOCK_T,
-                BLOCK_D,
-                NUM_STAGES,
-                TAKES_TURNS,
-                GROUP_INDEX,
-            )
+    num_begun = 0
+    request = _await_item(rows, num_begun)
+    while request >= 0:
+        done += _attend_row_tile(
+            out_ptr,
+            lse_ptr,
+            q_ptr,
+            sinks_ptr,
+            alibi_slopes_ptr,
+            spans_ptr,
+            done,
+            num_begun,
+            scoring,
+            stride_q_token,
+            stride_q_head,
+            rows,
+            ring,
+            NUM_KV_HEADS,
+            GROUP,
+            HEAD_DIM,
+            IS_CAUSAL,
+            BLOCK_N,
+            BLOCK_D,
+            NUM_STAGES,
+            TAKES_TURNS,
+            GROUP_INDEX,
+        )
+        num_begun += 1
+        request = _await_item(rows, num_begun)
+
+
+@gluon.jit
+def _await_item(rows, num_begun):
+    """Wait for the next row tile; its request."""
+    _, items, item_ready, _, _ = rows
+    mbarrier.wait(item_ready.index(num_begun % 2), (num_begun // 2) & 1)
+    request, _, _, _, _, _, _, _ = said(items, num_begun % 2)
+    return request
 
 
 @gluon.jit
@@ -90,20 +97,19 @@ def _attend_row_tile(
     q_ptr,
     sinks_ptr,
     alibi_slopes_ptr,
-    work,
-    round_index,
+    spans_ptr,
     done,  # tiles of keys that came before in the ring
+    num_begun,  # row tiles that came before
     scoring,
     stride_q_token,
     stride_q_head,
-    q,
+    rows,
     ring,
     NUM_KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    BLOCK_T: gl.constexpr,
     BLOCK_D: gl.constexpr,
     NUM_STAGES: gl.constexpr,
     TAKES_TURNS: gl.constexpr,
@@ -120,32 +126,24 @@ def _attend_row_tile(
     )
     copy_row_layout: gl.constexpr = gl.SliceLayout(1, copy_layout)
     _, _, window_tokens, chunk_tokens = scoring
-    _, seq_lens_ptr, _, _, spans_ptr, _, _ = work
-    kv_head, request, row_start, query_start, query_len = place_of(round_index, work, NUM_KV_HEADS)
-    seq_len = gl.load(seq_lens_ptr + request)
-    _, _, tiles_start, num_tiles = keys_of(
-        row_start,
-        query_start,
-        query_len,
-        seq_len,
-        work,
-        window_tokens,
-        chunk_tokens,
-        GROUP,
-        IS_CAUSAL,
-        BLOCK_N,
-        BLOCK_T,
-        4,
+    q_tiles, items, _, item_free, q_descriptor = rows
+    place = num_begun % 2
+    _, kv_head, row_start, query_start, query_len, seq_len, tiles_start, num_tiles = said(
+        items, place
     )
     row_start += GROUP_INDEX * GROUP_ROWS
-    rows, tokens, heads = _rows(row_start, query_len, kv_head, GROUP, copy_row_layout)
     dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, copy_layout))
-    is_there = (rows < query_len * GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    offsets = (query_start + tokens).to(gl.int64) * stride_q_token + heads * stride_q_head
-    q.store(gl.load(q_ptr + offsets[:, None] + dims[None, :], mask=is_there, other=0.0))
-    fence_async_shared()
+    if q_descriptor is None:
+        q = q_tiles.index(GROUP_INDEX)
+        in_tile, tokens, heads = _rows(row_start, query_len, kv_head, GROUP, copy_row_layout)
+        is_there = (in_tile < query_len * GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+        offsets = (query_start + tokens).to(gl.int64) * stride_q_token + heads * stride_q_head
+        q.store(gl.load(q_ptr + offsets[:, None] + dims[None, :], mask=is_there, other=0.0))
+        fence_async_shared()
+    else:
+        q = q_tiles.index(place * 2 + GROUP_INDEX)
 
-    rows, tokens, heads = _rows(row_start, query_len, kv_head, GROUP, row_layout)
+    in_tile, tokens, heads = _rows(row_start, query_len, kv_head, GROUP, row_layout)
     positions = seq_len - query_len + tokens
     span_starts = None
     span_ends = None
@@ -189,50 +187,40 @@ def _attend_row_tile(
         span_ends,
         slopes,
         scoring,
-        IS_CAUSAL,
         True,
+        IS_CAUSAL,
         BLOCK_N,
     )
     weights = gl.convert_layout(weights.to(q.dtype), gl.DotOperandLayout(0, acc_layout, 2))
     _await_keys(k_ready, done + 1, num_tiles > 1, NUM_STAGES)
     acc = gl.full([GROUP_ROWS, BLOCK_D], 0, gl.float32, acc_layout)
-    for phase in gl.static_range(3):
-        if phase == 0:
-            phase_start = 1
-            phase_end = first_full
-        elif phase == 1:
-            phase_start = first_full
-            phase_end = end_full
-        else:
-            phase_start = end_full
-            phase_end = num_tiles
-        # Without a window only the first tile is before the full ones, and that is done.
-        if phase > 0 or window_tokens is not None or chunk_tokens is not None:
-            for tile in range(phase_start, phase_end):
-                acc, weights, row_max, row_sum = _attend_tile(
-                    acc,
-                    weights,
-                    row_max,
-                    row_sum,
-                    tile,
-                    num_tiles,
-                    tiles_start,
-                    done,
-                    q,
-                    positions,
-                    seq_len,
-                    span_starts,
-                    span_ends,
-                    slopes,
-                    scoring,
-                    ring,
-                    IS_CAUSAL,
-                    phase != 1,
-                    BLOCK_N,
-                    NUM_STAGES,
-                    TAKES_TURNS,
-                    GROUP_INDEX,
-                )
+    # One loop for all: instructions that run once are waited for, most where rows read few keys.
+    for tile in range(1, num_tiles):
+        is_edge = (tile < first_full) | (tile >= end_full)
+        acc, weights, row_max, row_sum = _attend_tile(
+            acc,
+            weights,
+            row_max,
+            row_sum,
+            tile,
+            is_edge,
+            num_tiles,
+            tiles_start,
+            done,
+            q,
+            positions,
+            seq_len,
+            span_starts,
+            span_ends,
+            slopes,
+            scoring,
+            ring,
+            IS_CAUSAL,
+            BLOCK_N,
+            NUM_STAGES,
+            TAKES_TURNS,
+            GROUP_INDEX,
+        )
     last = done + num_tiles - 1
     last_stage = last % NUM_STAGES
     mbarrier.wait(v_ready.index(last_stage), (last // NUM_STAGES) & 1)
@@ -240,9 +228,10 @@ def _attend_row_tile(
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(v_free.index(last_stage), count=1)
 
-    kv_head, request, row_start, query_start, query_len = place_of(round_index, work, NUM_KV_HEADS)
+    # Read again: the walk over keys needs all registers.
+    _, kv_head, row_start, query_start, query_len, _, _, _ = said(items, place)
     row_start += GROUP_INDEX * GROUP_ROWS
-    rows, tokens, heads = _rows(row_start, query_len, kv_head, GROUP, row_layout)
+    in_tile, tokens, heads = _rows(row_start, query_len, kv_head, GROUP, row_layout)
     if sinks_ptr is not None:
         sinks = gl.load(sinks_ptr + heads).to(gl.float32) * LOG2_E
         new_max = gl.maximum(row_max, sinks)
@@ -256,14 +245,18 @@ def _attend_row_tile(
     if lse_ptr is not None:
         lse = gl.where(has_keys, (row_max + log2(divisor)) * LN_2, float("-inf"))
         lse_ptrs = lse_ptr + (query_start + tokens).to(gl.int64) * NUM_HEADS + heads
-        gl.store(lse_ptrs, lse, mask=rows < query_len * GROUP)
+        gl.store(lse_ptrs, lse, mask=in_tile < query_len * GROUP)
     out = acc * gl.convert_layout(reciprocal(divisor), acc_row_layout)[:, None]
     # Rows leave through the room of the queries, so that each is written whole.
     q.store(out.to(q.dtype))
-    rows, tokens, heads = _rows(row_start, query_len, kv_head, GROUP, copy_row_layout)
-    is_there = (rows < query_len * GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    in_tile, tokens, heads = _rows(row_start, query_len, kv_head, GROUP, copy_row_layout)
+    is_there = (in_tile < query_len * GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     offsets = ((query_start + tokens).to(gl.int64) * NUM_HEADS + heads) * HEAD_DIM
-    gl.store(out_ptr + offsets[:, None] + dims[None, :], q.load(copy_layout), mask=is_there)
+    out = q.load(copy_layout)
+    if q_descriptor is not None:
+        fence_async_shared()
+    mbarrier.arrive(item_free.index(place), count=1)
+    gl.store(out_ptr + offsets[:, None] + dims[None, :], out, mask=is_there)
     return num_tiles
 
 
@@ -283,6 +276,7 @@ def _attend_tile(
     row_sum,  # f32[GROUP_ROWS]
     # The tile
     tile,
+    is_edge,
     num_tiles,
     tiles_start,
     done,
@@ -296,7 +290,6 @@ def _attend_tile(
     scoring,
     ring,
     IS_CAUSAL: gl.constexpr,
-    IS_EDGE: gl.constexpr,
     BLOCK_N: gl.constexpr,
     NUM_STAGES: gl.constexpr,
     TAKES_TURNS: gl.constexpr,
@@ -329,8 +322,8 @@ def _attend_tile(
         span_ends,
         slopes,
         scoring,
+        is_edge,
         IS_CAUSAL,
-        IS_EDGE,
         BLOCK_N,
     )
     # The assembler moves nothing past this wait: the softmax stays beside the product.

@@ -25,8 +25,8 @@ def softmax_step(
     span_ends,
     slopes,
     scoring,
+    is_edge,  # whether some row does not read all keys; if that is known only then, a number
     IS_CAUSAL: gl.constexpr,
-    IS_EDGE: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):
     """Weights of a tile, the factor for what was accumulated, the new maxima and sums."""
@@ -38,7 +38,7 @@ def softmax_step(
         scores = scores * scale if soft_cap is None else _soft_capped(scores, scale, soft_cap)
         if slopes is not None:
             scores += slopes[:, None] * (keys[None, :] - positions[:, None]).to(gl.float32)
-    if IS_EDGE:
+    if is_edge:
         visible = keys[None, :] < end_visible(positions, seq_len, IS_CAUSAL)[:, None]
         if window_tokens is not None or chunk_tokens is not None:
             row_starts = first_visible(positions, window_tokens, chunk_tokens)
@@ -57,9 +57,20 @@ def softmax_step(
 
 @gluon.jit
 def _soft_capped(scores, scale, soft_cap):
-    """soft_cap * tanh(scores * scale / soft_cap), through exp2."""
-    power = gl.exp2(scores * (2.8853900817779268 * scale / soft_cap))  # e ** (2 x / cap)
-    return soft_cap - 2 * soft_cap * reciprocal(power + 1)
+    """soft_cap * tanh(scores * scale / soft_cap).
+
+    In one instruction, which may be off by 2**-11 of its result: less than what queries and keys of
+    16 bits are rounded by. Units of special functions bound prompts with soft caps.
+    """
+    shares = gl.inline_asm_elementwise(
+        "tanh.approx.f32 $0, $1;",
+        "=f,f",
+        [scores * (scale / soft_cap)],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
+    return soft_cap * shares
 
 
 @gluon.jit

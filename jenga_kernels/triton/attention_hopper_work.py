@@ -1,10 +1,12 @@
-# pyright: reportAssignmentType=false
-# Gluon's layouts are what its compiler takes them for.
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
+# Gluon's layouts and loops are what its compiler takes them for.
 """The work of the prefill kernel for Hopper: row tiles, and the keys that their rows read.
 
-All warps of a program go through the same row tiles in the same order; each works out for itself
-which these are. What that takes is handed around as `work`: (first queries and lengths of requests,
-requests and indices of row tiles, spans or None, number of row tiles of all heads, of programs).
+The warp that loads works out which row tiles a program does, and where the keys of each begin. It
+says so to those that multiply through shared memory: they would wait for one load after another,
+and most where rows read few keys. What working it out takes is handed around as `work`: (first
+queries and lengths of requests, requests and indices of row tiles, spans or None, number of row
+tiles of all heads, of programs).
 """
 
 from triton.experimental import gluon
@@ -14,6 +16,37 @@ from jenga_kernels.triton.tiles import SPECIALIZED_ROWS
 
 ROWS = gl.constexpr(SPECIALIZED_ROWS)
 """Rows of a row tile."""
+
+
+ITEM_NUMBERS = gl.constexpr(8)
+"""What is said of a row tile: request, head of keys, first row, first query, number of queries,
+length, where tiles of keys begin, and how many. The request is -1 behind the last."""
+
+ITEM_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+"""Of that in shared memory, [2, ITEM_NUMBERS]: a row tile is said while the one before is done."""
+
+
+@gluon.jit
+def say(items, place, numbers):
+    """Write the numbers of a row tile, by the one warp that loads."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    index = gl.arange(0, ITEM_NUMBERS, layout)
+    item = gl.full([ITEM_NUMBERS], -1, gl.int32, layout)
+    for i in gl.static_range(len(numbers)):
+        item = gl.where(index == i, numbers[i], item)
+    items.index(place).store(item)
+
+
+@gluon.jit
+def said(items, place):
+    """The numbers of a row tile; every thread has them all."""
+    layout: gl.constexpr = gl.BlockedLayout([ITEM_NUMBERS], [32], [4], [0])
+    item = items.index(place).load(layout)
+    index = gl.arange(0, ITEM_NUMBERS, layout)
+    numbers = ()
+    for i in gl.static_range(ITEM_NUMBERS):
+        numbers += (gl.sum(gl.where(index == i, item, 0), 0),)
+    return numbers
 
 
 @gluon.jit
@@ -49,7 +82,7 @@ def place_of(round_index, work, NUM_KV_HEADS: gl.constexpr):
 
     In every other round the programs take row tiles in reverse: these become shorter from one to
     the next, so a program has a longer one after a shorter one. The request is -1 where there is
-    nothing to do. It is all read where it is needed, twice: the walk over keys needs all registers.
+    nothing to do.
     """
     query_starts_ptr, _, row_tile_requests_ptr, row_tile_indices_ptr, _, num_items, num_programs = (
         work
@@ -59,11 +92,11 @@ def place_of(round_index, work, NUM_KV_HEADS: gl.constexpr):
     item = round_index * num_programs + in_round
     row_tile = item // NUM_KV_HEADS
     is_there = item < num_items
-    request = gl.load(row_tile_requests_ptr + row_tile, mask=is_there, other=-1, volatile=True)
-    row_start = gl.load(row_tile_indices_ptr + row_tile, mask=is_there, other=0, volatile=True)
+    request = gl.load(row_tile_requests_ptr + row_tile, mask=is_there, other=-1)
+    row_start = gl.load(row_tile_indices_ptr + row_tile, mask=is_there, other=0)
     starts_ptr = query_starts_ptr + gl.maximum(request, 0)
-    query_start = gl.load(starts_ptr, volatile=True)
-    query_end = gl.load(starts_ptr + 1, volatile=True)
+    query_start = gl.load(starts_ptr)
+    query_end = gl.load(starts_ptr + 1)
     return item % NUM_KV_HEADS, request, row_start * ROWS, query_start, query_end - query_start
 
 
@@ -80,7 +113,6 @@ def keys_of(
     IS_CAUSAL: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_T: gl.constexpr,
-    NUM_WARPS: gl.constexpr,
 ):
     """Keys [start, end) that some row of a row tile reads, where its tiles begin, and how many."""
     _, _, _, _, spans_ptr, _, _ = work
@@ -89,7 +121,7 @@ def keys_of(
     start = first_visible(offset + row_start // GROUP, window_tokens, chunk_tokens)
     end = gl.maximum(end_visible(offset + last_token, seq_len, IS_CAUSAL), 0)
     if spans_ptr is not None:
-        layout: gl.constexpr = gl.BlockedLayout([ROWS // 32], [32], [NUM_WARPS], [0])
+        layout: gl.constexpr = gl.BlockedLayout([ROWS // 32], [32], [1], [0])
         rows = row_start + gl.arange(0, ROWS, layout)
         tokens = query_start + gl.minimum(rows // GROUP, query_len - 1)
         span_starts = gl.maximum(gl.load(spans_ptr + tokens.to(gl.int64) * 2), 0)

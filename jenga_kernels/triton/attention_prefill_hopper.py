@@ -9,7 +9,9 @@ group. Written in Gluon, which nothing interprets: `attention_prefill` is its tw
 
 What they share is a ring of tiles: (keys, values, barriers where keys are ready and where their
 place is free, the same of values, barriers of the groups' turns). One more barrier is for values
-that are not ready when they have landed.
+that are not ready when they have landed. And row tiles: (room for the queries of each group, for
+two row tiles if these are loaded ahead; numbers of two, barriers where one is ready and where its
+place is free, what the copy engine finds queries by).
 
 Source: FlashAttention-3 (arXiv 2407.08608), sections 3.1 and 3.2.
 """
@@ -23,10 +25,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from jenga_kernels.triton.attention_hopper_load import (
     BOX_DIM,
     BOX_LAYOUT,
+    ROWS_LAYOUT,
     TILE_LAYOUT,
     load_tiles,
 )
 from jenga_kernels.triton.attention_hopper_rows import GROUP_ROWS, attend_rows
+from jenga_kernels.triton.attention_hopper_work import ITEM_LAYOUT, ITEM_NUMBERS
 
 
 @gluon.jit(do_not_specialize=["num_pages", "num_items", "num_programs"])
@@ -36,6 +40,7 @@ def attention_prefill_hopper_kernel(
     lse_ptr,  # f32[num_tokens, num_heads] or None
     # Inputs
     q_ptr,  # [num_tokens, num_heads, head_dim]
+    q_descriptor,  # the same, or None: warps that multiply load their rows
     k_descriptor,  # [num_pages, page_tokens, num_kv_heads, head_dim]
     v_descriptor,  # [num_pages, page_tokens, num_kv_heads, head_dim]
     page_table_ptr,  # i32[num_requests, max_pages]
@@ -78,7 +83,8 @@ def attention_prefill_hopper_kernel(
     different times, each beside the other's products.
     """
     dtype: gl.constexpr = k_descriptor.dtype
-    q = gl.allocate_shared_memory(dtype, [2, GROUP_ROWS, BLOCK_D], TILE_LAYOUT)
+    NUM_Q: gl.constexpr = 1 if q_descriptor is None else 2
+    q = gl.allocate_shared_memory(dtype, [2 * NUM_Q, GROUP_ROWS, BLOCK_D], TILE_LAYOUT)
     k_tiles = gl.allocate_shared_memory(dtype, [NUM_STAGES, BLOCK_N, BLOCK_D], TILE_LAYOUT)
     v_tiles = gl.allocate_shared_memory(dtype, [NUM_STAGES, BLOCK_N, BLOCK_D], TILE_LAYOUT)
     barrier_layout: gl.constexpr = mbarrier.MBarrierLayout()
@@ -86,6 +92,12 @@ def attention_prefill_hopper_kernel(
     k_free = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], barrier_layout)
     v_ready = gl.allocate_shared_memory(gl.int64, [NUM_STAGES + 1, 1], barrier_layout)
     v_free = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], barrier_layout)
+    items = gl.allocate_shared_memory(gl.int32, [2, ITEM_NUMBERS], ITEM_LAYOUT)
+    item_ready = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
+    item_free = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
+    for i in gl.static_range(2):
+        mbarrier.init(item_ready.index(i), count=1)
+        mbarrier.init(item_free.index(i), count=2)
     turns = v_free
     for stage in gl.static_range(NUM_STAGES):
         mbarrier.init(k_ready.index(stage), count=1)
@@ -109,26 +121,17 @@ def attention_prefill_hopper_kernel(
                     q_ptr,
                     sinks_ptr,
                     alibi_slopes_ptr,
-                    (
-                        query_starts_ptr,
-                        seq_lens_ptr,
-                        row_tile_requests_ptr,
-                        row_tile_indices_ptr,
-                        spans_ptr,
-                        num_items,
-                        num_programs,
-                    ),
+                    spans_ptr,
                     (scale, soft_cap, window_tokens, chunk_tokens),
                     stride_q_token,
                     stride_q_head,
-                    q.index(0),
+                    (q, items, item_ready, item_free, q_descriptor),
                     (k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, turns),
                     NUM_KV_HEADS,
                     GROUP,
                     HEAD_DIM,
                     IS_CAUSAL,
                     BLOCK_N,
-                    BLOCK_T,
                     BLOCK_D,
                     NUM_STAGES,
                     TAKES_TURNS,
@@ -143,26 +146,17 @@ def attention_prefill_hopper_kernel(
                     q_ptr,
                     sinks_ptr,
                     alibi_slopes_ptr,
-                    (
-                        query_starts_ptr,
-                        seq_lens_ptr,
-                        row_tile_requests_ptr,
-                        row_tile_indices_ptr,
-                        spans_ptr,
-                        num_items,
-                        num_programs,
-                    ),
+                    spans_ptr,
                     (scale, soft_cap, window_tokens, chunk_tokens),
                     stride_q_token,
                     stride_q_head,
-                    q.index(1),
+                    (q, items, item_ready, item_free, q_descriptor),
                     (k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, turns),
                     NUM_KV_HEADS,
                     GROUP,
                     HEAD_DIM,
                     IS_CAUSAL,
                     BLOCK_N,
-                    BLOCK_T,
                     BLOCK_D,
                     NUM_STAGES,
                     TAKES_TURNS,
@@ -172,6 +166,7 @@ def attention_prefill_hopper_kernel(
             (
                 load_tiles,
                 (
+                    (q, items, item_ready, item_free, q_descriptor),
                     k_descriptor,
                     v_descriptor,
                     page_table_ptr,
@@ -220,3 +215,23 @@ def box_descriptor(pages: torch.Tensor, block_tokens: int) -> TensorDescriptor:
     ]
     block = [1, block_tokens, 1, BOX_DIM.value]
     return TensorDescriptor(pages, list(pages.shape), [*strides[:3], 1], block, BOX_LAYOUT)
+
+
+def rows_descriptor(q: torch.Tensor, group_heads: int) -> TensorDescriptor | None:
+    """What the copy engine needs to know to find the queries of a group of rows; None: it cannot.
+
+    Args:
+        q: Queries, [num_tokens, num_heads, head_dim], of 16 bits an element, last dimension
+            contiguous.
+        group_heads: Heads that share keys: rows of a token, next to each other.
+    """
+    whole_tokens, others = divmod(GROUP_ROWS.value, group_heads)
+    strides = [
+        stride if size > 1 else BOX_DIM.value
+        for size, stride in zip(q.shape, q.stride(), strict=True)
+    ]
+    is_aligned = q.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in strides[:2])
+    if others or not is_aligned:
+        return None
+    block = [whole_tokens, group_heads, BOX_DIM.value]
+    return TensorDescriptor(q, list(q.shape), [*strides[:2], 1], block, ROWS_LAYOUT)

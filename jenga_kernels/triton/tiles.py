@@ -179,12 +179,15 @@ class SpecializedTiles:
         block_n: Keys of one step.
         num_stages: Steps whose keys and values have room in shared memory.
         takes_turns: Whether the groups of warps that multiply ask for their products in turns.
+        loads_rows: Whether queries too are loaded ahead, where shared memory has room for twice
+            as many.
         num_programs: Programs that the row tiles are spread over.
     """
 
     block_n: int
     num_stages: int
     takes_turns: bool
+    loads_rows: bool
     num_programs: int
 
 
@@ -286,7 +289,13 @@ def attention_tiles(
 
 
 def specialized_tiles(
-    machine: Machine, *, head_dim: int, page_tokens: int, element_bytes: int, stored_bytes: int
+    machine: Machine,
+    *,
+    head_dim: int,
+    page_tokens: int,
+    element_bytes: int,
+    stored_bytes: int,
+    window_tokens: int | None = None,
 ) -> SpecializedTiles | None:
     """Tiles of the prefill kernel whose warps specialise; None where it cannot run.
 
@@ -296,6 +305,7 @@ def specialized_tiles(
         page_tokens: Slots of a page.
         element_bytes: Bytes of an element of the queries.
         stored_bytes: Bytes of an element in the pages.
+        window_tokens: Keys that a query reads at most; None: all before it.
     """
     can_run = (
         HOPPER <= machine.capability < BLACKWELL
@@ -306,10 +316,14 @@ def specialized_tiles(
     if found is None:
         return None
     block_n, num_stages, takes_turns = found
+    if window_tokens is not None and window_tokens <= NARROW_WINDOW and block_n > NARROW_KEYS:
+        num_stages = max(num_stages, NARROW_STAGES)
+        block_n = NARROW_KEYS
     return SpecializedTiles(
         block_n=block_n,
         num_stages=num_stages,
         takes_turns=takes_turns,
+        loads_rows=power_of_two(head_dim) < 256,  # noqa: PLR2004 - tiles that fill it
         num_programs=machine.num_processors,
     )
 
@@ -458,6 +472,14 @@ values, of which it would give single bytes, take two to three times as many ins
 32 keys of 256 elements would take a fifth fewer, but spill with some options.
 """
 
+NARROW_WINDOW = 256
+"""Keys of a window that tiles of twice as many keys read far more than."""
+
+NARROW_KEYS = 64
+"""Keys of a tile under such windows, and at least how many steps have room."""
+
+NARROW_STAGES = 4
+
 SPECIALIZED_TILES = {
     64: (128, 4, True),
     128: (128, 2, True),
@@ -465,5 +487,5 @@ SPECIALIZED_TILES = {
 }
 """Padded head_dim -> keys, stages, turns: they fill shared memory and leave no register spilled.
 
-Turns are taken where FlashAttention-3 does; no GPU has timed any of it.
+Turns are taken where FlashAttention-3 does.
 """
