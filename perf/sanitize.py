@@ -1,9 +1,10 @@
 """Run small tests of every operation under NVIDIA's compute-sanitizer: bounds, races, barriers.
 
-python -m perf.sanitize memcheck|racecheck|synccheck|initcheck
+python -m perf.sanitize memcheck|racecheck|synccheck|initcheck [--workers 14]
 
-Where there is no such program, or it does not support the machine, that is said and 5 returned, as
-by pytest where it finds no tests.
+With workers each test has a process of its own, so many at a time: most of the time is Python's
+start. Where there is no such program, or it does not support the machine, that is said and 5
+returned, as by pytest where it finds no tests.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 from perf.harness import ROOT
 
@@ -37,7 +39,10 @@ SMALL_TESTS = {
         "reads_fp8[per_head-torch.bfloat16-torch.float8_e4m3fn]",
         "reads_fp8[per_head-torch.bfloat16-torch.float8_e5m2]",
     ),
-    "specialized_prefill": ("goes_round_its_ring_of_tiles[128]",),
+    "specialized_prefill": (
+        "goes_round_its_ring_of_tiles[128]",
+        "agrees_with_the_reference[mixed_batch]",
+    ),
     "attention_merge": ("may_write_onto_a_log_sum_exp",),
     "latent_store": ("writes_its_slots_and_nothing_else[one_token-torch.bfloat16]",),
     "latent_attention": ("agrees_with_its_reference[fp8]",),
@@ -55,6 +60,8 @@ SMALL_TESTS = {
     "state_scan": (
         "matches_the_recurrence[mamba1-torch.bfloat16]",
         "gives_the_same_wherever_a_prompt_is_cut[heads-2]",
+        "without_gates_keeps_what_it_would_end_with[two_groups]",
+        "without_gates_reads_no_token_of_another_request[wide_state_and_heads]",
     ),
     "delta_update": ("matches_the_rule[qwen3_next-heads-bf16]",),
     "delta_replay": (
@@ -86,7 +93,9 @@ def small_tests() -> list[str]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m perf.sanitize", description=__doc__)
     parser.add_argument("tool", choices=TOOLS)
-    tool = parser.parse_args(arguments).tool
+    parser.add_argument("--workers", type=int, default=1, help="processes at a time")
+    options = parser.parse_args(arguments)
+    tool = options.tool
     path = os.pathsep.join([os.environ.get("PATH", ""), USUAL_PATH])
     program = shutil.which("compute-sanitizer", path=path)
     if program is None:
@@ -94,22 +103,30 @@ def main(arguments: list[str] | None = None) -> int:
         return NOTHING_DONE
     command = [program, "--tool", tool, "--error-exitcode", str(FOUND_ERRORS)]
     command += [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default"]
-    # Each tensor has an allocation of its own, so that what is past its end is found.
-    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    done = subprocess.run(
-        [*command, *small_tests()],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    print(done.stdout, end="")
-    if UNSUPPORTED in done.stdout:
+
+    def run(tests: list[str]) -> tuple[int, str]:
+        # Each tensor has an allocation of its own, so that what is past its end is found.
+        done = subprocess.run(
+            [*command, *tests],
+            cwd=ROOT,
+            env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        print(f"{' '.join(tests)} under {tool}: {done.returncode}\n{done.stdout}", flush=True)
+        return done.returncode, done.stdout
+
+    tests = small_tests()
+    with ThreadPoolExecutor(options.workers) as workers:
+        results = list(
+            workers.map(run, [[test] for test in tests] if options.workers > 1 else [tests])
+        )
+    if any(UNSUPPORTED in text for _, text in results):
         print(f"compute-sanitizer does not support this machine: {tool} is not done")
         return NOTHING_DONE
-    return done.returncode
+    return max(code for code, _ in results)
 
 
 if __name__ == "__main__":

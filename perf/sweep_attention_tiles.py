@@ -22,7 +22,7 @@ from perf.machine_code import NUM_PROCESSORS
 Change = Callable[[AttentionTiles], AttentionTiles]
 """Makes tiles of those chosen."""
 
-DECODE_SHAPES = ("D1 ", "D3 ", "D5 ", "D6 ", "D11 ", "D15 ")
+DECODE_SHAPES = ("D1 ", "D3 ", "D5 ", "D6 ", "D11 ", "D13 ", "D15 ")
 PREFILL_SHAPES = ("P1 ", "P3 ", "P4 ")
 
 DECODE_TILES = (
@@ -31,6 +31,10 @@ DECODE_TILES = (
     (32, 1, 5, 6),
     (32, 2, 5, 4),
     (64, 2, 5, 3),
+    (32, 4, 3, 4),
+    (64, 2, 3, 4),
+    (64, 4, 2, 4),
+    (64, 4, 3, 2),
     (64, 4, 3, 3),
     (64, 4, 5, 1),
     (64, 4, 5, 3),
@@ -112,15 +116,14 @@ def other_prefill(chosen: AttentionTiles, tiles: tuple[int, int, int, int]) -> A
 def specialized(chosen: AttentionTiles, tiles: tuple[int, int, bool]) -> AttentionTiles:
     """The kernel for Hopper with tiles of `SPECIALIZED`."""
     block_n, num_stages, takes_turns = tiles
-    return replace(
-        chosen,
-        specialized_prefill=SpecializedTiles(
-            block_n=block_n,
-            num_stages=num_stages,
-            takes_turns=takes_turns,
-            num_programs=NUM_PROCESSORS,
-        ),
+    found = SpecializedTiles(
+        block_n=block_n,
+        num_stages=num_stages,
+        takes_turns=takes_turns,
+        loads_rows=True,
+        num_programs=NUM_PROCESSORS,
     )
+    return replace(chosen, specialized_prefill=found)
 
 
 def implementations(shape: AttentionShape) -> dict[str, Prepare]:
