@@ -155,7 +155,7 @@ def state_scan(
         tiles = channel_scan_tiles(machine, head_dim, d_state)
         # Every state element of a channel decays on its own, so those of channels are one tile.
         shapes = {"D_STATE": d_state, "BLOCK_T": tiles.block_tokens, "BLOCK_P": tiles.block_dims}
-    elif tiles := hopper_scan_tiles(machine, x, B, C, z):
+    elif tiles := hopper_scan_tiles(machine, x, B, C, z, num_requests=num_requests):
         # Gluon is not for the interpreter.
         from jenga_kernels.triton.state_scan_hopper import (  # noqa: PLC0415
             chunk_descriptor,
@@ -170,7 +170,7 @@ def state_scan(
             "B_descriptor": chunk_descriptor(B),
             "C_descriptor": chunk_descriptor(C),
             "dt_descriptor": steps_descriptor(dt),
-            "PARTS": tiles.state_parts,
+            "WARPGROUPS": tiles.num_warps // 4,
         }
         arguments = {name: arguments[name] for name in kernel.arg_names if name in arguments}
     else:
