@@ -287,6 +287,7 @@ def plan_attention(
             has_slot_scales=kind.has_slot_scales,
             is_int4=kind.is_int4,
             decode_rows=decode_query_tokens * kind.group_heads,
+            window_tokens=kind.window_tokens,
         )
         is_wanted = not is_batch_invariant if is_warp_specialized is None else is_warp_specialized
         if is_wanted and kind.value_dim is None:

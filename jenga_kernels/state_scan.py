@@ -155,7 +155,7 @@ def state_scan(
         tiles = channel_scan_tiles(machine, head_dim, d_state)
         # Every state element of a channel decays on its own, so those of channels are one tile.
         shapes = {"D_STATE": d_state, "BLOCK_T": tiles.block_tokens, "BLOCK_P": tiles.block_dims}
-    elif tiles := hopper_scan_tiles(machine, x, B, C, z, num_requests=num_requests):
+    elif tiles := hopper_scan_tiles(machine, x, B, C, z):
         # Gluon is not for the interpreter.
         from jenga_kernels.triton.state_scan_hopper import (  # noqa: PLC0415
             chunk_descriptor,
@@ -169,8 +169,9 @@ def state_scan(
             "x_descriptor": chunk_descriptor(x),
             "B_descriptor": chunk_descriptor(B),
             "C_descriptor": chunk_descriptor(C),
-            "dt_descriptor": steps_descriptor(dt),
-            "WARPGROUPS": tiles.num_warps // 4,
+            # A wide state leaves no registers for what comes out of shared memory.
+            "dt_descriptor": steps_descriptor(dt) if tiles.state_parts == 1 else None,
+            "PARTS": tiles.state_parts,
         }
         arguments = {name: arguments[name] for name in kernel.arg_names if name in arguments}
     else:

@@ -240,6 +240,20 @@ def compile_decoding():
     launch(head_dim=64, num_heads=64, num_kv_heads=8, max_query_tokens=1)
 
 
+def compile_decoding_under_a_brief_window():
+    sinks = torch.zeros(64)
+    for soft_cap in (None, 50.0):
+        launch(
+            head_dim=64,
+            num_heads=64,
+            num_kv_heads=8,
+            max_query_tokens=1,
+            window_tokens=128,
+            soft_cap=soft_cap,
+            sinks=sinks,
+        )
+
+
 def launch_decoding(pages_dtype):
     scale = torch.ones(1)
     launch(
@@ -272,6 +286,18 @@ def test_attention_decodes_with_few_instructions_a_tile():
         assert kernel.loop_counts["wait"] <= 10, kernel
     # Three programs of these would fit on a processor.
     assert kernels[0].registers <= 168, kernels[0]
+
+
+def test_attention_under_brief_windows_has_eight_programs_of_one_warp_a_processor():
+    kernels = compile_job(compile_decoding_under_a_brief_window, 90)
+
+    decode = [kernel for kernel in kernels if kernel.name == "attention_decode_kernel"]
+    assert len(decode) == 2
+    for kernel in decode:
+        assert kernel.num_warps == 1, kernel
+        assert kernel.stack_bytes == 0, kernel
+        assert 8 * kernel.shared_bytes <= 227 << 10, kernel
+        assert kernel.grid == (8 * 132,), kernel
 
 
 def test_attention_converts_fp8_in_pairs():
