@@ -230,7 +230,7 @@ def rows_descriptor(q: torch.Tensor, group_heads: int) -> TensorDescriptor | Non
         stride if size > 1 else BOX_DIM.value
         for size, stride in zip(q.shape, q.stride(), strict=True)
     ]
-    is_aligned = q.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in strides[:2])
+    is_aligned = q.data_ptr() % 16 == 0 and all(s > 0 and s % 8 == 0 for s in strides[:2])
     if others or not is_aligned:
         return None
     block = [whole_tokens, group_heads, BOX_DIM.value]

@@ -478,7 +478,7 @@ def steps_descriptor(dt: torch.Tensor) -> TensorDescriptor | None:
     stride_token, stride_head = dt.stride()
     element_bytes = dt.element_size()
     is_aligned = dt.data_ptr() % 16 == 0 and stride_token * element_bytes % 16 == 0
-    if dt.shape[1] == 1 or stride_head != 1 or not is_aligned:
+    if dt.shape[1] == 1 or stride_head != 1 or stride_token <= 0 or not is_aligned:
         return None
     block = [TOKENS.value, STEP_BYTES.value // element_bytes]
     layout = gl.NVMMASharedLayout(0, 8 * element_bytes, 2)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from jenga_kernels.triton.addressing import strides
 from jenga_kernels.triton.tiles import BLACKWELL, HOPPER, Machine, power_of_two
 
 
@@ -145,12 +144,16 @@ def hopper_scan_tiles(
     can_run = (
         HOPPER <= machine.capability < BLACKWELL
         and x.element_size() == 2  # noqa: PLR2004 - bytes of bfloat16 and float16
+        and x.shape[0] > 0
         and x.shape[2] % CHUNK_CHANNELS == 0
         and d_state in (CHUNK_STATE // 2, CHUNK_STATE, 2 * CHUNK_STATE)
         and z is None
         and all(
             tensor.data_ptr() % CHUNK_ALIGNMENT == 0
-            and all(stride * 2 % CHUNK_ALIGNMENT == 0 for stride in strides(tensor)[:2])
+            and all(
+                size == 1 or (stride > 0 and stride * 2 % CHUNK_ALIGNMENT == 0)
+                for size, stride in zip(tensor.shape[:2], tensor.stride()[:2], strict=True)
+            )
             for tensor in (x, B, C)
         )
     )

@@ -622,3 +622,5 @@ def test_only_hopper_has_tiles_for_loads_that_run_ahead(capability):
     assert not is_chosen(x=torch.zeros(4, 2, 96, dtype=torch.bfloat16))
     assert not is_chosen(B=torch.zeros(4, 1, 96, dtype=torch.bfloat16))
     assert not is_chosen(B=torch.zeros(4, 1, 132, dtype=torch.bfloat16)[..., :128])
+    assert not is_chosen(B=torch.zeros(1, 1, 128, dtype=torch.bfloat16).expand(4, 1, 128))
+    assert not is_chosen(x=x[:0])
