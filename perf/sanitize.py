@@ -62,6 +62,7 @@ SMALL_TESTS = {
         "gives_the_same_wherever_a_prompt_is_cut[heads-2]",
         "without_gates_keeps_what_it_would_end_with[two_groups]",
         "without_gates_reads_no_token_of_another_request[wide_state_and_heads]",
+        "without_gates_and_without_a_bias_takes_step_sizes_as_they_are[step_sizes_that_are_copied]",
     ),
     "delta_update": ("matches_the_rule[qwen3_next-heads-bf16]",),
     "delta_replay": (

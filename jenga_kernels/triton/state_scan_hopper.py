@@ -134,7 +134,7 @@ def state_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
     inputs = (x_descriptor, B_descriptor, C_descriptor, dt_descriptor)
     place = (query_start, head.to(gl.int32), first_dim, (head // HEADS_PER_GROUP).to(gl.int32))
     rate = gl.load(A_ptr + head) * LOG2_E
-    dt_bias = None
+    dt_bias = 0.0
     if dt_bias_ptr is not None:
         dt_bias = gl.load(dt_bias_ptr + head * stride_dt_bias_head).to(gl.float32)
     step_size = (dt_bias, dt_min, dt_max)
@@ -364,9 +364,7 @@ def _decays(
         token's step size taken off, and the decay of the whole chunk.
     """
     dt_bias, dt_min, dt_max = step_size
-    dt = steps
-    if dt_bias is not None:
-        dt += dt_bias
+    dt = steps + dt_bias
     if IS_SOFTPLUS:
         dt = _softplus(dt)
     if HAS_LIMITS or not IS_SOFTPLUS:

@@ -51,14 +51,18 @@ def by_reference(tensors, slots, states):
     return out, states
 
 
-def naive_by_heads(tensors, slots, states):
-    """The same by PyTorch's matrix products over a whole prompt, in the dtype of x."""
+def naive_by_heads(tensors, slots, states, dt=None):
+    """The same by PyTorch's matrix products over a whole prompt, in the dtype of x.
+
+    Step sizes are the softplus of those projected, if no others are given.
+    """
     x, B, C, dtype = tensors["x"], tensors["B"], tensors["C"], tensors["x"].dtype
     states = states.clone()
     out = torch.zeros_like(x)
     starts = slots["query_starts"].tolist()
     heads_per_group = x.shape[1] // B.shape[1]
-    dt = torch.nn.functional.softplus(tensors["dt"].float() + tensors["dt_bias"])
+    if dt is None:
+        dt = torch.nn.functional.softplus(tensors["dt"].float() + tensors["dt_bias"])
     for request, slot in enumerate(slots["state_slots"].tolist()):
         rows = slice(starts[request], starts[request + 1])
         initial_slot = int(slots["initial_slots"][request])
@@ -186,6 +190,30 @@ def test_state_scan_of_heads_without_gates_is_as_exact(shape, dtype):
         pages.states[written], exact_states[written], naive_states[written], slack=states_lost
     )
     assert same_elsewhere(pages.arena, before, written)
+
+
+@pytest.mark.parametrize("shape", UNGATED.values(), ids=UNGATED.keys())
+def test_state_scan_without_gates_and_without_a_bias_takes_step_sizes_as_they_are(shape):
+    tensors, slots, pages, written = arguments(
+        "heads", shape, [70, 3], torch.bfloat16, torch.bfloat16, checkpoints=False
+    )
+    tensors |= dict.fromkeys(["D", "z", "dt_bias"])
+    tensors["dt"] = tensors["dt"].abs()
+    options = {"dt_softplus": False, "dt_limits": (0.25, 0.75)}
+    steps = tensors["dt"].float().clamp(0.25, 0.75)
+    naive, naive_states = naive_by_heads(tensors, slots, pages.states.float(), steps)
+    (exact, exact_states), (lost, states_lost) = exactly(
+        lambda: by_reference(widened(tensors) | options, slots, pages.states.double())
+    )
+    out = torch.full_like(tensors["x"], float("nan"))
+
+    state_scan(out, pages.states, **tensors, **slots, **options)
+
+    check_close(out, exact, naive, slack=lost)
+    naive_states = naive_states.to(torch.bfloat16)
+    check_close(
+        pages.states[written], exact_states[written], naive_states[written], slack=states_lost
+    )
 
 
 @pytest.mark.parametrize("shape", UNGATED.values(), ids=UNGATED.keys())

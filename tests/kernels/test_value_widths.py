@@ -177,7 +177,9 @@ def test_halves_of_a_narrow_value_are_one():
 
 def test_tiles_whose_warps_specialize_are_refused_for_values_of_another_width():
     batch = make_batch(MIMO, Options())
-    specialized = SpecializedTiles(block_n=64, num_stages=2, takes_turns=False, num_programs=4)
+    specialized = SpecializedTiles(
+        block_n=64, num_stages=2, takes_turns=False, loads_rows=True, num_programs=4
+    )
     with pytest.raises(ValueError, match=r"^tiles must have no specialized_prefill"):
         batch.plan(tiles=replace(SMALL_TILES, specialized_prefill=specialized))
 
