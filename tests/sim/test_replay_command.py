@@ -18,9 +18,8 @@ def replay(capsys, *arguments):
 
 
 def test_replay_compares_managers_in_a_table(capsys):
-    code, printed = replay(
-        capsys, *SMALL, *TRACE, "--manager", "jenga", "paged", "--bounds", "--check", 2
-    )
+    arguments = ["--manager", "jenga", "paged", "--bounds", "--check", 2, "--gpu", "A100-80G"]
+    code, printed = replay(capsys, *SMALL, *TRACE, *arguments)
 
     lines = printed.out.splitlines()
     assert code == 0
@@ -30,7 +29,7 @@ def test_replay_compares_managers_in_a_table(capsys):
         ["llama-3.2-1b", "jenga"],
         ["llama-3.2-1b", "paged"],
     ]
-    assert any("at the peaks of H100-80G, of which no rows were" in line for line in lines)
+    assert any("at the peaks of A100-80G, of which no rows were" in line for line in lines)
     assert lines[5].split()[:2] == ["model", "manager"]
     assert [line.split()[1] for line in lines[6:8]] == ["jenga", "paged"]
     assert printed.err == ""
