@@ -300,7 +300,10 @@ def plan_attention(
                 window_tokens=kind.window_tokens,
             )
             tiles = replace(tiles, specialized_prefill=specialized)
-    elif tiles.decode.block_m < decode_query_tokens * kind.group_heads:
+    elif (
+        tiles.decode.block_m < decode_query_tokens * kind.group_heads
+        and tiles.specialized_decode is None
+    ):
         msg = (
             f"tiles must have at least {decode_query_tokens * kind.group_heads} decode rows, got "
             f"{tiles.decode.block_m}"

@@ -1,5 +1,6 @@
 """Multi-head latent attention over latents in pages, in its absorbed form."""
 
+import math
 from dataclasses import replace
 
 import torch
@@ -177,7 +178,40 @@ def latent_attention(
             num_stages=tiles.num_stages,
             enable_fp_fusion=True,
         )
-    if plan.decode_query_tokens:
+    team = plan.tiles.specialized_decode
+    if plan.decode_query_tokens and team is not None:
+        # Gluon is not for the interpreter.
+        from jenga_kernels.triton.latent_decode_hopper import (  # noqa: PLC0415
+            KEYS,
+            latent_decode_hopper_kernel,
+            latents_descriptor,
+            queries_descriptor,
+        )
+
+        names = set(latent_decode_hopper_kernel.arg_names)
+        arguments = {name: value for name, value in shared.items() if name in names}
+        block_tokens = math.gcd(page_tokens, KEYS.value)
+        latent_decode_hopper_kernel[(plan.tiles.num_programs * team.num_members,)](
+            **arguments,
+            partial_out_ptr=plan.partial_out,
+            partial_lse_ptr=plan.partial_lse,
+            q_descriptor=queries_descriptor(q),
+            pages_descriptor=latents_descriptor(pages, block_tokens),
+            unit_starts_ptr=plan.unit_starts,
+            units_per_program_ptr=plan.units_per_program,
+            first_requests_ptr=plan.first_requests,
+            num_requests=num_requests,
+            num_pages=pages.shape[0],
+            NUM_HEADS=num_heads,
+            NUM_MEMBERS=team.num_members,
+            BLOCK_T=block_tokens,
+            TAKES_TURNS=team.takes_turns,
+            QUERY_TOKENS=plan.decode_query_tokens,
+            IS_INVARIANT=plan.is_batch_invariant,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+    elif plan.decode_query_tokens:
         tiles = plan.tiles.decode
         latent_decode_kernel[(plan.tiles.num_programs,)](
             **shared,

@@ -11,8 +11,13 @@ from jenga_kernels.attention_plan import (
     plan_attention,
 )
 from jenga_kernels.checks import FP8_DTYPE, check_at_least
-from jenga_kernels.triton.latent_tiles import group_heads, latent_rows, latent_tiles
-from jenga_kernels.triton.tiles import MIN_ROWS, AttentionTiles, machine_of
+from jenga_kernels.triton.latent_tiles import (
+    group_heads,
+    latent_rows,
+    latent_tiles,
+    specialized_latent_tiles,
+)
+from jenga_kernels.triton.tiles import MIN_ROWS, WARPGROUP_ROWS, AttentionTiles, machine_of
 
 
 def plan_latent_attention(
@@ -25,13 +30,14 @@ def plan_latent_attention(
     max_query_tokens: int | None = None,
     decode_query_tokens: int | None = None,
     is_batch_invariant: bool = False,
+    is_warp_specialized: bool | None = None,
     tiles: AttentionTiles | None = None,
 ) -> AttentionPlan:
     """Count the work of a step, for every `latent_attention` of layers of one kind.
 
     All heads read the same latents, but the results of more than a few rows fit into no program.
     So heads work in groups, and the plan's `kind` has a head of keys for each group, although these
-    are stored once.
+    are stored once. Where warps specialise, programs work in teams instead.
 
     Args:
         query_starts: First query token of each request, and their number, i32[num_requests + 1].
@@ -46,6 +52,9 @@ def plan_latent_attention(
             programs; 0 sends all requests to the prefill kernel. None takes what costs no more than
             one token. With speculative decoding, pass 1 + the number of drafted tokens.
         is_batch_invariant: Split a request's keys by its own length alone.
+        is_warp_specialized: On Hopper, have more than 32 rows of a request decoded by the kernel
+            whose warps specialise, where pages hold 16-bit elements, latents have 512 of them and
+            heads are a divisor or a multiple of 64; elsewhere it changes nothing. None: as True.
         tiles: Tiles to use instead of those chosen for the machine.
 
     Returns:
@@ -67,13 +76,33 @@ def plan_latent_attention(
     machine = machine_of(seq_lens.device)
     element_bytes = dtype.itemsize
     stored_bytes = FP8_DTYPE.itemsize if kind.is_quantised else element_bytes
+    if tiles is None and is_warp_specialized is not False:
+        tiles = specialized_latent_tiles(
+            machine,
+            num_heads=kind.num_heads,
+            latent_dim=kind.head_dim,
+            page_tokens=kind.page_tokens,
+            query_tokens=decode_query_tokens,
+            element_bytes=element_bytes,
+            stored_bytes=stored_bytes,
+        )
     max_rows = latent_rows(machine, element_bytes=element_bytes, stored_bytes=stored_bytes)
     if tiles is not None:
         max_rows = (tiles.decode if decode_query_tokens else tiles.prefill).block_m
     if decode_query_tokens > max_rows:
         msg = f"decode_query_tokens must be at most {max_rows}, got {decode_query_tokens}"
         raise ValueError(msg)
-    group = group_heads(kind.num_heads, max(1, decode_query_tokens), max_rows)
+    if tiles is not None and tiles.specialized_decode is not None:
+        group = kind.num_heads
+        needed = -(-group * decode_query_tokens // WARPGROUP_ROWS)
+        if tiles.specialized_decode.num_members != needed:
+            msg = (
+                f"tiles must have teams of {needed} programs, got "
+                f"{tiles.specialized_decode.num_members}"
+            )
+            raise ValueError(msg)
+    else:
+        group = group_heads(kind.num_heads, max(1, decode_query_tokens), max_rows)
     if tiles is None:
         tiles = latent_tiles(
             machine,

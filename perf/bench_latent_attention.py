@@ -1,7 +1,10 @@
 """Time latent attention on the shapes of real models, beside its peers on the same pages.
 
-python -m perf.bench_latent_attention [--only D17] [--peers flash-mla,vllm-triton] [--dry-run]
+python -m perf.bench_latent_attention [--only D17] [--peers flash-mla,jenga-plain] [--dry-run]
 """
+
+import functools
+from dataclasses import replace
 
 import torch
 
@@ -24,11 +27,28 @@ MOST_DRAFTED_TOKENS = 8
 """Batches of longer requests are not decoded."""
 
 
-def jenga(batch: LatentBatch, out: torch.Tensor) -> Launch:
-    """Ours; the plan is made once a step and shared by layers, so it is not timed."""
+def jenga(
+    batch: LatentBatch,
+    out: torch.Tensor,
+    *,
+    is_warp_specialized: bool | None = None,
+    takes_turns: bool | None = None,
+) -> Launch:
+    """Ours; the plan is made once a step and shared by layers, so it is not timed.
+
+    Args:
+        batch: What to attend to.
+        out: Where results go.
+        is_warp_specialized: As `plan_latent_attention` takes it.
+        takes_turns: Not as the tiles chosen have it, but so.
+
+    Raises:
+        UnsupportedError: Either is given, and the kernel that it is about does not take the shape.
+    """
     shape = batch.shape
     longest = shape.max_query_tokens
-    plan = plan_latent_attention(
+    make_plan = functools.partial(
+        plan_latent_attention,
         batch.query_starts,
         batch.seq_lens,
         shape.kind,
@@ -37,6 +57,19 @@ def jenga(batch: LatentBatch, out: torch.Tensor) -> Launch:
         max_query_tokens=longest,
         decode_query_tokens=longest if longest <= MOST_DRAFTED_TOKENS else 0,
     )
+    plan = make_plan()
+    team = plan.tiles.specialized_decode
+    if is_warp_specialized is not None or takes_turns is not None:
+        if team is None:
+            msg = "has no kernel whose warps specialise"
+            raise UnsupportedError(msg)
+        tiles = plan.tiles
+        if takes_turns is not None:
+            tiles = replace(tiles, specialized_decode=replace(team, takes_turns=takes_turns))
+        plan = make_plan(
+            is_warp_specialized=is_warp_specialized,
+            tiles=None if is_warp_specialized is False else tiles,
+        )
 
     def launch() -> None:
         latent_attention(
@@ -55,11 +88,21 @@ def jenga(batch: LatentBatch, out: torch.Tensor) -> Launch:
     return launch
 
 
+IMPLEMENTATIONS = {
+    "jenga": jenga,
+    "jenga-plain": functools.partial(jenga, is_warp_specialized=False),
+    "jenga-at-once": functools.partial(jenga, takes_turns=False),
+    **PEERS,
+}
+"""Name in a row -> what prepares its launch. Ours as it is; by the kernel of all GPUs; by the one
+whose warps specialise, with scores of both tiles of a step asked for at once."""
+
+
 def measure_shape(benchmark: Benchmark, shape: LatentShape) -> None:
     """Add the rows of one shape: ours and its peers', each compared with ours."""
     batch = make_batch(shape, benchmark.device)
     ours = batch.q.new_empty(shape.num_tokens, shape.num_heads, LATENT_DIM)
-    for name, prepare in {"jenga": jenga, **PEERS}.items():
+    for name, prepare in IMPLEMENTATIONS.items():
         if name != "jenga" and not benchmark.wants_peer(name):
             continue
         out = ours if name == "jenga" else torch.empty_like(ours)
@@ -93,7 +136,10 @@ def main(arguments: list[str] | None = None) -> None:
     benchmark = Benchmark(
         "bench_latent_attention",
         __doc__ or "",
-        ["tests/kernels/test_latent_attention.py"],
+        [
+            "tests/kernels/test_latent_attention.py",
+            "tests/kernels/test_specialized_latents.py",
+        ],
         arguments,
     )
     for shape in DRY_SHAPES if benchmark.is_dry else SHAPES:

@@ -25,16 +25,13 @@ from perf.harness import Benchmark
 
 BEHIND = """
 roofline; read|copy|matmul; none
-bench_state_scan; nemotron-h-8b 1x2048$|nemotron-h-8b 16 odd$|granite-4.0-h-small 1x2048$; vllm
-bench_state_scan; falcon-h1-7b 1x2048$|falcon-h1-7b 16 odd$|nemotron-h-8b 1x8192$; vllm
-bench_paged_attention; P1 |P2 |P3 |P4 |P5 |P6 |P7 |P9 |X1 ; flash-attention-3
+bench_latent_attention; D17|L1 |L4 |L6 ; flash-mla,jenga-plain,jenga-at-once
+bench_latent_attention; L7 |L11 ; flash-mla,jenga-plain
+bench_state_scan; falcon-h1-7b 1x2048$|nemotron-h-8b 1x2048$; vllm
+bench_paged_attention; P7 |P1 |X1 ; flash-attention-3
 bench_paged_attention; D13 ; flash-attention-3,vllm-triton
-sweep_attention_tiles; D13 ; none
-bench_paged_attention; D9 |D10 |D11 |D12 |D14 |D15 |D16 |D19 ; flash-attention-3
-sweep_page_size; llama-8b decode 32x4k|gemma-3-27b window|prefill; none
-sweep_tokens_per_page; llama-8b decode 32x4k|gemma-3-27b window|prefill; none
-bench_paged_attention; D1 |D2 |D3 |D4 |D5 |D6 |D7 |D8 |X2 ; flash-attention-3,flashinfer
-bench_latent_attention; D17|L1 |L4 |L6 ; flash-mla
+roofline; hop; none
+bench_paged_attention; D10 |D11 |P4 ; flashinfer
 bench_state_scan; jamba-1.5-mini 1x2048$; none
 bench_linear_attention; 2048; none
 bench_host_memory; ; all

@@ -43,6 +43,10 @@ SMALL_TESTS = {
         "goes_round_its_ring_of_tiles[128]",
         "agrees_with_the_reference[mixed_batch]",
     ),
+    "specialized_latents": (
+        "agrees_with_its_reference[tiles_that_end_in_a_box]",
+        "does_one_run_after_another[True-3]",
+    ),
     "attention_merge": ("may_write_onto_a_log_sum_exp",),
     "latent_store": ("writes_its_slots_and_nothing_else[one_token-torch.bfloat16]",),
     "latent_attention": ("agrees_with_its_reference[fp8]",),

@@ -13,6 +13,7 @@ _MEMORY_LOG_VARIABLE = "JENGA_MEMORY_LOG"
 _CACHE_VARIABLE = "JENGA_CACHE"
 _LEFT_SHARE_VARIABLE = "JENGA_LEFT_SHARE"
 _SPECIALIZED_VARIABLE = "JENGA_SPECIALIZED_PREFILL"
+_SPECIALIZED_LATENTS_VARIABLE = "JENGA_SPECIALIZED_LATENTS"
 HISTORY_VARIABLE = "JENGA_HISTORY_TOKENS"
 _KNOWN_VARIABLES = frozenset(
     {
@@ -21,6 +22,7 @@ _KNOWN_VARIABLES = frozenset(
         _CACHE_VARIABLE,
         _LEFT_SHARE_VARIABLE,
         _SPECIALIZED_VARIABLE,
+        _SPECIALIZED_LATENTS_VARIABLE,
         HISTORY_VARIABLE,
     }
 )
@@ -41,6 +43,7 @@ class Settings:
             for the manager's own.
         has_specialized_prefill: Whether prompts attend by the kernel for Hopper whose warps
             specialise, where it has what a layer needs; None for the operation's own choice.
+        has_specialized_latents: The same of decoding by layers of latent attention.
         history_tokens: Tokens of the histories beside recurrent states that are seldom written; 0
             where the environment asks for none.
     """
@@ -50,6 +53,7 @@ class Settings:
     memory_log: Path | None
     left_share: float | None
     has_specialized_prefill: bool | None
+    has_specialized_latents: bool | None
     history_tokens: int
 
 
@@ -84,18 +88,23 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
     if memory_log and not Path(memory_log).parent.is_dir():
         msg = f"{_MEMORY_LOG_VARIABLE}={memory_log!r}: its folder does not exist"
         raise ValueError(msg)
-    specialized = environ.get(_SPECIALIZED_VARIABLE, "").strip()
-    if specialized not in {"", "0", "1"}:
-        msg = f"{_SPECIALIZED_VARIABLE}={environ[_SPECIALIZED_VARIABLE]!r}: expected 0 or 1"
-        raise ValueError(msg)
     return Settings(
         selects_backend=backend == BACKEND_NAME,
         geometry=geometry,
         memory_log=Path(memory_log) if memory_log else None,
         left_share=_left_share(environ),
-        has_specialized_prefill=specialized == "1" if specialized else None,
+        has_specialized_prefill=_switch(environ, _SPECIALIZED_VARIABLE),
+        has_specialized_latents=_switch(environ, _SPECIALIZED_LATENTS_VARIABLE),
         history_tokens=_history_tokens(environ),
     )
+
+
+def _switch(environ: Mapping[str, str], name: str) -> bool | None:
+    text = environ.get(name, "").strip()
+    if text not in {"", "0", "1"}:
+        msg = f"{name}={environ[name]!r}: expected 0 or 1"
+        raise ValueError(msg)
+    return text == "1" if text else None
 
 
 def _left_share(environ: Mapping[str, str]) -> float | None:

@@ -1,5 +1,6 @@
 """What the layers of latent attention share in a step: who is absorbed, and its work, counted."""
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -19,6 +20,7 @@ from vllm.v1.kv_cache_interface import KVQuantMode
 
 from jenga.vllm_plugin.attention_builder import fill_rejected_slots
 from jenga.vllm_plugin.captured_plans import CapturedPlans
+from jenga.vllm_plugin.environment import read_settings
 from jenga.vllm_plugin.speculation import DRAFT_PREFIX, drafted_query_tokens
 from jenga_kernels.attention_plan import AttentionKind, AttentionPlan
 from jenga_kernels.latent_plan import plan_latent_attention
@@ -175,6 +177,7 @@ class JengaLatentMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata[Jeng
             self._decode_query_tokens = 0
         if absorbs_all(layer_names):
             self.reorder_batch_threshold = vllm_config.scheduler_config.max_num_batched_tokens + 1
+        self._is_warp_specialized = read_settings(os.environ).has_specialized_latents
         self._page_tokens = kv_cache_spec.block_size
         self._max_tokens = vllm_config.model_config.max_model_len
         self._captured = CapturedPlans()
@@ -235,6 +238,7 @@ class JengaLatentMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata[Jeng
                 max_query_tokens=max_query_tokens,
                 decode_query_tokens=self._decode_query_tokens,
                 is_batch_invariant=self._is_batch_invariant,
+                is_warp_specialized=self._is_warp_specialized,
             )
         return JengaLatentDecode(
             block_table=block_table_tensor,

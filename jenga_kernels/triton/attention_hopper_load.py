@@ -158,8 +158,8 @@ def load_tiles(
                 if is_ragged:
                     mbarrier.wait(v_ready.index(NUM_STAGES), landed_phase)
                     landed_phase ^= 1
-                    _zero_rows(v_tiles, stage, 0, first_live, BLOCK_N, BLOCK_D)
-                    _zero_rows(v_tiles, stage, end_live, end_copied, BLOCK_N, BLOCK_D)
+                    zero_rows(v_tiles, stage, 0, first_live, BLOCK_N, BLOCK_D)
+                    zero_rows(v_tiles, stage, end_live, end_copied, BLOCK_N, BLOCK_D)
                     fence_async_shared()
                     mbarrier.arrive(v_ready.index(stage), count=1)
             done += num_tiles
@@ -242,7 +242,7 @@ def _load_tile(
 
 
 @gluon.jit
-def _zero_rows(tiles, stage, start, end, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr):
+def zero_rows(tiles, stage, start, end, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr):
     """Zero rows [start, end) of a tile."""
     NUM_BOXES: gl.constexpr = BLOCK_N // SWIZZLE_ROWS
     NUM_PARTS: gl.constexpr = BLOCK_D // BOX_DIM

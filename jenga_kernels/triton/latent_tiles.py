@@ -5,19 +5,32 @@ so a row tile holds few rows. The sizes are those that compile without spills
 (tests/kernels/test_compiled_latents.py); no GPU has timed them yet.
 """
 
+from dataclasses import replace
+
 from jenga_kernels.triton.tiles import (
     BLACKWELL,
     HOPPER,
     MIN_ROWS,
+    SWIZZLE_ROWS,
     WARPGROUP_ROWS,
     AttentionTiles,
     LoopTiles,
     Machine,
+    TeamTiles,
     power_of_two,
 )
 
 INTERPRETER_ROWS = 1024
 """The interpreter pays per operation: as many rows as ever come."""
+
+SPECIALIZED_LATENT_DIM = 512
+"""Elements of a latent for which there is a kernel whose warps specialise."""
+
+SPECIALIZED_KEYS = 128
+"""Keys of its step, 64 for each group of warps that multiplies."""
+
+SPECIALIZED_MIN_ROWS = 33
+"""Fewer rows of a request have tiles that waste less of a matrix instruction."""
 
 
 def latent_rows(machine: Machine, *, element_bytes: int, stored_bytes: int) -> int:
@@ -51,6 +64,56 @@ def group_heads(num_heads: int, query_tokens: int, max_rows: int) -> int:
         if num_heads % heads == 0 and heads * query_tokens <= max_rows
     )
     return max(fitting, default=1)
+
+
+def specialized_latent_tiles(
+    machine: Machine,
+    *,
+    num_heads: int,
+    latent_dim: int,
+    page_tokens: int,
+    query_tokens: int,
+    element_bytes: int,
+    stored_bytes: int,
+) -> AttentionTiles | None:
+    """Tiles of `latent_attention` whose decode kernel's warps specialise; None: it cannot run.
+
+    Args:
+        machine: Where it would run.
+        num_heads: Query heads.
+        latent_dim: Elements of a latent.
+        page_tokens: Slots of a page.
+        query_tokens: Most query tokens of a decoding request.
+        element_bytes: Bytes of an element of the queries.
+        stored_bytes: Bytes of an element in the pages.
+    """
+    num_rows = num_heads * query_tokens
+    can_run = (
+        _has_warpgroups(machine)
+        and element_bytes == stored_bytes == 2  # noqa: PLR2004 - what the copies' patterns are for
+        and latent_dim == SPECIALIZED_LATENT_DIM
+        and page_tokens % SWIZZLE_ROWS == 0
+        and (num_heads % WARPGROUP_ROWS == 0 or WARPGROUP_ROWS % num_heads == 0)
+        and num_rows >= SPECIALIZED_MIN_ROWS
+    )
+    if not can_run:
+        return None
+    num_members = -(-num_rows // WARPGROUP_ROWS)
+    plain = latent_tiles(
+        machine,
+        element_bytes=element_bytes,
+        stored_bytes=stored_bytes,
+        decode_rows=WARPGROUP_ROWS,
+    )
+    return replace(
+        plain,
+        decode=LoopTiles(
+            block_m=WARPGROUP_ROWS, block_n=SPECIALIZED_KEYS, num_warps=4, num_stages=1
+        ),
+        # Shared memory has room for one program.
+        num_programs=max(1, machine.num_processors // num_members),
+        specialized_decode=TeamTiles(num_members=num_members, takes_turns=True),
+    )
 
 
 def latent_tiles(

@@ -192,6 +192,20 @@ class SpecializedTiles:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TeamTiles:
+    """Tiles of the decode kernel of latent attention whose warps specialise.
+
+    Attributes:
+        num_members: Programs that share the work of one of `num_programs`: each has WARPGROUP_ROWS
+            rows of its requests.
+        takes_turns: Whether the groups of warps that multiply ask for their scores in turns.
+    """
+
+    num_members: int
+    takes_turns: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionTiles:
     """Tiles of `paged_attention`.
 
@@ -202,6 +216,8 @@ class AttentionTiles:
         block_splits: Partial results that the merge reads at once.
         specialized_prefill: If given, what `prefill` would do is done by the kernel for Hopper
             whose warps specialise, with as many rows: SPECIALIZED_ROWS.
+        specialized_decode: If given, what `decode` would do is done by the kernel of latent
+            attention for Hopper whose warps specialise, in steps of as many keys.
     """
 
     decode: LoopTiles
@@ -209,6 +225,7 @@ class AttentionTiles:
     num_programs: int
     block_splits: int
     specialized_prefill: SpecializedTiles | None = None
+    specialized_decode: TeamTiles | None = None
 
 
 MIN_ROWS = 16

@@ -12,7 +12,13 @@ WIDTH = 576
 
 
 def launch(
-    *, num_heads, page_tokens=16, dtype=torch.bfloat16, is_fp8=False, decode_query_tokens=None
+    *,
+    num_heads,
+    page_tokens=16,
+    dtype=torch.bfloat16,
+    is_fp8=False,
+    decode_query_tokens=None,
+    is_warp_specialized=None,
 ):
     num_tokens, num_requests = 4096, 33
     kind = AttentionKind(
@@ -42,6 +48,7 @@ def launch(
             num_tokens=num_tokens,
             dtype=dtype,
             decode_query_tokens=decode_query_tokens,
+            is_warp_specialized=is_warp_specialized,
         ),
     )
 
@@ -52,14 +59,15 @@ def compile_sixteen_heads():
 
 def compile_usual():
     launch(num_heads=16)
-    launch(num_heads=128, page_tokens=64)
+    launch(num_heads=128, page_tokens=64, is_warp_specialized=False)
 
 
 def compile_other_shapes():
     launch(num_heads=32, page_tokens=784)
-    launch(num_heads=64, page_tokens=16)
-    launch(num_heads=128, page_tokens=16, decode_query_tokens=3)
-    launch(num_heads=16, page_tokens=64, decode_query_tokens=8, dtype=torch.float16)
+    plain = {"is_warp_specialized": False}
+    launch(num_heads=64, page_tokens=16, **plain)
+    launch(num_heads=128, page_tokens=16, decode_query_tokens=3, **plain)
+    launch(num_heads=16, page_tokens=64, decode_query_tokens=8, dtype=torch.float16, **plain)
     launch(num_heads=20, page_tokens=1344)
 
 

@@ -370,6 +370,7 @@ def main():
         "warm_up": warm_up,
         # It is imported where it is launched.
         "has_specialized_prefill": "jenga_kernels.triton.attention_prefill_hopper" in sys.modules,
+        "has_specialized_latents": "jenga_kernels.triton.latent_decode_hopper" in sys.modules,
         "scheduler": type(scheduler_of(llm)).__name__ if job.get("captures") else None,
     }
     if received is not None:

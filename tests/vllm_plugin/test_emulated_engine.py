@@ -13,7 +13,10 @@ TESTS = {
     "windows_and_sinks": "test_engine.py::test_engine_generates_what_stock_vllm_generates[gpt_oss]",
     "values_narrower_than_keys": "test_value_widths.py"
     "::test_values_narrower_than_keys_generate_what_transformers_generates",
-    "specialized_prefill": "test_specialized_engine.py",
+    "specialized_prefill": "test_specialized_engine.py"
+    "::test_engine_with_the_specialized_prefill_generates_what_it_does_without",
+    "specialized_latents": "test_specialized_engine.py"
+    "::test_engine_with_specialized_latents_generates_what_it_does_without",
     "states": "test_hybrid_engine.py"
     "::test_hybrids_generate_what_stock_vllm_generates_and_find_their_prefixes[granite_hybrid]",
     "convolutions": "test_hybrid_engine.py"

@@ -8,6 +8,7 @@ import torch
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec
 
+from jenga.vllm_plugin import latent_builder
 from jenga.vllm_plugin.latent import gathered_latents
 from jenga.vllm_plugin.latent_builder import (
     JengaLatentMetadataBuilder,
@@ -16,6 +17,7 @@ from jenga.vllm_plugin.latent_builder import (
 )
 from jenga_kernels.attention_plan import AttentionPlan
 from jenga_kernels.latent_attention import latent_attention
+from jenga_kernels.latent_plan import plan_latent_attention
 from jenga_kernels.reference.latent_attention import latent_attention as attend_plainly
 from tests.kernels.support import check_close
 from tests.vllm_plugin.test_attention_builder import PAGE_TOKENS, Batches
@@ -335,3 +337,21 @@ def test_the_profile_counts_what_absorbed_requests_take(
 
     # Queries of 512 and 576 elements and results of 512, where rows are of 256.
     assert layer.chunked_prefill_workspace_size == rows
+
+
+@pytest.mark.parametrize("setting", ["1", "0", ""])
+def test_decoding_is_planned_for_the_specialized_kernel_where_that_is_asked_for(
+    setting, monkeypatch
+):
+    monkeypatch.setenv("JENGA_SPECIALIZED_LATENTS", setting)
+    asked = []
+
+    def remember(*arguments, **options):
+        asked.append(options["is_warp_specialized"])
+        return plan_latent_attention(*arguments, **options)
+
+    monkeypatch.setattr(latent_builder, "plan_latent_attention", remember)
+
+    make_builder().build(0, Batches().decode([40], num_padded=1))
+
+    assert asked == [{"1": True, "0": False, "": None}[setting]]

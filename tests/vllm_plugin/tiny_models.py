@@ -353,7 +353,7 @@ DEEPSEEK = COMMON | {
 }
 
 
-def deepseek_v2():
+def deepseek_v2(**changes):
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
     experts = {
@@ -368,8 +368,12 @@ def deepseek_v2():
     }
     # The widths that vLLM's own backend for a CPU is compiled for.
     widths = {"q_lora_rank": None, "kv_lora_rank": 512, "v_head_dim": 32}
-    config = DeepseekV2Config(**DEEPSEEK | experts | widths)
+    config = DeepseekV2Config(**DEEPSEEK | experts | widths | changes)
     return DeepseekV2ForCausalLM(config)
+
+
+def deepseek_v2_64_heads():
+    return deepseek_v2(num_attention_heads=64, num_key_value_heads=64, qk_nope_head_dim=16)
 
 
 def deepseek_v3():
@@ -391,6 +395,7 @@ MAKERS = {
     "llama4": llama4,
     "bloom": bloom,
     "deepseek_v2": deepseek_v2,
+    "deepseek_v2_64_heads": deepseek_v2_64_heads,
     "deepseek_v3": deepseek_v3,
     "whisper": whisper,
     "granite_hybrid": granite_hybrid,
