@@ -44,8 +44,8 @@ SMALL_TESTS = {
         "agrees_with_the_reference[mixed_batch]",
     ),
     "specialized_latents": (
-        "agrees_with_its_reference[tiles_that_end_in_a_box]",
-        "does_one_run_after_another[True-3]",
+        "agree_with_their_reference[tiles_that_end_in_a_box]",
+        "do_one_run_after_another[True-3]",
     ),
     "attention_merge": ("may_write_onto_a_log_sum_exp",),
     "latent_store": ("writes_its_slots_and_nothing_else[one_token-torch.bfloat16]",),

@@ -48,7 +48,7 @@ SHAPES = {
 
 @only_on_hopper
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_specialized_latent_attention_agrees_with_its_reference(shape):
+def test_specialized_latents_agree_with_their_reference(shape):
     batch = make_batch(shape)
     plan = batch.plan()
     assert plan.tiles.specialized_decode
@@ -59,7 +59,7 @@ def test_specialized_latent_attention_agrees_with_its_reference(shape):
 @only_on_hopper
 @pytest.mark.parametrize("num_teams", [1, 3, 40])
 @pytest.mark.parametrize("takes_turns", [False, True])
-def test_specialized_latent_attention_does_one_run_after_another(num_teams, takes_turns):
+def test_specialized_latents_do_one_run_after_another(num_teams, takes_turns):
     requests = ((1, 300), (0, 0), (1, 0), (1, 1), (1, 128), (1, 500))
     batch = make_batch(Shape(requests=requests, **DEEPSEEK))
     tiles = batch.plan().tiles
@@ -72,7 +72,7 @@ def test_specialized_latent_attention_does_one_run_after_another(num_teams, take
 @pytest.mark.parametrize(
     ("num_heads", "query_len", "num_members"), [(16, 4, 1), (32, 3, 2), (64, 3, 3), (128, 2, 4)]
 )
-def test_specialized_latent_attention_decodes_drafted_tokens(num_heads, query_len, num_members):
+def test_specialized_latents_decode_drafted_tokens(num_heads, query_len, num_members):
     requests = [(query_len, 300), (query_len, query_len), (query_len - 1, 129), (1, 40), (2, 129)]
     batch = make_batch(Shape(requests=requests, **DEEPSEEK | {"num_heads": num_heads}))
     plan = {"decode_query_tokens": query_len, "max_query_tokens": query_len}
@@ -83,7 +83,7 @@ def test_specialized_latent_attention_decodes_drafted_tokens(num_heads, query_le
 
 
 @only_on_hopper
-def test_specialized_latent_attention_in_batch_invariant_mode_ignores_the_rest_of_the_batch():
+def test_specialized_latents_in_batch_invariant_mode_ignore_the_rest_of_the_batch():
     requests = ((1, 200), (1, 1100), (1, 33))
     batch = make_batch(Shape(requests=requests, **DEEPSEEK))
     whole = latent_attention(**batch.arguments, plan=batch.plan(is_batch_invariant=True))
@@ -129,7 +129,7 @@ def random_shapes(draw):
 @pytest.mark.timeout(1800)
 @settings(max_examples=30, **SETTINGS)
 @given(random_shapes(), st.booleans(), st.integers(0, 1000))
-def test_specialized_latent_attention_agrees_with_the_reference_on_random_batches(
+def test_specialized_latents_agree_with_the_reference_on_random_batches(
     drawn, is_batch_invariant, seed
 ):
     shape, query_tokens, num_teams = drawn
@@ -211,7 +211,7 @@ PRODUCTS = 2 * (576 // 16 + 2 * 64 // 16)
 @pytest.mark.parametrize(
     "job", [compile_large_models, pytest.param(compile_drafted_tokens, marks=pytest.mark.slow)]
 )
-def test_specialized_latent_attention_compiles_without_spills(job):
+def test_specialized_latents_compile_without_spills(job):
     kernels = compile_job(job, 90)
 
     found = [kernel for kernel in kernels if kernel.name == "latent_decode_hopper_kernel"]
