@@ -214,6 +214,7 @@ def _load_tile(
     Boxes from seq_len on are of no page, which makes them 0.
     """
     NUM_BOXES: gl.constexpr = KEYS // BLOCK_T
+    # Looked up before places are waited for.
     pages = ()
     slots = ()
     page_index = first_key // PAGE_TOKENS

@@ -11,7 +11,6 @@ from jenga_kernels.triton.tiles import (
     BLACKWELL,
     HOPPER,
     MIN_ROWS,
-    SWIZZLE_ROWS,
     WARPGROUP_ROWS,
     AttentionTiles,
     LoopTiles,
@@ -28,6 +27,9 @@ SPECIALIZED_LATENT_DIM = 512
 
 SPECIALIZED_KEYS = 128
 """Keys of its step, 64 for each group of warps that multiplies."""
+
+SPECIALIZED_PAGE_STEP = 16
+"""Tokens that pages are multiples of there: of smaller boxes there would be too many to look up."""
 
 SPECIALIZED_MIN_ROWS = 33
 """Fewer rows of a request have tiles that waste less of a matrix instruction."""
@@ -92,7 +94,7 @@ def specialized_latent_tiles(
         _has_warpgroups(machine)
         and element_bytes == stored_bytes == 2  # noqa: PLR2004 - what the copies' patterns are for
         and latent_dim == SPECIALIZED_LATENT_DIM
-        and page_tokens % SWIZZLE_ROWS == 0
+        and page_tokens % SPECIALIZED_PAGE_STEP == 0
         and (num_heads % WARPGROUP_ROWS == 0 or WARPGROUP_ROWS % num_heads == 0)
         and num_rows >= SPECIALIZED_MIN_ROWS
     )

@@ -160,7 +160,7 @@ FITTING = {
         (Machine(capability=90, num_processors=132), {"stored_bytes": 1}),
         (Machine(capability=90, num_processors=132), {"element_bytes": 4, "stored_bytes": 4}),
         (Machine(capability=90, num_processors=132), {"latent_dim": 256}),
-        (Machine(capability=90, num_processors=132), {"page_tokens": 20}),
+        (Machine(capability=90, num_processors=132), {"page_tokens": 24}),
         (Machine(capability=90, num_processors=132), {"num_heads": 96}),
         (Machine(capability=90, num_processors=132), {"num_heads": 32}),
     ],
