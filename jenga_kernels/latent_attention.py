@@ -23,7 +23,13 @@ from jenga_kernels.triton.addressing import constant_stride, strides
 from jenga_kernels.triton.attention_decode import attention_splits_kernel
 from jenga_kernels.triton.latent_decode import latent_decode_kernel
 from jenga_kernels.triton.latent_prefill import latent_prefill_kernel
-from jenga_kernels.triton.tiles import MIN_ROWS, WARPGROUP_ROWS, power_of_two
+from jenga_kernels.triton.tiles import (
+    MIN_ROWS,
+    WARPGROUP_ROWS,
+    machine_of,
+    overlapping,
+    power_of_two,
+)
 
 
 def latent_attention(
@@ -139,6 +145,7 @@ def latent_attention(
     if num_requests == 0 or num_tokens == 0:
         return out
 
+    machine = machine_of(q.device)
     stride_page, stride_slot, _ = strides(pages)
     num_groups, group = plan.kind.num_kv_heads, plan.kind.group_heads
     block_latent = max(MIN_ROWS, power_of_two(latent_dim))
@@ -231,6 +238,7 @@ def latent_attention(
             IS_INVARIANT=plan.is_batch_invariant,
             BLOCK_M=tiles.block_m,
             BLOCK_N=tiles.block_n,
+            IS_OVERLAPPED=plan.may_split and machine.has_dependent_launches,
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
             enable_fp_fusion=True,
@@ -252,7 +260,9 @@ def latent_attention(
             IS_INVARIANT=plan.is_batch_invariant,
             BLOCK_SPLITS=plan.tiles.block_splits,
             BLOCK_D=block_latent,
+            IS_OVERLAPPED=machine.has_dependent_launches,
             num_warps=4,
             enable_fp_fusion=True,
+            **overlapping(machine),
         )
     return out

@@ -48,7 +48,7 @@ from jenga_kernels.checks import (
 from jenga_kernels.triton.addressing import constant_stride, strides
 from jenga_kernels.triton.attention_decode import attention_decode_kernel, attention_splits_kernel
 from jenga_kernels.triton.attention_prefill import attention_prefill_kernel
-from jenga_kernels.triton.tiles import MIN_ROWS, power_of_two
+from jenga_kernels.triton.tiles import MIN_ROWS, machine_of, overlapping, power_of_two
 
 _kind = functools.lru_cache(typed=True)(AttentionKind)
 """Every layer of every step asks for the same few."""
@@ -229,6 +229,7 @@ def paged_attention(
     if num_requests == 0 or num_tokens == 0:
         return out
 
+    machine = machine_of(q.device)
     stride_page, stride_slot, stride_head, _ = strides(k_pages)
     shared = {
         "out_ptr": out,
@@ -344,6 +345,7 @@ def paged_attention(
             IS_INVARIANT=plan.is_batch_invariant,
             BLOCK_M=tiles.block_m,
             BLOCK_N=tiles.block_n,
+            IS_OVERLAPPED=plan.may_split and machine.has_dependent_launches,
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
             enable_fp_fusion=True,
@@ -365,8 +367,10 @@ def paged_attention(
             IS_INVARIANT=plan.is_batch_invariant,
             BLOCK_SPLITS=plan.tiles.block_splits,
             BLOCK_D=power_of_two(value_dim),
+            IS_OVERLAPPED=machine.has_dependent_launches,
             num_warps=4,
             enable_fp_fusion=True,
+            **overlapping(machine),
         )
     return out
 

@@ -24,7 +24,13 @@ from jenga_kernels.triton.state_tiles import (
     state_replay_tiles,
     token_replay_tiles,
 )
-from jenga_kernels.triton.tiles import Machine, line_elements, machine_of, power_of_two
+from jenga_kernels.triton.tiles import (
+    Machine,
+    line_elements,
+    machine_of,
+    overlapping,
+    power_of_two,
+)
 
 
 def state_replay(
@@ -218,6 +224,7 @@ def _replay_token(
         "WIDTH": width,
         "BLOCK_H": tiles.block_heads,
         "BLOCK_P": tiles.block_dims,
+        "IS_OVERLAPPED": machine.has_dependent_launches,
     }
     num_blocks = num_heads // heads_per_group * -(-heads_per_group // tiles.block_heads)
     replay_weights_kernel[(num_blocks, num_requests)](
@@ -225,7 +232,9 @@ def _replay_token(
     )
     num_blocks = num_heads * -(-head_dim // tiles.block_dims)
     state_replay_token_kernel[(num_blocks, num_requests)](
-        **_taken_by(state_replay_token_kernel, arguments), num_warps=tiles.num_warps
+        **_taken_by(state_replay_token_kernel, arguments),
+        num_warps=tiles.num_warps,
+        **overlapping(machine),
     )
 
 

@@ -21,6 +21,7 @@ from jenga_kernels.triton.attention_tile import (
     first_visible,
     row_offsets,
 )
+from jenga_kernels.triton.device import await_kernel_before, let_next_begin
 from jenga_kernels.triton.fp8 import as_pairs, joined_rows, split_rows, to_half
 from jenga_kernels.triton.int4 import FIRST_UNIT, SECOND_UNIT, joined_quad_rows, split_quad_rows
 from jenga_kernels.triton.rows import load_rows, store_rows
@@ -88,6 +89,7 @@ def attention_decode_kernel(  # noqa: PLR0912 - options are compiled in or out, 
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    IS_OVERLAPPED: tl.constexpr,
 ):
     """Program p does units p * units_per_program and on of all (request, head of keys) pairs.
 
@@ -121,6 +123,7 @@ def attention_decode_kernel(  # noqa: PLR0912 - options are compiled in or out, 
         stride_pages_page = PAGE_STRIDE
     if SLOT_STRIDE is not None:
         stride_pages_slot = SLOT_STRIDE
+    let_next_begin(IS_OVERLAPPED)
     program = tl.program_id(0) // VALUE_PARTS
     part = tl.program_id(0) % VALUE_PARTS
     value_start = tl.minimum(part * VALUE_DIM, RESULT_DIM - VALUE_DIM)
@@ -302,6 +305,7 @@ def attention_splits_kernel(
     IS_INVARIANT: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    IS_OVERLAPPED: tl.constexpr,
 ):
     """Program (r, t, h) merges head h of query token t of request r.
 
@@ -327,6 +331,7 @@ def attention_splits_kernel(
         first_partial = partial_index(first_program, pair, first_program)
         num_partials = tl.where(num_units == 0, 0, last_program - first_program + 1)
 
+    await_kernel_before(IS_OVERLAPPED)
     if (token_in_request < query_len) & (num_partials > 1):
         row = token_in_request * GROUP + head % GROUP
         dims = tl.arange(0, BLOCK_D)

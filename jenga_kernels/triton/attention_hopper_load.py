@@ -15,6 +15,9 @@ SWIZZLE_ROWS = gl.constexpr(_SWIZZLE_ROWS)
 BOX_DIM = gl.constexpr(64)
 """Elements of a row of such a pattern, 128 bytes."""
 
+AT_ONCE = gl.constexpr(4)
+"""Boxes whose pages are looked up together."""
+
 BOX_LAYOUT = gl.NVMMASharedLayout(128, 16, 4)
 """Of a box, [1 page, rows, 1 head, BOX_DIM]."""
 
@@ -117,7 +120,6 @@ def load_tiles(
                 tile_start = tiles_start + tile * BLOCK_N
                 stage = (done + tile) % NUM_STAGES
                 phase = ((done + tile) // NUM_STAGES) & 1
-                mbarrier.wait(k_free.index(stage), phase ^ 1)
                 _load_tile(
                     k_descriptor,
                     table_row_ptr,
@@ -127,6 +129,8 @@ def load_tiles(
                     num_pages,
                     k_tiles,
                     stage,
+                    k_free.index(stage),
+                    phase ^ 1,
                     k_ready.index(stage),
                     PAGE_TOKENS,
                     BLOCK_N,
@@ -139,7 +143,6 @@ def load_tiles(
                 end_live = gl.minimum(keys_end - tile_start, BLOCK_N)
                 end_copied = gl.cdiv(end_live, BLOCK_T) * BLOCK_T
                 is_ragged = (first_live > 0) | (end_live < end_copied)
-                mbarrier.wait(v_free.index(stage), phase ^ 1)
                 _load_tile(
                     v_descriptor,
                     table_row_ptr,
@@ -149,6 +152,8 @@ def load_tiles(
                     num_pages,
                     v_tiles,
                     stage,
+                    v_free.index(stage),
+                    phase ^ 1,
                     v_ready.index(gl.where(is_ragged, NUM_STAGES, stage)),
                     PAGE_TOKENS,
                     BLOCK_N,
@@ -200,22 +205,57 @@ def _load_rows(
 
 
 @gluon.jit
+def _look_up(
+    place,  # page of the request and slot there of the first box
+    table_row_ptr,  # i32[max_pages]
+    tile_start,
+    keys_end,
+    num_pages,
+    FIRST: gl.constexpr,
+    PAGE_TOKENS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_T: gl.constexpr,
+):
+    """Pages of a tile's AT_ONCE boxes from FIRST on, their slots there, and the place behind them.
+
+    Boxes past keys_end are of no page, which makes them 0.
+    """
+    page_index, slot = place
+    pages = ()
+    slots = ()
+    for box in gl.static_range(FIRST, min(FIRST + AT_ONCE, BLOCK_N // BLOCK_T)):
+        is_live = tile_start + box * BLOCK_T < keys_end
+        pages += (gl.load(table_row_ptr + page_index, mask=is_live, other=num_pages),)
+        slots += (slot,)
+        slot += BLOCK_T
+        page_index += (slot == PAGE_TOKENS).to(gl.int32)
+        slot = gl.where(slot == PAGE_TOKENS, 0, slot)
+    return pages, slots, (page_index, slot)
+
+
+@gluon.jit
 def _load_tile(
     descriptor,
-    page_table_ptr,
+    table_row_ptr,
     tile_start,
     keys_end,
     kv_head,
     num_pages,
     tiles,
     stage,
+    free,
+    phase,
     ready,
     PAGE_TOKENS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_T: gl.constexpr,
     BLOCK_D: gl.constexpr,
 ):
-    """Ask for a tile of keys or values; boxes past keys_end are of no page, which makes them 0."""
+    """Ask for a tile of keys or values, once its place is free.
+
+    Pages are looked up some at a time, the first while the place is waited for: one after the other
+    they would take the longer, the smaller they are.
+    """
     NUM_BOXES: gl.constexpr = BLOCK_N // BLOCK_T
     NUM_PARTS: gl.constexpr = BLOCK_D // BOX_DIM
     shape: gl.constexpr = [tiles.shape[0] * NUM_PARTS * NUM_BOXES, 1, BLOCK_T, 1, BOX_DIM]
@@ -223,22 +263,30 @@ def _load_tile(
         boxes = tiles.reinterpret(tiles.dtype, shape, descriptor.layout)
     else:
         boxes = tiles._reinterpret(tiles.dtype, shape, descriptor.layout)
-    mbarrier.expect(ready, BLOCK_N * BLOCK_D * 2)
-    page_index = tile_start // PAGE_TOKENS
-    slot = tile_start % PAGE_TOKENS
-    for box in gl.static_range(NUM_BOXES):
-        is_live = tile_start + box * BLOCK_T < keys_end
-        page = gl.load(page_table_ptr + page_index, mask=is_live, other=num_pages)
-        for part in gl.static_range(NUM_PARTS):
-            copy_box(
-                descriptor,
-                [page, slot, kv_head, part * BOX_DIM],
-                ready,
-                boxes.index((stage * NUM_PARTS + part) * NUM_BOXES + box),
-            )
-        slot += BLOCK_T
-        page_index += (slot == PAGE_TOKENS).to(gl.int32)
-        slot = gl.where(slot == PAGE_TOKENS, 0, slot)
+    place = (tile_start // PAGE_TOKENS, tile_start % PAGE_TOKENS)
+    for first in gl.static_range(0, NUM_BOXES, AT_ONCE):
+        pages, slots, place = _look_up(
+            place,
+            table_row_ptr,
+            tile_start,
+            keys_end,
+            num_pages,
+            first,
+            PAGE_TOKENS,
+            BLOCK_N,
+            BLOCK_T,
+        )
+        if first == 0:
+            mbarrier.wait(free, phase)
+            mbarrier.expect(ready, BLOCK_N * BLOCK_D * 2)
+        for box in gl.static_range(first, min(first + AT_ONCE, NUM_BOXES)):
+            for part in gl.static_range(NUM_PARTS):
+                copy_box(
+                    descriptor,
+                    [pages[box - first], slots[box - first], kv_head, part * BOX_DIM],
+                    ready,
+                    boxes.index((stage * NUM_PARTS + part) * NUM_BOXES + box),
+                )
 
 
 @gluon.jit

@@ -41,6 +41,27 @@ def skip_overflow_checks() -> None:
 
 
 @device_function
+def let_next_begin(IS_FOLLOWED: tl.constexpr):
+    """Let the next kernel begin, if it is launched so, once all programs of this one are here.
+
+    There it waits in `await_kernel_before`. The GPU has room for it where this kernel leaves some.
+    """
+    if IS_FOLLOWED:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@device_function
+def await_kernel_before(IS_OVERLAPPED: tl.constexpr):
+    """Wait until the kernel before this one has ended, with all that it stored.
+
+    Where this one is launched to overlap with it, every program has to, and before it stores:
+    what comes after both takes both for done when this one is. The kernel before them has ended.
+    """
+    if IS_OVERLAPPED:
+        tl.extra.cuda.gdc_wait()
+
+
+@device_function
 def ceil_div(dividend, divisor):
     """Quotient of non-negative integers, rounded up."""
     return (dividend + divisor - 1) // divisor

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from jenga_kernels.triton.attention_plan import next_run
 from jenga_kernels.triton.attention_tile import end_visible
-from jenga_kernels.triton.device import ceil_div
+from jenga_kernels.triton.device import ceil_div, let_next_begin
 from jenga_kernels.triton.latent_tile import attend_latents
 from jenga_kernels.triton.rows import store_rows
 
@@ -52,6 +52,7 @@ def latent_decode_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_LATENT: tl.constexpr,
     BLOCK_ROTARY: tl.constexpr,
+    IS_OVERLAPPED: tl.constexpr,
 ):
     """Program p does units p * units_per_program and on of all (request, group of heads) pairs.
 
@@ -63,6 +64,7 @@ def latent_decode_kernel(
     stride_slot = stride_pages_slot
     if SLOT_STRIDE is not None:
         stride_slot = SLOT_STRIDE
+    let_next_begin(IS_OVERLAPPED)
     program = tl.program_id(0)
     units_per_program = tl.load(units_per_program_ptr)
     unit = program * units_per_program

@@ -8,7 +8,14 @@ import triton
 import triton.language as tl
 
 from jenga_kernels.triton.addressing import page_offsets
-from jenga_kernels.triton.device import device_function, rounded, rounded_product, widened
+from jenga_kernels.triton.device import (
+    await_kernel_before,
+    device_function,
+    let_next_begin,
+    rounded,
+    rounded_product,
+    widened,
+)
 from jenga_kernels.triton.recurrence import (
     LOG2E,
     column_sums,
@@ -85,12 +92,14 @@ def replay_weights_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_L: tl.constexpr,
+    IS_OVERLAPPED: tl.constexpr,
 ):
     """Program (b, r) weighs the history of request r for BLOCK_H heads of one group.
 
     It also keeps the token's step sizes, and the first of a group its B.
     """
     BLOCKS: tl.constexpr = (HEADS_PER_GROUP + BLOCK_H - 1) // BLOCK_H
+    let_next_begin(IS_OVERLAPPED)
     group = tl.program_id(0) // BLOCKS
     block = tl.program_id(0) % BLOCKS
     request = tl.program_id(1)
@@ -215,10 +224,12 @@ def state_replay_token_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_LINE: tl.constexpr,
     BLOCK_L: tl.constexpr,
+    IS_OVERLAPPED: tl.constexpr,
 ):
     """Program (b, r) serves BLOCK_P channels of one head of request r.
 
-    All that it reads it asks for before it computes anything.
+    All that it reads it asks for before it computes anything. If launches overlap it asks for the
+    state and its own token while histories are still weighed.
     """
     BLOCKS: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
@@ -239,6 +250,7 @@ def state_replay_token_kernel(
     token = request.to(tl.int64)
     out_ptr += token * stride_out_token + head * stride_out_head + dims
     if slot <= 0:
+        await_kernel_before(IS_OVERLAPPED)
         tl.store(out_ptr, tl.full([BLOCK_P], 0.0, out_ptr.dtype.element_ty), mask=is_dim)
         return
 
@@ -254,10 +266,6 @@ def state_replay_token_kernel(
     history_x_ptr += page_offsets(slot, stride_history_x_slot) + head * stride_history_x_head + dims
     past_x = history_x_ptr[None, :] + rows[:, None] * stride_history_x_token
     past_x = tl.load(past_x, mask=(ages < num_past)[:, None] & is_dim[None, :], other=0.0)  # [L, P]
-    weights_ptr += token * stride_weights_request + head * WIDTH
-    weights = tl.load(weights_ptr + ages)
-    decay = tl.load(weights_ptr + BLOCK_L)
-    own_weight = tl.load(weights_ptr + BLOCK_L + 1)
     C_ptr += token * stride_C_token + group * stride_C_group
     c = tl.load(C_ptr + lines, mask=in_line, other=0.0).to(tl.float32)  # [lines, line]
     x_ptr += token * stride_x_token + head * stride_x_head + dims
@@ -271,6 +279,11 @@ def state_replay_token_kernel(
     if z_ptr is not None:
         z_ptr += token * stride_z_token + head * stride_z_head + dims
         z = tl.load(z_ptr, mask=is_dim, other=0.0).to(tl.float32)
+    await_kernel_before(IS_OVERLAPPED)
+    weights_ptr += token * stride_weights_request + head * WIDTH
+    weights = tl.load(weights_ptr + ages)
+    decay = tl.load(weights_ptr + BLOCK_L)
+    own_weight = tl.load(weights_ptr + BLOCK_L + 1)
 
     S = widened(S)
     y = line_sums(S * c[:, None, :]) * decay

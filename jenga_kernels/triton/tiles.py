@@ -52,6 +52,11 @@ class Machine:
         return self.is_interpreter or self.capability >= ADA
 
     @property
+    def has_dependent_launches(self) -> bool:
+        """Whether a kernel may begin while the one before it runs, and wait for it itself."""
+        return self.capability >= HOPPER
+
+    @property
     def has_tensor_memory(self) -> bool:
         """Whether results of matrix instructions lie in a memory of their own, not in registers."""
         return BLACKWELL <= self.capability < DESKTOP_BLACKWELL
@@ -85,6 +90,14 @@ def machine_of(device: torch.device) -> Machine:
         capability=driver.get_current_target().arch,
         num_processors=properties["multiprocessor_count"],
     )
+
+
+def overlapping(machine: Machine) -> dict[str, bool]:
+    """Options of a launch that begins before the kernel ahead of it has ended, where that can be.
+
+    The kernel has to await the other; see `device.await_kernel_before`.
+    """
+    return {"launch_pdl": True} if machine.has_dependent_launches else {}
 
 
 def power_of_two(value: int) -> int:

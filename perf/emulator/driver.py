@@ -9,8 +9,10 @@ import torch
 import triton
 
 from perf.emulator.counters import Counters
+from perf.emulator.dependence import Dependence
 from perf.emulator.errors import EmulationError
 from perf.emulator.launches import EmulatedKernel
+from perf.emulator.memory import GlobalMemory
 from perf.emulator.tensor_maps import TensorMap
 from perf.machine_code import PretendedGpu
 
@@ -45,11 +47,13 @@ class EmulatedGpu(PretendedGpu):
 
     Attributes:
         counters: Name of a kernel -> what its launches asked for.
+        ahead: Memory of the last launch, with what that stored.
     """
 
     def __init__(self, capability: int, *, counts: bool = False) -> None:
         super().__init__(capability)
         self.counters: dict[str, Counters] = {}
+        self.ahead: GlobalMemory | None = None
         self._counts = counts
 
     def launcher_cls(self, source: Any, metadata: Any) -> "Launcher":  # noqa: ANN401
@@ -79,6 +83,7 @@ class Launcher:
         self._kinds = list(source.signature.values())
         self._maps = getattr(metadata, "tensordesc_meta", None)
         self._shared_bytes = metadata.shared
+        self._is_dependent = metadata.launch_pdl
         release = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:3])
         self._kernel = EmulatedKernel(
             _ptx_of(metadata).read_text(),
@@ -101,7 +106,10 @@ class Launcher:
         counters = self._gpu.counters_of(self._kernel.kernel.name)
         if counters:
             counters.launches += 1
-        self._kernel.launch((width, height, depth), given, self._shared_bytes, counters)
+        dependence = Dependence(self._gpu.ahead) if self._is_dependent else None
+        self._gpu.ahead = self._kernel.launch(
+            (width, height, depth), given, self._shared_bytes, counters, dependence
+        )
 
     def _expanded(self, arguments: Sequence[Any]) -> list[Any]:
         """What the kernel's parameters hold: of a tensor's descriptor its shape and strides too."""

@@ -8,6 +8,7 @@ import torch
 
 from perf.emulator.arithmetic import arithmetic
 from perf.emulator.counters import Counters
+from perf.emulator.dependence import Dependence
 from perf.emulator.errors import EmulationError
 from perf.emulator.matrices import matrices
 from perf.emulator.memory import GlobalMemory
@@ -85,7 +86,8 @@ class EmulatedKernel:
         arguments: Sequence[Argument],
         shared_bytes: int,
         counters: Counters | None = None,
-    ) -> None:
+        dependence: Dependence | None = None,
+    ) -> GlobalMemory:
         """Run every program.
 
         Args:
@@ -94,6 +96,11 @@ class EmulatedKernel:
                 one to the copy engine is a `TensorMap`.
             shared_bytes: Of each program.
             counters: What to count in; None for nowhere.
+            dependence: What programs may do before they wait for the launch ahead; None where that
+                has ended.
+
+        Returns:
+            Memory, with what was loaded and stored.
 
         Raises:
             EmulationError: The kernel does what is an error, or undefined, on a GPU.
@@ -119,6 +126,7 @@ class EmulatedKernel:
             shared_bytes=shared_bytes,
             counters=counters,
             maps=maps,
+            dependence=dependence,
         )
         width, height, depth = grid
         places = [(x, y, z) for z, y, x in np.ndindex(depth, height, width)]
@@ -131,6 +139,9 @@ class EmulatedKernel:
                 if wave.barriers:
                     launch.histories.update(wave.barriers.clocks.histories)
         memory.check_races(launch.histories if self.kernel.is_specialised else None)
+        if dependence:
+            dependence.check_end(width * height * depth)
+        return memory
 
 
 def _held(kind: str, argument: Argument, addresses: Mapping[int, int]) -> np.ndarray:

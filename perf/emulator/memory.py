@@ -139,6 +139,15 @@ class GlobalMemory:
                 refuse_race(others, rows, "load what another program stores")
             _check_warps(loads, stores, len(data), histories)
 
+    def stored_bytes(self) -> Addresses:
+        """Addresses of all bytes that have been changed."""
+        found = [
+            (start + units_of(offsets, num_bytes, 1)).ravel()
+            for start, stores in zip(self._starts.tolist(), self._stores, strict=True)
+            for offsets, _, num_bytes in stores
+        ]
+        return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
+
     def _places(
         self, addresses: Addresses, num_bytes: int, what: str
     ) -> Iterable[tuple[Lanes | slice, int, Addresses]]:

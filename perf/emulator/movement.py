@@ -67,6 +67,9 @@ def _read(wave: Wave, places: Array, num_bytes: int, active: Array, *, is_shared
             counters.loads.note(places, num_bytes, active // WARP)
     if is_shared:
         return wave.shared.read(places, num_bytes, programs, active % wave.num_threads)
+    if wave.dependence:
+        is_early = ~wave.has_waited[active]
+        wave.dependence.check_load(places[is_early], num_bytes)
     return wave.memory.read(places, num_bytes, wave.parties(active))
 
 
@@ -80,6 +83,8 @@ def _write(wave: Wave, places: Array, data: Bytes, active: Array, *, is_shared: 
         programs = wave.programs[active]
         wave.shared.write(places, data, programs, active % wave.num_threads)
     else:
+        if wave.dependence and not wave.has_waited[active].all():
+            wave.dependence.check_store()
         wave.memory.write(places, data, wave.parties(active))
 
 

@@ -10,7 +10,7 @@ from perf.emulator.memory import GROUP, WARP, Lanes
 from perf.emulator.movement import address_of
 from perf.emulator.numbers import Array
 from perf.emulator.ptx import Immediate, Instruction, Symbol
-from perf.emulator.waves import Reader, Step, Wave, reader, writer
+from perf.emulator.waves import Reader, Step, Wave, active_of, reader, writer
 
 
 def synchronization(instruction: Instruction) -> Step | None:
@@ -92,6 +92,17 @@ def _warp_barrier(wave: Wave, lanes: Lanes | None) -> None:
         return
     for _, program, warp, _ in _warps(wave, lanes):
         wave.barriers.clocks.meet(program, warp)
+
+
+def _await_launch(_instruction: Instruction, flags: list[str]) -> Step:
+    def step(wave: Wave, lanes: Lanes | None) -> None:
+        if wave.dependence is None or "launch_dependents" in flags:
+            return
+        active = active_of(lanes, wave.num_lanes)
+        wave.has_waited[active] = True
+        wave.dependence.note_wait(wave.program_ids[wave.programs[active]].tolist())
+
+    return step
 
 
 def _fence(_instruction: Instruction, flags: list[str]) -> Step:
@@ -287,6 +298,7 @@ BUILDERS: dict[str, Callable[[Instruction, list[str]], Step]] = {
     "barrier": _barrier,
     "fence": _fence,
     "membar": _fence,
+    "griddepcontrol": _await_launch,
     "elect": _elect,
     "setmaxnreg": _set_registers,
 }

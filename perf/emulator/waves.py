@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from perf.emulator.barriers import Barriers
 from perf.emulator.counters import Counters
+from perf.emulator.dependence import Dependence
 from perf.emulator.errors import EmulationError
 from perf.emulator.memory import (
     BARRIER_BIT,
@@ -40,6 +41,8 @@ class Launch:
         shared_bytes: Shared memory of each program.
         counters: What to count in; None for nowhere.
         maps: Address of a parameter that describes a tensor -> what it describes.
+        dependence: What programs may do before they wait for the launch ahead; None where that has
+            ended before this one began.
         histories: What warps knew of each other, where that matters; filled as they run.
     """
 
@@ -50,6 +53,7 @@ class Launch:
     shared_bytes: int
     counters: Counters | None
     maps: dict[int, TensorMap]
+    dependence: Dependence | None = None
     histories: Histories = field(default_factory=dict)
 
 
@@ -66,6 +70,8 @@ class Wave:
         products: Asynchronous matrix products that are not finished.
         num_barriers: How many each program has passed.
         barriers: What warps wait for that go ways of their own; None where programs stay together.
+        dependence: As that of the launch.
+        has_waited: Lanes that have waited for the launch ahead.
         fenced: The registers as they were at the last `wgmma.fence` of each group of warps.
     """
 
@@ -74,11 +80,13 @@ class Wave:
         self.arguments, self.maps = launch.arguments, launch.maps
         self.memory = launch.memory
         self.counters = launch.counters
+        self.dependence = launch.dependence
         self.num_threads = self.kernel.num_threads
         self._places = np.array(places, dtype=np.uint32)
         self._grid = launch.grid
         self._set_lanes()
         self.num_barriers = np.zeros(self.num_programs, dtype=np.int64)
+        self.has_waited = np.full(self.num_lanes, launch.dependence is None)
         num_warps = self.num_threads // WARP
         self.barriers: Barriers | None = None
         if self.kernel.is_specialised:
@@ -162,6 +170,7 @@ class Wave:
         self._places = self._places[programs]
         self._set_lanes()
         self.num_barriers = self.num_barriers[programs]
+        self.has_waited = self.has_waited[lanes]
         self.shared.keep(programs)
         self.copies, self.products = Pending(self.num_programs), Pending(self.num_groups)
         fenced = [each for each, is_kept in zip(self.fenced, groups, strict=True) if is_kept]
