@@ -34,7 +34,7 @@ bench_paged_attention; P7 |P1 |X1 ; flash-attention-3
 bench_paged_attention; D13 ; flash-attention-3,vllm-triton
 roofline; hop; none
 bench_paged_attention; D10 |D11 |P4 ; flashinfer
-bench_state_scan; jamba-1.5-mini 1x2048$; none
+bench_state_scan; jamba-1.5-mini 1x2048$|jamba-1.5-mini 16 odd$; vllm
 bench_linear_attention; 2048; none
 bench_host_memory; ; all
 bench_delta; qwen3-next-80b-a3b f32 1x2048$|kimi-linear-48b-a3b f32 1x2048$; vllm

@@ -1,9 +1,14 @@
-"""Kernel of `jenga_kernels.state_scan` where every channel and state element decays on its own."""
+"""Kernel of `jenga_kernels.state_scan` where every channel and state element decays on its own.
+
+A prompt has few programs, of a warp each, which nothing hides a wait for memory from: what tokens
+bring is asked for a tile of tokens ahead.
+"""
 
 import triton
 import triton.language as tl
 
 from jenga_kernels.triton.addressing import page_offsets
+from jenga_kernels.triton.device import device_function
 from jenga_kernels.triton.recurrence import (
     LOG2E,
     checkpoint_range,
@@ -13,6 +18,97 @@ from jenga_kernels.triton.recurrence import (
     step_sizes,
     stretch_end,
 )
+
+
+@device_function
+def _load_tokens(
+    first,
+    stop,
+    dims,
+    ns,
+    is_dim,
+    is_n,
+    x_ptr,
+    dt_ptr,
+    B_ptr,
+    C_ptr,
+    z_ptr,
+    stride_x_token,
+    stride_dt_token,
+    stride_B_token,
+    stride_C_token,
+    stride_z_token,
+    BLOCK_T: tl.constexpr,
+):
+    """What tokens first and on bring: of each x, dt, B, C and z, [P] or [N]; 0 from stop on.
+
+    Without gates x stands for z.
+    """
+    rows = ()
+    first_token = tl.cast(first, tl.int64)
+    x_ptrs = x_ptr + first_token * stride_x_token + dims
+    dt_ptrs = dt_ptr + first_token * stride_dt_token + dims
+    B_ptrs = B_ptr + first_token * stride_B_token + ns
+    C_ptrs = C_ptr + first_token * stride_C_token + ns
+    z_ptrs = x_ptrs
+    if z_ptr is not None:
+        z_ptrs = z_ptr + first_token * stride_z_token + dims
+    for t in tl.static_range(BLOCK_T):  # pyright: ignore[reportGeneralTypeIssues]
+        has_dim = mask_if(first + t < stop, is_dim)
+        has_n = mask_if(first + t < stop, is_n)
+        x = tl.load(x_ptrs + t * stride_x_token, mask=has_dim, other=0.0)
+        rows += (x,)
+        rows += (tl.load(dt_ptrs + t * stride_dt_token, mask=has_dim, other=0.0),)
+        rows += (tl.load(B_ptrs + t * stride_B_token, mask=has_n, other=0.0),)
+        rows += (tl.load(C_ptrs + t * stride_C_token, mask=has_n, other=0.0),)
+        if z_ptr is not None:
+            rows += (tl.load(z_ptrs + t * stride_z_token, mask=has_dim, other=0.0),)
+        else:
+            rows += (x,)
+    return rows
+
+
+@device_function
+def _scan_tokens(
+    first,
+    stop,
+    h,  # f32[P, N]
+    rows,  # of `_load_tokens`
+    dims,
+    is_dim,
+    A,  # f32[P, N], of a decay in powers of two
+    D,  # f32[P] or None
+    dt_bias,  # f32[P] or None
+    dt_min,
+    dt_max,
+    out_ptr,
+    stride_out_token,
+    HAS_GATES: tl.constexpr,
+    IS_SOFTPLUS: tl.constexpr,
+    HAS_LIMITS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """The state after BLOCK_T tokens, or those of them before stop, whose outputs are stored."""
+    out_ptrs = out_ptr + tl.cast(first, tl.int64) * stride_out_token + dims
+    for t in tl.static_range(BLOCK_T):  # pyright: ignore[reportGeneralTypeIssues]
+        is_token = first + t < stop
+        x = rows[5 * t].to(tl.float32)
+        dt = rows[5 * t + 1].to(tl.float32)
+        b = rows[5 * t + 2].to(tl.float32)
+        c = rows[5 * t + 3].to(tl.float32)
+        dt = step_sizes(dt, dt_bias, dt_min, dt_max, IS_SOFTPLUS, HAS_LIMITS)
+        # A token past the stretch has step size zero: the state stays.
+        dt = tl.where(is_token, dt, 0.0)
+        h *= tl.exp2(dt[:, None] * A)
+        h += (dt * x)[:, None] * b[None, :]
+        y = row_sums(h * c[None, :])
+        if D is not None:
+            y += D * x
+        if HAS_GATES:
+            y *= silu(rows[5 * t + 4].to(tl.float32))
+        y = y.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptrs + t * stride_out_token, y, mask=mask_if(is_token, is_dim))
+    return h
 
 
 @triton.jit
@@ -73,12 +169,11 @@ def state_scan_channels_kernel(
     BLOCKS: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     request = tl.program_id(1)
-    dims = (tl.program_id(0) % BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)[:, None]  # [P, 1]
-    ns = tl.arange(0, BLOCK_N)[None, :]  # [1, N]
-    tile = tl.arange(0, BLOCK_T)[None, :]  # [1, T]
+    dims = (tl.program_id(0) % BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
+    ns = tl.arange(0, BLOCK_N)
     is_dim = dims < HEAD_DIM
     is_n = ns < D_STATE
-    in_state = is_dim & is_n
+    in_state = is_dim[:, None] & is_n[None, :]
     token = tl.load(query_starts_ptr + request)
     end = tl.load(query_starts_ptr + request + 1)
     final_slot = tl.load(state_slots_ptr + request * stride_slots)
@@ -86,26 +181,27 @@ def state_scan_channels_kernel(
     out_ptr += head * stride_out_head
 
     if final_slot <= 0:
-        for first in range(token, end, BLOCK_T):
-            tokens = first + tile
-            places = out_ptr + tokens.to(tl.int64) * stride_out_token + dims
-            zero = tl.full([BLOCK_P, BLOCK_T], 0.0, out_ptr.dtype.element_ty)
-            tl.store(places, zero, mask=is_dim & (tokens < end))
+        for row in range(token, end):
+            out_row = out_ptr + tl.cast(row, tl.int64) * stride_out_token
+            zero = tl.full([BLOCK_P], 0.0, out_ptr.dtype.element_ty)
+            tl.store(out_row + dims, zero, mask=is_dim)
         return
 
     x_ptr += head * stride_x_head
     dt_ptr += head * stride_dt_head
     B_ptr += head // HEADS_PER_GROUP * stride_B_group
     C_ptr += head // HEADS_PER_GROUP * stride_C_group
-    in_page = head * stride_states_head + dims * stride_states_dim + ns  # [P, N]
-    A = tl.load(A_ptr + (head * HEAD_DIM + dims) * D_STATE + ns, mask=in_state, other=0.0) * LOG2E
+    in_page = head * stride_states_head + dims[:, None] * stride_states_dim + ns[None, :]  # [P, N]
+    A_ptrs = A_ptr + (head * HEAD_DIM + dims[:, None]) * D_STATE + ns[None, :]
+    A = tl.load(A_ptrs, mask=in_state, other=0.0) * LOG2E
     dt_bias = None
     if dt_bias_ptr is not None:
         biases_ptr = dt_bias_ptr + head * stride_dt_bias_head
         dt_bias = tl.load(biases_ptr + dims, mask=is_dim, other=0.0).to(tl.float32)
+    D = None
     if D_ptr is not None:
         D_ptr += head * stride_D_head + dims * stride_D_dim
-        D = tl.load(D_ptr, mask=is_dim, other=0.0).to(tl.float32)  # [P, 1]
+        D = tl.load(D_ptr, mask=is_dim, other=0.0).to(tl.float32)  # [P]
     if z_ptr is not None:
         z_ptr += head * stride_z_head
     has_initial = mask_if(initial_slot > 0, in_state)
@@ -124,37 +220,102 @@ def state_scan_channels_kernel(
             final_slot,
         )
         stop = query_start + after
-        for first in range(token, stop, BLOCK_T):
-            tokens = (first + tile).to(tl.int64)
-            live = is_dim & (tokens < stop)
-            dt = tl.load(dt_ptr + tokens * stride_dt_token + dims, mask=live, other=0.0)
-            x = tl.load(x_ptr + tokens * stride_x_token + dims, mask=live, other=0.0)
-            x = x.to(tl.float32)  # [P, T]
-            dt = step_sizes(dt.to(tl.float32), dt_bias, dt_min, dt_max, IS_SOFTPLUS, HAS_LIMITS)
-            # A token past the stretch has step size zero: the state stays.
-            dt = tl.where(live, dt, 0.0)
-            dx = dt * x
-            y = tl.full([BLOCK_P, BLOCK_T], 0.0, tl.float32)
-            B_row = B_ptr + tl.cast(first, tl.int64) * stride_B_token + ns
-            C_row = C_ptr + tl.cast(first, tl.int64) * stride_C_token + ns
-            for t in tl.static_range(BLOCK_T):  # pyright: ignore[reportGeneralTypeIssues]
-                is_token = mask_if(first + t < stop, is_n)
-                b = tl.load(B_row, mask=is_token, other=0.0)
-                c = tl.load(C_row, mask=is_token, other=0.0)
-                B_row += stride_B_token
-                C_row += stride_C_token
-                column = tl.full([BLOCK_P, 1], t, tl.int32)
-                h *= tl.exp2(tl.gather(dt, column, 1) * A)
-                h += tl.gather(dx, column, 1) * b.to(tl.float32)
-                y_t = row_sums(h * c.to(tl.float32))
-                y = tl.where(tile == t, y_t[:, None], y)
-            if D_ptr is not None:
-                y += D * x
-            if z_ptr is not None:
-                z = tl.load(z_ptr + tokens * stride_z_token + dims, mask=live, other=0.0)
-                y *= silu(z.to(tl.float32))
-            y = y.to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + tokens * stride_out_token + dims, y, mask=live)
+        rows = _load_tokens(
+            token,
+            stop,
+            dims,
+            ns,
+            is_dim,
+            is_n,
+            x_ptr,
+            dt_ptr,
+            B_ptr,
+            C_ptr,
+            z_ptr,
+            stride_x_token,
+            stride_dt_token,
+            stride_B_token,
+            stride_C_token,
+            stride_z_token,
+            BLOCK_T,
+        )
+        for first in range(token, stop, 2 * BLOCK_T):
+            next_rows = _load_tokens(
+                first + BLOCK_T,
+                stop,
+                dims,
+                ns,
+                is_dim,
+                is_n,
+                x_ptr,
+                dt_ptr,
+                B_ptr,
+                C_ptr,
+                z_ptr,
+                stride_x_token,
+                stride_dt_token,
+                stride_B_token,
+                stride_C_token,
+                stride_z_token,
+                BLOCK_T,
+            )
+            h = _scan_tokens(
+                first,
+                stop,
+                h,
+                rows,
+                dims,
+                is_dim,
+                A,
+                D,
+                dt_bias,
+                dt_min,
+                dt_max,
+                out_ptr,
+                stride_out_token,
+                z_ptr is not None,
+                IS_SOFTPLUS,
+                HAS_LIMITS,
+                BLOCK_T,
+            )
+            rows = _load_tokens(
+                first + 2 * BLOCK_T,
+                stop,
+                dims,
+                ns,
+                is_dim,
+                is_n,
+                x_ptr,
+                dt_ptr,
+                B_ptr,
+                C_ptr,
+                z_ptr,
+                stride_x_token,
+                stride_dt_token,
+                stride_B_token,
+                stride_C_token,
+                stride_z_token,
+                BLOCK_T,
+            )
+            h = _scan_tokens(
+                first + BLOCK_T,
+                stop,
+                h,
+                next_rows,
+                dims,
+                is_dim,
+                A,
+                D,
+                dt_bias,
+                dt_min,
+                dt_max,
+                out_ptr,
+                stride_out_token,
+                z_ptr is not None,
+                IS_SOFTPLUS,
+                HAS_LIMITS,
+                BLOCK_T,
+            )
         token = stop
         kept = states_ptr + page_offsets(slot, stride_states_slot) + in_page
         tl.store(kept, h.to(states_ptr.dtype.element_ty), mask=mask_if(slot > 0, in_state))

@@ -37,7 +37,7 @@ class ScanTiles:
 def channel_scan_tiles(machine: Machine, head_dim: int, d_state: int) -> ScanTiles:
     """Tiles of `state_scan` where every channel and state element decays on its own."""
     if machine.is_interpreter:
-        return ScanTiles(block_tokens=16, block_dims=power_of_two(head_dim), num_warps=1)
+        return ScanTiles(block_tokens=4, block_dims=power_of_two(head_dim), num_warps=1)
     # One warp with 8 state elements a thread: many small programs, since one prompt has few.
     block_dims = max(1, 256 // power_of_two(d_state))
     return ScanTiles(block_tokens=4, block_dims=block_dims, num_warps=1)

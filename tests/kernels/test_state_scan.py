@@ -587,8 +587,9 @@ def test_state_scan_of_channels_compiles_without_spills(capability):
     assert len(kernels) == 4
     for kernel in kernels:
         assert kernel.stack_bytes == 0, kernel
-        assert kernel.registers <= 128, kernel
-        assert kernel.counts["load_128"] >= 2, kernel
+        # What the tokens after the next ones bring is in registers too.
+        assert kernel.registers <= 224, kernel
+        assert kernel.counts["load_128"] + kernel.counts["load_64"] >= 2 + 3 * 8, kernel
         assert kernel.counts["store_128"] >= 1, kernel
 
 
