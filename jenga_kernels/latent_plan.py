@@ -53,8 +53,8 @@ def plan_latent_attention(
             one token. With speculative decoding, pass 1 + the number of drafted tokens.
         is_batch_invariant: Split a request's keys by its own length alone.
         is_warp_specialized: On Hopper, have more than 32 rows of a request decoded by the kernel
-            whose warps specialise, where pages hold a multiple of 16 tokens in 16-bit elements,
-            latents have 512 of these and heads are a divisor or a multiple of 64; elsewhere it
+            whose warps specialise, where queries have 16-bit elements, pages a multiple of 16
+            tokens, latents 512 elements and heads are a divisor or a multiple of 64; elsewhere it
             changes nothing. None: as True.
         tiles: Tiles to use instead of those chosen for the machine.
 

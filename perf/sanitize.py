@@ -46,6 +46,7 @@ SMALL_TESTS = {
     "specialized_latents": (
         "agree_with_their_reference[tiles_that_end_in_a_box]",
         "do_one_run_after_another[True-3]",
+        "agree_with_their_reference[fp8]",
     ),
     "attention_merge": ("may_write_onto_a_log_sum_exp",),
     "latent_store": ("writes_its_slots_and_nothing_else[one_token-torch.bfloat16]",),

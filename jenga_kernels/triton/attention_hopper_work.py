@@ -27,9 +27,9 @@ ITEM_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
-def say(items, place, numbers):
-    """Write the numbers of a row tile, by the one warp that loads."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+def say(items, place, numbers, NUM_WARPS: gl.constexpr = 1):
+    """Write the numbers of a row tile, by the warps that load."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
     index = gl.arange(0, ITEM_NUMBERS, layout)
     item = gl.full([ITEM_NUMBERS], -1, gl.int32, layout)
     for i in gl.static_range(len(numbers)):

@@ -34,6 +34,9 @@ from jenga_kernels.triton.latent_hopper_rows import NUM_TOLD, attend_half
 BOX_LAYOUT = gl.NVMMASharedLayout(128, 16, 3)
 """Of a box of latents, [1 page, rows, BOX_DIM]."""
 
+BYTE_BOX_LAYOUT = gl.NVMMASharedLayout(64, 8, 3)
+"""Of a box of latents in float8."""
+
 
 @gluon.jit(do_not_specialize=["num_requests", "num_pages"])
 def latent_decode_hopper_kernel(
@@ -51,6 +54,7 @@ def latent_decode_hopper_kernel(
     unit_starts_ptr,  # i32[num_requests + 1]
     units_per_program_ptr,  # i32[1]
     first_requests_ptr,  # i32[num_teams]
+    latent_scale_ptr,  # f32[1] or None
     # Scalars
     scale,
     # Sizes
@@ -74,7 +78,10 @@ def latent_decode_hopper_kernel(
     Units, and what becomes of partial results, are those of `attention_decode`; a unit is a step of
     two tiles.
     """
-    dtype: gl.constexpr = pages_descriptor.dtype
+    dtype: gl.constexpr = q_descriptor.dtype
+    IS_CONVERTED: gl.constexpr = pages_descriptor.dtype != dtype
+    LOADING_WARPS: gl.constexpr = 4 if IS_CONVERTED else 1
+    REGISTERS: gl.constexpr = 216 if IS_CONVERTED else 232
     q = gl.allocate_shared_memory(dtype, [2, ROWS, HALF_DIM], TILE_LAYOUT)
     latents = gl.allocate_shared_memory(dtype, [4, KEYS, HALF_DIM], TILE_LAYOUT)
     rotary = gl.allocate_shared_memory(dtype, [2, KEYS, BOX_DIM], TILE_LAYOUT)
@@ -84,7 +91,7 @@ def latent_decode_hopper_kernel(
     barrier_layout: gl.constexpr = mbarrier.MBarrierLayout()
     ready = gl.allocate_shared_memory(gl.int64, [2 * NUM_PARTS, 1], barrier_layout)
     free = gl.allocate_shared_memory(gl.int64, [2 * NUM_PARTS, 1], barrier_layout)
-    landed = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
+    landed = gl.allocate_shared_memory(gl.int64, [2 * NUM_PARTS, 1], barrier_layout)
     weights_ready = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
     sums_ready = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
     item_ready = gl.allocate_shared_memory(gl.int64, [1], barrier_layout)
@@ -92,8 +99,8 @@ def latent_decode_hopper_kernel(
     for part in gl.static_range(2 * NUM_PARTS):
         mbarrier.init(ready.index(part), count=1)
         mbarrier.init(free.index(part), count=1)
+        mbarrier.init(landed.index(part), count=1)
     for i in gl.static_range(2):
-        mbarrier.init(landed.index(i), count=1)
         mbarrier.init(weights_ready.index(i), count=1)
         mbarrier.init(sums_ready.index(i), count=1)
     mbarrier.init(item_ready, count=1)
@@ -111,6 +118,7 @@ def latent_decode_hopper_kernel(
                     lse_ptr,
                     partial_out_ptr,
                     partial_lse_ptr,
+                    latent_scale_ptr,
                     scale,
                     room,
                     NUM_HEADS,
@@ -128,6 +136,7 @@ def latent_decode_hopper_kernel(
                     lse_ptr,
                     partial_out_ptr,
                     partial_lse_ptr,
+                    latent_scale_ptr,
                     scale,
                     room,
                     NUM_HEADS,
@@ -160,11 +169,12 @@ def latent_decode_hopper_kernel(
                     PAGE_TOKENS,
                     IS_INVARIANT,
                     BLOCK_T,
+                    IS_CONVERTED,
                 ),
             ),
         ],
-        [4, 1],
-        [232, 40],  # registers of a thread, of the 504 that one of each group of warps has
+        [4, LOADING_WARPS],
+        [REGISTERS, 504 - 2 * REGISTERS],  # of a thread; one of each group of warps has 504
     )
 
 
@@ -172,11 +182,12 @@ def latents_descriptor(pages: torch.Tensor, block_tokens: int) -> TensorDescript
     """What the copy engine needs to know to find boxes of rows of a page.
 
     Args:
-        pages: Latents and rotary keys, [num_pages, page_tokens, width], of 16 bits an element; any
-            strides that are multiples of 16 bytes, last dimension contiguous.
+        pages: Latents and rotary keys, [num_pages, page_tokens, width], of 16 or 8 bits an element;
+            any strides that are multiples of 16 bytes, last dimension contiguous.
         block_tokens: Rows of a box; a divisor of page_tokens and a multiple of 8.
     """
-    return _descriptor(pages, [1, block_tokens, BOX_DIM.value], BOX_LAYOUT)
+    layout = BYTE_BOX_LAYOUT if pages.element_size() == 1 else BOX_LAYOUT
+    return _descriptor(pages, [1, block_tokens, BOX_DIM.value], layout)
 
 
 def queries_descriptor(q: torch.Tensor) -> TensorDescriptor:

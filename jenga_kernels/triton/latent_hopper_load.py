@@ -1,11 +1,12 @@
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
 # Gluon's layouts and loops are what its compiler takes them for.
-"""What the warp that loads does in `latent_decode_hopper`: two tiles of latents kept full.
+"""What the warps that load do in `latent_decode_hopper`: two tiles of latents kept full.
 
 Each tile is in three parts, whose places become free at different times: the halves of the latents
-and the rotary keys. What working out a program's runs takes is handed around as `work`: (first
-queries and lengths of requests, units before each, units of a team, first request of each team,
-number of requests).
+and the rotary keys. One warp has the copy engine bring them. Those of float8 have to be converted,
+by four warps: they land in the upper half of their place, two parts ahead. What working out a
+program's runs takes is handed around as `work`: (first queries and lengths of requests, units
+before each, units of a team, first request of each team, number of requests).
 """
 
 from triton.experimental import gluon
@@ -15,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from jenga_kernels.triton.attention_hopper_load import (
     BOX_DIM,
     HAS_REINTERPRET,
+    TILE_LAYOUT,
     copy_box,
     zero_rows,
 )
@@ -36,7 +38,14 @@ HALF_DIM = gl.constexpr(256)
 NUM_PARTS = gl.constexpr(3)
 """Parts of a tile: left half, right half and rotary keys, in this order."""
 
+PARTS_AHEAD = gl.constexpr(2)
+"""Parts that may be on their way while one is converted. With three, one would be asked for before
+what its place is freed behind has been converted."""
+
 ROTARY_PART = gl.constexpr(2)
+
+STORED_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(64, 8, 2))
+"""Of BOX_DIM float8 elements of each key, as they land."""
 
 MAX_SPLITS = gl.constexpr(_MAX_SPLITS.value)
 
@@ -57,6 +66,7 @@ def load_latents(
     PAGE_TOKENS: gl.constexpr,
     IS_INVARIANT: gl.constexpr,
     BLOCK_T: gl.constexpr,
+    IS_CONVERTED: gl.constexpr,
 ):
     """Load the queries of one run after another and all its latents, as soon as there is room."""
     q, latents, rotary, weights, items, _, barriers = room
@@ -92,7 +102,25 @@ def load_latents(
             table_row_ptr = page_table_ptr + request.to(gl.int64) * stride_table_request
             # The first latents come before the queries, whose room the run before may still need.
             for step in range(gl.maximum(num_steps, 1)):
-                if step < num_steps:
+                if IS_CONVERTED:
+                    if (step == 0) & (num_steps > 0):
+                        for part in gl.static_range(PARTS_AHEAD):
+                            _ask_for_part(
+                                pages_descriptor,
+                                table_row_ptr,
+                                tile_start,
+                                part,
+                                seq_len,
+                                num_pages,
+                                latents,
+                                rotary,
+                                done & 1,
+                                free,
+                                landed,
+                                PAGE_TOKENS,
+                                BLOCK_T,
+                            )
+                elif step < num_steps:
                     for tile in gl.static_range(2):
                         num_landed += _load_tile(
                             pages_descriptor,
@@ -122,7 +150,7 @@ def load_latents(
                         seq_len,
                         partial,
                     )
-                    say(items, 0, numbers)
+                    say(items, 0, numbers, 4 if IS_CONVERTED else 1)
                     _load_queries(
                         q_descriptor,
                         query_start + first_row // NUM_HEADS,
@@ -131,10 +159,28 @@ def load_latents(
                         weights,
                         item_ready,
                     )
+                if IS_CONVERTED:  # noqa: SIM102 - known when it is compiled
+                    if step < num_steps:
+                        _convert_step(
+                            pages_descriptor,
+                            table_row_ptr,
+                            tile_start + step,
+                            step + 1 < num_steps,
+                            seq_len,
+                            num_pages,
+                            latents,
+                            rotary,
+                            (done + step) & 1,
+                            ready,
+                            free,
+                            landed,
+                            PAGE_TOKENS,
+                            BLOCK_T,
+                        )
             done += num_steps
             num_said += 1
     mbarrier.wait(item_free, num_said & 1 ^ 1)
-    say(items, 0, (-1,))
+    say(items, 0, (-1,), 4 if IS_CONVERTED else 1)
     mbarrier.arrive(item_ready, count=1)
 
 
@@ -239,7 +285,7 @@ def _load_tile(
         mbarrier.wait(free.index(tile * NUM_PARTS + half), phase ^ 1)
         lands_at = ready.index(tile * NUM_PARTS + half)
         if is_ragged:
-            lands_at = landed.index(half)
+            lands_at = landed.index(half)  # not yet ready
         mbarrier.expect(lands_at, KEYS * HALF_DIM * 2)
         _copy_part(
             descriptor,
@@ -288,3 +334,165 @@ def _copy_part(
                 ready,
                 boxes.index((place * PARTS + part) * NUM_BOXES + box),
             )
+
+
+@gluon.jit
+def _ask_for_part(
+    descriptor,
+    table_row_ptr,
+    step,
+    part: gl.constexpr,
+    seq_len,
+    num_pages,
+    latents,
+    rotary,
+    phase,
+    free,
+    landed,
+    PAGE_TOKENS: gl.constexpr,
+    BLOCK_T: gl.constexpr,
+):
+    """Ask for a part as it is stored, for the upper half of its place once that is free."""
+    # A step's parts in the order in which they are needed: rotary keys first.
+    tile: gl.constexpr = part // NUM_PARTS
+    which: gl.constexpr = (part + ROTARY_PART) % NUM_PARTS
+    place: gl.constexpr = tile * NUM_PARTS + which
+    NUM_BOXES: gl.constexpr = KEYS // BLOCK_T
+    BLOCKS: gl.constexpr = 1 if which == ROTARY_PART else HALF_DIM // BOX_DIM
+    places = latents
+    if which == ROTARY_PART:
+        places = rotary
+    in_places: gl.constexpr = tile if which == ROTARY_PART else tile * 2 + which
+    first_dim: gl.constexpr = 2 * HALF_DIM if which == ROTARY_PART else which * HALF_DIM
+    shape: gl.constexpr = [places.shape[0] * 2 * BLOCKS * NUM_BOXES, 1, BLOCK_T, BOX_DIM]
+    if HAS_REINTERPRET:
+        boxes = places.reinterpret(descriptor.dtype, shape, descriptor.layout)
+    else:
+        boxes = places._reinterpret(descriptor.dtype, shape, descriptor.layout)
+    first_key = (step * 2 + tile) * KEYS
+    pages = ()
+    page_index = first_key // PAGE_TOKENS
+    first_slot = first_key % PAGE_TOKENS
+    slot = first_slot
+    for box in gl.static_range(NUM_BOXES):
+        is_live = first_key + box * BLOCK_T < seq_len
+        pages += (gl.load(table_row_ptr + page_index, mask=is_live, other=num_pages),)
+        slot += BLOCK_T
+        page_index += (slot == PAGE_TOKENS).to(gl.int32)
+        slot = gl.where(slot == PAGE_TOKENS, 0, slot)
+    mbarrier.wait(free.index(place), phase ^ 1)
+    mbarrier.expect(landed.index(place), KEYS * BLOCKS * BOX_DIM)
+    slot = first_slot
+    for box in gl.static_range(NUM_BOXES):
+        for block in gl.static_range(BLOCKS):
+            copy_box(
+                descriptor,
+                [pages[box], slot, first_dim + block * BOX_DIM],
+                landed.index(place),
+                boxes.index(((in_places * 2 + 1) * BLOCKS + block) * NUM_BOXES + box),
+            )
+        slot += BLOCK_T
+        slot = gl.where(slot == PAGE_TOKENS, 0, slot)
+
+
+@gluon.jit
+def _convert_step(
+    descriptor,
+    table_row_ptr,
+    step,
+    has_next,
+    seq_len,
+    num_pages,
+    latents,
+    rotary,
+    phase,
+    ready,
+    free,
+    landed,
+    PAGE_TOKENS: gl.constexpr,
+    BLOCK_T: gl.constexpr,
+):
+    """Convert the parts of a step as they land, and ask for those that come PARTS_AHEAD later."""
+    for part in gl.static_range(2 * NUM_PARTS):
+        if part + PARTS_AHEAD < 2 * NUM_PARTS:
+            _ask_for_part(
+                descriptor,
+                table_row_ptr,
+                step,
+                part + PARTS_AHEAD,
+                seq_len,
+                num_pages,
+                latents,
+                rotary,
+                phase,
+                free,
+                landed,
+                PAGE_TOKENS,
+                BLOCK_T,
+            )
+        elif has_next:
+            _ask_for_part(
+                descriptor,
+                table_row_ptr,
+                step + 1,
+                part + PARTS_AHEAD - 2 * NUM_PARTS,
+                seq_len,
+                num_pages,
+                latents,
+                rotary,
+                phase ^ 1,
+                free,
+                landed,
+                PAGE_TOKENS,
+                BLOCK_T,
+            )
+        _convert_part(latents, rotary, step, part, seq_len, phase, ready, landed, descriptor.dtype)
+
+
+@gluon.jit
+def _convert_part(
+    latents,
+    rotary,
+    step,
+    part: gl.constexpr,
+    seq_len,
+    phase,
+    ready,
+    landed,
+    stored: gl.constexpr,
+):
+    """Convert a part that lands in the upper half of its place, in blocks.
+
+    From seq_len on rows are zeroed: a dead slot may hold NaN, and 0 * NaN is NaN. No block is
+    stored where one lies that has not been loaded.
+    """
+    tile: gl.constexpr = part // NUM_PARTS
+    which: gl.constexpr = (part + ROTARY_PART) % NUM_PARTS
+    place: gl.constexpr = tile * NUM_PARTS + which
+    WIDTH: gl.constexpr = BOX_DIM if which == ROTARY_PART else 2 * BOX_DIM
+    BLOCKS: gl.constexpr = 1 if which == ROTARY_PART else HALF_DIM // WIDTH
+    in_places: gl.constexpr = tile if which == ROTARY_PART else tile * 2 + which
+    places = latents
+    if which == ROTARY_PART:
+        places = rotary
+    layout: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
+    landed_shape: gl.constexpr = [places.shape[0] * 2 * BLOCKS, KEYS, WIDTH]
+    shape: gl.constexpr = [places.shape[0] * BLOCKS, KEYS, WIDTH]
+    if HAS_REINTERPRET:
+        in_pages = places.reinterpret(stored, landed_shape, STORED_LAYOUT)
+        blocks = places.reinterpret(places.dtype, shape, TILE_LAYOUT)
+    else:
+        in_pages = places._reinterpret(stored, landed_shape, STORED_LAYOUT)
+        blocks = places._reinterpret(places.dtype, shape, TILE_LAYOUT)
+    end_live = seq_len - (step * 2 + tile) * KEYS
+    rows = gl.arange(0, KEYS, gl.SliceLayout(1, layout))
+    mbarrier.wait(landed.index(place), phase)
+    for block in gl.static_range(BLOCKS):
+        values = in_pages.index((in_places * 2 + 1) * BLOCKS + block).load(layout)
+        # By way of float32, from which two at once become what they are to be.
+        values = values.to(gl.float32).to(places.dtype)
+        if end_live < KEYS:
+            values = gl.where((rows < end_live)[:, None], values, 0.0).to(places.dtype)
+        blocks.index(in_places * BLOCKS + block).store(values)
+    fence_async_shared()
+    mbarrier.arrive(ready.index(place), count=1)

@@ -54,6 +54,7 @@ def attend_half(
     lse_ptr,
     partial_out_ptr,
     partial_lse_ptr,
+    latent_scale_ptr,
     scale,
     room,
     NUM_HEADS: gl.constexpr,
@@ -76,6 +77,7 @@ def attend_half(
             lse_ptr,
             partial_out_ptr,
             partial_lse_ptr,
+            latent_scale_ptr,
             scale,
             done,
             num_begun & 1,
@@ -98,6 +100,7 @@ def _attend_run(
     lse_ptr,
     partial_out_ptr,
     partial_lse_ptr,
+    latent_scale_ptr,
     scale,
     done,  # steps that came before
     run_phase,  # of the barriers of runs
@@ -120,6 +123,8 @@ def _attend_run(
     positions = seq_len - query_len + gl.minimum(rows // NUM_HEADS, query_len - 1)
     # Keys before this one are read by every row; tiles of them need no mask.
     full_end = end_visible(seq_len - query_len + first_row // NUM_HEADS, seq_len, IS_CAUSAL)
+    if latent_scale_ptr is not None:
+        scale *= gl.load(latent_scale_ptr)
     row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW_LAYOUT)
     row_sum = gl.full([ROWS], 0, gl.float32, ROW_LAYOUT)
     acc = gl.full([ROWS, HALF_DIM], 0, gl.float32, RESULT_LAYOUT)
@@ -183,7 +188,10 @@ def _attend_run(
     row_sum += told.index((1 - SIDE) * NUM_TOLD + ROW_SUM).load(ROW_LAYOUT)
     has_keys = row_sum > 0
     divisor = gl.where(has_keys, row_sum, 1.0)
-    out = acc * gl.convert_layout(reciprocal(divisor), RESULT_ROW_LAYOUT)[:, None]
+    factor = reciprocal(divisor)
+    if latent_scale_ptr is not None:
+        factor *= gl.load(latent_scale_ptr)
+    out = acc * gl.convert_layout(factor, RESULT_ROW_LAYOUT)[:, None]
     lse = gl.where(has_keys, (row_max + log2(divisor)) * LN_2, float("-inf"))
     # Read again: the walk over keys needs all registers.
     _, _, _, query_start, query_len, _, partial, _ = said(items, 0)

@@ -92,7 +92,7 @@ def specialized_latent_tiles(
     num_rows = num_heads * query_tokens
     can_run = (
         _has_warpgroups(machine)
-        and element_bytes == stored_bytes == 2  # noqa: PLR2004 - what the copies' patterns are for
+        and element_bytes == 2  # noqa: PLR2004 - what the copies' patterns are for
         and latent_dim == SPECIALIZED_LATENT_DIM
         and page_tokens % SPECIALIZED_PAGE_STEP == 0
         and (num_heads % WARPGROUP_ROWS == 0 or WARPGROUP_ROWS % num_heads == 0)
@@ -105,7 +105,7 @@ def specialized_latent_tiles(
         machine,
         element_bytes=element_bytes,
         stored_bytes=stored_bytes,
-        decode_rows=WARPGROUP_ROWS,
+        decode_rows=latent_rows(machine, element_bytes=element_bytes, stored_bytes=stored_bytes),
     )
     return replace(
         plain,

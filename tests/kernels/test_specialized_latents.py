@@ -41,6 +41,13 @@ SHAPES = {
     "page_of_528_tokens": Shape(requests=((1, 700),), **DEEPSEEK | {"page_tokens": 528}),
     "a_narrow_rotary_key": Shape(requests=((1, 200),), **DEEPSEEK | {"rotary_dim": 16}),
     "float16": Shape(requests=((1, 200),), **DEEPSEEK | {"dtype": torch.float16}),
+    "fp8": Shape(requests=((1, 300), (1, 0), (1, 65)), is_fp8=True, **DEEPSEEK),
+    "fp8_with_a_scale": Shape(
+        requests=((1, 200), (1, 128)), is_fp8=True, has_scale=True, **DEEPSEEK | {"page_tokens": 16}
+    ),
+    "fp8_read_in_float16": Shape(
+        requests=((1, 127),), is_fp8=True, **DEEPSEEK | {"dtype": torch.float16}
+    ),
     "all_keys_for_every_query": Shape(requests=((1, 200),), is_causal=False, **DEEPSEEK),
     "beside_a_prompt": Shape(requests=((1, 200), (20, 30), (1, 90)), **DEEPSEEK),
 }
@@ -118,6 +125,7 @@ def random_shapes(draw):
         rotary_dim=draw(st.sampled_from([8, 40, 64])),
         page_tokens=draw(st.sampled_from([16, 48, 64, 256, 784])),
         dtype=draw(st.sampled_from([torch.bfloat16, torch.float16])),
+        is_fp8=draw(st.booleans()),
         is_causal=draw(st.booleans()),
         num_padding_tokens=draw(st.integers(0, 2)),
     )
@@ -157,18 +165,18 @@ FITTING = {
         (INTERPRETER, {}),
         (Machine(capability=80, num_processors=108), {}),
         (Machine(capability=100, num_processors=148), {}),
-        (Machine(capability=90, num_processors=132), {"stored_bytes": 1}),
         (Machine(capability=90, num_processors=132), {"element_bytes": 4, "stored_bytes": 4}),
         (Machine(capability=90, num_processors=132), {"latent_dim": 256}),
         (Machine(capability=90, num_processors=132), {"page_tokens": 24}),
         (Machine(capability=90, num_processors=132), {"num_heads": 96}),
         (Machine(capability=90, num_processors=132), {"num_heads": 32}),
     ],
-    ids=["interpreter", "a100", "b200", "fp8", "f32", "latent", "odd_page", "heads", "few_rows"],
+    ids=["interpreter", "a100", "b200", "f32", "latent", "odd_page", "heads", "few_rows"],
 )
 def test_what_the_specialized_latent_kernel_cannot_do_has_no_tiles(machine, changes):
     hopper = Machine(capability=90, num_processors=132)
     assert specialized_latent_tiles(hopper, **FITTING) is not None
+    assert specialized_latent_tiles(hopper, **FITTING | {"stored_bytes": 1}) is not None
     assert specialized_latent_tiles(machine, **FITTING | changes) is None
 
 
@@ -199,6 +207,11 @@ def compile_large_models():
     launch(num_heads=64, page_tokens=16, dtype=torch.float16)
 
 
+def compile_fp8():
+    launch(num_heads=128, page_tokens=64, is_fp8=True)
+    launch(num_heads=64, page_tokens=16, is_fp8=True, dtype=torch.float16)
+
+
 def compile_drafted_tokens():
     launch(num_heads=128, page_tokens=528, decode_query_tokens=3)
     launch(num_heads=16, page_tokens=784, decode_query_tokens=8)
@@ -209,7 +222,14 @@ PRODUCTS = 2 * (576 // 16 + 2 * 64 // 16)
 
 
 @pytest.mark.parametrize(
-    "job", [compile_large_models, pytest.param(compile_drafted_tokens, marks=pytest.mark.slow)]
+    "job",
+    [
+        compile_large_models,
+        *(
+            pytest.param(job, marks=pytest.mark.slow)
+            for job in (compile_drafted_tokens, compile_fp8)
+        ),
+    ],
 )
 def test_specialized_latents_compile_without_spills(job):
     kernels = compile_job(job, 90)
@@ -223,3 +243,6 @@ def test_specialized_latents_compile_without_spills(job):
         # Weights of its own tile do not pass through shared memory, nor do rotary queries.
         assert kernel.counts["wgmma_of_registers"] == 2 * (4 + 4), kernel
         assert kernel.counts["tma"] >= 9 * 3, kernel
+        if job is compile_fp8:
+            # Conversions that take two elements at a time.
+            assert kernel.counts["half_to_bfloat"] == 0, kernel
