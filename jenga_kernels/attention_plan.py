@@ -251,9 +251,10 @@ def plan_attention(
             be cut anywhere, and decoded tokens be read again as those of a prompt. Not so where
             warps specialise.
         is_warp_specialized: On Hopper, have prompts attend by the kernel whose warps specialise,
-            where pages hold 16-bit elements and keys and values have one width of at most 256;
-            elsewhere it changes nothing. None: unless the batch is to be invariant. An H200 takes
-            0.62 to 0.77 of the other kernel's time with it (`perf.bench_specialized_prefill`).
+            where queries have 16-bit elements, pages these or float8 without scales of slots, and
+            keys and values one width of at most 256; elsewhere it changes nothing. None: unless the
+            batch is to be invariant. An H200 takes 0.62 to 0.77 of the other kernel's time with it
+            for pages in 16 bits (`perf.bench_specialized_prefill`).
         tiles: Tiles to use instead of those chosen for the machine.
 
     Returns:
@@ -290,31 +291,16 @@ def plan_attention(
             window_tokens=kind.window_tokens,
         )
         is_wanted = not is_batch_invariant if is_warp_specialized is None else is_warp_specialized
-        if is_wanted and kind.value_dim is None:
+        if is_wanted and kind.value_dim is None and not kind.has_slot_scales:
             specialized = specialized_tiles(
                 machine,
                 head_dim=kind.head_dim,
                 page_tokens=kind.page_tokens,
                 element_bytes=dtype.itemsize,
-                stored_bytes=1 if kind.is_quantised else dtype.itemsize,
                 window_tokens=kind.window_tokens,
             )
             tiles = replace(tiles, specialized_prefill=specialized)
-    elif (
-        tiles.decode.block_m < decode_query_tokens * kind.group_heads
-        and tiles.specialized_decode is None
-    ):
-        msg = (
-            f"tiles must have at least {decode_query_tokens * kind.group_heads} decode rows, got "
-            f"{tiles.decode.block_m}"
-        )
-        raise ValueError(msg)
-    if tiles.specialized_prefill is not None and kind.value_dim is not None:
-        msg = f"tiles must have no specialized_prefill for values of {kind.value_dim} elements"
-        raise ValueError(msg)
-    if tiles.specialized_prefill is not None and tiles.prefill.block_m != SPECIALIZED_ROWS:
-        msg = f"tiles must have {SPECIALIZED_ROWS} prefill rows, got {tiles.prefill.block_m}"
-        raise ValueError(msg)
+    _check_tiles(tiles, kind, decode_query_tokens)
     max_row_tiles = 0
     if max_query_tokens > decode_query_tokens:
         num_prefills = min(num_requests, num_tokens // (decode_query_tokens + 1))
@@ -351,6 +337,24 @@ def plan_attention(
     )
     plan.update(query_starts, seq_lens)
     return plan
+
+
+def _check_tiles(tiles: AttentionTiles, kind: AttentionKind, decode_query_tokens: int) -> None:
+    decode_rows = decode_query_tokens * kind.group_heads
+    if tiles.decode.block_m < decode_rows and tiles.specialized_decode is None:
+        msg = f"tiles must have at least {decode_rows} decode rows, got {tiles.decode.block_m}"
+        raise ValueError(msg)
+    if tiles.specialized_prefill is None:
+        return
+    if kind.value_dim is not None:
+        msg = f"tiles must have no specialized_prefill for values of {kind.value_dim} elements"
+        raise ValueError(msg)
+    if kind.has_slot_scales:
+        msg = "tiles must have no specialized_prefill where slots have scales"
+        raise ValueError(msg)
+    if tiles.prefill.block_m != SPECIALIZED_ROWS:
+        msg = f"tiles must have {SPECIALIZED_ROWS} prefill rows, got {tiles.prefill.block_m}"
+        raise ValueError(msg)
 
 
 def check_query_dtype(dtype: torch.dtype) -> None:

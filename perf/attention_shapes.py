@@ -268,6 +268,12 @@ SHAPES = (
         **LLAMA_8B,
     ),
     AttentionShape(
+        name="P12 llama-8b fp8 prefill 8k",
+        requests=((8 * K, 8 * K),),
+        stored=Stored.FP8,
+        **LLAMA_8B,
+    ),
+    AttentionShape(
         name="X1 llama-8b mixed 1x2k prefill, 31x4k decode",
         requests=((2 * K, 2 * K), *_decode(31, 4 * K)),
         **LLAMA_8B,

@@ -12,6 +12,7 @@ import torch
 from perf.attention_peers import PEERS
 from perf.attention_shapes import DRY_SHAPES, SHAPES
 from perf.bench_paged_attention import jenga, measure_shape
+from perf.cache_layouts import Stored
 from perf.harness import Benchmark, read_roofline
 
 IMPLEMENTATIONS = {
@@ -29,7 +30,8 @@ def main(arguments: list[str] | None = None) -> None:
         arguments,
     )
     for shape in DRY_SHAPES if benchmark.is_dry else SHAPES:
-        is_prefill = shape.num_tokens > len(shape.requests) and not shape.stored.is_quantised
+        is_stored = shape.stored in {Stored.BF16, Stored.FP8}
+        is_prefill = shape.num_tokens > len(shape.requests) and is_stored
         if (benchmark.is_dry or is_prefill) and benchmark.wants_shape(shape.name):
             measure_shape(benchmark, shape, IMPLEMENTATIONS)
             if benchmark.device.type == "cuda":

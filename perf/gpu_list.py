@@ -32,6 +32,7 @@ bench_paged_attention; D1 |D3 |D8 |X2 ; flash-attention-3,flashinfer
 bench_state_scan; falcon-h1-7b 1x2048$|nemotron-h-8b 1x2048$; vllm
 bench_paged_attention; P7 |P1 |X1 ; flash-attention-3
 bench_paged_attention; D13 ; flash-attention-3,vllm-triton
+bench_specialized_prefill; P12 ; jenga-plain
 roofline; hop; none
 bench_paged_attention; D10 |D11 |P4 ; flashinfer
 bench_state_scan; jamba-1.5-mini 1x2048$|jamba-1.5-mini 16 odd$; vllm

@@ -34,6 +34,8 @@ def attend_rows(
     alibi_slopes_ptr,
     spans_ptr,
     scoring,  # scale, soft_cap, window_tokens, chunk_tokens
+    k_scale_ptr,
+    v_scale_ptr,
     stride_q_token,
     stride_q_head,
     rows,
@@ -46,6 +48,7 @@ def attend_rows(
     BLOCK_D: gl.constexpr,
     NUM_STAGES: gl.constexpr,
     TAKES_TURNS: gl.constexpr,
+    IS_PER_HEAD_SCALE: gl.constexpr,
     GROUP_INDEX: gl.constexpr,
 ):
     """Do rows GROUP_INDEX * GROUP_ROWS and on of all row tiles."""
@@ -63,6 +66,8 @@ def attend_rows(
             done,
             num_begun,
             scoring,
+            k_scale_ptr,
+            v_scale_ptr,
             stride_q_token,
             stride_q_head,
             rows,
@@ -75,6 +80,7 @@ def attend_rows(
             BLOCK_D,
             NUM_STAGES,
             TAKES_TURNS,
+            IS_PER_HEAD_SCALE,
             GROUP_INDEX,
         )
         num_begun += 1
@@ -101,6 +107,8 @@ def _attend_row_tile(
     done,  # tiles of keys that came before in the ring
     num_begun,  # row tiles that came before
     scoring,
+    k_scale_ptr,
+    v_scale_ptr,
     stride_q_token,
     stride_q_head,
     rows,
@@ -113,6 +121,7 @@ def _attend_row_tile(
     BLOCK_D: gl.constexpr,
     NUM_STAGES: gl.constexpr,
     TAKES_TURNS: gl.constexpr,
+    IS_PER_HEAD_SCALE: gl.constexpr,
     GROUP_INDEX: gl.constexpr,
 ):
     """Walk over the tiles of keys of a row tile; their number."""
@@ -125,12 +134,15 @@ def _attend_row_tile(
         [1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0]
     )
     copy_row_layout: gl.constexpr = gl.SliceLayout(1, copy_layout)
-    _, _, window_tokens, chunk_tokens = scoring
+    scale, soft_cap, window_tokens, chunk_tokens = scoring
     q_tiles, items, _, item_free, q_descriptor = rows
     place = num_begun % 2
     _, kv_head, row_start, query_start, query_len, seq_len, tiles_start, num_tiles = said(
         items, place
     )
+    if k_scale_ptr is not None:
+        scale *= gl.load(k_scale_ptr + kv_head * IS_PER_HEAD_SCALE)
+        scoring = (scale, soft_cap, window_tokens, chunk_tokens)
     row_start += GROUP_INDEX * GROUP_ROWS
     dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, copy_layout))
     if q_descriptor is None:
@@ -164,7 +176,7 @@ def _attend_row_tile(
     first_full = gl.maximum(first_full, 1)
     end_full = gl.maximum(gl.maximum(full_end - tiles_start, 0) // BLOCK_N, first_full)
 
-    k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, turns = ring
+    k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, turns, _, _ = ring
     first_stage = done % NUM_STAGES
     mbarrier.wait(k_ready.index(first_stage), (done // NUM_STAGES) & 1)
     if TAKES_TURNS:
@@ -246,7 +258,10 @@ def _attend_row_tile(
         lse = gl.where(has_keys, (row_max + log2(divisor)) * LN_2, float("-inf"))
         lse_ptrs = lse_ptr + (query_start + tokens).to(gl.int64) * NUM_HEADS + heads
         gl.store(lse_ptrs, lse, mask=in_tile < query_len * GROUP)
-    out = acc * gl.convert_layout(reciprocal(divisor), acc_row_layout)[:, None]
+    factor = reciprocal(divisor)
+    if v_scale_ptr is not None:
+        factor *= gl.load(v_scale_ptr + kv_head * IS_PER_HEAD_SCALE)
+    out = acc * gl.convert_layout(factor, acc_row_layout)[:, None]
     # Rows leave through the room of the queries, so that each is written whole.
     q.store(out.to(q.dtype))
     in_tile, tokens, heads = _rows(row_start, query_len, kv_head, GROUP, copy_row_layout)
@@ -296,7 +311,7 @@ def _attend_tile(
     GROUP_INDEX: gl.constexpr,
 ):
     """Scores and weights of a tile, while the tile before is multiplied with its values."""
-    k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, turns = ring
+    k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, turns, _, _ = ring
     index = done + tile
     stage = index % NUM_STAGES
     stage_before = (index - 1) % NUM_STAGES

@@ -2,14 +2,16 @@
 # Gluon's layouts and loops are what its compiler takes them for.
 """The prefill kernel of attention for Hopper: warps that load beside warps that compute.
 
-One warp asks for keys and values, box by box through the page table, with the copy engine. Two
+One warp asks for keys and values, box by box through the page table, with the copy engine; those in
+float8 four warps convert as they land. Two
 groups of four warps have half of a tile of rows each and multiply: while the tensor cores take the
 weights of one tile of keys times its values, the softmax of the next runs, and that of the other
 group. Written in Gluon, which nothing interprets: `attention_prefill` is its twin.
 
 What they share is a ring of tiles: (keys, values, barriers where keys are ready and where their
-place is free, the same of values, barriers of the groups' turns). One more barrier is for values
-that are not ready when they have landed. And row tiles: (room for the queries of each group, for
+place is free, the same of values, barriers of the groups' turns, barriers where keys and values
+have landed that are to be converted). One more barrier is for other values that are not ready when
+they have landed. And row tiles: (room for the queries of each group, for
 two row tiles if these are loaded ahead; numbers of two, barriers where one is ready and where its
 place is free, what the copy engine finds queries by).
 
@@ -25,6 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from jenga_kernels.triton.attention_hopper_load import (
     BOX_DIM,
     BOX_LAYOUT,
+    BYTE_BOX_LAYOUT,
     ROWS_LAYOUT,
     TILE_LAYOUT,
     load_tiles,
@@ -50,6 +53,8 @@ def attention_prefill_hopper_kernel(
     row_tile_indices_ptr,  # i32[max_row_tiles]
     sinks_ptr,  # [num_heads] or None
     alibi_slopes_ptr,  # f32[num_heads] or None
+    k_scale_ptr,  # f32[1] or f32[num_kv_heads] or None
+    v_scale_ptr,  # f32[1] or f32[num_kv_heads] or None
     spans_ptr,  # i32[num_tokens, 2] or None
     # Scalars
     scale,
@@ -70,6 +75,7 @@ def attention_prefill_hopper_kernel(
     HEAD_DIM: gl.constexpr,
     PAGE_TOKENS: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
+    IS_PER_HEAD_SCALE: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_T: gl.constexpr,
     BLOCK_D: gl.constexpr,
@@ -82,7 +88,10 @@ def attention_prefill_hopper_kernel(
     take turns, one asks for its products before the other does: their softmaxes then run at
     different times, each beside the other's products.
     """
-    dtype: gl.constexpr = k_descriptor.dtype
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    IS_CONVERTED: gl.constexpr = k_descriptor.dtype != dtype
+    LOADING_WARPS: gl.constexpr = 4 if IS_CONVERTED else 1
+    REGISTERS: gl.constexpr = 216 if IS_CONVERTED else 232
     NUM_Q: gl.constexpr = 1 if q_descriptor is None else 2
     q = gl.allocate_shared_memory(dtype, [2 * NUM_Q, GROUP_ROWS, BLOCK_D], TILE_LAYOUT)
     k_tiles = gl.allocate_shared_memory(dtype, [NUM_STAGES, BLOCK_N, BLOCK_D], TILE_LAYOUT)
@@ -92,6 +101,14 @@ def attention_prefill_hopper_kernel(
     k_free = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], barrier_layout)
     v_ready = gl.allocate_shared_memory(gl.int64, [NUM_STAGES + 1, 1], barrier_layout)
     v_free = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], barrier_layout)
+    k_landed = k_free
+    v_landed = v_free
+    if IS_CONVERTED:
+        k_landed = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], barrier_layout)
+        v_landed = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], barrier_layout)
+        for stage in gl.static_range(NUM_STAGES):
+            mbarrier.init(k_landed.index(stage), count=1)
+            mbarrier.init(v_landed.index(stage), count=1)
     items = gl.allocate_shared_memory(gl.int32, [2, ITEM_NUMBERS], ITEM_LAYOUT)
     item_ready = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
     item_free = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
@@ -111,6 +128,7 @@ def attention_prefill_hopper_kernel(
         mbarrier.init(turns.index(1), count=1)
     fence_async_shared()
 
+    ring = (k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, turns, k_landed, v_landed)
     gl.warp_specialize(
         [
             (
@@ -123,10 +141,12 @@ def attention_prefill_hopper_kernel(
                     alibi_slopes_ptr,
                     spans_ptr,
                     (scale, soft_cap, window_tokens, chunk_tokens),
+                    k_scale_ptr,
+                    v_scale_ptr,
                     stride_q_token,
                     stride_q_head,
                     (q, items, item_ready, item_free, q_descriptor),
-                    (k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, turns),
+                    ring,
                     NUM_KV_HEADS,
                     GROUP,
                     HEAD_DIM,
@@ -135,6 +155,7 @@ def attention_prefill_hopper_kernel(
                     BLOCK_D,
                     NUM_STAGES,
                     TAKES_TURNS,
+                    IS_PER_HEAD_SCALE,
                     0,
                 ),
             ),
@@ -148,10 +169,12 @@ def attention_prefill_hopper_kernel(
                     alibi_slopes_ptr,
                     spans_ptr,
                     (scale, soft_cap, window_tokens, chunk_tokens),
+                    k_scale_ptr,
+                    v_scale_ptr,
                     stride_q_token,
                     stride_q_head,
                     (q, items, item_ready, item_free, q_descriptor),
-                    (k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, turns),
+                    ring,
                     NUM_KV_HEADS,
                     GROUP,
                     HEAD_DIM,
@@ -160,6 +183,7 @@ def attention_prefill_hopper_kernel(
                     BLOCK_D,
                     NUM_STAGES,
                     TAKES_TURNS,
+                    IS_PER_HEAD_SCALE,
                     1,
                 ),
             ),
@@ -183,7 +207,7 @@ def attention_prefill_hopper_kernel(
                     window_tokens,
                     chunk_tokens,
                     stride_table_request,
-                    (k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, turns),
+                    ring,
                     NUM_KV_HEADS,
                     GROUP,
                     PAGE_TOKENS,
@@ -192,11 +216,12 @@ def attention_prefill_hopper_kernel(
                     BLOCK_T,
                     BLOCK_D,
                     NUM_STAGES,
+                    IS_CONVERTED,
                 ),
             ),
         ],
-        [4, 1],
-        [232, 40],  # registers of a thread, of the 504 that one of each group of warps has
+        [4, LOADING_WARPS],
+        [REGISTERS, 504 - 2 * REGISTERS],  # of a thread; one of each group of warps has 504
     )
 
 
@@ -204,7 +229,7 @@ def box_descriptor(pages: torch.Tensor, block_tokens: int) -> TensorDescriptor:
     """What the copy engine needs to know to find boxes of rows of one head of a page.
 
     Args:
-        pages: Keys or values, [num_pages, page_tokens, num_kv_heads, head_dim], of 16 bits an
+        pages: Keys or values, [num_pages, page_tokens, num_kv_heads, head_dim], of 16 or 8 bits an
             element; any strides that are multiples of 16 bytes, last dimension contiguous.
         block_tokens: Rows of a box; a divisor of page_tokens and a multiple of 8.
     """
@@ -214,7 +239,8 @@ def box_descriptor(pages: torch.Tensor, block_tokens: int) -> TensorDescriptor:
         for size, stride in zip(pages.shape, pages.stride(), strict=True)
     ]
     block = [1, block_tokens, 1, BOX_DIM.value]
-    return TensorDescriptor(pages, list(pages.shape), [*strides[:3], 1], block, BOX_LAYOUT)
+    layout = BYTE_BOX_LAYOUT if pages.element_size() == 1 else BOX_LAYOUT
+    return TensorDescriptor(pages, list(pages.shape), [*strides[:3], 1], block, layout)
 
 
 def rows_descriptor(q: torch.Tensor, group_heads: int) -> TensorDescriptor | None:

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from jenga_kernels.triton.attention_hopper_load import (
     BOX_DIM,
     HAS_REINTERPRET,
-    TILE_LAYOUT,
+    convert_rows,
     copy_box,
     zero_rows,
 )
@@ -43,9 +43,6 @@ PARTS_AHEAD = gl.constexpr(2)
 what its place is freed behind has been converted."""
 
 ROTARY_PART = gl.constexpr(2)
-
-STORED_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(64, 8, 2))
-"""Of BOX_DIM float8 elements of each key, as they land."""
 
 MAX_SPLITS = gl.constexpr(_MAX_SPLITS.value)
 
@@ -461,38 +458,18 @@ def _convert_part(
     landed,
     stored: gl.constexpr,
 ):
-    """Convert a part that lands in the upper half of its place, in blocks.
+    """Convert a part that lands in the upper half of its place, with zeros from seq_len on.
 
-    From seq_len on rows are zeroed: a dead slot may hold NaN, and 0 * NaN is NaN. No block is
-    stored where one lies that has not been loaded.
+    A dead slot may hold NaN, and 0 * NaN is NaN.
     """
     tile: gl.constexpr = part // NUM_PARTS
     which: gl.constexpr = (part + ROTARY_PART) % NUM_PARTS
     place: gl.constexpr = tile * NUM_PARTS + which
-    WIDTH: gl.constexpr = BOX_DIM if which == ROTARY_PART else 2 * BOX_DIM
-    BLOCKS: gl.constexpr = 1 if which == ROTARY_PART else HALF_DIM // WIDTH
-    in_places: gl.constexpr = tile if which == ROTARY_PART else tile * 2 + which
-    places = latents
-    if which == ROTARY_PART:
-        places = rotary
-    layout: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
-    landed_shape: gl.constexpr = [places.shape[0] * 2 * BLOCKS, KEYS, WIDTH]
-    shape: gl.constexpr = [places.shape[0] * BLOCKS, KEYS, WIDTH]
-    if HAS_REINTERPRET:
-        in_pages = places.reinterpret(stored, landed_shape, STORED_LAYOUT)
-        blocks = places.reinterpret(places.dtype, shape, TILE_LAYOUT)
-    else:
-        in_pages = places._reinterpret(stored, landed_shape, STORED_LAYOUT)
-        blocks = places._reinterpret(places.dtype, shape, TILE_LAYOUT)
     end_live = seq_len - (step * 2 + tile) * KEYS
-    rows = gl.arange(0, KEYS, gl.SliceLayout(1, layout))
     mbarrier.wait(landed.index(place), phase)
-    for block in gl.static_range(BLOCKS):
-        values = in_pages.index((in_places * 2 + 1) * BLOCKS + block).load(layout)
-        # By way of float32, from which two at once become what they are to be.
-        values = values.to(gl.float32).to(places.dtype)
-        if end_live < KEYS:
-            values = gl.where((rows < end_live)[:, None], values, 0.0).to(places.dtype)
-        blocks.index(in_places * BLOCKS + block).store(values)
+    if which == ROTARY_PART:
+        convert_rows(rotary, tile, 0, end_live, stored, KEYS, BOX_DIM)
+    else:
+        convert_rows(latents, tile * 2 + which, 0, end_live, stored, KEYS, HALF_DIM)
     fence_async_shared()
     mbarrier.arrive(ready.index(place), count=1)

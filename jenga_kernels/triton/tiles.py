@@ -350,22 +350,22 @@ def specialized_tiles(
     head_dim: int,
     page_tokens: int,
     element_bytes: int,
-    stored_bytes: int,
     window_tokens: int | None = None,
 ) -> SpecializedTiles | None:
     """Tiles of the prefill kernel whose warps specialise; None where it cannot run.
+
+    They are the same for pages in float8, which has the room of what it is converted to.
 
     Args:
         machine: Where it would run.
         head_dim: Elements of one head of one token.
         page_tokens: Slots of a page.
         element_bytes: Bytes of an element of the queries.
-        stored_bytes: Bytes of an element in the pages.
         window_tokens: Keys that a query reads at most; None: all before it.
     """
     can_run = (
         HOPPER <= machine.capability < BLACKWELL
-        and element_bytes == stored_bytes == 2  # noqa: PLR2004 - what the copies' patterns are for
+        and element_bytes == 2  # noqa: PLR2004 - what the copies' patterns are for
         and page_tokens % SWIZZLE_ROWS == 0
     )
     found = SPECIALIZED_TILES.get(max(64, power_of_two(head_dim))) if can_run else None

@@ -121,6 +121,40 @@ def test_specialized_prefill_takes_float16_beside_decoded_tokens():
     check_batch(batch, is_warp_specialized=True)
 
 
+@only_on_hopper
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("num_scales", [0, 1, 2], ids=["unscaled", "per_tensor", "per_head"])
+def test_specialized_prefill_converts_fp8(head_dim, num_scales):
+    shape = Shape(
+        requests=((150, 150), (40, 300)),
+        head_dim=head_dim,
+        dtype=torch.bfloat16,
+        pages_dtype=torch.float8_e4m3fn,
+    )
+    batch = make_batch(shape, Options(window_tokens=120, num_scales=num_scales))
+    plan = {"decode_query_tokens": 0, "is_warp_specialized": True}
+    assert batch.plan(**plan).tiles.specialized_prefill is not None
+
+    check_batch(batch, **plan)
+
+
+@only_on_hopper
+@pytest.mark.parametrize("pages_dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_specialized_prefill_converts_fp8_row_tile_after_row_tile(pages_dtype):
+    shape = Shape(
+        requests=REQUESTS,
+        head_dim=128,
+        dtype=torch.float16,
+        page_tokens=64,
+        pages_dtype=pages_dtype,
+    )
+    batch = make_batch(shape, Options(num_scales=1))
+    tiles = batch.plan(is_warp_specialized=True, decode_query_tokens=0).tiles
+    few = replace(tiles, specialized_prefill=replace(tiles.specialized_prefill, num_programs=3))
+
+    check_batch(batch, decode_query_tokens=0, tiles=few)
+
+
 @st.composite
 def long_requests(draw):
     """(query tokens, tokens stored), of several tiles too."""
@@ -139,7 +173,7 @@ def test_specialized_prefill_agrees_with_the_reference_on_random_batches(data):
         requests=tuple(data.draw(st.lists(long_requests(), min_size=1, max_size=3))),
         head_dim=data.draw(st.sampled_from([16, 64, 80, 128, 192, 256])),
         dtype=data.draw(st.sampled_from([torch.bfloat16, torch.float16])),
-        pages_dtype=None,
+        pages_dtype=data.draw(st.sampled_from([None, torch.float8_e4m3fn])),
     )
     batch = make_batch(shape, data.draw(options(shape)), seed=data.draw(st.integers(0, 1000)))
     check_batch(batch, decode_query_tokens=0, is_warp_specialized=True)
@@ -151,14 +185,13 @@ def test_specialized_prefill_agrees_with_the_reference_on_random_batches(data):
         (INTERPRETER, {}),
         (Machine(capability=80, num_processors=108), {}),
         (Machine(capability=100, num_processors=148), {}),
-        (Machine(capability=90, num_processors=132), {"stored_bytes": 1}),
         (Machine(capability=90, num_processors=132), {"head_dim": 512}),
         (Machine(capability=90, num_processors=132), {"page_tokens": 20}),
     ],
-    ids=["interpreter", "a100", "b200", "fp8", "wide_head", "odd_page"],
+    ids=["interpreter", "a100", "b200", "wide_head", "odd_page"],
 )
 def test_what_the_specialized_kernel_cannot_do_has_no_tiles(machine, changes):
-    fitting = {"head_dim": 128, "page_tokens": 16, "element_bytes": 2, "stored_bytes": 2}
+    fitting = {"head_dim": 128, "page_tokens": 16, "element_bytes": 2}
     hopper = Machine(capability=90, num_processors=132)
     assert specialized_tiles(hopper, **fitting) is not None
     assert specialized_tiles(machine, **fitting | changes) is None
@@ -166,7 +199,7 @@ def test_what_the_specialized_kernel_cannot_do_has_no_tiles(machine, changes):
 
 def test_narrow_windows_have_tiles_of_fewer_keys():
     hopper = Machine(capability=90, num_processors=132)
-    fitting = {"page_tokens": 16, "element_bytes": 2, "stored_bytes": 2}
+    fitting = {"page_tokens": 16, "element_bytes": 2}
 
     def keys(head_dim, window_tokens):
         tiles = specialized_tiles(hopper, head_dim=head_dim, window_tokens=window_tokens, **fitting)
@@ -179,11 +212,18 @@ def test_narrow_windows_have_tiles_of_fewer_keys():
 
 def test_specialized_tiles_ask_for_row_tiles_of_their_size():
     hopper = Machine(capability=90, num_processors=132)
-    specialized = specialized_tiles(
-        hopper, head_dim=64, page_tokens=16, element_bytes=2, stored_bytes=2
-    )
+    specialized = specialized_tiles(hopper, head_dim=64, page_tokens=16, element_bytes=2)
     batch = make_batch(Shape(requests=((3, 3),), dtype=torch.bfloat16), Options())
     with pytest.raises(ValueError, match="128 prefill rows, got 32"):
+        batch.plan(tiles=replace(SMALL_TILES, specialized_prefill=specialized))
+
+
+def test_specialized_tiles_are_refused_where_slots_have_scales():
+    hopper = Machine(capability=90, num_processors=132)
+    specialized = specialized_tiles(hopper, head_dim=64, page_tokens=16, element_bytes=2)
+    shape = Shape(requests=((3, 3),), dtype=torch.bfloat16, pages_dtype=torch.int8)
+    batch = make_batch(shape, Options(has_slot_scales=True))
+    with pytest.raises(ValueError, match="no specialized_prefill where slots have scales"):
         batch.plan(tiles=replace(SMALL_TILES, specialized_prefill=specialized))
 
 
@@ -194,6 +234,17 @@ def compile_the_usual_head():
 def compile_other_heads():
     for head_dim in (64, 256):
         launch(head_dim=head_dim, is_warp_specialized=True)
+
+
+def compile_fp8():
+    for head_dim in (64, 128, 256):
+        launch(
+            head_dim=head_dim,
+            is_warp_specialized=True,
+            pages_dtype=torch.float8_e4m3fn,
+            k_scale=torch.ones(1),
+            v_scale=torch.ones(1),
+        )
 
 
 def compile_options():
@@ -220,6 +271,7 @@ def compile_options():
     [
         compile_the_usual_head,
         pytest.param(compile_other_heads, marks=pytest.mark.slow),
+        pytest.param(compile_fp8, marks=pytest.mark.slow),
         pytest.param(compile_options, marks=pytest.mark.slow),
     ],
 )
@@ -229,8 +281,10 @@ def test_specialized_prefill_compiles_without_spills(job):
     found = [kernel for kernel in kernels if kernel.name == "attention_prefill_hopper_kernel"]
     assert found
     for kernel in found:
-        # All options at once leave no registers for a mask that is asked for only sometimes.
-        assert kernel.stack_bytes <= (48 if job is compile_options else 0), kernel
+        # All options at once leave no registers for a mask that is asked for only sometimes, nor
+        # conversions for a few numbers.
+        spilled = {compile_options: 48, compile_fp8: 16}
+        assert kernel.stack_bytes <= spilled.get(job, 0), kernel
         assert kernel.shared_bytes <= 227 << 10, kernel
         assert kernel.counts["wgmma"] > 0, kernel
         assert kernel.counts["tma"] > 0, kernel
