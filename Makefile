@@ -34,7 +34,8 @@ else
 ENVIRONMENT := $(STAMPS)/torchvision
 TEST_JOBS ?= 2
 endif
-PYTEST_JOBS := -n $(TEST_JOBS) --dist loadfile
+# Files in their order, engines first: see tests/conftest.py.
+PYTEST_JOBS := -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test test-all test-slow test-emulated newer-vllm test-newer-vllm lint format clean

@@ -74,7 +74,7 @@ def load_latents(
         unit_starts_ptr,
         units_per_team_ptr,
         first_requests_ptr,
-        (num_requests),
+        num_requests,
     ) = work
     team = gl.program_id(0) // NUM_MEMBERS
     first_row = gl.program_id(0) % NUM_MEMBERS * ROWS
