@@ -28,7 +28,7 @@ elif not HAS_GPU:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Have tests of engines run first.
 
-    Where files run side by side, a file of engines that is the last one keeps the others waiting for
+    Where files run side by side, one of engines that is left for last is waited for alone, for
     minutes; those of kernels are many and short.
     """
     items.sort(key=lambda item: item.get_closest_marker("vllm") is None)
