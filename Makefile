@@ -34,8 +34,7 @@ else
 ENVIRONMENT := $(STAMPS)/torchvision
 TEST_JOBS ?= 2
 endif
-# Files in their order, engines first: see tests/conftest.py.
-PYTEST_JOBS := -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
+PYTEST_JOBS := -n $(TEST_JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test test-all test-slow test-emulated newer-vllm test-newer-vllm lint format clean

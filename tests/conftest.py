@@ -6,8 +6,6 @@
 import os
 from pathlib import Path
 
-import pytest
-
 HAS_GPU = any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/nvidia0"))
 EMULATED_GPU = os.environ.get("EMULATED_GPU")
 
@@ -23,12 +21,3 @@ if EMULATED_GPU:
     driver.set_active(EmulatedGpu(int(EMULATED_GPU)))
 elif not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Have tests of engines run first.
-
-    Where files run side by side, one of engines that is left for last is waited for alone, for
-    minutes; those of kernels are many and short.
-    """
-    items.sort(key=lambda item: item.get_closest_marker("vllm") is None)
