@@ -1,10 +1,10 @@
 """The recurrence of a selective state space model, one step or a few, without writing the state."""
 
 import torch
-import triton
 
 from jenga_kernels.checks import check_dtype, check_same_device, check_shape
 from jenga_kernels.histories import InputHistory, check_history_part, check_replay
+from jenga_kernels.launches import taken_by
 from jenga_kernels.states import (
     check_contiguous_rows,
     check_not_expanded,
@@ -228,20 +228,14 @@ def _replay_token(
     }
     num_blocks = num_heads // heads_per_group * -(-heads_per_group // tiles.block_heads)
     replay_weights_kernel[(num_blocks, num_requests)](
-        **_taken_by(replay_weights_kernel, arguments), num_warps=tiles.weights_warps
+        **taken_by(replay_weights_kernel, arguments), num_warps=tiles.weights_warps
     )
     num_blocks = num_heads * -(-head_dim // tiles.block_dims)
     state_replay_token_kernel[(num_blocks, num_requests)](
-        **_taken_by(state_replay_token_kernel, arguments),
+        **taken_by(state_replay_token_kernel, arguments),
         num_warps=tiles.num_warps,
         **overlapping(machine),
     )
-
-
-def _taken_by(kernel: triton.JITFunction, arguments: dict[str, object]) -> dict[str, object]:
-    """Arguments that a kernel has, and the options of launches."""
-    names = {*kernel.arg_names, "enable_fp_fusion"}
-    return {name: value for name, value in arguments.items() if name in names}
 
 
 def _check_history(

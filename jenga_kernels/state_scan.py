@@ -1,9 +1,12 @@
 """The recurrence of a selective state space model over prompts, with states in pages."""
 
+from dataclasses import dataclass
+
 import torch
 import triton
 
-from jenga_kernels.checks import check_same_device, check_shape
+from jenga_kernels.checks import check_at_least, check_same_device, check_shape
+from jenga_kernels.launches import taken_by
 from jenga_kernels.states import (
     Checkpoints,
     check_checkpoints,
@@ -14,14 +17,28 @@ from jenga_kernels.states import (
     per_channel,
 )
 from jenga_kernels.triton.addressing import strides
+from jenga_kernels.triton.segment_states import segment_states_kernel
+from jenga_kernels.triton.segments import pass_states_kernel
 from jenga_kernels.triton.state_scan_channels import state_scan_channels_kernel
 from jenga_kernels.triton.state_scan_heads import state_scan_heads_kernel
 from jenga_kernels.triton.state_tiles import (
+    CHUNK_TOKENS,
+    ScanTiles,
     channel_scan_tiles,
     head_scan_tiles,
     hopper_scan_tiles,
+    scan_segment_tokens,
 )
-from jenga_kernels.triton.tiles import machine_of, power_of_two
+from jenga_kernels.triton.tiles import Machine, machine_of, overlapping, power_of_two
+
+LEAST_REQUESTS = 128
+"""Requests that a program looks for its own among, at least; more are compiled for anew."""
+
+PASSED_ELEMENTS = 1024
+"""Elements of a state that a program passes on from segment to segment."""
+
+PASSING_WARPS = 4
+"""Warps of such a program."""
 
 
 def state_scan(
@@ -43,6 +60,8 @@ def state_scan(
     dt_limits: tuple[float, float] = (0.0, float("inf")),
     checkpoints: Checkpoints | None = None,
     allow_tf32: bool = False,
+    longest_tokens: int | None = None,
+    segment_tokens: int | None = None,
 ) -> None:
     """Scan requests' tokens: read each one's state, apply every token, write the states asked for.
 
@@ -53,6 +72,10 @@ def state_scan(
     per state element too; it is one head of all its channels. Linear attention whose states decay
     by a fixed factor (lightning attention) is Mamba-2 with a group for each head, values for x,
     keys for B, queries for C, dt of ones and no softplus.
+
+    Where a head decays as one, and heads are too few to fill a GPU, long requests are cut into
+    segments that are scanned beside each other: what each leaves of a state of zero is worked out
+    first, then what they begin with. Results are those of another order of sums.
 
     Requests whose state slot is `NULL_SLOT` are padding: their output is zero and nothing else is
     read or written. No request may write a slot that another one reads or writes.
@@ -80,6 +103,10 @@ def state_scan(
         checkpoints: States to write besides the last ones.
         allow_tf32: Whether matrix products of x, B and C in float32 may run on tensor cores, which
             read 10 bits of their mantissas; where A has one per channel there are none.
+        longest_tokens: Tokens of the longest request, or more, if that is known on the host:
+            whether requests are cut is decided by it. None: they are taken for equally long.
+        segment_tokens: Most tokens of a segment, a multiple of 64; as many as no request has leave
+            requests whole. None: chosen. Where A has one per channel no request is cut.
 
     Raises:
         ValueError: If a shape, dtype, stride, alignment or device does not fit.
@@ -101,6 +128,7 @@ def state_scan(
         x=x, query_starts=query_starts, initial_slots=initial_slots, state_slots=state_slots
     )
     check_slots_apart(initial_slots, state_slots, checkpoints=checkpoints)
+    _check_segments(longest_tokens, segment_tokens, is_per_channel=A.dim() > 1)
     if num_requests == 0:
         return
     D = per_channel(D, num_heads, head_dim)
@@ -147,35 +175,91 @@ def state_scan(
         "stride_slots": state_slots.stride(0),
         "HEADS_PER_GROUP": num_heads // B.shape[1],
         "HEAD_DIM": head_dim,
+        "D_STATE": d_state,
         "IS_SOFTPLUS": dt_softplus,
         "HAS_LIMITS": dt_limits != (0.0, float("inf")),
+        "enable_fp_fusion": True,
     }
     if A.dim() > 1:
-        kernel = state_scan_channels_kernel
-        tiles = channel_scan_tiles(machine, head_dim, d_state)
         # Every state element of a channel decays on its own, so those of channels are one tile.
-        shapes = {"D_STATE": d_state, "BLOCK_T": tiles.block_tokens, "BLOCK_P": tiles.block_dims}
-    elif tiles := hopper_scan_tiles(machine, x, B, C, z):
+        tiles = channel_scan_tiles(machine, head_dim, d_state)
+        arguments |= _sizes(tiles, d_state) | {"BLOCK_T": tiles.block_tokens}
+        grid = (triton.cdiv(head_dim, tiles.block_dims) * num_heads, num_requests)
+        state_scan_channels_kernel[grid](**taken_by(state_scan_channels_kernel, arguments))
+        return
+    kernels = _heads_kernels(machine, x, dt, B, C, z, num_requests, allow_tf32=allow_tf32)
+    arguments |= kernels.arguments
+    if segment_tokens is None:
+        segment_tokens = scan_segment_tokens(
+            machine,
+            num_programs=kernels.num_programs,
+            num_requests=num_requests,
+            num_tokens=num_tokens,
+            longest_tokens=longest_tokens,
+        )
+    longest_tokens = num_tokens if longest_tokens is None else longest_tokens
+    if segment_tokens is None or segment_tokens >= longest_tokens:
+        names = ["segment_states_ptr", "num_requests", "segment_tokens", "BLOCK_R"]
+        arguments |= dict.fromkeys(names)
+        arguments |= {"stride_segment_states": 0, "IS_OVERLAPPED": False}
+        grid = (kernels.num_programs, num_requests)
+        kernels.scan[grid](**taken_by(kernels.scan, arguments))
+    else:
+        _scan_in_segments(kernels, machine, arguments, states, num_tokens, segment_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadsKernels:
+    """Kernels for a call where a head decays as one.
+
+    Attributes:
+        scan: The scan itself.
+        segment_states: What segments leave.
+        num_programs: Programs that a request or a segment takes.
+        arguments: What they take besides the operation's own arguments.
+    """
+
+    scan: triton.JITFunction
+    segment_states: triton.JITFunction
+    num_programs: int
+    arguments: dict[str, object]
+
+
+def _heads_kernels(
+    machine: Machine,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    z: torch.Tensor | None,
+    num_requests: int,
+    *,
+    allow_tf32: bool,
+) -> HeadsKernels:
+    """Kernels for a call where a head decays as one."""
+    _, num_heads, head_dim = x.shape
+    d_state = B.shape[2]
+    if tiles := hopper_scan_tiles(machine, x, B, C, z):
         # Gluon is not for the interpreter.
+        from jenga_kernels.triton.chunks_hopper import chunk_descriptor  # noqa: PLC0415
+        from jenga_kernels.triton.segment_states_hopper import (  # noqa: PLC0415
+            segment_states_hopper_kernel,
+        )
         from jenga_kernels.triton.state_scan_hopper import (  # noqa: PLC0415
-            chunk_descriptor,
+            state_scan_hopper_kernel,
             steps_descriptor,
         )
-        from jenga_kernels.triton.state_scan_hopper import (  # noqa: PLC0415
-            state_scan_hopper_kernel as kernel,
-        )
 
-        shapes = {
+        scan, segment_states = state_scan_hopper_kernel, segment_states_hopper_kernel
+        arguments = {
             "x_descriptor": chunk_descriptor(x),
             "B_descriptor": chunk_descriptor(B),
             "C_descriptor": chunk_descriptor(C),
             # A wide state leaves no registers for what comes out of shared memory.
             "dt_descriptor": steps_descriptor(dt) if tiles.state_parts == 1 else None,
-            "PARTS": tiles.state_parts,
         }
-        arguments = {name: arguments[name] for name in kernel.arg_names if name in arguments}
     else:
-        kernel = state_scan_heads_kernel
+        scan, segment_states = state_scan_heads_kernel, segment_states_kernel
         tiles = head_scan_tiles(
             machine,
             head_dim,
@@ -184,18 +268,77 @@ def state_scan(
             num_scans=num_heads * num_requests,
             allow_tf32=allow_tf32,
         )
-        shapes = {
-            "D_STATE": d_state,
-            "BLOCK_T": tiles.block_tokens,
-            "BLOCK_P": tiles.block_dims,
-            "PARTS": tiles.state_parts,
-            "IS_TF32": allow_tf32,
-        }
-    kernel[(triton.cdiv(head_dim, tiles.block_dims) * num_heads, num_requests)](
-        **arguments,
-        **shapes,
-        BLOCK_N=max(tiles.least_state, power_of_two(d_state)) // tiles.state_parts,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        enable_fp_fusion=True,
+        arguments = {"BLOCK_T": tiles.block_tokens, "IS_TF32": allow_tf32}
+    return HeadsKernels(
+        scan=scan,
+        segment_states=segment_states,
+        num_programs=triton.cdiv(head_dim, tiles.block_dims) * num_heads,
+        arguments=arguments | _sizes(tiles, d_state),
     )
+
+
+def _scan_in_segments(
+    kernels: HeadsKernels,
+    machine: Machine,
+    arguments: dict[str, object],
+    states: torch.Tensor,
+    num_tokens: int,
+    segment_tokens: int,
+) -> None:
+    """Scan requests that are cut: what segments leave, what they begin with, then the scan."""
+    _, num_heads, head_dim, d_state = states.shape
+    num_requests = len(arguments["state_slots_ptr"])
+    # As many at most, however tokens are spread over requests; programs of others end at once.
+    num_segments = num_requests + (num_tokens - 1) // segment_tokens
+    sizes = (num_segments, num_heads, head_dim, d_state)
+    arguments |= {
+        "segment_states_ptr": torch.empty(sizes, dtype=torch.float32, device=states.device),
+        "decays_ptr": torch.empty(sizes[:2], dtype=torch.float32, device=states.device),
+        "num_requests": num_requests,
+        "segment_tokens": segment_tokens,
+        "stride_segment_states": num_heads * head_dim * d_state,
+        "NUM_HEADS": num_heads,
+        "HEAD_ELEMENTS": head_dim * d_state,
+        "BLOCK_R": max(LEAST_REQUESTS, power_of_two(num_requests)),
+        "BLOCK_E": PASSED_ELEMENTS,
+        "IS_OVERLAPPED": machine.has_dependent_launches,
+    }
+    grid = (kernels.num_programs, num_segments)
+    kernels.segment_states[grid](**taken_by(kernels.segment_states, arguments))
+    arguments |= overlapping(machine)
+    num_blocks = num_heads * triton.cdiv(head_dim * d_state, PASSED_ELEMENTS)
+    passing = taken_by(pass_states_kernel, arguments) | {"num_warps": PASSING_WARPS}
+    pass_states_kernel[num_blocks, num_requests](**passing)
+    kernels.scan[grid](**taken_by(kernels.scan, arguments))
+
+
+def _sizes(tiles: ScanTiles, d_state: int) -> dict[str, int]:
+    """Arguments and options that say how large a kernel's tiles are."""
+    return {
+        "BLOCK_P": tiles.block_dims,
+        "BLOCK_N": max(tiles.least_state, power_of_two(d_state)) // tiles.state_parts,
+        "PARTS": tiles.state_parts,
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+    }
+
+
+def _check_segments(
+    longest_tokens: int | None, segment_tokens: int | None, *, is_per_channel: bool
+) -> None:
+    """Check what is said of how requests are to be cut.
+
+    Raises:
+        ValueError: If a number is too small, or no request can be cut so.
+    """
+    if longest_tokens is not None:
+        check_at_least("longest_tokens", longest_tokens, 0)
+    if segment_tokens is None:
+        return
+    if is_per_channel:
+        msg = f"segment_tokens must be None where A has one per channel, got {segment_tokens}"
+        raise ValueError(msg)
+    check_at_least("segment_tokens", segment_tokens, 1)
+    if segment_tokens % CHUNK_TOKENS:
+        msg = f"segment_tokens must be a multiple of {CHUNK_TOKENS}, got {segment_tokens}"
+        raise ValueError(msg)

@@ -303,6 +303,7 @@ def recur(
             dt_softplus=step.dt_softplus,
             checkpoints=metadata.checkpoints,
             allow_tf32=step.allow_tf32,
+            longest_tokens=metadata.longest_prompt_tokens,
         )
 
 

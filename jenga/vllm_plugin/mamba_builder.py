@@ -39,6 +39,7 @@ class JengaMambaMetadata(BaseMambaAttentionMetadata):
     Attributes:
         initial_slots_p: State slot each prompt goes on from, the null slot at its beginning,
             i32[num_prefills].
+        longest_prompt_tokens: Tokens of the step that the longest prompt has.
         checkpoints: States of prompts to keep on the way.
         replay_d: Where steps seldom write states, what is in those of decoding requests.
         replay_p: And in those that prompts go on from, which are then brought up to date first.
@@ -49,6 +50,7 @@ class JengaMambaMetadata(BaseMambaAttentionMetadata):
     """
 
     initial_slots_p: torch.Tensor | None = None
+    longest_prompt_tokens: int | None = None
     checkpoints: Checkpoints | None = None
     replay_d: Replay | None = None
     replay_p: Replay | None = None
@@ -119,8 +121,10 @@ class JengaMambaMetadataBuilder(BaseMambaAttentionMetadataBuilder[JengaMambaMeta
         pages = step.block_table_tensor[first:end, : self._num_slots]
         last = (starts.diff() - 1) % self._num_slots
         # Of a prompt's beginning, too, all tokens but the first may be drafts.
-        counts = enumerate(step.query_start_loc_cpu[first : end + 1].diff().tolist())
-        few_tokens = {row: count for row, count in counts if 1 < count <= self._num_slots}
+        counts = step.query_start_loc_cpu[first : end + 1].diff().tolist()
+        few_tokens = {
+            row: count for row, count in enumerate(counts) if 1 < count <= self._num_slots
+        }
         checkpoints = checkpoints_of(writes, pages, few_tokens) if writes or few_tokens else None
         replay = None
         if self._state_counts is not None:
@@ -129,6 +133,7 @@ class JengaMambaMetadataBuilder(BaseMambaAttentionMetadataBuilder[JengaMambaMeta
             common,
             state_indices_tensor_p=pages.gather(1, last.long()[:, None])[:, 0],
             initial_slots_p=torch.where(goes_on, pages[:, -1], NULL_SLOT),
+            longest_prompt_tokens=max(counts, default=0),
             checkpoints=checkpoints,
             replay_p=replay,
         )

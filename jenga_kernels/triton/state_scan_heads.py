@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from jenga_kernels.triton.addressing import page_offsets
-from jenga_kernels.triton.device import device_function
+from jenga_kernels.triton.device import await_kernel_before, device_function, rounded
 from jenga_kernels.triton.matmul import matmul_add
 from jenga_kernels.triton.recurrence import (
     LOG2E,
@@ -14,6 +14,7 @@ from jenga_kernels.triton.recurrence import (
     step_sizes,
     stretch_end,
 )
+from jenga_kernels.triton.segments import checkpoints_through, segment_at, segment_range
 
 LEAST_LOG2 = tl.constexpr(-126.0)
 """Decay of a token, in powers of two, below which the state before it counts for nothing."""
@@ -74,12 +75,13 @@ def store_state(
         tl.store(ptr + ns, parts[part].to(ptr.dtype.element_ty), mask=(ns < D_STATE) & is_dim)
 
 
-@triton.jit
-def state_scan_heads_kernel(
+@triton.jit(do_not_specialize=["num_requests", "segment_tokens"])
+def state_scan_heads_kernel(  # noqa: PLR0912 - options are compiled in or out, each an `if`
     # Outputs
     out_ptr,  # [num_tokens, num_heads, head_dim]
     states_ptr,  # [num_slots, num_heads, head_dim, d_state]
     # Inputs
+    segment_states_ptr,  # f32[num_segments, num_heads, head_dim, d_state] or None: none is cut
     x_ptr,  # [num_tokens, num_heads, head_dim]
     dt_ptr,  # [num_tokens, num_heads]
     A_ptr,  # f32[num_heads]
@@ -97,12 +99,16 @@ def state_scan_heads_kernel(
     # Scalars
     dt_min,
     dt_max,
+    # Sizes
+    num_requests,
+    segment_tokens,
     # Strides, in elements
     stride_out_token: tl.int64,
     stride_out_head: tl.int64,
     stride_states_slot: tl.int64,
     stride_states_head: tl.int64,
     stride_states_dim: tl.int64,
+    stride_segment_states: tl.int64,
     stride_x_token: tl.int64,
     stride_x_head: tl.int64,
     stride_dt_token: tl.int64,
@@ -128,12 +134,25 @@ def state_scan_heads_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PARTS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     IS_TF32: tl.constexpr,
+    IS_OVERLAPPED: tl.constexpr,
 ):
-    """Program (b, r) scans request r in BLOCK_P channels of one head, chunk by chunk."""
+    """Program (b, r) scans request r in BLOCK_P channels of one head, chunk by chunk.
+
+    Where requests are cut it scans segment r, and `segment_states_ptr` has what that begins with.
+    """
     BLOCKS: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    request = tl.program_id(1)
+    segment = tl.program_id(1)
+    request = segment
+    if segment_states_ptr is not None:
+        request, number, of_request = segment_at(
+            segment, query_starts_ptr, num_requests, segment_tokens, BLOCK_R
+        )
+        if of_request == 0:
+            await_kernel_before(IS_OVERLAPPED)
+            return
     dims = (tl.program_id(0) % BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
     ns = tl.arange(0, BLOCK_N)
     tile = tl.arange(0, BLOCK_T)
@@ -141,15 +160,19 @@ def state_scan_heads_kernel(
     dtype = x_ptr.dtype.element_ty
     query_start = tl.load(query_starts_ptr + request)
     num_tokens = tl.load(query_starts_ptr + request + 1) - query_start
+    start, stop_after_all = 0, num_tokens
+    if segment_states_ptr is not None:
+        start, stop_after_all = segment_range(number, of_request, num_tokens)
     state_slot = tl.load(state_slots_ptr + request * stride_slots)
-    initial_slot = tl.load(initial_slots_ptr + request * stride_initial)
     out_ptr += query_start * stride_out_token + head * stride_out_head + dims[None, :]
 
     if state_slot <= 0:
-        for first in range(0, num_tokens, BLOCK_T):
+        await_kernel_before(IS_OVERLAPPED)
+        for first in range(start, stop_after_all, BLOCK_T):
             tokens = (first + tile).to(tl.int64)[:, None]
+            is_live = is_dim & (tokens < stop_after_all)
             zero = tl.full([BLOCK_T, BLOCK_P], 0.0, out_ptr.dtype.element_ty)
-            tl.store(out_ptr + tokens * stride_out_token, zero, mask=is_dim & (tokens < num_tokens))
+            tl.store(out_ptr + tokens * stride_out_token, zero, mask=is_live)
         return
 
     group = head // HEADS_PER_GROUP
@@ -168,15 +191,28 @@ def state_scan_heads_kernel(
         D = tl.load(D_ptr, mask=dims < HEAD_DIM, other=0.0).to(tl.float32)[None, :]
     if z_ptr is not None:
         z_ptr += query_start * stride_z_token + head * stride_z_head + dims[None, :]
-    initial = states_ptr + (page_offsets(initial_slot, stride_states_slot) + in_page)
-    has_initial = mask_if(initial_slot > 0, is_dim)
-    h = load_state(initial, has_initial, D_STATE, BLOCK_N, PARTS)
-
-    start = 0
     stretch, last_stretch = checkpoint_range(checkpoint_starts_ptr, request)
+    if segment_states_ptr is None:
+        initial_slot = tl.load(initial_slots_ptr + request * stride_initial)
+        initial = states_ptr + (page_offsets(initial_slot, stride_states_slot) + in_page)
+        has_initial = mask_if(initial_slot > 0, is_dim)
+        h = load_state(initial, has_initial, D_STATE, BLOCK_N, PARTS)
+    else:
+        if number + 1 < of_request:
+            state_slot = 0  # its last state is the next one's
+        if checkpoint_after_ptr is not None:
+            end = last_stretch
+            stretch = checkpoints_through(checkpoint_after_ptr, stretch, end, start)
+            last_stretch = checkpoints_through(checkpoint_after_ptr, stretch, end, stop_after_all)
+        HEAD_ELEMENTS: tl.constexpr = HEAD_DIM * D_STATE
+        initial = segment_states_ptr + page_offsets(segment, stride_segment_states)
+        initial += head * HEAD_ELEMENTS + dims[None, :] * D_STATE
+        await_kernel_before(IS_OVERLAPPED)
+        h = load_state(initial, is_dim, D_STATE, BLOCK_N, PARTS)
+
     for s in range(stretch, last_stretch + 1):
         stop, slot = stretch_end(
-            s, last_stretch, checkpoint_after_ptr, checkpoint_slots_ptr, num_tokens, state_slot
+            s, last_stretch, checkpoint_after_ptr, checkpoint_slots_ptr, stop_after_all, state_slot
         )
         for first in range(start, stop, BLOCK_T):
             tokens = (first + tile).to(tl.int64)
@@ -221,7 +257,7 @@ def state_scan_heads_kernel(
             if fine is not None:
                 until_end += tl.sum(tl.where(last, fine, 0.0), 0) - fine
             x32 = x.to(tl.float32)
-            kept = (x32 * (tl.exp2(until_end) * dt)[:, None]).to(dtype)
+            kept = rounded(x32 * (tl.exp2(until_end) * dt)[:, None], dtype)
             decay = tl.exp2(tl.sum(tl.where(last, since_start, 0.0), 0))
             h = next_state(h, b, kept, decay, PARTS, IS_TF32)
             if D_ptr is not None:

@@ -20,14 +20,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from jenga_kernels.triton.attention_hopper_load import BOX_DIM, HAS_REINTERPRET, copy_box
-from jenga_kernels.triton.state_tiles import CHUNK_CHANNELS as _CHANNELS
-from jenga_kernels.triton.state_tiles import CHUNK_TOKENS as _TOKENS
-
-TOKENS = gl.constexpr(_TOKENS)
-"""Tokens of a chunk."""
-
-CHANNELS = gl.constexpr(_CHANNELS)
-"""Channels of a program, the rows of a matrix instruction of four warps."""
+from jenga_kernels.triton.chunks_hopper import (
+    CHANNELS,
+    LEFT_LAYOUT,
+    LOG2_E,
+    NUMBERS_LAYOUT,
+    SQUARE_LAYOUT,
+    TILE_LAYOUT,
+    TOKEN_LAYOUT,
+    TOKENS,
+    decays,
+    exp2,
+    load_state,
+    load_steps,
+    load_tile,
+    store_state,
+)
+from jenga_kernels.triton.segments_hopper import (
+    await_kernel_before,
+    checkpoints_through,
+    segment_at,
+    segment_range,
+)
 
 STEP_BYTES = gl.constexpr(16)
 """Of a token's step sizes that come together, those of some heads: the copy engine's least."""
@@ -35,42 +49,17 @@ STEP_BYTES = gl.constexpr(16)
 ZEROED_ROWS = gl.constexpr(16)
 """Rows of a tile that four warps zero at a time."""
 
-LOG2_E = gl.constexpr(1.4426950408889634)
-
-LEAST_LOG2 = gl.constexpr(-126.0)
-"""Decay of a token, in powers of two, below which the state before it counts for nothing."""
-
-LEAST_DT = gl.constexpr(1e-37)
-"""Step size that adds nothing; unlike zero it has a logarithm."""
-
-SQUARE_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _TOKENS, 16]))
-"""Of products whose columns are tokens."""
-
-LEFT_LAYOUT = gl.constexpr(gl.DotOperandLayout(0, SQUARE_LAYOUT, 2))
-"""Of the left operand of a product, in registers."""
-
-TOKEN_LAYOUT = gl.constexpr(gl.SliceLayout(1, gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1])))
-"""Of numbers of tokens, which every warp has all of, so that it adds them up alone."""
-
 ROW_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 """In which a tile of x or of the output is moved."""
 
-TILE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-"""Of tiles in shared memory."""
 
-BOX_LAYOUT = gl.NVMMASharedLayout(128, 16, 3)
-"""Of a box that the copy engine brings, [tokens, 1 head or group, BOX_DIM]."""
-
-NUMBERS_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-"""Of numbers of tokens in shared memory."""
-
-
-@gluon.jit(do_not_specialize=["dt_min", "dt_max"])
+@gluon.jit(do_not_specialize=["dt_min", "dt_max", "num_requests", "segment_tokens"])
 def state_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out, each an `if`
     # Outputs
     out_ptr,  # [num_tokens, num_heads, head_dim]
     states_ptr,  # [num_slots, num_heads, head_dim, d_state]
     # Inputs
+    segment_states_ptr,  # f32[num_segments, num_heads, head_dim, d_state] or None: none is cut
     x_descriptor,  # [num_tokens, num_heads, head_dim]
     dt_ptr,  # [num_tokens, num_heads]
     dt_descriptor,  # the same, or None: the copy engine cannot find these
@@ -88,12 +77,16 @@ def state_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
     # Scalars
     dt_min,
     dt_max,
+    # Sizes
+    num_requests,
+    segment_tokens,
     # Strides, in elements
     stride_out_token: gl.int64,
     stride_out_head: gl.int64,
     stride_states_slot: gl.int64,
     stride_states_head: gl.int64,
     stride_states_dim: gl.int64,
+    stride_segment_states: gl.int64,
     stride_dt_token: gl.int64,
     stride_dt_head: gl.int64,
     stride_D_head: gl.int64,
@@ -108,22 +101,38 @@ def state_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
     HAS_LIMITS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     PARTS: gl.constexpr,
+    BLOCK_R: gl.constexpr,
+    IS_OVERLAPPED: gl.constexpr,
 ):
-    """Program (b, r) scans request r in CHANNELS channels of one head, chunk by chunk."""
+    """Program (b, r) scans request r in CHANNELS channels of one head, chunk by chunk.
+
+    Where requests are cut it scans segment r, and `segment_states_ptr` has what that begins with.
+    """
     BLOCKS: gl.constexpr = HEAD_DIM // CHANNELS
     dtype: gl.constexpr = x_descriptor.dtype
     head = (gl.program_id(0) // BLOCKS).to(gl.int64)
     first_dim = (gl.program_id(0) % BLOCKS) * CHANNELS
-    request = gl.program_id(1)
+    segment = gl.program_id(1)
+    request = segment
+    if segment_states_ptr is not None:
+        request, number, of_request = segment_at(
+            segment, query_starts_ptr, num_requests, segment_tokens, BLOCK_R
+        )
+        if of_request == 0:
+            await_kernel_before(IS_OVERLAPPED)
+            return
     query_start = gl.load(query_starts_ptr + request)
     num_tokens = gl.load(query_starts_ptr + request + 1) - query_start
+    start = 0
+    if segment_states_ptr is not None:
+        start, num_tokens = segment_range(number, of_request, num_tokens)
     state_slot = gl.load(state_slots_ptr + request * stride_slots)
-    initial_slot = gl.load(initial_slots_ptr + request * stride_initial)
     out_ptr += query_start * stride_out_token + head * stride_out_head + first_dim
     rows = gl.arange(0, TOKENS, gl.SliceLayout(1, ROW_LAYOUT))
     columns = gl.arange(0, CHANNELS, gl.SliceLayout(0, ROW_LAYOUT))[None, :]
     if state_slot <= 0:
-        for first in range(0, num_tokens, TOKENS):
+        await_kernel_before(IS_OVERLAPPED)
+        for first in range(start, num_tokens, TOKENS):
             row = (first + rows)[:, None]
             zeros = gl.full([TOKENS, CHANNELS], 0.0, out_ptr.dtype.element_ty, ROW_LAYOUT)
             gl.store(out_ptr + row * stride_out_token + columns, zeros, mask=row < num_tokens)
@@ -161,20 +170,35 @@ def state_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
     shared_ahead = gl.allocate_shared_memory(gl.float32, [TOKENS], NUMBERS_LAYOUT)
 
     stretch, last_stretch = _checkpoint_range(checkpoint_starts_ptr, request)
+    if segment_states_ptr is not None and checkpoint_after_ptr is not None:
+        end = last_stretch
+        stretch = checkpoints_through(checkpoint_after_ptr, stretch, end, start)
+        last_stretch = checkpoints_through(checkpoint_after_ptr, stretch, end, num_tokens)
     stop = _stretch_stop(stretch, last_stretch, checkpoint_after_ptr, num_tokens)
-    if num_tokens > 0:
-        _load_chunk(inputs, place, tiles, 0, 0, BLOCK_N, PARTS)
+    if num_tokens > start:
+        _load_chunk(inputs, place, tiles, 0, start, BLOCK_N, PARTS)
     if dt_descriptor is None:
-        steps = _load_steps(dt_ptr, stride_dt_token, 0, num_tokens)
+        steps = load_steps(dt_ptr, stride_dt_token, start, num_tokens)
         # The assembler has what follows from a load begin as soon as it is there, whatever waits.
-        next_steps = _load_steps(dt_ptr, stride_dt_token, gl.minimum(TOKENS, stop), num_tokens)
+        next_first = gl.minimum(start + TOKENS, stop)
+        next_steps = load_steps(dt_ptr, stride_dt_token, next_first, num_tokens)
     else:
-        mbarrier.wait(ready.index(0), 0, pred=num_tokens > 0)
+        mbarrier.wait(ready.index(0), 0, pred=num_tokens > start)
         steps = _steps_of(dt_tiles, 0, head)
-    logs, ahead, last_log = _decays(steps, 0, stop, step_size, rate, IS_SOFTPLUS, HAS_LIMITS)
-    h = _load_state(states_ptr, initial_slot, stride_states_slot, stride_states_dim, BLOCK_N, PARTS)
+    logs, ahead, last_log = decays(steps, start, stop, step_size, rate, IS_SOFTPLUS, HAS_LIMITS)
+    if segment_states_ptr is None:
+        initial_slot = gl.load(initial_slots_ptr + request * stride_initial)
+        initial_ptr = states_ptr + initial_slot.to(gl.int64) * stride_states_slot
+        h = load_state(initial_ptr, initial_slot > 0, stride_states_dim, BLOCK_N, PARTS)
+    else:
+        if number + 1 < of_request:
+            state_slot = 0  # its last state is the next one's
+        D_STATE: gl.constexpr = PARTS * BLOCK_N
+        initial_ptr = segment_states_ptr + segment.to(gl.int64) * stride_segment_states
+        initial_ptr += (head * HEAD_DIM + first_dim) * D_STATE
+        await_kernel_before(IS_OVERLAPPED)
+        h = load_state(initial_ptr, True, D_STATE, BLOCK_N, PARTS)
     chunk = 0
-    start = 0
     for s in range(stretch, last_stretch + 1):
         slot = state_slot
         if checkpoint_after_ptr is not None and s < last_stretch:
@@ -192,7 +216,7 @@ def state_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
             if dt_descriptor is None:
                 mbarrier.wait(ready.index(stage), (chunk // 2) & 1)
                 first_after = gl.minimum(next_first + TOKENS, next_stop)
-                steps_after = _load_steps(dt_ptr, stride_dt_token, first_after, num_tokens)
+                steps_after = load_steps(dt_ptr, stride_dt_token, first_after, num_tokens)
             if stop - first < TOKENS:
                 _zero_rows(x_tiles, stage, stop - first, CHANNELS, 1)
                 _zero_rows(B_tiles, stage, stop - first, BLOCK_N, PARTS)
@@ -218,12 +242,12 @@ def state_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
                     mixing.store(_mixing_weights(scores, shared_logs, shared_ahead).to(dtype))
                 y = warpgroup_mma_wait(0, deps=[y])
             fence_async_shared()
-            y = y * _exp2(shared_logs.load(gl.SliceLayout(0, SQUARE_LAYOUT)))[None, :]
+            y = y * exp2(shared_logs.load(gl.SliceLayout(0, SQUARE_LAYOUT)))[None, :]
             x = x_tiles.index(stage).permute((1, 0)).load(LEFT_LAYOUT)
-            shares = _exp2(last_log - shared_ahead.load(gl.SliceLayout(0, LEFT_LAYOUT)))
+            shares = exp2(last_log - shared_ahead.load(gl.SliceLayout(0, LEFT_LAYOUT)))
             kept = (x.to(gl.float32) * shares[None, :]).to(dtype)
             y = warpgroup_mma(x, mixing, y, is_async=True)
-            decay = _exp2(last_log)
+            decay = exp2(last_log)
             state = ()
             for part in gl.static_range(PARTS):
                 b = B_tiles.index(stage * PARTS + part)
@@ -232,7 +256,7 @@ def state_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
                 has_next = next_first < num_tokens
                 mbarrier.wait(ready.index(1 - stage), ((chunk + 1) // 2) & 1, pred=has_next)
                 next_steps = _steps_of(dt_tiles, 1 - stage, head)
-            logs, ahead, last_log = _decays(
+            logs, ahead, last_log = decays(
                 next_steps, next_first, next_stop, step_size, rate, IS_SOFTPLUS, HAS_LIMITS
             )
             if dt_descriptor is None:
@@ -248,7 +272,8 @@ def state_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
             chunk += 1
         start = stop
         stop = stop_after
-        _store_state(states_ptr, slot, h, stride_states_slot, stride_states_dim, BLOCK_N, PARTS)
+        last_ptr = states_ptr + slot.to(gl.int64) * stride_states_slot
+        store_state(last_ptr, h, slot > 0, stride_states_dim, BLOCK_N, PARTS)
 
 
 @gluon.jit
@@ -284,24 +309,9 @@ def _load_chunk(inputs, place, tiles, stage, first, BLOCK_N: gl.constexpr, PARTS
     if dt_descriptor is not None:
         first_head = head // dt_descriptor.block_shape[1] * dt_descriptor.block_shape[1]
         copy_box(dt_descriptor, [token, first_head], barrier, dt_tiles.index(stage))
-    x_box = _boxes(x_tiles, x_descriptor, 2).index(stage)
-    copy_box(x_descriptor, [token, head, first_dim], barrier, x_box)
-    NUM_BOXES: gl.constexpr = PARTS * BLOCK_N // BOX_DIM
-    for box in gl.static_range(NUM_BOXES):
-        B_box = _boxes(B_tiles, B_descriptor, 2 * NUM_BOXES).index(stage * NUM_BOXES + box)
-        copy_box(B_descriptor, [token, group, box * BOX_DIM], barrier, B_box)
-        C_box = _boxes(C_tiles, C_descriptor, 2 * NUM_BOXES).index(stage * NUM_BOXES + box)
-        copy_box(C_descriptor, [token, group, box * BOX_DIM], barrier, C_box)
-
-
-@gluon.jit
-def _boxes(tiles, descriptor, NUM_BOXES: gl.constexpr):
-    """Tiles as the boxes that they are made up of: the first BOX_DIM columns, then the next."""
-    shape: gl.constexpr = [NUM_BOXES, TOKENS, 1, BOX_DIM]
-    if HAS_REINTERPRET:
-        return tiles.reinterpret(tiles.dtype, shape, descriptor.layout)
-    else:
-        return tiles._reinterpret(tiles.dtype, shape, descriptor.layout)
+    load_tile(x_descriptor, token, head, first_dim, x_tiles, stage, barrier, 2, CHANNELS)
+    load_tile(B_descriptor, token, group, 0, B_tiles, stage, barrier, 2, BLOCK_N, PARTS)
+    load_tile(C_descriptor, token, group, 0, C_tiles, stage, barrier, 2, BLOCK_N, PARTS)
 
 
 @gluon.jit
@@ -346,66 +356,6 @@ def _steps_of(dt_tiles, stage, head):
 
 
 @gluon.jit
-def _load_steps(dt_ptr, stride_dt_token, first, num_tokens):
-    """Projected step sizes of tokens from `first` on."""
-    tokens = first + gl.arange(0, TOKENS, TOKEN_LAYOUT)
-    steps = gl.load(dt_ptr + tokens * stride_dt_token, mask=tokens < num_tokens, other=0.0)
-    return steps.to(gl.float32)
-
-
-@gluon.jit
-def _decays(
-    steps, first, stop, step_size, rate, IS_SOFTPLUS: gl.constexpr, HAS_LIMITS: gl.constexpr
-):
-    """What tokens of a chunk weigh, as logarithms to base two.
-
-    Returns:
-        The decay from the chunk's start through each token, that with the logarithm of the
-        token's step size taken off, and the decay of the whole chunk.
-    """
-    dt_bias, dt_min, dt_max = step_size
-    dt = steps + dt_bias
-    if IS_SOFTPLUS:
-        dt = _softplus(dt)
-    if HAS_LIMITS or not IS_SOFTPLUS:
-        dt = gl.minimum(gl.maximum(dt, dt_min), dt_max)
-    # A token past the stretch has step size zero: the state stays.
-    tokens = first + gl.arange(0, TOKENS, TOKEN_LAYOUT)
-    dt = gl.where(tokens < stop, dt, 0.0)
-    logs = gl.maximum(dt * rate, LEAST_LOG2)
-    # A scan is of tiles, here of a single column.
-    logs = gl.sum(gl.associative_scan(logs[:, None], 0, _sum), 1)
-    # log2(dt) rides with the decay: a vector of its own would be computed anew for every column.
-    return logs, logs - gl.log2(gl.maximum(dt, LEAST_DT)), gl.min(logs, 0)
-
-
-@gluon.jit
-def _exp2(powers):
-    """Two to these, 0 where that is less than a normal number, in one instruction."""
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [powers], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def _sum(a, b):
-    return a + b
-
-
-@gluon.jit
-def _softplus(v):
-    """As that of `recurrence`."""
-    u = _exp2(gl.abs(v) * -LOG2_E)
-    s = u * gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [2.0 + u], dtype=gl.float32, is_pure=True, pack=1
-    )
-    z = s * s
-    series = 0.28178326 * z + 0.27960605
-    series = (series * z + 0.4002491) * z + 0.66666315
-    return gl.maximum(v, 0.0) + s * (series * z + 2.0)
-
-
-@gluon.jit
 def _mixing_weights(scores, shared_logs, shared_ahead):
     """What the token of a row adds to that of a column: their score times step size and decay."""
     logs = shared_logs.load(gl.SliceLayout(0, SQUARE_LAYOUT))
@@ -413,58 +363,7 @@ def _mixing_weights(scores, shared_logs, shared_ahead):
     adding = gl.arange(0, TOKENS, gl.SliceLayout(1, SQUARE_LAYOUT))[:, None]
     taking = gl.arange(0, TOKENS, gl.SliceLayout(0, SQUARE_LAYOUT))[None, :]
     exponent = gl.where(taking >= adding, logs[None, :] - ahead[:, None], float("-inf"))
-    return scores * _exp2(exponent)
-
-
-@gluon.jit
-def _state_offsets(stride_states_dim, BLOCK_N: gl.constexpr):
-    """Where elements of a state lie, [CHANNELS, BLOCK_N]."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    dims = gl.arange(0, CHANNELS, gl.SliceLayout(1, layout))[:, None]
-    columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))[None, :]
-    return dims * stride_states_dim + columns
-
-
-@gluon.jit
-def _load_state(
-    states_ptr, slot, stride_slot, stride_dim, BLOCK_N: gl.constexpr, PARTS: gl.constexpr
-):
-    """A state as PARTS tiles f32[CHANNELS, BLOCK_N]; zeros of no slot."""
-    states_ptr += slot.to(gl.int64) * stride_slot
-    offsets = _state_offsets(stride_dim, BLOCK_N)
-    parts = ()
-    for part in gl.static_range(PARTS):
-        ptrs = states_ptr + part * BLOCK_N + offsets
-        parts += (gl.load(ptrs, mask=slot > 0, other=0.0).to(gl.float32),)
-    return parts
-
-
-@gluon.jit
-def _store_state(
-    states_ptr, slot, parts, stride_slot, stride_dim, BLOCK_N: gl.constexpr, PARTS: gl.constexpr
-):
-    """Store what `_load_state` gives, rounded to the states' element type; nowhere in no slot."""
-    states_ptr += slot.to(gl.int64) * stride_slot
-    offsets = _state_offsets(stride_dim, BLOCK_N)
-    for part in gl.static_range(PARTS):
-        ptrs = states_ptr + part * BLOCK_N + offsets
-        gl.store(ptrs, parts[part].to(states_ptr.dtype.element_ty), mask=slot > 0)
-
-
-def chunk_descriptor(rows: torch.Tensor) -> TensorDescriptor:
-    """What the copy engine needs to know to find TOKENS tokens' parts of rows.
-
-    Args:
-        rows: Inputs or projections, [num_tokens, num_heads, width], of 16 bits an element; any
-            strides that are multiples of 16 bytes, last dimension contiguous.
-    """
-    # PyTorch leaves the stride of a dimension of size one undefined; the engine reads it.
-    strides = [
-        stride if size > 1 else BOX_DIM.value
-        for size, stride in zip(rows.shape, rows.stride(), strict=True)
-    ]
-    block = [TOKENS.value, 1, BOX_DIM.value]
-    return TensorDescriptor(rows, list(rows.shape), [*strides[:2], 1], block, BOX_LAYOUT)
+    return scores * exp2(exponent)
 
 
 def steps_descriptor(dt: torch.Tensor) -> TensorDescriptor | None:

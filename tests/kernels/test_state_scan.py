@@ -5,7 +5,7 @@ from jenga_kernels import state_scan as module
 from jenga_kernels.reference import state_scan as reference
 from jenga_kernels.state_scan import state_scan
 from jenga_kernels.states import NULL_SLOT, Checkpoints
-from jenga_kernels.triton.state_tiles import hopper_scan_tiles
+from jenga_kernels.triton.state_tiles import hopper_scan_tiles, scan_segment_tokens
 from jenga_kernels.triton.tiles import Machine
 from tests.kernels.approximations import exactly
 from tests.kernels.compiling import compile_job
@@ -293,6 +293,172 @@ def test_state_scan_without_gates_reads_no_token_of_another_request(shape):
     assert beside.states[1].isfinite().all()
 
 
+@pytest.mark.parametrize("segment_tokens", [64, 128])
+@pytest.mark.parametrize("case", ["mamba2", "mamba2_odd_head_and_state"])
+def test_state_scan_in_segments_matches_the_recurrence(case, segment_tokens):
+    kind, shape, lengths = CASES[case]
+    tensors, slots, pages, written = arguments(
+        kind, shape, [*lengths, 330], torch.float32, torch.float32
+    )
+    before = pages.arena.clone()
+    naive, naive_states = by_reference(tensors, slots, pages.states)
+    (exact, exact_states), (lost, states_lost) = exactly(
+        lambda: by_reference(widened(tensors), slots, pages.states.double())
+    )
+    out = torch.full_like(tensors["x"], float("nan"))
+
+    state_scan(out, pages.states, **tensors, **slots, segment_tokens=segment_tokens)
+
+    largest = exact.abs().max().item()
+    slack = shape[2] ** 0.5 * torch.finfo(torch.float32).eps * largest
+    check_close(out, exact, naive, slack=slack + lost)
+    check_close(
+        pages.states[written], exact_states[written], naive_states[written], slack=states_lost
+    )
+    assert same_elsewhere(pages.arena, before, written)
+
+
+SEGMENTED = {
+    "narrow_state": (UNGATED["narrow_state"], torch.float16),
+    "step_sizes_that_are_copied": ((8, 64, 64, 1), torch.bfloat16),
+    "two_groups": ((2, 64, 128, 2), torch.bfloat16),
+    "wide_state_and_heads": (UNGATED["wide_state_and_heads"], torch.bfloat16),
+    "gates": ((4, 32, 40, 2), torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", SEGMENTED)
+def test_state_scan_in_segments_is_as_exact(name):
+    shape, dtype = SEGMENTED[name]
+    lengths = [1, 64, 0, PADDING, 270, 130]
+    tensors, slots, pages, written = arguments(
+        "heads", shape, lengths, dtype, torch.float32, checkpoints=False
+    )
+    if name != "gates":
+        tensors["z"] = None
+    steps = None
+    if dtype == torch.float16:
+        tensors["D"] = tensors["dt_bias"] = None
+        steps = torch.nn.functional.softplus(tensors["dt"].float())
+    before = pages.arena.clone()
+    naive, naive_states = naive_by_heads(tensors, slots, pages.states, steps)
+    (exact, exact_states), (lost, states_lost) = exactly(
+        lambda: by_reference(widened(tensors), slots, pages.states.double())
+    )
+    out = torch.full_like(tensors["x"], float("nan"))
+
+    state_scan(out, pages.states, **tensors, **slots, segment_tokens=64)
+
+    check_close(out, exact, naive, slack=lost)
+    check_close(
+        pages.states[written], exact_states[written], naive_states[written], slack=states_lost
+    )
+    assert same_elsewhere(pages.arena, before, written)
+
+
+@pytest.mark.parametrize("name", SEGMENTED)
+def test_state_scan_in_segments_keeps_states_wherever_they_lie(name):
+    shape, _ = SEGMENTED[name]
+    # Behind it is a request with a checkpoint for each token, once more than are looked at at once.
+    length, beside = 260, 131 if name == "narrow_state" else 5
+    cuts, kept_slots = [1, 63, 64, 65, 128, 150, 256, 260], [2, 3, 0, 4, 5, 6, 7, 8]
+    tensors = recurrence_tensors(length + beside, "heads", shape, torch.bfloat16, generator(5))
+    if name != "gates":
+        tensors["z"] = None
+    pages = state_pages(12, shape[:3], torch.float32)
+    pages.states[11] = randn(shape[:3], torch.float32, generator(6))
+    slots = {
+        "query_starts": i32([0, length, length + beside]),
+        "initial_slots": i32([11, 0]),
+        "state_slots": i32([1, 10]),
+        "checkpoints": Checkpoints(
+            starts=i32([0, len(cuts), len(cuts) + beside]),
+            after_tokens=i32([*cuts, *range(1, beside + 1)]),
+            slots=i32([*kept_slots, *[0] * (beside - 2), 9, 0]),
+        ),
+    }
+    before = pages.states.clone()
+    (_, exact), (_, lost) = exactly(lambda: by_reference(widened(tensors), slots, before.double()))
+    out = torch.full_like(tensors["x"], float("nan"))
+
+    state_scan(out, pages.states, **tensors, **slots, segment_tokens=64)
+
+    ends = {slot: (0, cut) for slot, cut in zip(kept_slots, cuts, strict=True) if slot > 0}
+    ends |= {1: (0, length), 9: (length, length + beside - 1), 10: (length, length + beside)}
+    for slot, (first, end) in ends.items():
+        part = {
+            name: value[first:end] if value is not None and len(value) == length + beside else value
+            for name, value in tensors.items()
+        }
+        alone = {
+            "query_starts": i32([0, end - first]),
+            "initial_slots": i32([11 if first == 0 else 0]),
+            "state_slots": i32([slot]),
+        }
+        _, naive = naive_by_heads(part, alone, before)
+        check_close(pages.states[slot], exact[slot], naive[slot], slack=lost)
+
+
+def test_state_scan_cuts_requests_where_it_is_told_to(monkeypatch):
+    cut = []
+
+    def note(*args):
+        cut.append(args[-1])
+        in_segments(*args)
+
+    in_segments = module._scan_in_segments
+    monkeypatch.setattr(module, "_scan_in_segments", note)
+    tensors, slots, pages, _ = arguments(
+        "heads", (1, 16, 16, 1), [130, 3], torch.float32, torch.float32
+    )
+    out = torch.empty_like(tensors["x"])
+
+    for longest_tokens, segment_tokens in ((None, 64), (130, 128), (130, 192), (None, 192)):
+        state_scan(
+            out,
+            pages.states,
+            **tensors,
+            **slots,
+            longest_tokens=longest_tokens,
+            segment_tokens=segment_tokens,
+        )
+
+    assert cut == [64, 128]
+
+
+MANY_PROCESSORS = Machine(capability=90, num_processors=132)
+
+
+@pytest.mark.parametrize(
+    ("num_programs", "num_requests", "num_tokens", "longest_tokens", "expected"),
+    [
+        (48, 1, 2048, None, 1024),  # one prompt of Falcon-H1 7B: two programs for each of its own
+        (16, 1, 2048, None, 256),  # a model's heads over eight GPUs
+        (16, 4, 8030, 8000, 1664),  # beside three short ones, where lengths are known
+        (128, 1, 8192, None, None),  # heads that fill a GPU by themselves
+        (48, 2, 4096, None, None),  # and two prompts together
+        (48, 1, 512, None, None),  # nothing that pays
+        (16, 4, 8030, None, None),  # as long as each other, for all that is known
+        (1, 1, 0, 0, None),  # no token at all
+    ],
+)
+def test_state_scan_cuts_what_leaves_processors_idle(
+    num_programs, num_requests, num_tokens, longest_tokens, expected
+):
+    chosen = scan_segment_tokens(
+        MANY_PROCESSORS,
+        num_programs=num_programs,
+        num_requests=num_requests,
+        num_tokens=num_tokens,
+        longest_tokens=longest_tokens,
+    )
+
+    assert chosen == expected
+    if chosen is not None:
+        assert chosen % 64 == 0
+        assert num_requests + (num_tokens - 1) // chosen <= 132 // num_programs
+
+
 @pytest.mark.parametrize("kind", ["channels", "heads"])
 @pytest.mark.parametrize(
     "left_out", [["D"], ["z"], ["dt_bias"], ["D", "z", "dt_bias"]], ids="_".join
@@ -507,6 +673,9 @@ BAD_ARGUMENTS = {
             )
         },
     ),
+    "segments_that_are_no_chunks": ("segment_tokens", lambda _: {"segment_tokens": 32}),
+    "segments_of_nothing": ("segment_tokens", lambda _: {"segment_tokens": 0}),
+    "a_longest_request_below_none": ("longest_tokens", lambda _: {"longest_tokens": -1}),
     "checkpoints_of_other_requests": (
         r"checkpoints\.starts",
         lambda _: {
@@ -527,6 +696,11 @@ def test_state_scan_refuses(name, change):
 
     assert torch.equal(changed["out"].isnan(), out.isnan())
     assert torch.equal(changed["states"].nan_to_num(7), states.nan_to_num(7))
+
+
+def test_state_scan_of_channels_refuses_segments():
+    with pytest.raises(ValueError, match=r"^segment_tokens must be None"):
+        state_scan(**good_call("channels"), segment_tokens=64)
 
 
 def compile_channels():
@@ -554,11 +728,27 @@ def compile_heads_as_anywhere():
         module.hopper_scan_tiles = chosen
 
 
-def launch(kind, shape, dtype, state_dtype):
+def compile_segments():
+    for shape in COMPILED_HEADS:
+        for dtype in (torch.bfloat16, torch.float16):
+            launch("heads", shape, dtype, torch.float32, segment_tokens=64)
+
+
+def compile_segments_as_anywhere():
+    chosen, module.hopper_scan_tiles = module.hopper_scan_tiles, lambda *_: None
+    try:
+        compile_segments()
+        launch("heads", (128, 64, 128, 8), torch.float32, torch.float32, segment_tokens=64)
+    finally:
+        module.hopper_scan_tiles = chosen
+
+
+def launch(kind, shape, dtype, state_dtype, *, segment_tokens=None):
     """Call the operation with tensors of a shape, for what it compiles."""
     num_heads, head_dim, d_state, num_groups = shape
-    x = torch.zeros(16, num_heads, head_dim, dtype=dtype)
-    B = torch.zeros(16, num_groups, d_state, dtype=dtype)
+    num_tokens = 16 if segment_tokens is None else 2 * segment_tokens
+    x = torch.zeros(num_tokens, num_heads, head_dim, dtype=dtype)
+    B = torch.zeros(num_tokens, num_groups, d_state, dtype=dtype)
     per_channel = kind == "channels"
     # With and without, as models are served with prefix caching and without.
     kept = Checkpoints(starts=i32([0, 1]), after_tokens=i32([3]), slots=i32([2]))
@@ -570,13 +760,14 @@ def launch(kind, shape, dtype, state_dtype):
         torch.zeros(shape[:3] if per_channel else shape[:1]),
         B,
         B,
-        i32([0, 16]),
+        i32([0, num_tokens]),
         i32([1]),
         i32([1]),
         D=torch.zeros(num_heads),
         z=x if per_channel else None,
         dt_bias=torch.zeros(shape[:2] if per_channel else shape[:1]),
         checkpoints=kept if dtype == torch.bfloat16 else None,
+        segment_tokens=segment_tokens,
     )
 
 
@@ -634,6 +825,49 @@ def test_state_scan_whose_loads_run_ahead_compiles_to_warpgroup_products():
         # A state and what it takes in are left operands as they are.
         assert kernel.counts["wgmma_of_registers"] >= 12, kernel
         assert kernel.counts["mma"] == 0, kernel
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_state_scan_in_segments_compiles_without_spills(capability):
+    kernels = compile_job(compile_segments_as_anywhere, capability)
+
+    begun = [kernel for kernel in kernels if kernel.name == "segment_states_kernel"]
+    assert len(begun) == 9
+    for kernel in begun:
+        assert kernel.stack_bytes == 0, kernel
+        assert kernel.registers <= 128, kernel
+        assert kernel.counts["load_128"] >= 2, kernel
+        assert kernel.num_lost_descriptors == 0, kernel
+    passing = [kernel for kernel in kernels if kernel.name == "pass_states_kernel"]
+    assert passing
+    for kernel in passing:
+        assert kernel.stack_bytes == 0, kernel
+        # The states of four segments are asked for before one is stored.
+        assert kernel.counts["load_128"] >= 8, kernel
+        assert kernel.counts["store_128"] == 8, kernel
+    for kernel in kernels:
+        if kernel.name == "state_scan_heads_kernel":
+            assert kernel.stack_bytes <= 32, kernel
+
+
+def test_state_scan_in_segments_compiles_to_warpgroup_products_on_hopper():
+    kernels = compile_job(compile_segments, 90)
+
+    begun = [kernel for kernel in kernels if kernel.name == "segment_states_hopper_kernel"]
+    assert len(begun) == 2 * len(COMPILED_HEADS)
+    for kernel in begun:
+        is_wide = kernel.shared_bytes > 113 << 10
+        assert kernel.stack_bytes == 0, kernel
+        assert kernel.registers <= (224 if is_wide else 128), kernel
+        assert kernel.counts["wgmma_of_registers"] == (8 if is_wide else 4), kernel
+        assert kernel.loop_instructions <= (600 if is_wide else 460), kernel
+        assert kernel.num_lost_descriptors == 0, kernel
+    scans = [kernel for kernel in kernels if kernel.name == "state_scan_hopper_kernel"]
+    assert len(scans) == 2 * len(COMPILED_HEADS)
+    for kernel in scans:
+        is_wide = kernel.shared_bytes > 113 << 10
+        assert kernel.stack_bytes <= (112 if is_wide else 8), kernel
+        assert kernel.num_lost_descriptors == 0, kernel
 
 
 @pytest.mark.parametrize("capability", [90, 100])
