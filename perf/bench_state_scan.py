@@ -12,7 +12,7 @@ from jenga_kernels.state_scan import state_scan
 from jenga_kernels.states import Checkpoints
 from perf.attention_peers import UnsupportedError
 from perf.harness import Benchmark, Row, read_roofline
-from perf.state_shapes import DRY_MODELS, MODELS, StateBatch, make_state_batch
+from perf.state_shapes import DRY_MODELS, MODELS, SPREAD_MODELS, StateBatch, make_state_batch
 
 PROMPTS = {
     "1x2048": [2048],
@@ -51,8 +51,11 @@ def chunks_of(batch: StateBatch) -> Chunks:
     return Chunks(starts=starts, requests=requests, last=last)
 
 
-def jenga(batch: StateBatch, checkpoints: Checkpoints | None = None) -> Callable[[], None]:
+def jenga(
+    batch: StateBatch, checkpoints: Checkpoints | None = None, *, segment_tokens: int | None = None
+) -> Callable[[], None]:
     none = torch.zeros_like(batch.slots)
+    longest_tokens = int(batch.query_starts.diff().max())
 
     def launch() -> None:
         state_scan(
@@ -69,9 +72,19 @@ def jenga(batch: StateBatch, checkpoints: Checkpoints | None = None) -> Callable
             D=batch.D,
             dt_bias=batch.dt_bias,
             checkpoints=checkpoints,
+            longest_tokens=longest_tokens,
+            segment_tokens=segment_tokens,
         )
 
     return launch
+
+
+def jenga_whole(batch: StateBatch) -> Callable[[], None]:
+    """Ours without segments."""
+    if batch.model.is_per_channel:
+        msg = "requests of layers whose channels decay on their own are not cut"
+        raise UnsupportedError(msg)
+    return jenga(batch, segment_tokens=-(-len(batch.x) // 64) * 64)
 
 
 def jenga_checkpoints(batch: StateBatch) -> Callable[[], None]:
@@ -190,9 +203,13 @@ def mamba_ssm(batch: StateBatch) -> Callable[[], None]:
     return launch
 
 
+OURS = ("jenga", "jenga-keep-512")
+"""Measured whichever peers are asked for."""
+
 PEERS = {
     "jenga": jenga,
     "jenga-keep-512": jenga_checkpoints,
+    "jenga-whole": jenga_whole,
     "vllm": vllm,
     "mamba-ssm": mamba_ssm,
 }
@@ -208,12 +225,12 @@ def measure(benchmark: Benchmark, name: str, batch: StateBatch) -> None:
     state_bytes = batch.model.state_elements * batch.states.element_size()
     token_bytes = batch.model.token_elements * batch.x.element_size()
     for peer, prepare in PEERS.items():
-        if not peer.startswith("jenga") and not benchmark.wants_peer(peer):
+        if peer not in OURS and not benchmark.wants_peer(peer):
             continue
         try:
             timing = benchmark.measure(prepare(batch))
         except Exception as error:  # a peer that fails must not end the run
-            if peer.startswith("jenga"):
+            if peer in OURS:
                 raise
             print(f"  {name}: no {peer}: {str(error)[:300]}", flush=True)
             continue
@@ -233,7 +250,7 @@ def main(arguments: list[str] | None = None) -> None:
     benchmark = Benchmark(
         "bench_state_scan", __doc__ or "", ["tests/kernels/test_state_scan.py"], arguments
     )
-    for model in DRY_MODELS if benchmark.is_dry else MODELS:
+    for model in DRY_MODELS if benchmark.is_dry else (*MODELS, *SPREAD_MODELS):
         for label, lengths in (DRY_PROMPTS if benchmark.is_dry else PROMPTS).items():
             name = f"{model.name} {label}"
             if benchmark.wants_shape(name):

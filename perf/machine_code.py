@@ -72,12 +72,14 @@ class MachineCode:
         stack_bytes: Of a thread; what does not fit into registers.
         instructions: All of them, without predicates.
         loops: Instructions of each loop that holds no other one.
+        product_loop: Of the shortest loop with matrix products, without those of loops in it.
     """
 
     registers: int
     stack_bytes: int
     instructions: tuple[str, ...]
     loops: tuple[tuple[str, ...], ...]
+    product_loop: tuple[str, ...] = ()
 
     @property
     def num_lost_descriptors(self) -> int:
@@ -86,13 +88,16 @@ class MachineCode:
 
     @property
     def main_loop(self) -> tuple[str, ...]:
-        """Of those loops the one with the most matrix products; of equals, that of most loads."""
+        """Of those loops the shortest with matrix products; if there is none, the product loop."""
 
         def weight(loop: tuple[str, ...]) -> tuple[int, int]:
             counts = count(loop)
             return counts["matrix"] > 0, -len(loop)
 
-        return max(self.loops, key=weight, default=())
+        longest = max(self.loops, key=weight, default=())
+        if self.product_loop and not count(longest)["matrix"]:
+            return self.product_loop
+        return longest
 
 
 def beside_products(loop: tuple[str, ...]) -> tuple[str, ...]:
@@ -206,17 +211,24 @@ def take_apart(cubin: bytes) -> MachineCode:
         stack_bytes=used["STACK"] + used.get("LOCAL", 0),
         instructions=tuple(instructions),
         loops=tuple(tuple(instructions[start:end]) for start, end in loops),
+        product_loop=_product_loop(instructions, labels),
     )
 
 
-def _inner_loops(instructions: list[str], labels: dict[str, int]) -> list[tuple[int, int]]:
-    """Ranges of instructions that end with a branch to their first one, and hold no other such."""
+def _loops(instructions: list[str], labels: dict[str, int]) -> set[tuple[int, int]]:
+    """Ranges of instructions that end with a branch to their first one."""
     ranges: set[tuple[int, int]] = set()
     for index, line in enumerate(instructions):
         target = re.match(r"BRA\b.*`\((\.L\w+)\)", line)
         # A branch to itself fills the space after the end.
         if target and labels.get(target[1], index) < index:
             ranges.add((labels[target[1]], index + 1))
+    return ranges
+
+
+def _inner_loops(instructions: list[str], labels: dict[str, int]) -> list[tuple[int, int]]:
+    """Ranges of instructions that end with a branch to their first one, and hold no other such."""
+    ranges = _loops(instructions, labels)
     return sorted(
         outer
         for outer in ranges
@@ -224,3 +236,23 @@ def _inner_loops(instructions: list[str], labels: dict[str, int]) -> list[tuple[
             outer != inner and outer[0] <= inner[0] and inner[1] <= outer[1] for inner in ranges
         )
     )
+
+
+def _product_loop(instructions: list[str], labels: dict[str, int]) -> tuple[str, ...]:
+    """Instructions of the shortest loop with matrix products, without those of loops in it."""
+    ranges = _loops(instructions, labels)
+    holding = [
+        (end - start, start, end)
+        for start, end in ranges
+        if count(tuple(instructions[start:end]))["matrix"]
+    ]
+    if not holding:
+        return ()
+    _, first, last = min(holding)
+    within = {
+        index
+        for start, end in ranges
+        if first <= start and end <= last and (start, end) != (first, last)
+        for index in range(start, end)
+    }
+    return tuple(instructions[index] for index in range(first, last) if index not in within)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from jenga_kernels.triton.state_tiles import CHUNK_TOKENS
 from perf import bench_conv_update, bench_delta, bench_state_scan
 from perf.compiled_launches import Counted, compiled_by, kinds
 from perf.delta_shapes import KIMI_LINEAR, QWEN3_NEXT, make_delta_batch
@@ -71,7 +72,8 @@ TURNS: dict[str, Turns] = {
     # First of ours comes the search for a request, or the loop over padding.
     "causal_conv_kernel": lambda _c, _loops: (0,),
     "state_scan_heads_kernel": _prompt("BLOCK_T"),
-    "state_scan_channels_kernel": _prompt("BLOCK_T"),
+    # Two tiles of tokens a turn, behind a loop over those that are left.
+    "state_scan_channels_kernel": lambda c, _loops: (0, 0, PROMPT_TOKENS / (2 * c["BLOCK_T"])),
     "delta_chunks_heads_kernel": lambda c, _loops: (0, _doublings(c) - 1),
     # Two products with all keys for each width of blocks, where the compiler has left the loop.
     "delta_chunks_channels_kernel": lambda c, loops: (0, *(2,) * (loops - 2), _doublings(c) - 1),
@@ -97,6 +99,9 @@ TURNS: dict[str, Turns] = {
 }
 """Kernel -> how often each of its loops runs, given its constants and how many loops it has."""
 
+PRODUCT_LOOPS = {"state_scan_hopper_kernel": CHUNK_TOKENS}
+"""Kernel -> tokens of a turn of its loop with products, whose inner ones no whole prompt runs."""
+
 
 def executed(kernel: Counted) -> float:
     """Instructions that a warp executes, with what it skips outside of loops.
@@ -105,6 +110,13 @@ def executed(kernel: Counted) -> float:
         ValueError: If the kernel is not known, or has other loops than it had.
     """
     loops = kernel.code.loops
+    if tokens := PRODUCT_LOOPS.get(kernel.name):
+        turn = len(kernel.code.product_loop)
+        return (
+            len(kernel.code.instructions)
+            - sum(map(len, loops))
+            + turn * (PROMPT_TOKENS / tokens - 1)
+        )
     # Of a loop without a branch back the compiler has written out every turn.
     turns = TURNS.get(kernel.name, lambda _c, _l: ())(kernel.constants, len(loops)) if loops else ()
     if len(turns) != len(loops):
@@ -147,7 +159,9 @@ def launches() -> Iterator[Prompt]:
         yield from _each(f"R causal_conv {model.name}", model.conv_dim, conv, peers)
     for model in (NEMOTRON, GRANITE, FALCON, JAMBA):
         state = lambda m=model: make_state_batch(m, lengths, torch.float32, cpu)  # noqa: E731
-        peers = {"jenga": bench_state_scan.jenga, "vllm": bench_state_scan.vllm}
+        # Whole: what segments leave, and what they begin with, is no prompt's own work.
+        ours = bench_state_scan.jenga if model.is_per_channel else bench_state_scan.jenga_whole
+        peers = {"jenga": ours, "vllm": bench_state_scan.vllm}
         yield from _each(f"R state_scan {model.name}", model.dim, state, peers)
     for model in (QWEN3_NEXT, KIMI_LINEAR):
         delta = lambda m=model: make_delta_batch(m, lengths, torch.float32, cpu)  # noqa: E731

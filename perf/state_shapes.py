@@ -80,6 +80,20 @@ FALCON = StateModel(
 )
 MODELS = (JAMBA, NEMOTRON, GRANITE, FALCON)
 
+NEMOTRON_EIGHTH = StateModel(
+    name="nemotron-h-8b tp8", num_heads=16, head_dim=64, d_state=128, num_groups=1, conv_dim=1280
+)
+GRANITE_QUARTER = StateModel(
+    name="granite-4.0-h-small tp4",
+    num_heads=32,
+    head_dim=64,
+    d_state=128,
+    num_groups=1,
+    conv_dim=2304,
+)
+SPREAD_MODELS = (NEMOTRON_EIGHTH, GRANITE_QUARTER)
+"""What one of eight GPUs, or of four, has of a layer whose heads are spread over them."""
+
 LFM2_CHANNELS = {"lfm2-1.2b": 2048}
 """Channels of convolutions that are gated, by model."""
 

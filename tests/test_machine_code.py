@@ -11,6 +11,7 @@ from perf.compiled_launches import Counted
 from perf.machine_code import (
     MachineCode,
     _inner_loops,
+    _product_loop,
     beside_products,
     count,
     loaded_bytes,
@@ -52,6 +53,23 @@ def test_main_loop_is_the_shortest_with_matrix_products():
     assert code.main_loop == LISTING[2:5]
 
 
+def test_a_loop_with_matrix_products_is_found_around_loops_without():
+    listing = [*LISTING[:3], "BRA `(.L_x_1)", "HMMA.16816.F32 R4, R8, R4, R4", *LISTING[7:]]
+
+    assert _inner_loops(listing, LABELS) == [(2, 4)]
+    around = _product_loop(listing, LABELS)
+    assert around == (listing[1], *listing[4:6])
+    code = MachineCode(
+        registers=32,
+        stack_bytes=0,
+        instructions=tuple(listing),
+        loops=(tuple(listing[2:4]),),
+        product_loop=around,
+    )
+    assert code.main_loop == around
+    assert _product_loop(listing[:4], LABELS) == ()
+
+
 def test_what_runs_beside_products_is_between_their_start_and_the_wait_for_all():
     loop = (
         "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], RZ, !UPT, gsb0",
@@ -66,10 +84,16 @@ def test_what_runs_beside_products_is_between_their_start_and_the_wait_for_all()
     assert beside_products(loop[:4]) == beside_products(loop[4:]) == ()
 
 
-def scan(*loops):
-    code = MachineCode(registers=32, stack_bytes=0, instructions=LISTING, loops=loops)
+def scan(*loops, name="delta_scan_kernel", product_loop=()):
+    code = MachineCode(
+        registers=32,
+        stack_bytes=0,
+        instructions=LISTING,
+        loops=loops,
+        product_loop=product_loop,
+    )
     return Counted(
-        name="delta_scan_kernel",
+        name=name,
         num_warps=4,
         shared_bytes=0,
         code=code,
@@ -84,6 +108,13 @@ def test_prompts_are_counted_turn_by_turn():
     assert executed(scan(padding, chunks)) == len(LISTING) - 2 - 4 + 4 * PROMPT_TOKENS / 64
 
 
+def test_turns_of_a_loop_around_others_are_counted_without_these():
+    around, within = LISTING[3:7], LISTING[1:3]
+    kernel = scan(within, name="state_scan_hopper_kernel", product_loop=around)
+
+    assert executed(kernel) == len(LISTING) - 2 - 4 + 4 * PROMPT_TOKENS / 64
+
+
 def test_a_kernel_with_other_loops_than_it_had_is_not_counted():
     with pytest.raises(ValueError, match="turns of delta_scan_kernel must be for 3 loops"):
         executed(scan(LISTING[1:3], LISTING[3:5], LISTING[5:7]))
@@ -91,7 +122,13 @@ def test_a_kernel_with_other_loops_than_it_had_is_not_counted():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("shape", "text"), [("D13", "matrix 32"), ("R causal_conv nemotron", "causal_conv_kernel")]
+    ("shape", "text"),
+    [
+        ("D13", "matrix 16"),
+        ("R causal_conv nemotron", "causal_conv_kernel"),
+        ("R state_scan nemotron", "state_scan_hopper_kernel"),
+        ("R state_scan jamba", "state_scan_channels_kernel"),
+    ],
 )
 def test_static_counts_are_made_without_a_gpu(tmp_path, shape, text):
     command = [sys.executable, "-m", "perf.static_counts", "--only", shape, "--peers", "none"]
