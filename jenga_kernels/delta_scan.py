@@ -5,6 +5,7 @@ import triton
 
 from jenga_kernels.checks import check_same_device, check_shape
 from jenga_kernels.delta import check_delta_rule
+from jenga_kernels.launches import taken_by
 from jenga_kernels.states import (
     Checkpoints,
     check_checkpoints,
@@ -16,8 +17,13 @@ from jenga_kernels.triton.addressing import strides
 from jenga_kernels.triton.delta_chunks_channels import delta_chunks_channels_kernel
 from jenga_kernels.triton.delta_chunks_heads import delta_chunks_heads_kernel
 from jenga_kernels.triton.delta_scan import delta_scan_kernel
-from jenga_kernels.triton.delta_tiles import DeltaTiles, delta_scan_tiles
-from jenga_kernels.triton.tiles import machine_of
+from jenga_kernels.triton.delta_tiles import (
+    DeltaTiles,
+    delta_scan_tiles,
+    has_hopper_delta_scan,
+)
+from jenga_kernels.triton.state_tiles import CHUNK_CHANNELS
+from jenga_kernels.triton.tiles import machine_of, overlapping
 
 
 def delta_scan(
@@ -104,6 +110,7 @@ def delta_scan(
     tiles = delta_scan_tiles(
         machine, head_k_dim, head_v_dim, v.element_size(), is_per_channel=is_per_channel
     )
+    is_ahead = has_hopper_delta_scan(machine, head_k_dim, v, tiles.block_tokens)
     num_chunks = num_tokens // tiles.block_tokens + num_requests
     if checkpoints is not None:
         num_chunks += checkpoints.slots.shape[0]
@@ -139,45 +146,64 @@ def delta_scan(
         PRECISION="ieee" if v.dtype == torch.float32 else "tf32",
         BLOCK_T=tiles.block_tokens,
         BLOCK_K=tiles.block_keys,
+        IS_OVERLAPPED=is_ahead,
         num_warps=tiles.chunk_warps,
         num_stages=1,
         enable_fp_fusion=True,
     )
-    num_blocks = triton.cdiv(head_v_dim, tiles.block_values)
     stride_slot, stride_head, stride_dim, _ = strides(states)
-    delta_scan_kernel[(num_blocks * num_v_heads, num_requests)](
-        out_ptr=out,
-        states_ptr=states,
-        v_ptr=v,
-        **chunks,
-        query_starts_ptr=query_starts,
-        initial_slots_ptr=initial_slots,
-        state_slots_ptr=state_slots,
-        checkpoint_starts_ptr=None if checkpoints is None else checkpoints.starts,
-        checkpoint_after_ptr=None if checkpoints is None else checkpoints.after_tokens,
-        checkpoint_slots_ptr=None if checkpoints is None else checkpoints.slots,
-        num_tokens_of_all=num_tokens,
-        num_chunks=num_chunks,
-        stride_out_token=strides(out)[0],
-        stride_out_head=strides(out)[1],
-        stride_states_slot=stride_slot,
-        stride_states_head=stride_head,
-        stride_states_dim=stride_dim,
-        stride_v_token=strides(v)[0],
-        stride_v_head=strides(v)[1],
-        stride_initial=initial_slots.stride(0),
-        stride_slots=state_slots.stride(0),
-        HEADS_PER_GROUP=num_v_heads // num_qk_heads,
-        HEAD_K_DIM=head_k_dim,
-        HEAD_V_DIM=head_v_dim,
-        IS_PER_CHANNEL=is_per_channel,
-        BLOCK_T=tiles.block_tokens,
-        BLOCK_K=tiles.block_keys,
-        BLOCK_V=tiles.block_values,
-        num_warps=tiles.scan_warps,
-        num_stages=tiles.scan_stages,
-        enable_fp_fusion=True,
-    )
+    arguments = chunks | {
+        "out_ptr": out,
+        "states_ptr": states,
+        "v_ptr": v,
+        "query_starts_ptr": query_starts,
+        "initial_slots_ptr": initial_slots,
+        "state_slots_ptr": state_slots,
+        "checkpoint_starts_ptr": None if checkpoints is None else checkpoints.starts,
+        "checkpoint_after_ptr": None if checkpoints is None else checkpoints.after_tokens,
+        "checkpoint_slots_ptr": None if checkpoints is None else checkpoints.slots,
+        "num_tokens_of_all": num_tokens,
+        "num_chunks": num_chunks,
+        "stride_out_token": strides(out)[0],
+        "stride_out_head": strides(out)[1],
+        "stride_states_slot": stride_slot,
+        "stride_states_head": stride_head,
+        "stride_states_dim": stride_dim,
+        "stride_v_token": strides(v)[0],
+        "stride_v_head": strides(v)[1],
+        "stride_initial": initial_slots.stride(0),
+        "stride_slots": state_slots.stride(0),
+        "HEADS_PER_GROUP": num_v_heads // num_qk_heads,
+        "HEAD_K_DIM": head_k_dim,
+        "HEAD_V_DIM": head_v_dim,
+        "IS_PER_CHANNEL": is_per_channel,
+        "BLOCK_T": tiles.block_tokens,
+        "BLOCK_K": tiles.block_keys,
+        "enable_fp_fusion": True,
+    }
+    if is_ahead:
+        # Gluon is not for the interpreter.
+        from jenga_kernels.triton.chunks_hopper import chunk_descriptor  # noqa: PLC0415
+        from jenga_kernels.triton.delta_scan_hopper import (  # noqa: PLC0415
+            delta_scan_hopper_kernel as scan_kernel,
+        )
+
+        block_values = CHUNK_CHANNELS
+        arguments |= {"v_descriptor": chunk_descriptor(v), "num_warps": 4}
+        for name in ("queries", "keys", "kept_keys", "scores", "solution"):
+            rows = chunks[f"{name}_ptr"]
+            descriptor = None if rows is None else chunk_descriptor(rows.transpose(0, 1))
+            arguments[f"{name}_descriptor"] = descriptor
+        arguments |= {"IS_OVERLAPPED": machine.has_dependent_launches} | overlapping(machine)
+    else:
+        scan_kernel, block_values = delta_scan_kernel, tiles.block_values
+        arguments |= {
+            "BLOCK_V": block_values,
+            "num_warps": tiles.scan_warps,
+            "num_stages": tiles.scan_stages,
+        }
+    grid = (triton.cdiv(head_v_dim, block_values) * num_v_heads, num_requests)
+    scan_kernel[grid](**taken_by(scan_kernel, arguments))
 
 
 def _chunk_tensors(

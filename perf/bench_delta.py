@@ -4,9 +4,11 @@ python -m perf.bench_delta [--only qwen3-next] [--peers vllm] [--dry-run]
 """
 
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 
+from jenga_kernels import delta_scan as delta_scan_module
 from jenga_kernels.delta_scan import delta_scan
 from jenga_kernels.delta_update import delta_update
 from jenga_kernels.states import Checkpoints
@@ -141,6 +143,17 @@ def jenga_scan(batch: DeltaBatch, checkpoints: Checkpoints | None = None) -> Cal
     return launch
 
 
+def jenga_plain_scan(batch: DeltaBatch) -> Callable[[], None]:
+    """Ours with the kernels of all GPUs."""
+    scan = jenga_scan(batch)
+
+    def launch() -> None:
+        with mock.patch.object(delta_scan_module, "has_hopper_delta_scan", return_value=False):
+            scan()
+
+    return launch
+
+
 def jenga_checkpoints(batch: DeltaBatch) -> Callable[[], None]:
     """Ours with a state kept every CHECKPOINT_TOKENS tokens, all in one slot to bound the arena."""
     bounds, after_tokens = [0], []
@@ -226,7 +239,14 @@ def vllm_scan(batch: DeltaBatch) -> Callable[[], None]:
 
 
 UPDATE_PEERS = {"jenga": jenga_update, "vllm": vllm_update}
-SCAN_PEERS = {"jenga": jenga_scan, "jenga-keep-512": jenga_checkpoints, "vllm": vllm_scan}
+SCAN_PEERS = {
+    "jenga": jenga_scan,
+    "jenga-keep-512": jenga_checkpoints,
+    "jenga-plain": jenga_plain_scan,
+    "vllm": vllm_scan,
+}
+OURS = ("jenga", "jenga-keep-512")
+"""Measured whichever peers are asked for."""
 
 
 def measure(benchmark: Benchmark, name: str, batch: DeltaBatch, *, is_prompt: bool) -> None:
@@ -237,12 +257,12 @@ def measure(benchmark: Benchmark, name: str, batch: DeltaBatch, *, is_prompt: bo
     # Each request reads a state and writes one for each of its slots.
     num_bytes += state_bytes * (len(batch.slots) + batch.slots.numel())
     for peer, prepare in (SCAN_PEERS if is_prompt else UPDATE_PEERS).items():
-        if not peer.startswith("jenga") and not benchmark.wants_peer(peer):
+        if peer not in OURS and not benchmark.wants_peer(peer):
             continue
         try:
             timing = benchmark.measure(prepare(batch))
         except Exception as error:  # a peer that fails must not end the run
-            if peer.startswith("jenga"):
+            if peer in OURS:
                 raise
             print(f"  {name}: no {peer}: {str(error)[:300]}", flush=True)
             continue

@@ -31,6 +31,7 @@ bench_state_replay; b8|b64; vllm
 bench_paged_attention; D1 |D3 |D8 |X2 ; flash-attention-3,flashinfer
 bench_state_scan; falcon-h1-7b 1x2048$|tp8 1x2048$|tp4 1x2048$|tp8 1x8192$; vllm,jenga-whole
 bench_state_scan; nemotron-h-8b 1x2048$; vllm
+bench_delta; qwen3-next-80b-a3b f32 1x2048$|kimi-linear-48b-a3b f32 1x2048$; jenga-plain,vllm
 bench_paged_attention; P7 |P1 |X1 ; flash-attention-3
 bench_paged_attention; D13 ; flash-attention-3,vllm-triton
 bench_specialized_prefill; P12 ; jenga-plain
@@ -39,7 +40,6 @@ bench_paged_attention; D10 |D11 |P4 ; flashinfer
 bench_state_scan; jamba-1.5-mini 1x2048$|jamba-1.5-mini 16 odd$; vllm
 bench_linear_attention; 2048; none
 bench_host_memory; ; all
-bench_delta; qwen3-next-80b-a3b f32 1x2048$|kimi-linear-48b-a3b f32 1x2048$; vllm
 """
 """What has changed since a GPU timed it, where one found ours behind, and what none has timed."""
 

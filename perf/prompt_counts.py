@@ -99,7 +99,10 @@ TURNS: dict[str, Turns] = {
 }
 """Kernel -> how often each of its loops runs, given its constants and how many loops it has."""
 
-PRODUCT_LOOPS = {"state_scan_hopper_kernel": CHUNK_TOKENS}
+PRODUCT_LOOPS = {
+    "state_scan_hopper_kernel": CHUNK_TOKENS,
+    "delta_scan_hopper_kernel": CHUNK_TOKENS,
+}
 """Kernel -> tokens of a turn of its loop with products, whose inner ones no whole prompt runs."""
 
 

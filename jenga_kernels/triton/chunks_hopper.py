@@ -40,8 +40,75 @@ TILE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 BOX_LAYOUT = gl.NVMMASharedLayout(128, 16, 3)
 """Of a box that the copy engine brings, [tokens, 1 head or group, BOX_DIM]."""
 
+ZEROED_ROWS = gl.constexpr(16)
+"""Rows of a tile that four warps zero at a time."""
+
+ROW_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+"""In which a tile of x or of the output is moved."""
+
 NUMBERS_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 """Of numbers of tokens in shared memory."""
+
+
+@gluon.jit
+def checkpoint_range(checkpoint_starts_ptr, request):
+    """First of a request's checkpoints, and the end; both 0 where there are none."""
+    first = 0
+    end = 0
+    if checkpoint_starts_ptr is not None:
+        first = gl.load(checkpoint_starts_ptr + request)
+        end = gl.load(checkpoint_starts_ptr + request + 1)
+    return first, end
+
+
+@gluon.jit
+def stretch_stop(stretch, end, checkpoint_after_ptr, num_tokens):
+    """Tokens after which a stretch ends: at a checkpoint, or with the request."""
+    stop = num_tokens
+    if checkpoint_after_ptr is not None:
+        stop = gl.load(checkpoint_after_ptr + stretch, mask=stretch < end, other=num_tokens)
+    return stop
+
+
+@gluon.jit
+def zero_rows(tiles, stage, start, BLOCK_N: gl.constexpr, PARTS: gl.constexpr):
+    """Zero rows of a chunk from `start` on: what they hold is no token's, and may be no number."""
+    NUM_BOXES: gl.constexpr = TOKENS // ZEROED_ROWS
+    NUM_PARTS: gl.constexpr = PARTS * BLOCK_N // BOX_DIM
+    shape: gl.constexpr = [2 * NUM_PARTS * NUM_BOXES, ZEROED_ROWS, BOX_DIM]
+    if HAS_REINTERPRET:
+        boxes = tiles.reinterpret(tiles.dtype, shape, TILE_LAYOUT)
+    else:
+        boxes = tiles._reinterpret(tiles.dtype, shape, TILE_LAYOUT)
+    rows = gl.arange(0, ZEROED_ROWS, gl.SliceLayout(1, ROW_LAYOUT))[:, None]
+    for box in range(start // ZEROED_ROWS, NUM_BOXES):
+        for part in range(NUM_PARTS):
+            place = boxes.index((stage * NUM_PARTS + part) * NUM_BOXES + box)
+            is_dead = box * ZEROED_ROWS + rows >= start
+            place.store(gl.where(is_dead, 0.0, place.load(ROW_LAYOUT)).to(tiles.dtype))
+
+
+@gluon.jit
+def store_rows(tile, ptr, stride_token, num_live):
+    """Write the live rows of a tile, as `_load_rows` reads them."""
+    NUM_ROWS: gl.constexpr = 1024 // CHANNELS
+    row = gl.arange(0, NUM_ROWS, gl.SliceLayout(1, ROW_LAYOUT))[:, None]
+    columns = gl.arange(0, CHANNELS, gl.SliceLayout(0, ROW_LAYOUT))[None, :]
+    offsets = row * stride_token.to(gl.int32) + columns
+    for first in gl.static_range(0, TOKENS, NUM_ROWS):
+        values = tile.slice(first, NUM_ROWS).load(ROW_LAYOUT)
+        gl.store(ptr + first * stride_token + offsets, values, mask=row < num_live - first)
+
+
+@gluon.jit
+def store_zeros(ptr, first, stop, stride_token):
+    """Zero CHANNELS columns of rows [first, stop)."""
+    rows = gl.arange(0, TOKENS, gl.SliceLayout(1, ROW_LAYOUT))
+    columns = gl.arange(0, CHANNELS, gl.SliceLayout(0, ROW_LAYOUT))[None, :]
+    for tile in range(first, stop, TOKENS):
+        row = (tile + rows)[:, None]
+        zeros = gl.full([TOKENS, CHANNELS], 0.0, ptr.dtype.element_ty, ROW_LAYOUT)
+        gl.store(ptr + row * stride_token + columns, zeros, mask=row < stop)
 
 
 @gluon.jit

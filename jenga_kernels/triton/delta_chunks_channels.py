@@ -12,7 +12,7 @@ from jenga_kernels.triton.delta_rule import (
     unit_factors,
     unit_triangular_inverse,
 )
-from jenga_kernels.triton.device import device_function, rounded
+from jenga_kernels.triton.device import device_function, let_next_begin, rounded
 from jenga_kernels.triton.matmul import INTERPRETED, matmul
 from jenga_kernels.triton.recurrence import row_sums
 
@@ -190,8 +190,10 @@ def delta_chunks_channels_kernel(
     PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    IS_OVERLAPPED: tl.constexpr,
 ):
     """Program (h, b) prepares chunk b of head h for the walk over chunks."""
+    let_next_begin(IS_OVERLAPPED)
     head = tl.program_id(0).to(tl.int64)
     request, first, end = find_chunk(
         query_starts_ptr,

@@ -11,7 +11,7 @@ from jenga_kernels.triton.delta_rule import (
     unit_factors,
     unit_triangular_inverse,
 )
-from jenga_kernels.triton.device import rounded
+from jenga_kernels.triton.device import let_next_begin, rounded
 from jenga_kernels.triton.matmul import matmul
 
 
@@ -60,8 +60,10 @@ def delta_chunks_heads_kernel(
     PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    IS_OVERLAPPED: tl.constexpr,
 ):
     """Program (h, b) prepares chunk b of head h for the walk over chunks."""
+    let_next_begin(IS_OVERLAPPED)
     head = tl.program_id(0).to(tl.int64)
     request, first, end = find_chunk(
         query_starts_ptr,

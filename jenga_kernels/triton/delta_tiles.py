@@ -6,13 +6,18 @@ large, because it pays per operation and hardly per element.
 
 from dataclasses import dataclass
 
+import torch
+
 from jenga_kernels.triton.state_tiles import (
+    CHUNK_CHANNELS,
+    CHUNK_TOKENS,
     LEAST_PRODUCT,
     REPLAY_ELEMENTS,
     USUAL_HISTORY,
+    is_copied_ahead,
     replay_elements,
 )
-from jenga_kernels.triton.tiles import BLACKWELL, Machine, line_elements, power_of_two
+from jenga_kernels.triton.tiles import BLACKWELL, HOPPER, Machine, line_elements, power_of_two
 
 RUN_TOKENS = 4
 """Tokens next to each other that a thread holds where every key channel decays on its own."""
@@ -85,6 +90,32 @@ def delta_scan_tiles(
         chunk_warps=chunk_warps,
         scan_warps=scan_warps,
         scan_stages=scan_stages,
+    )
+
+
+HOPPER_KEYS = (64, 128)
+"""Elements of a key that the scan for Hopper takes."""
+
+
+def has_hopper_delta_scan(
+    machine: Machine, head_k_dim: int, v: torch.Tensor, block_tokens: int
+) -> bool:
+    """Whether the second kernel of `delta_scan` is the one whose loads run ahead.
+
+    Args:
+        machine: Where it would run.
+        head_k_dim: Elements of a key.
+        v: Values, [num_tokens, num_v_heads, head_v_dim].
+        block_tokens: Tokens of a chunk.
+    """
+    return (
+        HOPPER <= machine.capability < BLACKWELL
+        and v.element_size() == 2  # noqa: PLR2004 - bytes of bfloat16 and float16
+        and v.shape[0] > 0
+        and v.shape[2] % CHUNK_CHANNELS == 0
+        and head_k_dim in HOPPER_KEYS
+        and block_tokens == CHUNK_TOKENS
+        and is_copied_ahead(v)
     )
 
 

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from jenga_kernels.triton.attention_hopper_load import BOX_DIM, HAS_REINTERPRET, copy_box
+from jenga_kernels.triton.attention_hopper_load import copy_box
 from jenga_kernels.triton.chunks_hopper import (
     CHANNELS,
     LEFT_LAYOUT,
@@ -29,12 +29,17 @@ from jenga_kernels.triton.chunks_hopper import (
     TILE_LAYOUT,
     TOKEN_LAYOUT,
     TOKENS,
+    checkpoint_range,
     decays,
     exp2,
     load_state,
     load_steps,
     load_tile,
+    store_rows,
     store_state,
+    store_zeros,
+    stretch_stop,
+    zero_rows,
 )
 from jenga_kernels.triton.segments_hopper import (
     await_kernel_before,
@@ -45,12 +50,6 @@ from jenga_kernels.triton.segments_hopper import (
 
 STEP_BYTES = gl.constexpr(16)
 """Of a token's step sizes that come together, those of some heads: the copy engine's least."""
-
-ZEROED_ROWS = gl.constexpr(16)
-"""Rows of a tile that four warps zero at a time."""
-
-ROW_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-"""In which a tile of x or of the output is moved."""
 
 
 @gluon.jit(do_not_specialize=["dt_min", "dt_max", "num_requests", "segment_tokens"])
@@ -128,14 +127,9 @@ def state_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
         start, num_tokens = segment_range(number, of_request, num_tokens)
     state_slot = gl.load(state_slots_ptr + request * stride_slots)
     out_ptr += query_start * stride_out_token + head * stride_out_head + first_dim
-    rows = gl.arange(0, TOKENS, gl.SliceLayout(1, ROW_LAYOUT))
-    columns = gl.arange(0, CHANNELS, gl.SliceLayout(0, ROW_LAYOUT))[None, :]
     if state_slot <= 0:
         await_kernel_before(IS_OVERLAPPED)
-        for first in range(start, num_tokens, TOKENS):
-            row = (first + rows)[:, None]
-            zeros = gl.full([TOKENS, CHANNELS], 0.0, out_ptr.dtype.element_ty, ROW_LAYOUT)
-            gl.store(out_ptr + row * stride_out_token + columns, zeros, mask=row < num_tokens)
+        store_zeros(out_ptr, start, num_tokens, stride_out_token)
         return
 
     dt_ptr += query_start * stride_dt_token + head * stride_dt_head
@@ -169,12 +163,12 @@ def state_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
     shared_logs = gl.allocate_shared_memory(gl.float32, [TOKENS], NUMBERS_LAYOUT)
     shared_ahead = gl.allocate_shared_memory(gl.float32, [TOKENS], NUMBERS_LAYOUT)
 
-    stretch, last_stretch = _checkpoint_range(checkpoint_starts_ptr, request)
+    stretch, last_stretch = checkpoint_range(checkpoint_starts_ptr, request)
     if segment_states_ptr is not None and checkpoint_after_ptr is not None:
         end = last_stretch
         stretch = checkpoints_through(checkpoint_after_ptr, stretch, end, start)
         last_stretch = checkpoints_through(checkpoint_after_ptr, stretch, end, num_tokens)
-    stop = _stretch_stop(stretch, last_stretch, checkpoint_after_ptr, num_tokens)
+    stop = stretch_stop(stretch, last_stretch, checkpoint_after_ptr, num_tokens)
     if num_tokens > start:
         _load_chunk(inputs, place, tiles, 0, start, BLOCK_N, PARTS)
     if dt_descriptor is None:
@@ -203,7 +197,7 @@ def state_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
         slot = state_slot
         if checkpoint_after_ptr is not None and s < last_stretch:
             slot = gl.load(checkpoint_slots_ptr + s)
-        stop_after = _stretch_stop(s + 1, last_stretch, checkpoint_after_ptr, num_tokens)
+        stop_after = stretch_stop(s + 1, last_stretch, checkpoint_after_ptr, num_tokens)
         for first in range(start, stop, TOKENS):
             stage = chunk % 2
             shared_logs.store(logs)
@@ -218,8 +212,8 @@ def state_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
                 first_after = gl.minimum(next_first + TOKENS, next_stop)
                 steps_after = load_steps(dt_ptr, stride_dt_token, first_after, num_tokens)
             if stop - first < TOKENS:
-                _zero_rows(x_tiles, stage, stop - first, CHANNELS, 1)
-                _zero_rows(B_tiles, stage, stop - first, BLOCK_N, PARTS)
+                zero_rows(x_tiles, stage, stop - first, CHANNELS, 1)
+                zero_rows(B_tiles, stage, stop - first, BLOCK_N, PARTS)
                 fence_async_shared()
 
             # What the chunk's tokens add to each other, in a row for each that adds.
@@ -265,7 +259,7 @@ def state_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
             if D_ptr is not None:
                 y += D * gl.convert_layout(x, SQUARE_LAYOUT).to(gl.float32)
             results.permute((1, 0)).store(y.to(results.dtype))
-            _store_rows(results, out_ptr + first * stride_out_token, stride_out_token, stop - first)
+            store_rows(results, out_ptr + first * stride_out_token, stride_out_token, stop - first)
             h = ()
             for part in gl.static_range(PARTS):
                 h += (warpgroup_mma_wait(PARTS - 1 - part, deps=[state[part]]),)
@@ -274,26 +268,6 @@ def state_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
         stop = stop_after
         last_ptr = states_ptr + slot.to(gl.int64) * stride_states_slot
         store_state(last_ptr, h, slot > 0, stride_states_dim, BLOCK_N, PARTS)
-
-
-@gluon.jit
-def _checkpoint_range(checkpoint_starts_ptr, request):
-    """First of a request's checkpoints, and the end; both 0 where there are none."""
-    first = 0
-    end = 0
-    if checkpoint_starts_ptr is not None:
-        first = gl.load(checkpoint_starts_ptr + request)
-        end = gl.load(checkpoint_starts_ptr + request + 1)
-    return first, end
-
-
-@gluon.jit
-def _stretch_stop(stretch, end, checkpoint_after_ptr, num_tokens):
-    """Tokens after which a stretch ends: at a checkpoint, or with the request."""
-    stop = num_tokens
-    if checkpoint_after_ptr is not None:
-        stop = gl.load(checkpoint_after_ptr + stretch, mask=stretch < end, other=num_tokens)
-    return stop
 
 
 @gluon.jit
@@ -312,36 +286,6 @@ def _load_chunk(inputs, place, tiles, stage, first, BLOCK_N: gl.constexpr, PARTS
     load_tile(x_descriptor, token, head, first_dim, x_tiles, stage, barrier, 2, CHANNELS)
     load_tile(B_descriptor, token, group, 0, B_tiles, stage, barrier, 2, BLOCK_N, PARTS)
     load_tile(C_descriptor, token, group, 0, C_tiles, stage, barrier, 2, BLOCK_N, PARTS)
-
-
-@gluon.jit
-def _zero_rows(tiles, stage, start, BLOCK_N: gl.constexpr, PARTS: gl.constexpr):
-    """Zero rows of a chunk from `start` on: what they hold is no token's, and may be no number."""
-    NUM_BOXES: gl.constexpr = TOKENS // ZEROED_ROWS
-    NUM_PARTS: gl.constexpr = PARTS * BLOCK_N // BOX_DIM
-    shape: gl.constexpr = [2 * NUM_PARTS * NUM_BOXES, ZEROED_ROWS, BOX_DIM]
-    if HAS_REINTERPRET:
-        boxes = tiles.reinterpret(tiles.dtype, shape, TILE_LAYOUT)
-    else:
-        boxes = tiles._reinterpret(tiles.dtype, shape, TILE_LAYOUT)
-    rows = gl.arange(0, ZEROED_ROWS, gl.SliceLayout(1, ROW_LAYOUT))[:, None]
-    for box in range(start // ZEROED_ROWS, NUM_BOXES):
-        for part in range(NUM_PARTS):
-            place = boxes.index((stage * NUM_PARTS + part) * NUM_BOXES + box)
-            is_dead = box * ZEROED_ROWS + rows >= start
-            place.store(gl.where(is_dead, 0.0, place.load(ROW_LAYOUT)).to(tiles.dtype))
-
-
-@gluon.jit
-def _store_rows(tile, ptr, stride_token, num_live):
-    """Write the live rows of a tile, as `_load_rows` reads them."""
-    NUM_ROWS: gl.constexpr = 1024 // CHANNELS
-    row = gl.arange(0, NUM_ROWS, gl.SliceLayout(1, ROW_LAYOUT))[:, None]
-    columns = gl.arange(0, CHANNELS, gl.SliceLayout(0, ROW_LAYOUT))[None, :]
-    offsets = row * stride_token.to(gl.int32) + columns
-    for first in gl.static_range(0, TOKENS, NUM_ROWS):
-        values = tile.slice(first, NUM_ROWS).load(ROW_LAYOUT)
-        gl.store(ptr + first * stride_token + offsets, values, mask=row < num_live - first)
 
 
 @gluon.jit

@@ -125,6 +125,14 @@ CHUNK_ALIGNMENT = 16
 """Bytes that addresses and strides of what the copy engine brings are multiples of."""
 
 
+def is_copied_ahead(rows: torch.Tensor) -> bool:
+    """Whether the copy engine finds rows of 16 bits an element, [num_tokens, num_heads, width]."""
+    return rows.data_ptr() % CHUNK_ALIGNMENT == 0 and all(
+        size == 1 or (stride > 0 and stride * 2 % CHUNK_ALIGNMENT == 0)
+        for size, stride in zip(rows.shape[:2], rows.stride()[:2], strict=True)
+    )
+
+
 def hopper_scan_tiles(
     machine: Machine, x: torch.Tensor, B: torch.Tensor, C: torch.Tensor, z: torch.Tensor | None
 ) -> ScanTiles | None:
@@ -148,14 +156,7 @@ def hopper_scan_tiles(
         and x.shape[2] % CHUNK_CHANNELS == 0
         and d_state in (CHUNK_STATE // 2, CHUNK_STATE, 2 * CHUNK_STATE)
         and z is None
-        and all(
-            tensor.data_ptr() % CHUNK_ALIGNMENT == 0
-            and all(
-                size == 1 or (stride > 0 and stride * 2 % CHUNK_ALIGNMENT == 0)
-                for size, stride in zip(tensor.shape[:2], tensor.stride()[:2], strict=True)
-            )
-            for tensor in (x, B, C)
-        )
+        and all(map(is_copied_ahead, (x, B, C)))
     )
     if not can_run:
         return None

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from jenga_kernels import delta_scan as module
 from jenga_kernels.delta_scan import delta_scan
 from jenga_kernels.delta_update import delta_update
 from jenga_kernels.reference import delta_scan as reference
@@ -20,6 +21,7 @@ CASES = {
     "qwen3_next": ((1, 2, 128, 128), [1, 66]),
     "odd_sizes_and_three_values_a_query": ((1, 3, 40, 24), [5, 0, 70, PADDING, 2]),
     "values_of_several_programs": ((1, 1, 96, 192), [65]),
+    "short_keys_of_many_requests": ((1, 2, 64, 64), [70, 0, PADDING, 64, 5, 129]),
 }
 
 
@@ -45,6 +47,15 @@ def one_prompt(length):
     return {"query_starts": i32([0, length]), "initial_slots": i32([0]), "state_slots": i32([1])}
 
 
+def chunks_of_nan(*args, make=module._chunk_tensors, **kwargs):
+    """What the first kernel leaves for the second, before it has: nothing that is a number."""
+    chunks = make(*args, **kwargs)
+    for tensor in chunks.values():
+        if tensor is not None:
+            tensor.fill_(float("nan"))
+    return chunks
+
+
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
@@ -59,9 +70,13 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
         ("odd_sizes_and_three_values_a_query", True, F32, F32),
         ("values_of_several_programs", False, BF16, BF16),
         ("values_of_several_programs", True, F32, F32),
+        ("short_keys_of_many_requests", False, F16, F32),
+        ("short_keys_of_many_requests", True, BF16, F16),
     ],
 )
-def test_delta_scan_is_as_exact_as_matrix_products_in_its_dtype(case, channels, dtype, state_dtype):
+def test_delta_scan_is_as_exact_as_matrix_products_in_its_dtype(
+    case, channels, dtype, state_dtype, monkeypatch
+):
     shape, lengths = CASES[case]
     tensors, slots, pages, written = arguments(
         shape, lengths, dtype, state_dtype, channels=channels
@@ -72,6 +87,7 @@ def test_delta_scan_is_as_exact_as_matrix_products_in_its_dtype(case, channels, 
         lambda: by_reference(widened(tensors), slots, pages.states.double())
     )
     out = torch.full_like(tensors["v"], float("nan"))
+    monkeypatch.setattr(module, "_chunk_tensors", chunks_of_nan)
 
     delta_scan(out, pages.states, **tensors, **slots)
 
@@ -151,6 +167,31 @@ def test_delta_scan_gives_the_same_wherever_a_prompt_is_cut(seed, channels):
     check_close(plain_out, exact, naive, slack=lost)
     check_close(whole.states[order], exact_states[order], naive_states[order], slack=states_lost)
     check_close(plain.states[1], exact_states[1], naive_states[1], slack=states_lost)
+
+
+@pytest.mark.parametrize("channels", GATES.values(), ids=GATES.keys())
+def test_delta_scan_in_16_bits_keeps_what_it_would_end_with(channels):
+    shape, cuts = (1, 2, 128, 64), [1, 65, 129, 150]
+    length = cuts[-1]
+    tensors = delta_tensors(length, shape, BF16, generator(3), channels=channels)
+    whole, pieces = (delta_states(7, shape, F32) for _ in range(2))
+    out, cut_out = (torch.full_like(tensors["v"], float("nan")) for _ in range(2))
+    kept = Checkpoints(starts=i32([0, 4]), after_tokens=i32(cuts), slots=i32([2, 0, 4, 5]))
+
+    delta_scan(out, whole.states, **tensors, **one_prompt(length), checkpoints=kept)
+
+    for slot, (start, end) in enumerate(zip([0, *cuts], cuts, strict=False)):
+        delta_scan(
+            cut_out[start:end],
+            pieces.states,
+            **tokens_of(tensors, slice(start, end)),
+            query_starts=i32([0, end - start]),
+            initial_slots=i32([slot + 1 if slot else 0]),
+            state_slots=i32([slot + 2]),
+        )
+    assert torch.equal(out, cut_out)
+    assert torch.equal(whole.states[[2, 4, 5, 1]], pieces.states[[2, 4, 5, 5]])
+    assert whole.states[[3, 6]].isnan().all(), "what is kept in no slot is written nowhere"
 
 
 def test_delta_scan_goes_on_where_an_update_ended():
@@ -342,8 +383,43 @@ def compile_channels():
     compile_scans(channels=True)
 
 
-@pytest.mark.parametrize("capability", [80, pytest.param(89, marks=pytest.mark.slow), 90, 120])
+def as_anywhere(job):
+    """Compile what GPUs other than Hopper have, and Hopper for sizes that its own does not take."""
+    chosen, module.has_hopper_delta_scan = module.has_hopper_delta_scan, lambda *_: False
+    try:
+        job()
+    finally:
+        module.has_hopper_delta_scan = chosen
+
+
+def compile_heads_as_anywhere():
+    as_anywhere(compile_heads)
+
+
+def compile_channels_as_anywhere():
+    as_anywhere(compile_channels)
+
+
 @pytest.mark.parametrize("job", [compile_heads, compile_channels])
+def test_delta_scan_whose_loads_run_ahead_compiles_to_warpgroup_products(job):
+    kernels = compile_job(job, HOPPER)
+
+    ahead = [kernel for kernel in kernels if kernel.name == "delta_scan_hopper_kernel"]
+    assert len(ahead) == 2
+    for kernel in ahead:
+        assert kernel.stack_bytes == 0, kernel
+        # States, and what becomes of them, are left operands as they are.
+        assert kernel.counts["wgmma"] == kernel.counts["wgmma_of_registers"] == 28, kernel
+        assert kernel.counts["tma"] == (18 if job is compile_channels else 14), kernel
+        assert kernel.loop_instructions <= (690 if job is compile_channels else 800), kernel
+        assert kernel.num_lost_descriptors == 0, kernel
+        # Two programs run on a processor.
+        if job is compile_heads:
+            assert 2 * (kernel.shared_bytes + 1024) <= 228 << 10, kernel
+
+
+@pytest.mark.parametrize("capability", [80, pytest.param(89, marks=pytest.mark.slow), 90, 120])
+@pytest.mark.parametrize("job", [compile_heads_as_anywhere, compile_channels_as_anywhere])
 def test_delta_scan_compiles_to_matrix_instructions_without_spills(job, capability):
     kernels = compile_job(job, capability)
 
@@ -361,7 +437,7 @@ def test_delta_scan_compiles_to_matrix_instructions_without_spills(job, capabili
             assert kernel.counts["wgmma"] >= 32, kernel
             assert kernel.counts["mma"] == 0, kernel
             # Left factors of chunks lie in shared memory too, or registers would not suffice.
-            if job is compile_channels:
+            if job is compile_channels_as_anywhere:
                 assert kernel.counts["wgmma_of_registers"] == 0, kernel
         else:
             assert kernel.counts["mma"] == 96, kernel
