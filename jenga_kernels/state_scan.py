@@ -24,6 +24,7 @@ from jenga_kernels.triton.state_scan_heads import state_scan_heads_kernel
 from jenga_kernels.triton.state_tiles import (
     CHUNK_TOKENS,
     ScanTiles,
+    are_lone,
     channel_scan_tiles,
     head_scan_tiles,
     hopper_scan_tiles,
@@ -33,6 +34,9 @@ from jenga_kernels.triton.tiles import Machine, machine_of, overlapping, power_o
 
 LEAST_REQUESTS = 128
 """Requests that a program looks for its own among, at least; more are compiled for anew."""
+
+LONE_STAGES = 3
+"""Chunks in shared memory of a program that has a processor for itself; one less of wide states."""
 
 PASSED_ELEMENTS = 1024
 """Elements of a state that a program passes on from segment to segment."""
@@ -202,8 +206,7 @@ def state_scan(
         names = ["segment_states_ptr", "num_requests", "segment_tokens", "BLOCK_R"]
         arguments |= dict.fromkeys(names)
         arguments |= {"stride_segment_states": 0, "IS_OVERLAPPED": False}
-        grid = (kernels.num_programs, num_requests)
-        kernels.scan[grid](**taken_by(kernels.scan, arguments))
+        kernels.launch_scan(machine, num_requests, arguments)
     else:
         _scan_in_segments(kernels, machine, arguments, states, num_tokens, segment_tokens)
 
@@ -214,15 +217,24 @@ class HeadsKernels:
 
     Attributes:
         scan: The scan itself.
+        lone_scan: The same where each program has a processor for itself; None: no other one.
         segment_states: What segments leave.
         num_programs: Programs that a request or a segment takes.
         arguments: What they take besides the operation's own arguments.
     """
 
     scan: triton.JITFunction
+    lone_scan: triton.JITFunction | None
     segment_states: triton.JITFunction
     num_programs: int
     arguments: dict[str, object]
+
+    def launch_scan(self, machine: Machine, num_scans: int, arguments: dict[str, object]) -> None:
+        """Launch the scan of so many requests or segments."""
+        scan = self.scan
+        if self.lone_scan and are_lone(machine, self.num_programs * num_scans):
+            scan = self.lone_scan
+        scan[self.num_programs, num_scans](**taken_by(scan, arguments))
 
 
 def _heads_kernels(
@@ -249,17 +261,22 @@ def _heads_kernels(
             state_scan_hopper_kernel,
             steps_descriptor,
         )
+        from jenga_kernels.triton.state_scan_specialized import (  # noqa: PLC0415
+            state_scan_specialized_kernel,
+        )
 
         scan, segment_states = state_scan_hopper_kernel, segment_states_hopper_kernel
+        lone_scan = state_scan_specialized_kernel
         arguments = {
             "x_descriptor": chunk_descriptor(x),
             "B_descriptor": chunk_descriptor(B),
             "C_descriptor": chunk_descriptor(C),
             # A wide state leaves no registers for what comes out of shared memory.
             "dt_descriptor": steps_descriptor(dt) if tiles.state_parts == 1 else None,
+            "STAGES": LONE_STAGES if tiles.state_parts == 1 else LONE_STAGES - 1,
         }
     else:
-        scan, segment_states = state_scan_heads_kernel, segment_states_kernel
+        scan, segment_states, lone_scan = state_scan_heads_kernel, segment_states_kernel, None
         tiles = head_scan_tiles(
             machine,
             head_dim,
@@ -271,6 +288,7 @@ def _heads_kernels(
         arguments = {"BLOCK_T": tiles.block_tokens, "IS_TF32": allow_tf32}
     return HeadsKernels(
         scan=scan,
+        lone_scan=lone_scan,
         segment_states=segment_states,
         num_programs=triton.cdiv(head_dim, tiles.block_dims) * num_heads,
         arguments=arguments | _sizes(tiles, d_state),
@@ -309,7 +327,7 @@ def _scan_in_segments(
     num_blocks = num_heads * triton.cdiv(head_dim * d_state, PASSED_ELEMENTS)
     passing = taken_by(pass_states_kernel, arguments) | {"num_warps": PASSING_WARPS}
     pass_states_kernel[num_blocks, num_requests](**passing)
-    kernels.scan[grid](**taken_by(kernels.scan, arguments))
+    kernels.launch_scan(machine, num_segments, arguments)
 
 
 def _sizes(tiles: ScanTiles, d_state: int) -> dict[str, int]:

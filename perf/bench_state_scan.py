@@ -5,9 +5,12 @@ python -m perf.bench_state_scan [--only 8192] [--peers vllm] [--dry-run]
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from unittest import mock
 
 import torch
 
+from jenga_kernels import state_scan as module
 from jenga_kernels.state_scan import state_scan
 from jenga_kernels.states import Checkpoints
 from perf.attention_peers import UnsupportedError
@@ -52,8 +55,20 @@ def chunks_of(batch: StateBatch) -> Chunks:
 
 
 def jenga(
-    batch: StateBatch, checkpoints: Checkpoints | None = None, *, segment_tokens: int | None = None
+    batch: StateBatch,
+    checkpoints: Checkpoints | None = None,
+    *,
+    segment_tokens: int | None = None,
+    is_lone: bool | None = None,
 ) -> Callable[[], None]:
+    """Ours.
+
+    Args:
+        batch: What to scan.
+        checkpoints: States to keep.
+        segment_tokens: Where to cut it; None: where the operation would.
+        is_lone: Whether Hopper's programs take a processor each; None: as the operation would.
+    """
     none = torch.zeros_like(batch.slots)
     longest_tokens = int(batch.query_starts.diff().max())
 
@@ -76,15 +91,19 @@ def jenga(
             segment_tokens=segment_tokens,
         )
 
-    return launch
+    def launch_so() -> None:
+        with mock.patch.object(module, "are_lone", return_value=is_lone):
+            launch()
+
+    return launch if is_lone is None else launch_so
 
 
-def jenga_whole(batch: StateBatch) -> Callable[[], None]:
+def jenga_whole(batch: StateBatch, *, is_lone: bool | None = None) -> Callable[[], None]:
     """Ours without segments."""
     if batch.model.is_per_channel:
-        msg = "requests of layers whose channels decay on their own are not cut"
+        msg = "layers whose channels decay on their own have no such kernel"
         raise UnsupportedError(msg)
-    return jenga(batch, segment_tokens=-(-len(batch.x) // 64) * 64)
+    return jenga(batch, segment_tokens=-(-len(batch.x) // 64) * 64, is_lone=is_lone)
 
 
 def jenga_checkpoints(batch: StateBatch) -> Callable[[], None]:
@@ -210,6 +229,8 @@ PEERS = {
     "jenga": jenga,
     "jenga-keep-512": jenga_checkpoints,
     "jenga-whole": jenga_whole,
+    "jenga-lone": partial(jenga_whole, is_lone=True),
+    "jenga-shared": partial(jenga_whole, is_lone=False),
     "vllm": vllm,
     "mamba-ssm": mamba_ssm,
 }

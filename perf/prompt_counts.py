@@ -7,6 +7,7 @@ instructions are those of all programs of a launch, for 1024 tokens times channe
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -162,8 +163,11 @@ def launches() -> Iterator[Prompt]:
         yield from _each(f"R causal_conv {model.name}", model.conv_dim, conv, peers)
     for model in (NEMOTRON, GRANITE, FALCON, JAMBA):
         state = lambda m=model: make_state_batch(m, lengths, torch.float32, cpu)  # noqa: E731
-        # Whole: what segments leave, and what they begin with, is no prompt's own work.
-        ours = bench_state_scan.jenga if model.is_per_channel else bench_state_scan.jenga_whole
+        # Whole: what segments leave, and what they begin with, is no prompt's own work. And by the
+        # kernel all of whose warps do the same.
+        ours = bench_state_scan.jenga
+        if not model.is_per_channel:
+            ours = partial(bench_state_scan.jenga_whole, is_lone=False)
         peers = {"jenga": ours, "vllm": bench_state_scan.vllm}
         yield from _each(f"R state_scan {model.name}", model.dim, state, peers)
     for model in (QWEN3_NEXT, KIMI_LINEAR):

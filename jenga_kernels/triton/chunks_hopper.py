@@ -71,11 +71,18 @@ def stretch_stop(stretch, end, checkpoint_after_ptr, num_tokens):
 
 
 @gluon.jit
-def zero_rows(tiles, stage, start, BLOCK_N: gl.constexpr, PARTS: gl.constexpr):
+def zero_rows(
+    tiles,
+    stage,
+    start,
+    BLOCK_N: gl.constexpr,
+    PARTS: gl.constexpr,
+    NUM_STAGES: gl.constexpr = 2,
+):
     """Zero rows of a chunk from `start` on: what they hold is no token's, and may be no number."""
     NUM_BOXES: gl.constexpr = TOKENS // ZEROED_ROWS
     NUM_PARTS: gl.constexpr = PARTS * BLOCK_N // BOX_DIM
-    shape: gl.constexpr = [2 * NUM_PARTS * NUM_BOXES, ZEROED_ROWS, BOX_DIM]
+    shape: gl.constexpr = [NUM_STAGES * NUM_PARTS * NUM_BOXES, ZEROED_ROWS, BOX_DIM]
     if HAS_REINTERPRET:
         boxes = tiles.reinterpret(tiles.dtype, shape, TILE_LAYOUT)
     else:
@@ -197,6 +204,17 @@ def _softplus(v):
     series = 0.28178326 * z + 0.27960605
     series = (series * z + 0.4002491) * z + 0.66666315
     return gl.maximum(v, 0.0) + s * (series * z + 2.0)
+
+
+@gluon.jit
+def mixing_weights(scores, shared_logs, shared_ahead):
+    """What the token of a row adds to that of a column: their score times step size and decay."""
+    logs = shared_logs.load(gl.SliceLayout(0, SQUARE_LAYOUT))
+    ahead = shared_ahead.load(gl.SliceLayout(1, SQUARE_LAYOUT))
+    adding = gl.arange(0, TOKENS, gl.SliceLayout(1, SQUARE_LAYOUT))[:, None]
+    taking = gl.arange(0, TOKENS, gl.SliceLayout(0, SQUARE_LAYOUT))[None, :]
+    exponent = gl.where(taking >= adding, logs[None, :] - ahead[:, None], float("-inf"))
+    return scores * exp2(exponent)
 
 
 @gluon.jit

@@ -35,6 +35,7 @@ from jenga_kernels.triton.chunks_hopper import (
     load_state,
     load_steps,
     load_tile,
+    mixing_weights,
     store_rows,
     store_state,
     store_zeros,
@@ -224,7 +225,7 @@ def state_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
                 scores = warpgroup_mma(b, c, scores, use_acc=part > 0, is_async=True)
             if PARTS > 1:  # registers have no room for more
                 scores = warpgroup_mma_wait(0, deps=[scores])
-                mixing.store(_mixing_weights(scores, shared_logs, shared_ahead).to(dtype))
+                mixing.store(mixing_weights(scores, shared_logs, shared_ahead).to(dtype))
             # And what the state before the chunk gives.
             y = gl.full([CHANNELS, TOKENS], 0.0, gl.float32, SQUARE_LAYOUT)
             for part in gl.static_range(PARTS):
@@ -233,7 +234,7 @@ def state_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
                 y = warpgroup_mma(left, c, y, use_acc=part > 0, is_async=True)
                 if PARTS == 1:
                     scores = warpgroup_mma_wait(1, deps=[scores])
-                    mixing.store(_mixing_weights(scores, shared_logs, shared_ahead).to(dtype))
+                    mixing.store(mixing_weights(scores, shared_logs, shared_ahead).to(dtype))
                 y = warpgroup_mma_wait(0, deps=[y])
             fence_async_shared()
             y = y * exp2(shared_logs.load(gl.SliceLayout(0, SQUARE_LAYOUT)))[None, :]
@@ -297,17 +298,6 @@ def _steps_of(dt_tiles, stage, head):
     steps = dt_tiles.index(stage).load(layout).to(gl.float32)
     steps = gl.sum(gl.where((heads == head % HEADS)[None, :], steps, 0.0), 1)
     return gl.convert_layout(steps, TOKEN_LAYOUT)
-
-
-@gluon.jit
-def _mixing_weights(scores, shared_logs, shared_ahead):
-    """What the token of a row adds to that of a column: their score times step size and decay."""
-    logs = shared_logs.load(gl.SliceLayout(0, SQUARE_LAYOUT))
-    ahead = shared_ahead.load(gl.SliceLayout(1, SQUARE_LAYOUT))
-    adding = gl.arange(0, TOKENS, gl.SliceLayout(1, SQUARE_LAYOUT))[:, None]
-    taking = gl.arange(0, TOKENS, gl.SliceLayout(0, SQUARE_LAYOUT))[None, :]
-    exponent = gl.where(taking >= adding, logs[None, :] - ahead[:, None], float("-inf"))
-    return scores * exp2(exponent)
 
 
 def steps_descriptor(dt: torch.Tensor) -> TensorDescriptor | None:

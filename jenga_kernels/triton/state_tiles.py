@@ -168,6 +168,11 @@ def hopper_scan_tiles(
     )
 
 
+def are_lone(machine: Machine, num_programs: int) -> bool:
+    """Whether each program of a scan has a processor for itself, and can have all its registers."""
+    return num_programs <= machine.num_processors
+
+
 SEGMENT_COST_TOKENS = 256
 """Tokens of a scan that take about as long as two more kernels, and as passing on states.
 

@@ -1,5 +1,6 @@
 import pytest
 import torch
+import triton
 
 from jenga_kernels import state_scan as module
 from jenga_kernels.reference import state_scan as reference
@@ -7,6 +8,7 @@ from jenga_kernels.state_scan import state_scan
 from jenga_kernels.states import NULL_SLOT, Checkpoints
 from jenga_kernels.triton.state_tiles import hopper_scan_tiles, scan_segment_tokens
 from jenga_kernels.triton.tiles import Machine
+from perf.machine_code import SHARED_BYTES
 from tests.kernels.approximations import exactly
 from tests.kernels.compiling import compile_job
 from tests.kernels.state_cases import (
@@ -157,6 +159,15 @@ def test_state_scan_of_heads_is_as_exact_as_matrix_products_in_its_dtype(dtype):
     )
 
 
+# Whether programs have a processor each, and with it another kernel, of Hopper alone.
+LONE = {"lone": True, "shared": False} if not triton.knobs.runtime.interpret else {"": True}
+
+
+@pytest.fixture(params=LONE.values(), ids=LONE.keys())
+def either_scan(request, monkeypatch):
+    monkeypatch.setattr(module, "are_lone", lambda *_: request.param)
+
+
 UNGATED = {
     # Shapes that Hopper has a kernel of its own for where there are no gates.
     "narrow_state": (2, 64, 64, 1),
@@ -166,6 +177,7 @@ UNGATED = {
 }
 
 
+@pytest.mark.usefixtures("either_scan")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", UNGATED.values(), ids=UNGATED.keys())
 def test_state_scan_of_heads_without_gates_is_as_exact(shape, dtype):
@@ -192,6 +204,7 @@ def test_state_scan_of_heads_without_gates_is_as_exact(shape, dtype):
     assert same_elsewhere(pages.arena, before, written)
 
 
+@pytest.mark.usefixtures("either_scan")
 @pytest.mark.parametrize("shape", UNGATED.values(), ids=UNGATED.keys())
 def test_state_scan_without_gates_and_without_a_bias_takes_step_sizes_as_they_are(shape):
     tensors, slots, pages, written = arguments(
@@ -216,6 +229,7 @@ def test_state_scan_without_gates_and_without_a_bias_takes_step_sizes_as_they_ar
     )
 
 
+@pytest.mark.usefixtures("either_scan")
 @pytest.mark.parametrize("shape", UNGATED.values(), ids=UNGATED.keys())
 def test_state_scan_without_gates_keeps_what_it_would_end_with(shape):
     cuts = [7, 8, 71, 135, 150]
@@ -258,6 +272,7 @@ def test_state_scan_without_gates_keeps_what_it_would_end_with(shape):
     assert whole.states[1].isnan().all(), "what is kept in no slot is written nowhere"
 
 
+@pytest.mark.usefixtures("either_scan")
 @pytest.mark.parametrize("shape", UNGATED.values(), ids=UNGATED.keys())
 def test_state_scan_without_gates_reads_no_token_of_another_request(shape):
     tensors = recurrence_tensors(90, "heads", shape, torch.bfloat16, generator(4))
@@ -327,6 +342,7 @@ SEGMENTED = {
 }
 
 
+@pytest.mark.usefixtures("either_scan")
 @pytest.mark.parametrize("name", SEGMENTED)
 def test_state_scan_in_segments_is_as_exact(name):
     shape, dtype = SEGMENTED[name]
@@ -356,6 +372,7 @@ def test_state_scan_in_segments_is_as_exact(name):
     assert same_elsewhere(pages.arena, before, written)
 
 
+@pytest.mark.usefixtures("either_scan")
 @pytest.mark.parametrize("name", SEGMENTED)
 def test_state_scan_in_segments_keeps_states_wherever_they_lie(name):
     shape, _ = SEGMENTED[name]
@@ -711,6 +728,7 @@ def compile_channels():
 
 # Of a wide state with heads that fill a GPU by half and with more.
 COMPILED_HEADS = ((128, 64, 128, 8), (24, 128, 256, 1), (96, 128, 256, 1), (48, 64, 64, 1))
+CUT_HEADS = ((16, 64, 128, 1), (24, 128, 256, 1))
 
 
 def compile_heads():
@@ -718,6 +736,24 @@ def compile_heads():
         for dtype in (torch.bfloat16, torch.float16):
             launch("heads", shape, dtype, torch.float32)
     launch("heads", (128, 64, 128, 8), torch.float32, torch.float32)
+
+
+def compile_lone():
+    chosen, module.are_lone = module.are_lone, lambda *_: True
+    try:
+        compile_heads()
+        compile_segments()
+    finally:
+        module.are_lone = chosen
+
+
+def compile_shared():
+    chosen, module.are_lone = module.are_lone, lambda *_: False
+    try:
+        compile_heads()
+        compile_segments()
+    finally:
+        module.are_lone = chosen
 
 
 def compile_heads_as_anywhere():
@@ -729,9 +765,8 @@ def compile_heads_as_anywhere():
 
 
 def compile_segments():
-    for shape in COMPILED_HEADS:
-        for dtype in (torch.bfloat16, torch.float16):
-            launch("heads", shape, dtype, torch.float32, segment_tokens=64)
+    for shape in CUT_HEADS:
+        launch("heads", shape, torch.bfloat16, torch.float32, segment_tokens=64)
 
 
 def compile_segments_as_anywhere():
@@ -810,14 +845,14 @@ def test_state_scan_of_heads_compiles_to_matrix_instructions_without_spills(capa
 
 
 def test_state_scan_whose_loads_run_ahead_compiles_to_warpgroup_products():
-    kernels = compile_job(compile_heads, 90)
+    kernels = compile_job(compile_shared, 90)
 
     ahead = [kernel for kernel in kernels if kernel.name == "state_scan_hopper_kernel"]
-    assert len(ahead) == 2 * len(COMPILED_HEADS)
+    assert len(ahead) == 2 * len(COMPILED_HEADS) + len(CUT_HEADS)
     for kernel in ahead:
         is_wide = kernel.shared_bytes > 113 << 10
         # Of a wide state, whose 256 elements take half of the registers, some addresses spill.
-        assert kernel.stack_bytes <= (96 if is_wide else 8), kernel
+        assert kernel.stack_bytes <= (112 if is_wide else 8), kernel
         # Of others two programs run on a processor.
         assert kernel.shared_bytes <= (227 << 10 if is_wide else 113 << 10), kernel
         assert kernel.counts["tma"] >= 4, kernel
@@ -826,6 +861,24 @@ def test_state_scan_whose_loads_run_ahead_compiles_to_warpgroup_products():
         # A state and what it takes in are left operands as they are.
         assert kernel.counts["wgmma_of_registers"] >= 12, kernel
         assert kernel.counts["mma"] == 0, kernel
+        assert kernel.num_lost_descriptors == 0, kernel
+
+
+def test_state_scan_whose_warps_specialise_compiles_without_spills():
+    kernels = compile_job(compile_lone, 90)
+
+    lone = [kernel for kernel in kernels if kernel.name == "state_scan_specialized_kernel"]
+    assert len(lone) == 2 * len(COMPILED_HEADS) + len(CUT_HEADS)
+    for kernel in lone:
+        is_wide = kernel.counts["wgmma"] > 24
+        assert kernel.stack_bytes == 0, kernel
+        assert kernel.num_warps == 8, kernel
+        assert kernel.shared_bytes <= SHARED_BYTES[90], kernel
+        assert kernel.counts["tma"] >= 9, kernel
+        assert kernel.counts["wgmma_of_registers"] >= 12, kernel
+        # Of the group with the state, which has the shorter loop.
+        assert kernel.loop_instructions <= (640 if is_wide else 420), kernel
+        assert kernel.num_lost_descriptors == 0, kernel
 
 
 @pytest.mark.parametrize("capability", [80, 90])
@@ -833,7 +886,7 @@ def test_state_scan_in_segments_compiles_without_spills(capability):
     kernels = compile_job(compile_segments_as_anywhere, capability)
 
     begun = [kernel for kernel in kernels if kernel.name == "segment_states_kernel"]
-    assert len(begun) == 9
+    assert len(begun) == len(CUT_HEADS) + 1
     for kernel in begun:
         assert kernel.stack_bytes == 0, kernel
         assert kernel.registers <= 128, kernel
@@ -852,22 +905,16 @@ def test_state_scan_in_segments_compiles_without_spills(capability):
 
 
 def test_state_scan_in_segments_compiles_to_warpgroup_products_on_hopper():
-    kernels = compile_job(compile_segments, 90)
+    kernels = compile_job(compile_shared, 90)
 
     begun = [kernel for kernel in kernels if kernel.name == "segment_states_hopper_kernel"]
-    assert len(begun) == 2 * len(COMPILED_HEADS)
+    assert len(begun) == len(CUT_HEADS)
     for kernel in begun:
         is_wide = kernel.shared_bytes > 113 << 10
         assert kernel.stack_bytes == 0, kernel
         assert kernel.registers <= (224 if is_wide else 128), kernel
         assert kernel.counts["wgmma_of_registers"] == (8 if is_wide else 4), kernel
         assert kernel.loop_instructions <= (600 if is_wide else 460), kernel
-        assert kernel.num_lost_descriptors == 0, kernel
-    scans = [kernel for kernel in kernels if kernel.name == "state_scan_hopper_kernel"]
-    assert len(scans) == 2 * len(COMPILED_HEADS)
-    for kernel in scans:
-        is_wide = kernel.shared_bytes > 113 << 10
-        assert kernel.stack_bytes <= (112 if is_wide else 8), kernel
         assert kernel.num_lost_descriptors == 0, kernel
 
 
