@@ -65,16 +65,23 @@ SMALL_TESTS = {
     "state_scan": (
         "matches_the_recurrence[mamba1-torch.bfloat16]",
         "gives_the_same_wherever_a_prompt_is_cut[heads-2]",
-        "without_gates_keeps_what_it_would_end_with[two_groups]",
-        "without_gates_reads_no_token_of_another_request[wide_state_and_heads]",
-        "without_gates_and_without_a_bias_takes_step_sizes_as_they_are[step_sizes_that_are_copied]",
+        "without_gates_keeps_what_it_would_end_with[shared-two_groups]",
+        "without_gates_keeps_what_it_would_end_with[lone-two_groups]",
+        "without_gates_reads_no_token_of_another_request[shared-wide_state_and_heads]",
+        "without_gates_reads_no_token_of_another_request[lone-wide_state_and_heads]",
+        "without_gates_and_without_a_bias_takes_step_sizes_as_they_are[shared-two_groups]",
+        "in_segments_is_as_exact[lone-two_groups]",
     ),
     "delta_update": ("matches_the_rule[qwen3_next-heads-bf16]",),
     "delta_replay": (
         "matches_the_rule[early_and_late-heads-bf16_state_f32]",
         "matches_the_rule[drafts-channels-bf16]",
     ),
-    "delta_scan": ("gives_the_same_wherever_a_prompt_is_cut[2-True]",),
+    "delta_scan": (
+        "gives_the_same_wherever_a_prompt_is_cut[2-True]",
+        "in_16_bits_keeps_what_it_would_end_with[heads]",
+        "in_16_bits_keeps_what_it_would_end_with[channels]",
+    ),
 }
 """Operation -> a test or two of it, in bfloat16 and float8 where it has them."""
 
