@@ -3,17 +3,21 @@
 Without a GPU the call itself stands in for its graph: what is written over in place must suffice.
 """
 
+from functools import partial
+
 import pytest
 import torch
 
 from jenga_kernels.conv_update import conv_update
 from jenga_kernels.delta_replay import delta_replay
+from jenga_kernels.delta_scan import delta_scan
 from jenga_kernels.delta_update import delta_update
 from jenga_kernels.histories import DeltaHistory, InputHistory
 from jenga_kernels.kv_store import kv_store
 from jenga_kernels.latent_attention import latent_attention
 from jenga_kernels.paged_attention import paged_attention
 from jenga_kernels.state_replay import state_replay
+from jenga_kernels.state_scan import state_scan
 from jenga_kernels.state_update import state_update
 from tests.kernels import latent_cases
 from tests.kernels.attention_cases import Options, Shape, make_batch
@@ -128,6 +132,45 @@ def test_graphs_of_stores_serve_other_slots():
 
 HEADS = (2, 16, 16, 1)
 """Heads, elements of one, of its state, groups."""
+
+
+def scan_in_segments(rng):
+    shape = (2, 64, 64, 1)
+    tensors = recurrence_tensors(200, "heads", shape, torch.float16, rng) | {"z": None}
+    return partial(state_scan, segment_tokens=64), tensors, shape[:3]
+
+
+def scan_of_the_delta_rule(rng):
+    return delta_scan, delta_tensors(200, (1, 2, 64, 64), torch.float16, rng), (2, 64, 64)
+
+
+@pytest.mark.parametrize("scan", [scan_in_segments, scan_of_the_delta_rule])
+def test_graphs_of_scans_serve_prompts_of_other_lengths(scan):
+    operation, tensors, state_shape = scan(generator(0))
+    _, others, _ = scan(generator(1))
+    names = [name for name, value in others.items() if value is not None and len(value) == 200]
+    cases = [[given[name].clone() for name in names] for given in (tensors, others)]
+    states = torch.zeros(4, *state_shape, device=DEVICE)
+    begun = randn(states.shape, torch.float32, generator(2))
+    query_starts, initial_slots, state_slots = i32([0, 150, 200]), i32([2, 0]), i32([1, 3])
+    out = torch.empty_like(tensors["x" if "x" in tensors else "v"])
+
+    def launch():
+        operation(
+            out,
+            states,
+            **tensors,
+            query_starts=query_starts,
+            initial_slots=initial_slots,
+            state_slots=state_slots,
+        )
+
+    def load(case):
+        write_over([tensors[name] for name in names], cases[case])
+        states.copy_(begun)
+        query_starts.copy_(i32([0, 150 if case else 40, 200]))
+
+    check_replays(launch, load, [out, states])
 
 
 def update_of_states(rng):
