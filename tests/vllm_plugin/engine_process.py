@@ -14,6 +14,12 @@ from pathlib import Path
 NAN_BYTE = 0xFF
 """Four, or two, of these are a NaN in every floating-point type used here."""
 
+HOPPER_SCANS = (
+    "jenga_kernels.triton.state_scan_specialized",
+    "jenga_kernels.triton.delta_scan_hopper",
+)
+"""Kernels for prompts of recurrent layers, by module."""
+
 
 def prompts_of_lengths(lengths, *, seed, vocab_size=500, shared_tokens=0):
     """Make prompts of random token ids; the first `shared_tokens` are the same in all."""
@@ -368,9 +374,10 @@ def main():
         "replays": replays,
         "arena_bytes": arena_bytes,
         "warm_up": warm_up,
-        # It is imported where it is launched.
+        # They are imported where they are launched.
         "has_specialized_prefill": "jenga_kernels.triton.attention_prefill_hopper" in sys.modules,
         "has_specialized_latents": "jenga_kernels.triton.latent_decode_hopper" in sys.modules,
+        "has_hopper_scans": [name for name in HOPPER_SCANS if name in sys.modules],
         "scheduler": type(scheduler_of(llm)).__name__ if job.get("captures") else None,
     }
     if received is not None:

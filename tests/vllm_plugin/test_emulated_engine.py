@@ -17,6 +17,12 @@ TESTS = {
     "::test_engine_with_the_specialized_prefill_generates_what_it_does_without",
     "specialized_latents": "test_specialized_engine.py"
     "::test_engine_with_specialized_latents_generates_what_it_does_without",
+    "specialized_states": "test_specialized_engine.py"
+    "::test_engine_with_scans_for_hopper_generates_what_it_does_in_float32[granite_hybrid_64"
+    "-state_scan_specialized]",
+    "gated_deltas_ahead": "test_specialized_engine.py"
+    "::test_engine_with_scans_for_hopper_generates_what_it_does_in_float32[qwen3_next_64"
+    "-delta_scan_hopper]",
     "states": "test_hybrid_engine.py"
     "::test_hybrids_generate_what_stock_vllm_generates_and_find_their_prefixes[granite_hybrid]",
     "convolutions": "test_hybrid_engine.py"

@@ -8,6 +8,14 @@ from pathlib import Path
 from tests.vllm_plugin import tiny_drafts, tiny_finishers, tiny_models
 
 MAKERS = tiny_models.MAKERS | tiny_drafts.MAKERS
+DELTA_NETS = (
+    "qwen3_next",
+    "qwen3_next_64",
+    "qwen3_next_calm",
+    "qwen3_next_mtp",
+    "qwen3_5",
+    "qwen3_5_mtp",
+)
 FINISHERS = tiny_finishers.FINISHERS | tiny_drafts.FINISHERS
 
 
@@ -25,7 +33,7 @@ def save(name: str, directory: Path) -> Path:
         for layer_name, parameter in model.named_parameters():
             if layer_name.endswith("sinks"):
                 torch.nn.init.normal_(parameter, mean=1.0, std=1.0)
-    if name in ("qwen3_next", "qwen3_next_calm", "qwen3_next_mtp", "qwen3_5", "qwen3_5_mtp"):
+    if name in DELTA_NETS:
         # Fresh rates of decay forget nearly all within a token; keep what shows over a prompt.
         for layer_name, parameter in model.named_parameters():
             if layer_name.endswith("A_log"):

@@ -182,17 +182,17 @@ def bloom():
     return BloomForCausalLM(config)
 
 
-def granite_hybrid():
+def granite_hybrid(num_heads=8, head_dim=32, d_state=32):
     from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
 
     config = GraniteMoeHybridConfig(
         **_TWO_HEADS,
         num_hidden_layers=5,
         layer_types=["mamba", "mamba", "attention", "mamba", "attention"],
-        mamba_n_heads=8,
-        mamba_d_head=32,
+        mamba_n_heads=num_heads,
+        mamba_d_head=head_dim,
         mamba_n_groups=1,
-        mamba_d_state=32,
+        mamba_d_state=d_state,
         mamba_d_conv=4,
         mamba_expand=2,
         mamba_chunk_size=64,
@@ -252,12 +252,12 @@ _DELTA_NETS = {
 }
 
 
-def qwen3_next():
+def qwen3_next(**delta_net):
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     config = Qwen3NextConfig(
         **_TWO_HEADS,
-        **_DELTA_NETS,
+        **_DELTA_NETS | delta_net,
         head_dim=HEAD_DIM,
         linear_num_value_heads=4,
         num_experts=4,
@@ -399,9 +399,11 @@ MAKERS = {
     "deepseek_v3": deepseek_v3,
     "whisper": whisper,
     "granite_hybrid": granite_hybrid,
+    "granite_hybrid_64": lambda: granite_hybrid(num_heads=4, head_dim=64, d_state=64),
     "jamba": jamba,
     "nemotron_h": nemotron_h,
     "qwen3_next": qwen3_next,
+    "qwen3_next_64": lambda: qwen3_next(linear_key_head_dim=64, linear_value_head_dim=64),
     "qwen3_5": qwen3_5,
     "lfm2": lfm2,
     "lfm2_moe": lfm2_moe,
