@@ -106,6 +106,12 @@ def jenga_whole(batch: StateBatch, *, is_lone: bool | None = None) -> Callable[[
     return jenga(batch, segment_tokens=-(-len(batch.x) // 64) * 64, is_lone=is_lone)
 
 
+def jenga_halves(batch: StateBatch) -> Callable[[], None]:
+    """Ours with requests in segments half as long as the longest."""
+    longest_tokens = int(batch.query_starts.diff().max())
+    return jenga(batch, segment_tokens=-(-longest_tokens // 128) * 64)
+
+
 def jenga_checkpoints(batch: StateBatch) -> Callable[[], None]:
     """Ours with a state kept every CHECKPOINT_TOKENS tokens, all in one slot to bound the arena."""
     bounds, after_tokens = [0], []
@@ -229,6 +235,7 @@ PEERS = {
     "jenga": jenga,
     "jenga-keep-512": jenga_checkpoints,
     "jenga-whole": jenga_whole,
+    "jenga-halves": jenga_halves,
     "jenga-lone": partial(jenga_whole, is_lone=True),
     "jenga-shared": partial(jenga_whole, is_lone=False),
     "vllm": vllm,

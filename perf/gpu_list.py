@@ -30,7 +30,8 @@ bench_latent_attention; L9 |L7 |L11 ; flash-mla,jenga-plain
 bench_state_replay; b8|b64; vllm
 bench_paged_attention; D1 |D3 |D8 |X2 ; flash-attention-3,flashinfer
 bench_state_scan; nemotron-h-8b 1x2048$|nemotron-h-8b 16 odd$; vllm,jenga-lone,jenga-shared
-bench_state_scan; falcon-h1-7b 1x2048$|tp8 1x2048$|tp8 1x8192$; vllm,jenga-whole,jenga-shared
+bench_state_scan; falcon-h1-7b 1x2048$; vllm,jenga-halves,jenga-shared
+bench_state_scan; tp8 1x2048$|tp8 1x8192$; vllm,jenga-whole,jenga-shared
 bench_delta; qwen3-next-80b-a3b f32 1x2048$|kimi-linear-48b-a3b f32 1x2048$; jenga-plain,vllm
 bench_paged_attention; P7 |P1 |X1 ; flash-attention-3
 bench_paged_attention; D13 ; flash-attention-3,vllm-triton

@@ -173,14 +173,17 @@ def are_lone(machine: Machine, num_programs: int) -> bool:
     return num_programs <= machine.num_processors
 
 
-SEGMENT_COST_TOKENS = 256
-"""Tokens of a scan that take about as long as two more kernels, and as passing on states.
+SEGMENT_SHARE = 0.5
+"""Instructions of what a segment leaves, over those of its scan."""
 
-Of a scan on an H100, where 64 tokens take 2.3 to 3.1 us; no GPU has timed segments yet.
+SEGMENT_COST_TOKENS = 384
+"""Tokens of a scan that take about as long as two more launches, and as passing on states.
+
+A guess of 8 us, where 64 tokens of a scan take a microsecond or two: no GPU has timed segments.
 """
 
 LEAST_SAVED = 0.25
-"""Share of a scan's time that segments have to save."""
+"""Share of a scan's time that segments have to save: it takes at least three of them."""
 
 
 def scan_segment_tokens(
@@ -210,7 +213,8 @@ def scan_segment_tokens(
         return None
     segment_tokens = -(-num_tokens // (num_cuts + 1))
     segment_tokens = -(-segment_tokens // CHUNK_TOKENS) * CHUNK_TOKENS
-    if segment_tokens + SEGMENT_COST_TOKENS > (1 - LEAST_SAVED) * longest:
+    cut_tokens = (1 + SEGMENT_SHARE) * segment_tokens + SEGMENT_COST_TOKENS
+    if cut_tokens > (1 - LEAST_SAVED) * longest:
         return None
     return segment_tokens
 

@@ -451,12 +451,13 @@ MANY_PROCESSORS = Machine(capability=90, num_processors=132)
 @pytest.mark.parametrize(
     ("num_programs", "num_requests", "num_tokens", "longest_tokens", "expected"),
     [
-        (48, 1, 2048, None, 1024),  # one prompt of Falcon-H1 7B: two programs for each of its own
-        (16, 1, 2048, None, 256),  # a model's heads over eight GPUs
+        (48, 1, 2048, None, None),  # one prompt of Falcon-H1 7B: two segments save too little
+        (16, 1, 2048, None, 256),  # Nemotron-H 8B's heads over eight GPUs
+        (32, 1, 2048, None, 512),  # over four
         (16, 4, 8030, 8000, 1664),  # beside three short ones, where lengths are known
         (128, 1, 8192, None, None),  # heads that fill a GPU by themselves
         (48, 2, 4096, None, None),  # and two prompts together
-        (48, 1, 512, None, None),  # nothing that pays
+        (16, 1, 512, None, None),  # nothing that pays
         (16, 4, 8030, None, None),  # as long as each other, for all that is known
         (1, 1, 0, 0, None),  # no token at all
     ],
