@@ -23,6 +23,7 @@ from jenga_kernels.triton.state_scan_channels import state_scan_channels_kernel
 from jenga_kernels.triton.state_scan_heads import state_scan_heads_kernel
 from jenga_kernels.triton.state_tiles import (
     CHUNK_TOKENS,
+    LEAST_SEGMENTS,
     ScanTiles,
     are_lone,
     channel_scan_tiles,
@@ -43,6 +44,19 @@ PASSED_ELEMENTS = 1024
 
 PASSING_WARPS = 4
 """Warps of such a program."""
+
+UNCUT = {
+    "segment_states_ptr": None,
+    "num_requests": None,
+    "segment_tokens": None,
+    "stride_segment_states": 0,
+    "BLOCK_R": None,
+    "IS_OVERLAPPED": False,
+}
+"""What kernels take where no request is cut."""
+
+_compiled: set[tuple[object, ...]] = set()
+"""Kinds of calls, of which all kernels have been compiled."""
 
 
 def state_scan(
@@ -201,12 +215,15 @@ def state_scan(
             num_tokens=num_tokens,
             longest_tokens=longest_tokens,
         )
+    if serves_on(x.device):
+        kinds = (x.dtype, dt.dtype, states.dtype, *states.shape[1:], B.shape[1], dt_softplus)
+        options = (dt_limits, *(given is None for given in (D, z, dt_bias, checkpoints)))
+        if (kernels.scan, *kinds, *options) not in _compiled:
+            _compiled.add((kernels.scan, *kinds, *options))
+            compile_ahead(kernels, machine, arguments, states)
     longest_tokens = num_tokens if longest_tokens is None else longest_tokens
     if segment_tokens is None or segment_tokens >= longest_tokens:
-        names = ["segment_states_ptr", "num_requests", "segment_tokens", "BLOCK_R"]
-        arguments |= dict.fromkeys(names)
-        arguments |= {"stride_segment_states": 0, "IS_OVERLAPPED": False}
-        kernels.launch_scan(machine, num_requests, arguments)
+        kernels.launch_scan(machine, num_requests, arguments | UNCUT)
     else:
         _scan_in_segments(kernels, machine, arguments, states, num_tokens, segment_tokens)
 
@@ -304,12 +321,61 @@ def _scan_in_segments(
     segment_tokens: int,
 ) -> None:
     """Scan requests that are cut: what segments leave, what they begin with, then the scan."""
-    _, num_heads, head_dim, d_state = states.shape
     num_requests = len(arguments["state_slots_ptr"])
     # As many at most, however tokens are spread over requests; programs of others end at once.
     num_segments = num_requests + (num_tokens - 1) // segment_tokens
+    arguments |= _cut(machine, states, num_requests, num_segments, segment_tokens)
+    grid = (kernels.num_programs, num_segments)
+    kernels.segment_states[grid](**taken_by(kernels.segment_states, arguments))
+    arguments |= overlapping(machine)
+    _, num_heads, head_dim, d_state = states.shape
+    num_blocks = num_heads * triton.cdiv(head_dim * d_state, PASSED_ELEMENTS)
+    passing = taken_by(pass_states_kernel, arguments) | {"num_warps": PASSING_WARPS}
+    pass_states_kernel[num_blocks, num_requests](**passing)
+    kernels.launch_scan(machine, num_segments, arguments)
+
+
+def serves_on(device: torch.device) -> bool:
+    """Whether calls come again and again, and shall not wait for a compiler: on a GPU."""
+    return device.type == "cuda"
+
+
+def compile_ahead(
+    kernels: HeadsKernels, machine: Machine, arguments: dict[str, object], states: torch.Tensor
+) -> None:
+    """Compile what other numbers of requests and tokens take, so that none of them waits for it.
+
+    Args:
+        kernels: That such calls choose from.
+        machine: Where they run.
+        arguments: Of one of them.
+        states: Its states.
+    """
+    lone_scan = kernels.lone_scan or kernels.scan
+    wanted = [(kernel, arguments | UNCUT) for kernel in {kernels.scan, lone_scan}]
+    if LEAST_SEGMENTS * kernels.num_programs <= machine.num_processors:
+        cut = arguments | _cut(machine, states, 1, 1, CHUNK_TOKENS)
+        overlapped = cut | overlapping(machine)
+        wanted += [
+            (kernels.segment_states, cut),
+            (pass_states_kernel, overlapped | {"num_warps": PASSING_WARPS}),
+            (lone_scan, overlapped),
+        ]
+    for kernel, given in wanted:
+        kernel.run(**taken_by(kernel, given), grid=(1,), warmup=True)
+
+
+def _cut(
+    machine: Machine,
+    states: torch.Tensor,
+    num_requests: int,
+    num_segments: int,
+    segment_tokens: int,
+) -> dict[str, object]:
+    """What kernels take where requests are cut, with room for what is passed on."""
+    _, num_heads, head_dim, d_state = states.shape
     sizes = (num_segments, num_heads, head_dim, d_state)
-    arguments |= {
+    return {
         "segment_states_ptr": torch.empty(sizes, dtype=torch.float32, device=states.device),
         "decays_ptr": torch.empty(sizes[:2], dtype=torch.float32, device=states.device),
         "num_requests": num_requests,
@@ -321,13 +387,6 @@ def _scan_in_segments(
         "BLOCK_E": PASSED_ELEMENTS,
         "IS_OVERLAPPED": machine.has_dependent_launches,
     }
-    grid = (kernels.num_programs, num_segments)
-    kernels.segment_states[grid](**taken_by(kernels.segment_states, arguments))
-    arguments |= overlapping(machine)
-    num_blocks = num_heads * triton.cdiv(head_dim * d_state, PASSED_ELEMENTS)
-    passing = taken_by(pass_states_kernel, arguments) | {"num_warps": PASSING_WARPS}
-    pass_states_kernel[num_blocks, num_requests](**passing)
-    kernels.launch_scan(machine, num_segments, arguments)
 
 
 def _sizes(tiles: ScanTiles, d_state: int) -> dict[str, int]:

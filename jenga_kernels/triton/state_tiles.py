@@ -183,7 +183,10 @@ A guess of 8 us, where 64 tokens of a scan take a microsecond or two: no GPU has
 """
 
 LEAST_SAVED = 0.25
-"""Share of a scan's time that segments have to save: it takes at least three of them."""
+"""Share of a scan's time that segments have to save."""
+
+LEAST_SEGMENTS = 3
+"""Segments that it takes to save so much: two take 1.5 / 2 of the time, and their cost."""
 
 
 def scan_segment_tokens(

@@ -445,6 +445,31 @@ def test_state_scan_cuts_requests_where_it_is_told_to(monkeypatch):
     assert cut == [64, 128]
 
 
+@pytest.mark.skipif(triton.knobs.runtime.interpret, reason="nothing is compiled")
+@pytest.mark.parametrize("has_gates", [False, True])
+def test_state_scan_compiles_at_once_what_later_calls_take(has_gates, monkeypatch):
+    compiled = []
+    hook = lambda fn, **_: compiled.append(fn.name)  # noqa: E731 - as long as its name
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", hook)
+    monkeypatch.setattr(module, "serves_on", lambda _: True)
+    shape = (5, 64, 64, 5)  # of no other test
+    tensors, slots, pages, _ = arguments(
+        "heads", shape, [130, 3], torch.bfloat16, torch.float16, checkpoints=has_gates
+    )
+    if not has_gates:
+        tensors["z"] = None
+    out = torch.empty_like(tensors["x"])
+
+    state_scan(out, pages.states, **tensors, **slots)
+
+    assert any("segment_states" in name for name in compiled)
+    compiled.clear()
+    for is_lone, segment_tokens in ((True, None), (False, None), (True, 64)):
+        monkeypatch.setattr(module, "are_lone", lambda *_, is_lone=is_lone: is_lone)
+        state_scan(out, pages.states, **tensors, **slots, segment_tokens=segment_tokens)
+    assert compiled == []
+
+
 MANY_PROCESSORS = Machine(capability=90, num_processors=132)
 
 
