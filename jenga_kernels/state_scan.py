@@ -80,6 +80,7 @@ def state_scan(
     allow_tf32: bool = False,
     longest_tokens: int | None = None,
     segment_tokens: int | None = None,
+    compile_ahead: bool = False,
 ) -> None:
     """Scan requests' tokens: read each one's state, apply every token, write the states asked for.
 
@@ -125,6 +126,8 @@ def state_scan(
             whether requests are cut is decided by it. None: they are taken for equally long.
         segment_tokens: Most tokens of a segment, a multiple of 64; as many as no request has leave
             requests whole. None: chosen. Where A has one per channel no request is cut.
+        compile_ahead: Whether the first call of a kind compiles what calls of other numbers of
+            requests and tokens take too, so that none of these waits for a compiler.
 
     Raises:
         ValueError: If a shape, dtype, stride, alignment or device does not fit.
@@ -215,12 +218,12 @@ def state_scan(
             num_tokens=num_tokens,
             longest_tokens=longest_tokens,
         )
-    if serves_on(x.device):
+    if compile_ahead and not machine.is_interpreter:
         kinds = (x.dtype, dt.dtype, states.dtype, *states.shape[1:], B.shape[1], dt_softplus)
         options = (dt_limits, *(given is None for given in (D, z, dt_bias, checkpoints)))
         if (kernels.scan, *kinds, *options) not in _compiled:
             _compiled.add((kernels.scan, *kinds, *options))
-            compile_ahead(kernels, machine, arguments, states)
+            _compile_others(kernels, machine, arguments, states)
     longest_tokens = num_tokens if longest_tokens is None else longest_tokens
     if segment_tokens is None or segment_tokens >= longest_tokens:
         kernels.launch_scan(machine, num_requests, arguments | UNCUT)
@@ -335,12 +338,7 @@ def _scan_in_segments(
     kernels.launch_scan(machine, num_segments, arguments)
 
 
-def serves_on(device: torch.device) -> bool:
-    """Whether calls come again and again, and shall not wait for a compiler: on a GPU."""
-    return device.type == "cuda"
-
-
-def compile_ahead(
+def _compile_others(
     kernels: HeadsKernels, machine: Machine, arguments: dict[str, object], states: torch.Tensor
 ) -> None:
     """Compile what other numbers of requests and tokens take, so that none of them waits for it.

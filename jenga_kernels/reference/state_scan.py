@@ -27,6 +27,7 @@ def state_scan(
     allow_tf32: bool = False,  # noqa: ARG001 - products here are exact
     longest_tokens: int | None = None,  # noqa: ARG001 - nothing here is cut
     segment_tokens: int | None = None,  # noqa: ARG001
+    compile_ahead: bool = False,  # noqa: ARG001
 ) -> None:
     """Scan requests' tokens and write the states asked for; see the operation for the arguments."""
     steps = step_sizes(dt, dt_bias, dt_softplus=dt_softplus, dt_limits=dt_limits)

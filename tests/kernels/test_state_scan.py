@@ -451,7 +451,6 @@ def test_state_scan_compiles_at_once_what_later_calls_take(has_gates, monkeypatc
     compiled = []
     hook = lambda fn, **_: compiled.append(fn.name)  # noqa: E731 - as long as its name
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", hook)
-    monkeypatch.setattr(module, "serves_on", lambda _: True)
     shape = (5, 64, 64, 5)  # of no other test
     tensors, slots, pages, _ = arguments(
         "heads", shape, [130, 3], torch.bfloat16, torch.float16, checkpoints=has_gates
@@ -460,7 +459,7 @@ def test_state_scan_compiles_at_once_what_later_calls_take(has_gates, monkeypatc
         tensors["z"] = None
     out = torch.empty_like(tensors["x"])
 
-    state_scan(out, pages.states, **tensors, **slots)
+    state_scan(out, pages.states, **tensors, **slots, compile_ahead=True)
 
     assert any("segment_states" in name for name in compiled)
     compiled.clear()
