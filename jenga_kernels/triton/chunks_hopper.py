@@ -97,7 +97,7 @@ def zero_rows(
 
 @gluon.jit
 def store_rows(tile, ptr, stride_token, num_live):
-    """Write the live rows of a tile, as `_load_rows` reads them."""
+    """Write the live rows of a tile of CHANNELS columns."""
     NUM_ROWS: gl.constexpr = 1024 // CHANNELS
     row = gl.arange(0, NUM_ROWS, gl.SliceLayout(1, ROW_LAYOUT))[:, None]
     columns = gl.arange(0, CHANNELS, gl.SliceLayout(0, ROW_LAYOUT))[None, :]

@@ -291,7 +291,7 @@ def _load_chunk(inputs, place, tiles, stage, first, BLOCK_N: gl.constexpr, PARTS
 
 @gluon.jit
 def _steps_of(dt_tiles, stage, head):
-    """What `_load_steps` gives, of one head of those that came together."""
+    """What `load_steps` gives, of one head of those that came together."""
     HEADS: gl.constexpr = dt_tiles.shape[2]
     layout: gl.constexpr = gl.BlockedLayout([2, HEADS], [32, 1], [1, 4], [1, 0])
     heads = gl.arange(0, HEADS, gl.SliceLayout(0, layout))
