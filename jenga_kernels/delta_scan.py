@@ -43,6 +43,7 @@ def delta_scan(
     scale: float | None = None,
     qk_l2norm: bool = True,
     checkpoints: Checkpoints | None = None,
+    is_portable: bool = False,
 ) -> None:
     """Scan requests' tokens: read each one's state, apply every token, write the states asked for.
 
@@ -78,6 +79,7 @@ def delta_scan(
         scale: Factor of the queries; None means head_k_dim ** -0.5.
         qk_l2norm: Whether queries and keys are brought to length one.
         checkpoints: States to write besides the last ones.
+        is_portable: Whether to use the kernels of all GPUs where there are others for this one.
 
     Raises:
         ValueError: If a shape, dtype, stride, alignment or device does not fit.
@@ -110,7 +112,7 @@ def delta_scan(
     tiles = delta_scan_tiles(
         machine, head_k_dim, head_v_dim, v.element_size(), is_per_channel=is_per_channel
     )
-    is_ahead = has_hopper_delta_scan(machine, head_k_dim, v, tiles.block_tokens)
+    is_ahead = not is_portable and has_hopper_delta_scan(machine, head_k_dim, v, tiles.block_tokens)
     num_chunks = num_tokens // tiles.block_tokens + num_requests
     if checkpoints is not None:
         num_chunks += checkpoints.slots.shape[0]

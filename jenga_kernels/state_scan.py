@@ -80,6 +80,8 @@ def state_scan(
     allow_tf32: bool = False,
     longest_tokens: int | None = None,
     segment_tokens: int | None = None,
+    is_warp_specialized: bool | None = None,
+    is_portable: bool = False,
     compile_ahead: bool = False,
 ) -> None:
     """Scan requests' tokens: read each one's state, apply every token, write the states asked for.
@@ -126,6 +128,11 @@ def state_scan(
             whether requests are cut is decided by it. None: they are taken for equally long.
         segment_tokens: Most tokens of a segment, a multiple of 64; as many as no request has leave
             requests whole. None: chosen. Where A has one per channel no request is cut.
+        is_warp_specialized: On Hopper, have chunks scanned by the kernel whose two groups of warps
+            share one, where x, B and C have 16-bit elements, head_dim is a multiple of 64, d_state
+            64, 128 or 256, and there are no gates; elsewhere it changes nothing. None: where no
+            program shares a processor with another one.
+        is_portable: Whether to use the kernels of all GPUs where there are others for this one.
         compile_ahead: Whether the first call of a kind compiles what calls of other numbers of
             requests and tokens take too, so that none of these waits for a compiler.
 
@@ -208,7 +215,11 @@ def state_scan(
         grid = (triton.cdiv(head_dim, tiles.block_dims) * num_heads, num_requests)
         state_scan_channels_kernel[grid](**taken_by(state_scan_channels_kernel, arguments))
         return
-    kernels = _heads_kernels(machine, x, dt, B, C, z, num_requests, allow_tf32=allow_tf32)
+    hopper_tiles = None if is_portable else hopper_scan_tiles(machine, x, B, C, z)
+    if hopper_tiles is None:
+        kernels = _portable_kernels(machine, x, B, num_requests, allow_tf32=allow_tf32)
+    else:
+        kernels = _hopper_kernels(x, dt, B, C, hopper_tiles, is_warp_specialized)
     arguments |= kernels.arguments
     if segment_tokens is None:
         segment_tokens = scan_segment_tokens(
@@ -221,8 +232,9 @@ def state_scan(
     if compile_ahead and not machine.is_interpreter:
         kinds = (x.dtype, dt.dtype, states.dtype, *states.shape[1:], B.shape[1], dt_softplus)
         options = (dt_limits, *(given is None for given in (D, z, dt_bias, checkpoints)))
-        if (kernels.scan, *kinds, *options) not in _compiled:
-            _compiled.add((kernels.scan, *kinds, *options))
+        kind = (kernels.scan, kernels.lone_scan, *kinds, *options)
+        if kind not in _compiled:
+            _compiled.add(kind)
             _compile_others(kernels, machine, arguments, states)
     longest_tokens = num_tokens if longest_tokens is None else longest_tokens
     if segment_tokens is None or segment_tokens >= longest_tokens:
@@ -237,81 +249,85 @@ class HeadsKernels:
 
     Attributes:
         scan: The scan itself.
-        lone_scan: The same where each program has a processor for itself; None: no other one.
+        lone_scan: The same where each program has a processor for itself.
         segment_states: What segments leave.
         num_programs: Programs that a request or a segment takes.
         arguments: What they take besides the operation's own arguments.
     """
 
     scan: triton.JITFunction
-    lone_scan: triton.JITFunction | None
+    lone_scan: triton.JITFunction
     segment_states: triton.JITFunction
     num_programs: int
     arguments: dict[str, object]
 
     def launch_scan(self, machine: Machine, num_scans: int, arguments: dict[str, object]) -> None:
         """Launch the scan of so many requests or segments."""
-        scan = self.scan
-        if self.lone_scan and are_lone(machine, self.num_programs * num_scans):
-            scan = self.lone_scan
+        is_lone = are_lone(machine, self.num_programs * num_scans)
+        scan = self.lone_scan if is_lone else self.scan
         scan[self.num_programs, num_scans](**taken_by(scan, arguments))
 
 
-def _heads_kernels(
-    machine: Machine,
+def _hopper_kernels(
     x: torch.Tensor,
     dt: torch.Tensor,
     B: torch.Tensor,
     C: torch.Tensor,
-    z: torch.Tensor | None,
-    num_requests: int,
-    *,
-    allow_tf32: bool,
+    tiles: ScanTiles,
+    is_warp_specialized: bool | None,
 ) -> HeadsKernels:
-    """Kernels for a call where a head decays as one."""
-    _, num_heads, head_dim = x.shape
-    d_state = B.shape[2]
-    if tiles := hopper_scan_tiles(machine, x, B, C, z):
-        # Gluon is not for the interpreter.
-        from jenga_kernels.triton.chunks_hopper import chunk_descriptor  # noqa: PLC0415
-        from jenga_kernels.triton.segment_states_hopper import (  # noqa: PLC0415
-            segment_states_hopper_kernel,
-        )
-        from jenga_kernels.triton.state_scan_hopper import (  # noqa: PLC0415
-            state_scan_hopper_kernel,
-            steps_descriptor,
-        )
-        from jenga_kernels.triton.state_scan_specialized import (  # noqa: PLC0415
-            state_scan_specialized_kernel,
-        )
+    """Kernels for Hopper where a head decays as one."""
+    # Gluon is not for the interpreter.
+    from jenga_kernels.triton.chunks_hopper import chunk_descriptor  # noqa: PLC0415
+    from jenga_kernels.triton.segment_states_hopper import (  # noqa: PLC0415
+        segment_states_hopper_kernel,
+    )
+    from jenga_kernels.triton.state_scan_hopper import (  # noqa: PLC0415
+        state_scan_hopper_kernel,
+        steps_descriptor,
+    )
+    from jenga_kernels.triton.state_scan_specialized import (  # noqa: PLC0415
+        state_scan_specialized_kernel,
+    )
 
-        scan, segment_states = state_scan_hopper_kernel, segment_states_hopper_kernel
-        lone_scan = state_scan_specialized_kernel
-        arguments = {
-            "x_descriptor": chunk_descriptor(x),
-            "B_descriptor": chunk_descriptor(B),
-            "C_descriptor": chunk_descriptor(C),
-            # A wide state leaves no registers for what comes out of shared memory.
-            "dt_descriptor": steps_descriptor(dt) if tiles.state_parts == 1 else None,
-            "STAGES": LONE_STAGES if tiles.state_parts == 1 else LONE_STAGES - 1,
-        }
-    else:
-        scan, segment_states, lone_scan = state_scan_heads_kernel, segment_states_kernel, None
-        tiles = head_scan_tiles(
-            machine,
-            head_dim,
-            d_state,
-            x.element_size(),
-            num_scans=num_heads * num_requests,
-            allow_tf32=allow_tf32,
-        )
-        arguments = {"BLOCK_T": tiles.block_tokens, "IS_TF32": allow_tf32}
+    arguments = {
+        "x_descriptor": chunk_descriptor(x),
+        "B_descriptor": chunk_descriptor(B),
+        "C_descriptor": chunk_descriptor(C),
+        # A wide state leaves no registers for what comes out of shared memory.
+        "dt_descriptor": steps_descriptor(dt) if tiles.state_parts == 1 else None,
+        "STAGES": LONE_STAGES if tiles.state_parts == 1 else LONE_STAGES - 1,
+    }
+    scan = state_scan_specialized_kernel if is_warp_specialized else state_scan_hopper_kernel
     return HeadsKernels(
         scan=scan,
-        lone_scan=lone_scan,
-        segment_states=segment_states,
+        lone_scan=scan if is_warp_specialized is not None else state_scan_specialized_kernel,
+        segment_states=segment_states_hopper_kernel,
+        num_programs=x.shape[1] * x.shape[2] // tiles.block_dims,
+        arguments=arguments | _sizes(tiles, B.shape[2]),
+    )
+
+
+def _portable_kernels(
+    machine: Machine, x: torch.Tensor, B: torch.Tensor, num_requests: int, *, allow_tf32: bool
+) -> HeadsKernels:
+    """Kernels of all GPUs where a head decays as one."""
+    _, num_heads, head_dim = x.shape
+    d_state = B.shape[2]
+    tiles = head_scan_tiles(
+        machine,
+        head_dim,
+        d_state,
+        x.element_size(),
+        num_scans=num_heads * num_requests,
+        allow_tf32=allow_tf32,
+    )
+    return HeadsKernels(
+        scan=state_scan_heads_kernel,
+        lone_scan=state_scan_heads_kernel,
+        segment_states=segment_states_kernel,
         num_programs=triton.cdiv(head_dim, tiles.block_dims) * num_heads,
-        arguments=arguments | _sizes(tiles, d_state),
+        arguments={"BLOCK_T": tiles.block_tokens, "IS_TF32": allow_tf32} | _sizes(tiles, d_state),
     )
 
 
@@ -349,15 +365,14 @@ def _compile_others(
         arguments: Of one of them.
         states: Its states.
     """
-    lone_scan = kernels.lone_scan or kernels.scan
-    wanted = [(kernel, arguments | UNCUT) for kernel in {kernels.scan, lone_scan}]
+    wanted = [(kernel, arguments | UNCUT) for kernel in {kernels.scan, kernels.lone_scan}]
     if LEAST_SEGMENTS * kernels.num_programs <= machine.num_processors:
         cut = arguments | _cut(machine, states, 1, 1, CHUNK_TOKENS)
         overlapped = cut | overlapping(machine)
         wanted += [
             (kernels.segment_states, cut),
             (pass_states_kernel, overlapped | {"num_warps": PASSING_WARPS}),
-            (lone_scan, overlapped),
+            (kernels.lone_scan, overlapped),
         ]
     for kernel, given in wanted:
         kernel.run(**taken_by(kernel, given), grid=(1,), warmup=True)

@@ -4,11 +4,10 @@ python -m perf.bench_delta [--only qwen3-next] [--peers vllm] [--dry-run]
 """
 
 from collections.abc import Callable
-from unittest import mock
+from functools import partial
 
 import torch
 
-from jenga_kernels import delta_scan as delta_scan_module
 from jenga_kernels.delta_scan import delta_scan
 from jenga_kernels.delta_update import delta_update
 from jenga_kernels.states import Checkpoints
@@ -122,7 +121,9 @@ def vllm_update(batch: DeltaBatch) -> Callable[[], None]:
     return launch
 
 
-def jenga_scan(batch: DeltaBatch, checkpoints: Checkpoints | None = None) -> Callable[[], None]:
+def jenga_scan(
+    batch: DeltaBatch, checkpoints: Checkpoints | None = None, *, is_portable: bool = False
+) -> Callable[[], None]:
     slots = batch.slots[:, 0]
 
     def launch() -> None:
@@ -138,18 +139,8 @@ def jenga_scan(batch: DeltaBatch, checkpoints: Checkpoints | None = None) -> Cal
             A_log=batch.A_log,
             dt_bias=batch.dt_bias,
             checkpoints=checkpoints,
+            is_portable=is_portable,
         )
-
-    return launch
-
-
-def jenga_plain_scan(batch: DeltaBatch) -> Callable[[], None]:
-    """Ours with the kernels of all GPUs."""
-    scan = jenga_scan(batch)
-
-    def launch() -> None:
-        with mock.patch.object(delta_scan_module, "has_hopper_delta_scan", return_value=False):
-            scan()
 
     return launch
 
@@ -242,7 +233,7 @@ UPDATE_PEERS = {"jenga": jenga_update, "vllm": vllm_update}
 SCAN_PEERS = {
     "jenga": jenga_scan,
     "jenga-keep-512": jenga_checkpoints,
-    "jenga-plain": jenga_plain_scan,
+    "jenga-plain": partial(jenga_scan, is_portable=True),
     "vllm": vllm_scan,
 }
 OURS = ("jenga", "jenga-keep-512")

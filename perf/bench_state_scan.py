@@ -6,11 +6,9 @@ python -m perf.bench_state_scan [--only 8192] [--peers vllm] [--dry-run]
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from unittest import mock
 
 import torch
 
-from jenga_kernels import state_scan as module
 from jenga_kernels.state_scan import state_scan
 from jenga_kernels.states import Checkpoints
 from perf.attention_peers import UnsupportedError
@@ -59,7 +57,8 @@ def jenga(
     checkpoints: Checkpoints | None = None,
     *,
     segment_tokens: int | None = None,
-    is_lone: bool | None = None,
+    is_warp_specialized: bool | None = None,
+    is_portable: bool = False,
 ) -> Callable[[], None]:
     """Ours.
 
@@ -67,7 +66,9 @@ def jenga(
         batch: What to scan.
         checkpoints: States to keep.
         segment_tokens: Where to cut it; None: where the operation would.
-        is_lone: Whether Hopper's programs take a processor each; None: as the operation would.
+        is_warp_specialized: Whether two groups of warps share a chunk on Hopper; None: as the
+            operation chooses.
+        is_portable: Whether to use the kernels of all GPUs.
     """
     none = torch.zeros_like(batch.slots)
     longest_tokens = int(batch.query_starts.diff().max())
@@ -89,21 +90,26 @@ def jenga(
             checkpoints=checkpoints,
             longest_tokens=longest_tokens,
             segment_tokens=segment_tokens,
+            is_warp_specialized=is_warp_specialized,
+            is_portable=is_portable,
         )
 
-    def launch_so() -> None:
-        with mock.patch.object(module, "are_lone", return_value=is_lone):
-            launch()
-
-    return launch if is_lone is None else launch_so
+    return launch
 
 
-def jenga_whole(batch: StateBatch, *, is_lone: bool | None = None) -> Callable[[], None]:
+def jenga_whole(
+    batch: StateBatch, *, is_warp_specialized: bool | None = None, is_portable: bool = False
+) -> Callable[[], None]:
     """Ours without segments."""
     if batch.model.is_per_channel:
         msg = "layers whose channels decay on their own have no such kernel"
         raise UnsupportedError(msg)
-    return jenga(batch, segment_tokens=-(-len(batch.x) // 64) * 64, is_lone=is_lone)
+    return jenga(
+        batch,
+        segment_tokens=-(-len(batch.x) // 64) * 64,
+        is_warp_specialized=is_warp_specialized,
+        is_portable=is_portable,
+    )
 
 
 def jenga_halves(batch: StateBatch) -> Callable[[], None]:
@@ -236,8 +242,9 @@ PEERS = {
     "jenga-keep-512": jenga_checkpoints,
     "jenga-whole": jenga_whole,
     "jenga-halves": jenga_halves,
-    "jenga-lone": partial(jenga_whole, is_lone=True),
-    "jenga-shared": partial(jenga_whole, is_lone=False),
+    "jenga-lone": partial(jenga_whole, is_warp_specialized=True),
+    "jenga-shared": partial(jenga_whole, is_warp_specialized=False),
+    "jenga-plain": partial(jenga_whole, is_portable=True),
     "vllm": vllm,
     "mamba-ssm": mamba_ssm,
 }

@@ -14,6 +14,7 @@ _CACHE_VARIABLE = "JENGA_CACHE"
 _LEFT_SHARE_VARIABLE = "JENGA_LEFT_SHARE"
 _SPECIALIZED_VARIABLE = "JENGA_SPECIALIZED_PREFILL"
 _SPECIALIZED_LATENTS_VARIABLE = "JENGA_SPECIALIZED_LATENTS"
+_SPECIALIZED_SCANS_VARIABLE = "JENGA_SPECIALIZED_SCANS"
 HISTORY_VARIABLE = "JENGA_HISTORY_TOKENS"
 _KNOWN_VARIABLES = frozenset(
     {
@@ -23,6 +24,7 @@ _KNOWN_VARIABLES = frozenset(
         _LEFT_SHARE_VARIABLE,
         _SPECIALIZED_VARIABLE,
         _SPECIALIZED_LATENTS_VARIABLE,
+        _SPECIALIZED_SCANS_VARIABLE,
         HISTORY_VARIABLE,
     }
 )
@@ -44,6 +46,7 @@ class Settings:
         has_specialized_prefill: Whether prompts attend by the kernel for Hopper whose warps
             specialise, where it has what a layer needs; None for the operation's own choice.
         has_specialized_latents: The same of decoding by layers of latent attention.
+        has_specialized_scans: The same of prompts that recurrent layers read.
         history_tokens: Tokens of the histories beside recurrent states that are seldom written; 0
             where the environment asks for none.
     """
@@ -54,6 +57,7 @@ class Settings:
     left_share: float | None
     has_specialized_prefill: bool | None
     has_specialized_latents: bool | None
+    has_specialized_scans: bool | None
     history_tokens: int
 
 
@@ -95,6 +99,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         left_share=_left_share(environ),
         has_specialized_prefill=_switch(environ, _SPECIALIZED_VARIABLE),
         has_specialized_latents=_switch(environ, _SPECIALIZED_LATENTS_VARIABLE),
+        has_specialized_scans=_switch(environ, _SPECIALIZED_SCANS_VARIABLE),
         history_tokens=_history_tokens(environ),
     )
 

@@ -183,6 +183,7 @@ def apply_delta_rule(
             A_log=step.A_log,
             dt_bias=step.dt_bias,
             checkpoints=metadata.checkpoints,
+            is_portable=metadata.has_portable_scans,
         )
 
 

@@ -6,6 +6,7 @@ step knows how many tokens were accepted by then, and so where to begin. It asks
 no more than every attention layer does.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from vllm.v1.attention.backends.mamba_attn import (
 
 from jenga.errors import InvariantError
 from jenga.vllm_plugin.config import is_selected
+from jenga.vllm_plugin.environment import read_settings
 from jenga.vllm_plugin.history_kinds import NUM_STATES
 from jenga.vllm_plugin.state_counts import Replay, StateCounts
 from jenga.vllm_plugin.state_worker import checkpoints_of, expect_orders, take_writes
@@ -40,6 +42,7 @@ class JengaMambaMetadata(BaseMambaAttentionMetadata):
         initial_slots_p: State slot each prompt goes on from, the null slot at its beginning,
             i32[num_prefills].
         longest_prompt_tokens: Tokens of the step that the longest prompt has.
+        has_portable_scans: Whether prompts are scanned by the kernels of all GPUs.
         checkpoints: States of prompts to keep on the way.
         replay_d: Where steps seldom write states, what is in those of decoding requests.
         replay_p: And in those that prompts go on from, which are then brought up to date first.
@@ -51,6 +54,7 @@ class JengaMambaMetadata(BaseMambaAttentionMetadata):
 
     initial_slots_p: torch.Tensor | None = None
     longest_prompt_tokens: int | None = None
+    has_portable_scans: bool = False
     checkpoints: Checkpoints | None = None
     replay_d: Replay | None = None
     replay_p: Replay | None = None
@@ -77,6 +81,7 @@ class JengaMambaMetadataBuilder(BaseMambaAttentionMetadataBuilder[JengaMambaMeta
         expect_orders(layer_names)
         self._max_query_tokens = self._num_slots = 1 + self.num_spec_tokens
         self._next_columns = torch.arange(1, 1 + self._num_slots, device=device)
+        self._has_portable_scans = read_settings(os.environ).has_specialized_scans is False
         self._state_counts = None
         if len(kv_cache_spec.shapes) > NUM_STATES:
             self._num_slots = 1
@@ -134,6 +139,7 @@ class JengaMambaMetadataBuilder(BaseMambaAttentionMetadataBuilder[JengaMambaMeta
             state_indices_tensor_p=pages.gather(1, last.long()[:, None])[:, 0],
             initial_slots_p=torch.where(goes_on, pages[:, -1], NULL_SLOT),
             longest_prompt_tokens=max(counts, default=0),
+            has_portable_scans=self._has_portable_scans,
             checkpoints=checkpoints,
             replay_p=replay,
         )

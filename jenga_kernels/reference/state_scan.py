@@ -27,6 +27,8 @@ def state_scan(
     allow_tf32: bool = False,  # noqa: ARG001 - products here are exact
     longest_tokens: int | None = None,  # noqa: ARG001 - nothing here is cut
     segment_tokens: int | None = None,  # noqa: ARG001
+    is_warp_specialized: bool | None = None,  # noqa: ARG001 - there is one kernel
+    is_portable: bool = False,  # noqa: ARG001
     compile_ahead: bool = False,  # noqa: ARG001
 ) -> None:
     """Scan requests' tokens and write the states asked for; see the operation for the arguments."""

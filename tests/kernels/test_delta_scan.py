@@ -1,5 +1,6 @@
 import pytest
 import torch
+import triton
 
 from jenga_kernels import delta_scan as module
 from jenga_kernels.delta_scan import delta_scan
@@ -56,9 +57,15 @@ def chunks_of_nan(*args, make=module._chunk_tensors, **kwargs):
     return chunks
 
 
+# Hopper has a kernel of its own.
+CHOICES = {"chosen": {}, "portable": {"is_portable": True}}
+if triton.knobs.runtime.interpret:
+    CHOICES.pop("portable")
+
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
+@pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES.keys())
 @pytest.mark.parametrize(
     ("case", "channels", "dtype", "state_dtype"),
     [
@@ -75,7 +82,7 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
     ],
 )
 def test_delta_scan_is_as_exact_as_matrix_products_in_its_dtype(
-    case, channels, dtype, state_dtype, monkeypatch
+    case, channels, dtype, state_dtype, choice, monkeypatch
 ):
     shape, lengths = CASES[case]
     tensors, slots, pages, written = arguments(
@@ -89,7 +96,7 @@ def test_delta_scan_is_as_exact_as_matrix_products_in_its_dtype(
     out = torch.full_like(tensors["v"], float("nan"))
     monkeypatch.setattr(module, "_chunk_tensors", chunks_of_nan)
 
-    delta_scan(out, pages.states, **tensors, **slots)
+    delta_scan(out, pages.states, **tensors, **slots, **choice)
 
     check_close(out, exact, naive, slack=lost)
     check_close(
@@ -363,7 +370,7 @@ def test_delta_scan_refuses(name, change):
     assert torch.equal(changed["states"].nan_to_num(7), states.nan_to_num(7))
 
 
-def compile_scans(channels):
+def compile_scans(channels, **choice):
     kept = Checkpoints(starts=i32([0, 1]), after_tokens=i32([3]), slots=i32([1]))
     for dtype, state_dtype in (
         (torch.bfloat16, torch.float32),
@@ -372,7 +379,7 @@ def compile_scans(channels):
     ):
         tensors = delta_tensors(16, (16, 32, 128, 128), dtype, generator(0), channels=channels)
         states = torch.zeros(2, 32, 128, 128, dtype=state_dtype)
-        delta_scan(tensors["v"], states, **tensors, **one_prompt(16), checkpoints=kept)
+        delta_scan(tensors["v"], states, **tensors, **one_prompt(16), checkpoints=kept, **choice)
 
 
 def compile_heads():
@@ -383,21 +390,12 @@ def compile_channels():
     compile_scans(channels=True)
 
 
-def as_anywhere(job):
-    """Compile what GPUs other than Hopper have, and Hopper for sizes that its own does not take."""
-    chosen, module.has_hopper_delta_scan = module.has_hopper_delta_scan, lambda *_: False
-    try:
-        job()
-    finally:
-        module.has_hopper_delta_scan = chosen
-
-
 def compile_heads_as_anywhere():
-    as_anywhere(compile_heads)
+    compile_scans(channels=False, is_portable=True)
 
 
 def compile_channels_as_anywhere():
-    as_anywhere(compile_channels)
+    compile_scans(channels=True, is_portable=True)
 
 
 @pytest.mark.parametrize("job", [compile_heads, compile_channels])

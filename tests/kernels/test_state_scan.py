@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 import triton
@@ -159,15 +161,19 @@ def test_state_scan_of_heads_is_as_exact_as_matrix_products_in_its_dtype(dtype):
     )
 
 
-# Whether programs have a processor each, and with it another kernel, of Hopper alone.
-LONE = {"lone": True, "shared": False}
+# Two are of Hopper alone.
+SCANS = {
+    "lone": {"is_warp_specialized": True},
+    "shared": {"is_warp_specialized": False},
+    "portable": {"is_portable": True},
+}
 if triton.knobs.runtime.interpret:
-    LONE = {"anywhere": True}
+    SCANS = {"chosen": {}}
 
 
-@pytest.fixture(params=LONE.values(), ids=LONE.keys())
-def either_scan(request, monkeypatch):
-    monkeypatch.setattr(module, "are_lone", lambda *_: request.param)
+@pytest.fixture(params=SCANS.values(), ids=SCANS.keys())
+def each_scan(request):
+    return partial(state_scan, **request.param)
 
 
 UNGATED = {
@@ -182,10 +188,9 @@ if triton.knobs.runtime.interpret:  # they are nothing special
     UNGATED.pop(COPIED_STEPS)
 
 
-@pytest.mark.usefixtures("either_scan")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", UNGATED.values(), ids=UNGATED.keys())
-def test_state_scan_of_heads_without_gates_is_as_exact(shape, dtype):
+def test_state_scan_of_heads_without_gates_is_as_exact(shape, dtype, each_scan):
     lengths = [1, 64, 0, PADDING, 130]
     tensors, slots, pages, written = arguments(
         "heads", shape, lengths, dtype, torch.float32, checkpoints=False
@@ -200,7 +205,7 @@ def test_state_scan_of_heads_without_gates_is_as_exact(shape, dtype):
     )
     out = torch.full_like(tensors["x"], float("nan"))
 
-    state_scan(out, pages.states, **tensors, **slots)
+    each_scan(out, pages.states, **tensors, **slots)
 
     check_close(out, exact, naive, slack=lost)
     check_close(
@@ -209,9 +214,8 @@ def test_state_scan_of_heads_without_gates_is_as_exact(shape, dtype):
     assert same_elsewhere(pages.arena, before, written)
 
 
-@pytest.mark.usefixtures("either_scan")
 @pytest.mark.parametrize("shape", UNGATED.values(), ids=UNGATED.keys())
-def test_state_scan_without_gates_and_without_a_bias_takes_step_sizes_as_they_are(shape):
+def test_state_scan_without_gates_and_without_a_bias_takes_step_sizes_as_they_are(shape, each_scan):
     tensors, slots, pages, written = arguments(
         "heads", shape, [70, 3], torch.bfloat16, torch.bfloat16, checkpoints=False
     )
@@ -225,7 +229,7 @@ def test_state_scan_without_gates_and_without_a_bias_takes_step_sizes_as_they_ar
     )
     out = torch.full_like(tensors["x"], float("nan"))
 
-    state_scan(out, pages.states, **tensors, **slots, **options)
+    each_scan(out, pages.states, **tensors, **slots, **options)
 
     check_close(out, exact, naive, slack=lost)
     naive_states = naive_states.to(torch.bfloat16)
@@ -234,9 +238,8 @@ def test_state_scan_without_gates_and_without_a_bias_takes_step_sizes_as_they_ar
     )
 
 
-@pytest.mark.usefixtures("either_scan")
 @pytest.mark.parametrize("shape", UNGATED.values(), ids=UNGATED.keys())
-def test_state_scan_without_gates_keeps_what_it_would_end_with(shape):
+def test_state_scan_without_gates_keeps_what_it_would_end_with(shape, each_scan):
     cuts = [7, 8, 71, 135, 150]
     length = cuts[-1]
     tensors = recurrence_tensors(length, "heads", shape, torch.bfloat16, generator(3))
@@ -245,7 +248,7 @@ def test_state_scan_without_gates_keeps_what_it_would_end_with(shape):
     out, cut_out = (torch.full_like(tensors["x"], float("nan")) for _ in range(2))
     kept = Checkpoints(starts=i32([0, 5]), after_tokens=i32(cuts), slots=i32([2, 3, 0, 4, 5]))
 
-    state_scan(
+    each_scan(
         out,
         whole.states,
         **tensors,
@@ -262,7 +265,7 @@ def test_state_scan_without_gates_keeps_what_it_would_end_with(shape):
             for name, value in tensors.items()
             if value is not None and len(value) == length
         }
-        state_scan(
+        each_scan(
             cut_out[start:end],
             pieces.states,
             **(tensors | part),
@@ -277,9 +280,8 @@ def test_state_scan_without_gates_keeps_what_it_would_end_with(shape):
     assert whole.states[1].isnan().all(), "what is kept in no slot is written nowhere"
 
 
-@pytest.mark.usefixtures("either_scan")
 @pytest.mark.parametrize("shape", UNGATED.values(), ids=UNGATED.keys())
-def test_state_scan_without_gates_reads_no_token_of_another_request(shape):
+def test_state_scan_without_gates_reads_no_token_of_another_request(shape, each_scan):
     tensors = recurrence_tensors(90, "heads", shape, torch.bfloat16, generator(4))
     tensors["z"] = None
     first = {
@@ -291,7 +293,7 @@ def test_state_scan_without_gates_reads_no_token_of_another_request(shape):
     beside, alone = (state_pages(3, shape[:3], torch.float32) for _ in range(2))
     out, alone_out = (torch.empty_like(tensors["x"]) for _ in range(2))
 
-    state_scan(
+    each_scan(
         out,
         beside.states,
         **tensors,
@@ -299,7 +301,7 @@ def test_state_scan_without_gates_reads_no_token_of_another_request(shape):
         initial_slots=i32([0, 0]),
         state_slots=i32([1, 2]),
     )
-    state_scan(
+    each_scan(
         alone_out[:40],
         alone.states,
         **first,
@@ -349,9 +351,8 @@ if triton.knobs.runtime.interpret:
     SEGMENTED.pop(COPIED_STEPS)
 
 
-@pytest.mark.usefixtures("either_scan")
 @pytest.mark.parametrize("name", SEGMENTED)
-def test_state_scan_in_segments_is_as_exact(name):
+def test_state_scan_in_segments_is_as_exact(name, each_scan):
     shape, dtype = SEGMENTED[name]
     lengths = [1, 64, 0, PADDING, 270, 130]
     tensors, slots, pages, written = arguments(
@@ -370,7 +371,7 @@ def test_state_scan_in_segments_is_as_exact(name):
     )
     out = torch.full_like(tensors["x"], float("nan"))
 
-    state_scan(out, pages.states, **tensors, **slots, segment_tokens=64)
+    each_scan(out, pages.states, **tensors, **slots, segment_tokens=64)
 
     check_close(out, exact, naive, slack=lost)
     check_close(
@@ -379,9 +380,8 @@ def test_state_scan_in_segments_is_as_exact(name):
     assert same_elsewhere(pages.arena, before, written)
 
 
-@pytest.mark.usefixtures("either_scan")
 @pytest.mark.parametrize("name", SEGMENTED)
-def test_state_scan_in_segments_keeps_states_wherever_they_lie(name):
+def test_state_scan_in_segments_keeps_states_wherever_they_lie(name, each_scan):
     shape, _ = SEGMENTED[name]
     # Behind it is a request with a checkpoint for each token, once more than are looked at at once.
     length, beside = 260, 131 if name == "narrow_state" else 5
@@ -405,7 +405,7 @@ def test_state_scan_in_segments_keeps_states_wherever_they_lie(name):
     (_, exact), (_, lost) = exactly(lambda: by_reference(widened(tensors), slots, before.double()))
     out = torch.full_like(tensors["x"], float("nan"))
 
-    state_scan(out, pages.states, **tensors, **slots, segment_tokens=64)
+    each_scan(out, pages.states, **tensors, **slots, segment_tokens=64)
 
     ends = {slot: (0, cut) for slot, cut in zip(kept_slots, cuts, strict=True) if slot > 0}
     ends |= {1: (0, length), 9: (length, length + beside - 1), 10: (length, length + beside)}
@@ -468,9 +468,15 @@ def test_state_scan_compiles_at_once_what_later_calls_take(has_gates, monkeypatc
 
     assert any("segment_states" in name for name in compiled)
     compiled.clear()
-    for is_lone, segment_tokens in ((True, None), (False, None), (True, 64)):
-        monkeypatch.setattr(module, "are_lone", lambda *_, is_lone=is_lone: is_lone)
-        state_scan(out, pages.states, **tensors, **slots, segment_tokens=segment_tokens)
+    for is_specialized, segment_tokens in ((True, None), (False, None), (True, 64)):
+        state_scan(
+            out,
+            pages.states,
+            **tensors,
+            **slots,
+            segment_tokens=segment_tokens,
+            is_warp_specialized=is_specialized,
+        )
     assert compiled == []
 
 
@@ -763,54 +769,39 @@ COMPILED_HEADS = ((128, 64, 128, 8), (24, 128, 256, 1), (96, 128, 256, 1), (48, 
 CUT_HEADS = ((16, 64, 128, 1), (24, 128, 256, 1))
 
 
-def compile_heads():
+def compile_heads(**choice):
     for shape in COMPILED_HEADS:
         for dtype in (torch.bfloat16, torch.float16):
-            launch("heads", shape, dtype, torch.float32)
-    launch("heads", (128, 64, 128, 8), torch.float32, torch.float32)
+            launch("heads", shape, dtype, torch.float32, **choice)
+    launch("heads", (128, 64, 128, 8), torch.float32, torch.float32, **choice)
+
+
+def compile_segments(**choice):
+    for shape in CUT_HEADS:
+        launch("heads", shape, torch.bfloat16, torch.float32, segment_tokens=64, **choice)
 
 
 def compile_lone():
-    chosen, module.are_lone = module.are_lone, lambda *_: True
-    try:
-        compile_heads()
-        compile_segments()
-    finally:
-        module.are_lone = chosen
+    compile_heads(is_warp_specialized=True)
+    compile_segments(is_warp_specialized=True)
 
 
 def compile_shared():
-    chosen, module.are_lone = module.are_lone, lambda *_: False
-    try:
-        compile_heads()
-        compile_segments()
-    finally:
-        module.are_lone = chosen
+    compile_heads(is_warp_specialized=False)
+    compile_segments(is_warp_specialized=False)
 
 
 def compile_heads_as_anywhere():
-    chosen, module.hopper_scan_tiles = module.hopper_scan_tiles, lambda *_: None
-    try:
-        compile_heads()
-    finally:
-        module.hopper_scan_tiles = chosen
-
-
-def compile_segments():
-    for shape in CUT_HEADS:
-        launch("heads", shape, torch.bfloat16, torch.float32, segment_tokens=64)
+    compile_heads(is_portable=True)
 
 
 def compile_segments_as_anywhere():
-    chosen, module.hopper_scan_tiles = module.hopper_scan_tiles, lambda *_: None
-    try:
-        compile_segments()
-        launch("heads", (128, 64, 128, 8), torch.float32, torch.float32, segment_tokens=64)
-    finally:
-        module.hopper_scan_tiles = chosen
+    compile_segments(is_portable=True)
+    shape = (128, 64, 128, 8)
+    launch("heads", shape, torch.float32, torch.float32, segment_tokens=64, is_portable=True)
 
 
-def launch(kind, shape, dtype, state_dtype, *, segment_tokens=None):
+def launch(kind, shape, dtype, state_dtype, *, segment_tokens=None, **choice):
     """Call the operation with tensors of a shape, for what it compiles."""
     num_heads, head_dim, d_state, num_groups = shape
     num_tokens = 16 if segment_tokens is None else 2 * segment_tokens
@@ -835,6 +826,7 @@ def launch(kind, shape, dtype, state_dtype, *, segment_tokens=None):
         dt_bias=torch.zeros(shape[:2] if per_channel else shape[:1]),
         checkpoints=kept if dtype == torch.bfloat16 else None,
         segment_tokens=segment_tokens,
+        **choice,
     )
 
 

@@ -16,6 +16,7 @@ from tests.vllm_plugin.test_mamba import (
     our_builder,
     prompts,
     run_in_steps,
+    scan_options,
     state_pages,
     state_spec,
 )
@@ -208,6 +209,29 @@ def test_gated_delta_layer_cut_anywhere_errs_no_more_than_plain_pytorch(
 
     plain = partial(plain_gated_delta, greatest_beta=2.0 if has_negative_eigenvalues else 1.0)
     check_against_plain(ours, layer, inputs, plain)
+
+
+@pytest.mark.parametrize("setting", ["1", "0", ""])
+def test_prompts_are_scanned_by_the_kernels_that_are_asked_for(
+    setting,
+    config,  # noqa: F811
+    monkeypatch,
+):
+    from jenga.vllm_plugin import gated_delta
+
+    monkeypatch.setenv("JENGA_SPECIALIZED_SCANS", setting)
+    layer = gated_delta_layer(state_pages(SHAPES))
+    forward, builder = partial(run_gated_delta, layer), builder_for(layer, config, SHAPES)
+
+    asked = scan_options(
+        gated_delta,
+        "delta_scan",
+        partial(run_in_steps, forward, builder, prompts(INPUT_DIM), VALUE_DIM),
+        monkeypatch,
+    )
+
+    assert len(asked) == 4
+    assert {options["is_portable"] for options in asked} == {setting == "0"}
 
 
 @pytest.mark.parametrize("lower_bound", [None, -5.0])

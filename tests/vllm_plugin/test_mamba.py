@@ -255,6 +255,40 @@ def test_mamba2_layer_cut_anywhere_errs_no_more_than_vllms_own(config, monkeypat
             check_close(layer.kv_cache[index][page], exact_state, stock_states[index][page])
 
 
+def scan_options(module, name, run, monkeypatch):
+    """What a run asks of a scan, call by call."""
+    scan, asked = getattr(module, name), []
+
+    def remember(*args, **options):
+        asked.append(options)
+        scan(*args, **options)
+
+    monkeypatch.setattr(module, name, remember)
+    run()
+    return asked
+
+
+@pytest.mark.parametrize("setting", ["1", "0", ""])
+def test_prompts_are_scanned_by_the_kernels_that_are_asked_for(setting, config, monkeypatch):
+    from jenga.vllm_plugin import mamba
+
+    monkeypatch.setenv("JENGA_SPECIALIZED_SCANS", setting)
+    inputs = prompts(INNER + CONV_DIM + NUM_HEADS)
+    forward = partial(mamba.forward_mamba2, mamba2_layer(state_pages(MAMBA2_SHAPES)))
+    builder = our_builder(config, MAMBA2_SHAPES, "MAMBA2")
+
+    asked = scan_options(
+        mamba,
+        "state_scan",
+        partial(run_in_steps, forward, builder, inputs, INNER),
+        monkeypatch,
+    )
+
+    # The longest prompts of the steps that read some; one's last token decodes.
+    assert [options["longest_tokens"] for options in asked] == [30, 19, 40, 47]
+    assert {options["is_portable"] for options in asked} == {setting == "0"}
+
+
 def test_states_kept_on_the_way_are_those_of_a_prompt_that_ends_there(config):
     from jenga.vllm_plugin.mamba import forward_mamba2
     from jenga.vllm_plugin.state_orders import StateWrite, StepOrders

@@ -24,6 +24,7 @@ from tests.vllm_plugin.conftest import engine_environment
         ({"JENGA_LEFT_SHARE": "nan"}, "JENGA_LEFT_SHARE"),
         ({"JENGA_SPECIALIZED_PREFILL": "yes"}, "JENGA_SPECIALIZED_PREFILL='yes': expected 0 or 1"),
         ({"JENGA_SPECIALIZED_LATENTS": "2"}, "JENGA_SPECIALIZED_LATENTS='2': expected 0 or 1"),
+        ({"JENGA_SPECIALIZED_SCANS": "off"}, "JENGA_SPECIALIZED_SCANS='off': expected 0 or 1"),
         ({"JENGA_HISTORY_TOKENS": "some"}, "JENGA_HISTORY_TOKENS='some'"),
         ({"JENGA_HISTORY_TOKENS": "-16"}, "JENGA_HISTORY_TOKENS='-16'"),
     ],
@@ -40,8 +41,8 @@ def test_the_share_left_to_others_is_a_number_or_the_default():
     assert read_settings({}).left_share is None
 
 
-@pytest.mark.parametrize("kernel", ["prefill", "latents"])
-def test_layers_attend_by_the_specialized_kernel_where_that_is_asked_for(kernel):
+@pytest.mark.parametrize("kernel", ["prefill", "latents", "scans"])
+def test_layers_have_the_specialized_kernel_where_that_is_asked_for(kernel):
     for text, expected in ((" 1 ", True), ("0", False), ("", None)):
         settings = read_settings({f"JENGA_SPECIALIZED_{kernel.upper()}": text})
         assert getattr(settings, f"has_specialized_{kernel}") is expected
