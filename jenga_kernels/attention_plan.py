@@ -12,6 +12,7 @@ from jenga_kernels.checks import (
     check_same_device,
     check_shape,
 )
+from jenga_kernels.launches import Calls
 from jenga_kernels.triton.attention_plan import MAX_SPLITS, attention_plan_kernel
 from jenga_kernels.triton.tiles import (
     SPECIALIZED_ROWS,
@@ -128,6 +129,7 @@ class AttentionPlan:
         row_tile_indices: Which of its request's tiles it is, i32[max_row_tiles].
         partial_out: Room for parts of a split result, f32[parts, rows, value_dim].
         partial_lse: Their log-sum-exps, f32[parts, rows].
+        calls: Operations' calls with this plan.
     """
 
     kind: AttentionKind
@@ -146,6 +148,7 @@ class AttentionPlan:
     row_tile_indices: torch.Tensor = field(repr=False)
     partial_out: torch.Tensor = field(repr=False)
     partial_lse: torch.Tensor = field(repr=False)
+    calls: Calls = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def may_split(self) -> bool:
@@ -220,6 +223,7 @@ def plan_attention(
     num_tokens: int,
     dtype: torch.dtype,
     max_query_tokens: int | None = None,
+    min_query_tokens: int | None = None,
     decode_query_tokens: int | None = None,
     is_batch_invariant: bool = False,
     is_warp_specialized: bool | None = None,
@@ -241,6 +245,8 @@ def plan_attention(
         dtype: Element type of the queries.
         max_query_tokens: No request has more query tokens; None: num_tokens. If it does not exceed
             decode_query_tokens the prefill kernel is not launched.
+        min_query_tokens: No request that has query tokens has fewer; None: some may have one. If it
+            exceeds decode_query_tokens the decode kernel is not launched.
         decode_query_tokens: Up to so many query tokens a request is decoded; 0 sends all requests
             to the prefill kernel. None takes what costs no more than one token. With speculative
             decoding, pass 1 + the number of drafted tokens. Heads of more than 256 elements have
@@ -274,6 +280,8 @@ def plan_attention(
     if max_query_tokens is None:
         max_query_tokens = num_tokens
     max_query_tokens = check_at_least("max_query_tokens", max_query_tokens, 0)
+    if min_query_tokens is not None:
+        min_query_tokens = check_at_least("min_query_tokens", min_query_tokens, 0)
     if tiles is None:
         machine = machine_of(seq_lens.device)
         widest = max(kind.head_dim, kind.result_dim)
@@ -305,8 +313,11 @@ def plan_attention(
     if max_query_tokens > decode_query_tokens:
         num_prefills = min(num_requests, num_tokens // (decode_query_tokens + 1))
         max_row_tiles = num_tokens * kind.group_heads // tiles.prefill.block_m + num_prefills
+    max_decoded_tokens = min(decode_query_tokens, max_query_tokens)
+    if min_query_tokens is not None and min_query_tokens > decode_query_tokens:
+        max_decoded_tokens = 0
     num_pairs = num_requests * kind.num_kv_heads
-    if decode_query_tokens == 0 or (tiles.num_programs == 1 and not is_batch_invariant):
+    if max_decoded_tokens == 0 or (tiles.num_programs == 1 and not is_batch_invariant):
         num_partials = 0
     elif is_batch_invariant:
         num_partials = num_pairs * MAX_SPLITS.value
@@ -324,7 +335,7 @@ def plan_attention(
         num_tokens=num_tokens,
         num_requests=num_requests,
         decode_query_tokens=decode_query_tokens,
-        max_decoded_tokens=min(decode_query_tokens, max_query_tokens),
+        max_decoded_tokens=max_decoded_tokens,
         is_batch_invariant=is_batch_invariant,
         max_row_tiles=max_row_tiles,
         unit_starts=empty(num_requests + 1),

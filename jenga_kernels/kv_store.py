@@ -3,7 +3,13 @@
 import torch
 import triton
 
-from jenga_kernels.cache import check_pages, check_scales, check_slot_scales
+from jenga_kernels.cache import (
+    NO_SCALES,
+    SlotScales,
+    check_pages,
+    check_scales,
+    check_slot_scales,
+)
 from jenga_kernels.checks import (
     FLOAT_DTYPES,
     check_apart,
@@ -13,6 +19,7 @@ from jenga_kernels.checks import (
     check_same_device,
     check_shape,
 )
+from jenga_kernels.launches import Calls, Launch, call_like
 from jenga_kernels.triton.addressing import strides
 from jenga_kernels.triton.kv_store import kv_store_kernel
 from jenga_kernels.triton.tiles import (
@@ -22,6 +29,8 @@ from jenga_kernels.triton.tiles import (
     machine_of,
     power_of_two,
 )
+
+_calls: Calls = {}
 
 NO_SLOT = -1
 """Slot of a padding token: nothing is written for it."""
@@ -75,14 +84,57 @@ def kv_store(
         ValueError: If a shape, dtype, stride, alignment or device does not fit, or a gradient is
             required.
     """
-    num_tokens, num_kv_heads, head_dim, value_dim = _check_new_tokens(k, v, slots)
+    scales = (k_scale, v_scale, k_slot_scales, v_slot_scales)
+    call = call_like(_calls, k, v, k_pages, v_pages, slots, *scales)
+    is_first = call.launches is None
+    if is_first:
+        call.facts = _check(k, v, k_pages, v_pages, slots, *scales)
+    _check_no_overlap(k_pages, v_pages)
+    slot_scales = NO_SCALES
+    if k_slot_scales is not None:
+        slot_scales = check_slot_scales(k_pages, k_slot_scales, v_slot_scales, k_scale, v_scale)
+        _check_written_scales(k_slot_scales, v_slot_scales)
+    if is_first:
+        call.launches = _launches(k, v, k_pages, k_scale, v_scale, slot_scales, call.facts)
+    call.run(
+        {
+            "k_pages_ptr": k_pages,
+            "v_pages_ptr": v_pages,
+            "k_slot_scales_ptr": slot_scales.k,
+            "v_slot_scales_ptr": slot_scales.v,
+            "k_ptr": k,
+            "v_ptr": v,
+            "slots_ptr": slots,
+            "k_scale_ptr": k_scale,
+            "v_scale_ptr": v_scale,
+        }
+    )
+
+
+def _check(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    slots: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    k_slot_scales: torch.Tensor | None,
+    v_slot_scales: torch.Tensor | None,
+) -> int:
+    """Check what follows from the signature of a call; return page_tokens.
+
+    Raises:
+        ValueError: If something does not fit.
+    """
+    _, num_kv_heads, head_dim, value_dim = _check_new_tokens(k, v, slots)
     page_tokens = check_pages(
         k_pages, v_pages, num_kv_heads, head_dim, k.dtype, value_dim=value_dim
     )
-    _check_written(k_pages, v_pages)
+    check_apart("k_pages", k_pages)
+    check_apart("v_pages", v_pages)
     check_scales(k_pages, k_scale, v_scale, num_kv_heads)
-    slot_scales = check_slot_scales(k_pages, k_slot_scales, v_slot_scales, k_scale, v_scale)
-    _check_written_scales(k_slot_scales, v_slot_scales)
+    check_slot_scales(k_pages, k_slot_scales, v_slot_scales, k_scale, v_scale)
     check_same_device(
         k=k,
         v=v,
@@ -95,47 +147,55 @@ def kv_store(
         v_slot_scales=v_slot_scales,
     )
     check_no_gradients(k=k, v=v, k_pages=k_pages, v_pages=v_pages)
+    return page_tokens
+
+
+def _launches(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pages: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    slot_scales: SlotScales,
+    page_tokens: int,
+) -> list[Launch]:
+    """What the tokens of a call take."""
     if k.numel() == 0 and v.numel() == 0:
-        return
+        return []
+    num_tokens, num_kv_heads, head_dim = k.shape
+    value_dim = v.shape[2]
     machine = machine_of(k.device)
     widest = max(head_dim, value_dim)
     tiles = copy_tiles(machine, widest)
     stride_page, stride_slot, stride_head, _ = strides(k_pages)
-    kv_store_kernel[(triton.cdiv(num_tokens * num_kv_heads, tiles.block_rows),)](
-        k_pages_ptr=k_pages,
-        v_pages_ptr=v_pages,
-        k_slot_scales_ptr=slot_scales.k,
-        v_slot_scales_ptr=slot_scales.v,
-        k_ptr=k,
-        v_ptr=v,
-        slots_ptr=slots,
-        k_scale_ptr=k_scale,
-        v_scale_ptr=v_scale,
-        num_tokens=num_tokens,
-        stride_pages_page=stride_page,
-        stride_pages_slot=stride_slot,
-        stride_pages_head=stride_head,
-        stride_scales_page=slot_scales.strides[0],
-        stride_scales_slot=slot_scales.strides[1],
-        stride_scales_head=slot_scales.strides[2],
-        stride_k_token=k.stride(0),
-        stride_k_head=k.stride(1),
-        stride_v_token=v.stride(0),
-        stride_v_head=v.stride(1),
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        VALUE_DIM=value_dim,
-        PAGE_TOKENS=page_tokens,
-        IS_PER_HEAD_K=k_scale is not None and k_scale.numel() > 1,
-        IS_PER_HEAD_V=v_scale is not None and v_scale.numel() > 1,
-        HAS_FP8=machine.has_fp8,
-        BLOCK_ROWS=tiles.block_rows,
-        BLOCK_D=power_of_two(widest),
-        BLOCK_LINE=line_elements(machine, widest, k.element_size()),
-        THREAD_ELEMENTS=LOAD_BYTES // k.element_size(),
-        num_warps=tiles.num_warps,
-        enable_fp_fusion=True,
-    )
+    constants = {
+        "num_tokens": num_tokens,
+        "stride_pages_page": stride_page,
+        "stride_pages_slot": stride_slot,
+        "stride_pages_head": stride_head,
+        "stride_scales_page": slot_scales.strides[0],
+        "stride_scales_slot": slot_scales.strides[1],
+        "stride_scales_head": slot_scales.strides[2],
+        "stride_k_token": k.stride(0),
+        "stride_k_head": k.stride(1),
+        "stride_v_token": v.stride(0),
+        "stride_v_head": v.stride(1),
+        "NUM_KV_HEADS": num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "VALUE_DIM": value_dim,
+        "PAGE_TOKENS": page_tokens,
+        "IS_PER_HEAD_K": k_scale is not None and k_scale.numel() > 1,
+        "IS_PER_HEAD_V": v_scale is not None and v_scale.numel() > 1,
+        "HAS_FP8": machine.has_fp8,
+        "BLOCK_ROWS": tiles.block_rows,
+        "BLOCK_D": power_of_two(widest),
+        "BLOCK_LINE": line_elements(machine, widest, k.element_size()),
+        "THREAD_ELEMENTS": LOAD_BYTES // k.element_size(),
+        "num_warps": tiles.num_warps,
+        "enable_fp_fusion": True,
+    }
+    num_programs = triton.cdiv(num_tokens * num_kv_heads, tiles.block_rows)
+    return [Launch(kernel=kv_store_kernel, grid=(num_programs,), constants=constants)]
 
 
 def _check_new_tokens(
@@ -161,9 +221,7 @@ def _check_new_tokens(
     return num_tokens, num_kv_heads, head_dim, v.shape[2]
 
 
-def _check_written(k_pages: torch.Tensor, v_pages: torch.Tensor) -> None:
-    check_apart("k_pages", k_pages)
-    check_apart("v_pages", v_pages)
+def _check_no_overlap(k_pages: torch.Tensor, v_pages: torch.Tensor) -> None:
     first, second = sorted((k_pages, v_pages), key=torch.Tensor.data_ptr)
     row_bytes = first.shape[-1] * first.element_size()
     if first.numel() and second.data_ptr() - first.data_ptr() < row_bytes:

@@ -14,9 +14,12 @@ from jenga_kernels.checks import (
     check_shape,
 )
 from jenga_kernels.latents import check_latent_pages, check_latent_scale
+from jenga_kernels.launches import Calls, Launch, call_like
 from jenga_kernels.triton.addressing import strides
 from jenga_kernels.triton.latent_store import latent_store_kernel
 from jenga_kernels.triton.tiles import LOAD_BYTES, copy_tiles, machine_of, power_of_two
+
+_calls: Calls = {}
 
 
 def latent_store(
@@ -46,6 +49,32 @@ def latent_store(
     Raises:
         ValueError: If a shape, dtype, stride, alignment or device does not fit.
     """
+    call = call_like(_calls, latents, rotary_keys, pages, slots, latent_scale)
+    if call.launches is None:
+        call.launches = _launches(latents, rotary_keys, pages, slots, latent_scale)
+    call.run(
+        {
+            "pages_ptr": pages,
+            "latents_ptr": latents,
+            "rotary_keys_ptr": rotary_keys,
+            "slots_ptr": slots,
+            "latent_scale_ptr": latent_scale,
+        }
+    )
+
+
+def _launches(
+    latents: torch.Tensor,
+    rotary_keys: torch.Tensor,
+    pages: torch.Tensor,
+    slots: torch.Tensor,
+    latent_scale: torch.Tensor | None,
+) -> list[Launch]:
+    """Check what follows from the signature of a call; what its tokens take.
+
+    Raises:
+        ValueError: If something does not fit.
+    """
     check_shape("latents", latents, (None, None))
     num_tokens, latent_dim = latents.shape
     check_dtype("latents", latents, FLOAT_DTYPES)
@@ -70,28 +99,25 @@ def latent_store(
         latent_scale=latent_scale,
     )
     if num_tokens == 0:
-        return
+        return []
     tiles = copy_tiles(machine_of(latents.device), latent_dim)
     stride_page, stride_slot, _ = strides(pages)
-    latent_store_kernel[(triton.cdiv(num_tokens, tiles.block_rows),)](
-        pages_ptr=pages,
-        latents_ptr=latents,
-        rotary_keys_ptr=rotary_keys,
-        slots_ptr=slots,
-        latent_scale_ptr=latent_scale,
-        num_tokens=num_tokens,
-        stride_pages_page=stride_page,
-        stride_pages_slot=stride_slot,
-        stride_latents_token=latents.stride(0),
-        stride_rotary_keys_token=rotary_keys.stride(0),
-        LATENT_DIM=latent_dim,
-        ROTARY_DIM=rotary_dim,
-        PAGE_TOKENS=page_tokens,
-        IS_FP8=pages.dtype == FP8_DTYPE,
-        BLOCK_ROWS=tiles.block_rows,
-        BLOCK_LATENT=power_of_two(latent_dim),
-        BLOCK_ROTARY=power_of_two(rotary_dim),
-        THREAD_ELEMENTS=LOAD_BYTES // latents.element_size(),
-        num_warps=tiles.num_warps,
-        enable_fp_fusion=True,
-    )
+    constants = {
+        "num_tokens": num_tokens,
+        "stride_pages_page": stride_page,
+        "stride_pages_slot": stride_slot,
+        "stride_latents_token": latents.stride(0),
+        "stride_rotary_keys_token": rotary_keys.stride(0),
+        "LATENT_DIM": latent_dim,
+        "ROTARY_DIM": rotary_dim,
+        "PAGE_TOKENS": page_tokens,
+        "IS_FP8": pages.dtype == FP8_DTYPE,
+        "BLOCK_ROWS": tiles.block_rows,
+        "BLOCK_LATENT": power_of_two(latent_dim),
+        "BLOCK_ROTARY": power_of_two(rotary_dim),
+        "THREAD_ELEMENTS": LOAD_BYTES // latents.element_size(),
+        "num_warps": tiles.num_warps,
+        "enable_fp_fusion": True,
+    }
+    num_programs = triton.cdiv(num_tokens, tiles.block_rows)
+    return [Launch(kernel=latent_store_kernel, grid=(num_programs,), constants=constants)]

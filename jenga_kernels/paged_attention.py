@@ -19,8 +19,8 @@ A plain paged cache is two tensors; a layer of an arena is two views with longer
     (torch.Size([20, 4, 64]), True)
 """
 
-import functools
 import math
+from collections.abc import Iterator
 
 import torch
 import triton
@@ -32,7 +32,13 @@ from jenga_kernels.attention_plan import (
     check_steps,
     plan_attention,
 )
-from jenga_kernels.cache import check_pages, check_scales, check_slot_scales, elements_per_item
+from jenga_kernels.cache import (
+    NO_SCALES,
+    check_pages,
+    check_scales,
+    check_slot_scales,
+    elements_per_item,
+)
 from jenga_kernels.checks import (
     FLOAT_DTYPES,
     INT4_DTYPE,
@@ -45,13 +51,20 @@ from jenga_kernels.checks import (
     check_same_device,
     check_shape,
 )
+from jenga_kernels.launches import Calls, Launch, call_like, rebased
 from jenga_kernels.triton.addressing import constant_stride, strides
 from jenga_kernels.triton.attention_decode import attention_decode_kernel, attention_splits_kernel
 from jenga_kernels.triton.attention_prefill import attention_prefill_kernel
-from jenga_kernels.triton.tiles import MIN_ROWS, machine_of, overlapping, power_of_two
+from jenga_kernels.triton.tiles import (
+    MIN_ROWS,
+    SpecializedTiles,
+    machine_of,
+    overlapping,
+    power_of_two,
+)
 
-_kind = functools.lru_cache(typed=True)(AttentionKind)
-"""Every layer of every step asks for the same few."""
+_calls: Calls = {}
+"""Of calls without a plan; a plan has those with it."""
 
 MAX_HEAD_DIM = 512
 """Widest head whose tiles fit into the registers and the shared memory of one program."""
@@ -147,6 +160,297 @@ def paged_attention(
         FlashAttention-2 (arXiv 2307.08691) for the loop; the decode work is cut into equal runs of
         tiles over all requests as in stream-K (arXiv 2301.03598), merged in a fixed order.
     """
+    call = call_like(
+        _calls if plan is None else plan.calls,
+        q,
+        k_pages,
+        v_pages,
+        page_table,
+        query_starts,
+        seq_lens,
+        scale,
+        window_tokens,
+        chunk_tokens,
+        is_causal,
+        soft_cap,
+        sinks,
+        alibi_slopes,
+        spans,
+        k_scale,
+        v_scale,
+        k_slot_scales,
+        v_slot_scales,
+        out,
+        lse,
+    )
+    is_first = call.launches is None
+    if is_first:
+        call.facts = _check(
+            q,
+            k_pages,
+            v_pages,
+            page_table,
+            query_starts,
+            seq_lens,
+            scale=scale,
+            window_tokens=window_tokens,
+            chunk_tokens=chunk_tokens,
+            is_causal=is_causal,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
+            spans=spans,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            k_slot_scales=k_slot_scales,
+            v_slot_scales=v_slot_scales,
+            out=out,
+            lse=lse,
+            plan=plan,
+        )
+    kind: AttentionKind = call.facts
+    num_tokens, num_heads, _ = q.shape
+    if out is None:
+        out = q.new_empty(num_tokens, num_heads, kind.result_dim)
+    elif out.data_ptr() == q.data_ptr() and q.numel():
+        # Programs that share the results of wide heads both read the queries.
+        msg = "out must not be q"
+        raise ValueError(msg)
+    if plan is None:
+        plan = plan_attention(
+            query_starts,
+            seq_lens,
+            kind,
+            num_tokens=num_tokens,
+            dtype=q.dtype,
+            decode_query_tokens=None if spans is None else 0,
+        )
+    elif is_first:
+        plan.check(kind, q.dtype, num_tokens, seq_lens.shape[0])
+    slot_scales = NO_SCALES
+    if k_slot_scales is not None:
+        slot_scales = check_slot_scales(k_pages, k_slot_scales, v_slot_scales, k_scale, v_scale)
+    if is_first:
+        is_per_head_scale = any(
+            given is not None and given.numel() > 1 for given in (k_scale, v_scale)
+        )
+        stride_page, stride_slot, stride_head, _ = strides(k_pages)
+        shared = {
+            "scale": scale,
+            "soft_cap": soft_cap,
+            "window_tokens": kind.window_tokens,
+            "chunk_tokens": kind.chunk_tokens,
+            "stride_q_token": q.stride(0),
+            "stride_q_head": q.stride(1),
+            "stride_pages_page": stride_page,
+            "stride_pages_slot": stride_slot,
+            "stride_pages_head": stride_head,
+            "stride_scales_page": slot_scales.strides[0],
+            "stride_scales_slot": slot_scales.strides[1],
+            "stride_scales_head": slot_scales.strides[2],
+            "stride_table_request": page_table.stride(0),
+            "num_pages": k_pages.shape[0],
+            "IS_PER_HEAD_SCALE": is_per_head_scale,
+        }
+        call.launches = list(_launches(plan, shared, q, k_pages, v_pages))
+    tensors = {
+        "out_ptr": out,
+        "lse_ptr": lse,
+        "q_ptr": q,
+        "k_pages_ptr": k_pages,
+        "v_pages_ptr": v_pages,
+        "page_table_ptr": page_table,
+        "query_starts_ptr": query_starts,
+        "seq_lens_ptr": seq_lens,
+        "sinks_ptr": sinks,
+        "alibi_slopes_ptr": alibi_slopes,
+        "k_scale_ptr": k_scale,
+        "v_scale_ptr": v_scale,
+        "k_slot_scales_ptr": slot_scales.k,
+        "v_slot_scales_ptr": slot_scales.v,
+        "spans_ptr": spans,
+        "row_tile_requests_ptr": plan.row_tile_requests,
+        "row_tile_indices_ptr": plan.row_tile_indices,
+        "partial_out_ptr": plan.partial_out,
+        "partial_lse_ptr": plan.partial_lse,
+        "unit_starts_ptr": plan.unit_starts,
+        "units_per_program_ptr": plan.units_per_program,
+        "first_requests_ptr": plan.first_requests,
+    }
+    call.run(tensors)
+    return out
+
+
+def _launches(
+    plan: AttentionPlan,
+    shared: dict[str, object],
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+) -> Iterator[Launch]:
+    """What a step's queries take.
+
+    Args:
+        plan: Of the step.
+        shared: Numbers that several kernels take.
+        q: Queries.
+        k_pages: Keys.
+        v_pages: Values.
+    """
+    if plan.num_requests == 0 or plan.num_tokens == 0:
+        return
+    kind = plan.kind
+    result_dim = kind.result_dim
+    machine = machine_of(q.device)
+    shared = shared | {
+        "NUM_KV_HEADS": kind.num_kv_heads,
+        "GROUP": kind.group_heads,
+        "HEAD_DIM": kind.head_dim,
+        "RESULT_DIM": result_dim,
+        "PAGE_TOKENS": kind.page_tokens,
+        "IS_CAUSAL": kind.is_causal,
+        "BLOCK_D": max(MIN_ROWS, power_of_two(kind.head_dim)),
+        "IS_INVARIANT": plan.is_batch_invariant,
+        "QUERY_TOKENS": plan.decode_query_tokens,
+        "enable_fp_fusion": True,
+    }
+    if plan.max_row_tiles and plan.tiles.specialized_prefill is not None:
+        yield _specialized_launch(plan, plan.tiles.specialized_prefill, shared, q, k_pages, v_pages)
+    elif plan.max_row_tiles:
+        tiles = plan.tiles.prefill
+        part_dim = tiles.part_dim(result_dim)
+        num_parts = triton.cdiv(result_dim, part_dim)
+        yield Launch(
+            kernel=attention_prefill_kernel,
+            grid=(plan.max_row_tiles * num_parts, kind.num_kv_heads),
+            constants=shared
+            | {
+                "VALUE_DIM": part_dim,
+                "BLOCK_V": max(MIN_ROWS, power_of_two(part_dim)),
+                "READS_PAIRS": tiles.reads_pairs,
+                "BLOCK_M": tiles.block_m,
+                "BLOCK_N": tiles.block_n,
+                "num_warps": tiles.num_warps,
+                "num_stages": tiles.num_stages,
+            },
+        )
+    if plan.max_decoded_tokens:
+        tiles = plan.tiles.decode
+        # Products in float32 leave no registers for what the compiler would keep of offsets.
+        keeps_offsets = plan.dtype != torch.float32
+        part_dim = tiles.part_dim(result_dim)
+        num_parts = triton.cdiv(result_dim, part_dim)
+        page_stride, slot_stride = shared["stride_pages_page"], shared["stride_pages_slot"]
+        yield Launch(
+            kernel=attention_decode_kernel,
+            grid=(plan.tiles.num_programs * num_parts,),
+            constants=shared
+            | {
+                "num_requests": plan.num_requests,
+                "PAGE_STRIDE": constant_stride(page_stride, 1) if keeps_offsets else None,
+                "SLOT_STRIDE": (
+                    constant_stride(slot_stride, kind.page_tokens) if keeps_offsets else None
+                ),
+                "VALUE_DIM": part_dim,
+                "BLOCK_V": max(MIN_ROWS, power_of_two(part_dim)),
+                "BLOCK_M": tiles.block_m,
+                "BLOCK_N": tiles.block_n,
+                "IS_OVERLAPPED": plan.may_split and machine.has_dependent_launches,
+                "num_warps": tiles.num_warps,
+                "num_stages": tiles.num_stages,
+            },
+        )
+    if plan.may_split:
+        yield Launch(
+            kernel=attention_splits_kernel,
+            grid=(plan.num_requests, plan.max_decoded_tokens, kind.num_heads),
+            constants=shared
+            | {
+                "BLOCK_SPLITS": plan.tiles.block_splits,
+                "BLOCK_D": power_of_two(result_dim),
+                "IS_OVERLAPPED": machine.has_dependent_launches,
+                "num_warps": 4,
+            }
+            | overlapping(machine),
+        )
+
+
+def _specialized_launch(
+    plan: AttentionPlan,
+    tiles: SpecializedTiles,
+    shared: dict[str, object],
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+) -> Launch:
+    """What prompts take on Hopper."""
+    # Gluon is not for the interpreter.
+    from jenga_kernels.triton.attention_prefill_hopper import (  # noqa: PLC0415
+        BOX_DIM,
+        attention_prefill_hopper_kernel,
+        box_descriptor,
+        rows_descriptor,
+    )
+
+    kind = plan.kind
+    block_tokens = math.gcd(kind.page_tokens, tiles.block_n)
+    num_items = plan.max_row_tiles * kind.num_kv_heads
+    num_programs = min(tiles.num_programs, num_items)
+    q_descriptor = rows_descriptor(q, kind.group_heads) if tiles.loads_rows else None
+    return Launch(
+        kernel=attention_prefill_hopper_kernel,
+        grid=(num_programs,),
+        constants=shared
+        | {
+            "q_descriptor": rebased(q_descriptor, None),
+            "k_descriptor": rebased(box_descriptor(k_pages, block_tokens), None),
+            "v_descriptor": rebased(box_descriptor(v_pages, block_tokens), None),
+            "num_items": num_items,
+            "num_programs": num_programs,
+            "BLOCK_D": max(BOX_DIM.value, power_of_two(kind.head_dim)),
+            "BLOCK_N": tiles.block_n,
+            "BLOCK_T": block_tokens,
+            "NUM_STAGES": tiles.num_stages,
+            "TAKES_TURNS": tiles.takes_turns,
+            "num_warps": 4,
+        },
+        descriptors=(
+            ("q_descriptor", "q_ptr"),
+            ("k_descriptor", "k_pages_ptr"),
+            ("v_descriptor", "v_pages_ptr"),
+        ),
+    )
+
+
+def _check(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    page_table: torch.Tensor,
+    query_starts: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    window_tokens: int | None,
+    chunk_tokens: int | None,
+    is_causal: bool,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    spans: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    k_slot_scales: torch.Tensor | None,
+    v_slot_scales: torch.Tensor | None,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    plan: AttentionPlan | None,
+) -> AttentionKind:
+    """Check what follows from the signature of a call; return what kind of layer it is.
+
+    Raises:
+        ValueError: If something does not fit.
+    """
     check_shape("q", q, (None, None, None))
     num_tokens, num_heads, head_dim = q.shape
     check_shape("v_pages", v_pages, (None, None, None, None))
@@ -169,15 +473,11 @@ def paged_attention(
     check_scales(k_pages, k_scale, v_scale, num_kv_heads)
     if k_scale is not None and v_scale is not None:
         check_shape("v_scale", v_scale, k_scale.shape)
-    slot_scales = check_slot_scales(k_pages, k_slot_scales, v_slot_scales, k_scale, v_scale)
-    out = q.new_empty(num_tokens, num_heads, value_dim) if out is None else out
-    check_shape("out", out, (num_tokens, num_heads, value_dim))
-    check_dtype("out", out, (q.dtype,))
-    check_contiguous("out", out)
-    if out.data_ptr() == q.data_ptr() and q.numel():
-        # Programs that share the results of wide heads both read the queries.
-        msg = "out must not be q"
-        raise ValueError(msg)
+    check_slot_scales(k_pages, k_slot_scales, v_slot_scales, k_scale, v_scale)
+    if out is not None:
+        check_shape("out", out, (num_tokens, num_heads, value_dim))
+        check_dtype("out", out, (q.dtype,))
+        check_contiguous("out", out)
     if lse is not None:
         check_shape("lse", lse, (num_tokens, num_heads))
         check_dtype("lse", lse, (torch.float32,))
@@ -202,7 +502,7 @@ def paged_attention(
     check_no_gradients(
         q=q, k_pages=k_pages, v_pages=v_pages, sinks=sinks, alibi_slopes=alibi_slopes, out=out
     )
-    kind = _kind(
+    return AttentionKind(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -215,164 +515,6 @@ def paged_attention(
         has_slot_scales=k_slot_scales is not None,
         is_int4=k_pages.dtype == INT4_DTYPE,
     )
-    if plan is None:
-        plan = plan_attention(
-            query_starts,
-            seq_lens,
-            kind,
-            num_tokens=num_tokens,
-            dtype=q.dtype,
-            decode_query_tokens=None if spans is None else 0,
-        )
-    else:
-        plan.check(kind, q.dtype, num_tokens, num_requests)
-    if num_requests == 0 or num_tokens == 0:
-        return out
-
-    machine = machine_of(q.device)
-    stride_page, stride_slot, stride_head, _ = strides(k_pages)
-    shared = {
-        "out_ptr": out,
-        "lse_ptr": lse,
-        "q_ptr": q,
-        "k_pages_ptr": k_pages,
-        "v_pages_ptr": v_pages,
-        "page_table_ptr": page_table,
-        "query_starts_ptr": query_starts,
-        "seq_lens_ptr": seq_lens,
-        "sinks_ptr": sinks,
-        "alibi_slopes_ptr": alibi_slopes,
-        "k_scale_ptr": k_scale,
-        "v_scale_ptr": v_scale,
-        "k_slot_scales_ptr": slot_scales.k,
-        "v_slot_scales_ptr": slot_scales.v,
-        "scale": scale,
-        "soft_cap": soft_cap,
-        "window_tokens": kind.window_tokens,
-        "chunk_tokens": kind.chunk_tokens,
-        "stride_q_token": q.stride(0),
-        "stride_q_head": q.stride(1),
-        "stride_pages_page": stride_page,
-        "stride_pages_slot": stride_slot,
-        "stride_pages_head": stride_head,
-        "stride_scales_page": slot_scales.strides[0],
-        "stride_scales_slot": slot_scales.strides[1],
-        "stride_scales_head": slot_scales.strides[2],
-        "stride_table_request": page_table.stride(0),
-        "NUM_KV_HEADS": num_kv_heads,
-        "GROUP": kind.group_heads,
-        "HEAD_DIM": head_dim,
-        "RESULT_DIM": value_dim,
-        "PAGE_TOKENS": page_tokens,
-        "IS_CAUSAL": is_causal,
-        "IS_PER_HEAD_SCALE": any(
-            given is not None and given.numel() > 1 for given in (k_scale, v_scale)
-        ),
-        "BLOCK_D": max(MIN_ROWS, power_of_two(head_dim)),
-    }
-    specialized = plan.tiles.specialized_prefill
-    if plan.max_row_tiles and specialized is not None:
-        # Gluon is not for the interpreter.
-        from jenga_kernels.triton.attention_prefill_hopper import (  # noqa: PLC0415
-            BOX_DIM,
-            attention_prefill_hopper_kernel,
-            box_descriptor,
-            rows_descriptor,
-        )
-
-        names = set(attention_prefill_hopper_kernel.arg_names)
-        arguments = {name: value for name, value in shared.items() if name in names}
-        arguments["BLOCK_D"] = max(BOX_DIM.value, arguments["BLOCK_D"])
-        block_tokens = math.gcd(page_tokens, specialized.block_n)
-        num_items = plan.max_row_tiles * num_kv_heads
-        num_programs = min(specialized.num_programs, num_items)
-        attention_prefill_hopper_kernel[(num_programs,)](
-            **arguments,
-            row_tile_requests_ptr=plan.row_tile_requests,
-            row_tile_indices_ptr=plan.row_tile_indices,
-            spans_ptr=spans,
-            q_descriptor=rows_descriptor(q, kind.group_heads) if specialized.loads_rows else None,
-            k_descriptor=box_descriptor(k_pages, block_tokens),
-            v_descriptor=box_descriptor(v_pages, block_tokens),
-            num_pages=k_pages.shape[0],
-            num_items=num_items,
-            num_programs=num_programs,
-            BLOCK_N=specialized.block_n,
-            BLOCK_T=block_tokens,
-            NUM_STAGES=specialized.num_stages,
-            TAKES_TURNS=specialized.takes_turns,
-            num_warps=4,
-            enable_fp_fusion=True,
-        )
-    elif plan.max_row_tiles:
-        tiles = plan.tiles.prefill
-        part_dim = tiles.part_dim(value_dim)
-        num_parts = triton.cdiv(value_dim, part_dim)
-        attention_prefill_kernel[(plan.max_row_tiles * num_parts, num_kv_heads)](
-            **shared,
-            row_tile_requests_ptr=plan.row_tile_requests,
-            row_tile_indices_ptr=plan.row_tile_indices,
-            spans_ptr=spans,
-            VALUE_DIM=part_dim,
-            BLOCK_V=max(MIN_ROWS, power_of_two(part_dim)),
-            IS_INVARIANT=plan.is_batch_invariant,
-            READS_PAIRS=tiles.reads_pairs,
-            BLOCK_M=tiles.block_m,
-            BLOCK_N=tiles.block_n,
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
-            enable_fp_fusion=True,
-        )
-    if plan.decode_query_tokens:
-        tiles = plan.tiles.decode
-        # Products in float32 leave no registers for what the compiler would keep of offsets.
-        keeps_offsets = q.dtype != torch.float32
-        part_dim = tiles.part_dim(value_dim)
-        num_parts = triton.cdiv(value_dim, part_dim)
-        attention_decode_kernel[(plan.tiles.num_programs * num_parts,)](
-            **shared,
-            partial_out_ptr=plan.partial_out,
-            partial_lse_ptr=plan.partial_lse,
-            unit_starts_ptr=plan.unit_starts,
-            units_per_program_ptr=plan.units_per_program,
-            first_requests_ptr=plan.first_requests,
-            num_requests=num_requests,
-            PAGE_STRIDE=constant_stride(stride_page, 1) if keeps_offsets else None,
-            SLOT_STRIDE=constant_stride(stride_slot, page_tokens) if keeps_offsets else None,
-            VALUE_DIM=part_dim,
-            BLOCK_V=max(MIN_ROWS, power_of_two(part_dim)),
-            QUERY_TOKENS=plan.decode_query_tokens,
-            IS_INVARIANT=plan.is_batch_invariant,
-            BLOCK_M=tiles.block_m,
-            BLOCK_N=tiles.block_n,
-            IS_OVERLAPPED=plan.may_split and machine.has_dependent_launches,
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
-            enable_fp_fusion=True,
-        )
-    if plan.may_split:
-        attention_splits_kernel[(num_requests, plan.max_decoded_tokens, num_heads)](
-            out_ptr=out,
-            lse_ptr=lse,
-            partial_out_ptr=plan.partial_out,
-            partial_lse_ptr=plan.partial_lse,
-            query_starts_ptr=query_starts,
-            unit_starts_ptr=plan.unit_starts,
-            units_per_program_ptr=plan.units_per_program,
-            sinks_ptr=sinks,
-            NUM_KV_HEADS=num_kv_heads,
-            GROUP=kind.group_heads,
-            RESULT_DIM=value_dim,
-            QUERY_TOKENS=plan.decode_query_tokens,
-            IS_INVARIANT=plan.is_batch_invariant,
-            BLOCK_SPLITS=plan.tiles.block_splits,
-            BLOCK_D=power_of_two(value_dim),
-            IS_OVERLAPPED=machine.has_dependent_launches,
-            num_warps=4,
-            enable_fp_fusion=True,
-            **overlapping(machine),
-        )
-    return out
 
 
 def _check_widths(head_dim: int, value_dim: int) -> None:

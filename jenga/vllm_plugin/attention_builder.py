@@ -295,6 +295,7 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
         )
         if captured is not None and not has_spans:
             return captured
+        counts = common.query_start_loc_cpu.diff()
         return plan_attention(
             common.query_start_loc,
             common.seq_lens,
@@ -302,6 +303,7 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
             num_tokens=common.num_actual_tokens,
             dtype=self._dtype,
             max_query_tokens=common.max_query_len,
+            min_query_tokens=min(filter(None, counts.tolist()), default=None),
             # Only the kernel for prompts reads spans.
             decode_query_tokens=0 if has_spans else self._decode_query_tokens,
             is_batch_invariant=self._is_batch_invariant,
