@@ -3,7 +3,8 @@
 import torch
 import triton
 
-from jenga_kernels.checks import check_same_device, check_shape
+from jenga_kernels.checks import check_same_device, check_shape, shows_values
+from jenga_kernels.launches import Calls, Launch, call_like
 from jenga_kernels.states import (
     Checkpoints,
     check_checkpoints,
@@ -13,11 +14,14 @@ from jenga_kernels.states import (
     check_query_starts,
     check_slots,
     check_slots_apart,
+    checkpoint_tensors,
 )
 from jenga_kernels.triton.addressing import alignment, strides
 from jenga_kernels.triton.causal_conv import causal_conv_kernel
 from jenga_kernels.triton.state_tiles import conv_tiles
 from jenga_kernels.triton.tiles import machine_of, power_of_two
+
+_calls: Calls = {}
 
 
 def causal_conv(
@@ -65,13 +69,86 @@ def causal_conv(
     Raises:
         ValueError: If a shape, dtype, stride, alignment or device does not fit.
     """
+    kept = checkpoint_tensors(checkpoints)
+    call = call_like(
+        _calls,
+        out,
+        states,
+        x,
+        weight,
+        query_starts,
+        initial_slots,
+        state_slots,
+        bias,
+        silu,
+        *kept.values(),
+        computed_tokens,
+        input_gates,
+        output_gates,
+    )
+    if call.launches is None or shows_values(x):  # where values are looked at too
+        call.launches = _launches(
+            out,
+            states,
+            x,
+            weight,
+            query_starts,
+            initial_slots,
+            state_slots,
+            bias=bias,
+            silu=silu,
+            checkpoints=checkpoints,
+            computed_tokens=computed_tokens,
+            input_gates=input_gates,
+            output_gates=output_gates,
+        )
+    # Where they lie is not in a call's signature.
+    for name, rows in (("x", x), ("input_gates", input_gates), ("output_gates", output_gates)):
+        if rows is not None:
+            check_no_overlap("out", out, name, rows)
+    call.run(
+        {
+            "out_ptr": out,
+            "states_ptr": states,
+            "x_ptr": x,
+            "weight_ptr": weight,
+            "bias_ptr": bias,
+            "query_starts_ptr": query_starts,
+            "initial_slots_ptr": initial_slots,
+            "state_slots_ptr": state_slots,
+            "computed_tokens_ptr": computed_tokens,
+            "input_gates_ptr": input_gates,
+            "output_gates_ptr": output_gates,
+            **kept,
+        }
+    )
+
+
+def _launches(
+    out: torch.Tensor,
+    states: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    query_starts: torch.Tensor,
+    initial_slots: torch.Tensor,
+    state_slots: torch.Tensor,
+    *,
+    bias: torch.Tensor | None,
+    silu: bool,
+    checkpoints: Checkpoints | None,
+    computed_tokens: torch.Tensor | None,
+    input_gates: torch.Tensor | None,
+    output_gates: torch.Tensor | None,
+) -> list[Launch]:
+    """Check a call; what prompts take.
+
+    Raises:
+        ValueError: If something does not fit.
+    """
     check_convolution(
         out, states, x, weight, bias=bias, input_gates=input_gates, output_gates=output_gates
     )
-    inputs = {"x": x, "input_gates": input_gates, "output_gates": output_gates}
-    inputs = {name: rows for name, rows in inputs.items() if rows is not None}
-    for name, rows in inputs.items():
-        check_no_overlap("out", out, name, rows)
+    inputs = [rows for rows in (x, input_gates, output_gates) if rows is not None]
     num_tokens, dim = x.shape
     num_requests = check_query_starts(query_starts, num_tokens)
     check_shape("initial_slots", initial_slots, (num_requests,))
@@ -90,48 +167,36 @@ def causal_conv(
     )
     check_slots_apart(initial_slots, state_slots, checkpoints=checkpoints)
     if num_requests == 0:
-        return
+        return []
     width = weight.shape[1]
     tiles = conv_tiles(machine_of(x.device), dim)
     blocks = num_tokens // tiles.block_tokens + num_requests
     stride_slot, stride_dim, stride_column = strides(states)
-    causal_conv_kernel[(triton.cdiv(dim, tiles.block_dims), blocks)](
-        out_ptr=out,
-        states_ptr=states,
-        x_ptr=x,
-        weight_ptr=weight,
-        bias_ptr=bias,
-        query_starts_ptr=query_starts,
-        initial_slots_ptr=initial_slots,
-        state_slots_ptr=state_slots,
-        checkpoint_starts_ptr=None if checkpoints is None else checkpoints.starts,
-        checkpoint_after_ptr=None if checkpoints is None else checkpoints.after_tokens,
-        checkpoint_slots_ptr=None if checkpoints is None else checkpoints.slots,
-        computed_tokens_ptr=computed_tokens,
-        input_gates_ptr=input_gates,
-        output_gates_ptr=output_gates,
-        num_requests=num_requests,
-        stride_out_token=strides(out)[0],
-        stride_states_slot=stride_slot,
-        stride_states_dim=stride_dim,
-        stride_states_column=stride_column,
-        stride_x_token=strides(x)[0],
-        stride_weight_dim=weight.stride(0),
-        stride_weight_column=weight.stride(1),
-        stride_initial=initial_slots.stride(0),
-        stride_slots=state_slots.stride(0),
-        stride_computed=0 if computed_tokens is None else computed_tokens.stride(0),
-        stride_input_gates=0 if input_gates is None else strides(input_gates)[0],
-        stride_output_gates=0 if output_gates is None else strides(output_gates)[0],
-        DIM=dim,
-        WIDTH=width,
-        NUM_COLUMNS=None if computed_tokens is None else states.shape[2],
-        IS_SILU=silu,
-        X_ALIGNMENT=min(alignment(strides(rows)[0]) for rows in inputs.values()),
-        BLOCK_T=tiles.block_tokens,
-        BLOCK_D=tiles.block_dims,
-        BLOCK_W=power_of_two(width),
-        RUN_TOKENS=tiles.run_tokens,
-        num_warps=tiles.num_warps,
-        enable_fp_fusion=True,
-    )
+    constants = {
+        "num_requests": num_requests,
+        "stride_out_token": strides(out)[0],
+        "stride_states_slot": stride_slot,
+        "stride_states_dim": stride_dim,
+        "stride_states_column": stride_column,
+        "stride_x_token": strides(x)[0],
+        "stride_weight_dim": weight.stride(0),
+        "stride_weight_column": weight.stride(1),
+        "stride_initial": initial_slots.stride(0),
+        "stride_slots": state_slots.stride(0),
+        "stride_computed": 0 if computed_tokens is None else computed_tokens.stride(0),
+        "stride_input_gates": 0 if input_gates is None else strides(input_gates)[0],
+        "stride_output_gates": 0 if output_gates is None else strides(output_gates)[0],
+        "DIM": dim,
+        "WIDTH": width,
+        "NUM_COLUMNS": None if computed_tokens is None else states.shape[2],
+        "IS_SILU": silu,
+        "X_ALIGNMENT": min(alignment(strides(rows)[0]) for rows in inputs),
+        "BLOCK_T": tiles.block_tokens,
+        "BLOCK_D": tiles.block_dims,
+        "BLOCK_W": power_of_two(width),
+        "RUN_TOKENS": tiles.run_tokens,
+        "num_warps": tiles.num_warps,
+        "enable_fp_fusion": True,
+    }
+    grid = (triton.cdiv(dim, tiles.block_dims), blocks)
+    return [Launch(kernel=causal_conv_kernel, grid=grid, constants=constants)]

@@ -30,6 +30,14 @@ QUANTISED_DTYPES = (FP8_DTYPE, E5M2_DTYPE, torch.int8, INT4_DTYPE)
 ALIGNMENT_BYTES = 16
 """Widest load of one thread: rows must begin at multiples of it."""
 
+LOOKS_AT_VALUES = True
+"""Whether values are checked that lie on the CPU; off to time there what a GPU's calls take."""
+
+
+def shows_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values are checked: on the CPU, where looking waits for nothing."""
+    return LOOKS_AT_VALUES and tensor.device.type == "cpu"
+
 
 def check_shape(name: str, tensor: torch.Tensor, expected: Sequence[int | None]) -> None:
     """Check a tensor's shape.

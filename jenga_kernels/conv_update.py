@@ -3,12 +3,15 @@
 import torch
 import triton
 
-from jenga_kernels.checks import check_same_device
+from jenga_kernels.checks import check_same_device, shows_values
+from jenga_kernels.launches import Calls, Launch, call_like
 from jenga_kernels.states import check_convolution, check_ring, check_slots_apart, check_steps
 from jenga_kernels.triton.addressing import alignment, strides
 from jenga_kernels.triton.conv_update import conv_update_kernel
 from jenga_kernels.triton.state_tiles import conv_update_tiles
 from jenga_kernels.triton.tiles import machine_of
+
+_calls: Calls = {}
 
 
 def conv_update(
@@ -61,6 +64,73 @@ def conv_update(
     Raises:
         ValueError: If a shape, dtype, stride or device does not fit.
     """
+    call = call_like(
+        _calls,
+        out,
+        states,
+        x,
+        weight,
+        initial_slots,
+        state_slots,
+        bias,
+        silu,
+        query_starts,
+        computed_tokens,
+        input_gates,
+        output_gates,
+    )
+    if call.launches is None or shows_values(x):  # where values are looked at too
+        call.launches = _launches(
+            out,
+            states,
+            x,
+            weight,
+            initial_slots,
+            state_slots,
+            bias=bias,
+            silu=silu,
+            query_starts=query_starts,
+            computed_tokens=computed_tokens,
+            input_gates=input_gates,
+            output_gates=output_gates,
+        )
+    call.run(
+        {
+            "out_ptr": out,
+            "states_ptr": states,
+            "x_ptr": x,
+            "weight_ptr": weight,
+            "bias_ptr": bias,
+            "query_starts_ptr": query_starts,
+            "initial_slots_ptr": initial_slots,
+            "state_slots_ptr": state_slots,
+            "computed_tokens_ptr": computed_tokens,
+            "input_gates_ptr": input_gates,
+            "output_gates_ptr": output_gates,
+        }
+    )
+
+
+def _launches(
+    out: torch.Tensor,
+    states: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    initial_slots: torch.Tensor,
+    state_slots: torch.Tensor,
+    *,
+    bias: torch.Tensor | None,
+    silu: bool,
+    query_starts: torch.Tensor | None,
+    computed_tokens: torch.Tensor | None,
+    input_gates: torch.Tensor | None,
+    output_gates: torch.Tensor | None,
+) -> list[Launch]:
+    """Check a call; what a step takes.
+
+    Raises:
+        ValueError: If something does not fit.
+    """
     check_convolution(
         out, states, x, weight, bias=bias, input_gates=input_gates, output_gates=output_gates
     )
@@ -87,42 +157,33 @@ def conv_update(
     check_slots_apart(initial_slots, slots, query_starts=query_starts)
     num_requests = slots.shape[0]
     if num_requests == 0 or num_tokens == 0:
-        return
+        return []
     width = weight.shape[1]
     inputs = [rows for rows in (x, input_gates, output_gates) if rows is not None]
     tiles = conv_update_tiles(machine_of(x.device), dim)
     stride_slot, stride_dim, stride_column = strides(states)
-    conv_update_kernel[(triton.cdiv(dim, tiles.block_dims), num_requests)](
-        out_ptr=out,
-        states_ptr=states,
-        x_ptr=x,
-        weight_ptr=weight,
-        bias_ptr=bias,
-        query_starts_ptr=query_starts,
-        initial_slots_ptr=initial_slots,
-        state_slots_ptr=slots,
-        computed_tokens_ptr=computed_tokens,
-        input_gates_ptr=input_gates,
-        output_gates_ptr=output_gates,
-        stride_out_token=strides(out)[0],
-        stride_states_slot=stride_slot,
-        stride_states_dim=stride_dim,
-        stride_states_column=stride_column,
-        stride_x_token=strides(x)[0],
-        stride_weight_dim=weight.stride(0),
-        stride_weight_column=weight.stride(1),
-        stride_initial=initial_slots.stride(0),
-        stride_slots_request=slots.stride(0),
-        stride_slots_token=slots.stride(1),
-        stride_computed=0 if computed_tokens is None else computed_tokens.stride(0),
-        stride_input_gates=0 if input_gates is None else strides(input_gates)[0],
-        stride_output_gates=0 if output_gates is None else strides(output_gates)[0],
-        DIM=dim,
-        WIDTH=width,
-        NUM_COLUMNS=None if computed_tokens is None else states.shape[2],
-        IS_SILU=silu,
-        X_ALIGNMENT=min(alignment(strides(rows)[0]) for rows in inputs),
-        BLOCK_D=tiles.block_dims,
-        num_warps=tiles.num_warps,
-        enable_fp_fusion=True,
-    )
+    constants = {
+        "stride_out_token": strides(out)[0],
+        "stride_states_slot": stride_slot,
+        "stride_states_dim": stride_dim,
+        "stride_states_column": stride_column,
+        "stride_x_token": strides(x)[0],
+        "stride_weight_dim": weight.stride(0),
+        "stride_weight_column": weight.stride(1),
+        "stride_initial": initial_slots.stride(0),
+        "stride_slots_request": slots.stride(0),
+        "stride_slots_token": slots.stride(1),
+        "stride_computed": 0 if computed_tokens is None else computed_tokens.stride(0),
+        "stride_input_gates": 0 if input_gates is None else strides(input_gates)[0],
+        "stride_output_gates": 0 if output_gates is None else strides(output_gates)[0],
+        "DIM": dim,
+        "WIDTH": width,
+        "NUM_COLUMNS": None if computed_tokens is None else states.shape[2],
+        "IS_SILU": silu,
+        "X_ALIGNMENT": min(alignment(strides(rows)[0]) for rows in inputs),
+        "BLOCK_D": tiles.block_dims,
+        "num_warps": tiles.num_warps,
+        "enable_fp_fusion": True,
+    }
+    grid = (triton.cdiv(dim, tiles.block_dims), num_requests)
+    return [Launch(kernel=conv_update_kernel, grid=grid, constants=constants)]

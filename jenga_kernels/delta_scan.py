@@ -1,17 +1,20 @@
 """The gated delta rule over prompts, with states in pages."""
 
+from collections.abc import Iterator
+
 import torch
 import triton
 
-from jenga_kernels.checks import check_same_device, check_shape
+from jenga_kernels.checks import check_same_device, check_shape, shows_values
 from jenga_kernels.delta import check_delta_rule
-from jenga_kernels.launches import taken_by
+from jenga_kernels.launches import Calls, Launch, call_like, rebased
 from jenga_kernels.states import (
     Checkpoints,
     check_checkpoints,
     check_query_starts,
     check_slots,
     check_slots_apart,
+    checkpoint_tensors,
 )
 from jenga_kernels.triton.addressing import strides
 from jenga_kernels.triton.delta_chunks_channels import delta_chunks_channels_kernel
@@ -23,7 +26,12 @@ from jenga_kernels.triton.delta_tiles import (
     has_hopper_delta_scan,
 )
 from jenga_kernels.triton.state_tiles import CHUNK_CHANNELS
-from jenga_kernels.triton.tiles import machine_of, overlapping
+from jenga_kernels.triton.tiles import Machine, machine_of, overlapping
+
+CHUNK_ROWS = ("queries", "keys", "kept_keys", "scores", "solution")
+"""What the copy engine reads of what the first kernel leaves for the second."""
+
+_calls: Calls = {}
 
 
 def delta_scan(
@@ -89,81 +97,141 @@ def delta_scan(
     chunks section 3 of "Parallelizing Linear Transformers with the Delta Rule over Sequence Length"
     (arXiv 2406.06484).
     """
-    scale = check_delta_rule(
-        out, states, q, k, v, gates, betas, A_log=A_log, dt_bias=dt_bias, scale=scale
+    kept = checkpoint_tensors(checkpoints)
+    call = call_like(
+        _calls,
+        out,
+        states,
+        q,
+        k,
+        v,
+        gates,
+        betas,
+        query_starts,
+        initial_slots,
+        state_slots,
+        A_log,
+        dt_bias,
+        scale,
+        qk_l2norm,
+        *kept.values(),
+        is_portable,
     )
-    num_tokens, num_v_heads, head_v_dim = v.shape
-    _, num_qk_heads, head_k_dim = q.shape
-    num_slots = states.shape[0]
-    num_requests = check_query_starts(query_starts, num_tokens)
-    check_shape("initial_slots", initial_slots, (num_requests,))
-    check_shape("state_slots", state_slots, (num_requests,))
-    check_slots("initial_slots", initial_slots, num_slots)
-    check_slots("state_slots", state_slots, num_slots)
-    check_checkpoints(checkpoints, query_starts, num_slots)
-    check_same_device(
-        v=v, query_starts=query_starts, initial_slots=initial_slots, state_slots=state_slots
-    )
-    check_slots_apart(initial_slots, state_slots, checkpoints=checkpoints)
+    is_first = call.launches is None
+    if is_first or shows_values(v):  # where values are looked at too
+        scale = check_delta_rule(
+            out, states, q, k, v, gates, betas, A_log=A_log, dt_bias=dt_bias, scale=scale
+        )
+        num_slots = states.shape[0]
+        num_requests = check_query_starts(query_starts, v.shape[0])
+        check_shape("initial_slots", initial_slots, (num_requests,))
+        check_shape("state_slots", state_slots, (num_requests,))
+        check_slots("initial_slots", initial_slots, num_slots)
+        check_slots("state_slots", state_slots, num_slots)
+        check_checkpoints(checkpoints, query_starts, num_slots)
+        check_same_device(
+            v=v, query_starts=query_starts, initial_slots=initial_slots, state_slots=state_slots
+        )
+        check_slots_apart(initial_slots, state_slots, checkpoints=checkpoints)
+    num_requests = len(state_slots)
     if num_requests == 0:
         return
-    machine = machine_of(v.device)
-    is_per_channel = gates.dim() > 2  # noqa: PLR2004 - tokens, heads, channels
-    tiles = delta_scan_tiles(
-        machine, head_k_dim, head_v_dim, v.element_size(), is_per_channel=is_per_channel
-    )
-    is_ahead = not is_portable and has_hopper_delta_scan(machine, head_k_dim, v, tiles.block_tokens)
-    num_chunks = num_tokens // tiles.block_tokens + num_requests
-    if checkpoints is not None:
-        num_chunks += checkpoints.slots.shape[0]
-    chunks = _chunk_tensors(v, num_qk_heads, num_chunks, tiles, is_per_channel=is_per_channel)
-    kernel = delta_chunks_channels_kernel if is_per_channel else delta_chunks_heads_kernel
-    kernel[(num_v_heads, num_chunks)](
-        **chunks,
-        q_ptr=q,
-        k_ptr=k,
-        gates_ptr=gates,
-        betas_ptr=betas,
-        A_log_ptr=A_log,
-        dt_bias_ptr=dt_bias,
-        query_starts_ptr=query_starts,
-        state_slots_ptr=state_slots,
-        checkpoint_starts_ptr=None if checkpoints is None else checkpoints.starts,
-        checkpoint_after_ptr=None if checkpoints is None else checkpoints.after_tokens,
-        scale=scale,
-        num_requests=num_requests,
-        num_tokens=num_tokens,
-        stride_q_token=strides(q)[0],
-        stride_q_head=strides(q)[1],
-        stride_k_token=strides(k)[0],
-        stride_k_head=strides(k)[1],
-        stride_gates_token=strides(gates)[0],
-        stride_gates_head=strides(gates)[1] if is_per_channel else 0,
-        stride_betas_token=strides(betas)[0],
-        stride_dt_bias_head=0 if dt_bias is None else strides(dt_bias)[0],
-        stride_slots=state_slots.stride(0),
-        HEADS_PER_GROUP=num_v_heads // num_qk_heads,
-        HEAD_K_DIM=head_k_dim,
-        IS_NORMALIZED=qk_l2norm,
-        PRECISION="ieee" if v.dtype == torch.float32 else "tf32",
-        BLOCK_T=tiles.block_tokens,
-        BLOCK_K=tiles.block_keys,
-        IS_OVERLAPPED=is_ahead,
-        num_warps=tiles.chunk_warps,
-        num_stages=1,
-        enable_fp_fusion=True,
-    )
-    stride_slot, stride_head, stride_dim, _ = strides(states)
-    arguments = chunks | {
+    tensors = {
         "out_ptr": out,
         "states_ptr": states,
+        "q_ptr": q,
+        "k_ptr": k,
         "v_ptr": v,
+        "gates_ptr": gates,
+        "betas_ptr": betas,
+        "A_log_ptr": A_log,
+        "dt_bias_ptr": dt_bias,
         "query_starts_ptr": query_starts,
         "initial_slots_ptr": initial_slots,
         "state_slots_ptr": state_slots,
-        "checkpoint_starts_ptr": None if checkpoints is None else checkpoints.starts,
-        "checkpoint_after_ptr": None if checkpoints is None else checkpoints.after_tokens,
-        "checkpoint_slots_ptr": None if checkpoints is None else checkpoints.slots,
+        **kept,
+    }
+    if is_first:
+        is_per_channel = gates.dim() > 2  # noqa: PLR2004 - tokens, heads, channels
+        call.facts = tiles = delta_scan_tiles(
+            machine_of(v.device),
+            q.shape[2],
+            v.shape[2],
+            v.element_size(),
+            is_per_channel=is_per_channel,
+        )
+        tensors |= _chunk_tensors(tensors, tiles)
+        call.launches = list(
+            _launches(tensors, tiles, scale=scale, is_normalized=qk_l2norm, is_portable=is_portable)
+        )
+    else:
+        tensors |= _chunk_tensors(tensors, call.facts)
+    call.run(tensors)
+
+
+def _launches(
+    tensors: dict[str, torch.Tensor | None],
+    tiles: DeltaTiles,
+    *,
+    scale: float,
+    is_normalized: bool,
+    is_portable: bool,
+) -> Iterator[Launch]:
+    """What a call takes: a kernel that prepares its chunks, and one that walks over them.
+
+    Args:
+        tensors: Of the call, and what the first kernel leaves for the second.
+        tiles: Of both.
+        scale: Factor of the queries.
+        is_normalized: Whether queries and keys are brought to length one.
+        is_portable: Whether to use the kernels of all GPUs.
+    """
+    out, states, q, k, v, gates, betas, dt_bias, initial_slots, state_slots, decays = (
+        tensors[f"{name}_ptr"]
+        for name in (
+            *("out", "states", "q", "k", "v", "gates", "betas", "dt_bias"),
+            *("initial_slots", "state_slots", "decays"),
+        )
+    )
+    machine = machine_of(v.device)
+    num_tokens, num_v_heads, head_v_dim = v.shape
+    _, num_qk_heads, head_k_dim = q.shape
+    num_requests, num_chunks = len(state_slots), decays.shape[1]
+    is_per_channel = gates.dim() > 2  # noqa: PLR2004 - tokens, heads, channels
+    is_ahead = not is_portable and has_hopper_delta_scan(machine, head_k_dim, v, tiles.block_tokens)
+    stride_slot, stride_head, stride_dim, _ = strides(states)
+    shared = {
+        "stride_slots": state_slots.stride(0),
+        "HEADS_PER_GROUP": num_v_heads // num_qk_heads,
+        "HEAD_K_DIM": head_k_dim,
+        "BLOCK_T": tiles.block_tokens,
+        "BLOCK_K": tiles.block_keys,
+        "enable_fp_fusion": True,
+    }
+    yield Launch(
+        kernel=delta_chunks_channels_kernel if is_per_channel else delta_chunks_heads_kernel,
+        grid=(num_v_heads, num_chunks),
+        constants=shared
+        | {
+            "scale": scale,
+            "num_requests": num_requests,
+            "num_tokens": num_tokens,
+            "stride_q_token": strides(q)[0],
+            "stride_q_head": strides(q)[1],
+            "stride_k_token": strides(k)[0],
+            "stride_k_head": strides(k)[1],
+            "stride_gates_token": strides(gates)[0],
+            "stride_gates_head": strides(gates)[1] if is_per_channel else 0,
+            "stride_betas_token": strides(betas)[0],
+            "stride_dt_bias_head": 0 if dt_bias is None else strides(dt_bias)[0],
+            "IS_NORMALIZED": is_normalized,
+            "PRECISION": "ieee" if v.dtype == torch.float32 else "tf32",
+            "IS_OVERLAPPED": is_ahead,
+            "num_warps": tiles.chunk_warps,
+            "num_stages": 1,
+        },
+    )
+    walk = shared | {
         "num_tokens_of_all": num_tokens,
         "num_chunks": num_chunks,
         "stride_out_token": strides(out)[0],
@@ -174,50 +242,66 @@ def delta_scan(
         "stride_v_token": strides(v)[0],
         "stride_v_head": strides(v)[1],
         "stride_initial": initial_slots.stride(0),
-        "stride_slots": state_slots.stride(0),
-        "HEADS_PER_GROUP": num_v_heads // num_qk_heads,
-        "HEAD_K_DIM": head_k_dim,
         "HEAD_V_DIM": head_v_dim,
         "IS_PER_CHANNEL": is_per_channel,
-        "BLOCK_T": tiles.block_tokens,
-        "BLOCK_K": tiles.block_keys,
-        "enable_fp_fusion": True,
     }
     if is_ahead:
-        # Gluon is not for the interpreter.
-        from jenga_kernels.triton.chunks_hopper import chunk_descriptor  # noqa: PLC0415
-        from jenga_kernels.triton.delta_scan_hopper import (  # noqa: PLC0415
-            delta_scan_hopper_kernel as scan_kernel,
-        )
-
-        block_values = CHUNK_CHANNELS
-        arguments |= {"v_descriptor": chunk_descriptor(v), "num_warps": 4}
-        for name in ("queries", "keys", "kept_keys", "scores", "solution"):
-            rows = chunks[f"{name}_ptr"]
-            descriptor = None if rows is None else chunk_descriptor(rows.transpose(0, 1))
-            arguments[f"{name}_descriptor"] = descriptor
-        arguments |= {"IS_OVERLAPPED": machine.has_dependent_launches} | overlapping(machine)
-    else:
-        scan_kernel, block_values = delta_scan_kernel, tiles.block_values
-        arguments |= {
+        yield _launch_ahead(tensors, machine, walk)
+        return
+    block_values = tiles.block_values
+    yield Launch(
+        kernel=delta_scan_kernel,
+        grid=(triton.cdiv(head_v_dim, block_values) * num_v_heads, num_requests),
+        constants=walk
+        | {
             "BLOCK_V": block_values,
             "num_warps": tiles.scan_warps,
             "num_stages": tiles.scan_stages,
-        }
-    grid = (triton.cdiv(head_v_dim, block_values) * num_v_heads, num_requests)
-    scan_kernel[grid](**taken_by(scan_kernel, arguments))
+        },
+    )
+
+
+def _launch_ahead(
+    tensors: dict[str, torch.Tensor | None], machine: Machine, walk: dict[str, object]
+) -> Launch:
+    """The walk over chunks on Hopper, whose loads run ahead."""
+    # Gluon is not for the interpreter.
+    from jenga_kernels.triton.chunks_hopper import chunk_descriptor  # noqa: PLC0415
+    from jenga_kernels.triton.delta_scan_hopper import delta_scan_hopper_kernel  # noqa: PLC0415
+
+    v = tensors["v_ptr"]
+    descriptors = {"v_descriptor": chunk_descriptor(v)}
+    for name in CHUNK_ROWS:
+        rows = tensors[f"{name}_ptr"]
+        descriptor = None if rows is None else chunk_descriptor(rows.transpose(0, 1))
+        descriptors[f"{name}_descriptor"] = descriptor
+    constants = {name: rebased(descriptor, None) for name, descriptor in descriptors.items()}
+    constants |= {"num_warps": 4, "IS_OVERLAPPED": machine.has_dependent_launches}
+    num_programs = triton.cdiv(v.shape[2], CHUNK_CHANNELS) * v.shape[1]
+    return Launch(
+        kernel=delta_scan_hopper_kernel,
+        grid=(num_programs, len(tensors["state_slots_ptr"])),
+        constants=walk | constants | overlapping(machine),
+        descriptors=tuple((f"{name}_descriptor", f"{name}_ptr") for name in ("v", *CHUNK_ROWS)),
+    )
 
 
 def _chunk_tensors(
-    v: torch.Tensor, num_qk_heads: int, num_chunks: int, tiles: DeltaTiles, *, is_per_channel: bool
+    tensors: dict[str, torch.Tensor | None], tiles: DeltaTiles
 ) -> dict[str, torch.Tensor | None]:
-    """What the first kernel leaves for the second, by the names of the kernels' arguments."""
+    """Room for what the first kernel leaves for the second, by the names of their arguments."""
+    q, v, gates = tensors["q_ptr"], tensors["v_ptr"], tensors["gates_ptr"]
     num_tokens, num_v_heads, _ = v.shape
+    num_chunks = num_tokens // tiles.block_tokens + len(tensors["state_slots_ptr"])
+    checkpoint_slots = tensors["checkpoint_slots_ptr"]
+    if checkpoint_slots is not None:
+        num_chunks += len(checkpoint_slots)
 
     def empty(*shape: int, dtype: torch.dtype = v.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=v.device)
 
-    keys = (num_v_heads if is_per_channel else num_qk_heads, num_tokens, tiles.block_keys)
+    is_per_channel = gates.dim() > 2  # noqa: PLR2004 - tokens, heads, channels
+    keys = (num_v_heads if is_per_channel else q.shape[1], num_tokens, tiles.block_keys)
     squares = (num_v_heads, num_tokens, tiles.block_tokens)
     chunks = {
         "queries_ptr": empty(*keys),

@@ -3,13 +3,16 @@
 import torch
 import triton
 
-from jenga_kernels.checks import check_same_device
+from jenga_kernels.checks import check_same_device, shows_values
 from jenga_kernels.delta import check_delta_rule
+from jenga_kernels.launches import Calls, Launch, call_like
 from jenga_kernels.states import check_slots_apart, check_steps
 from jenga_kernels.triton.addressing import strides
 from jenga_kernels.triton.delta_tiles import delta_update_tiles
 from jenga_kernels.triton.delta_update import delta_update_kernel
 from jenga_kernels.triton.tiles import machine_of, power_of_two
+
+_calls: Calls = {}
 
 
 def delta_update(
@@ -65,6 +68,80 @@ def delta_update(
     Raises:
         ValueError: If a shape, dtype, stride, alignment or device does not fit.
     """
+    call = call_like(
+        _calls,
+        out,
+        states,
+        q,
+        k,
+        v,
+        gates,
+        betas,
+        initial_slots,
+        state_slots,
+        A_log,
+        dt_bias,
+        scale,
+        qk_l2norm,
+        query_starts,
+    )
+    if call.launches is None or shows_values(v):  # where values are looked at too
+        call.launches = _launches(
+            out,
+            states,
+            q,
+            k,
+            v,
+            gates,
+            betas,
+            initial_slots,
+            state_slots,
+            A_log=A_log,
+            dt_bias=dt_bias,
+            scale=scale,
+            qk_l2norm=qk_l2norm,
+            query_starts=query_starts,
+        )
+    call.run(
+        {
+            "out_ptr": out,
+            "states_ptr": states,
+            "q_ptr": q,
+            "k_ptr": k,
+            "v_ptr": v,
+            "gates_ptr": gates,
+            "betas_ptr": betas,
+            "A_log_ptr": A_log,
+            "dt_bias_ptr": dt_bias,
+            "query_starts_ptr": query_starts,
+            "initial_slots_ptr": initial_slots,
+            "state_slots_ptr": state_slots,
+        }
+    )
+
+
+def _launches(
+    out: torch.Tensor,
+    states: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    gates: torch.Tensor,
+    betas: torch.Tensor,
+    initial_slots: torch.Tensor,
+    state_slots: torch.Tensor,
+    *,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    scale: float | None,
+    qk_l2norm: bool,
+    query_starts: torch.Tensor | None,
+) -> list[Launch]:
+    """Check a call; what a step takes.
+
+    Raises:
+        ValueError: If something does not fit.
+    """
     scale = check_delta_rule(
         out, states, q, k, v, gates, betas, A_log=A_log, dt_bias=dt_bias, scale=scale
     )
@@ -77,49 +154,40 @@ def delta_update(
     check_slots_apart(initial_slots, slots, query_starts=query_starts)
     num_requests = slots.shape[0]
     if num_requests == 0 or num_tokens == 0:
-        return
+        return []
+    is_per_channel = gates.dim() > 2  # noqa: PLR2004 - tokens, heads, channels
     tiles = delta_update_tiles(machine_of(v.device), head_k_dim, head_v_dim, states.element_size())
     stride_slot, stride_head, stride_dim, _ = strides(states)
-    delta_update_kernel[(triton.cdiv(head_v_dim, tiles.block_values) * num_v_heads, num_requests)](
-        out_ptr=out,
-        states_ptr=states,
-        q_ptr=q,
-        k_ptr=k,
-        v_ptr=v,
-        gates_ptr=gates,
-        betas_ptr=betas,
-        A_log_ptr=A_log,
-        dt_bias_ptr=dt_bias,
-        query_starts_ptr=query_starts,
-        initial_slots_ptr=initial_slots,
-        state_slots_ptr=slots,
-        scale=scale,
-        stride_out_token=strides(out)[0],
-        stride_out_head=strides(out)[1],
-        stride_states_slot=stride_slot,
-        stride_states_head=stride_head,
-        stride_states_dim=stride_dim,
-        stride_q_token=strides(q)[0],
-        stride_q_head=strides(q)[1],
-        stride_k_token=strides(k)[0],
-        stride_k_head=strides(k)[1],
-        stride_v_token=strides(v)[0],
-        stride_v_head=strides(v)[1],
-        stride_gates_token=strides(gates)[0],
-        stride_gates_head=strides(gates)[1],
-        stride_betas_token=strides(betas)[0],
-        stride_dt_bias_head=0 if dt_bias is None else strides(dt_bias)[0],
-        stride_initial=initial_slots.stride(0),
-        stride_slots_request=slots.stride(0),
-        stride_slots_token=slots.stride(1),
-        HEADS_PER_GROUP=num_v_heads // num_qk_heads,
-        HEAD_K_DIM=head_k_dim,
-        HEAD_V_DIM=head_v_dim,
-        IS_PER_CHANNEL=gates.dim() > 2,  # noqa: PLR2004 - tokens, heads, channels
-        IS_NORMALIZED=qk_l2norm,
-        BLOCK_K=power_of_two(head_k_dim),
-        BLOCK_V=tiles.block_values,
-        BLOCK_LINE=tiles.block_line,
-        num_warps=1,
-        enable_fp_fusion=True,
-    )
+    constants = {
+        "scale": scale,
+        "stride_out_token": strides(out)[0],
+        "stride_out_head": strides(out)[1],
+        "stride_states_slot": stride_slot,
+        "stride_states_head": stride_head,
+        "stride_states_dim": stride_dim,
+        "stride_q_token": strides(q)[0],
+        "stride_q_head": strides(q)[1],
+        "stride_k_token": strides(k)[0],
+        "stride_k_head": strides(k)[1],
+        "stride_v_token": strides(v)[0],
+        "stride_v_head": strides(v)[1],
+        "stride_gates_token": strides(gates)[0],
+        "stride_gates_head": strides(gates)[1],
+        "stride_betas_token": strides(betas)[0],
+        "stride_dt_bias_head": 0 if dt_bias is None else strides(dt_bias)[0],
+        "stride_initial": initial_slots.stride(0),
+        "stride_slots_request": slots.stride(0),
+        "stride_slots_token": slots.stride(1),
+        "HEADS_PER_GROUP": num_v_heads // num_qk_heads,
+        "HEAD_K_DIM": head_k_dim,
+        "HEAD_V_DIM": head_v_dim,
+        "IS_PER_CHANNEL": is_per_channel,
+        "IS_NORMALIZED": qk_l2norm,
+        "BLOCK_K": power_of_two(head_k_dim),
+        "BLOCK_V": tiles.block_values,
+        "BLOCK_LINE": tiles.block_line,
+        "num_warps": 1,
+        "enable_fp_fusion": True,
+    }
+    grid = (triton.cdiv(head_v_dim, tiles.block_values) * num_v_heads, num_requests)
+    return [Launch(kernel=delta_update_kernel, grid=grid, constants=constants)]

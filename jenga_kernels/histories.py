@@ -10,6 +10,7 @@ from jenga_kernels.checks import (
     check_rows,
     check_same_device,
     check_shape,
+    shows_values,
 )
 from jenga_kernels.states import (
     NULL_SLOT,
@@ -159,7 +160,7 @@ def check_replay(
             check_contiguous_rows(name, tensor)
     check_slots("slots", slots, num_slots)
     check_same_device(slots=slots, query_starts=query_starts, **counts)
-    if slots.device.type == "cpu":
+    if shows_values(slots):
         query_tokens = torch.ones_like(slots) if query_starts is None else query_starts.diff()
         _check_counts(slots, query_tokens, history_tokens=history_tokens, **counts)
     return num_requests

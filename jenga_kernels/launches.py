@@ -39,6 +39,18 @@ class Launch:
     constants: dict[str, object]
     descriptors: tuple[tuple[str, str], ...] = ()
 
+    def arguments(self, tensors: Mapping[str, torch.Tensor | None]) -> dict[str, object]:
+        """What it is given, with these tensors; what the kernel does not take is among them."""
+        arguments: dict[str, object] = {**self.constants, **tensors}
+        for name, tensor_name in self.descriptors:
+            arguments[name] = rebased(arguments[name], tensors[tensor_name])
+        return arguments
+
+    def compile(self, tensors: Mapping[str, torch.Tensor | None]) -> None:
+        """Compile the kernel, which then is launched without waiting for that."""
+        given = taken_by(self.kernel, self.arguments(tensors))
+        self.kernel.run(**given, grid=self.grid, warmup=True)
+
 
 class Call:
     """Calls of an operation that have the same signature.
@@ -58,10 +70,7 @@ class Call:
     def run(self, tensors: Mapping[str, torch.Tensor | None]) -> None:
         """Launch all, with these tensors; what a kernel does not take is left out."""
         for launch in self.launches or ():
-            arguments = launch.constants | tensors
-            for name, tensor_name in launch.descriptors:
-                arguments[name] = rebased(arguments[name], tensors[tensor_name])
-            self._launch(launch.kernel, launch.grid, arguments)
+            self._launch(launch.kernel, launch.grid, launch.arguments(tensors))
 
     def _launch(
         self, kernel: triton.JITFunction, grid: tuple[int, ...], arguments: dict[str, object]

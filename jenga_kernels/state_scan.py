@@ -1,12 +1,13 @@
 """The recurrence of a selective state space model over prompts, with states in pages."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import triton
 
-from jenga_kernels.checks import check_at_least, check_same_device, check_shape
-from jenga_kernels.launches import taken_by
+from jenga_kernels.checks import check_at_least, check_same_device, check_shape, shows_values
+from jenga_kernels.launches import Calls, Launch, call_like, rebased
 from jenga_kernels.states import (
     Checkpoints,
     check_checkpoints,
@@ -14,6 +15,7 @@ from jenga_kernels.states import (
     check_recurrence,
     check_slots,
     check_slots_apart,
+    checkpoint_tensors,
     per_channel,
 )
 from jenga_kernels.triton.addressing import strides
@@ -54,6 +56,8 @@ UNCUT = {
     "IS_OVERLAPPED": False,
 }
 """What kernels take where no request is cut."""
+
+_calls: Calls = {}
 
 _compiled: set[tuple[object, ...]] = set()
 """Kinds of calls, of which all kernels have been compiled."""
@@ -143,26 +147,50 @@ def state_scan(
     State Spaces" (arXiv 2312.00752), its form by chunks section 6 of "Transformers are SSMs"
     (arXiv 2405.21060); lightning attention is that of arXiv 2401.04658.
     """
-    check_recurrence(out, states, x, dt, A, B, C, D=D, z=z, dt_bias=dt_bias, dt_limits=dt_limits)
-    num_tokens, num_heads, head_dim = x.shape
-    num_slots, _, _, d_state = states.shape
-    num_requests = check_query_starts(query_starts, num_tokens)
-    check_shape("initial_slots", initial_slots, (num_requests,))
-    check_shape("state_slots", state_slots, (num_requests,))
-    check_slots("initial_slots", initial_slots, num_slots)
-    check_slots("state_slots", state_slots, num_slots)
-    check_checkpoints(checkpoints, query_starts, num_slots)
-    check_same_device(
-        x=x, query_starts=query_starts, initial_slots=initial_slots, state_slots=state_slots
+    kept = checkpoint_tensors(checkpoints)
+    call = call_like(
+        _calls,
+        out,
+        states,
+        x,
+        dt,
+        A,
+        B,
+        C,
+        query_starts,
+        initial_slots,
+        state_slots,
+        D,
+        z,
+        dt_bias,
+        dt_softplus,
+        dt_limits,
+        *kept.values(),
+        allow_tf32,
+        longest_tokens,
+        segment_tokens,
+        is_warp_specialized,
+        is_portable,
+        compile_ahead,
     )
-    check_slots_apart(initial_slots, state_slots, checkpoints=checkpoints)
-    _check_segments(longest_tokens, segment_tokens, is_per_channel=A.dim() > 1)
-    if num_requests == 0:
-        return
-    D = per_channel(D, num_heads, head_dim)
-    machine = machine_of(x.device)
-    stride_slot, stride_head, stride_dim, _ = strides(states)
-    arguments = {
+    is_first = call.launches is None
+    if is_first or shows_values(x):  # where values are looked at too
+        check_recurrence(
+            out, states, x, dt, A, B, C, D=D, z=z, dt_bias=dt_bias, dt_limits=dt_limits
+        )
+        num_slots = states.shape[0]
+        num_requests = check_query_starts(query_starts, x.shape[0])
+        check_shape("initial_slots", initial_slots, (num_requests,))
+        check_shape("state_slots", state_slots, (num_requests,))
+        check_slots("initial_slots", initial_slots, num_slots)
+        check_slots("state_slots", state_slots, num_slots)
+        check_checkpoints(checkpoints, query_starts, num_slots)
+        check_same_device(
+            x=x, query_starts=query_starts, initial_slots=initial_slots, state_slots=state_slots
+        )
+        check_slots_apart(initial_slots, state_slots, checkpoints=checkpoints)
+        _check_segments(longest_tokens, segment_tokens, is_per_channel=A.dim() > 1)
+    tensors = {
         "out_ptr": out,
         "states_ptr": states,
         "x_ptr": x,
@@ -176,71 +204,73 @@ def state_scan(
         "query_starts_ptr": query_starts,
         "initial_slots_ptr": initial_slots,
         "state_slots_ptr": state_slots,
-        "checkpoint_starts_ptr": None if checkpoints is None else checkpoints.starts,
-        "checkpoint_after_ptr": None if checkpoints is None else checkpoints.after_tokens,
-        "checkpoint_slots_ptr": None if checkpoints is None else checkpoints.slots,
-        "dt_min": dt_limits[0],
-        "dt_max": dt_limits[1],
-        "stride_out_token": strides(out)[0],
-        "stride_out_head": strides(out)[1],
-        "stride_states_slot": stride_slot,
-        "stride_states_head": stride_head,
-        "stride_states_dim": stride_dim,
-        "stride_x_token": strides(x)[0],
-        "stride_x_head": strides(x)[1],
-        "stride_dt_token": strides(dt)[0],
-        "stride_dt_head": strides(dt)[1],
-        "stride_B_token": strides(B)[0],
-        "stride_B_group": strides(B)[1],
-        "stride_C_token": strides(C)[0],
-        "stride_C_group": strides(C)[1],
-        "stride_D_head": 0 if D is None else D.stride(0),
-        "stride_D_dim": 0 if D is None else D.stride(1),
-        "stride_z_token": 0 if z is None else strides(z)[0],
-        "stride_z_head": 0 if z is None else strides(z)[1],
-        "stride_dt_bias_head": 0 if dt_bias is None else strides(dt_bias)[0],
-        "stride_initial": initial_slots.stride(0),
-        "stride_slots": state_slots.stride(0),
-        "HEADS_PER_GROUP": num_heads // B.shape[1],
-        "HEAD_DIM": head_dim,
-        "D_STATE": d_state,
-        "IS_SOFTPLUS": dt_softplus,
-        "HAS_LIMITS": dt_limits != (0.0, float("inf")),
-        "enable_fp_fusion": True,
+        **kept,
     }
-    if A.dim() > 1:
-        # Every state element of a channel decays on its own, so those of channels are one tile.
-        tiles = channel_scan_tiles(machine, head_dim, d_state)
-        arguments |= _sizes(tiles, d_state) | {"BLOCK_T": tiles.block_tokens}
-        grid = (triton.cdiv(head_dim, tiles.block_dims) * num_heads, num_requests)
-        state_scan_channels_kernel[grid](**taken_by(state_scan_channels_kernel, arguments))
-        return
-    hopper_tiles = None if is_portable else hopper_scan_tiles(machine, x, B, C, z)
-    if hopper_tiles is None:
-        kernels = _portable_kernels(machine, x, B, num_requests, allow_tf32=allow_tf32)
-    else:
-        kernels = _hopper_kernels(x, dt, B, C, hopper_tiles, is_warp_specialized)
-    arguments |= kernels.arguments
-    if segment_tokens is None:
-        segment_tokens = scan_segment_tokens(
-            machine,
-            num_programs=kernels.num_programs,
-            num_requests=num_requests,
-            num_tokens=num_tokens,
-            longest_tokens=longest_tokens,
-        )
-    if compile_ahead and not machine.is_interpreter:
-        kinds = (x.dtype, dt.dtype, states.dtype, *states.shape[1:], B.shape[1], dt_softplus)
-        options = (dt_limits, *(given is None for given in (D, z, dt_bias, checkpoints)))
-        kind = (kernels.scan, kernels.lone_scan, *kinds, *options)
-        if kind not in _compiled:
-            _compiled.add(kind)
-            _compile_others(kernels, machine, arguments, states)
-    longest_tokens = num_tokens if longest_tokens is None else longest_tokens
-    if segment_tokens is None or segment_tokens >= longest_tokens:
-        kernels.launch_scan(machine, num_requests, arguments | UNCUT)
-    else:
-        _scan_in_segments(kernels, machine, arguments, states, num_tokens, segment_tokens)
+    if is_first:
+        _, num_heads, head_dim = x.shape
+        num_requests, d_state = len(state_slots), states.shape[3]
+        machine = machine_of(x.device)
+        stride_slot, stride_head, stride_dim, _ = strides(states)
+        D_rows = per_channel(D, num_heads, head_dim)
+        constants = {
+            "dt_min": dt_limits[0],
+            "dt_max": dt_limits[1],
+            "stride_out_token": strides(out)[0],
+            "stride_out_head": strides(out)[1],
+            "stride_states_slot": stride_slot,
+            "stride_states_head": stride_head,
+            "stride_states_dim": stride_dim,
+            "stride_x_token": strides(x)[0],
+            "stride_x_head": strides(x)[1],
+            "stride_dt_token": strides(dt)[0],
+            "stride_dt_head": strides(dt)[1],
+            "stride_B_token": strides(B)[0],
+            "stride_B_group": strides(B)[1],
+            "stride_C_token": strides(C)[0],
+            "stride_C_group": strides(C)[1],
+            "stride_D_head": 0 if D_rows is None else D_rows.stride(0),
+            "stride_D_dim": 0 if D_rows is None else D_rows.stride(1),
+            "stride_z_token": 0 if z is None else strides(z)[0],
+            "stride_z_head": 0 if z is None else strides(z)[1],
+            "stride_dt_bias_head": 0 if dt_bias is None else strides(dt_bias)[0],
+            "stride_initial": initial_slots.stride(0),
+            "stride_slots": state_slots.stride(0),
+            "HEADS_PER_GROUP": num_heads // B.shape[1],
+            "HEAD_DIM": head_dim,
+            "D_STATE": d_state,
+            "IS_SOFTPLUS": dt_softplus,
+            "HAS_LIMITS": dt_limits != (0.0, float("inf")),
+            "enable_fp_fusion": True,
+        }
+        if num_requests == 0:
+            call.launches = []
+        elif A.dim() > 1:
+            # Every state element of a channel decays on its own, so those of channels are one tile.
+            tiles = channel_scan_tiles(machine, head_dim, d_state)
+            sizes = _sizes(tiles, d_state) | {"BLOCK_T": tiles.block_tokens}
+            num_programs = triton.cdiv(head_dim, tiles.block_dims) * num_heads
+            call.launches = [
+                Launch(
+                    kernel=state_scan_channels_kernel,
+                    grid=(num_programs, num_requests),
+                    constants=constants | sizes,
+                )
+            ]
+        else:
+            call.launches, call.facts = _head_launches(
+                machine,
+                constants,
+                tensors,
+                allow_tf32=allow_tf32,
+                longest_tokens=longest_tokens,
+                segment_tokens=segment_tokens,
+                is_warp_specialized=is_warp_specialized,
+                is_portable=is_portable,
+                compile_ahead=compile_ahead,
+            )
+    if call.facts is not None:
+        tensors |= _room_for_segments(states, call.facts)
+    call.run(tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,6 +283,7 @@ class HeadsKernels:
         segment_states: What segments leave.
         num_programs: Programs that a request or a segment takes.
         arguments: What they take besides the operation's own arguments.
+        descriptors: Those among these that say what the copy engine needs to know, and of what.
     """
 
     scan: triton.JITFunction
@@ -260,12 +291,68 @@ class HeadsKernels:
     segment_states: triton.JITFunction
     num_programs: int
     arguments: dict[str, object]
+    descriptors: tuple[tuple[str, str], ...] = ()
 
-    def launch_scan(self, machine: Machine, num_scans: int, arguments: dict[str, object]) -> None:
-        """Launch the scan of so many requests or segments."""
+    def scan_launch(self, machine: Machine, num_scans: int, constants: dict[str, object]) -> Launch:
+        """The scan of so many requests or segments."""
         is_lone = are_lone(machine, self.num_programs * num_scans)
-        scan = self.lone_scan if is_lone else self.scan
-        scan[self.num_programs, num_scans](**taken_by(scan, arguments))
+        return Launch(
+            kernel=self.lone_scan if is_lone else self.scan,
+            grid=(self.num_programs, num_scans),
+            constants=constants,
+            descriptors=self.descriptors,
+        )
+
+
+def _head_launches(
+    machine: Machine,
+    constants: dict[str, object],
+    tensors: dict[str, torch.Tensor | None],
+    *,
+    allow_tf32: bool,
+    longest_tokens: int | None,
+    segment_tokens: int | None,
+    is_warp_specialized: bool | None,
+    is_portable: bool,
+    compile_ahead: bool,
+) -> tuple[list[Launch], int | None]:
+    """What a call takes where a head decays as one, and into how many segments it is cut."""
+    x, dt, B, C, z, states = (
+        tensors[f"{name}_ptr"] for name in ("x", "dt", "B", "C", "z", "states")
+    )
+    num_tokens, num_requests = x.shape[0], len(tensors["state_slots_ptr"])
+    hopper_tiles = None if is_portable else hopper_scan_tiles(machine, x, B, C, z)
+    if hopper_tiles is None:
+        kernels = _portable_kernels(machine, x, B, num_requests, allow_tf32=allow_tf32)
+    else:
+        kernels = _hopper_kernels(x, dt, B, C, hopper_tiles, is_warp_specialized)
+    constants = constants | kernels.arguments
+    if segment_tokens is None:
+        segment_tokens = scan_segment_tokens(
+            machine,
+            num_programs=kernels.num_programs,
+            num_requests=num_requests,
+            num_tokens=num_tokens,
+            longest_tokens=longest_tokens,
+        )
+    if compile_ahead and not machine.is_interpreter:
+        kinds = [(tensor.dtype, tensor.shape[1:]) for tensor in (x, dt, B, states)]
+        flags = [constants[name] for name in ("dt_min", "dt_max", "IS_SOFTPLUS")]
+        given = [tensor is None for tensor in tensors.values()]
+        kind = (kernels.scan, kernels.lone_scan, *kinds, *flags, *given)
+        if kind not in _compiled:
+            _compiled.add(kind)
+            _compile_others(kernels, machine, constants, tensors)
+    longest_tokens = num_tokens if longest_tokens is None else longest_tokens
+    if segment_tokens is None or segment_tokens >= longest_tokens:
+        return [kernels.scan_launch(machine, num_requests, constants | UNCUT)], None
+    # As many at most, however tokens are spread over requests; programs of others end at once.
+    num_segments = num_requests + (num_tokens - 1) // segment_tokens
+    cut = constants | _cut(machine, states, num_requests, segment_tokens)
+    launches = _segment_launches(
+        kernels, machine, cut, num_requests=num_requests, num_segments=num_segments
+    )
+    return list(launches), num_segments
 
 
 def _hopper_kernels(
@@ -291,11 +378,11 @@ def _hopper_kernels(
     )
 
     arguments = {
-        "x_descriptor": chunk_descriptor(x),
-        "B_descriptor": chunk_descriptor(B),
-        "C_descriptor": chunk_descriptor(C),
+        "x_descriptor": rebased(chunk_descriptor(x), None),
+        "B_descriptor": rebased(chunk_descriptor(B), None),
+        "C_descriptor": rebased(chunk_descriptor(C), None),
         # A wide state leaves no registers for what comes out of shared memory.
-        "dt_descriptor": steps_descriptor(dt) if tiles.state_parts == 1 else None,
+        "dt_descriptor": (rebased(steps_descriptor(dt), None) if tiles.state_parts == 1 else None),
         "STAGES": LONE_STAGES if tiles.state_parts == 1 else LONE_STAGES - 1,
     }
     scan = state_scan_specialized_kernel if is_warp_specialized else state_scan_hopper_kernel
@@ -305,6 +392,7 @@ def _hopper_kernels(
         segment_states=segment_states_hopper_kernel,
         num_programs=x.shape[1] * x.shape[2] // tiles.block_dims,
         arguments=arguments | _sizes(tiles, B.shape[2]),
+        descriptors=tuple((f"{name}_descriptor", f"{name}_ptr") for name in ("x", "B", "C", "dt")),
     )
 
 
@@ -331,66 +419,69 @@ def _portable_kernels(
     )
 
 
-def _scan_in_segments(
+def _segment_launches(
     kernels: HeadsKernels,
     machine: Machine,
-    arguments: dict[str, object],
-    states: torch.Tensor,
-    num_tokens: int,
-    segment_tokens: int,
-) -> None:
-    """Scan requests that are cut: what segments leave, what they begin with, then the scan."""
-    num_requests = len(arguments["state_slots_ptr"])
-    # As many at most, however tokens are spread over requests; programs of others end at once.
-    num_segments = num_requests + (num_tokens - 1) // segment_tokens
-    arguments |= _cut(machine, states, num_requests, num_segments, segment_tokens)
-    grid = (kernels.num_programs, num_segments)
-    kernels.segment_states[grid](**taken_by(kernels.segment_states, arguments))
-    arguments |= overlapping(machine)
-    _, num_heads, head_dim, d_state = states.shape
-    num_blocks = num_heads * triton.cdiv(head_dim * d_state, PASSED_ELEMENTS)
-    passing = taken_by(pass_states_kernel, arguments) | {"num_warps": PASSING_WARPS}
-    pass_states_kernel[num_blocks, num_requests](**passing)
-    kernels.launch_scan(machine, num_segments, arguments)
+    constants: dict[str, object],
+    *,
+    num_requests: int,
+    num_segments: int,
+) -> Iterator[Launch]:
+    """What requests that are cut take: what segments leave, what they begin with, then the scan."""
+    yield Launch(
+        kernel=kernels.segment_states,
+        grid=(kernels.num_programs, num_segments),
+        constants=constants,
+        descriptors=kernels.descriptors,
+    )
+    constants = constants | overlapping(machine)
+    num_blocks = constants["NUM_HEADS"] * triton.cdiv(constants["HEAD_ELEMENTS"], PASSED_ELEMENTS)
+    yield Launch(
+        kernel=pass_states_kernel,
+        grid=(num_blocks, num_requests),
+        constants=constants | {"num_warps": PASSING_WARPS},
+    )
+    yield kernels.scan_launch(machine, num_segments, constants)
 
 
 def _compile_others(
-    kernels: HeadsKernels, machine: Machine, arguments: dict[str, object], states: torch.Tensor
+    kernels: HeadsKernels,
+    machine: Machine,
+    constants: dict[str, object],
+    tensors: dict[str, torch.Tensor | None],
 ) -> None:
     """Compile what other numbers of requests and tokens take, so that none of them waits for it.
 
     Args:
         kernels: That such calls choose from.
         machine: Where they run.
-        arguments: Of one of them.
-        states: Its states.
+        constants: Of one of them.
+        tensors: Of the same.
     """
-    wanted = [(kernel, arguments | UNCUT) for kernel in {kernels.scan, kernels.lone_scan}]
+    states = tensors["states_ptr"]
+    wanted = [
+        Launch(
+            kernel=kernel,
+            grid=(1,),
+            constants=constants | UNCUT,
+            descriptors=kernels.descriptors,
+        )
+        for kernel in {kernels.scan, kernels.lone_scan}
+    ]
     if LEAST_SEGMENTS * kernels.num_programs <= machine.num_processors:
-        cut = arguments | _cut(machine, states, 1, 1, CHUNK_TOKENS)
-        overlapped = cut | overlapping(machine)
-        wanted += [
-            (kernels.segment_states, cut),
-            (pass_states_kernel, overlapped | {"num_warps": PASSING_WARPS}),
-            (kernels.lone_scan, overlapped),
-        ]
-    for kernel, given in wanted:
-        kernel.run(**taken_by(kernel, given), grid=(1,), warmup=True)
+        cut = constants | _cut(machine, states, 1, CHUNK_TOKENS)
+        wanted += _segment_launches(kernels, machine, cut, num_requests=1, num_segments=1)
+        tensors = tensors | _room_for_segments(states, 1)
+    for launch in wanted:
+        launch.compile(tensors)
 
 
 def _cut(
-    machine: Machine,
-    states: torch.Tensor,
-    num_requests: int,
-    num_segments: int,
-    segment_tokens: int,
+    machine: Machine, states: torch.Tensor, num_requests: int, segment_tokens: int
 ) -> dict[str, object]:
-    """What kernels take where requests are cut, with room for what is passed on."""
+    """What kernels take where requests are cut."""
     _, num_heads, head_dim, d_state = states.shape
-    sizes = (num_segments, num_heads, head_dim, d_state)
     return {
-        "segment_states_ptr": torch.empty(sizes, dtype=torch.float32, device=states.device),
-        "decays_ptr": torch.empty(sizes[:2], dtype=torch.float32, device=states.device),
         "num_requests": num_requests,
         "segment_tokens": segment_tokens,
         "stride_segment_states": num_heads * head_dim * d_state,
@@ -399,6 +490,15 @@ def _cut(
         "BLOCK_R": max(LEAST_REQUESTS, power_of_two(num_requests)),
         "BLOCK_E": PASSED_ELEMENTS,
         "IS_OVERLAPPED": machine.has_dependent_launches,
+    }
+
+
+def _room_for_segments(states: torch.Tensor, num_segments: int) -> dict[str, torch.Tensor]:
+    """Room for what is passed on from segment to segment."""
+    sizes = (num_segments, *states.shape[1:])
+    return {
+        "segment_states_ptr": torch.empty(sizes, dtype=torch.float32, device=states.device),
+        "decays_ptr": torch.empty(sizes[:2], dtype=torch.float32, device=states.device),
     }
 
 

@@ -3,12 +3,15 @@
 import torch
 import triton
 
-from jenga_kernels.checks import check_same_device
+from jenga_kernels.checks import check_same_device, shows_values
+from jenga_kernels.launches import Calls, Launch, call_like
 from jenga_kernels.states import check_recurrence, check_slots_apart, check_steps, per_channel
 from jenga_kernels.triton.addressing import strides
 from jenga_kernels.triton.state_tiles import state_update_tiles
 from jenga_kernels.triton.state_update import state_update_kernel
 from jenga_kernels.triton.tiles import machine_of, power_of_two
+
+_calls: Calls = {}
 
 
 def state_update(
@@ -63,6 +66,84 @@ def state_update(
     Raises:
         ValueError: If a shape, dtype, stride, alignment or device does not fit.
     """
+    call = call_like(
+        _calls,
+        out,
+        states,
+        x,
+        dt,
+        A,
+        B,
+        C,
+        initial_slots,
+        state_slots,
+        D,
+        z,
+        dt_bias,
+        dt_softplus,
+        dt_limits,
+        query_starts,
+    )
+    if call.launches is None or shows_values(x):  # where values are looked at too
+        call.launches = _launches(
+            out,
+            states,
+            x,
+            dt,
+            A,
+            B,
+            C,
+            initial_slots,
+            state_slots,
+            D=D,
+            z=z,
+            dt_bias=dt_bias,
+            dt_softplus=dt_softplus,
+            dt_limits=dt_limits,
+            query_starts=query_starts,
+        )
+    call.run(
+        {
+            "out_ptr": out,
+            "states_ptr": states,
+            "x_ptr": x,
+            "dt_ptr": dt,
+            "A_ptr": A,
+            "B_ptr": B,
+            "C_ptr": C,
+            "D_ptr": D,
+            "z_ptr": z,
+            "dt_bias_ptr": dt_bias,
+            "query_starts_ptr": query_starts,
+            "initial_slots_ptr": initial_slots,
+            "state_slots_ptr": state_slots,
+        }
+    )
+
+
+def _launches(
+    out: torch.Tensor,
+    states: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    initial_slots: torch.Tensor,
+    state_slots: torch.Tensor,
+    *,
+    D: torch.Tensor | None,
+    z: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    dt_softplus: bool,
+    dt_limits: tuple[float, float],
+    query_starts: torch.Tensor | None,
+) -> list[Launch]:
+    """Check a call; what a step takes.
+
+    Raises:
+        ValueError: If something does not fit.
+    """
     check_recurrence(out, states, x, dt, A, B, C, D=D, z=z, dt_bias=dt_bias, dt_limits=dt_limits)
     num_tokens, num_heads, head_dim = x.shape
     num_slots, _, _, d_state = states.shape
@@ -73,55 +154,44 @@ def state_update(
     check_slots_apart(initial_slots, slots, query_starts=query_starts)
     num_requests = slots.shape[0]
     if num_requests == 0 or num_tokens == 0:
-        return
+        return []
     D = per_channel(D, num_heads, head_dim)
     tiles = state_update_tiles(machine_of(x.device), head_dim, d_state, states.element_size())
     stride_slot, stride_head, stride_dim, _ = strides(states)
-    state_update_kernel[(triton.cdiv(head_dim, tiles.block_dims) * num_heads, num_requests)](
-        out_ptr=out,
-        states_ptr=states,
-        x_ptr=x,
-        dt_ptr=dt,
-        A_ptr=A,
-        B_ptr=B,
-        C_ptr=C,
-        D_ptr=D,
-        z_ptr=z,
-        dt_bias_ptr=dt_bias,
-        query_starts_ptr=query_starts,
-        initial_slots_ptr=initial_slots,
-        state_slots_ptr=slots,
-        dt_min=dt_limits[0],
-        dt_max=dt_limits[1],
-        stride_out_token=strides(out)[0],
-        stride_out_head=strides(out)[1],
-        stride_states_slot=stride_slot,
-        stride_states_head=stride_head,
-        stride_states_dim=stride_dim,
-        stride_x_token=strides(x)[0],
-        stride_x_head=strides(x)[1],
-        stride_dt_token=strides(dt)[0],
-        stride_dt_head=strides(dt)[1],
-        stride_B_token=strides(B)[0],
-        stride_B_group=strides(B)[1],
-        stride_C_token=strides(C)[0],
-        stride_C_group=strides(C)[1],
-        stride_D_head=0 if D is None else D.stride(0),
-        stride_D_dim=0 if D is None else D.stride(1),
-        stride_z_token=0 if z is None else strides(z)[0],
-        stride_z_head=0 if z is None else strides(z)[1],
-        stride_dt_bias_head=0 if dt_bias is None else strides(dt_bias)[0],
-        stride_initial=initial_slots.stride(0),
-        stride_slots_request=slots.stride(0),
-        stride_slots_token=slots.stride(1),
-        HEADS_PER_GROUP=num_heads // B.shape[1],
-        HEAD_DIM=head_dim,
-        D_STATE=d_state,
-        IS_PER_CHANNEL=A.dim() > 1,
-        IS_SOFTPLUS=dt_softplus,
-        HAS_LIMITS=dt_limits != (0.0, float("inf")),
-        BLOCK_P=tiles.block_dims,
-        BLOCK_N=power_of_two(d_state),
-        num_warps=tiles.num_warps,
-        enable_fp_fusion=True,
-    )
+    constants = {
+        "dt_min": dt_limits[0],
+        "dt_max": dt_limits[1],
+        "stride_out_token": strides(out)[0],
+        "stride_out_head": strides(out)[1],
+        "stride_states_slot": stride_slot,
+        "stride_states_head": stride_head,
+        "stride_states_dim": stride_dim,
+        "stride_x_token": strides(x)[0],
+        "stride_x_head": strides(x)[1],
+        "stride_dt_token": strides(dt)[0],
+        "stride_dt_head": strides(dt)[1],
+        "stride_B_token": strides(B)[0],
+        "stride_B_group": strides(B)[1],
+        "stride_C_token": strides(C)[0],
+        "stride_C_group": strides(C)[1],
+        "stride_D_head": 0 if D is None else D.stride(0),
+        "stride_D_dim": 0 if D is None else D.stride(1),
+        "stride_z_token": 0 if z is None else strides(z)[0],
+        "stride_z_head": 0 if z is None else strides(z)[1],
+        "stride_dt_bias_head": 0 if dt_bias is None else strides(dt_bias)[0],
+        "stride_initial": initial_slots.stride(0),
+        "stride_slots_request": slots.stride(0),
+        "stride_slots_token": slots.stride(1),
+        "HEADS_PER_GROUP": num_heads // B.shape[1],
+        "HEAD_DIM": head_dim,
+        "D_STATE": d_state,
+        "IS_PER_CHANNEL": A.dim() > 1,
+        "IS_SOFTPLUS": dt_softplus,
+        "HAS_LIMITS": dt_limits != (0.0, float("inf")),
+        "BLOCK_P": tiles.block_dims,
+        "BLOCK_N": power_of_two(d_state),
+        "num_warps": tiles.num_warps,
+        "enable_fp_fusion": True,
+    }
+    grid = (triton.cdiv(head_dim, tiles.block_dims) * num_heads, num_requests)
+    return [Launch(kernel=state_update_kernel, grid=grid, constants=constants)]

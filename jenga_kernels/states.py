@@ -12,6 +12,7 @@ from jenga_kernels.checks import (
     check_rows,
     check_same_device,
     check_shape,
+    shows_values,
 )
 
 NULL_SLOT = 0
@@ -39,6 +40,22 @@ class Checkpoints:
     starts: torch.Tensor
     after_tokens: torch.Tensor
     slots: torch.Tensor
+
+
+def checkpoint_tensors(checkpoints: Checkpoints | None) -> dict[str, torch.Tensor | None]:
+    """What checkpoints consist of, by the names of kernels' arguments; each None without any."""
+    if checkpoints is None:
+        return NO_CHECKPOINTS
+    return {
+        "checkpoint_starts_ptr": checkpoints.starts,
+        "checkpoint_after_ptr": checkpoints.after_tokens,
+        "checkpoint_slots_ptr": checkpoints.slots,
+    }
+
+
+NO_CHECKPOINTS: dict[str, torch.Tensor | None] = dict.fromkeys(
+    ("checkpoint_starts_ptr", "checkpoint_after_ptr", "checkpoint_slots_ptr")
+)
 
 
 def check_contiguous_rows(name: str, tensor: torch.Tensor) -> None:
@@ -96,7 +113,7 @@ def check_slots(name: str, slots: torch.Tensor, num_slots: int) -> None:
         ValueError: If the dtype is wrong or a slot is not in the pages.
     """
     check_dtype(name, slots, (torch.int32,))
-    if slots.device.type == "cpu" and slots.numel() and int(slots.max()) >= num_slots:
+    if shows_values(slots) and slots.numel() and int(slots.max()) >= num_slots:
         msg = f"{name} must be less than the number of slots, {num_slots}, got {int(slots.max())}"
         raise ValueError(msg)
 
@@ -111,7 +128,7 @@ def check_query_starts(query_starts: torch.Tensor, num_tokens: int) -> int:
     check_dtype("query_starts", query_starts, (torch.int32,))
     check_at_least("the length of query_starts", query_starts.shape[0], 1)
     check_contiguous_rows("query_starts", query_starts)
-    if query_starts.device.type == "cpu":
+    if shows_values(query_starts):
         starts = query_starts.tolist()
         if starts[0] < 0 or starts[-1] > num_tokens or sorted(starts) != starts:
             msg = f"query_starts must rise from 0 or more to at most {num_tokens}, got {starts}"
@@ -143,7 +160,7 @@ def check_checkpoints(
     )
     for name, tensor in (("starts", starts), ("after_tokens", after_tokens), ("slots", slots)):
         check_contiguous_rows(f"checkpoints.{name}", tensor)
-    if starts.device.type != "cpu":
+    if not shows_values(starts):
         return
     bounds = starts.tolist()
     if bounds[0] != 0 or bounds[-1] > len(slots) or sorted(bounds) != bounds:
@@ -184,7 +201,7 @@ def check_steps(
     check_at_least("the columns of state_slots", state_slots.shape[1], 1)
     check_slots("initial_slots", initial_slots, num_slots)
     check_slots("state_slots", state_slots, num_slots)
-    if query_starts is not None and query_starts.device.type == "cpu" and num_requests:
+    if query_starts is not None and shows_values(query_starts) and num_requests:
         most = int(query_starts.diff().max())
         if most > state_slots.shape[1]:
             msg = f"state_slots must have {most} columns, one a token, got {state_slots.shape[1]}"
@@ -212,7 +229,7 @@ def check_slots_apart(
     Raises:
         ValueError: If one does.
     """
-    if state_slots.device.type != "cpu":
+    if not shows_values(state_slots):
         return
     rows = (state_slots if state_slots.dim() > 1 else state_slots[:, None]).tolist()
     live = [request for request, row in enumerate(rows) if row[0] > NULL_SLOT]
@@ -393,7 +410,7 @@ def check_ring(
         num_requests = check_query_starts(query_starts, num_tokens)
     check_shape("state_slots", state_slots, (num_requests,))
     check_computed_tokens(computed_tokens, num_requests)
-    if computed_tokens.device.type != "cpu":
+    if not shows_values(computed_tokens):
         return
     if not torch.equal(initial_slots, state_slots):
         msg = (
@@ -416,6 +433,6 @@ def check_computed_tokens(computed_tokens: torch.Tensor, num_requests: int) -> N
     """
     check_shape("computed_tokens", computed_tokens, (num_requests,))
     check_dtype("computed_tokens", computed_tokens, (torch.int32,))
-    if computed_tokens.device.type == "cpu" and num_requests and int(computed_tokens.min()) < 0:
+    if shows_values(computed_tokens) and num_requests and int(computed_tokens.min()) < 0:
         msg = f"computed_tokens must be at least 0, got {int(computed_tokens.min())}"
         raise ValueError(msg)

@@ -428,10 +428,11 @@ def test_state_scan_cuts_requests_where_it_is_told_to(monkeypatch):
 
     def note(*args):
         cut.append(args[-1])
-        in_segments(*args)
+        return options_of(*args)
 
-    in_segments = module._scan_in_segments
-    monkeypatch.setattr(module, "_scan_in_segments", note)
+    options_of = module._cut
+    monkeypatch.setattr(module, "_cut", note)
+    monkeypatch.setattr(module, "_calls", {})
     tensors, slots, pages, _ = arguments(
         "heads", (1, 16, 16, 1), [130, 3], torch.float32, torch.float32
     )
