@@ -458,22 +458,20 @@ def _compile_others(
         constants: Of one of them.
         tensors: Of the same.
     """
-    states = tensors["states_ptr"]
-    wanted = [
-        Launch(
+    for kernel in {kernels.scan, kernels.lone_scan}:
+        uncut = Launch(
             kernel=kernel,
             grid=(1,),
             constants=constants | UNCUT,
             descriptors=kernels.descriptors,
         )
-        for kernel in {kernels.scan, kernels.lone_scan}
-    ]
+        uncut.compile(tensors)
     if LEAST_SEGMENTS * kernels.num_programs <= machine.num_processors:
+        states = tensors["states_ptr"]
         cut = constants | _cut(machine, states, 1, CHUNK_TOKENS)
-        wanted += _segment_launches(kernels, machine, cut, num_requests=1, num_segments=1)
         tensors = tensors | _room_for_segments(states, 1)
-    for launch in wanted:
-        launch.compile(tensors)
+        for launch in _segment_launches(kernels, machine, cut, num_requests=1, num_segments=1):
+            launch.compile(tensors)
 
 
 def _cut(

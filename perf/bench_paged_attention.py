@@ -42,6 +42,7 @@ def plan_of(
         num_tokens=shape.num_tokens,
         dtype=batch.q.dtype,
         max_query_tokens=max(queries for queries, _ in shape.requests),
+        min_query_tokens=min(queries for queries, _ in shape.requests),
         is_warp_specialized=is_warp_specialized,
         tiles=tiles,
     )

@@ -38,7 +38,13 @@ SWEEPS = ("sweep_page_size", "sweep_tokens_per_page", "sweep_attention_tiles")
 ENGINE_BENCHMARKS = ("bench_engine --only nemotron", "bench_engine --only gemma")
 """Engines beside stock vLLM's: they start, read a trace twice and end, one after the other."""
 
-HOST_BENCHMARKS = ("bench_manager", "bench_replay", "sweep_eviction_order", "sweep_host_memory")
+HOST_BENCHMARKS = (
+    "bench_calls",
+    "bench_manager",
+    "bench_replay",
+    "sweep_eviction_order",
+    "sweep_host_memory",
+)
 """Benchmarks that time the host alone, and so need no GPU's minutes."""
 
 COMPILED = (

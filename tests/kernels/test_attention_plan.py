@@ -70,6 +70,24 @@ def test_no_program_has_a_unit_more_than_its_share_at_any_batch(bounds, num_prog
         assert plan.units_per_program.item() == -(-total // num_programs)
 
 
+@pytest.mark.parametrize(
+    ("min_query_tokens", "is_decoded"), [(None, True), (0, True), (1, True), (5, False)]
+)
+def test_nothing_is_decoded_where_no_request_has_so_few_tokens(min_query_tokens, is_decoded):
+    plan = plan_of([(40, 50), (9, 9)], LLAMA_8B, num_programs=4, min_query_tokens=min_query_tokens)
+
+    assert plan.decode_query_tokens == 4
+    assert plan.max_row_tiles > 0
+    assert (plan.max_decoded_tokens > 0) == is_decoded
+    assert plan.may_split == is_decoded
+    assert (plan.partial_out.numel() > 0) == is_decoded
+
+
+def test_a_plan_refuses_a_least_number_of_tokens_that_is_none():
+    with pytest.raises(ValueError, match="min_query_tokens must be an integer and at least 0"):
+        plan_of([(40, 50)], LLAMA_8B, num_programs=4, min_query_tokens=-1)
+
+
 def test_what_lies_before_a_window_is_no_work():
     kind = replace(LLAMA_8B, window_tokens=1024)
 

@@ -6,10 +6,14 @@ import torch
 
 from jenga_kernels import launches
 from jenga_kernels.attention_plan import AttentionKind, plan_attention
+from jenga_kernels.causal_conv import causal_conv
+from jenga_kernels.delta_scan import delta_scan
 from jenga_kernels.kv_store import kv_store
 from jenga_kernels.launches import Call, Launch, call_like
 from jenga_kernels.paged_attention import paged_attention
-from tests.kernels.state_cases import i32
+from jenga_kernels.state_scan import state_scan
+from tests.kernels.delta_cases import delta_tensors
+from tests.kernels.state_cases import i32, recurrence_tensors
 from tests.kernels.support import DEVICE, generator, randn
 
 
@@ -133,7 +137,12 @@ def test_attention_gives_the_same_whether_its_call_is_remembered_or_not(query_le
         if plan is None:
             kind = AttentionKind(num_heads=4, num_kv_heads=2, head_dim=64, page_tokens=16)
             plan = plan_attention(
-                starts, seq_lens, kind, num_tokens=len(q), dtype=q.dtype, max_query_tokens=len(q)
+                starts,
+                seq_lens,
+                kind,
+                num_tokens=len(q),
+                dtype=q.dtype,
+                min_query_tokens=min(query_lens),
             )
         results.append((alone, paged_attention(*arguments, scale=0.125, plan=plan)))
 
@@ -168,3 +177,69 @@ def test_what_a_call_was_refused_for_is_looked_at_again():
         with pytest.raises(ValueError, match="out must not be q"):
             paged_attention(*arguments, scale=0.125, out=q)
     assert torch.equal(paged_attention(*arguments, scale=0.125), out)
+
+
+def copies_of(values):
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in values.items()
+    }
+
+
+@pytest.mark.parametrize("segment_tokens", [None, 64])
+def test_scans_give_the_same_whether_their_calls_are_remembered_or_not(segment_tokens):
+    for dtype in (torch.bfloat16, torch.float32):
+        first, second = (
+            recurrence_tensors(150, "heads", (2, 64, 64, 1), dtype, generator(seed))
+            for seed in (1, 2)
+        )
+        slots = {"query_starts": i32([0, 150]), "initial_slots": i32([0]), "state_slots": i32([1])}
+        results = []
+        for tensors in (first, second, copies_of(first)):
+            tensors["z"] = None
+            out, states = torch.empty_like(tensors["x"]), torch.zeros(2, 2, 64, 64, device=DEVICE)
+            state_scan(out, states, **tensors, **slots, segment_tokens=segment_tokens)
+            results.append((out, states))
+        assert torch.equal(results[0][0], results[2][0])
+        assert torch.equal(results[0][1], results[2][1])
+        assert not torch.equal(results[0][0], results[1][0])
+
+
+@pytest.mark.parametrize("channels", [False, True])
+def test_scans_of_the_delta_rule_too(channels):
+    slots = {"query_starts": i32([0, 70]), "initial_slots": i32([0]), "state_slots": i32([1])}
+    first, second = (
+        delta_tensors(70, (1, 2, 64, 64), torch.bfloat16, generator(seed), channels=channels)
+        for seed in (1, 2)
+    )
+    results = []
+    for tensors in (first, second, copies_of(first)):
+        out, states = torch.empty_like(tensors["v"]), torch.zeros(2, 2, 64, 64, device=DEVICE)
+        delta_scan(out, states, **tensors, **slots)
+        results.append((out, states))
+    assert torch.equal(results[0][0], results[2][0])
+    assert torch.equal(results[0][1], results[2][1])
+    assert not torch.equal(results[0][0], results[1][0])
+
+
+def test_values_on_the_cpu_are_looked_at_in_each_call():
+    tensors = recurrence_tensors(3, "heads", (1, 16, 16, 1), torch.float32, generator(1))
+    out, states = torch.empty_like(tensors["x"]), torch.zeros(3, 1, 16, 16, device=DEVICE)
+    slots = {"query_starts": i32([0, 3]), "initial_slots": i32([0]), "state_slots": i32([1])}
+    state_scan(out, states, **tensors, **slots)
+
+    slots["state_slots"] = i32([3])
+
+    if DEVICE.type == "cpu":
+        with pytest.raises(ValueError, match="state_slots must be less than the number of slots"):
+            state_scan(out, states, **tensors, **slots)
+
+
+def test_where_tensors_lie_is_looked_at_in_each_call():
+    x = randn((8, 32), torch.float32, generator(1))
+    states, weight = torch.zeros(2, 32, 3, device=DEVICE), torch.ones(32, 4, device=DEVICE)
+    slots = (i32([0, 8]), i32([0]), i32([1]))
+    causal_conv(torch.empty_like(x), states, x, weight, *slots)
+
+    with pytest.raises(ValueError, match="out must not overlap x"):
+        causal_conv(x, states, x, weight, *slots)

@@ -243,6 +243,17 @@ def test_what_a_draft_model_reads_first_is_decoded_too():
     assert builder.build_for_drafting(accepted, draft_index=0).plan.max_row_tiles == 0
 
 
+@pytest.mark.parametrize(
+    ("query_lens", "is_decoded"), [([40, 0, 30], False), ([40, 1, 30], True), ([1, 1], True)]
+)
+def test_a_step_without_decoding_requests_launches_nothing_for_them(query_lens, is_decoded):
+    builder = make_builder(SPECS["full"])
+
+    plan = builder.build(0, Batches().prefill(query_lens)).plan
+
+    assert (plan.max_decoded_tokens > 0) == is_decoded
+
+
 @pytest.mark.parametrize("name", SPECS)
 def test_a_captured_plan_stays_where_it_is_and_serves_later_batches_of_its_size(name):
     builder, batches = make_builder(SPECS[name]), Batches()
