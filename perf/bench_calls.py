@@ -16,8 +16,9 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from triton.runtime import driver
@@ -32,7 +33,7 @@ from perf import (
     bench_state_scan,
     bench_state_update,
 )
-from perf.attention_shapes import SHAPES, make_batch
+from perf.attention_shapes import SHAPES, AttentionShape, make_batch
 from perf.compiled_launches import CAPABILITY, show_vllm_a_gpu
 from perf.delta_shapes import KIMI_LINEAR, QWEN3_NEXT, make_delta_batch
 from perf.machine_code import PretendedGpu
@@ -50,8 +51,20 @@ MAX_THREADS = 1024
 """Of a program."""
 
 Launch = Callable[[], object]
-Case = tuple[str, dict[str, Callable[[], Launch]]]
-"""A name, and what prepares the launches of each implementation."""
+
+
+class Case(NamedTuple):
+    """What is timed.
+
+    Attributes:
+        name: Of the row.
+        sides: What prepares the launches of each implementation, given what `make` gives.
+        make: Makes the tensors, which take memory while the case is timed.
+    """
+
+    name: str
+    sides: Mapping[str, Callable[..., Launch]]
+    make: Callable[[], Sequence[Any]]
 
 
 class Nowhere(PretendedGpu):
@@ -68,39 +81,38 @@ class Nowhere(PretendedGpu):
 
 def cases() -> Iterator[Case]:
     """What is timed; prompts of recurrent layers only by ours: vLLM's fill tensors on the way."""
+    peers = bench_paged_attention.IMPLEMENTATIONS
     for shape in SHAPES:
         if shape.name.split()[0] in ATTENTION:
-            batch = make_batch(dataclasses.replace(shape, num_layers=1, arena_bytes=0), CPU)
-            out = torch.empty_like(batch.q)
-            peers = bench_paged_attention.IMPLEMENTATIONS
             sides = {"jenga": peers["jenga"], "vllm": peers["vllm-triton"]}
-            yield f"paged_attention {shape.name}", _prepared(sides, batch, out)
-    store = bench_kv_store.make_batch(bench_kv_store.SHAPES[0], CPU)
+            small = dataclasses.replace(shape, num_layers=1, arena_bytes=0)
+            yield Case(f"paged_attention {shape.name}", sides, partial(_attention_batch, small))
     sides = {"jenga": bench_kv_store.jenga, "vllm": bench_kv_store.vllm_triton}
-    yield f"kv_store {bench_kv_store.SHAPES[0].name}", _prepared(sides, store)
+    shape = bench_kv_store.SHAPES[0]
+    yield Case(f"kv_store {shape.name}", sides, lambda: [bench_kv_store.make_batch(shape, CPU)])
+    prompt, decoded = [PROMPT_TOKENS], [1] * DECODED
     sides = {"jenga": bench_conv_update.jenga, "vllm": bench_conv_update.vllm}
-    for name, lengths in (("causal_conv", [PROMPT_TOKENS]), ("conv_update", [1] * DECODED)):
-        yield f"{name} 8192 channels", _prepared(sides, make_conv_batch(8192, lengths, CPU))
+    for name, lengths in (("causal_conv", prompt), ("conv_update", decoded)):
+        make = partial(make_conv_batch, 8192, lengths, CPU)
+        yield Case(f"{name} 8192 channels", sides, lambda make=make: [make()])
     f32 = torch.float32
     for model in (model for model in MODELS if model.name in STATES):
         sides = {name: bench_state_update.PEERS[name] for name in ("jenga", "vllm")}
-        decoded = make_state_batch(model, [1] * DECODED, f32, CPU)
-        yield f"state_update {model.name}", _prepared(sides, decoded)
-        prompt = make_state_batch(model, [PROMPT_TOKENS], f32, CPU)
-        yield f"state_scan {model.name}", _prepared({"jenga": bench_state_scan.jenga}, prompt)
+        make = partial(make_state_batch, model)
+        yield Case(f"state_update {model.name}", sides, lambda make=make: [make(decoded, f32, CPU)])
+        sides = {"jenga": bench_state_scan.jenga}
+        yield Case(f"state_scan {model.name}", sides, lambda make=make: [make(prompt, f32, CPU)])
     for model in (QWEN3_NEXT, KIMI_LINEAR):
         sides = {name: bench_delta.UPDATE_PEERS[name] for name in ("jenga", "vllm")}
-        decoded = make_delta_batch(model, [1] * DECODED, f32, CPU)
-        yield f"delta_update {model.name}", _prepared(sides, decoded)
-        prompt = make_delta_batch(model, [PROMPT_TOKENS], f32, CPU)
-        yield f"delta_scan {model.name}", _prepared({"jenga": bench_delta.jenga_scan}, prompt)
+        make = partial(make_delta_batch, model)
+        yield Case(f"delta_update {model.name}", sides, lambda make=make: [make(decoded, f32, CPU)])
+        sides = {"jenga": bench_delta.jenga_scan}
+        yield Case(f"delta_scan {model.name}", sides, lambda make=make: [make(prompt, f32, CPU)])
 
 
-def _prepared(
-    sides: Mapping[str, Callable[..., Launch]],
-    *batch: Any,  # noqa: ANN401 - of the operation
-) -> dict[str, Callable[[], Launch]]:
-    return {name: lambda prepare=prepare: prepare(*batch) for name, prepare in sides.items()}
+def _attention_batch(shape: AttentionShape) -> list[Any]:
+    batch = make_batch(shape, CPU)
+    return [batch, torch.empty_like(batch.q)]
 
 
 def times_of(launches: dict[str, Launch]) -> dict[str, list[float]]:
@@ -131,10 +143,11 @@ def first_times_of(launch: Launch) -> list[float]:
     return times
 
 
-def measure(name: str, sides: dict[str, Callable[[], Launch]]) -> dict[str, Any]:
+def measure(case: Case) -> dict[str, Any]:
     """Time a case: a row."""
-    launches = {side: prepare() for side, prepare in sides.items()}
-    row: dict[str, Any] = {"case": name}
+    batch = case.make()
+    launches = {side: prepare(*batch) for side, prepare in case.sides.items()}
+    row: dict[str, Any] = {"case": case.name}
     times = times_of(launches)
     if "vllm" in times:
         # Of rounds next to each other, so that what else the machine does is in both.
@@ -186,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     checks.LOOKS_AT_VALUES = False
     machine = machine_line()
     with torch.inference_mode():
-        rows = [measure(name, sides) for name, sides in cases() if options.only in name]
+        rows = [measure(case) for case in cases() if options.only in case.name]
     text = table(rows)
     print(f"{machine}\n{text}")
     if options.save:

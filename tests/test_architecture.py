@@ -160,7 +160,17 @@ def test_every_launch_says_that_products_and_sums_are_fused(path):
         and isinstance(node.func.value, ast.Name)
         and node.func.value.id.endswith("kernel")
     ]
+    if path.name == "launches.py":  # it launches what others describe
+        assert len(launches) == 1
+        return
+    launches += [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "Launch"
+    ]
     for launch in launches:
         names = {keyword.arg for keyword in launch.keywords}
-        is_in_a_mapping = None in names and '"enable_fp_fusion": True' in source
+        is_in_a_mapping = names & {None, "constants"} and '"enable_fp_fusion": True' in source
         assert "enable_fp_fusion" in names or is_in_a_mapping, f"{path}:{launch.lineno}"
