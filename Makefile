@@ -29,12 +29,15 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 ifeq ($(HAS_GPU),yes)
 ENVIRONMENT := $(STAMPS)/gpu
-TEST_JOBS ?= 0
+TEST_JOBS ?= 1
+# A kernel that hangs waits where no signal is taken: the test's process ends, and another goes on.
+PYTEST_JOBS = -n $(TEST_JOBS) --dist load --timeout-method thread --max-worker-restart 8
 else
 ENVIRONMENT := $(STAMPS)/torchvision
 TEST_JOBS ?= 2
+# By files, a test that ends its process is begun anew each time.
+PYTEST_JOBS = -n $(TEST_JOBS) --dist loadfile --max-worker-restart 2
 endif
-PYTEST_JOBS := -n $(TEST_JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test test-all test-slow test-emulated newer-vllm test-newer-vllm lint format clean

@@ -113,6 +113,7 @@ def test_models_are_written_as_vllm_reads_them(tmp_path):
 
 
 @pytest.mark.vllm
+@pytest.mark.slow
 def test_an_engine_that_fails_is_named_and_its_last_words_kept(capsys):
     arguments = ["--dry-run", "--only", "nemotron", "--peers", "NO_SUCH_BACKEND"]
 

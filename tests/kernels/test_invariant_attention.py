@@ -52,7 +52,10 @@ def results_in_pieces(batch: Batch, cuts, **plan) -> torch.Tensor:
     "shape",
     [
         Shape(requests=((NUM_TOKENS, NUM_TOKENS),)),
-        Shape(requests=((NUM_TOKENS, NUM_TOKENS),), dtype=torch.bfloat16, num_heads=14),
+        pytest.param(
+            Shape(requests=((NUM_TOKENS, NUM_TOKENS),), dtype=torch.bfloat16, num_heads=14),
+            marks=pytest.mark.slow,
+        ),
         Shape(
             requests=((NUM_TOKENS, NUM_TOKENS),),
             dtype=torch.bfloat16,

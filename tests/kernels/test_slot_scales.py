@@ -129,7 +129,7 @@ def test_paged_attention_reads_slots_with_scales(shape, dtype, stored):
     check_batch(make_batch(shape, Options(has_slot_scales=True)), tiles=SMALL_TILES)
 
 
-TILES = {"whole": SMALL_TILES, "halved": HALVED_TILES}
+TILES = {"whole": SMALL_TILES, "halved": pytest.param(HALVED_TILES, marks=pytest.mark.slow)}
 
 
 @pytest.mark.parametrize("stored", DTYPES, ids=str)

@@ -84,7 +84,8 @@ def test_a_float8_cache_generates_what_stock_vllm_generates_from_rounded_keys_an
     assert_same_generation(ours, twice(stock))
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_cache_in_float8_e5m2_generates_what_transformers_generates(tiny_model, run_engine, name):
     model = tiny_model(name)
 
@@ -108,8 +109,8 @@ STORED = {
 @pytest.mark.parametrize(
     ("name", "cache_dtype"),
     [
-        ("llama", "int8_per_token_head"),
         ("llama", "int4_per_token_head"),
+        pytest.param("llama", "int8_per_token_head", marks=pytest.mark.slow),
         pytest.param("llama", "fp8_per_token_head", marks=pytest.mark.slow),
         pytest.param("gemma3", "int8_per_token_head", marks=pytest.mark.slow),
         pytest.param("gemma3", "int4_per_token_head", marks=pytest.mark.slow),
@@ -162,6 +163,7 @@ def most_apart(ours, theirs):
     return greatest
 
 
+@pytest.mark.slow
 def test_heads_of_512_beside_narrow_ones_generate_what_transformers_generates(
     tiny_model, run_engine
 ):

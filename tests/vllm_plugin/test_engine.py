@@ -42,6 +42,7 @@ def test_gemma_3_with_its_real_weights_generates_what_stock_vllm_generates(run_e
     assert_same_generation(ours, stock)
 
 
+@pytest.mark.slow
 def test_engine_in_processes_of_its_own_generates_the_same(tiny_model, run_engine):
     model = tiny_model("gpt_oss")
 
