@@ -39,7 +39,7 @@ NUM_LAUNCHES = 20
 LAUNCHES_S = 30.0
 """For the launches: thousands of times what they take."""
 
-PROCESS_S = 900.0
+PROCESS_S = 300.0
 """For a trial in a process of its own, which compiles its kernels."""
 
 NOT_PASSED = 1

@@ -7,7 +7,6 @@ for a dtype dequantises them and keeps the result in the cache directory.
 import fcntl
 import io
 import json
-import os
 import shutil
 import sys
 import time
@@ -15,6 +14,8 @@ from collections.abc import Generator
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any, Literal, TextIO
+
+from jenga.vllm_plugin.environment import cache_directory
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -27,17 +28,6 @@ _MANIFEST_NAME = "manifest.json"
 _TERMS_NOTE = (
     "Gemma is provided under and subject to the Gemma Terms of Use (ai.google.dev/gemma/terms)"
 )
-
-
-def cache_directory() -> Path:
-    """Get the directory for files that can be made again.
-
-    It is `JENGA_CACHE` if that is set, else `jenga` in the user's XDG cache directory.
-    """
-    if chosen := os.environ.get("JENGA_CACHE"):
-        return Path(chosen).expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser().absolute() / "jenga"
 
 
 def gemma3_270m_directory(dtype: Dtype, *, progress: TextIO | None = None) -> Path:

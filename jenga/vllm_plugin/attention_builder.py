@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, CrossAttentionSpec, KVQuan
 from jenga.vllm_plugin.captured_plans import CapturedPlans
 from jenga.vllm_plugin.environment import BACKEND_NAME, read_settings
 from jenga.vllm_plugin.speculation import decode_query_tokens, most_group_heads
+from jenga.vllm_plugin.tried_kernels import own_kernels
 from jenga_kernels.attention_plan import AttentionKind, AttentionPlan, plan_attention
 from jenga_kernels.triton.device import skip_overflow_checks
 
@@ -234,7 +235,14 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
                 vllm_config, self._kind.group_heads, head_dim=self._kind.head_dim
             )
         )
-        self._is_warp_specialized = read_settings(os.environ).has_specialized_prefill
+        # Invariant batches have none of these kernels, which so need no trial.
+        self._is_warp_specialized = (
+            None
+            if self._is_batch_invariant
+            else own_kernels(
+                "paged_attention", device, asked=read_settings(os.environ).has_specialized_prefill
+            )
+        )
         self._captured = CapturedPlans()
 
     def build(

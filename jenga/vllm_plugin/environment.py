@@ -1,5 +1,6 @@
 """The environment variables the plugin reads, all of them here, each checked."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +45,7 @@ class Settings:
         left_share: Of the arena, what an admission leaves at most to those who will read it; None
             for the manager's own.
         has_specialized_prefill: Whether prompts attend by the kernel for Hopper whose warps
-            specialise, where it has what a layer needs; None for the operation's own choice.
+            specialise, where it has what a layer needs; None: if it has passed its trial.
         has_specialized_latents: The same of decoding by layers of latent attention.
         has_specialized_scans: The same of prompts that recurrent layers read.
         history_tokens: Tokens of the histories beside recurrent states that are seldom written; 0
@@ -102,6 +103,17 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         has_specialized_scans=_switch(environ, _SPECIALIZED_SCANS_VARIABLE),
         history_tokens=_history_tokens(environ),
     )
+
+
+def cache_directory() -> Path:
+    """Get the directory for files that can be made again.
+
+    It is `JENGA_CACHE` if that is set, else `jenga` in the user's XDG cache directory.
+    """
+    if chosen := os.environ.get(_CACHE_VARIABLE):
+        return Path(chosen).expanduser().absolute()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser().absolute() / "jenga"
 
 
 def _switch(environ: Mapping[str, str], name: str) -> bool | None:

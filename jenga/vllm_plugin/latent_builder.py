@@ -22,6 +22,7 @@ from jenga.vllm_plugin.attention_builder import fill_rejected_slots
 from jenga.vllm_plugin.captured_plans import CapturedPlans
 from jenga.vllm_plugin.environment import read_settings
 from jenga.vllm_plugin.speculation import DRAFT_PREFIX, drafted_query_tokens
+from jenga.vllm_plugin.tried_kernels import own_kernels
 from jenga_kernels.attention_plan import AttentionKind, AttentionPlan
 from jenga_kernels.latent_plan import plan_latent_attention
 from jenga_kernels.triton.device import skip_overflow_checks
@@ -177,7 +178,9 @@ class JengaLatentMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata[Jeng
             self._decode_query_tokens = 0
         if absorbs_all(layer_names):
             self.reorder_batch_threshold = vllm_config.scheduler_config.max_num_batched_tokens + 1
-        self._is_warp_specialized = read_settings(os.environ).has_specialized_latents
+        self._is_warp_specialized = own_kernels(
+            "latent_attention", device, asked=read_settings(os.environ).has_specialized_latents
+        )
         self._page_tokens = kv_cache_spec.block_size
         self._max_tokens = vllm_config.model_config.max_model_len
         self._captured = CapturedPlans()

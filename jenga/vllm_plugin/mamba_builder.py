@@ -26,6 +26,7 @@ from jenga.vllm_plugin.environment import read_settings
 from jenga.vllm_plugin.history_kinds import NUM_STATES
 from jenga.vllm_plugin.state_counts import Replay, StateCounts
 from jenga.vllm_plugin.state_worker import checkpoints_of, expect_orders, take_writes
+from jenga.vllm_plugin.tried_kernels import own_kernels
 from jenga_kernels.states import NULL_SLOT, Checkpoints
 from jenga_kernels.triton.device import skip_overflow_checks
 
@@ -60,6 +61,10 @@ class JengaMambaMetadata(BaseMambaAttentionMetadata):
     replay_p: Replay | None = None
 
 
+SCANS = {"MAMBA2": "state_scan", "LINEAR": "state_scan", "GDN_ATTN": "delta_scan"}
+"""vLLM's kind of a layer -> what scans its prompts, where a GPU has kernels of its own for that."""
+
+
 class JengaMambaMetadataBuilder(BaseMambaAttentionMetadataBuilder[JengaMambaMetadata]):
     """Prepares what the layers of a page table of states share in a step."""
 
@@ -81,7 +86,11 @@ class JengaMambaMetadataBuilder(BaseMambaAttentionMetadataBuilder[JengaMambaMeta
         expect_orders(layer_names)
         self._max_query_tokens = self._num_slots = 1 + self.num_spec_tokens
         self._next_columns = torch.arange(1, 1 + self._num_slots, device=device)
-        self._has_portable_scans = read_settings(os.environ).has_specialized_scans is False
+        scan = SCANS.get(kv_cache_spec.mamba_type.name)
+        has_own = read_settings(os.environ).has_specialized_scans
+        if scan is not None:
+            has_own = own_kernels(scan, device, asked=has_own)
+        self._has_portable_scans = has_own is False
         self._state_counts = None
         if len(kv_cache_spec.shapes) > NUM_STATES:
             self._num_slots = 1

@@ -27,6 +27,7 @@ from jenga_kernels.paged_attention import paged_attention
 from jenga_kernels.reference.paged_attention import paged_attention as attend_plainly
 from jenga_kernels.triton import tiles
 from tests.kernels.support import check_close
+from tests.vllm_plugin.test_tried_kernels import NOT_PASSED, set_kernels
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_TOKENS = 4, 2, 64, 16
 SHAPE = {
@@ -174,11 +175,11 @@ def test_graphs_of_drafted_tokens_are_not_announced_for_heads_too_wide_for_so_ma
     assert announced_for(7) is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
 
-@pytest.mark.parametrize("setting", ["1", "0", ""])
+@pytest.mark.parametrize("setting", ["1", "0", "", NOT_PASSED])
 def test_prompts_are_planned_for_the_specialized_kernel_where_that_is_asked_for(
     setting, monkeypatch
 ):
-    monkeypatch.setenv("JENGA_SPECIALIZED_PREFILL", setting)
+    set_kernels(monkeypatch, "JENGA_SPECIALIZED_PREFILL", setting, operation="paged_attention")
     asked = []
 
     def remember(*arguments, **options):
@@ -189,7 +190,7 @@ def test_prompts_are_planned_for_the_specialized_kernel_where_that_is_asked_for(
 
     make_builder(SPECS["full"]).build(0, Batches().prefill([40]))
 
-    assert asked == [{"1": True, "0": False, "": None}[setting]]
+    assert asked == [{"1": True, "": None}.get(setting, False)]
 
 
 @pytest.mark.parametrize("name", [name for name in SPECS if name != "cross"])

@@ -20,6 +20,7 @@ from tests.vllm_plugin.test_mamba import (
     state_pages,
     state_spec,
 )
+from tests.vllm_plugin.test_tried_kernels import NOT_PASSED, set_kernels
 
 pytestmark = pytest.mark.vllm
 
@@ -211,7 +212,7 @@ def test_gated_delta_layer_cut_anywhere_errs_no_more_than_plain_pytorch(
     check_against_plain(ours, layer, inputs, plain)
 
 
-@pytest.mark.parametrize("setting", ["1", "0", ""])
+@pytest.mark.parametrize("setting", ["1", "0", "", NOT_PASSED])
 def test_prompts_are_scanned_by_the_kernels_that_are_asked_for(
     setting,
     config,  # noqa: F811
@@ -219,7 +220,7 @@ def test_prompts_are_scanned_by_the_kernels_that_are_asked_for(
 ):
     from jenga.vllm_plugin import gated_delta
 
-    monkeypatch.setenv("JENGA_SPECIALIZED_SCANS", setting)
+    set_kernels(monkeypatch, "JENGA_SPECIALIZED_SCANS", setting, operation="delta_scan")
     layer = gated_delta_layer(state_pages(SHAPES))
     forward, builder = partial(run_gated_delta, layer), builder_for(layer, config, SHAPES)
 
@@ -231,7 +232,7 @@ def test_prompts_are_scanned_by_the_kernels_that_are_asked_for(
     )
 
     assert len(asked) == 4
-    assert {options["is_portable"] for options in asked} == {setting == "0"}
+    assert {options["is_portable"] for options in asked} == {setting in {"0", NOT_PASSED}}
 
 
 @pytest.mark.parametrize("lower_bound", [None, -5.0])

@@ -21,6 +21,7 @@ from jenga_kernels.latent_plan import plan_latent_attention
 from jenga_kernels.reference.latent_attention import latent_attention as attend_plainly
 from tests.kernels.support import check_close
 from tests.vllm_plugin.test_attention_builder import PAGE_TOKENS, Batches
+from tests.vllm_plugin.test_tried_kernels import NOT_PASSED, set_kernels
 
 pytestmark = pytest.mark.vllm
 
@@ -339,11 +340,11 @@ def test_the_profile_counts_what_absorbed_requests_take(
     assert layer.chunked_prefill_workspace_size == rows
 
 
-@pytest.mark.parametrize("setting", ["1", "0", ""])
+@pytest.mark.parametrize("setting", ["1", "0", "", NOT_PASSED])
 def test_decoding_is_planned_for_the_specialized_kernel_where_that_is_asked_for(
     setting, monkeypatch
 ):
-    monkeypatch.setenv("JENGA_SPECIALIZED_LATENTS", setting)
+    set_kernels(monkeypatch, "JENGA_SPECIALIZED_LATENTS", setting, operation="latent_attention")
     asked = []
 
     def remember(*arguments, **options):
@@ -354,4 +355,4 @@ def test_decoding_is_planned_for_the_specialized_kernel_where_that_is_asked_for(
 
     make_builder().build(0, Batches().decode([40], num_padded=1))
 
-    assert asked == [{"1": True, "0": False, "": None}[setting]]
+    assert asked == [{"1": True, "": None}.get(setting, False)]

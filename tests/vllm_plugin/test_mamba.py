@@ -1,6 +1,7 @@
 """Mamba layers of vLLM on our kernels: numerics, cuts anywhere, states kept on the way."""
 
 import inspect
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import torch
 from jenga_kernels.reference.causal_conv import causal_conv as reference_conv
 from jenga_kernels.reference.state_scan import state_scan as reference_scan
 from tests.kernels.support import check_close, generator
+from tests.vllm_plugin.test_tried_kernels import NOT_PASSED, set_kernels
 
 pytestmark = pytest.mark.vllm
 
@@ -233,8 +235,9 @@ def stock_mamba2(config, inputs, monkeypatch):
 def our_builder(config, shapes, kind):
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
-    backend = MambaAttentionBackendEnum[kind].get_class()
-    return backend.get_builder_cls()(state_spec(shapes), [NAME], config, torch.device("cpu"))
+    mamba_type = MambaAttentionBackendEnum[kind]
+    spec = replace(state_spec(shapes), mamba_type=mamba_type)
+    return mamba_type.get_class().get_builder_cls()(spec, [NAME], config, torch.device("cpu"))
 
 
 def test_mamba2_layer_cut_anywhere_errs_no_more_than_vllms_own(config, monkeypatch):
@@ -268,11 +271,11 @@ def scan_options(module, name, run, monkeypatch):
     return asked
 
 
-@pytest.mark.parametrize("setting", ["1", "0", ""])
+@pytest.mark.parametrize("setting", ["1", "0", "", NOT_PASSED])
 def test_prompts_are_scanned_by_the_kernels_that_are_asked_for(setting, config, monkeypatch):
     from jenga.vllm_plugin import mamba
 
-    monkeypatch.setenv("JENGA_SPECIALIZED_SCANS", setting)
+    set_kernels(monkeypatch, "JENGA_SPECIALIZED_SCANS", setting, operation="state_scan")
     inputs = prompts(INNER + CONV_DIM + NUM_HEADS)
     forward = partial(mamba.forward_mamba2, mamba2_layer(state_pages(MAMBA2_SHAPES)))
     builder = our_builder(config, MAMBA2_SHAPES, "MAMBA2")
@@ -286,7 +289,7 @@ def test_prompts_are_scanned_by_the_kernels_that_are_asked_for(setting, config, 
 
     # The longest prompts of the steps that read some; one's last token decodes.
     assert [options["longest_tokens"] for options in asked] == [30, 19, 40, 47]
-    assert {options["is_portable"] for options in asked} == {setting == "0"}
+    assert {options["is_portable"] for options in asked} == {setting in {"0", NOT_PASSED}}
 
 
 def test_states_kept_on_the_way_are_those_of_a_prompt_that_ends_there(config):
