@@ -463,6 +463,8 @@ TRIALS: dict[str, Callable[[torch.device], Iterator[tuple[str, Run]]]] = {
 def verdict_here(operation: str, device: torch.device) -> Verdict:
     """Try an operation's kernels in this process, which may be of no use afterwards."""
     try:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # where Triton launches
         torch.zeros(1, device=device)
     except Exception as error:
         reason = f"the GPU cannot be used: {error}"

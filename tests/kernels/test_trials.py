@@ -155,6 +155,15 @@ def test_a_gpu_that_cannot_be_used_is_no_verdict_on_kernels():
     assert verdict.reason.startswith("the GPU cannot be used: ")
 
 
+def test_kernels_are_launched_on_the_gpu_that_is_asked_for(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+
+    trials.verdict_here("state_scan", torch.device("cuda:78"))
+
+    assert chosen == [torch.device("cuda:78")]
+
+
 @pytest.fixture
 def other_process(tmp_path, monkeypatch):
     """Have a script run in the place of trials in processes of their own."""
