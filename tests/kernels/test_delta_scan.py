@@ -416,7 +416,9 @@ def test_delta_scan_whose_loads_run_ahead_compiles_to_warpgroup_products(job):
             assert 2 * (kernel.shared_bytes + 1024) <= 228 << 10, kernel
 
 
-@pytest.mark.parametrize("capability", [80, pytest.param(89, marks=pytest.mark.slow), 90, 120])
+@pytest.mark.parametrize(
+    "capability", [80, 90, *(pytest.param(n, marks=pytest.mark.slow) for n in (89, 120))]
+)
 @pytest.mark.parametrize("job", [compile_heads_as_anywhere, compile_channels_as_anywhere])
 def test_delta_scan_compiles_to_matrix_instructions_without_spills(job, capability):
     kernels = compile_job(job, capability)

@@ -54,7 +54,16 @@ DTYPES = [
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("head_dim", "value_dim"),
-    [(64, 128), (80, 112), (112, 80), (128, 16), (96, 24), (256, 320), (320, 40), (512, 128)],
+    [
+        (64, 128),
+        (80, 112),
+        (128, 16),
+        (256, 320),
+        *(
+            pytest.param(*widths, marks=pytest.mark.slow)
+            for widths in ((112, 80), (96, 24), (320, 40), (512, 128))
+        ),
+    ],
 )
 def test_paged_attention_takes_any_two_widths(head_dim, value_dim, dtype):
     shape = replace(MIMO, head_dim=head_dim, value_dim=value_dim, dtype=dtype)
