@@ -258,9 +258,10 @@ def plan_attention(
             warps specialise.
         is_warp_specialized: On Hopper, have prompts attend by the kernel whose warps specialise,
             where queries have 16-bit elements, pages these or float8 without scales of slots, and
-            keys and values one width of at most 256; elsewhere it changes nothing. None: unless the
-            batch is to be invariant. An H200 takes 0.62 to 0.77 of the other kernel's time with it
-            for pages in 16 bits (`perf.bench_specialized_prefill`).
+            keys and values one width of at most 256; elsewhere it changes nothing. None: for pages
+            in 16 bits, unless the batch is to be invariant. An H200 takes 0.62 to 0.77 of the other
+            kernel's time with it for these, an H100 1.05 for float8
+            (`perf.bench_specialized_prefill`).
         tiles: Tiles to use instead of those chosen for the machine.
 
     Returns:
@@ -298,7 +299,9 @@ def plan_attention(
             decode_rows=decode_query_tokens * kind.group_heads,
             window_tokens=kind.window_tokens,
         )
-        is_wanted = not is_batch_invariant if is_warp_specialized is None else is_warp_specialized
+        is_wanted = is_warp_specialized
+        if is_wanted is None:
+            is_wanted = not (is_batch_invariant or kind.is_quantised)
         if is_wanted and kind.value_dim is None and not kind.has_slot_scales:
             specialized = specialized_tiles(
                 machine,

@@ -330,6 +330,7 @@ def _head_launches(
     if segment_tokens is None:
         segment_tokens = scan_segment_tokens(
             machine,
+            d_state=B.shape[2],
             num_programs=kernels.num_programs,
             num_requests=num_requests,
             num_tokens=num_tokens,

@@ -30,6 +30,9 @@ from jenga_kernels.state_scan import state_scan
 from jenga_kernels.states import NULL_SLOT, Checkpoints
 from jenga_kernels.triton.tiles import HOPPER, machine_of
 
+MODULE = "jenga_kernels.trials"
+"""This one, which calls itself otherwise where it is what runs."""
+
 TOLERANCE = 2.0**-6
 """Most that a result may be off, of the greatest one: some roundings to bfloat16, and no more."""
 
@@ -90,7 +93,7 @@ def hold_trial_apart(
         ValueError: If there is no such operation.
     """
     _check_operation(operation)
-    command = [sys.executable, "-m", __name__, operation, "--here", "--device", str(device)]
+    command = [sys.executable, "-m", MODULE, operation, "--here", "--device", str(device)]
     folder = str(Path(__file__).parents[1])
     path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
     try:
@@ -463,7 +466,7 @@ TRIALS: dict[str, Callable[[torch.device], Iterator[tuple[str, Run]]]] = {
 def verdict_here(operation: str, device: torch.device) -> Verdict:
     """Try an operation's kernels in this process, which may be of no use afterwards."""
     try:
-        if device.type == "cuda":
+        if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)  # where Triton launches
         torch.zeros(1, device=device)
     except Exception as error:

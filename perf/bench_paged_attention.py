@@ -170,7 +170,8 @@ def main(arguments: list[str] | None = None) -> None:
             if benchmark.device.type == "cuda":
                 torch.cuda.empty_cache()
     path = benchmark.finish(roofline_gigabytes_per_second=read_roofline(benchmark.options.results))
-    print(geometric_means(path, commit_of()))
+    if path.exists():
+        print(geometric_means(path, commit_of()))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from perf.cache_layouts import Stored
 from perf.harness import Benchmark, read_roofline
 
 IMPLEMENTATIONS = {
-    "jenga": jenga,
+    "jenga": functools.partial(jenga, is_warp_specialized=True),
     "jenga-plain": functools.partial(jenga, is_warp_specialized=False),
     "flash-attention-3": PEERS["flash-attention-3"],
 }

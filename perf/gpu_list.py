@@ -39,7 +39,7 @@ bench_specialized_prefill; P12 ; jenga-plain
 roofline; hop; none
 bench_paged_attention; D10 |D11 |P4 ; flashinfer
 bench_state_scan; jamba-1.5-mini 1x2048$|jamba-1.5-mini 16 odd$; vllm
-bench_linear_attention; 2048; none
+bench_linear_attention; 8192; none
 bench_host_memory; ; all
 """
 """What has changed since a GPU timed it, where one found ours behind, and what none has timed."""

@@ -125,8 +125,11 @@ def count(instructions: tuple[str, ...]) -> Counter[str]:
 DESCRIPTOR_WORDS = {0x40000040, 0x80000020, 0xC0000010}
 """Upper words of descriptors of tiles in shared memory, of which a product reads an operand."""
 
-OF_ZERO = re.compile(r"(I?MOV|IMAD\.MOV|IMAD\.X|CS2R|IADD3\.X)\b.*\bS?RZ\b")
+OF_ZERO = re.compile(r"(I?MOV|IMAD\.MOV|IMAD\.X|CS2R|IADD3\.X|UMOV|UIADD3\.X)\b.*\b[SU]?RZ\b")
 """What leaves zero, or a carry, in a register."""
+
+REGISTER = re.compile(r"\bU?R\d+")
+"""A thread's, or a warp's."""
 
 
 def num_lost_descriptors(instructions: tuple[str, ...]) -> int:
@@ -135,16 +138,17 @@ def num_lost_descriptors(instructions: tuple[str, ...]) -> int:
     Where a product of Hopper reads an operand by parts, the descriptor of each is the first's plus
     a constant of 64 bits; below its upper word stands zero. ptxas 12.8, which Triton 3.6 and 3.7
     bring along, has been seen to lose that zero and the address with it: it adds the constant to
-    registers that something else has been loaded into meanwhile. Such a product reads anywhere in
-    shared memory, or past its end.
+    registers that something else has been loaded into, a thread's or a warp's. Such a product reads
+    anywhere in shared memory, or past its end.
     """
     found = 0
-    written: dict[int, str] = {}
+    written: dict[str, str] = {}
     for line in instructions:
         name, _, rest = line.partition(" ")
         operands = [operand.strip() for operand in rest.split(",")]
-        if name == "IADD3.X" and any(_word(operand) in DESCRIPTOR_WORDS for operand in operands):
-            sources = [int(number) for number in re.findall(r"\bR(\d+)", ",".join(operands[1:]))]
+        is_sum = name in ("IADD3.X", "UIADD3.X")
+        if is_sum and any(_word(operand) in DESCRIPTOR_WORDS for operand in operands):
+            sources = REGISTER.findall(",".join(operands[1:]))
             found += any(not OF_ZERO.match(written.get(source, "")) for source in sources)
         for register in _written(name, operands):
             written[register] = line
@@ -159,17 +163,17 @@ def _word(operand: str) -> int | None:
     return (-value if match[1] else value) % (1 << 32)
 
 
-def _written(name: str, operands: list[str]) -> range:
+def _written(name: str, operands: list[str]) -> list[str]:
     """Registers that an instruction writes, as far as they are not a product's."""
-    if name.startswith(("ST", "RED", "BAR", "BRA", "R2UR", "ISETP", "FSETP", "U", "LDGSTS")):
-        return range(0)
+    if name.startswith(("ST", "RED", "BAR", "BRA", "ISETP", "FSETP", "UISETP", "UT", "LDGSTS")):
+        return []
     target = next((operand for operand in operands if not re.match(r"U?P(T|\d)", operand)), "")
-    match = re.match(r"R(\d+)", target)
+    match = re.match(r"(U?R)(\d+)", target)
     if match is None:
-        return range(0)
-    is_wide = name.startswith(("IMAD.WIDE", "CS2R")) or ".64" in name
+        return []
+    is_wide = name.startswith(("IMAD.WIDE", "UIMAD.WIDE", "CS2R")) or ".64" in name
     width = 4 if ".128" in name or name.endswith("M88.4") else 2 if is_wide else 1
-    return range(int(match[1]), int(match[1]) + width)
+    return [f"{match[1]}{int(match[2]) + offset}" for offset in range(width)]
 
 
 def loaded_bytes(instructions: tuple[str, ...]) -> int:

@@ -167,7 +167,7 @@ def launches() -> Iterator[Prompt]:
         # kernel all of whose warps do the same.
         ours = bench_state_scan.jenga
         if not model.is_per_channel:
-            ours = partial(bench_state_scan.jenga_whole, is_lone=False)
+            ours = partial(bench_state_scan.jenga_whole, is_warp_specialized=False)
         peers = {"jenga": ours, "vllm": bench_state_scan.vllm}
         yield from _each(f"R state_scan {model.name}", model.dim, state, peers)
     for model in (QWEN3_NEXT, KIMI_LINEAR):

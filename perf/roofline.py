@@ -103,7 +103,11 @@ def measure_hops(
     name = f"hop {_size(run_bytes)} every {_size(hop_bytes)} over {_size(pool_bytes)}"
     if run_bytes > hop_bytes or not benchmark.wants_shape(name):
         return
-    pool = torch.zeros(pool_bytes // WORD_BYTES, dtype=torch.int32, device=benchmark.device)
+    try:
+        pool = torch.zeros(pool_bytes // WORD_BYTES, dtype=torch.int32, device=benchmark.device)
+    except torch.OutOfMemoryError:
+        print(f"  no {name}: the GPU has no {_size(pool_bytes)}", flush=True)
+        return
     num_runs = min(pool_bytes // hop_bytes, MAX_HOP_READ_BYTES // run_bytes)
     pages = torch.randperm(pool_bytes // hop_bytes)[:num_runs].to(torch.int32)
     pages = pages.to(benchmark.device)

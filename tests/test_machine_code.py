@@ -151,3 +151,10 @@ def test_descriptors_made_of_what_a_register_happens_to_hold_are_found():
 
     assert num_lost_descriptors(kept) == 0
     assert num_lost_descriptors(lost) == num_lost_descriptors(kept + lost) == 1
+
+    kept = ("UMOV UR8, URZ", "UIADD3.X UR8, UR8, 0x40000040, URZ, UP2, !UPT")
+    lost = ("ULDC.64 UR10, c[0x0][0x260]", "UIADD3.X UR10, UR10, -0x7fffffe0, URZ, UP0, !UPT")
+    product = ("UIADD3.X UR7, UR8, URZ, URZ, UP2, !UPT",)
+
+    assert num_lost_descriptors(kept + product) == 0
+    assert num_lost_descriptors(kept + lost + product) == 1

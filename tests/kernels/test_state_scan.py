@@ -1,3 +1,4 @@
+import itertools
 from functools import partial
 
 import pytest
@@ -485,24 +486,27 @@ MANY_PROCESSORS = Machine(capability=90, num_processors=132)
 
 
 @pytest.mark.parametrize(
-    ("num_programs", "num_requests", "num_tokens", "longest_tokens", "expected"),
+    ("d_state", "num_programs", "num_requests", "num_tokens", "longest_tokens", "expected"),
     [
-        (48, 1, 2048, None, None),  # one prompt of Falcon-H1 7B: two segments save too little
-        (16, 1, 2048, None, 256),  # Nemotron-H 8B's heads over eight GPUs
-        (32, 1, 2048, None, 512),  # over four
-        (16, 4, 8030, 8000, 1664),  # beside three short ones, where lengths are known
-        (128, 1, 8192, None, None),  # heads that fill a GPU by themselves
-        (48, 2, 4096, None, None),  # and two prompts together
-        (16, 1, 512, None, None),  # nothing that pays
-        (16, 4, 8030, None, None),  # as long as each other, for all that is known
-        (1, 1, 0, 0, None),  # no token at all
+        (256, 48, 1, 2048, None, 1024),  # one prompt of Falcon-H1 7B
+        (128, 48, 1, 2048, None, None),  # states half as wide, which take half the time uncut
+        (128, 16, 1, 2048, None, 256),  # Nemotron-H 8B's heads over eight GPUs
+        (128, 32, 1, 2048, None, 512),  # over four
+        (128, 64, 1, 8192, None, 4096),  # over two
+        (128, 16, 4, 8030, 8000, 1664),  # beside three short ones, where lengths are known
+        (128, 128, 1, 8192, None, None),  # heads that fill a GPU by themselves
+        (256, 48, 2, 4096, None, None),  # and two prompts together
+        (128, 16, 1, 512, None, None),  # nothing that pays
+        (128, 16, 4, 8030, None, None),  # as long as each other, for all that is known
+        (128, 1, 1, 0, 0, None),  # no token at all
     ],
 )
 def test_state_scan_cuts_what_leaves_processors_idle(
-    num_programs, num_requests, num_tokens, longest_tokens, expected
+    d_state, num_programs, num_requests, num_tokens, longest_tokens, expected
 ):
     chosen = scan_segment_tokens(
         MANY_PROCESSORS,
+        d_state=d_state,
         num_programs=num_programs,
         num_requests=num_requests,
         num_tokens=num_tokens,
@@ -768,6 +772,7 @@ def compile_channels():
 # Of a wide state with heads that fill a GPU by half and with more.
 COMPILED_HEADS = ((128, 64, 128, 8), (24, 128, 256, 1), (96, 128, 256, 1), (48, 64, 64, 1))
 CUT_HEADS = ((16, 64, 128, 1), (24, 128, 256, 1))
+NARROW_HEADS = ((4, 32, 40, 2), (4, 64, 32, 1), (2, 128, 16, 1))
 
 
 def compile_heads(**choice):
@@ -794,6 +799,15 @@ def compile_shared():
 
 def compile_heads_as_anywhere():
     compile_heads(is_portable=True)
+
+
+def compile_narrow_heads():
+    for shape, dtype, segment_tokens in itertools.product(
+        NARROW_HEADS, (torch.bfloat16, torch.float16), (None, 64)
+    ):
+        launch(
+            "heads", shape, dtype, torch.float32, segment_tokens=segment_tokens, is_portable=True
+        )
 
 
 def compile_segments_as_anywhere():
@@ -867,6 +881,13 @@ def test_state_scan_of_heads_compiles_to_matrix_instructions_without_spills(capa
             # With loads in flight, products of registers could run on into the next turn.
             assert kernel.counts["wgmma_of_registers"] == 0, kernel
             assert kernel.loop_instructions <= (630 if kernel.num_warps > 4 else 800), kernel
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_state_scan_of_narrow_states_compiles_with_all_its_descriptors(capability):
+    kernels = compile_job(compile_narrow_heads, capability)
+
+    assert all(kernel.stack_bytes <= 8 for kernel in kernels), kernels
 
 
 def test_state_scan_whose_loads_run_ahead_compiles_to_warpgroup_products():
