@@ -24,8 +24,8 @@ from jenga_kernels.triton.delta_tiles import (
     DeltaTiles,
     delta_scan_tiles,
     has_hopper_delta_scan,
+    hopper_programs,
 )
-from jenga_kernels.triton.state_tiles import CHUNK_CHANNELS
 from jenga_kernels.triton.tiles import Machine, machine_of, overlapping
 
 CHUNK_ROWS = ("queries", "keys", "kept_keys", "scores", "solution")
@@ -51,7 +51,7 @@ def delta_scan(
     scale: float | None = None,
     qk_l2norm: bool = True,
     checkpoints: Checkpoints | None = None,
-    is_portable: bool = False,
+    is_portable: bool | None = None,
 ) -> None:
     """Scan requests' tokens: read each one's state, apply every token, write the states asked for.
 
@@ -88,6 +88,10 @@ def delta_scan(
         qk_l2norm: Whether queries and keys are brought to length one.
         checkpoints: States to write besides the last ones.
         is_portable: Whether to use the kernels of all GPUs where there are others for this one.
+            None: on Hopper for one prompt of few heads, each decaying as one, whose programs there
+            would leave processors idle. For one of 2048 tokens through 32 heads an H100 takes 1.12
+            times as long with its own; where channels decay on their own, 0.90 times
+            (`perf.bench_delta`).
 
     Raises:
         ValueError: If a shape, dtype, stride, alignment or device does not fit.
@@ -175,7 +179,7 @@ def _launches(
     *,
     scale: float,
     is_normalized: bool,
-    is_portable: bool,
+    is_portable: bool | None,
 ) -> Iterator[Launch]:
     """What a call takes: a kernel that prepares its chunks, and one that walks over them.
 
@@ -184,7 +188,7 @@ def _launches(
         tiles: Of both.
         scale: Factor of the queries.
         is_normalized: Whether queries and keys are brought to length one.
-        is_portable: Whether to use the kernels of all GPUs.
+        is_portable: Whether to use the kernels of all GPUs; None: where these are faster.
     """
     out, states, q, k, v, gates, betas, dt_bias, initial_slots, state_slots, decays = (
         tensors[f"{name}_ptr"]
@@ -199,6 +203,8 @@ def _launches(
     num_requests, num_chunks = len(state_slots), decays.shape[1]
     is_per_channel = gates.dim() > 2  # noqa: PLR2004 - tokens, heads, channels
     is_ahead = not is_portable and has_hopper_delta_scan(machine, head_k_dim, v, tiles.block_tokens)
+    if is_ahead and is_portable is None and not is_per_channel:
+        is_ahead = hopper_programs(v) * num_requests >= machine.num_processors
     stride_slot, stride_head, stride_dim, _ = strides(states)
     shared = {
         "stride_slots": state_slots.stride(0),
@@ -277,10 +283,9 @@ def _launch_ahead(
         descriptors[f"{name}_descriptor"] = descriptor
     constants = {name: rebased(descriptor, None) for name, descriptor in descriptors.items()}
     constants |= {"num_warps": 4, "IS_OVERLAPPED": machine.has_dependent_launches}
-    num_programs = triton.cdiv(v.shape[2], CHUNK_CHANNELS) * v.shape[1]
     return Launch(
         kernel=delta_scan_hopper_kernel,
-        grid=(num_programs, len(tensors["state_slots_ptr"])),
+        grid=(hopper_programs(v), len(tensors["state_slots_ptr"])),
         constants=walk | constants | overlapping(machine),
         descriptors=tuple((f"{name}_descriptor", f"{name}_ptr") for name in ("v", *CHUNK_ROWS)),
     )

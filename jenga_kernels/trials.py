@@ -64,7 +64,7 @@ class Verdict:
         operation: Whose kernels they are.
         is_passed: Whether they may be used here.
         is_final: Whether another trial on this machine would end the same; not so where there was
-            no memory for it, or no time.
+            no memory for it, or no time, or where its process ended before it could say.
         reason: Why they did not pass.
     """
 
@@ -76,7 +76,12 @@ class Verdict:
 
 def has_trials(device: torch.device) -> bool:
     """Whether operations have kernels of their own for this GPU."""
-    return device.type == "cuda" and machine_of(device).capability == HOPPER
+    if device.type != "cuda":
+        return False
+    # Triton asks a driver that someone else has to start, and torch may have looked for a GPU
+    # without: vLLM's processes set PYTORCH_NVML_BASED_CUDA_CHECK.
+    torch.cuda.init()
+    return machine_of(device).capability == HOPPER
 
 
 def hold_trial_apart(
@@ -114,7 +119,7 @@ def hold_trial_apart(
     except (IndexError, ValueError, TypeError):
         said = (ended.stderr.splitlines() or ["nothing"])[-1]
         reason = f"its process ended with {ended.returncode} and said {said}"
-        return Verdict(operation=operation, is_passed=False, reason=reason)
+        return Verdict(operation=operation, is_passed=False, is_final=False, reason=reason)
 
 
 def hold_trial(operation: str, device: torch.device, *, num_launches: int = NUM_LAUNCHES) -> None:

@@ -122,7 +122,7 @@ def vllm_update(batch: DeltaBatch) -> Callable[[], None]:
 
 
 def jenga_scan(
-    batch: DeltaBatch, checkpoints: Checkpoints | None = None, *, is_portable: bool = False
+    batch: DeltaBatch, checkpoints: Checkpoints | None = None, *, is_portable: bool | None = None
 ) -> Callable[[], None]:
     slots = batch.slots[:, 0]
 
@@ -234,6 +234,7 @@ SCAN_PEERS = {
     "jenga": jenga_scan,
     "jenga-keep-512": jenga_checkpoints,
     "jenga-plain": partial(jenga_scan, is_portable=True),
+    "jenga-ahead": partial(jenga_scan, is_portable=False),
     "vllm": vllm_scan,
 }
 OURS = ("jenga", "jenga-keep-512")

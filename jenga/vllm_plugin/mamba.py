@@ -304,7 +304,7 @@ def recur(
             checkpoints=metadata.checkpoints,
             allow_tf32=step.allow_tf32,
             longest_tokens=metadata.longest_prompt_tokens,
-            is_portable=metadata.has_portable_scans,
+            is_portable=metadata.has_portable_scans is True,
             compile_ahead=True,
         )
 

@@ -43,7 +43,8 @@ class JengaMambaMetadata(BaseMambaAttentionMetadata):
         initial_slots_p: State slot each prompt goes on from, the null slot at its beginning,
             i32[num_prefills].
         longest_prompt_tokens: Tokens of the step that the longest prompt has.
-        has_portable_scans: Whether prompts are scanned by the kernels of all GPUs.
+        has_portable_scans: Whether prompts are scanned by the kernels of all GPUs; None: where
+            these are faster.
         checkpoints: States of prompts to keep on the way.
         replay_d: Where steps seldom write states, what is in those of decoding requests.
         replay_p: And in those that prompts go on from, which are then brought up to date first.
@@ -55,7 +56,7 @@ class JengaMambaMetadata(BaseMambaAttentionMetadata):
 
     initial_slots_p: torch.Tensor | None = None
     longest_prompt_tokens: int | None = None
-    has_portable_scans: bool = False
+    has_portable_scans: bool | None = None
     checkpoints: Checkpoints | None = None
     replay_d: Replay | None = None
     replay_p: Replay | None = None
@@ -90,7 +91,7 @@ class JengaMambaMetadataBuilder(BaseMambaAttentionMetadataBuilder[JengaMambaMeta
         has_own = read_settings(os.environ).has_specialized_scans
         if scan is not None:
             has_own = own_kernels(scan, device, asked=has_own)
-        self._has_portable_scans = has_own is False
+        self._has_portable_scans = None if has_own is None else not has_own
         self._state_counts = None
         if len(kv_cache_spec.shapes) > NUM_STATES:
             self._num_slots = 1

@@ -25,7 +25,7 @@ def delta_scan(
     scale: float | None = None,
     qk_l2norm: bool = True,
     checkpoints: Checkpoints | None = None,
-    is_portable: bool = False,  # noqa: ARG001 - there is one kernel
+    is_portable: bool | None = None,  # noqa: ARG001 - there is one kernel
 ) -> None:
     """Scan requests' tokens and write the states asked for; see the operation for the arguments."""
     steps = delta_steps(

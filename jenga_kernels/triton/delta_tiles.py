@@ -119,6 +119,15 @@ def has_hopper_delta_scan(
     )
 
 
+def hopper_programs(v: torch.Tensor) -> int:
+    """Programs of that kernel for a request.
+
+    Args:
+        v: Values, [num_tokens, num_v_heads, head_v_dim].
+    """
+    return v.shape[1] * (v.shape[2] // CHUNK_CHANNELS)
+
+
 STATE_ELEMENTS_PER_WARP = 2048
 """State elements that a warp of `delta_update` reads at once: 64 registers of a thread."""
 

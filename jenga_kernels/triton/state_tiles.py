@@ -180,11 +180,12 @@ def are_lone(machine: Machine, num_programs: int) -> bool:
 SEGMENT_SHARE = 0.5
 """Instructions of what a segment leaves, over those of its scan."""
 
-SEGMENT_COST_TOKENS, WIDE_SEGMENT_COST_TOKENS = 700, 240
+SEGMENT_COST_TOKENS, WIDE_SEGMENT_COST_TOKENS = 490, 170
 """Tokens of a scan that take as long as two more launches, and as passing on states.
 
-For states of 128 elements a channel and of 256, on an H100: 15 us for a prompt of 2048 or 8192
-tokens through 16 heads of Nemotron-H, 9 us for one of 2048 through Falcon-H1.
+For states of 128 elements a channel and of 256. On an H100 that is 10 us for prompts of 512 to 8192
+tokens through 16 or 32 heads of Nemotron-H and Granite, in segments that fill it, 6 us in those of
+half as many programs, and 6 us through Falcon-H1 (`perf/results/h100-80gb-hbm3/variants.jsonl`).
 """
 
 LEAST_SAVED = 0.1

@@ -58,7 +58,7 @@ def chunks_of_nan(*args, make=module._chunk_tensors, **kwargs):
 
 
 # Hopper has a kernel of its own.
-CHOICES = {"chosen": {}, "portable": {"is_portable": True}}
+CHOICES = {"ahead": {"is_portable": False}, "portable": {"is_portable": True}}
 if triton.knobs.runtime.interpret:
     CHOICES.pop("portable")
 
@@ -383,11 +383,11 @@ def compile_scans(channels, **choice):
 
 
 def compile_heads():
-    compile_scans(channels=False)
+    compile_scans(channels=False, is_portable=False)
 
 
 def compile_channels():
-    compile_scans(channels=True)
+    compile_scans(channels=True, is_portable=False)
 
 
 def compile_heads_as_anywhere():
@@ -414,6 +414,30 @@ def test_delta_scan_whose_loads_run_ahead_compiles_to_warpgroup_products(job):
         # Two programs run on a processor.
         if job is compile_heads:
             assert 2 * (kernel.shared_bytes + 1024) <= 228 << 10, kernel
+
+
+def compile_few_and_many():
+    for num_requests, channels in ((2, False), (2, True), (3, False)):
+        num_tokens = 16 * num_requests
+        sizes = (16, 32, 128, 128)
+        tensors = delta_tensors(num_tokens, sizes, BF16, generator(0), channels=channels)
+        requests = i32(range(1, num_requests + 1))
+        slots = {"initial_slots": requests, "state_slots": requests}
+        starts = i32(range(0, num_tokens + 1, 16))
+        states = torch.zeros(num_requests + 1, 32, 128, 128)
+        delta_scan(tensors["v"], states, **tensors, **slots, query_starts=starts)
+
+
+def test_delta_scan_of_few_heads_leaves_hoppers_own_kernel_out():
+    """Two requests of 32 heads have 128 programs of it, on 132 processors."""
+    kernels = compile_job(compile_few_and_many, HOPPER)
+
+    walks = [kernel for kernel in kernels if "scan" in kernel.name]
+    assert [(kernel.name, kernel.grid[1]) for kernel in walks] == [
+        ("delta_scan_kernel", 2),
+        ("delta_scan_hopper_kernel", 2),  # channels decay on their own
+        ("delta_scan_hopper_kernel", 3),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 
 from jenga_kernels import trials
 from jenga_kernels.trials import TRIALS, TrialError, Verdict, hold_trial, hold_trial_apart
-from jenga_kernels.triton.tiles import HOPPER, machine_of
+from jenga_kernels.triton.tiles import HOPPER, Machine, machine_of
 from tests.kernels.support import DEVICE
 
 CPU = torch.device("cpu")
@@ -160,8 +160,25 @@ def test_kernels_are_launched_on_the_gpu_that_is_asked_for(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
 
     trials.verdict_here("state_scan", torch.device("cuda:78"))
+    trials.verdict_here("state_scan", torch.device("cuda"))
 
     assert chosen == [torch.device("cuda:78")]
+
+
+def test_a_gpu_is_started_before_triton_is_asked_what_it_is(monkeypatch):
+    """As vLLM has torch look for GPUs, that starts none."""
+    called = []
+
+    def hopper(_):
+        called.append("asked")
+        return Machine(capability=HOPPER, num_processors=132)
+
+    monkeypatch.setattr(torch.cuda, "init", lambda: called.append("started"))
+    monkeypatch.setattr(trials, "machine_of", hopper)
+
+    assert trials.has_trials(torch.device("cuda:0"))
+    assert called == ["started", "asked"]
+    assert not trials.has_trials(CPU)
 
 
 @pytest.fixture
@@ -202,7 +219,7 @@ def test_a_process_that_dies_has_not_passed(other_process):
 
     verdict = hold_trial_apart("delta_scan", torch.device("cuda"))
 
-    assert (verdict.is_passed, verdict.is_final) == (False, True)
+    assert (verdict.is_passed, verdict.is_final) == (False, False)
     assert verdict.reason == "its process ended with -9 and said the last words"
 
 
