@@ -2,7 +2,7 @@
 
 A program keeps results as wide as a latent in registers, 128 a thread for 64 rows and 512 elements,
 so a row tile holds few rows. The sizes are those that compile without spills
-(tests/kernels/test_compiled_latents.py); no GPU has timed them yet.
+(tests/kernels/test_compiled_latents.py).
 """
 
 from dataclasses import replace

@@ -508,7 +508,7 @@ PREFILL_TILES = {
     (False, 4, 1, 256): _loop_tiles(16, 16, 8, 1),
     (False, 4, 1, 512): _loop_tiles(16, 16, 8, 1),
 }
-"""The largest tiles that compile without spills with every option; no GPU has timed them yet.
+"""The largest tiles that compile without spills with every option.
 
 As in decoding, five stages load a step while the one before is computed; up to four stages wait for
 each step as soon as it is asked for. 128 rows of 512 elements and two steps leave no shared memory
