@@ -156,7 +156,13 @@ def _launches(
     if num_requests == 0 or num_tokens == 0:
         return []
     D = per_channel(D, num_heads, head_dim)
-    tiles = state_update_tiles(machine_of(x.device), head_dim, d_state, states.element_size())
+    tiles = state_update_tiles(
+        machine_of(x.device),
+        head_dim,
+        d_state,
+        states.element_size(),
+        num_states=num_requests * num_heads,
+    )
     stride_slot, stride_head, stride_dim, _ = strides(states)
     constants = {
         "dt_min": dt_limits[0],

@@ -12,6 +12,7 @@ own, with its weights (--random-weights: without), and any trace that `jenga rep
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import statistics
@@ -156,7 +157,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cache", help="bytes of the cache, as in 20GiB")
     parser.add_argument("--limit", type=int, help="no more requests than these")
     parser.add_argument("--speed", type=float, default=1.0, help="arrivals come so much faster")
-    parser.add_argument("--runs", type=int, default=2, help="of the trace")
+    parser.add_argument("--runs", type=int, help="of the trace; otherwise 2")
     parser.add_argument("--random-weights", action="store_true", help="read no weights")
     parser.add_argument(
         "--engine", type=json.loads, default={}, help="more arguments of the engine, as JSON"
@@ -184,7 +185,6 @@ def own_case(options: argparse.Namespace, parser: argparse.ArgumentParser) -> En
         trace=options.trace,
         cache_bytes=cache_bytes,
         options=options.engine,
-        num_runs=options.runs,
         limit=options.limit,
         speed=options.speed,
     )
@@ -203,6 +203,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.model is not None:
         cases = (own_case(options, benchmark.parser),)
         weights = "dummy" if options.random_weights else "auto"
+    if options.runs is not None:
+        cases = tuple(dataclasses.replace(case, num_runs=options.runs) for case in cases)
     stock = STOCK_ON_A_CPU if benchmark.is_dry else STOCK_ON_A_GPU
     peers = {"all": [stock], "none": []}.get(options.peers, options.peers.split(","))
     rows: list[dict[str, Any]] = []

@@ -17,6 +17,7 @@ import dataclasses
 import hashlib
 import io
 import json
+import lzma
 import math
 import os
 import sys
@@ -29,6 +30,9 @@ TRITONS_OWN = "<triton>"
 """Stands in the names of packed kernels for what Triton calls itself."""
 
 LARGE_ELEMENTS = 1 << 22
+
+FILTER = {"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 1 << 29}
+"""Kernels of one name differ in little, and may lie far apart."""
 
 KEYS = "keys.jsonl"
 """File of a folder of compiled kernels with what they are filed under, a line each."""
@@ -125,6 +129,13 @@ def compile_list() -> None:
     gpu_list.run(items, Path(os.devnull), seconds=float("inf"), is_dry=True)
 
 
+def _likeness(item: tuple[str, bytes]) -> tuple[bool, str, int]:
+    """Orders files so that those stand together that have most in common."""
+    place, content = item
+    name = place.split("/", 1)[1]
+    return name.endswith(".cubin"), name, len(content)
+
+
 def pack(folder: Path, archive: Path) -> int:
     """Pack compiled kernels.
 
@@ -140,8 +151,8 @@ def pack(folder: Path, archive: Path) -> int:
         if any(path.suffix == ".cubin" for path in kept):
             index[place.name] = key
             files |= {f"{place.name}/{path.name}": path.read_bytes() for path in kept}
-    files = {"index.json": json.dumps(index).encode()} | files
-    with tarfile.open(archive, "w:xz") as tar:
+    files = {"index.json": json.dumps(index).encode()} | dict(sorted(files.items(), key=_likeness))
+    with lzma.open(archive, "w", filters=[FILTER]) as file, tarfile.open(None, "w", file) as tar:
         for name, content in files.items():
             entry = tarfile.TarInfo(name)
             entry.size = len(content)

@@ -269,3 +269,21 @@ def test_state_update_compiles_to_wide_loads_of_a_row_in_one_warp(capability):
         assert kernel.counts["store_128"] == num_loads, kernel
         assert kernel.counts["load_global"] <= 44, kernel
         assert kernel.num_warps == 1, kernel
+
+
+def compile_one_update():
+    x, B = (
+        torch.zeros(1, 1, 8192, dtype=torch.bfloat16),
+        torch.zeros(1, 1, 16, dtype=torch.bfloat16),
+    )
+    states = torch.zeros(2, 1, 8192, 16, dtype=torch.bfloat16)
+    state_update(x, states, x, x, torch.zeros(1, 8192, 16), B, B, i32([1]), i32([1]))
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_state_update_of_few_states_leaves_no_processor_idle(capability):
+    (kernel,) = compile_job(compile_one_update, capability)
+
+    assert kernel.grid[0] == 256
+    assert kernel.stack_bytes == 0, kernel
+    assert kernel.counts["store_128"] == 2, kernel
