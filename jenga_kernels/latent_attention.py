@@ -1,6 +1,7 @@
 """Multi-head latent attention over latents in pages, in its absorbed form."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -19,6 +20,7 @@ from jenga_kernels.checks import (
 )
 from jenga_kernels.latent_plan import plan_latent_attention
 from jenga_kernels.latents import check_latent_pages, check_latent_scale
+from jenga_kernels.launches import Calls, Launch, call_like, rebased
 from jenga_kernels.triton.addressing import constant_stride, strides
 from jenga_kernels.triton.attention_decode import attention_splits_kernel
 from jenga_kernels.triton.latent_decode import latent_decode_kernel
@@ -26,10 +28,13 @@ from jenga_kernels.triton.latent_prefill import latent_prefill_kernel
 from jenga_kernels.triton.tiles import (
     MIN_ROWS,
     WARPGROUP_ROWS,
+    TeamTiles,
     machine_of,
     overlapping,
     power_of_two,
 )
+
+_calls: Calls = {}
 
 
 def latent_attention(
@@ -96,21 +101,237 @@ def latent_attention(
         DeepSeek-V2 (arXiv 2405.04434), section 2.1.2, for the absorption; FlashMLA for 64 rows of
         one latent's width a program.
     """
+    call = call_like(
+        _calls if plan is None else plan.calls,
+        q,
+        pages,
+        page_table,
+        query_starts,
+        seq_lens,
+        scale,
+        latent_dim,
+        is_causal,
+        latent_scale,
+        out,
+        lse,
+    )
+    is_first = call.launches is None
+    if is_first:
+        call.facts = _check(
+            q,
+            pages,
+            page_table,
+            query_starts,
+            seq_lens,
+            scale=scale,
+            latent_dim=latent_dim,
+            is_causal=is_causal,
+            latent_scale=latent_scale,
+            out=out,
+            lse=lse,
+            plan=plan,
+        )
+    kind: AttentionKind = call.facts
+    num_tokens, num_heads, _ = q.shape
+    if out is None:
+        out = q.new_empty(num_tokens, num_heads, latent_dim)
+    if plan is None:
+        plan = plan_latent_attention(
+            query_starts, seq_lens, kind, num_tokens=num_tokens, dtype=q.dtype
+        )
+    if is_first:
+        if num_heads % plan.kind.num_kv_heads == 0:
+            # Heads are planned for in groups.
+            kind = replace(kind, num_kv_heads=plan.kind.num_kv_heads)
+        plan.check(kind, q.dtype, num_tokens, seq_lens.shape[0])
+        call.launches = list(_launches(plan, q, pages, page_table, scale=scale))
+    tensors = {
+        "out_ptr": out,
+        "lse_ptr": lse,
+        "q_ptr": q,
+        "pages_ptr": pages,
+        "page_table_ptr": page_table,
+        "query_starts_ptr": query_starts,
+        "seq_lens_ptr": seq_lens,
+        "latent_scale_ptr": latent_scale,
+        "sinks_ptr": None,
+        "row_tile_requests_ptr": plan.row_tile_requests,
+        "row_tile_indices_ptr": plan.row_tile_indices,
+        "partial_out_ptr": plan.partial_out,
+        "partial_lse_ptr": plan.partial_lse,
+        "unit_starts_ptr": plan.unit_starts,
+        "units_per_program_ptr": plan.units_per_program,
+        "first_requests_ptr": plan.first_requests,
+    }
+    call.run(tensors)
+    return out
+
+
+def _launches(
+    plan: AttentionPlan,
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    page_table: torch.Tensor,
+    *,
+    scale: float,
+) -> Iterator[Launch]:
+    """What a step's queries take.
+
+    Args:
+        plan: Of the step.
+        q: Queries.
+        pages: Latents and rotary keys.
+        page_table: Where requests have them.
+        scale: Of scores.
+    """
+    if plan.num_requests == 0 or plan.num_tokens == 0:
+        return
+    machine = machine_of(q.device)
+    kind = plan.kind
+    latent_dim, rotary_dim = kind.head_dim, pages.shape[2] - kind.head_dim
+    stride_page, stride_slot, _ = strides(pages)
+    block_latent = max(MIN_ROWS, power_of_two(latent_dim))
+    shared = {
+        "scale": scale,
+        "num_requests": plan.num_requests,
+        "stride_q_token": q.stride(0),
+        "stride_q_head": q.stride(1),
+        "stride_pages_page": stride_page,
+        "stride_pages_slot": stride_slot,
+        "stride_table_request": page_table.stride(0),
+        "NUM_GROUPS": kind.num_kv_heads,
+        "GROUP": kind.group_heads,
+        "LATENT_DIM": latent_dim,
+        "ROTARY_DIM": rotary_dim,
+        "PAGE_TOKENS": kind.page_tokens,
+        "IS_CAUSAL": kind.is_causal,
+        "IS_INVARIANT": plan.is_batch_invariant,
+        "QUERY_TOKENS": plan.decode_query_tokens,
+        "BLOCK_LATENT": block_latent,
+        "BLOCK_ROTARY": max(MIN_ROWS, power_of_two(rotary_dim)),
+        "enable_fp_fusion": True,
+    }
+    if plan.max_row_tiles:
+        tiles = plan.tiles.prefill
+        yield Launch(
+            kernel=latent_prefill_kernel,
+            grid=(plan.max_row_tiles * kind.num_kv_heads,),
+            constants=shared
+            | {
+                "BLOCK_M": tiles.block_m,
+                "BLOCK_N": tiles.block_n,
+                "num_warps": tiles.num_warps,
+                "num_stages": tiles.num_stages,
+            },
+        )
+    team = plan.tiles.specialized_decode
+    if plan.decode_query_tokens and team is not None:
+        yield _specialized_launch(plan, team, shared, q, pages)
+    elif plan.decode_query_tokens:
+        tiles = plan.tiles.decode
+        # Results of 64 rows leave no registers for what the compiler would keep of offsets.
+        keeps_offsets = tiles.block_m < WARPGROUP_ROWS
+        yield Launch(
+            kernel=latent_decode_kernel,
+            grid=(plan.tiles.num_programs,),
+            constants=shared
+            | {
+                "SLOT_STRIDE": (
+                    constant_stride(stride_slot, kind.page_tokens) if keeps_offsets else None
+                ),
+                "BLOCK_M": tiles.block_m,
+                "BLOCK_N": tiles.block_n,
+                "IS_OVERLAPPED": plan.may_split and machine.has_dependent_launches,
+                "num_warps": tiles.num_warps,
+                "num_stages": tiles.num_stages,
+            },
+        )
+    if plan.may_split:
+        yield Launch(
+            kernel=attention_splits_kernel,
+            grid=(plan.num_requests, plan.max_decoded_tokens, kind.num_heads),
+            constants=shared
+            | {
+                "NUM_KV_HEADS": kind.num_kv_heads,
+                "RESULT_DIM": latent_dim,
+                "BLOCK_SPLITS": plan.tiles.block_splits,
+                "BLOCK_D": block_latent,
+                "IS_OVERLAPPED": machine.has_dependent_launches,
+                "num_warps": 4,
+            }
+            | overlapping(machine),
+        )
+
+
+def _specialized_launch(
+    plan: AttentionPlan,
+    team: TeamTiles,
+    shared: dict[str, object],
+    q: torch.Tensor,
+    pages: torch.Tensor,
+) -> Launch:
+    """What decoded requests take on Hopper."""
+    # Gluon is not for the interpreter.
+    from jenga_kernels.triton.latent_decode_hopper import (  # noqa: PLC0415
+        KEYS,
+        latent_decode_hopper_kernel,
+        latents_descriptor,
+        queries_descriptor,
+    )
+
+    block_tokens = math.gcd(plan.kind.page_tokens, KEYS.value)
+    return Launch(
+        kernel=latent_decode_hopper_kernel,
+        grid=(plan.tiles.num_programs * team.num_members,),
+        constants=shared
+        | {
+            "q_descriptor": rebased(queries_descriptor(q), None),
+            "pages_descriptor": rebased(latents_descriptor(pages, block_tokens), None),
+            "num_pages": pages.shape[0],
+            "NUM_HEADS": plan.kind.num_heads,
+            "NUM_MEMBERS": team.num_members,
+            "BLOCK_T": block_tokens,
+            "TAKES_TURNS": team.takes_turns,
+            "num_warps": 4,
+        },
+        descriptors=(("q_descriptor", "q_ptr"), ("pages_descriptor", "pages_ptr")),
+    )
+
+
+def _check(
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    page_table: torch.Tensor,
+    query_starts: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    latent_dim: int,
+    is_causal: bool,
+    latent_scale: torch.Tensor | None,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    plan: AttentionPlan | None,
+) -> AttentionKind:
+    """Check what follows from the signature of a call; return what kind of layer it is.
+
+    Raises:
+        ValueError: If something does not fit.
+    """
     check_shape("q", q, (None, None, None))
     num_tokens, num_heads, width = q.shape
     check_dtype("q", q, FLOAT_DTYPES)
     check_rows("q", q)
     check_shape("pages", pages, (None, None, width))
-    page_tokens, rotary_dim = check_latent_pages(pages, latent_dim, q.dtype)
+    page_tokens, _ = check_latent_pages(pages, latent_dim, q.dtype)
     num_requests = check_page_table(page_table)
     check_steps(query_starts, seq_lens, num_requests)
     check_positive("scale", scale)
     check_latent_scale(pages, latent_scale)
-    results = (num_tokens, num_heads, latent_dim)
-    out = q.new_empty(results) if out is None else out
-    check_shape("out", out, results)
-    check_dtype("out", out, (q.dtype,))
-    check_contiguous("out", out)
+    if out is not None:
+        check_shape("out", out, (num_tokens, num_heads, latent_dim))
+        check_dtype("out", out, (q.dtype,))
+        check_contiguous("out", out)
     if lse is not None:
         check_shape("lse", lse, (num_tokens, num_heads))
         check_dtype("lse", lse, (torch.float32,))
@@ -126,7 +347,7 @@ def latent_attention(
         plan=None if plan is None else plan.unit_starts,
     )
     check_no_gradients(q=q, pages=pages, out=out, lse=lse)
-    kind = AttentionKind(
+    return AttentionKind(
         num_heads=num_heads,
         num_kv_heads=1,
         head_dim=latent_dim,
@@ -134,135 +355,3 @@ def latent_attention(
         is_causal=is_causal,
         is_quantised=pages.dtype == FP8_DTYPE,
     )
-    if plan is None:
-        plan = plan_latent_attention(
-            query_starts, seq_lens, kind, num_tokens=num_tokens, dtype=q.dtype
-        )
-    if num_heads % plan.kind.num_kv_heads == 0:
-        # Heads are planned for in groups.
-        kind = replace(kind, num_kv_heads=plan.kind.num_kv_heads)
-    plan.check(kind, q.dtype, num_tokens, num_requests)
-    if num_requests == 0 or num_tokens == 0:
-        return out
-
-    machine = machine_of(q.device)
-    stride_page, stride_slot, _ = strides(pages)
-    num_groups, group = plan.kind.num_kv_heads, plan.kind.group_heads
-    block_latent = max(MIN_ROWS, power_of_two(latent_dim))
-    shared = {
-        "out_ptr": out,
-        "lse_ptr": lse,
-        "q_ptr": q,
-        "pages_ptr": pages,
-        "page_table_ptr": page_table,
-        "query_starts_ptr": query_starts,
-        "seq_lens_ptr": seq_lens,
-        "latent_scale_ptr": latent_scale,
-        "scale": scale,
-        "stride_q_token": q.stride(0),
-        "stride_q_head": q.stride(1),
-        "stride_pages_page": stride_page,
-        "stride_pages_slot": stride_slot,
-        "stride_table_request": page_table.stride(0),
-        "NUM_GROUPS": num_groups,
-        "GROUP": group,
-        "LATENT_DIM": latent_dim,
-        "ROTARY_DIM": rotary_dim,
-        "PAGE_TOKENS": page_tokens,
-        "IS_CAUSAL": is_causal,
-        "BLOCK_LATENT": block_latent,
-        "BLOCK_ROTARY": max(MIN_ROWS, power_of_two(rotary_dim)),
-    }
-    if plan.max_row_tiles:
-        tiles = plan.tiles.prefill
-        latent_prefill_kernel[(plan.max_row_tiles * num_groups,)](
-            **shared,
-            row_tile_requests_ptr=plan.row_tile_requests,
-            row_tile_indices_ptr=plan.row_tile_indices,
-            BLOCK_M=tiles.block_m,
-            BLOCK_N=tiles.block_n,
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
-            enable_fp_fusion=True,
-        )
-    team = plan.tiles.specialized_decode
-    if plan.decode_query_tokens and team is not None:
-        # Gluon is not for the interpreter.
-        from jenga_kernels.triton.latent_decode_hopper import (  # noqa: PLC0415
-            KEYS,
-            latent_decode_hopper_kernel,
-            latents_descriptor,
-            queries_descriptor,
-        )
-
-        names = set(latent_decode_hopper_kernel.arg_names)
-        arguments = {name: value for name, value in shared.items() if name in names}
-        block_tokens = math.gcd(page_tokens, KEYS.value)
-        latent_decode_hopper_kernel[(plan.tiles.num_programs * team.num_members,)](
-            **arguments,
-            partial_out_ptr=plan.partial_out,
-            partial_lse_ptr=plan.partial_lse,
-            q_descriptor=queries_descriptor(q),
-            pages_descriptor=latents_descriptor(pages, block_tokens),
-            unit_starts_ptr=plan.unit_starts,
-            units_per_program_ptr=plan.units_per_program,
-            first_requests_ptr=plan.first_requests,
-            num_requests=num_requests,
-            num_pages=pages.shape[0],
-            NUM_HEADS=num_heads,
-            NUM_MEMBERS=team.num_members,
-            BLOCK_T=block_tokens,
-            TAKES_TURNS=team.takes_turns,
-            QUERY_TOKENS=plan.decode_query_tokens,
-            IS_INVARIANT=plan.is_batch_invariant,
-            num_warps=4,
-            enable_fp_fusion=True,
-        )
-    elif plan.decode_query_tokens:
-        tiles = plan.tiles.decode
-        latent_decode_kernel[(plan.tiles.num_programs,)](
-            **shared,
-            partial_out_ptr=plan.partial_out,
-            partial_lse_ptr=plan.partial_lse,
-            unit_starts_ptr=plan.unit_starts,
-            units_per_program_ptr=plan.units_per_program,
-            first_requests_ptr=plan.first_requests,
-            num_requests=num_requests,
-            # Results of 64 rows leave no registers for what the compiler would keep of offsets.
-            SLOT_STRIDE=(
-                constant_stride(stride_slot, page_tokens)
-                if tiles.block_m < WARPGROUP_ROWS
-                else None
-            ),
-            QUERY_TOKENS=plan.decode_query_tokens,
-            IS_INVARIANT=plan.is_batch_invariant,
-            BLOCK_M=tiles.block_m,
-            BLOCK_N=tiles.block_n,
-            IS_OVERLAPPED=plan.may_split and machine.has_dependent_launches,
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
-            enable_fp_fusion=True,
-        )
-    if plan.may_split:
-        attention_splits_kernel[(num_requests, plan.max_decoded_tokens, num_heads)](
-            out_ptr=out,
-            lse_ptr=lse,
-            partial_out_ptr=plan.partial_out,
-            partial_lse_ptr=plan.partial_lse,
-            query_starts_ptr=query_starts,
-            unit_starts_ptr=plan.unit_starts,
-            units_per_program_ptr=plan.units_per_program,
-            sinks_ptr=None,
-            NUM_KV_HEADS=num_groups,
-            GROUP=group,
-            RESULT_DIM=latent_dim,
-            QUERY_TOKENS=plan.decode_query_tokens,
-            IS_INVARIANT=plan.is_batch_invariant,
-            BLOCK_SPLITS=plan.tiles.block_splits,
-            BLOCK_D=block_latent,
-            IS_OVERLAPPED=machine.has_dependent_launches,
-            num_warps=4,
-            enable_fp_fusion=True,
-            **overlapping(machine),
-        )
-    return out

@@ -29,6 +29,7 @@ from perf import (
     bench_conv_update,
     bench_delta,
     bench_kv_store,
+    bench_latent_attention,
     bench_paged_attention,
     bench_state_scan,
     bench_state_update,
@@ -36,10 +37,13 @@ from perf import (
 from perf.attention_shapes import SHAPES, AttentionShape, make_batch
 from perf.compiled_launches import CAPABILITY, show_vllm_a_gpu
 from perf.delta_shapes import KIMI_LINEAR, QWEN3_NEXT, make_delta_batch
+from perf.latent_shapes import LATENT_DIM, LatentShape
+from perf.latent_shapes import make_batch as make_latent_batch
 from perf.machine_code import PretendedGpu
 from perf.state_shapes import MODELS, make_conv_batch, make_state_batch
 
 ATTENTION = ("D1", "D5", "D11", "P1", "P3", "P4", "X1")
+LATENTS = ("D17", "L12")
 STATES = ("nemotron-h-8b", "jamba-1.5-mini")
 PROMPT_TOKENS, DECODED = 2048, 8
 CPU = torch.device("cpu")
@@ -87,6 +91,14 @@ def cases() -> Iterator[Case]:
             sides = {"jenga": peers["jenga"], "vllm": peers["vllm-triton"]}
             small = dataclasses.replace(shape, num_layers=1, arena_bytes=0)
             yield Case(f"paged_attention {shape.name}", sides, partial(_attention_batch, small))
+    peers = bench_latent_attention.IMPLEMENTATIONS
+    for latents in bench_latent_attention.SHAPES:
+        if latents.name.split()[0] in LATENTS:
+            sides = {"jenga": peers["jenga"]}
+            if latents.max_query_tokens == 1:
+                sides["vllm"] = peers["vllm-triton"]
+            small = dataclasses.replace(latents, num_layers=1, requests=latents.requests[:DECODED])
+            yield Case(f"latent_attention {latents.name}", sides, partial(_latent_batch, small))
     sides = {"jenga": bench_kv_store.jenga, "vllm": bench_kv_store.vllm_triton}
     shape = bench_kv_store.SHAPES[0]
     yield Case(f"kv_store {shape.name}", sides, lambda: [bench_kv_store.make_batch(shape, CPU)])
@@ -113,6 +125,11 @@ def cases() -> Iterator[Case]:
 def _attention_batch(shape: AttentionShape) -> list[Any]:
     batch = make_batch(shape, CPU)
     return [batch, torch.empty_like(batch.q)]
+
+
+def _latent_batch(shape: LatentShape) -> list[Any]:
+    batch = make_latent_batch(shape, CPU)
+    return [batch, batch.q.new_empty(shape.num_tokens, shape.num_heads, LATENT_DIM)]
 
 
 def times_of(launches: dict[str, Launch]) -> dict[str, list[float]]:

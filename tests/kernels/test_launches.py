@@ -9,6 +9,8 @@ from jenga_kernels.attention_plan import AttentionKind, plan_attention
 from jenga_kernels.causal_conv import causal_conv
 from jenga_kernels.delta_scan import delta_scan
 from jenga_kernels.kv_store import kv_store
+from jenga_kernels.latent_attention import latent_attention
+from jenga_kernels.latent_plan import plan_latent_attention
 from jenga_kernels.launches import Call, Launch, call_like
 from jenga_kernels.paged_attention import paged_attention
 from jenga_kernels.state_scan import state_scan
@@ -150,6 +152,51 @@ def test_attention_gives_the_same_whether_its_call_is_remembered_or_not(query_le
     for alone, planned in results:
         assert torch.equal(alone, planned)
     assert not torch.equal(results[0][0], results[1][0])
+
+
+def latent_inputs(seed):
+    rng = generator(seed)
+    q, pages = randn((40, 16, 96), torch.bfloat16, rng), randn((9, 16, 96), torch.bfloat16, rng)
+    page_table = torch.randperm(8, generator=torch.Generator().manual_seed(seed))[None] + 1
+    return q, pages, page_table.to(DEVICE, torch.int32)
+
+
+@pytest.mark.parametrize("query_lens", [[40], [1, 39], [1]], ids=["prompt", "mixed", "decode"])
+def test_attention_over_latents_too(query_lens):
+    starts = i32([0, *torch.tensor(query_lens).cumsum(0).tolist()])
+    seq_lens = i32([90] * len(query_lens))
+    kind = AttentionKind(num_heads=16, num_kv_heads=1, head_dim=64, page_tokens=16)
+    plan, results = None, []
+    for seed in (1, 2, 3):
+        q, pages, page_table = latent_inputs(seed)
+        q, page_table = q[: sum(query_lens)], page_table.expand(len(query_lens), -1).contiguous()
+        arguments = (q, pages, page_table, starts, seq_lens)
+        alone = latent_attention(*arguments, scale=0.125, latent_dim=64)
+        if plan is None:
+            plan = plan_latent_attention(starts, seq_lens, kind, num_tokens=len(q), dtype=q.dtype)
+        planned = latent_attention(*arguments, scale=0.125, latent_dim=64, plan=plan)
+        results.append((alone, planned))
+
+    assert len(plan.calls) == 1
+    for alone, planned in results:
+        assert torch.equal(alone, planned)
+    assert not torch.equal(results[0][0], results[1][0])
+
+
+def test_a_remembered_call_over_latents_keeps_no_tensor_and_what_it_refused():
+    q, pages, page_table = latent_inputs(4)
+    arguments = {"page_table": page_table, "query_starts": i32([0, 40]), "seq_lens": i32([90])}
+    for _ in range(2):
+        with pytest.raises(ValueError, match="scale must be"):
+            latent_attention(q, pages, **arguments, scale=-1, latent_dim=64)
+    kept = [weakref.ref(tensor) for tensor in (q, pages)]
+    out = latent_attention(q, pages, **arguments, scale=0.125, latent_dim=64)
+
+    del q, pages
+    gc.collect()
+
+    assert out.isfinite().all()
+    assert [ref() for ref in kept] == [None] * 2
 
 
 def test_a_remembered_call_keeps_no_tensor():
