@@ -64,8 +64,17 @@ class EngineError(RuntimeError):
     """An engine failed; the message holds the end of what it printed."""
 
 
-def run_engine(case: EngineCase, backend: str, *, is_dry: bool, weights: str) -> dict[str, Any]:
+def run_engine(
+    case: EngineCase, backend: str, *, is_dry: bool, weights: str, logs: Path | None = None
+) -> dict[str, Any]:
     """Serve a case's trace in a process of its own.
+
+    Args:
+        case: What is served.
+        backend: Of attention.
+        is_dry: Without a GPU.
+        weights: As vLLM's `load_format`.
+        logs: Folder for what the engine prints.
 
     Returns:
         Seconds it took to start, and what each run reports.
@@ -108,6 +117,9 @@ def run_engine(case: EngineCase, backend: str, *, is_dry: bool, weights: str) ->
             errors="replace",
             check=False,
         )
+        if logs is not None:
+            logs.mkdir(parents=True, exist_ok=True)
+            (logs / f"{case.model}-{backend}.log").write_text(done.stdout)
         if done.returncode or not result_path.exists():
             lines = done.stdout.splitlines()[-25:]
             msg = "\n".join([f"{case.name} on {backend} ended with {done.returncode}:", *lines])
@@ -158,6 +170,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, help="no more requests than these")
     parser.add_argument("--speed", type=float, default=1.0, help="arrivals come so much faster")
     parser.add_argument("--runs", type=int, help="of the trace; otherwise 2")
+    parser.add_argument("--logs", type=Path, help="folder for what engines print")
     parser.add_argument("--random-weights", action="store_true", help="read no weights")
     parser.add_argument(
         "--engine", type=json.loads, default={}, help="more arguments of the engine, as JSON"
@@ -215,7 +228,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for implementation in ("jenga", *peers):
             backend = OURS if implementation == "jenga" else implementation
             try:
-                result = run_engine(case, backend, is_dry=benchmark.is_dry, weights=weights)
+                result = run_engine(
+                    case, backend, is_dry=benchmark.is_dry, weights=weights, logs=options.logs
+                )
             except EngineError as error:
                 print(error, flush=True)
                 has_failed = True

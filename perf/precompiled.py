@@ -1,7 +1,8 @@
 """Kernels compiled ahead for a GPU that is lent for minutes, on a machine without one.
 
     EMULATED_GPU=90 python -m perf.precompiled FOLDER tests/kernels/test_kv_store.py ...
-    python -m perf.precompiled FOLDER --list          # what `perf.gpu_list` launches
+    python -m perf.precompiled FOLDER --list          # what `perf.gpu_list` launches, of ours
+    python -m perf.precompiled FOLDER --list LIST --peers      # of a list, and of peers in Triton
     python -m perf.precompiled FOLDER --pack KERNELS.tar.xz
     python -m perf.precompiled CACHE --unpack KERNELS.tar.xz      # there, before all else
 
@@ -85,8 +86,38 @@ def compile_tests(tests: Sequence[str]) -> None:
     pytest.main([*options, *tests])
 
 
-def compile_list() -> None:
-    """Run the benchmarks of `perf.gpu_list` for what ours compile, on tensors never written."""
+def tune_by_order() -> None:
+    """Have what Triton tunes compile every choice and take the first."""
+    from triton.runtime.autotuner import Autotuner, OutOfResources
+
+    def compile_choice(
+        self: Autotuner,
+        *arguments: Any,  # noqa: ANN401
+        config: Any,  # noqa: ANN401
+        **options: Any,  # noqa: ANN401
+    ) -> list[float]:
+        try:
+            self.fn.run(*arguments, **(options | config.all_kwargs()))
+        except OutOfResources:
+            return [math.inf]
+        return [0.0]
+
+    Autotuner._bench = compile_choice  # noqa: SLF001
+
+
+def compile_list(text: str | None = None, *, with_peers: bool = False) -> None:
+    """Run benchmarks for what they compile, on tensors never written.
+
+    Args:
+        text: What `perf.gpu_list` reads; None: its own list.
+        with_peers: Compile vLLM's kernels too, all that it tunes among.
+    """
+    if with_peers:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        from perf.compiled_launches import show_vllm_a_gpu
+
+        show_vllm_a_gpu()
+        tune_by_order()
     import torch
 
     from perf import attention_shapes, gpu_list, harness
@@ -117,13 +148,15 @@ def compile_list() -> None:
     attention_shapes.fill = lambda *_: None
     harness.Benchmark.__init__ = start_large
     harness.Benchmark.measure = launch_once
-    # Peers compile their own kernels there; what of theirs is ours under another name is compiled.
     items = [
         dataclasses.replace(
             item,
-            peers=",".join(peer for peer in item.peers.split(",") if peer.startswith("jenga")),
+            # What is ours under a peer's name is compiled in any case.
+            peers=",".join(
+                peer for peer in item.peers.split(",") if with_peers or peer.startswith("jenga")
+            ),
         )
-        for item in gpu_list.read_list(gpu_list.BEHIND)
+        for item in gpu_list.read_list(gpu_list.BEHIND if text is None else text)
         if item.benchmark not in ("roofline", "bench_host_memory")
     ]
     gpu_list.run(items, Path(os.devnull), seconds=float("inf"), is_dry=True)
@@ -214,19 +247,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("folder", type=Path, help="of compiled kernels")
     parser.add_argument("tests", nargs="*", help="of kernels, to compile for; EMULATED_GPU=90")
-    parser.add_argument("--list", action="store_true", help="compile for perf.gpu_list")
+    parser.add_argument("--list", nargs="?", const="", help="compile for perf.gpu_list")
+    parser.add_argument("--peers", action="store_true", help="with --list: vLLM's kernels too")
     parser.add_argument("--pack", type=Path, help="write the folder's kernels here")
     parser.add_argument("--unpack", type=Path, help="add these kernels to the folder")
     options = parser.parse_args(arguments)
     if options.tests and os.environ.get("EMULATED_GPU") != "90":
         parser.error("tests are compiled for with EMULATED_GPU=90 set")
-    if options.tests or options.list:
+    has_list = options.list is not None
+    if options.peers and not has_list:
+        parser.error("--peers goes with --list")
+    if options.tests or has_list:
         os.environ.pop("TRITON_INTERPRET", None)
         compile_alone(options.folder)
     if options.tests:
         compile_tests(options.tests)
-    if options.list:
-        compile_list()
+    if has_list:
+        text = Path(options.list).read_text() if options.list else None
+        compile_list(text, with_peers=options.peers)
     if options.pack is not None:
         print(f"{pack(options.folder, options.pack)} kernels packed")
     if options.unpack is not None:
