@@ -26,7 +26,7 @@ from jenga_kernels.triton.delta_tiles import (
     has_hopper_delta_scan,
     hopper_programs,
 )
-from jenga_kernels.triton.tiles import Machine, machine_of, overlapping
+from jenga_kernels.triton.tiles import machine_of, overlapping
 
 CHUNK_ROWS = ("queries", "keys", "kept_keys", "scores", "solution")
 """What the copy engine reads of what the first kernel leaves for the second."""
@@ -77,7 +77,8 @@ def delta_scan(
             num_v_heads, head_k_dim] where every key channel decays on its own; at most 0. With
             A_log they are projections, and the logarithms -exp(A_log) softplus(gates + dt_bias).
         betas: How far a value replaces what the state holds under its key, [num_tokens,
-            num_v_heads]. With A_log they are projections, which pass through a sigmoid.
+            num_v_heads], from 0 to 2: beyond, a state grows from token to token. With A_log they
+            are projections, which pass through a sigmoid.
         query_starts: Where each request's tokens begin, and the end, i32[num_requests + 1].
         initial_slots: Where each request's state is read, i32[num_requests]; `NULL_SLOT` begins
             with zero.
@@ -203,9 +204,18 @@ def _launches(
     num_requests, num_chunks = len(state_slots), decays.shape[1]
     is_per_channel = gates.dim() > 2  # noqa: PLR2004 - tokens, heads, channels
     is_ahead = not is_portable and has_hopper_delta_scan(machine, head_k_dim, v, tiles.block_tokens)
+    num_programs = hopper_programs(v) * num_requests
     if is_ahead and is_portable is None and not is_per_channel:
-        is_ahead = hopper_programs(v) * num_requests >= machine.num_processors
+        is_ahead = num_programs >= machine.num_processors
+    # Two programs share a processor's memory where there are as many, and the loads of channels
+    # that decay on their own leave room for two.
+    is_shared = not is_per_channel and num_programs > machine.num_processors
+    # Programs that wait for the first kernel with a processor's memory would keep it from its own.
+    is_overlapped = is_ahead and is_shared and machine.has_dependent_launches
     stride_slot, stride_head, stride_dim, _ = strides(states)
+    precision = "float16" if is_normalized else "tf32"
+    if v.dtype == torch.float32:
+        precision = "ieee"
     shared = {
         "stride_slots": state_slots.stride(0),
         "HEADS_PER_GROUP": num_v_heads // num_qk_heads,
@@ -231,10 +241,11 @@ def _launches(
             "stride_betas_token": strides(betas)[0],
             "stride_dt_bias_head": 0 if dt_bias is None else strides(dt_bias)[0],
             "IS_NORMALIZED": is_normalized,
-            "PRECISION": "ieee" if v.dtype == torch.float32 else "tf32",
-            "IS_OVERLAPPED": is_ahead,
+            "PRECISION": precision,
+            "IS_OVERLAPPED": is_overlapped,
             "num_warps": tiles.chunk_warps,
             "num_stages": 1,
+            "maxnreg": tiles.chunk_registers,
         },
     )
     walk = shared | {
@@ -252,7 +263,9 @@ def _launches(
         "IS_PER_CHANNEL": is_per_channel,
     }
     if is_ahead:
-        yield _launch_ahead(tensors, machine, walk)
+        stages = {"NUM_STAGES": 2 if is_shared else 3, "IS_OVERLAPPED": is_overlapped}
+        options = overlapping(machine) if is_overlapped else {}
+        yield _launch_ahead(tensors, walk | stages | options)
         return
     block_values = tiles.block_values
     yield Launch(
@@ -267,9 +280,7 @@ def _launches(
     )
 
 
-def _launch_ahead(
-    tensors: dict[str, torch.Tensor | None], machine: Machine, walk: dict[str, object]
-) -> Launch:
+def _launch_ahead(tensors: dict[str, torch.Tensor | None], walk: dict[str, object]) -> Launch:
     """The walk over chunks on Hopper, whose loads run ahead."""
     # Gluon is not for the interpreter.
     from jenga_kernels.triton.chunks_hopper import chunk_descriptor  # noqa: PLC0415
@@ -282,11 +293,10 @@ def _launch_ahead(
         descriptor = None if rows is None else chunk_descriptor(rows.transpose(0, 1))
         descriptors[f"{name}_descriptor"] = descriptor
     constants = {name: rebased(descriptor, None) for name, descriptor in descriptors.items()}
-    constants |= {"num_warps": 4, "IS_OVERLAPPED": machine.has_dependent_launches}
     return Launch(
         kernel=delta_scan_hopper_kernel,
         grid=(hopper_programs(v), len(tensors["state_slots_ptr"])),
-        constants=walk | constants | overlapping(machine),
+        constants=walk | constants | {"num_warps": 4},
         descriptors=tuple((f"{name}_descriptor", f"{name}_ptr") for name in ("v", *CHUNK_ROWS)),
     )
 

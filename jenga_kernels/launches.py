@@ -18,7 +18,7 @@ from jenga_kernels.checks import ALIGNMENT_BYTES
 MAX_CALLS = 256
 """Signatures that a table of calls has at most, of some KB each: a step has a few of its own."""
 
-OPTIONS = frozenset({"enable_fp_fusion", "num_warps", "num_stages", "launch_pdl"})
+OPTIONS = frozenset({"enable_fp_fusion", "maxnreg", "num_warps", "num_stages", "launch_pdl"})
 """What launches take that is no argument of a kernel."""
 
 

@@ -229,6 +229,46 @@ def vllm_scan(batch: DeltaBatch) -> Callable[[], None]:
     return launch
 
 
+def flashinfer_scan(batch: DeltaBatch) -> Callable[[], None]:
+    """What vLLM's layers do on Hopper where FlashInfer is, which compiles its kernel at first."""
+    try:
+        from flashinfer.gdn_prefill import chunk_gated_delta_rule
+        from vllm.third_party.flash_linear_attention import ops
+    except ImportError as error:
+        raise UnsupportedError(str(error)) from error
+    if batch.model.is_per_channel:
+        msg = "FlashInfer has no kernel for channels that decay on their own"
+        raise UnsupportedError(msg)
+    slots = batch.slots[:, 0].long()
+
+    def launch() -> None:
+        q, k, v, g, beta = ops.fused_post_conv_prep(
+            batch.mixed,
+            batch.gates,
+            batch.betas,
+            batch.A_log,
+            batch.dt_bias,
+            batch.model.num_qk_heads,
+            batch.model.head_dim,
+            batch.model.head_dim,
+        )
+        out, final = chunk_gated_delta_rule(
+            q=q,
+            k=k,
+            v=v,
+            g=g.exp(),
+            beta=beta.float(),
+            initial_state=batch.states[slots].float(),
+            output_final_state=True,
+            cu_seqlens=batch.query_starts.long(),
+            backend="flashinfer",
+        )
+        batch.out.copy_(out)
+        batch.states[slots] = final.to(batch.states.dtype)
+
+    return launch
+
+
 UPDATE_PEERS = {"jenga": jenga_update, "vllm": vllm_update}
 SCAN_PEERS = {
     "jenga": jenga_scan,
@@ -236,6 +276,7 @@ SCAN_PEERS = {
     "jenga-plain": partial(jenga_scan, is_portable=True),
     "jenga-ahead": partial(jenga_scan, is_portable=False),
     "vllm": vllm_scan,
+    "flashinfer": flashinfer_scan,
 }
 OURS = ("jenga", "jenga-keep-512")
 """Measured whichever peers are asked for."""

@@ -102,7 +102,7 @@ def tune_by_order() -> None:
             return [math.inf]
         return [0.0]
 
-    Autotuner._bench = compile_choice  # noqa: SLF001
+    Autotuner._bench = compile_choice
 
 
 def compile_list(text: str | None = None, *, with_peers: bool = False) -> None:

@@ -253,6 +253,13 @@ def test_shared_memory_carries_values_between_warps():
     assert (got == np.arange(THREADS) ^ 32).all()
 
 
+def test_addresses_in_shared_memory_wrap_around_at_32_bits():
+    body = EXCHANGE.replace("[%r2]", "[%r2 + 4096]").format(
+        barrier="bar.sync 0;", distance="128; add.s32 %r2, %r2, -4096"
+    )
+    assert (run(body) == np.arange(THREADS) ^ 32).all()
+
+
 def test_a_missing_barrier_between_warps_is_a_race():
     with pytest.raises(EmulationError, match=r"ld\.shared.*race: threads load what others stored"):
         run(EXCHANGE.format(barrier="", distance=128))

@@ -222,10 +222,15 @@ def delta_chunks_channels_kernel(
             dt_bias_ptr += head * stride_dt_bias_head + ks
             bias = tl.load(dt_bias_ptr, mask=is_k, other=0.0).to(tl.float32)  # [1, K]
     run_starts = first + runs * RUN_TOKENS  # [runs, 1]
-    at_runs = run_starts.to(tl.int64)
-    gates_ptr += head * stride_gates_head + ks + at_runs * stride_gates_token
-    q_ptr += group * stride_q_head + ks + at_runs * stride_q_token
-    k_ptr += group * stride_k_head + ks + at_runs * stride_k_token
+    # Where the chunk begins is one number; where results lie in it, constants say, for which a
+    # thread needs no registers.
+    first = first.to(tl.int64)
+    gates_ptr += first * stride_gates_token + head * stride_gates_head + ks
+    gates_ptr += runs * (RUN_TOKENS * stride_gates_token)
+    q_ptr += first * stride_q_token + group * stride_q_head + ks
+    q_ptr += runs * (RUN_TOKENS * stride_q_token)
+    k_ptr += first * stride_k_token + group * stride_k_head + ks
+    k_ptr += runs * (RUN_TOKENS * stride_k_token)
     gates = load_run(gates_ptr, stride_gates_token, run_starts, end, is_k)
     q = load_run(q_ptr, stride_q_token, run_starts, end, is_k)
     k = load_run(k_ptr, stride_k_token, run_starts, end, is_k)
@@ -284,12 +289,16 @@ def delta_chunks_channels_kernel(
         scores, lower, q, since_k, until_k, whole, dtype
     )
 
-    in_head = (head * num_tokens + at_runs) * BLOCK_K + ks
+    in_head = head * num_tokens + first
+    in_tile = runs * (RUN_TOKENS * BLOCK_K) + ks
+    queries_ptr += in_head * BLOCK_K
+    keys_ptr += in_head * BLOCK_K
+    kept_keys_ptr += in_head * BLOCK_K
     since_start = tl.exp2(before)
     until_end = tl.exp2(after)
     for t in tl.static_range(RUN_TOKENS):  # pyright: ignore[reportGeneralTypeIssues]
         live = run_starts + t < end
-        at = in_head + t * BLOCK_K
+        at = in_tile + t * BLOCK_K
         tl.store(queries_ptr + at, rounded(q[t] * since_start, dtype), mask=live)
         tl.store(keys_ptr + at, rounded(since_k[t] * since_start, dtype), mask=live)
         tl.store(kept_keys_ptr + at, rounded(until_k[t] * until_end, dtype), mask=live)
@@ -297,13 +306,12 @@ def delta_chunks_channels_kernel(
     decay_ptr = decays_ptr + (head * tl.num_programs(1) + tl.program_id(1)) * BLOCK_K + ks
     tl.store(decay_ptr + runs * 0, tl.exp2(whole), mask=runs == 0)
 
-    tokens = (first + tile).to(tl.int64)
-    rows = (tokens < end)[:, None]
-    betas = tl.load(betas_ptr + tokens * stride_betas_token + head, mask=tokens < end, other=0.0)
-    betas = betas.to(tl.float32)
+    live = tile < end - first
+    betas_ptr += first * stride_betas_token + head
+    betas = tl.load(betas_ptr + tile * stride_betas_token, mask=live, other=0.0).to(tl.float32)
     if A_log_ptr is not None:
         betas = sigmoid(betas)
-    columns = (head * num_tokens + tokens)[:, None] * BLOCK_T + tile[None, :]
+    in_square = tile[:, None] * BLOCK_T + tile[None, :]
     scores = tl.where(tile[:, None] > tile[None, :], scores, 0.0)
     scores = tl.where(tile[:, None] == tile[None, :], diagonal, scores)
     is_beside = (tile[:, None] % RUN_TOKENS == RUN_TOKENS - 1) & (
@@ -313,7 +321,8 @@ def delta_chunks_channels_kernel(
     scores = tl.where(is_beside, beside, scores)
     beside = each_token(beside_k, beside_k, beside_k, beside_k)
     lower = tl.where(is_beside, beside, lower)
-    tl.store(scores_ptr + columns, rounded(scores, dtype), mask=rows)
+    tl.store(scores_ptr + in_head * BLOCK_T + in_square, rounded(scores, dtype), mask=live[:, None])
     lower = tl.where(tile[:, None] > tile[None, :], lower * betas[:, None], 0.0)
     solution = unit_triangular_inverse(lower, BLOCK_T, PRECISION) * betas[None, :]
-    tl.store(solution_ptr + columns, rounded(solution, dtype), mask=rows)
+    solution_ptr += in_head * BLOCK_T
+    tl.store(solution_ptr + in_square, rounded(solution, dtype), mask=live[:, None])

@@ -79,11 +79,15 @@ def delta_chunks_heads_kernel(
         return
     tile = tl.arange(0, BLOCK_T)
     ks = tl.arange(0, BLOCK_K)[None, :]
-    tokens = (first + tile).to(tl.int64)
-    live = tokens < end
+    live = tile < end - first
     rows = live[:, None]
     group = head // HEADS_PER_GROUP
     dtype = k_ptr.dtype.element_ty
+    # Where the chunk begins is one number; in it, places are as far apart as constants say, for
+    # which a thread needs no registers.
+    first = first.to(tl.int64)
+    in_head = head * num_tokens + first
+    in_group = group * num_tokens + first
 
     rate = None
     bias = None
@@ -91,47 +95,49 @@ def delta_chunks_heads_kernel(
         rate = rate_log2(tl.load(A_log_ptr + head).to(tl.float32))
         if dt_bias_ptr is not None:
             bias = tl.load(dt_bias_ptr + head * stride_dt_bias_head).to(tl.float32)
-    gates = tl.load(gates_ptr + tokens * stride_gates_token + head, mask=live, other=0.0)
-    betas = tl.load(betas_ptr + tokens * stride_betas_token + head, mask=live, other=0.0)
-    betas = betas.to(tl.float32)
+    gates_ptr += first * stride_gates_token + head
+    betas_ptr += first * stride_betas_token + head
+    gates = tl.load(gates_ptr + tile * stride_gates_token, mask=live, other=0.0)
+    betas = tl.load(betas_ptr + tile * stride_betas_token, mask=live, other=0.0).to(tl.float32)
     if A_log_ptr is not None:
         betas = sigmoid(betas)
     # Logarithms to base two of the decay from the chunk's start through each token. Their
     # differences must be right however much has decayed before.
     decays = tl.where(live, decay_log2(gates.to(tl.float32), rate, bias), 0.0)
     decays = tl.cumsum(decays.to(tl.float64) if dtype == tl.float32 else decays, 0)
+    # What needs a sum over tokens is brought to the threads that want it; what does not, each of
+    # them would load and work out for all its columns, and keep.
+    betas = tl.where(decays <= 0.0, betas, 0.0)
     total = tl.sum(tl.where(tile == BLOCK_T - 1, decays, 0.0), 0)
     left = total - decays
-    in_head = head * num_tokens + tokens
-    tl.store(since_start_ptr + in_head, tl.exp2(decays.to(tl.float32)), mask=live)
-    tl.store(until_end_ptr + in_head, tl.exp2(left.to(tl.float32)), mask=live)
+    tl.store(since_start_ptr + in_head + tile, tl.exp2(decays.to(tl.float32)), mask=live)
+    tl.store(until_end_ptr + in_head + tile, tl.exp2(left.to(tl.float32)), mask=live)
     decay_ptr = decays_ptr + head * tl.num_programs(1) + tl.program_id(1)
     tl.store(decay_ptr, tl.exp2(total.to(tl.float32)))
 
     in_rows = rows & (ks < HEAD_K_DIM)
-    q_ptr += group * stride_q_head + ks
-    k_ptr += group * stride_k_head + ks
-    q = tl.load(q_ptr + tokens[:, None] * stride_q_token, mask=in_rows, other=0.0)  # [T, K]
-    k = tl.load(k_ptr + tokens[:, None] * stride_k_token, mask=in_rows, other=0.0)  # [T, K]
+    q_ptr += first * stride_q_token + group * stride_q_head + ks
+    k_ptr += first * stride_k_token + group * stride_k_head + ks
+    q = tl.load(q_ptr + tile[:, None] * stride_q_token, mask=in_rows, other=0.0)  # [T, K]
+    k = tl.load(k_ptr + tile[:, None] * stride_k_token, mask=in_rows, other=0.0)  # [T, K]
     if IS_NORMALIZED:
         scale *= unit_factors(q)[:, None]  # [T, 1]
         k = rounded(k.to(tl.float32) * unit_factors(k)[:, None], dtype)
     q = rounded(q.to(tl.float32) * scale, dtype)
     if head % HEADS_PER_GROUP == 0:
-        in_group = (group * num_tokens + tokens)[:, None] * BLOCK_K + ks
-        tl.store(queries_ptr + in_group, q, mask=rows)
-        tl.store(keys_ptr + in_group, k, mask=rows)
+        in_tile = tile[:, None] * BLOCK_K + ks
+        tl.store(queries_ptr + in_group * BLOCK_K + in_tile, q, mask=rows)
+        tl.store(keys_ptr + in_group * BLOCK_K + in_tile, k, mask=rows)
 
     is_past = tile[:, None] >= tile[None, :]
     exponent = (decays[:, None] - decays[None, :]).to(tl.float32)
     between = tl.exp2(tl.where(is_past, exponent, float("-inf")))  # [T, T]
-    columns = in_head[:, None] * BLOCK_T + tile[None, :]
+    in_square = tile[:, None] * BLOCK_T + tile[None, :]
     scores = matmul(q, tl.trans(k)) * between
-    tl.store(scores_ptr + columns, rounded(scores, dtype), mask=rows)
+    tl.store(scores_ptr + in_head * BLOCK_T + in_square, rounded(scores, dtype), mask=rows)
 
     # Each token's change of the state takes off what the changes before it, in the same chunk,
     # hold under its key: a unit triangular system for all changes at once.
     lower = matmul(k, tl.trans(k)) * between * betas[:, None]
-    lower = tl.where(tile[:, None] > tile[None, :], lower, 0.0)
     solution = unit_triangular_inverse(lower, BLOCK_T, PRECISION) * betas[None, :]
-    tl.store(solution_ptr + columns, rounded(solution, dtype), mask=rows)
+    tl.store(solution_ptr + in_head * BLOCK_T + in_square, rounded(solution, dtype), mask=rows)

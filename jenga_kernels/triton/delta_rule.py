@@ -3,6 +3,7 @@
 import triton.language as tl
 
 from jenga_kernels.triton.device import device_function, reciprocal
+from jenga_kernels.triton.matmul import matmul
 from jenga_kernels.triton.recurrence import LOG2E, row_sums, softplus
 
 NORM_EPSILON = tl.constexpr(1e-6)
@@ -56,32 +57,33 @@ def unit_factors(rows):
 
 
 @device_function
-def corners(lower, width, BLOCK_T: tl.constexpr):
-    """The lower left of each block of 2 * width on the diagonal of `lower`, 0 elsewhere."""
-    apart = tl.arange(0, BLOCK_T)[:, None] ^ tl.arange(0, BLOCK_T)[None, :]
-    return tl.where(apart ^ width < width, lower, 0.0)
-
-
-@device_function
 def unit_triangular_inverse(lower, BLOCK_T: tl.constexpr, PRECISION: tl.constexpr):
-    """Inverse of the identity plus `lower`, f32[BLOCK_T, BLOCK_T] below its diagonal.
+    """Inverse of the identity plus what f32[BLOCK_T, BLOCK_T] has below its diagonal, above it 0.
 
     Inverses of blocks on the diagonal are joined to those of blocks twice as wide. Powers of
     `lower` would need fewer products, but where keys are alike they grow beyond all precision.
+
+    With PRECISION "float16" factors are rounded to it, which keeps as many bits as "tf32" does in
+    half the room. No element of any of them may exceed 65504: those of keys of length one and
+    betas of at most 2 are no larger than the betas.
     """
     rows = tl.arange(0, BLOCK_T)[:, None]
     columns = tl.arange(0, BLOCK_T)[None, :]
-    inverse = tl.where(rows == columns, 1.0, 0.0)
-    inverse -= tl.where(rows // 2 == columns // 2, lower, 0.0)
-    width = 2
-    corner = corners(lower, width, BLOCK_T)
-    while width < BLOCK_T:
-        # Left factors are what a turn begins with: they lie in shared memory then, which takes
-        # fewer instructions than to make one in registers of a product.
-        product = tl.dot(corner, inverse, input_precision=PRECISION)
-        inverse -= tl.dot(inverse, product, input_precision=PRECISION)
-        width *= 2
-        corner = corners(lower, width, BLOCK_T)
+    inverse = tl.where(rows == columns, 1.0, tl.where(rows == columns ^ 1, -lower, 0.0))
+    if PRECISION == "float16":
+        lower = lower.to(tl.float16)
+    for doubling in tl.static_range(1, 6):  # pyright: ignore[reportGeneralTypeIssues]
+        if (2 << doubling) <= BLOCK_T:
+            # Of the products those blocks are right that lie beside two on the diagonal, and what
+            # the others on it hold is in none of these.
+            if PRECISION == "float16":
+                blocks = inverse.to(tl.float16)
+                joined = matmul(blocks, matmul(lower, blocks).to(tl.float16))
+            else:
+                joined = tl.dot(lower, inverse, input_precision=PRECISION)
+                joined = tl.dot(inverse, joined, input_precision=PRECISION)
+            is_beside = rows >> doubling == columns >> doubling ^ 1
+            inverse = tl.where(is_beside, -joined, inverse)
     return inverse
 
 

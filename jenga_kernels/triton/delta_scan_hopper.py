@@ -2,7 +2,7 @@
 # Gluon's layouts and loops are what its compiler takes them for.
 """Second kernel of `jenga_kernels.delta_scan` for Hopper: loads run ahead, states are turned.
 
-While a chunk is computed all that the first kernel left for the next one comes into shared memory.
+While a chunk is computed all that the first kernel left for the next ones comes into shared memory.
 Of a chunk's five products three wait for one another; states stay in registers, with a row for each
 value, so that they and what becomes of them are left operands as they are. Written in Gluon, which
 nothing interprets: `delta_scan` is its twin, and computes the same.
@@ -77,6 +77,7 @@ def delta_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
     HEAD_V_DIM: gl.constexpr,
     IS_PER_CHANNEL: gl.constexpr,
     BLOCK_K: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
     IS_OVERLAPPED: gl.constexpr,
 ):
     """Program (b, r) scans request r in CHANNELS values of one head, chunk by chunk."""
@@ -106,16 +107,16 @@ def delta_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
         scores_descriptor,
         solution_descriptor,
     )
-    v_tiles = gl.allocate_shared_memory(dtype, [2, TOKENS, CHANNELS], TILE_LAYOUT)
-    q_tiles = gl.allocate_shared_memory(dtype, [2, TOKENS, BLOCK_K], TILE_LAYOUT)
-    k_tiles = gl.allocate_shared_memory(dtype, [2, TOKENS, BLOCK_K], TILE_LAYOUT)
+    v_tiles = gl.allocate_shared_memory(dtype, [NUM_STAGES, TOKENS, CHANNELS], TILE_LAYOUT)
+    q_tiles = gl.allocate_shared_memory(dtype, [NUM_STAGES, TOKENS, BLOCK_K], TILE_LAYOUT)
+    k_tiles = gl.allocate_shared_memory(dtype, [NUM_STAGES, TOKENS, BLOCK_K], TILE_LAYOUT)
     kept_k_tiles = k_tiles
     if IS_PER_CHANNEL:
-        kept_k_tiles = gl.allocate_shared_memory(dtype, [2, TOKENS, BLOCK_K], TILE_LAYOUT)
-    scores_tiles = gl.allocate_shared_memory(dtype, [2, TOKENS, TOKENS], TILE_LAYOUT)
-    solution_tiles = gl.allocate_shared_memory(dtype, [2, TOKENS, TOKENS], TILE_LAYOUT)
-    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
+        kept_k_tiles = gl.allocate_shared_memory(dtype, [NUM_STAGES, TOKENS, BLOCK_K], TILE_LAYOUT)
+    scores_tiles = gl.allocate_shared_memory(dtype, [NUM_STAGES, TOKENS, TOKENS], TILE_LAYOUT)
+    solution_tiles = gl.allocate_shared_memory(dtype, [NUM_STAGES, TOKENS, TOKENS], TILE_LAYOUT)
+    ready = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUM_STAGES):
         mbarrier.init(ready.index(i), count=1)
     fence_async_shared()
     tiles = (v_tiles, q_tiles, k_tiles, kept_k_tiles, scores_tiles, solution_tiles, ready)
@@ -134,8 +135,10 @@ def delta_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
     # As `find_chunk` numbers them.
     chunk = query_start // TOKENS + request + stretch
     await_kernel_before(IS_OVERLAPPED)
-    if num_tokens > 0:
-        _load_chunk(inputs, place, tiles, 0, 0, IS_PER_CHANNEL, BLOCK_K)
+    stretches = (last_stretch, checkpoint_after_ptr, num_tokens)
+    asked = (0, stop, stretch)
+    for i in gl.static_range(NUM_STAGES - 1):
+        asked = _ask(inputs, place, tiles, i, asked, stretches, IS_PER_CHANNEL, BLOCK_K, NUM_STAGES)
     since, until, decay = _load_weights(
         weights, in_head, 0, stop, head * num_chunks + chunk, IS_PER_CHANNEL, BLOCK_K
     )
@@ -147,7 +150,7 @@ def delta_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
             slot = gl.load(checkpoint_slots_ptr + s)
         stop_after = stretch_stop(s + 1, last_stretch, checkpoint_after_ptr, num_tokens)
         for first in range(start, stop, TOKENS):
-            stage = turn % 2
+            stage = turn % NUM_STAGES
             if IS_PER_CHANNEL:
                 shared_decay.store(decay)
             else:
@@ -158,8 +161,10 @@ def delta_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
             next_stop = gl.where(is_last, stop_after, stop)
             after_stretch = (query_start + stop) // TOKENS + request + s + 1
             chunk = gl.where(is_last, after_stretch, chunk + 1)
-            if next_first < num_tokens:
-                _load_chunk(inputs, place, tiles, 1 - stage, next_first, IS_PER_CHANNEL, BLOCK_K)
+            free = (turn + NUM_STAGES - 1) % NUM_STAGES
+            asked = _ask(
+                inputs, place, tiles, free, asked, stretches, IS_PER_CHANNEL, BLOCK_K, NUM_STAGES
+            )
             next_since, next_until, next_decay = _load_weights(
                 weights,
                 in_head,
@@ -169,13 +174,13 @@ def delta_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
                 IS_PER_CHANNEL,
                 BLOCK_K,
             )
-            mbarrier.wait(ready.index(stage), (turn // 2) & 1)
+            mbarrier.wait(ready.index(stage), (turn // NUM_STAGES) & 1)
             if stop - first < TOKENS:
-                zero_rows(v_tiles, stage, stop - first, CHANNELS, 1)
-                zero_rows(k_tiles, stage, stop - first, BLOCK_K, 1)
-                zero_rows(solution_tiles, stage, stop - first, TOKENS, 1)
+                zero_rows(v_tiles, stage, stop - first, CHANNELS, 1, NUM_STAGES)
+                zero_rows(k_tiles, stage, stop - first, BLOCK_K, 1, NUM_STAGES)
+                zero_rows(solution_tiles, stage, stop - first, TOKENS, 1, NUM_STAGES)
                 if IS_PER_CHANNEL:
-                    zero_rows(kept_k_tiles, stage, stop - first, BLOCK_K, 1)
+                    zero_rows(kept_k_tiles, stage, stop - first, BLOCK_K, 1, NUM_STAGES)
                 fence_async_shared()
 
             # What the state before the chunk holds under the keys gives way to the values. The
@@ -226,8 +231,44 @@ def delta_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
 
 
 @gluon.jit
+def _ask(
+    inputs,
+    place,
+    tiles,
+    stage,
+    asked,
+    stretches,
+    IS_PER_CHANNEL: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+):
+    """Ask for a chunk, if there is one: its first token, its stretch's end, and which that is.
+
+    Returns:
+        The same of the next chunk.
+    """
+    first, stop, stretch = asked
+    last_stretch, checkpoint_after_ptr, num_tokens = stretches
+    if first < num_tokens:
+        _load_chunk(inputs, place, tiles, stage, first, IS_PER_CHANNEL, BLOCK_K, NUM_STAGES)
+    is_last = first + TOKENS >= stop
+    first = gl.where(is_last, stop, first + TOKENS)
+    if checkpoint_after_ptr is not None:
+        stretch += is_last.to(gl.int32)
+        stop = stretch_stop(stretch, last_stretch, checkpoint_after_ptr, num_tokens)
+    return first, stop, stretch
+
+
+@gluon.jit
 def _load_chunk(
-    inputs, place, tiles, stage, first, IS_PER_CHANNEL: gl.constexpr, BLOCK_K: gl.constexpr
+    inputs,
+    place,
+    tiles,
+    stage,
+    first,
+    IS_PER_CHANNEL: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
 ):
     """Ask for all that belongs to tokens [first, first + TOKENS)."""
     v_descriptor, q_descriptor, k_descriptor, kept_k_descriptor, scores, solution = inputs
@@ -237,13 +278,15 @@ def _load_chunk(
     token = query_start + first
     NUM_KEYS: gl.constexpr = 3 if IS_PER_CHANNEL else 2
     mbarrier.expect(barrier, TOKENS * (NUM_KEYS * BLOCK_K + CHANNELS + 2 * TOKENS) * 2)
-    load_tile(k_descriptor, token, group, 0, k_tiles, stage, barrier, 2, BLOCK_K)
-    load_tile(q_descriptor, token, group, 0, q_tiles, stage, barrier, 2, BLOCK_K)
-    load_tile(v_descriptor, token, head, first_dim, v_tiles, stage, barrier, 2, CHANNELS)
-    load_tile(solution, token, head, 0, solution_tiles, stage, barrier, 2, TOKENS)
-    load_tile(scores, token, head, 0, scores_tiles, stage, barrier, 2, TOKENS)
+    load_tile(k_descriptor, token, group, 0, k_tiles, stage, barrier, NUM_STAGES, BLOCK_K)
+    load_tile(q_descriptor, token, group, 0, q_tiles, stage, barrier, NUM_STAGES, BLOCK_K)
+    load_tile(v_descriptor, token, head, first_dim, v_tiles, stage, barrier, NUM_STAGES, CHANNELS)
+    load_tile(solution, token, head, 0, solution_tiles, stage, barrier, NUM_STAGES, TOKENS)
+    load_tile(scores, token, head, 0, scores_tiles, stage, barrier, NUM_STAGES, TOKENS)
     if IS_PER_CHANNEL:
-        load_tile(kept_k_descriptor, token, head, 0, kept_k_tiles, stage, barrier, 2, BLOCK_K)
+        load_tile(
+            kept_k_descriptor, token, head, 0, kept_k_tiles, stage, barrier, NUM_STAGES, BLOCK_K
+        )
 
 
 @gluon.jit

@@ -29,13 +29,18 @@ def movement(instruction: Instruction) -> Step | None:
 
 
 def address_of(operand: Operand) -> Reader:
-    """What gives the addresses that an operand names, one for each lane."""
+    """What gives the addresses that an operand names, one for each lane.
+
+    Those of 32 bits wrap around: a compiler may take an offset off a register and add it again.
+    """
     if not isinstance(operand, Address):
         msg = f"{operand} is no address"
         raise EmulationError(msg)
-    size = "u64" if getattr(operand.base, "bits", 64) == 64 else "u32"
-    read, offset = reader(operand.base, size), operand.offset_bytes
-    return lambda wave: wave.of(read(wave)).astype(np.int64) + offset
+    is_wide = getattr(operand.base, "bits", 64) == 64
+    read, offset = reader(operand.base, "u64" if is_wide else "u32"), operand.offset_bytes
+    if is_wide:
+        return lambda wave: wave.of(read(wave)).astype(np.int64) + offset
+    return lambda wave: (wave.of(read(wave)).astype(np.int64) + offset) & 0xFFFFFFFF
 
 
 def _parts(operand: Operand) -> tuple[Operand, ...]:
