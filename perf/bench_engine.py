@@ -4,21 +4,25 @@
     python -m perf.bench_engine --model FOLDER --trace mooncake.jsonl --cache 20GiB [--limit 200]
 
 An engine gets the same bytes for all that it remembers of requests, the same requests in the same
-order, prefix caching on, and a process of its own. A row says how long a trace took, how much of
-its prompts was found, how many requests ran at a time; each run begins with an empty cache.
+order, prefix caching on, and a process of its own; while one serves, no other works. A row says how
+long a trace took, how much of its prompts was found, how many requests ran at a time; each run
+begins with an empty cache.
 
 Without --model these are models as wide as real ones with random weights. With it, a model of your
 own, with its weights (--random-weights: without), and any trace that `jenga replay` takes.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +30,7 @@ from typing import Any
 from jenga.sim.gpus import parse_bytes
 from jenga.sim.sources import open_source
 from perf.engine_cases import CASES, DRY_CASES, EngineCase, save_config
+from perf.engine_run import BEGIN, JOB, READY, RESULT
 from perf.harness import ROOT, Benchmark
 
 OURS = "JENGA_TRITON"
@@ -47,6 +52,11 @@ ENGINE_OPTIONS: dict[str, Any] = {
     },
 }
 
+TOGETHER_SHARE = 0.92
+"""Of a GPU's memory, for all engines that are on it at once."""
+
+POLL_SECONDS = 0.1
+
 COLUMNS = (
     # Of a row, how it is written, and what it is called.
     ("seconds", "8.2f", "seconds"),
@@ -64,32 +74,42 @@ class EngineError(RuntimeError):
     """An engine failed; the message holds the end of what it printed."""
 
 
-def run_engine(
-    case: EngineCase, backend: str, *, is_dry: bool, weights: str, logs: Path | None = None
-) -> dict[str, Any]:
-    """Serve a case's trace in a process of its own.
+class Engine:
+    """An engine that serves a case's trace in a process of its own, once it is told to.
 
     Args:
         case: What is served.
         backend: Of attention.
         is_dry: Without a GPU.
         weights: As vLLM's `load_format`.
-        logs: Folder for what the engine prints.
-
-    Returns:
-        Seconds it took to start, and what each run reports.
-
-    Raises:
-        EngineError: It failed.
+        memory_share: Of the GPU's memory, that must be free when the engine starts.
+        logs: Folder for what it prints; None: kept no longer than it runs.
     """
-    with tempfile.TemporaryDirectory(prefix="jenga-engine-") as name:
-        folder = Path(name)
+
+    def __init__(
+        self,
+        case: EngineCase,
+        backend: str,
+        *,
+        is_dry: bool,
+        weights: str,
+        memory_share: float | None = None,
+        logs: Path | None = None,
+    ) -> None:
+        self._name = f"{case.name} on {backend}"
+        self._temporary = tempfile.TemporaryDirectory(prefix="jenga-engine-")
+        self._folder = folder = Path(self._temporary.name)
+        logs = folder if logs is None else logs
+        logs.mkdir(parents=True, exist_ok=True)
+        self._log = logs / f"{case.model}-{backend}.log"
         options = ENGINE_OPTIONS | {
             "model": str(save_config(case, folder / "model")),
             "load_format": weights,
             "attention_backend": backend,
             "kv_cache_memory_bytes": case.cache_bytes,
         }
+        if memory_share is not None:
+            options["gpu_memory_utilization"] = memory_share
         environment = dict(os.environ)
         environment.pop("VLLM_ATTENTION_BACKEND", None)
         if is_dry:
@@ -104,27 +124,47 @@ def run_engine(
             "speed": case.speed,
             "num_runs": case.num_runs,
         }
-        job_path, result_path = folder / "job.json", folder / "result.json"
-        job_path.write_text(json.dumps(job))
-        command = [sys.executable, "-m", "perf.engine_run", str(job_path), str(result_path)]
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            check=False,
-        )
-        if logs is not None:
-            logs.mkdir(parents=True, exist_ok=True)
-            (logs / f"{case.model}-{backend}.log").write_text(done.stdout)
-        if done.returncode or not result_path.exists():
-            lines = done.stdout.splitlines()[-25:]
-            msg = "\n".join([f"{case.name} on {backend} ended with {done.returncode}:", *lines])
+        (folder / JOB).write_text(json.dumps(job))
+        command = [sys.executable, "-m", "perf.engine_run", str(folder)]
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # so that all of its processes can be ended
+            )
+
+    def await_start(self) -> None:
+        """Wait until it could serve, or has failed."""
+        while self._process.poll() is None and not (self._folder / READY).exists():
+            time.sleep(POLL_SECONDS)
+
+    def serve(self) -> dict[str, Any]:
+        """Let it serve its trace, and wait for it.
+
+        Returns:
+            Seconds it took to start, and what each run reports.
+
+        Raises:
+            EngineError: It failed.
+        """
+        (self._folder / BEGIN).touch()
+        status = self._process.wait()
+        result_path = self._folder / RESULT
+        if status or not result_path.exists():
+            lines = self._log.read_text(errors="replace").splitlines()[-25:]
+            msg = "\n".join([f"{self._name} ended with {status}:", *lines])
             raise EngineError(msg)
         return json.loads(result_path.read_text())
+
+    def close(self) -> None:
+        """End what still runs of it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._temporary.cleanup()
 
 
 def row_of(case: EngineCase, implementation: str, result: dict[str, Any]) -> dict[str, Any]:
@@ -170,6 +210,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, help="no more requests than these")
     parser.add_argument("--speed", type=float, default=1.0, help="arrivals come so much faster")
     parser.add_argument("--runs", type=int, help="of the trace; otherwise 2")
+    parser.add_argument(
+        "--together",
+        action="store_true",
+        help="start all engines at once, then have one after the other serve; a GPU must hold all",
+    )
     parser.add_argument("--logs", type=Path, help="folder for what engines print")
     parser.add_argument("--random-weights", action="store_true", help="read no weights")
     parser.add_argument(
@@ -220,28 +265,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cases = tuple(dataclasses.replace(case, num_runs=options.runs) for case in cases)
     stock = STOCK_ON_A_CPU if benchmark.is_dry else STOCK_ON_A_GPU
     peers = {"all": [stock], "none": []}.get(options.peers, options.peers.split(","))
+    jobs = [
+        (case, implementation)
+        for case in cases
+        if benchmark.wants_shape(case.name)
+        for implementation in ("jenga", *peers)
+    ]
+    share = TOGETHER_SHARE / len(jobs) if options.together and jobs else None
     rows: list[dict[str, Any]] = []
-    has_failed = False
-    for case in cases:
-        if not benchmark.wants_shape(case.name):
-            continue
-        for implementation in ("jenga", *peers):
+    num_failed = 0
+    with contextlib.ExitStack() as stack:
+
+        def start(case: EngineCase, implementation: str) -> Engine:
             backend = OURS if implementation == "jenga" else implementation
+            how = {"is_dry": benchmark.is_dry, "weights": weights, "logs": options.logs}
+            engine = Engine(case, backend, memory_share=share, **how)
+            stack.callback(engine.close)
+            return engine
+
+        started = [start(*job) for job in jobs] if options.together else []
+        for engine in started:
+            engine.await_start()
+        for number, (case, implementation) in enumerate(jobs):
+            engine = started[number] if started else start(case, implementation)
             try:
-                result = run_engine(
-                    case, backend, is_dry=benchmark.is_dry, weights=weights, logs=options.logs
-                )
+                result = engine.serve()
             except EngineError as error:
                 print(error, flush=True)
-                has_failed = True
+                num_failed += 1
                 continue
+            finally:
+                engine.close()
             rows.append(row_of(case, implementation, result))
             benchmark.write(rows[-1])
             print(f"  {case.name}: {implementation} {rows[-1]['seconds']:.2f} s", flush=True)
     print(benchmark.machine)
     print(table(rows))
     print(f"rows: {benchmark.path}")
-    return int(has_failed)
+    return int(num_failed > 0)
 
 
 if __name__ == "__main__":

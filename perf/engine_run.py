@@ -1,6 +1,9 @@
 """One vLLM engine in a process of its own, for `perf.bench_engine`: it serves a trace and says how.
 
-python -m perf.engine_run JOB.json RESULT.json
+python -m perf.engine_run FOLDER
+
+The folder has the job. When the engine has started it says so there, and waits for the word to
+begin; in the end its result lies there.
 """
 
 import json
@@ -20,6 +23,11 @@ WARM_UP_TOKENS = 700, 33
 """Of two prompts that are served first, so that what compiles at a first use has done so."""
 
 WARM_UP_OUTPUT_TOKENS = 8
+
+JOB, READY, BEGIN, RESULT = "job.json", "ready", "begin", "result.json"
+"""Files of the folder, in the order in which they come."""
+
+POLL_SECONDS = 0.02
 
 RESET_ATTEMPTS = 50
 """A tenth of a second apart."""
@@ -172,8 +180,9 @@ def empty_cache(engine: Any) -> None:  # noqa: ANN401  vLLM's
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Do a job: options of the engine, its trace, how often to serve it."""
-    job_path, result_path = map(Path, sys.argv[1:] if arguments is None else arguments)
-    job = json.loads(job_path.read_text())
+    (name,) = sys.argv[1:] if arguments is None else arguments
+    folder = Path(name)
+    job = json.loads((folder / JOB).read_text())
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -192,6 +201,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for _ in warm_up
     ]
     serve(engine, first, warm_up, name="first")
+    (folder / READY).touch()
+    while not (folder / BEGIN).exists():
+        time.sleep(POLL_SECONDS)
     runs: list[dict[str, float]] = []
     for number in range(job["num_runs"]):
         empty_cache(engine)
@@ -199,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         serve(engine, requests, prompts, name=str(number))
         runs.append(recorder.end().summary())
         print(f"run {number}: {runs[-1]}", flush=True)
-    result_path.write_text(json.dumps({"start_s": start_s, "runs": runs}))
+    (folder / RESULT).write_text(json.dumps({"start_s": start_s, "runs": runs}))
     engine.engine_core.shutdown()
 
 
