@@ -90,8 +90,8 @@ def delta_scan(
         checkpoints: States to write besides the last ones.
         is_portable: Whether to use the kernels of all GPUs where there are others for this one.
             None: on Hopper for one prompt of few heads, each decaying as one, whose programs there
-            would leave processors idle. For one of 2048 tokens through 32 heads an H100 takes 1.12
-            times as long with its own; where channels decay on their own, 0.90 times
+            would leave processors idle. For one of 2048 tokens through 32 heads an H100 takes 1.08
+            times as long with its own; where channels decay on their own, 0.88 times
             (`perf.bench_delta`).
 
     Raises:

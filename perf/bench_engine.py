@@ -4,9 +4,8 @@
     python -m perf.bench_engine --model FOLDER --trace mooncake.jsonl --cache 20GiB [--limit 200]
 
 An engine gets the same bytes for all that it remembers of requests, the same requests in the same
-order, prefix caching on, and a process of its own; while one serves, no other works. A row says how
-long a trace took, how much of its prompts was found, how many requests ran at a time; each run
-begins with an empty cache.
+order, prefix caching on, and a process of its own. A row says how long a trace took, how much of
+its prompts was found, how many requests ran at a time; each run begins with an empty cache.
 
 Without --model these are models as wide as real ones with random weights. With it, a model of your
 own, with its weights (--random-weights: without), and any trace that `jenga replay` takes.
@@ -22,7 +21,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,7 @@ from typing import Any
 from jenga.sim.gpus import parse_bytes
 from jenga.sim.sources import open_source
 from perf.engine_cases import CASES, DRY_CASES, EngineCase, save_config
-from perf.engine_run import BEGIN, JOB, READY, RESULT
+from perf.engine_run import JOB, RESULT
 from perf.harness import ROOT, Benchmark
 
 OURS = "JENGA_TRITON"
@@ -52,10 +50,8 @@ ENGINE_OPTIONS: dict[str, Any] = {
     },
 }
 
-TOGETHER_SHARE = 0.92
-"""Of a GPU's memory, for all engines that are on it at once."""
-
-POLL_SECONDS = 0.1
+LAST_WORDS_SECONDS = 3.0
+"""For an engine that has to be ended to say where it was."""
 
 COLUMNS = (
     # Of a row, how it is written, and what it is called.
@@ -75,14 +71,13 @@ class EngineError(RuntimeError):
 
 
 class Engine:
-    """An engine that serves a case's trace in a process of its own, once it is told to.
+    """An engine that serves a case's trace in a process of its own.
 
     Args:
         case: What is served.
         backend: Of attention.
         is_dry: Without a GPU.
         weights: As vLLM's `load_format`.
-        memory_share: Of the GPU's memory, that must be free when the engine starts.
         logs: Folder for what it prints; None: kept no longer than it runs.
     """
 
@@ -93,7 +88,6 @@ class Engine:
         *,
         is_dry: bool,
         weights: str,
-        memory_share: float | None = None,
         logs: Path | None = None,
     ) -> None:
         self._name = f"{case.name} on {backend}"
@@ -108,9 +102,8 @@ class Engine:
             "attention_backend": backend,
             "kv_cache_memory_bytes": case.cache_bytes,
         }
-        if memory_share is not None:
-            options["gpu_memory_utilization"] = memory_share
-        environment = dict(os.environ)
+        # So that a process that is ended with SIGABRT says where it was.
+        environment = os.environ | {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
         environment.pop("VLLM_ATTENTION_BACKEND", None)
         if is_dry:
             options |= {"dtype": "float32", "enforce_eager": True}
@@ -136,13 +129,8 @@ class Engine:
                 start_new_session=True,  # so that all of its processes can be ended
             )
 
-    def await_start(self) -> None:
-        """Wait until it could serve, or has failed."""
-        while self._process.poll() is None and not (self._folder / READY).exists():
-            time.sleep(POLL_SECONDS)
-
-    def serve(self) -> dict[str, Any]:
-        """Let it serve its trace, and wait for it.
+    def result(self) -> dict[str, Any]:
+        """Wait until it has served.
 
         Returns:
             Seconds it took to start, and what each run reports.
@@ -150,7 +138,6 @@ class Engine:
         Raises:
             EngineError: It failed.
         """
-        (self._folder / BEGIN).touch()
         status = self._process.wait()
         result_path = self._folder / RESULT
         if status or not result_path.exists():
@@ -160,7 +147,11 @@ class Engine:
         return json.loads(result_path.read_text())
 
     def close(self) -> None:
-        """End what still runs of it."""
+        """End what still runs of it; the log then says where each thread was."""
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            if self._process.poll() is None:
+                os.killpg(self._process.pid, signal.SIGABRT)
+                self._process.wait(LAST_WORDS_SECONDS)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -210,11 +201,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, help="no more requests than these")
     parser.add_argument("--speed", type=float, default=1.0, help="arrivals come so much faster")
     parser.add_argument("--runs", type=int, help="of the trace; otherwise 2")
-    parser.add_argument(
-        "--together",
-        action="store_true",
-        help="start all engines at once, then have one after the other serve; a GPU must hold all",
-    )
     parser.add_argument("--logs", type=Path, help="folder for what engines print")
     parser.add_argument("--random-weights", action="store_true", help="read no weights")
     parser.add_argument(
@@ -271,34 +257,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if benchmark.wants_shape(case.name)
         for implementation in ("jenga", *peers)
     ]
-    share = TOGETHER_SHARE / len(jobs) if options.together and jobs else None
     rows: list[dict[str, Any]] = []
     num_failed = 0
-    with contextlib.ExitStack() as stack:
-
-        def start(case: EngineCase, implementation: str) -> Engine:
-            backend = OURS if implementation == "jenga" else implementation
-            how = {"is_dry": benchmark.is_dry, "weights": weights, "logs": options.logs}
-            engine = Engine(case, backend, memory_share=share, **how)
-            stack.callback(engine.close)
-            return engine
-
-        started = [start(*job) for job in jobs] if options.together else []
-        for engine in started:
-            engine.await_start()
-        for number, (case, implementation) in enumerate(jobs):
-            engine = started[number] if started else start(case, implementation)
-            try:
-                result = engine.serve()
-            except EngineError as error:
-                print(error, flush=True)
-                num_failed += 1
-                continue
-            finally:
-                engine.close()
-            rows.append(row_of(case, implementation, result))
-            benchmark.write(rows[-1])
-            print(f"  {case.name}: {implementation} {rows[-1]['seconds']:.2f} s", flush=True)
+    for case, implementation in jobs:
+        backend = OURS if implementation == "jenga" else implementation
+        engine = Engine(case, backend, is_dry=benchmark.is_dry, weights=weights, logs=options.logs)
+        try:
+            result = engine.result()
+        except EngineError as error:
+            print(error, flush=True)
+            num_failed += 1
+            continue
+        finally:
+            engine.close()
+        rows.append(row_of(case, implementation, result))
+        benchmark.write(rows[-1])
+        print(f"  {case.name}: {implementation} {rows[-1]['seconds']:.2f} s", flush=True)
     print(benchmark.machine)
     print(table(rows))
     print(f"rows: {benchmark.path}")

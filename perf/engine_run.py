@@ -2,8 +2,7 @@
 
 python -m perf.engine_run FOLDER
 
-The folder has the job. When the engine has started it says so there, and waits for the word to
-begin; in the end its result lies there.
+The folder has the job, and in the end its result.
 """
 
 import json
@@ -24,10 +23,8 @@ WARM_UP_TOKENS = 700, 33
 
 WARM_UP_OUTPUT_TOKENS = 8
 
-JOB, READY, BEGIN, RESULT = "job.json", "ready", "begin", "result.json"
-"""Files of the folder, in the order in which they come."""
-
-POLL_SECONDS = 0.02
+JOB, RESULT = "job.json", "result.json"
+"""Files of the folder."""
 
 RESET_ATTEMPTS = 50
 """A tenth of a second apart."""
@@ -200,10 +197,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         Request(name="", prompt=requests[0].prompt, output_tokens=WARM_UP_OUTPUT_TOKENS)
         for _ in warm_up
     ]
+    print(f"started in {start_s:.1f} s", flush=True)
     serve(engine, first, warm_up, name="first")
-    (folder / READY).touch()
-    while not (folder / BEGIN).exists():
-        time.sleep(POLL_SECONDS)
+    print(f"ready after {time.monotonic() - began:.1f} s", flush=True)
     runs: list[dict[str, float]] = []
     for number in range(job["num_runs"]):
         empty_cache(engine)

@@ -44,24 +44,28 @@ def gemma2():
     return Gemma2ForCausalLM(config)
 
 
-def gemma3():
+def gemma3(**others):
     """Get a Gemma 3 whose layers two ranks of a pipeline cannot divide evenly."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-    config = Gemma3TextConfig(
-        **COMMON,
-        num_hidden_layers=7,
-        head_dim=HEAD_DIM,
-        sliding_window=40,
-        query_pre_attn_scalar=HEAD_DIM,
-        layer_types=[
+    kinds = {
+        "num_hidden_layers": 7,
+        "layer_types": [
             *["sliding_attention"] * 2,
             "full_attention",
             *["sliding_attention"] * 3,
             "full_attention",
         ],
-    )
-    return Gemma3ForCausalLM(config)
+        "head_dim": HEAD_DIM,
+        "query_pre_attn_scalar": HEAD_DIM,
+    }
+    return Gemma3ForCausalLM(Gemma3TextConfig(**COMMON, sliding_window=40, **(kinds | others)))
+
+
+def gemma3_256():
+    """Get a Gemma 3 with heads as wide as those of real ones."""
+    layer_types = ["sliding_attention", "full_attention"]
+    return gemma3(num_hidden_layers=2, layer_types=layer_types, head_dim=256)
 
 
 def gemma4(**others):
@@ -388,6 +392,7 @@ MAKERS = {
     "llama_fp8_cache": llama,
     "gemma2": gemma2,
     "gemma3": gemma3,
+    "gemma3_256": gemma3_256,
     "gemma4": gemma4,
     "gemma4_experts": gemma4_experts,
     "gpt_oss": gpt_oss,
