@@ -56,6 +56,26 @@ def unit_factors(rows):
     return inverse_length(row_sums(rows * rows))
 
 
+SMALL = tl.constexpr(16)
+"""Rows and columns of blocks that a warp multiplies alone, without a barrier."""
+
+
+@device_function
+def join_blocks(lower, inverse, rows, columns, doubling: tl.constexpr, PRECISION: tl.constexpr):
+    """Join inverses of blocks on the diagonal, as wide as two to the power of `doubling`, in pairs.
+
+    Of the products those blocks are right that lie beside two on the diagonal, and what the others
+    on it hold is in none of these.
+    """
+    if PRECISION == "float16":
+        blocks = inverse.to(tl.float16)
+        joined = matmul(blocks, matmul(lower.to(tl.float16), blocks).to(tl.float16))
+    else:
+        joined = tl.dot(lower, inverse, input_precision=PRECISION)
+        joined = tl.dot(inverse, joined, input_precision=PRECISION)
+    return tl.where(rows >> doubling == columns >> doubling ^ 1, -joined, inverse)
+
+
 @device_function
 def unit_triangular_inverse(lower, BLOCK_T: tl.constexpr, PRECISION: tl.constexpr):
     """Inverse of the identity plus what f32[BLOCK_T, BLOCK_T] has below its diagonal, above it 0.
@@ -69,21 +89,28 @@ def unit_triangular_inverse(lower, BLOCK_T: tl.constexpr, PRECISION: tl.constexp
     """
     rows = tl.arange(0, BLOCK_T)[:, None]
     columns = tl.arange(0, BLOCK_T)[None, :]
-    inverse = tl.where(rows == columns, 1.0, tl.where(rows == columns ^ 1, -lower, 0.0))
     if PRECISION == "float16":
-        lower = lower.to(tl.float16)
-    for doubling in tl.static_range(1, 6):  # pyright: ignore[reportGeneralTypeIssues]
+        # Small blocks by themselves, one below the other: most of whole products would be zeros.
+        NUM_SMALL: tl.constexpr = BLOCK_T // SMALL
+        is_small = rows // SMALL == columns // SMALL
+        small = tl.where(is_small, lower, 0.0)
+        small = tl.sum(tl.reshape(small, [NUM_SMALL, SMALL, NUM_SMALL, SMALL]), 2)
+        in_rows = tl.arange(0, SMALL)[None, :, None]
+        in_columns = tl.arange(0, SMALL)[None, None, :]
+        inverse = tl.where(in_rows == in_columns ^ 1, -small, 0.0)
+        inverse = tl.where(in_rows == in_columns, 1.0, inverse)
+        for doubling in tl.static_range(1, 4):  # pyright: ignore[reportGeneralTypeIssues]
+            inverse = join_blocks(small, inverse, in_rows, in_columns, doubling, PRECISION)
+        inverse = tl.broadcast_to(inverse[:, :, None, :], [NUM_SMALL, SMALL, NUM_SMALL, SMALL])
+        inverse = tl.where(is_small, tl.reshape(inverse, [BLOCK_T, BLOCK_T]), 0.0)
+    else:
+        inverse = tl.where(rows == columns ^ 1, -lower, 0.0)
+        inverse = tl.where(rows == columns, 1.0, inverse)
+        for doubling in tl.static_range(1, 4):  # pyright: ignore[reportGeneralTypeIssues]
+            inverse = join_blocks(lower, inverse, rows, columns, doubling, PRECISION)
+    for doubling in tl.static_range(4, 6):  # pyright: ignore[reportGeneralTypeIssues]
         if (2 << doubling) <= BLOCK_T:
-            # Of the products those blocks are right that lie beside two on the diagonal, and what
-            # the others on it hold is in none of these.
-            if PRECISION == "float16":
-                blocks = inverse.to(tl.float16)
-                joined = matmul(blocks, matmul(lower, blocks).to(tl.float16))
-            else:
-                joined = tl.dot(lower, inverse, input_precision=PRECISION)
-                joined = tl.dot(inverse, joined, input_precision=PRECISION)
-            is_beside = rows >> doubling == columns >> doubling ^ 1
-            inverse = tl.where(is_beside, -joined, inverse)
+            inverse = join_blocks(lower, inverse, rows, columns, doubling, PRECISION)
     return inverse
 
 

@@ -253,7 +253,7 @@ def test_delta_scan_stays_near_float64_over_long_prompts():
     assert max_error(pages.states[1], exact_states[1]) < 2e-6 * exact_states[1].abs().max().item()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 def test_delta_scan_takes_keys_that_are_all_alike(dtype):
     # Powers of a chunk's matrix would reach 1e18 here; the inverse itself has no entry above 1.
     shape = (1, 1, 16, 16)
@@ -464,17 +464,16 @@ def test_delta_scan_compiles_to_matrix_instructions_without_spills(job, capabili
         assert kernel.num_lost_descriptors == 0, kernel
         if capability == HOPPER:
             assert kernel.counts["wgmma"] >= 32, kernel
-            assert kernel.counts["mma"] == 0, kernel
     chunks = in_half[0]
-    if capability != HOPPER:
-        # Of queries and keys with all keys, and two for each doubling of the inverse's blocks.
-        assert chunks.counts["mma"] == 128, chunks
-    elif job is compile_channels_as_anywhere:
+    # Of queries and keys with all keys, and two for each doubling of the inverse's blocks; those
+    # of small blocks are a warp's own.
+    assert chunks.counts["mma"] == (12 if capability == HOPPER else 92), chunks
+    if capability == HOPPER and job is compile_channels_as_anywhere:
         # Left factors of rows and keys lie in shared memory, or registers would not suffice.
         assert chunks.counts["wgmma"] - chunks.counts["wgmma_of_registers"] == 40, chunks
     for kernel in in_half[1:]:
         # Five products of tiles a chunk.
-        assert kernel.counts["wgmma" if capability == HOPPER else "mma"] >= 32, kernel
+        assert kernel.counts["mma"] == (0 if capability == HOPPER else 96), kernel
         # The next chunk's tiles come while this one is worked on: a turn waits for its own only.
         assert kernel.name == "delta_scan_kernel"
         if capability == HOPPER:
