@@ -253,7 +253,7 @@ def test_delta_scan_stays_near_float64_over_long_prompts():
     assert max_error(pages.states[1], exact_states[1]) < 2e-6 * exact_states[1].abs().max().item()
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_delta_scan_takes_keys_that_are_all_alike(dtype):
     # Powers of a chunk's matrix would reach 1e18 here; the inverse itself has no entry above 1.
     shape = (1, 1, 16, 16)
