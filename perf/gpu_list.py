@@ -24,23 +24,18 @@ import torch
 from perf.harness import Benchmark
 
 BEHIND = """
-roofline; read|copy|matmul; none
-bench_latent_attention; D17|L1 |L4 |L6 ; flash-mla,jenga-plain,jenga-at-once
-bench_latent_attention; L9 |L7 |L11 ; flash-mla,jenga-plain
-bench_state_replay; b8|b64; vllm
-bench_paged_attention; D1 |D3 |D8 |X2 ; flash-attention-3,flashinfer
-bench_state_scan; nemotron-h-8b 1x2048$|nemotron-h-8b 16 odd$; vllm,jenga-lone,jenga-shared
-bench_state_scan; falcon-h1-7b 1x2048$; vllm,jenga-halves,jenga-shared
-bench_state_scan; tp8 1x2048$|tp8 1x8192$; vllm,jenga-whole,jenga-shared
-bench_delta; qwen3-next-80b-a3b f32 1x2048$|kimi-linear-48b-a3b f32 1x2048$; jenga-plain,vllm
-bench_paged_attention; P7 |P1 |X1 ; flash-attention-3
-bench_paged_attention; D13 ; flash-attention-3,vllm-triton
-bench_specialized_prefill; P12 ; jenga-plain
-roofline; hop; none
+roofline; read|copy; none
+bench_delta; 80b-a3b f32 1x2048$|80b-a3b f32 4x2048; jenga-plain,jenga-ahead,vllm,flashinfer
+bench_delta; 80b-a3b f32 1x8192|80b-a3b f32 16 odd; jenga-plain,jenga-ahead,vllm,flashinfer
+bench_delta; 48b-a3b f32 1x2048$|48b-a3b f32 16 odd; jenga-plain,vllm
+bench_delta; tp2 f32 1x8192|80b-a3b bf16 4x2048; jenga-plain,jenga-ahead
+bench_state_scan; falcon-h1-7b 1x2048$|granite-4.0-h-small tp4 1x2048; vllm
 bench_paged_attention; D10 |D11 |P4 ; flashinfer
-bench_state_scan; jamba-1.5-mini 1x2048$|jamba-1.5-mini 16 odd$; vllm
 bench_linear_attention; 8192; none
 bench_host_memory; ; all
+bench_state_replay; b8; vllm
+bench_paged_attention; P1 |P7 |X1 ; flash-attention-3
+bench_specialized_prefill; P12 ; jenga-plain
 """
 """What has changed since a GPU timed it, where one found ours behind, and what none has timed."""
 

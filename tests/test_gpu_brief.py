@@ -45,16 +45,19 @@ def test_tests_are_compiled_for_in_an_emulated_gpu_alone(tmp_path, monkeypatch, 
     assert "EMULATED_GPU=90" in capsys.readouterr().err
 
 
-def test_the_own_list_names_benchmarks_that_exist():
-    items = gpu_list.read_list(gpu_list.BEHIND)
+def test_a_line_wants_shapes_by_parts_and_by_ends_of_their_names():
+    text = "bench_state_scan; 8b 1x2048$|falcon; vllm\nbench_paged_attention; D13 ; none"
+    scan, attention = gpu_list.read_list(text)
 
-    scan = next(item for item in items if item.benchmark == "bench_state_scan")
     assert scan.wants("nemotron-h-8b 1x2048")
-    assert not scan.wants("nemotron-h-8b 4x2048")
-    brief = next(item for item in items if item.shapes[0] == "D13 ")
-    assert brief.wants("D13 gpt-oss-120b window decode 128x8k")
-    assert not brief.wants("D1 llama-8b decode 1x1k")
-    for item in items:
+    assert scan.wants("falcon-h1-7b 4x2048")
+    assert not scan.wants("nemotron-h-8b 1x2048 more")
+    assert attention.wants("D13 gpt-oss-120b window decode 128x8k")
+    assert not attention.wants("D1 llama-8b decode 1x1k")
+
+
+def test_the_own_list_names_benchmarks_that_exist():
+    for item in gpu_list.read_list(gpu_list.BEHIND):
         assert (Path(gpu_list.__file__).parent / f"{item.benchmark}.py").is_file()
 
 
