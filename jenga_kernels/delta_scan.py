@@ -207,8 +207,8 @@ def _launches(
     num_programs = hopper_programs(v) * num_requests
     if is_ahead and is_portable is None and not is_per_channel:
         is_ahead = num_programs >= machine.num_processors
-    # Two programs share a processor's memory where there are as many, and the loads of channels
-    # that decay on their own leave room for two.
+    # Two programs share a processor's memory where there are more of them than processors. What
+    # channels that decay on their own load leaves no room for a second one.
     is_shared = not is_per_channel and num_programs > machine.num_processors
     # Programs that wait for the first kernel with a processor's memory would keep it from its own.
     is_overlapped = is_ahead and is_shared and machine.has_dependent_launches

@@ -45,6 +45,13 @@ def test_tests_are_compiled_for_in_an_emulated_gpu_alone(tmp_path, monkeypatch, 
     assert "EMULATED_GPU=90" in capsys.readouterr().err
 
 
+def test_peers_are_those_of_a_list(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        precompiled.main([str(tmp_path), "--peers"])
+
+    assert "--peers goes with --list" in capsys.readouterr().err
+
+
 def test_a_line_wants_shapes_by_parts_and_by_ends_of_their_names():
     text = "bench_state_scan; 8b 1x2048$|falcon; vllm\nbench_paged_attention; D13 ; none"
     scan, attention = gpu_list.read_list(text)
