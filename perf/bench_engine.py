@@ -50,8 +50,13 @@ ENGINE_OPTIONS: dict[str, Any] = {
     },
 }
 
-LAST_WORDS_SECONDS = 3.0
+LAST_WORDS_S = 3.0
 """For an engine that has to be ended to say where it was."""
+
+LAST_LINES = 25
+"""Of what an engine printed that are shown if it fails."""
+
+PATIENCE_S = 3600.0
 
 COLUMNS = (
     # Of a row, how it is written, and what it is called.
@@ -129,33 +134,44 @@ class Engine:
                 start_new_session=True,  # so that all of its processes can be ended
             )
 
-    def result(self) -> dict[str, Any]:
+    def result(self, patience_s: float) -> dict[str, Any]:
         """Wait until it has served.
+
+        Args:
+            patience_s: For that, its start included.
 
         Returns:
             Seconds it took to start, and what each run reports.
 
         Raises:
-            EngineError: It failed.
+            EngineError: It failed, or took longer.
         """
-        status = self._process.wait()
+        how = "ended with {}"
+        try:
+            status = self._process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            how = f"took longer than {patience_s:.0f} s, and was ended with {{}}"
+            status = self._end()
         result_path = self._folder / RESULT
         if status or not result_path.exists():
-            lines = self._log.read_text(errors="replace").splitlines()[-25:]
-            msg = "\n".join([f"{self._name} ended with {status}:", *lines])
-            raise EngineError(msg)
+            lines = self._log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+            raise EngineError("\n".join([f"{self._name} {how.format(status)}:", *lines]))
         return json.loads(result_path.read_text())
 
     def close(self) -> None:
-        """End what still runs of it; the log then says where each thread was."""
+        """End what still runs of it."""
+        self._end()
+        self._temporary.cleanup()
+
+    def _end(self) -> int:
+        """End all of its processes; the log then says where each thread was."""
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
             if self._process.poll() is None:
                 os.killpg(self._process.pid, signal.SIGABRT)
-                self._process.wait(LAST_WORDS_SECONDS)
+                self._process.wait(LAST_WORDS_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._temporary.cleanup()
+        return self._process.wait()
 
 
 def row_of(case: EngineCase, implementation: str, result: dict[str, Any]) -> dict[str, Any]:
@@ -201,6 +217,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, help="no more requests than these")
     parser.add_argument("--speed", type=float, default=1.0, help="arrivals come so much faster")
     parser.add_argument("--runs", type=int, help="of the trace; otherwise 2")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=PATIENCE_S,
+        help="seconds after which an engine that has not served is ended",
+    )
     parser.add_argument("--logs", type=Path, help="folder for what engines print")
     parser.add_argument("--random-weights", action="store_true", help="read no weights")
     parser.add_argument(
@@ -263,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         backend = OURS if implementation == "jenga" else implementation
         engine = Engine(case, backend, is_dry=benchmark.is_dry, weights=weights, logs=options.logs)
         try:
-            result = engine.result()
+            result = engine.result(options.patience)
         except EngineError as error:
             print(error, flush=True)
             num_failed += 1

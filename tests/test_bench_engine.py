@@ -145,3 +145,13 @@ def test_engines_serve_a_trace_on_both_backends(tmp_path, capsys):
         assert row["prompt_tokens"] == 4 * 75
         assert row["output_tokens"] == 12
     assert ours["found_share"] >= 2 * 64 / 300
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_an_engine_that_takes_too_long_is_ended_and_says_where_it_was(tmp_path, capsys):
+    arguments = ["--dry-run", "--only", "gemma", "--peers", "none", "--patience", "2"]
+
+    assert bench_engine.main([*arguments, "--logs", str(tmp_path)]) == 1
+    assert "took longer than 2 s, and was ended with -6" in capsys.readouterr().out
+    assert "most recent call first" in (tmp_path / "tiny-gemma-3-JENGA_TRITON.log").read_text()
