@@ -4,7 +4,6 @@ A chain of kernels is as long as all of its kernels, and each walks over a promp
 instructions are those of all programs of a launch, for 1024 tokens times channels of the layer.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -42,10 +41,6 @@ LEGEND = (
 )
 
 
-def _doublings(constants: Constants) -> int:
-    return int(math.log2(constants["BLOCK_T"]))
-
-
 def _chunk_scan_turns(constants: Constants, num_loops: int) -> tuple[float, ...]:
     # The keys of a chunk up to each block of its tokens, half of them on average.
     rows, keys = constants["BLOCK_SIZE_M"], constants["BLOCK_SIZE_K"]
@@ -75,9 +70,10 @@ TURNS: dict[str, Turns] = {
     "state_scan_heads_kernel": _prompt("BLOCK_T"),
     # Two tiles of tokens a turn, behind a loop over those that are left.
     "state_scan_channels_kernel": lambda c, _loops: (0, 0, PROMPT_TOKENS / (2 * c["BLOCK_T"])),
-    "delta_chunks_heads_kernel": lambda c, _loops: (0, _doublings(c) - 1),
+    # The search for a chunk's request, of which there is one.
+    "delta_chunks_heads_kernel": lambda _c, loops: (0,) * loops,
     # Two products with all keys for each width of blocks, where the compiler has left the loop.
-    "delta_chunks_channels_kernel": lambda c, loops: (0, *(2,) * (loops - 2), _doublings(c) - 1),
+    "delta_chunks_channels_kernel": lambda _c, loops: (0, *(2,) * (loops - 1)),
     "delta_scan_kernel": _prompt("BLOCK_T"),
     "_causal_conv1d_fwd_kernel": lambda c, _loops: (c["BLOCK_M"],),
     "_chunk_state_fwd_kernel": _rows("chunk_size", "BLOCK_SIZE_K"),

@@ -285,6 +285,7 @@ def main(arguments: list[str] | None = None) -> None:
         add(prompt.name, prompt.owner, lambda p=prompt: prompt_counts.rows(p))
     if options.save:
         text = "\n".join(["# Instruction counts, not speed", "", "```", *lines, "```", ""])
+        options.save.mkdir(parents=True, exist_ok=True)
         (options.save / "static_counts.md").write_text(text)
 
 

@@ -128,6 +128,8 @@ def test_a_kernel_with_other_loops_than_it_had_is_not_counted():
         ("R causal_conv nemotron", "causal_conv_kernel"),
         ("R state_scan nemotron", "state_scan_hopper_kernel"),
         ("R state_scan jamba", "state_scan_channels_kernel"),
+        ("R delta_scan qwen3-next", "delta_chunks_heads_kernel"),
+        ("R delta_scan kimi", "delta_scan_hopper_kernel"),
     ],
 )
 def test_static_counts_are_made_without_a_gpu(tmp_path, shape, text):
@@ -137,12 +139,8 @@ def test_static_counts_are_made_without_a_gpu(tmp_path, shape, text):
 
     subprocess.run([*command, "--save", str(tmp_path)], cwd=root, env=environment, check=True)
 
-    (row,) = [
-        line
-        for line in (tmp_path / "static_counts.md").read_text().splitlines()
-        if line.startswith(shape)
-    ]
-    assert text in row
+    lines = (tmp_path / "static_counts.md").read_text().splitlines()
+    assert any(text in line for line in lines if line.startswith(shape))
 
 
 def test_descriptors_made_of_what_a_register_happens_to_hold_are_found():
