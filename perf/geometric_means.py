@@ -11,8 +11,8 @@ GROUPS = {"D": "decode", "P": "prefill"}
 def geometric_means(path: Path, commit: str) -> str:
     """Geometric means of peers' times over ours, of the rows of one commit; a line each.
 
-    "best peer" takes the fastest peer of each shape. A shape that a peer did not run is not in that
-    peer's mean, whose line says how many are.
+    "best peer" takes the fastest peer of each shape. A peer's mean is over the shapes that it ran,
+    and its line says how many these are.
     """
     times_us: dict[str, dict[str, float]] = {}  # shape -> implementation -> latest median
     for line in path.read_text().splitlines():
@@ -32,8 +32,8 @@ def geometric_means(path: Path, commit: str) -> str:
             for peer, peer_us in peers_us.items():
                 ratios.setdefault(peer, []).append(peer_us / ours_us)
         lines += [
-            f"{what}: jenga is {statistics.geometric_mean(found):.2f}x {name} "
-            f"({len(found)} of {len(shapes)} shapes)"
+            f"{what}: {name} takes {statistics.geometric_mean(found):.2f} times as long "
+            f"(geometric mean of {len(found)} of {len(shapes)} shapes)"
             for name, found in ratios.items()
         ]
     return "\n".join(lines)

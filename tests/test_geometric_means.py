@@ -24,10 +24,10 @@ def test_geometric_means_are_of_one_commits_latest_rows(tmp_path):
     path.write_text("".join(json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in ROWS))
 
     assert geometric_means(path, "here").splitlines() == [
-        "decode: jenga is 2.12x best peer (2 of 3 shapes)",
-        "decode: jenga is 6.00x vllm-triton (2 of 3 shapes)",
-        "decode: jenga is 0.50x flashinfer (1 of 3 shapes)",
-        "prefill: jenga is 0.50x best peer (1 of 1 shapes)",
-        "prefill: jenga is 0.50x flash-attention-3 (1 of 1 shapes)",
+        "decode: best peer takes 2.12 times as long (geometric mean of 2 of 3 shapes)",
+        "decode: vllm-triton takes 6.00 times as long (geometric mean of 2 of 3 shapes)",
+        "decode: flashinfer takes 0.50 times as long (geometric mean of 1 of 3 shapes)",
+        "prefill: best peer takes 0.50 times as long (geometric mean of 1 of 1 shapes)",
+        "prefill: flash-attention-3 takes 0.50 times as long (geometric mean of 1 of 1 shapes)",
     ]
     assert geometric_means(path, "nowhere") == ""
