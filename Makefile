@@ -45,7 +45,7 @@ endif
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-env: $(ENVIRONMENT) ## build .venv: vLLM, torch, Triton and the tools (3 GB, 3 to 6 minutes)
+env: $(ENVIRONMENT) ## build .venv: vLLM, torch, Triton and the tools (4 GB, 3 to 6 minutes)
 
 demo: $(ENVIRONMENT) ## serve Gemma 3 270M through vLLM on JENGA_TRITON and show what memory it held
 	$(BIN)/jenga demo $(DEMO_ARGS)
