@@ -78,8 +78,10 @@ def show_vllm_a_gpu() -> None:
     from vllm import platforms
 
     platforms.vllm_version_matches_substr = lambda _text: False
-    # The build for GPUs has operations that its description of a platform and layers load.
-    sys.modules["vllm._C_stable_libtorch"] = ModuleType("vllm._C_stable_libtorch")
+    # The build for GPUs has operations that its description of a platform and layers load. `_C` of
+    # the CPU build is for AVX-512 alone: elsewhere loading it ends the process.
+    for name in ("vllm._C", "vllm._C_stable_libtorch"):
+        sys.modules[name] = ModuleType(name)
     attention = ModuleType("vllm.vllm_flash_attn")
     attention.__getattr__ = lambda _name: None
     sys.modules[attention.__name__] = attention

@@ -26,3 +26,27 @@ def test_calls_are_timed_beside_vllms_without_a_gpu(tmp_path):
     # By far less than it is seen to, so that no load on the machine decides.
     assert row["jenga"][0] < row["jenga, first"][0]
     assert row["case"] in (tmp_path / "bench_calls.md").read_text().replace("\n", " ")
+
+
+LOADED_LIBRARIES = """
+from perf.compiled_launches import show_vllm_a_gpu
+show_vllm_a_gpu()
+import vllm._custom_ops
+print(*{line.split()[-1] for line in open("/proc/self/maps") if ".so" in line})
+"""
+
+
+@pytest.mark.vllm
+def test_vllm_that_sees_a_gpu_loads_no_library_for_one_kind_of_processor():
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED_LIBRARIES],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr[-4000:]
+    names = [Path(path).name for path in done.stdout.split() if Path(path).parent.name == "vllm"]
+    assert [name for name in names if name.startswith("_C")] == []
+    assert "torch" in done.stdout
