@@ -191,7 +191,8 @@ def test_histories_are_for_mamba2_layers_with_rows_of_whole_loads(config):  # no
     assert with_histories(replaying(config, 0), odd) == odd
 
 
-def test_jenga_plan_counts_the_bytes_that_layers_take(tiny_model):
+@pytest.mark.parametrize("asked", ["auto", "float32"])
+def test_jenga_plan_counts_the_bytes_that_layers_take(asked, tiny_model):
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models.granitemoehybrid import GraniteMoeHybridForCausalLM as Granite
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
@@ -211,7 +212,12 @@ def test_jenga_plan_counts_the_bytes_that_layers_take(tiny_model):
         attention_backend="JENGA_TRITON",
         speculative_config=drafts | {"prompt_lookup_max": 3},
         use_replayssm=True,
+        mamba_ssm_cache_dtype=asked,
     ).create_engine_config()
+    # A CPU with instructions for bfloat16 has vLLM choose float32; a GPU has the model's own dtype.
+    chosen = engine.cache_config.mamba_ssm_cache_dtype
+    assert chosen in (asked, "float32")
+    state_dtype = None if chosen == "auto" else chosen
     layer = MambaSpec(
         block_size=256,
         shapes=Granite.get_mamba_state_shape_from_config(engine),
@@ -221,7 +227,7 @@ def test_jenga_plan_counts_the_bytes_that_layers_take(tiny_model):
 
     (spec,) = with_histories(engine, {"layer": layer}).values()
 
-    options = ReadOptions(draft_tokens=3, history_tokens=16, state_dtype="float32")
+    options = ReadOptions(draft_tokens=3, history_tokens=16, state_dtype=state_dtype)
     types = read_model(model / "config.json", options=options).layer_types
     (states,) = [each for each in types if isinstance(each, State)]
     assert states.layers[0].slot_bytes == spec.state_content_size_bytes
