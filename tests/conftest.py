@@ -4,6 +4,8 @@
 """
 
 import os
+import sys
+from importlib import import_module
 from pathlib import Path
 
 HAS_GPU = any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/nvidia0"))
@@ -21,3 +23,9 @@ if EMULATED_GPU:
     driver.set_active(EmulatedGpu(int(EMULATED_GPU)))
 elif not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    # The interpreter's products are to be the same on every processor, in child processes too.
+    folder = str(Path(__file__).parent / "interpreter")
+    inherited = filter(None, [os.environ.get("PYTHONPATH")])
+    os.environ["PYTHONPATH"] = os.pathsep.join([folder, *inherited])
+    sys.path.insert(0, folder)
+    import_module("interpreter_hook")

@@ -4,10 +4,14 @@ vLLM's second model runner, its default wherever there is Triton, prepares each 
 kernels. Its CPU build has that runner too, but looks for a Triton that compiles for CPUs. With
 `TRITON_INTERPRET=1` none is needed: this module, found by every Python process whose PYTHONPATH
 names its folder, adds a backend called "cpu" before vLLM looks. Nothing is ever compiled by it.
+
+Python imports one `sitecustomize`, so this one also does what that of `tests/interpreter` does.
 """
 
 import os
 from importlib.util import find_spec
+
+import interpreter_hook  # noqa: F401
 
 
 class _Driver:
