@@ -8,6 +8,14 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+from hypothesis import HealthCheck, settings
+
+# A busy machine takes long for an example: the limit of a test in pyproject.toml is the only one.
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any machine")
+
 HAS_GPU = any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/nvidia0"))
 EMULATED_GPU = os.environ.get("EMULATED_GPU")
 

@@ -126,7 +126,6 @@ def test_an_engine_that_fails_is_named_and_its_last_words_kept(capsys):
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_engines_serve_a_trace_on_both_backends(tmp_path, capsys):
     from tests.vllm_plugin import tiny_checkpoints
 

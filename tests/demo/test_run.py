@@ -1,6 +1,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,8 +46,8 @@ def test_heartbeat_says_what_runs_and_at_which_step(tmp_path, monkeypatch):
 
     lines = said.getvalue().splitlines()
     assert lines[0] == "generating ..."
-    assert lines[1] == "    0 s: step 3, 11 tokens held before it"
-    assert lines[-1] == "    done in 0 s"
+    assert re.fullmatch(r"    \d+ s: step 3, 11 tokens held before it", lines[1])
+    assert re.fullmatch(r"    done in \d+ s", lines[-1])
 
 
 @pytest.mark.parametrize("text", ["", '{"geometry": {}}\n', '{"geome'], ids=["empty", "one", "cut"])
@@ -114,7 +115,6 @@ def jenga_demo(*arguments):
         env={k: v for k, v in os.environ.items() if not k.startswith("JENGA_MEMORY")},
         capture_output=True,
         text=True,
-        timeout=590,
         check=False,
     )
 

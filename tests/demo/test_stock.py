@@ -37,7 +37,6 @@ def replays(tmp_path_factory):
         env=os.environ | {"HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
         check=False,
     )
     assert process.returncode == 0, process.stderr[-4000:]

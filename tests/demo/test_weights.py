@@ -102,19 +102,20 @@ def test_processes_that_ask_together_convert_once(conversions, monkeypatch):
 
     def slow(directory, dtype, progress):
         is_converting.set()
-        assert may_finish.wait(10)
+        may_finish.wait()
         convert(directory, dtype, progress)
 
     monkeypatch.setattr(weights, "_convert", slow)
     threads = [
-        threading.Thread(target=weights.gemma3_270m_directory, args=("float32",)) for _ in range(3)
+        threading.Thread(target=weights.gemma3_270m_directory, args=("float32",), daemon=True)
+        for _ in range(3)
     ]
     for thread in threads:
         thread.start()
-    assert is_converting.wait(10)
+    is_converting.wait()
     may_finish.set()
     for thread in threads:
-        thread.join(10)
+        thread.join()
 
     assert conversions == ["float32"]
 
@@ -160,7 +161,6 @@ def test_real_weights_speak_sense():
         env=os.environ | {"HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=540,
         check=False,
     )
 

@@ -26,7 +26,6 @@ def test_operations_give_as_compiled_for_hopper_what_their_references_give():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("capability", "name"), RUNS)
 def test_every_test_of_a_kernel_passes_on_what_is_compiled(capability, name):
     run_emulated(capability, f"tests/kernels/{name}", "-k", "not compile")

@@ -5,7 +5,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jenga_kernels.checks import (
@@ -25,10 +25,8 @@ from tests.kernels.attention_cases import (
 )
 
 SETTINGS = {
-    "deadline": None,
     "derandomize": True,
     "database": None,
-    "suppress_health_check": [HealthCheck.too_slow],
 }
 
 
@@ -114,7 +112,6 @@ def test_paged_attention_agrees_with_its_reference_on_random_batches(data):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 @settings(max_examples=100, **SETTINGS)
 @given(st.data())
 def test_paged_attention_agrees_with_its_reference_on_many_random_batches(data):

@@ -134,7 +134,6 @@ def random_shapes(draw):
 
 @only_on_hopper
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 @settings(max_examples=30, **SETTINGS)
 @given(random_shapes(), st.booleans(), st.integers(0, 1000))
 def test_specialized_latents_agree_with_the_reference_on_random_batches(

@@ -164,7 +164,6 @@ def long_requests(draw):
 
 @only_on_hopper
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 @settings(max_examples=30, **SETTINGS)
 @given(st.data())
 def test_specialized_prefill_agrees_with_the_reference_on_random_batches(data):

@@ -36,6 +36,7 @@ def browser_or_skip():
 def open_page(browser):
     """Open a file; at the end nothing may have been fetched and no script may have failed."""
     page = browser.new_page(viewport={"width": 1200, "height": 900})
+    page.set_default_timeout(0)
     requested, complaints = [], []
     page.on("request", lambda request: requested.append(request.url))
     page.on("pageerror", lambda error: complaints.append(str(error)))

@@ -3,7 +3,7 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -52,6 +52,12 @@ FLASHINFER_SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
 """Kept too: vLLM imports FlashInfer for sampling, installed or not, unless this is 0."""
 
 
+LIMITS = dict.fromkeys(
+    ("VLLM_ENGINE_READY_TIMEOUT_S", "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"), str(24 * 3600)
+)
+"""vLLM's limits for a start and a step, which a busy machine meets: a test has one limit."""
+
+
 def torchvision_folder():
     """Get the folder to put on the path for torchvision, None where it is installed.
 
@@ -82,12 +88,11 @@ def engine_environment(*, reads_images=False, **changes):
     path += filter(None, [os.environ.get("PYTHONPATH"), folder and str(folder)])
     environment |= {} if HAS_GPU or EMULATED_GPU else {"TRITON_INTERPRET": "1"}
     environment |= {
-        "OPENBLAS_NUM_THREADS": "1",  # the interpreter's products are too small for more
         "HF_HUB_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "PYTHONPATH": os.pathsep.join(path),
-    }
+    } | LIMITS
     return environment | changes
 
 
@@ -145,22 +150,24 @@ def tiny_vision_model(tmp_path_factory):
     return get
 
 
-def run_with_children(command, environment):
-    """Run a program to its end; whether it went well, and its output. Its children end with it."""
+@contextmanager
+def program(command, environment, **output):
+    """Start a program and yield its process; it and its children end with the block."""
     with subprocess.Popen(
-        command,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
+        command, env=environment, stderr=subprocess.STDOUT, start_new_session=True, **output
     ) as process:
         try:
-            log, _ = process.communicate(timeout=1500)
+            yield process
         finally:
             # Workers of an engine that was killed may wait for it for ever.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+def run_with_children(command, environment):
+    """Run a program to its end; whether it went well, and its output. Its children end with it."""
+    with program(command, environment, stdout=subprocess.PIPE, text=True) as process:
+        log, _ = process.communicate()
     return process.returncode == 0, log
 
 

@@ -35,7 +35,6 @@ def are_equal(ours, theirs):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("name", "arena_bytes", "runner", "options"),
     [

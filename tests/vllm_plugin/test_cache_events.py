@@ -294,7 +294,6 @@ def stored(result):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_an_engine_tells_a_router_what_stock_tells(tiny_model, run_engine, tmp_path):
     prompts = prompts_of_lengths([40, 70, 100, 33], seed=3, shared_tokens=32)
 

@@ -5,7 +5,7 @@ import pytest
 from tests.vllm_plugin.conftest import assert_same_generation
 from tests.vllm_plugin.engine_process import prompts_of_lengths
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 JENGA = {"attention_backend": "JENGA_TRITON"}
 COMPILED = JENGA | {"enforce_eager": False}

@@ -14,7 +14,7 @@ from tests.vllm_plugin.test_model_runner_v2 import graphs_of
 from tests.vllm_plugin.test_prefix_caching import prompts_over_shared_prefixes
 from tests.vllm_plugin.test_serve import free_port
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 JENGA = {"attention_backend": "JENGA_TRITON", "enable_prefix_caching": True}
 

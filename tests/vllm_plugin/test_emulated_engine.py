@@ -53,7 +53,6 @@ def test_tests_to_run_emulated_exist():
 
 @only_where_interpreted
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("test", TESTS.values(), ids=TESTS)
 def test_compiled_kernels_generate_what_stock_vllm_generates(test):
     run_emulated(90, path_of(test))

@@ -43,7 +43,6 @@ def test_gated_delta_hybrid_generates_what_transformers_generates_and_finds_its_
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_qwen3_5_generates_what_transformers_generates_and_finds_its_prefixes(
     tiny_model, run_engine
 ):
@@ -57,7 +56,6 @@ def test_qwen3_5_generates_what_transformers_generates_and_finds_its_prefixes(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_gated_delta_hybrid_preempts_in_a_small_arena_and_goes_on_from_its_states(
     tiny_model, run_engine
 ):
@@ -80,7 +78,6 @@ def test_gated_delta_hybrid_preempts_in_a_small_arena_and_goes_on_from_its_state
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.skipif(NUM_WORKERS < 2, reason="needs a GPU or a core for each of two workers")
 def test_two_tensor_parallel_workers_generate_what_transformers_generates(tiny_model, run_engine):
     model = tiny_model("qwen3_next")

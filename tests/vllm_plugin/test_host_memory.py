@@ -79,7 +79,6 @@ def test_windows_find_in_host_memory_what_the_arena_lost(loads_ahead, tiny_model
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("name", "arena_bytes", "runner"),
     [
@@ -107,7 +106,6 @@ def test_models_find_in_host_memory_what_the_arena_lost(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.skipif(NUM_WORKERS < 2, reason="needs a GPU or a core for each of two ranks")
 @pytest.mark.parametrize(
     ("name", "arena_bytes", "ranks"),
@@ -156,7 +154,6 @@ def test_ranks_find_in_host_memory_what_their_arenas_lost(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_what_an_encoder_made_comes_back_from_host_memory(tiny_model, run_engine):
     prompts = prompts_over_shared_prefixes(4, seed=5) * 3
     seeds = [0, 1, 2, 3] * 3

@@ -75,7 +75,6 @@ def test_mamba1_hybrid_generates_what_transformers_generates_and_finds_its_prefi
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("name", "arena_bytes"), [("granite_hybrid", 5 << 19), ("jamba", 1 << 20), ("lfm2", 1 << 20)]
 )
@@ -107,7 +106,6 @@ def test_hybrids_in_an_arena_that_always_evicts_lose_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_hybrid_preempts_in_a_small_arena_and_goes_on_from_its_states(tiny_model, run_engine):
     model = tiny_model("granite_hybrid")
     prompts = prompts_over_shared_prefixes(6, seed=24)
@@ -128,7 +126,6 @@ def test_hybrid_preempts_in_a_small_arena_and_goes_on_from_its_states(tiny_model
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("draft_tokens", [0, 2])
 def test_another_turn_starts_near_the_end_of_a_long_answer(draft_tokens, tiny_model, run_engine):
     model = tiny_model("granite_hybrid")
@@ -176,7 +173,6 @@ def test_hybrid_without_prefix_caching_generates_what_stock_vllm_generates(tiny_
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.skipif(NUM_WORKERS < 2, reason="needs a GPU or a core for each of two workers")
 @pytest.mark.parametrize("name", ["granite_hybrid", "lfm2_moe"])
 def test_two_tensor_parallel_workers_generate_what_one_does(name, tiny_model, run_engine):

@@ -95,7 +95,6 @@ def test_images_that_are_read_before_and_after_give_what_transformers_gives(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 def test_drafts_about_images_change_no_token(tiny_vision_model, tiny_model, run_engine, method):
     name = "gemma3_vision"

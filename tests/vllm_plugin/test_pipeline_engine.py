@@ -14,7 +14,6 @@ from tests.vllm_plugin.test_prefix_caching import check_hits, prompts_over_share
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
-    pytest.mark.timeout(1800),
     pytest.mark.skipif(NUM_WORKERS < 2, reason="needs a GPU or a core for each of two ranks"),
 ]
 

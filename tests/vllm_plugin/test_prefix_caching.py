@@ -41,7 +41,6 @@ def check_hits(result):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_forty_requests_over_shared_prefixes_in_an_arena_that_always_evicts(tiny_model, run_engine):
     prompts = prompts_over_shared_prefixes(40, seed=11)
     options = {"max_num_seqs": 4}
@@ -61,7 +60,6 @@ def test_forty_requests_over_shared_prefixes_in_an_arena_that_always_evicts(tiny
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_forty_requests_to_gemma_3_with_its_real_weights_in_an_arena_that_always_evicts(run_engine):
     model = gemma_3_directory()
     prompts = prompts_over_shared_prefixes(40, seed=13, vocab_size=9000)
@@ -112,7 +110,6 @@ def save_adapter(folder, *, layers, hidden, heads, rank=8):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_adapters_hit_what_was_computed_with_them_alone(tiny_model, run_engine, tmp_path):
     model = tiny_model("llama")
     config = json.loads((model / "config.json").read_text())

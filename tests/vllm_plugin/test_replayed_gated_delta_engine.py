@@ -16,7 +16,7 @@ from tests.vllm_plugin.test_replayed_states import hits_of_answers
 from tests.vllm_plugin.test_speculation import MTP, by_draft, check_drafts
 from tests.vllm_plugin.test_speculation import PROMPTS as DRAFTED_PROMPTS
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 REPLAY = {"JENGA_HISTORY_TOKENS": "8"}
 FLAG = {"use_replayssm": True, "replayssm_buffer_len": 8}

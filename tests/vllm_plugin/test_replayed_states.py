@@ -246,7 +246,6 @@ def hits_of_answers(prompts, answer_tokens):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("is_second", [False, True], ids=["first_runner", "second_runner_graphs"])
 def test_hybrid_generates_what_stock_vllm_generates_and_goes_on_from_its_answers(
     is_second, tiny_model, run_engine
@@ -274,7 +273,6 @@ def test_hybrid_generates_what_stock_vllm_generates_and_goes_on_from_its_answers
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_hybrid_that_always_evicts_and_preempts_loses_nothing(tiny_model, run_engine):
     model = tiny_model("granite_hybrid")
     prompts = prompts_over_shared_prefixes(6, seed=24)
@@ -295,7 +293,6 @@ def test_hybrid_that_always_evicts_and_preempts_loses_nothing(tiny_model, run_en
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_drafts_take_no_states_and_rejected_ones_leave_no_trace_in_graphs(tiny_model, run_engine):
     model, draft = tiny_model("granite_calm"), tiny_model("granite_echo")
     prompts, job = DRAFTED_PROMPTS[1:3], {"max_tokens": 24}
@@ -321,7 +318,6 @@ def test_drafts_take_no_states_and_rejected_ones_leave_no_trace_in_graphs(tiny_m
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_with_drafts_another_turn_starts_near_the_end_of_a_long_answer(tiny_model, run_engine):
     model, prompts = tiny_model("granite_hybrid"), prompts_over_shared_prefixes(2, seed=25)
     drafts = {"method": "ngram", "num_speculative_tokens": 2}
@@ -348,7 +344,6 @@ def test_with_drafts_another_turn_starts_near_the_end_of_a_long_answer(tiny_mode
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_layers_that_predict_further_tokens_change_no_token_of_a_nemotron(tiny_model, run_engine):
     model, prompts, job = tiny_model("nemotron_h_mtp"), DRAFTED_PROMPTS[:3], {"max_tokens": 24}
 

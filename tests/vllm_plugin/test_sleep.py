@@ -26,7 +26,6 @@ SLEEPS = [
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("name", "arena_bytes", "runner", "options"),
     [

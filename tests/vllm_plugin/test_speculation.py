@@ -195,7 +195,6 @@ def test_drafting_requests_are_preempted_in_a_small_arena_and_lose_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("runner", ["0", "1"], ids=["first_runner", "second_runner"])
 def test_what_drafts_from_the_targets_keys_and_values_drafts_as_in_stock_vllm(
     runner, tiny_model, run_engine

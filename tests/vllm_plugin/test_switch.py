@@ -82,7 +82,6 @@ def run_python(code, **environment):
         env=engine_environment(**environment),
         capture_output=True,
         text=True,
-        timeout=300,
         check=False,
     )
     return process.returncode, process.stdout + process.stderr
