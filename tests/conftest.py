@@ -10,6 +10,8 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 
+from tests import processor
+
 # A busy machine takes long for an example: the limit of a test in pyproject.toml is the only one.
 settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -37,3 +39,8 @@ elif not HAS_GPU:
     os.environ["PYTHONPATH"] = os.pathsep.join([folder, *inherited])
     sys.path.insert(0, folder)
     import_module("interpreter_hook")
+
+
+def pytest_report_header():
+    """Say what the results of this run may depend on."""
+    return processor.report()
