@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 import vllm.envs
 from vllm.logger import init_logger
 
-from jenga.vllm_plugin.environment import BACKEND_NAME, read_settings
+from jenga.vllm_plugin.environment import (
+    BACKEND_NAME,
+    BACKEND_VARIABLE,
+    read_settings,
+    selects_backend,
+)
+from jenga.vllm_plugin.memory_log import check_memory_log
 from jenga.vllm_plugin.speculation import prepare_speculation, unsupported_speculation
 from jenga.vllm_plugin.state_history import take_replay
 from jenga.vllm_plugin.switch import backend_member
@@ -63,6 +69,8 @@ def uses_sparse_latents(model: "ModelConfig") -> bool:
 
 def _unsupported_features(vllm_config: "VllmConfig") -> list[str]:
     """Name each feature in use that the plugin cannot serve."""
+    from vllm.platforms import current_platform
+
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     other_backends = {
@@ -71,6 +79,9 @@ def _unsupported_features(vllm_config: "VllmConfig") -> list[str]:
         if backend is not backend_member()
     }
     checks = {
+        f"vLLM's platform {current_platform.device_name}; the kernels are for NVIDIA's GPUs": (
+            not (current_platform.is_cuda() or current_platform.is_cpu())
+        ),
         # Each rank would plan and schedule for itself, from its own layers alone.
         "pipeline parallelism with --distributed-executor-backend external_launcher": (
             parallel.pipeline_parallel_size > 1
@@ -100,7 +111,7 @@ def _unsupported_features(vllm_config: "VllmConfig") -> list[str]:
             and model is not None
             and (model.is_hybrid or model.is_attention_free)
         ),
-        "batch invariance (VLLM_BATCH_INVARIANT) with JENGA_SPECIALIZED_PREFILL": (
+        "batch invariance (VLLM_BATCH_INVARIANT) with JENGA_SPECIALIZED_PREFILL=1": (
             vllm.envs.VLLM_BATCH_INVARIANT and read_settings(os.environ).has_specialized_prefill
         ),
         "an engine of the encoder alone (--mm-encoder-only)": vllm_config.is_mm_encoder_only,
@@ -141,10 +152,10 @@ def select_by_environment(vllm_config: "VllmConfig") -> None:
     """Select the backend where VLLM_ATTENTION_BACKEND does and no argument selects one.
 
     Raises:
-        ValueError: An environment variable is wrong.
+        ValueError: It names a backend of jenga that does not exist.
     """
     attention = vllm_config.attention_config
-    if attention.backend is None and read_settings(os.environ).selects_backend:
+    if attention.backend is None and selects_backend(os.environ):
         attention.backend = backend_member()
 
 
@@ -162,18 +173,14 @@ def prepare_config(vllm_config: "VllmConfig") -> bool:
     """
     from jenga.vllm_plugin.replacements import apply_replacements
 
-    attention = vllm_config.attention_config
-    settings = read_settings(os.environ)
     select_by_environment(vllm_config)
     if not is_selected(vllm_config):
-        if settings.selects_backend:
-            logger.warning_once(
-                "VLLM_ATTENTION_BACKEND=%s gives way to the backend selected as an argument, %s",
-                BACKEND_NAME,
-                getattr(attention.backend, "name", attention.backend),
-            )
+        _warn_of_other_choice(vllm_config)
         return False
     apply_replacements()
+    settings = read_settings(os.environ)
+    if vllm_config.parallel_config.rank == 0:  # other ranks may be on machines without its folder
+        check_memory_log(settings)
     unsupported = _unsupported_features(vllm_config)
     if unsupported:
         msg = f"{BACKEND_NAME} does not support: {'; '.join(unsupported)}"
@@ -196,6 +203,19 @@ def prepare_config(vllm_config: "VllmConfig") -> bool:
     take_replay(vllm_config, settings.history_tokens)
     prepare_speculation(vllm_config)
     return True
+
+
+def _warn_of_other_choice(vllm_config: "VllmConfig") -> None:
+    """Say that an argument selects another backend than the environment does."""
+    named = os.environ.get(BACKEND_VARIABLE, "").strip()
+    if named.upper().startswith("JENGA"):
+        backend = vllm_config.attention_config.backend
+        logger.warning_once(
+            "%s=%s gives way to the backend selected as an argument, %s",
+            BACKEND_VARIABLE,
+            named,
+            getattr(backend, "name", backend),
+        )
 
 
 def _take_offloading(vllm_config: "VllmConfig") -> None:

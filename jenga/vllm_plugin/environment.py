@@ -1,4 +1,8 @@
-"""The environment variables the plugin reads, all of them here, each checked."""
+"""The environment variables the plugin reads, all of them here, each checked.
+
+A variable that is empty, or only spaces, is not set. `selects_backend` asks whether the environment
+selects the backend; the settings concern nobody else, and are read once a configuration selects it.
+"""
 
 import os
 from collections.abc import Mapping
@@ -8,9 +12,10 @@ from pathlib import Path
 BACKEND_NAME = "JENGA_TRITON"
 """Name of the attention backend, in vLLM's upper-case form."""
 
-_BACKEND_VARIABLE = "VLLM_ATTENTION_BACKEND"
+BACKEND_VARIABLE = "VLLM_ATTENTION_BACKEND"
 _GEOMETRY_VARIABLE = "JENGA_GEOMETRY"
-_MEMORY_LOG_VARIABLE = "JENGA_MEMORY_LOG"
+MEMORY_LOG_VARIABLE = "JENGA_MEMORY_LOG"
+_MEMORY_LOG_BYTES_VARIABLE = "JENGA_MEMORY_LOG_BYTES"
 _CACHE_VARIABLE = "JENGA_CACHE"
 _LEFT_SHARE_VARIABLE = "JENGA_LEFT_SHARE"
 _SPECIALIZED_VARIABLE = "JENGA_SPECIALIZED_PREFILL"
@@ -20,7 +25,8 @@ HISTORY_VARIABLE = "JENGA_HISTORY_TOKENS"
 _KNOWN_VARIABLES = frozenset(
     {
         _GEOMETRY_VARIABLE,
-        _MEMORY_LOG_VARIABLE,
+        MEMORY_LOG_VARIABLE,
+        _MEMORY_LOG_BYTES_VARIABLE,
         _CACHE_VARIABLE,
         _LEFT_SHARE_VARIABLE,
         _SPECIALIZED_VARIABLE,
@@ -39,9 +45,9 @@ class Settings:
     """What the environment asks for.
 
     Attributes:
-        selects_backend: `VLLM_ATTENTION_BACKEND` names this package's backend.
         geometry: Rule that cuts the arena.
         memory_log: File to append one JSON line per scheduler step to, if any.
+        memory_log_bytes: Most bytes of that file before it is rotated; 0 for no limit.
         left_share: Of the arena, what an admission leaves at most to those who will read it; None
             for the manager's own.
         has_specialized_prefill: Whether prompts attend by the kernel for Hopper whose warps
@@ -52,9 +58,9 @@ class Settings:
             where the environment asks for none.
     """
 
-    selects_backend: bool
     geometry: str
     memory_log: Path | None
+    memory_log_bytes: int
     left_share: float | None
     has_specialized_prefill: bool | None
     has_specialized_latents: bool | None
@@ -62,62 +68,91 @@ class Settings:
     history_tokens: int
 
 
-def read_settings(environ: Mapping[str, str]) -> Settings:
-    """Read and check this package's environment variables.
+def selects_backend(environ: Mapping[str, str]) -> bool:
+    """Whether `VLLM_ATTENTION_BACKEND` names this package's backend.
 
-    `VLLM_ATTENTION_BACKEND` is vLLM's; of its values only those that begin with JENGA concern us.
+    The variable is vLLM's; of its values only those that begin with JENGA concern us.
 
     Raises:
-        ValueError: A variable has a value we do not know, or a `JENGA_` variable is unknown; the
-            message names it and what was expected.
+        ValueError: It begins with JENGA and is not the backend's name.
     """
-    backend = environ.get(_BACKEND_VARIABLE, "").strip().upper()
+    backend = _value(environ, BACKEND_VARIABLE).upper()
     if backend.startswith("JENGA") and backend != BACKEND_NAME:
         msg = (
-            f"{_BACKEND_VARIABLE}={environ[_BACKEND_VARIABLE]!r} is not a backend of jenga; "
+            f"{BACKEND_VARIABLE}={environ[BACKEND_VARIABLE]!r} is not a backend of jenga; "
             f"expected {BACKEND_NAME}"
         )
         raise ValueError(msg)
+    return backend == BACKEND_NAME
+
+
+def read_settings(environ: Mapping[str, str]) -> Settings:
+    """Read and check this package's own variables.
+
+    Raises:
+        ValueError: A variable has a value we do not know, or a `JENGA_` variable is unknown; the
+            message names it, its value and what was expected.
+    """
     for name in sorted(environ):
-        if name.startswith("JENGA_") and name not in _KNOWN_VARIABLES:
-            msg = f"unknown environment variable {name}; expected {sorted(_KNOWN_VARIABLES)}"
+        if name.startswith("JENGA_") and name not in _KNOWN_VARIABLES and _value(environ, name):
+            msg = (
+                f"unknown environment variable {name}={environ[name]!r}; expected one of "
+                f"{', '.join(sorted(_KNOWN_VARIABLES))}"
+            )
             raise ValueError(msg)
-    geometry = environ.get(_GEOMETRY_VARIABLE, "planned").strip().lower()
+    geometry = _value(environ, _GEOMETRY_VARIABLE).lower() or GEOMETRIES[0]
     if geometry not in GEOMETRIES:
         msg = (
             f"{_GEOMETRY_VARIABLE}={environ[_GEOMETRY_VARIABLE]!r} is not a geometry; "
             f"expected one of {', '.join(GEOMETRIES)}"
         )
         raise ValueError(msg)
-    memory_log = environ.get(_MEMORY_LOG_VARIABLE, "").strip()
-    if memory_log and not Path(memory_log).parent.is_dir():
-        msg = f"{_MEMORY_LOG_VARIABLE}={memory_log!r}: its folder does not exist"
-        raise ValueError(msg)
+    memory_log = _value(environ, MEMORY_LOG_VARIABLE)
+    if _value(environ, _CACHE_VARIABLE):
+        cache_directory(environ)
     return Settings(
-        selects_backend=backend == BACKEND_NAME,
         geometry=geometry,
         memory_log=Path(memory_log) if memory_log else None,
+        memory_log_bytes=_number(environ, _MEMORY_LOG_BYTES_VARIABLE, "bytes, 0 for no limit"),
         left_share=_left_share(environ),
         has_specialized_prefill=_switch(environ, _SPECIALIZED_VARIABLE),
         has_specialized_latents=_switch(environ, _SPECIALIZED_LATENTS_VARIABLE),
         has_specialized_scans=_switch(environ, _SPECIALIZED_SCANS_VARIABLE),
-        history_tokens=_history_tokens(environ),
+        history_tokens=_number(environ, HISTORY_VARIABLE, "tokens, 0 for none"),
     )
 
 
-def cache_directory() -> Path:
+def cache_directory(environ: Mapping[str, str] | None = None) -> Path:
     """Get the directory for files that can be made again.
 
-    It is `JENGA_CACHE` if that is set, else `jenga` in the user's XDG cache directory.
+    It is `JENGA_CACHE` if that is set, else `jenga` in the user's XDG cache directory, else
+    `.cache/jenga` in the user's home.
+
+    Args:
+        environ: Where to look; None for this process's variables.
+
+    Raises:
+        ValueError: The home directory that it is in is not known; the message names `JENGA_CACHE`
+            and its value.
     """
-    if chosen := os.environ.get(_CACHE_VARIABLE):
-        return Path(chosen).expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser().absolute() / "jenga"
+    environ = os.environ if environ is None else environ
+    chosen = _value(environ, _CACHE_VARIABLE)
+    base = _value(environ, "XDG_CACHE_HOME") or "~/.cache"
+    path = Path(chosen) if chosen else Path(base) / "jenga"
+    try:
+        return path.expanduser().absolute()
+    except RuntimeError as error:
+        msg = f"{_CACHE_VARIABLE}={chosen!r}: the home directory of {str(path)!r} is not known"
+        raise ValueError(msg) from error
+
+
+def _value(environ: Mapping[str, str], name: str) -> str:
+    """Get the text of a variable without spaces around it; an empty one where it is not set."""
+    return environ.get(name, "").strip()
 
 
 def _switch(environ: Mapping[str, str], name: str) -> bool | None:
-    text = environ.get(name, "").strip()
+    text = _value(environ, name)
     if text not in {"", "0", "1"}:
         msg = f"{name}={environ[name]!r}: expected 0 or 1"
         raise ValueError(msg)
@@ -125,7 +160,7 @@ def _switch(environ: Mapping[str, str], name: str) -> bool | None:
 
 
 def _left_share(environ: Mapping[str, str]) -> float | None:
-    text = environ.get(_LEFT_SHARE_VARIABLE, "").strip()
+    text = _value(environ, _LEFT_SHARE_VARIABLE)
     if not text:
         return None
     try:
@@ -133,14 +168,17 @@ def _left_share(environ: Mapping[str, str]) -> float | None:
     except ValueError:
         share = -1.0
     if not 0 <= share < 1:
-        msg = f"{_LEFT_SHARE_VARIABLE}={text!r}: expected a share of at least 0 and less than 1"
+        msg = (
+            f"{_LEFT_SHARE_VARIABLE}={environ[_LEFT_SHARE_VARIABLE]!r}: expected a share of at "
+            f"least 0 and less than 1"
+        )
         raise ValueError(msg)
     return share
 
 
-def _history_tokens(environ: Mapping[str, str]) -> int:
-    text = environ.get(HISTORY_VARIABLE, "").strip() or "0"
+def _number(environ: Mapping[str, str], name: str, expected: str) -> int:
+    text = _value(environ, name) or "0"
     if not (text.isascii() and text.isdecimal()):
-        msg = f"{HISTORY_VARIABLE}={text!r}: expected a number of tokens, 0 for none"
+        msg = f"{name}={environ[name]!r}: expected a number of {expected}"
         raise ValueError(msg)
     return int(text)

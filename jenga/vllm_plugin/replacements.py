@@ -26,10 +26,16 @@ REPLACEMENTS = (*CONFIG_WATCH, *WHEN_SELECTED, *PLANNER, *IN_WORKERS)
 
 
 def watch_configurations() -> None:
-    """Put the replacements in place that are needed to see a configuration select the backend."""
-    for watch in CONFIG_WATCH:
-        if not watch.is_applied:
-            watch.apply()
+    """Put the replacements in place that are needed to see a configuration select the backend.
+
+    Raises:
+        ValueError: vLLM has not one of the names, or with another signature; none was replaced.
+    """
+    missing = [watch for watch in CONFIG_WATCH if not watch.is_applied]
+    for watch in missing:
+        watch.check()
+    for watch in missing:
+        watch.apply()
 
 
 def apply_replacements() -> None:

@@ -7,9 +7,10 @@ the name known there and applies the replacements. Selecting the name is thus th
 it travels with the configuration into every process.
 """
 
+import os
 from typing import Any
 
-from jenga.vllm_plugin.environment import BACKEND_NAME
+from jenga.vllm_plugin.environment import BACKEND_NAME, BACKEND_VARIABLE
 
 _BACKEND_PATH = "jenga.vllm_plugin.attention.JengaTritonBackend"
 _MAMBA1_BACKEND_PATH = "jenga.vllm_plugin.mamba_builder.JengaMamba1Backend"
@@ -51,12 +52,27 @@ def register_state_backends() -> None:
 
 
 def register_backend() -> None:
-    """Make the name selectable and watch for a configuration that selects it."""
+    """Make the name selectable and watch for a configuration that selects it.
+
+    A vLLM without the names that this takes is left as it is, unless the environment selects the
+    backend: a plugin that is installed and not selected stops no engine.
+
+    Raises:
+        ValueError: This vLLM has not these names, and `VLLM_ATTENTION_BACKEND` selects the backend.
+    """
     import vllm.envs
+    from vllm.logger import init_logger
 
-    from jenga.vllm_plugin.replacements import watch_configurations
+    try:
+        from jenga.vllm_plugin.replacements import watch_configurations
 
-    backend_member()
-    # vLLM dropped this variable and warns of unknown ones; with the plugin installed it is known.
-    vllm.envs.environment_variables.setdefault("VLLM_ATTENTION_BACKEND", lambda: None)
-    watch_configurations()
+        watch_configurations()
+        backend_member()
+        # vLLM dropped this variable and warns of unknown ones; with the plugin it is known.
+        vllm.envs.environment_variables.setdefault(BACKEND_VARIABLE, lambda: None)
+    except (AttributeError, ImportError, ValueError) as error:
+        if os.environ.get(BACKEND_VARIABLE, "").strip().upper() == BACKEND_NAME:
+            msg = f"{BACKEND_VARIABLE}={BACKEND_NAME} cannot be served on this vLLM: {error}"
+            raise ValueError(msg) from error
+        logger = init_logger(f"vllm.{__name__}")
+        logger.warning("%s cannot be selected on this vLLM: %s", BACKEND_NAME, error)

@@ -330,7 +330,6 @@ def test_parallel_engines_log_what_they_hold_in_files_of_their_own(
         monkeypatch.setattr(engine_config.parallel_config, "data_parallel_index", index)
         scheduler = make_scheduler(4 * MIB)
         scheduler.schedule()
-        scheduler.kv_cache_manager._memory_log._file.close()
 
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["log.1.jsonl", "log.12.jsonl", "log.jsonl"]

@@ -1,37 +1,67 @@
 """Switching the plugin on, and what it refuses, without starting an engine."""
 
 import json
+import re
 import subprocess
 import sys
 import textwrap
 
 import pytest
 
-from jenga.vllm_plugin.environment import read_settings
+from jenga.vllm_plugin.environment import (
+    _KNOWN_VARIABLES,
+    cache_directory,
+    read_settings,
+    selects_backend,
+)
 from tests.vllm_plugin.conftest import engine_environment
 
 
 @pytest.mark.parametrize(
-    ("environ", "named"),
+    ("name", "value"),
     [
-        ({"VLLM_ATTENTION_BACKEND": "JENGA_TRITN"}, "JENGA_TRITN"),
-        ({"VLLM_ATTENTION_BACKEND": "jenga"}, "VLLM_ATTENTION_BACKEND"),
-        ({"JENGA_GEOMETRY": "best"}, "JENGA_GEOMETRY"),
-        ({"JENGA_GEOMETERY": "lcm"}, "JENGA_GEOMETERY"),
-        ({"JENGA_MEMORY_LOG": "/no/such/folder/log.jsonl"}, "JENGA_MEMORY_LOG"),
-        ({"JENGA_LEFT_SHARE": "some"}, "JENGA_LEFT_SHARE='some'"),
-        ({"JENGA_LEFT_SHARE": "1"}, "JENGA_LEFT_SHARE"),
-        ({"JENGA_LEFT_SHARE": "nan"}, "JENGA_LEFT_SHARE"),
-        ({"JENGA_SPECIALIZED_PREFILL": "yes"}, "JENGA_SPECIALIZED_PREFILL='yes': expected 0 or 1"),
-        ({"JENGA_SPECIALIZED_LATENTS": "2"}, "JENGA_SPECIALIZED_LATENTS='2': expected 0 or 1"),
-        ({"JENGA_SPECIALIZED_SCANS": "off"}, "JENGA_SPECIALIZED_SCANS='off': expected 0 or 1"),
-        ({"JENGA_HISTORY_TOKENS": "some"}, "JENGA_HISTORY_TOKENS='some'"),
-        ({"JENGA_HISTORY_TOKENS": "-16"}, "JENGA_HISTORY_TOKENS='-16'"),
+        ("JENGA_GEOMETRY", "best"),
+        ("JENGA_GEOMETERY", "lcm"),
+        ("JENGA_LEFT_SHARE", "some"),
+        ("JENGA_LEFT_SHARE", "1"),
+        ("JENGA_LEFT_SHARE", " nan"),
+        ("JENGA_SPECIALIZED_PREFILL", "yes"),
+        ("JENGA_SPECIALIZED_LATENTS", "2"),
+        ("JENGA_SPECIALIZED_SCANS", "off"),
+        ("JENGA_HISTORY_TOKENS", "some"),
+        ("JENGA_HISTORY_TOKENS", "-16"),
+        ("JENGA_MEMORY_LOG_BYTES", "1e6"),
+        ("JENGA_CACHE", "~no_such_user/cache"),
     ],
 )
-def test_settings_refuse_what_they_do_not_know(environ, named):
-    with pytest.raises(ValueError, match=named):
-        read_settings(environ)
+def test_settings_refuse_what_they_do_not_know_by_variable_and_value(name, value):
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}")):
+        read_settings({name: value})
+
+
+@pytest.mark.parametrize("value", ["JENGA_TRITN", " jenga"])
+def test_a_backend_of_jenga_that_does_not_exist_is_refused_by_variable_and_value(value):
+    with pytest.raises(ValueError, match=f"VLLM_ATTENTION_BACKEND={value!r}"):
+        selects_backend({"VLLM_ATTENTION_BACKEND": value})
+
+
+@pytest.mark.parametrize("text", ["", "  "])
+@pytest.mark.parametrize("name", [*sorted(_KNOWN_VARIABLES), "JENGA_GEOMETERY"])
+def test_variables_that_are_empty_are_not_set(name, text):
+    assert read_settings({name: text}) == read_settings({})
+    assert cache_directory({name: text}) == cache_directory({})
+
+
+def test_the_environment_selects_the_backend_by_its_name_in_any_case():
+    assert not selects_backend({"VLLM_ATTENTION_BACKEND": "FLASH_ATTN"})
+    assert not selects_backend({"VLLM_ATTENTION_BACKEND": " "})
+    assert not selects_backend({})
+    assert selects_backend({"VLLM_ATTENTION_BACKEND": " jenga_triton "})
+
+
+def test_the_memory_log_has_a_limit_where_one_is_set():
+    assert read_settings({"JENGA_MEMORY_LOG_BYTES": " 1000000 "}).memory_log_bytes == 1_000_000
+    assert read_settings({}).memory_log_bytes == 0
 
 
 def test_the_share_left_to_others_is_a_number_or_the_default():
@@ -54,12 +84,6 @@ def test_histories_have_the_tokens_that_are_asked_for_or_none():
     for text in ("", "0"):
         assert read_settings({"JENGA_HISTORY_TOKENS": text}).history_tokens == 0
     assert read_settings({}).history_tokens == 0
-
-
-def test_settings_leave_other_backends_to_vllm():
-    assert not read_settings({"VLLM_ATTENTION_BACKEND": "FLASH_ATTN"}).selects_backend
-    assert not read_settings({}).selects_backend
-    assert read_settings({"VLLM_ATTENTION_BACKEND": " jenga_triton "}).selects_backend
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.32.0", "0.3.2"])
@@ -485,3 +509,94 @@ def test_another_vllm_is_refused_with_its_version_and_the_supported_ones(tiny_mo
     assert returncode != 0
     assert "supports vLLM 0.32.* and 0.33.*" in output
     assert "0.31.0" in output
+
+
+@pytest.mark.vllm
+def test_stock_vllm_starts_beside_odd_variables_of_a_plugin_that_is_not_selected(tiny_model):
+    code = (
+        CONFIGURE.format(model=str(tiny_model("llama")))
+        + """
+    print("STOCK", configure(attention_backend=None).attention_config.backend)
+    print("OTHER", configure(attention_backend="CPU_ATTN").attention_config.backend.name)
+    try:
+        configure()
+    except Exception as error:
+        print("OURS", error)
+    """
+    )
+    odd = {"JENGA_GEOMETERY": "lcm", "JENGA_LEFT_SHARE": "some", "JENGA_MEMORY_LOG": "/no/such/log"}
+    _, output = run_python(code, **odd)
+
+    assert "STOCK None" in output
+    assert "OTHER CPU_ATTN" in output
+    assert re.search(r"OURS .*JENGA_GEOMETERY='lcm'", output, re.DOTALL)
+
+
+@pytest.mark.vllm
+def test_a_misspelt_backend_is_refused_unless_an_argument_selects_another(tiny_model):
+    code = (
+        CONFIGURE.format(model=str(tiny_model("llama")))
+        + """
+    print("OTHER", configure(attention_backend="CPU_ATTN").attention_config.backend.name)
+    try:
+        configure(attention_backend=None)
+    except Exception as error:
+        print("NONE", error)
+    """
+    )
+    _, output = run_python(code, VLLM_ATTENTION_BACKEND="JENGA_TRITN")
+
+    assert "OTHER CPU_ATTN" in output
+    assert "VLLM_ATTENTION_BACKEND=JENGA_TRITN gives way to" in output
+    assert re.search(r"NONE .*VLLM_ATTENTION_BACKEND='JENGA_TRITN'", output, re.DOTALL)
+
+
+@pytest.mark.vllm
+def test_a_memory_log_that_cannot_be_written_is_refused_as_the_engine_is_configured(
+    tiny_model, tmp_path
+):
+    code = CONFIGURE.format(model=str(tiny_model("llama"))) + "    configure()"
+    returncode, output = run_python(code, JENGA_MEMORY_LOG=str(tmp_path))
+
+    assert returncode != 0
+    assert f"JENGA_MEMORY_LOG='{tmp_path}' cannot be written: it is a folder" in output
+
+
+@pytest.mark.vllm
+def test_a_vllm_without_the_names_that_selecting_takes_is_left_as_it_is():
+    code = """
+    from vllm.config.vllm import VllmConfig
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    del VllmConfig.try_verify_and_update_config
+    from jenga.vllm_plugin import register
+    from jenga.vllm_plugin.replacements import REPLACEMENTS, CONFIG_WATCH
+    register()
+    print("REPLACED", [watch.is_applied for watch in CONFIG_WATCH])
+    print("KNOWN", "JENGA_TRITON" in AttentionBackendEnum.__members__)
+    """
+    returncode, output = run_python(code)
+    _, refusal = run_python(code, VLLM_ATTENTION_BACKEND="JENGA_TRITON")
+
+    assert returncode == 0, output[-4000:]
+    assert "REPLACED [False, False]" in output
+    assert "KNOWN False" in output
+    reason = "vLLM has no vllm.config.vllm.VllmConfig.try_verify_and_update_config"
+    assert f"JENGA_TRITON cannot be selected on this vLLM: {reason}" in output
+    assert f"VLLM_ATTENTION_BACKEND=JENGA_TRITON cannot be served on this vLLM: {reason}" in refusal
+
+
+@pytest.mark.vllm
+def test_platforms_but_nvidias_and_the_interpreters_are_refused_by_name(tiny_model):
+    code = (
+        CONFIGURE.format(model=str(tiny_model("llama")))
+        + """
+    from vllm.platforms import current_platform
+    current_platform.device_name = "rocm"
+    type(current_platform).is_cpu = lambda self: False
+    configure()
+    """
+    )
+    returncode, output = run_python(code)
+
+    assert returncode != 0
+    assert "does not support: vLLM's platform rocm; the kernels are for NVIDIA's GPUs" in output
