@@ -72,8 +72,12 @@ INTERPRETER = Machine(capability=0, num_processors=1)
 def machine_of(device: torch.device) -> Machine:
     """The machine that runs kernels on `device`'s tensors.
 
+    Args:
+        device: Of the tensors; on one of several GPUs, with its number, as tensors have it.
+
     Raises:
-        ValueError: Triton has no GPU to compile for, and does not interpret.
+        ValueError: Triton has no GPU to compile for, and does not interpret, or the GPU is not one
+            of NVIDIA's.
     """
     if triton.knobs.runtime.interpret:
         return INTERPRETER
@@ -85,11 +89,21 @@ def machine_of(device: torch.device) -> Machine:
             f"set TRITON_INTERPRET=1 before the first import of jenga_kernels"
         )
         raise ValueError(msg) from error
-    properties = driver.utils.get_device_properties(device.index or 0)
-    return Machine(
-        capability=driver.get_current_target().arch,
-        num_processors=properties["multiprocessor_count"],
-    )
+    target = driver.get_current_target()
+    if target.backend != "cuda":
+        msg = (
+            f"tensors must be on an NVIDIA GPU, got some on {device}, for which Triton compiles "
+            f"with its backend {target.backend!r}, {target.arch}"
+        )
+        raise ValueError(msg)
+    index, capability = device.index or 0, target.arch
+    if device.type == "cuda":
+        # Triton's target is the current GPU, which need not be that of the tensors.
+        index = torch.cuda.current_device() if device.index is None else device.index
+        major, minor = torch.cuda.get_device_capability(index)
+        capability = 10 * major + minor
+    properties = driver.utils.get_device_properties(index)
+    return Machine(capability=capability, num_processors=properties["multiprocessor_count"])
 
 
 def overlapping(machine: Machine) -> dict[str, bool]:
