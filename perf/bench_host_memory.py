@@ -14,13 +14,7 @@ import torch
 
 from jenga.request import CopyPath
 from jenga.vllm_plugin.copy_rounds import CopyRound
-from jenga.vllm_plugin.host_memory import (
-    allocate_host_memory,
-    copy_ahead,
-    copy_through_host,
-    finish_ahead,
-    host_memory_of,
-)
+from jenga.vllm_plugin.host_memory import HostMemory
 from perf.harness import Benchmark, Row
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -50,8 +44,8 @@ def measure_copies(
     """Add the rows of one size and number of pages."""
     num_pages = arena_bytes // page_bytes
     arena = torch.zeros(arena_bytes, dtype=torch.int8, device=benchmark.device)
-    allocate_host_memory([arena], arena_bytes)
-    memory, num_bytes = host_memory_of([arena]), count * page_bytes
+    host = HostMemory(arena.device, arena_bytes)
+    memory, num_bytes = host.memory, count * page_bytes
     torch.manual_seed(0)
     for name, row_pages in ROWS.items():
         here, there = (tuple(pages_in_rows(num_pages, count, row_pages).tolist()) for _ in range(2))
@@ -65,7 +59,7 @@ def measure_copies(
             )
             source, target = (arena, memory) if is_out else (memory, arena)
             by_name: dict[str, Callable[[], object]] = {
-                "jenga": lambda copies=copies: copy_through_host([arena], arena, num_pages, copies),
+                "jenga": lambda copies=copies: host.copy(arena, num_pages, copies),
                 "one copy": lambda source=source, target=target: target[:num_bytes].copy_(
                     source[:num_bytes], non_blocking=True
                 ),
@@ -92,7 +86,7 @@ def measure_beside(
     """Add the rows of a step's products, matrices of so many rows, and copies beside them."""
     num_pages = arena_bytes // page_bytes
     arena = torch.zeros(arena_bytes, dtype=torch.int8, device=benchmark.device)
-    allocate_host_memory([arena], arena_bytes)
+    host = HostMemory(arena.device, arena_bytes)
     matrix = torch.ones(side, side, dtype=torch.bfloat16, device=benchmark.device)
     product = torch.empty_like(matrix)
     sampled = torch.empty(16, dtype=torch.bfloat16, pin_memory=arena.is_cuda)
@@ -111,12 +105,12 @@ def measure_beside(
         )
 
         def step_with_copies_ahead(copies: CopyRound = copies) -> None:
-            copy_ahead([arena], arena, num_pages, [copies])
+            host.copy_ahead(arena, num_pages, [copies])
             step()
-            finish_ahead()
+            host.finish_ahead()
 
         def step_after_copies(copies: CopyRound = copies) -> None:
-            copy_through_host([arena], arena, num_pages, copies)
+            host.copy(arena, num_pages, copies)
             step()
 
         shape = f"{way} {count} pages of {size} beside products"

@@ -16,34 +16,12 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from jenga.errors import InvariantError
 from jenga.vllm_plugin.attention import JengaTritonBackend, JengaTritonImpl
 from jenga.vllm_plugin.attention_builder import JengaTritonMetadata, JengaTritonMetadataBuilder
+from jenga.vllm_plugin.state_worker import StepMailbox
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.attention.backend import CommonAttentionMetadata
-
-
-class EncodedRows:
-    """Rows of a step's batch whose encoder inputs were encoded for it, in their order.
-
-    vLLM's model runners build a step's metadata, then encode, then run the layers; in between the
-    rows wait here.
-    """
-
-    __slots__ = ("_rows",)
-
-    def __init__(self) -> None:
-        self._rows: tuple[int, ...] = ()
-
-    def note(self, rows: Sequence[int]) -> None:
-        """Note the rows of the step that is about to run."""
-        self._rows = tuple(rows)
-
-    def get(self) -> tuple[int, ...]:
-        """Get the rows of the last step in which something was encoded."""
-        return self._rows
-
-
-encoded_rows = EncodedRows()
-"""Of this process's model runner."""
+    from vllm.v1.kv_cache_interface import KVCacheSpec
 
 
 def encoder_slots(
@@ -74,9 +52,11 @@ class JengaCrossMetadata(JengaTritonMetadata):
 
     Attributes:
         encoder_tokens: i32[num_requests] on the host, tokens that each request's encoder makes.
+        mailbox: Says for which requests an encoder has run by the time that layers do.
     """
 
     encoder_tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    mailbox: StepMailbox = field(default_factory=StepMailbox)
     _slots: torch.Tensor | None = None
 
     def slots_of(self, num_tokens: int) -> torch.Tensor:
@@ -86,10 +66,10 @@ class JengaCrossMetadata(JengaTritonMetadata):
             num_tokens: How many tokens that is.
 
         Raises:
-            InvariantError: It is not as many as the rows noted make.
+            InvariantError: It is not as many as the encoded rows make.
         """
         if self._slots is None:
-            rows, counts = encoded_rows.get(), self.encoder_tokens.tolist()
+            rows, counts = self.mailbox.encoded_rows, self.encoder_tokens.tolist()
             if max(rows, default=0) >= len(counts) or sum(counts[r] for r in rows) != num_tokens:
                 msg = f"requests {rows} of {counts} tokens cannot have encoded {num_tokens}"
                 raise InvariantError(msg)
@@ -99,7 +79,24 @@ class JengaCrossMetadata(JengaTritonMetadata):
 
 
 class JengaCrossMetadataBuilder(JengaTritonMetadataBuilder):
-    """Prepares what the layers of cross attention of one page table share in a step."""
+    """Prepares what the layers of cross attention of one page table share in a step.
+
+    Attributes:
+        mailbox: Of the model runner.
+        ordered_layers: None; no states are kept of these layers.
+    """
+
+    ordered_layers: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        kv_cache_spec: "KVCacheSpec",
+        layer_names: list[str],
+        vllm_config: "VllmConfig",
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.mailbox = StepMailbox()
 
     def build(
         self,
@@ -115,7 +112,9 @@ class JengaCrossMetadataBuilder(JengaTritonMetadataBuilder):
         common.causal = False
         common.seq_lens = common.encoder_seq_lens
         metadata = super().build(common_prefix_len, common, fast_build)
-        return JengaCrossMetadata(**vars(metadata), encoder_tokens=common.encoder_seq_lens_cpu)
+        return JengaCrossMetadata(
+            **vars(metadata), encoder_tokens=common.encoder_seq_lens_cpu, mailbox=self.mailbox
+        )
 
 
 class JengaCrossImpl(JengaTritonImpl):

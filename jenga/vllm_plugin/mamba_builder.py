@@ -25,7 +25,7 @@ from jenga.vllm_plugin.config import is_selected
 from jenga.vllm_plugin.environment import read_settings
 from jenga.vllm_plugin.history_kinds import NUM_STATES
 from jenga.vllm_plugin.state_counts import Replay, StateCounts
-from jenga.vllm_plugin.state_worker import checkpoints_of, expect_orders, take_writes
+from jenga.vllm_plugin.state_worker import StepMailbox, checkpoints_of
 from jenga.vllm_plugin.tried_kernels import own_kernels
 from jenga_kernels.states import NULL_SLOT, Checkpoints
 from jenga_kernels.triton.device import skip_overflow_checks
@@ -67,7 +67,12 @@ SCANS = {"MAMBA2": "state_scan", "LINEAR": "state_scan", "GDN_ATTN": "delta_scan
 
 
 class JengaMambaMetadataBuilder(BaseMambaAttentionMetadataBuilder[JengaMambaMetadata]):
-    """Prepares what the layers of a page table of states share in a step."""
+    """Prepares what the layers of a page table of states share in a step.
+
+    Attributes:
+        mailbox: Of the model runner; one of its own until it is told which.
+        ordered_layers: The layers, which write the states that are to be kept.
+    """
 
     metadata_cls = JengaMambaMetadata
     needs_causal_conv1d_metadata = False
@@ -83,8 +88,8 @@ class JengaMambaMetadataBuilder(BaseMambaAttentionMetadataBuilder[JengaMambaMeta
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         if device.type == "cpu":
             skip_overflow_checks()
-        self._layer_names = tuple(layer_names)
-        expect_orders(layer_names)
+        self.ordered_layers = tuple(layer_names)
+        self.mailbox = StepMailbox(layer_names)
         self._max_query_tokens = self._num_slots = 1 + self.num_spec_tokens
         self._next_columns = torch.arange(1, 1 + self._num_slots, device=device)
         scan = SCANS.get(kv_cache_spec.mamba_type.name)
@@ -119,7 +124,7 @@ class JengaMambaMetadataBuilder(BaseMambaAttentionMetadataBuilder[JengaMambaMeta
             step = self._in_order_of_writing(step)
             may_reject = step.query_start_loc.diff()  # read for no more than that there may be
         common = self._compute_common_metadata(step, num_accepted_tokens=may_reject)
-        writes = take_writes(self._layer_names)
+        writes = self.mailbox.take_writes(self.ordered_layers)
         slots = common.state_indices_tensor_d
         if self._state_counts is not None and common.num_decodes and slots is not None:
             replay = self._state_counts.decode(

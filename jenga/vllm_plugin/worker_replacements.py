@@ -47,14 +47,16 @@ def _get_kv_cache_spec(original: Function) -> Function:
 def _initialize_from_config(original: Function) -> Function:
     @functools.wraps(original)
     def initialize_from_config(self: Any, kv_cache_config: Any) -> None:  # noqa: ANN401
-        from jenga.vllm_plugin.host_memory import allocate_host_memory
+        from jenga.vllm_plugin.host_memory import HostMemory
         from jenga.vllm_plugin.layout import JengaKVCacheConfig, host_memory_bytes
+        from jenga.vllm_plugin.state_worker import open_mailbox
 
         original(self, kv_cache_config)
         if isinstance(kv_cache_config, JengaKVCacheConfig):
+            mailbox = open_mailbox(self.model_runner)
             num_bytes = host_memory_bytes(kv_cache_config)
             if num_bytes:
-                allocate_host_memory(self.model_runner.kv_caches, num_bytes)
+                mailbox.host_memory = HostMemory(self.model_runner.device, num_bytes)
 
     return initialize_from_config
 
@@ -73,14 +75,13 @@ def _init_minimal_kv_cache_for_profiling(original: Function) -> Function:
 def _batch_mm_inputs_from_scheduler(original: Function) -> Function:
     @functools.wraps(original)
     def batch(self: Any, scheduler_output: Any) -> Any:  # noqa: ANN401
-        from jenga.vllm_plugin.config import is_selected
-        from jenga.vllm_plugin.cross_attention import encoded_rows
+        from jenga.vllm_plugin.state_worker import mailbox_of
 
-        inputs = scheduler_output.scheduled_encoder_inputs
-        if inputs and self.model_config.is_encoder_decoder and is_selected(self.vllm_config):
+        inputs, mailbox = scheduler_output.scheduled_encoder_inputs, mailbox_of(self)
+        if inputs and self.model_config.is_encoder_decoder and mailbox is not None:
             row_of = self.input_batch.req_id_to_index
             names = sorted(inputs, key=row_of.__getitem__)
-            encoded_rows.note([row_of[name] for name in names])
+            mailbox.encoded_rows = tuple(row_of[name] for name in names)
             ordered = {name: inputs[name] for name in names}
             scheduler_output = replace(scheduler_output, scheduled_encoder_inputs=ordered)
         return original(self, scheduler_output)
@@ -120,13 +121,13 @@ def _prepare_inputs_embeds(original: Function) -> Function:
         input_batch: Any,  # noqa: ANN401
         req_states: Any,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
-        from jenga.vllm_plugin.config import is_selected
-        from jenga.vllm_plugin.cross_attention import encoded_rows
+        from jenga.vllm_plugin.state_worker import mailbox_of
 
-        if is_selected(self.vllm_config):
-            names = input_batch.req_ids
-            rows = [row for row, name in enumerate(names) if scheduled_encoder_inputs.get(name)]
-            encoded_rows.note(rows)
+        mailbox = mailbox_of(self)
+        if mailbox is not None:
+            names = enumerate(input_batch.req_ids)
+            rows = tuple(row for row, name in names if scheduled_encoder_inputs.get(name))
+            mailbox.encoded_rows = rows
         return original(self, scheduled_encoder_inputs, input_batch, req_states)
 
     return prepare
@@ -176,19 +177,19 @@ def _create_chunked_local_attention_backend(original: Function) -> Function:
     return create
 
 
-def _copy_kv_cache_blocks_inplace(original: Function) -> Function:
+def _takes_orders(original: Function) -> Function:
     @functools.wraps(original)
-    def copy(kv_caches: Any, num_blocks: int, kv_cache_block_copies: Any) -> None:  # noqa: ANN401
-        from jenga.vllm_plugin.state_orders import StepOrders
-        from jenga.vllm_plugin.state_worker import deliver_orders
+    def take_orders(self: Any, scheduler_output: Any) -> Any:  # noqa: ANN401
+        from jenga.vllm_plugin.state_worker import mailbox_of
 
-        if any(isinstance(orders, StepOrders) for orders in kv_cache_block_copies):
-            for orders in kv_cache_block_copies:
-                deliver_orders(kv_caches, num_blocks, orders)
-        else:
-            original(kv_caches, num_blocks, kv_cache_block_copies)
+        mailbox, orders = mailbox_of(self), scheduler_output.kv_cache_block_copies
+        if mailbox is not None and orders:
+            scheduler_output.kv_cache_block_copies = None  # no block copies of vLLM's
+            for each in orders:
+                mailbox.deliver(self.kv_caches, self.kv_cache_config.num_blocks, each)
+        return original(self, scheduler_output)
 
-    return copy
+    return take_orders
 
 
 WORKERS = (
@@ -318,12 +319,15 @@ WORKERS = (
     *(
         Replacement(
             module=module,
-            name="copy_kv_cache_blocks_inplace",
+            name=f"GPUModelRunner.{name}",
             reason="copies a block id in every group; ours name a page table, and states to keep",
-            parameters=("kv_caches", "num_blocks", "kv_cache_block_copies"),
-            make=_copy_kv_cache_blocks_inplace,
+            parameters=("self", "scheduler_output"),
+            make=_takes_orders,
         )
-        for module in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
+        for module, name in (
+            ("vllm.v1.worker.gpu_model_runner", "_update_states"),
+            ("vllm.v1.worker.gpu.model_runner", "update_requests"),
+        )
     ),
 )
 """Of its workers, and of layers that attend."""

@@ -269,7 +269,6 @@ def test_a_copied_page_has_the_state_after_any_token_of_its_last_step(ahead, con
 def test_a_beginning_of_one_token_with_placeholders_after_a_long_prompt(config):
     from jenga.vllm_plugin.mamba import forward_mamba2
     from jenga.vllm_plugin.state_orders import StateWrite, StepOrders
-    from jenga.vllm_plugin.state_worker import deliver_orders
 
     short, long = requests_of([(1, 5), (20, 20)])
     layer = mamba2_layer(state_pages(MAMBA2_SHAPES, num_pages=KEPT_PAGE + 1 + SLOTS * 2))
@@ -277,7 +276,7 @@ def test_a_beginning_of_one_token_with_placeholders_after_a_long_prompt(config):
     forward = partial(forward_mamba2, layer)
     # Any of a request's pages names it.
     write = StateWrite(running_page=long.pages[2], after_tokens=16, page=KEPT_PAGE)
-    deliver_orders([], 1, StepOrders(copies=(), writes={NAME: (write,)}))
+    builder.mailbox.deliver([], 1, StepOrders(copies=(), writes={NAME: (write,)}))
 
     metadata = run_step(forward, builder, [Row(long, 20, 0), Row(short, 1, DRAFTS)])
     assert metadata.num_decodes == 0

@@ -347,7 +347,10 @@ def test_keys_of_another_number_than_was_encoded_are_refused():
     import numpy as np
 
     from jenga.errors import InvariantError
-    from jenga.vllm_plugin.cross_attention import JengaCrossMetadata, encoded_rows
+    from jenga.vllm_plugin.cross_attention import JengaCrossMetadata
+    from jenga.vllm_plugin.state_worker import StepMailbox
+
+    mailbox = StepMailbox()
 
     metadata = JengaCrossMetadata(
         num_actual_tokens=2,
@@ -356,15 +359,16 @@ def test_keys_of_another_number_than_was_encoded_are_refused():
         page_table=torch.tensor([[1, 2], [3, 0]], dtype=torch.int32),
         plan=SimpleNamespace(kind=SimpleNamespace(page_tokens=16)),
         encoder_tokens=np.array([20, 5], dtype=np.int32),
+        mailbox=mailbox,
     )
 
-    encoded_rows.note([1])
+    mailbox.encoded_rows = (1,)
     with pytest.raises(InvariantError, match="20"):
         metadata.slots_of(20)
-    encoded_rows.note([2])
+    mailbox.encoded_rows = (2,)
     with pytest.raises(InvariantError, match="5"):
         metadata.slots_of(5)
-    encoded_rows.note([1])
+    mailbox.encoded_rows = (1,)
     assert metadata.slots_of(5).tolist() == [48, 49, 50, 51, 52]
 
 

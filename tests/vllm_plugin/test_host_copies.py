@@ -69,18 +69,16 @@ def test_neighbours_that_become_neighbours_are_one_copy():
 
 
 @pytest.fixture
-def memories():
-    """An arena of 4 large pages of 24 bytes, and its first cache."""
-    arena = torch.randint(-100, 100, (4 * 24,), dtype=torch.int8, device=DEVICE)
-    return arena, arena.view(4, 24)[:, :8]
+def arena():
+    """An arena of 4 large pages of 24 bytes."""
+    return torch.randint(-100, 100, (4 * 24,), dtype=torch.int8, device=DEVICE)
 
 
-def test_pages_go_to_host_memory_and_come_back_elsewhere(memories):
-    from jenga.vllm_plugin.host_memory import allocate_host_memory, copy_through_host
+def test_pages_go_to_host_memory_and_come_back_elsewhere(arena):
+    from jenga.vllm_plugin.host_memory import HostMemory
 
-    arena, cache = memories
     before = arena.clone().view(12, 8)
-    allocate_host_memory([cache], 6 * 24)
+    host = HostMemory(arena.device, 6 * 24)
     out = CopyRound(
         small_pages_per_large_page=3, source_pages=(4, 5, 9), target_pages=(7, 8, 16), path=OUT
     )
@@ -88,9 +86,9 @@ def test_pages_go_to_host_memory_and_come_back_elsewhere(memories):
         small_pages_per_large_page=3, source_pages=(8, 16), target_pages=(3, 4), path=BACK
     )
 
-    copy_through_host([cache], arena, 4, out)
+    host.copy(arena, 4, out)
     arena.view(12, 8)[9] = 0
-    copy_through_host([cache], arena, 4, back)
+    host.copy(arena, 4, back)
 
     expected = before.clone()
     expected[9] = 0
@@ -100,17 +98,10 @@ def test_pages_go_to_host_memory_and_come_back_elsewhere(memories):
 
 @pytest.mark.parametrize("num_bytes", [24, 64 << 20], ids=["small", "large"])
 def test_what_is_copied_ahead_is_what_the_step_left_and_the_next_one_waits(num_bytes):
-    from jenga.vllm_plugin.host_memory import (
-        allocate_host_memory,
-        copy_ahead,
-        copy_through_host,
-        finish_ahead,
-        host_memory_of,
-    )
+    from jenga.vllm_plugin.host_memory import HostMemory
 
     arena = torch.zeros(4, num_bytes, dtype=torch.int8, device=DEVICE)
-    cache = arena[:, :8]
-    allocate_host_memory([cache], 4 * num_bytes)
+    host = HostMemory(arena.device, 4 * num_bytes)
     rounds = [
         CopyRound(small_pages_per_large_page=1, source_pages=(1, 2), target_pages=(3, 1), path=OUT)
     ]
@@ -120,39 +111,61 @@ def test_what_is_copied_ahead_is_what_the_step_left_and_the_next_one_waits(num_b
 
     for number in range(1, 9):
         arena[1], arena[2] = number, -number
-        copy_ahead([cache], arena.view(-1), 4, rounds)
+        host.copy_ahead(arena.view(-1), 4, rounds)
         arena[3] = 99  # what a step writes beside
-        finish_ahead()
+        host.finish_ahead()
         arena[1:] = 0
-        copy_through_host([cache], arena.view(-1), 4, back)
+        host.copy(arena.view(-1), 4, back)
         assert arena[2].eq(-number).all()
         assert arena[3].eq(number).all()
-    assert host_memory_of([cache]).view(4, -1)[1].eq(-number).all()
+    assert host.memory.view(4, -1)[1].eq(-number).all()
 
 
-def test_pages_ordered_to_host_memory_that_is_not_there_are_an_error(memories):
+@pytest.mark.parametrize("when", ["copies", "ahead"])
+def test_pages_ordered_to_host_memory_that_is_not_there_are_an_error(when, arena):
     from jenga.errors import InvariantError
-    from jenga.vllm_plugin.host_memory import copy_through_host
+    from jenga.vllm_plugin.state_orders import StepOrders
+    from jenga.vllm_plugin.state_worker import StepMailbox
 
-    arena, cache = memories
     out = CopyRound(small_pages_per_large_page=3, source_pages=(4,), target_pages=(7,), path=OUT)
 
     with pytest.raises(InvariantError, match="to host memory or from there, and there is none"):
-        copy_through_host([cache], arena, 4, out)
+        StepMailbox().deliver([arena.view(4, 24)[:, :8]], 4, StepOrders(**{when: (out,)}))
 
 
-def test_host_memory_that_cannot_be_had_is_refused_by_the_option(memories):
-    from jenga.vllm_plugin.host_memory import allocate_host_memory
+def test_host_memory_that_cannot_be_had_is_refused_by_the_option():
+    from jenga.vllm_plugin.host_memory import HostMemory
 
     with pytest.raises(MemoryError, match=r"--kv-offloading-size: \d+ bytes of host memory cannot"):
-        allocate_host_memory([memories[1]], 1 << 60)
+        HostMemory(torch.device("cpu"), 1 << 60)
 
 
-def test_host_memory_is_unlocked_with_the_arena_it_was_beside(monkeypatch):
-    from jenga.vllm_plugin.host_memory import allocate_host_memory
+def test_host_memory_of_one_engine_does_not_wait_for_copies_of_another(arena, monkeypatch):
+    from jenga.vllm_plugin.host_memory import HostMemory
+    from jenga.vllm_plugin.state_orders import StepOrders
+    from jenga.vllm_plugin.state_worker import StepMailbox
 
-    class OnGpu(torch.Tensor):
-        device = torch.device("cuda")
+    first, second = StepMailbox(), StepMailbox()
+    finished = []
+    original = HostMemory.finish_ahead
+    monkeypatch.setattr(
+        HostMemory, "finish_ahead", lambda self: (finished.append(self), original(self))
+    )
+    for mailbox in (first, second):
+        mailbox.host_memory = HostMemory(arena.device, 4 * 24)
+    out = CopyRound(small_pages_per_large_page=3, source_pages=(4,), target_pages=(7,), path=OUT)
+    first.deliver([arena], 4, StepOrders(ahead=(out,)))
+
+    second.deliver([arena], 4, StepOrders())
+
+    assert finished == [first.host_memory, second.host_memory]
+    assert first.host_memory._is_copying
+    first.deliver([arena], 4, StepOrders())
+    assert not first.host_memory._is_copying
+
+
+def test_host_memory_is_unlocked_when_its_engine_is_gone(monkeypatch):
+    from jenga.vllm_plugin.host_memory import HostMemory
 
     locked = []
     cuda = SimpleNamespace(
@@ -162,11 +175,10 @@ def test_host_memory_is_unlocked_with_the_arena_it_was_beside(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
     monkeypatch.setattr(torch.cuda, "check_error", lambda error: error)
     monkeypatch.setattr(torch.cuda, "Stream", lambda _device: None)
-    cache = torch.zeros(24).as_subclass(OnGpu)
 
-    allocate_host_memory([cache], 6 * 24)
+    host = HostMemory(torch.device("cuda"), 6 * 24)
     assert len(locked) == 1
-    del cache
+    del host
     gc.collect()
 
     assert locked == []

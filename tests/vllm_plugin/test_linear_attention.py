@@ -190,7 +190,6 @@ def test_linear_attention_cut_anywhere_errs_no_more_than_plain_pytorch(options, 
 
 def test_states_kept_on_the_way_are_those_of_a_prompt_that_ends_there(config):  # noqa: F811
     from jenga.vllm_plugin.state_orders import StateWrite, StepOrders
-    from jenga.vllm_plugin.state_worker import deliver_orders
 
     inputs, layer = prompts(HIDDEN), linear_layer(state_pages(SHAPES))
     # (request, tokens, page): in a first chunk, two in one, at the end of one.
@@ -204,14 +203,11 @@ def test_states_kept_on_the_way_are_those_of_a_prompt_that_ends_there(config):  
             if row[5] == name and row[2] < tokens <= row[2] + row[3]
         )
         if writes:
-            deliver_orders([], 1, StepOrders(copies=(), writes={NAME: writes}))
+            builder.mailbox.deliver([], 1, StepOrders(copies=(), writes={NAME: writes}))
 
+    builder = builder_for(config)
     run_in_steps(
-        partial(run_linear, layer),
-        builder_for(config),
-        with_positions(inputs),
-        HIDDEN,
-        before_step=order,
+        partial(run_linear, layer), builder, with_positions(inputs), HIDDEN, before_step=order
     )
 
     for name, tokens, page in wanted:

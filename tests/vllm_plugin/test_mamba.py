@@ -295,7 +295,6 @@ def test_prompts_are_scanned_by_the_kernels_that_are_asked_for(setting, config, 
 def test_states_kept_on_the_way_are_those_of_a_prompt_that_ends_there(config):
     from jenga.vllm_plugin.mamba import forward_mamba2
     from jenga.vllm_plugin.state_orders import StateWrite, StepOrders
-    from jenga.vllm_plugin.state_worker import deliver_orders
 
     inputs = prompts(INNER + CONV_DIM + NUM_HEADS)
     layer = mamba2_layer(state_pages(MAMBA2_SHAPES))
@@ -310,15 +309,10 @@ def test_states_kept_on_the_way_are_those_of_a_prompt_that_ends_there(config):
             if row[5] == name and row[2] < tokens <= row[2] + row[3]
         )
         if writes:
-            deliver_orders([], 1, StepOrders(copies=(), writes={NAME: writes}))
+            builder.mailbox.deliver([], 1, StepOrders(copies=(), writes={NAME: writes}))
 
-    run_in_steps(
-        partial(forward_mamba2, layer),
-        our_builder(config, MAMBA2_SHAPES, "MAMBA2"),
-        inputs,
-        INNER,
-        before_step=order,
-    )
+    builder = our_builder(config, MAMBA2_SHAPES, "MAMBA2")
+    run_in_steps(partial(forward_mamba2, layer), builder, inputs, INNER, before_step=order)
 
     for name, tokens, page in wanted:
         _, (exact, _) = exact_mamba2(inputs[name], (tokens,))
@@ -443,18 +437,39 @@ def test_a_builder_serves_vllms_own_layers_where_the_backend_is_not_selected(con
 def test_orders_that_no_layer_took_are_a_bug_and_said_so(config):
     from jenga.errors import InvariantError
     from jenga.vllm_plugin.state_orders import StateWrite, StepOrders
-    from jenga.vllm_plugin.state_worker import deliver_orders, take_writes
 
     write = StateWrite(running_page=5, after_tokens=16, page=1)
     orders = StepOrders(copies=(), writes={NAME: (write,), "of another rank": (write,)})
-    our_builder(config, MAMBA2_SHAPES, "MAMBA2")
-    deliver_orders([], 1, orders)
+    builder = our_builder(config, MAMBA2_SHAPES, "MAMBA2")
+    mailbox = builder.mailbox
+    mailbox.deliver([], 1, orders)
     with pytest.raises(InvariantError, match=NAME):
-        deliver_orders([], 1, orders)
-    assert take_writes([NAME]) == (write,)
+        mailbox.deliver([], 1, orders)
+    assert mailbox.take_writes([NAME]) == (write,)
 
-    deliver_orders([], 1, orders)
+    mailbox.deliver([], 1, orders)
     with pytest.raises(InvariantError, match="the step computes"):
-        our_builder(config, MAMBA2_SHAPES, "MAMBA2").build(
-            0, common_metadata([(True, 2, 0, 20, 20, "b")])
-        )
+        builder.build(0, common_metadata([(True, 2, 0, 20, 20, "b")]))
+
+
+def test_orders_of_one_engine_do_not_wait_for_the_layers_of_another(config):
+    """Also where a step of the first one failed before its layers could take them."""
+    from jenga.vllm_plugin.state_orders import StateWrite, StepOrders
+    from jenga.vllm_plugin.state_worker import open_mailbox
+
+    def engine():
+        builder = our_builder(config, MAMBA2_SHAPES, "MAMBA2")
+        group = SimpleNamespace(metadata_builders=[builder, object()])
+        return builder, open_mailbox(SimpleNamespace(attn_groups=[[group]]))
+
+    (first, of_first), (second, of_second) = engine(), engine()
+    write = StateWrite(running_page=5, after_tokens=16, page=1)
+    of_first.deliver([], 1, StepOrders(writes={NAME: (write,)}))
+    of_second.deliver([], 1, StepOrders())
+
+    metadata = second.build(0, common_metadata([(True, 2, 0, 20, 20, "b")]))
+
+    assert metadata.checkpoints is None
+    kept = first.build(0, common_metadata([(True, 5, 0, 20, 20, "a")])).checkpoints
+    assert kept is not None
+    assert kept.slots.tolist() == [1]

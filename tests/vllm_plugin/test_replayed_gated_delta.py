@@ -288,7 +288,6 @@ def test_decoding_goes_on_from_copied_pages_and_prompts_bring_them_up_to_date(
 @KINDS
 def test_states_kept_on_the_way_through_a_prompt_have_as_many_tokens(kind, config):  # noqa: F811
     from jenga.vllm_plugin.state_orders import StateWrite, StepOrders
-    from jenga.vllm_plugin.state_worker import deliver_orders
 
     inputs = prompts(kind.input_size)["c"]
     layer, builder = layer_with_histories(kind, config)
@@ -296,7 +295,7 @@ def test_states_kept_on_the_way_through_a_prompt_have_as_many_tokens(kind, confi
         StateWrite(running_page=5, after_tokens=tokens, page=page)
         for tokens, page in ((16, 1), (32, 3))
     )
-    deliver_orders([], 1, StepOrders(copies=(), writes={NAME: writes}))
+    builder.mailbox.deliver([], 1, StepOrders(copies=(), writes={NAME: writes}))
     rows = [(True, 2, 0, 7, 7, "b"), (True, 5, 0, 40, 40, "c")]
     both = torch.cat([prompts(kind.input_size)["b"][:7], inputs[:40]])
 

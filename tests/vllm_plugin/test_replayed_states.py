@@ -148,7 +148,6 @@ def run_alone(config, inputs):  # noqa: F811
 def test_states_kept_on_the_way_through_a_prompt_have_as_many_tokens(config):  # noqa: F811
     from jenga.vllm_plugin.mamba import forward_mamba2
     from jenga.vllm_plugin.state_orders import StateWrite, StepOrders
-    from jenga.vllm_plugin.state_worker import deliver_orders
 
     inputs = prompts(NUM_INPUTS)["c"]
     layer, builder = layer_with_histories(config)
@@ -156,7 +155,7 @@ def test_states_kept_on_the_way_through_a_prompt_have_as_many_tokens(config):  #
         StateWrite(running_page=5, after_tokens=tokens, page=page)
         for tokens, page in ((16, 1), (32, 3))
     )
-    deliver_orders([], 1, StepOrders(copies=(), writes={NAME: writes}))
+    builder.mailbox.deliver([], 1, StepOrders(copies=(), writes={NAME: writes}))
     rows = [(True, 2, 0, 7, 7, "b"), (True, 5, 0, 40, 40, "c")]
     both = torch.cat([prompts(NUM_INPUTS)["b"][:7], inputs[:40]])
 

@@ -126,7 +126,6 @@ def test_short_convolution_cut_anywhere_errs_no_more_than_vllms_own(
 def test_states_kept_on_the_way_are_those_of_a_prompt_that_ends_there(config):  # noqa: F811
     from jenga.vllm_plugin.short_conv import forward_short_conv
     from jenga.vllm_plugin.state_orders import StateWrite, StepOrders
-    from jenga.vllm_plugin.state_worker import deliver_orders
 
     inputs = prompts(HIDDEN)
     layer = short_conv_layer(state_pages(SHAPES))
@@ -141,15 +140,10 @@ def test_states_kept_on_the_way_are_those_of_a_prompt_that_ends_there(config):  
             if row[5] == name and row[2] < tokens <= row[2] + row[3]
         )
         if writes:
-            deliver_orders([], 1, StepOrders(copies=(), writes={NAME: writes}))
+            builder.mailbox.deliver([], 1, StepOrders(copies=(), writes={NAME: writes}))
 
-    run_in_steps(
-        partial(forward_short_conv, layer),
-        builder_for(layer, config),
-        inputs,
-        HIDDEN,
-        before_step=order,
-    )
+    builder = builder_for(layer, config)
+    run_in_steps(partial(forward_short_conv, layer), builder, inputs, HIDDEN, before_step=order)
 
     for name, tokens, page in wanted:
         _, exact = plain_short_conv(inputs[name][:tokens], torch.float64)
