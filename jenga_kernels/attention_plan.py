@@ -17,6 +17,8 @@ from jenga_kernels.triton.attention_plan import MAX_SPLITS, attention_plan_kerne
 from jenga_kernels.triton.tiles import (
     SPECIALIZED_ROWS,
     AttentionTiles,
+    Machine,
+    SpecializedTiles,
     attention_tiles,
     machine_of,
     max_decode_rows,
@@ -302,14 +304,8 @@ def plan_attention(
         is_wanted = is_warp_specialized
         if is_wanted is None:
             is_wanted = not (is_batch_invariant or kind.is_quantised)
-        if is_wanted and kind.value_dim is None and not kind.has_slot_scales:
-            specialized = specialized_tiles(
-                machine,
-                head_dim=kind.head_dim,
-                page_tokens=kind.page_tokens,
-                element_bytes=dtype.itemsize,
-                window_tokens=kind.window_tokens,
-            )
+        if is_wanted:
+            specialized = specialized_prefill_tiles(machine, kind, dtype)
             tiles = replace(tiles, specialized_prefill=specialized)
     _check_tiles(tiles, kind, decode_query_tokens)
     max_row_tiles = 0
@@ -351,6 +347,27 @@ def plan_attention(
     )
     plan.update(query_starts, seq_lens)
     return plan
+
+
+def specialized_prefill_tiles(
+    machine: Machine, kind: AttentionKind, dtype: torch.dtype
+) -> SpecializedTiles | None:
+    """Tiles of the prefill kernel whose warps specialise; None where it does not serve the layers.
+
+    Args:
+        machine: Where it would run.
+        kind: What the layers have in common.
+        dtype: Element type of the queries.
+    """
+    if kind.value_dim is not None or kind.has_slot_scales:
+        return None
+    return specialized_tiles(
+        machine,
+        head_dim=kind.head_dim,
+        page_tokens=kind.page_tokens,
+        element_bytes=dtype.itemsize,
+        window_tokens=kind.window_tokens,
+    )
 
 
 def _check_tiles(tiles: AttentionTiles, kind: AttentionKind, decode_query_tokens: int) -> None:

@@ -3,31 +3,28 @@
     python -m jenga_kernels.trials [state_scan ...]
 
 On Hopper some operations have kernels besides those of all GPUs. These are closer to the hardware,
-and written in a language (Gluon) that changes from one release of Triton to the next. A trial gives
-both the same numbers. Results may differ as far as roundings do; those of launches behind each
-other may not differ at all. Each operation's is held in a process of its own, so that a kernel that
-fails or never ends takes nothing else with it.
+and written in a language (Gluon) that changes from one release of Triton to the next. A trial makes
+a call with both, on the same numbers. Results may differ as far as roundings do; those of launches
+behind each other may not differ at all. Trials are held in a process of their own, so that a kernel
+that fails or never ends takes nothing else with it. An engine has the calls of its own layers tried
+(`trial_calls`); from the command line, usual ones are.
 """
 
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from jenga_kernels.attention_plan import AttentionKind, plan_attention
-from jenga_kernels.delta_scan import delta_scan
-from jenga_kernels.latent_attention import latent_attention
-from jenga_kernels.latent_plan import plan_latent_attention
-from jenga_kernels.paged_attention import paged_attention
-from jenga_kernels.state_scan import state_scan
-from jenga_kernels.states import NULL_SLOT, Checkpoints
+from jenga_kernels.trial_calls import FEW_TOKENS, PAGED, Call, check_operation
+from jenga_kernels.trial_runs import runs_of
 from jenga_kernels.triton.tiles import HOPPER, machine_of
 
 MODULE = "jenga_kernels.trials"
@@ -43,17 +40,23 @@ LAUNCHES_S = 30.0
 """For the launches: thousands of times what they take."""
 
 PROCESS_S = 300.0
-"""For a trial in a process of its own, which compiles its kernels."""
+"""For trials in a process of their own, which compiles their kernels."""
+
+ENDED_S = 10.0
+"""For a process that has been killed: a GPU may take as long to give up its kernel."""
+
+SPARE_BYTES = 512 << 20
+"""Of a GPU's memory, what an arena leaves to queries, results and the compiler's library."""
 
 NOT_PASSED = 1
-
-Results = Sequence[torch.Tensor]
-Run = Callable[[bool], Results]
-"""Launches an operation, by the kernels of all GPUs if so asked, and returns what that wrote."""
 
 
 class TrialError(Exception):
     """A kernel does not give what the kernel of all GPUs gives, or does not end."""
+
+
+class EndlessError(TrialError):
+    """A kernel does not end, and nothing behind it on its GPU begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,62 +87,107 @@ def has_trials(device: torch.device) -> bool:
     return machine_of(device).capability == HOPPER
 
 
-def hold_trial_apart(
-    operation: str, device: torch.device, *, limit_s: float = PROCESS_S
-) -> Verdict:
-    """Try an operation's kernels in another process.
+def hold_trials_apart(
+    calls: Sequence[Call], device: torch.device, *, limit_s: float = PROCESS_S
+) -> list[Verdict]:
+    """Try the kernels that calls take, in another process.
 
     Args:
-        operation: One of `TRIALS`.
+        calls: What to try.
         device: With trials; a GPU that another process may use too.
-        limit_s: When it is ended.
+        limit_s: When it is ended, for all of them together.
 
-    Raises:
-        ValueError: If there is no such operation.
+    Returns:
+        A verdict for each. Those that the process did not come to are not final.
     """
-    _check_operation(operation)
-    command = [sys.executable, "-m", MODULE, operation, "--here", "--device", str(device)]
+    # Should this process be gone by then, the other one ends itself.
+    command = [sys.executable, "-m", MODULE, "--here", "--device", str(device)]
+    command += ["--limit", f"{limit_s + ENDED_S:g}"]
     folder = str(Path(__file__).parents[1])
     path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+    with subprocess.Popen(
+        command,
+        env=os.environ | {"PYTHONPATH": path},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        said, reason = _conversation(process, [call.to_json() for call in calls], limit_s)
+    verdicts = list(_read(said, len(calls)))
+    return verdicts + [
+        Verdict(operation=call.operation, is_passed=False, is_final=False, reason=reason)
+        for call in calls[len(verdicts) :]
+    ]
+
+
+def _conversation(
+    process: "subprocess.Popen[str]", lines: Sequence[str], limit_s: float
+) -> tuple[str, str]:
+    """Tell a process some lines, and wait for its answers, but not for ever.
+
+    Returns:
+        What it said, and why it said no more.
+    """
+    text = "".join(f"{line}\n" for line in lines)
     try:
-        ended = subprocess.run(
-            command,
-            env=os.environ | {"PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            timeout=limit_s,
-            check=False,
-        )
+        said, errors = process.communicate(text, timeout=limit_s)
     except subprocess.TimeoutExpired:
         reason = f"did not end within {limit_s:g} s"
-        return Verdict(operation=operation, is_passed=False, is_final=False, reason=reason)
-    lines = ended.stdout.splitlines()
-    try:
-        return Verdict(**json.loads(lines[-1]))
-    except (IndexError, ValueError, TypeError):
-        said = (ended.stderr.splitlines() or ["nothing"])[-1]
-        reason = f"its process ended with {ended.returncode} and said {said}"
-        return Verdict(operation=operation, is_passed=False, is_final=False, reason=reason)
+        process.kill()
+        try:
+            said, _ = process.communicate(timeout=ENDED_S)
+        except subprocess.TimeoutExpired as error:
+            # It is left to the system: what waits in a driver cannot be killed at once.
+            partial = error.stdout or b""
+            said = partial if isinstance(partial, str) else partial.decode()
+            _abandon(process)
+            reason += f", and was not gone {ENDED_S:g} s after it was killed"
+        return said, reason
+    last = (errors.splitlines() or ["nothing"])[-1]
+    return said, f"its process ended with {process.returncode} and said {last}"
 
 
-def hold_trial(operation: str, device: torch.device, *, num_launches: int = NUM_LAUNCHES) -> None:
-    """Try an operation's kernels in this process.
+def _abandon(process: "subprocess.Popen[str]") -> None:
+    """Let nobody wait for a process any more."""
+    for stream in (process.stdin, process.stdout, process.stderr):
+        if stream is not None:
+            stream.close()
+    process.returncode = -signal.SIGKILL
+
+
+def _read(said: str, most: int) -> Iterator[Verdict]:
+    """Verdicts in what a process said, among other lines of it."""
+    for line in said.splitlines():
+        if most and line.startswith(_MARK):
+            try:
+                yield Verdict(**json.loads(line.removeprefix(_MARK)))
+            except (ValueError, TypeError):
+                return
+            most -= 1
+
+
+_MARK = "verdict "
+"""How a line with a verdict begins; others are the compiler's."""
+
+
+def hold_trial(call: Call, arena: torch.Tensor, *, num_launches: int = NUM_LAUNCHES) -> None:
+    """Try the kernels that a call takes, in this process.
 
     Args:
-        operation: One of `TRIALS`.
-        device: Whose kernels are tried.
+        call: What to try.
+        arena: For its pages, u8[num_bytes], on the device whose kernels are tried.
         num_launches: Of each, behind each other.
 
     Raises:
         TrialError: If a kernel gives something else than the kernel of all GPUs, or other results
             each time, or does not end; the message says which.
-        ValueError: If there is no such operation.
+        torch.OutOfMemoryError: If there is not enough memory.
     """
-    _check_operation(operation)
-    for name, run in TRIALS[operation](device):
+    for name, run in runs_of(call, arena):
         expected = run(True)
         first, *others = [run(False) for _ in range(num_launches)]
-        _await(name, device)
+        _await(name, arena.device)
         for index, (found, wanted) in enumerate(zip(first, expected, strict=True)):
             _check_near(f"{name}, result {index}", found, wanted)
         for results in others:
@@ -148,17 +196,11 @@ def hold_trial(operation: str, device: torch.device, *, num_launches: int = NUM_
                 raise TrialError(msg)
 
 
-def _check_operation(operation: str) -> None:
-    if operation not in TRIALS:
-        msg = f"operation must be one of {', '.join(TRIALS)}, got {operation!r}"
-        raise ValueError(msg)
-
-
 def _await(name: str, device: torch.device) -> None:
     """Wait for what was launched, but not for ever.
 
     Raises:
-        TrialError: If it does not end.
+        EndlessError: If it does not end.
     """
     if device.type != "cuda":
         return
@@ -168,7 +210,7 @@ def _await(name: str, device: torch.device) -> None:
     while not ended.query():
         if time.monotonic() > until:
             msg = f"{name}: does not end within {LAUNCHES_S:g} s"
-            raise TrialError(msg)
+            raise EndlessError(msg)
         time.sleep(0.001)
 
 
@@ -193,301 +235,150 @@ def _is_same(found: torch.Tensor, first: torch.Tensor) -> bool:
     return torch.equal(found.nan_to_num(0.0), first.nan_to_num(0.0))
 
 
-class _Numbers:
-    """Random numbers that are the same on every device."""
+def arena_for(calls: Sequence[Call], device: torch.device) -> torch.Tensor:
+    """Allocate an arena as long as the longest that calls have pages in, or as there is memory for.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._generator = torch.Generator().manual_seed(0)
-
-    def normal(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Normally distributed ones."""
-        return torch.randn(shape, generator=self._generator).to(self._device, dtype)
-
-    def page_table(self, seq_lens: Sequence[int], page_tokens: int) -> torch.Tensor:
-        """Pages of each request, in no order, of as many as there are for all."""
-        columns = -(-max(seq_lens) // page_tokens)
-        pages = torch.randperm(len(seq_lens) * columns, generator=self._generator)
-        return pages.view(len(seq_lens), columns).to(self._device, torch.int32)
-
-    def integers(self, *values: int) -> torch.Tensor:
-        """Those given."""
-        return torch.tensor(values, dtype=torch.int32, device=self._device)
-
-    def starts(self, counts: Sequence[int]) -> torch.Tensor:
-        """Where each of so many begins, and the end."""
-        return self.integers(0, *torch.tensor(counts).cumsum(0).tolist())
-
-
-def _no_numbers(*shape: int, like: torch.Tensor) -> torch.Tensor:
-    return torch.full(shape, float("nan"), dtype=like.dtype, device=like.device)
-
-
-QUERIES, KEYS = (200, 130, 300, 1), (200, 700, 333, 500)
-"""Of the requests that attend: prompts, two of them with keys before, and a decoding one."""
-
-ATTENTION_PAGE_TOKENS = 16
-
-
-def _attention_trials(device: torch.device) -> Iterator[tuple[str, Run]]:
-    bfloat16, float16, float8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
-    yield "heads of 128", _attention(device, bfloat16, 128)
-    yield "windows and caps", _attention(device, float16, 64, window_tokens=100, soft_cap=20.0)
-    yield "heads of 256", _attention(device, bfloat16, 256)
-    yield "float8 pages", _attention(device, bfloat16, 128, stored=float8)
-
-
-def _attention(
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    *,
-    stored: torch.dtype | None = None,
-    window_tokens: int | None = None,
-    soft_cap: float | None = None,
-) -> Run:
-    num_heads, num_kv_heads, page_tokens = 8, 2, ATTENTION_PAGE_TOKENS
-    numbers = _Numbers(device)
-    q = numbers.normal(sum(QUERIES), num_heads, head_dim, dtype=dtype)
-    table = numbers.page_table(KEYS, page_tokens)
-    pages = (table.numel(), page_tokens, num_kv_heads, head_dim)
-    k_pages, v_pages = (numbers.normal(*pages, dtype=stored or dtype) for _ in range(2))
-    starts, lens = numbers.starts(QUERIES), numbers.integers(*KEYS)
-    kind = AttentionKind(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        page_tokens=page_tokens,
-        window_tokens=window_tokens,
-        is_quantised=stored is not None,
-    )
-
-    def run(is_portable: bool) -> Results:
-        plan = plan_attention(
-            starts,
-            lens,
-            kind,
-            num_tokens=len(q),
-            dtype=dtype,
-            is_warp_specialized=not is_portable,
-        )
-        out, lse = _no_numbers(*q.shape, like=q), _no_numbers(*q.shape[:2], like=lens.float())
-        paged_attention(
-            q,
-            k_pages,
-            v_pages,
-            table,
-            starts,
-            lens,
-            scale=2 * head_dim**-0.5,  # so that few keys decide each result
-            window_tokens=window_tokens,
-            soft_cap=soft_cap,
-            out=out,
-            lse=lse,
-            plan=plan,
-        )
-        return out, lse
-
-    return run
-
-
-LATENT_DIM, ROTARY_DIM, LATENT_PAGE_TOKENS = 512, 64, 64
-LATENTS = (1, 700, 64, 2500)
-"""Of the requests that decode over them."""
-
-
-def _latent_trials(device: torch.device) -> Iterator[tuple[str, Run]]:
-    yield "latents", _latents(device, None)
-    yield "float8 latents", _latents(device, torch.float8_e4m3fn)
-
-
-def _latents(device: torch.device, stored: torch.dtype | None) -> Run:
-    dtype, num_heads, width = torch.bfloat16, 128, LATENT_DIM + ROTARY_DIM
-    numbers = _Numbers(device)
-    q = numbers.normal(len(LATENTS), num_heads, width, dtype=dtype)
-    table = numbers.page_table(LATENTS, LATENT_PAGE_TOKENS)
-    pages = numbers.normal(table.numel(), LATENT_PAGE_TOKENS, width, dtype=stored or dtype)
-    starts, lens = numbers.starts([1] * len(LATENTS)), numbers.integers(*LATENTS)
-    kind = AttentionKind(
-        num_heads=num_heads,
-        num_kv_heads=1,
-        head_dim=LATENT_DIM,
-        page_tokens=LATENT_PAGE_TOKENS,
-        is_quantised=stored is not None,
-    )
-
-    def run(is_portable: bool) -> Results:
-        plan = plan_latent_attention(
-            starts,
-            lens,
-            kind,
-            num_tokens=len(q),
-            dtype=dtype,
-            max_query_tokens=1,
-            is_warp_specialized=not is_portable,
-        )
-        out = _no_numbers(len(q), num_heads, LATENT_DIM, like=q)
-        lse = _no_numbers(*q.shape[:2], like=lens.float())
-        latent_attention(
-            q,
-            pages,
-            table,
-            starts,
-            lens,
-            scale=2 * width**-0.5,
-            latent_dim=LATENT_DIM,
-            out=out,
-            lse=lse,
-            plan=plan,
-        )
-        return out, lse
-
-    return run
-
-
-SCANNED = (700, 64, 1)
-"""Tokens of the requests that are scanned."""
-
-INITIAL_SLOTS, STATE_SLOTS, CHECKPOINT_SLOTS, NUM_SLOTS = (1, NULL_SLOT, 2), (3, 4, 2), (5, 6), 7
-CHECKPOINTS_AFTER = (100, 640)
-"""Tokens of the first request."""
-
-SEGMENT_TOKENS, UNCUT_TOKENS = 256, 1 << 16
-HEAD_DIM, STATE_DIM = 64, 128
-
-
-def _scan_trials(device: torch.device) -> Iterator[tuple[str, Run]]:
-    yield "a group of warps", _scan(device, is_warp_specialized=False)
-    yield "two groups of warps", _scan(device, is_warp_specialized=True)
-    segments = {"segment_tokens": SEGMENT_TOKENS}
-    yield "segments", _scan(device, is_warp_specialized=False, **segments)
-    yield "segments by two groups of warps", _scan(device, is_warp_specialized=True, **segments)
-
-
-def _scan(
-    device: torch.device, *, is_warp_specialized: bool, segment_tokens: int = UNCUT_TOKENS
-) -> Run:
-    dtype, num_heads, num_groups, num_tokens = torch.bfloat16, 16, 2, sum(SCANNED)
-    numbers = _Numbers(device)
-    x = numbers.normal(num_tokens, num_heads, HEAD_DIM, dtype=dtype)
-    dt = numbers.normal(num_tokens, num_heads, dtype=dtype)
-    # Decays of all sizes: some heads remember a few tokens, others hundreds.
-    A = -torch.logspace(-3, 0, num_heads, base=2.0).to(device) / 8
-    B, C = (numbers.normal(num_tokens, num_groups, STATE_DIM, dtype=dtype) for _ in range(2))
-    D = numbers.normal(num_heads, dtype=torch.float32)
-    steps = _Steps(numbers, num_heads, HEAD_DIM, STATE_DIM)
-
-    def run(is_portable: bool) -> Results:
-        out, states = _no_numbers(*x.shape, like=x), steps.states.clone()
-        state_scan(
-            out,
-            states,
-            x,
-            dt,
-            A,
-            B,
-            C,
-            *steps.arguments,
-            D=D,
-            checkpoints=steps.checkpoints,
-            segment_tokens=UNCUT_TOKENS if is_portable else segment_tokens,
-            is_warp_specialized=is_warp_specialized,
-            is_portable=is_portable,
-        )
-        return out, states
-
-    return run
-
-
-def _delta_trials(device: torch.device) -> Iterator[tuple[str, Run]]:
-    yield "decays of heads", _delta(device)
-    yield "decays of channels", _delta(device, is_per_channel=True)
-
-
-def _delta(device: torch.device, *, is_per_channel: bool = False) -> Run:
-    dtype, num_heads, num_qk_heads, num_tokens = torch.bfloat16, 8, 4, sum(SCANNED)
-    if is_per_channel:
-        num_qk_heads = num_heads
-    numbers = _Numbers(device)
-    q, k = (numbers.normal(num_tokens, num_qk_heads, STATE_DIM, dtype=dtype) for _ in range(2))
-    v = numbers.normal(num_tokens, num_heads, STATE_DIM, dtype=dtype)
-    channels = (STATE_DIM,) if is_per_channel else ()
-    gates = numbers.normal(num_tokens, num_heads, *channels, dtype=torch.float32).sigmoid().log()
-    betas = numbers.normal(num_tokens, num_heads, dtype=torch.float32).sigmoid()
-    steps = _Steps(numbers, num_heads, STATE_DIM, STATE_DIM)
-
-    def run(is_portable: bool) -> Results:
-        out, states = _no_numbers(*v.shape, like=v), steps.states.clone()
-        delta_scan(
-            out,
-            states,
-            q,
-            k,
-            v,
-            gates / 8,
-            betas,
-            *steps.arguments,
-            checkpoints=steps.checkpoints,
-            is_portable=is_portable,
-        )
-        return out, states
-
-    return run
-
-
-class _Steps:
-    """Requests that are scanned, and the states of their layer.
-
-    Attributes:
-        states: Before a scan.
-        arguments: Where requests begin, and the slots of their states before and after.
-        checkpoints: States to keep besides.
+    Returns:
+        u8[num_bytes]; no byte of it is written.
     """
-
-    def __init__(self, numbers: _Numbers, num_heads: int, head_dim: int, state_dim: int) -> None:
-        shape = (NUM_SLOTS, num_heads, head_dim, state_dim)
-        self.states = numbers.normal(*shape, dtype=torch.float32)
-        self.arguments = (
-            numbers.starts(SCANNED),
-            numbers.integers(*INITIAL_SLOTS),
-            numbers.integers(*STATE_SLOTS),
-        )
-        self.checkpoints = Checkpoints(
-            starts=numbers.integers(0, *[len(CHECKPOINTS_AFTER)] * len(SCANNED)),
-            after_tokens=numbers.integers(*CHECKPOINTS_AFTER),
-            slots=numbers.integers(*CHECKPOINT_SLOTS),
-        )
+    num_bytes = max(call.arena_bytes for call in calls)
+    if device.type == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        num_bytes = min(num_bytes, max(0, free_bytes - SPARE_BYTES))
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
-TRIALS: dict[str, Callable[[torch.device], Iterator[tuple[str, Run]]]] = {
-    "paged_attention": _attention_trials,
-    "latent_attention": _latent_trials,
-    "state_scan": _scan_trials,
-    "delta_scan": _delta_trials,
-}
-"""What is tried of each operation that has kernels of its own for a GPU."""
+def verdicts_here(calls: Sequence[Call], device: torch.device) -> Iterator[Verdict]:
+    """Try the kernels that calls take in this process, which may be of no use afterwards.
 
-
-def verdict_here(operation: str, device: torch.device) -> Verdict:
-    """Try an operation's kernels in this process, which may be of no use afterwards."""
+    Yields:
+        A verdict for each, as it comes; none behind a kernel that does not end.
+    """
     try:
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)  # where Triton launches
-        torch.zeros(1, device=device)
+        arena = arena_for(calls, device)
     except Exception as error:
         reason = f"the GPU cannot be used: {error}"
-        return Verdict(operation=operation, is_passed=False, is_final=False, reason=reason)
-    try:
-        hold_trial(operation, device)
-    except torch.OutOfMemoryError as error:
-        return Verdict(operation=operation, is_passed=False, is_final=False, reason=str(error))
-    except TrialError as error:
-        return Verdict(operation=operation, is_passed=False, reason=str(error))
-    except Exception as error:
-        said = (str(error).splitlines() or [""])[0]
-        reason = f"{type(error).__name__}: {said}"
-        return Verdict(operation=operation, is_passed=False, reason=reason)
-    return Verdict(operation=operation, is_passed=True)
+        for call in calls:
+            yield _not_final(call, reason)
+        return
+    for call in calls:
+        try:
+            hold_trial(call, arena)
+        except torch.OutOfMemoryError as error:
+            yield _not_final(call, str(error))
+        except TrialError as error:
+            yield Verdict(operation=call.operation, is_passed=False, reason=str(error))
+            if isinstance(error, EndlessError):
+                return
+        except Exception as error:
+            said = (str(error).splitlines() or [""])[0]
+            reason = f"{type(error).__name__}: {said}"
+            yield Verdict(operation=call.operation, is_passed=False, reason=reason)
+        else:
+            yield Verdict(operation=call.operation, is_passed=True)
+
+
+def _not_final(call: Call, reason: str) -> Verdict:
+    return Verdict(operation=call.operation, is_passed=False, is_final=False, reason=reason)
+
+
+PAGE_BYTES, NUM_PAGES = 1 << 20, (1 << 12) + 64
+"""Of the usual calls: from a small page to the next, and pages past 2**31 elements of 16 bits."""
+
+
+def _pages(*shape: int, dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
+    """Pages of this shape, as far from each other as those of an arena, without memory."""
+    arena = torch.empty(NUM_PAGES * PAGE_BYTES, dtype=torch.uint8, device="meta").view(dtype)
+    strides = torch.empty(shape, device="meta").stride()
+    distance = PAGE_BYTES // dtype.itemsize
+    return arena.as_strided((NUM_PAGES, *shape), (distance, *strides), offset)
+
+
+def _attention_call(
+    dtype: torch.dtype, head_dim: int, *, stored: torch.dtype | None = None, **options: float
+) -> Call:
+    num_heads, num_kv_heads, page_tokens = 8, 2, 16
+    slots = _pages(num_kv_heads, page_tokens, 2 * head_dim, dtype=stored or dtype).transpose(1, 2)
+    return Call.of(
+        "paged_attention",
+        q=torch.empty(FEW_TOKENS, num_heads, head_dim, dtype=dtype, device="meta"),
+        k_pages=slots[..., :head_dim],
+        v_pages=slots[..., head_dim:],
+        **options,
+    )
+
+
+def _latent_call(stored: torch.dtype, *, page_tokens: int) -> Call:
+    num_heads, latent_dim, rotary_dim = 128, 512, 64
+    width = latent_dim + rotary_dim
+    return Call.of(
+        "latent_attention",
+        q=torch.empty(FEW_TOKENS, num_heads, width, dtype=torch.bfloat16, device="meta"),
+        pages=_pages(page_tokens, width, dtype=stored),
+        latent_dim=latent_dim,
+    )
+
+
+HEAD_DIM, STATE_DIM = 64, 128
+
+
+def _state_scan_call() -> Call:
+    num_heads, num_groups, dtype = 16, 2, torch.bfloat16
+    widths = (num_heads * HEAD_DIM, num_groups * STATE_DIM, num_groups * STATE_DIM)
+    convolved = torch.empty(FEW_TOKENS, sum(widths), dtype=dtype, device="meta")
+    x, B, C = convolved.split(widths, dim=-1)
+    return Call.of(
+        "state_scan",
+        x=x.unflatten(-1, (num_heads, HEAD_DIM)),
+        dt=torch.empty(FEW_TOKENS, num_heads, dtype=dtype, device="meta"),
+        A=torch.empty(num_heads, device="meta"),
+        B=B.unflatten(-1, (num_groups, STATE_DIM)),
+        C=C.unflatten(-1, (num_groups, STATE_DIM)),
+        D=torch.empty(num_heads, device="meta"),
+        states=_pages(num_heads, HEAD_DIM, STATE_DIM, dtype=torch.float32),
+    )
+
+
+def _delta_scan_call(*, is_per_channel: bool = False) -> Call:
+    num_heads, num_qk_heads, dtype = 8, 8 if is_per_channel else 4, torch.bfloat16
+    widths = tuple(heads * STATE_DIM for heads in (num_qk_heads, num_qk_heads, num_heads))
+    convolved = torch.empty(FEW_TOKENS, sum(widths), dtype=dtype, device="meta")
+    q, k, v = (part.unflatten(-1, (-1, STATE_DIM)) for part in convolved.split(widths, dim=-1))
+    channels = (STATE_DIM,) if is_per_channel else ()
+    return Call.of(
+        "delta_scan",
+        q=q,
+        k=k,
+        v=v,
+        gates=torch.empty(FEW_TOKENS, num_heads, *channels, device="meta"),
+        betas=torch.empty(FEW_TOKENS, num_heads, device="meta"),
+        states=_pages(num_heads, STATE_DIM, STATE_DIM, dtype=torch.float32),
+    )
+
+
+def usual_calls(operation: str) -> list[Call]:
+    """Calls of an operation as layers of usual sizes make them, with pages in a long arena.
+
+    Raises:
+        ValueError: If there is no such operation.
+    """
+    check_operation(operation)
+    bfloat16, float16, float8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+    if operation == "paged_attention":
+        return [
+            _attention_call(bfloat16, 128),
+            _attention_call(float16, 64, window_tokens=100, soft_cap=20.0),
+            _attention_call(bfloat16, 256),
+            _attention_call(bfloat16, 128, stored=float8),
+        ]
+    if operation == "latent_attention":
+        kinds = ((bfloat16, 16), (bfloat16, 64), (float8, 64))
+        return [_latent_call(stored, page_tokens=tokens) for stored, tokens in kinds]
+    if operation == "state_scan":
+        return [_state_scan_call()]
+    return [_delta_scan_call(), _delta_scan_call(is_per_channel=True)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -501,26 +392,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("operations", nargs="*", metavar="operation", help=", ".join(TRIALS))
+    parser.add_argument("operations", nargs="*", metavar="operation", help=", ".join(PAGED))
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda:0"))
-    parser.add_argument("--here", action="store_true", help="in this process; prints JSON")
+    parser.add_argument(
+        "--here", action="store_true", help="try calls that stdin describes, in this process"
+    )
+    parser.add_argument("--limit", type=float, default=0.0, help="seconds to live, 0 for no limit")
     options = parser.parse_args(arguments)
-    operations = options.operations or list(TRIALS)
-    if unknown := sorted(set(operations) - set(TRIALS)):
+    if options.limit:
+        signal.setitimer(signal.ITIMER_REAL, options.limit)  # ends it, whatever it waits for
+    operations = options.operations or list(PAGED)
+    if unknown := sorted(set(operations) - set(PAGED)):
         parser.error(
-            f"unknown operations {', '.join(unknown)}; expected some of {', '.join(TRIALS)}"
+            f"unknown operations {', '.join(unknown)}; expected some of {', '.join(PAGED)}"
         )
     if not torch.cuda.is_available() or not has_trials(options.device):
         parser.error(f"{options.device} is no GPU that has kernels of its own: expected a Hopper")
     all_passed = True
+    if options.here:
+        calls = [Call.from_json(line) for line in sys.stdin if line.strip()]
+        for verdict in verdicts_here(calls, options.device):
+            _say(_MARK + json.dumps(asdict(verdict)))
+            all_passed = all_passed and verdict.is_passed
+        return 0 if all_passed else NOT_PASSED
     for operation in operations:
-        if options.here:
-            verdict = verdict_here(operation, options.device)
-            _say(json.dumps(asdict(verdict)))
-        else:
-            verdict = hold_trial_apart(operation, options.device)
+        for verdict in hold_trials_apart(usual_calls(operation), options.device):
             _say(f"{operation}: {'passed' if verdict.is_passed else verdict.reason}")
-        all_passed = all_passed and verdict.is_passed
+            all_passed = all_passed and verdict.is_passed
     return 0 if all_passed else NOT_PASSED
 
 

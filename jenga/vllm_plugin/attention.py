@@ -23,9 +23,11 @@ from jenga.vllm_plugin.cache_views import (
 from jenga.vllm_plugin.config import CACHE_DTYPES
 from jenga.vllm_plugin.environment import BACKEND_NAME
 from jenga.vllm_plugin.specs import HEAD_DIMS, INT4_ROW_ELEMENTS
+from jenga_kernels.attention_plan import AttentionKind
 from jenga_kernels.kv_store import kv_store
 from jenga_kernels.paged_attention import paged_attention
 from jenga_kernels.rotation import Rotation, hadamard_rotation
+from jenga_kernels.trial_calls import FEW_TOKENS, Call
 from jenga_kernels.triton.tiles import ADA
 
 if TYPE_CHECKING:
@@ -180,6 +182,8 @@ class JengaTritonImpl(AttentionImpl[JengaTritonMetadata]):
         self.soft_cap = logits_soft_cap or None
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
+        # Of the queries that vLLM measures memory with, which come as those of every step.
+        self.query_strides: tuple[int, ...] | None = None
         # On the host: what is made on the device now is lost with the weights in deep sleep.
         self.alibi_slopes = (
             None
@@ -196,6 +200,42 @@ class JengaTritonImpl(AttentionImpl[JengaTritonMetadata]):
     def _views(self, layer: Any, kv_cache: torch.Tensor) -> CacheViews:  # noqa: ANN401
         return cache_views(
             layer, kv_cache, head_dim=self.head_size, cache_dtype=self.kv_cache_dtype
+        )
+
+    def call_of(
+        self,
+        layer: Any,  # noqa: ANN401
+        kind: AttentionKind,
+        *,
+        dtype: torch.dtype,
+        decode_query_tokens: int | None,
+        reads_spans: bool,
+    ) -> Call:
+        """Describe the calls of `paged_attention` that the layer will make.
+
+        Args:
+            layer: With its cache.
+            kind: Of the layer.
+            dtype: Of the queries.
+            decode_query_tokens: As `plan_attention` takes it.
+            reads_spans: Whether tokens of images read each other.
+        """
+        shape = (FEW_TOKENS, self.num_heads, self.head_size)
+        q = torch.empty(shape, dtype=dtype, device="meta")
+        if self.query_strides is not None:
+            q = torch.empty_strided(shape, self.query_strides, dtype=dtype, device="meta")
+        return Call.of(
+            "paged_attention",
+            q=q,
+            window_tokens=kind.window_tokens,
+            chunk_tokens=kind.chunk_tokens,
+            is_causal=kind.is_causal,
+            soft_cap=self.soft_cap,
+            sinks=self.sinks,
+            alibi_slopes=self.alibi_slopes,
+            decode_query_tokens=decode_query_tokens,
+            reads_spans=reads_spans,
+            **self._views(layer, layer.kv_cache),  # pyright: ignore[reportArgumentType] (of a TypedDict)
         )
 
     def do_kv_cache_update(
@@ -230,6 +270,7 @@ class JengaTritonImpl(AttentionImpl[JengaTritonMetadata]):
             msg = f"{BACKEND_NAME} does not support quantised output"
             raise NotImplementedError(msg)
         if attn_metadata is None:  # vLLM measures memory without a cache
+            self.query_strides = query.stride()
             return output.fill_(0)
         num_tokens = attn_metadata.num_actual_tokens
         query, results, scale = query[:num_tokens], output[:num_tokens], self.scale

@@ -19,8 +19,9 @@ from vllm.v1.kv_cache_interface import AttentionSpec, CrossAttentionSpec, KVQuan
 from jenga.vllm_plugin.captured_plans import CapturedPlans
 from jenga.vllm_plugin.environment import BACKEND_NAME, read_settings
 from jenga.vllm_plugin.speculation import decode_query_tokens, most_group_heads
-from jenga.vllm_plugin.tried_kernels import own_kernels
+from jenga.vllm_plugin.tried_kernels import KernelChoice
 from jenga_kernels.attention_plan import AttentionKind, AttentionPlan, plan_attention
+from jenga_kernels.trial_calls import Call
 from jenga_kernels.triton.device import skip_overflow_checks
 
 if TYPE_CHECKING:
@@ -184,6 +185,9 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
     Where batches must not matter (`VLLM_BATCH_INVARIANT`), every token goes to the kernel for
     prompts: what batches change of a request is where its prompt is cut, what of it is found, and
     whether it is preempted and read again, so that any of its tokens may be decoded or not.
+
+    Attributes:
+        kernels: Which kernels the layers' prompts attend by.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = (
@@ -224,7 +228,7 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
         self._kind = attention_kind(kv_cache_spec, num_heads)
         self._image_reach = image_reach(vllm_config, layer_names)
         self._dtype = vllm_config.model_config.dtype
-        speculation = vllm_config.speculative_config
+        speculation, settings = vllm_config.speculative_config, read_settings(os.environ)
         self._leaves_out_rejected = speculation is not None and speculation.uses_draft_model()
         self._max_tokens = vllm_config.model_config.max_model_len
         self._is_batch_invariant = vllm.envs.VLLM_BATCH_INVARIANT
@@ -235,15 +239,31 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
                 vllm_config, self._kind.group_heads, head_dim=self._kind.head_dim
             )
         )
+        self._reads_images = self._image_reach.is_read and vllm_config.model_config.is_mm_prefix_lm
         # Invariant batches have none of these kernels, which so need no trial.
-        self._is_warp_specialized = (
-            None
-            if self._is_batch_invariant
-            else own_kernels(
-                "paged_attention", device, asked=read_settings(os.environ).has_specialized_prefill
-            )
-        )
+        asked = False if self._is_batch_invariant else settings.has_specialized_prefill
+        self.kernels = KernelChoice(device, asked=asked)
+        self._layers = vllm_config.compilation_config.static_forward_context
         self._captured = CapturedPlans()
+
+    def calls(self) -> list[Call]:
+        """Describe the calls of `paged_attention` that the layers will make.
+
+        There are none where pages are quantised: these have kernels of their own on request only.
+        """
+        if self._kind.is_quantised:
+            return []
+        layers = [self._layers[name] for name in self.layer_names]
+        return [
+            layer.impl.call_of(
+                layer,
+                self._kind,
+                dtype=self._dtype,
+                decode_query_tokens=self._decode_query_tokens,
+                reads_spans=self._reads_images,
+            )
+            for layer in layers
+        ]
 
     def build(
         self,
@@ -315,5 +335,5 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
             # Only the kernel for prompts reads spans.
             decode_query_tokens=0 if has_spans else self._decode_query_tokens,
             is_batch_invariant=self._is_batch_invariant,
-            is_warp_specialized=self._is_warp_specialized,
+            is_warp_specialized=self.kernels.own,
         )

@@ -37,6 +37,7 @@ from jenga_kernels.delta_replay import delta_replay
 from jenga_kernels.delta_scan import delta_scan
 from jenga_kernels.delta_update import delta_update
 from jenga_kernels.histories import DeltaHistory
+from jenga_kernels.trial_calls import FEW_TOKENS, Call
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionMetadataBuilder
@@ -211,24 +212,74 @@ def forward_gated_delta(
     x, b, a = mixed_qkv[:num_tokens], b[:num_tokens], a[:num_tokens]
     convolved = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     convolve(convolved, x, convolution_of(layer, conv_weight_of(layer.conv1d)), metadata)
-    key_dim, value_dim = layer.key_dim // layer.tp_size, layer.value_dim // layer.tp_size
-    q, k, v = convolved.split([key_dim, key_dim, value_dim], dim=-1)
+    step = _gated_delta_step(layer, convolved, b, a)
+    apply_delta_rule(output[:num_tokens], states_of(layer), step, metadata, layer.prefix)
+
+
+def _gated_delta_step(
+    layer: Any,  # noqa: ANN401
+    convolved: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+) -> DeltaRule:
+    q, k, v = _gated_delta_heads(layer, convolved)
     A_log, dt_bias = layer.A_log, layer.dt_bias  # noqa: N806
     if getattr(layer, "allow_neg_eigval", False):
         # Betas up to 2, where the kernels' sigmoid ends at 1.
         a = -A_log.float().exp() * softplus(a.float() + dt_bias.float())
         b = 2.0 * b.float().sigmoid()
         A_log, dt_bias = None, None  # noqa: N806
-    step = DeltaRule(
-        q=q.unflatten(-1, (-1, layer.head_k_dim)),
-        k=k.unflatten(-1, (-1, layer.head_k_dim)),
-        v=v.unflatten(-1, (-1, layer.head_v_dim)),
-        gates=a,
-        betas=b,
-        A_log=A_log,
-        dt_bias=dt_bias,
+    return DeltaRule(q=q, k=k, v=v, gates=a, betas=b, A_log=A_log, dt_bias=dt_bias)
+
+
+def _gated_delta_heads(layer: Any, convolved: torch.Tensor) -> list[torch.Tensor]:  # noqa: ANN401
+    """Get queries, keys and values, [num_tokens, heads, elements] each."""
+    key_dim, value_dim = layer.key_dim // layer.tp_size, layer.value_dim // layer.tp_size
+    parts = convolved.split([key_dim, key_dim, value_dim], dim=-1)
+    dims = (layer.head_k_dim, layer.head_k_dim, layer.head_v_dim)
+    return [part.unflatten(-1, (-1, dim)) for part, dim in zip(parts, dims, strict=True)]
+
+
+def scan_call(layer: Any, dtype: torch.dtype) -> Call:  # noqa: ANN401
+    """Describe the calls of `delta_scan` that a layer of vLLM will make.
+
+    Args:
+        layer: One of those served, with its cache.
+        dtype: Of its inputs.
+    """
+
+    def inputs(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(FEW_TOKENS, *shape, dtype=dtype, device="meta")
+
+    states = states_of(layer)
+    num_heads, key_dim = states.shape[1], states.shape[3]
+    if hasattr(layer, "head_k_dim"):
+        channels = ()
+        q, k, v = _gated_delta_heads(
+            layer, inputs((2 * layer.key_dim + layer.value_dim) // layer.tp_size)
+        )
+        are_ready = getattr(layer, "allow_neg_eigval", False)
+    else:
+        channels = (key_dim,)
+        if hasattr(layer, "q_conv1d"):  # Bailing's
+            q, k, v = (inputs(num_heads, key_dim) for _ in range(3))
+            are_ready = True
+        else:
+            q, k, v = inputs(3 * num_heads * key_dim).unflatten(-1, (3, -1, key_dim)).unbind(1)
+            are_ready = layer.gate_lower_bound is not None
+    # Projections of the layer's dtype, or what is made of them.
+    gates_dtype = torch.float32 if are_ready else dtype
+    return Call.of(
+        "delta_scan",
+        q=q,
+        k=k,
+        v=v,
+        gates=inputs(num_heads, *channels, dtype=gates_dtype),
+        betas=inputs(num_heads, dtype=gates_dtype),
+        A_log=None if are_ready else layer.A_log,
+        dt_bias=None if are_ready else layer.dt_bias.view(-1, *channels),
+        states=states,
     )
-    apply_delta_rule(output[:num_tokens], states_of(layer), step, metadata, layer.prefix)
 
 
 def forward_kimi_delta(

@@ -30,6 +30,7 @@ from jenga.vllm_plugin.latent_builder import JengaLatentDecode, JengaLatentMetad
 from jenga_kernels.checks import FP8_DTYPE
 from jenga_kernels.latent_attention import latent_attention
 from jenga_kernels.latent_store import latent_store
+from jenga_kernels.trial_calls import FEW_TOKENS, Call
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention.mla_attention import MLACommonPrefillMetadata
@@ -183,6 +184,31 @@ class JengaLatentImpl(MLACommonImpl[MLACommonMetadata[JengaLatentDecode]]):
             **mla_arguments,
         )
         self.supports_quant_query_input = False
+
+    def call_of(
+        self,
+        layer: Any,  # noqa: ANN401
+        *,
+        dtype: torch.dtype,
+        decode_query_tokens: int | None,
+    ) -> Call:
+        """Describe the calls of `latent_attention` that the layer will make.
+
+        Args:
+            layer: With its cache.
+            dtype: Of the queries.
+            decode_query_tokens: As `plan_latent_attention` takes it.
+        """
+        pages, latent_scale = _stored(layer.kv_cache, layer._k_scale)
+        q = torch.empty(FEW_TOKENS, self.num_heads, pages.shape[2], dtype=dtype, device="meta")
+        return Call.of(
+            "latent_attention",
+            q=q,
+            pages=pages,
+            latent_dim=self.kv_lora_rank,
+            latent_scale=latent_scale,
+            decode_query_tokens=decode_query_tokens,
+        )
 
     def do_kv_cache_update(
         self,

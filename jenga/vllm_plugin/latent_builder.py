@@ -22,9 +22,10 @@ from jenga.vllm_plugin.attention_builder import fill_rejected_slots
 from jenga.vllm_plugin.captured_plans import CapturedPlans
 from jenga.vllm_plugin.environment import read_settings
 from jenga.vllm_plugin.speculation import DRAFT_PREFIX, drafted_query_tokens
-from jenga.vllm_plugin.tried_kernels import own_kernels
+from jenga.vllm_plugin.tried_kernels import KernelChoice
 from jenga_kernels.attention_plan import AttentionKind, AttentionPlan
 from jenga_kernels.latent_plan import plan_latent_attention
+from jenga_kernels.trial_calls import Call
 from jenga_kernels.triton.device import skip_overflow_checks
 from jenga_kernels.triton.tiles import MIN_ROWS
 
@@ -123,6 +124,9 @@ class JengaLatentMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata[Jeng
     than its target in a step, and the lengths on the host, which describe prompts, leave it out.
     So are all where batches must not matter (`VLLM_BATCH_INVARIANT`): for a token the same is
     computed wherever its prompt is cut.
+
+    Attributes:
+        kernels: Which kernels decoding requests attend by.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = (
@@ -178,12 +182,25 @@ class JengaLatentMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata[Jeng
             self._decode_query_tokens = 0
         if absorbs_all(layer_names):
             self.reorder_batch_threshold = vllm_config.scheduler_config.max_num_batched_tokens + 1
-        self._is_warp_specialized = own_kernels(
-            "latent_attention", device, asked=read_settings(os.environ).has_specialized_latents
-        )
+        asked = read_settings(os.environ).has_specialized_latents
+        self.kernels = KernelChoice(device, asked=asked)
+        self._layer_names = tuple(layer_names)
+        self._layers = vllm_config.compilation_config.static_forward_context
         self._page_tokens = kv_cache_spec.block_size
         self._max_tokens = vllm_config.model_config.max_model_len
         self._captured = CapturedPlans()
+
+    def calls(self) -> list[Call]:
+        """Describe the calls of `latent_attention` that the layers will make."""
+        layers = [self._layers[name] for name in self._layer_names]
+        return [
+            layer.impl.call_of(
+                layer,
+                dtype=self.model_config.dtype,
+                decode_query_tokens=self._decode_query_tokens,
+            )
+            for layer in layers
+        ]
 
     def build_for_drafting(
         self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
@@ -241,7 +258,7 @@ class JengaLatentMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata[Jeng
                 max_query_tokens=max_query_tokens,
                 decode_query_tokens=self._decode_query_tokens,
                 is_batch_invariant=self._is_batch_invariant,
-                is_warp_specialized=self._is_warp_specialized,
+                is_warp_specialized=self.kernels.own,
             )
         return JengaLatentDecode(
             block_table=block_table_tensor,

@@ -6,7 +6,7 @@ those of decoding requests, one each, then those of prompts. `mamba_builder` say
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from jenga_kernels.histories import InputHistory
 from jenga_kernels.state_replay import state_replay
 from jenga_kernels.state_scan import state_scan
 from jenga_kernels.state_update import state_update
+from jenga_kernels.trial_calls import FEW_TOKENS, Call
 
 
 def metadata_of(layer_name: str) -> JengaMambaMetadata | None:
@@ -360,18 +361,24 @@ def forward_mamba2(
         metadata: Of the step.
     """
     num_tokens = metadata.num_decode_tokens + metadata.num_prefill_tokens
-    inner, dim, num_heads = (
-        layer.tped_intermediate_size,
-        layer.tped_conv_size,
-        layer.tped_dt_size,
-    )
-    _, x, dt = projected[:num_tokens].split([inner, dim, num_heads], dim=-1)
+    x, dt = _mamba2_inputs(layer, projected[:num_tokens])
     convolved = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     convolve(convolved, x, convolution_of(layer, layer.conv_weights), metadata)
+    out = output[:num_tokens].unflatten(-1, (layer.tped_dt_size, -1))
+    recur(out, states_of(layer), _mamba2_step(layer, convolved, dt), metadata, layer.prefix)
+
+
+def _mamba2_inputs(layer: Any, projected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401
+    """Get what a layer convolves, [num_tokens, dim], and step sizes, [num_tokens, num_heads]."""
+    sizes = [layer.tped_intermediate_size, layer.tped_conv_size, layer.tped_dt_size]
+    _, x, dt = projected.split(sizes, dim=-1)
+    return x, dt
+
+
+def _mamba2_step(layer: Any, convolved: torch.Tensor, dt: torch.Tensor) -> Recurrence:  # noqa: ANN401
     x, B, C = layer.split_hidden_states_B_C_fn(convolved)  # noqa: N806
-    states = states_of(layer)
-    step = Recurrence(
-        x=x.unflatten(-1, (num_heads, -1)),
+    return Recurrence(
+        x=x.unflatten(-1, (layer.tped_dt_size, -1)),
         dt=dt,
         A=layer.A,
         B=B.unflatten(-1, (-1, layer.ssm_state_size)),
@@ -380,5 +387,20 @@ def forward_mamba2(
         z=None,
         dt_bias=layer.dt_bias,
     )
-    out = output[:num_tokens].unflatten(-1, (num_heads, -1))
-    recur(out, states, step, metadata, layer.prefix)
+
+
+def scan_call(layer: Any, dtype: torch.dtype) -> Call:  # noqa: ANN401
+    """Describe the calls of `state_scan` that a Mamba-2 layer of vLLM will make.
+
+    Args:
+        layer: A `MambaMixer2` with its cache.
+        dtype: Of its inputs.
+    """
+    width = layer.tped_intermediate_size + layer.tped_conv_size + layer.tped_dt_size
+    x, dt = _mamba2_inputs(layer, torch.empty(FEW_TOKENS, width, dtype=dtype, device="meta"))
+    step = _mamba2_step(layer, torch.empty(x.shape, dtype=dtype, device="meta"), dt)
+    return Call.of(
+        "state_scan",
+        states=states_of(layer),
+        **{each.name: getattr(step, each.name) for each in fields(step)},
+    )

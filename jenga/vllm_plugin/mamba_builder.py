@@ -9,6 +9,7 @@ no more than every attention layer does.
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,8 +27,9 @@ from jenga.vllm_plugin.environment import read_settings
 from jenga.vllm_plugin.history_kinds import NUM_STATES
 from jenga.vllm_plugin.state_counts import Replay, StateCounts
 from jenga.vllm_plugin.state_worker import StepMailbox, checkpoints_of
-from jenga.vllm_plugin.tried_kernels import own_kernels
+from jenga.vllm_plugin.tried_kernels import KernelChoice
 from jenga_kernels.states import NULL_SLOT, Checkpoints
+from jenga_kernels.trial_calls import Call
 from jenga_kernels.triton.device import skip_overflow_checks
 
 if TYPE_CHECKING:
@@ -62,14 +64,18 @@ class JengaMambaMetadata(BaseMambaAttentionMetadata):
     replay_p: Replay | None = None
 
 
-SCANS = {"MAMBA2": "state_scan", "LINEAR": "state_scan", "GDN_ATTN": "delta_scan"}
-"""vLLM's kind of a layer -> what scans its prompts, where a GPU has kernels of its own for that."""
+SCAN_CALLS = {
+    "MAMBA2": "jenga.vllm_plugin.mamba:scan_call",
+    "GDN_ATTN": "jenga.vllm_plugin.gated_delta:scan_call",
+}
+"""vLLM's kind of a layer -> what describes how it scans prompts; others have one kernel for all."""
 
 
 class JengaMambaMetadataBuilder(BaseMambaAttentionMetadataBuilder[JengaMambaMetadata]):
     """Prepares what the layers of a page table of states share in a step.
 
     Attributes:
+        kernels: Which kernels scan prompts.
         mailbox: Of the model runner; one of its own until it is told which.
         ordered_layers: The layers, which write the states that are to be kept.
     """
@@ -92,11 +98,11 @@ class JengaMambaMetadataBuilder(BaseMambaAttentionMetadataBuilder[JengaMambaMeta
         self.mailbox = StepMailbox(layer_names)
         self._max_query_tokens = self._num_slots = 1 + self.num_spec_tokens
         self._next_columns = torch.arange(1, 1 + self._num_slots, device=device)
-        scan = SCANS.get(kv_cache_spec.mamba_type.name)
-        has_own = read_settings(os.environ).has_specialized_scans
-        if scan is not None:
-            has_own = own_kernels(scan, device, asked=has_own)
-        self._has_portable_scans = None if has_own is None else not has_own
+        self._kind_name = kv_cache_spec.mamba_type.name
+        self._dtype = vllm_config.model_config.dtype
+        self._layers = vllm_config.compilation_config.static_forward_context
+        asked = read_settings(os.environ).has_specialized_scans
+        self.kernels = KernelChoice(device, asked=asked)
         self._state_counts = None
         if len(kv_cache_spec.shapes) > NUM_STATES:
             self._num_slots = 1
@@ -110,6 +116,14 @@ class JengaMambaMetadataBuilder(BaseMambaAttentionMetadataBuilder[JengaMambaMeta
                 ),
                 max_query_tokens=self._max_query_tokens,
             )
+
+    def calls(self) -> list[Call]:
+        """Describe the scans of prompts that the layers will make."""
+        path = SCAN_CALLS.get(self._kind_name)
+        if path is None:
+            return []
+        scan_call = resolve_name(path)
+        return [scan_call(self._layers[name], self._dtype) for name in self.ordered_layers]
 
     def build(
         self,
@@ -154,7 +168,7 @@ class JengaMambaMetadataBuilder(BaseMambaAttentionMetadataBuilder[JengaMambaMeta
             state_indices_tensor_p=pages.gather(1, last.long()[:, None])[:, 0],
             initial_slots_p=torch.where(goes_on, pages[:, -1], NULL_SLOT),
             longest_prompt_tokens=max(counts, default=0),
-            has_portable_scans=self._has_portable_scans,
+            has_portable_scans=None if self.kernels.own is None else not self.kernels.own,
             checkpoints=checkpoints,
             replay_p=replay,
         )

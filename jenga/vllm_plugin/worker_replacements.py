@@ -49,14 +49,18 @@ def _initialize_from_config(original: Function) -> Function:
     def initialize_from_config(self: Any, kv_cache_config: Any) -> None:  # noqa: ANN401
         from jenga.vllm_plugin.host_memory import HostMemory
         from jenga.vllm_plugin.layout import JengaKVCacheConfig, host_memory_bytes
-        from jenga.vllm_plugin.state_worker import open_mailbox
+        from jenga.vllm_plugin.state_worker import builders_of, open_mailbox
+        from jenga.vllm_plugin.tried_kernels import choose_kernels
 
         original(self, kv_cache_config)
         if isinstance(kv_cache_config, JengaKVCacheConfig):
-            mailbox = open_mailbox(self.model_runner)
+            runner = self.model_runner
+            mailbox = open_mailbox(runner)
             num_bytes = host_memory_bytes(kv_cache_config)
             if num_bytes:
-                mailbox.host_memory = HostMemory(self.model_runner.device, num_bytes)
+                mailbox.host_memory = HostMemory(runner.device, num_bytes)
+            start = self.vllm_config.instance_id
+            choose_kernels(builders_of(runner), runner.device, start=start)
 
     return initialize_from_config
 
@@ -210,7 +214,10 @@ WORKERS = (
     Replacement(
         module="vllm.v1.worker.gpu_worker",
         name="Worker.initialize_from_config",
-        reason="makes the arena, beside which host memory is to be; vLLM's is a KV connector's",
+        reason=(
+            "makes the arena, beside which host memory is to be; vLLM's is a KV connector's. From "
+            "then on kernels can be tried on what layers store"
+        ),
         parameters=("self", "kv_cache_config"),
         make=_initialize_from_config,
     ),

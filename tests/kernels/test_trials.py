@@ -4,26 +4,34 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from jenga_kernels import trials
-from jenga_kernels.trials import TRIALS, TrialError, Verdict, hold_trial, hold_trial_apart
+from jenga_kernels import trial_runs, trials
+from jenga_kernels.trial_calls import FAR_ELEMENTS, PAGED, Call
+from jenga_kernels.trial_runs import has_own_kernels, runs_of
+from jenga_kernels.trials import (
+    Verdict,
+    arena_for,
+    hold_trial,
+    hold_trials_apart,
+    usual_calls,
+    verdicts_here,
+)
 from jenga_kernels.triton.tiles import HOPPER, Machine, machine_of
 from tests.kernels.support import DEVICE
 
 CPU = torch.device("cpu")
 IS_EMULATED = bool(os.environ.get("EMULATED_GPU"))
+SCAN = usual_calls("state_scan")[0]
 
 TRIED = {
-    "heads of 128": {"attention_prefill_hopper_kernel"},
-    "windows and caps": {"attention_prefill_hopper_kernel"},
-    "heads of 256": {"attention_prefill_hopper_kernel"},
-    "float8 pages": {"attention_prefill_hopper_kernel"},
+    "prompts": {"attention_prefill_hopper_kernel"},
+    "images": {"attention_prefill_hopper_kernel"},
     "latents": {"latent_decode_hopper_kernel"},
-    "float8 latents": {"latent_decode_hopper_kernel"},
     "a group of warps": {"state_scan_hopper_kernel"},
     "two groups of warps": {"state_scan_specialized_kernel"},
     "segments": {"state_scan_hopper_kernel", "segment_states_hopper_kernel"},
@@ -34,7 +42,13 @@ TRIED = {
     "decays of heads": {"delta_scan_hopper_kernel"},
     "decays of channels": {"delta_scan_hopper_kernel"},
 }
-"""Trial -> the kernels for Hopper that it tries."""
+"""Way to make a call -> the kernels for Hopper that it tries."""
+
+USUAL = [
+    pytest.param(call, id=f"{operation}-{index}")
+    for operation in PAGED
+    for index, call in enumerate(usual_calls(operation))
+]
 
 
 @pytest.mark.gpu
@@ -42,17 +56,18 @@ TRIED = {
     not torch.cuda.is_available() or machine_of(DEVICE).capability != HOPPER,
     reason="only Hopper has kernels that need a trial",
 )
-@pytest.mark.parametrize("operation", TRIALS)
+@pytest.mark.parametrize("operation", PAGED)
 def test_kernels_for_this_gpu_pass_their_trials(operation, monkeypatch):
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # as in vLLM's processes
+    calls = usual_calls(operation)
 
-    assert hold_trial_apart(operation, DEVICE) == Verdict(operation=operation, is_passed=True)
+    assert hold_trials_apart(calls, DEVICE) == [
+        Verdict(operation=operation, is_passed=True) for _ in calls
+    ]
 
 
-@pytest.mark.skipif(not IS_EMULATED, reason="tests/kernels/test_emulated.py emulates a Hopper")
-@pytest.mark.skipif(machine_of(DEVICE).capability != HOPPER, reason="only Hopper has them")
-@pytest.mark.parametrize("operation", TRIALS)
-def test_trials_are_passed_by_the_kernels_they_are_of(operation, monkeypatch):
+def note_launches(monkeypatch, tried):
+    """Note the kernels for Hopper of each way to make a call, by its name."""
     from perf.emulator.launches import EmulatedKernel
 
     launch, launched = EmulatedKernel.launch, []
@@ -61,11 +76,8 @@ def test_trials_are_passed_by_the_kernels_they_are_of(operation, monkeypatch):
         launched.append(self.kernel.name)
         return launch(self, *arguments)
 
-    monkeypatch.setattr(EmulatedKernel, "launch", noted)
-    tried = {}
-
-    def cases(device):
-        for name, run in TRIALS[operation](device):
+    def runs(call, arena):
+        for name, run in runs_of(call, arena):
 
             def noted_run(is_portable, name=name, run=run):
                 launched.clear()
@@ -77,9 +89,19 @@ def test_trials_are_passed_by_the_kernels_they_are_of(operation, monkeypatch):
 
             yield name, noted_run
 
-    monkeypatch.setitem(trials.TRIALS, "noted", cases)
+    monkeypatch.setattr(EmulatedKernel, "launch", noted)
+    monkeypatch.setattr(trials, "runs_of", runs)
 
-    hold_trial("noted", CPU, num_launches=1)
+
+@pytest.mark.skipif(not IS_EMULATED, reason="tests/kernels/test_emulated.py emulates a Hopper")
+@pytest.mark.skipif(machine_of(DEVICE).capability != HOPPER, reason="only Hopper has them")
+@pytest.mark.parametrize("call", USUAL)
+def test_trials_are_passed_by_the_kernels_they_are_of(call, monkeypatch):
+    tried = {}
+    note_launches(monkeypatch, tried)
+    assert has_own_kernels(call, machine_of(DEVICE))
+
+    hold_trial(call, arena_for([call], CPU), num_launches=1)
 
     assert tried
     assert tried == {name: TRIED[name] for name in tried}
@@ -93,6 +115,17 @@ def without_a_number(results):
     return [results[0].index_fill(0, torch.tensor([2]), float("nan")), results[1]]
 
 
+@pytest.fixture
+def made_up(monkeypatch):
+    """Have every call made in one way, which is given."""
+
+    def make(run):
+        monkeypatch.setattr(trials, "runs_of", lambda *_: iter([("of a kind", run)]))
+        return next(verdicts_here([Call.of("state_scan", states=torch.zeros(1))], CPU))
+
+    return make
+
+
 @pytest.mark.parametrize(
     ("spoiled", "from_launch", "message"),
     [
@@ -102,7 +135,7 @@ def without_a_number(results):
         (without_a_number, 3, "of a kind: another launch gives other results"),
     ],
 )
-def test_a_kernel_that_errs_does_not_pass(spoiled, from_launch, message, monkeypatch):
+def test_a_kernel_that_errs_does_not_pass(spoiled, from_launch, message, made_up):
     launches = []
 
     def run(is_portable):
@@ -112,57 +145,66 @@ def test_a_kernel_that_errs_does_not_pass(spoiled, from_launch, message, monkeyp
         launches.append(len(launches))
         return spoiled(results) if launches[-1] >= from_launch else results
 
-    monkeypatch.setitem(trials.TRIALS, "made_up", lambda _: iter([("of a kind", run)]))
-
-    with pytest.raises(TrialError, match=message):
-        hold_trial("made_up", CPU, num_launches=5)
-
-    assert trials.verdict_here("made_up", CPU).reason.startswith("of a kind")
+    assert made_up(run) == Verdict(operation="state_scan", is_passed=False, reason=message)
 
 
-def test_a_kernel_that_rounds_otherwise_passes(monkeypatch):
+def test_a_kernel_that_rounds_otherwise_passes(made_up):
     def run(is_portable):
         return [torch.full((3,), 1.0 if is_portable else 1.01), torch.tensor([float("nan")])]
 
-    monkeypatch.setitem(trials.TRIALS, "made_up", lambda _: iter([("of a kind", run)]))
-
-    hold_trial("made_up", CPU)
-
-    assert trials.verdict_here("made_up", CPU) == Verdict(operation="made_up", is_passed=True)
+    assert made_up(run) == Verdict(operation="state_scan", is_passed=True)
 
 
-def test_a_compilers_failure_is_the_kernels_and_a_lack_of_memory_is_not(monkeypatch):
+def test_a_compilers_failure_is_the_kernels_and_a_lack_of_memory_is_not(made_up):
     def failing(error):
         def run(is_portable):
             if is_portable:
                 return []
             raise error
 
-        return lambda _: iter([("of a kind", run)])
+        return run
 
-    monkeypatch.setitem(trials.TRIALS, "refused", failing(RuntimeError("no such\ninstruction")))
-    monkeypatch.setitem(trials.TRIALS, "large", failing(torch.OutOfMemoryError("2 GiB")))
-
-    refused, large = (trials.verdict_here(name, CPU) for name in ("refused", "large"))
+    refused = made_up(failing(RuntimeError("no such\ninstruction")))
+    large = made_up(failing(torch.OutOfMemoryError("2 GiB")))
 
     assert (refused.is_passed, refused.is_final) == (False, True)
     assert refused.reason == "RuntimeError: no such"
     assert (large.is_passed, large.is_final, large.reason) == (False, False, "2 GiB")
 
 
-def test_a_gpu_that_cannot_be_used_is_no_verdict_on_kernels():
-    verdict = trials.verdict_here("state_scan", torch.device("cuda:77"))
+def test_nothing_is_tried_behind_a_kernel_that_does_not_end(monkeypatch):
+    def hold(call, _):
+        if call is not SCAN:
+            msg = "latents: does not end within 30 s"
+            raise trials.EndlessError(msg)
 
-    assert (verdict.is_passed, verdict.is_final) == (False, False)
-    assert verdict.reason.startswith("the GPU cannot be used: ")
+    monkeypatch.setattr(trials, "hold_trial", hold)
+    monkeypatch.setattr(trials, "arena_for", lambda *_: None)
+    latents, *_ = usual_calls("latent_attention")
+
+    assert list(verdicts_here([SCAN, latents, SCAN], CPU)) == [
+        Verdict(operation="state_scan", is_passed=True),
+        Verdict(
+            operation="latent_attention",
+            is_passed=False,
+            reason="latents: does not end within 30 s",
+        ),
+    ]
+
+
+def test_a_gpu_that_cannot_be_used_is_no_verdict_on_kernels():
+    verdicts = list(verdicts_here([SCAN] * 2, torch.device("cuda:77")))
+
+    assert [(each.is_passed, each.is_final) for each in verdicts] == [(False, False)] * 2
+    assert verdicts[0].reason.startswith("the GPU cannot be used: ")
 
 
 def test_kernels_are_launched_on_the_gpu_that_is_asked_for(monkeypatch):
     chosen = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
 
-    trials.verdict_here("state_scan", torch.device("cuda:78"))
-    trials.verdict_here("state_scan", torch.device("cuda"))
+    for name in ("cuda:78", "cuda"):
+        list(verdicts_here([SCAN], torch.device(name)))
 
     assert chosen == [torch.device("cuda:78")]
 
@@ -183,6 +225,134 @@ def test_a_gpu_is_started_before_triton_is_asked_what_it_is(monkeypatch):
     assert not trials.has_trials(CPU)
 
 
+# What a call is
+
+
+@pytest.mark.parametrize("call", USUAL)
+def test_calls_are_the_same_in_another_process(call):
+    again = Call.from_json(call.to_json())
+
+    assert again == call
+    assert again.key == call.key
+
+
+@pytest.mark.parametrize("text", ["{}", "3", '{"operation": "state_scan", "arguments": 3}', "{"])
+def test_what_is_no_call_is_refused(text):
+    with pytest.raises(ValueError, match=r"expected a call|Expecting property name"):
+        Call.from_json(text)
+
+
+def attention(*, heads=8, pages=64, distance=1 << 12, offset=0, **options):
+    arena = torch.empty(pages * distance + offset, dtype=torch.float16, device="meta")
+    pages = arena.as_strided((pages, 16, 2, 64), (distance, 128, 64, 1), offset)
+    q = torch.empty(5, heads, 64, dtype=torch.float16, device="meta")
+    return Call.of("paged_attention", q=q, k_pages=pages, v_pages=pages, **options)
+
+
+def test_calls_share_a_trial_where_kernels_are_launched_in_the_same_way():
+    one = attention()
+
+    assert attention(pages=80, offset=512).key == one.key
+    others = [
+        attention(heads=4),
+        attention(distance=1 << 13),
+        attention(window_tokens=64),
+        attention(soft_cap=30.0),
+        attention(pages=2**19 + 1),  # past what 32 bits count
+    ]
+    assert len({one.key, *(each.key for each in others)}) == 1 + len(others)
+
+
+def test_an_arena_is_as_long_as_the_call_whose_pages_end_last():
+    calls = [attention(), attention(pages=80, offset=512)]
+
+    arena = arena_for(calls, CPU)
+
+    assert len(arena) == max(call.arena_bytes for call in calls)
+    view = calls[1].view("k_pages")
+    assert view.end_bytes == len(arena)
+    assert view.within(len(arena)) == view
+    assert view.within(len(arena) - 1).shape[0] == 79
+    assert view.within(view.offset_bytes).shape[0] == 0
+
+
+def test_an_arena_takes_what_a_gpu_has_left(monkeypatch):
+    """And no more: the engine that asks for trials has most of it."""
+    made = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (trials.SPARE_BYTES + 1000, 0))
+    monkeypatch.setattr(torch, "empty", lambda size, **_: made.append(size))
+
+    arena_for([SCAN], torch.device("cuda:0"))
+
+    assert made == [1000]
+
+
+def test_usual_calls_have_pages_past_what_32_bits_count():
+    for operation in PAGED:
+        views = [view for call in usual_calls(operation) for view in call.pages]
+        assert any(view.num_elements > FAR_ELEMENTS for view in views) or operation.endswith("scan")
+
+
+def test_pages_are_taken_all_over_an_arena_and_what_is_behind_tokens_is_no_number(monkeypatch):
+    arena = arena_for([attention(pages=1000)], CPU)
+    call, given = attention(pages=1000), {}
+
+    def attend(q, k_pages, _v_pages, table, _starts, lens, **_):
+        given.update(k_pages=k_pages, table=table, lens=lens)
+        return q
+
+    monkeypatch.setattr(trial_runs, "paged_attention", attend)
+    ((_, run),) = runs_of(call, arena)
+    run(True)
+
+    used = given["table"].flatten().unique()
+    assert used.max() == 999
+    assert used.float().diff().max() > 1
+    last = int(given["lens"][1]) - 1
+    page = given["k_pages"][given["table"][1, last // 16]]
+    assert not page[: last % 16 + 1].isnan().any()
+    assert page[last % 16 + 1 :].isnan().all()
+
+
+def test_too_few_pages_are_a_lack_of_memory():
+    (verdict,) = verdicts_here([attention(pages=20)], CPU)
+
+    assert (verdict.is_passed, verdict.is_final) == (False, False)
+    assert "pages are needed, and there is memory for 20" in verdict.reason
+
+
+@pytest.mark.skipif(IS_EMULATED, reason="nothing differs there")
+@pytest.mark.parametrize("operation", PAGED)
+def test_calls_can_be_made_wherever_kernels_run(operation, monkeypatch):
+    """In the interpreter, too, which has no kernels of a GPU's own."""
+    monkeypatch.setattr(trial_runs, "SCANNED", (150, 20, 1))
+    monkeypatch.setattr(trial_runs, "CHECKPOINTS_AFTER", (30, 140))
+    calls = {
+        "paged_attention": attention(window_tokens=64, pages=1000, reads_spans=True),
+        "latent_attention": usual_calls("latent_attention")[0],
+        "state_scan": SCAN,
+        "delta_scan": usual_calls("delta_scan")[0],
+    }
+    call = calls[operation]
+
+    hold_trial(call, arena_for([call], torch.device(DEVICE)), num_launches=1)
+
+
+def test_windows_are_left_by_keys_of_a_trial(monkeypatch):
+    call, seen = attention(window_tokens=1024, pages=1000), []
+    monkeypatch.setattr(
+        trial_runs, "paged_attention", lambda *given, **_: seen.append(given[5].tolist())
+    )
+
+    ((_, run),) = runs_of(call, arena_for([call], CPU))
+    run(True)
+
+    assert max(seen[0]) > 1024
+
+
+# In a process of its own
+
+
 @pytest.fixture
 def other_process(tmp_path, monkeypatch):
     """Have a script run in the place of trials in processes of their own."""
@@ -197,44 +367,77 @@ def other_process(tmp_path, monkeypatch):
     return start
 
 
-def test_a_trial_apart_says_what_came_of_it(other_process):
-    said = {"operation": "state_scan", "is_passed": False, "is_final": True, "reason": "slow"}
-    arguments = other_process(f"echo Triton says; echo '{json.dumps(said)}'; exit 1")
+def line_of(**verdict):
+    return f"echo 'verdict {json.dumps({'operation': 'state_scan'} | verdict)}'"
 
-    assert hold_trial_apart("state_scan", torch.device("cuda:1")) == Verdict(**said)
 
-    expected = "-m jenga_kernels.trials state_scan --here --device cuda:1"
+def test_trials_apart_say_what_came_of_each(other_process, tmp_path):
+    ends = [{"is_passed": True}, {"is_passed": False, "is_final": True, "reason": "slow"}]
+    lines = "; ".join(line_of(**end) for end in ends)
+    arguments = other_process(f"cat >{tmp_path}/calls; echo Triton says; {lines}; exit 1")
+
+    verdicts = hold_trials_apart([SCAN] * 2, torch.device("cuda:1"), limit_s=50)
+
+    assert verdicts == [Verdict(operation="state_scan", **end) for end in ends]
+    expected = "-m jenga_kernels.trials --here --device cuda:1 --limit 60"
     assert arguments.read_text().strip() == expected
+    calls = [Call.from_json(line) for line in (tmp_path / "calls").read_text().splitlines()]
+    assert calls == [SCAN] * 2
 
 
-def test_a_trial_that_does_not_end_is_ended(other_process):
-    other_process("exec sleep 60")
+def test_trials_that_do_not_end_are_ended_and_those_before_count(other_process):
+    other_process(f"{line_of(is_passed=True)}; exec sleep 60")
 
-    verdict = hold_trial_apart("delta_scan", torch.device("cuda"), limit_s=0.5)
+    first, second = hold_trials_apart([SCAN] * 2, torch.device("cuda"), limit_s=2)
 
-    assert (verdict.is_passed, verdict.is_final) == (False, False)
-    assert verdict.reason == "did not end within 0.5 s"
+    assert first == Verdict(operation="state_scan", is_passed=True)
+    assert (second.is_passed, second.is_final) == (False, False)
+    assert second.reason == "did not end within 2 s"
+
+
+def test_a_process_that_cannot_be_killed_is_left_to_the_system(other_process, monkeypatch):
+    """What waits in a driver is gone only when that lets it go."""
+    other_process(f"{line_of(is_passed=True)}; exec sleep 20")
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda _: None)
+    monkeypatch.setattr(trials, "ENDED_S", 0.2)
+    began = time.monotonic()
+
+    first, second = hold_trials_apart([SCAN] * 2, torch.device("cuda"), limit_s=1)
+
+    assert time.monotonic() - began < 15
+    assert first.is_passed
+    expected = "did not end within 1 s, and was not gone 0.2 s after it was killed"
+    assert (second.is_final, second.reason) == (False, expected)
 
 
 def test_a_process_that_dies_has_not_passed(other_process):
     other_process("echo begun; echo the last words >&2; kill -9 $$")
 
-    verdict = hold_trial_apart("delta_scan", torch.device("cuda"))
+    (verdict,) = hold_trials_apart([SCAN], torch.device("cuda"))
 
     assert (verdict.is_passed, verdict.is_final) == (False, False)
     assert verdict.reason == "its process ended with -9 and said the last words"
 
 
-def test_an_unknown_operation_is_refused_before_a_process_begins(other_process):
-    arguments = other_process("exit 0")
+def test_a_process_ends_itself_where_nobody_else_does():
+    """Where whoever asked for a trial is gone before it ends."""
+    code = (
+        "from jenga_kernels import trials\n"
+        "trials.torch.cuda.is_available = lambda: trials.time.sleep(60)\n"
+        "trials.main(['--here', '--limit', '0.5'])"
+    )
 
-    for hold in (hold_trial, hold_trial_apart):
+    ended = subprocess.run([sys.executable, "-c", code], check=False)
+
+    assert ended.returncode == -trials.signal.SIGALRM
+
+
+def test_an_unknown_operation_is_refused():
+    for refused in (usual_calls, lambda name: Call.of(name, states=torch.zeros(1))):
         with pytest.raises(
             ValueError, match=r"operation must be one of paged_attention, .* 'gelu'"
         ):
-            hold("gelu", CPU)
-
-    assert not arguments.exists()
+            refused("gelu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU there are trials to hold")

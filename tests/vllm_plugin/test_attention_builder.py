@@ -27,7 +27,7 @@ from jenga_kernels.paged_attention import paged_attention
 from jenga_kernels.reference.paged_attention import paged_attention as attend_plainly
 from jenga_kernels.triton import tiles
 from tests.kernels.support import check_close
-from tests.vllm_plugin.test_tried_kernels import NOT_PASSED, set_kernels
+from tests.vllm_plugin.test_tried_kernels import NOT_PASSED, set_kernels, settle_kernels
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_TOKENS = 4, 2, 64, 16
 SHAPE = {
@@ -179,7 +179,7 @@ def test_graphs_of_drafted_tokens_are_not_announced_for_heads_too_wide_for_so_ma
 def test_prompts_are_planned_for_the_specialized_kernel_where_that_is_asked_for(
     setting, monkeypatch
 ):
-    set_kernels(monkeypatch, "JENGA_SPECIALIZED_PREFILL", setting, operation="paged_attention")
+    set_kernels(monkeypatch, "JENGA_SPECIALIZED_PREFILL", setting)
     asked = []
 
     def remember(*arguments, **options):
@@ -188,7 +188,9 @@ def test_prompts_are_planned_for_the_specialized_kernel_where_that_is_asked_for(
 
     monkeypatch.setattr(attention_builder, "plan_attention", remember)
 
-    make_builder(SPECS["full"]).build(0, Batches().prefill([40]))
+    builder = make_builder(SPECS["full"])
+    settle_kernels(builder, setting)
+    builder.build(0, Batches().prefill([40]))
 
     assert asked == [{"1": True, "": None}.get(setting, False)]
 

@@ -20,7 +20,7 @@ from tests.vllm_plugin.test_mamba import (
     state_pages,
     state_spec,
 )
-from tests.vllm_plugin.test_tried_kernels import NOT_PASSED, set_kernels
+from tests.vllm_plugin.test_tried_kernels import NOT_PASSED, set_kernels, settle_kernels
 
 pytestmark = pytest.mark.vllm
 
@@ -220,9 +220,10 @@ def test_prompts_are_scanned_by_the_kernels_that_are_asked_for(
 ):
     from jenga.vllm_plugin import gated_delta
 
-    set_kernels(monkeypatch, "JENGA_SPECIALIZED_SCANS", setting, operation="delta_scan")
+    set_kernels(monkeypatch, "JENGA_SPECIALIZED_SCANS", setting)
     layer = gated_delta_layer(state_pages(SHAPES))
     forward, builder = partial(run_gated_delta, layer), builder_for(layer, config, SHAPES)
+    settle_kernels(builder, setting)
 
     asked = scan_options(
         gated_delta,

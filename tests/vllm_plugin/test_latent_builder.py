@@ -21,7 +21,7 @@ from jenga_kernels.latent_plan import plan_latent_attention
 from jenga_kernels.reference.latent_attention import latent_attention as attend_plainly
 from tests.kernels.support import check_close
 from tests.vllm_plugin.test_attention_builder import PAGE_TOKENS, Batches
-from tests.vllm_plugin.test_tried_kernels import NOT_PASSED, set_kernels
+from tests.vllm_plugin.test_tried_kernels import NOT_PASSED, set_kernels, settle_kernels
 
 pytestmark = pytest.mark.vllm
 
@@ -344,7 +344,7 @@ def test_the_profile_counts_what_absorbed_requests_take(
 def test_decoding_is_planned_for_the_specialized_kernel_where_that_is_asked_for(
     setting, monkeypatch
 ):
-    set_kernels(monkeypatch, "JENGA_SPECIALIZED_LATENTS", setting, operation="latent_attention")
+    set_kernels(monkeypatch, "JENGA_SPECIALIZED_LATENTS", setting)
     asked = []
 
     def remember(*arguments, **options):
@@ -353,6 +353,8 @@ def test_decoding_is_planned_for_the_specialized_kernel_where_that_is_asked_for(
 
     monkeypatch.setattr(latent_builder, "plan_latent_attention", remember)
 
-    make_builder().build(0, Batches().decode([40], num_padded=1))
+    builder = make_builder()
+    settle_kernels(builder, setting)
+    builder.build(0, Batches().decode([40], num_padded=1))
 
     assert asked == [{"1": True, "": None}.get(setting, False)]

@@ -11,7 +11,7 @@ import torch
 from jenga_kernels.reference.causal_conv import causal_conv as reference_conv
 from jenga_kernels.reference.state_scan import state_scan as reference_scan
 from tests.kernels.support import check_close, generator
-from tests.vllm_plugin.test_tried_kernels import NOT_PASSED, set_kernels
+from tests.vllm_plugin.test_tried_kernels import NOT_PASSED, set_kernels, settle_kernels
 
 pytestmark = pytest.mark.vllm
 
@@ -275,10 +275,11 @@ def scan_options(module, name, run, monkeypatch):
 def test_prompts_are_scanned_by_the_kernels_that_are_asked_for(setting, config, monkeypatch):
     from jenga.vllm_plugin import mamba
 
-    set_kernels(monkeypatch, "JENGA_SPECIALIZED_SCANS", setting, operation="state_scan")
+    set_kernels(monkeypatch, "JENGA_SPECIALIZED_SCANS", setting)
     inputs = prompts(INNER + CONV_DIM + NUM_HEADS)
     forward = partial(mamba.forward_mamba2, mamba2_layer(state_pages(MAMBA2_SHAPES)))
     builder = our_builder(config, MAMBA2_SHAPES, "MAMBA2")
+    settle_kernels(builder, setting)
 
     asked = scan_options(
         mamba,
