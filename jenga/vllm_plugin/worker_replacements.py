@@ -59,7 +59,8 @@ def _initialize_from_config(original: Function) -> Function:
             num_bytes = host_memory_bytes(kv_cache_config)
             if num_bytes:
                 mailbox.host_memory = HostMemory(runner.device, num_bytes)
-            start = self.vllm_config.instance_id
+            # With Ray, data-parallel engines add their numbers.
+            start = self.vllm_config.instance_id.partition("_dp")[0]
             choose_kernels(builders_of(runner), runner.device, start=start)
 
     return initialize_from_config

@@ -385,6 +385,29 @@ def test_trials_apart_say_what_came_of_each(other_process, tmp_path):
     assert calls == [SCAN] * 2
 
 
+CHILD = """
+import functools, sys
+from jenga_kernels import trials
+trials.torch.cuda.is_available = trials.has_trials = lambda *_: True
+trials.hold_trial = functools.partial(trials.hold_trial, num_launches=1)
+sys.exit(trials.main(sys.argv[3:]))
+"""
+"""What runs in the place of a process with a Hopper: the same, on kernels as they are elsewhere."""
+
+
+@pytest.mark.skipif(IS_EMULATED, reason="the other process would need the emulated GPU too")
+def test_trials_are_held_in_a_process_of_their_own(other_process, tmp_path):
+    (tmp_path / "child.py").write_text(CHILD)
+    other_process(f'exec {sys.executable} {tmp_path}/child.py "$@"')
+    calls = [attention(pages=1000), attention(pages=20), attention(pages=1000, soft_cap=20.0)]
+
+    passed, without_memory, capped = hold_trials_apart(calls, torch.device(DEVICE))
+
+    assert passed == capped == Verdict(operation="paged_attention", is_passed=True)
+    assert (without_memory.is_passed, without_memory.is_final) == (False, False)
+    assert "there is memory for 20" in without_memory.reason
+
+
 def test_trials_that_do_not_end_are_ended_and_those_before_count(other_process):
     other_process(f"{line_of(is_passed=True)}; exec sleep 60")
 

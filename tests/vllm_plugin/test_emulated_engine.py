@@ -23,6 +23,10 @@ TESTS = {
     "gated_deltas_ahead": "test_specialized_engine.py"
     "::test_engine_with_scans_for_hopper_generates_what_it_does_in_float32[qwen3_next_64"
     "-delta_scan_hopper]",
+    "trials_of_attention": "test_specialized_engine.py"
+    "::test_engine_launches_what_it_has_tried_with_the_same_strides_and_tiles[gemma3_256]",
+    "trials_of_states": "test_specialized_engine.py"
+    "::test_engine_launches_what_it_has_tried_with_the_same_strides_and_tiles[granite_hybrid_64]",
     "states": "test_hybrid_engine.py"
     "::test_hybrids_generate_what_stock_vllm_generates_and_find_their_prefixes[granite_hybrid]",
     "convolutions": "test_hybrid_engine.py"

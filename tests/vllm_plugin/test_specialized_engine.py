@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from jenga_kernels.triton.tiles import HOPPER, machine_of
+from tests.conftest import EMULATED_GPU
 from tests.kernels.support import DEVICE
 from tests.vllm_plugin.conftest import ROUNDED_TOLERANCE, assert_same_generation
 from tests.vllm_plugin.engine_process import prompts_of_lengths
@@ -92,3 +93,38 @@ def test_engine_with_scans_for_hopper_generates_what_it_does_in_float32(
     assert_same_generation(ours, plain, tolerance=HALF_TOLERANCE)
     assert plain["has_hopper_scans"] == []
     assert ours["has_hopper_scans"] == [f"jenga_kernels.triton.{kernel}"]
+
+
+ATTENTION = "attention_prefill_hopper_kernel"
+
+LAUNCHED = {
+    "gemma3_256": {ATTENTION},
+    "deepseek_v2_64_heads": {"latent_decode_hopper_kernel"},
+    "granite_hybrid_64": {ATTENTION, "state_scan_specialized_kernel"},
+    # So few heads are scanned by the kernels of all GPUs.
+    "qwen3_next_64": {ATTENTION},
+}
+"""Model -> the kernels for Hopper that serve it."""
+
+
+@pytest.mark.skipif(
+    not EMULATED_GPU, reason="notes launches of trials, which elsewhere are another process's"
+)
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_engine_launches_what_it_has_tried_with_the_same_strides_and_tiles(
+    name, tiny_model, run_engine
+):
+    result = run_engine(
+        tiny_model(name),
+        prompts_of_lengths((5, 70), seed=0),
+        options={"attention_backend": "JENGA_TRITON", "dtype": "bfloat16"},
+        max_tokens=2,
+        script="tried_process.py",
+    )
+
+    assert "error" not in result, result["error"][-4000:]
+    tried, launched = (
+        {(kernel, tuple(facts)) for kernel, facts in result[when]} for when in ("tried", "launched")
+    )
+    assert {kernel for kernel, _ in launched} == LAUNCHED[name]
+    assert launched <= tried
