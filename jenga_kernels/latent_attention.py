@@ -323,7 +323,7 @@ def _check(
     check_dtype("q", q, FLOAT_DTYPES)
     check_rows("q", q)
     check_shape("pages", pages, (None, None, width))
-    page_tokens, _ = check_latent_pages(pages, latent_dim, q.dtype)
+    check_latent_pages(pages, latent_dim, q.dtype)
     num_requests = check_page_table(page_table)
     check_steps(query_starts, seq_lens, num_requests)
     check_positive("scale", scale)
@@ -347,11 +347,25 @@ def _check(
         plan=None if plan is None else plan.unit_starts,
     )
     check_no_gradients(q=q, pages=pages, out=out, lse=lse)
+    return latent_kind_of(q, pages, latent_dim=latent_dim, is_causal=is_causal)
+
+
+def latent_kind_of(
+    q: torch.Tensor, pages: torch.Tensor, *, latent_dim: int, is_causal: bool = True
+) -> AttentionKind:
+    """Describe the layer of a call, whose tensors fit together.
+
+    Args:
+        q: Queries, [num_tokens, num_heads, latent_dim + rotary_dim].
+        pages: Latents and rotary keys, [num_pages, page_tokens, latent_dim + rotary_dim].
+        latent_dim: Elements of a latent.
+        is_causal: Whether a query reads only keys up to its own position.
+    """
     return AttentionKind(
-        num_heads=num_heads,
+        num_heads=q.shape[1],
         num_kv_heads=1,
         head_dim=latent_dim,
-        page_tokens=page_tokens,
+        page_tokens=pages.shape[1],
         is_causal=is_causal,
         is_quantised=pages.dtype == FP8_DTYPE,
     )

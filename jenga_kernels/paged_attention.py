@@ -460,9 +460,7 @@ def _check(
     num_kv_heads = k_pages.shape[2]
     check_dtype("q", q, FLOAT_DTYPES)
     check_rows("q", q)
-    page_tokens = check_pages(
-        k_pages, v_pages, num_kv_heads, head_dim, q.dtype, value_dim=value_dim
-    )
+    check_pages(k_pages, v_pages, num_kv_heads, head_dim, q.dtype, value_dim=value_dim)
     num_requests = check_page_table(page_table)
     check_steps(query_starts, seq_lens, num_requests)
     check_positive("scale", scale)
@@ -502,17 +500,50 @@ def _check(
     check_no_gradients(
         q=q, k_pages=k_pages, v_pages=v_pages, sinks=sinks, alibi_slopes=alibi_slopes, out=out
     )
+    return kind_of(
+        q,
+        k_pages,
+        v_pages,
+        window_tokens=window_tokens,
+        chunk_tokens=chunk_tokens,
+        is_causal=is_causal,
+        has_slot_scales=k_slot_scales is not None,
+    )
+
+
+def kind_of(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    *,
+    window_tokens: int | None,
+    chunk_tokens: int | None,
+    is_causal: bool,
+    has_slot_scales: bool,
+) -> AttentionKind:
+    """Describe the layer of a call, whose tensors fit together.
+
+    Args:
+        q: Queries, [num_tokens, num_heads, head_dim].
+        k_pages: Keys, [num_pages, page_tokens, num_kv_heads, head_dim, or half of it].
+        v_pages: Values, [num_pages, page_tokens, num_kv_heads, value_dim, or half of it].
+        window_tokens: As `AttentionKind` has it.
+        chunk_tokens: Likewise.
+        is_causal: Likewise.
+        has_slot_scales: Likewise.
+    """
+    _, num_heads, head_dim = q.shape
     return AttentionKind(
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
+        num_kv_heads=k_pages.shape[2],
         head_dim=head_dim,
-        value_dim=value_dim,
-        page_tokens=page_tokens,
+        value_dim=v_pages.shape[3] * elements_per_item(v_pages.dtype),
+        page_tokens=k_pages.shape[1],
         window_tokens=window_tokens,
         chunk_tokens=chunk_tokens,
         is_causal=is_causal,
         is_quantised=k_pages.dtype in QUANTISED_DTYPES,
-        has_slot_scales=k_slot_scales is not None,
+        has_slot_scales=has_slot_scales,
         is_int4=k_pages.dtype == INT4_DTYPE,
     )
 

@@ -14,11 +14,10 @@ from jenga_kernels.attention_plan import (
     plan_attention,
     specialized_prefill_tiles,
 )
-from jenga_kernels.checks import QUANTISED_DTYPES
 from jenga_kernels.delta_scan import delta_scan
-from jenga_kernels.latent_attention import latent_attention
+from jenga_kernels.latent_attention import latent_attention, latent_kind_of
 from jenga_kernels.latent_plan import plan_latent_attention
-from jenga_kernels.paged_attention import paged_attention
+from jenga_kernels.paged_attention import kind_of, paged_attention
 from jenga_kernels.state_scan import state_scan
 from jenga_kernels.states import NULL_SLOT, Checkpoints
 from jenga_kernels.trial_calls import BY_TOKEN, Call, View
@@ -145,18 +144,15 @@ SPAN = (190, 320)
 
 
 def _attention_kind(call: Call) -> AttentionKind:
-    q, k_pages, v_pages = call.view("q"), *call.pages
-    reach = {name: call.arguments.get(name) for name in ("window_tokens", "chunk_tokens")}
-    return AttentionKind(
-        num_heads=q.shape[1],
-        num_kv_heads=k_pages.shape[2],
-        head_dim=q.shape[2],
-        value_dim=v_pages.shape[3],
-        page_tokens=k_pages.shape[1],
+    q, k_pages, v_pages = (view.meta() for view in (call.view("q"), *call.pages))
+    return kind_of(
+        q,
+        k_pages,
+        v_pages,
+        window_tokens=call.arguments.get("window_tokens"),
+        chunk_tokens=call.arguments.get("chunk_tokens"),
         is_causal=call.arguments.get("is_causal", True),
-        is_quantised=k_pages.torch_dtype in QUANTISED_DTYPES,
         has_slot_scales=call.view("k_slot_scales") is not None,
-        **reach,
     )
 
 
@@ -230,14 +226,8 @@ LATENTS = (1, 700, 64, 2500)
 
 
 def _latent_kind(call: Call) -> AttentionKind:
-    q, (pages,) = call.view("q"), call.pages
-    return AttentionKind(
-        num_heads=q.shape[1],
-        num_kv_heads=1,
-        head_dim=call.arguments["latent_dim"],
-        page_tokens=pages.shape[1],
-        is_quantised=pages.torch_dtype in QUANTISED_DTYPES,
-    )
+    q, pages = (view.meta() for view in (call.view("q"), *call.pages))
+    return latent_kind_of(q, pages, latent_dim=call.arguments["latent_dim"])
 
 
 def _has_own_latents(call: Call, machine: Machine) -> bool:

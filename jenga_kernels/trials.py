@@ -370,7 +370,7 @@ def usual_calls(operation: str) -> list[Call]:
         return [
             _attention_call(bfloat16, 128),
             _attention_call(float16, 64, window_tokens=100, soft_cap=20.0),
-            _attention_call(bfloat16, 256),
+            _attention_call(bfloat16, 256, reads_spans=True),
             _attention_call(bfloat16, 128, stored=float8),
         ]
     if operation == "latent_attention":
