@@ -9,6 +9,7 @@ from jenga.models.layers import (
     kv_slot_bytes,
     layer_kinds,
     layer_name,
+    same_kinds,
     shared_sources,
     uniform_attention,
 )
@@ -40,6 +41,8 @@ _GEMMA_4 = {
     "sliding_window": 512,
     "global_head_dim": 512,
 }
+_MISTRAL_WINDOW_TOKENS = 4096
+_LLAMA_4_CHUNK_TOKENS = 8192
 _MLLAMA_TOKENS_PER_IMAGE = 6193
 """Image tokens of a request on MMMU-Pro, from the Jenga paper."""
 
@@ -50,18 +53,16 @@ def _every(interval: int, num_layers: int, *, others: Kind) -> list[Kind]:
 
 
 def read_full(config: Config, options: ReadOptions) -> list[LayerType]:
-    """Llama and the many like it: full attention everywhere, unless `layer_types` says else."""
-    num_layers = config.num_layers()
-    kinds = layer_kinds(config, num_layers, [Kind.FULL] * num_layers)
+    """Llama and the many like it: layers that are all alike, unless `layer_types` says else."""
+    kinds = same_kinds(config, config.num_layers())
     return attention_types(uniform_attention(config, options, kinds, window_field="sliding_window"))
 
 
 def read_mistral(config: Config, options: ReadOptions) -> list[LayerType]:
-    """Mistral: a window in every layer, or none where it is null; Ministral by `layer_types`."""
-    num_layers = config.num_layers()
-    kind = Kind.SLIDING if "sliding_window" in config else Kind.FULL
-    kinds = layer_kinds(config, num_layers, [kind] * num_layers)
-    return attention_types(uniform_attention(config, options, kinds, window_field="sliding_window"))
+    """Mistral and Ministral: a window in every layer, 4096 tokens where no field is written."""
+    if not config.names("sliding_window"):
+        config = config.with_defaults({"sliding_window": _MISTRAL_WINDOW_TOKENS})
+    return read_full(config, options)
 
 
 def read_qwen(config: Config, options: ReadOptions) -> list[LayerType]:
@@ -83,11 +84,18 @@ def read_alternating(config: Config, options: ReadOptions) -> list[LayerType]:
 
 
 def read_every_fourth(config: Config, options: ReadOptions) -> list[LayerType]:
-    """Command R7B and A, OLMo 3: every fourth layer attends to everything."""
+    """OLMo 3, Trinity: every fourth layer attends to everything."""
     num_layers = config.num_layers()
     interval = config.integer("sliding_window_pattern", default=4)
     kinds = layer_kinds(config, num_layers, _every(interval, num_layers, others=Kind.SLIDING))
     return attention_types(uniform_attention(config, options, kinds, window_field="sliding_window"))
+
+
+def read_cohere2(config: Config, options: ReadOptions) -> list[LayerType]:
+    """Command R7B and A: as `read_every_fourth`; a token does not count to its window."""
+    if (window_tokens := config.window()) is not None:
+        config = config.with_values({"sliding_window": 1 + window_tokens})
+    return read_every_fourth(config, options)
 
 
 def read_exaone4(config: Config, options: ReadOptions) -> list[LayerType]:
@@ -149,8 +157,8 @@ def read_mimo_v2(config: Config, options: ReadOptions) -> list[LayerType]:
     """
     num_layers = config.num_layers()
     if "hybrid_layer_pattern" in config:
-        pattern = config.counts("hybrid_layer_pattern")
-        if len(pattern) != num_layers or max(pattern) > 1:
+        pattern = config.layer_counts("hybrid_layer_pattern", num_layers=num_layers)
+        if max(pattern) > 1:
             config.refuse("hybrid_layer_pattern", f"a list of {num_layers} of 0 and 1")
         kinds = [Kind.SLIDING if has_window else Kind.FULL for has_window in pattern]
     else:
@@ -174,16 +182,17 @@ def read_mimo_v2(config: Config, options: ReadOptions) -> list[LayerType]:
 def read_llama4(config: Config, options: ReadOptions) -> list[LayerType]:
     """Llama 4: chunked attention with rotary positions, full attention in layers without."""
     num_layers = config.num_layers()
-    if "no_rope_layers" in config:
-        has_rope = config.counts("no_rope_layers")
-        if len(has_rope) != num_layers:
-            config.refuse("no_rope_layers", f"a list of {num_layers} numbers, one per layer")
+    if config.has_list("no_rope_layers"):
+        has_rope = config.layer_counts("no_rope_layers", num_layers=num_layers)
         default = [Kind.CHUNKED if rope else Kind.FULL for rope in has_rope]
     else:
         interval = config.integer("no_rope_layer_interval", default=4)
         default = _every(interval, num_layers, others=Kind.CHUNKED)
-    config = config.with_defaults({"attention_chunk_size": 8192})
+    if not config.names("attention_chunk_size"):
+        config = config.with_values({"attention_chunk_size": _LLAMA_4_CHUNK_TOKENS})
     kinds = layer_kinds(config, num_layers, default)
+    if config.window("attention_chunk_size") is None:
+        kinds = [Kind.FULL] * num_layers
     return attention_types(
         uniform_attention(config, options, kinds, window_field="attention_chunk_size")
     )
@@ -192,9 +201,7 @@ def read_llama4(config: Config, options: ReadOptions) -> list[LayerType]:
 def read_mllama(config: Config, options: ReadOptions) -> list[LayerType]:
     """Llama 3.2 Vision: some layers attend to the image instead of the text."""
     num_layers = config.num_layers()
-    cross_layers = config.counts("cross_attention_layers")
-    if any(index >= num_layers for index in cross_layers):
-        config.refuse("cross_attention_layers", f"layers below {num_layers}")
+    cross_layers = config.indices("cross_attention_layers", num_layers=num_layers)
     slot_bytes = kv_slot_bytes(config, options)
     return [
         FullAttention(

@@ -13,6 +13,24 @@ MOST_LAYERS = 10_000
 
 _LAYERS = "layers_block_type"
 
+_LANGUAGE_SECTIONS = ("text_config", "llm_config", "language_config")
+"""Where models of several kinds of input have the fields of their language model."""
+
+_CONTEXT_FIELDS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "max_target_positions",
+    "max_sequence_length",
+    "max_seq_length",
+    "seq_len",
+)
+"""Names for the longest text that a model reads; the least of them counts, as in vLLM 0.33."""
+
+_STRETCHED_ROTATIONS = frozenset({"linear", "dynamic", "ntk"})
+"""Rotary positions whose `factor` multiplies that length; of others it is in the field."""
+
 
 class Config:
     """The fields of a configuration, or of a section of one.
@@ -28,6 +46,10 @@ class Config:
     def __contains__(self, name: str) -> bool:
         return self._fields.get(name) is not None
 
+    def as_dict(self) -> dict[str, object]:
+        """All fields, as they were read."""
+        return dict(self._fields)
+
     def refuse(self, name: str, expected: str) -> NoReturn:
         """Raise the error for a field that is not what it must be.
 
@@ -41,6 +63,16 @@ class Config:
     def equals(self, name: str, value: object) -> bool:
         """Whether a field has this very value."""
         return self._fields.get(name) == value
+
+    def names(self, name: str) -> bool:
+        """Whether there is a field of this name, null or not."""
+        return name in self._fields
+
+    def window(self, name: str = "sliding_window") -> int | None:
+        """Tokens of a window; None where the field is absent, null or 0, as engines read it."""
+        if name not in self or self.equals(name, 0):
+            return None
+        return self.integer(name)
 
     def integer(self, name: str, *, default: int | None = None) -> int:
         """A positive integer."""
@@ -87,6 +119,12 @@ class Config:
             self.refuse("architectures", f"a list of one of {', '.join(choices)}")
         return cast("str", names[0])
 
+    def usual_architecture(self) -> str | None:
+        """The class that runs the model, where the configuration names one."""
+        names = self._fields.get("architectures")
+        first = cast("list[object]", names)[0] if isinstance(names, list) and names else None
+        return first if isinstance(first, str) else None
+
     def counts(self, name: str, *, default: Sequence[int] | None = None) -> list[int]:
         """A list of integers of at least 0."""
         values = self._list(name, default)
@@ -94,8 +132,30 @@ class Config:
             self.refuse(name, "a list of integers of at least 0")
         return cast("list[int]", values)
 
+    def indices(
+        self, name: str, *, num_layers: int, default: Sequence[int] | None = None
+    ) -> list[int]:
+        """A list of layers, counted from 0."""
+        indices = self.counts(name, default=default)
+        if any(index >= num_layers for index in indices):
+            self.refuse(name, f"layers below {num_layers}")
+        return indices
+
+    def layer_counts(self, name: str, *, num_layers: int) -> list[int]:
+        """A list of integers of at least 0, one per layer; see `kinds` for longer ones."""
+        values = self.counts(name)
+        if len(values) not in self._lengths(num_layers):
+            self.refuse(name, f"a list of {num_layers} numbers, one per layer")
+        return values[:num_layers]
+
+    def has_list(self, name: str) -> bool:
+        """Whether a list has anything in it: engines read an empty one as they do none."""
+        return name in self and not self.equals(name, [])
+
     def kinds(self, name: str, known: Mapping[str, T], *, length: int) -> list[T]:
         """A list of strings, one per layer, translated.
+
+        Lists may go on with the layers that draft (`num_nextn_predict_layers`), which are left out.
 
         Args:
             name: The field.
@@ -103,8 +163,9 @@ class Config:
             length: Layers of the model.
         """
         values = self._list(name, None)
-        if len(values) != length:
+        if len(values) not in self._lengths(length):
             self.refuse(name, f"a list of {length} strings, one per layer")
+        values = values[:length]
         for index, value in enumerate(values):
             if value not in known:
                 msg = (
@@ -132,6 +193,26 @@ class Config:
             self.refuse(name, "an object")
         return Config(cast("dict[str, object]", value), source=f"{self.source}: {name}")
 
+    def language(self) -> "Config":
+        """The fields of the language model: those of a section, or these."""
+        name = next((each for each in _LANGUAGE_SECTIONS if each in self), None)
+        return self if name is None else self.section(name)
+
+    def context_tokens(self) -> int | None:
+        """The longest text that a language model with these fields reads; None if none says."""
+        lengths = [self.integer(name) for name in _CONTEXT_FIELDS if name in self]
+        if "model_max_length" in self:
+            lengths = [self.integer("model_max_length")]
+        if not lengths:
+            return None
+        factor = 1.0
+        for name in ("rope_parameters", "rope_scaling"):
+            rotation = self.section(name) if name in self else Config({}, source=self.source)
+            kinds = {rotation._fields.get("rope_type"), rotation._fields.get("type")}
+            if kinds & _STRETCHED_ROTATIONS:
+                factor = rotation.number("factor", default=1.0)
+        return int(min(lengths) * factor)
+
     def of_layer(self, index: int) -> "Config":
         """The fields as one layer has them, where `per_layer_config` sets some of its own.
 
@@ -150,6 +231,40 @@ class Config:
         """The same fields, with some for those that are absent."""
         present = {name: value for name, value in self._fields.items() if value is not None}
         return Config({**defaults, **present}, source=self.source)
+
+    def sections(self, name: str) -> list["Config"]:
+        """A list of objects."""
+        values = self._list(name, None)
+        if not all(isinstance(value, dict) for value in values):
+            self.refuse(name, "a list of objects")
+        return [
+            Config(cast("dict[str, object]", value), source=f"{self.source}: {name}[{index}]")
+            for index, value in enumerate(values)
+        ]
+
+    def cut(self, name: str, length: int) -> "Config":
+        """The same fields, a list no longer than this."""
+        value = self._fields.get(name)
+        if not isinstance(value, list):
+            return self
+        return self.with_values({name: cast("list[object]", value)[:length]})
+
+    def with_values(self, values: Mapping[str, object]) -> "Config":
+        """The same fields, some of them with other values."""
+        return Config({**self._fields, **values}, source=self.source)
+
+    def renamed(self, names: Mapping[str, str]) -> "Config":
+        """The same fields, some of them under other names too.
+
+        Args:
+            names: Name to add -> name of the field in the file; absent fields are left out.
+        """
+        present = {new: self._fields[old] for new, old in names.items() if old in self}
+        return Config({**present, **self._fields}, source=self.source)
+
+    def _lengths(self, num_layers: int) -> tuple[int, int]:
+        """Lengths that a list of layers may have."""
+        return num_layers, num_layers + self.count("num_nextn_predict_layers", default=0)
 
     def _list(self, name: str, default: Sequence[object] | None) -> list[object]:
         value = self._fields.get(name)

@@ -162,10 +162,7 @@ def _compress_ratios(config: Config, num_layers: int) -> list[int]:
         names = ("compressed_sparse_attention", "heavily_compressed_attention")
         known = {"sliding_attention": 0} | {name: rates.integer(name) for name in names}
         return config.kinds("layer_types", known, length=num_layers)
-    ratios = config.counts("compress_ratios")
-    if len(ratios) != num_layers:
-        config.refuse("compress_ratios", f"a list of {num_layers} numbers, one per layer")
-    return ratios
+    return config.layer_counts("compress_ratios", num_layers=num_layers)
 
 
 def read_kimi_linear(config: Config, options: ReadOptions) -> list[LayerType]:

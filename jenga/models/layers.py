@@ -108,9 +108,22 @@ def attention_types(
 
 def layer_kinds(config: Config, num_layers: int, default: Sequence[Kind] | None) -> list[Kind]:
     """What each layer does: `layer_types`, or the architecture's rule where it is absent."""
-    if "layer_types" not in config and default is not None:
+    if not config.has_list("layer_types") and default is not None:
         return list(default)
     return config.kinds("layer_types", LAYER_KINDS, length=num_layers)
+
+
+def same_kinds(config: Config, num_layers: int) -> list[Kind]:
+    """What each layer does where `layer_types` may be absent and the model's code has no rule.
+
+    vLLM then gives `sliding_window`, where there is one, to every layer. A window that no text is
+    longer than is none.
+    """
+    window_tokens, context_tokens = config.window(), config.context_tokens()
+    is_cut = window_tokens is not None and (
+        context_tokens is None or window_tokens < context_tokens
+    )
+    return layer_kinds(config, num_layers, [Kind.SLIDING if is_cut else Kind.FULL] * num_layers)
 
 
 def uniform_attention(
@@ -128,7 +141,8 @@ def uniform_attention(
     for index, kind in enumerate(kinds):
         own = config.of_layer(index)
         slot_bytes = kv_slot_bytes(own, options)
-        if kind is Kind.FULL:
+        is_windowless = window_field is not None and own.equals(window_field, 0)
+        if kind is Kind.FULL or (kind in {Kind.SLIDING, Kind.CHUNKED} and is_windowless):
             layers.append(AttentionLayer(index=index, slot_bytes=slot_bytes))
         elif kind in {Kind.SLIDING, Kind.CHUNKED}:
             if window_field is None:
@@ -241,11 +255,8 @@ def history_parts(
 
 
 def conv_taps(options: ReadOptions, kernel: int) -> int:
-    """Columns of a convolution's state.
-
-    Of a history drafts are a part; without one vLLM gives each state their columns too.
-    """
-    return kernel - 1 + (options.draft_tokens if options.history_tokens else 0)
+    """Columns of a convolution's state: those that drafted tokens may take are a part of each."""
+    return kernel - 1 + options.draft_tokens
 
 
 def delta_rule_parts(

@@ -1,11 +1,13 @@
 """From a configuration to a `ModelSpec`: which reader serves which `model_type`."""
 
+from collections.abc import Container
 from pathlib import Path
 
-from jenga.models import attention, designs, latent, recurrent
+from jenga.models import attention, designs, latent, published, recurrent
 from jenga.models.attention import Reader
 from jenga.models.config import Config, load_config
 from jenga.models.layers import HISTORY, image_embedding
+from jenga.models.names import MODEL_TYPE_OF_CLASS, MODEL_TYPES_AS_PUBLISHED
 from jenga.models.options import ReadOptions
 from jenga.models.vision import VISION_MODELS
 from jenga.spec import ModelSpec
@@ -15,22 +17,31 @@ TEXT_READERS: dict[str, Reader] = {
     "apertus": attention.read_full,
     "arcee": attention.read_full,
     "axk1": latent.read_deepseek,
+    "baichuan": attention.read_full,
     "bailing_hybrid": latent.read_bailing,
+    "bailing_moe": attention.read_full,
+    "bailing_moe_linear": published.read_ring_linear,
     "bamba": recurrent.read_bamba,
+    "bloom": published.read_bloom,
     "character_ai": designs.read_character_ai,
+    "chatglm": published.read_chatglm,
     "cohere": attention.read_full,
-    "cohere2": attention.read_every_fourth,
-    "cohere2_moe": attention.read_every_fourth,
+    "cohere2": attention.read_cohere2,
+    "cohere2_moe": attention.read_cohere2,
     "cwm": attention.read_exaone4,
+    "dbrx": published.read_dbrx,
     "deepseek_v2": latent.read_deepseek,
     "deepseek_v3": latent.read_deepseek,
     "deepseek_v32": latent.read_deepseek,
     "deepseek_v4": latent.read_deepseek_v4,
+    "dots1": attention.read_full,
     "ernie4_5": attention.read_full,
     "ernie4_5_moe": attention.read_full,
     "ernie4_5_vl_moe_text": attention.read_full,
+    "exaone": published.read_exaone,
     "exaone4": attention.read_exaone4,
     "exaone_moe": attention.read_exaone4,
+    "falcon": published.read_falcon,
     "falcon_h1": recurrent.read_falcon_h1,
     "falcon_mamba": recurrent.read_mamba,
     "flex_olmo": attention.read_full,
@@ -47,7 +58,11 @@ TEXT_READERS: dict[str, Reader] = {
     "glm4v_moe_text": attention.read_full,
     "glm4v_text": attention.read_full,
     "glm_moe_dsa": latent.read_deepseek,
+    "gpt2": published.read_gpt,
+    "gpt_bigcode": published.read_gpt,
+    "gpt_neox": attention.read_full,
     "gpt_oss": attention.read_alternating,
+    "gptj": published.read_gpt,
     "granite": attention.read_full,
     "granite_swa": attention.read_exaone4,
     "granitemoe": attention.read_full,
@@ -58,9 +73,10 @@ TEXT_READERS: dict[str, Reader] = {
     "hunyuan_v1_dense": attention.read_full,
     "hunyuan_v1_moe": attention.read_full,
     "hy_v3": attention.read_full,
-    "hyperclovax": attention.read_full,
     "hymba": recurrent.read_hymba,
+    "hyperclovax": attention.read_full,
     "internlm2": attention.read_full,
+    "internlm3": attention.read_full,
     "jais2": attention.read_full,
     "jamba": recurrent.read_jamba,
     "kimi_linear": latent.read_kimi_linear,
@@ -73,8 +89,10 @@ TEXT_READERS: dict[str, Reader] = {
     "mamba": recurrent.read_mamba,
     "mamba2": recurrent.read_mamba2,
     "mellum": attention.read_exaone4,
+    "mimo": attention.read_qwen,
     "mimo_v2": attention.read_mimo_v2,
     "mimo_v2_flash": attention.read_mimo_v2,
+    "minicpm": attention.read_full,
     "minimax": recurrent.read_minimax,
     "minimax_m2": attention.read_full,
     "minimax_text_01": recurrent.read_minimax,
@@ -85,15 +103,19 @@ TEXT_READERS: dict[str, Reader] = {
     "mixtral": attention.read_mistral,
     "mllama_text_model": attention.read_mllama,
     "nemotron": attention.read_full,
+    "nemotron-nas": published.read_nemotron_nas,
     "nemotron_h": recurrent.read_nemotron_h,
     "olmo": attention.read_full,
     "olmo2": attention.read_full,
     "olmo3": attention.read_every_fourth,
     "olmo_hybrid": recurrent.read_gated_delta,
     "olmoe": attention.read_full,
+    "opt": attention.read_full,
+    "orion": attention.read_full,
     "phi": attention.read_full,
     "phi3": attention.read_full,
     "phimoe": attention.read_full,
+    "plamo3": published.read_plamo3,
     "pyramid_kv": designs.read_pyramid_kv,
     "qwen2": attention.read_qwen,
     "qwen2_5_vl_text": attention.read_qwen,
@@ -110,6 +132,8 @@ TEXT_READERS: dict[str, Reader] = {
     "smollm3": attention.read_full,
     "solar_open": attention.read_full,
     "stablelm": attention.read_full,
+    "starcoder2": attention.read_full,
+    "step3p5": published.read_step,
     "vaultgemma": attention.read_alternating,
     "whisper": attention.read_whisper,
     "zamba2": recurrent.read_zamba2,
@@ -159,8 +183,26 @@ def read_config(config: Config, *, name: str, options: ReadOptions | None = None
     return spec
 
 
+def known_type(config: Config) -> str | None:
+    """The `model_type` that a configuration is read by; None where no reader is for it."""
+    known = _known(config, MODEL_TYPES)
+    return known if known in MODEL_TYPES else None
+
+
+def _known(config: Config, choices: Container[str]) -> str | None:
+    """The `model_type`, or its reader's name, or that of the class that runs the model."""
+    named = config.text("model_type", default="")
+    model_type = MODEL_TYPES_AS_PUBLISHED.get(named, named)
+    if model_type in choices:
+        return model_type
+    by_class = MODEL_TYPE_OF_CLASS.get(config.usual_architecture() or "", named)
+    return by_class if by_class in choices else named or None
+
+
 def _read(config: Config, *, name: str, options: ReadOptions) -> ModelSpec:
-    model_type = config.choice("model_type", MODEL_TYPES)
+    model_type = _known(config, MODEL_TYPES)
+    if model_type not in MODEL_TYPES:
+        config.refuse("model_type", f"one of {', '.join(MODEL_TYPES)}")
     if model_type in VISION_MODELS:
         vision = VISION_MODELS[model_type]
         has_section = any(section in config for section in vision.sections)
@@ -180,4 +222,7 @@ def _read(config: Config, *, name: str, options: ReadOptions) -> ModelSpec:
 def _text_reader(text: Config, default: str, *, is_section: bool) -> Reader:
     if not is_section:
         return TEXT_READERS[default]
-    return TEXT_READERS[text.choice("model_type", tuple(TEXT_READERS), default=default)]
+    model_type = _known(text, TEXT_READERS) or default
+    if model_type not in TEXT_READERS:
+        text.refuse("model_type", f"one of {', '.join(TEXT_READERS)}")
+    return TEXT_READERS[model_type]

@@ -114,9 +114,7 @@ def _short_convolutions(
     kernel = config.integer("conv_L_cache")
     if kernel == 1:
         config.refuse("conv_L_cache", "at least 2")
-    # Each of a request's states has columns for all drafts, which here are most of it.
-    taps = kernel - 1 + options.draft_tokens
-    shape = (options.shard("convolution channels", channels), taps)
+    shape = (options.shard("convolution channels", channels), conv_taps(options, kernel))
     conv = StatePart(name="conv", shape=shape, dtype=options.model_dtype)
     return _hybrid(config, options, kinds, [conv])
 
@@ -156,7 +154,7 @@ def read_jamba(config: Config, options: ReadOptions) -> list[LayerType]:
 def read_bamba(config: Config, options: ReadOptions) -> list[LayerType]:
     """Bamba: attention in listed layers, Mamba 2 in the others."""
     num_layers = config.num_layers()
-    attention = config.counts("attn_layer_indices", default=[])
+    attention = config.indices("attn_layer_indices", num_layers=num_layers, default=[])
     kinds = [Kind.FULL if i in attention else Kind.STATE for i in range(num_layers)]
     channels = config.integer("hidden_size") * config.integer("mamba_expand", default=2)
     return _hybrid(config, options, kinds, _bamba_parts(config, options, channels=channels))
@@ -210,7 +208,7 @@ def read_zamba2(config: Config, options: ReadOptions) -> list[LayerType]:
         kinds = config.kinds("layers_block_type", _ZAMBA_KINDS, length=num_layers)
         attention = [index for index, kind in enumerate(kinds) if kind is Kind.FULL]
     else:
-        attention = config.counts("hybrid_layer_ids")
+        attention = config.indices("hybrid_layer_ids", num_layers=num_layers)
     hidden_size = config.integer("hidden_size")
     num_heads = config.integer("num_attention_heads")
     elements = config.integer("attention_head_dim", default=2 * hidden_size // num_heads)
@@ -254,9 +252,7 @@ def read_minimax(config: Config, options: ReadOptions) -> list[LayerType]:
     num_layers = config.num_layers()
     default = None
     if "attn_type_list" in config:
-        is_full = config.counts("attn_type_list")
-        if len(is_full) != num_layers:
-            config.refuse("attn_type_list", f"a list of {num_layers} numbers, one per layer")
+        is_full = config.layer_counts("attn_type_list", num_layers=num_layers)
         default = [Kind.FULL if full else Kind.STATE for full in is_full]
     kinds = layer_kinds(config, num_layers, default)
     return _hybrid(config, options, kinds, [matrix_part(config, options)])
@@ -268,9 +264,9 @@ def read_lfm2(config: Config, options: ReadOptions) -> list[LayerType]:
     if "layer_types" in config:
         kinds = config.kinds("layer_types", _LFM2_KINDS, length=num_layers)
     else:
-        attention = config.counts("full_attn_idxs", default=range(num_layers))
-        if any(index >= num_layers for index in attention):
-            config.refuse("full_attn_idxs", f"layers below {num_layers}")
+        attention = config.indices(
+            "full_attn_idxs", num_layers=num_layers, default=range(num_layers)
+        )
         kinds = [Kind.FULL if i in attention else Kind.STATE for i in range(num_layers)]
     channels = config.integer("conv_dim", default=config.integer("hidden_size"))
     return _short_convolutions(config, options, kinds, channels=channels)
@@ -289,7 +285,7 @@ def read_hymba(config: Config, options: ReadOptions) -> list[LayerType]:
     """
     num_layers = config.num_layers()
     window_tokens = config.integer("sliding_window") + config.count("num_memory_tokens", default=0)
-    full = config.counts("global_attn_idx")
+    full = config.indices("global_attn_idx", num_layers=num_layers)
     slot_bytes = kv_slot_bytes(config, options)
     layers = [
         AttentionLayer(

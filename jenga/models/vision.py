@@ -181,5 +181,8 @@ VISION_MODELS = {
         deepstack_levels=_qwen3_levels,
     ),
     "smolvlm": Vision(sections=("text_config",), text_model="llama", image_tokens=_idefics_tokens),
+    "step3p7": Vision(
+        sections=("text_config",), text_model="step3p5", image_tokens=_megapixel_tokens
+    ),
 }
 """By `model_type`."""

@@ -20,6 +20,7 @@ from jenga.spec import (
     State,
     TokenBudget,
 )
+from tests.models.engine_configs import PUBLISHED
 
 DATA = resources.files("jenga.models") / "data"
 EXPECTED = json.loads((Path(__file__).parent / "expected_layers.json").read_text())
@@ -106,8 +107,9 @@ SAVED_VISION_MODELS = (
 
 
 def test_every_reader_is_exercised_by_a_known_model():
-    # In test_saved_configs.py, as transformers makes them.
-    used = {"exaone4", "longcat_flash", "mamba2", "olmo3", *SAVED_VISION_MODELS}
+    # In test_saved_configs.py, as transformers makes them, and in test_engine_layers.py.
+    used = {"cohere2", "dbrx", "exaone4", "longcat_flash", "mamba2", "olmo3", *SAVED_VISION_MODELS}
+    used |= {config["model_type"] for config in PUBLISHED.values()}
     for name in NAMES:
         config = facts(name)["config"]
         used.add(config["model_type"])
@@ -288,6 +290,10 @@ def changed(name, **changes):
         (changed("lfm2-1.2b", full_attn_idxs=[2, 16]), "'full_attn_idxs' must be layers below 16"),
         (
             changed("mimo-v2-flash", hybrid_layer_pattern=[0, 2]),
+            r"'hybrid_layer_pattern' must be a list of 48 numbers, one per layer",
+        ),
+        (
+            changed("mimo-v2-flash", hybrid_layer_pattern=[0, 2] * 24),
             r"'hybrid_layer_pattern' must be a list of 48 of 0 and 1",
         ),
         (changed("mimo-v2-flash", swa_head_dim="wide"), "'swa_head_dim' must be a positive"),

@@ -1,0 +1,67 @@
+"""Layer types and options as JSON, to hand from one process to another."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any
+
+from jenga.models.options import KvFormat, ReadOptions
+from jenga.spec import (
+    ChunkedLocal,
+    CrossAttention,
+    FullAttention,
+    Layer,
+    LayerType,
+    SlidingWindow,
+    State,
+    StatePart,
+)
+
+_LAYER_TYPES = {
+    each.__name__: each
+    for each in (FullAttention, SlidingWindow, ChunkedLocal, CrossAttention, State)
+}
+"""The types that an engine has pages for."""
+
+
+def options_fields(options: ReadOptions) -> dict[str, Any]:
+    """Get the fields of options, all of them JSON's own types."""
+    return asdict(options) | {"kv_format": options.kv_format.value}
+
+
+def options_from(values: Mapping[str, Any]) -> ReadOptions:
+    """Get the options of fields made by `options_fields`.
+
+    Raises:
+        ValueError: A value is out of its range.
+    """
+    fields: dict[str, Any] = {**values, "kv_format": KvFormat(values["kv_format"])}
+    return ReadOptions(**fields)
+
+
+def layer_type_fields(layer_type: LayerType) -> dict[str, Any]:
+    """Get the fields of a layer type and the name of its class, all of them JSON's own types."""
+    return {"type": type(layer_type).__name__, **asdict(layer_type)}
+
+
+def layer_type_from(values: Mapping[str, Any]) -> LayerType:
+    """Get the layer type of fields made by `layer_type_fields`.
+
+    Raises:
+        ValueError: A value is out of its range.
+    """
+    chosen = _LAYER_TYPES[values["type"]]
+    layers = tuple(
+        Layer(
+            name=each["name"],
+            slot_bytes=each["slot_bytes"],
+            readers=tuple(each["readers"]),
+            parts=tuple(
+                StatePart(name=part["name"], shape=tuple(part["shape"]), dtype=part["dtype"])
+                for part in each["parts"]
+            ),
+        )
+        for each in values["layers"]
+    )
+    own: dict[str, Any] = {field.name: values[field.name] for field in fields(chosen)}
+    own["layers"] = layers
+    return chosen(**own)
