@@ -2,7 +2,7 @@
 
 from jenga.models.known import ModelFacts, find_model, known_model, known_names
 from jenga.models.options import KvFormat, ReadOptions
-from jenga.models.reader import MODEL_TYPES, read_model
+from jenga.models.reader import MODEL_TYPES, known_type, read_model
 
 __all__ = [
     "MODEL_TYPES",
@@ -12,5 +12,6 @@ __all__ = [
     "find_model",
     "known_model",
     "known_names",
+    "known_type",
     "read_model",
 ]

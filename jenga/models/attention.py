@@ -176,7 +176,11 @@ def read_mimo_v2(config: Config, options: ReadOptions) -> list[LayerType]:
         own["sliding_window"] = config.integer("sliding_window_size")
     with_window = {str(index): own for index, kind in enumerate(kinds) if kind is Kind.SLIDING}
     config = config.with_defaults({"per_layer_config": with_window})
-    return attention_types(uniform_attention(config, options, kinds, window_field="sliding_window"))
+    return attention_types(
+        uniform_attention(
+            config, options, kinds, window_field="sliding_window", value_field="v_head_dim"
+        )
+    )
 
 
 def read_llama4(config: Config, options: ReadOptions) -> list[LayerType]:

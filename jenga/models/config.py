@@ -13,6 +13,9 @@ MOST_LAYERS = 10_000
 
 _LAYERS = "layers_block_type"
 
+_LAYER_FIELDS = ("num_layers", "n_layer", "n_layers")
+"""Further names for the number of layers."""
+
 _LANGUAGE_SECTIONS = ("text_config", "llm_config", "language_config")
 """Where models of several kinds of input have the fields of their language model."""
 
@@ -78,11 +81,19 @@ class Config:
         """A positive integer."""
         return self._read(name, default, _is_positive, "a positive integer")
 
+    def side(self, name: str) -> int:
+        """A positive integer, or the first of a list of them: a height and a width."""
+        if isinstance(self._fields.get(name), list):
+            return next(iter(self.counts(name)), 0) or self.integer(name)
+        return self.integer(name)
+
     def num_layers(self, name: str = "num_hidden_layers") -> int:
-        """A number of layers, small enough to list them.
+        """A number of layers, small enough to list them, under any name that is usual.
 
         transformers saves Nemotron-H without it: the list of its layers says how many there are.
         """
+        if name not in self:
+            name = next((each for each in _LAYER_FIELDS if each in self), name)
         if name not in self and _LAYERS in self:
             name, number = _LAYERS, len(self._list(_LAYERS, None))
         else:
@@ -106,6 +117,10 @@ class Config:
     def text(self, name: str, *, default: str | None = None) -> str:
         """A string."""
         return self._read(name, default, lambda value: isinstance(value, str), "a string")
+
+    def is_text(self, name: str) -> bool:
+        """Whether a field is a string."""
+        return isinstance(self._fields.get(name), str)
 
     def choice(self, name: str, choices: Sequence[str], *, default: str | None = None) -> str:
         """One of some strings."""
@@ -248,6 +263,10 @@ class Config:
         if not isinstance(value, list):
             return self
         return self.with_values({name: cast("list[object]", value)[:length]})
+
+    def with_absent(self, defaults: Mapping[str, object]) -> "Config":
+        """The same fields, with some for those that are not named; null stays."""
+        return Config({**defaults, **self._fields}, source=self.source)
 
     def with_values(self, values: Mapping[str, object]) -> "Config":
         """The same fields, some of them with other values."""

@@ -10,17 +10,31 @@ from difflib import get_close_matches
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 from jenga.models.config import Config, load_config
-from jenga.models.options import ReadOptions
+from jenga.models.options import KvFormat, ReadOptions
+from jenga.models.quantized import QUANTIZATION_FILE, kv_format_of, quantization_of
 from jenga.models.reader import read_config
+from jenga.models.weights import Weights, find_weights
 from jenga.spec import ELEMENT_BYTES, ModelSpec
 
 _PUBLISHED_ELEMENT_BYTES = 2
 """Bytes of a parameter where a known model's file gives no others: bfloat16."""
 
-_INDEX = "model.safetensors.index.json"
+
+class SpecReader(Protocol):
+    """Finds the layer types that a configuration describes, as `read_config` does."""
+
+    def __call__(
+        self, config: Config, /, *, name: str, options: ReadOptions | None = None
+    ) -> ModelSpec:
+        """Read them.
+
+        Raises:
+            ValueError: See `jenga.models.read_model`.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +50,7 @@ class ModelFacts:
         weight_bytes: Bytes of all weights as published, all ranks together; None where unknown.
         parameters_source: Where the three numbers come from, and the configuration where that is
             not the model's own file.
+        reader: Finds its layer types.
     """
 
     name: str
@@ -45,18 +60,17 @@ class ModelFacts:
     active_parameters: int | None
     weight_bytes: int | None
     parameters_source: str
+    reader: SpecReader = read_config
 
     @property
     def context_tokens(self) -> int | None:
         """The longest text that the configuration names; None where it names none."""
-        sections = [self.config]
-        if "text_config" in self.config:
-            sections.append(self.config.section("text_config"))
-        for section in sections:
-            for field in ("max_position_embeddings", "max_target_positions"):
-                if field in section:
-                    return section.integer(field)
-        return None
+        return self.config.language().context_tokens()
+
+    @property
+    def kv_format(self) -> KvFormat:
+        """How keys and values are stored where no option asks for another format."""
+        return kv_format_of(self.config)
 
     @property
     def num_layers(self) -> int:
@@ -65,10 +79,9 @@ class ModelFacts:
         Raises:
             ValueError: The configuration names none.
         """
-        config = self.config
-        if "text_config" in config and "num_hidden_layers" not in config:
-            config = config.section("text_config")
-        return config.num_layers()
+        language = self.config.language()
+        decoder = "decoder_layers"
+        return language.num_layers(decoder if decoder in language else "num_hidden_layers")
 
     def spec(self, options: ReadOptions | None = None) -> ModelSpec:
         """Its layer types as run with some options.
@@ -76,7 +89,7 @@ class ModelFacts:
         Raises:
             ValueError: See `jenga.models.read_model`.
         """
-        return read_config(self.config, name=self.name, options=options)
+        return self.reader(self.config, name=self.name, options=options)
 
 
 def known_names() -> tuple[str, ...]:
@@ -124,7 +137,7 @@ def find_model(text: str) -> ModelFacts:
 
     Args:
         text: A known name or Hugging Face name in any case, a `config.json`, or a directory that
-            holds one. A directory's weights are counted by its safetensors index or files.
+            holds one. A directory's weights are those that an engine would load: see `weights`.
 
     Raises:
         ValueError: It is none of these; close names are listed. Or a file that cannot be read.
@@ -154,11 +167,12 @@ def _local_model(path: Path) -> ModelFacts:
     config = load_config(path)
     folder = path if path.is_dir() else path.parent
     is_config = path.is_dir() or path.name == "config.json"
-    weight_bytes = _index_bytes(folder / _INDEX) if is_config else None
-    source = f"{_INDEX}, metadata.total_size"
-    if weight_bytes is None and is_config:
-        weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors")) or None
-        source = "the safetensors files"
+    quantization = folder / QUANTIZATION_FILE
+    if is_config and quantization.exists() and quantization_of(config) is None:
+        fields = load_config(quantization).as_dict()
+        config = config.with_values({"quantization_config": fields})
+    weights = find_weights(folder) if is_config else Weights(num_bytes=None, source="")
+    weight_bytes = weights.num_bytes
     parameters = None if weight_bytes is None else _parameters(config, weight_bytes)
     return ModelFacts(
         name=folder.resolve().name if is_config else path.stem,
@@ -167,26 +181,17 @@ def _local_model(path: Path) -> ModelFacts:
         total_parameters=parameters,
         active_parameters=parameters,
         weight_bytes=weight_bytes,
-        parameters_source="" if weight_bytes is None else source,
+        parameters_source=weights.source,
     )
-
-
-def _index_bytes(file: Path) -> int | None:
-    """What an index of safetensors files says of their size; None where there is none."""
-    if not file.exists():
-        return None
-    index = load_config(file)
-    return index.section("metadata").integer("total_size") if "metadata" in index else None
 
 
 def _parameters(config: Config, weight_bytes: int) -> int | None:
     """Parameters of an unquantised model, by its bytes."""
-    section = config.section("text_config") if "text_config" in config else config
-    if "quantization_config" in config or "quantization_config" in section:
+    if quantization_of(config) is not None:
         return None
-    for source in (config, section):
+    for source in (config, config.language()):
         for field in ("dtype", "torch_dtype"):
             if field in source:
-                dtype = source.text(field)
+                dtype = source.text(field).removeprefix("torch.")
                 return weight_bytes // ELEMENT_BYTES[dtype] if dtype in ELEMENT_BYTES else None
     return None

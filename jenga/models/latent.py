@@ -93,7 +93,7 @@ def read_longcat(config: Config, options: ReadOptions) -> list[LayerType]:
     """LongCat-Flash: two attentions over latents in every layer."""
     options.shard("attention heads", config.integer("num_attention_heads"))
     layers: list[Layer] = []
-    for index in range(config.num_layers("num_layers")):
+    for index in range(config.num_layers()):
         one = latent_layer(config, options, index)
         layers += [replace(one, name=f"{one.name}.{half}") for half in range(2)]
     return [FullAttention(name="full", layers=tuple(layers))]

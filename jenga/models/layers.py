@@ -127,7 +127,12 @@ def same_kinds(config: Config, num_layers: int) -> list[Kind]:
 
 
 def uniform_attention(
-    config: Config, options: ReadOptions, kinds: Sequence[Kind], *, window_field: str | None = None
+    config: Config,
+    options: ReadOptions,
+    kinds: Sequence[Kind],
+    *,
+    window_field: str | None = None,
+    value_field: str | None = None,
 ) -> list[AttentionLayer]:
     """Attention layers that have the same heads, but for what `per_layer_config` says of some.
 
@@ -136,11 +141,12 @@ def uniform_attention(
         options: How it is run.
         kinds: What each layer does; layers without attention are skipped.
         window_field: Names the window, or the chunk, of the layers that have one.
+        value_field: Names the elements of a head's value, where they are not those of its key.
     """
     layers: list[AttentionLayer] = []
     for index, kind in enumerate(kinds):
         own = config.of_layer(index)
-        slot_bytes = kv_slot_bytes(own, options)
+        slot_bytes = kv_slot_bytes(own, options, value_field=value_field)
         is_windowless = window_field is not None and own.equals(window_field, 0)
         if kind is Kind.FULL or (kind in {Kind.SLIDING, Kind.CHUNKED} and is_windowless):
             layers.append(AttentionLayer(index=index, slot_bytes=slot_bytes))
@@ -158,19 +164,19 @@ def uniform_attention(
     return layers
 
 
-def kv_slot_bytes(config: Config, options: ReadOptions) -> int:
+def kv_slot_bytes(config: Config, options: ReadOptions, *, value_field: str | None = None) -> int:
     """Bytes of one token in one layer, from the usual names of the fields."""
     num_heads = config.integer("num_attention_heads")
     options.shard("attention heads", num_heads)
     num_kv_heads = config.integer("num_key_value_heads", default=num_heads)
     key_dim = head_dim(config)
-    value_dim = config.integer("v_head_dim", default=key_dim)
+    value_dim = key_dim if value_field is None else config.integer(value_field, default=key_dim)
     return options.kv_slot_bytes(num_kv_heads, key_dim, value_dim=value_dim)
 
 
 def head_dim(config: Config) -> int:
     """Elements of an attention head."""
-    if "head_dim" in config:
+    if "head_dim" in config and not config.equals("head_dim", 0):
         return config.integer("head_dim")
     hidden_size = config.integer("hidden_size")
     num_heads = config.integer("num_attention_heads")

@@ -20,13 +20,13 @@ from jenga.models.layers import (
 from jenga.models.options import KvFormat, ReadOptions
 from jenga.spec import LayerType
 
-_LAYERS_AND_HEADS = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
+_HEADS = {"num_attention_heads": "n_head"}
 _PLAMO_3 = {"num_key_value_heads": 4, "head_dim": 128, "window_size": 2048}
 
 
 def read_gpt(config: Config, options: ReadOptions) -> list[LayerType]:
     """GPT-2, GPT-J and StarCoder, whose heads may all share one of keys and values."""
-    config = config.renamed(_LAYERS_AND_HEADS | {"hidden_size": "n_embd"})
+    config = config.renamed(_HEADS | {"hidden_size": "n_embd"})
     if config.flag("multi_query", default=False):
         config = config.with_values({"num_key_value_heads": 1})
     return read_full(config, options)
@@ -34,7 +34,7 @@ def read_gpt(config: Config, options: ReadOptions) -> list[LayerType]:
 
 def read_bloom(config: Config, options: ReadOptions) -> list[LayerType]:
     """BLOOM: full attention with a bias for distance."""
-    return read_full(config.renamed(_LAYERS_AND_HEADS | {"hidden_size": "n_embed"}), options)
+    return read_full(config.renamed(_HEADS | {"hidden_size": "n_embed"}), options)
 
 
 def read_falcon(config: Config, options: ReadOptions) -> list[LayerType]:
@@ -42,7 +42,7 @@ def read_falcon(config: Config, options: ReadOptions) -> list[LayerType]:
 
     vLLM 0.32 and 0.33 keep them in the model's dtype, whatever format is asked for.
     """
-    config = config.renamed(_LAYERS_AND_HEADS)
+    config = config.renamed(_HEADS)
     num_kv_heads = config.integer("num_attention_heads")
     if config.flag("new_decoder_architecture", default=False):
         config = config.renamed({"num_kv_heads": "n_head_kv"})
@@ -53,14 +53,8 @@ def read_falcon(config: Config, options: ReadOptions) -> list[LayerType]:
     return read_full(config, replace(options, kv_format=KvFormat.MODEL))
 
 
-def read_exaone(config: Config, options: ReadOptions) -> list[LayerType]:
-    """EXAONE 3: as Llama."""
-    return read_full(config.renamed({"num_hidden_layers": "num_layers"}), options)
-
-
 def read_chatglm(config: Config, options: ReadOptions) -> list[LayerType]:
     """ChatGLM and GLM-4: full attention; groups of heads share keys and values."""
-    config = config.renamed({"num_hidden_layers": "num_layers"})
     if config.flag("multi_query_attention", default=False):
         num_kv_heads = config.integer("multi_query_group_num", default=1)
         config = config.with_values({"num_key_value_heads": num_kv_heads})
@@ -69,12 +63,7 @@ def read_chatglm(config: Config, options: ReadOptions) -> list[LayerType]:
 
 def read_dbrx(config: Config, options: ReadOptions) -> list[LayerType]:
     """DBRX: full attention, its heads in a section."""
-    names = {
-        "num_hidden_layers": "n_layers",
-        "num_attention_heads": "n_heads",
-        "hidden_size": "d_model",
-    }
-    config = config.renamed(names)
+    config = config.renamed({"num_attention_heads": "n_heads", "hidden_size": "d_model"})
     if "attn_config" in config:
         num_kv_heads = config.section("attn_config").integer("kv_n_heads", default=1)
         config = config.with_values({"num_key_value_heads": num_kv_heads})

@@ -6,11 +6,12 @@ from pathlib import Path
 from jenga.models import attention, designs, latent, published, recurrent
 from jenga.models.attention import Reader
 from jenga.models.config import Config, load_config
+from jenga.models.defaults import CLASS_DEFAULTS
 from jenga.models.layers import HISTORY, image_embedding
 from jenga.models.names import MODEL_TYPE_OF_CLASS, MODEL_TYPES_AS_PUBLISHED
 from jenga.models.options import ReadOptions
 from jenga.models.vision import VISION_MODELS
-from jenga.spec import ModelSpec
+from jenga.spec import LayerType, ModelSpec
 
 TEXT_READERS: dict[str, Reader] = {
     "afmoe": attention.read_every_fourth,
@@ -38,7 +39,7 @@ TEXT_READERS: dict[str, Reader] = {
     "ernie4_5": attention.read_full,
     "ernie4_5_moe": attention.read_full,
     "ernie4_5_vl_moe_text": attention.read_full,
-    "exaone": published.read_exaone,
+    "exaone": attention.read_full,
     "exaone4": attention.read_exaone4,
     "exaone_moe": attention.read_exaone4,
     "falcon": published.read_falcon,
@@ -100,7 +101,7 @@ TEXT_READERS: dict[str, Reader] = {
     "ministral3": attention.read_full,
     "mistral": attention.read_mistral,
     "mistral4": latent.read_deepseek,
-    "mixtral": attention.read_mistral,
+    "mixtral": attention.read_full,
     "mllama_text_model": attention.read_mllama,
     "nemotron": attention.read_full,
     "nemotron-nas": published.read_nemotron_nas,
@@ -207,22 +208,23 @@ def _read(config: Config, *, name: str, options: ReadOptions) -> ModelSpec:
         vision = VISION_MODELS[model_type]
         has_section = any(section in config for section in vision.sections)
         text = config.section(*vision.sections) if has_section else config
-        reader = _text_reader(text, vision.text_model, is_section=has_section)
+        types = _read_text(text, vision.text_model, options, is_section=has_section)
         width = text.integer("hidden_size") * (1 + vision.deepstack_levels(config))
         image = image_embedding(width, options, typical_tokens=vision.image_tokens(config))
-        return ModelSpec(name=name, layer_types=(*reader(text, options), image))
-    if model_type in _TEXT_SECTIONS:
-        section, text_model = _TEXT_SECTIONS[model_type]
-        text = config.section(section)
-        reader = _text_reader(text, text_model, is_section=True)
-        return ModelSpec(name=name, layer_types=tuple(reader(text, options)))
-    return ModelSpec(name=name, layer_types=tuple(TEXT_READERS[model_type](config, options)))
+        return ModelSpec(name=name, layer_types=(*types, image))
+    is_section = model_type in _TEXT_SECTIONS
+    section, text_model = _TEXT_SECTIONS.get(model_type, ("", model_type))
+    text = config.section(section) if is_section else config
+    types = _read_text(text, text_model, options, is_section=is_section)
+    return ModelSpec(name=name, layer_types=tuple(types))
 
 
-def _text_reader(text: Config, default: str, *, is_section: bool) -> Reader:
-    if not is_section:
-        return TEXT_READERS[default]
-    model_type = _known(text, TEXT_READERS) or default
-    if model_type not in TEXT_READERS:
-        text.refuse("model_type", f"one of {', '.join(TEXT_READERS)}")
-    return TEXT_READERS[model_type]
+def _read_text(
+    text: Config, model_type: str, options: ReadOptions, *, is_section: bool
+) -> list[LayerType]:
+    """Read a language model, whose section may name another type than is usual for its model."""
+    if is_section:
+        model_type = _known(text, TEXT_READERS) or model_type
+        if model_type not in TEXT_READERS:
+            text.refuse("model_type", f"one of {', '.join(TEXT_READERS)}")
+    return TEXT_READERS[model_type](text.with_absent(CLASS_DEFAULTS.get(model_type, {})), options)

@@ -42,14 +42,23 @@ def _megapixel_tokens(_: Config) -> int:
     return _MEGAPIXEL_TOKENS
 
 
+def _vision(config: Config) -> Config:
+    """The encoder's fields; none where there is no section: it decides what is expected alone."""
+    if "vision_config" not in config:
+        return Config({}, source=f"{config.source}: vision_config")
+    return config.section("vision_config")
+
+
 def _grid_tokens(config: Config, *, shrink: float = 1.0) -> int:
     """Tokens of one square tile: patches along the side, shrunk, squared."""
-    vision = config.section("vision_config")
-    return int((vision.integer("image_size") // vision.integer("patch_size") * shrink) ** 2)
+    vision = _vision(config)
+    if "image_size" not in vision or "patch_size" not in vision:
+        return _MEGAPIXEL_TOKENS
+    return int((vision.side("image_size") // vision.side("patch_size") * shrink) ** 2)
 
 
 def _llama4_tokens(config: Config) -> int:
-    vision = config.section("vision_config")
+    vision = _vision(config)
     return _grid_tokens(config, shrink=vision.number("pixel_shuffle_ratio", default=0.5))
 
 
@@ -77,7 +86,7 @@ def _cohere_tokens(config: Config) -> int:
 
 
 def _qwen3_levels(config: Config) -> int:
-    vision = config.section("vision_config")
+    vision = _vision(config)
     return len(vision.counts("deepstack_visual_indexes", default=()))
 
 

@@ -127,6 +127,14 @@ def test_plan_and_engine_count_the_same_layers(name, way, declared):
     assert counted(planned(name, way), **form) == counted(engines, **form)
 
 
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in NOT_BUILT])
+def test_plan_and_engine_read_texts_of_the_same_length(name, declared):
+    context_tokens = Config(CONFIGS[name], source=name).language().context_tokens()
+
+    # vLLM has 2,048 tokens where nothing says.
+    assert declared("alone", name)["context_tokens"] == (context_tokens or 2048)
+
+
 def test_every_architecture_is_compared_or_known_not_to_be_built():
     compared = {fields.get("model_type") for fields in CONFIGS.values()} | set(CONFIGS)
 

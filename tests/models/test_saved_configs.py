@@ -1,10 +1,12 @@
 """Configurations as transformers saves them say the same as those that were published."""
 
+import dataclasses
 import json
 
 import pytest
 
 from jenga.models import known_model, known_names, read_model
+from jenga.models.defaults import CLASS_DEFAULTS
 from jenga.spec import FullAttention, SlidingWindow
 from tests.models.test_reader import facts
 
@@ -248,3 +250,15 @@ def test_models_of_states_alone(model_type, conv, recurrent, tmp_path):
     shapes = [part.shape for part in states.layers[0].parts]
     assert shapes == [conv, recurrent]
     assert {part.dtype for part in states.layers[0].parts} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("model_type", CLASS_DEFAULTS)
+def test_heads_that_a_configuration_leaves_out_are_those_of_its_class(model_type):
+    if model_type not in KNOWN_TO_TRANSFORMERS:
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
+    fields = {
+        each.name: each.default for each in dataclasses.fields(KNOWN_TO_TRANSFORMERS[model_type])
+    }
+
+    for name, value in CLASS_DEFAULTS[model_type].items():
+        assert fields[name] == value
