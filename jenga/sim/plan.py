@@ -102,6 +102,7 @@ class Plan:
         needed: Bytes that the next token of a request needs, and how many such requests would fill
             the arena, per length: (num_tokens, bytes, requests).
         systems: Planned first.
+        notes: Sentences on where its layers come from.
     """
 
     model: ModelSpec
@@ -114,6 +115,7 @@ class Plan:
     pipeline_parallel: int
     needed: tuple[tuple[int, int, int], ...]
     systems: tuple[System, ...]
+    notes: tuple[str, ...] = ()
 
 
 StockSystem = Callable[[ModelSpec, int, Sequence[int]], System]
@@ -402,3 +404,14 @@ KV_DTYPES: dict[str, tuple[KvFormat, str]] = {
     **{each.value: (each, "bfloat16") for each in KvFormat if each is not KvFormat.MODEL},
 }
 """What `--kv-dtype` takes: the format of keys and values, and the model's dtype."""
+
+
+def formats_of(kv_dtype: str, facts: ModelFacts) -> tuple[KvFormat, str]:
+    """Get the format of keys and values, and the dtype of a model.
+
+    Args:
+        kv_dtype: Of `KV_DTYPES`; "auto" is what the checkpoint was made for.
+        facts: The model.
+    """
+    kv_format, model_dtype = KV_DTYPES[kv_dtype]
+    return (facts.kv_format if kv_dtype == "auto" else kv_format), model_dtype

@@ -1,12 +1,29 @@
 """`jenga plan`: its arguments, and what it prints."""
 
 import argparse
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
-from jenga.models import ModelFacts, ReadOptions, find_model
+from jenga.models import ModelFacts, ReadOptions
 from jenga.sim.budget import RESERVED_BYTES, UTILIZATION, memory_budget
+from jenga.sim.engine_layers import (
+    Question,
+    comparison,
+    declared_model,
+    find_served_model,
+    is_installed,
+)
 from jenga.sim.gpus import GPUS, find_gpu, parse_bytes
-from jenga.sim.plan import KV_DTYPES, LENGTHS, Plan, StockSystem, plan_model
+from jenga.sim.plan import (
+    KV_DTYPES,
+    LENGTHS,
+    Plan,
+    StockSystem,
+    formats_of,
+    plan_model,
+    served_model,
+)
 from jenga.sim.plan_text import known_models_text, plan_json, plan_text
 
 DESCRIPTION = """\
@@ -52,7 +69,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--kv-dtype",
         choices=tuple(KV_DTYPES),
         default="auto",
-        help="how keys and values are stored (default: as the model, bfloat16)",
+        help="how keys and values are stored (default: as the checkpoint says, else as the model, "
+        "bfloat16)",
     )
     parser.add_argument(
         "--length",
@@ -105,7 +123,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--without-vllm",
         action="store_true",
-        help="leave out vLLM's planner, whose import takes seconds",
+        help="leave out vLLM's planner and the comparison with its classes, whose import takes "
+        "seconds",
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument(
@@ -151,8 +170,18 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> Plan:
-    models = [find_model(name) for name in (options.model, options.draft) if name is not None]
-    kv_format, model_dtype = KV_DTYPES[options.kv_dtype]
+    names = [name for name in (options.model, options.draft) if name is not None]
+    models = [find_served_model(name) for name in names]
+    kv_format, model_dtype = formats_of(options.kv_dtype, models[0])
+    read = ReadOptions(
+        tensor_parallel=options.tp,
+        kv_format=kv_format,
+        model_dtype=model_dtype,
+        draft_tokens=options.draft_tokens,
+        history_tokens=options.history_tokens,
+    )
+    # A model that is not understood is said first: no option mends that.
+    served_model(models, read)
     arena = options.arena or memory_budget(
         models,
         find_gpu(options.gpu),
@@ -161,20 +190,35 @@ def _plan(options: argparse.Namespace) -> Plan:
         utilization=options.utilization,
         reserved_bytes=options.reserve,
     )
-    return plan_model(
-        models,
-        arena=arena,
-        options=ReadOptions(
-            tensor_parallel=options.tp,
-            kv_format=kv_format,
-            model_dtype=model_dtype,
-            draft_tokens=options.draft_tokens,
-            history_tokens=options.history_tokens,
-        ),
-        lengths=options.length or _lengths(models[0]),
-        stock=None if options.without_vllm or options.pp > 1 else _stock_system(),
-        pipeline_parallel=options.pp,
-    )
+    with ExitStack() as stack:
+        questions = [
+            (facts, stack.enter_context(Question(facts.config.as_dict(), read)))
+            for facts in models[:1]
+            if _is_compared(facts) and not options.without_vllm
+        ]
+        plan = plan_model(
+            models,
+            arena=arena,
+            options=read,
+            lengths=options.length or _lengths(models[0]),
+            stock=None if options.without_vllm or options.pp > 1 else _stock_system(),
+            pipeline_parallel=options.pp,
+        )
+        notes = [
+            comparison(facts, facts.spec(read).layer_types, asked) for facts, asked in questions
+        ]
+    notes += [
+        f"The layers of {facts.name} are those that vLLM's own classes declare; embeddings of "
+        f"images are not counted."
+        for facts in models
+        if facts.reader is declared_model
+    ]
+    return replace(plan, notes=tuple(notes))
+
+
+def _is_compared(facts: ModelFacts) -> bool:
+    """Whether vLLM can be asked for the layers of a model: of models known by name fields lack."""
+    return not facts.model_id and facts.reader is not declared_model and is_installed()
 
 
 def _stock_system() -> StockSystem:

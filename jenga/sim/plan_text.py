@@ -80,6 +80,7 @@ def plan_json(plan: Plan) -> str:
                 for num_tokens, num_bytes, num_requests in plan.needed
             ],
             "systems": [asdict(system) for system in plan.systems],
+            "notes": list(plan.notes),
         },
         indent=2,
     )
@@ -283,7 +284,10 @@ def _types(plan: Plan) -> str:
         rows = [(*row[:3], row[4]) for row in rows]
     alignment = "<<" + ">" * (len(rows[0]) - 2)
     note = "A slot is one token's place, or one state, in all layers of the type."
-    return "\n".join([heading("Layer types"), *aligned(rows, alignment=alignment), note])
+    lines = [heading("Layer types"), *aligned(rows, alignment=alignment), note]
+    for each in plan.notes:
+        lines += wrapped(each, width=WIDTH)
+    return "\n".join(lines)
 
 
 def _type_key(layer_type: LayerType) -> object:

@@ -38,7 +38,7 @@ def stages_of(facts: ModelFacts, model: ModelSpec, num_ranks: int) -> tuple[froz
         num_ranks: Of the pipeline.
 
     Raises:
-        ValueError: See `layers_per_rank`.
+        ValueError: See `layers_per_rank`; or a layer has a number beyond those that are divided.
     """
     ends = [
         sum(counts[: rank + 1])
@@ -49,5 +49,8 @@ def stages_of(facts: ModelFacts, model: ModelSpec, num_ranks: int) -> tuple[froz
     for name in {layer.name for layer_type in model.layer_types for layer in layer_type.layers}:
         found = _LAYER_NUMBER.search(name)
         number = int(found.group(1)) if found else 0
+        if number >= ends[-1]:
+            msg = f"pipeline ranks divide {ends[-1]} layers of {model.name!r}, and not {name!r}"
+            raise ValueError(msg)
         stages[next(rank for rank, end in enumerate(ends) if number < end)].add(name)
     return tuple(frozenset(names) for names in stages)

@@ -30,6 +30,9 @@ OPTIONS_FILE = "read_options.json"
 ANSWER_FILE = "declared_layers.json"
 """Of the folder, written: the layer types, or an error."""
 
+_MOST_CHARACTERS = 400
+"""Of an error: some list every class that vLLM has."""
+
 _STATE_PARTS = ("conv", "recurrent")
 """Tensors of a state; with a history it has more, of which the plan counts the bytes alone."""
 
@@ -121,6 +124,18 @@ def _renamed(
     return replace(layer_type, layers=tuple(layers))
 
 
+def _words(error: Exception) -> str:
+    """One line of an error, without the values that pydantic shows of configurations."""
+    from pydantic import ValidationError
+
+    if isinstance(error, ValidationError):
+        error_text = "; ".join(each["msg"] for each in error.errors())
+    else:
+        error_text = f"{type(error).__name__}: {error}"
+    line = " ".join(error_text.split())
+    return line if len(line) <= _MOST_CHARACTERS else f"{line[:_MOST_CHARACTERS]}..."
+
+
 def main(folders: Sequence[Path]) -> None:
     """Answer for the model of each folder, in a file there."""
     have_no_device()
@@ -130,7 +145,7 @@ def main(folders: Sequence[Path]) -> None:
         try:
             found = declared_layers(folder, options)
         except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
+            answer = {"error": _words(error)}
         else:
             answer = {
                 "num_layers": found.num_layers,
