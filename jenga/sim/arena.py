@@ -26,6 +26,7 @@ class ActiveRequest:
         num_preemptions: How often it lost its pages.
         first_token_s: When its first token was there.
         finished_s: When its last token was there.
+        refusal: Why it never runs; empty for a request that may.
     """
 
     __slots__ = (
@@ -43,6 +44,7 @@ class ActiveRequest:
         "num_scheduled",
         "num_tokens",
         "prompt_tokens",
+        "refusal",
         "request",
         "total_tokens",
     )
@@ -57,6 +59,7 @@ class ActiveRequest:
         self.found: Any = None
         self.hit_tokens: int | None = None
         self.first_token_s = self.finished_s = -1.0
+        self.refusal = ""
         self._hashes: list[bytes] = []
         self._hash_tokens = 0
 

@@ -141,7 +141,7 @@ class Recorder:
                 first_token_s=active.first_token_s,
                 finished_s=active.finished_s,
                 num_preemptions=active.num_preemptions,
-                refused="" if active.finished_s >= 0 else "does not fit the arena alone",
+                refused=active.refusal,
             )
         self._ended.clear()
 

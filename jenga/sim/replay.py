@@ -9,6 +9,7 @@ from jenga.sim.arena import NOTHING_MOVED, ActiveRequest, Arena, ArenaBytes
 from jenga.sim.scheduler import CHUNK_TOKENS, MAX_REQUESTS, Scheduler
 from jenga.sim.speculation import Speculation
 from jenga.sim.workload import Request
+from jenga.spec import check_positive
 
 MOST_WAITING = 4096
 """Requests taken from a trace before they can run: of more, nobody needs to know."""
@@ -56,7 +57,7 @@ class Replay:
         time_s: Modelled time.
         moved_bytes: Copied to host memory or from there in the steps finished, as clocks count.
         num_finished: Requests that have all their tokens.
-        num_refused: Requests that the arena could not hold alone.
+        num_refused: Requests that the arena could not hold alone, or the model not read.
         prompt_tokens: Of requests finished or refused.
         output_tokens: Of requests finished.
         hit_tokens: Tokens of prompts found cached at the first admission.
@@ -71,6 +72,7 @@ class Replay:
         chunk_tokens: int = CHUNK_TOKENS,
         max_requests: int = MAX_REQUESTS,
         speculation: Speculation | None = None,
+        max_model_tokens: int | None = None,
         on_end: Callable[[ActiveRequest], None] | None = None,
     ) -> None:
         """Nothing has run.
@@ -82,6 +84,8 @@ class Replay:
             chunk_tokens: Tokens computed in a step, of all requests together.
             max_requests: Requests running at once.
             speculation: What is drafted; None for nothing.
+            max_model_tokens: Of the longest request that the model reads, with its answer; longer
+                ones are refused as they arrive. None where no request is too long.
             on_end: Called with each request that finished or was refused; the latter has no
                 `finished_s`.
         """
@@ -95,6 +99,9 @@ class Replay:
         self._next = self._take()
         self._clock = clock
         self._on_end = on_end
+        if max_model_tokens is not None:
+            check_positive("replay", "max_model_tokens", max_model_tokens)
+        self._max_model_tokens = max_model_tokens
         self.num_steps = self.num_finished = self.num_refused = 0
         self.prompt_tokens = self.output_tokens = self.hit_tokens = 0
         self.time_s = 0.0
@@ -156,7 +163,7 @@ class Replay:
                 if scheduler.running:
                     # Every chunk waits to end where its arena wants it: the next step has room.
                     continue
-                self._end(scheduler.refuse_next(), is_refused=True)
+                self._refuse(scheduler.refuse_next(), "does not fit the arena alone")
                 continue
             num_tokens = num_decoding = 0
             for active in scheduled:
@@ -180,26 +187,36 @@ class Replay:
         self.moved_bytes = self.arena.moved_bytes
         self.num_steps += 1
         for active in self.scheduler.finish_step(self.time_s):
-            self._end(active, is_refused=False)
+            self._end(active)
 
     def _arrive(self) -> bool:
         """Let requests arrive; False if none is left."""
-        waiting = self.scheduler.waiting
-        if self._next is not None and not waiting and not self.scheduler.running:
-            self.time_s = max(self.time_s, self._next.arrival_s)
-        while (
-            self._next is not None
-            and self._next.arrival_s <= self.time_s
-            and len(waiting) < MOST_WAITING
-        ):
-            self.scheduler.arrive(ActiveRequest(self._next))
+        waiting, running = self.scheduler.waiting, self.scheduler.running
+        while self._next is not None and len(waiting) < MOST_WAITING:
+            if not waiting and not running:
+                self.time_s = max(self.time_s, self._next.arrival_s)
+            if self._next.arrival_s > self.time_s:
+                break
+            self._admit(ActiveRequest(self._next))
             self._next = self._take()
-        return bool(waiting or self.scheduler.running)
+        return bool(waiting or running)
 
-    def _end(self, active: ActiveRequest, *, is_refused: bool) -> None:
+    def _admit(self, active: ActiveRequest) -> None:
+        """Let a request wait, if the model reads it: an engine asks that first."""
+        most_tokens = self._max_model_tokens
+        if most_tokens is None or active.total_tokens <= most_tokens:
+            self.scheduler.arrive(active)
+        else:
+            self._refuse(active, f"longer than the {most_tokens:,} tokens that the model reads")
+
+    def _refuse(self, active: ActiveRequest, reason: str) -> None:
+        active.refusal = reason
+        self._end(active)
+
+    def _end(self, active: ActiveRequest) -> None:
         self.prompt_tokens += active.prompt_tokens
         self.hit_tokens += active.hit_tokens or 0
-        if is_refused:
+        if active.refusal:
             self.num_refused += 1
         else:
             self.num_finished += 1

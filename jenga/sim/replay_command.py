@@ -8,12 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from jenga.models import ModelFacts, ReadOptions, find_model
+from jenga.models import ModelFacts, ReadOptions
 from jenga.sim.budget import memory_budget
+from jenga.sim.engine_layers import find_served_model
 from jenga.sim.gpus import GPUS, Gpu, find_gpu
 from jenga.sim.managers import EVICTING
 from jenga.sim.measured import RESULTS, measured
-from jenga.sim.plan import KV_DTYPES, served_model
+from jenga.sim.plan import formats_of, served_model
 from jenga.sim.replay import Clock, Replay, Step, constant_clock
 from jenga.sim.replay_options import add_options
 from jenga.sim.row_file import RowFile
@@ -22,7 +23,7 @@ from jenga.sim.sources import GENERATORS, open_source
 from jenga.sim.speculation import Speculation
 from jenga.sim.step_time import PEAKS, SHARES, Achieved, StepTime, Weights, drafted_time, weights_of
 from jenga.sim.text import aligned, bytes_text, wrapped
-from jenga.spec import ELEMENT_BYTES
+from jenga.spec import ELEMENT_BYTES, check_positive
 
 DESCRIPTION = """\
 Replay requests step by step against a memory manager, as an engine without a GPU would: continuous
@@ -180,8 +181,8 @@ class _Timed(Machine):
 
 
 def _machine(name: str, options: argparse.Namespace) -> _Timed:
-    models = [find_model(each) for each in (name, options.draft) if each is not None]
-    kv_format, model_dtype = KV_DTYPES[options.kv_dtype]
+    models = [find_served_model(each) for each in (name, options.draft) if each is not None]
+    kv_format, model_dtype = formats_of(options.kv_dtype, models[0])
     read = ReadOptions(
         tensor_parallel=options.tp,
         kv_format=kv_format,
@@ -189,6 +190,8 @@ def _machine(name: str, options: argparse.Namespace) -> _Timed:
         draft_tokens=options.draft_tokens,
     )
     model = served_model(models, read)
+    if options.max_model_len is not None:
+        check_positive("replay", "--max-model-len", options.max_model_len)
     gpu = find_gpu(options.gpu)
     arena_bytes = options.arena
     if arena_bytes is None:
@@ -218,6 +221,7 @@ def _machine(name: str, options: argparse.Namespace) -> _Timed:
         tp=options.tp,
         kv_format=options.kv_dtype,
         gpu=gpu.name,
+        max_model_tokens=options.max_model_len or models[0].context_tokens,
         seconds=seconds,
     )
 

@@ -129,6 +129,13 @@ def _configure_memory(group: "argparse._ArgumentGroup") -> None:  # pyright: ign
     group.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks")
     group.add_argument("--kv-dtype", choices=tuple(KV_DTYPES), default="auto")
     group.add_argument(
+        "--max-model-len",
+        type=int,
+        metavar="TOKENS",
+        help="of the longest request, with its answer; longer ones are refused (default: as the "
+        "model's configuration says)",
+    )
+    group.add_argument(
         "--weights", type=_reserve, metavar="BYTES", help="of all weights, all ranks together"
     )
     group.add_argument(

@@ -35,6 +35,7 @@ class Machine:
         tp: Ranks.
         kv_format: How keys and values are stored.
         gpu: Its name.
+        max_model_tokens: Of the longest request that the model reads; None where none is too long.
     """
 
     model: ModelSpec
@@ -43,6 +44,7 @@ class Machine:
     tp: int = 1
     kv_format: str = "auto"
     gpu: str = ""
+    max_model_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +161,7 @@ def run_row(machine: Machine, manager: str, trace: Trace, settings: Settings) ->
         **({"left_share": _left_share(manager, settings)} if manager in EVICTING else {}),
         **(_host_options(settings) if manager in HOSTING else {}),
         **(asdict(settings.speculation) if settings.speculation is not None else {}),
+        **_length_options(machine),
         **dict(settings.details),
     }
     row = RunRow(
@@ -183,6 +186,12 @@ def _left_share(manager: str, settings: Settings) -> float:
     if settings.left_share is not None:
         return settings.left_share
     return default_left_share(has_host=manager in HOSTING and settings.host_bytes > 0)
+
+
+def _length_options(machine: Machine) -> dict[str, object]:
+    if machine.max_model_tokens is None:
+        return {}
+    return {"max_model_len": machine.max_model_tokens}
 
 
 def _host_options(settings: Settings) -> dict[str, object]:
@@ -250,6 +259,7 @@ class Running:
                 chunk_tokens=settings.chunk_tokens,
                 max_requests=settings.max_requests,
                 speculation=settings.speculation,
+                max_model_tokens=machine.max_model_tokens,
                 on_end=self.recorder.on_end,
             )
             if settings.with_bounds:
@@ -258,13 +268,23 @@ class Running:
         yield row
         for each in self.recorder.rows(replay, on_step=on_step):
             if isinstance(each, SummaryRow) and not each.num_requests:
-                msg = (
-                    f"arena_bytes must hold a request, got {machine.arena_bytes}: manager "
-                    f"{row.manager!r} has no room for any of the {trace.num_requests} of "
-                    f"{trace.name}, whose shortest prompt has {trace.shortest_tokens} tokens"
-                )
-                raise ValueError(msg)
+                raise ValueError(_no_request_text(row, machine, trace))
             yield each
+
+
+def _no_request_text(row: RunRow, machine: Machine, trace: Trace) -> str:
+    """Why none of the requests ran."""
+    of_trace = (
+        f"any of the {trace.num_requests} of {trace.name}, whose shortest prompt has "
+        f"{trace.shortest_tokens} tokens"
+    )
+    most_tokens = machine.max_model_tokens
+    if most_tokens is not None and trace.shortest_tokens >= most_tokens:
+        return f"the model reads {most_tokens} tokens with an answer, and not {of_trace}"
+    return (
+        f"arena_bytes must hold a request, got {machine.arena_bytes}: manager {row.manager!r} has "
+        f"no room for {of_trace}"
+    )
 
 
 def replay_rows(row: RunRow, machine: Machine, trace: Trace, settings: Settings) -> Iterator[Row]:
