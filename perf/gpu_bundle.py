@@ -6,7 +6,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from perf.harness import ROOT
+from perf.machine import ROOT
 
 SETTINGS = {
     "HF_HUB_OFFLINE": "1",

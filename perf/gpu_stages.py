@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from perf.harness import ROOT
+from perf.machine import ROOT
 
 KERNEL_TESTS = "tests/kernels"
 ENGINE_TESTS = "tests/vllm_plugin"

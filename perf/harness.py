@@ -8,7 +8,6 @@ under a line that names the machine.
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -21,7 +20,8 @@ from pathlib import Path
 import torch
 import triton
 
-ROOT = Path(__file__).parent.parent
+from perf.machine import ROOT, commit_of, output_of
+
 FLUSH_BYTES = 512 << 20
 """Read before each timed launch; several times the largest L2 cache."""
 
@@ -277,17 +277,8 @@ def machine_line() -> str:
     if not torch.cuda.is_available():
         return f"no GPU: times mean nothing, {versions}"
     fields = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
-    state = _output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader")
+    state = output_of("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader")
     return f"{torch.cuda.get_device_name()}, {fields} = {state}, {versions}"
-
-
-def commit_of(root: Path = ROOT) -> str:
-    """Name what is measured: PERF_COMMIT, for copies that are no checkout, or what git says."""
-    given = os.environ.get("PERF_COMMIT")
-    if given:
-        return given
-    described = _output("git", "-C", str(root), "describe", "--always", "--dirty")
-    return described or "unknown"
 
 
 def table(rows: Sequence[Row], roofline_gigabytes_per_second: float | None = None) -> str:
@@ -348,11 +339,3 @@ def _as_record(row: Row) -> dict[str, object]:
         "teraflops": row.teraflops,
         **row.details,
     }
-
-
-def _output(*command: str) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return ""
-    return done.stdout.strip()

@@ -1,0 +1,181 @@
+"""Serve the same requests with stock vLLM and with ours, one engine after another.
+
+    python -m perf.engine --seconds 540       # the next of the plan; the same call goes on
+    python -m perf.engine --list              # the plan
+    python -m perf.engine --only gemma-3-4b --sides stock ours
+    python -m perf.engine --model FOLDER --trace mooncake.jsonl --cache 20GiB
+    python -m perf.engine --tiny              # all of it on a CPU, with tiny models
+
+Rows, outputs, logs and caches are kept in --folder. What has rows at this commit is not run again;
+PERF_COMMIT names the commit where the files are no checkout of it. `python -m perf.engine.table`
+makes a page of the rows.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from jenga.sim.gpus import parse_bytes
+from jenga.sim.sources import open_source
+from perf import gpu_bundle
+from perf.engine import export, plan, sides
+from perf.engine.jobs import Paths
+from perf.engine.lease import Lease
+from perf.engine.models import Scale
+from perf.engine.plan import Case, Entry
+from perf.engine.workloads import Workload
+from perf.machine import ROOT
+
+PACK_S = 25.0
+"""Kept for packing what is to leave the machine."""
+
+EXPERTS = "vllm/_moe_C*.so"
+"""vLLM's operations for experts, in a site."""
+
+MODEL_CAP_S = 3600.0
+"""For a start or a run of a model of one's own."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the next of a plan from the command line.
+
+    Returns:
+        0 where all has been measured, 1 where an engine failed, 2 where something is still to run.
+    """
+    began_s = time.monotonic()
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    scale = Scale.TINY if options.tiny else Scale.FULL
+    if (options.bundle is None) != (options.site is None):
+        parser.error("--bundle and --site must be given together")
+    folder = options.folder.resolve()
+    site = None if options.site is None else options.site.resolve()
+    entries = _entries(options, parser)
+    if options.list:
+        print("\n".join(f"{each.label} x{each.num_runs}" for each in entries))
+        return 0
+    if options.bundle is not None and site is not None:
+        gpu_bundle.unpack(options.bundle, site)
+        if scale is Scale.FULL and not any(site.glob(EXPERTS)):
+            entries = plan.chosen(entries, has_experts=False)
+    paths = Paths(folder=folder, site=site)
+    if options.restore is not None:
+        print(f"restored: {export.arrive(paths, options.restore)}", flush=True)
+    kept_s = 0.0 if options.out is None else PACK_S
+    lease = Lease(
+        paths,
+        scale=scale,
+        seconds=options.seconds - kept_s - (time.monotonic() - began_s),
+        out=options.out,
+        say=lambda line: print(line, flush=True),
+    )
+    if not options.without_warmers:
+        lease.warm(entries)
+    is_complete = lease.run(entries)
+    if not options.without_trials:
+        lease.hold_trials()
+    if options.out is not None:
+        for path in export.leave(paths, options.out):
+            print(f"{path}: {path.stat().st_size / 2**20:.2f} MiB")
+    print(
+        f"rows: {paths.rows}; {lease.num_failed} failed, {'all' if is_complete else 'not all'} run"
+    )
+    if lease.num_failed:
+        return 1
+    return 0 if is_complete else 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m perf.engine",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--seconds", type=float, default=3600.0, help="for all of this call")
+    add(
+        "--folder",
+        type=Path,
+        default=ROOT / ".cache" / "engine",
+        help="of rows, outputs, logs and caches",
+    )
+    add("--only", nargs="*", default=[], help="parts of cases' names")
+    add("--sides", nargs="*", default=[], help=f"some of {', '.join(sides.SIDES)}")
+    add("--tiny", action="store_true", help="tiny models, on a CPU; times mean nothing")
+    add("--list", action="store_true", help="print the entries and end")
+    add("--bundle", help="folders of an offline bundle of vLLM, separated by ':'")
+    add("--site", type=Path, help="where the bundle is unpacked")
+    add("--restore", type=Path, help="folder of what an earlier call left with --out")
+    add("--out", type=Path, help="folder for rows, logs and caches that are to leave the machine")
+    add("--without-warmers", action="store_true", help="compile nothing in advance")
+    add("--without-trials", action="store_true", help="hold no trials of kernels at the end")
+    own = parser.add_argument_group("a model of your own")
+    own.add_argument("--model", type=Path, help="its folder")
+    own.add_argument("--trace", help="what it serves, as `jenga replay` takes it")
+    own.add_argument("--cache", help="bytes of its cache, as in 20GiB")
+    own.add_argument("--limit", type=int, help="at most so many requests")
+    own.add_argument("--speed", type=float, default=1.0, help="arrivals come so much faster")
+    own.add_argument("--runs", type=int, default=2, help="of the trace, by each engine")
+    own.add_argument("--random-weights", action="store_true", help="read no weights")
+    own.add_argument("--engine", type=json.loads, default={}, help="further arguments, as JSON")
+    return parser
+
+
+def _entries(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Entry]:
+    """Get the entries that the command line asks for."""
+    entries: Sequence[Entry] = plan.PLAN
+    if options.model is not None:
+        case = _own_case(options, parser)
+        order = [sides.SIDES[name] for name in options.sides or ("stock", "ours")]
+        entries = plan.in_turns(case, *order, num_runs=options.runs)
+    if options.tiny:
+        entries = [entry for entry in entries if not entry.side.needs_gpu]
+    try:
+        return plan.chosen(entries, only=options.only, side_names=options.sides)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _own_case(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Case:
+    """Get the case that the command line describes."""
+    missing = [name for name in ("trace", "cache") if getattr(options, name) is None]
+    if missing:
+        parser.error(f"--model needs --{' and --'.join(missing)} too")
+    if not (options.model / "config.json").is_file():
+        parser.error(f"--model must be a folder with a config.json, got {options.model}")
+    if unknown := sorted(set(options.sides) - set(sides.SIDES)):
+        parser.error(f"--sides are some of {', '.join(sides.SIDES)}, got {', '.join(unknown)}")
+    try:
+        cache_bytes = parse_bytes(options.cache)
+    except ValueError as error:
+        parser.error(f"--cache: {error}")
+    try:
+        open_source(options.trace, limit=options.limit, speed=options.speed)
+    except ValueError as error:
+        parser.error(f"--trace: {error}")
+    workload = Workload(
+        name=options.trace,
+        trace=options.trace,
+        tiny=options.trace,
+        expected_s=0.0,
+        cap_s=MODEL_CAP_S,
+        limit=options.limit,
+        speed=options.speed,
+    )
+    return Case(
+        name=options.model.resolve().name,
+        model=None,
+        folder=options.model.resolve(),
+        workloads=(workload,),
+        cache_bytes=cache_bytes,
+        options=options.engine,
+        load_format="dummy" if options.random_weights else "auto",
+        start_cap_s=MODEL_CAP_S,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

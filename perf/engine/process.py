@@ -1,0 +1,148 @@
+"""An engine's process, seen from outside: orders, replies within a time, and an end that talks."""
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from perf.machine import ROOT
+
+LOG_FOLLOWS = "; its log ends:"
+"""End of an error's first line."""
+
+LAST_WORDS_S = 5.0
+"""For a process that has to be ended to say where its threads are."""
+
+LAST_LINES = 25
+"""Lines of its log that an error holds."""
+
+STACK_LINES = 80
+"""The same where the log ends with the stacks of all threads."""
+
+POLL_S = 0.2
+"""Between two looks at whether a process is still there."""
+
+
+class EngineError(RuntimeError):
+    """An engine failed; the message holds the end of its log."""
+
+
+class EngineTimeoutError(EngineError):
+    """An engine took longer than it may; its log holds the stacks of all its threads."""
+
+
+class EngineProcess:
+    """A process that replies to orders.
+
+    It gets a process group of its own, so that all that it starts ends with it, and
+    PYTHONFAULTHANDLER, so that a signal makes it print the stacks of all its threads.
+
+    Args:
+        command: The command; `--replies FD` is added.
+        environment: Its variables.
+        log: File for what it prints.
+        label: What errors call it.
+    """
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], log: Path, *, label: str
+    ) -> None:
+        self.label = label
+        self._log = log
+        self._received = b""
+        self._replies, their_replies = os.pipe()
+        their_orders, orders = os.pipe()
+        self._orders = os.fdopen(orders, "wb")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with log.open("w") as file:
+                self._process = subprocess.Popen(
+                    [*command, "--replies", str(their_replies)],
+                    cwd=ROOT,
+                    env={**environment, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"},
+                    stdin=their_orders,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=[their_replies],
+                    start_new_session=True,
+                )
+        finally:
+            os.close(their_replies)
+            os.close(their_orders)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._replies, selectors.EVENT_READ)
+
+    def order(self, **order: object) -> None:
+        """Send an order.
+
+        Raises:
+            EngineError: The process has ended.
+        """
+        try:
+            self._orders.write(json.dumps(order).encode() + b"\n")
+            self._orders.flush()
+        except (BrokenPipeError, ValueError) as error:
+            raise self._failure(self._process.wait()) from error
+
+    def reply(self, cap_s: float) -> dict[str, Any]:
+        """Await the next reply.
+
+        Args:
+            cap_s: Seconds after which the process is ended.
+
+        Raises:
+            EngineTimeoutError: It took longer.
+            EngineError: The process ended without a reply.
+        """
+        deadline_s = time.monotonic() + cap_s
+        while b"\n" not in self._received:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise self._failure(self._end(signal.SIGABRT), cap_s=cap_s)
+            ready = self._selector.select(min(POLL_S, left_s))
+            received = os.read(self._replies, 1 << 16) if ready else b""
+            self._received += received
+            # A process of its own that lives on may hold the other end of the pipe.
+            is_over = ready and not received
+            if is_over or (not ready and self._process.poll() is not None):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(LAST_WORDS_S)
+                raise self._failure(self._end(signal.SIGTERM))
+        line, _, self._received = self._received.partition(b"\n")
+        return json.loads(line)
+
+    def close(self, cap_s: float = LAST_WORDS_S) -> None:
+        """End the process: by the end of its orders, and by force if that takes too long."""
+        with contextlib.suppress(BrokenPipeError):
+            self._orders.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(cap_s)
+        self._end(signal.SIGTERM)
+        self._selector.close()
+        with contextlib.suppress(OSError):
+            os.close(self._replies)
+
+    def _end(self, number: signal.Signals) -> int:
+        """End all of its processes, first by a signal that they may answer."""
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            if self._process.poll() is None:
+                os.killpg(self._process.pid, number)
+                self._process.wait(LAST_WORDS_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        return self._process.wait()
+
+    def _failure(self, status: int, *, cap_s: float | None = None) -> EngineError:
+        """Make an error of how the process ended, with the end of its log."""
+        lines = self._log.read_text(errors="replace").splitlines()
+        if cap_s is None:
+            said = f"{self.label} ended with {status}"
+            return EngineError("\n".join([said + LOG_FOLLOWS, *lines[-LAST_LINES:]]))
+        said = f"{self.label} took longer than {cap_s:.0f} s and was ended with {status}"
+        return EngineTimeoutError("\n".join([said + LOG_FOLLOWS, *lines[-STACK_LINES:]]))
