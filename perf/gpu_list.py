@@ -7,7 +7,7 @@ A line of LIST names a benchmark, parts of its shapes' names ("$" stands for an 
     bench_paged_attention; D13 |X1 ; vllm-triton,flash-attention-3
 
 Without LIST it is `BEHIND`. Python, torch and vLLM take a quarter of a minute to start, which so
-short a time on a GPU has once. No tests are run before: `perf.gpu_brief` runs them.
+short a time on a GPU has once. No tests are run before: `perf.gpu_session --brief` runs them.
 """
 
 import argparse
@@ -22,6 +22,9 @@ from pathlib import Path
 import torch
 
 from perf.harness import Benchmark
+
+TIME_IS_UP = 2
+"""What the command returns where it did not begin all of a list."""
 
 BEHIND = """
 roofline; read|copy; none
@@ -79,23 +82,26 @@ def read_list(text: str) -> list[Item]:
     return items
 
 
-def run(items: Sequence[Item], results: Path, *, seconds: float, is_dry: bool = False) -> int:
-    """Run items in order; what is left when time is up is named.
+def run(
+    items: Sequence[Item], results: Path, *, seconds: float, is_dry: bool = False
+) -> tuple[int, int]:
+    """Run items in order; those for which there is no time are named.
 
     Returns:
-        How many items failed.
+        How many items failed, and for how many there was no time.
 
     Raises:
         SystemExit: A benchmark has lost this process its GPU.
     """
     started = time.monotonic()
-    num_failed = 0
+    num_failed = num_left = 0
     wants_shape = Benchmark.wants_shape
     try:
         for item in items:
             left = seconds - (time.monotonic() - started)
             if left <= 0:
                 print(f"no time for {item.benchmark} {'|'.join(item.shapes)}", flush=True)
+                num_left += 1
                 continue
             deadline = started + seconds
 
@@ -105,7 +111,7 @@ def run(items: Sequence[Item], results: Path, *, seconds: float, is_dry: bool = 
                 is_wanted = benchmark.is_dry or item.wants(name)
                 return is_wanted and time.monotonic() < deadline
 
-            Benchmark.wants_shape = wants
+            Benchmark.wants_shape = wants  # pyright: ignore[reportAttributeAccessIssue]
             arguments = ["--skip-tests", "--results", str(results), "--peers", item.peers]
             try:
                 module = importlib.import_module(f"perf.{item.benchmark}")
@@ -117,14 +123,14 @@ def run(items: Sequence[Item], results: Path, *, seconds: float, is_dry: bool = 
                 torch.cuda.empty_cache()
     finally:
         Benchmark.wants_shape = wants_shape
-    return num_failed
+    return num_failed, num_left
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a list from the command line.
 
     Returns:
-        1 where a benchmark failed.
+        0, 1 where a benchmark failed, `TIME_IS_UP` where some were not begun.
     """
     parser = argparse.ArgumentParser(
         prog="python -m perf.gpu_list",
@@ -138,8 +144,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     text = BEHIND if options.list is None else options.list.read_text()
     items = read_list(text)
-    failed = run(items, options.results, seconds=options.seconds, is_dry=options.dry_run)
-    return int(failed > 0)
+    num_failed, num_left = run(
+        items, options.results, seconds=options.seconds, is_dry=options.dry_run
+    )
+    if num_failed:
+        return 1
+    return TIME_IS_UP if num_left else 0
 
 
 if __name__ == "__main__":

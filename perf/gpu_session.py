@@ -2,6 +2,7 @@
 
     python -m perf.gpu_session --results OUT [--minutes 9] [--bundle DIR:DIR --site SITE]
     python -m perf.gpu_session --results OUT --resume EARLIER   # on another machine, later
+    python -m perf.gpu_session --results OUT --brief --kernels KERNELS.tar.xz   # in minutes
 
 Stages that ended before at this commit are not run again; what `--minutes` cuts short is run anew
 by the next call, a benchmark from the shape it was cut at. Rows go to OUT/<gpu>/<benchmark>.jsonl
@@ -15,6 +16,11 @@ what the benchmarks have to compile; what is timed runs alone. A stage that take
 stopped, counts as failed the second time, and holds up no other. Benchmarks come after the tests of
 their kernels; where one of those failed, the benchmark runs it again and refuses to time anything.
 
+A whole session takes an hour. Where a GPU is lent for minutes, `--brief` runs all tests of kernels
+in one pytest, on all cores, and then `perf.gpu_list` in one process: start-up of Python and
+compiling would take all of them otherwise. `--kernels` are those of `perf.precompiled`; with them
+all tests of kernels took two minutes on 16 cores. `--tests` and `--list-file` name some of either.
+
 A machine needs torch, Triton and what tests run with: pytest, pytest-timeout, hypothesis; for the
 engine and the peers vLLM and the libraries. Where these cannot be installed, `--bundle` names the
 folders of an offline bundle, one of which holds its `unpack.sh`, and `--site` where to unpack it;
@@ -24,6 +30,7 @@ parts that come later are unpacked by a later call.
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -31,6 +38,7 @@ import sys
 import tarfile
 import threading
 import time
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -39,7 +47,15 @@ from itertools import groupby
 from pathlib import Path
 
 from perf import gpu_bundle
-from perf.gpu_stages import ENGINE_TESTS, KERNEL_TESTS, Stage, stages
+from perf.gpu_list import TIME_IS_UP
+from perf.gpu_stages import (
+    BRIEF_TESTS,
+    ENGINE_TESTS,
+    KERNEL_TESTS,
+    Stage,
+    brief_stages,
+    stages,
+)
 from perf.harness import ROOT, commit_of, machine_line, machine_name
 
 NOT_BEGUN_SECONDS = 20
@@ -58,6 +74,20 @@ LINES_SHOWN = 12
 """Of the log of a stage that failed."""
 
 CORES_OF_A_STAGE = 4
+
+LIST_END_SECONDS = 20
+"""Before the end of a session, that a list begins no more shapes."""
+
+TEST = r"(?:\S*/)?(?P<file>test_\w+)\.py::(?P<name>.*?)"
+ENDED = r"(?P<how>PASSED|FAILED|SKIPPED|ERROR)"
+TEST_LINES = (
+    re.compile(rf"\[gw\d+\] \[ *\d+%\] {ENDED} {TEST}\s*$"),
+    re.compile(rf"{TEST} {ENDED}(?: \(.*\))?\s+\[ *\d+%\]$"),
+)
+"""Lines of `pytest -v`, with pytest-xdist and without."""
+
+NAMES_SHOWN = 20
+"""Of tests that failed."""
 NEEDED = ("pytest", "pytest_timeout", "hypothesis")
 
 
@@ -94,6 +124,7 @@ class Session:
         machine: The machine's line.
         site: Folder of an unpacked bundle, if there is one.
         num_jobs: How many stages may run at once where none is timed.
+        kernels: Triton's cache, if it has kernels that were compiled before.
         archive: Keeps the folder above `folder` in one file, if given.
     """
 
@@ -105,6 +136,7 @@ class Session:
         machine: str,
         site: Path | None,
         num_jobs: int = 1,
+        kernels: Path | None = None,
         archive: Path | None = None,
     ) -> None:
         self.folder = folder
@@ -112,6 +144,7 @@ class Session:
         self.machine = machine
         self.site = site
         self.num_jobs = num_jobs
+        self.kernels = kernels
         self.archive = archive
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         self._rows = folder / "tests.jsonl"
@@ -154,6 +187,10 @@ class Session:
             return
         timeout = min(left, stage.limit_seconds)
         outcome = self._outcome(stage, timeout, returncode=OVER_LIMIT if timeout < left else None)
+        if stage.name == BRIEF_TESTS:
+            counted = tests_by_file(self._log(stage).read_text(errors="replace"))
+            (self.folder / "tests.txt").write_text(f"{self.machine}\n{counted}\n")
+            print(counted, flush=True)
         with self._lock, self._rows.open("a") as file:
             file.write(json.dumps(asdict(outcome)) + "\n")
         self._write_archive()
@@ -172,7 +209,11 @@ class Session:
         """Run a stage; one that outlasts the timeout has the return code given."""
         command = [sys.executable, *stage.command]
         if stage.is_timed:
-            command += ["--results", str(self.folder.parent), "--go-on"]
+            command += ["--results", str(self.folder.parent)]
+        if stage.is_list:
+            command += ["--seconds", f"{max(0.0, timeout - LIST_END_SECONDS):.0f}"]
+        elif stage.is_timed:
+            command += ["--go-on"]
             command += ["--tests-passed", *self._tests_passed()]
         started = time.monotonic()
         with self._log(stage).open("w") as file:
@@ -186,6 +227,8 @@ class Session:
             )
             if self._ends(process, started + timeout):
                 returncode = process.returncode
+                if stage.is_list and returncode == TIME_IS_UP:
+                    returncode = None
             else:
                 # Engines have children of their own.
                 os.killpg(process.pid, signal.SIGKILL)
@@ -241,10 +284,31 @@ class Session:
             path += [str(self.site)] + ([str(self.site / "peers")] if sees_peers else [])
         if os.environ.get("PYTHONPATH"):
             path.append(os.environ["PYTHONPATH"])
-        settings = {} if self.site is None else gpu_bundle.SETTINGS
+        settings = {} if self.site is None else dict(gpu_bundle.SETTINGS)
+        if self.kernels is not None:
+            settings["TRITON_CACHE_DIR"] = str(self.kernels)
         # Compilers of peers would each take all cores, and more memory than there is.
-        settings = {"MAX_JOBS": str(CORES_OF_A_STAGE), "PYTHONUNBUFFERED": "1"} | settings
+        settings |= {"MAX_JOBS": str(CORES_OF_A_STAGE), "OMP_NUM_THREADS": "2"}
+        settings["PYTHONUNBUFFERED"] = "1"
         return os.environ | settings | {"PYTHONPATH": os.pathsep.join(path)}
+
+
+def tests_by_file(log: str) -> str:
+    """Say of each file how many tests passed and failed, and name those that failed."""
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    failed: list[str] = []
+    for line in log.splitlines():
+        match = next((found for each in TEST_LINES if (found := each.match(line))), None)
+        if match:
+            counts[match["file"]][match["how"].lower()] += 1
+            if match["how"] in ("FAILED", "ERROR"):
+                failed.append(f"{match['file']}::{match['name']}")
+    lines = [
+        f"{name}: {', '.join(f'{number} {how}' for how, number in sorted(found.items()))}"
+        for name, found in sorted(counts.items())
+    ]
+    failed = list(dict.fromkeys(failed))
+    return "\n".join([*lines, f"{len(failed)} failed", *failed[:NAMES_SHOWN]])
 
 
 def summary(planned: Sequence[Stage], outcomes: dict[str, Outcome]) -> str:
@@ -261,6 +325,19 @@ def take_up(earlier: Path, results: Path) -> None:
         shutil.copytree(earlier, results, dirs_exist_ok=True)
     else:
         shutil.unpack_archive(earlier, results, filter="data")
+
+
+def _stages_of(options: argparse.Namespace) -> list[Stage]:
+    """Get the stages of a brief session or a whole one."""
+    has_xdist = find_spec("xdist") is not None
+    if not options.brief:
+        return stages(num_workers=CORES_OF_A_STAGE if options.jobs > 1 and has_xdist else 0)
+    return brief_stages(
+        tests=options.tests,
+        list_path=options.list_file,
+        test_seconds=60 * options.test_minutes,
+        num_workers=max(1, (os.cpu_count() or 1) - 2) if has_xdist else 1,
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -288,9 +365,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--jobs", type=int, default=max(1, cores // CORES_OF_A_STAGE), help="stages at a time"
     )
     parser.add_argument("--list", action="store_true", help="print the stages and end")
+    parser.add_argument("--kernels", type=Path, help="compiled before: perf.precompiled --pack")
+    brief = parser.add_argument_group("in minutes")
+    brief.add_argument("--brief", action="store_true", help="all tests at once, then a list")
+    brief.add_argument("--tests", nargs="*", default=[], help="files of tests: kv_store ...")
+    brief.add_argument("--test-minutes", type=float, default=2.5, help="for all of them")
+    brief.add_argument("--list-file", type=Path, help="otherwise perf.gpu_list's own list")
     options = parser.parse_args(arguments)
-    has_workers = options.jobs > 1 and find_spec("xdist") is not None
-    every = stages(num_workers=CORES_OF_A_STAGE if has_workers else 0)
+    every = _stages_of(options)
     planned = [stage for stage in every if stage.name.startswith(tuple(options.only))]
     if options.list:
         print("\n".join(stage.name for stage in planned))
@@ -305,12 +387,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         take_up(options.resume, options.results)
     if options.bundle is not None:
         gpu_bundle.unpack(options.bundle, options.site)
+    kernels = None
+    if options.kernels is not None:
+        kernels = options.results.resolve().parent / "kernels"
+        command = [sys.executable, "-m", "perf.precompiled", str(kernels)]
+        subprocess.run([*command, "--unpack", str(options.kernels)], cwd=ROOT, check=True)
     session = Session(
         options.results.resolve() / machine_name(),
         commit=commit_of(),
         machine=machine_line(),
         site=None if options.site is None else options.site.resolve(),
         num_jobs=options.jobs,
+        kernels=kernels,
         archive=options.archive,
     )
     print(session.machine, flush=True)

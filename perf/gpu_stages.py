@@ -1,5 +1,6 @@
 """What a session of GPU work runs, in the order of what it tells."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,9 +35,6 @@ BENCHMARKS = (
 """The longest are run by parts of their shapes' names."""
 
 SWEEPS = ("sweep_page_size", "sweep_tokens_per_page", "sweep_attention_tiles")
-
-ENGINE_BENCHMARKS = ("bench_engine --only nemotron", "bench_engine --only gemma")
-"""Engines beside stock vLLM's: they start, read a trace twice and end, one after the other."""
 
 HOST_BENCHMARKS = (
     "bench_calls",
@@ -89,9 +87,18 @@ SANITIZERS = ("memcheck", "racecheck")
 TEST_LIMIT_SECONDS = 480
 SLOW_LIMIT_SECONDS = 1800
 BENCHMARK_LIMIT_SECONDS = 300
-ENGINE_BENCHMARK_LIMIT_SECONDS = 480
 TEST_HANGS_SECONDS = 300
 """Tests of random batches compile most of them anew."""
+
+BRIEF_TEST_HANGS_SECONDS = 60
+MAX_PROCESSES_LOST = 40
+"""Of pytest-xdist's: a kernel that fails may take the GPU from its process."""
+
+NEEDS_NO_GPU = "not compile and not few_instructions and not more_pages_than"
+"""Leaves out tests of kernels that compile alone, and those that want another memory."""
+
+BRIEF_TESTS, BRIEF_LIST = "all native tests", "list"
+"""Names of the stages of a brief session."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +110,7 @@ class Stage:
         command: What runs, without the interpreter.
         is_test: Whether it runs tests, and not a benchmark.
         is_timed: Whether it times something, so that nothing may run beside it.
+        is_list: Whether it runs a list of benchmarks, which it is told the time for.
         sees_peers: Whether libraries to compare with are on the path: vLLM chooses others then.
         limit_seconds: After which it is taken to hang.
     """
@@ -111,6 +119,7 @@ class Stage:
     command: tuple[str, ...]
     is_test: bool = True
     is_timed: bool = False
+    is_list: bool = False
     sees_peers: bool = False
     limit_seconds: float = TEST_LIMIT_SECONDS
 
@@ -139,20 +148,15 @@ def stages(root: Path = ROOT, *, num_workers: int = 0) -> list[Stage]:
             for path in sorted((root / folder).glob("test_*.py"))
         ]
 
-    def timed(
-        benchmarks: tuple[str, ...],
-        *,
-        sees_peers: bool = True,
-        limit_seconds: float = BENCHMARK_LIMIT_SECONDS,
-    ) -> list[Stage]:
+    def timed(benchmarks: tuple[str, ...]) -> list[Stage]:
         return [
             Stage(
                 name=benchmark,
                 command=("-m", *f"perf.{benchmark}".split()),
                 is_test=False,
                 is_timed=True,
-                sees_peers=sees_peers,
-                limit_seconds=limit_seconds,
+                sees_peers=True,
+                limit_seconds=BENCHMARK_LIMIT_SECONDS,
             )
             for benchmark in benchmarks
         ]
@@ -178,8 +182,48 @@ def stages(root: Path = ROOT, *, num_workers: int = 0) -> list[Stage]:
             for tool in SANITIZERS
         ),
         *telling,
-        *timed(ENGINE_BENCHMARKS, sees_peers=False, limit_seconds=ENGINE_BENCHMARK_LIMIT_SECONDS),
         *(stage for stage in engines if stage not in telling),
         *tests(KERNEL_TESTS, "slow", "native slow"),
         *timed(SWEEPS),
+    ]
+
+
+def brief_stages(
+    *,
+    tests: Sequence[str] = (),
+    list_path: Path | None = None,
+    test_seconds: float,
+    num_workers: int,
+) -> list[Stage]:
+    """List the two stages of a session of minutes: all tests in one pytest, then a list.
+
+    Args:
+        tests: Files of tests of kernels, without `test_` and `.py`; all where there are none.
+        list_path: What `perf.gpu_list` reads; None for its own list.
+        test_seconds: For the tests.
+        num_workers: Processes of pytest; fewer than two where pytest-xdist is not used.
+    """
+    options = ["-v", "-W", "default", "--tb=short", "-p", "no:cacheprovider", "-m", "not slow"]
+    options += ["--timeout", str(BRIEF_TEST_HANGS_SECONDS), "--timeout-method", "thread"]
+    options += ["-k", NEEDS_NO_GPU]
+    if num_workers > 1:
+        options += ["-n", str(num_workers), "--max-worker-restart", str(MAX_PROCESSES_LOST)]
+    files = [f"{KERNEL_TESTS}/test_{name}.py" for name in tests] or [KERNEL_TESTS]
+    listed = () if list_path is None else (str(list_path.resolve()),)
+    return [
+        Stage(
+            name=BRIEF_TESTS,
+            command=("-m", "pytest", *options, *files),
+            sees_peers=True,
+            limit_seconds=test_seconds,
+        ),
+        Stage(
+            name=BRIEF_LIST,
+            command=("-m", "perf.gpu_list", *listed),
+            is_test=False,
+            is_timed=True,
+            is_list=True,
+            sees_peers=True,
+            limit_seconds=float("inf"),
+        ),
     ]

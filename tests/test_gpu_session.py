@@ -1,9 +1,12 @@
 """A session of GPU work in pieces, with commands that need no GPU."""
 
 import errno
+import hashlib
+import io
 import json
 import os
 import sys
+import tarfile
 import time
 from dataclasses import replace
 from importlib.metadata import Distribution
@@ -14,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from perf import gpu_bundle, gpu_session, gpu_stages, harness
+from perf.gpu_list import TIME_IS_UP
 from perf.gpu_session import Session, summary
 from perf.gpu_stages import Stage, stages
 from tests.vllm_plugin.conftest import engine_environment
@@ -35,8 +39,7 @@ def session(tmp_path):
 
 
 def test_a_session_has_every_benchmark_and_every_test_of_kernels_and_engine():
-    benchmarks = gpu_stages.BENCHMARKS + gpu_stages.ENGINE_BENCHMARKS
-    benchmarks += gpu_stages.SWEEPS + gpu_stages.HOST_BENCHMARKS
+    benchmarks = gpu_stages.BENCHMARKS + gpu_stages.SWEEPS + gpu_stages.HOST_BENCHMARKS
     listed = {name.split()[0] for name in benchmarks}
     there = {path.stem for pattern in ("bench_*.py", "sweep_*.py") for path in PERF.glob(pattern)}
     names = [stage.name for stage in stages()]
@@ -211,6 +214,44 @@ def test_a_bundle_is_unpacked_once_by_its_own_script(tmp_path):
     assert (site / "env.sh").read_text() == line + line
 
 
+def test_a_bundle_is_cut_into_parts_that_travel_apart(tmp_path):
+    bundle, out = tmp_path / "bundle", tmp_path / "out"
+    bundle.mkdir()
+    contents = {"vllm/_C.so": b"\x7fELF" * 900, "vllm/_moe_C_stable.so": b"expert" * 900}
+    with tarfile.open(bundle / "vllm-libs.tar.xz", "w:xz") as tar:
+        for name, content in contents.items():
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(content), 0o755
+            tar.addfile(entry, io.BytesIO(content))
+    for name in ("vllm-py.tar.xz", "peers.tar.xz", "unpack.sh"):
+        (bundle / name).write_bytes(name.encode())
+
+    sizes = gpu_bundle.split(bundle, out)
+
+    assert set(sizes) == {"base", "experts", "peers"}
+    assert sorted(path.name for path in (out / "base").iterdir()) == [
+        "SHA256SUMS",
+        "unpack.sh",
+        "vllm-libs.tar.xz",
+        "vllm-py.tar.xz",
+    ]
+    assert (out / "peers" / "peers.tar.xz").read_bytes() == b"peers.tar.xz"
+    for archive, name in (
+        ("base/vllm-libs", "_C.so"),
+        ("experts/vllm-experts", "_moe_C_stable.so"),
+    ):
+        with tarfile.open(out / f"{archive}.tar.xz") as tar:
+            (entry,) = tar
+            assert entry.name == f"vllm/{name}"
+            assert entry.mode == 0o755
+            assert tar.extractfile(entry).read() == contents[entry.name]
+    for line in (out / "base" / "SHA256SUMS").read_text().splitlines():
+        digest, name = line.split()
+        assert hashlib.sha256((out / "base" / name).read_bytes()).hexdigest() == digest
+    with pytest.raises(ValueError, match="in one piece"):
+        gpu_bundle.split(tmp_path, out)
+
+
 def test_a_package_that_is_not_installed_is_announced_as_installing_it_would(tmp_path):
     gpu_bundle.announce_plugin(tmp_path)
 
@@ -293,3 +334,86 @@ def test_a_benchmark_that_was_cut_goes_on_from_its_last_shape(tmp_path):
     assert harness.measured_before(path, "a", only="D") == {"D1", "D2"}
     assert harness.measured_before(path, "a", only="P") == frozenset()
     assert harness.measured_before(tmp_path / "none", "a", only="") == frozenset()
+
+
+def test_outcomes_are_counted_by_file_and_what_failed_is_named():
+    log = """
+[gw3] [  1%] PASSED tests/kernels/test_kv_store.py::test_one[a b]
+[gw1] [  2%] FAILED tests/kernels/test_kv_store.py::test_two
+tests/kernels/test_pages.py::test_three PASSED                            [ 50%]
+tests/kernels/test_pages.py::test_four[x] SKIPPED (needs a GPU)           [100%]
+[gw2] [  3%] FAILED tests/kernels/test_kv_store.py::test_two
+FAILED tests/kernels/test_kv_store.py::test_two - AssertionError
+"""
+
+    text = gpu_session.tests_by_file(log)
+
+    assert "test_kv_store: 2 failed, 1 passed" in text
+    assert "test_pages: 1 passed, 1 skipped" in text
+    assert text.endswith("1 failed\ntest_kv_store::test_two")
+
+
+def test_a_brief_session_runs_all_tests_at_once_and_then_a_list(session, tmp_path, capsys):
+    trace = tmp_path / "trace"
+    said = "tests/kernels/test_kv_store.py::test_one PASSED [ 50%]"
+    record = f"import sys; open({str(trace)!r}, 'w').write(' '.join(sys.argv[1:]))"
+    session.kernels = tmp_path / "kernels"
+    tests, benchmarks = gpu_stages.brief_stages(test_seconds=30, num_workers=3)
+    assert "tests/kernels" in tests.command
+    assert tests.command[tests.command.index("-n") + 1] == "3"
+    planned = [
+        replace(tests, command=("-c", f"print({said!r})")),
+        replace(benchmarks, command=("-c", record)),
+    ]
+
+    assert session.run(planned, seconds=60)
+
+    assert "test_kv_store: 1 passed\n0 failed" in capsys.readouterr().out
+    assert (session.folder / "tests.txt").read_text().startswith("a GPU\ntest_kv_store: 1 passed")
+    results, seconds = trace.read_text().removeprefix("--results ").split(" --seconds ")
+    assert results == str(session.folder.parent)
+    assert 20 < float(seconds) <= 40
+    variables = session.environment(sees_peers=False)
+    assert variables["TRITON_CACHE_DIR"] == str(session.kernels)
+
+
+def test_a_list_that_was_not_begun_whole_is_run_by_the_next_call(session):
+    _, benchmarks = gpu_stages.brief_stages(test_seconds=30, num_workers=1)
+    planned = [replace(benchmarks, command=("-c", f"raise SystemExit({TIME_IS_UP})"))]
+
+    assert not session.run(planned, seconds=60)
+    assert session.outcomes() == {}
+
+
+def test_a_brief_session_runs_the_tests_and_the_list_that_are_named(tmp_path):
+    listed = tmp_path / "list.txt"
+
+    tests, benchmarks = gpu_stages.brief_stages(
+        tests=["kv_store"], list_path=listed, test_seconds=30, num_workers=1
+    )
+
+    assert tests.command[-1] == "tests/kernels/test_kv_store.py"
+    assert "-n" not in tests.command
+    assert benchmarks.command[-1] == str(listed)
+
+
+def test_kernels_compiled_before_are_unpacked_beside_the_results(tmp_path, monkeypatch):
+    ran = []
+
+    def run(command, **_):
+        ran.append(command)
+        return SimpleNamespace(returncode=0, stdout="")
+
+    monkeypatch.setattr(gpu_session.subprocess, "run", run)
+    monkeypatch.setattr(gpu_session, "brief_stages", lambda **_: [])
+    arguments = ["--results", str(tmp_path / "out"), "--brief", "--kernels", "k.tar.xz"]
+
+    assert gpu_session.main(arguments) == 0
+
+    unpacked = [command for command in ran if "perf.precompiled" in command]
+    assert unpacked[0][2:] == [
+        "perf.precompiled",
+        str(tmp_path / "kernels"),
+        "--unpack",
+        "k.tar.xz",
+    ]
