@@ -14,6 +14,7 @@ class ActiveRequest:
     Attributes:
         request: As it came.
         name: Of the request.
+        arrival_s: When it arrived.
         prompt_tokens: Tokens of its prompt.
         total_tokens: Tokens with which it ends.
         num_tokens: Tokens known: the prompt and what is generated so far.
@@ -32,6 +33,7 @@ class ActiveRequest:
     __slots__ = (
         "_hash_tokens",
         "_hashes",
+        "arrival_s",
         "facts",
         "finished_s",
         "first_token_s",
@@ -49,9 +51,16 @@ class ActiveRequest:
         "total_tokens",
     )
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, *, arrival_s: float | None = None) -> None:
+        """Nothing is computed.
+
+        Args:
+            request: As it came.
+            arrival_s: When it arrived; None for the time that the request says.
+        """
         self.request = request
         self.name = request.name
+        self.arrival_s = request.arrival_s if arrival_s is None else arrival_s
         self.facts = request.facts
         self.prompt_tokens = self.num_tokens = self.facts.prompt_tokens
         self.total_tokens = self.prompt_tokens + request.output_tokens

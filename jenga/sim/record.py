@@ -45,7 +45,7 @@ class Recorder:
 
     def on_end(self, active: ActiveRequest) -> None:
         """Give this to the replay: it notes how each request fared."""
-        arrival_s = active.request.arrival_s
+        arrival_s = active.arrival_s
         if self._first_arrival_s is None or arrival_s < self._first_arrival_s:
             self._first_arrival_s = arrival_s
         if self._recording.keep_requests:
@@ -137,7 +137,7 @@ class Recorder:
                 prompt_tokens=active.prompt_tokens,
                 output_tokens=active.num_tokens - active.prompt_tokens,
                 hit_tokens=active.hit_tokens or 0,
-                arrival_s=active.request.arrival_s,
+                arrival_s=active.arrival_s,
                 first_token_s=active.first_token_s,
                 finished_s=active.finished_s,
                 num_preemptions=active.num_preemptions,

@@ -1,11 +1,10 @@
 """Replays requests step by step against an arena."""
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 
 from jenga.sim.arena import NOTHING_MOVED, ActiveRequest, Arena, ArenaBytes
+from jenga.sim.arrivals import Arrivals
 from jenga.sim.scheduler import CHUNK_TOKENS, MAX_REQUESTS, Scheduler
 from jenga.sim.speculation import Speculation
 from jenga.sim.workload import Request
@@ -78,7 +77,7 @@ class Replay:
         """Nothing has run.
 
         Args:
-            requests: In the order of their arrival.
+            requests: As `Arrivals` takes them.
             arena: Empty.
             clock: Seconds of a step.
             chunk_tokens: Tokens computed in a step, of all requests together.
@@ -93,10 +92,7 @@ class Replay:
         self.scheduler = Scheduler(
             arena, chunk_tokens=chunk_tokens, max_requests=max_requests, speculation=speculation
         )
-        self._requests = iter(requests)
-        self._num_taken = 0
-        self._last: Request | None = None
-        self._next = self._take()
+        self._arrivals = Arrivals(requests)
         self._clock = clock
         self._on_end = on_end
         if max_model_tokens is not None:
@@ -108,8 +104,8 @@ class Replay:
         self.moved_bytes = NOTHING_MOVED
 
     def __getstate__(self) -> dict[str, object]:
-        """What a snapshot keeps: all but what the requests come from and who is told of them."""
-        given = ("_requests", "_clock", "_on_end")
+        """What a snapshot keeps: all but the clock and who is told of requests."""
+        given = ("_clock", "_on_end")
         return {name: value for name, value in self.__dict__.items() if name not in given}
 
     def go_on(
@@ -129,21 +125,9 @@ class Replay:
         Raises:
             ValueError: The requests are others.
         """
-        self._requests = iter(requests)
+        self._arrivals.go_on(requests)
         self._clock = clock
         self._on_end = on_end
-        *_, last = deque(islice(self._requests, self._num_taken), maxlen=1) or (None,)
-        if last != self._last:
-            msg = f"requests must be those that the replay began with, got {last} for {self._last}"
-            raise ValueError(msg)
-
-    def _take(self) -> Request | None:
-        """The next request of the trace."""
-        request = next(self._requests, None)
-        if request is not None:
-            self._last = request
-            self._num_taken += 1
-        return request
 
     def memory(self) -> ArenaBytes:
         """Where the arena's bytes are."""
@@ -191,15 +175,15 @@ class Replay:
 
     def _arrive(self) -> bool:
         """Let requests arrive; False if none is left."""
-        waiting, running = self.scheduler.waiting, self.scheduler.running
-        while self._next is not None and len(waiting) < MOST_WAITING:
-            if not waiting and not running:
-                self.time_s = max(self.time_s, self._next.arrival_s)
-            if self._next.arrival_s > self.time_s:
+        arrivals, scheduler = self._arrivals, self.scheduler
+        while (next_s := arrivals.next_s) is not None and len(scheduler.waiting) < MOST_WAITING:
+            if not scheduler.waiting and not scheduler.running:
+                self.time_s = max(self.time_s, next_s)
+            if next_s > self.time_s:
                 break
-            self._admit(ActiveRequest(self._next))
-            self._next = self._take()
-        return bool(waiting or running)
+            request, arrival_s = arrivals.take()
+            self._admit(ActiveRequest(request, arrival_s=arrival_s))
+        return bool(scheduler.waiting or scheduler.running)
 
     def _admit(self, active: ActiveRequest) -> None:
         """Let a request wait, if the model reads it: an engine asks that first."""
@@ -214,6 +198,7 @@ class Replay:
         self._end(active)
 
     def _end(self, active: ActiveRequest) -> None:
+        self._arrivals.end(active.name, self.time_s)
         self.prompt_tokens += active.prompt_tokens
         self.hit_tokens += active.hit_tokens or 0
         if active.refusal:

@@ -98,19 +98,23 @@ class Trace:
         """Read it once.
 
         Raises:
-            ValueError: It has no requests, or they are not in the order of their arrival; or see
-                `jenga.sim.sources.open_source`.
+            ValueError: It has no requests, or they are not in the order that
+                `jenga.sim.arrivals.Arrivals` asks for; or see `jenga.sim.sources.open_source`.
         """
         self.name = name
         self.read = read
         self.num_requests = 0
         self.shortest_tokens = 1 << 62
+        self._has_followers = False
         digest = blake2b(digest_size=_ID_BYTES)
         last_s = 0.0
         for request in read():
             self.num_requests += 1
             self.shortest_tokens = min(self.shortest_tokens, request.prompt_tokens)
             digest.update(repr(request).encode())
+            if request.after:
+                self._has_followers = True
+                continue
             if request.arrival_s < last_s:
                 msg = (
                     f"{name}: requests must be in the order of their arrival, got "
@@ -125,15 +129,24 @@ class Trace:
             raise ValueError(msg)
 
     def bounds(self, machine: Machine) -> dict[str, float]:
-        """Hit rates of `jenga.sim.bounds`, found once for each machine."""
+        """Hit rates of `jenga.sim.bounds`, found once for each machine.
+
+        Requests that follow others take the place that their estimated arrival gives them.
+        """
         key = machine.model.name, machine.tp, machine.arena_bytes
         if key not in self._bounds:
-            best = best_eviction(self.read(), machine.model, machine.arena_bytes)
+            best = best_eviction(self.by_arrival(), machine.model, machine.arena_bytes)
             self._bounds[key] = {
-                "unlimited_hit_rate": unlimited(self.read()).hit_rate,
+                "unlimited_hit_rate": unlimited(self.by_arrival()).hit_rate,
                 "best_eviction_hit_rate": best.hit_rate,
             }
         return self._bounds[key]
+
+    def by_arrival(self) -> Iterable[Request]:
+        """Read the requests in the order of their estimated arrival."""
+        if not self._has_followers:
+            return self.read()
+        return sorted(self.read(), key=lambda request: request.arrival_s)
 
 
 @dataclass(frozen=True, slots=True)

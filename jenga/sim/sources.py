@@ -58,7 +58,7 @@ def open_source(
             of lengths is written `tokens=1000-2000`.
         file_format: Of `FORMATS`; by default what the file's first line says.
         limit: No more requests than these.
-        speed: Arrivals come so many times as fast.
+        speed: Arrivals come so many times as fast; think times are divided by it, too.
 
     Raises:
         ValueError: There is no such file or workload, it has no such argument, or a file is of no
@@ -73,7 +73,10 @@ def open_source(
     requests = islice(_requests(text, file_format), limit)
     if speed == 1:
         return requests
-    return (replace(each, arrival_s=each.arrival_s / speed) for each in requests)
+    return (
+        replace(each, arrival_s=each.arrival_s / speed, think_s=each.think_s / speed)
+        for each in requests
+    )
 
 
 def _requests(text: str, file_format: str | None) -> Iterator[Request]:

@@ -6,6 +6,7 @@ the hash of a prefix is made of the names of its pieces and a count, so that a m
 a few thousand short strings.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -47,7 +48,11 @@ class Request:
 
     Attributes:
         name: Unique in its trace.
-        arrival_s: When it arrives, from the beginning of the trace.
+        arrival_s: When it arrives, in seconds from the beginning of the trace. For a request that
+            follows others this is an estimate: the recorded time, or the time if answers took none.
+        after: Names of the requests that it follows. It arrives when all of them have ended and
+            `think_s` have passed. By default it follows none.
+        think_s: Seconds from the end of the last request that it follows to its arrival.
         prompt: What it reads, in order.
         output_tokens: Tokens that it generates.
         output: Names what it generates, for requests that go on from it; by default nobody does.
@@ -56,12 +61,21 @@ class Request:
 
     name: str
     arrival_s: float = 0.0
+    after: tuple[str, ...] = ()
+    think_s: float = 0.0
     prompt: tuple[Piece, ...]
     output_tokens: int
     output: Content | None = None
     images: tuple[Image, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("arrival_s", "think_s"):
+            if not 0 <= (seconds := getattr(self, name)) < math.inf:
+                msg = (
+                    f"{name} of request {self.name!r} must be finite and not negative, "
+                    f"got {seconds}"
+                )
+                raise ValueError(msg)
         if not self.prompt:
             msg = f"prompt of request {self.name!r} must have a piece"
             raise ValueError(msg)
