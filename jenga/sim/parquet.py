@@ -10,8 +10,9 @@ from dataclasses import asdict, fields
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast, get_type_hints
+from typing import Any, get_type_hints
 
+from jenga.sim.files import written_whole
 from jenga.sim.rows import ROW_KINDS, Row, Spread, TableBytes
 
 _GROUP_ROWS = 1 << 14
@@ -26,12 +27,13 @@ def write_parquet(path: Path, rows: Iterable[Row]) -> None:
     """
     arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     schema = _schema(arrow)
-    part = path.with_name(f"{path.name}.part")
     each = iter(rows)
-    with parquet.ParquetWriter(part, schema, compression="zstd") as writer:
+    with (
+        written_whole(path) as file,
+        parquet.ParquetWriter(file, schema, compression="zstd") as writer,
+    ):
         while group := list(map(_record, islice(each, _GROUP_ROWS))):
             writer.write_table(arrow.Table.from_pylist(group, schema=schema))
-    part.replace(path)
 
 
 def read_records(path: Path) -> Iterator[dict[str, object]]:
@@ -42,20 +44,28 @@ def read_records(path: Path) -> Iterator[dict[str, object]]:
         ModuleNotFoundError: pyarrow is not installed.
     """
     arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
-    try:
-        file = parquet.ParquetFile(path)
-    except arrow.ArrowInvalid as error:
-        msg = f"{path}: must be a Parquet file: {error}"
-        raise ValueError(msg) from error
-    with file:
-        for batch in file.iter_batches(batch_size=_GROUP_ROWS):
-            for values in cast("list[dict[str, Any]]", batch.to_pylist()):
-                found = {name: value for name, value in values.items() if value is not None}
-                if "options" in found:
-                    found["options"] = json.loads(found["options"])
-                if "tables" in found:
-                    found["tables"] = dict(found["tables"])
-                yield found
+    with path.open("rb") as file:
+        try:
+            for batch in parquet.ParquetFile(file).iter_batches(batch_size=_GROUP_ROWS):
+                yield from map(_fields, batch.to_pylist())
+        except (arrow.ArrowException, ArithmeticError, OSError, TypeError, ValueError) as error:
+            msg = f"{path}: must be a Parquet file of rows: {error}"
+            raise ValueError(msg) from error
+
+
+def _fields(values: dict[str, Any]) -> dict[str, object]:
+    """A row's fields, those that are null left out.
+
+    Raises:
+        TypeError: A field is not of the type that is written.
+        ValueError: `options` is not JSON.
+    """
+    found = {name: value for name, value in values.items() if value is not None}
+    if "options" in found:
+        found["options"] = json.loads(found["options"])
+    if "tables" in found:
+        found["tables"] = dict(found["tables"])
+    return found
 
 
 def _record(row: Row) -> dict[str, Any]:

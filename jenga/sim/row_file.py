@@ -1,5 +1,6 @@
 """A file of rows: which replays it has, and adding others, from where they were cut."""
 
+import math
 import os
 import sys
 import time
@@ -9,8 +10,18 @@ from importlib import import_module
 from pathlib import Path
 from typing import TextIO
 
+from jenga.sim.files import written_whole
+from jenga.sim.lines import lines_of
 from jenga.sim.replay import Replay, Step
-from jenga.sim.rows import Row, RunRow, SummaryRow, is_parquet, read_rows, row_line
+from jenga.sim.rows import (
+    Row,
+    RunRow,
+    SummaryRow,
+    is_parquet,
+    read_rows,
+    row_line,
+    rows_of_lines,
+)
 from jenga.sim.session import Outcome, Running
 from jenga.sim.snapshot import Snapshot, read_snapshot, write_snapshot
 
@@ -18,44 +29,58 @@ SNAPSHOT_EVERY_S = 60.0
 """Between two snapshots of a running replay, each of which takes a second at most."""
 
 _READ_BYTES = 1 << 16
+_ROW_BEGINS = '{"kind": "'
+
+
+def _print_warning(text: str) -> None:
+    print(f"jenga: warning: {text}", file=sys.stderr)
 
 
 class RowFile:
     """A file of rows that replays add to.
 
     A replay that was cut leaves rows without a summary, and beside the file a snapshot: it goes on
-    from that one, and rows after it go. Without a snapshot that this code wrote it is run again.
+    from that one, and rows after it go. Without a snapshot of this user and code it is run again.
 
     Parquet cannot be added to, so its rows lie in a file of lines beside it until `close`.
     """
 
-    def __init__(self, path: Path, *, snapshot_every_s: float = SNAPSHOT_EVERY_S) -> None:
-        """Read what is there.
+    def __init__(
+        self,
+        path: Path,
+        *,
+        snapshot_every_s: float = SNAPSHOT_EVERY_S,
+        warn: Callable[[str], None] = _print_warning,
+    ) -> None:
+        """Read what is there, and change nothing.
 
         Args:
             path: Of lines of JSON, or of Parquet if it ends in `.parquet`.
             snapshot_every_s: Seconds between two snapshots of a running replay.
+            warn: Called with a sentence when a snapshot cannot be read or written.
 
         Raises:
             ValueError: The file has something else in it, or is none that can be read again.
             ModuleNotFoundError: The file is of Parquet, and pyarrow is not installed.
         """
-        if path.exists() and not path.is_file():
-            msg = f"{path} must be a file of rows or not exist yet: rows of before are read first"
-            raise ValueError(msg)
         self.path = path
         self._lines = path.with_name(f"{path.name}.jsonl") if is_parquet(path) else path
+        for each in (path, self._lines):
+            # The name of the second is not the user's choice: a link there may be anybody's.
+            is_foreign = each is not path and each.is_symlink()
+            if is_foreign or (each.exists() and not each.is_file()):
+                msg = f"{each} must be a file of rows or not exist yet: it is read before it grows"
+                raise ValueError(msg)
         self._snapshot = path.with_name(f"{path.name}.snapshot")
         self._snapshot_every_s = snapshot_every_s
+        self._warn = warn
         self._done: dict[str, Outcome] = {}
         runs: dict[str, RunRow] = {}
         self._last_run = ""
         if is_parquet(path):
             import_module("pyarrow")
-        if self._lines.exists():
-            _drop_half_a_line(self._lines)
         for each in dict.fromkeys((path, self._lines)):
-            for row in read_rows(each) if each.exists() else ():
+            for row in _rows_of(each) if each.exists() else ():
                 self._last_run = row.run
                 if isinstance(row, RunRow):
                     runs[row.run] = row
@@ -68,11 +93,15 @@ class RowFile:
         return self._done.get(run)
 
     def snapshot_of(self, run: str) -> Snapshot | None:
-        """Where a replay that was cut can go on, if it can."""
+        """Where a replay that was cut can go on, if it can; a snapshot that is no use is named."""
         # Rows of other runs after its own would be lost.
         if run not in self._broken or run != self._last_run:
             return None
-        snapshot = read_snapshot(self._snapshot, run)
+        try:
+            snapshot = read_snapshot(self._snapshot, run)
+        except (OSError, ValueError) as error:
+            self._warn(f"{error}; the replay starts over")
+            return None
         is_whole = snapshot is not None and snapshot.rows_bytes <= self._lines.stat().st_size
         return snapshot if is_whole else None
 
@@ -90,6 +119,7 @@ class RowFile:
             with self._alone():
                 self._forget(run)
         with self._alone() as file:
+            _drop_half_a_line(self._lines)
             if running.snapshot is not None:
                 file.truncate(running.snapshot.rows_bytes)
             begin_bytes = os.fstat(file.fileno()).st_size
@@ -143,17 +173,21 @@ class RowFile:
                 recorder=running.recorder,
                 rows_bytes=self._lines.stat().st_size,
             )
-            write_snapshot(self._snapshot, snapshot)
+            try:
+                write_snapshot(self._snapshot, snapshot)
+            except (OSError, ValueError) as error:
+                self._warn(f"the replay goes on without snapshots: {error}")
+                next_s = math.inf
+                return
             next_s = time.monotonic() + self._snapshot_every_s
 
         return keep
 
     def _forget(self, run: str) -> None:
         """Write the file again without a replay that was cut."""
-        kept = self._lines.with_name(f"{self._lines.name}.part")
-        with kept.open("w", encoding="utf-8") as file:
-            file.writelines(row_line(row) for row in read_rows(self._lines) if row.run != run)
-        kept.replace(self._lines)
+        with written_whole(self._lines) as file:
+            kept = (row for row in _rows_of(self._lines) if row.run != run)
+            file.writelines(row_line(row).encode() for row in kept)
 
     def close(self) -> None:
         """Put rows of Parquet where they belong; other rows are there already."""
@@ -163,8 +197,19 @@ class RowFile:
 
         with self._alone():
             files = [each for each in (self.path, self._lines) if each.exists()]
-            write_parquet(self.path, (row for each in files for row in read_rows(each)))
+            write_parquet(self.path, (row for each in files for row in _rows_of(each)))
             self._lines.unlink()
+
+
+def _rows_of(path: Path) -> Iterator[Row]:
+    """Rows of a file, but for half a line at its end, which an interrupted replay leaves."""
+    if is_parquet(path):
+        return read_rows(path)
+    return rows_of_lines(path, (line for line in lines_of(path) if not _is_half_a_row(line)))
+
+
+def _is_half_a_row(line: str) -> bool:
+    return not line.endswith("\n") and line[: len(_ROW_BEGINS)] == _ROW_BEGINS[: len(line)]
 
 
 def _is_locked_for_us(file: TextIO) -> bool:
@@ -181,7 +226,7 @@ def _is_locked_for_us(file: TextIO) -> bool:
 
 
 def _drop_half_a_line(path: Path) -> None:
-    """Cut off a last line that has no end: whoever wrote it was interrupted."""
+    """Cut off a last line that has no end: the replay that wrote it was interrupted."""
     with path.open("rb+") as file:
         size = end = file.seek(0, 2)
         while end:

@@ -5,11 +5,14 @@ Its `kind` names the row, `run` joins the rows of one replay, and a file may hol
 """
 
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, ClassVar, TypeVar, cast, get_args, get_origin, get_type_hints
+
+from jenga.sim.lines import lines_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +108,8 @@ class RequestRow:
         output_tokens: Tokens after it.
         hit_tokens: Tokens of its prompt found cached when it was first admitted.
         arrival_s: When it arrived.
-        first_token_s: When its first token was there.
-        finished_s: When its last token was there.
+        first_token_s: When its first token was there; -1 for none.
+        finished_s: When its last token was there; -1 if it never was.
         num_preemptions: How often it lost its pages.
         refused: Why it could never run, empty for those that did.
     """
@@ -195,6 +198,15 @@ class SummaryRow:
     e2e_s: Spread = field(default_factory=Spread)
 
 
+_LEAST = {"first_token_s": -1, "finished_s": -1}
+"""Least values of fields that may be negative: a request that was refused has neither time."""
+
+_MOST_INTEGER = (1 << 63) - 1
+"""The largest integer that Parquet holds."""
+
+_SHOWN = 80
+"""Characters of a wrong value that an error shows."""
+
 Row = RunRow | StepRow | RequestRow | SummaryRow
 
 ROW_KINDS: dict[str, type[Row]] = {
@@ -227,11 +239,22 @@ def read_rows(path: Path) -> Iterator[Row]:
         for number, values in enumerate(read_records(path), start=1):
             yield _row(values, f"{path}, row {number}")
         return
-    # What is no text is no row, and the line that it stands in is named.
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield _row(_parsed(line, f"{path}:{number}"), f"{path}:{number}")
+    yield from rows_of_lines(path, lines_of(path))
+
+
+def rows_of_lines(path: Path, lines: Iterable[str]) -> Iterator[Row]:
+    """Rows of lines of JSON.
+
+    Args:
+        path: The file they are from, for errors.
+        lines: Its lines, from the first on; empty ones are passed over.
+
+    Raises:
+        ValueError: A line is not a row; the line and the field are named.
+    """
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            yield _row(_parsed(line, f"{path}:{number}"), f"{path}:{number}")
 
 
 def is_parquet(path: Path) -> bool:
@@ -242,7 +265,7 @@ def is_parquet(path: Path) -> bool:
 def _parsed(line: str, where: str) -> dict[str, object]:
     try:
         values = _object(json.loads(line))
-    except ValueError:
+    except (ValueError, RecursionError):
         values = None
     if values is None:
         msg = f"{where}: a row must be one JSON object, got {line.strip()[:60]!r}"
@@ -253,7 +276,7 @@ def _parsed(line: str, where: str) -> dict[str, object]:
 def _row(values: dict[str, object], where: str) -> Row:
     name = str(values.pop("kind", None))
     if name not in ROW_KINDS:
-        msg = f"{where}: kind must be one of {', '.join(ROW_KINDS)}, got {name!r}"
+        msg = f"{where}: kind must be one of {', '.join(ROW_KINDS)}, got {_shown(name)}"
         raise ValueError(msg)
     return _record(ROW_KINDS[name], values, where)
 
@@ -270,7 +293,7 @@ def _record(kind: type[_Record], values: dict[str, object], where: str) -> _Reco
     hints = get_type_hints(kind)
     names = [each.name for each in fields(kind)]
     if unknown := values.keys() - set(names):
-        msg = f"{where}: a row {kind.__name__} has no field {min(unknown)!r}"
+        msg = f"{where}: a row {kind.__name__} has no field {_shown(min(unknown))}"
         raise ValueError(msg)
     known = {name: _value(hints[name], value, where, name) for name, value in values.items()}
     try:
@@ -288,6 +311,7 @@ def _value(hint: Any, value: object, where: str, name: str) -> Any:  # noqa: ANN
     if members is not None and hint is TableBytes:
         return _record(TableBytes, members, where)
     if members is not None and get_origin(hint) is dict and get_args(hint)[1] is TableBytes:
+        _check_text(list(members), where, name)
         return {key: _value(TableBytes, each, where, name) for key, each in members.items()}
     if isinstance(hint, UnionType):
         if value is None:
@@ -295,6 +319,27 @@ def _value(hint: Any, value: object, where: str, name: str) -> Any:  # noqa: ANN
         (hint,) = set(get_args(hint)) - {NoneType}
     accepted = (int, float) if hint is float else get_origin(hint) or hint
     if isinstance(value, bool) or not isinstance(value, accepted):
-        msg = f"{where}: {name} must be of type {hint}, got {value!r}"
+        msg = f"{where}: {name} must be of type {hint}, got {_shown(value)}"
         raise ValueError(msg)  # noqa: TRY004  the file is wrong, not the call
+    if isinstance(value, int | float):
+        least, most = _LEAST.get(name, 0), _MOST_INTEGER if hint is int else sys.float_info.max
+        if not least <= value <= most:
+            msg = f"{where}: {name} must be from {least} to {most}, got {_shown(value)}"
+            raise ValueError(msg)
+    else:
+        _check_text(value, where, name)
     return value
+
+
+def _check_text(value: object, where: str, name: str) -> None:
+    """Refuse what cannot be written again: half characters and numbers that are none."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError) as error:
+        msg = f"{where}: {name} must hold text and finite numbers, got {_shown(value)}"
+        raise ValueError(msg) from error
+
+
+def _shown(value: object) -> str:
+    """A wrong value as far as an error shows it."""
+    return repr(value)[:_SHOWN]
