@@ -43,13 +43,33 @@ def read_records(path: Path) -> Iterator[dict[str, object]]:
         ValueError: It is no Parquet file of rows.
         ModuleNotFoundError: pyarrow is not installed.
     """
+    for values in read_table(path):
+        try:
+            yield _fields(values)
+        except (TypeError, ValueError, RecursionError) as error:
+            msg = f"{path}: must be a Parquet file of rows: {error}"
+            raise ValueError(msg) from error
+
+
+def read_table(path: Path, *, batch_rows: int = _GROUP_ROWS) -> Iterator[dict[str, Any]]:
+    """Rows of any Parquet file, as values of Python by the names of their columns.
+
+    Args:
+        path: The file.
+        batch_rows: Rows that are in memory together.
+
+    Raises:
+        ValueError: It is no Parquet file, or damaged.
+        OSError: It cannot be opened.
+        ModuleNotFoundError: pyarrow is not installed.
+    """
     arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     with path.open("rb") as file:
         try:
-            for batch in parquet.ParquetFile(file).iter_batches(batch_size=_GROUP_ROWS):
-                yield from map(_fields, batch.to_pylist())
+            for batch in parquet.ParquetFile(file).iter_batches(batch_size=batch_rows):
+                yield from batch.to_pylist()
         except (arrow.ArrowException, ArithmeticError, OSError, TypeError, ValueError) as error:
-            msg = f"{path}: must be a Parquet file of rows: {error}"
+            msg = f"{path}: must be a Parquet file: {error}"
             raise ValueError(msg) from error
 
 

@@ -33,7 +33,10 @@ one where perf/results has them."""
 
 EPILOG = f"""\
 traces:
-  a file: JSON lines of Mooncake, CSV of Azure, CSV of prompt and output lengths
+  a file, or a folder of weka's; its format is known by how it begins:
+    mooncake, weka (AgentX), sharegpt, wildchat: JSON or JSON lines, the last three Parquet, too
+    azure, burstgpt, lengths: CSV
+  with arguments: weka:path=traces,rate=0.1,most_think_s=10  sharegpt:path=chats.json,rate=2
   a workload: {", ".join(GENERATORS)}
   with arguments: articles:n=24,questions=8,tokens=30000  long-documents  mmlu-pro:n=500,rate=4
 
@@ -136,8 +139,8 @@ def _replays(
 
 def _trace_name(options: argparse.Namespace) -> str:
     """The file's name without its folders, or the workload as it was asked for."""
-    path = Path(options.trace)
-    return path.name if path.is_file() else options.trace
+    path = Path(options.trace).expanduser()
+    return path.name or options.trace if path.exists() else options.trace
 
 
 def _settings(options: argparse.Namespace, machine: "_Timed", eviction: str) -> Settings:

@@ -1,7 +1,6 @@
 """Where requests come from, in a user's words: a file, or a workload made up by its name."""
 
 import inspect
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -11,8 +10,13 @@ from pathlib import Path
 from typing import cast, get_args, get_origin
 
 from jenga.sim import generators
+from jenga.sim.chats import read_sharegpt, read_wildchat
+from jenga.sim.lines import open_text
+from jenga.sim.records import Record, records_of
+from jenga.sim.rows import is_parquet
 from jenga.sim.servegen import read_servegen
-from jenga.sim.traces import header_of, open_text, read_azure, read_lengths, read_mooncake
+from jenga.sim.traces import header_of, read_azure, read_burstgpt, read_lengths, read_mooncake
+from jenga.sim.weka import read_weka
 from jenga.sim.workload import Request
 
 GENERATORS: dict[str, Callable[..., Iterator[Request]]] = {
@@ -40,12 +44,16 @@ _SHORT_NAMES = {
 }
 """Short names of arguments; what they are short for, per workload and otherwise."""
 
-FORMATS: dict[str, Callable[[Path], Iterator[Request]]] = {
+FORMATS: dict[str, Callable[..., Iterator[Request]]] = {
     "mooncake": read_mooncake,
+    "weka": read_weka,
+    "sharegpt": read_sharegpt,
+    "wildchat": read_wildchat,
     "azure": read_azure,
+    "burstgpt": read_burstgpt,
     "lengths": read_lengths,
 }
-"""Formats of files."""
+"""Formats of files by name; their first argument is `path`, the others are those of functions."""
 
 
 def open_source(
@@ -54,9 +62,10 @@ def open_source(
     """Requests of a trace.
 
     Args:
-        text: A path, or the name of a workload with arguments: `articles:n=24,questions=8`; a range
-            of lengths is written `tokens=1000-2000`.
-        file_format: Of `FORMATS`; by default what the file's first line says.
+        text: A path; or the name of a workload or a format with arguments, such as
+            `articles:n=24,questions=8` or `weka:path=traces,rate=0.1`. A range of lengths is
+            written `tokens=1000-2000`.
+        file_format: Of `FORMATS`; by default what the file begins with tells.
         limit: No more requests than these.
         speed: Arrivals come so many times as fast; think times are divided by it, too.
 
@@ -81,50 +90,72 @@ def open_source(
 
 def _requests(text: str, file_format: str | None) -> Iterator[Request]:
     name, _, arguments = text.partition(":")
-    if name in GENERATORS and file_format is None:
+    if file_format is None and (name in GENERATORS or (name in FORMATS and arguments)):
         return _made(name, arguments)
     path = Path(text).expanduser()
-    if not path.is_file():
-        close = get_close_matches(name, GENERATORS, n=2)
+    if not (path.is_file() or path.is_dir()):
+        names = [*GENERATORS, *FORMATS]
+        close = get_close_matches(name, names, n=2)
         hint = f"; did you mean {' or '.join(close)}?" if close else ""
         msg = f"trace must be a file or one of {', '.join(GENERATORS)}, got {text!r}{hint}"
         raise ValueError(msg)
     return FORMATS[file_format or format_of(path)](path)
 
 
+_FIRST_CHARS = 1 << 12
+"""Characters of a file that tell whether it is JSON."""
+
+_JSON_FIELDS = (
+    ("mooncake", ("timestamp", "input_length", "output_length", "hash_ids")),
+    ("weka", ("block_size", "requests")),
+    ("sharegpt", ("conversations",)),
+    ("wildchat", ("conversation",)),
+)
+"""Formats of JSON objects, and the fields by which they are known."""
+
+
 def format_of(path: Path) -> str:
-    """The format of a file, by its first line.
+    """The format of a file, by its first line or object; a folder is weka's.
 
     Raises:
         ValueError: It is none of `FORMATS`.
     """
+    if path.is_dir():
+        return "weka"
+    if is_parquet(path):
+        return _format_of_record(path, next(records_of(path), None))
     with open_text(path) as file:
-        line = file.readline()
+        line = file.readline(_FIRST_CHARS)
     if not line.strip():
         msg = f"{path}:1: must be the first line of a trace, got an empty line"
         raise ValueError(msg)
-    if line.lstrip().startswith("{"):
-        try:
-            fields: object = json.loads(line)
-        except (ValueError, RecursionError):
-            fields = None
-        if isinstance(fields, dict) and "hash_ids" in fields:
-            return "mooncake"
-        expected = "timestamp, input_length, output_length and hash_ids"
-        msg = f"{path}:1: must be a JSON object with {expected}, got {line.strip()[:60]!r}"
-        raise ValueError(msg)
+    if line.lstrip()[0] in "{[":
+        return _format_of_record(path, next(records_of(path), None))
     names = header_of(path)
     if "ContextTokens" in names:
         return "azure"
+    if "Request tokens" in names:
+        return "burstgpt"
     if len(names) > 1:
         return "lengths"
     msg = f"{path}:1: format must be one of {', '.join(FORMATS)}, got {line.strip()[:60]!r}"
     raise ValueError(msg)
 
 
+def _format_of_record(path: Path, first: tuple[str, Record] | None) -> str:
+    where, record = first or (f"{path}:1", Record())
+    for name, names in _JSON_FIELDS:
+        # The last field alone will do: what lacks another one is told so by its reader.
+        if names[-1] in record:
+            return name
+    expected = "; or ".join(", ".join(names) for _, names in _JSON_FIELDS)
+    msg = f"{where}: must be a JSON object with {expected}, got {', '.join(record)[:60]!r}"
+    raise ValueError(msg)
+
+
 def _made(name: str, arguments: str) -> Iterator[Request]:
-    """A workload with arguments `key=value,...`."""
-    function = GENERATORS[name]
+    """A workload, or a trace of a format, with arguments `key=value,...`."""
+    function = (FORMATS | GENERATORS)[name]
     parameters = inspect.signature(function).parameters
     values: dict[str, object] = {}
     for argument in filter(None, arguments.split(",")):
@@ -153,6 +184,7 @@ _KINDS: dict[object, str] = {
     float: "a number",
     str: "a word",
     bool: "true or false",
+    Path: "a path",
 }
 
 
@@ -174,6 +206,8 @@ def _parsed(text: str, kind: object) -> object:
         pair = _parsed(first, number), _parsed(last or first, number)
         is_range = None not in pair and cast("int", pair[0]) <= cast("int", pair[1])
         return pair if is_range else None
+    if kind is Path:
+        return Path(text).expanduser() if text else None
     if kind is bool:
         return {"true": True, "false": False}.get(text)
     try:

@@ -7,16 +7,19 @@ the format says is an error that names file, line and field.
 import csv
 import json
 import random
-import sys
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
-from typing import NoReturn, TextIO, cast
+from typing import cast
 
-from jenga.sim.workload import MOST_TOKENS, Piece, Request
+from jenga.sim.fields import Place
+from jenga.sim.lines import lines_of
+from jenga.sim.workload import Piece, Request
 
 MOONCAKE_BLOCK_TOKENS = 512
 """Tokens of one hash of a Mooncake trace."""
+
+_SHOWN = 80
 
 
 def read_mooncake(path: Path) -> Iterator[Request]:
@@ -34,10 +37,9 @@ def read_mooncake(path: Path) -> Iterator[Request]:
 
     Source: Mooncake (FAST 2025), traces of kvcache-ai/Mooncake.
     """
-    with open_text(path) as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield _mooncake_request(line, _Line(path, number))
+    for number, line in enumerate(lines_of(path), start=1):
+        if line.strip():
+            yield _mooncake_request(line, number, Place(f"{path}:{number}"))
 
 
 def read_azure(path: Path) -> Iterator[Request]:
@@ -53,14 +55,49 @@ def read_azure(path: Path) -> Iterator[Request]:
     Source: AzureLLMInferenceTrace of Azure/AzurePublicDataset, with Splitwise (ISCA 2024).
     """
     first: datetime | None = None
-    for where, row in _csv_rows(path, ("TIMESTAMP", "ContextTokens", "GeneratedTokens")):
+    for number, where, row in _csv_rows(path, ("TIMESTAMP", "ContextTokens", "GeneratedTokens")):
         arrival = where.time("TIMESTAMP", row["TIMESTAMP"])
         first = first or arrival
+        if arrival < first:
+            where.refuse("TIMESTAMP", f"no earlier than {first} of the first line", str(arrival))
         yield Request(
-            name=str(where.number),
+            name=str(number),
             arrival_s=(arrival - first).total_seconds(),
-            prompt=(Piece(f"{where.number}", where.digits("ContextTokens", row["ContextTokens"])),),
+            prompt=(Piece(f"{number}", where.digits("ContextTokens", row["ContextTokens"])),),
             output_tokens=where.digits("GeneratedTokens", row["GeneratedTokens"]),
+        )
+
+
+def read_burstgpt(path: Path) -> Iterator[Request]:
+    """Requests of a trace of BurstGPT's: times and lengths; nothing says what prompts share.
+
+    A request that failed has no response tokens; it is passed over, as it was never served.
+
+    Args:
+        path: CSV of `Timestamp` (seconds), `Request tokens` and `Response tokens`; other columns
+            are passed over.
+
+    Raises:
+        ValueError: A line is not one; file, line and field are named.
+
+    Source: BurstGPT (arXiv 2401.17644), HPMLL/BurstGPT.
+    """
+    first_s: float | None = None
+    columns = ("Timestamp", "Request tokens", "Response tokens")
+    for number, where, row in _csv_rows(path, columns):
+        time_s = where.decimal("Timestamp", row["Timestamp"])
+        prompt_tokens = where.digits("Request tokens", row["Request tokens"], least=0)
+        output_tokens = where.digits("Response tokens", row["Response tokens"], least=0)
+        if not prompt_tokens or not output_tokens:
+            continue
+        first_s = time_s if first_s is None else first_s
+        if time_s < first_s:
+            where.refuse("Timestamp", f"at least {first_s:g}, that of the first line", time_s)
+        yield Request(
+            name=str(number),
+            arrival_s=time_s - first_s,
+            prompt=(Piece(f"{number}", prompt_tokens),),
+            output_tokens=output_tokens,
         )
 
 
@@ -89,12 +126,12 @@ def read_lengths(path: Path, *, arrivals_per_s: float = 0.0, seed: int = 0) -> I
     draw = random.Random(seed)
     arrival_s = 0.0
     columns = _length_columns(path)
-    for where, row in _csv_rows(path, columns):
+    for number, where, row in _csv_rows(path, columns):
         prompt_tokens, output_tokens = (where.digits(column, row[column]) for column in columns)
         yield Request(
-            name=str(where.number),
+            name=str(number),
             arrival_s=arrival_s,
-            prompt=(Piece(f"{where.number}", prompt_tokens),),
+            prompt=(Piece(f"{number}", prompt_tokens),),
             output_tokens=output_tokens,
         )
         if arrivals_per_s:
@@ -107,13 +144,8 @@ def _length_columns(path: Path) -> tuple[str, str]:
         if set(columns) <= set(names):
             return columns
     pairs = " or ".join(",".join(columns) for columns in LENGTH_COLUMNS)
-    msg = f"{path}:1: columns must be {pairs}, got {','.join(names)}"
+    msg = f"{path}:1: columns must be {pairs}, got {','.join(names)[:_SHOWN]}"
     raise ValueError(msg)
-
-
-def open_text(path: Path) -> TextIO:
-    """A file of text; what is no UTF-8 in it is left to the line that it stands in to refuse."""
-    return path.open(encoding="utf-8-sig", errors="replace", newline="")
 
 
 def header_of(path: Path) -> list[str]:
@@ -122,14 +154,13 @@ def header_of(path: Path) -> list[str]:
     Raises:
         ValueError: It is no line of CSV.
     """
-    with open_text(path) as file:
-        _, names = next(_cells(path, file), (1, list[str]()))
+    _, names = next(_cells(path), (1, list[str]()))
     return names
 
 
-def _cells(path: Path, file: TextIO) -> Iterator[tuple[int, list[str]]]:
+def _cells(path: Path) -> Iterator[tuple[int, list[str]]]:
     """Lines of a CSV file with their numbers."""
-    reader = csv.reader(file)
+    reader = csv.reader(lines_of(path))
     try:
         for cells in reader:
             yield reader.line_num, cells
@@ -138,78 +169,23 @@ def _cells(path: Path, file: TextIO) -> Iterator[tuple[int, list[str]]]:
         raise ValueError(msg) from error
 
 
-def _csv_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple["_Line", dict[str, str]]]:
-    """Lines of a CSV file with a header, as the columns asked for."""
-    with open_text(path) as file:
-        lines = _cells(path, file)
-        _, names = next(lines, (1, list[str]()))
-        missing = [column for column in columns if column not in names]
-        if missing:
-            msg = f"{path}:1: columns must have {missing[0]}, got {','.join(names)}"
-            raise ValueError(msg)
-        for number, cells in lines:
-            if cells:
-                where = _Line(path, number)
-                if len(cells) != len(names):
-                    where.refuse("the line", f"{len(names)} columns", ",".join(cells))
-                yield where, dict(zip(names, cells, strict=True))
-
-
-_SHOWN = 80
-"""Characters of a wrong value that an error shows."""
-
-
-class _Line:
-    """Where a line is, for errors."""
-
-    def __init__(self, path: Path, number: int) -> None:
-        self.number = number
-        self._where = f"{path}:{number}"
-
-    def refuse(self, field: str, expected: str, value: object) -> NoReturn:
-        """Raise the error for a field that is not what it must be."""
-        msg = f"{self._where}: {field} must be {expected}, got {repr(value)[:_SHOWN]}"
+def _csv_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, Place, dict[str, str]]]:
+    """Lines of a CSV file with a header: number, place, and cells by their columns."""
+    lines = _cells(path)
+    _, names = next(lines, (1, list[str]()))
+    missing = [column for column in columns if column not in names]
+    if missing:
+        msg = f"{path}:1: columns must have {missing[0]}, got {','.join(names)[:_SHOWN]}"
         raise ValueError(msg)
-
-    def count(self, field: str, value: object, *, least: int = 1) -> int:
-        """A whole number."""
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            self.refuse(field, f"an integer of at least {least}", value)
-        return value
-
-    def tokens(self, field: str, value: object) -> int:
-        """Tokens of a prompt, or after it."""
-        num_tokens = self.count(field, value)
-        if num_tokens > MOST_TOKENS:
-            self.refuse(field, f"at most {MOST_TOKENS}", value)
-        return num_tokens
-
-    def digits(self, field: str, text: str) -> int:
-        """Tokens in digits."""
-        try:
-            value: object = int(text)
-        except ValueError:
-            value = text
-        return self.tokens(field, value)
-
-    def time(self, field: str, text: str) -> datetime:
-        """A time of day."""
-        try:
-            found = datetime.fromisoformat(text)
-            return found if found.tzinfo is not None else found.replace(tzinfo=UTC)
-        except ValueError:
-            self.refuse(field, "a time such as 2023-11-16 18:15:46.680590", text)
-
-    def number_of(self, field: str, value: object) -> float:
-        """A finite number that is not negative."""
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            self.refuse(field, "a number of at least 0", value)
-        if not 0 <= value <= sys.float_info.max:
-            self.refuse(field, "a number of at least 0", value)
-        return float(value)
+    for number, cells in lines:
+        if cells:
+            where = Place(f"{path}:{number}")
+            if len(cells) != len(names):
+                where.refuse("the line", f"{len(names)} columns", ",".join(cells))
+            yield number, where, dict(zip(names, cells, strict=True))
 
 
-def _mooncake_request(line: str, where: _Line) -> Request:
+def _mooncake_request(line: str, number: int, where: Place) -> Request:
     try:
         row: object = json.loads(line)
     except (ValueError, RecursionError):
@@ -229,8 +205,8 @@ def _mooncake_request(line: str, where: _Line) -> Request:
     ]
     last_tokens = prompt_tokens - (num_blocks - 1) * MOONCAKE_BLOCK_TOKENS
     return Request(
-        name=str(where.number),
-        arrival_s=where.number_of("timestamp", fields.get("timestamp")) / 1000,
+        name=str(number),
+        arrival_s=where.number("timestamp", fields.get("timestamp")) / 1000,
         prompt=(
             *(Piece(block, MOONCAKE_BLOCK_TOKENS) for block in blocks[:-1]),
             Piece(blocks[-1], last_tokens),

@@ -16,7 +16,9 @@ MODEL = ModelSpec(
 )
 MACHINE = Machine(model=MODEL, arena_bytes=1 << 20, clock=constant_clock(0.5))
 TRACE = Trace("articles", lambda: open_source("articles:n=2,questions=2,tokens=160,output=4"))
-ROW = row_line(RunRow(run="old", model="m", arena_bytes=1, manager="jenga", trace="t", num_requests=1))
+ROW = row_line(
+    RunRow(run="old", model="m", arena_bytes=1, manager="jenga", trace="t", num_requests=1)
+)
 
 
 @pytest.mark.parametrize(

@@ -216,10 +216,14 @@ def test_the_format_of_a_file_is_known_by_its_first_line(tmp_path):
     assert format_of(mooncake_file(tmp_path, MOONCAKE)) == "mooncake"
     assert format_of(azure) == "azure"
     assert format_of(lengths) == "lengths"
-    with pytest.raises(ValueError, match=r"text:1: format must be one of mooncake, azure, lengths"):
+    with pytest.raises(
+        ValueError, match=r"text:1: format must be one of mooncake, .* lengths, got"
+    ):
         format_of(text)
     text.write_bytes(gzip.compress(AZURE.encode(), mtime=0))
-    with pytest.raises(ValueError, match=r"text:1: format must be one of mooncake, azure, lengths"):
+    with pytest.raises(
+        ValueError, match=r"text:1: format must be one of mooncake, .* lengths, got"
+    ):
         format_of(text)
     text.write_text('{"kind": "step"}\n', encoding="utf-8")
     with pytest.raises(ValueError, match=r"text:1: must be a JSON object with timestamp"):
@@ -322,3 +326,68 @@ def test_a_turn_reads_all_turns_before_it():
 def test_articles_refuse_an_order_that_is_none():
     with pytest.raises(ValueError, match="order must be random, rounds or cyclic, got 'any'"):
         list(open_source("articles:order=any"))
+
+
+BURSTGPT = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
+5,ChatGPT,472,18,490,Conversation log
+45,ChatGPT,1087,0,1087,Conversation log
+118,GPT-4,417,276,693,API log
+"""
+
+
+def test_burstgpt_times_count_from_the_first_request_and_failures_are_passed_over(tmp_path):
+    path = tmp_path / "BurstGPT_1.csv"
+    path.write_text(BURSTGPT, encoding="utf-8")
+
+    requests = list(open_source(str(path)))
+
+    assert format_of(path) == "burstgpt"
+    assert [(each.arrival_s, each.prompt_tokens, each.output_tokens) for each in requests] == [
+        (0.0, 472, 18),
+        (113.0, 417, 276),
+    ]
+    assert requests[0].prompt[0].content != requests[1].prompt[0].content
+
+
+def test_burstgpt_of_later_releases_has_more_columns(tmp_path):
+    path = tmp_path / "BurstGPT_3.csv"
+    path.write_text(
+        "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,"
+        "Log Type\n5.5,1,2.5,GPT-4,472,18,490,API log\n",
+        encoding="utf-8",
+    )
+
+    (only,) = open_source(str(path))
+
+    assert (only.prompt_tokens, only.output_tokens) == (472, 18)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("x,GPT-4,1,1,2,API log", "Timestamp must be a number of at least 0, got 'x'"),
+        ("inf,GPT-4,1,1,2,API log", "Timestamp must be a number of at least 0, got inf"),
+        ("-3,GPT-4,1,1,2,API log", "Timestamp must be a number of at least 0, got -3"),
+        ("1,GPT-4,1,1,2,API log", "Timestamp must be at least 5, that of the first line, got 1.0"),
+        ("9,GPT-4,-1,1,2,API log", "Request tokens must be an integer of at least 0, got -1"),
+        (
+            "9,GPT-4,1,many,2,API log",
+            "Response tokens must be an integer of at least 0, got 'many'",
+        ),
+        ("9,GPT-4,1,1", "the line must be 6 columns"),
+    ],
+)
+def test_a_malformed_line_of_burstgpt_is_named_with_its_field(tmp_path, line, words):
+    path = tmp_path / "burst.csv"
+    path.write_text(f"{BURSTGPT}{line}\n", encoding="utf-8")
+
+    with pytest.raises(ValueError, match=rf"burst.csv:5: {words}"):
+        list(open_source(str(path)))
+
+
+def test_azure_times_before_the_first_are_refused(tmp_path):
+    path = tmp_path / "azure.csv"
+    path.write_text(f"{AZURE}2023-11-16 18:15:40,3,1\n", encoding="utf-8")
+
+    with pytest.raises(ValueError, match=r"azure.csv:4: TIMESTAMP must be no earlier than 2023"):
+        list(read_azure(path))
