@@ -36,6 +36,8 @@ _STYLE = {
     "axes.titlelocation": "left",
     "axes.titlesize": 10,
     "legend.frameon": False,
+    # Names of models and managers are text, dollar signs among them.
+    "text.parse_math": False,
     # Text stays text: files are smaller and words can be found in them.
     "svg.fonttype": "none",
     # The same figure has the same bytes.

@@ -1,7 +1,7 @@
 """Files that are written whole or not at all."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -14,7 +14,7 @@ PRIVATE_MODE = 0o600
 
 
 @contextmanager
-def written_whole(path: Path, *, mode: int = PUBLIC_MODE) -> Iterator[BinaryIO]:
+def written_whole(path: Path, *, mode: int = PUBLIC_MODE) -> Generator[BinaryIO]:
     """Open a file that takes the place of `path` when the block ends without an error.
 
     The bytes are written to a new file beside it. What others left under that name, a link among
@@ -34,7 +34,7 @@ def written_whole(path: Path, *, mode: int = PUBLIC_MODE) -> Iterator[BinaryIO]:
         return os.open(name, flags, mode)
 
     try:
-        with open(part, "xb", opener=make) as file:  # noqa: PTH123  pathlib has no opener
+        with open(part, "xb", opener=make) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -69,7 +69,7 @@ def read_table(path: Path, *, batch_rows: int = _GROUP_ROWS) -> Iterator[dict[st
             for batch in parquet.ParquetFile(file).iter_batches(batch_size=batch_rows):
                 yield from batch.to_pylist()
         except (arrow.ArrowException, ArithmeticError, OSError, TypeError, ValueError) as error:
-            msg = f"{path}: must be a Parquet file: {error}"
+            msg = f"{path}: must be a Parquet file: {' '.join(str(error).split())}"
             raise ValueError(msg) from error
 
 

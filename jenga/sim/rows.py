@@ -5,7 +5,6 @@ Its `kind` names the row, `run` joins the rows of one replay, and a file may hol
 """
 
 import json
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -201,8 +200,8 @@ class SummaryRow:
 _LEAST = {"first_token_s": -1, "finished_s": -1}
 """Least values of fields that may be negative: a request that was refused has neither time."""
 
-_MOST_INTEGER = (1 << 63) - 1
-"""The largest integer that Parquet holds."""
+_MOST = (1 << 63) - 1
+"""The largest number of a row: the largest integer that Parquet holds."""
 
 _SHOWN = 80
 """Characters of a wrong value that an error shows."""
@@ -322,9 +321,9 @@ def _value(hint: Any, value: object, where: str, name: str) -> Any:  # noqa: ANN
         msg = f"{where}: {name} must be of type {hint}, got {_shown(value)}"
         raise ValueError(msg)  # noqa: TRY004  the file is wrong, not the call
     if isinstance(value, int | float):
-        least, most = _LEAST.get(name, 0), _MOST_INTEGER if hint is int else sys.float_info.max
-        if not least <= value <= most:
-            msg = f"{where}: {name} must be from {least} to {most}, got {_shown(value)}"
+        least = _LEAST.get(name, 0)
+        if not least <= value <= _MOST:
+            msg = f"{where}: {name} must be from {least} to {_MOST}, got {_shown(value)}"
             raise ValueError(msg)
     else:
         _check_text(value, where, name)

@@ -12,6 +12,9 @@ MAX_STEPS = 2048
 
 _NAMED_FIELDS = ("model", "gpu", "tp", "kv_format", "trace", "arena_bytes")
 
+_MOST_PARAMETER = 1e18
+"""The largest number that a figure is drawn against."""
+
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 
 
@@ -67,10 +70,11 @@ class Run:
             ValueError: The run has none of this name.
         """
         value = self.row.options.get(name)
-        if isinstance(value, int | float) and not isinstance(value, bool):
+        is_flag = isinstance(value, bool)
+        if isinstance(value, int | float) and not is_flag and abs(value) <= _MOST_PARAMETER:
             return float(value)
         found = re.search(rf"(?:^|[:,]){re.escape(name)}=({_NUMBER.pattern})", self.row.trace)
-        if found is None:
+        if found is None or not float(found[1]) <= _MOST_PARAMETER:
             msg = (
                 f"{self.source}: run {self.row.run!r} must have a number {name!r} among its "
                 f"options or in its trace, got {self.row.trace!r}"

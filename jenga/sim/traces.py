@@ -144,7 +144,7 @@ def _length_columns(path: Path) -> tuple[str, str]:
         if set(columns) <= set(names):
             return columns
     pairs = " or ".join(",".join(columns) for columns in LENGTH_COLUMNS)
-    msg = f"{path}:1: columns must be {pairs}, got {','.join(names)[:_SHOWN]}"
+    msg = f"{path}:1: columns must be {pairs}, got {','.join(names)[:_SHOWN]!r}"
     raise ValueError(msg)
 
 
@@ -175,7 +175,7 @@ def _csv_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, Place, 
     _, names = next(lines, (1, list[str]()))
     missing = [column for column in columns if column not in names]
     if missing:
-        msg = f"{path}:1: columns must have {missing[0]}, got {','.join(names)[:_SHOWN]}"
+        msg = f"{path}:1: columns must have {missing[0]}, got {','.join(names)[:_SHOWN]!r}"
         raise ValueError(msg)
     for number, cells in lines:
         if cells:

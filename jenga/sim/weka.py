@@ -29,7 +29,7 @@ Session = tuple[Request, ...]
 """Its first request, which follows none, and those behind it; times count from its beginning."""
 
 
-def read_weka(  # noqa: PLR0913  one format, all that a replay of it may vary
+def read_weka(
     path: Path,
     *,
     arrivals_per_s: float = 0.0,
@@ -354,10 +354,11 @@ class _SessionReader:
         """
         node, num_blocks, goes_on_from = _Blocks.ROOT, 0, None
         latest_s = start_s + agent.slack_s
-        if agent.calls and (last := agent.calls[-1]).end_s <= latest_s and last.blocks:
+        for last in agent.calls[-1:]:
             # Nearly every turn goes on from the one before it: no need to walk to there.
-            if blocks[: len(last.blocks)] == last.blocks:
-                node, num_blocks, goes_on_from = last.node, len(last.blocks), last
+            num_last = len(last.blocks)
+            if num_last and last.end_s <= latest_s and blocks[:num_last] == last.blocks:
+                node, num_blocks, goes_on_from = last.node, num_last, last
         while num_blocks < len(blocks):
             child = self._blocks.child(node, blocks[num_blocks])
             if child is None:

@@ -206,9 +206,13 @@ def test_a_file_that_is_not_written_whole_leaves_the_one_before(tmp_path):
     path = tmp_path / "file"
     path.write_text("before", encoding="utf-8")
 
-    with pytest.raises(CutError), written_whole(path) as file:
-        file.write(b"half")
-        raise CutError
+    def write_half():
+        with written_whole(path) as file:
+            file.write(b"half")
+            raise CutError
+
+    with pytest.raises(CutError):
+        write_half()
 
     assert path.read_text(encoding="utf-8") == "before"
     assert list(tmp_path.iterdir()) == [path]

@@ -138,7 +138,7 @@ def test_lengths_are_read_by_the_names_of_their_columns(tmp_path):
     assert [each.arrival_s for each in requests] == [0.0, 0.0]
     assert later[1].arrival_s > 0
     path.write_text("a,b\n1,2\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"lengths.csv:1: columns must be .* got a,b"):
+    with pytest.raises(ValueError, match=r"lengths.csv:1: columns must be .* got 'a,b'"):
         list(read_lengths(path))
 
 
