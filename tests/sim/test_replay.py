@@ -247,6 +247,10 @@ def test_memory_does_not_grow_with_the_number_of_requests(monkeypatch):
     # What a trace may grow to in a long run must be reached in the shorter of these two.
     monkeypatch.setattr("jenga.sim.replay.MOST_WAITING", 16)
     monkeypatch.setattr("jenga.sim.quantiles.EXACT_VALUES", 64)
+    monkeypatch.setattr("jenga.sim.quantiles._BIN_WIDTH", 0.1)
+    monkeypatch.setattr("jenga.ends.REMEMBERED_KEYS", 64)
+    # What is kept for all replays of a process belongs to none of them.
+    most_bytes_of(50)
 
     few_bytes, few = most_bytes_of(300)
     many_bytes, many = most_bytes_of(1200)
