@@ -1,8 +1,8 @@
 """Requests replayed against a memory manager, without a GPU: what memory would do.
 
-`workload` says what a request is; `generators` and `traces` make them; `managers` makes an arena of
-ours or of a baseline; `replay` runs requests through it under `scheduler`; `step_time` turns steps
-into modelled seconds; `rows` is what is written of it. An experiment in a few lines:
+`workload` says what a request is; `sources` knows what makes or reads them; `managers` makes an
+arena of ours or of a baseline; `replay` runs requests through it under `scheduler`; `step_time`
+turns steps into modelled seconds; `rows` is what is written of it. An experiment in a few lines:
 
     facts = known_model("gemma-3-27b")
     model, gpu = facts.spec(), GPUS["H200"]

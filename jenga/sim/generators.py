@@ -1,10 +1,10 @@
 """Workloads made up: the paper's, and what measures one thing each."""
 
-import math
 import random
 from collections.abc import Iterator
 
 from jenga.policies import Image
+from jenga.sim.draws import arrivals_s, check_arguments, wait_s
 from jenga.sim.workload import Piece, Request
 
 QUESTION_TOKENS = 32
@@ -37,15 +37,22 @@ def articles(  # noqa: PLR0913  one workload, all that describes it
         article_tokens: Of an article, which comes before the question.
         question_tokens: Of a question, no two of which are equal.
         output_tokens: Of an answer.
-        arrivals_per_s: Requests a second; 0 for all at once.
+        arrivals_per_s: Requests a second, at random; 0 for all at once.
         order: "random", "rounds" (the first question on every article, then the second, the
             articles in another order each time), or "cyclic" (in the same order each time).
-        seed: Of the order.
+        seed: Of the order and the arrivals.
 
     Raises:
-        ValueError: There is no such order, or the rate is negative.
+        ValueError: There is no such order, or an argument is out of range.
     """
-    _check_rate(arrivals_per_s)
+    check_arguments(
+        num_articles=num_articles,
+        num_questions=num_questions,
+        article_tokens=article_tokens,
+        question_tokens=question_tokens,
+        output_tokens=output_tokens,
+        arrivals_per_s=arrivals_per_s,
+    )
     pairs = [(q, a) for q in range(num_questions) for a in range(num_articles)]
     draw = random.Random(seed)
     match order:
@@ -59,10 +66,11 @@ def articles(  # noqa: PLR0913  one workload, all that describes it
         case _:
             msg = f"order must be random, rounds or cyclic, got {order!r}"
             raise ValueError(msg)
+    times_s = arrivals_s(draw, arrivals_per_s)
     for number, (question, article) in enumerate(pairs):
         yield Request(
             name=str(number),
-            arrival_s=number / arrivals_per_s if arrivals_per_s else 0.0,
+            arrival_s=next(times_s),
             prompt=(
                 Piece(f"article {article}", article_tokens),
                 Piece(f"question {question} on {article}", question_tokens),
@@ -86,8 +94,14 @@ def long_documents(
         output_tokens: Fewest and most tokens after it.
         seed: Of the lengths.
 
+    Raises:
+        ValueError: An argument is out of range.
+
     Source: Jenga paper, section 7.3.
     """
+    check_arguments(
+        num_requests=num_requests, prompt_tokens=prompt_tokens, output_tokens=output_tokens
+    )
     draw = random.Random(seed)
     for number in range(num_requests):
         yield Request(
@@ -111,6 +125,9 @@ def static_lengths(
         prompt_tokens: Fewest and most tokens of a prompt, all as likely.
         output_tokens: Fewest and most tokens after it.
         seed: Of the lengths.
+
+    Raises:
+        ValueError: An argument is out of range.
 
     Source: Jenga paper, section 7.3, which does not give the lengths.
     """
@@ -139,8 +156,17 @@ def dynamic_lengths(
         output_tokens: Fewest and most tokens after it.
         seed: Of the lengths.
 
+    Raises:
+        ValueError: An argument is out of range.
+
     Source: Jenga paper, section 7.3, which does not give the lengths.
     """
+    check_arguments(
+        num_requests=num_requests,
+        prompt_tokens=prompt_tokens,
+        spread=spread,
+        output_tokens=output_tokens,
+    )
     draw = random.Random(seed)
     first, last = prompt_tokens
     for number in range(num_requests):
@@ -167,7 +193,13 @@ def mmlu_pro(
         output_tokens: Fewest and most tokens after a prompt.
         arrivals_per_s: Requests a second, at random; 0 for all at once.
         seed: Of lengths and arrivals.
+
+    Raises:
+        ValueError: An argument is out of range.
     """
+    check_arguments(
+        num_requests=num_requests, output_tokens=output_tokens, arrivals_per_s=arrivals_per_s
+    )
     draw = random.Random(seed)
     arrival_s = 0.0
     least, most = MMLU_PRO_TOKENS
@@ -179,7 +211,7 @@ def mmlu_pro(
             prompt=(Piece(f"question {number}", min(most, max(least, round(drawn)))),),
             output_tokens=draw.randint(*output_tokens),
         )
-        arrival_s += _wait(draw, arrivals_per_s)
+        arrival_s += wait_s(draw, arrivals_per_s)
 
 
 def mmmu_pro(  # noqa: PLR0913  one workload, all that describes it
@@ -203,7 +235,17 @@ def mmmu_pro(  # noqa: PLR0913  one workload, all that describes it
             read by cross attention.
         arrivals_per_s: Requests a second, at random; 0 for all at once.
         seed: Of lengths and arrivals.
+
+    Raises:
+        ValueError: An argument is out of range.
     """
+    check_arguments(
+        num_requests=num_requests,
+        image_tokens=image_tokens,
+        text_tokens=text_tokens,
+        output_tokens=output_tokens,
+        arrivals_per_s=arrivals_per_s,
+    )
     draw = random.Random(seed)
     arrival_s = 0.0
     for number in range(num_requests):
@@ -217,7 +259,7 @@ def mmmu_pro(  # noqa: PLR0913  one workload, all that describes it
             output_tokens=output_tokens,
             images=(image,),
         )
-        arrival_s += _wait(draw, arrivals_per_s)
+        arrival_s += wait_s(draw, arrivals_per_s)
 
 
 def agentic(  # noqa: PLR0913  one workload, all that describes it
@@ -244,7 +286,19 @@ def agentic(  # noqa: PLR0913  one workload, all that describes it
         arrivals_per_s: Sessions that begin in a second, at random; 0 for all at once.
         think_s: Between two turns of a session, on average.
         seed: Of lengths and times.
+
+    Raises:
+        ValueError: An argument is out of range.
     """
+    check_arguments(
+        num_sessions=num_sessions,
+        num_turns=num_turns,
+        system_tokens=system_tokens,
+        turn_tokens=turn_tokens,
+        output_tokens=output_tokens,
+        arrivals_per_s=arrivals_per_s,
+        think_s=think_s,
+    )
     draw = random.Random(seed)
     requests: list[Request] = []
     begin_s = 0.0
@@ -265,18 +319,6 @@ def agentic(  # noqa: PLR0913  one workload, all that describes it
                 )
             )
             prompt = (*prompt, Piece(output, num_output))
-            arrival_s += _wait(draw, 1 / think_s if think_s else 0.0)
-        begin_s += _wait(draw, arrivals_per_s)
+            arrival_s += wait_s(draw, 1 / think_s if think_s else 0.0)
+        begin_s += wait_s(draw, arrivals_per_s)
     return iter(sorted(requests, key=lambda request: request.arrival_s))
-
-
-def _wait(draw: random.Random, per_s: float) -> float:
-    """Seconds until the next of so many a second that come at random."""
-    _check_rate(per_s)
-    return -math.log(1 - draw.random()) / per_s if per_s else 0.0
-
-
-def _check_rate(arrivals_per_s: float) -> None:
-    if arrivals_per_s < 0:
-        msg = f"arrivals_per_s must be at least 0, got {arrivals_per_s:g}"
-        raise ValueError(msg)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from textwrap import fill
 
 from jenga.models import ModelFacts, ReadOptions
 from jenga.sim.budget import memory_budget
@@ -37,8 +38,9 @@ traces:
     mooncake, weka (AgentX), sharegpt, wildchat: JSON or JSON lines, the last three Parquet, too
     azure, burstgpt, lengths: CSV
   with arguments: weka:path=traces,rate=0.1,most_think_s=10  sharegpt:path=chats.json,rate=2
-  a workload: {", ".join(GENERATORS)}
+{fill(", ".join(GENERATORS), 96, initial_indent="  a workload: ", subsequent_indent="    ")}
   with arguments: articles:n=24,questions=8,tokens=30000  long-documents  mmlu-pro:n=500,rate=4
+    rag:k=8,rate=0.5  agents:n=24,rate=0.05  mixed:rate=2; rate: arrivals a second, at random
 
 managers:
   jenga   pages of the planned geometry

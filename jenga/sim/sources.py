@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import cast, get_args, get_origin
 
-from jenga.sim import generators
+from jenga.sim import generators, sessions, shared_texts
 from jenga.sim.chats import read_sharegpt, read_wildchat
 from jenga.sim.lines import open_text
 from jenga.sim.records import Record, records_of
@@ -27,19 +27,45 @@ GENERATORS: dict[str, Callable[..., Iterator[Request]]] = {
     "mmlu-pro": generators.mmlu_pro,
     "mmmu-pro": generators.mmmu_pro,
     "agentic": generators.agentic,
+    "rag": shared_texts.rag,
+    "samples": shared_texts.samples,
+    "zipf": shared_texts.zipf,
+    "tools": shared_texts.tools,
+    "loop": shared_texts.loop,
+    "shift": shared_texts.shift,
+    "alternate": shared_texts.alternate,
+    "mixed": sessions.mixed,
+    "agents": sessions.agents,
     "servegen": read_servegen,
 }
 """Workloads by name; their arguments are those of the functions."""
 
+_ARTICLES = "articles", "loop", "shift", "alternate"
+
 _SHORT_NAMES = {
-    "n": {"articles": "num_articles", "": "num_requests"},
+    "n": {
+        "articles": "num_articles",
+        "loop": "num_articles",
+        "samples": "num_prompts",
+        "agentic": "num_sessions",
+        "agents": "num_sessions",
+        "": "num_requests",
+    },
     "requests": {"": "num_requests"},
     "sessions": {"": "num_sessions"},
     "turns": {"": "num_turns"},
     "questions": {"": "num_questions"},
-    "tokens": {"articles": "article_tokens", "": "prompt_tokens"},
+    "rounds": {"": "num_rounds"},
+    "k": {"": "num_read"},
+    "tokens": {
+        **dict.fromkeys(_ARTICLES, "article_tokens"),
+        "rag": "chunk_tokens",
+        "": "prompt_tokens",
+    },
+    "head": {"": "head_tokens"},
     "question": {"": "question_tokens"},
     "output": {"": "output_tokens"},
+    "think": {"": "think_s"},
     "rate": {"": "arrivals_per_s"},
 }
 """Short names of arguments; what they are short for, per workload and otherwise."""
