@@ -252,10 +252,10 @@ def test_memory_does_not_grow_with_the_number_of_requests(monkeypatch):
     # What is kept for all replays of a process belongs to none of them.
     most_bytes_of(50)
 
-    few_bytes, few = most_bytes_of(300)
-    many_bytes, many = most_bytes_of(1200)
+    few_bytes, few = most_bytes_of(600)
+    many_bytes, many = most_bytes_of(2400)
 
-    assert (few.num_requests, many.num_requests) == (300, 1200)
+    assert (few.num_requests, many.num_requests) == (600, 2400)
     assert many.evicted_pages > 3 * few.evicted_pages > 0
     assert many_bytes < 1.05 * few_bytes
 
