@@ -1,10 +1,13 @@
 """Fields of files that anyone may have written: each is what it must be, or is named."""
 
-import sys
+import math
 from datetime import UTC, datetime
 from typing import NoReturn, cast
 
 from jenga.sim.workload import MOST_TOKENS
+
+MOST_NUMBER = 1e15
+"""The largest number of a field: more milliseconds than any trace lasts, and sums stay exact."""
 
 SHOWN_CHARS = 80
 """Characters of a wrong value that an error shows."""
@@ -67,8 +70,10 @@ class Place:
         """A finite number that is not negative."""
         if not isinstance(value, int | float) or isinstance(value, bool):
             self.refuse(field, "a number of at least 0", value)
-        if not 0 <= value <= sys.float_info.max:
+        if not value >= 0 or value == math.inf:
             self.refuse(field, "a number of at least 0", value)
+        if value > MOST_NUMBER:
+            self.refuse(field, f"at most {MOST_NUMBER:g}", value)
         return float(value)
 
     def decimal(self, field: str, text: str) -> float:
