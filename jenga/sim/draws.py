@@ -2,10 +2,16 @@
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-MOST_REQUESTS = 10_000_000
-"""Requests, texts or sessions of a workload: more than a replay comes to the end of."""
+from jenga.sim.fields import MOST_NUMBER, SHOWN_CHARS
+from jenga.sim.workload import MOST_TOKENS
+
+MOST_REQUESTS = 1_000_000
+"""Requests, texts or sessions of a workload: as many as a replay takes days for."""
+
+MOST_EXPONENT = 8
+"""Of Zipf's law, by which the first text alone is then read."""
 
 Range = tuple[int, int]
 """Fewest and most, all between as likely."""
@@ -15,9 +21,9 @@ def check_arguments(**arguments: float | tuple[float, float]) -> None:
     """Refuse arguments of a workload that are out of range.
 
     Args:
-        arguments: By their names, which say what they are: `num_*` and other counts of things are
-            positive, `*_tokens` are at least 1, `*_share` are probabilities, and rates, seconds and
-            exponents are finite and at least 0. Both ends of a range are, in order.
+        arguments: By their names, which say what they are: `num_*` and `*_tokens` are at least 1,
+            `*_share` are probabilities, and rates, seconds and exponents are at least 0. Both ends
+            of a range are, in order.
 
     Raises:
         ValueError: One is not; it is named.
@@ -25,22 +31,18 @@ def check_arguments(**arguments: float | tuple[float, float]) -> None:
     for name, value in arguments.items():
         ends = value if isinstance(value, tuple) else (value,)
         if name.endswith("_share"):
-            is_right, expected = _are_between(ends, 0, 1), "from 0 to 1"
+            least, most = 0, 1
         elif name.startswith("num_"):
-            is_right = _are_between(ends, 1, MOST_REQUESTS)
-            expected = f"from 1 to {MOST_REQUESTS}"
+            least, most = 1, MOST_REQUESTS
         elif name.endswith("_tokens"):
-            is_right, expected = _are_between(ends, 1, math.inf), "at least 1"
+            least, most = 1, MOST_TOKENS
         else:
-            is_right, expected = _are_between(ends, 0, math.inf), "at least 0"
-        if not is_right:
-            shown = "-".join(map(str, ends)) if len(ends) > 1 else f"{value:g}"
-            msg = f"{name} must be {expected}, got {shown}"
+            least, most = 0, MOST_EXPONENT if name == "exponent" else MOST_NUMBER
+        if not (all(least <= end <= most for end in ends) and ends[0] <= ends[-1]):
+            shown = "-".join(map(str, ends))[:SHOWN_CHARS]
+            words = "at least 0 and finite" if most == MOST_NUMBER else f"from {least} to {most}"
+            msg = f"{name} must be {words}, got {shown}"
             raise ValueError(msg)
-
-
-def _are_between(ends: Sequence[float], least: float, most: float) -> bool:
-    return all(least <= end <= most and end < math.inf for end in ends) and ends[0] <= ends[-1]
 
 
 def wait_s(draw: random.Random, per_s: float) -> float:

@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator
 
 from jenga.policies import Image
-from jenga.sim.draws import arrivals_s, check_arguments, wait_s
+from jenga.sim.draws import MOST_REQUESTS, arrivals_s, check_arguments, wait_s
 from jenga.sim.workload import Piece, Request
 
 QUESTION_TOKENS = 32
@@ -53,6 +53,12 @@ def articles(  # noqa: PLR0913  one workload, all that describes it
         output_tokens=output_tokens,
         arrivals_per_s=arrivals_per_s,
     )
+    if num_articles * num_questions > MOST_REQUESTS:
+        msg = (
+            f"num_articles times num_questions must be at most {MOST_REQUESTS}, "
+            f"got {num_articles} times {num_questions}"
+        )
+        raise ValueError(msg)
     pairs = [(q, a) for q in range(num_questions) for a in range(num_articles)]
     draw = random.Random(seed)
     match order:

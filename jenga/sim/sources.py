@@ -11,6 +11,7 @@ from typing import cast, get_args, get_origin
 
 from jenga.sim import generators, sessions, shared_texts
 from jenga.sim.chats import read_sharegpt, read_wildchat
+from jenga.sim.fields import SHOWN_CHARS
 from jenga.sim.lines import open_text
 from jenga.sim.records import Record, records_of
 from jenga.sim.rows import is_parquet
@@ -189,7 +190,8 @@ def _made(name: str, arguments: str) -> Iterator[Request]:
         short = _SHORT_NAMES.get(key, {})
         parameter = key if key in parameters else short.get(name, short.get("", key))
         if parameter not in parameters:
-            msg = f"{name} must have arguments of {_arguments(name, parameters)}, got {argument!r}"
+            known = _arguments(name, parameters)
+            msg = f"{name} must have arguments of {known}, got {_shown(argument)}"
             raise ValueError(msg)
         values[parameter] = _value(name, argument, value, parameters[parameter].annotation)
     for parameter in parameters.values():
@@ -219,9 +221,14 @@ def _value(name: str, argument: str, text: str, kind: object) -> object:
     value = _parsed(text, kind)
     if value is None:
         expected = "first-last" if get_origin(kind) is tuple else _KINDS.get(kind, str(kind))
-        msg = f"{name}: {argument.partition('=')[0]} must be {expected}, got {text!r}"
+        msg = f"{name}: {argument.partition('=')[0]} must be {expected}, got {_shown(text)}"
         raise ValueError(msg)
     return value
+
+
+def _shown(text: str) -> str:
+    """A wrong argument as far as an error shows it."""
+    return repr(text)[:SHOWN_CHARS]
 
 
 def _parsed(text: str, kind: object) -> object:

@@ -150,8 +150,14 @@ def test_drafted_tokens_that_are_right_shorten_the_run(capsys, tmp_path):
         (["--arena", "99999999TiB"], "not enough memory on this machine"),
         (["--host", "1KiB"], "host_bytes must be 0 or hold a large page of "),
         (["--measured", "nowhere"], "--measured must be a folder with one for each GPU, got"),
-        (["--trace", "articles:n=2,rate=-1"], "arrivals_per_s must be at least 0, got -1"),
-        (["--trace", "agentic:sessions=2,rate=-1"], "arrivals_per_s must be at least 0, got -1"),
+        (
+            ["--trace", "articles:n=2,rate=-1"],
+            "arrivals_per_s must be at least 0 and finite, got -1",
+        ),
+        (
+            ["--trace", "agentic:sessions=2,rate=-1"],
+            "arrivals_per_s must be at least 0 and finite, got -1",
+        ),
     ],
 )
 def test_what_cannot_be_replayed_is_one_line_of_error(capsys, arguments, words):

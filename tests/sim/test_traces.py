@@ -264,9 +264,14 @@ def test_workloads_take_short_arguments():
     [
         ("artikles", "did you mean articles"),
         ("articles:size=3", r"articles must have arguments of num_articles \(n\), .* got 'size=3'"),
+        (
+            "articles:n=2000,questions=600",
+            "num_articles times num_questions must be at most 1000000",
+        ),
+        (f"articles:n={'9' * 400}", "num_articles must be from 1 to 1000000, got 9999"),
         ("articles:n=three", "articles: n must be an integer, got 'three'"),
         ("mmlu-pro:rate=nan", "mmlu-pro: rate must be a number, got 'nan'"),
-        ("articles:tokens=5000000000", "prompt_tokens of request '0' must be at most 16777216"),
+        ("articles:tokens=5000000000", "article_tokens must be from 1 to 16777216, got 5000000000"),
         ("mmlu-pro:output=9-5", "mmlu-pro: output must be first-last, got '9-5'"),
         ("mmmu-pro:image_in_prompt=no", "image_in_prompt must be true or false, got 'no'"),
         ("servegen:workload=x", "servegen must be given path"),
