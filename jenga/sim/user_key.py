@@ -15,11 +15,19 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def key_path() -> Path:
-    """Where the key lies: in the folder for state of the XDG Base Directory Specification."""
+    """Where the key lies: in the folder for state of the XDG Base Directory Specification.
+
+    Raises:
+        OSError: This user has no home folder.
+    """
     folder = Path(os.environ.get("XDG_STATE_HOME", ""))
     # The specification says to ignore what is not absolute.
     if not folder.is_absolute():
-        folder = Path.home() / ".local" / "state"
+        try:
+            folder = Path.home() / ".local" / "state"
+        except (RuntimeError, KeyError) as error:
+            msg = "this user has no home folder, and XDG_STATE_HOME names none"
+            raise OSError(msg) from error
     return folder / "jenga" / "snapshot.key"
 
 

@@ -189,6 +189,20 @@ def test_a_state_folder_that_is_not_absolute_is_passed_over(monkeypatch, tmp_pat
     assert key_path() == tmp_path / ".local" / "state" / "jenga" / "snapshot.key"
 
 
+def test_a_replay_of_a_user_without_a_home_runs_without_snapshots(tmp_path, monkeypatch):
+    def no_home():
+        raise RuntimeError
+
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setattr(Path, "home", no_home)
+    warnings = []
+
+    cut(tmp_path / "rows.jsonl", warn=warnings.append)
+
+    assert len(warnings) == 1
+    assert "this user has no home folder, and XDG_STATE_HOME names none" in warnings[0]
+
+
 def test_a_snapshot_is_for_this_user_alone_and_no_link_is_followed(tmp_path):
     path, victim = tmp_path / "rows.jsonl", tmp_path / "victim"
     victim.write_text("kept", encoding="utf-8")
