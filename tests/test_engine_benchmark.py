@@ -739,7 +739,6 @@ def run_tiny(folder, *arguments):
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(540)
 def test_tiny_engines_serve_sessions_and_say_the_same(tmp_path):
     entries = plan.in_turns(plan.NEMOTRON_AGENTS, sides.STOCK, sides.OURS_PLAIN)
     said = []
@@ -764,7 +763,6 @@ def test_tiny_engines_serve_sessions_and_say_the_same(tmp_path):
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_model_of_ones_own_is_served_with_its_weights(tmp_path, capsys):
     from tests.vllm_plugin import tiny_checkpoints
 
@@ -783,7 +781,6 @@ def test_a_model_of_ones_own_is_served_with_its_weights(tmp_path, capsys):
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_tiny_draft_is_taken_as_often_on_both_sides(tmp_path, capsys):
     code = run_tiny(tmp_path, "--only", "drafted", "--sides", "stock", "ours")
 
@@ -795,7 +792,6 @@ def test_a_tiny_draft_is_taken_as_often_on_both_sides(tmp_path, capsys):
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_an_engine_whose_start_fails_is_named_with_its_error(tmp_path, capsys):
     code = run_tiny(tmp_path, "--only", "llama-3.1-8b-drafted", "--sides", "stock-replay")
     assert code == 0  # the plan has no such entry

@@ -107,7 +107,7 @@ def test_a_line_of_nonsense_is_named_with_its_number(tmp_path, capsys, name, lin
         DEEP,
         HUGE,
         "prompt_len,output_len\n1,2\n".encode("utf-16"),
-        gzip.compress(HEADERS["mooncake"]),
+        gzip.compress(HEADERS["mooncake"], mtime=0),
         b"PK\x03\x04" + bytes(100),
         b"PAR1",
     ],
