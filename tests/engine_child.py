@@ -58,6 +58,8 @@ def main():
     mode = json.loads(modes.read_text()).get(side, "serves")
     with modes.with_name("started.txt").open("a") as file:
         file.write(f"{job.stem}\n")
+    names = sorted(name for name in os.environ if name.startswith(("JENGA_", "TRITON_", "VLLM_")))
+    sys.stderr.write(f"{names}\ncaches {os.environ.get('TRITON_CACHE_DIR')}\n")
     threading.Thread(target=hang_forever, daemon=True, name="helper").start()
     out = os.fdopen(replies, "w")
 
