@@ -10,7 +10,12 @@ from tests.emulation import only_where_interpreted, run_emulated
 pytestmark = only_where_interpreted
 
 FOLDER = Path(__file__).parent
-WITHOUT_LAUNCHES = {"test_compiled_attention.py", "test_compiled_latents.py", Path(__file__).name}
+WITHOUT_LAUNCHES = {
+    "test_compiled_attention.py",
+    "test_compiled_latents.py",
+    "test_interpreter.py",
+    Path(__file__).name,
+}
 RUNS = [
     (capability, path.name)
     for capability in (90, 80)
