@@ -20,10 +20,11 @@ Engines of the tiny models were seen to agree to the fourth decimal place.
 """
 
 ROUNDED_TOLERANCE = 0.02
-"""That of engines which round latents to float8: last bits decide where one lies between two.
+"""The tolerance where keys, values or latents are rounded to float8.
 
-Up to 0.01 was seen, 0.2 to 1 with another scale or none, and between the two likeliest tokens of
-the tests 0.05 or more.
+The last bits of an element that lies between two float8 numbers decide which it becomes, and they
+differ between processors. Up to 0.01 was seen, 0.13 to 1.3 with another scale or without rounding,
+and between the two likeliest tokens of the tests 0.05 or more.
 """
 
 ENGINE_OPTIONS = {
