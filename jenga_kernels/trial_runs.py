@@ -6,6 +6,7 @@ token is no number, and neither is a result before it is written.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -341,17 +342,23 @@ def _has_own_state_scan(call: Call, machine: Machine) -> bool:
 
 def _state_scan_runs(call: Call, arena: torch.Tensor) -> Iterator[tuple[str, Run]]:
     segments = {"segment_tokens": SEGMENT_TOKENS}
-    yield "a group of warps", _state_scan(call, arena, is_warp_specialized=False)
-    yield "two groups of warps", _state_scan(call, arena, is_warp_specialized=True)
-    yield "segments", _state_scan(call, arena, is_warp_specialized=False, **segments)
-    name = "segments by two groups of warps"
-    yield name, _state_scan(call, arena, is_warp_specialized=True, **segments)
+    # A step that keeps no states launches kernels compiled without checkpoints.
+    for keeps_states in (True, False):
+        wherein = "" if keeps_states else ", no states kept"
+        one = {"keeps_states": keeps_states, "is_warp_specialized": False}
+        two = {"keeps_states": keeps_states, "is_warp_specialized": True}
+        yield f"a group of warps{wherein}", _state_scan(call, arena, **one)
+        yield f"two groups of warps{wherein}", _state_scan(call, arena, **two)
+        yield f"segments{wherein}", _state_scan(call, arena, **one, **segments)
+        name = f"segments by two groups of warps{wherein}"
+        yield name, _state_scan(call, arena, **two, **segments)
 
 
 def _state_scan(
     call: Call,
     arena: torch.Tensor,
     *,
+    keeps_states: bool,
     is_warp_specialized: bool,
     segment_tokens: int = UNCUT_TOKENS,
 ) -> Run:
@@ -376,7 +383,7 @@ def _state_scan(
             *scan.arguments,
             dt_softplus=call.arguments.get("dt_softplus", True),
             allow_tf32=call.arguments.get("allow_tf32", False),
-            checkpoints=scan.checkpoints,
+            checkpoints=scan.checkpoints if keeps_states else None,
             segment_tokens=UNCUT_TOKENS if is_portable else segment_tokens,
             is_warp_specialized=is_warp_specialized,
             is_portable=is_portable,
@@ -416,7 +423,7 @@ def _delta_scan_runs(call: Call, arena: torch.Tensor) -> Iterator[tuple[str, Run
         betas.copy_(betas.float().sigmoid())
     scan = _Scan(numbers, arena, call.pages[0])
 
-    def run(is_portable: bool) -> Results:
+    def run(is_portable: bool, *, keeps_states: bool) -> Results:
         out, states = _no_numbers(*v.shape, like=v), scan.begin()
         delta_scan(
             out,
@@ -427,14 +434,15 @@ def _delta_scan_runs(call: Call, arena: torch.Tensor) -> Iterator[tuple[str, Run
             gates,
             betas,
             *scan.arguments,
-            checkpoints=scan.checkpoints,
+            checkpoints=scan.checkpoints if keeps_states else None,
             is_portable=is_portable,
             **given,
         )
         return out, scan.written()
 
-    is_per_channel = _is_per_channel(call.view("gates"))
-    yield "decays of channels" if is_per_channel else "decays of heads", run
+    name = "decays of channels" if _is_per_channel(call.view("gates")) else "decays of heads"
+    yield name, partial(run, keeps_states=True)
+    yield f"{name}, no states kept", partial(run, keeps_states=False)
 
 
 _HAS_OWN_KERNELS: dict[str, Callable[[Call, Machine], bool]] = {
