@@ -17,6 +17,7 @@ import math
 from collections.abc import Sequence
 
 from jenga.allocator import Allocator
+from jenga.eviction.tree import CheckpointTree
 from jenga.small_pages import Sharing
 
 LEFT_SHARE = 0.6
@@ -42,23 +43,32 @@ class Admission:
     """How many large pages an admission leaves to wanted content."""
 
     __slots__ = (
-        "_allocator",
         "_asked_tokens",
+        "_large_page_bytes",
         "_most_left",
         "_num_steps",
         "_reread_tokens",
         "_step_tokens",
+        "_tree",
     )
 
     def __init__(
-        self, allocator: Allocator, left_share: float, step_tokens: float = STEP_TOKENS
+        self,
+        allocator: Allocator,
+        tree: CheckpointTree,
+        left_share: float,
+        step_tokens: float = STEP_TOKENS,
+        *,
+        large_page_bytes: int,
     ) -> None:
         """Nothing was admitted.
 
         Args:
-            allocator: Knows what is wanted.
+            allocator: Books of the arena.
+            tree: Knows what is waited for.
             left_share: Of the arena, left at most.
             step_tokens: Tokens of a prompt that take as long as what a step costs by itself.
+            large_page_bytes: Of a large page.
 
         Raises:
             ValueError: The share is none, or the tokens are negative or not finite.
@@ -69,7 +79,8 @@ class Admission:
         if not 0 <= step_tokens < math.inf:
             msg = f"step_tokens must be finite and not negative, got {step_tokens}"
             raise ValueError(msg)
-        self._allocator = allocator
+        self._tree = tree
+        self._large_page_bytes = large_page_bytes
         self._step_tokens = step_tokens
         self._most_left = left_share * allocator.large_pages.num_pages
         self._reread_tokens = self._asked_tokens = self._num_steps = 0.0
@@ -110,9 +121,13 @@ class Admission:
             reread_tokens: As `note` has it, of requests that wait.
             asked_tokens: Likewise.
         """
-        num_wanted = self._allocator.wanted_large_pages(hits)
         asked = self._asked_tokens + asked_tokens
-        if not num_wanted or not asked:
+        if not asked or not self._tree.awaited:
+            return 0
+        num_wanted = self._tree.awaited_bytes() // self._large_page_bytes
+        if hits is not None:
+            num_wanted -= sum(sharing.num_pinned for sharing in hits if sharing is not None)
+        if num_wanted <= 0:
             return 0
         reread_share = (self._reread_tokens + reread_tokens) / asked
         return min(num_wanted, int(self._most_left * reread_share * self.prompt_share**2))

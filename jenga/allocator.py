@@ -55,20 +55,14 @@ class Allocator:
         self,
         small_pages_per_large_page: Sequence[int],
         num_large_pages: int,
-        *,
-        wanted_rank: int | None = None,
-        horizon_ranks: range | None = None,
     ) -> None:
         """All pages empty.
 
         Args:
             small_pages_per_large_page: Of each page table.
             num_large_pages: Large pages of the arena, the null page included.
-            wanted_rank: From which on `wanted_large_pages` counts what is cached, if it does.
-            horizon_ranks: Where a large page went at one of these, what is older is overdue (see
-                `jenga.evictables`); by default nothing ever is.
         """
-        self.large_pages = LargePages(num_large_pages, wanted_rank, horizon_ranks)
+        self.large_pages = LargePages(num_large_pages)
         self.tables = tuple(
             WholePages(index, self.large_pages)
             if pages_per_large == 1
@@ -108,17 +102,6 @@ class Allocator:
             needed_large_pages=needed,
             available_large_pages=available,
         )
-
-    def wanted_large_pages(self, hits: Sequence[Sharing | None] | None) -> int:
-        """Reclaimable large pages of wanted content that a hit leaves, or fewer.
-
-        Args:
-            hits: Per page table, the cached small pages that will be shared first, if any.
-        """
-        num_wanted = self.large_pages.reclaimable.num_wanted
-        if num_wanted and hits is not None:
-            num_wanted -= sum(sharing.num_pinned for sharing in hits if sharing is not None)
-        return max(0, num_wanted)
 
     def take(
         self,

@@ -21,7 +21,13 @@ def check_table(table: Table, requests: Iterable[Request]) -> None:
         if any(page <= 0 for page in pages[first:]) or any(pages[:first]):
             msg = f"{table.spec.name!r} of owner {request.owner}: {pages} with {first} given up"
             raise InvariantError(msg)
-        for page in pages[first:]:
+        pending = [
+            page
+            for kept in request.pending.values()
+            for index, page in kept
+            if index == table.index
+        ]
+        for page in (*pages[first:], *pending):
             users[page] = users.get(page, 0) + 1
     shares = {page: count - 1 for page, count in users.items() if count > 1}
     if shares != table.pages.shares or len(users) != table.pages.num_used:

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 
 from jenga.admission import Admission
+from jenga.checkpoints import Checkpoints
 from jenga.errors import TooEarlyError
-from jenga.kept_states import KeptStates
 from jenga.request import PrefixHit, Request
 from jenga.small_pages import Sharing
 from jenga.waiting import Waiting
@@ -20,12 +20,12 @@ class Entry:
         waiting: The engine's queue.
     """
 
-    __slots__ = ("_admission", "_refused_alone", "_requests", "_states", "waiting")
+    __slots__ = ("_admission", "_checkpoints", "_refused_alone", "_requests", "waiting")
 
     def __init__(
         self,
         requests: Mapping[str, Request],
-        states: KeptStates,
+        checkpoints: Checkpoints,
         waiting: Waiting,
         admission: Admission,
     ) -> None:
@@ -33,12 +33,12 @@ class Entry:
 
         Args:
             requests: Those that run.
-            states: States kept for others.
+            checkpoints: Where requests leave checkpoints.
             waiting: The engine's queue.
             admission: What is left to others.
         """
         self._requests = requests
-        self._states = states
+        self._checkpoints = checkpoints
         self._admission = admission
         self._refused_alone: str | None = None
         self.waiting = waiting
@@ -54,7 +54,7 @@ class Entry:
         Raises:
             TooEarlyError: It does.
         """
-        if not self._states.tables:
+        if not self._checkpoints.states:
             return
         start_tokens = hit.num_tokens
         for other_id, shared_tokens in self.waiting.sharers(request_id, start_tokens):
@@ -68,9 +68,9 @@ class Entry:
             ):
                 raise TooEarlyError(request_id, hit_tokens=start_tokens, other_id=other_id)
 
-    def checkpoint_tokens(self, request_id: str, request: Request) -> tuple[int, ...]:
-        """Where a request's states are worth keeping, by what is known of who waits."""
-        return self._states.checkpoint_tokens(request, self.waiting.branch_tokens(request_id))
+    def checkpoint_tokens(self, request_id: str, request: Request) -> list[int]:
+        """Where a request leaves its next checkpoints, by its plan and by those that wait."""
+        return sorted(self._checkpoints.planned(request, self.waiting.branch_tokens(request_id)))
 
     def reserve(self, found: Sequence[Sharing | None] | None, step: int) -> int:
         """Large pages that an admission leaves to others.

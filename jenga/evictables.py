@@ -2,17 +2,11 @@
 
 A large page without a user goes as a whole, so an order among small pages matters only in pinned
 ones. It is made when it is first asked for: most large pages are given away without one.
-
-Small pages of a pinned large page outlive the large pages that went since they were used last. To
-who goes on from a prefix they are of no use then, as a rule: what else the prefix needs lay in
-other page tables, and went. Of such *overdue* pages those of the fullest large page go first, so
-that others come to be without a user and can be given away; by age alone what a request takes
-would be strewn over all of them, and each would stay pinned for its sake.
 """
 
 from collections.abc import Sequence
 
-from jenga.bins import NO_PAGE, Bins
+from jenga.bins import NO_PAGE
 from jenga.errors import InvariantError
 from jenga.victims import NOT_QUEUED, VictimQueue
 
@@ -27,17 +21,13 @@ class Evictables:
         stamps: Of an evictable small page its rank, else `NOT_QUEUED`.
         eldest: Large page -> a lower bound of the ranks of its evictable small pages.
         youngest: Large page -> the rank at which it last had a user.
-        pinned: Pinned large pages with evictable small pages, by a lower bound of their ranks; but
-            for those with overdue ones.
-        overdue: Of the latter, how many small pages have no user.
+        pinned: Pinned large pages with evictable small pages, by a lower bound of their ranks.
     """
 
     __slots__ = (
-        "_fullest",
         "_orders",
         "_pages_per_large",
         "eldest",
-        "overdue",
         "pinned",
         "stamps",
         "youngest",
@@ -49,8 +39,6 @@ class Evictables:
         self.eldest = [0] * num_larges
         self.youngest = [0] * num_larges
         self.pinned = VictimQueue(num_larges)
-        self.overdue: dict[int, int] = {}
-        self._fullest = Bins()  # the same, by that number
         # Per large page, entries of its evictable small pages in order, with stale ones.
         self._orders = [NO_ORDER] * num_larges
 
@@ -65,20 +53,11 @@ class Evictables:
 
     def pin(self, large: int) -> None:
         """Let evictable small pages of a large page go one by one."""
-        if large not in self.overdue:
-            self.pinned.push(large, self.eldest[large])
+        self.pinned.push(large, self.eldest[large])
 
     def unpin(self, large: int) -> None:
         """Note that no small page of a large page goes by itself, if any did."""
-        if large in self.overdue:
-            self._fullest.remove(large, self.overdue.pop(large))
-        else:
-            self.pinned.drop(large)
-
-    def recount(self, large: int, num_unused: int) -> None:
-        """Note how many small pages of a large page with overdue ones have no user."""
-        self._fullest.move(large, self.overdue[large], num_unused)
-        self.overdue[large] = num_unused
+        self.pinned.drop(large)
 
     def add(self, large: int, page: int, rank: int, *, is_first: bool, goes_alone: bool) -> None:
         """Note that one small page became evictable.
@@ -157,36 +136,6 @@ class Evictables:
         else:
             self._orders[large] = NO_ORDER
 
-    def find_overdue(self, horizon: int, used: Sequence[int]) -> int:
-        """The fullest large page with overdue small pages, or the null page.
-
-        Args:
-            horizon: Rank up to which they are.
-            used: Of each large page, small pages that have a user.
-        """
-        pinned, overdue, k = self.pinned, self.overdue, self._pages_per_large
-        while 0 <= pinned.peek_rank() <= horizon:
-            large = pinned.peek()
-            pinned.drop(large)
-            overdue[large] = k - used[large]
-            self._fullest.add(large, overdue[large])
-        while large := self._fullest.fullest():
-            if self._valid_order(large)[0] // len(self.stamps) <= horizon:
-                break
-            self._wait(large)
-        return large
-
-    def _wait(self, large: int) -> None:
-        """Note that none of a large page's small pages is overdue."""
-        self._fullest.remove(large, self.overdue.pop(large))
-        self.pinned.push(large, self._orders[large][0] // len(self.stamps))
-
-    def take_overdue(self, large: int) -> tuple[int, int]:
-        """The small page of `find_overdue` that goes next, evictable no longer, and its rank."""
-        rank, page = divmod(self._orders[large].pop(0), len(self.stamps))
-        self.stamps[page] = NOT_QUEUED
-        return page, rank
-
     def take_first(self) -> int:
         """The evictable small page in a pinned large page that goes next, evictable no longer.
 
@@ -225,19 +174,14 @@ class Evictables:
     def next_alone(self, most: int) -> list[int]:
         """Small pages of pinned large pages, about those that go next, up to so many."""
         rank_of = self.stamps.__getitem__
-        first: list[int] = []
-        for large in self._fullest.in_order():
-            first += sorted(self.pages_of(large), key=rank_of)
-            if len(first) >= most:
-                return first[:most]
         pages: list[int] = []
         for large in self.pinned.in_order():
             pages += self.pages_of(large)
             # Large pages are in the order of a lower bound: the next one's may go before these.
-            if len(pages) >= 2 * (most - len(first)):
+            if len(pages) >= 2 * most:
                 break
         pages.sort(key=rank_of)
-        return (first + pages)[:most]
+        return pages[:most]
 
     def take_all(self, large: int) -> list[int]:
         """The evictable small pages of a large page, evictable no longer."""
@@ -246,12 +190,18 @@ class Evictables:
             stamps[page] = NOT_QUEUED
         return pages
 
-    def check_queues(self, used: Sequence[int]) -> None:
-        """Raise `InvariantError` unless the queues agree with themselves and with what is used."""
-        self.pinned.check()
-        k = self._pages_per_large
-        self._fullest.check({large: k - used[large] for large in self.overdue})
-        self._fullest.check(self.overdue)
+    def remove(self, large: int, pages: Sequence[int]) -> int:
+        """Record that some pages of a large page became empty; how many are left evictable."""
+        stamps, k = self.stamps, self._pages_per_large
+        lost_youngest = False
+        for page in pages:
+            lost_youngest |= stamps[page] >= self.youngest[large]
+            stamps[page] = NOT_QUEUED
+        self._orders[large] = NO_ORDER
+        left = [stamp for stamp in stamps[large * k : (large + 1) * k] if stamp >= 0]
+        if left and lost_youngest:
+            self.youngest[large] = max(left)
+        return len(left)
 
     def check(self, large: int, *, is_pinned: bool) -> None:
         """Raise `InvariantError` unless bounds and order of a large page are those of its pages."""
@@ -261,12 +211,11 @@ class Evictables:
         lowest, highest = min(ranks.values(), default=0), max(ranks.values(), default=0)
         entries = {rank * len(self.stamps) + page for page, rank in ranks.items()}
         goes_alone = bool(ranks) and is_pinned
-        is_queued, is_overdue = self.pinned.stamps[large] >= 0, large in self.overdue
+        is_queued = self.pinned.stamps[large] >= 0
         problems = {
             "evictable pages missing in the order": order and not entries <= set(order),
             "an order that does not rise": order != sorted(set(order)),
-            "pinned victims not queued, or twice": goes_alone and is_queued == is_overdue,
-            "overdue without pinned victims": is_overdue and not goes_alone,
+            "pinned victims not queued": goes_alone and not is_queued,
             "rank of the oldest not a lower bound": is_queued
             and goes_alone
             and self.pinned.rank(large) > lowest,

@@ -7,7 +7,6 @@ most steps of decoding ask no page table at all.
 from collections.abc import Sequence
 
 from jenga.capacity import Capacity
-from jenga.eviction_order import EvictionOrder
 from jenga.large_pages import NULL_PAGE
 from jenga.policies import NEVER
 from jenga.request import MISSING, Request
@@ -21,19 +20,17 @@ APART_LARGE_PAGES = 32
 class Growth:
     """What requests need, put into their page tables and give up."""
 
-    __slots__ = ("_apart_pages", "_capacity", "_long_pages", "_order", "_tables")
+    __slots__ = ("_apart_pages", "_capacity", "_long_pages", "_tables")
 
-    def __init__(self, tables: Sequence[Table], capacity: Capacity, order: EvictionOrder) -> None:
+    def __init__(self, tables: Sequence[Table], capacity: Capacity) -> None:
         """For requests of one arena.
 
         Args:
             tables: All page tables.
             capacity: What the arena can hold at all.
-            order: How cached pages are ranked.
         """
         self._tables = tables
         self._capacity = capacity
-        self._order = order
         # Per page table its small pages in a large page, where long requests open their own.
         self._apart_pages = [
             table.pages.pages_per_large
@@ -67,11 +64,11 @@ class Growth:
                 if num_pages < start:
                     pages.extend([NULL_PAGE] * (start - num_pages))
                 if pages[start - 1] != NULL_PAGE:
-                    table.pass_by(request, range(first, start), self._order)
+                    table.leave_pages(pages[first:start])
                 pages[first:start] = [NULL_PAGE] * (start - first)
                 request.first[index] = start
             if end < num_pages and request.num_tokens:
-                table.pass_by(request, range(max(start, end), len(pages)), self._order)
+                table.leave_pages(pages[max(start, end) :])
                 del pages[end:]
                 request.found[index] = min(request.found[index], end)
             request.releases[index] = policy.next_release(facts, num_processed_tokens, page_slots)

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from jenga.ends import Ends
-from jenga.kept_states import KeptStates
+from jenga.checkpoints import Checkpoints
 from jenga.large_pages import NULL_PAGE
 from jenga.request import MISSING, NO_LIMIT, PrefixHit, Request
 from jenga.small_pages import Sharing
@@ -13,34 +12,25 @@ from jenga.table import Table
 
 
 class Hits:
-    """Gives requests the pages of their hits, and counts tokens hit and missed.
-
-    Attributes:
-        ends: Tells whether requests go on from where others ended.
-    """
+    """Gives requests the pages of their hits, and counts tokens hit and missed."""
 
     __slots__ = (
         "_asked_tokens",
-        "_hash_tokens",
+        "_checkpoints",
         "_hit_tokens",
         "_limited_tokens",
-        "_states",
         "_tables",
-        "ends",
     )
 
-    def __init__(self, tables: Sequence[Table], states: KeptStates, hash_tokens: int) -> None:
+    def __init__(self, tables: Sequence[Table], checkpoints: Checkpoints) -> None:
         """No hit.
 
         Args:
             tables: All page tables.
-            states: States kept for others.
-            hash_tokens: Tokens that each further prefix hash covers.
+            checkpoints: What requests start from.
         """
         self._tables = tables
-        self._states = states
-        self._hash_tokens = hash_tokens
-        self.ends = Ends(hash_tokens)
+        self._checkpoints = checkpoints
         self._asked_tokens = self._hit_tokens = 0
         self._limited_tokens = [0] * len(tables)
 
@@ -52,7 +42,6 @@ class Hits:
         """
         request.hit_tokens = hit.num_tokens
         request.branch_tokens = hit.branch_tokens
-        request.expects_turn = self.ends.expects_turn(self._shared_key(hit))
         found: list[Sharing | None] = [None] * len(self._tables)
         for table in self._tables:
             if hit.pages[table.index] and not table.policy.is_overwritten:
@@ -73,24 +62,18 @@ class Hits:
                     found[table.index] = _sharing(table, cached, may_repeat=has_images)
         return found
 
-    def share(self, found: Sequence[Sharing | None], hit: PrefixHit, step: int) -> None:
+    def share(self, found: Sequence[Sharing | None], hit: PrefixHit) -> None:
         """Use the pages found, and let those to copy from be the last to be evicted."""
         for table, sharing in zip(self._tables, found, strict=True):
             if sharing is not None:
                 table.pages.use(sharing)
                 if sharing.repeated:
                     table.pages.share(sharing.repeated)
-        self._states.renew_hit(hit, step)
-        self.ends.admit(self._shared_key(hit))
+        self._checkpoints.protect(hit)
         self._asked_tokens += hit.asked_tokens
         self._hit_tokens += hit.num_tokens
         if hit.limit != NO_LIMIT:
             self._limited_tokens[hit.limit] += hit.asked_tokens - hit.num_tokens
-
-    def _shared_key(self, hit: PrefixHit) -> bytes | None:
-        """The hash of all that a request shares with those before it."""
-        num_hashes = hit.branch_tokens // self._hash_tokens
-        return hit.prefix_hashes[num_hashes - 1] if num_hashes else None
 
     def report(self) -> CacheReport:
         """What prefix hits brought since start-up."""

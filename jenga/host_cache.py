@@ -1,7 +1,7 @@
 """What the arena evicts, kept in host memory in pages of the same sizes until it is asked for.
 
 Host memory is cut as the arena is, and lives by the same two levels: a small page of it holds what
-one of the arena held. What nobody is likely to go on from is not brought there. What a request hits
+one of the arena held. Only what checkpoints had is brought there. What a request hits
 there is copied to pages of its own, and stays: if these are evicted again, nothing is copied. What
 goes from there is lost, in the order in which it came or was last asked for.
 
@@ -12,13 +12,11 @@ to leave in the next step are apart, and are made beside the kernels.
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from sys import maxsize
 from typing import overload
 
 from jenga.allocator import Allocator
 from jenga.errors import InvariantError
-from jenga.eviction_order import EvictionOrder
 from jenga.found_pages import FoundPages
 from jenga.prefix_cache import CacheChange, PrefixCache, RecordingCache
 from jenga.request import MISSING, CopyPath, PageCopy, PrefixHit, Request, host_page, is_on_host
@@ -133,18 +131,15 @@ class HostCache:
         "_copies",
         "_loaded_bytes",
         "_lost_bytes",
-        "_order",
         "_stored_bytes",
         "_tables",
         "_time",
-        "_unwritten",
         "num_lost",
     )
 
     def __init__(
         self,
         tables: Sequence[Table],
-        order: EvictionOrder,
         copies: list[PageCopy],
         *,
         num_large_pages: int,
@@ -154,7 +149,6 @@ class HostCache:
 
         Args:
             tables: Page tables of the arena.
-            order: Tells what is worth a copy.
             copies: To which those are added that are to be made.
             num_large_pages: Large pages of host memory, one that is never used included.
             changes: To which changes of what can be found here are added, if given.
@@ -169,7 +163,6 @@ class HostCache:
             )
             raise ValueError(msg)
         self._tables = tables
-        self._order = order
         self._copies = copies
         self._allocator = Allocator([t.pages.pages_per_large for t in tables], num_large_pages)
         self._caches: list[PrefixCache] = []
@@ -180,7 +173,6 @@ class HostCache:
                 if changes is None
                 else RecordingCache(num_pages, pages.row, index, changes, is_on_host=True)
             )
-        self._unwritten: set[tuple[int, int]] = set()
         self._time = 0
         self._stored_bytes = self._ahead_bytes = self._loaded_bytes = self._lost_bytes = 0
         self.num_lost = 0
@@ -195,25 +187,16 @@ class HostCache:
         """
         return EitherPages(found, self._caches[table.index].find(keys))
 
-    def begin_step(self) -> None:
-        """Note that what the step before writes on its way is there."""
-        self._unwritten.clear()
-
-    def note_unwritten(self, table: Table, page: int) -> None:
-        """Note that a page gets its content in the step under way, after all copies."""
-        self._unwritten.add((table.index, page))
-
     # Out of the arena
 
-    def store(self, table: Table, pages: Sequence[int], ranks: Sequence[int]) -> None:
-        """Order copies of pages that leave the arena, as far as they are worth it and new here.
+    def store(self, table: Table, pages: Sequence[int]) -> None:
+        """Order copies of pages that leave the arena, as far as they are new here.
 
         Args:
             table: Their page table, in whose cache they still have their keys.
-            pages: In the order in which they leave.
-            ranks: At which they do.
+            pages: In the order of their text.
         """
-        leaving = self._worth_it(table, pages, ranks)
+        leaving = pages[::-1]
         if not leaving or table.cache is None:
             return
         keys, get = table.cache.keys, self._caches[table.index].get
@@ -222,15 +205,13 @@ class HostCache:
         self._renew(table.index, [there for page in leaving if (there := get(keys[page]))])
         self._copies += self._bring(table, new)
 
-    def store_ahead(
-        self, table: Table, pages: Sequence[int], ranks: Sequence[int]
-    ) -> list[PageCopy]:
+    def store_ahead(self, table: Table, pages: Sequence[int]) -> list[PageCopy]:
         """Copies of pages that are about to leave the arena, as `store` says, and stay until then.
 
         When they leave they are here, and only become the last to be lost. What was here before
         does not yet: it is in both memories still, and would outlast what is here alone.
         """
-        leaving = self._worth_it(table, pages, ranks)
+        leaving = pages[::-1]
         if not leaving or table.cache is None:
             return []
         keys, get = table.cache.keys, self._caches[table.index].get
@@ -242,27 +223,11 @@ class HostCache:
         self._ahead_bytes += len(copies) * table.spec.small_page_bytes
         return copies
 
-    def _worth_it(self, table: Table, pages: Sequence[int], ranks: Sequence[int]) -> list[int]:
-        """The pages somebody may go on from, in the order in which they are lost here."""
-        expects, unwritten, index = self._order.expects_readers, self._unwritten, table.index
-        chosen = [
-            page
-            for page, rank in zip(pages, ranks, strict=True)
-            if expects(rank) and (index, page) not in unwritten
-        ]
-        k = table.pages.pages_per_large
-        # Of a large page the last small page goes first: it is of the longest prefix.
-        return [
-            page
-            for _, some in groupby(chosen, key=lambda page: page // k)
-            for page in sorted(some, reverse=True)
-        ]
-
     def _renew(self, index: int, pages: Sequence[int]) -> None:
         """Let pages be the last to go, the first of them first."""
-        own = self._allocator.tables[index]
-        for place, page in enumerate(pages):
-            own.rerank(page, (self._time << _PLACE_BITS) + place)
+        own, first = self._allocator.tables[index], self._time << _PLACE_BITS
+        unused = [page for page in pages if own.stamps[page] >= 0]
+        own.rerank(unused, range(first, first + len(unused)))
 
     def _bring(self, table: Table, leaving: Sequence[int]) -> list[PageCopy]:
         """Take pages for content that is new here, as much of it as there is room for at all."""
@@ -300,7 +265,6 @@ class HostCache:
                 cache.forget(own.evicted)
                 self._note_lost(table, len(own.evicted))
                 own.evicted.clear()
-                own.evicted_ranks.clear()
 
     def drop(self, table: Table, key: Hashable) -> None:
         """Let what lies here under a key, if anything does, be lost: there is a better one."""
@@ -308,8 +272,7 @@ class HostCache:
         page = cache.get(key)
         if page is not None:
             cache.forget([page])
-            own.share([page])
-            own.release([page])
+            own.discard([page])
             self._note_lost(table, 1)
 
     def _note_lost(self, table: Table, num_pages: int) -> None:

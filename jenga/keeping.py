@@ -1,13 +1,13 @@
 """What an arena keeps for other requests than those that run: states, hits, and what they cost."""
 
 from jenga.allocator import Allocator
-from jenga.eviction_order import EvictionOrder
+from jenga.checkpoints import Checkpoints
+from jenga.eviction.tree import CheckpointTree
 from jenga.evictions import Evictions
 from jenga.geometry import Geometry
 from jenga.hits import Hits
 from jenga.holdings import Holdings
 from jenga.host_cache import HostCache, HostReport
-from jenga.kept_states import KeptStates
 from jenga.loading_ahead import LoadingAhead
 from jenga.prefix_cache import CacheChange
 from jenga.request import PageCopy
@@ -25,8 +25,9 @@ class Keeping(Holdings):
         allocator: Allocator,
         tables: tuple[Table, ...],
         *,
-        order: EvictionOrder,
-        states: KeptStates,
+        tree: CheckpointTree,
+        checkpoints: Checkpoints,
+        evictions: Evictions,
         host: HostCache | None,
         load_at_once_bytes: int,
         copies: list[PageCopy],
@@ -40,8 +41,9 @@ class Keeping(Holdings):
             geometry: How the arena is cut.
             allocator: Books of its pages.
             tables: Its page tables.
-            order: Ranks cached pages.
-            states: States kept for others.
+            tree: What is kept for others.
+            checkpoints: Where requests leave it.
+            evictions: Told of what makes room.
             host: Where evicted pages go, if they do not go for good.
             load_at_once_bytes: What an admission may load from there while others run.
             copies: To which copies are added that are to be made.
@@ -50,19 +52,19 @@ class Keeping(Holdings):
             prefix_caching: Whether anything is kept.
         """
         super().__init__(geometry, allocator, tables)
-        self._states = states
+        self._tree = tree
+        self._checkpoints = checkpoints
         self._host = host
-        self._evictions = Evictions(allocator, order, states)
+        self._evictions = evictions
         self._saving: SavingAhead | None = None
         self._loading: LoadingAhead | None = None
         if host is not None:
-            self._saving = SavingAhead(allocator, tables, host)
+            self._saving = SavingAhead(tables, tree, host)
             self._loading = LoadingAhead(
                 allocator,
                 tables,
                 host,
                 self._evictions,
-                order,
                 self._requests,
                 at_once_bytes=load_at_once_bytes,
             )
@@ -70,14 +72,14 @@ class Keeping(Holdings):
         self._changes = changes
         self._hash_tokens = hash_tokens
         self._prefix_caching = prefix_caching
-        self._hits = Hits(tables, states, hash_tokens)
+        self._hits = Hits(tables, checkpoints)
         self._step: int = 0
         self._num_losses: int = 0
 
     @property
     def _version(self) -> tuple[int, int]:
         """Changes whenever cached pages are lost."""
-        num_losses = self._num_losses + self._states.num_replaced
+        num_losses = self._num_losses + self._tree.num_lost_bytes + self._checkpoints.num_replaced
         if self._host is not None:
             num_losses += self._host.num_lost
         return self._allocator.large_pages.num_evicted, num_losses
@@ -85,8 +87,8 @@ class Keeping(Holdings):
     @property
     def answer_interval_tokens(self) -> int:
         """Tokens of an answer after which its states are worth keeping again; 0 if never."""
-        has_states = self._prefix_caching and bool(self._states.tables)
-        return self._states.answer_tokens if has_states else 0
+        has_states = self._prefix_caching and bool(self._checkpoints.states)
+        return self._checkpoints.answer_tokens if has_states else 0
 
     def keep_state(
         self, request_id: str, prefix_hash: bytes, num_tokens: int, *, in_passing: bool = False
@@ -116,14 +118,16 @@ class Keeping(Holdings):
                 f"caching on, got {num_tokens}"
             )
             raise ValueError(msg)
-        return self._states.keep(
-            request, prefix_hash, num_tokens, self._step, in_passing=in_passing
-        )
+        return self._checkpoints.keep_state(request, prefix_hash, num_tokens)
 
     def keeps_state(self, table_index: int, prefix_hash: bytes, page: int) -> bool:
         """Whether a page still holds the state kept in it: another one may have taken it since."""
-        cache = self._tables[table_index].cache
-        return cache is not None and cache.get(prefix_hash) == page
+        is_pending = any(
+            (table_index, page) in kept
+            for request in self._requests.values()
+            for kept in request.pending.values()
+        )
+        return is_pending or self._tables[table_index].page_of(prefix_hash) == page
 
     def take_copies(self) -> list[PageCopy]:
         """Copies to make before any kernel of the next step runs, in this order."""
@@ -142,7 +146,7 @@ class Keeping(Holdings):
         Args:
             num_tokens: That the step computes.
         """
-        return self._loading.order(num_tokens, self._step) if self._loading is not None else []
+        return self._loading.order(num_tokens) if self._loading is not None else []
 
     def save_ahead(self) -> list[PageCopy]:
         """Copies to host memory that may be made beside the kernels of the step about to run.
@@ -170,12 +174,11 @@ class Keeping(Holdings):
         for table in self._tables:
             if table.cache is not None:
                 table.cache.clear()
+        self._tree.clear()
         self._allocator.large_pages.surrender_all()
-        self._states.reset()
         self._copies.clear()
         if self._host is not None:
             self._host.clear()
-        self._hits.ends.clear()
         self._num_losses += 1
         return True
 

@@ -1,8 +1,10 @@
 """The upper level of the allocator: which large pages are empty, held and reclaimable."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 from jenga.errors import InvariantError
+from jenga.eviction.ranks import KEPT_RANK
 from jenga.victims import NOT_QUEUED, VictimQueue
 
 NOT_HELD = -1
@@ -17,13 +19,11 @@ class Holder(Protocol):
 
     Attributes:
         evicted: Small pages evicted, until someone takes note and clears the list.
-        evicted_ranks: The rank of each, or of the large page with which it went.
         num_evicted_own: Small pages evicted with their large page for this page table.
         num_evicted_foreign: Small pages evicted with their large page for another one.
     """
 
     evicted: list[int]
-    evicted_ranks: list[int]
     num_evicted_own: int
     num_evicted_foreign: int
 
@@ -42,8 +42,7 @@ class LargePages:
     Attributes:
         holders: Large page -> index of the page table that holds it, or `NOT_HELD`.
         reclaimable: Held large pages without a used small page, by the rank of the youngest.
-        last_evicted_rank: Rank of what was evicted last, a small page or a large one.
-        horizon: Highest of the ranks that count at which a large page went.
+        evictor: Evicts what a rank of `KEPT_RANK` or more stands for; None where nothing has one.
         num_evicted: Small pages evicted so far, in all page tables.
         num_emptied: Large pages evicted so far.
         num_empty: Large pages that nobody holds, the null page not counted.
@@ -53,10 +52,8 @@ class LargePages:
 
     __slots__ = (
         "_free",
-        "_horizon_ranks",
+        "evictor",
         "holders",
-        "horizon",
-        "last_evicted_rank",
         "num_emptied",
         "num_empty",
         "num_evicted",
@@ -66,26 +63,21 @@ class LargePages:
         "tables",
     )
 
-    def __init__(
-        self, num_pages: int, wanted_rank: int | None = None, horizon_ranks: range | None = None
-    ) -> None:
+    def __init__(self, num_pages: int) -> None:
         """All large pages empty.
 
         Args:
             num_pages: The null page included.
-            wanted_rank: From which on `reclaimable` counts large pages as wanted, if it does.
-            horizon_ranks: Those that count for `horizon`; by default none.
         """
         self.num_pages = num_pages
         self.tables: list[Holder] = []
-        self.reclaimable = VictimQueue(num_pages, wanted_rank)
+        self.evictor: Callable[[], bool] | None = None
+        self.reclaimable = VictimQueue(num_pages)
         self.holders = [NOT_HELD] * num_pages
         self._free: list[int] = []
         self.numbers = [NULL_PAGE]
         self.num_empty = num_pages - 1
-        self.num_evicted = self.num_emptied = self.last_evicted_rank = 0
-        self.horizon = NOT_QUEUED
-        self._horizon_ranks = horizon_ranks or range(0)
+        self.num_evicted = self.num_emptied = 0
 
     @property
     def num_available(self) -> int:
@@ -136,20 +128,34 @@ class LargePages:
         self._free.extend(reversed(larges))
         self.num_empty += len(larges)
 
-    def evict_oldest(self, taker: int) -> None:
-        """Empty the reclaimable large page that goes first, for a page table; there must be one."""
+    def make_empty(self, num_pages: int, taker: int) -> None:
+        """Evict until so many large pages are empty, for a page table; so many must be available.
+
+        Pages that no checkpoint needs go first, then checkpoints.
+        """
+        while self.num_empty < num_pages:
+            if self.evicts_checkpoint(self.reclaimable.peek_rank()):
+                continue
+            self._evict_oldest(taker)
+
+    def evicts_checkpoint(self, rank: int) -> bool:
+        """Evict a checkpoint if it is the turn of one; whether one was evicted.
+
+        Args:
+            rank: The lowest rank among the pages that could be evicted, or `NOT_QUEUED`.
+        """
+        return (rank >= KEPT_RANK or rank < 0) and self.evictor is not None and self.evictor()
+
+    def _evict_oldest(self, taker: int) -> None:
+        """Empty the reclaimable large page of the lowest rank; there must be one."""
         large = self.reclaimable.peek()
         if large == NOT_QUEUED:
             msg = "no large page is empty or reclaimable"
             raise InvariantError(msg)
-        rank = self.last_evicted_rank = self.reclaimable.rank(large)
-        if rank in self._horizon_ranks:
-            self.horizon = max(self.horizon, rank)
         holder = self.holders[large]
         table = self.tables[holder]
         pages = table.surrender(large)
         table.evicted += pages
-        table.evicted_ranks += [self.last_evicted_rank] * len(pages)
         self.num_evicted += len(pages)
         self.num_emptied += 1
         if holder == taker:

@@ -6,12 +6,13 @@ pages are copied beside the kernels of their steps, to where they are cached and
 them; as many in each step as its kernels are likely to take the time for.
 """
 
+from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jenga.allocator import Allocator
 from jenga.errors import InvariantError, NotLoadedError
-from jenga.eviction_order import EvictionOrder, Leaving, Prospect
+from jenga.eviction.ranks import LOADED_RANK
 from jenga.evictions import Evictions
 from jenga.host_cache import HostCache
 from jenga.policies import ALL_PAGES
@@ -23,6 +24,9 @@ STEP_BYTES = 256 << 20
 
 So much is loaded beside any step, and less than that is not worth a step's delay.
 """
+
+WAITING_STEPS = 16
+"""Steps after which loaded pages that no request has read are not kept for one any more."""
 
 LOADED_TOKENS = 4
 """Tokens whose pages are loaded while one is computed: to read what layers store is cheaper."""
@@ -58,20 +62,20 @@ class LoadingAhead:
         "_hit",
         "_host",
         "_last",
-        "_order",
+        "_loaded",
         "_requests",
         "_reserve_large_pages",
+        "_step",
         "_tables",
         "_token_bytes",
     )
 
-    def __init__(  # noqa: PLR0913  both memories, and who decides what goes and comes
+    def __init__(
         self,
         allocator: Allocator,
         tables: Sequence[Table],
         host: HostCache,
         evictions: Evictions,
-        order: EvictionOrder,
         requests: Mapping[str, object],
         *,
         at_once_bytes: int,
@@ -83,7 +87,6 @@ class LoadingAhead:
             tables: Its page tables.
             host: What is loaded from.
             evictions: Told of what makes room.
-            order: Ranks what was loaded and is not used yet.
             requests: Those that run.
             at_once_bytes: What an admission may load while others run.
         """
@@ -91,11 +94,13 @@ class LoadingAhead:
         self._tables = [table for table in tables if not table.policy.is_overwritten]
         self._host = host
         self._evictions = evictions
-        self._order = order
         self._requests = requests
         self._at_once_bytes = at_once_bytes
         self._token_bytes = sum(table.spec.slot_bytes for table in self._tables)
         self._hit: PrefixHit | None = None
+        self._step = 0
+        # What was loaded lately, and in which step.
+        self._loaded: deque[tuple[int, Table, list[int]]] = deque()
         self._reserve_large_pages = 0
         self._last: tuple[str, int] = "", 0  # who was put off last, and how much it was to load
 
@@ -129,15 +134,24 @@ class LoadingAhead:
         raise NotLoadedError(request_id, host_bytes=num_bytes)
 
     def begin_step(self) -> None:
-        """Note that a step begins, for which nobody was put off."""
+        """Record that a step begins, for which nobody was put off."""
         self._hit = None
+        self._step += 1
+        while self._loaded and self._loaded[0][0] < self._step - WAITING_STEPS:
+            _, table, pages = self._loaded.popleft()
+            stamps, rank_of = table.pages.stamps, table.pages.rank
+            left = [
+                page
+                for page in dict.fromkeys(pages)
+                if stamps[page] >= 0 and rank_of(page) >= LOADED_RANK
+            ]
+            table.pages.rerank(left, table.clock.loose(len(left)))
 
-    def order(self, num_tokens: int, step: int) -> list[PageCopy]:
+    def order(self, num_tokens: int) -> list[PageCopy]:
         """Copies of what was put off in this step, or of a part of it; cached from now on.
 
         Args:
             num_tokens: That the step computes.
-            step: The time.
         """
         hit, self._hit = self._hit, None
         if hit is None:
@@ -156,7 +170,7 @@ class LoadingAhead:
             msg = f"{needs} small pages can be had and cannot"
             raise InvariantError(msg)
         self._allocator.disown(_OWNER)
-        self._evictions.note(step)
+        self._evictions.note()
         copies: list[PageCopy] = []
         for load in loads:
             table, pages = load.table, taken[load.table.index]
@@ -165,13 +179,9 @@ class LoadingAhead:
                 # One by one: they need not be pages in a row.
                 for page, key in zip(pages, load.keys, strict=True):
                     table.cache.enter_page(page, key)
-            first, last = load.numbers[0], load.numbers[-1]
-            lengths = table.policy.set_prefix_length(hit.facts, range(first, last + 1), table.grain)
-            # Two were there: who computed it, and who comes.
-            leaving = Leaving(
-                step, Prospect.BRANCHED, [lengths[number - first] for number in load.numbers]
-            )
-            table.pages.retire(pages, table.ranks(pages, leaving, self._order))
+            pages = [page for page in pages if table.keys_of([page])[0] is not None]
+            table.pages.retire(pages, table.clock.loaded(len(pages)))
+            self._loaded.append((self._step, table, pages))
         return copies
 
     def _choose(self, hit: PrefixHit, most_bytes: int) -> list[_Load]:

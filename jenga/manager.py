@@ -4,14 +4,17 @@ from collections.abc import Sequence
 
 from jenga.admission import STEP_TOKENS, Admission, default_left_share
 from jenga.allocator import Allocator
+from jenga.checkpoints import ANSWER_TOKENS, Checkpoints
 from jenga.entry import Entry
 from jenga.errors import OutOfPagesError, PutOffError
-from jenga.eviction_order import ENDED_RANK, WANTED_RANK, EvictionOrder, QueueAware
+from jenga.eviction.known import DEFAULT_POLICY, EVICTION_POLICIES
+from jenga.eviction.policy import EvictionPolicy
+from jenga.eviction.tree import CheckpointTree
+from jenga.evictions import Evictions
 from jenga.geometry import Geometry
 from jenga.growth import Growth
 from jenga.host_cache import HostCache
 from jenga.keeping import Keeping
-from jenga.kept_states import ANSWER_TOKENS, KeptStates
 from jenga.loading_ahead import STEP_BYTES
 from jenga.lookup import longest_prefix
 from jenga.policies import RequestFacts
@@ -32,8 +35,7 @@ class Manager(Keeping):
         num_large_pages: int,
         prefix_caching: bool = False,
         hash_tokens: int = 16,
-        eviction_order: EvictionOrder | None = None,
-        checkpoint_interval_tokens: int | None = None,
+        eviction_policy: EvictionPolicy | None = None,
         answer_interval_tokens: int | None = None,
         left_share: float | None = None,
         step_tokens: float = STEP_TOKENS,
@@ -49,10 +51,8 @@ class Manager(Keeping):
             num_large_pages: Large pages of the arena, the null page included.
             prefix_caching: Whether pages of finished requests are kept for others.
             hash_tokens: Tokens that each further prefix hash covers.
-            eviction_order: What goes first when space is needed; by default what nobody waits for
-                and nobody is likely to go on from.
-            checkpoint_interval_tokens: Distance between states kept within a prompt; 0 for none,
-                by default what the bytes of a state allow.
+            eviction_policy: Tells which cached prefix is worth least; by default one that learns
+                it (`jenga.eviction.learned`).
             answer_interval_tokens: Distance between states kept within what a request generates,
                 each in place of the one before; 0 for none, by default 64 or a little more.
             left_share: Of the arena, how much an admission leaves at most, while others run, to
@@ -96,12 +96,7 @@ class Manager(Keeping):
                 f"got {answer_interval_tokens}"
             )
             raise ValueError(msg)
-        allocator = Allocator(
-            [spec.small_pages_per_large_page for spec in specs],
-            num_large_pages,
-            wanted_rank=WANTED_RANK,
-            horizon_ranks=range(ENDED_RANK, WANTED_RANK),
-        )
+        allocator = Allocator([spec.small_pages_per_large_page for spec in specs], num_large_pages)
         changes: list[CacheChange] = []
         copies: list[PageCopy] = []
         tables = build_tables(
@@ -111,8 +106,6 @@ class Manager(Keeping):
             prefix_caching=prefix_caching,
             changes=changes if records_changes else None,
         )
-        order = eviction_order or QueueAware()
-        order.begin(geometry)
         host: HostCache | None = None
         if num_host_large_pages:
             if not prefix_caching:
@@ -120,18 +113,28 @@ class Manager(Keeping):
                 raise ValueError(msg)
             host = HostCache(
                 tables,
-                order,
                 copies,
                 num_large_pages=num_host_large_pages,
                 changes=changes if records_changes else None,
             )
-        states = KeptStates(
+        arena_bytes = num_large_pages * geometry.large_page_bytes
+        tree = CheckpointTree(
+            tables,
+            eviction_policy or EVICTION_POLICIES[DEFAULT_POLICY](),
+            hash_tokens=hash_tokens,
+            ahead_tokens=ahead_tokens,
+            arena_bytes=arena_bytes,
+            host=host,
+        )
+        allocator.large_pages.evictor = tree.evict_one
+        evictions = Evictions(allocator, tables)
+        checkpoints = Checkpoints(
             tables,
             allocator,
-            order,
+            tree,
+            evictions,
             copies,
             hash_tokens=hash_tokens,
-            interval_tokens=checkpoint_interval_tokens,
             answer_tokens=answer_interval_tokens,
             ahead_tokens=ahead_tokens,
             host=host,
@@ -140,8 +143,9 @@ class Manager(Keeping):
             geometry,
             allocator,
             tables,
-            order=order,
-            states=states,
+            tree=tree,
+            checkpoints=checkpoints,
+            evictions=evictions,
             host=host,
             load_at_once_bytes=load_at_once_bytes,
             copies=copies,
@@ -149,29 +153,29 @@ class Manager(Keeping):
             hash_tokens=hash_tokens,
             prefix_caching=prefix_caching,
         )
-        self._order = order
         self._ahead_tokens = ahead_tokens
         # Tokens after which some page table may have one more page to commit.
         self._commit_tokens = min(
             table.grain.page_slots if not table.policy.is_overwritten else hash_tokens
             for table in tables
         )
-        self._waiting = Waiting(
-            tables,
-            order,
-            hash_tokens=hash_tokens,
-            arena_bytes=num_large_pages * geometry.large_page_bytes,
-        )
+        self._waiting = Waiting(tables, tree, hash_tokens=hash_tokens, arena_bytes=arena_bytes)
         if left_share is None:
             left_share = default_left_share(has_host=host is not None)
-        admission = Admission(allocator, left_share, step_tokens)
-        self._entry = Entry(self._requests, states, self._waiting, admission)
-        self._growth = Growth(tables, self.capacity, order)
+        admission = Admission(
+            allocator,
+            tree,
+            left_share,
+            step_tokens,
+            large_page_bytes=geometry.large_page_bytes,
+        )
+        self._entry = Entry(self._requests, checkpoints, self._waiting, admission)
+        self._growth = Growth(tables, self.capacity)
         self._taking = Taking(
             allocator,
             self._growth,
             self._hits,
-            states,
+            checkpoints,
             self._evictions,
             host=host,
             loading=self._loading,
@@ -183,8 +187,7 @@ class Manager(Keeping):
         self._step += 1
         self._waiting.begin_step(self._step)
         self._entry.begin_step()
-        if self._host is not None and self._loading is not None:
-            self._host.begin_step()
+        if self._loading is not None:
             self._loading.begin_step()
 
     # The life of a request
@@ -345,7 +348,6 @@ class Manager(Keeping):
                     num_tokens,
                     full_tokens=full_tokens,
                     reserve_large_pages=reserve_large_pages,
-                    step=self._step,
                     hit=hit,
                     found=found,
                 )
@@ -359,6 +361,8 @@ class Manager(Keeping):
         if is_new:
             self._num_owners = request.owner
             self._requests[request_id] = request
+            if self._prefix_caching and hit is not None:
+                self._checkpoints.admit(request, hit)
             self._entry.complete(request_id, hit)
         return tuple(taken)
 
@@ -410,27 +414,32 @@ class Manager(Keeping):
             raise ValueError(msg)
         request.commits_at = (hashed_tokens // self._commit_tokens + 1) * self._commit_tokens
         request.committed_tokens = max(request.committed_tokens, hashed_tokens)
-        if hashed_tokens >= self._hash_tokens:
-            request.end_key = prefix_hashes[hashed_tokens // self._hash_tokens - 1]
-            if request.question_keys is None and hashed_tokens >= request.facts.prompt_tokens:
-                self._hits.ends.note_prompt(request, prefix_hashes)
+        if request.stand is None:
+            # It came in without a look at the cache.
+            self._checkpoints.begin(request, prefix_hashes, asked_tokens=hashed_tokens)
+        request.prefix_hashes = prefix_hashes
         # Images have names of their own: they are found however few tokens are hashed.
         final_tokens = min(num_tokens, request.num_tokens)
         facts, committed = request.facts, request.committed
         for index, table in enumerate(self._tables):
             end = table.policy.final_pages(facts, final_tokens, table.grain)
-            if end > committed[index] and table.enter(request, prefix_hashes, end):
-                self._num_losses += 1
+            start = committed[index]
+            if end > start:
+                if table.enter(request, prefix_hashes, end):
+                    self._num_losses += 1
+                if table.policy.names_images:
+                    self._checkpoints.enter_images(request, table, start)
+        if request.num_passed < request.facts.prompt_tokens or request.pending:
+            branches = self._waiting.branch_tokens(request_id)
+            self._checkpoints.pass_by(request, request.committed_tokens, branches)
 
     def free(self, request_id: str) -> None:
         """End a request: it finished, was aborted or is preempted."""
         request = self._running(request_id)
+        if self._prefix_caching:
+            self._checkpoints.end(request)
         for table in self._tables:
-            table.end(request, self._order)
-        for held in request.held:
-            self._tables[held[0]].renew(request, held, self._order)
-        self._states.renew_kept(request)
-        self._hits.ends.note_end(request)
+            table.end(request)
         self._allocator.disown(request.owner)
         del self._requests[request_id]
         self._waiting.forget(request_id)
@@ -446,11 +455,13 @@ class Manager(Keeping):
         request = self._running(request_id)
         if not self._prefix_caching:
             return ()
-        return self._entry.checkpoint_tokens(request_id, request)
+        return tuple(self._entry.checkpoint_tokens(request_id, request))
 
     def check(self) -> None:
         """Raise `InvariantError` unless the books of requests, allocator, cache and queue agree."""
         super().check()
+        if self._prefix_caching:
+            self._tree.check()
         self._waiting.check()
         if self._host is not None:
             self._host.check()

@@ -1,12 +1,11 @@
 """What the manager keeps of a running request, and what it hands out."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple
 
-from jenga.eviction_order import Prospect
-from jenga.landmarks import Landmark
+from jenga.eviction.checkpoint import Checkpoint
+from jenga.eviction.points import Kind, Past
 from jenga.policies import RequestFacts
 
 MISSING = -1
@@ -81,24 +80,6 @@ class PageCopy:
     path: CopyPath = CopyPath.IN_ARENA
 
 
-class KeptState(NamedTuple):
-    """One state kept in one page table.
-
-    Attributes:
-        table_index: The page table.
-        key: Hash of the tokens that went into it.
-        num_tokens: How many those are.
-    """
-
-    table_index: int
-    key: bytes
-    num_tokens: int
-
-
-Held = tuple[int, range, list[tuple[int, Hashable]], Prospect]
-"""Pages that a request passed and others may want: page table, numbers, pages with keys, who."""
-
-
 class Request:
     """A running request.
 
@@ -115,17 +96,17 @@ class Request:
         found: Per page table, its first pages that were found in the cache; 0 if not all were.
         committed: Per page table, pages entered into the cache, or too late for it.
         committed_tokens: Tokens whose content is final.
-        kept: States it kept or started from.
-        answer: Key of the state that it kept last of its answer, in pages of its own.
+        prefix_hashes: Hash i is of its first `(i + 1) * hash_tokens` tokens, as far as known.
         hit_tokens: Where it started from.
-        starts_at_branch: Whether another request has gone on from that state.
-        is_packed: Whether it opens no large page that it can do without.
-        expects_turn: Whether another request is likely to go on from where it ends.
-        question_keys: Hashes right before the end of its prompt; None while they are not final.
-        end_key: Hash of the tokens whose content is final, None for none.
         branch_tokens: Where it left what others have computed.
-        landmarks: Per page table, where others are likely to go on; None until a page is passed.
-        held: Pages passed that others may want.
+        is_packed: Whether it opens no large page that it can do without.
+        stand: The last checkpoint on its text, which it keeps in the tree; None before admission.
+        past: Of the points that it leaves.
+        plan: Tokens after which it leaves checkpoints -> of which kind.
+        num_passed: Tokens up to which it has left its checkpoints.
+        pending: Tokens -> states kept there for a checkpoint that is not made yet: index of a page
+            table, and the page.
+        answer: The checkpoint that it left last in what it generated.
         max_tokens: Per page table, tokens its pages suffice for.
         releases: Per page table, processed tokens at which a page is given up.
         grows_at: Tokens for which a page table needs a page more.
@@ -139,28 +120,27 @@ class Request:
         "commits_at",
         "committed",
         "committed_tokens",
-        "end_key",
         "expected_tokens",
-        "expects_turn",
         "facts",
         "first",
         "found",
         "grows_at",
         "has_missing",
-        "held",
         "hit_tokens",
         "is_packed",
-        "kept",
-        "landmarks",
         "max_tokens",
+        "num_passed",
         "num_processed_tokens",
         "num_tokens",
         "owner",
         "pages",
-        "question_keys",
+        "past",
+        "pending",
+        "plan",
+        "prefix_hashes",
         "releases",
         "shrinks_at",
-        "starts_at_branch",
+        "stand",
         "step",
     )
 
@@ -174,13 +154,14 @@ class Request:
         self.found = [0] * num_tables
         self.committed = [0] * num_tables
         self.committed_tokens = self.hit_tokens = self.branch_tokens = 0
-        self.landmarks: list[Sequence[Landmark] | None] = [None] * num_tables
-        self.held: list[Held] = []
-        self.kept: list[KeptState] = []
-        self.answer: bytes | None = None
-        self.starts_at_branch = self.expects_turn = self.is_packed = False
-        self.question_keys: tuple[bytes, ...] | None = None
-        self.end_key: bytes | None = None
+        self.prefix_hashes: Sequence[bytes] = ()
+        self.is_packed = False
+        self.stand: Checkpoint | None = None
+        self.past = Past.NEW_TEXT
+        self.plan: dict[int, Kind] = {}
+        self.num_passed = 0
+        self.pending: dict[int, list[tuple[int, int]]] = {}
+        self.answer: Checkpoint | None = None
         self.max_tokens = [0] * num_tables
         self.releases = [0] * num_tables
         self.grows_at = self.shrinks_at = self.commits_at = 0

@@ -21,7 +21,6 @@ class SplitBooks:
         stamps: Of an evictable small page its rank, else `NOT_QUEUED`.
         shares: Used small page -> its users beyond the first.
         evicted: Small pages evicted, until the caller takes note and clears the list.
-        evicted_ranks: The rank of each, or of the large page with which it went.
         num_used: Small pages used.
         num_evictable: Small pages evictable.
         num_large: Large pages held.
@@ -29,17 +28,17 @@ class SplitBooks:
         num_evicted_alone: Small pages evicted one by one so far.
         num_evicted_own: Small pages evicted with their large page for this page table.
         num_evicted_foreign: Small pages evicted with their large page for another one.
+        num_discarded: Small pages that became empty because nobody needs them any more.
     """
 
     __slots__ = (
         "_evictables",
         "_large_pages",
-        "_overdue",
         "_used",
         "_vacancies",
         "evicted",
-        "evicted_ranks",
         "index",
+        "num_discarded",
         "num_evictable",
         "num_evicted_alone",
         "num_evicted_foreign",
@@ -61,12 +60,11 @@ class SplitBooks:
         self._evictables = Evictables(num_larges, pages_per_large)
         self._used = [0] * num_larges  # large page -> used small pages
         self.stamps = self._evictables.stamps
-        self._overdue = self._evictables.overdue
         self.shares: dict[int, int] = {}
         self.evicted: list[int] = []
-        self.evicted_ranks: list[int] = []
         self.num_used = self.num_evictable = self.num_large = self.num_spare = 0
         self.num_evicted_alone = self.num_evicted_own = self.num_evicted_foreign = 0
+        self.num_discarded = 0
 
     def rank(self, page: int) -> int:
         """The rank of an evictable page."""
@@ -151,7 +149,7 @@ class SplitBooks:
             if used:
                 num_spare += k - len(used)
         self._vacancies.check({large: self._used[large] > 0 for large in held})
-        self._evictables.check_queues(self._used)
+        self._evictables.pinned.check()
         check_shares(self.shares, users)
         counted = (self.num_large, self.num_used, self.num_evictable, self.num_spare)
         if counted != (len(held), len(users), num_evictable, num_spare):

@@ -62,8 +62,6 @@ class SplitPages(SplitBooks):
                     evictables.pin(large)
             elif used[large] + num_empty == k:
                 evictables.unpin(large)
-            elif large in self._overdue:
-                self._recount(large)
         self._large_pages.reclaimable.drop_many(unpinned)
         self.num_spare += sharing.added_spare
         self.num_used += num_revived
@@ -108,23 +106,19 @@ class SplitPages(SplitBooks):
             and budget.allows
             and self._large_pages.num_available
         ):
-            if not self._large_pages.num_empty:
-                self._large_pages.evict_oldest(self.index)
+            self._large_pages.make_empty(1, self.index)
             self._claim(self._open_empty(budget), num_pages, owner, pages)
         while len(pages) < num_pages:
             large = self._best_fit(budget)
-            if large == NO_PAGE:
-                break
-            self._fill(large, num_pages - len(pages), pages)
-        while len(pages) < num_pages:
-            self._evict(num_pages, budget, pages)
+            if large != NO_PAGE:
+                self._fill(large, num_pages - len(pages), pages)
+            else:
+                self._evict(num_pages, budget, pages)
         return pages
 
     def _count_packed(self, large: int) -> None:
         """Count an empty small page of a pinned large page that was taken."""
         self._used[large] += 1
-        if large in self._overdue:
-            self._recount(large)
         self.num_spare -= 1
         self.num_used += 1
 
@@ -135,11 +129,8 @@ class SplitPages(SplitBooks):
         if num_opened <= 0:
             return
         budget.spend(num_opened)
-        num_empty = min(num_opened, self._large_pages.num_empty)
-        larges = self._large_pages.open_many(self.index, num_empty)
-        for _ in range(num_opened - num_empty):
-            self._large_pages.evict_oldest(self.index)
-            larges.append(self._large_pages.open(self.index))
+        self._large_pages.make_empty(num_opened, self.index)
+        larges = self._large_pages.open_many(self.index, num_opened)
         pages += self._vacancies.open_taken(larges)
         self._evictables.open(larges)
         for large in larges:
@@ -168,19 +159,20 @@ class SplitPages(SplitBooks):
         return self._vacancies.claimed.emptiest()
 
     def _evict(self, num_pages: int, budget: Budget, pages: list[int]) -> None:
-        """Evict what is overdue, else the oldest: a small page of a pinned one, or a large page."""
+        """Evict what goes first: a small page of a pinned large page, a large page, a checkpoint.
+
+        What a checkpoint leaves empty is found by whoever asks for empty small pages next.
+        """
         evictables, large_pages = self._evictables, self._large_pages
-        large = evictables.find_overdue(large_pages.horizon, self._used)
-        if large != NO_PAGE:
-            page, rank = evictables.take_overdue(large)
-            self._take_evicted(page, rank, pages)
-            return
         small = evictables.pinned.peek_rank()
         oldest = large_pages.reclaimable.peek_rank() if budget.allows else NOT_QUEUED
-        if small >= 0 and (oldest < 0 or small <= oldest):
+        is_small = small >= 0 and (oldest < 0 or small <= oldest)
+        if large_pages.evicts_checkpoint(small if is_small else oldest):
+            return
+        if is_small:
             page = evictables.take_first()
             if page != NO_PAGE:
-                self._take_evicted(page, small, pages)
+                self._take_evicted(page, pages)
         elif oldest < 0:
             msg = f"page table {self.index}: a small page promised cannot be had"
             raise InvariantError(msg)
@@ -189,34 +181,25 @@ class SplitPages(SplitBooks):
             budget.spend()
             self._pin(large_pages.reclaimable.peek())
         else:
-            large_pages.evict_oldest(self.index)
-            self._fill(self._open_empty(budget), num_pages - len(pages), pages)
+            large_pages.make_empty(1, self.index)
 
     def _oldest_is_own(self) -> bool:
         oldest = self._large_pages.reclaimable.peek()
         return self._large_pages.holders[oldest] == self.index
 
-    def _take_evicted(self, page: int, rank: int, pages: list[int]) -> None:
-        """Take a small page of a pinned large page whose content was evicted at a rank."""
+    def _take_evicted(self, page: int, pages: list[int]) -> None:
+        """Take a small page of a pinned large page whose content was evicted."""
         large = page // self.pages_per_large
-        self._large_pages.last_evicted_rank = rank
         self._large_pages.num_evicted += 1
         self.evicted.append(page)
-        self.evicted_ranks.append(rank)
         self.num_evicted_alone += 1
         pages.append(page)
         self._used[large] += 1
-        if large in self._overdue:
-            self._recount(large)
         self.num_spare -= 1
         self.num_used += 1
         self.num_evictable -= 1
         if self._used[large] + len(self._vacancies.empties[large]) == self.pages_per_large:
             self._evictables.unpin(large)
-
-    def _recount(self, large: int) -> None:
-        """Note how many small pages of a large page with overdue ones are used."""
-        self._evictables.recount(large, self.pages_per_large - self._used[large])
 
     def _open_empty(self, budget: Budget) -> int:
         """Open an empty large page; the caller fills at least one small page of it."""
@@ -240,8 +223,6 @@ class SplitPages(SplitBooks):
         """Take up to `num_pages` empty small pages of a pinned large page."""
         num_taken = self._vacancies.take(large, num_pages, pages)
         self._used[large] += num_taken
-        if large in self._overdue:
-            self._recount(large)
         self.num_spare -= num_taken
         self.num_used += num_taken
 
@@ -275,22 +256,37 @@ class SplitPages(SplitBooks):
         self._evictables.add(large, page, rank, is_first=is_first, goes_alone=num_used > 1)
         if num_used > 1:
             self._used[large] = num_used - 1
-            if large in self._overdue:
-                self._recount(large)
             self.num_spare += 1
         else:
             self._leave(large, 1)
             self._large_pages.reclaimable.push(large, self._evictables.youngest[large])
 
-    def rerank(self, page: int, rank: int) -> None:
-        """Give a cached page another rank, if it has no user."""
-        if self.stamps[page] in (NOT_QUEUED, rank):
-            return
-        large = page // self.pages_per_large
-        is_pinned = self._used[large] > 0
-        self._evictables.rerank(large, page, rank, goes_alone=is_pinned)
-        if not is_pinned:
-            self._large_pages.reclaimable.push(large, self._evictables.youngest[large])
+    def rerank(self, pages: Sequence[int], ranks: Sequence[int]) -> None:
+        """Give evictable pages other ranks."""
+        for page, rank in zip(reversed(pages), reversed(ranks), strict=True):
+            large = page // self.pages_per_large
+            is_pinned = self._used[large] > 0
+            self._evictables.rerank(large, page, rank, goes_alone=is_pinned)
+            if not is_pinned:
+                self._large_pages.reclaimable.push(large, self._evictables.youngest[large])
+
+    def discard(self, pages: Sequence[int]) -> None:
+        """Let evictable pages be empty."""
+        k, evictables, vacancies = self.pages_per_large, self._evictables, self._vacancies
+        self.num_evictable -= len(pages)
+        self.num_discarded += len(pages)
+        for large, start, end, _ in runs_of(pages, k, vacancies.numbers):
+            some = pages[start:end]
+            num_left = evictables.remove(large, some)
+            if self._used[large]:
+                vacancies.put_back(large, some)
+                if not num_left:
+                    evictables.unpin(large)
+            elif vacancies.put_back_idle(large, some) == k:
+                self._large_pages.reclaimable.drop(large)
+                self._close(large)
+            else:
+                self._large_pages.reclaimable.push(large, evictables.youngest[large])
 
     def retire(self, pages: Sequence[int], ranks: Sequence[int]) -> None:
         """Take one user from each page; what has none left becomes evictable, with that rank."""
@@ -379,8 +375,6 @@ class SplitPages(SplitBooks):
         num_used = self._used[large] - num_left
         self._used[large] = num_used
         if num_used:
-            if large in self._overdue:
-                self._recount(large)
             self.num_spare += num_left
             return False
         self.num_spare -= self.pages_per_large - num_left

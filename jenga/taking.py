@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 from jenga.allocator import Allocator
+from jenga.checkpoints import Checkpoints
 from jenga.errors import InvariantError, OutOfPagesError
 from jenga.evictions import Evictions
 from jenga.growth import Growth
 from jenga.hits import Hits
 from jenga.host_cache import HostCache
-from jenga.kept_states import KeptStates
 from jenga.large_pages import NULL_PAGE
 from jenga.loading_ahead import LoadingAhead
 from jenga.request import PrefixHit, Request
@@ -20,12 +20,12 @@ class Taking:
 
     __slots__ = (
         "_allocator",
+        "_checkpoints",
         "_evictions",
         "_growth",
         "_hits",
         "_host",
         "_loading",
-        "_states",
         "nothing",
     )
 
@@ -34,7 +34,7 @@ class Taking:
         allocator: Allocator,
         growth: Growth,
         hits: Hits,
-        states: KeptStates,
+        checkpoints: Checkpoints,
         evictions: Evictions,
         *,
         host: HostCache | None = None,
@@ -46,7 +46,7 @@ class Taking:
             allocator: Where pages come from.
             growth: What requests need.
             hits: Where the pages of hits are shared.
-            states: States kept for others.
+            checkpoints: What requests start from.
             evictions: Told of what makes room.
             host: Where pages of hits are that are not in the arena, if anywhere.
             loading: Brings those to the arena before, if anything does.
@@ -54,7 +54,7 @@ class Taking:
         self._allocator = allocator
         self._growth = growth
         self._hits = hits
-        self._states = states
+        self._checkpoints = checkpoints
         self._evictions = evictions
         self._host = host
         self._loading = loading
@@ -68,7 +68,6 @@ class Taking:
         *,
         full_tokens: int,
         reserve_large_pages: int,
-        step: int,
         hit: PrefixHit | None = None,
         found: Sequence[Sharing | None] | None = None,
     ) -> Sequence[list[int]]:
@@ -80,7 +79,6 @@ class Taking:
             num_tokens: To have slots for.
             full_tokens: If more than these, refuse unless so many could be held now.
             reserve_large_pages: Large pages that must stay empty or reclaimable.
-            step: The time.
             hit: At admission, where the request starts from.
             found: Per page table, the small pages of the hit, still to be shared.
 
@@ -93,7 +91,7 @@ class Taking:
         """
         growth = self._growth
         if not full_tokens and found is None and not request.is_packed:
-            taken = self._take_next(request, num_tokens, reserve_large_pages, step)
+            taken = self._take_next(request, num_tokens, reserve_large_pages)
             if taken is not None:
                 return taken
         needs = growth.needs(request, num_tokens)
@@ -108,7 +106,7 @@ class Taking:
             if self._loading is not None:
                 self._loading.check(request_id, hit, reserve_large_pages)
             # To share is to use: from here on nothing may be refused.
-            self._hits.share(found, hit, step)
+            self._hits.share(found, hit)
             if self._host is not None:
                 self._host.pin(hit)
         taken: Sequence[list[int]] | None = self.nothing
@@ -125,18 +123,18 @@ class Taking:
                 self._require(request_id, needs, None, reserve_large_pages)
                 msg = f"{needs} small pages can be had and cannot"
                 raise InvariantError(msg)
-            self._evictions.note(step)
+            self._evictions.note()
             growth.append(request, taken)
         if hit is not None:
             # First: what is loaded may take the place of a state that was kept.
-            self._states.start_from(request, hit)
+            self._checkpoints.start_from(request, hit)
             if self._host is not None:
                 self._host.load(hit, request)
         request.expected_tokens = expected_tokens
         return taken
 
     def _take_next(
-        self, request: Request, num_tokens: int, reserve_large_pages: int, step: int
+        self, request: Request, num_tokens: int, reserve_large_pages: int
     ) -> Sequence[list[int]] | None:
         """As `take`, where page tables need one page more at most and there is room for all.
 
@@ -161,7 +159,7 @@ class Taking:
             pages += new_pages
             request.max_tokens[index] = max_tokens
         request.grows_at = min(request.max_tokens) + 1
-        self._evictions.note(step)
+        self._evictions.note()
         return taken
 
     def _require(

@@ -99,6 +99,15 @@ class Vacancies:
         bins.add(large, len(empties))
         return len(empties)
 
+    def put_back_idle(self, large: int, pages: Sequence[int]) -> int:
+        """As `put_back`, of a large page that is not pinned; one that is all empty is in no bin."""
+        empties = self.empties[large]
+        self.idle.remove(large, len(empties))
+        empties.extend(reversed(pages))
+        if len(empties) < self._pages_per_large:
+            self.idle.add(large, len(empties))
+        return len(empties)
+
     def claim(self, large: int, owner: int) -> None:
         """Give what is empty in a pinned large page to an owner, if anything is."""
         num_empty = len(self.empties[large])

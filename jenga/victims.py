@@ -1,9 +1,8 @@
-"""Which cached page goes next: eviction orders, and the queue that keeps victims in order.
+"""Which cached page goes next: a queue that keeps victims in order.
 
 A *rank* is a non-negative integer; the lowest goes first.
 """
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush, merge
@@ -17,9 +16,6 @@ NOT_QUEUED = -1
 SLACK_ENTRIES = 64
 """Stale entries a queue may always hold; below this a rebuild costs more than it frees."""
 
-
-NEVER_WANTED = 1 << 256
-"""An entry above all others."""
 
 NUM_LANES = 4
 """Orders rank by a few levels, each of which rises with time."""
@@ -35,7 +31,6 @@ class VictimQueue:
 
     Attributes:
         num_queued: Items in the queue.
-        num_wanted: Those of a rank of `wanted_rank` and more.
     """
 
     __slots__ = (
@@ -43,40 +38,28 @@ class VictimQueue:
         "_lanes",
         "_num_entries",
         "_num_items",
-        "_wanted_entry",
         "num_queued",
-        "num_wanted",
         "stamps",
     )
 
-    def __init__(self, num_items: int, wanted_rank: int | None = None) -> None:
-        """Nothing queued.
-
-        Args:
-            num_items: Items are `0..num_items - 1`.
-            wanted_rank: From which on items are counted, if they are.
-        """
+    def __init__(self, num_items: int) -> None:
+        """Nothing queued; items are `0..num_items - 1`."""
         self._num_items = num_items
-        self._wanted_entry = NEVER_WANTED if wanted_rank is None else wanted_rank * num_items
         self._lanes: tuple[deque[int], ...] = tuple(deque() for _ in range(NUM_LANES))
         self._heap: list[int] = []
         self._num_entries = 0  # in lanes and heap, stale ones included
         self.stamps = [NOT_QUEUED] * num_items
-        self.num_queued = self.num_wanted = 0
+        self.num_queued = 0
 
     def push(self, item: int, rank: int) -> None:
         """Queue an item, or give a queued one another rank."""
         entry = rank * self._num_items + item
-        stamps, wanted = self.stamps, self._wanted_entry
+        stamps = self.stamps
         old = stamps[item]
         if old == entry:
             return
         if old < 0:
             self.num_queued += 1
-        elif old >= wanted:
-            self.num_wanted -= 1
-        if entry >= wanted:
-            self.num_wanted += 1
         stamps[item] = entry
         for lane in self._lanes:
             if not lane or entry > lane[-1]:
@@ -119,8 +102,6 @@ class VictimQueue:
             for entry in entries:
                 heappush(self._heap, entry)
         self.num_queued += len(items)
-        if entries[-1] >= self._wanted_entry:
-            self.num_wanted += len(items) - bisect_left(entries, self._wanted_entry)
         self._num_entries += len(items)
         if self._num_entries > 2 * self.num_queued + SLACK_ENTRIES:
             self._shrink()
@@ -128,16 +109,12 @@ class VictimQueue:
     def drop(self, item: int) -> None:
         """Take an item out; nothing happens if it is not queued."""
         if self.stamps[item] >= 0:
-            self.num_wanted -= self.stamps[item] >= self._wanted_entry
             self.stamps[item] = NOT_QUEUED
             self.num_queued -= 1
 
     def drop_many(self, items: Sequence[int]) -> None:
         """Take out items, all of which are queued; a range of them rises by one."""
         stamps = self.stamps
-        if self.num_wanted:
-            wanted = self._wanted_entry
-            self.num_wanted -= sum(stamps[item] >= wanted for item in items)
         if isinstance(items, range):
             stamps[items.start : items.stop] = [NOT_QUEUED] * len(items)
         else:
@@ -177,7 +154,7 @@ class VictimQueue:
         self._heap.clear()
         self._num_entries = 0
         self.stamps[:] = [NOT_QUEUED] * self._num_items
-        self.num_queued = self.num_wanted = 0
+        self.num_queued = 0
 
     def _first(self) -> int:
         num_items, stamps, heap = self._num_items, self.stamps, self._heap
@@ -221,10 +198,6 @@ class VictimQueue:
                 f"{len(stamped)} items are stamped, {len(valid)} entries are valid, "
                 f"{self.num_queued} are counted"
             )
-            raise InvariantError(msg)
-        num_wanted = sum(stamp >= self._wanted_entry for stamp in stamped)
-        if num_wanted != self.num_wanted:
-            msg = f"{num_wanted} items are wanted, {self.num_wanted} are counted"
             raise InvariantError(msg)
         if any(a >= b for lane in self._lanes for a, b in pairwise(lane)):
             msg = "a lane of the queue does not rise"

@@ -7,15 +7,15 @@ others, and those of its first requests most.
 Source: Belady, "A study of replacement algorithms for a virtual-storage computer" (1966).
 """
 
-from bisect import bisect_left, insort
+from bisect import insort
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
 from jenga.errors import InvariantError
-from jenga.eviction_order import EvictionOrder
+from jenga.eviction.tree import IMAGE, CheckpointTree
 from jenga.lookup import longest_prefix
-from jenga.policies import ALL_PAGES, RequestFacts
+from jenga.policies import RequestFacts
 from jenga.table import Table
 
 FIRST_POSITION = 1 << 35
@@ -42,7 +42,7 @@ class Waiter:
         num_tokens: Its tokens.
         facts: What is known of it.
         branch_tokens: Tokens it shares with what is cached or comes before it.
-        keys: Per page table, content it will read; empty until it was looked up.
+        keys: Names of the points that it will read; empty until it was looked up.
     """
 
     position: int
@@ -51,7 +51,7 @@ class Waiter:
     num_tokens: int
     facts: RequestFacts
     branch_tokens: int = 0
-    keys: list[Sequence[Hashable]] = field(default_factory=list[Sequence[Hashable]])
+    keys: list[Hashable] = field(default_factory=list[Hashable])
 
 
 class Waiting:
@@ -63,44 +63,46 @@ class Waiting:
     """
 
     __slots__ = (
+        "_bytes",
         "_first",
+        "_fixed_bytes",
         "_followed",
         "_hash_tokens",
         "_horizon_bytes",
-        "_is_on",
         "_last",
-        "_order",
         "_running",
         "_step",
         "_tables",
+        "_token_bytes",
+        "_tree",
         "_unknown",
         "_waiters",
-        "_wanted_bytes",
         "asked_tokens",
         "reread_tokens",
     )
 
     def __init__(
-        self, tables: Sequence[Table], order: EvictionOrder, *, hash_tokens: int, arena_bytes: int
+        self, tables: Sequence[Table], tree: CheckpointTree, *, hash_tokens: int, arena_bytes: int
     ) -> None:
         """Nobody waits.
 
         Args:
             tables: All page tables.
-            order: Ranks cached pages.
+            tree: Told which checkpoints are waited for.
             hash_tokens: Tokens that each further prefix hash covers.
             arena_bytes: Of which more need not be known.
         """
         self._tables = tables
-        self._order = order
+        self._tree = tree
+        self._token_bytes, self._fixed_bytes = tree.bytes_of_points()
         self._hash_tokens = hash_tokens
         self._horizon_bytes = arena_bytes
-        self._is_on = order.looks_ahead
         self._waiters: dict[str, Waiter] = {}
         self._unknown: dict[str, Waiter] = {}  # not looked up yet, in order
         self._followed: dict[str, Waiter] = {}  # looked up and not admitted
         self._running: dict[str, Waiter] = {}
-        self._wanted_bytes = self.reread_tokens = self.asked_tokens = 0
+        self._bytes: dict[Hashable, float] = {}  # about those of each point that is waited for
+        self.reread_tokens = self.asked_tokens = 0
         self._first = self._last = FIRST_POSITION
         self._step = 0
 
@@ -121,8 +123,6 @@ class Waiting:
         if request_id in self._waiters:
             msg = f"request_id must name a request that was not announced, got {request_id!r}"
             raise ValueError(msg)
-        if not self._is_on:
-            return
         if first:
             self._first -= 1
             position = self._first
@@ -143,7 +143,10 @@ class Waiting:
             if not self._unknown or len(self._followed) >= MOST_FOLLOWED:
                 return
             request_id, waiter = next(iter(self._unknown.items()))
-            if step - waiter.step < WAITED_STEPS or self._wanted_bytes >= self._horizon_bytes:
+            if (
+                step - waiter.step < WAITED_STEPS
+                or sum(self._bytes.values()) >= self._horizon_bytes
+            ):
                 return
             del self._unknown[request_id]
             self._follow(request_id, waiter)
@@ -214,36 +217,30 @@ class Waiting:
         waiter.branch_tokens = max(hit.num_tokens, self._shared_tokens(waiter))
         self.reread_tokens += waiter.branch_tokens
         self.asked_tokens += asked_tokens
-        for table in self._tables:
-            keys = self._keys(table, waiter, hit.num_tokens)
-            waiter.keys.append(keys)
-            awaited = table.awaited
-            for key in keys:
-                positions = awaited.get(key)
-                if positions is None:
-                    awaited[key] = [waiter.position]
-                    self._wanted_bytes += table.spec.small_page_bytes
-                else:
-                    insort(positions, waiter.position)
-            self._rank_again(table, keys)
+        waiter.keys = self._keys(waiter, hit.num_tokens)
+        for key in waiter.keys:
+            if self._tree.await_point(key, waiter.position):
+                self._bytes[key] = self._fixed_bytes + self._token_bytes * waiter.branch_tokens
 
-    def _keys(self, table: Table, waiter: Waiter, hit_tokens: int) -> Sequence[Hashable]:
-        """The content that a request reads in one page table when it comes in.
+    def _keys(self, waiter: Waiter, hit_tokens: int) -> list[Hashable]:
+        """Names of the points that a request may go on from when it comes in.
 
-        A state may be there where it parts from others by then, or only where there is one now.
+        It is where its text parts from others by then, or only where it could go on from now.
         """
-        if table.cache is None:
-            return ()
-        if table.policy.is_overwritten:
-            ends = {waiter.branch_tokens, hit_tokens} - {0}
-            return [waiter.prefix_hashes[end // self._hash_tokens - 1] for end in sorted(ends)]
-        policy, grain, facts = table.policy, table.grain, waiter.facts
-        hashes = waiter.prefix_hashes[: waiter.branch_tokens // self._hash_tokens]
-        keys = policy.content_keys(facts, hashes, grain, ALL_PAGES)
-        numbers = policy.reused_pages(facts, table.cache.find(keys), grain, waiter.branch_tokens)
-        if isinstance(numbers, range):
-            return [key for key in keys[numbers.start : numbers.stop] if key is not None]
-        return [keys[number] for number in numbers if keys[number] is not None]
+        tree, hashes = self._tree, waiter.prefix_hashes
+        names: dict[Hashable, None] = {}
+        aligned = waiter.branch_tokens // tree.align_tokens * tree.align_tokens - tree.ahead_tokens
+        if aligned > 0:
+            names[hashes[aligned // self._hash_tokens - 1]] = None
+        name = tree.covering(hashes, waiter.facts, hit_tokens)
+        if name is not None:
+            names[name] = None
+        for table in self._tables:
+            if table.policy.names_images:
+                for image in waiter.facts.images:
+                    if image.content is not None:
+                        names[IMAGE, table.index, image.content] = None
+        return list(names)
 
     def _shared_tokens(self, waiter: Waiter) -> int:
         """Tokens shared with a request that runs, or comes in before."""
@@ -279,44 +276,20 @@ class Waiting:
             return
         self.reread_tokens -= waiter.branch_tokens
         self.asked_tokens -= waiter.num_tokens - 1
-        for table, keys in zip(self._tables, waiter.keys, strict=True):
-            awaited = table.awaited
-            for key in keys:
-                positions = awaited[key]
-                if len(positions) == 1:
-                    del awaited[key]
-                    self._wanted_bytes -= table.spec.small_page_bytes
-                else:
-                    del positions[bisect_left(positions, waiter.position)]
-            self._rank_again(table, keys)
+        for key in waiter.keys:
+            if self._tree.await_no_more(key, waiter.position):
+                del self._bytes[key]
         waiter.keys = []
-
-    def _rank_again(self, table: Table, keys: Sequence[Hashable]) -> None:
-        """Rank what is cached and unused by who reads it next."""
-        if table.cache is None or not keys:
-            return
-        stamps = table.pages.stamps
-        pages = [
-            page
-            for page in reversed(table.cache.find(keys)[:])
-            if page is not None and stamps[page] >= 0
-        ]
-        if pages:
-            table.rank_again(pages, self._step, self._order)
 
     def check(self) -> None:
         """Raise `InvariantError` unless page tables know exactly who waits for what."""
-        for table in self._tables:
-            expected: dict[Hashable, list[int]] = {}
-            for waiter in self._followed.values():
-                for key in waiter.keys[table.index]:
-                    insort(expected.setdefault(key, []), waiter.position)
-            if expected != table.awaited:
-                msg = (
-                    f"page table {table.index}: {len(expected)} keys are waited for, "
-                    f"{len(table.awaited)} noted"
-                )
-                raise InvariantError(msg)
+        expected: dict[Hashable, list[int]] = {}
+        for waiter in self._followed.values():
+            for key in waiter.keys:
+                insort(expected.setdefault(key, []), waiter.position)
+        if expected != self._tree.awaited:
+            msg = f"{len(expected)} points are waited for, {len(self._tree.awaited)} are noted"
+            raise InvariantError(msg)
         followed = self._followed.values()
         reread_tokens = sum(waiter.branch_tokens for waiter in followed)
         asked_tokens = sum(waiter.num_tokens - 1 for waiter in followed)

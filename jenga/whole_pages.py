@@ -17,20 +17,20 @@ class WholePages:
         stamps: Of an evictable small page its place in the order, else `NOT_QUEUED`.
         shares: Used small page -> its users beyond the first.
         evicted: Small pages evicted, until the caller takes note and clears the list.
-        evicted_ranks: The rank of each.
         num_used: Small pages used.
         num_evictable: Small pages evictable.
         num_spare: Unused small pages in pinned large pages: there are none.
         num_evicted_alone: Small pages evicted one by one: none, they go as large pages.
         num_evicted_own: Small pages evicted with their large page for this page table.
         num_evicted_foreign: Small pages evicted with their large page for another one.
+        num_discarded: Small pages that became empty because nobody needs them any more.
     """
 
     __slots__ = (
         "_large_pages",
         "evicted",
-        "evicted_ranks",
         "index",
+        "num_discarded",
         "num_evictable",
         "num_evicted_alone",
         "num_evicted_foreign",
@@ -49,9 +49,9 @@ class WholePages:
         self.stamps = large_pages.reclaimable.stamps
         self.shares: dict[int, int] = {}
         self.evicted: list[int] = []
-        self.evicted_ranks: list[int] = []
         self.num_used = self.num_evictable = self.num_spare = 0
         self.num_evicted_alone = self.num_evicted_own = self.num_evicted_foreign = 0
+        self.num_discarded = 0
 
     @property
     def num_large(self) -> int:
@@ -99,8 +99,7 @@ class WholePages:
         if num_pages == 1 and large_pages.num_empty:
             self.num_used += 1
             return [large_pages.open(self.index)]
-        while large_pages.num_empty < num_pages:
-            large_pages.evict_oldest(self.index)
+        large_pages.make_empty(num_pages, self.index)
         self.num_used += num_pages
         return large_pages.open_many(self.index, num_pages)
 
@@ -119,10 +118,17 @@ class WholePages:
         self.num_evictable += 1
         self._large_pages.reclaimable.push(page, rank)
 
-    def rerank(self, page: int, rank: int) -> None:
-        """Give a cached page another rank, if it has no user."""
-        if self.stamps[page] >= 0:
+    def rerank(self, pages: Sequence[int], ranks: Sequence[int]) -> None:
+        """Give evictable pages other ranks."""
+        for page, rank in zip(reversed(pages), reversed(ranks), strict=True):
             self._large_pages.reclaimable.push(page, rank)
+
+    def discard(self, pages: Sequence[int]) -> None:
+        """Let evictable pages be empty."""
+        self._large_pages.reclaimable.drop_many(pages)
+        self._large_pages.close_many(list(pages))
+        self.num_evictable -= len(pages)
+        self.num_discarded += len(pages)
 
     def retire(self, pages: Sequence[int], ranks: Sequence[int]) -> None:
         """Take one user from each page; what has none left becomes evictable, with that rank."""

@@ -23,7 +23,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from jenga.eviction_order import EVICTION_ORDERS
+from jenga.eviction.known import EVICTION_POLICIES
 from jenga.models import ModelFacts, ReadOptions, known_model
 from jenga.sim.bounds import best_eviction, unlimited
 from jenga.sim.budget import memory_budget
@@ -54,7 +54,7 @@ CASES = (
 """Models and the GPU that each runs on."""
 
 STOCK = "vllm"
-SYSTEMS = (*EVICTION_ORDERS, STOCK)
+SYSTEMS = (*EVICTION_POLICIES, STOCK)
 
 ARTICLE_TOKENS = 30_000
 MOONCAKE_ROWS = 1000
@@ -151,7 +151,7 @@ def replay(one: Setting, requests: Requests, system: str) -> dict[str, Any]:
             "jenga",
             one.model,
             one.arena_bytes,
-            eviction_order=EVICTION_ORDERS[system](),
+            eviction_policy=EVICTION_POLICIES[system],
             step_tokens=clock.step_tokens,
         )
     run = Replay(requests(), arena, clock=clock)

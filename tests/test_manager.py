@@ -2,9 +2,9 @@
 
 import pytest
 
-from jenga import kept_states
+from jenga import checkpoints
 from jenga.errors import OutOfPagesError
-from jenga.eviction_order import LeastRecentlyUsed, LeastWanted
+from jenga.eviction.policy import LeastRecentlyUsed
 from jenga.manager import Manager
 from jenga.policies import Image, RequestFacts
 from jenga.request import MISSING, is_on_host

@@ -141,6 +141,11 @@ class LayerPolicy(Protocol):
         """Whether requests write over their pages, so that cached ones must be copied first."""
         ...
 
+    @property
+    def names_images(self) -> bool:
+        """Whether content is named by images, and found again behind any text."""
+        ...
+
 
 ALL_PAGES = range(NEVER)
 """Asks `content_keys` for as many keys as the hashes give."""
@@ -152,6 +157,7 @@ class TokenSlots:
     __slots__ = ()
 
     is_overwritten = False
+    names_images = False
 
     def unfilled_slots(self, _facts: RequestFacts, _pages: range, /) -> Mapping[int, int]:
         """Every slot is filled."""

@@ -22,6 +22,7 @@ class ImageSlots:
     page_slots: int
 
     is_overwritten = False
+    names_images = True
 
     def num_pages(self, image: Image) -> int:
         """Pages of one image."""

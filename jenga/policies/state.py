@@ -22,6 +22,7 @@ class StatePolicy:
     num_slots: int = 1
 
     is_overwritten = True
+    names_images = False
 
     def update_last_access(
         self, _facts: RequestFacts, _num_processed_tokens: int, _num_tokens: int, /

@@ -1,12 +1,12 @@
 """Arenas under `jenga.manager.Manager`: on one geometry, or divided among the layer types."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, overload
 
 from jenga.admission import STEP_TOKENS
 from jenga.errors import OutOfPagesError
-from jenga.eviction_order import EvictionOrder
+from jenga.eviction.policy import EvictionPolicy
 from jenga.geometry import Geometry
 from jenga.manager import Manager
 from jenga.policies import RequestFacts
@@ -55,8 +55,7 @@ class ManagedArena:
         arena_bytes: int,
         *,
         prefix_caching: bool = True,
-        eviction_order: EvictionOrder | None = None,
-        checkpoint_interval_tokens: int | None = None,
+        eviction_policy: Callable[[], EvictionPolicy] | None = None,
         left_share: float | None = None,
         step_tokens: float = STEP_TOKENS,
         host_bytes: int = 0,
@@ -77,8 +76,7 @@ class ManagedArena:
             num_large_pages=geometry.num_large_pages(arena_bytes),
             prefix_caching=prefix_caching,
             hash_tokens=HASH_TOKENS,
-            eviction_order=eviction_order,
-            checkpoint_interval_tokens=checkpoint_interval_tokens,
+            eviction_policy=eviction_policy() if eviction_policy is not None else None,
             left_share=left_share,
             step_tokens=step_tokens,
             num_host_large_pages=num_host_large_pages,
@@ -248,7 +246,7 @@ class PagedArena(ManagedArena):
         arena_bytes: int,
         *,
         prefix_caching: bool = True,
-        eviction_order: EvictionOrder | None = None,
+        eviction_policy: Callable[[], EvictionPolicy] | None = None,
         left_share: float | None = None,
         step_tokens: float = STEP_TOKENS,
         host_bytes: int = 0,
@@ -259,7 +257,7 @@ class PagedArena(ManagedArena):
             geometry,
             arena_bytes,
             prefix_caching=prefix_caching and not has_encoder,
-            eviction_order=eviction_order,
+            eviction_policy=eviction_policy,
             left_share=left_share,
             step_tokens=step_tokens,
             host_bytes=0 if has_encoder else host_bytes,

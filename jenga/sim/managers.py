@@ -1,8 +1,10 @@
 """The managers to compare, by name."""
 
+from collections.abc import Callable
+
 from jenga.admission import STEP_TOKENS
 from jenga.baselines import gcd_pages, geometry_by_name, static_partition
-from jenga.eviction_order import EvictionOrder
+from jenga.eviction.policy import EvictionPolicy
 from jenga.sim.arena import Arena
 from jenga.sim.managed import ManagedArena, PagedArena
 from jenga.sim.partitioned import PartitionedArena
@@ -14,7 +16,7 @@ from jenga.spec import ModelSpec
 _GEOMETRIES = {"jenga": "planned", "paged": "homogeneous", "max": "max", "lcm": "lcm"}
 
 EVICTING = (*_GEOMETRIES, "static")
-"""Managers that evict in an order of `jenga.eviction_order`: ours, whatever its geometry."""
+"""Managers that evict by a policy of `jenga.eviction`: ours, whatever its geometry."""
 
 HOSTING = tuple(_GEOMETRIES)
 """Managers that may have host memory beside the arena: ours, in one piece."""
@@ -29,7 +31,7 @@ def make_arena(  # noqa: PLR0913  all in which two arenas may differ
     arena_bytes: int,
     *,
     prefix_caching: bool = True,
-    eviction_order: EvictionOrder | None = None,
+    eviction_policy: Callable[[], EvictionPolicy] | None = None,
     left_share: float | None = None,
     step_tokens: float = STEP_TOKENS,
     chunk_tokens: int = CHUNK_TOKENS,
@@ -45,7 +47,7 @@ def make_arena(  # noqa: PLR0913  all in which two arenas may differ
         model: Its layers, of one rank.
         arena_bytes: Of one rank.
         prefix_caching: Whether pages are kept for others.
-        eviction_order: Of our manager.
+        eviction_policy: Of our manager.
         left_share: Of our manager; see `jenga.manager.Manager`.
         step_tokens: Likewise.
         chunk_tokens: Tokens computed in a step, of all requests together.
@@ -62,7 +64,7 @@ def make_arena(  # noqa: PLR0913  all in which two arenas may differ
                 geometry,
                 arena_bytes,
                 prefix_caching=prefix_caching,
-                eviction_order=eviction_order,
+                eviction_policy=eviction_policy,
                 left_share=left_share,
                 step_tokens=step_tokens,
                 host_bytes=host_bytes,
@@ -71,7 +73,7 @@ def make_arena(  # noqa: PLR0913  all in which two arenas may differ
             geometry,
             arena_bytes,
             prefix_caching=prefix_caching,
-            eviction_order=eviction_order,
+            eviction_policy=eviction_policy,
             left_share=left_share,
             step_tokens=step_tokens,
             host_bytes=host_bytes,
@@ -84,7 +86,7 @@ def make_arena(  # noqa: PLR0913  all in which two arenas may differ
             return PartitionedArena(
                 static_partition(model, arena_bytes=arena_bytes),
                 prefix_caching=prefix_caching,
-                eviction_order=eviction_order,
+                eviction_policy=eviction_policy,
                 left_share=left_share,
                 step_tokens=step_tokens,
             )

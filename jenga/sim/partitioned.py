@@ -1,12 +1,11 @@
 """The baseline of an arena divided once among the layer types."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jenga.admission import STEP_TOKENS
 from jenga.baselines import StaticPartition
 from jenga.errors import OutOfPagesError
-from jenga.eviction_order import EvictionOrder
+from jenga.eviction.policy import EvictionPolicy
 from jenga.geometry import Geometry, PageContent
 from jenga.manager import Manager
 from jenga.request import PrefixHit
@@ -26,22 +25,20 @@ class PartitionedArena:
         partition: StaticPartition,
         *,
         prefix_caching: bool = True,
-        eviction_order: EvictionOrder | None = None,
+        eviction_policy: Callable[[], EvictionPolicy] | None = None,
         left_share: float | None = None,
         step_tokens: float = STEP_TOKENS,
     ) -> None:
         """Empty parts."""
         self._prefix_caching = prefix_caching
         self._scheduled: dict[ActiveRequest, int] = {}  # of this step -> tokens it will have
-        interval_tokens = _interval_tokens(partition)
         self._managers = [
             Manager(
                 _one_type(region.content),
                 num_large_pages=region.num_pages,
                 prefix_caching=prefix_caching,
                 hash_tokens=HASH_TOKENS,
-                eviction_order=eviction_order,
-                checkpoint_interval_tokens=interval_tokens,
+                eviction_policy=eviction_policy() if eviction_policy else None,
                 left_share=left_share,
                 step_tokens=step_tokens,
             )
@@ -191,20 +188,6 @@ class PartitionedArena:
         """See `Arena`."""
         for manager in self._managers:
             manager.check()
-
-
-def _interval_tokens(partition: StaticPartition) -> int:
-    """Tokens between two states kept: as many as the states take bytes for, as in one arena."""
-    contents = [region.content for region in partition.regions]
-    state_bytes = sum(each.content_bytes for each in contents if isinstance(each.layer_type, State))
-    token_bytes = sum(
-        each.content_bytes / each.tokens_per_page
-        for each in contents
-        if not isinstance(each.layer_type, State)
-    )
-    if not token_bytes:
-        return 0
-    return math.ceil(state_bytes / token_bytes / HASH_TOKENS) * HASH_TOKENS
 
 
 def _one_type(content: PageContent) -> Geometry:

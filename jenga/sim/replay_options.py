@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from jenga.admission import LEFT_SHARE
-from jenga.eviction_order import EVICTION_ORDERS
+from jenga.eviction.known import EVICTION_POLICIES
 from jenga.sim.budget import RESERVED_BYTES, UTILIZATION
 from jenga.sim.gpus import GPUS, parse_bytes
 from jenga.sim.managers import MANAGER_NAMES
@@ -91,7 +91,7 @@ def _configure_memory(group: "argparse._ArgumentGroup") -> None:  # pyright: ign
     group.add_argument(
         "--eviction",
         nargs="+",
-        choices=tuple(EVICTION_ORDERS),
+        choices=tuple(EVICTION_POLICIES),
         default=[Settings().eviction],
         help="what our manager evicts first; several are compared "
         f"(default: {Settings().eviction})",

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from jenga.admission import default_left_share
 from jenga.errors import InvariantError
-from jenga.eviction_order import EVICTION_ORDERS
+from jenga.eviction.known import DEFAULT_POLICY, EVICTION_POLICIES
 from jenga.sim.arena import NOTHING_MOVED, Arena, MovedBytes
 from jenga.sim.bounds import best_eviction, unlimited
 from jenga.sim.managers import EVICTING, HOSTING, make_arena
@@ -52,7 +52,7 @@ class Settings:
     """How requests are scheduled and what is written.
 
     Attributes:
-        eviction: Of `EVICTION_ORDERS`; only our manager has a choice.
+        eviction: Of `EVICTION_POLICIES`; only our manager has a choice.
         left_share: Of the arena, what admissions leave at most to who will read it; ours alone.
             None for what it takes by default.
         prefix_caching: Whether pages are kept for others.
@@ -68,7 +68,7 @@ class Settings:
         details: Further options, written and not read.
     """
 
-    eviction: str = "queue"
+    eviction: str = DEFAULT_POLICY
     left_share: float | None = None
     prefix_caching: bool = True
     host_bytes: int = 0
@@ -312,7 +312,7 @@ def _arena(row: RunRow, machine: Machine, settings: Settings) -> Arena:
             machine.model,
             machine.arena_bytes,
             prefix_caching=settings.prefix_caching,
-            eviction_order=EVICTION_ORDERS[settings.eviction](),
+            eviction_policy=EVICTION_POLICIES[settings.eviction],
             left_share=settings.left_share,
             step_tokens=step_tokens_of(machine.clock),
             chunk_tokens=settings.chunk_tokens,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from jenga.eviction_order import EVICTION_ORDERS
+from jenga.eviction.known import EVICTION_POLICIES
 from jenga.models import KvFormat, ModelFacts, ReadOptions, known_model
 from jenga.sim.budget import memory_budget
 from jenga.sim.gpus import find_gpu
@@ -37,7 +37,7 @@ OURS = "jenga"
 ORDER = Settings().eviction
 """Our manager's usual eviction order; the baselines evict what was used least recently."""
 
-MANAGERS = (*MANAGER_NAMES, *(f"{OURS} {order}" for order in EVICTION_ORDERS if order != ORDER))
+MANAGERS = (*MANAGER_NAMES, *(f"{OURS} {order}" for order in EVICTION_POLICIES if order != ORDER))
 """Managers that can be compared: those of `jenga replay`, and ours with its other orders."""
 
 STEPS_KEPT = 300

@@ -13,7 +13,7 @@ from hypothesis.stateful import (
 )
 
 from jenga.errors import OutOfPagesError
-from jenga.eviction_order import EVICTION_ORDERS
+from jenga.eviction.known import EVICTION_POLICIES
 from jenga.manager import Manager
 from jenga.policies import Image
 from jenga.request import is_on_host
@@ -33,7 +33,7 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize(
         num_large_pages=st.integers(8, 26),
         num_host_large_pages=st.sampled_from([0, 8, 13, 60]),
-        order=st.sampled_from(sorted(EVICTION_ORDERS)),
+        order=st.sampled_from(sorted(EVICTION_POLICIES)),
     )
     def start(self, num_large_pages, num_host_large_pages, order):
         self.manager = Manager(
@@ -41,7 +41,7 @@ class CacheMachine(RuleBasedStateMachine):
             num_large_pages=num_large_pages,
             prefix_caching=True,
             hash_tokens=HASH_TOKENS,
-            eviction_order=EVICTION_ORDERS[order](),
+            eviction_policy=EVICTION_POLICIES[order](),
             records_changes=True,
             num_host_large_pages=num_host_large_pages,
         )
@@ -249,7 +249,7 @@ class CacheMachine(RuleBasedStateMachine):
         for request_id in self.waiting:
             self.manager.withdraw(request_id)
         self.manager.check()
-        assert not any(table.awaited for table in self.manager._tables)
+        assert not self.manager._tree.awaited
         memory = self.manager.memory()
         assert memory.used_bytes == sum(table.useless_bytes for table in memory.tables) == 0
         assert self.manager.reset_prefix_cache()

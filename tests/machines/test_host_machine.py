@@ -6,7 +6,7 @@ import pytest
 
 from jenga import loading_ahead
 from jenga.errors import OutOfPagesError, TooEarlyError
-from jenga.eviction_order import EVICTION_ORDERS
+from jenga.eviction.known import EVICTION_POLICIES
 from jenga.manager import Manager
 from jenga.policies import Image
 from jenga.request import CopyPath, is_on_host
@@ -42,8 +42,7 @@ class Pressure:
             num_large_pages=num_large_pages,
             prefix_caching=True,
             hash_tokens=HASH_TOKENS,
-            eviction_order=EVICTION_ORDERS[choose(sorted(EVICTION_ORDERS))](),
-            checkpoint_interval_tokens=choose([None, 0, 4, 8]),
+            eviction_policy=EVICTION_POLICIES[choose(sorted(EVICTION_POLICIES))](),
             answer_interval_tokens=choose([None, 0, 4, 8]),
             num_host_large_pages=num_host_large_pages,
             load_at_once_bytes=choose([0, 0, 0, 300]),

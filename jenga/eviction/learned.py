@@ -1,0 +1,156 @@
+"""The default eviction policy: tokens that a checkpoint is expected to save, for its bytes.
+
+Points are of a class, by where in their text they are and by what is known of their readers. For
+each class it is counted after how long its points are read, evicted ones included. From that
+follows the rate at which a point of some age is read: reads between now and some horizon, divided
+by the time that points of this class and age wait until they are read or the horizon comes. The
+horizon is the one with the highest rate.
+
+    worth = rate(class, age) * tokens that a reader saves / bytes that come free
+
+Where others are read in turn, as texts that are asked about round and round, old points are worth
+more than young ones; where conversations go on, young ones are.
+
+Sources: the least hit density of Beckmann, Chen and Cidon, "LHD: Improving Cache Hit Rate by
+Maximizing Hit Density" (NSDI 2018), for rates by class and age; Gittins' index for the horizon.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from math import log2
+
+from jenga.eviction.points import Kind, Past, Point
+from jenga.eviction.policy import Candidate
+
+AGES_PER_DOUBLING = 2
+"""Ranges of ages: each is 1.41 times as long as the one before."""
+
+YOUNGEST_SHARE = 1 / 256
+"""Of an arena: what is younger, in bytes computed since, is of the first range of ages."""
+
+NUM_AGES = 11 * AGES_PER_DOUBLING + 2
+"""Ranges up to the age at which points are forgotten, eight arenas."""
+
+KEPT_SHARE = 0.97
+"""Of what was counted, how much still counts after the next admissions were taken in."""
+
+COMMON_WEIGHT = 8.0
+"""Observations that count as much as what is known of all classes together."""
+
+PRIOR = 0.02
+"""Reads and waits that every class is taken to have had at every age."""
+
+NUM_PASTS = len(Past)
+NUM_CLASSES = len(Kind) * NUM_PASTS
+
+_WIDTHS = [
+    YOUNGEST_SHARE
+    * (
+        2 ** ((age - 1) / AGES_PER_DOUBLING)
+        - (2 ** ((age - 2) / AGES_PER_DOUBLING) if age else 0.0)
+    )
+    for age in range(NUM_AGES)
+]
+"""Length of each range of ages, in arenas."""
+
+
+class LearnedReuse:
+    """Learns when points of each class are read again."""
+
+    __slots__ = ("_bytes_scale", "_num_lost", "_num_read", "_rates")
+
+    def __init__(self) -> None:
+        """Nothing was observed: all classes are read alike, young points rather than old ones."""
+        self._bytes_scale = 1.0
+        # Class -> range of ages -> reads, and waits that ended without one.
+        self._num_read = [[0.0] * NUM_AGES for _ in range(NUM_CLASSES)]
+        self._num_lost = [[0.0] * NUM_AGES for _ in range(NUM_CLASSES)]
+        self._rates = [_best_rates([PRIOR] * NUM_AGES, [PRIOR] * NUM_AGES)] * NUM_CLASSES
+
+    def begin(self, *, arena_bytes: int) -> None:
+        """Learn the size of the arena, which is the unit of ages."""
+        self._bytes_scale = 1 / (YOUNGEST_SHARE * max(1, arena_bytes))
+
+    def observe(self, point: Point, waited_bytes: float, *, was_read: bool) -> None:
+        """Count one wait that ended."""
+        counts = self._num_read if was_read else self._num_lost
+        counts[_class_of(point)][self._age(waited_bytes)] += 1
+
+    def learn(self, waiting: Iterable[Point], time: float) -> None:
+        """Make rates of what was counted; what still waits counts as waits of its age so far."""
+        waits = [counts[:] for counts in self._num_lost]
+        # Points come in the order of their time, so that ages are found without a logarithm each.
+        edges = [
+            2 ** ((age - 1) / AGES_PER_DOUBLING) / self._bytes_scale for age in range(NUM_AGES - 1)
+        ]
+        age = NUM_AGES - 1
+        since = time - edges[age - 1]
+        for point in waiting:
+            while age and point.waits_since > since:
+                age -= 1
+                since = time - edges[age - 1] if age else time + 1
+            waits[_class_of(point)][age] += 1
+        all_read = [sum(column) for column in zip(*self._num_read, strict=True)]
+        all_waits = [sum(column) for column in zip(*waits, strict=True)]
+        num_all = max(1.0, sum(all_read) + sum(all_waits))
+        for index, (read, lost) in enumerate(zip(self._num_read, waits, strict=True)):
+            weight = COMMON_WEIGHT / (COMMON_WEIGHT + sum(read) + sum(lost))
+            common = weight * COMMON_WEIGHT / num_all
+            self._rates[index] = _best_rates(
+                [a + common * b + PRIOR for a, b in zip(read, all_read, strict=True)],
+                [a + common * b + PRIOR for a, b in zip(lost, all_waits, strict=True)],
+            )
+        for counts in (*self._num_read, *self._num_lost):
+            counts[:] = [KEPT_SHARE * count for count in counts]
+
+    def worth(self, candidate: Candidate, time: float) -> float:
+        """Tokens expected to be saved, for the time and the bytes that it takes."""
+        rate = self._rate(candidate.point, time)
+        if candidate.heir_of is not None:
+            rate = max(rate, self._rate(candidate.heir_of, time))
+        return rate * candidate.saved_tokens / max(1, candidate.own_bytes)
+
+    def heir_of(self, candidate: Candidate, heir: Candidate, time: float) -> Point | None:
+        """The point that is read most often, of those that the heir stands in for."""
+        points = [
+            point
+            for point in (candidate.point, candidate.heir_of, heir.heir_of)
+            if point is not None
+        ]
+        return max(points, key=lambda point: self._rate(point, time))
+
+    def _rate(self, point: Point, time: float) -> float:
+        return self._rates[_class_of(point)][self._age(time - point.last_kept)]
+
+    def _age(self, num_bytes: float) -> int:
+        """The range of ages that so many bytes fall in."""
+        scaled = num_bytes * self._bytes_scale
+        if scaled < 1 / 2:
+            return 0
+        return max(0, min(NUM_AGES - 1, int(AGES_PER_DOUBLING * log2(scaled) + 2)))
+
+
+def _class_of(point: Point) -> int:
+    return point.kind * NUM_PASTS + point.past
+
+
+def _best_rates(read: Sequence[float], lost: Sequence[float]) -> list[float]:
+    """Reads for the time, by age: at the horizon that gives most.
+
+    Args:
+        read: By age, waits that ended with a read.
+        lost: By age, other waits that ended, or have come so far.
+    """
+    ends = [a + b + PRIOR for a, b in zip(read, lost, strict=True)]
+    # Points that reach each age, and the time that they spend there.
+    survivors = list(accumulate(reversed(ends)))[::-1]
+    stays = [count * width for count, width in zip(survivors, _WIDTHS, strict=True)]
+    rates: list[float] = []
+    for age in range(NUM_AGES):
+        best = num_read = stay = 0.0
+        for more_read, more_stay in zip(read[age:], stays[age:], strict=True):
+            num_read += more_read
+            stay += more_stay
+            best = max(best, num_read / stay)
+        rates.append(best)
+    return rates
