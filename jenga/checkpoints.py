@@ -18,7 +18,7 @@ from collections.abc import Collection, Sequence
 from jenga.allocator import Allocator
 from jenga.eviction.checkpoint import Checkpoint
 from jenga.eviction.points import Kind, Past
-from jenga.eviction.tree import CheckpointTree
+from jenga.eviction.tree import QUESTION_TOKENS, CheckpointTree
 from jenga.evictions import Evictions
 from jenga.host_cache import HostCache
 from jenga.large_pages import NULL_PAGE
@@ -27,10 +27,6 @@ from jenga.table import Table
 
 ANSWER_TOKENS = 64
 """Tokens of an answer between two states kept: copies then take a 64th of what updates do."""
-
-QUESTION_TOKENS = 512
-"""Tokens before the end of a prompt at which a checkpoint is left besides: most questions are
-shorter, and their texts are found by the second question then, not by the third."""
 
 
 class Checkpoints:
@@ -233,6 +229,10 @@ class Checkpoints:
         self._evictions.note()
         return [(table.index, taken[table.index][0]) for table in self.states]
 
+    def has_to_pass(self, request: Request) -> bool:
+        """Whether a request may leave checkpoints that no state is kept for."""
+        return not self.states and request.num_passed < request.facts.prompt_tokens
+
     def pass_by(self, request: Request, num_tokens: int, branches: Collection[int] = ()) -> None:
         """Make the checkpoints that a request has passed.
 
@@ -248,7 +248,10 @@ class Checkpoints:
             is_answer = tokens > request.facts.prompt_tokens
             kind = Kind.ANSWER_END if is_answer else plan.get(tokens, Kind.BRANCH)
             self._make(request, tokens, kind)
-        request.num_passed = max(request.num_passed, final_tokens)
+            request.num_passed = max(request.num_passed, tokens)
+        if not self.states:
+            # States may be kept of tokens that are final before their step: those are not passed.
+            request.num_passed = max(request.num_passed, final_tokens)
 
     def _make(self, request: Request, num_tokens: int, kind: Kind) -> None:
         pages = request.pending.pop(num_tokens, ())

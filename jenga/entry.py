@@ -49,7 +49,7 @@ class Entry:
             self._admission.count_step()
 
     def check_time(self, request_id: str, hit: PrefixHit, step: int) -> None:
-        """Refuse if the step of a running request leaves a state of more of the same tokens.
+        """Refuse if a running request is about to leave a state of more of the same tokens.
 
         Raises:
             TooEarlyError: It does.
@@ -59,12 +59,12 @@ class Entry:
         start_tokens = hit.num_tokens
         for other_id, shared_tokens in self.waiting.sharers(request_id, start_tokens):
             other = self._requests.get(other_id)
-            if other is None or other.step != step:
+            if other is None or other.step < step - IDLE_STEPS:
                 continue
             start = max(start_tokens, other.num_processed_tokens)
-            end = min(shared_tokens, other.num_tokens)
-            if start < end and any(
-                start < num_tokens <= end for num_tokens in self.checkpoint_tokens(other_id, other)
+            if start < shared_tokens and any(
+                start < num_tokens <= shared_tokens
+                for num_tokens in self.checkpoint_tokens(other_id, other)
             ):
                 raise TooEarlyError(request_id, hit_tokens=start_tokens, other_id=other_id)
 

@@ -429,7 +429,7 @@ class Manager(Keeping):
                     self._num_losses += 1
                 if table.policy.names_images:
                     self._checkpoints.enter_images(request, table, start)
-        if request.num_passed < request.facts.prompt_tokens or request.pending:
+        if request.pending or self._checkpoints.has_to_pass(request):
             branches = self._waiting.branch_tokens(request_id)
             self._checkpoints.pass_by(request, request.committed_tokens, branches)
 

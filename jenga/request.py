@@ -103,7 +103,7 @@ class Request:
         stand: The last checkpoint on its text, which it keeps in the tree; None before admission.
         past: Of the points that it leaves.
         plan: Tokens after which it leaves checkpoints -> of which kind.
-        num_passed: Tokens up to which it has left its checkpoints.
+        num_passed: Tokens up to which it has left its checkpoints, or can leave none any more.
         pending: Tokens -> states kept there for a checkpoint that is not made yet: index of a page
             table, and the page.
         answer: The checkpoint that it left last in what it generated.

@@ -38,6 +38,10 @@ All of them would be a little better at telling, and take longer the more there 
 WINDOW_AFTER_TOKENS = (1 << 20) - 16
 """A place of a text, after which the bytes of windows are counted."""
 
+QUESTION_TOKENS = 512
+"""Tokens before the end of a prompt at which a checkpoint is left besides: most questions are
+shorter, and their texts are found by the second question then, not by the third."""
+
 CUT_TOKENS = 1024
 """Tokens taken at a time from the end of a checkpoint that has neither windows nor states."""
 
@@ -255,7 +259,21 @@ class CheckpointTree:
         else:
             self._drop_states(state_pages)
         node.point = self.history.leave(node.key, num_tokens, kind, past)
+        if kind == Kind.BRANCH:
+            self._drop_guess(node)
         return node
+
+    def _drop_guess(self, node: Checkpoint) -> None:
+        """Drop a guess of where a text would be left, now that it is known for a branch."""
+        guess = node.kept_before
+        if (
+            guess is not None
+            and guess.point.kind == Kind.BEFORE_END
+            and guess.place != NOT_IN_POOL
+            and node.num_tokens - guess.num_tokens <= QUESTION_TOKENS
+        ):
+            self.history.forget(guess.point)
+            self._let_go(guess, None)
 
     def keep_images(self, table: Table, pages: Sequence[int], past: Past) -> None:
         """Keep an encoder's output for images.
