@@ -162,15 +162,16 @@ class Checkpoints:
             request: The request.
             branches: Tokens after which a request that waits goes another way.
         """
-        end = self._aligned(request.facts.prompt_tokens - 1)
-        plan = request.plan
+        plan, passed = request.plan, request.num_passed
         if branches:
-            plan = plan | dict.fromkeys(map(self._aligned, branches), Kind.BRANCH)
+            # What is generated has states in few places, which nobody can ask for.
+            end = request.facts.prompt_tokens if self.states else request.num_tokens
+            wanted = {self._aligned(tokens) for tokens in branches if tokens <= end}
             if request.num_tokens < max(branches):
                 # A request that waits to share more than this step reaches may come in next.
-                plan.setdefault(self._aligned(request.num_tokens), Kind.BRANCH)
-        passed = request.num_passed
-        return {tokens: kind for tokens, kind in plan.items() if passed < tokens <= end}
+                wanted.add(self._aligned(min(request.num_tokens, end)))
+            plan = plan | dict.fromkeys(wanted - plan.keys(), Kind.BRANCH)
+        return {tokens: kind for tokens, kind in plan.items() if tokens > passed}
 
     # Making them
 
@@ -246,7 +247,7 @@ class Checkpoints:
         places = request.pending if self.states else plan
         for tokens in sorted(tokens for tokens in places if tokens <= final_tokens):
             is_answer = tokens > request.facts.prompt_tokens
-            kind = Kind.ANSWER_END if is_answer else plan.get(tokens, Kind.BRANCH)
+            kind = plan.get(tokens, Kind.ANSWER_END if is_answer else Kind.BRANCH)
             self._make(request, tokens, kind)
             request.num_passed = max(request.num_passed, tokens)
         if not self.states:
@@ -295,13 +296,18 @@ class Checkpoints:
                 has_entered |= table.enter_missing(request, end)
         return has_entered
 
-    def end(self, request: Request) -> None:
-        """Leave the last checkpoint of a request that ends, which still uses its pages."""
+    def end(self, request: Request, branches: Collection[int]) -> None:
+        """Leave the last checkpoints of a request that ends, which still uses its pages.
+
+        Args:
+            request: The request.
+            branches: As for `planned`.
+        """
         facts, tree = request.facts, self._tree
         tree.history.time += self._token_bytes * max(
             0, request.committed_tokens - max(facts.prompt_tokens, request.hit_tokens)
         )
-        self.pass_by(request, request.committed_tokens)
+        self.pass_by(request, request.committed_tokens, branches)
         if not self.states:
             last = self._aligned(request.committed_tokens)
             if request.stand is not None and last > request.stand.num_tokens:

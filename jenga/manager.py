@@ -437,7 +437,7 @@ class Manager(Keeping):
         """End a request: it finished, was aborted or is preempted."""
         request = self._running(request_id)
         if self._prefix_caching:
-            self._checkpoints.end(request)
+            self._checkpoints.end(request, self._waiting.branch_tokens(request_id))
         for table in self._tables:
             table.end(request)
         self._allocator.disown(request.owner)

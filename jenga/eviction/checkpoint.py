@@ -18,6 +18,7 @@ class Checkpoint:
 
     Attributes:
         key: Hash of the prefix, or the name of an image.
+        name: The key under which it was made; it has another one since if its end was cut off.
         num_tokens: Tokens of the prefix.
         end_tokens: Tokens whose keys and values it has, with those of its parents: some more than
             the prefix where layers read ahead.
@@ -46,6 +47,7 @@ class Checkpoint:
         "is_kept",
         "is_removed",
         "key",
+        "name",
         "num_children",
         "num_tokens",
         "own_bytes",
@@ -60,7 +62,7 @@ class Checkpoint:
     def __init__(
         self, key: Hashable, num_tokens: int, end_tokens: int, parent: "Checkpoint | None"
     ) -> None:
-        self.key = key
+        self.key = self.name = key
         self.num_tokens = num_tokens
         self.end_tokens = end_tokens
         self.parent = parent

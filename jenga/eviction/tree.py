@@ -13,7 +13,7 @@ first. A hit on loose pages makes a checkpoint of them.
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from math import lcm
 from random import Random
 
@@ -74,6 +74,7 @@ class CheckpointTree:
     __slots__ = (
         "_alone",
         "_by_key",
+        "_cut_nodes",
         "_guide",
         "_host",
         "_lasting",
@@ -139,6 +140,8 @@ class CheckpointTree:
         self._root.segment = [[] for _ in self._lasting]
         self._root.first_pages = [0] * len(self._lasting)
         self._by_key: dict[Hashable, Checkpoint] = {}
+        # Those that have lost their end, by the names under which they were made.
+        self._cut_nodes: dict[Hashable, Checkpoint] = {}
         self._pool: list[Checkpoint] = []
         self.awaited: dict[Hashable, list[int]] = {}
         self._protected: Checkpoint | None = None
@@ -372,7 +375,7 @@ class CheckpointTree:
     ) -> Hashable | None:
         """Name of the checkpoint that a hit of so many tokens would read, if there is one."""
         node = self._read_at(prefix_hashes, facts, num_tokens)
-        return node.key if node is not None else None
+        return node.name if node is not None else None
 
     def _reach(
         self,
@@ -582,10 +585,11 @@ class CheckpointTree:
         """Record that a waiting request will read a point; whether it is the first one."""
         positions = self.awaited.setdefault(key, [])
         insort(positions, position)
-        node = self._by_key.get(key)
-        if len(positions) == 1 and node is not None and node.is_kept:
+        if len(positions) > 1:
+            return False
+        for node in self._named(key):
             self._leave_pool(node)
-        return len(positions) == 1
+        return True
 
     def await_no_more(self, key: Hashable, position: int) -> bool:
         """Record that a request does not wait any more; whether it was the last one."""
@@ -594,19 +598,21 @@ class CheckpointTree:
         if positions:
             return False
         del self.awaited[key]
-        node = self._by_key.get(key)
-        if node is not None and node.is_kept:
+        for node in self._named(key):
             self._enter_pool(node)
         return True
+
+    def _named(self, name: Hashable) -> Iterator[Checkpoint]:
+        """Checkpoints that were made under a name; two, if one of them has lost its end since."""
+        for node in (self._by_key.get(name), self._cut_nodes.get(name)):
+            if node is not None and node.is_kept and node.name == name:
+                yield node
 
     def awaited_bytes(self) -> int:
         """Bytes of what waiting requests will read and no request uses."""
         seen: set[int] = set()
         num_bytes = 0
-        for key in self.awaited:
-            node = self._by_key.get(key)
-            if node is None or not node.is_kept:
-                continue
+        for node in chain.from_iterable(map(self._named, self.awaited)):
             num_bytes += node.alone_bytes
             while node.parent is not None and id(node) not in seen:
                 seen.add(id(node))
@@ -622,7 +628,7 @@ class CheckpointTree:
     # Eviction
 
     def _enter_pool(self, node: Checkpoint) -> None:
-        if node.key not in self.awaited:
+        if node.name not in self.awaited:
             node.place = len(self._pool)
             self._pool.append(node)
 
@@ -651,34 +657,53 @@ class CheckpointTree:
         node = self._draw()
         if node is not None:
             return node
-        # All are awaited: the one that is read last.
-        kept = [
+        # All that would free memory are awaited: the one that is read last goes.
+        awaited = [
             (positions[0], node)
-            for key, positions in self.awaited.items()
-            if (node := self._by_key.get(key)) is not None and node.is_kept
+            for name, positions in self.awaited.items()
+            for node in self._named(name)
+            if node is not self._protected
         ]
-        others = [each for each in kept if each[1] is not self._protected]
-        if others or kept:
-            return max(others or kept, key=lambda each: each[0])[1]
-        return self._protected if self._pool else None
+        for _, node in sorted(awaited, key=lambda each: each[0], reverse=True):
+            self._measure(node)
+            if node.own_bytes:
+                return node
+        # What is left is in use, or about to be read.
+        others = [*self._pool, *(node for _, node in awaited)]
+        protected = self._protected
+        last = protected if protected is not None and protected.is_kept else None
+        return next((each for each in others if each is not protected), last)
 
     def _draw(self) -> Checkpoint | None:
-        """The checkpoint that is worth least, of some that are drawn."""
-        pool, time, worth = self._pool, self.history.time, self._policy.worth
-        drawn = pool if len(pool) <= NUM_DRAWN else self._random.choices(pool, k=NUM_DRAWN)
+        """The checkpoint that is worth least, of some that are drawn; None if none frees memory."""
+        pool = self._pool
+        if len(pool) > NUM_DRAWN:
+            node = self._least_of(self._random.choices(pool, k=NUM_DRAWN))
+            if node is not None:
+                return node
+        return self._least_of(pool)
+
+    def _least_of(self, nodes: Sequence[Checkpoint]) -> Checkpoint | None:
+        time, worth = self.history.time, self._policy.worth
         least, victim = 0.0, None
-        for node in drawn:
+        for node in nodes:
             self._measure(node)
-            value = worth(node, time)
-            if (victim is None or value < least) and node is not self._protected:
-                least, victim = value, node
+            if node.own_bytes and node is not self._protected:
+                value = worth(node, time)
+                if victim is None or value < least:
+                    least, victim = value, node
         return victim
 
     def _measure(self, node: Checkpoint) -> None:
         """Count what a checkpoint saves, and the bytes that come free when it goes."""
         before = node.kept_before
         node.saved_tokens = node.num_tokens - (before.num_tokens if before is not None else 0)
-        num_bytes, ancestor, num_others = node.alone_bytes, node, 0
+        num_bytes, ancestor, num_others = 0, node, 0
+        if node.alone:
+            index, pages = node.alone[-1]
+            # A request that goes on from here uses the end of a window longest.
+            if self._tables[index].pages.stamps[pages[-1]] >= 0:
+                num_bytes = node.alone_bytes
         while ancestor.parent is not None and ancestor.num_children == num_others:
             if ancestor.segment_bytes and not self._is_used(ancestor):
                 num_bytes += ancestor.segment_bytes
@@ -739,6 +764,8 @@ class CheckpointTree:
                 table.own(pages, node, None)
                 self._unpin(table, pages, host)
             del self._by_key[node.key]
+            if node.name != node.key:
+                del self._cut_nodes[node.name]
             node.is_removed = True
             node.parent.num_children -= 1
             node = node.parent
@@ -761,7 +788,7 @@ class CheckpointTree:
         key = guide.keys_of([node.segment[0][last]])[0]
         if isinstance(key, tuple):  # Pages that share one prefix hash are numbered.
             key = key[0]
-        if key in self._by_key:
+        if key in self._by_key or self._cut_nodes.get(node.name, node) is not node:
             return False
         for slot, table in enumerate(self._lasting):
             num_pages = end_tokens // table.grain.page_slots - node.first_pages[slot]
@@ -772,6 +799,7 @@ class CheckpointTree:
             node.segment_bytes -= len(pages) * table.spec.small_page_bytes
         self._leave_pool(node)
         del self._by_key[node.key]
+        self._cut_nodes[node.name] = node
         node.key, node.num_tokens, node.end_tokens = key, num_tokens, end_tokens
         self._by_key[key] = node
         self._enter_pool(node)
@@ -794,6 +822,7 @@ class CheckpointTree:
         for node in self._by_key.values():
             node.is_removed, node.parent = True, self._root
         self._by_key.clear()
+        self._cut_nodes.clear()
         self._root.num_children = 0
         for table in self._tables:
             table.unpin_all()
@@ -821,7 +850,7 @@ class CheckpointTree:
                     f"{children.get(id(node), 0)} found"
                 )
                 raise InvariantError(msg)
-        in_pool = {id(node) for node in nodes if node.is_kept and node.key not in self.awaited}
+        in_pool = {id(node) for node in nodes if node.is_kept and node.name not in self.awaited}
         if in_pool != set(map(id, self._pool)) or len(in_pool) != len(self._pool):
             msg = f"{len(in_pool)} checkpoints may be evicted, {len(self._pool)} are in the pool"
             raise InvariantError(msg)
