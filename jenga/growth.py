@@ -106,13 +106,20 @@ class Growth:
         """Small pages expected, so many that a long request opens large pages of its own.
 
         Pages that several requests have in one large page leave the cache together, and then most
-        of them too early or too late.
+        of them too early or too late. Samples of one prompt share large pages all the same, until
+        each has filled one with pages of its own.
         """
         for index, need in enumerate(needs):
-            if need and len(request.pages[index]) >= self._long_pages[index]:
+            if need and self._is_apart(request, index, need):
                 expected = list(expected)
                 expected[index] = max(expected[index], need + self._apart_pages[index])
         return expected
+
+    def _is_apart(self, request: Request, index: int, need: int) -> bool:
+        """Whether a request is long, and has or takes enough pages of its own for a large page."""
+        num_pages = len(request.pages[index])
+        num_own = num_pages - request.found[index] + need
+        return num_pages >= self._long_pages[index] and num_own >= self._apart_pages[index]
 
     def next_needs(self, request: Request, num_tokens: int) -> list[tuple[int, int, int]] | None:
         """What `needs` and `apart` say where no page table needs more than one page.
@@ -131,7 +138,7 @@ class Growth:
                 )
                 if num_tokens > most_tokens or request.has_missing[index]:
                     return None
-                is_long = num_pages >= self._long_pages[index]
+                is_long = self._is_apart(request, index, 1)
                 expected = 1 + self._apart_pages[index] if is_long else 1
                 found.append((index, expected, most_tokens))
         return found
