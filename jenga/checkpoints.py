@@ -139,7 +139,7 @@ class Checkpoints:
         if tree.has_alone:
             plan[self._aligned(prompt_tokens - 1 - QUESTION_TOKENS)] = Kind.BEFORE_END
         plan[end] = Kind.PROMPT_END
-        if not hit_tokens or branch_tokens - hit_tokens > self._least_gap:
+        if not hit_tokens or branch_tokens - hit_tokens >= self._least_gap:
             plan[branch_tokens] = Kind.BRANCH
         for tokens in admitted.branches:
             plan[tokens] = Kind.BRANCH
@@ -152,7 +152,7 @@ class Checkpoints:
 
     @property
     def _least_gap(self) -> int:
-        """Tokens after a kept state that are not worth another one."""
+        """Fewer tokens after a kept state are not worth another one."""
         return self.answer_tokens + self._hash_tokens if self.states and self.answer_tokens else 0
 
     def planned(self, request: Request, branches: Collection[int]) -> dict[int, Kind]:
@@ -263,7 +263,8 @@ class Checkpoints:
             for index, page in pages:
                 self._tables[index].pages.release([page])
             return
-        if kind == Kind.ANSWER_END:
+        if kind == Kind.ANSWER_END and node is not request.answer:
+            # One that another request has kept is left to it.
             request.answer = node if pages else None
         if request.stand is None or node.num_tokens > request.stand.num_tokens:
             request.stand = node

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jenga import checkpoints
 from jenga.errors import OutOfPagesError
+from jenga.eviction.learned import LearnedReuse
 from jenga.eviction.policy import LeastRecentlyUsed
 from jenga.manager import Manager
 from jenga.policies import Image, RequestFacts
@@ -73,7 +73,7 @@ def test_an_image_shown_twice_is_found_twice(per_large, num_host_large_pages):
     assert run("a") == []
     manager.free("a")
     if num_host_large_pages:
-        compute(manager, "taker", 4 * 18, prefix="q")  # with hashes that none has
+        compute(manager, "taker", 4 * 19, prefix="q")  # with hashes that none has
         assert all(map(is_on_host, manager.lookup([], max_tokens=15, facts=facts).pages[1]))
     first, second = run("b"), run("c")
     for found in (first, second):
@@ -326,29 +326,37 @@ def test_reset_forgets_everything_unless_requests_run():
     manager.check()
 
 
-def test_eviction_takes_both_types_of_the_older_request_and_its_longest_prefix_first():
+def test_eviction_takes_what_windows_passed_and_then_whole_checkpoints_of_the_older_text():
     manager = manager_of(TWO_TYPES, 17, prefix_caching=True)
     compute(manager, "old", 64, prefix="old")
     compute(manager, "new", 64, prefix="new")
 
-    manager.new_step()
-    manager.allocate("filler", num_tokens=48)
+    kept = []
+    for number, num_tokens in enumerate((16, 16, 32)):
+        manager.new_step()
+        manager.allocate(f"filler {number}", num_tokens=num_tokens)
+        manager.check()
+        kept.append(
+            tuple(
+                manager.lookup(hashes(64, name=name), max_tokens=64).num_tokens
+                for name in ("old", "new")
+            )
+        )
 
-    assert manager.lookup(hashes(64, name="new"), max_tokens=64).num_tokens == 64
-    # Six pages went: three of each type, from the end.
-    assert manager.lookup(hashes(64, name="old"), max_tokens=64).num_tokens == 16
-    manager.check()
+    # Two pages that the windows of both had passed; then two that only the end of the older text
+    # needs; then the five of where that could be asked again.
+    assert kept == [(64, 64), (48, 64), (0, 64)]
 
 
-@pytest.mark.parametrize(("order", "kept_tokens"), [(LeastWanted, 512), (LeastRecentlyUsed, 0)])
-def test_what_windows_pass_goes_before_an_older_whole_prefix(order, kept_tokens):
-    manager = manager_of(TWO_TYPES, 220, prefix_caching=True, eviction_order=order())
+@pytest.mark.parametrize("policy", [LearnedReuse, LeastRecentlyUsed])
+def test_what_windows_pass_goes_before_an_older_whole_prefix(policy):
+    manager = manager_of(TWO_TYPES, 220, prefix_caching=True, eviction_policy=policy())
     compute(manager, "old", 512, prefix="old")
 
     # Of both types it has 256 pages in all, and holds 146 at most.
     compute(manager, "long", 2048, prefix="long", chunk=256)
 
-    assert manager.lookup(hashes(512, name="old"), max_tokens=512).num_tokens == kept_tokens
+    assert manager.lookup(hashes(512, name="old"), max_tokens=512).num_tokens == 512
 
 
 def test_another_question_hits_where_the_text_before_it_ends():
@@ -519,11 +527,10 @@ def test_with_drafts_the_state_after_so_many_tokens_is_in_the_slot_of_their_numb
 
 
 def test_what_depends_on_the_next_token_is_hit_where_that_is_cached_too():
-    cut = geometry("hybrid", full(tokens=16, slot_bytes=16, per_large=2), state(slot_bytes=512))
-    manager = Manager(cut, num_large_pages=20, prefix_caching=True, ahead_tokens=1)
+    manager = hybrid(20, ahead_tokens=1)
     compute(manager, "a", 65, free=False)
     # One page before the end of the prompt: from there it can be asked again.
-    assert manager.checkpoint_tokens("a") == (32, 48)
+    assert manager.checkpoint_tokens("a") == (48,)
     for num_tokens in (32, 48):
         assert manager.keep_state("a", hashes(65)[num_tokens // 16 - 1], num_tokens)
     manager.free("a")
@@ -535,26 +542,22 @@ def test_what_depends_on_the_next_token_is_hit_where_that_is_cached_too():
     assert manager.lookup(hashes(65), max_tokens=16).num_tokens == 0
 
     # Who parts from it goes on a page before, and has a state kept there.
-    parted = [*hashes(48), *hashes(32, name="x")]
-    hit = manager.lookup(parted, max_tokens=79)
+    parted = [*hashes(64), *hashes(128, name="x")]
+    hit = manager.lookup(parted[:3] + parted[4:], max_tokens=159)
     assert (hit.num_tokens, hit.branch_tokens) == (32, 48)
-    manager.allocate("b", num_tokens=80, hit=hit, facts=RequestFacts(prompt_tokens=80))
-    assert manager.checkpoint_tokens("b") == (48,)
+    farther = manager.lookup(parted, max_tokens=191)
+    assert (farther.num_tokens, farther.branch_tokens) == (48, 64)
 
 
-def test_states_are_kept_at_the_end_of_the_prompt_at_branches_and_as_bytes_allow():
+def test_states_are_kept_before_the_question_at_the_end_of_the_prompt_and_at_branches():
     manager = hybrid()
-    # A state of 512 bytes is the KV of 32 tokens.
-    manager.allocate("a", num_tokens=16, facts=RequestFacts(prompt_tokens=100))
-    assert manager.checkpoint_tokens("a") == (32, 64, 96)
-    manager.free("a")
-    sparse = hybrid(checkpoint_interval_tokens=0)
-    compute(sparse, "a", 64)
-    hit = sparse.lookup(
-        hashes(48) + hashes(64, name="q"), max_tokens=111, facts=RequestFacts(prompt_tokens=112)
-    )
-    sparse.allocate("b", num_tokens=16, hit=hit)
-    assert sparse.checkpoint_tokens("b") == (48, 96)
+    compute(manager, "a", 64)
+    keys = hashes(48) + hashes(720, name="q")
+    hit = manager.lookup(keys, max_tokens=719, facts=RequestFacts(prompt_tokens=720))
+    manager.allocate("b", num_tokens=16, hit=hit)
+
+    # 512 tokens before the last one that is to be computed, in whole hashes.
+    assert manager.checkpoint_tokens("b") == (48, 192, 704)
 
 
 def test_a_state_that_loses_a_part_is_dropped_whole():
@@ -630,7 +633,7 @@ def states_kept(manager):
 
 
 def test_a_state_of_an_answer_takes_the_place_of_the_one_before():
-    manager = hybrid(checkpoint_interval_tokens=0)
+    manager = hybrid()
     assert manager.answer_interval_tokens == 64
 
     assert generate(manager, "a", 300, prompt_tokens=40) == 0
@@ -643,28 +646,19 @@ def test_a_state_of_an_answer_takes_the_place_of_the_one_before():
 
 
 def test_a_state_of_an_answer_kept_twice_stays_the_one_that_makes_room():
-    manager = hybrid(checkpoint_interval_tokens=0)
+    manager = hybrid()
     manager.allocate("a", num_tokens=129, facts=RequestFacts(prompt_tokens=20))
     manager.commit("a", hashes(128), 128)
     for num_tokens in (64, 64, 128, 128):
         assert manager.keep_state("a", hashes(num_tokens)[-1], num_tokens)
+        manager.check()
 
     assert states_kept(manager) == [128]
     assert len(manager.take_copies()) == 2
 
 
-def test_what_is_known_of_states_that_are_nowhere_is_bounded(monkeypatch):
-    monkeypatch.setattr(kept_states, "REMEMBERED_STATES", 10)
-    manager = hybrid(6, num_host_large_pages=12)
-    for number in range(60):
-        # Each second one goes on from the state of the one before.
-        compute_and_keep(manager, f"{number // 2}", 40 + 20 * (number % 2))
-        assert len(manager._states._gone_on) <= 10
-    assert manager._states._gone_on
-
-
 def test_a_state_another_request_has_kept_is_left_to_it():
-    manager = hybrid(checkpoint_interval_tokens=0)
+    manager = hybrid()
     generate(manager, "a", 80, prompt_tokens=40)
     assert states_kept(manager) == [32, 64]
 
@@ -675,7 +669,7 @@ def test_a_state_another_request_has_kept_is_left_to_it():
 
 
 def test_a_hit_on_a_state_that_made_room_is_looked_up_again():
-    manager = hybrid(checkpoint_interval_tokens=0)
+    manager = hybrid()
     manager.allocate("a", num_tokens=65, facts=RequestFacts(prompt_tokens=20))
     manager.commit("a", hashes(64), 64)
     assert manager.keep_state("a", hashes(64)[-1], 64)
@@ -689,61 +683,11 @@ def test_a_hit_on_a_state_that_made_room_is_looked_up_again():
         manager.allocate("b", num_tokens=100, hit=hit)
 
 
-@pytest.mark.parametrize("num_readers", [1, 2])
-def test_where_one_request_alone_went_on_goes_before_the_end_of_another(num_readers):
-    manager = hybrid(1 + 40, checkpoint_interval_tokens=0)
-    generate(manager, "other", 80, prompt_tokens=40, name="q")
-    generate(manager, "first", 80, prompt_tokens=40)
-    for number in range(num_readers):
-        follower = generate(
-            manager, f"{number}", 200, prompt_tokens=180, name=f"{number}", after=hashes(80)
-        )
-        assert follower == 64
-
-    turn, other = ranks_of_states(manager, hashes(64)[-1], hashes(64, name="q")[-1])
-    # A second reader makes it a branch, used later than the other's end.
-    assert (turn > other) == (num_readers == 2)
-
-
-def ranks_of_states(manager, *keys):
-    table = manager._tables[1]
-    return [table.pages.rank(table.cache.get(key)) for key in keys]
-
-
-def test_a_prompt_that_is_answered_again_is_a_branch():
-    manager = hybrid(checkpoint_interval_tokens=0)
-    generate(manager, "other", 80, prompt_tokens=40, name="q")
-    generate(manager, "a", 80, prompt_tokens=40)
-    # The same prompt but for its last tokens, as where a question is put another way.
-    assert generate(manager, "b", 80, prompt_tokens=50, name="x", after=hashes(32)) == 32
-
-    prompt, other = ranks_of_states(manager, hashes(32)[-1], hashes(64, name="q")[-1])
-    assert prompt > other
-
-
-def test_a_state_from_which_two_requests_go_on_at_once_is_a_branch():
-    manager = hybrid(checkpoint_interval_tokens=0)
-    generate(manager, "other", 80, prompt_tokens=40, name="q")
-    generate(manager, "a", 80, prompt_tokens=40)
-    prompts = {name: [*hashes(80), *hashes(64, name=name)] for name in "xy"}
-    facts = RequestFacts(prompt_tokens=145)
-    for name, keys in prompts.items():
-        hit = manager.lookup(keys, max_tokens=144, facts=facts)
-        assert hit.num_tokens == 64
-        manager.allocate(name, num_tokens=145, hit=hit)
-    for name, keys in prompts.items():
-        assert manager.keep_state(name, keys[-1], 144)
-        manager.free(name)
-
-    turn, other = ranks_of_states(manager, hashes(64)[-1], hashes(64, name="q")[-1])
-    assert turn > other
-
-
 @pytest.mark.parametrize(
     ("leaves_at", "kept_at"), [(208, (320,)), (224, (224, 320))], ids=["near", "far"]
 )
 def test_right_after_a_state_no_other_is_kept_for_a_branch(leaves_at, kept_at):
-    manager = hybrid(checkpoint_interval_tokens=0)
+    manager = hybrid()
     generate(manager, "a", 260, prompt_tokens=150)
     keys = [*hashes(leaves_at), *hashes(336, name="x")][:21]
     facts = RequestFacts(prompt_tokens=336)
@@ -774,27 +718,6 @@ def test_answers_are_kept_where_states_are_cached_and_nobody_says_otherwise():
         hash_tokens=48,
     )
     assert wide.answer_interval_tokens == 96
-
-
-def test_states_kept_at_intervals_go_before_that_of_the_end():
-    manager = hybrid(1 + 12)
-    manager.allocate("a", num_tokens=100)
-    manager.commit("a", hashes(100), 100)
-    for num_tokens in (32, 64, 96):
-        assert manager.keep_state("a", hashes(100)[num_tokens // 16 - 1], num_tokens)
-    manager.free("a")
-
-    def kept():
-        return [n for n in (32, 64, 96) if manager.lookup(hashes(n), max_tokens=n).num_tokens == n]
-
-    assert kept() == [32, 64, 96]
-    number = 0
-    while len(kept()) > 1:
-        manager.new_step()
-        manager.allocate(f"{number}", num_tokens=16)
-        number += 1
-    assert kept() == [96]
-    manager.check()
 
 
 def test_a_state_is_not_kept_where_there_is_no_page_for_it():

@@ -8,6 +8,7 @@ from jenga.eviction import tree
 
 @pytest.fixture(autouse=True)
 def _short_texts(monkeypatch):
-    monkeypatch.setattr(checkpoints, "QUESTION_TOKENS", 8)
+    for module in (checkpoints, tree):
+        monkeypatch.setattr(module, "QUESTION_TOKENS", 8)
     monkeypatch.setattr(tree, "CUT_TOKENS", 8)
     monkeypatch.setattr(tree, "NUM_DRAWN", 4)
