@@ -78,7 +78,7 @@ def test_a_running_request_may_have_everything():
     manager.new_step()
     manager.allocate("runs", num_tokens=12 * 16, num_processed_tokens=80)
 
-    assert hit_tokens(manager, 81, prefix="a") == 32
+    assert hit_tokens(manager, 81, prefix="a") == 0
     manager.check()
 
 
@@ -90,9 +90,9 @@ def test_nothing_is_left_if_the_share_is_nothing():
     assert hit_tokens(manager, 81, prefix="a") < 80
 
 
-def test_held_states_are_left_only_as_far_as_prompts_are_read_again():
+def test_awaited_states_are_left_only_as_far_as_prompts_are_read_again():
     admitted = {}
-    for prefixes in ("aaaa", "bcde"):
+    for prefixes in ("aaaaaaaa", "bcdefghi"):
         manager = manager_of(HYBRID, 1 + 16)
         for number, prefix in enumerate(prefixes):
             compute(manager, f"{number}", 64, prefix=prefix)
@@ -102,32 +102,45 @@ def test_held_states_are_left_only_as_far_as_prompts_are_read_again():
         manager.commit("runs", keys, 48)
         assert manager.keep_state("runs", keys[2], 48)
         manager.take_copies()
+        wait(manager, "waits", 64, prefix="runs")
         # All but the pages of the running request, its state, the state kept and its own.
         try:
             admit(manager, "new", 16 * (16 - 4 - 1 - 1), prefix="new")
-        except OutOfPagesError:
-            admitted[prefixes] = False
+        except OutOfPagesError as refused:
+            admitted[prefixes] = refused.reserved_large_pages
         else:
             admitted[prefixes] = True
         manager.check()
 
-    assert admitted == {"aaaa": False, "bcde": True}
+    assert admitted == {"aaaaaaaa": 1, "bcdefghi": True}
 
 
 # In numbers
 
 
-class Wanted:
-    """An allocator that says how much is wanted."""
+class Pages:
+    """An allocator of a hundred large pages."""
 
     class large_pages:  # noqa: N801  stands for an attribute
         num_pages = 100
 
+
+class Awaited:
+    """A tree of which so many large pages are waited for."""
+
     def __init__(self, num_wanted):
         self.num_wanted = num_wanted
+        self.awaited = {"a text": [1]} if num_wanted else {}
 
-    def wanted_large_pages(self, hits):
-        return self.num_wanted - sum(each.num_pinned for each in hits or () if each is not None)
+    def awaited_bytes(self):
+        return self.num_wanted * PAGE_BYTES + PAGE_BYTES - 1
+
+
+PAGE_BYTES = 4096
+
+
+def admission_of(num_wanted, left_share, **options):
+    return Admission(Pages, Awaited(num_wanted), left_share, large_page_bytes=PAGE_BYTES, **options)
 
 
 @pytest.mark.parametrize(
@@ -137,21 +150,22 @@ class Wanted:
 def test_reserve_is_what_is_wanted_and_no_more_than_is_read_again(
     num_wanted, reread_tokens, reserve
 ):
-    admission = Admission(Wanted(num_wanted), 0.5)
+    admission = admission_of(num_wanted, 0.5)
     assert admission.reserve(None) == 0
     admission.note(reread_tokens, 100)
     assert admission.reserve(None) == reserve
 
 
-def test_pages_of_the_hit_itself_are_not_left():
-    admission = Admission(Wanted(10), 0.5)
+@pytest.mark.parametrize(("num_pinned", "reserve"), [(4, 6), (10, 0), (14, 0)])
+def test_pages_of_the_hit_itself_are_not_left(num_pinned, reserve):
+    admission = admission_of(10, 0.5)
     admission.note(1, 1)
-    pinned = Sharing(pages=[], revived=[], revived_of={}, num_pinned=4, added_spare=0)
-    assert admission.reserve([pinned, None]) == 6
+    pinned = Sharing(pages=[], revived=[], revived_of={}, num_pinned=num_pinned, added_spare=0)
+    assert admission.reserve([pinned, None]) == reserve
 
 
 def test_what_was_long_ago_counts_little():
-    admission = Admission(Wanted(99), 0.99)
+    admission = admission_of(99, 0.99)
     for _ in range(1000):
         admission.note(100, 100)
     assert admission.reserve(None) == 99
@@ -161,14 +175,14 @@ def test_what_was_long_ago_counts_little():
 
 
 def test_prompts_of_the_queue_count_as_well():
-    admission = Admission(Wanted(80), 0.5)
+    admission = admission_of(80, 0.5)
     assert admission.reserve(None, reread_tokens=30, asked_tokens=100) == 15
     admission.note(0, 100)
     assert admission.reserve(None, reread_tokens=100, asked_tokens=100) == 25
 
 
 def test_less_is_left_the_less_of_the_work_prompts_are():
-    admission = Admission(Wanted(99), 0.8, step_tokens=10)
+    admission = admission_of(99, 0.8, step_tokens=10)
     for _ in range(30):
         admission.count_step()
     assert admission.prompt_share == 1  # nothing was asked for yet
@@ -189,7 +203,7 @@ def test_steps_count_while_requests_wait():
         manager.new_step()
     admit(manager, "new", 80, prefix="c")
 
-    assert hit_tokens(manager, 81, prefix="a") == 64
+    assert hit_tokens(manager, 81, prefix="a") == 0
     manager.check()
 
 
@@ -262,9 +276,13 @@ def test_nobody_waits_for_a_state_that_was_not_kept():
     manager.check()
 
 
-def test_nobody_waits_for_a_request_that_computes_nothing_in_this_step():
+def test_who_would_start_from_a_state_of_a_later_step_waits_unless_the_request_is_idle():
     manager = manager_of(HYBRID, 64)
     _, other = begin(manager)
+    for _ in range(IDLE_STEPS):
+        manager.new_step()
+        with pytest.raises(TooEarlyError, match="'waits' starts from 0 tokens now"):
+            admit_waiting(manager, other)
     manager.new_step()
 
     assert admit_waiting(manager, other) == 0

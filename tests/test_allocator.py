@@ -6,6 +6,7 @@ import random
 import pytest
 
 from jenga.allocator import Allocator
+from jenga.eviction.ranks import KEPT_RANK, LOADED_RANK
 
 
 def taken(allocator, table, num_pages, *, expected=None, owner=1):
@@ -133,56 +134,104 @@ def test_eviction_takes_an_older_small_page_before_a_younger_large_page():
     assert allocator.tables[0].evicted == pages
 
 
-def strewn(*, horizon_ranks=range(10, 14)):
-    """A large page with one page of four used, one with three; a third page went at rank 13."""
-    allocator = Allocator([4, 1], 5, horizon_ranks=horizon_ranks)
-    emptier, fuller, whole = (taken(allocator, 0, 4) for _ in range(3))
-    retire(allocator, 0, emptier[:3], 1)
-    retire(allocator, 0, fuller[:1], 4)
-    retire(allocator, 0, whole, 10)
-    taken(allocator, 1, 2)
-    assert sorted(allocator.tables[0].evicted) == sorted(whole)
-    return allocator, emptier, fuller
+def test_pages_that_no_checkpoint_needs_go_before_an_older_one_that_one_needs():
+    allocator = Allocator([2, 2], 4)
+    pages = [taken(allocator, 0, 2) for _ in range(3)]
+    retire(allocator, 0, pages[0], KEPT_RANK + 1)
+    retire(allocator, 0, pages[1], 2)
+    retire(allocator, 0, pages[2], 3)
+
+    for _ in range(2):
+        taken(allocator, 1, 2)
+
+    assert sorted(allocator.tables[0].evicted) == sorted(pages[1] + pages[2])
 
 
-def test_what_outlived_a_large_page_goes_from_the_fullest_one_first():
-    allocator, emptier, fuller = strewn()
+@pytest.mark.parametrize("ks", [(1, 1), (2, 2)], ids=["whole", "split"])
+def test_where_only_kept_pages_are_left_checkpoints_are_evicted_until_there_is_room(ks):
+    allocator = Allocator(ks, 4)
+    table = allocator.tables[0]
+    pages = [taken(allocator, 0, ks[0]) for _ in range(3)]
+    for number, some in enumerate(pages):
+        retire(allocator, 0, some, KEPT_RANK + number)
+    checkpoints = pages[::-1]
 
-    assert taken(allocator, 0, 1) == fuller[:1]
-    assert taken(allocator, 0, 1) == emptier[:1]
+    def evict_one():
+        if not checkpoints:
+            return False
+        table.discard(checkpoints.pop())
+        return True
 
-    # Now as full as the other: what is left of both goes by age.
-    retire(allocator, 0, [fuller[1]], 2)
-    retire(allocator, 0, [fuller[2]], 20)
-    assert sorted(taken(allocator, 0, 2)) == sorted([fuller[1], emptier[1]])
+    allocator.large_pages.evictor = evict_one
+
+    # Two for one large page each, though the ranks of their pages say nothing of their order.
+    checkpoints[:] = [pages[0], pages[2], pages[1]]
+    taken(allocator, 1, 2 * ks[1])
+
+    assert checkpoints == [pages[0]]
+    assert table.num_discarded == 2 * ks[0]
+    assert table.evicted == []
+    allocator.check()
 
 
-def test_a_large_page_whose_last_user_leaves_is_overdue_no_longer():
-    allocator, emptier, _ = strewn()
-    taken(allocator, 0, 1)
-    retire(allocator, 0, emptier[3:], 30)
+def test_without_a_checkpoint_to_evict_pages_that_were_to_be_read_go_all_the_same():
+    allocator = Allocator([2, 2], 2)
+    pages = taken(allocator, 0, 2)
+    retire(allocator, 0, pages, LOADED_RANK)
+    allocator.large_pages.evictor = lambda: False
 
     taken(allocator, 1, 1)
 
-    assert sorted(allocator.tables[0].evicted[-4:]) == sorted(emptier)
+    assert sorted(allocator.tables[0].evicted) == sorted(pages)
 
 
-def test_what_is_younger_than_the_large_pages_that_went_goes_by_age():
-    allocator, emptier, fuller = strewn()
-    taken(allocator, 0, 4)
-    retire(allocator, 0, fuller[:1], 15)
-    retire(allocator, 0, emptier[:2], 16)
+def test_a_small_page_of_a_checkpoint_in_a_pinned_large_page_waits_for_its_checkpoint():
+    allocator = Allocator([4], 2)
+    table = allocator.tables[0]
+    pages = taken(allocator, 0, 4)
+    retire(allocator, 0, pages[:1], KEPT_RANK + 5)
+    retire(allocator, 0, pages[1:2], KEPT_RANK + 6)
 
-    assert taken(allocator, 0, 2) == [fuller[0], emptier[0]]
-    allocator.tables[0].retire([emptier[0]], [14])
-    assert taken(allocator, 0, 1) == [emptier[0]]
+    def evict_one():
+        table.discard(pages[1:2])
+        return True
+
+    allocator.large_pages.evictor = evict_one
+
+    assert taken(allocator, 0, 1) == pages[1:2]
+    assert table.evicted == []
+    allocator.check()
 
 
-@pytest.mark.parametrize("horizon_ranks", [range(13), range(14, 20), None])
-def test_a_large_page_that_went_at_a_rank_that_does_not_count_says_nothing_of_age(horizon_ranks):
-    allocator, emptier, _ = strewn(horizon_ranks=horizon_ranks)
+@pytest.mark.parametrize("ks", [(1,), (3,)], ids=["whole", "split"])
+def test_discarded_pages_are_empty_and_their_large_page_is_given_to_anybody(ks):
+    allocator = Allocator((*ks, 1), 4)
+    table = allocator.tables[0]
+    pages = taken(allocator, 0, 3)
+    retire(allocator, 0, pages, 7)
 
-    assert taken(allocator, 0, 1) == emptier[:1]
+    table.discard(pages[1:2])
+    allocator.check()
+    table.discard([pages[0], pages[2]])
+
+    assert allocator.large_pages.num_empty == 3
+    assert (table.num_evictable, table.num_large, table.num_discarded) == (0, 0, 3)
+    allocator.check()
+
+
+@pytest.mark.parametrize("ks", [(1,), (3,)], ids=["whole", "split"])
+def test_pages_of_another_rank_go_in_its_place(ks):
+    allocator = Allocator((*ks, 1), 3)
+    table = allocator.tables[0]
+    first, second = (taken(allocator, 0, ks[0]) for _ in range(2))
+    retire(allocator, 0, first, 1)
+    retire(allocator, 0, second, 2)
+
+    table.rerank(first, [9] * len(first))
+    allocator.check()
+    taken(allocator, 1, 1)
+
+    assert sorted(table.evicted) == sorted(second)
 
 
 def test_eviction_leaves_the_rest_of_an_own_large_page_cached():
@@ -252,11 +301,22 @@ def _fits_by_trying_everything(allocator, needs):
 _used_pages: list[set[int]] = []
 
 
+def _evictable_pages(allocator, index):
+    """All cached pages of a page table that nobody uses."""
+    table = allocator.tables[index]
+    return [
+        page
+        for large, holder in enumerate(allocator.large_pages.holders)
+        if holder == index
+        for page in table.evictable_pages(large)
+    ]
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_room_says_exactly_what_can_be_had(seed):
     random_ = random.Random(seed)
     ks = random_.choice([(1, 3), (2, 3), (4, 1, 2), (5, 1)])
-    allocator = Allocator(ks, random_.randint(4, 8), horizon_ranks=range(1 << 20))
+    allocator = Allocator(ks, random_.randint(4, 8))
     _used_pages[:] = [set() for _ in ks]
     rank = 0
     for _ in range(60):
@@ -274,6 +334,12 @@ def test_room_says_exactly_what_can_be_had(seed):
                     assert len(pages[index]) == need
                     assert not set(pages[index]) & _used_pages[index]
                     _used_pages[index] |= set(pages[index])
+        elif action < 0.6 and (evictable := _evictable_pages(allocator, table)):
+            some = random_.sample(evictable, random_.randint(1, len(evictable)))
+            if action < 0.55:
+                allocator.tables[table].discard(some)
+            else:
+                allocator.tables[table].rerank(some, [random_.randint(0, rank) for _ in some])
         else:
             some = random_.sample(used, random_.randint(1, len(used)))
             _used_pages[table] -= set(some)

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 from jenga.victims import NOT_QUEUED, SLACK_ENTRIES, VictimQueue
 
 NUM_ITEMS = 12
-WANTED_RANK = 50
 
 ITEMS = st.sets(st.integers(0, NUM_ITEMS - 1), min_size=1)
 RANKS = st.integers(0, 100)
@@ -52,28 +51,17 @@ def apply(queue, ranks, name, what, how):
 
 
 @given(OPERATIONS)
-def test_queue_gives_the_lowest_rank_and_counts_what_is_wanted(operations):
-    queue = VictimQueue(NUM_ITEMS, WANTED_RANK)
-    ranks: dict[int, int] = {}
-    for operation in operations:
-        apply(queue, ranks, *operation)
-        queue.check()
-        assert queue.num_queued == len(ranks)
-        assert queue.num_wanted == sum(rank >= WANTED_RANK for rank in ranks.values())
-        first = min(((rank, item) for item, rank in ranks.items()), default=None)
-        assert queue.peek() == (NOT_QUEUED if first is None else first[1])
-        assert queue.peek_rank() == (NOT_QUEUED if first is None else first[0])
-        assert all(queue.rank(item) == rank for item, rank in ranks.items())
-
-
-@given(OPERATIONS)
-def test_a_queue_that_is_not_told_what_is_wanted_counts_nothing(operations):
+def test_queue_gives_the_lowest_rank_whatever_is_done_to_it(operations):
     queue = VictimQueue(NUM_ITEMS)
     ranks: dict[int, int] = {}
     for operation in operations:
         apply(queue, ranks, *operation)
         queue.check()
-        assert queue.num_wanted == 0
+        assert queue.num_queued == len(ranks)
+        first = min(((rank, item) for item, rank in ranks.items()), default=None)
+        assert queue.peek() == (NOT_QUEUED if first is None else first[1])
+        assert queue.peek_rank() == (NOT_QUEUED if first is None else first[0])
+        assert all(queue.rank(item) == rank for item, rank in ranks.items())
 
 
 def test_a_queue_forgets_entries_of_items_that_come_in_again_with_their_rank():

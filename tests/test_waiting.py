@@ -2,7 +2,7 @@
 
 import pytest
 
-from jenga.eviction_order import EVICTION_ORDERS, QueueAware
+from jenga.eviction.known import EVICTION_POLICIES
 from jenga.manager import Manager
 from jenga.policies import RequestFacts
 from jenga.waiting import WAITED_STEPS
@@ -14,12 +14,12 @@ WINDOWED = geometry("windowed", full(tokens=16, per_large=1), sliding(tokens=16,
 HYBRID = geometry("hybrid", full(tokens=16, slot_bytes=16, per_large=2), state(slot_bytes=512))
 
 
-def manager_of(cut, num_large_pages, order="queue"):
+def manager_of(cut, num_large_pages, policy="learned"):
     return Manager(
         cut,
         num_large_pages=num_large_pages,
         prefix_caching=True,
-        eviction_order=EVICTION_ORDERS[order](),
+        eviction_policy=EVICTION_POLICIES[policy](),
     )
 
 
@@ -36,13 +36,15 @@ def hit_tokens(manager, num_tokens, *, prefix):
 
 
 # Of 8 pages the texts take 4 and 3, and a third one of 4 evicts 3.
-@pytest.mark.parametrize(("order", "kept"), [("wanted", (16, 48)), ("queue", (64, 0))])
-def test_what_a_waiting_request_reads_outlives_what_was_used_later(order, kept):
-    manager = manager_of(FULL, 1 + 8, order)
+@pytest.mark.parametrize("policy", sorted(EVICTION_POLICIES))
+@pytest.mark.parametrize(("waits", "kept"), [(False, (0, 48)), (True, (64, 0))])
+def test_what_a_waiting_request_reads_outlives_what_was_used_later(policy, waits, kept):
+    manager = manager_of(FULL, 1 + 8, policy)
     compute(manager, "1", 65, prefix="a")
     compute(manager, "2", 49, prefix="b")
 
-    wait(manager, "3", 65, prefix="a")
+    if waits:
+        wait(manager, "3", 65, prefix="a")
     compute(manager, "4", 64, prefix="c")
 
     assert (hit_tokens(manager, 65, prefix="a"), hit_tokens(manager, 49, prefix="b")) == kept
@@ -87,17 +89,18 @@ def test_who_no_longer_waits_keeps_nothing(ending):
     compute(manager, "3", 49, prefix="b")
     compute(manager, "4", 64, prefix="c")
 
-    assert hit_tokens(manager, 65, prefix="a") == 16
+    assert hit_tokens(manager, 65, prefix="a") == 0
     assert hit_tokens(manager, 49, prefix="b") == 48
 
 
 def test_a_window_that_a_running_request_passes_is_kept_for_one_that_waits():
     kept_tokens = {}
-    for order in ("wanted", "queue"):
-        manager = manager_of(WINDOWED, 1 + 180, order)
+    for waits in (False, True):
+        manager = manager_of(WINDOWED, 1 + 180)
         question = [*hashes(512), *hashes(64, name="question")]
         keys = hashes(2048)
-        manager.announce("waits", question, num_tokens=577)
+        if waits:
+            manager.announce("waits", question, num_tokens=577)
         manager.announce("runs", keys, num_tokens=2048, first=True)
         hit = manager.lookup(keys, max_tokens=2047)
         processed = 0
@@ -114,9 +117,9 @@ def test_a_window_that_a_running_request_passes_is_kept_for_one_that_waits():
             processed = end
         manager.free("runs")
         compute(manager, "other", 400, prefix="other")
-        kept_tokens[order] = manager.lookup(question, max_tokens=576).num_tokens
+        kept_tokens[waits] = manager.lookup(question, max_tokens=576).num_tokens
 
-    assert kept_tokens == {"wanted": 0, "queue": 512}
+    assert kept_tokens == {False: 0, True: 512}
 
 
 def test_a_state_is_kept_where_a_waiting_request_goes_another_way():
@@ -166,11 +169,6 @@ def test_a_request_is_announced_once_and_not_while_it_runs():
         manager.announce("a", hashes(32), num_tokens=32)
     manager.free("a")
     manager.announce("a", hashes(32), num_tokens=32)
-
-
-def test_a_queue_is_looked_at_only_by_the_order_that_asks_for_it():
-    assert {name for name, order in EVICTION_ORDERS.items() if order().looks_ahead} == {"queue"}
-    assert isinstance(manager_of(FULL, 9)._order, QueueAware)
 
 
 # Pages computed again
