@@ -28,7 +28,7 @@ class SplitBooks:
         num_evicted_alone: Small pages evicted one by one so far.
         num_evicted_own: Small pages evicted with their large page for this page table.
         num_evicted_foreign: Small pages evicted with their large page for another one.
-        num_discarded: Small pages that became empty because nobody needs them any more.
+        num_evicted_whole: Small pages evicted with the last checkpoint that needed them so far.
     """
 
     __slots__ = (
@@ -38,11 +38,11 @@ class SplitBooks:
         "_vacancies",
         "evicted",
         "index",
-        "num_discarded",
         "num_evictable",
         "num_evicted_alone",
         "num_evicted_foreign",
         "num_evicted_own",
+        "num_evicted_whole",
         "num_large",
         "num_spare",
         "num_used",
@@ -64,7 +64,7 @@ class SplitBooks:
         self.evicted: list[int] = []
         self.num_used = self.num_evictable = self.num_large = self.num_spare = 0
         self.num_evicted_alone = self.num_evicted_own = self.num_evicted_foreign = 0
-        self.num_discarded = 0
+        self.num_evicted_whole = 0
 
     def rank(self, page: int) -> int:
         """The rank of an evictable page."""

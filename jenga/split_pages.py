@@ -274,7 +274,6 @@ class SplitPages(SplitBooks):
         """Let evictable pages be empty."""
         k, evictables, vacancies = self.pages_per_large, self._evictables, self._vacancies
         self.num_evictable -= len(pages)
-        self.num_discarded += len(pages)
         for large, start, end, _ in runs_of(pages, k, vacancies.numbers):
             some = pages[start:end]
             num_left = evictables.remove(large, some)

@@ -67,12 +67,19 @@ class Evictions:
         alone: One by one, for a page of the same page table.
         own_large: With their large page, for the same page table.
         foreign_large: With their large page, for another page table.
+        with_checkpoint: With the last checkpoint that needed them.
     """
 
     name: str
     alone: int
     own_large: int
     foreign_large: int
+    with_checkpoint: int
+
+    @property
+    def num_pages(self) -> int:
+        """Small pages of all causes."""
+        return self.alone + self.own_large + self.foreign_large + self.with_checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,4 +153,5 @@ def table_evictions(table: Table) -> Evictions:
         alone=pages.num_evicted_alone,
         own_large=pages.num_evicted_own,
         foreign_large=pages.num_evicted_foreign,
+        with_checkpoint=pages.num_evicted_whole,
     )

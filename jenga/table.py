@@ -137,10 +137,11 @@ class Table:
             self.cache.forget([page])
 
     def discard(self, pages: Sequence[int]) -> None:
-        """Let cached pages that nobody uses be empty."""
+        """Let cached pages be empty that nobody uses and no checkpoint needs any more."""
         if self.cache is not None:
             self.cache.forget(pages)
             self.pages.discard(pages)
+            self.pages.num_evicted_whole += len(pages)
 
     def forget_evicted(self) -> None:
         """Let evicted pages no longer be found."""

@@ -23,18 +23,18 @@ class WholePages:
         num_evicted_alone: Small pages evicted one by one: none, they go as large pages.
         num_evicted_own: Small pages evicted with their large page for this page table.
         num_evicted_foreign: Small pages evicted with their large page for another one.
-        num_discarded: Small pages that became empty because nobody needs them any more.
+        num_evicted_whole: Small pages evicted with the last checkpoint that needed them so far.
     """
 
     __slots__ = (
         "_large_pages",
         "evicted",
         "index",
-        "num_discarded",
         "num_evictable",
         "num_evicted_alone",
         "num_evicted_foreign",
         "num_evicted_own",
+        "num_evicted_whole",
         "num_spare",
         "num_used",
         "pages_per_large",
@@ -51,7 +51,7 @@ class WholePages:
         self.evicted: list[int] = []
         self.num_used = self.num_evictable = self.num_spare = 0
         self.num_evicted_alone = self.num_evicted_own = self.num_evicted_foreign = 0
-        self.num_discarded = 0
+        self.num_evicted_whole = 0
 
     @property
     def num_large(self) -> int:
@@ -128,7 +128,6 @@ class WholePages:
         self._large_pages.reclaimable.drop_many(pages)
         self._large_pages.close_many(list(pages))
         self.num_evictable -= len(pages)
-        self.num_discarded += len(pages)
 
     def retire(self, pages: Sequence[int], ranks: Sequence[int]) -> None:
         """Take one user from each page; what has none left becomes evictable, with that rank."""

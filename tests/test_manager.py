@@ -839,7 +839,7 @@ def test_evictions_are_counted_by_cause():
         manager.check()
 
     evictions = manager.cache_report().evictions
-    lost = sum(each.alone + each.own_large + each.foreign_large for each in evictions)
+    lost = sum(each.num_pages for each in evictions)
     entered = 6 * (6 + 6)
     cached = sum(table.pages.num_evictable for table in manager._tables)
     assert lost == entered - cached > 0

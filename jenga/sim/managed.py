@@ -95,10 +95,7 @@ class ManagedArena:
     @property
     def num_evicted(self) -> int:
         """See `Arena`."""
-        return sum(
-            each.alone + each.own_large + each.foreign_large
-            for each in self.manager.cache_report().evictions
-        )
+        return sum(each.num_pages for each in self.manager.cache_report().evictions)
 
     @property
     def moved_bytes(self) -> MovedBytes:

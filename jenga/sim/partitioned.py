@@ -54,7 +54,7 @@ class PartitionedArena:
     def num_evicted(self) -> int:
         """See `Arena`."""
         return sum(
-            each.alone + each.own_large + each.foreign_large
+            each.num_pages
             for manager in self._managers
             for each in manager.cache_report().evictions
         )
