@@ -47,6 +47,7 @@ class Checkpoints:
         "_fixed_bytes",
         "_hash_tokens",
         "_host",
+        "_in_passing",
         "_tables",
         "_token_bytes",
         "_tree",
@@ -91,6 +92,7 @@ class Checkpoints:
         self._align_tokens = tree.align_tokens
         self._ahead_tokens = -(-ahead_tokens // self._align_tokens) * self._align_tokens
         self._host = host
+        self._in_passing: list[Request] = []  # those of which a step about to run writes states
         self.answer_tokens = answer_tokens
         self.num_replaced = 0
         self._token_bytes, self._fixed_bytes = tree.bytes_of_points()
@@ -182,13 +184,25 @@ class Checkpoints:
             pages = [page for page in request.pages[table.index][start:end] if page > 0]
             self._tree.keep_images(table, pages, request.past)
 
-    def keep_state(self, request: Request, key: bytes, num_tokens: int) -> bool:
+    def begin_step(self) -> None:
+        """Make the checkpoints whose states the step before was to write on its way.
+
+        Not before: an unwritten state that is evicted would go to host memory as if it were there.
+        """
+        for request in self._in_passing:
+            self.pass_by(request, request.committed_tokens)
+        self._in_passing.clear()
+
+    def keep_state(
+        self, request: Request, key: bytes, num_tokens: int, *, in_passing: bool
+    ) -> bool:
         """Copy a request's running states to pages of their own, for a checkpoint there.
 
         Args:
             request: Its slots hold the states after so many tokens, or will at the copy's time.
             key: Hash of those tokens.
             num_tokens: What went into the states.
+            in_passing: Whether the step about to run writes them, so that they are not there yet.
 
         Returns:
             Whether there are pages for the copies, or the states are kept already.
@@ -206,7 +220,10 @@ class Checkpoints:
                     page,
                 )
             request.pending[num_tokens] = pages
-        self.pass_by(request, request.committed_tokens)
+        if in_passing:
+            self._in_passing.append(request)
+        else:
+            self.pass_by(request, request.committed_tokens)
         return True
 
     def _state_pages(self, request: Request, num_tokens: int) -> list[tuple[int, int]] | None:
@@ -215,11 +232,13 @@ class Checkpoints:
         if num_tokens > request.facts.prompt_tokens and answer is not None:
             request.answer = None
             pages = self._tree.take_states(answer)
+            point = self._tree.history.get(answer.key)
+            was_read = point is not None and point.past == Past.READ
+            if self._host is not None and not (answer.is_kept or was_read):
+                for table in self.states:
+                    self._host.drop(table, answer.key)
             if pages:
                 self.num_replaced += 1
-                if self._host is not None:
-                    for index, _ in pages:
-                        self._host.drop(self._tables[index], answer.key)
                 return pages
         needs = [0] * len(self._allocator.tables)
         for table in self.states:

@@ -118,7 +118,7 @@ class Keeping(Holdings):
                 f"caching on, got {num_tokens}"
             )
             raise ValueError(msg)
-        return self._checkpoints.keep_state(request, prefix_hash, num_tokens)
+        return self._checkpoints.keep_state(request, prefix_hash, num_tokens, in_passing=in_passing)
 
     def keeps_state(self, table_index: int, prefix_hash: bytes, page: int) -> bool:
         """Whether a page still holds the state kept in it: another one may have taken it since."""

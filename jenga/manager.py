@@ -185,6 +185,7 @@ class Manager(Keeping):
     def new_step(self) -> None:
         """Note that a step of the engine begins: what it touches is younger than all before."""
         self._step += 1
+        self._checkpoints.begin_step()
         self._waiting.begin_step(self._step)
         self._entry.begin_step()
         if self._loading is not None:
