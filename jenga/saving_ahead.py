@@ -70,8 +70,8 @@ class SavingAhead:
         if not most_bytes:
             return []
         leaving: dict[int, list[int]] = {}
-        for checkpoint in self._tree.upcoming(most_bytes):
-            for table, pages in self._tree.pages_of(checkpoint):
+        for checkpoint, num_bytes in self._tree.upcoming(most_bytes):
+            for table, pages in self._tree.pages_of(checkpoint, num_bytes):
                 stamps = table.pages.stamps
                 some = leaving.setdefault(table.index, [])
                 some += [page for page in pages if stamps[page] >= 0 and table.pins[page] == 1]

@@ -17,16 +17,21 @@ def lost_prompt(cut=PLAIN, num_large_pages=17, num_host_large_pages=400, **optio
     """A manager of which host memory has the prompt "a", and in which another request runs."""
     options = {"load_at_once_bytes": 0} | options
     manager = manager_of(cut, num_large_pages, num_host_large_pages, **options)
-    compute(manager, "a", 48, free=False)
-    if any(table.is_state for table in cut.page_tables):
-        manager.keep_state("a", hashes(48)[-1], 48)
-    manager.free("a")
+    ask(manager, "a", 48, prefix="p")
     for number in range(8):
-        lose(manager, f"q{number}", 16 * 6)
+        ask(manager, f"q{number}", 16 * 6, prefix=f"q{number}")
     manager.new_step()
     manager.allocate("runs", num_tokens=16)
     manager.take_copies()
     return manager
+
+
+def ask(manager, name, num_tokens, *, prefix):
+    """Run a prompt that others can go on from."""
+    compute(manager, name, num_tokens, prefix=prefix, free=False)
+    if any(table.is_state for table in manager.geometry.page_tables):
+        assert manager.keep_state(name, hashes(num_tokens, name=prefix)[-1], num_tokens)
+    manager.free(name)
 
 
 def come(manager, name="b", num_tokens=64):

@@ -11,7 +11,7 @@ first. A hit on loose pages makes a checkpoint of them.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 from math import lcm
@@ -41,6 +41,9 @@ WINDOW_AFTER_TOKENS = (1 << 20) - 16
 QUESTION_TOKENS = 512
 """Tokens before the end of a prompt at which a checkpoint is left besides: most questions are
 shorter, and their texts are found by the second question then, not by the third."""
+
+UPCOMING_SLACK = 1.25
+"""How much more a checkpoint may have than is likely to go next, and be thought to go."""
 
 CUT_TOKENS = 1024
 """Tokens taken at a time from the end of a checkpoint that has neither windows nor states."""
@@ -85,6 +88,7 @@ class CheckpointTree:
         "_root",
         "_states",
         "_tables",
+        "_unit_bytes",
         "_upcoming",
         "ahead_tokens",
         "align_tokens",
@@ -133,6 +137,10 @@ class CheckpointTree:
         self._states = [table for table in tables if table.policy.is_overwritten]
         for slot, table in enumerate(self._lasting):
             table.begin_segments(slot)
+        self._unit_bytes = sum(
+            self.align_tokens // table.grain.page_slots * table.spec.small_page_bytes
+            for table in self._lasting
+        )
         self._policy = policy
         policy.begin(arena_bytes=arena_bytes)
         self.history = ReuseHistory(policy, arena_bytes=arena_bytes)
@@ -652,7 +660,7 @@ class CheckpointTree:
     def _victim(self) -> Checkpoint | None:
         while self._upcoming:
             node = self._upcoming.pop()
-            if node.place != NOT_IN_POOL:
+            if node.place != NOT_IN_POOL and node is not self._protected:
                 return node
         node = self._draw()
         if node is not None:
@@ -674,21 +682,29 @@ class CheckpointTree:
         last = protected if protected is not None and protected.is_kept else None
         return next((each for each in others if each is not protected), last)
 
-    def _draw(self) -> Checkpoint | None:
-        """The checkpoint that is worth least, of some that are drawn; None if none frees memory."""
+    def _draw(self, chosen: Collection[int] = ()) -> Checkpoint | None:
+        """The checkpoint that is worth least, of some that are drawn; None if none frees memory.
+
+        Args:
+            chosen: Identities of those that were chosen already.
+        """
         pool = self._pool
         if len(pool) > NUM_DRAWN:
-            node = self._least_of(self._random.choices(pool, k=NUM_DRAWN))
+            node = self._least_of(self._random.choices(pool, k=NUM_DRAWN), chosen)
             if node is not None:
                 return node
-        return self._least_of(pool)
+        return self._least_of(pool, chosen)
 
-    def _least_of(self, nodes: Sequence[Checkpoint]) -> Checkpoint | None:
+    def _least_of(
+        self, nodes: Sequence[Checkpoint], chosen: Collection[int]
+    ) -> Checkpoint | None:
         time, worth = self.history.time, self._policy.worth
         least, victim = 0.0, None
         for node in nodes:
+            if node is self._protected or id(node) in chosen:
+                continue
             self._measure(node)
-            if node.own_bytes and node is not self._protected:
+            if node.own_bytes:
                 value = worth(node, time)
                 if victim is None or value < least:
                     least, victim = value, node
@@ -698,44 +714,73 @@ class CheckpointTree:
         """Count what a checkpoint saves, and the bytes that come free when it goes."""
         before = node.kept_before
         node.saved_tokens = node.num_tokens - (before.num_tokens if before is not None else 0)
-        num_bytes, ancestor, num_others = 0, node, 0
+        num_bytes = 0
         if node.alone:
             index, pages = node.alone[-1]
             # A request that goes on from here uses the end of a window longest.
             if self._tables[index].pages.stamps[pages[-1]] >= 0:
                 num_bytes = node.alone_bytes
-        while ancestor.parent is not None and ancestor.num_children == num_others:
-            if ancestor.segment_bytes and not self._is_used(ancestor):
-                num_bytes += ancestor.segment_bytes
-            ancestor, num_others = ancestor.parent, 1
-            if ancestor.is_kept:
+        node.own_bytes = num_bytes + sum(
+            each.segment_bytes
+            for each in self._leaving(node)
+            if each.segment_bytes and not self._is_used(each)
+        )
+
+    @staticmethod
+    def _leaving(node: Checkpoint) -> Iterator[Checkpoint]:
+        """Nodes whose segments go with a checkpoint: its own, and those before it likewise."""
+        num_others = 0
+        while node.parent is not None and node.num_children == num_others:
+            yield node
+            node, num_others = node.parent, 1
+            if node.is_kept:
                 break
-        node.own_bytes = num_bytes
 
     def _is_used(self, node: Checkpoint) -> bool:
         """Whether a request uses the end of a segment, and so all of it."""
         return self._lasting[0].pages.stamps[node.segment[0][-1]] < 0
 
-    def upcoming(self, num_bytes: int) -> list[Checkpoint]:
-        """Checkpoints that go next, of about so many bytes; they go in this order."""
+    def upcoming(self, num_bytes: int) -> list[tuple[Checkpoint, int]]:
+        """Checkpoints that go next, of about so many bytes, and how many of each.
+
+        They go in this order. Without windows and states a part of one may go.
+        """
         self._upcoming = [node for node in self._upcoming if node.place != NOT_IN_POOL]
         found = set(map(id, self._upcoming))
         left = num_bytes - sum(node.own_bytes for node in self._upcoming)
-        while left > 0:
-            node = self._draw()
-            if node is None or id(node) in found:
+        least = max(1, self._unit_bytes)
+        while left >= least:
+            node = self._draw(found)
+            # One that goes whole is not next if far less is likely to go.
+            if node is None or (self.has_alone and node.own_bytes > UPCOMING_SLACK * left):
                 break
             found.add(id(node))
             self._upcoming.insert(0, node)
             left -= node.own_bytes
-        return self._upcoming[::-1]
+        chosen: list[tuple[Checkpoint, int]] = []
+        left = num_bytes
+        for node in reversed(self._upcoming):
+            chosen.append((node, node.own_bytes if self.has_alone else min(left, node.own_bytes)))
+            left -= chosen[-1][1]
+        return chosen
 
-    def pages_of(self, node: Checkpoint) -> Iterator[tuple[Table, list[int]]]:
-        """Pages of a checkpoint that go with it, by page table."""
+    def pages_of(self, node: Checkpoint, num_bytes: int) -> Iterator[tuple[Table, list[int]]]:
+        """Pages of a checkpoint that go with it, by page table.
+
+        Args:
+            node: The checkpoint.
+            num_bytes: Of what it has with others of its text, no more than these from its end.
+        """
         for index, pages in node.alone:
             yield self._tables[index], pages
-        if not node.num_children:
-            yield from zip(self._lasting, node.segment, strict=False)
+        for each in self._leaving(node):
+            if not each.segment_bytes:  # Of an image.
+                break
+            share = 1.0 if self.has_alone else min(1.0, num_bytes / each.segment_bytes)
+            for table, pages in zip(self._lasting, each.segment, strict=True):
+                yield table, pages[len(pages) - int(share * len(pages)) :]
+            if not self.has_alone:
+                break
 
     def evict(self, node: Checkpoint) -> None:
         """Evict a checkpoint: what no other one needs becomes empty, if no request uses it."""
@@ -779,6 +824,8 @@ class CheckpointTree:
         num_tokens -= num_tokens % self.align_tokens
         parent = node.parent
         if node.num_children or parent is None or num_tokens <= parent.num_tokens:
+            return False
+        if not node.segment_bytes:  # An image goes whole.
             return False
         guide = self._lasting[0]
         end_tokens = num_tokens + self.ahead_tokens
