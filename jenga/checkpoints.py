@@ -207,7 +207,7 @@ class Checkpoints:
         Returns:
             Whether there are pages for the copies, or the states are kept already.
         """
-        if self._tree.is_kept(key):
+        if self._tree.has_states(key):
             request.pending.setdefault(num_tokens, [])
         elif num_tokens not in request.pending:
             pages = self._state_pages(request, num_tokens)
@@ -232,11 +232,12 @@ class Checkpoints:
         if num_tokens > request.facts.prompt_tokens and answer is not None:
             request.answer = None
             pages = self._tree.take_states(answer)
-            point = self._tree.history.get(answer.key)
+            key = request.prefix_hashes[answer.num_tokens // self._hash_tokens - 1]
+            point = self._tree.history.get(key)
             was_read = point is not None and point.past == Past.READ
             if self._host is not None and not (answer.is_kept or was_read):
                 for table in self.states:
-                    self._host.drop(table, answer.key)
+                    self._host.drop(table, key)
             if pages:
                 self.num_replaced += 1
                 return pages
@@ -345,7 +346,7 @@ class Checkpoints:
         """Let the checkpoint of a hit be the last to be evicted until its states are copied."""
         node = None
         if hit.num_tokens and self.states:
-            node = self._tree.get(hit.prefix_hashes[hit.num_tokens // self._hash_tokens - 1])
+            node = self._tree.at(hit.prefix_hashes, hit.num_tokens)
         self._tree.protect(node)
 
     def start_from(self, request: Request, hit: PrefixHit) -> None:

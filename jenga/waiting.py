@@ -229,9 +229,9 @@ class Waiting:
         """
         tree, hashes = self._tree, waiter.prefix_hashes
         names: dict[Hashable, None] = {}
-        aligned = waiter.branch_tokens // tree.align_tokens * tree.align_tokens - tree.ahead_tokens
-        if aligned > 0:
-            names[hashes[aligned // self._hash_tokens - 1]] = None
+        end_tokens = waiter.branch_tokens // tree.align_tokens * tree.align_tokens
+        if end_tokens > tree.ahead_tokens:
+            names[hashes[end_tokens // self._hash_tokens - 1]] = None
         name = tree.covering(hashes, waiter.facts, hit_tokens)
         if name is not None:
             names[name] = None

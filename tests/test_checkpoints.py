@@ -41,7 +41,7 @@ def test_states_are_kept_though_the_tokens_were_committed_before_they_were_asked
     manager.commit("a", keys, 640)
     keep_states(manager, "a", keys)
 
-    kinds = {end: manager._tree.get(keys[end // 16 - 1]).point.kind for end in (112, 624)}
+    kinds = {end: manager._tree.at(keys, end).point.kind for end in (112, 624)}
     assert kinds == {112: Kind.BEFORE_END, 624: Kind.PROMPT_END}
     manager.free("a")
     assert manager.lookup(keys, max_tokens=639).num_tokens == 624

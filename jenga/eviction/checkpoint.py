@@ -17,7 +17,7 @@ class Checkpoint:
     part.
 
     Attributes:
-        key: Hash of the prefix, or the name of an image.
+        key: Hash of the tokens up to `end_tokens`, or the name of an image.
         name: The key under which it was made; it has another one since if its end was cut off.
         num_tokens: Tokens of the prefix.
         end_tokens: Tokens whose keys and values it has, with those of its parents: some more than

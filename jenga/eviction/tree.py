@@ -78,7 +78,7 @@ class CheckpointTree:
         "_alone",
         "_by_key",
         "_cut_nodes",
-        "_guide",
+        "_hash_tokens",
         "_host",
         "_lasting",
         "_policy",
@@ -127,6 +127,7 @@ class CheckpointTree:
         ]
         self.align_tokens = lcm(hash_tokens, *(table.grain.page_slots for table in of_text))
         self.ahead_tokens = -(-ahead_tokens // self.align_tokens) * self.align_tokens
+        self._hash_tokens = hash_tokens
         facts = RequestFacts(prompt_tokens=1)
         self._lasting = [
             table
@@ -175,14 +176,22 @@ class CheckpointTree:
         state_bytes = sum(table.spec.small_page_bytes for table in self._states)
         return token_bytes, alone_bytes + state_bytes
 
-    def get(self, key: Hashable) -> Checkpoint | None:
-        """The node of a point, if there is one."""
-        return self._by_key.get(key)
+    def at(self, prefix_hashes: Sequence[bytes], num_tokens: int) -> Checkpoint | None:
+        """The node at a point of a text, if there is one."""
+        last = (num_tokens + self.ahead_tokens) // self._hash_tokens - 1
+        return self._by_key.get(prefix_hashes[last]) if last < len(prefix_hashes) else None
 
-    def is_kept(self, key: Hashable) -> bool:
-        """Whether a request can go on from a point."""
-        node = self._by_key.get(key)
-        return node is not None and node.is_kept
+    def image(self, table: Table, content: Hashable) -> Checkpoint | None:
+        """The node of an image, if there is one."""
+        return self._by_key.get((IMAGE, table.index, content))
+
+    def has_states(self, point_key: Hashable) -> bool:
+        """Whether the states of a point are cached.
+
+        Args:
+            point_key: Hash of the tokens that went into them.
+        """
+        return self._has_states(point_key, ())
 
     # Texts
 
@@ -206,8 +215,9 @@ class CheckpointTree:
     ) -> Checkpoint:
         """The node that has the last keys and values, up to some token, that any node has."""
         if not self._lasting:
-            step = self._tables[0].grain.hash_tokens
-            for index in range(min(end_tokens // step, len(prefix_hashes)) - 1, -1, -1):
+            for index in range(
+                min(end_tokens // self._hash_tokens, len(prefix_hashes)) - 1, -1, -1
+            ):
                 node = self._by_key.get(prefix_hashes[index])
                 if node is not None:
                     return node
@@ -251,7 +261,8 @@ class CheckpointTree:
             kind: Of the point.
             past: Of the request that leaves it.
             state_pages: States after so many tokens: index of a page table, and its page, which
-                has one user. They are given to the checkpoint, or become empty.
+                has one user. They are given to the checkpoint, or become empty. None are needed
+                where these states are cached.
 
         Returns:
             The checkpoint; None, and nothing was done, if part of it is not cached.
@@ -259,17 +270,21 @@ class CheckpointTree:
         node = self._reach(stand.still_there, prefix_hashes, facts, num_tokens)
         if node is None:
             return None
-        if not (node.is_kept or self._pin_alone(node, prefix_hashes, facts)):
-            self._prune(node)
-            return None
-        if not node.is_kept:
-            self._take_states(node, state_pages)
+        point_key = prefix_hashes[num_tokens // self._hash_tokens - 1]
+        if node.is_kept:
+            self._release(state_pages)
+        else:
+            windows = self._windows(node, prefix_hashes, facts)
+            if windows is None or not self._has_states(point_key, state_pages):
+                self._prune(node)
+                return None
+            for table, pages in windows:
+                self._pin(node, table, pages)
+            self._pin_states(node, point_key, state_pages)
             node.is_kept = True
             node.heir_of = None
             self._enter_pool(node)
-        else:
-            self._drop_states(state_pages)
-        node.point = self.history.leave(node.key, num_tokens, kind, past)
+        node.point = self.history.leave(point_key, num_tokens, kind, past)
         if kind == Kind.BRANCH:
             self._drop_guess(node)
         return node
@@ -342,8 +357,8 @@ class CheckpointTree:
             asked_tokens: Tokens that it could have started from.
             computed_bytes: Bytes of cache that it computes.
         """
-        history, hash_tokens = self.history, self._tables[0].grain.hash_tokens
-        path = history.path(prefix_hashes[: asked_tokens // hash_tokens])
+        history = self.history
+        path = history.path(prefix_hashes[: asked_tokens // self._hash_tokens])
         deepest = path[-1] if path else None
         past = past_of(deepest)
         node = self._read_at(prefix_hashes, facts, hit_tokens)
@@ -372,7 +387,7 @@ class CheckpointTree:
         """The checkpoint that a hit reads, if it reads one."""
         if not hit_tokens:
             return None
-        node = self._by_key.get(prefix_hashes[hit_tokens // self._tables[0].grain.hash_tokens - 1])
+        node = self.at(prefix_hashes, hit_tokens)
         if (node is None or not node.is_kept) and not self.has_alone:
             # Any beginning of it will do.
             node = self._owner(prefix_hashes, facts, hit_tokens + self.ahead_tokens)
@@ -401,7 +416,10 @@ class CheckpointTree:
             num_tokens: Where.
         """
         while node.num_tokens < num_tokens:
-            key = prefix_hashes[num_tokens // self._tables[0].grain.hash_tokens - 1]
+            end_tokens = num_tokens + self.ahead_tokens
+            if end_tokens // self._hash_tokens > len(prefix_hashes):
+                return None
+            key = prefix_hashes[end_tokens // self._hash_tokens - 1]
             there = self._by_key.get(key)
             if there is not None:
                 return there
@@ -409,7 +427,7 @@ class CheckpointTree:
                 return self._grow(node, key, num_tokens, [])
             guide = self._lasting[0]
             first = node.end_tokens // guide.grain.page_slots
-            end = (num_tokens + self.ahead_tokens) // guide.grain.page_slots
+            end = end_tokens // guide.grain.page_slots
             keys = guide.policy.content_keys(facts, prefix_hashes, guide.grain, range(first, end))
             if len(keys) < end - first:
                 return None
@@ -475,7 +493,7 @@ class CheckpointTree:
     ) -> Checkpoint:
         """Divide a node's segment; the new node before it."""
         num_tokens = end_tokens - self.ahead_tokens
-        key = prefix_hashes[num_tokens // self._tables[0].grain.hash_tokens - 1]
+        key = prefix_hashes[end_tokens // self._hash_tokens - 1]
         before = Checkpoint(key, num_tokens, end_tokens, node.parent)
         before.num_children = 1
         before.first_pages = node.first_pages
@@ -525,10 +543,10 @@ class CheckpointTree:
         pages = [page for page in map(table.page_of, keys) if page is not None]
         return pages if len(pages) == len(numbers) else None
 
-    def _pin_alone(
+    def _windows(
         self, node: Checkpoint, prefix_hashes: Sequence[bytes], facts: RequestFacts
-    ) -> bool:
-        """Give a node the windows before its point; False, and nothing given, if one has a gap."""
+    ) -> list[tuple[Table, list[int]]] | None:
+        """Pages of the windows before a node's point; None if one has a gap."""
         found: list[tuple[Table, list[int]]] = []
         for table in self._alone:
             numbers = table.policy.reused_pages(facts, (), table.grain, node.num_tokens)
@@ -538,11 +556,9 @@ class CheckpointTree:
             keys = table.policy.content_keys(facts, prefix_hashes, table.grain, span)
             pages = [page for page in map(table.page_of, keys) if page is not None]
             if len(pages) < len(span):
-                return False
+                return None
             found.append((table, pages))
-        for table, pages in found:
-            self._pin(node, table, pages)
-        return True
+        return found
 
     def _pin(self, node: Checkpoint, table: Table, pages: list[int]) -> None:
         """Let a node have pages that are its point's alone."""
@@ -550,14 +566,34 @@ class CheckpointTree:
         node.alone.append((table.index, pages))
         node.alone_bytes += num_new * table.spec.small_page_bytes
 
-    def _take_states(self, node: Checkpoint, pages: Sequence[tuple[int, int]]) -> None:
-        for index, page in pages:
-            table = self._tables[index]
-            table.enter_state(page, node.key)
-            self._pin(node, table, [page])
-            table.leave_pages([page])
+    def _has_states(self, point_key: Hashable, given: Sequence[tuple[int, int]]) -> bool:
+        """Whether the states of a point are given, or cached."""
+        indices = {index for index, _ in given}
+        return all(
+            table.index in indices or table.page_of(point_key) is not None for table in self._states
+        )
 
-    def _drop_states(self, pages: Sequence[tuple[int, int]]) -> None:
+    def _pin_states(
+        self, node: Checkpoint, point_key: Hashable, given: Sequence[tuple[int, int]]
+    ) -> None:
+        """Give a node the states of its point: those cached, which others may need, or else these.
+
+        Texts that part right after a point have its states in common, and what layers read ahead
+        not.
+        """
+        page_of = dict(given)
+        for table in self._states:
+            page = table.page_of(point_key)
+            if page is None:
+                page = page_of.pop(table.index)
+                table.enter_state(page, point_key)
+                self._pin(node, table, [page])
+                table.leave_pages([page])
+            else:
+                self._pin(node, table, [page])
+        self._release(list(page_of.items()))
+
+    def _release(self, pages: Sequence[tuple[int, int]]) -> None:
         for index, page in pages:
             self._tables[index].pages.release([page])
 
@@ -577,7 +613,7 @@ class CheckpointTree:
         ]
         for index, page in states:
             table = self._tables[index]
-            if table.pages.stamps[page] < 0:
+            if table.pages.stamps[page] < 0 or table.pins[page] > 1:
                 return []
         for index, page in states:
             table = self._tables[index]
@@ -829,7 +865,7 @@ class CheckpointTree:
             return False
         guide = self._lasting[0]
         end_tokens = num_tokens + self.ahead_tokens
-        last = num_tokens // guide.grain.page_slots - node.first_pages[0] - 1
+        last = end_tokens // guide.grain.page_slots - node.first_pages[0] - 1
         if last < 0:
             return False
         key = guide.keys_of([node.segment[0][last]])[0]
