@@ -23,7 +23,7 @@ class Checkpoint:
         end_tokens: Tokens whose keys and values it has, with those of its parents: some more than
             the prefix where layers read ahead.
         parent: The node before it on the same text; None of the root.
-        first_pages: Per page table that keeps whole prefixes, number of its first page in `segment`.
+        first_pages: Per page table of whole prefixes, the number of its first page in `segment`.
         segment: Per such page table, the pages from the parent's point to this one's.
         alone: Windows and states of this point: index of a page table, and pages of it.
         num_children: Nodes whose parent this is.

@@ -21,6 +21,7 @@ from jenga.spec import ImageEmbedding
 from tests.machines.engine_model import EngineModel, Run
 from tests.machines.geometries import CACHED
 from tests.machines.test_manager_machine import dump
+from tests.machines.wholeness import assert_checkpoints_are_whole
 
 HASH_TOKENS = 4
 
@@ -33,15 +34,21 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize(
         num_large_pages=st.integers(8, 26),
         num_host_large_pages=st.sampled_from([0, 8, 13, 60]),
-        order=st.sampled_from(sorted(EVICTION_POLICIES)),
+        policy=st.sampled_from(sorted(EVICTION_POLICIES)),
+        ahead_tokens=st.sampled_from([0, 0, 1, 5]),
+        answer_interval_tokens=st.sampled_from([None, 0, 4]),
     )
-    def start(self, num_large_pages, num_host_large_pages, order):
+    def start(
+        self, num_large_pages, num_host_large_pages, policy, ahead_tokens, answer_interval_tokens
+    ):
         self.manager = Manager(
             self.geometry,
             num_large_pages=num_large_pages,
             prefix_caching=True,
             hash_tokens=HASH_TOKENS,
-            eviction_policy=EVICTION_POLICIES[order](),
+            eviction_policy=EVICTION_POLICIES[policy](),
+            answer_interval_tokens=answer_interval_tokens,
+            ahead_tokens=ahead_tokens,
             records_changes=True,
             num_host_large_pages=num_host_large_pages,
         )
@@ -220,6 +227,7 @@ class CacheMachine(RuleBasedStateMachine):
     def books_balance(self):
         if hasattr(self, "manager"):
             self.manager.check()
+            assert_checkpoints_are_whole(self.manager, HASH_TOKENS)
 
     @invariant()
     def changes_say_what_is_cached(self):

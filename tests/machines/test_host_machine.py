@@ -13,6 +13,7 @@ from jenga.request import CopyPath, is_on_host
 from jenga.spec import ImageEmbedding
 from tests.machines.engine_model import EngineModel, Run
 from tests.machines.geometries import CACHED, WINDOWED, full, geometry, sliding, state
+from tests.machines.wholeness import assert_checkpoints_are_whole
 
 HASH_TOKENS = 4
 NUM_DOCUMENTS = 5
@@ -44,6 +45,7 @@ class Pressure:
             hash_tokens=HASH_TOKENS,
             eviction_policy=EVICTION_POLICIES[choose(sorted(EVICTION_POLICIES))](),
             answer_interval_tokens=choose([None, 0, 4, 8]),
+            ahead_tokens=choose([0, 0, 1, 5]),
             num_host_large_pages=num_host_large_pages,
             load_at_once_bytes=choose([0, 0, 0, 300]),
             left_share=0.0,
@@ -239,6 +241,7 @@ class Pressure:
         saved = self.manager.save_ahead()
         self.num_ahead += len(saved)
         self.manager.check()
+        assert_checkpoints_are_whole(self.manager, HASH_TOKENS)
         ahead += saved
         num_early = self.late.randint(0, len(ahead))
         self.engine.execute(self.runs.values(), copies, passed, ahead, num_early)
