@@ -301,7 +301,7 @@ class Checkpoints:
             num_tokens,
             kind,
             request.past,
-            pages,
+            state_pages=pages,
         )
 
     def _enter_missing(self, request: Request, num_tokens: int) -> bool:

@@ -249,6 +249,7 @@ class CheckpointTree:
         num_tokens: int,
         kind: Kind,
         past: Past,
+        *,
         state_pages: Sequence[tuple[int, int]] = (),
     ) -> Checkpoint | None:
         """Keep all that a request needs to go on from a point of a text.
@@ -267,16 +268,19 @@ class CheckpointTree:
         Returns:
             The checkpoint; None, and nothing was done, if part of it is not cached.
         """
-        node = self._reach(stand.still_there, prefix_hashes, facts, num_tokens)
-        if node is None:
+        if num_tokens + self.ahead_tokens > len(prefix_hashes) * self._hash_tokens:
             return None
         point_key = prefix_hashes[num_tokens // self._hash_tokens - 1]
-        if node.is_kept:
+        node = self.at(prefix_hashes, num_tokens)
+        if node is not None and node.is_kept:
             self._release(state_pages)
         else:
-            windows = self._windows(node, prefix_hashes, facts)
+            # First of all: a node that is made and not kept would take loose pages with it.
+            windows = self._windows(prefix_hashes, facts, num_tokens)
             if windows is None or not self._has_states(point_key, state_pages):
-                self._prune(node)
+                return None
+            node = self._reach(stand.still_there, prefix_hashes, facts, num_tokens)
+            if node is None:
                 return None
             for table, pages in windows:
                 self._pin(node, table, pages)
@@ -417,8 +421,6 @@ class CheckpointTree:
         """
         while node.num_tokens < num_tokens:
             end_tokens = num_tokens + self.ahead_tokens
-            if end_tokens // self._hash_tokens > len(prefix_hashes):
-                return None
             key = prefix_hashes[end_tokens // self._hash_tokens - 1]
             there = self._by_key.get(key)
             if there is not None:
@@ -544,12 +546,12 @@ class CheckpointTree:
         return pages if len(pages) == len(numbers) else None
 
     def _windows(
-        self, node: Checkpoint, prefix_hashes: Sequence[bytes], facts: RequestFacts
+        self, prefix_hashes: Sequence[bytes], facts: RequestFacts, num_tokens: int
     ) -> list[tuple[Table, list[int]]] | None:
-        """Pages of the windows before a node's point; None if one has a gap."""
+        """Pages of the windows before a point; None if one has a gap."""
         found: list[tuple[Table, list[int]]] = []
         for table in self._alone:
-            numbers = table.policy.reused_pages(facts, (), table.grain, node.num_tokens)
+            numbers = table.policy.reused_pages(facts, (), table.grain, num_tokens)
             if not numbers:
                 continue
             span = range(numbers[0], numbers[-1] + 1)
@@ -949,7 +951,7 @@ class CheckpointTree:
             "at a place where none is": not is_image and node.num_tokens % self.align_tokens,
             "not beyond its parent": parent is not None and node.num_tokens <= parent.num_tokens,
             "in another place of the pool": node.place != NOT_IN_POOL
-            and self._pool[node.place] is not node,
+            and self._pool[node.place : node.place + 1] != [node],
         }
         for slot, table in enumerate(self._lasting):
             if parent is None or is_image:

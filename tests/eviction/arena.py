@@ -86,7 +86,9 @@ class Arena:
                 return None
             state_pages.append((table.index, pages[0]))
         stand = stand or self.tree.stand_of(hashes(text), FACTS, 0)
-        node = self.tree.keep(stand, hashes(text), FACTS, num_tokens, kind, past, state_pages)
+        node = self.tree.keep(
+            stand, hashes(text), FACTS, num_tokens, kind, past, state_pages=state_pages
+        )
         if node is None:
             self.release(state_pages)
         return node
