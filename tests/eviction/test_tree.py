@@ -420,7 +420,7 @@ def test_of_a_checkpoint_that_goes_whole_all_is_said_to_go_or_nothing():
 
 def test_what_readers_of_an_evicted_point_fall_back_on_is_told_of_it():
     class Heirs(EVICTION_POLICIES["lru"]):
-        def heir_of(self, candidate, heir, time):
+        def heir_of(self, candidate, _heir, _time):
             return candidate.point
 
     arena = Arena(WINDOWED)
