@@ -167,7 +167,7 @@ class Growth:
             num_kept = len(pages) - lasting
             if request.has_missing[table.index]:
                 num_kept -= pages[lasting:].count(MISSING)
-            passing = [page for page in pages[first:lasting] if page > 0]
+            passing = {page for page in pages[first:lasting] if page > 0}
             if found is None:
                 num_kept += sum(page not in small_pages.shares for page in passing)
             else:

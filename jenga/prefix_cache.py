@@ -66,23 +66,24 @@ class PrefixCache:
 
     def enter(
         self, pages: Sequence[int], keys: Sequence[Hashable]
-    ) -> list[tuple[int, Hashable, int]]:
+    ) -> dict[int, tuple[int, Hashable]]:
         """Let pages be found under keys.
 
-        Null pages, and keys that are None, are passed over.
+        Null pages, and keys that are None, are passed over. A key may come several times.
 
         Returns:
-            What was not entered, since its key has another page: page, key and that one.
+            Pages that were found before -> the first page not entered under the same key, and the
+            key.
         """
         page_of, key_of = self._pages.setdefault, self.keys
-        others: list[tuple[int, Hashable, int]] = []
+        others: dict[int, tuple[int, Hashable]] = {}
         for page, key in zip(pages, keys, strict=True):
             if page > 0 and key is not None:
                 found = page_of(key, page)
                 if found == page:
                     key_of[page] = key
                 else:
-                    others.append((page, key, found))
+                    others.setdefault(found, (page, key))
         return others
 
     def enter_page(self, page: int, key: Hashable) -> bool:
@@ -146,12 +147,14 @@ class RecordingCache(PrefixCache):
 
     def enter(
         self, pages: Sequence[int], keys: Sequence[Hashable]
-    ) -> list[tuple[int, Hashable, int]]:
+    ) -> dict[int, tuple[int, Hashable]]:
         """See `PrefixCache`; what had a page under its key was found before."""
-        is_new = [
-            page > 0 and key is not None and key not in self._pages
-            for page, key in zip(pages, keys, strict=True)
-        ]
+        known = {None, *(key for key in keys if key in self._pages)}
+        is_new: list[bool] = []
+        for page, key in zip(pages, keys, strict=True):
+            is_new.append(page > 0 and key not in known)
+            if page > 0:
+                known.add(key)
         others = super().enter(pages, keys)
         for entered, run in groupby(zip(is_new, keys, strict=True), lambda each: each[0]):
             if entered:

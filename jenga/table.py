@@ -80,9 +80,9 @@ class Table:
             return False
         number_of = dict(zip(pages, range(start, start + len(pages)), strict=True))
         replaced: list[int] = []
-        for page, key, old in others:
-            # One content may occur twice in a request: its older page is replaced once.
-            if self.cache.get(key) == old and self.pages.stamps[old] >= 0:
+        # One content may occur twice in a request: its older page is replaced once.
+        for old, (page, key) in others.items():
+            if self.pages.stamps[old] >= 0:
                 if self.pins[old] and not self._replace_owned(old, page, number_of[page]):
                     continue
                 self.cache.move(key, old, page)

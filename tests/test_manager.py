@@ -13,6 +13,7 @@ from tests.machines.geometries import (
     STATES,
     WINDOWED,
     cross,
+    embedding,
     full,
     geometry,
     sliding,
@@ -83,6 +84,113 @@ def test_an_image_shown_twice_is_found_twice(per_large, num_host_large_pages):
     manager.check()
     manager.free("c")
     manager.check()
+
+
+def cats(*starts):
+    """Facts of a prompt that shows one image of 6 tokens at several places."""
+    images = tuple(Image(start_token=start, num_tokens=6, content=b"cat") for start in starts)
+    return RequestFacts(prompt_tokens=32, images=images)
+
+
+def with_images(image_table, num_large_pages=40):
+    """A manager of a text table and one of images, which records what can be found."""
+    large_bytes = image_table.small_page_bytes * image_table.small_pages_per_large_page
+    return manager_of(
+        geometry("images", full(tokens=4, slot_bytes=large_bytes // 4), image_table),
+        num_large_pages,
+        prefix_caching=True,
+        hash_tokens=4,
+        records_changes=True,
+    )
+
+
+def show(manager, name, facts, *, free=True, looks_up=True):
+    """Run a prompt with images in one step, under hashes that no other request has."""
+    keys = hashes(32, name=name, hash_tokens=4)
+    hit = manager.lookup(keys, max_tokens=31, facts=facts) if looks_up else None
+    manager.allocate(name, num_tokens=32, facts=facts, hit=hit)
+    manager.commit(name, keys, 32)
+    manager.new_step()
+    if free:
+        manager.release_passed(name, 32)
+        manager.free(name)
+    manager.check()
+
+
+IMAGE_TABLES = [
+    cross(per_large=1),
+    cross(per_large=4),
+    embedding(per_large=1),
+    embedding(per_large=4),
+]
+
+
+@pytest.mark.parametrize(
+    "table", IMAGE_TABLES, ids=lambda t: f"{t.name}_{t.small_pages_per_large_page}"
+)
+def test_of_an_image_that_a_request_computed_twice_others_find_one_unused_copy(table):
+    manager = with_images(table)
+    manager.allocate("twice", num_tokens=32, facts=cats(0, 8))
+    show(manager, "once", cats(0))
+
+    manager.commit("twice", hashes(32, name="twice", hash_tokens=4), 32)
+    manager.check()
+
+    found = manager.lookup([], max_tokens=31, facts=cats(0)).pages[1]
+    assert len(set(found)) == 2
+    show(manager, "others", cats(0, 8, 16), looks_up=False, free=False)
+    used = {*found, *manager.page_table("twice", 1)}
+    assert used.isdisjoint(manager.page_table("others", 1))
+
+
+@pytest.mark.parametrize(
+    "table", IMAGE_TABLES, ids=lambda t: f"{t.name}_{t.small_pages_per_large_page}"
+)
+def test_a_waiting_request_may_show_a_cached_image_twice(table):
+    manager = with_images(table)
+    show(manager, "once", cats(0))
+
+    manager.announce("twice", [], num_tokens=32, facts=cats(0, 8))
+    for _ in range(3):
+        manager.new_step()
+        manager.check()
+
+    manager.withdraw("twice")
+    manager.check()
+    assert manager.lookup([], max_tokens=31, facts=cats(0)).has_missing == (False, False)
+
+
+@pytest.mark.parametrize(
+    "table", IMAGE_TABLES, ids=lambda t: f"{t.name}_{t.small_pages_per_large_page}"
+)
+def test_a_request_may_pass_an_image_that_it_found_twice_in_one_step(table):
+    manager = with_images(table)
+    show(manager, "once", cats(0))
+
+    show(manager, "twice", cats(0, 8))
+
+    assert len(manager.lookup([], max_tokens=31, facts=cats(0)).pages[1]) == 2
+
+
+def test_an_image_shown_twice_is_said_to_be_found_once():
+    manager = with_images(cross())
+
+    show(manager, "twice", cats(0, 8))
+
+    keys = [key for change in manager.take_changes() if change.table_index for key in change.keys]
+    assert keys == [(b"cat", 0), (b"cat", 1)]
+
+
+def test_the_gate_counts_an_image_found_twice_as_held_once():
+    manager = with_images(embedding(per_large=1), num_large_pages=1 + 12)
+    show(manager, "once", cats(0))
+    images = (*cats(0, 6).images, Image(start_token=12, num_tokens=16, content=b"dog"))
+    facts = RequestFacts(prompt_tokens=28, images=images)
+    hit = manager.lookup([], max_tokens=27, facts=facts)
+
+    # 7 pages of text, the 2 of the image that it shows twice, and 4 of the other one.
+    with pytest.raises(OutOfPagesError):
+        manager.allocate("both", num_tokens=7, hit=hit, full_tokens=28)
 
 
 # Bad input

@@ -133,6 +133,12 @@ VISION = geometry(
     embedding(slot_bytes=96, tokens=4, per_large=1),
     sliding(slot_bytes=48, tokens=4, per_large=2, window=9),
 )
+ENCODED = geometry(
+    "large_pages_of_one_image",
+    cross(slot_bytes=96, tokens=4, per_large=1),
+    embedding(slot_bytes=24, tokens=4, per_large=4),
+    full(slot_bytes=16, tokens=4, per_large=6),
+)
 BUDGETED = geometry(
     "budgeted",
     full(slot_bytes=16, tokens=4, per_large=6),
@@ -140,4 +146,4 @@ BUDGETED = geometry(
     sliding(slot_bytes=96, tokens=4, per_large=1, window=6),
     full("draft", slot_bytes=24, tokens=4, per_large=4),
 )
-CACHED = (HOMOGENEOUS, ATTENTION, STATES, DRAFTED, VISION, BUDGETED)
+CACHED = (HOMOGENEOUS, ATTENTION, STATES, DRAFTED, VISION, ENCODED, BUDGETED)

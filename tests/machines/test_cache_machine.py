@@ -24,6 +24,7 @@ from tests.machines.test_manager_machine import dump
 from tests.machines.wholeness import assert_checkpoints_are_whole
 
 HASH_TOKENS = 4
+IMAGE_TOKENS = {b"cat": 5, b"dog": 8, b"bird": 3, None: 4}
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -69,25 +70,42 @@ class CacheMachine(RuleBasedStateMachine):
         tail=st.lists(st.integers(0, 1), max_size=7),
         output=st.integers(0, 9),
         chunk=st.sampled_from([1, 4, 7, 8, 12, 16, 24, 40]),
-        image=st.sampled_from([None, b"cat", b"cat", b"dog"]),
+        # Contents repeat, within a request too.
+        contents=st.lists(st.sampled_from([b"cat", b"cat", b"dog", b"bird", None]), max_size=4),
         image_start=st.sampled_from([0, 3, 8, 8, 20]),
+        gap=st.sampled_from([0, 0, 3]),
         gate=st.booleans(),
         waits=st.booleans(),
         first=st.booleans(),
     )
-    def arrive(self, document, shared, tail, output, chunk, image, image_start, gate, waits, first):
+    def arrive(
+        self,
+        document,
+        shared,
+        tail,
+        output,
+        chunk,
+        contents,
+        image_start,
+        gap,
+        gate,
+        waits,
+        first,
+    ):
         prompt = (*((document, i) for i in range(shared)), *tail)
         if not prompt:
             return
         self.num_runs += 1
-        images = ()
-        if image is not None:
-            size = 5 if image == b"cat" else 8
-            images = (
-                Image(start_token=image_start, num_tokens=size, content=image),
-                Image(start_token=image_start + size, num_tokens=3, content=b"end"),
+        images = []
+        for content in contents:
+            image = Image(
+                start_token=image_start, num_tokens=IMAGE_TOKENS[content], content=content
             )
-            images = tuple(each for each in images if each.end_token <= len(prompt))
+            if image.end_token > len(prompt):
+                break
+            images.append(image)
+            image_start = image.end_token + gap
+        images = tuple(images)
         tokens = (*prompt, *(("out", i % 2) for i in range(output)))
         run = Run(f"r{self.num_runs}", tokens, len(prompt), images)
         if waits:
