@@ -13,10 +13,10 @@ of experts some thousands; where outputs take most of the time, a request that r
 than a prompt that is found.
 """
 
-import math
 from collections.abc import Sequence
 
 from jenga.allocator import Allocator
+from jenga.checks import check_number
 from jenga.eviction.tree import CheckpointTree
 from jenga.small_pages import Sharing
 
@@ -73,12 +73,8 @@ class Admission:
         Raises:
             ValueError: The share is none, or the tokens are negative or not finite.
         """
-        if not 0 <= left_share < 1:
-            msg = f"left_share must be at least 0 and less than 1, got {left_share}"
-            raise ValueError(msg)
-        if not 0 <= step_tokens < math.inf:
-            msg = f"step_tokens must be finite and not negative, got {step_tokens}"
-            raise ValueError(msg)
+        check_number("left_share", left_share, below=1)
+        check_number("step_tokens", step_tokens)
         self._tree = tree
         self._large_page_bytes = large_page_bytes
         self._step_tokens = step_tokens

@@ -15,6 +15,7 @@ or a large one, is what is oldest.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jenga.checks import check_count
 from jenga.large_pages import NULL_PAGE, LargePages
 from jenga.small_pages import Budget, Sharing
 from jenga.split_pages import SplitPages
@@ -61,7 +62,13 @@ class Allocator:
         Args:
             small_pages_per_large_page: Of each page table.
             num_large_pages: Large pages of the arena, the null page included.
+
+        Raises:
+            ValueError: A number of pages is not a positive integer.
         """
+        check_count("num_large_pages", num_large_pages, least=1)
+        for pages_per_large in small_pages_per_large_page:
+            check_count("every count of small_pages_per_large_page", pages_per_large, least=1)
         self.large_pages = LargePages(num_large_pages)
         self.tables = tuple(
             WholePages(index, self.large_pages)
@@ -84,11 +91,18 @@ class Allocator:
             needs: Small pages of each page table.
             hits: Per page table, the cached small pages that will be shared first, if any.
             reserve_large_pages: Large pages that must be left empty or reclaimable.
+
+        Raises:
+            ValueError: There is not one need for each page table, or a number is negative.
         """
+        if reserve_large_pages < 0:
+            raise _needs_error(needs, reserve_large_pages)
         available = self.large_pages.num_available - reserve_large_pages
         needed = 0
         all_spare: list[int] = []
         for table, need in zip(self.tables, needs, strict=True):
+            if need < 0:
+                raise _needs_error(needs, reserve_large_pages)
             spare = table.num_spare
             sharing = None if hits is None else hits[table.index]
             if sharing is not None:
@@ -125,12 +139,23 @@ class Allocator:
 
         Returns:
             Page ids per page table; None if `room` would say that they do not suffice.
+
+        Raises:
+            ValueError: There is not one need for each page table, a number is negative, or the
+                owner is no positive integer.
         """
         tables = self.tables
+        if not len(needs) == len(expected) == len(tables) or reserve_large_pages < 0:
+            raise _needs_error(needs, reserve_large_pages)
+        if owner <= 0:
+            msg = f"owner must be a positive integer, got {owner}"
+            raise ValueError(msg)
         slack = self.large_pages.num_available - reserve_large_pages
         required = [0] * len(needs)
         for index, need in enumerate(needs):
-            if need and need > tables[index].num_spare:
+            if need < 0:
+                raise _needs_error(needs, reserve_large_pages)
+            if need > tables[index].num_spare:
                 missing = need - tables[index].num_spare
                 required[index] = -(-missing // tables[index].pages_per_large)
                 slack -= required[index]
@@ -157,3 +182,10 @@ class Allocator:
         self.large_pages.check()
         for table in self.tables:
             table.check()
+
+
+def _needs_error(needs: Sequence[int], reserve_large_pages: int) -> ValueError:
+    return ValueError(
+        f"needs, and expected, must have one number of at least 0 for each page table, and "
+        f"reserve_large_pages be at least 0, got {needs} and {reserve_large_pages}"
+    )

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
 
-from jenga.demand import TYPICAL_TOKENS, held_pages, needed_tokens
+from jenga.checks import check_positive
+from jenga.demand import TYPICAL_TOKENS, check_lengths, held_pages, needed_tokens
 from jenga.geometry import (
     ALIGNMENT_BYTES,
     TOKENS_PER_PAGE,
@@ -31,7 +32,6 @@ from jenga.spec import (
     ModelSpec,
     SlidingWindow,
     State,
-    check_positive,
 )
 
 GEOMETRY_NAMES = ("planned", "lcm", "max", "homogeneous")
@@ -235,9 +235,11 @@ def static_partition(
         alignment_bytes: Alignment of every layer and small page.
 
     Raises:
-        ValueError: A type's part holds no small page, or see `place_whole_types`.
+        ValueError: A type's part holds no small page, a length is not a positive integer, or see
+            `place_whole_types`.
     """
     check_positive("arena", "arena_bytes", arena_bytes)
+    check_lengths(typical_tokens)
     contents = place_whole_types(
         model, tokens_per_page=tokens_per_page, alignment_bytes=alignment_bytes
     )
@@ -268,7 +270,11 @@ def needed_bytes(model: ModelSpec, num_tokens: int) -> int:
     """Bytes that the next token of a request of this length reads: what no layout can undercut.
 
     An embedding that lives in its host's pages needs none of its own.
+
+    Raises:
+        ValueError: The length is not a positive integer.
     """
+    check_positive("request", "num_tokens", num_tokens)
     return sum(
         layer.slot_bytes * needed_tokens(each, num_tokens) // tokens_per_slot(each)
         for each in model.layer_types

@@ -1,11 +1,41 @@
 """Whether the books of requests, allocator and prefix cache agree."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from jenga.errors import InvariantError
 from jenga.prefix_cache import PrefixCache
 from jenga.request import Request
 from jenga.table import Table
+
+
+def check_request(request: Request, tables: Sequence[Table]) -> None:
+    """Raise `InvariantError` unless a request's counts agree with each other and its page tables.
+
+    Args:
+        request: A running request.
+        tables: All page tables.
+    """
+    owner, processed, num_tokens = request.owner, request.num_processed_tokens, request.num_tokens
+    if not 0 <= request.hit_tokens <= processed <= num_tokens:
+        msg = (
+            f"owner {owner} has slots for {num_tokens} tokens and started from "
+            f"{request.hit_tokens}, {processed} are counted as processed"
+        )
+        raise InvariantError(msg)
+    most_kept = max([request.committed_tokens, *request.pending])
+    if most_kept > num_tokens:
+        msg = f"owner {owner} has slots for {num_tokens} tokens, and cached content of {most_kept}"
+        raise InvariantError(msg)
+    for table in tables:
+        pages, page_slots = request.pages[table.index], table.grain.page_slots
+        touched = table.policy.update_last_access(request.facts, processed, num_tokens)
+        first, num_slots = request.first[table.index], len(pages) * page_slots
+        if first != touched.start // page_slots or touched.stop > num_slots:
+            msg = (
+                f"{table.spec.name!r} of owner {owner}: slots {touched} are read after {processed} "
+                f"of {num_tokens} tokens, of {len(pages)} pages {first} are given up"
+            )
+            raise InvariantError(msg)
 
 
 def check_table(table: Table, requests: Iterable[Request]) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from jenga.checks import check_count
 from jenga.geometry import Geometry
 from jenga.policies import LayerPolicy, RequestFacts
 
@@ -27,7 +28,12 @@ class Capacity:
             num_tokens: Tokens it ends with.
             chunk_tokens: Tokens a step computes at most.
             facts: Of the request; by default that all its tokens are prompt.
+
+        Raises:
+            ValueError: A number is no integer of at least 0.
         """
+        check_count("num_tokens", num_tokens)
+        check_count("chunk_tokens", chunk_tokens)
         facts = facts or RequestFacts(prompt_tokens=num_tokens)
         peaks: list[int] = []
         for policy, table in zip(self._policies, self._geometry.page_tables, strict=True):
@@ -77,7 +83,13 @@ class Capacity:
         raise ValueError(msg)
 
     def max_tokens(self, *, chunk_tokens: int, limit_tokens: int) -> int:
-        """The longest request, all prompt and up to a limit, that the arena could hold."""
+        """The longest request, all prompt and up to a limit, that the arena could hold.
+
+        Raises:
+            ValueError: A number is not a positive integer.
+        """
+        check_count("chunk_tokens", chunk_tokens, least=1)
+        check_count("limit_tokens", limit_tokens, least=1)
         low, high = 0, limit_tokens
         while low < high:
             middle = (low + high + 1) // 2

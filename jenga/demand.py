@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
+from jenga.checks import check_positive
 from jenga.geometry import Geometry
 from jenga.spec import (
     ChunkedLocal,
@@ -48,6 +49,19 @@ class Waste:
     def total(self) -> float:
         """All of it."""
         return self.padding + self.last_page + self.tail
+
+
+def check_lengths(typical_tokens: Sequence[int]) -> None:
+    """Refuse request lengths over which nothing can be averaged.
+
+    Raises:
+        ValueError: There is none, or one is not a positive integer.
+    """
+    if not typical_tokens:
+        msg = "typical_tokens must name at least one length"
+        raise ValueError(msg)
+    for num_tokens in typical_tokens:
+        check_positive("planner", "every length of typical_tokens", num_tokens)
 
 
 def needed_tokens(layer_type: LayerType, num_tokens: int) -> int:
@@ -93,7 +107,11 @@ def expected_waste(geometry: Geometry, typical_tokens: Sequence[int] = TYPICAL_T
     Args:
         geometry: Any geometry.
         typical_tokens: Lengths to average over. Image embeddings count at their peak.
+
+    Raises:
+        ValueError: There is no length, or one is not a positive integer.
     """
+    check_lengths(typical_tokens)
     padding = last_page = tail = 0.0
     for num_tokens in typical_tokens:
         held_bytes = padding_bytes = unneeded_bytes = tail_bytes = 0.0

@@ -8,10 +8,10 @@ per layer is all a kernel needs.
 Source: Jenga paper, sections 4.1, 4.2 and 4.4.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
 
+from jenga.checks import check_count, check_positive
 from jenga.spec import (
     FullAttention,
     ImageEmbedding,
@@ -20,7 +20,6 @@ from jenga.spec import (
     ModelSpec,
     SlidingWindow,
     State,
-    check_positive,
 )
 
 TOKENS_PER_PAGE = 16
@@ -59,6 +58,26 @@ class PageTable:
     layer_offset_bytes: tuple[int, ...]
     small_pages_per_large_page: int
     part_offset_bytes: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        owner = f"page table {self.name!r}"
+        _check_layer_range(owner, self.layer_type, self.layer_start, self.layer_end)
+        for field in ("tokens_per_page", "small_page_bytes", "small_pages_per_large_page"):
+            check_positive(owner, field, getattr(self, field))
+        shared_tokens = 1 if self.is_state else tokens_per_slot(self.layer_type)
+        if self.tokens_per_page % shared_tokens or (self.is_state and self.tokens_per_page != 1):
+            wanted = "1" if self.is_state else f"a multiple of {shared_tokens}"
+            msg = f"{owner}: tokens_per_page must be {wanted}, got {self.tokens_per_page}"
+            raise ValueError(msg)
+        num_layers = self.layer_end - self.layer_start
+        if len(self.layer_offset_bytes) != num_layers:
+            msg = (
+                f"{owner}: layer_offset_bytes must have one offset for each of {num_layers} "
+                f"layers, got {self.layer_offset_bytes}"
+            )
+            raise ValueError(msg)
+        for offset_bytes in self.layer_offset_bytes:
+            check_count(f"{owner}: every offset of layer_offset_bytes", offset_bytes)
 
     @property
     def name(self) -> str:
@@ -113,8 +132,22 @@ class Geometry:
     large_page_bytes: int
     page_tables: tuple[PageTable, ...]
 
+    def __post_init__(self) -> None:
+        # Whether page tables tile the large page is for `check_geometry`: a rank of a pipeline has
+        # the page tables of all ranks, and large pages of its own.
+        check_positive(f"geometry {self.name!r}", "large_page_bytes", self.large_page_bytes)
+        names = [table.name for table in self.page_tables]
+        if not names or len(set(names)) != len(names):
+            msg = f"geometry {self.name!r} must have page tables of distinct names, got {names}"
+            raise ValueError(msg)
+
     def num_large_pages(self, arena_bytes: int) -> int:
-        """Large pages that fit in an arena, the null page included."""
+        """Large pages that fit in an arena, the null page included.
+
+        Raises:
+            ValueError: The bytes are no integer of at least 0.
+        """
+        check_count("arena_bytes", arena_bytes)
         return arena_bytes // self.large_page_bytes
 
 
@@ -141,6 +174,8 @@ class PageContent:
         Raises:
             ValueError: The large page is no multiple of the number, or a part of it is too small.
         """
+        check_count("large_page_bytes", large_page_bytes, least=1)
+        check_count("small_pages_per_large_page", small_pages_per_large_page, least=1)
         small_page_bytes, remainder = divmod(large_page_bytes, small_pages_per_large_page)
         if remainder or small_page_bytes < self.content_bytes:
             msg = (
@@ -193,8 +228,15 @@ def place_layers(
         alignment_bytes: Every offset is a multiple of it.
         layer_start: First layer placed.
         layer_end: One past the last; the type's end where None.
+
+    Raises:
+        ValueError: A number is not positive, or the layers are none of the type's.
     """
     layer_end = len(layer_type.layers) if layer_end is None else layer_end
+    owner = f"layer type {layer_type.name!r}"
+    _check_layer_range(owner, layer_type, layer_start, layer_end)
+    check_positive(owner, "tokens_per_page", tokens_per_page)
+    check_positive(owner, "alignment_bytes", alignment_bytes)
     page_tokens = _page_tokens(layer_type, tokens_per_page)
     num_slots = page_tokens // tokens_per_slot(layer_type)
     offsets: list[int] = []
@@ -218,6 +260,17 @@ def place_layers(
         part_offset_bytes=tuple(part_offsets),
         content_bytes=round_up(end_bytes, alignment_bytes),
     )
+
+
+def _check_layer_range(owner: str, layer_type: LayerType, layer_start: int, layer_end: int) -> None:
+    check_count(f"{owner}: layer_start", layer_start)
+    check_positive(owner, "layer_end", layer_end)
+    if not layer_start < layer_end <= len(layer_type.layers):
+        msg = (
+            f"{owner}: layer_start and layer_end must be a range of its {len(layer_type.layers)} "
+            f"layers, got {layer_start} and {layer_end}"
+        )
+        raise ValueError(msg)
 
 
 def _page_tokens(layer_type: LayerType, tokens_per_page: int) -> int:
@@ -256,6 +309,8 @@ def place_whole_types(
     Raises:
         ValueError: See `check_page_options`; 1 is accepted as well, for the paper's examples.
     """
+    check_positive("geometry", "tokens_per_page", tokens_per_page)
+    check_positive("geometry", "alignment_bytes", alignment_bytes)
     check_page_options(
         tokens_per_page=TOKENS_PER_PAGE if tokens_per_page == 1 else tokens_per_page,
         alignment_bytes=ALIGNMENT_BYTES if alignment_bytes == 1 else alignment_bytes,
@@ -335,10 +390,6 @@ def check_geometry(geometry: Geometry) -> None:
     Raises:
         ValueError: Names the page table and the rule it breaks.
     """
-    names: Sequence[str] = [table.name for table in geometry.page_tables]
-    if not names or len(set(names)) != len(names):
-        msg = f"geometry {geometry.name!r} must have page tables of distinct names, got {names}"
-        raise ValueError(msg)
     for table in geometry.page_tables:
         covered_bytes = table.small_page_bytes * table.small_pages_per_large_page
         if covered_bytes != geometry.large_page_bytes:

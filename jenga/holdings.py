@@ -1,12 +1,12 @@
 """What running requests hold of an arena: every question whose answer changes nothing."""
 
 from jenga.allocator import Allocator
-from jenga.books import check_table
+from jenga.books import check_request, check_table
 from jenga.capacity import Capacity
-from jenga.errors import InvariantError
+from jenga.checks import check_count
 from jenga.geometry import Geometry
 from jenga.request import Request
-from jenga.stats import MemoryReport, table_memory
+from jenga.stats import MemoryReport, check_memory, table_memory
 from jenga.table import Table
 
 
@@ -41,9 +41,20 @@ class Holdings:
             raise ValueError(msg)
         return request
 
+    def _table(self, table_index: int) -> Table:
+        check_count("table_index", table_index)
+        if table_index >= len(self._tables):
+            msg = f"table_index must be less than {len(self._tables)}, got {table_index}"
+            raise ValueError(msg)
+        return self._tables[table_index]
+
     def page_table(self, request_id: str, table_index: int) -> list[int]:
-        """A request's small pages in order; the null page where given up."""
-        return list(self._running(request_id).pages[table_index])
+        """A request's small pages in order; the null page where given up.
+
+        Raises:
+            ValueError: There is no such request or page table.
+        """
+        return list(self._running(request_id).pages[self._table(table_index).index])
 
     def page_tables(self, request_id: str) -> tuple[list[int], ...]:
         """All page tables of a request."""
@@ -82,7 +93,11 @@ class Holdings:
         )
 
     def can_ever_fit(self, num_tokens: int, *, chunk_tokens: int) -> bool:
-        """Whether a request could reach so many tokens with the arena to itself."""
+        """Whether a request could reach so many tokens with the arena to itself.
+
+        Raises:
+            ValueError: A number is no integer of at least 0.
+        """
         return self.capacity.can_ever_fit(num_tokens, chunk_tokens=chunk_tokens)
 
     def memory(self) -> MemoryReport:
@@ -97,8 +112,8 @@ class Holdings:
     def check(self) -> None:
         """Raise `InvariantError` unless the books of requests, allocator and cache agree."""
         self._allocator.check()
+        for request in self._requests.values():
+            check_request(request, self._tables)
         for table in self._tables:
             check_table(table, self._requests.values())
-        if self.memory().arena_bytes != self.num_large_pages * self.geometry.large_page_bytes:
-            msg = f"the memory report does not add up to the arena: {self.memory()}"
-            raise InvariantError(msg)
+        check_memory(self.memory(), self.num_large_pages * self.geometry.large_page_bytes)

@@ -2,6 +2,7 @@
 
 from jenga.allocator import Allocator
 from jenga.checkpoints import Checkpoints
+from jenga.checks import check_bytes, check_count
 from jenga.eviction.tree import CheckpointTree
 from jenga.evictions import Evictions
 from jenga.geometry import Geometry
@@ -10,7 +11,7 @@ from jenga.holdings import Holdings
 from jenga.host_cache import HostCache, HostReport
 from jenga.loading_ahead import LoadingAhead
 from jenga.prefix_cache import CacheChange
-from jenga.request import PageCopy
+from jenga.request import PageCopy, Version
 from jenga.saving_ahead import SavingAhead
 from jenga.stats import CacheReport
 from jenga.table import Table
@@ -75,14 +76,15 @@ class Keeping(Holdings):
         self._hits = Hits(tables, checkpoints)
         self._step: int = 0
         self._num_losses: int = 0
+        self._cache_owner = object()
 
     @property
-    def _version(self) -> tuple[int, int]:
-        """Changes whenever cached pages are lost."""
+    def _version(self) -> Version:
+        """Changes whenever cached pages are lost, and is no other manager's."""
         num_losses = self._num_losses + self._tree.num_lost_bytes + self._checkpoints.num_replaced
         if self._host is not None:
             num_losses += self._host.num_lost
-        return self._allocator.large_pages.num_evicted, num_losses
+        return self._cache_owner, self._allocator.large_pages.num_evicted, num_losses
 
     @property
     def answer_interval_tokens(self) -> int:
@@ -102,32 +104,53 @@ class Keeping(Holdings):
                 there with no more tokens than a state has slots, or the one about to run passes
                 there and writes them on its way; then the copies within the arena are not made.
             prefix_hash: Hash of those tokens.
-            num_tokens: A multiple of `hash_tokens`.
+            num_tokens: A multiple of `hash_tokens`, no more than the request has slots for.
             in_passing: Whether the step about to run writes them on its way.
 
         Returns:
             Whether there is a page for every copy; `take_copies` has them then.
 
         Raises:
-            ValueError: The tokens are no multiple of `hash_tokens`, or nothing is cached.
+            ValueError: The tokens are no multiple of `hash_tokens`, the request has slots for
+                fewer, the hash is not bytes or not that of its tokens, or nothing is cached.
         """
         request = self._running(request_id)
-        if not self._prefix_caching or num_tokens <= 0 or num_tokens % self._hash_tokens:
+        check_count("num_tokens", num_tokens)
+        if not self._prefix_caching or not num_tokens or num_tokens % self._hash_tokens:
             msg = (
                 f"num_tokens must be a positive multiple of {self._hash_tokens}, with prefix "
                 f"caching on, got {num_tokens}"
             )
             raise ValueError(msg)
+        check_bytes("prefix_hash", prefix_hash)
+        if num_tokens > request.num_tokens:
+            msg = (
+                f"num_tokens must be at most the {request.num_tokens} that request {request_id!r} "
+                f"has slots for, got {num_tokens}"
+            )
+            raise ValueError(msg)
+        hashes, last = request.prefix_hashes, num_tokens // self._hash_tokens - 1
+        if last < len(hashes) and hashes[last] != prefix_hash:
+            msg = (
+                f"prefix_hash must be {hashes[last]!r}, that of the first {num_tokens} tokens of "
+                f"request {request_id!r}, got {prefix_hash!r}"
+            )
+            raise ValueError(msg)
         return self._checkpoints.keep_state(request, prefix_hash, num_tokens, in_passing=in_passing)
 
     def keeps_state(self, table_index: int, prefix_hash: bytes, page: int) -> bool:
-        """Whether a page still holds the state kept in it: another one may have taken it since."""
+        """Whether a page still holds the state kept in it: another one may have taken it since.
+
+        Raises:
+            ValueError: There is no such page table.
+        """
+        table = self._table(table_index)
         is_pending = any(
             (table_index, page) in kept
             for request in self._requests.values()
             for kept in request.pending.values()
         )
-        return is_pending or self._tables[table_index].page_of(prefix_hash) == page
+        return is_pending or table.page_of(prefix_hash) == page
 
     def take_copies(self) -> list[PageCopy]:
         """Copies to make before any kernel of the next step runs, in this order."""
@@ -145,7 +168,11 @@ class Keeping(Holdings):
 
         Args:
             num_tokens: That the step computes.
+
+        Raises:
+            ValueError: They are no integer of at least 0.
         """
+        check_count("num_tokens", num_tokens)
         return self._loading.order(num_tokens) if self._loading is not None else []
 
     def save_ahead(self) -> list[PageCopy]:

@@ -7,7 +7,7 @@ from jenga.found_pages import FoundPages
 from jenga.host_cache import EitherPages, HostCache
 from jenga.large_pages import NULL_PAGE
 from jenga.policies import ALL_PAGES, NEVER, RequestFacts
-from jenga.request import MISSING, NO_LIMIT, PrefixHit
+from jenga.request import MISSING, NO_LIMIT, PrefixHit, Version
 from jenga.table import Table
 
 _Found = FoundPages | EitherPages | list[int | None]
@@ -21,7 +21,7 @@ def longest_prefix(  # noqa: PLR0913  one question, all it depends on
     max_tokens: int,
     ahead_tokens: int = 0,
     host: HostCache | None = None,
-    version: tuple[int, int],
+    version: Version,
 ) -> PrefixHit:
     """The longest prefix possible in all page tables.
 

@@ -5,13 +5,14 @@ from collections.abc import Sequence
 from jenga.admission import STEP_TOKENS, Admission, default_left_share
 from jenga.allocator import Allocator
 from jenga.checkpoints import ANSWER_TOKENS, Checkpoints
+from jenga.checks import check_count, check_multiple
 from jenga.entry import Entry
 from jenga.errors import OutOfPagesError, PutOffError
 from jenga.eviction.known import DEFAULT_POLICY, EVICTION_POLICIES
 from jenga.eviction.policy import EvictionPolicy
 from jenga.eviction.tree import CheckpointTree
 from jenga.evictions import Evictions
-from jenga.geometry import Geometry
+from jenga.geometry import Geometry, check_geometry
 from jenga.growth import Growth
 from jenga.host_cache import HostCache
 from jenga.keeping import Keeping
@@ -19,7 +20,7 @@ from jenga.loading_ahead import STEP_BYTES
 from jenga.lookup import longest_prefix
 from jenga.policies import RequestFacts
 from jenga.prefix_cache import CacheChange
-from jenga.request import PageCopy, PrefixHit, Request, new_request
+from jenga.request import PageCopy, PrefixHit, Request, new_facts
 from jenga.table import build_tables
 from jenga.taking import Taking
 from jenga.waiting import Waiting
@@ -54,7 +55,8 @@ class Manager(Keeping):
             eviction_policy: Tells which cached prefix is worth least; by default one that learns
                 it (`jenga.eviction.learned`).
             answer_interval_tokens: Distance between states kept within what a request generates,
-                each in place of the one before; 0 for none, by default 64 or a little more.
+                each in place of the one before, a multiple of `hash_tokens`; 0 for none, by default
+                64 or a little more.
             left_share: Of the arena, how much an admission leaves at most, while others run, to
                 cached content that is waited for or held for others; 0 for nothing, as by default
                 where there is host memory, else `LEFT_SHARE`.
@@ -71,31 +73,32 @@ class Manager(Keeping):
                 more is loaded beside their steps before it.
 
         Raises:
-            ValueError: The arena, or host memory, is too small for the null page and one large page
-                per page table, pages and prefix hashes do not divide each other, or nothing is
-                cached that host memory could be for.
+            ValueError: A number is out of its range, page tables do not tile their large page, the
+                arena, or host memory, is too small for the null page and one large page per page
+                table, pages and prefix hashes do not divide each other, or nothing is cached that
+                host memory could be for.
         """
+        check_geometry(geometry)
         specs = geometry.page_tables
+        check_count("num_large_pages", num_large_pages)
+        check_count("hash_tokens", hash_tokens, least=1)
+        check_count("ahead_tokens", ahead_tokens)
+        check_count("num_host_large_pages", num_host_large_pages)
+        check_count("load_at_once_bytes", load_at_once_bytes)
         if num_large_pages < 1 + len(specs):
             msg = (
                 f"num_large_pages must be at least {1 + len(specs)}, the null page and one for "
                 f"each of {len(specs)} page tables, got {num_large_pages}"
             )
             raise ValueError(msg)
-        if hash_tokens <= 0:
-            msg = f"hash_tokens must be a positive integer, got {hash_tokens}"
-            raise ValueError(msg)
-        if load_at_once_bytes < 0:
-            msg = f"load_at_once_bytes must be at least 0, got {load_at_once_bytes}"
-            raise ValueError(msg)
         if answer_interval_tokens is None:
             answer_interval_tokens = -(-ANSWER_TOKENS // hash_tokens) * hash_tokens
-        if answer_interval_tokens < 0 or answer_interval_tokens % hash_tokens:
-            msg = (
-                f"answer_interval_tokens must be 0 or a multiple of hash_tokens, {hash_tokens}, "
-                f"got {answer_interval_tokens}"
-            )
-            raise ValueError(msg)
+        check_multiple(
+            "answer_interval_tokens",
+            answer_interval_tokens,
+            unit_name="hash_tokens",
+            unit=hash_tokens,
+        )
         allocator = Allocator([spec.small_pages_per_large_page for spec in specs], num_large_pages)
         changes: list[CacheChange] = []
         copies: list[PageCopy] = []
@@ -159,7 +162,13 @@ class Manager(Keeping):
             table.grain.page_slots if not table.policy.is_overwritten else hash_tokens
             for table in tables
         )
-        self._waiting = Waiting(tables, tree, hash_tokens=hash_tokens, arena_bytes=arena_bytes)
+        self._waiting = Waiting(
+            tables,
+            tree,
+            hash_tokens=hash_tokens,
+            arena_bytes=arena_bytes,
+            is_on=prefix_caching,
+        )
         if left_share is None:
             left_share = default_left_share(has_host=host is not None)
         admission = Admission(
@@ -180,6 +189,7 @@ class Manager(Keeping):
             host=host,
             loading=self._loading,
         )
+        self._nothing = self._taking.nothing
         self._num_owners = 0
 
     def new_step(self) -> None:
@@ -215,14 +225,28 @@ class Manager(Keeping):
             first: Whether it waits at the head of the queue, as after a preemption.
 
         Raises:
-            ValueError: It was announced before, or runs.
+            ValueError: It was announced before, or runs, `num_tokens` is not a positive integer, or
+                a layer type cannot serve its images.
         """
         if request_id in self._requests:
             msg = f"request_id must not name a running request, got {request_id!r}"
             raise ValueError(msg)
-        if self._prefix_caching:
-            facts = facts or RequestFacts(prompt_tokens=num_tokens)
-            self._waiting.announce(request_id, prefix_hashes, num_tokens, facts, first=first)
+        check_count("num_tokens", num_tokens, least=1)
+        facts = self._served(facts, num_tokens)
+        self._waiting.announce(request_id, prefix_hashes, num_tokens, facts, first=first)
+
+    def _served(self, facts: RequestFacts | None, prompt_tokens: int) -> RequestFacts:
+        """The facts given, or those of a prompt of text alone.
+
+        Raises:
+            ValueError: A layer type cannot serve the images.
+        """
+        if facts is None:
+            return RequestFacts(prompt_tokens=prompt_tokens)
+        if facts.images:
+            for table in self._tables:
+                table.policy.check_facts(facts)
+        return facts
 
     def starts_over(self, request_id: str) -> bool:
         """Whether a request is to come in without a hit, since it would not fit with one.
@@ -251,11 +275,16 @@ class Manager(Keeping):
             prefix_hashes: Hash i is of the request's first `(i + 1) * hash_tokens` tokens.
             max_tokens: The answer is no longer.
             facts: Of the request; by default that its prompt has one token more.
+
+        Raises:
+            ValueError: `max_tokens` is no integer of at least 0, or a layer type cannot serve the
+                images.
         """
+        check_count("max_tokens", max_tokens)
         return longest_prefix(
             self._tables,
             prefix_hashes if self._prefix_caching else (),
-            facts or RequestFacts(prompt_tokens=max_tokens + 1),
+            self._served(facts, max_tokens + 1),
             max_tokens=max_tokens,
             ahead_tokens=self._ahead_tokens,
             host=self._host,
@@ -282,7 +311,7 @@ class Manager(Keeping):
         Args:
             request_id: Who asks.
             num_tokens: Tokens to have slots for, those already there included.
-            num_processed_tokens: Tokens whose step is over.
+            num_processed_tokens: Tokens whose step is over; they never become fewer.
             hit: At admission, the prefix to start from; its tokens count as processed.
             facts: At admission, of the request; by default those of the hit, or that its prompt
                 has `full_tokens` or `num_tokens` tokens, whichever are more.
@@ -300,48 +329,47 @@ class Manager(Keeping):
                 `NotLoadedError` if what is hit should be loaded before.
             ValueError: An argument contradicts the others or what is known of the request.
         """
-        request = self._requests.get(request_id)
-        if request is not None:
-            if num_tokens < request.num_tokens:  # noqa: PLR1730  most steps do little else
-                num_tokens = request.num_tokens
-            if (
-                num_tokens < request.grows_at
-                and 0 <= num_processed_tokens < request.shrinks_at
-                and num_processed_tokens <= request.num_tokens
-                and hit is None
-                and not full_tokens
-            ):
-                request.num_tokens = num_tokens
+        try:
+            request = self._requests[request_id]
+        except KeyError:
+            request = None
+        if (
+            request is not None
+            # Most steps do little else, so this is `_check_step` in the cheapest words.
+            and type(num_tokens) is int
+            and type(num_processed_tokens) is int
+            and num_processed_tokens >= request.num_processed_tokens
+            and num_processed_tokens <= num_tokens
+            and num_processed_tokens <= request.num_tokens
+            and hit is None
+            and not full_tokens
+            and not reserve_large_pages
+        ):
+            if num_tokens < request.grows_at and num_processed_tokens < request.shrinks_at:
+                if num_tokens > request.num_tokens:  # noqa: PLR1730  a call takes longer
+                    request.num_tokens = num_tokens
                 request.num_processed_tokens = num_processed_tokens
                 request.step = self._step
-                return self._taking.nothing
-        if (
-            not 0 <= num_processed_tokens <= num_tokens
-            or num_tokens == 0
-            or reserve_large_pages < 0
-        ):
-            raise _count_error(num_tokens, num_processed_tokens, reserve_large_pages)
-        found = None
-        is_new = request is None
-        if request is None:
-            request = new_request(
-                hit, facts, num_tables=len(self._tables), prompt_tokens=max(full_tokens, num_tokens)
+                return self._nothing
+        else:
+            self._check_step(
+                request_id,
+                request,
+                num_tokens=num_tokens,
+                num_processed_tokens=num_processed_tokens,
+                hit=hit,
+                full_tokens=full_tokens,
+                reserve_large_pages=reserve_large_pages,
             )
-            request.owner = self._num_owners + 1
-            if hit is not None:
-                self._check_hit(hit, num_tokens, num_processed_tokens)
-                self._entry.check_time(request_id, hit, self._step)
-                num_processed_tokens = hit.num_tokens
-                found = self._hits.start_from(request, hit, num_tokens)
-            reserve_large_pages += self._entry.reserve(found, self._step)
-            request.is_packed = self._entry.was_refused_alone(request_id)
-        elif hit is not None or num_processed_tokens > request.num_tokens:
-            raise _running_error(request_id, request, hit, num_processed_tokens)
+        if request is None:
+            return self._admit(request_id, num_tokens, hit, facts, full_tokens, reserve_large_pages)
+        if num_tokens < request.num_tokens:  # noqa: PLR1730  as above
+            num_tokens = request.num_tokens
         if num_processed_tokens >= request.shrinks_at:
             self._growth.give_up(request, num_processed_tokens)
         request.num_processed_tokens = num_processed_tokens
-        taken: Sequence[list[int]] = self._taking.nothing
-        if is_new or full_tokens or num_tokens >= request.grows_at:
+        taken: Sequence[list[int]] = self._nothing
+        if full_tokens or num_tokens >= request.grows_at:
             try:
                 taken = self._taking.take(
                     request_id,
@@ -349,30 +377,100 @@ class Manager(Keeping):
                     num_tokens,
                     full_tokens=full_tokens,
                     reserve_large_pages=reserve_large_pages,
-                    hit=hit,
-                    found=found,
                 )
-            except PutOffError:
-                raise
             except OutOfPagesError:
                 self._entry.note_refusal(request_id)
                 raise
         request.num_tokens = num_tokens
         request.step = self._step
-        if is_new:
-            self._num_owners = request.owner
-            self._requests[request_id] = request
-            if self._prefix_caching and hit is not None:
-                self._checkpoints.admit(request, hit)
-            self._entry.complete(request_id, hit)
         return tuple(taken)
 
-    def _check_hit(self, hit: PrefixHit, num_tokens: int, num_processed_tokens: int) -> None:
-        if num_processed_tokens not in (0, hit.num_tokens) or num_tokens <= hit.num_tokens:
+    def _admit(
+        self,
+        request_id: str,
+        num_tokens: int,
+        hit: PrefixHit | None,
+        facts: RequestFacts | None,
+        full_tokens: int,
+        reserve_large_pages: int,
+    ) -> tuple[list[int], ...]:
+        """As `allocate` for a request that does not run; its arguments are checked."""
+        facts = new_facts(hit, facts, prompt_tokens=max(full_tokens, num_tokens))
+        request = Request(self._served(facts, 0), len(self._tables))
+        request.owner = self._num_owners + 1
+        found = None
+        if hit is not None:
+            self._entry.check_time(request_id, hit, self._step)
+            found = self._hits.start_from(request, hit, num_tokens)
+        reserve_large_pages += self._entry.reserve(found, self._step)
+        request.is_packed = self._entry.was_refused_alone(request_id)
+        self._growth.give_up(request, request.hit_tokens)
+        try:
+            taken = self._taking.take(
+                request_id,
+                request,
+                num_tokens,
+                full_tokens=full_tokens,
+                reserve_large_pages=reserve_large_pages,
+                hit=hit,
+                found=found,
+            )
+        except PutOffError:
+            raise
+        except OutOfPagesError:
+            self._entry.note_refusal(request_id)
+            raise
+        request.num_tokens = num_tokens
+        request.step = self._step
+        self._num_owners = request.owner
+        self._requests[request_id] = request
+        if self._prefix_caching and hit is not None:
+            self._checkpoints.admit(request, hit)
+        self._entry.complete(request_id, hit)
+        return tuple(taken)
+
+    def _check_step(  # noqa: PLR0913  as `allocate`
+        self,
+        request_id: str,
+        request: Request | None,
+        *,
+        num_tokens: int,
+        num_processed_tokens: int,
+        hit: PrefixHit | None,
+        full_tokens: int,
+        reserve_large_pages: int,
+    ) -> None:
+        """Refuse what `allocate` says that it refuses, before anything is changed."""
+        check_count("num_tokens", num_tokens, least=int(request is None))
+        check_count("num_processed_tokens", num_processed_tokens)
+        check_count("full_tokens", full_tokens)
+        check_count("reserve_large_pages", reserve_large_pages)
+        if num_processed_tokens > num_tokens:
             msg = (
-                f"num_processed_tokens must be 0 or the {hit.num_tokens} tokens of the hit, and "
+                f"num_tokens must be no less than num_processed_tokens, got {num_tokens} and "
+                f"{num_processed_tokens}"
+            )
+            raise ValueError(msg)
+        if request is not None:
+            if hit is not None:
+                msg = f"hit must be None for request {request_id!r}, which is running"
+                raise ValueError(msg)
+            self._check_processed(request_id, request, num_processed_tokens)
+            return
+        start_tokens = 0
+        if hit is not None:
+            self._check_hit(hit)
+            start_tokens = hit.num_tokens
+        if num_processed_tokens not in (0, start_tokens) or num_tokens <= start_tokens:
+            msg = (
+                f"num_processed_tokens must be 0 or the {start_tokens} tokens of the hit, and "
                 f"num_tokens more than those, got {num_processed_tokens} and {num_tokens}"
             )
+            raise ValueError(msg)
+
+    def _check_hit(self, hit: PrefixHit) -> None:
+        if hit.version[0] is not self._cache_owner:
+            msg = "hit must have been looked up in this manager, got one of another"
             raise ValueError(msg)
         if hit.version != self._version:
             again = self.lookup(hit.prefix_hashes, max_tokens=hit.asked_tokens, facts=hit.facts)
@@ -383,11 +481,28 @@ class Manager(Keeping):
                 )
                 raise ValueError(msg)
 
+    @staticmethod
+    def _check_processed(request_id: str, request: Request, num_processed_tokens: int) -> None:
+        """Refuse processed tokens that a running request cannot have."""
+        least_tokens, most_tokens = request.num_processed_tokens, request.num_tokens
+        if not least_tokens <= num_processed_tokens <= most_tokens:
+            msg = (
+                f"num_processed_tokens must be within the {most_tokens} tokens that request "
+                f"{request_id!r} has slots for, and not fall below the {least_tokens} given "
+                f"before, got {num_processed_tokens}"
+            )
+            raise ValueError(msg)
+
     def release_passed(self, request_id: str, num_processed_tokens: int) -> None:
-        """Give up the pages that no token from `num_processed_tokens` on reads."""
+        """Give up the pages that no token from `num_processed_tokens` on reads.
+
+        Raises:
+            ValueError: The request is not running, has slots for fewer tokens, or more of its
+                tokens were said to be processed before.
+        """
         request = self._running(request_id)
-        if not 0 <= num_processed_tokens <= request.num_tokens:
-            raise _running_error(request_id, request, None, num_processed_tokens)
+        check_count("num_processed_tokens", num_processed_tokens)
+        self._check_processed(request_id, request, num_processed_tokens)
         if num_processed_tokens >= request.shrinks_at:
             self._growth.give_up(request, num_processed_tokens)
         request.num_processed_tokens = num_processed_tokens
@@ -403,16 +518,24 @@ class Manager(Keeping):
         Raises:
             ValueError: The request is not running, or has slots for fewer tokens.
         """
-        request = self._requests.get(request_id) or self._running(request_id)
-        if num_tokens < request.commits_at or num_tokens <= 0 or not self._prefix_caching:
+        try:
+            request = self._requests[request_id]
+        except KeyError:
+            request = self._running(request_id)
+        if type(num_tokens) is int and 0 <= num_tokens < request.commits_at:
             return
-        hashed_tokens = min(num_tokens, len(prefix_hashes) * self._hash_tokens)
-        if hashed_tokens > request.num_tokens:
+        if type(num_tokens) is not int or not 0 <= num_tokens <= request.num_tokens:
+            check_count("num_tokens", num_tokens)
             msg = (
                 f"num_tokens must be at most the {request.num_tokens} that request {request_id!r} "
-                f"has slots for, got {hashed_tokens}"
+                f"has slots for, got {num_tokens}"
             )
             raise ValueError(msg)
+        if not num_tokens or not self._prefix_caching:
+            return
+        hashed_tokens = len(prefix_hashes) * self._hash_tokens
+        if hashed_tokens > num_tokens:  # noqa: PLR1730  a call takes longer
+            hashed_tokens = num_tokens
         request.commits_at = (hashed_tokens // self._commit_tokens + 1) * self._commit_tokens
         request.committed_tokens = max(request.committed_tokens, hashed_tokens)
         if request.stand is None:
@@ -420,10 +543,9 @@ class Manager(Keeping):
             self._checkpoints.begin(request, prefix_hashes, asked_tokens=hashed_tokens)
         request.prefix_hashes = prefix_hashes
         # Images have names of their own: they are found however few tokens are hashed.
-        final_tokens = min(num_tokens, request.num_tokens)
         facts, committed = request.facts, request.committed
         for index, table in enumerate(self._tables):
-            end = table.policy.final_pages(facts, final_tokens, table.grain)
+            end = table.policy.final_pages(facts, num_tokens, table.grain)
             start = committed[index]
             if end > start:
                 if table.enter(request, prefix_hashes, end):
@@ -466,25 +588,3 @@ class Manager(Keeping):
         self._waiting.check()
         if self._host is not None:
             self._host.check()
-
-
-def _count_error(
-    num_tokens: int, num_processed_tokens: int, reserve_large_pages: int
-) -> ValueError:
-    if reserve_large_pages < 0:
-        return ValueError(f"reserve_large_pages must be at least 0, got {reserve_large_pages}")
-    return ValueError(
-        f"num_tokens must be positive and no less than num_processed_tokens, "
-        f"got {num_tokens} and {num_processed_tokens}"
-    )
-
-
-def _running_error(
-    request_id: str, request: Request, hit: PrefixHit | None, num_processed_tokens: int
-) -> ValueError:
-    if hit is not None:
-        return ValueError(f"hit must be None for request {request_id!r}, which is running")
-    return ValueError(
-        f"num_processed_tokens must be within the {request.num_tokens} tokens that request "
-        f"{request_id!r} has slots for, got {num_processed_tokens}"
-    )

@@ -29,7 +29,8 @@ from itertools import count, islice
 from math import lcm
 from operator import mul
 
-from jenga.demand import TYPICAL_TOKENS, UNSHARED_TAIL, held_pages, is_packed
+from jenga.checks import check_number, check_positive
+from jenga.demand import TYPICAL_TOKENS, UNSHARED_TAIL, check_lengths, held_pages, is_packed
 from jenga.geometry import (
     ALIGNMENT_BYTES,
     TOKENS_PER_PAGE,
@@ -41,7 +42,7 @@ from jenga.geometry import (
     place_layers,
     round_up,
 )
-from jenga.spec import ModelSpec, State, check_positive
+from jenga.spec import ModelSpec, State
 
 TYPICAL_ARENA_BYTES = 8 << 30
 """The arena planned for where none is given: what a model leaves free on a GPU it barely fits."""
@@ -97,11 +98,8 @@ def plan(
         ValueError: An argument out of its range, or an arena that holds no geometry of the model.
     """
     check_page_options(tokens_per_page=tokens_per_page, alignment_bytes=alignment_bytes)
-    if not typical_tokens:
-        msg = "typical_tokens must name at least one length"
-        raise ValueError(msg)
-    for num_tokens in typical_tokens:
-        check_positive("planner", "every length of typical_tokens", num_tokens)
+    check_lengths(typical_tokens)
+    check_number("max_padding", max_padding)
     if not 0 < max_padding <= 1:
         msg = f"max_padding must be in (0, 1], got {max_padding}"
         raise ValueError(msg)

@@ -22,6 +22,9 @@ def is_on_host(page: int) -> bool:
     return page < MISSING
 
 
+Version = tuple[object, int, int]
+"""A state of a cache: whose it is, and how often that has lost pages in two ways."""
+
 NO_LIMIT = -1
 """Index of the page table that limits a prefix hit, where none does."""
 
@@ -52,7 +55,7 @@ class PrefixHit:
     has_missing: tuple[bool, ...]
     facts: RequestFacts = field(repr=False)
     prefix_hashes: Sequence[bytes] = field(repr=False)
-    version: tuple[int, int] = field(repr=False)
+    version: Version = field(repr=False)
 
 
 class CopyPath(Enum):
@@ -167,17 +170,17 @@ class Request:
         self.grows_at = self.shrinks_at = self.commits_at = 0
 
 
-def new_request(
-    hit: PrefixHit | None, facts: RequestFacts | None, *, num_tables: int, prompt_tokens: int
-) -> Request:
-    """A request that comes in, with the facts given or those of its hit.
+def new_facts(
+    hit: PrefixHit | None, facts: RequestFacts | None, *, prompt_tokens: int
+) -> RequestFacts:
+    """Facts of a request that comes in: those given, those of its hit, or of text alone.
 
     Raises:
-        ValueError: They are not the same.
+        ValueError: Those given are not those of the hit.
     """
     if facts is None:
-        facts = RequestFacts(prompt_tokens=prompt_tokens) if hit is None else hit.facts
-    elif hit is not None and facts != hit.facts:
+        return RequestFacts(prompt_tokens=prompt_tokens) if hit is None else hit.facts
+    if hit is not None and facts != hit.facts:
         msg = f"facts must be those of the hit, {hit.facts}, got {facts}"
         raise ValueError(msg)
-    return Request(facts, num_tables)
+    return facts

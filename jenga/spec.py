@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from jenga.checks import check_count, check_positive
+
 ELEMENT_BYTES = {
     "float32": 4,
     "bfloat16": 2,
@@ -22,17 +24,6 @@ ELEMENT_BYTES = {
     "uint8": 1,
 }
 """Bytes of one element, by dtype name as torch and Hugging Face spell it."""
-
-
-def check_positive(owner: str, field: str, value: int) -> None:
-    """Refuse what is not a positive integer.
-
-    Raises:
-        ValueError: Names the owner, the field and the value.
-    """
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:  # pyright: ignore[reportUnnecessaryIsInstance]
-        msg = f"{owner}: {field} must be a positive integer, got {value!r}"
-        raise ValueError(msg)
 
 
 def _check_distinct(owner: str, what: str, names: Sequence[str]) -> None:
@@ -222,12 +213,7 @@ class State:
 
     def __post_init__(self) -> None:
         _check_layers(self.name, self.layers)
-        if self.draft_tokens < 0:
-            msg = (
-                f"layer type {self.name!r}: draft_tokens must be at least 0, "
-                f"got {self.draft_tokens}"
-            )
-            raise ValueError(msg)
+        check_count(f"layer type {self.name!r}: draft_tokens", self.draft_tokens)
 
     @property
     def slots_per_request(self) -> int:
@@ -270,7 +256,8 @@ class TokenBudget:
                 f"{self.mean_budget_tokens}, got {self.recent_tokens}"
             )
             raise ValueError(msg)
-        if not 0 <= self.layer_index < self.num_layers:
+        check_count(f"{owner}: layer_index", self.layer_index)
+        if self.layer_index >= self.num_layers:
             msg = f"{owner}: layer_index must be in [0, {self.num_layers}), got {self.layer_index}"
             raise ValueError(msg)
 

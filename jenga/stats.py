@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from jenga.errors import InvariantError
 from jenga.request import Request
 from jenga.table import Table
 
@@ -97,6 +98,21 @@ class CacheReport:
     hit_tokens: int
     limited_tokens: Mapping[str, int]
     evictions: tuple[Evictions, ...]
+
+
+def check_memory(memory: MemoryReport, arena_bytes: int) -> None:
+    """Raise `InvariantError` unless a report's bytes add up to the arena and none are negative.
+
+    Args:
+        memory: The report.
+        arena_bytes: Of the whole arena.
+    """
+    parts = [memory.empty_large_bytes, memory.null_bytes]
+    for table in memory.tables:
+        parts += [table.used_bytes, table.useless_bytes, table.evictable_bytes, table.empty_bytes]
+    if sum(parts) != arena_bytes or min(parts) < 0:
+        msg = f"the memory report does not divide the {arena_bytes} bytes of the arena: {memory}"
+        raise InvariantError(msg)
 
 
 def table_memory(table: Table, requests: Iterable[Request]) -> TableMemory:

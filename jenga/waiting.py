@@ -69,6 +69,7 @@ class Waiting:
         "_followed",
         "_hash_tokens",
         "_horizon_bytes",
+        "_is_on",
         "_last",
         "_running",
         "_step",
@@ -82,7 +83,13 @@ class Waiting:
     )
 
     def __init__(
-        self, tables: Sequence[Table], tree: CheckpointTree, *, hash_tokens: int, arena_bytes: int
+        self,
+        tables: Sequence[Table],
+        tree: CheckpointTree,
+        *,
+        hash_tokens: int,
+        arena_bytes: int,
+        is_on: bool,
     ) -> None:
         """Nobody waits.
 
@@ -91,12 +98,14 @@ class Waiting:
             tree: Told which checkpoints are waited for.
             hash_tokens: Tokens that each further prefix hash covers.
             arena_bytes: Of which more need not be known.
+            is_on: Whether what requests will read matters: else only their names are known.
         """
         self._tables = tables
         self._tree = tree
         self._token_bytes, self._fixed_bytes = tree.bytes_of_points()
         self._hash_tokens = hash_tokens
         self._horizon_bytes = arena_bytes
+        self._is_on = is_on
         self._waiters: dict[str, Waiter] = {}
         self._unknown: dict[str, Waiter] = {}  # not looked up yet, in order
         self._followed: dict[str, Waiter] = {}  # looked up and not admitted
@@ -131,6 +140,8 @@ class Waiting:
             position = self._last
         waiter = Waiter(position, self._step, prefix_hashes, num_tokens, facts)
         self._waiters[request_id] = waiter
+        if not self._is_on:
+            return
         if first:
             self._follow(request_id, waiter)
         else:
@@ -154,7 +165,7 @@ class Waiting:
     def admit(self, request_id: str) -> None:
         """Note that a request runs: what it reads, it uses."""
         waiter = self._waiters.get(request_id)
-        if waiter is not None:
+        if waiter is not None and self._is_on:
             self._leave_queue(request_id, waiter)
             self._running[request_id] = waiter
 
@@ -212,7 +223,7 @@ class Waiting:
             waiter.prefix_hashes,
             waiter.facts,
             max_tokens=asked_tokens,
-            version=(0, 0),
+            version=(None, 0, 0),
         )
         waiter.branch_tokens = max(hit.num_tokens, self._shared_tokens(waiter))
         self.reread_tokens += waiter.branch_tokens

@@ -156,7 +156,7 @@ def test_lcm_refuses_other_alignments(alignment_bytes):
         exact_lcm(PAPER_VISION, alignment_bytes=alignment_bytes)
 
 
-@pytest.mark.parametrize("count", [5, 8])
+@pytest.mark.parametrize("count", [5, 8, 0, -1, 1.0])
 def test_page_table_refuses_counts_that_do_not_fit(count):
     content = place_layers(FullAttention(name="full", layers=layers(1, 8)))
 
@@ -178,22 +178,66 @@ def test_check_arena_refuses_what_is_not_positive(arena_bytes):
         check_arena(exact_lcm(PAPER_VISION), arena_bytes)
 
 
-def broken(**changes):
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"small_pages_per_large_page": 3}, "must fill a large page"),
+        ({"layer_offset_bytes": (0, 64, 256)}, "overlaps"),
+        ({"layer_offset_bytes": (0, 128, 320)}, "layers end at byte 448"),
+        ({"layer_offset_bytes": (0, 128)}, "one offset for each of 3 layers"),
+        ({"layer_offset_bytes": (0, 128, -256)}, "at least 0 and an integer, got -256"),
+        ({"layer_start": 2, "layer_end": 2}, "a range of its 3 layers"),
+        ({"layer_end": 4}, "a range of its 3 layers"),
+        ({"tokens_per_page": 0}, "tokens_per_page must be a positive integer"),
+        ({"tokens_per_page": 1.0}, "tokens_per_page must be a positive integer"),
+        ({"small_page_bytes": float("nan")}, "small_page_bytes must be a positive integer"),
+        ({"small_pages_per_large_page": True}, "small_pages_per_large_page must be a positive"),
+    ],
+)
+def test_a_geometry_that_does_not_tile_is_refused(changes, message):
     geometry = exact_lcm(PAPER_VISION, tokens_per_page=1)
     cross, full = geometry.page_tables
-    return dataclasses.replace(geometry, page_tables=(cross, dataclasses.replace(full, **changes)))
+
+    with pytest.raises(ValueError, match=message):
+        check_geometry(
+            dataclasses.replace(geometry, page_tables=(cross, dataclasses.replace(full, **changes)))
+        )
+
+
+@pytest.mark.parametrize("large_page_bytes", [0, -64, 64.0])
+def test_a_geometry_without_page_tables_or_bytes_is_refused(large_page_bytes):
+    with pytest.raises(ValueError, match="distinct names"):
+        Geometry(name="empty", large_page_bytes=64, page_tables=())
+    with pytest.raises(ValueError, match="large_page_bytes must be a positive integer"):
+        dataclasses.replace(exact_lcm(PAPER_VISION), large_page_bytes=large_page_bytes)
+
+
+def test_a_state_takes_one_token_of_a_page():
+    table = place_layers(State(name="mamba", layers=layers(1, 64))).page_table(
+        large_page_bytes=64, small_pages_per_large_page=1
+    )
+
+    with pytest.raises(ValueError, match="tokens_per_page must be 1, got 16"):
+        dataclasses.replace(table, tokens_per_page=16)
 
 
 @pytest.mark.parametrize(
-    ("geometry", "message"),
+    ("arguments", "message"),
     [
-        (broken(small_pages_per_large_page=3), "must fill a large page"),
-        (broken(layer_offset_bytes=(0, 64, 256)), "overlaps"),
-        (broken(layer_offset_bytes=(0, 128, 320)), "layers end at byte 448"),
-        (Geometry(name="empty", large_page_bytes=64, page_tables=()), "distinct names"),
+        ({"tokens_per_page": -16}, "tokens_per_page must be a positive integer"),
+        ({"tokens_per_page": 16.0}, "tokens_per_page must be a positive integer"),
+        ({"alignment_bytes": 0}, "alignment_bytes must be a positive integer"),
+        ({"layer_start": -1}, "layer_start must be at least 0"),
+        ({"layer_start": 3}, "a range of its 3 layers, got 3 and 3"),
+        ({"layer_end": 4}, "a range of its 3 layers, got 0 and 4"),
     ],
-    ids=["page_does_not_divide", "layers_overlap", "layer_past_the_end", "no_page_table"],
 )
-def test_check_geometry_refuses_what_does_not_tile(geometry, message):
+def test_layers_that_are_none_are_not_placed(arguments, message):
     with pytest.raises(ValueError, match=message):
-        check_geometry(geometry)
+        place_layers(FullAttention(name="full", layers=layers(3, 64)), **arguments)
+
+
+@pytest.mark.parametrize("arena_bytes", [-1, 1e9, float("nan"), True])
+def test_bytes_of_an_arena_are_counted(arena_bytes):
+    with pytest.raises(ValueError, match="arena_bytes must be at least 0 and an integer"):
+        exact_lcm(PAPER_VISION).num_large_pages(arena_bytes)

@@ -215,10 +215,10 @@ def test_manager_refuses_hashes_that_do_not_divide_pages():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_tokens": 0}, "num_tokens must be positive"),
-        ({"num_tokens": -3}, "num_tokens must be positive"),
+        ({"num_tokens": 0}, "num_tokens must be a positive integer"),
+        ({"num_tokens": -3}, "num_tokens must be a positive integer"),
         ({"num_tokens": 4, "num_processed_tokens": 5}, "no less than num_processed_tokens"),
-        ({"num_tokens": 4, "num_processed_tokens": -1}, "no less than num_processed_tokens"),
+        ({"num_tokens": 4, "num_processed_tokens": -1}, "num_processed_tokens must be at least 0"),
         ({"num_tokens": 4, "reserve_large_pages": -1}, "reserve_large_pages must be at least 0"),
     ],
 )
@@ -257,10 +257,13 @@ def test_commit_refuses_tokens_without_slots_before_any_page_is_found():
     manager = manager_of(TWO_TYPES, 20, prefix_caching=True)
     manager.allocate("r", num_tokens=40)
 
-    with pytest.raises(ValueError, match="at most the 40 that request 'r' has slots for, got 64"):
-        manager.commit("r", hashes(64), 64)
+    for keys in (hashes(64), hashes(32), []):
+        with pytest.raises(
+            ValueError, match="at most the 40 that request 'r' has slots for, got 64"
+        ):
+            manager.commit("r", keys, 64)
 
-    manager.commit("r", hashes(32), 64)
+    manager.commit("r", hashes(32), 40)
     assert manager.committed_tokens("r") == 32
     manager.check()
 

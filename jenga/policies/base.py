@@ -8,7 +8,10 @@ half-open.
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
+
+from jenga.checks import check_bytes, check_count
 
 NEVER = 1 << 62
 """A number of tokens that no request reaches."""
@@ -22,11 +25,20 @@ class Image:
         start_token: The token of the request at which they are first wanted.
         num_tokens: How many.
         content: Names the image: equal contents give equal embeddings. None: never cached.
+
+    Raises:
+        ValueError: A number is out of its range, or the content is not bytes.
     """
 
     start_token: int
     num_tokens: int
     content: bytes | None = None
+
+    def __post_init__(self) -> None:
+        check_count("start_token of an image", self.start_token)
+        check_count("num_tokens of an image", self.num_tokens, least=1)
+        if self.content is not None:
+            check_bytes("content of an image", self.content)
 
     @property
     def end_token(self) -> int:
@@ -40,11 +52,39 @@ class RequestFacts:
 
     Attributes:
         prompt_tokens: Tokens of its prompt.
-        images: Its images, in the order of their tokens.
+        images: Its images, in the order of their first tokens. Where an encoder's tokens are not
+            those of the request, as in cross attention, one may begin before another's end.
+
+    Raises:
+        ValueError: The tokens are no integer of at least 0, images are out of order, or two of one
+            content have different numbers of tokens.
     """
 
     prompt_tokens: int = 0
     images: tuple[Image, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_count("prompt_tokens", self.prompt_tokens)
+        if self.images:
+            self._check_images()
+
+    def _check_images(self) -> None:
+        for image, after in pairwise(self.images):
+            if after.start_token < image.start_token:
+                msg = (
+                    f"images must be in the order of their first tokens, got one that begins at "
+                    f"{after.start_token} after one at {image.start_token}"
+                )
+                raise ValueError(msg)
+        num_tokens: dict[bytes | None, int] = {}
+        for image in self.images:
+            known = num_tokens.setdefault(image.content, image.num_tokens)
+            if image.content is not None and known != image.num_tokens:
+                msg = (
+                    f"images of one content must have as many tokens, got {known} and "
+                    f"{image.num_tokens} of {image.content!r}"
+                )
+                raise ValueError(msg)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +100,10 @@ class Grain:
     page_slots: int
     hash_tokens: int
 
+    def __post_init__(self) -> None:
+        check_count("page_slots", self.page_slots, least=1)
+        check_count("hash_tokens", self.hash_tokens, least=1)
+
 
 class LayerPolicy(Protocol):
     """How requests use, keep and find again the slots of one layer type.
@@ -67,6 +111,14 @@ class LayerPolicy(Protocol):
     Source: Jenga paper, section 5 (`update_last_access`, `set_prefix_length`,
     `get_possible_prefix`). There they change the evictor's books; here they say what to change.
     """
+
+    def check_facts(self, facts: RequestFacts, /) -> None:
+        """Refuse a request that the layer type cannot serve.
+
+        Raises:
+            ValueError: Says why.
+        """
+        ...
 
     def update_last_access(
         self, facts: RequestFacts, num_processed_tokens: int, num_tokens: int, /
@@ -158,6 +210,9 @@ class TokenSlots:
 
     is_overwritten = False
     names_images = False
+
+    def check_facts(self, _facts: RequestFacts, /) -> None:
+        """Any request is served."""
 
     def unfilled_slots(self, _facts: RequestFacts, _pages: range, /) -> Mapping[int, int]:
         """Every slot is filled."""

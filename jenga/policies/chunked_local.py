@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jenga.checks import check_count
 from jenga.policies.base import Grain, RequestFacts, TokenSlots, last_gapless_end
 
 
@@ -15,6 +16,9 @@ class ChunkedLocalPolicy(TokenSlots):
     """
 
     chunk_tokens: int
+
+    def __post_init__(self) -> None:
+        check_count("chunk_tokens", self.chunk_tokens, least=1)
 
     def _chunk_start(self, token: int) -> int:
         return token // self.chunk_tokens * self.chunk_tokens

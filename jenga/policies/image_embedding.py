@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from jenga.policies.base import NEVER, Grain, RequestFacts
 from jenga.policies.image_slots import ImageSlots
@@ -13,6 +14,17 @@ class ImageEmbeddingPolicy(ImageSlots):
 
     Source: Jenga paper, section 6.2 (KV allocated on demand, embeddings freed on demand).
     """
+
+    def check_facts(self, facts: RequestFacts, /) -> None:
+        """Images are tokens of the request, so they must not overlap."""
+        for image, after in pairwise(facts.images):
+            if after.start_token < image.end_token:
+                msg = (
+                    f"images whose embeddings are kept must not overlap, got one of tokens "
+                    f"{image.start_token} to {image.end_token} and one that begins at "
+                    f"{after.start_token}"
+                )
+                raise ValueError(msg)
 
     def _first_slot(self, facts: RequestFacts, num_processed_tokens: int) -> int:
         """The first slot that is not consumed."""

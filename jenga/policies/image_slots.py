@@ -8,6 +8,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from jenga.checks import check_count
 from jenga.policies.base import NEVER, Grain, Image, RequestFacts
 
 
@@ -23,6 +24,12 @@ class ImageSlots:
 
     is_overwritten = False
     names_images = True
+
+    def __post_init__(self) -> None:
+        check_count("page_slots", self.page_slots, least=1)
+
+    def check_facts(self, _facts: RequestFacts, /) -> None:
+        """Any request is served: an encoder's tokens need not be those of the request."""
 
     def num_pages(self, image: Image) -> int:
         """Pages of one image."""

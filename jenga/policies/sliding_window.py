@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jenga.checks import check_count
 from jenga.policies.base import Grain, RequestFacts, TokenSlots, last_gapless_end
 
 
@@ -15,6 +16,9 @@ class SlidingWindowPolicy(TokenSlots):
     """
 
     window_tokens: int
+
+    def __post_init__(self) -> None:
+        check_count("window_tokens", self.window_tokens, least=1)
 
     def update_last_access(
         self, _facts: RequestFacts, num_processed_tokens: int, num_tokens: int, /

@@ -3,6 +3,7 @@
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
+from jenga.checks import check_count
 from jenga.policies.base import NEVER, Grain, RequestFacts
 
 
@@ -23,6 +24,12 @@ class StatePolicy:
 
     is_overwritten = True
     names_images = False
+
+    def __post_init__(self) -> None:
+        check_count("num_slots", self.num_slots, least=1)
+
+    def check_facts(self, _facts: RequestFacts, /) -> None:
+        """Any request is served."""
 
     def update_last_access(
         self, _facts: RequestFacts, _num_processed_tokens: int, _num_tokens: int, /
