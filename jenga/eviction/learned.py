@@ -110,7 +110,7 @@ class LearnedReuse:
             rate = max(rate, self._rate(candidate.heir_of, time))
         return rate * candidate.saved_tokens / max(1, candidate.own_bytes)
 
-    def heir_of(self, candidate: Candidate, heir: Candidate, time: float) -> Point | None:
+    def heir_of(self, candidate: Candidate, heir: Candidate, time: float, /) -> Point | None:
         """The point that is read most often, of those that the heir stands in for."""
         points = [
             point

@@ -36,7 +36,7 @@ class EvictionPolicy(Observer, Protocol):
         """What a checkpoint is worth at a time; only compared with what others are worth."""
         ...
 
-    def heir_of(self, candidate: Candidate, heir: Candidate, time: float) -> Point | None:
+    def heir_of(self, candidate: Candidate, heir: Candidate, time: float, /) -> Point | None:
         """The point whose readers an heir is to expect besides its own.
 
         Args:
@@ -65,6 +65,6 @@ class LeastRecentlyUsed:
         """The time of the last use."""
         return candidate.point.last_kept - time
 
-    def heir_of(self, candidate: Candidate, heir: Candidate, time: float) -> Point | None:
-        """None."""
+    def heir_of(self, _candidate: Candidate, _heir: Candidate, _time: float, /) -> Point | None:
+        """None: an heir is as old as its own last use."""
         return None

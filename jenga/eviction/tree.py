@@ -241,7 +241,7 @@ class CheckpointTree:
             middle = (low + high + 1) // 2
         return found
 
-    def keep(  # noqa: PLR0913  a place, and all that is known of it
+    def keep(  # noqa: PLR0913, PLR0917  a place, and all that is known of it
         self,
         stand: Checkpoint,
         prefix_hashes: Sequence[bytes],

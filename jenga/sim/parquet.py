@@ -1,51 +1,61 @@
-"""Rows of replays as Parquet (extra `parquet`): one table, a column for every field of every kind.
+"""Parquet files (extra `parquet`): any table, and records with a column for every field.
 
-A column is null in rows of kinds that lack the field. `options` is JSON, as its members have any
-type; `tables` is a map from page tables to their bytes.
+A column is null in records that lack the field. A mapping to values of any type is kept as JSON.
 """
 
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, fields
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from jenga.sim.files import written_whole
-from jenga.sim.rows import ROW_KINDS, Row, Spread, TableBytes
 
 _GROUP_ROWS = 1 << 14
 """Rows of a row group, which are in memory together."""
 
 
-def write_parquet(path: Path, rows: Iterable[Row]) -> None:
-    """Write a file of rows, in place of one that may be there.
+def write_records(
+    path: Path, records: Iterable[Mapping[str, Any]], columns: Mapping[str, object]
+) -> None:
+    """Write a file of records, in place of one that may be there.
+
+    Args:
+        path: The file.
+        records: Each has values of some columns; what is of a dataclass is a mapping.
+        columns: Column -> type of its values: `str`, `int`, `float`, `float | None`, a dataclass of
+            those, or a dictionary from strings to such a dataclass or to anything.
 
     Raises:
         ModuleNotFoundError: pyarrow is not installed.
     """
     arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
-    schema = _schema(arrow)
-    each = iter(rows)
+    schema = arrow.schema([(name, _type(arrow, hint)) for name, hint in columns.items()])
+    each = iter(records)
     with (
         written_whole(path) as file,
         parquet.ParquetWriter(file, schema, compression="zstd") as writer,
     ):
-        while group := list(map(_record, islice(each, _GROUP_ROWS))):
+        while group := [_encoded(record, columns) for record in islice(each, _GROUP_ROWS)]:
             writer.write_table(arrow.Table.from_pylist(group, schema=schema))
 
 
-def read_records(path: Path) -> Iterator[dict[str, object]]:
-    """Rows of a file as their fields, those that are null left out.
+def read_records(path: Path, columns: Mapping[str, object]) -> Iterator[dict[str, object]]:
+    """Records of a file, columns that are null left out.
+
+    Args:
+        path: The file.
+        columns: As it was written with; it may have others.
 
     Raises:
-        ValueError: It is no Parquet file of rows.
+        ValueError: It is no Parquet file, or a column is not of its type.
         ModuleNotFoundError: pyarrow is not installed.
     """
     for values in read_table(path):
         try:
-            yield _fields(values)
+            yield _decoded(values, columns)
         except (TypeError, ValueError, RecursionError) as error:
             msg = f"{path}: must be a Parquet file of rows: {error}"
             raise ValueError(msg) from error
@@ -73,50 +83,49 @@ def read_table(path: Path, *, batch_rows: int = _GROUP_ROWS) -> Iterator[dict[st
             raise ValueError(msg) from error
 
 
-def _fields(values: dict[str, Any]) -> dict[str, object]:
-    """A row's fields, those that are null left out.
-
-    Raises:
-        TypeError: A field is not of the type that is written.
-        ValueError: `options` is not JSON.
-    """
-    found = {name: value for name, value in values.items() if value is not None}
-    if "options" in found:
-        found["options"] = json.loads(found["options"])
-    if "tables" in found:
-        found["tables"] = dict(found["tables"])
-    return found
+def _is_json(hint: object) -> bool:
+    return get_origin(hint) is dict and get_args(hint)[1] is Any
 
 
-def _record(row: Row) -> dict[str, Any]:
-    values: dict[str, Any] = {"kind": row.kind, **asdict(row)}
-    if "options" in values:
-        values["options"] = json.dumps(values["options"])
-    if "tables" in values:
-        values["tables"] = list(values["tables"].items())
+def _encoded(record: Mapping[str, Any], columns: Mapping[str, object]) -> dict[str, Any]:
+    """A record's values as Parquet has them."""
+    values = dict(record)
+    for name, value in record.items():
+        if _is_json(columns[name]):
+            values[name] = json.dumps(value)
+        elif get_origin(columns[name]) is dict:
+            values[name] = list(value.items())
     return values
 
 
-def _schema(arrow: Any) -> Any:  # noqa: ANN401  pyarrow ships no types
-    """The columns: of equal name, equal type."""
+def _decoded(values: Mapping[str, Any], columns: Mapping[str, object]) -> dict[str, object]:
+    """The values of a record that are not null.
 
-    def struct(kind: type[Spread | TableBytes]) -> Any:  # noqa: ANN401
-        hints = get_type_hints(kind)
-        return arrow.struct([(each.name, plain[hints[each.name]]) for each in fields(kind)])
+    Raises:
+        TypeError: One is not of the type that is written.
+        ValueError: It is not JSON.
+    """
+    found: dict[str, object] = {}
+    for name, value in values.items():
+        if value is None:
+            continue
+        hint = columns.get(name)
+        if _is_json(hint):
+            found[name] = json.loads(value)
+        else:
+            found[name] = dict(value) if get_origin(hint) is dict else value
+    return found
 
-    plain: dict[object, Any] = {
-        str: arrow.string(),
-        int: arrow.int64(),
-        float: arrow.float64(),
-        float | None: arrow.float64(),
-    }
-    plain |= {
-        dict[str, Any]: arrow.string(),
-        Spread: struct(Spread),
-        dict[str, TableBytes]: arrow.map_(arrow.string(), struct(TableBytes)),
-    }
-    columns = {"kind": plain[str]}
-    for kind in ROW_KINDS.values():
-        hints = get_type_hints(kind)
-        columns |= {each.name: plain[hints[each.name]] for each in fields(kind)}
-    return arrow.schema(list(columns.items()))
+
+def _type(arrow: Any, hint: Any) -> Any:  # noqa: ANN401  pyarrow ships no types
+    """The type of a column."""
+    if hint is str or _is_json(hint):
+        return arrow.string()
+    if hint is int:
+        return arrow.int64()
+    if hint in (float, float | None):
+        return arrow.float64()
+    if get_origin(hint) is dict:
+        return arrow.map_(arrow.string(), _type(arrow, get_args(hint)[1]))
+    hints = get_type_hints(hint)
+    return arrow.struct([(each.name, _type(arrow, hints[each.name])) for each in fields(hint)])

@@ -21,6 +21,7 @@ from jenga.sim.rows import (
     read_rows,
     row_line,
     rows_of_lines,
+    write_parquet,
 )
 from jenga.sim.session import Outcome, Running
 from jenga.sim.snapshot import Snapshot, read_snapshot, write_snapshot
@@ -193,8 +194,6 @@ class RowFile:
         """Put rows of Parquet where they belong; other rows are there already."""
         if not is_parquet(self.path) or not self._lines.exists():
             return
-        from jenga.sim.parquet import write_parquet
-
         with self._alone():
             files = [each for each in (self.path, self._lines) if each.exists()]
             write_parquet(self.path, (row for each in files for row in _rows_of(each)))

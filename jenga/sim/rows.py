@@ -12,6 +12,7 @@ from types import NoneType, UnionType
 from typing import Any, ClassVar, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from jenga.sim.lines import lines_of
+from jenga.sim.parquet import read_records, write_records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,6 +226,15 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
         file.writelines(map(row_line, rows))
 
 
+def write_parquet(path: Path, rows: Iterable[Row]) -> None:
+    """Write a file of Parquet, in place of one that may be there.
+
+    Raises:
+        ModuleNotFoundError: pyarrow is not installed.
+    """
+    write_records(path, ({"kind": row.kind, **asdict(row)} for row in rows), _columns())
+
+
 def read_rows(path: Path) -> Iterator[Row]:
     """Rows of a file, one at a time: of lines of JSON, or of Parquet where its name says so.
 
@@ -233,9 +243,7 @@ def read_rows(path: Path) -> Iterator[Row]:
         ModuleNotFoundError: pyarrow is not installed, which reads Parquet.
     """
     if is_parquet(path):
-        from jenga.sim.parquet import read_records
-
-        for number, values in enumerate(read_records(path), start=1):
+        for number, values in enumerate(read_records(path, _columns()), start=1):
             yield _row(values, f"{path}, row {number}")
         return
     yield from rows_of_lines(path, lines_of(path))
@@ -254,6 +262,15 @@ def rows_of_lines(path: Path, lines: Iterable[str]) -> Iterator[Row]:
     for number, line in enumerate(lines, start=1):
         if line.strip():
             yield _row(_parsed(line, f"{path}:{number}"), f"{path}:{number}")
+
+
+def _columns() -> dict[str, object]:
+    """Columns of Parquet: of equal name, equal type."""
+    columns: dict[str, object] = {"kind": str}
+    for kind in ROW_KINDS.values():
+        hints = get_type_hints(kind)
+        columns |= {each.name: hints[each.name] for each in fields(kind)}
+    return columns
 
 
 def is_parquet(path: Path) -> bool:
