@@ -6,9 +6,14 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from jenga.sim import plan_command, plot_command, replay_command, report_command
+
+if TYPE_CHECKING:
+    from jenga.sim.arena import Memory
+    from jenga.sim.scheduler import StepScheduler
+    from jenga.sim.session import Machine, Settings
 
 _DISTRIBUTION = "jenga-kv"
 
@@ -114,12 +119,13 @@ def _parser() -> argparse.ArgumentParser:
         plan_command,
         summary="show how a model's memory is cut, how many requests fit and what is wasted",
     )
-    _add_command(
+    replay = _add_command(
         commands,
         "replay",
         replay_command,
         summary="run requests through memory managers without a GPU, and count",
     )
+    replay.set_defaults(engine=_make_engine)
     _add_command(commands, "plot", plot_command, summary="draw a figure from the rows of replays")
     _add_command(
         commands, "report", report_command, summary="put replays side by side in one HTML file"
@@ -133,16 +139,27 @@ def _add_command(
     module: _Command,
     *,
     summary: str,
-) -> None:
-    module.configure(
-        commands.add_parser(
-            name,
-            help=summary,
-            description=module.DESCRIPTION,
-            epilog=module.EPILOG,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=module.DESCRIPTION,
+        epilog=module.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    module.configure(parser)
+    return parser
+
+
+def _make_engine(
+    manager: str, machine: "Machine", settings: "Settings"
+) -> tuple["StepScheduler", "Memory"]:
+    """Make vLLM's scheduler for a replay: the simulator knows neither vLLM's nor the plugin."""
+    # It says on standard error what its GPU build would do here; errors are raised all the same.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from jenga.engine_scheduler import make_engine
+
+    return make_engine(manager, machine, settings)
 
 
 def _version() -> str:

@@ -233,19 +233,14 @@ class FullArena:
         self._arrive()
         scheduler = self._scheduler
         num_preemptions = scheduler.num_preemptions
-        scheduler.step()
-        num_tokens = sum(active.num_scheduled for active in scheduler.scheduled)
+        self._batch = scheduler.schedule()
+        num_tokens = sum(chunk.num_tokens for chunk in self._batch.chunks)
         is_refused = bool(scheduler.waiting) and num_tokens < CHUNK_TOKENS
         self.is_full = is_refused or scheduler.num_preemptions > num_preemptions
 
     def finish_step(self) -> None:
         """End what has all its tokens."""
-        self._scheduler.finish_step(0.0)
-
-
-def end_of(active: ActiveRequest) -> int:
-    """Tokens that a request has slots for during a step."""
-    return active.num_computed + active.num_scheduled
+        self._scheduler.finish(self._batch, 0.0)
 
 
 def managed_bytes(arena: ManagedArena, running: Sequence[ActiveRequest]) -> Bytes:
@@ -256,7 +251,9 @@ def managed_bytes(arena: ManagedArena, running: Sequence[ActiveRequest]) -> Byte
         policy, page_slots = policy_of(table), table.tokens_per_page
         pages = window = last_page = 0
         for active in running:
-            slots = policy.update_last_access(active.facts, active.num_computed, end_of(active))
+            slots = policy.update_last_access(
+                active.facts, active.num_processed, active.num_computed
+            )
             if slots:
                 first, end = slots.start // page_slots, -(-slots.stop // page_slots)
                 pages += end - first
@@ -287,7 +284,7 @@ def _unwritten_image_slots(table: PageTable, active: ActiveRequest, first_page: 
     for image in active.facts.images:
         num_pages = -(-image.num_tokens // page_slots)
         page += num_pages
-        if page > first_page and image.start_token < end_of(active):
+        if page > first_page and image.start_token < active.num_computed:
             unwritten += num_pages * page_slots - image.num_tokens
     return unwritten
 

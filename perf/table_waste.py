@@ -180,9 +180,10 @@ def wanted_bytes(model: ModelSpec, lengths: Lengths) -> float:
     num_requests = 64
     ending = prefilled = 0.0
     for active in map(ActiveRequest, islice(draw_requests(model, lengths), num_requests)):
-        active.num_scheduled = min(active.prompt_tokens, CHUNK_TOKENS)
+        active.begin(min(active.prompt_tokens, CHUNK_TOKENS))
         prefilled += need.of_step(active)
-        active.num_computed, active.num_scheduled = active.total_tokens - 1, 1
+        active.num_computed, active.num_in_flight = active.total_tokens - 1, 0
+        active.begin(1)
         ending += need.of_step(active)
     return max(MAX_REQUESTS * ending, MIN_PREFILLS * prefilled) / num_requests
 

@@ -23,7 +23,8 @@ def small_case(name, lengths, *, num_requests=32):
     model, _ = read(name, 1, KvFormat.MODEL)
     need = Need(model)
     active = ActiveRequest(next(draw_requests(model, LENGTHS[lengths])))
-    active.num_computed, active.num_scheduled = active.total_tokens - 1, 1
+    active.num_computed = active.total_tokens - 1
+    active.begin(1)
     wanted_bytes = num_requests * need.of_step(active)
     return Case(
         name=name,
@@ -52,7 +53,7 @@ def test_bytes_held_are_told_apart_by_what_is_in_them():
     assert arena.admit(active, 0, 40)
     active.num_computed = 40
     assert arena.grow(active, 41)
-    active.num_scheduled = 1
+    active.begin(1)
     held = held_bytes(arena, [active])
 
     # 41 tokens in 3 pages of 16, 2 pages to a large one; tokens 21 to 40 in pages 1 and 2.
@@ -171,7 +172,7 @@ def test_vllm_counts_whole_blocks_of_every_group():
 
     assert stock.find(active) == 0
     assert stock.admit(active, 0, 100)
-    active.num_scheduled = 100
+    active.begin(100)
     held = held_bytes(stock, [active])
 
     # 100 tokens take two blocks of 80, each group of states takes one.

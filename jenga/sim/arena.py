@@ -18,9 +18,12 @@ class ActiveRequest:
         prompt_tokens: Tokens of its prompt.
         total_tokens: Tokens with which it ends.
         num_tokens: Tokens known: the prompt and what is generated so far.
-        num_computed: Tokens whose step is over.
-        num_scheduled: Tokens that the current step computes.
-        num_drafted: Those of them that were drafted.
+        num_computed: Tokens computed, those of steps in flight included.
+        num_in_flight: Tokens of steps that were scheduled and are not over.
+        num_stale: Of those, tokens scheduled before the request lost its pages.
+        num_expected: Tokens that steps in flight generate at most, drafted ones included.
+        num_drafted: Tokens drafted for its next step.
+        is_prefilling: Whether known tokens are left to compute after the steps in flight.
         facts: What a manager is told of it; after a preemption what was generated is prompt.
         found: What the arena found when it was asked for a prefix.
         hit_tokens: Tokens found at its first admission; None before.
@@ -39,11 +42,14 @@ class ActiveRequest:
         "first_token_s",
         "found",
         "hit_tokens",
+        "is_prefilling",
         "name",
         "num_computed",
         "num_drafted",
+        "num_expected",
+        "num_in_flight",
         "num_preemptions",
-        "num_scheduled",
+        "num_stale",
         "num_tokens",
         "prompt_tokens",
         "refusal",
@@ -64,13 +70,20 @@ class ActiveRequest:
         self.facts = request.facts
         self.prompt_tokens = self.num_tokens = self.facts.prompt_tokens
         self.total_tokens = self.prompt_tokens + request.output_tokens
-        self.num_computed = self.num_scheduled = self.num_drafted = self.num_preemptions = 0
+        self.num_computed = self.num_in_flight = self.num_stale = 0
+        self.num_expected = self.num_drafted = self.num_preemptions = 0
+        self.is_prefilling = False
         self.found: Any = None
         self.hit_tokens: int | None = None
         self.first_token_s = self.finished_s = -1.0
         self.refusal = ""
         self._hashes: list[bytes] = []
         self._hash_tokens = 0
+
+    @property
+    def num_processed(self) -> int:
+        """Tokens of its pages whose step is over."""
+        return self.num_computed - (self.num_in_flight - self.num_stale)
 
     def hashes(self, hash_tokens: int) -> list[bytes]:
         """Hash i is of the first `(i + 1) * hash_tokens` tokens, those to come included."""
@@ -79,12 +92,47 @@ class ActiveRequest:
             self._hash_tokens = hash_tokens
         return self._hashes
 
+    def begin(self, num_tokens: int) -> None:
+        """Record that a step which computes so many further tokens was scheduled."""
+        self.num_computed += num_tokens
+        self.num_in_flight += num_tokens
+
     def restart(self) -> None:
-        """Note that all pages are lost, and what was generated is prompt."""
-        self.num_computed = self.num_drafted = 0
+        """Record that all pages are lost, and what was generated is prompt.
+
+        Steps in flight still bring the tokens that they generate.
+        """
+        self.num_computed = self.num_drafted = self.num_expected = 0
+        self.num_stale = self.num_in_flight
         self.num_preemptions += 1
         self.found = None
         self.facts = RequestFacts(prompt_tokens=self.num_tokens, images=self.facts.images)
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """Tokens of one request that a step computes.
+
+    Attributes:
+        active: The request.
+        start: Its tokens computed before.
+        num_tokens: Tokens that the step computes.
+        num_drafted: Those of them that were drafted.
+        is_padded: Whether these stand for no drafts, but make the step as long as that of others.
+        generates: Whether the step computes the last known token, and so generates further ones.
+    """
+
+    active: ActiveRequest
+    start: int
+    num_tokens: int
+    num_drafted: int = 0
+    is_padded: bool = False
+    generates: bool = False
+
+    @property
+    def end(self) -> int:
+        """Its tokens computed after the step, if all drafts are right."""
+        return self.start + self.num_tokens
 
 
 class MovedBytes(NamedTuple):
@@ -122,8 +170,8 @@ class ArenaBytes:
         return 1 - self.used_bytes / held if held else 0.0
 
 
-class Arena(Protocol):
-    """Gives requests memory, and keeps what others may need again."""
+class Memory(Protocol):
+    """Tells where the bytes of an arena are."""
 
     @property
     def num_evicted(self) -> int:
@@ -132,15 +180,27 @@ class Arena(Protocol):
 
     @property
     def moved_bytes(self) -> MovedBytes:
-        """What was copied to host memory and from there so far."""
+        """Bytes that were copied to host memory and from there so far."""
         ...
 
+    def memory(self, running: list[ActiveRequest], /) -> ArenaBytes:
+        """Where the bytes are."""
+        ...
+
+    def check(self) -> None:
+        """Raise `InvariantError` unless the books agree."""
+        ...
+
+
+class Arena(Memory, Protocol):
+    """Gives requests memory, and keeps what others may need again."""
+
     def new_step(self) -> None:
-        """Note that a step begins."""
+        """Record that the scheduler begins a step."""
         ...
 
     def waits(self, active: ActiveRequest, /, *, first: bool = False) -> None:
-        """Note that a request waits, at the end of the queue or at its head."""
+        """Record that a request waits, at the end of the queue or at its head."""
         ...
 
     def find(self, active: ActiveRequest, /) -> int:
@@ -151,20 +211,29 @@ class Arena(Protocol):
         """Tokens to compute next, of those that the scheduler would have; 0 to wait."""
         ...
 
-    def admit(self, active: ActiveRequest, hit_tokens: int, num_tokens: int, /) -> bool:
-        """Give a waiting request slots for its first tokens, if all it knows could be held."""
+    def admit(
+        self, active: ActiveRequest, hit_tokens: int, num_tokens: int, lookahead_tokens: int = 0, /
+    ) -> bool:
+        """Give a waiting request slots for its first tokens, if all it knows could be held.
+
+        Args:
+            active: The request.
+            hit_tokens: Tokens that were found.
+            num_tokens: Tokens to have slots for, those of the hit included.
+            lookahead_tokens: Further slots, for a model that drafts.
+        """
         ...
 
-    def grow(self, active: ActiveRequest, num_tokens: int, /) -> bool:
+    def grow(self, active: ActiveRequest, num_tokens: int, lookahead_tokens: int = 0, /) -> bool:
         """Give a running request slots for its first tokens, drafted ones among them."""
         ...
 
     def end_step(self) -> None:
-        """Note that nothing more is scheduled in this step."""
+        """Record that the scheduler adds nothing more to the step."""
         ...
 
-    def computed(self, active: ActiveRequest, start: int, end: int, /) -> None:
-        """Note that a chunk of a prompt was computed."""
+    def settle(self, active: ActiveRequest, num_tokens: int, /) -> None:
+        """Record that a running request's first tokens are known, before its next step."""
         ...
 
     def free(self, active: ActiveRequest, /) -> None:
@@ -172,13 +241,5 @@ class Arena(Protocol):
         ...
 
     def refuse(self, active: ActiveRequest, /) -> None:
-        """Note that a waiting request was sent away."""
-        ...
-
-    def memory(self, running: list[ActiveRequest], /) -> ArenaBytes:
-        """Where the bytes are."""
-        ...
-
-    def check(self) -> None:
-        """Raise `InvariantError` unless the books agree."""
+        """Record that a waiting request was sent away."""
         ...

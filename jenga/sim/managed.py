@@ -14,7 +14,8 @@ from jenga.request import PrefixHit
 from jenga.sim.arena import NOTHING_MOVED, ActiveRequest, ArenaBytes, MovedBytes
 from jenga.sim.need import Need, encoder_tokens
 from jenga.sim.rows import TableBytes
-from jenga.spec import CrossAttention, ModelSpec, State
+from jenga.spec import CrossAttention, ModelSpec
+from jenga.state_keeper import StateKeeper, end_step
 
 HASH_TOKENS = 16
 """Tokens of each further prefix hash, as in the plugin."""
@@ -39,14 +40,66 @@ class _Hashes(Sequence[bytes]):
         return self._active.hashes(HASH_TOKENS)[index]
 
 
-class ManagedArena:
-    """An arena on one geometry, driven as the plugin drives it.
+class _Request:
+    """A request as `jenga.state_keeper` knows it."""
 
-    Pages become known to others once their step can lose no request any more. States are kept
-    wherever the manager asks for them inside a chunk, as the package's kernels can.
+    __slots__ = ("_active", "block_hashes")
+
+    def __init__(self, active: ActiveRequest) -> None:
+        self._active = active
+        self.block_hashes = _Hashes(active)
+
+    @property
+    def request_id(self) -> str:
+        return self._active.name
+
+    @property
+    def num_tokens(self) -> int:
+        return self._active.num_tokens
+
+    @property
+    def num_in_flight_tokens(self) -> int:
+        return self._active.num_in_flight
+
+
+class ManagedMemory:
+    """Where the bytes are of an arena under `jenga.manager.Manager`.
 
     Attributes:
         manager: The manager, for questions.
+    """
+
+    def __init__(self, manager: Manager) -> None:
+        self.manager = manager
+
+    @property
+    def num_evicted(self) -> int:
+        """See `Memory`."""
+        return sum(each.num_pages for each in self.manager.cache_report().evictions)
+
+    @property
+    def moved_bytes(self) -> MovedBytes:
+        """See `Memory`."""
+        report = self.manager.host_report()
+        if report is None:
+            return NOTHING_MOVED
+        return MovedBytes(
+            stored=report.stored_bytes, ahead=report.ahead_bytes, loaded=report.loaded_bytes
+        )
+
+    def memory(self, _running: list[ActiveRequest]) -> ArenaBytes:
+        """See `Memory`."""
+        return bytes_of([self.manager])
+
+    def check(self) -> None:
+        """See `Memory`."""
+        self.manager.check()
+
+
+class ManagedArena(ManagedMemory):
+    """An arena on one geometry, driven as `jenga.vllm_plugin.cache_manager` drives it.
+
+    Pages become known to others once their step can lose no request any more.
     """
 
     def __init__(  # noqa: PLR0913  all in which two arenas may differ
@@ -69,9 +122,10 @@ class ManagedArena:
             )
             raise ValueError(msg)
         self._prefix_caching = prefix_caching
+        self._requests: dict[ActiveRequest, _Request] = {}  # that run
         self._scheduled: dict[ActiveRequest, int] = {}  # of this step -> tokens it will have
         self._step_tokens = 0
-        self.manager = Manager(
+        manager = Manager(
             geometry,
             num_large_pages=geometry.num_large_pages(arena_bytes),
             prefix_caching=prefix_caching,
@@ -81,37 +135,18 @@ class ManagedArena:
             step_tokens=step_tokens,
             num_host_large_pages=num_host_large_pages,
         )
-        self._answer_tokens = self.manager.answer_interval_tokens
-        # The states after so many of the last tokens are in slots of their own.
-        self._state_slots = min(
-            (
-                table.layer_type.slots_per_request
-                for table in geometry.page_tables
-                if isinstance(table.layer_type, State)
-            ),
-            default=0,
-        )
-
-    @property
-    def num_evicted(self) -> int:
-        """See `Arena`."""
-        return sum(each.num_pages for each in self.manager.cache_report().evictions)
-
-    @property
-    def moved_bytes(self) -> MovedBytes:
-        """See `Arena`."""
-        report = self.manager.host_report()
-        if report is None:
-            return NOTHING_MOVED
-        return MovedBytes(
-            stored=report.stored_bytes, ahead=report.ahead_bytes, loaded=report.loaded_bytes
-        )
+        super().__init__(manager)
+        self._states: StateKeeper | None = None
+        if prefix_caching and any(table.is_state for table in geometry.page_tables):
+            self._states = StateKeeper(manager, hash_tokens=HASH_TOKENS)
 
     def new_step(self) -> None:
         """See `Arena`."""
+        self.manager.new_step()
         self._scheduled.clear()
         self._step_tokens = 0
-        self.manager.new_step()
+        if self._states is not None:
+            self._states.step_starts()
 
     def waits(self, active: ActiveRequest, *, first: bool = False) -> None:
         """See `Arena`."""
@@ -133,12 +168,10 @@ class ManagedArena:
         if not self._prefix_caching:
             return 0
         for scheduled, num_tokens in self._scheduled.items():
-            self.manager.commit(scheduled.name, scheduled.hashes(HASH_TOKENS), num_tokens)
+            self.settle(scheduled, num_tokens)
         self._scheduled.clear()
         most_tokens = 0 if self.manager.starts_over(active.name) else active.num_tokens - 1
-        hit = self.manager.lookup(
-            active.hashes(HASH_TOKENS), max_tokens=most_tokens, facts=active.facts
-        )
+        hit = self.manager.lookup(_Hashes(active), max_tokens=most_tokens, facts=active.facts)
         # A hit of no tokens says all the same where a state is worth keeping.
         active.found = hit
         return hit.num_tokens
@@ -147,84 +180,78 @@ class ManagedArena:
         """See `Arena`: any chunk will do."""
         return num_tokens
 
-    def admit(self, active: ActiveRequest, hit_tokens: int, num_tokens: int) -> bool:
+    def admit(
+        self,
+        active: ActiveRequest,
+        hit_tokens: int,
+        num_tokens: int,
+        lookahead_tokens: int = 0,
+    ) -> bool:
         """See `Arena`."""
         hit: PrefixHit | None = active.found
-        try:
-            self.manager.allocate(
-                active.name,
-                num_tokens=num_tokens,
-                num_processed_tokens=hit_tokens,
-                hit=hit,
-                facts=active.facts,
-                full_tokens=active.num_tokens,
-                reserve_large_pages=(
-                    self.manager.growth_large_pages if active.num_preemptions else 0
-                ),
-            )
-        except OutOfPagesError:
+        is_back = bool(active.num_preemptions and self._requests)
+        if not self._allocates(
+            active,
+            num_tokens=num_tokens + lookahead_tokens,
+            num_processed_tokens=hit_tokens,
+            hit=hit,
+            facts=active.facts,
+            full_tokens=active.num_tokens,
+            reserve_large_pages=self.manager.growth_large_pages if is_back else 0,
+        ):
             return False
         active.found = None
-        self._scheduled[active] = num_tokens
-        self._step_tokens += num_tokens - hit_tokens
+        self._requests[active] = _Request(active)
+        self._schedule(active, hit_tokens, num_tokens)
         return True
 
-    def grow(self, active: ActiveRequest, num_tokens: int) -> bool:
+    def grow(self, active: ActiveRequest, num_tokens: int, lookahead_tokens: int = 0) -> bool:
         """See `Arena`."""
-        processed_tokens = active.num_computed
-        if self._prefix_caching:
-            # Before windows give up pages of the step before.
-            self.manager.commit(active.name, active.hashes(HASH_TOKENS), processed_tokens)
-            if self._answer_tokens and processed_tokens > active.prompt_tokens:
-                self._keep_answer(active, processed_tokens)
+        start_tokens = active.num_computed
+        # Before windows give up pages of the step before.
+        self.settle(active, min(start_tokens, active.num_tokens))
+        if not self._allocates(
+            active,
+            num_tokens=num_tokens + lookahead_tokens,
+            num_processed_tokens=active.num_processed,
+        ):
+            return False
+        self._schedule(active, start_tokens, num_tokens)
+        return True
+
+    def _allocates(self, active: ActiveRequest, **arguments: Any) -> bool:  # noqa: ANN401
         try:
-            self.manager.allocate(
-                active.name, num_tokens=num_tokens, num_processed_tokens=processed_tokens
-            )
+            self.manager.allocate(active.name, **arguments)
         except OutOfPagesError:
             return False
-        self._scheduled[active] = min(num_tokens, active.num_tokens)
-        self._step_tokens += num_tokens - processed_tokens
         return True
 
-    def _keep_answer(self, active: ActiveRequest, num_tokens: int) -> None:
-        """Keep the states of what a request generates, if a slot of it has one worth keeping."""
-        past_tokens = num_tokens % self._answer_tokens
-        if past_tokens < self._state_slots and num_tokens - past_tokens > active.prompt_tokens:
-            kept_tokens = num_tokens - past_tokens
-            prefix_hash = active.hashes(HASH_TOKENS)[kept_tokens // HASH_TOKENS - 1]
-            self.manager.keep_state(active.name, prefix_hash, kept_tokens)
-            self.manager.take_copies()
+    def _schedule(self, active: ActiveRequest, start_tokens: int, end_tokens: int) -> None:
+        """Record that the step computes these tokens of a request."""
+        self._step_tokens += end_tokens - start_tokens
+        self.settle(active, min(start_tokens, active.num_tokens))
+        # The step's own tokens wait: while it serves who runs, it may lose a request again.
+        self._scheduled[active] = min(end_tokens, active.num_tokens)
+        if self._states is not None:
+            self._states.schedule(self._requests[active], start_tokens, end_tokens)
 
     def end_step(self) -> None:
         """See `Arena`."""
-        self.manager.load_ahead(self._step_tokens)
-        self.manager.save_ahead()
+        end_step(self.manager, self._states, num_tokens=self._step_tokens)
 
-    def computed(self, active: ActiveRequest, start: int, end: int) -> None:
+    def settle(self, active: ActiveRequest, num_tokens: int) -> None:
         """See `Arena`."""
-        if not self._prefix_caching:
-            return
-        for num_tokens in self.manager.checkpoint_tokens(active.name):
-            if start < num_tokens <= end:
-                prefix_hash = active.hashes(HASH_TOKENS)[num_tokens // HASH_TOKENS - 1]
-                self.manager.keep_state(active.name, prefix_hash, num_tokens)
-        self.manager.take_copies()
+        if self._prefix_caching:
+            self.manager.commit(active.name, _Hashes(active), num_tokens)
 
     def free(self, active: ActiveRequest) -> None:
         """See `Arena`."""
         self._scheduled.pop(active, None)
-        if self._prefix_caching:
-            self.manager.commit(active.name, active.hashes(HASH_TOKENS), active.num_computed)
+        self._requests.pop(active, None)
+        self.settle(active, min(active.num_computed, active.num_tokens))
         self.manager.free(active.name)
-
-    def memory(self, _running: list[ActiveRequest]) -> ArenaBytes:
-        """See `Arena`."""
-        return bytes_of([self.manager])
-
-    def check(self) -> None:
-        """See `Arena`."""
-        self.manager.check()
+        if self._states is not None:
+            self._states.forget(active.name)
 
 
 class PagedArena(ManagedArena):
@@ -262,35 +289,34 @@ class PagedArena(ManagedArena):
         self._need = Need(model)
         self._encoder_tokens = encoder_tokens(model) if has_encoder else 0
 
-    def admit(self, active: ActiveRequest, hit_tokens: int, num_tokens: int) -> bool:
+    def admit(
+        self,
+        active: ActiveRequest,
+        hit_tokens: int,
+        num_tokens: int,
+        lookahead_tokens: int = 0,
+    ) -> bool:
         """See `Arena`."""
         further = self._encoder_tokens
         if not further:
-            return super().admit(active, hit_tokens, num_tokens)
+            return super().admit(active, hit_tokens, num_tokens, lookahead_tokens)
         return self._allocates(
             active,
-            num_tokens=num_tokens + further,
+            num_tokens=num_tokens + lookahead_tokens + further,
             facts=RequestFacts(prompt_tokens=active.facts.prompt_tokens + further),
             full_tokens=active.num_tokens + further,
         )
 
-    def grow(self, active: ActiveRequest, num_tokens: int) -> bool:
+    def grow(self, active: ActiveRequest, num_tokens: int, lookahead_tokens: int = 0) -> bool:
         """See `Arena`."""
         further = self._encoder_tokens
         if not further:
-            return super().grow(active, num_tokens)
+            return super().grow(active, num_tokens, lookahead_tokens)
         return self._allocates(
             active,
-            num_tokens=num_tokens + further,
-            num_processed_tokens=active.num_computed + further,
+            num_tokens=num_tokens + lookahead_tokens + further,
+            num_processed_tokens=active.num_processed + further,
         )
-
-    def _allocates(self, active: ActiveRequest, **arguments: Any) -> bool:  # noqa: ANN401
-        try:
-            self.manager.allocate(active.name, **arguments)
-        except OutOfPagesError:
-            return False
-        return True
 
     def memory(self, running: list[ActiveRequest]) -> ArenaBytes:
         """See `Arena`."""
@@ -308,7 +334,7 @@ class PagedArena(ManagedArena):
 
     def _needed_bytes(self, active: ActiveRequest) -> float:
         if self._encoder_tokens:
-            return self._need.of_tokens(active.num_computed + max(1, active.num_scheduled))
+            return self._need.of_tokens(max(active.num_computed, active.num_processed + 1))
         return self._need.of_step(active)
 
 

@@ -11,6 +11,7 @@ from jenga.sim.partitioned import PartitionedArena
 from jenga.sim.scattered import ScatteredArena
 from jenga.sim.scheduler import CHUNK_TOKENS
 from jenga.sim.stock import StockArena
+from jenga.sim.stock_plan import DEFAULT_STOCK, StockOptions
 from jenga.spec import ModelSpec
 
 _GEOMETRIES = {"jenga": "planned", "paged": "homogeneous", "max": "max", "lcm": "lcm"}
@@ -35,7 +36,9 @@ def make_arena(  # noqa: PLR0913  all in which two arenas may differ
     left_share: float | None = None,
     step_tokens: float = STEP_TOKENS,
     chunk_tokens: int = CHUNK_TOKENS,
+    steps_in_flight: int = 1,
     host_bytes: int = 0,
+    stock: StockOptions = DEFAULT_STOCK,
 ) -> Arena:
     """An empty arena.
 
@@ -51,7 +54,9 @@ def make_arena(  # noqa: PLR0913  all in which two arenas may differ
         left_share: Of our manager; see `jenga.manager.Manager`.
         step_tokens: Likewise.
         chunk_tokens: Tokens computed in a step, of all requests together.
+        steps_in_flight: Steps that are scheduled at a time.
         host_bytes: Of host memory beside the arena, of one rank; only for managers of `HOSTING`.
+        stock: Options of manager "vllm".
 
     Raises:
         ValueError: No manager has this name, or it cannot start with such a model or arena.
@@ -98,7 +103,12 @@ def make_arena(  # noqa: PLR0913  all in which two arenas may differ
         case "vllm":
             try:
                 return StockArena(
-                    model, arena_bytes, prefix_caching=prefix_caching, chunk_tokens=chunk_tokens
+                    model,
+                    arena_bytes,
+                    prefix_caching=prefix_caching,
+                    chunk_tokens=chunk_tokens,
+                    steps_in_flight=steps_in_flight,
+                    options=stock,
                 )
             except NotImplementedError as error:
                 # Of vLLM's own managers: that of cross attention caches no prefix.

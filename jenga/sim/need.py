@@ -51,9 +51,8 @@ class Need:
         )
 
     def of_step(self, active: ActiveRequest) -> float:
-        """Of all tokens that the current step computes of a request."""
-        start = active.num_computed
-        end = start + active.num_scheduled
+        """Of all tokens that steps in flight compute of a request."""
+        start, end = active.num_processed, active.num_computed
         return sum(
             len(policy.update_last_access(active.facts, start, end)) * token_bytes
             for policy, token_bytes in self._tables

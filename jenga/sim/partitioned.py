@@ -32,6 +32,7 @@ class PartitionedArena:
         """Empty parts."""
         self._prefix_caching = prefix_caching
         self._scheduled: dict[ActiveRequest, int] = {}  # of this step -> tokens it will have
+        self._passages: dict[ActiveRequest, range] = {}  # of this step -> tokens that it computes
         self._managers = [
             Manager(
                 _one_type(region.content),
@@ -67,6 +68,7 @@ class PartitionedArena:
     def new_step(self) -> None:
         """See `Arena`."""
         self._scheduled.clear()
+        self._passages.clear()
         for manager in self._managers:
             manager.new_step()
 
@@ -82,7 +84,7 @@ class PartitionedArena:
         if not self._prefix_caching:
             return 0
         for scheduled, num_tokens in self._scheduled.items():
-            self._commit(scheduled, num_tokens)
+            self.settle(scheduled, num_tokens)
         self._scheduled.clear()
         # States are worth keeping where the others part: they are asked for no more than that.
         branch_tokens = self._agreed(active, self._others, active.num_tokens - 1)
@@ -118,7 +120,13 @@ class PartitionedArena:
         """See `Arena`: any chunk will do."""
         return num_tokens
 
-    def admit(self, active: ActiveRequest, hit_tokens: int, num_tokens: int) -> bool:
+    def admit(
+        self,
+        active: ActiveRequest,
+        hit_tokens: int,
+        num_tokens: int,
+        lookahead_tokens: int = 0,
+    ) -> bool:
         """See `Arena`."""
         none: list[PrefixHit | None] = [None] * len(self._managers)
         hits: list[PrefixHit | None] = active.found or none
@@ -126,7 +134,7 @@ class PartitionedArena:
             try:
                 manager.allocate(
                     active.name,
-                    num_tokens=num_tokens,
+                    num_tokens=num_tokens + lookahead_tokens,
                     num_processed_tokens=hit_tokens,
                     hit=hit,
                     facts=active.facts,
@@ -139,44 +147,51 @@ class PartitionedArena:
                 return False
         active.found = None
         self._scheduled[active] = num_tokens
+        self._passages[active] = range(hit_tokens, num_tokens)
         return True
 
-    def grow(self, active: ActiveRequest, num_tokens: int) -> bool:
+    def grow(self, active: ActiveRequest, num_tokens: int, lookahead_tokens: int = 0) -> bool:
         """See `Arena`."""
-        self._commit(active, active.num_computed)
+        start_tokens = active.num_computed
+        self.settle(active, min(start_tokens, active.num_tokens))
         for manager in self._managers:
             try:
                 manager.allocate(
-                    active.name, num_tokens=num_tokens, num_processed_tokens=active.num_computed
+                    active.name,
+                    num_tokens=num_tokens + lookahead_tokens,
+                    num_processed_tokens=active.num_processed,
                 )
             except OutOfPagesError:
                 return False
         self._scheduled[active] = min(num_tokens, active.num_tokens)
+        if start_tokens < active.num_tokens - 1:
+            self._passages[active] = range(start_tokens, num_tokens)
         return True
 
-    def _commit(self, active: ActiveRequest, num_tokens: int) -> None:
+    def settle(self, active: ActiveRequest, num_tokens: int) -> None:
+        """See `Arena`."""
         if self._prefix_caching:
             for manager in self._managers:
                 manager.commit(active.name, active.hashes(HASH_TOKENS), num_tokens)
 
     def end_step(self) -> None:
         """See `Arena`."""
-
-    def computed(self, active: ActiveRequest, start: int, end: int) -> None:
-        """See `Arena`."""
         if not self._prefix_caching:
             return
+        for active, passage in self._passages.items():
+            for manager in self._managers:
+                for num_tokens in manager.checkpoint_tokens(active.name):
+                    if passage.start < num_tokens <= passage.stop:
+                        prefix_hash = active.hashes(HASH_TOKENS)[num_tokens // HASH_TOKENS - 1]
+                        manager.keep_state(active.name, prefix_hash, num_tokens, in_passing=True)
         for manager in self._managers:
-            for num_tokens in manager.checkpoint_tokens(active.name):
-                if start < num_tokens <= end:
-                    prefix_hash = active.hashes(HASH_TOKENS)[num_tokens // HASH_TOKENS - 1]
-                    manager.keep_state(active.name, prefix_hash, num_tokens)
             manager.take_copies()
 
     def free(self, active: ActiveRequest) -> None:
         """See `Arena`."""
         self._scheduled.pop(active, None)
-        self._commit(active, active.num_computed)
+        self._passages.pop(active, None)
+        self.settle(active, min(active.num_computed, active.num_tokens))
         for manager in self._managers:
             manager.free(active.name)
 

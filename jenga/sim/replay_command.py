@@ -23,6 +23,7 @@ from jenga.sim.session import Machine, Outcome, Running, Settings, Trace, outcom
 from jenga.sim.sources import GENERATORS, open_source
 from jenga.sim.speculation import Speculation
 from jenga.sim.step_time import PEAKS, SHARES, Achieved, StepTime, Weights, drafted_time, weights_of
+from jenga.sim.stock_plan import StockOptions
 from jenga.sim.text import aligned, bytes_text, wrapped
 from jenga.spec import ELEMENT_BYTES, check_positive
 
@@ -51,10 +52,16 @@ managers:
   gcd     pages scattered over pieces of the greatest common divisor: memory alone, no caching
   vllm    vLLM's planner and KVCacheManager themselves (0.32 or 0.33)
 
+schedulers:
+  jenga   the simulator's: continuous batching as in vLLM
+  vllm    vLLM's own, with the plugin's manager (jenga) or its own (vllm); tests compare the two
+
 examples:
   jenga replay --model llama-3.1-70b --tp 4 --trace mmlu-pro:n=200,rate=4 \\
     --draft llama-3.2-1b --draft-tokens 4 --acceptance 0.7
   jenga replay --model gemma-3-27b --gpu H200 --trace articles --manager jenga vllm --bounds
+  jenga replay --model gpt-oss-120b --gpu H200 --trace articles --manager vllm \\
+      --vllm default retention=dense retention=8192
   jenga replay --model ministral-8b-2410 --trace long-documents --no-prefix-caching --every 1
   jenga replay --model falcon-h1-7b --trace conversation_trace.jsonl --speed 4 --requests 1000 \\
       --out rows.jsonl --check 100"""
@@ -75,7 +82,7 @@ _EXIT_REFUSED = 2
 def configure(parser: argparse.ArgumentParser) -> None:
     """Give a parser the arguments of `jenga replay`."""
     add_options(parser)
-    parser.set_defaults(run=run, extras="jenga-kv[vllm,parquet]")
+    parser.set_defaults(run=run, extras="jenga-kv[vllm,parquet]", engine=None)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -112,8 +119,8 @@ def run(options: argparse.Namespace) -> int:
     found: list[Outcome] = []
     refusals: list[str] = []
     replays = list(_replays(machines, options))
-    for machine, manager, eviction in replays:
-        settings = _settings(options, machine, eviction)
+    for machine, manager, eviction, stock in replays:
+        settings = _settings(options, machine, eviction, stock)
         try:
             found.append(_replay(machine, manager, trace, settings, out, quiet=options.quiet))
         except ValueError as error:
@@ -131,12 +138,13 @@ def run(options: argparse.Namespace) -> int:
 
 def _replays(
     machines: Sequence["_Timed"], options: argparse.Namespace
-) -> Iterator[tuple["_Timed", str, str]]:
-    """Machines, managers and eviction orders, the latter for managers that have a choice."""
+) -> Iterator[tuple["_Timed", str, str, StockOptions]]:
+    """Machines, managers, and what a manager has a choice of: eviction, or vLLM's options."""
     for machine in machines:
         for manager in options.manager:
             for eviction in options.eviction[: None if manager in EVICTING else 1]:
-                yield machine, manager, eviction
+                for stock in options.vllm[: None if manager == "vllm" else 1]:
+                    yield machine, manager, eviction, stock
 
 
 def _trace_name(options: argparse.Namespace) -> str:
@@ -145,7 +153,9 @@ def _trace_name(options: argparse.Namespace) -> str:
     return path.name or options.trace if path.exists() else options.trace
 
 
-def _settings(options: argparse.Namespace, machine: "_Timed", eviction: str) -> Settings:
+def _settings(
+    options: argparse.Namespace, machine: "_Timed", eviction: str, stock: StockOptions
+) -> Settings:
     details = {
         name: str(value)
         for name in ("speed", "requests")
@@ -160,6 +170,9 @@ def _settings(options: argparse.Namespace, machine: "_Timed", eviction: str) -> 
         chunk_tokens=options.chunk_tokens,
         max_requests=options.max_requests,
         speculation=_speculation(options),
+        is_asynchronous=_is_asynchronous(options),
+        stock=stock,
+        engine=options.engine if options.scheduler == "vllm" else None,
         every=options.every,
         check_every=options.check,
         keep_requests=options.request_rows,
@@ -175,7 +188,17 @@ def _speculation(options: argparse.Namespace) -> Speculation | None:
         draft_tokens=options.draft_tokens,
         acceptance=options.acceptance,
         lookahead_tokens=options.draft_tokens if options.draft is not None else 0,
+        draft_queries=int(options.draft is not None),
     )
+
+
+def _is_asynchronous(options: argparse.Namespace) -> bool:
+    """Whether steps are scheduled ahead: as vLLM does, which does not where n-grams draft."""
+    has_ngrams = options.acceptance is not None and options.draft is None
+    if options.async_scheduling and has_ngrams:
+        msg = "--async-scheduling is refused by vLLM where n-grams draft: give --draft a model"
+        raise ValueError(msg)
+    return not has_ngrams if options.async_scheduling is None else options.async_scheduling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,7 +314,7 @@ def _replay(
     outcome = out.outcome_of(row.run) if out is not None else None
     if outcome is not None:
         return outcome
-    label = f"{row.model} {manager} {row.eviction}".rstrip()
+    label = f"{row.model} {manager} {row.options.get('stock', row.eviction)}".rstrip()
     progress = None if quiet else _Progress(label, trace.num_requests)
     snapshot = out.snapshot_of(row.run) if out is not None else None
     if snapshot is not None and not quiet:
@@ -356,6 +379,7 @@ def _text(found: Sequence[Outcome], trace: Trace) -> str:
     for each in found:
         row, summary = each.row, each.summary
         manager = f"{row.manager} {row.eviction}".strip() if has_orders else row.manager
+        manager = f"{manager} {row.options.get('stock', '')}".rstrip()
         bounds = ("unlimited_hit_rate", "best_eviction_hit_rate") if has_bounds else ()
         memory.append(
             [

@@ -15,6 +15,7 @@ from jenga.sim.scheduler import CHUNK_TOKENS, MAX_REQUESTS
 from jenga.sim.session import Settings
 from jenga.sim.sources import FORMATS
 from jenga.sim.step_time import HOST_BYTES_PER_S, SHARES
+from jenga.sim.stock_plan import DEFAULT_STOCK, StockOptions, read_stock_options
 
 _SHARE_WORDS = {
     "arithmetic_share": "share of the peak of operations that products with weights reach "
@@ -105,6 +106,17 @@ def _configure_memory(group: "argparse._ArgumentGroup") -> None:  # pyright: ign
         f"those who will read it (default: {LEFT_SHARE}; 0 with host memory)",
     )
     group.add_argument(
+        "--vllm",
+        nargs="+",
+        type=_stock_options,
+        default=[DEFAULT_STOCK],
+        metavar="OPTIONS",
+        help="options of vLLM's manager, several of which are compared: default, or of "
+        "retention=TOKENS, retention=dense, match=TOKENS and hybrid=off, with commas between them "
+        "(vLLM's --prefix-cache-retention-interval, --prefix-match-unit and "
+        "--disable-hybrid-kv-cache-manager)",
+    )
+    group.add_argument(
         "--host",
         type=_reserve,
         default=0,
@@ -161,6 +173,18 @@ def _configure_engine(group: "argparse._ArgumentGroup") -> None:  # pyright: ign
         help="requests running at once (default: %(default)s)",
     )
     group.add_argument(
+        "--async-scheduling",
+        action=argparse.BooleanOptionalAction,
+        help="schedule a step while the one before it runs (default: as vLLM on a GPU, which does "
+        "unless n-grams draft)",
+    )
+    group.add_argument(
+        "--scheduler",
+        choices=("jenga", "vllm"),
+        default="jenga",
+        help="the simulator's, or vLLM's own with the plugin's manager or vLLM's (default: jenga)",
+    )
+    group.add_argument(
         "--step-seconds",
         type=float,
         metavar="S",
@@ -187,6 +211,13 @@ def _configure_engine(group: "argparse._ArgumentGroup") -> None:  # pyright: ign
         metavar="FOLDER",
         help="rows of benchmarks, a folder for each GPU (default: perf/results of a checkout)",
     )
+
+
+def _stock_options(text: str) -> StockOptions:
+    try:
+        return read_stock_options(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _arena(text: str) -> int:

@@ -94,8 +94,15 @@ class ScatteredArena:
         """See `Arena`: any chunk will do."""
         return num_tokens
 
-    def admit(self, active: ActiveRequest, _hit_tokens: int, num_tokens: int) -> bool:
+    def admit(
+        self,
+        active: ActiveRequest,
+        _hit_tokens: int,
+        num_tokens: int,
+        lookahead_tokens: int = 0,
+    ) -> bool:
         """See `Arena`."""
+        num_tokens += lookahead_tokens
         if self._num_held + self._peak_pieces(active, num_tokens) > self._num_pieces:
             return False
         self._held[active.name] = 0
@@ -113,12 +120,12 @@ class ScatteredArena:
             num_pieces += min(most, anywhere) * kind.pieces
         return num_pieces
 
-    def grow(self, active: ActiveRequest, num_tokens: int) -> bool:
+    def grow(self, active: ActiveRequest, num_tokens: int, lookahead_tokens: int = 0) -> bool:
         """See `Arena`."""
-        held = self._held[active.name]
+        held, start, end = self._held[active.name], active.num_processed, num_tokens
         wanted = 0
         for kind in self._kinds:
-            touched = kind.policy.update_last_access(active.facts, active.num_computed, num_tokens)
+            touched = kind.policy.update_last_access(active.facts, start, end + lookahead_tokens)
             wanted += _num_pages(touched, kind.page_slots) * kind.pieces
         if self._num_held - held + wanted > self._num_pieces:
             return False
@@ -129,7 +136,7 @@ class ScatteredArena:
     def end_step(self) -> None:
         """See `Arena`."""
 
-    def computed(self, active: ActiveRequest, start: int, end: int) -> None:
+    def settle(self, active: ActiveRequest, num_tokens: int) -> None:
         """See `Arena`: nothing is kept."""
 
     def free(self, active: ActiveRequest) -> None:
@@ -142,8 +149,8 @@ class ScatteredArena:
         for kind in self._kinds:
             num_pages = num_slots = 0
             for active in running:
-                end = active.num_computed + active.num_scheduled
-                touched = kind.policy.update_last_access(active.facts, active.num_computed, end)
+                start, end = active.num_processed, active.num_computed
+                touched = kind.policy.update_last_access(active.facts, start, end)
                 first, last = touched.start // kind.page_slots, touched.stop // kind.page_slots
                 unfilled = kind.policy.unfilled_slots(active.facts, range(first, last + 1))
                 num_pages += _num_pages(touched, kind.page_slots)

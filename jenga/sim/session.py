@@ -1,6 +1,7 @@
 """Replays as they are asked for: a model on a machine, a trace, settings; and running them."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
@@ -8,16 +9,17 @@ from importlib.metadata import PackageNotFoundError, version
 from jenga.admission import default_left_share
 from jenga.errors import InvariantError
 from jenga.eviction.known import DEFAULT_POLICY, EVICTION_POLICIES
-from jenga.sim.arena import NOTHING_MOVED, Arena, MovedBytes
+from jenga.sim.arena import NOTHING_MOVED, Arena, Memory, MovedBytes
 from jenga.sim.bounds import best_eviction, unlimited
 from jenga.sim.managers import EVICTING, HOSTING, make_arena
 from jenga.sim.record import SAMPLED_EVERY, Recorder, Recording
 from jenga.sim.replay import Clock, Replay, Step
 from jenga.sim.rows import Row, RunRow, SummaryRow, row_line
-from jenga.sim.scheduler import CHUNK_TOKENS, MAX_REQUESTS
+from jenga.sim.scheduler import CHUNK_TOKENS, MAX_REQUESTS, STEPS_IN_FLIGHT, StepScheduler
 from jenga.sim.snapshot import Snapshot
 from jenga.sim.speculation import Speculation
 from jenga.sim.step_time import HOST_BYTES_PER_S, HostedTime, step_tokens_of
+from jenga.sim.stock_plan import DEFAULT_STOCK, StockOptions
 from jenga.sim.workload import Request
 from jenga.spec import ModelSpec
 
@@ -61,6 +63,10 @@ class Settings:
         chunk_tokens: Tokens computed in a step, of all requests together.
         max_requests: Requests running at once.
         speculation: What is drafted; None for nothing.
+        is_asynchronous: Whether a step is scheduled while the one before it runs.
+        stock: Options of manager "vllm".
+        engine: Makes vLLM's own scheduler, and counts the bytes of its arena, in place of ours; see
+            `jenga.engine_scheduler`. None for ours.
         every: Steps between two step rows.
         check_every: Steps between two checks of the manager's books; 0 for none.
         keep_requests: Whether every request gets a row.
@@ -76,11 +82,18 @@ class Settings:
     chunk_tokens: int = CHUNK_TOKENS
     max_requests: int = MAX_REQUESTS
     speculation: Speculation | None = None
+    is_asynchronous: bool = False
+    stock: StockOptions = DEFAULT_STOCK
+    engine: "EngineMaker | None" = None
     every: int = SAMPLED_EVERY
     check_every: int = 0
     keep_requests: bool = False
     with_bounds: bool = False
     details: tuple[tuple[str, str], ...] = ()
+
+
+EngineMaker = Callable[[str, Machine, Settings], tuple[StepScheduler, Memory]]
+"""Makes the scheduler of an engine for a manager, a machine and settings."""
 
 
 class Trace:
@@ -168,11 +181,14 @@ def run_row(machine: Machine, manager: str, trace: Trace, settings: Settings) ->
         "prefix_caching": settings.prefix_caching,
         "chunk_tokens": settings.chunk_tokens,
         "max_requests": settings.max_requests,
+        "async_scheduling": settings.is_asynchronous,
         "every": settings.every,
         "request_rows": settings.keep_requests,
         "bounds": settings.with_bounds,
         **({"left_share": _left_share(manager, settings)} if manager in EVICTING else {}),
         **(_host_options(settings) if manager in HOSTING else {}),
+        **({"stock": settings.stock.text} if manager == "vllm" and settings.stock.text else {}),
+        **({"scheduler": "vllm"} if settings.engine is not None else {}),
         **(asdict(settings.speculation) if settings.speculation is not None else {}),
         **_length_options(machine),
         **dict(settings.details),
@@ -264,17 +280,7 @@ class Running:
             clock = _clock(machine, settings, replay.arena, moved_bytes=replay.moved_bytes)
             replay.go_on(trace.read(), clock=clock, on_end=self.recorder.on_end)
         else:
-            arena = _arena(row, machine, settings)
-            replay = Replay(
-                trace.read(),
-                arena,
-                clock=_clock(machine, settings, arena),
-                chunk_tokens=settings.chunk_tokens,
-                max_requests=settings.max_requests,
-                speculation=settings.speculation,
-                max_model_tokens=machine.max_model_tokens,
-                on_end=self.recorder.on_end,
-            )
+            replay = self._replay()
             if settings.with_bounds:
                 row = replace(row, options=row.options | trace.bounds(machine))
         self.row = row
@@ -283,6 +289,35 @@ class Running:
             if isinstance(each, SummaryRow) and not each.num_requests:
                 raise ValueError(_no_request_text(row, machine, trace))
             yield each
+
+    def _replay(self) -> Replay:
+        """Begin."""
+        row, machine, trace, settings = self.row, self._machine, self._trace, self._settings
+        if settings.engine is not None:
+            with _named(row):
+                scheduler, memory = settings.engine(row.manager, machine, settings)
+            return Replay.under(
+                scheduler,
+                trace.read(),
+                memory,
+                clock=_clock(machine, settings, memory),
+                max_model_tokens=machine.max_model_tokens,
+                is_asynchronous=settings.is_asynchronous,
+                on_end=self.recorder.on_end,
+            )
+        with _named(row):
+            arena = _arena(row, machine, settings)
+        return Replay(
+            trace.read(),
+            arena,
+            clock=_clock(machine, settings, arena),
+            chunk_tokens=settings.chunk_tokens,
+            max_requests=settings.max_requests,
+            speculation=settings.speculation,
+            max_model_tokens=machine.max_model_tokens,
+            is_asynchronous=settings.is_asynchronous,
+            on_end=self.recorder.on_end,
+        )
 
 
 def _no_request_text(row: RunRow, machine: Machine, trace: Trace) -> str:
@@ -305,29 +340,37 @@ def replay_rows(row: RunRow, machine: Machine, trace: Trace, settings: Settings)
     return Running(row, machine, trace, settings).rows()
 
 
-def _arena(row: RunRow, machine: Machine, settings: Settings) -> Arena:
+@contextmanager
+def _named(row: RunRow) -> Generator[None]:
+    """Say in errors of arenas that do not start which they are."""
     try:
-        return make_arena(
-            row.manager,
-            machine.model,
-            machine.arena_bytes,
-            prefix_caching=settings.prefix_caching,
-            eviction_policy=EVICTION_POLICIES[settings.eviction],
-            left_share=settings.left_share,
-            step_tokens=step_tokens_of(machine.clock),
-            chunk_tokens=settings.chunk_tokens,
-            host_bytes=settings.host_bytes if row.manager in HOSTING else 0,
-        )
+        yield
     except ValueError as error:
         msg = (
             f"manager {row.manager!r} does not start for {row.model!r} in an arena of "
-            f"{machine.arena_bytes} bytes: {error}"
+            f"{row.arena_bytes} bytes: {error}"
         )
         raise ValueError(msg) from error
 
 
+def _arena(row: RunRow, machine: Machine, settings: Settings) -> Arena:
+    return make_arena(
+        row.manager,
+        machine.model,
+        machine.arena_bytes,
+        prefix_caching=settings.prefix_caching,
+        eviction_policy=EVICTION_POLICIES[settings.eviction],
+        left_share=settings.left_share,
+        step_tokens=step_tokens_of(machine.clock),
+        chunk_tokens=settings.chunk_tokens,
+        steps_in_flight=STEPS_IN_FLIGHT[settings.is_asynchronous],
+        host_bytes=settings.host_bytes if row.manager in HOSTING else 0,
+        stock=settings.stock,
+    )
+
+
 def _clock(
-    machine: Machine, settings: Settings, arena: Arena, *, moved_bytes: MovedBytes = NOTHING_MOVED
+    machine: Machine, settings: Settings, arena: Memory, *, moved_bytes: MovedBytes = NOTHING_MOVED
 ) -> Clock:
     if not settings.host_bytes:
         return machine.clock

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from math import log
 from zlib import crc32
 
+from jenga.sim.arena import Chunk
+
 _DRAWS = 1 << 32
 
 
@@ -16,11 +18,14 @@ class Speculation:
         acceptance: Probability that a drafted token is what the model says, if those before it are.
         lookahead_tokens: Slots beyond the step's own that whatever drafts writes to: as many as it
             drafts where it is a model, none for n-grams.
+        draft_queries: Tokens of the step's budget that drafting takes for each request beside the
+            request's own: one where a model drafts, none for n-grams.
     """
 
     draft_tokens: int
     acceptance: float
     lookahead_tokens: int = 0
+    draft_queries: int = 0
 
     def __post_init__(self) -> None:
         if self.draft_tokens < 1:
@@ -44,6 +49,12 @@ class Speculation:
             return round(self.acceptance) * num_drafted
         draw = (crc32(f"{name} {num_tokens}".encode()) + 1) / _DRAWS  # in (0, 1]
         return min(num_drafted, int(log(draw) / log(self.acceptance)))
+
+    def num_right(self, chunk: Chunk) -> int:
+        """Get how many of the tokens drafted for a step are right; those of padding never are."""
+        if chunk.is_padded:
+            return 0
+        return self.accepted(chunk.active.name, chunk.active.num_tokens, chunk.num_drafted)
 
     @property
     def mean_tokens(self) -> float:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from jenga.admission import STEP_TOKENS
 from jenga.models import ModelFacts, ReadOptions
-from jenga.sim.arena import NOTHING_MOVED, ActiveRequest, Arena, MovedBytes
+from jenga.sim.arena import NOTHING_MOVED, Chunk, Memory, MovedBytes
 from jenga.sim.gpus import Gpu
 from jenga.sim.need import Need
 from jenga.spec import ChunkedLocal, FullAttention, ModelSpec, SlidingWindow, State, TokenBudget
@@ -209,16 +209,21 @@ class StepTime:
         token_s = _OPERATIONS_PER_PARAMETER * weights.active / self._products_per_s
         return (self._overhead_s + weights.num_bytes / self._weight_bytes_per_s) / token_s
 
-    def work(self, scheduled: list[ActiveRequest], each_tokens: int | None = None) -> Work:
-        """What a step costs that computes `num_scheduled` tokens of each request, or so many."""
+    def work(self, chunks: Sequence[Chunk], each_tokens: int | None = None) -> Work:
+        """What a step costs that computes some chunks, or so many tokens of each of their requests.
+
+        Args:
+            chunks: Of the step.
+            each_tokens: In place of those of the chunks, if given.
+        """
         num_tokens = 0
         end_tokens = 0
         pairs = 0.0  # of queries and keys, times layers
         limited_bytes = 0.0
-        for active in scheduled:
-            chunk_tokens = each_tokens or active.num_scheduled
+        for chunk in chunks:
+            chunk_tokens = each_tokens or chunk.num_tokens
             num_tokens += chunk_tokens
-            end = active.num_computed + chunk_tokens
+            end = chunk.start + chunk_tokens
             end_tokens += end
             middle = end - chunk_tokens / 2
             pairs += chunk_tokens * middle * self._num_full
@@ -232,12 +237,12 @@ class StepTime:
             product_operations=_OPERATIONS_PER_PARAMETER * weights.active * num_tokens,
             attention_operations=_OPERATIONS_PER_PAIR * weights.query_elements * pairs,
             weight_bytes=weights.touched_bytes(num_tokens),
-            cache_bytes=cache_bytes + len(scheduled) * self._fixed_bytes,
+            cache_bytes=cache_bytes + len(chunks) * self._fixed_bytes,
         )
 
-    def __call__(self, scheduled: list[ActiveRequest], each_tokens: int | None = None) -> float:
+    def __call__(self, chunks: Sequence[Chunk], each_tokens: int | None = None) -> float:
         """Seconds of the step; see `work`."""
-        work = self.work(scheduled, each_tokens)
+        work = self.work(chunks, each_tokens)
         arithmetic_s = work.product_operations / self._products_per_s
         arithmetic_s += work.attention_operations / self._attention_per_s
         traffic_s = work.weight_bytes / self._weight_bytes_per_s
@@ -264,10 +269,10 @@ class DraftedTime:
         self._draft = draft
         self._num_passes = draft_tokens - 1
 
-    def __call__(self, scheduled: list[ActiveRequest]) -> float:
+    def __call__(self, chunks: Sequence[Chunk]) -> float:
         """Seconds of a step of both."""
-        seconds = self._target(scheduled) + self._draft(scheduled)
-        drafting = [active for active in scheduled if active.num_drafted]
+        seconds = self._target(chunks) + self._draft(chunks)
+        drafting = [chunk for chunk in chunks if chunk.num_drafted]
         if drafting and self._num_passes:
             seconds += self._num_passes * self._draft(drafting, 1)
         return seconds
@@ -278,7 +283,7 @@ class DraftedTime:
         return self._target.step_tokens
 
 
-def step_tokens_of(clock: Callable[[list[ActiveRequest]], float]) -> float:
+def step_tokens_of(clock: Callable[[Sequence[Chunk]], float]) -> float:
     """What a manager is told a step costs (`jenga.manager.Manager`), as far as a clock says."""
     return clock.step_tokens if isinstance(clock, StepTime | DraftedTime) else STEP_TOKENS
 
@@ -291,8 +296,8 @@ class HostedTime:
 
     def __init__(
         self,
-        clock: Callable[[list[ActiveRequest]], float],
-        arena: Arena,
+        clock: Callable[[Sequence[Chunk]], float],
+        arena: Memory,
         bytes_per_s: float,
         *,
         moved_bytes: MovedBytes = NOTHING_MOVED,
@@ -303,7 +308,7 @@ class HostedTime:
             clock: Seconds of a step without them.
             arena: Says how many bytes were moved.
             bytes_per_s: At which they are.
-            moved_bytes: Those of steps that are over: a step that was cut is still to come.
+            moved_bytes: Those of steps that were scheduled before.
 
         Raises:
             ValueError: No byte is ever moved at that rate.
@@ -316,14 +321,14 @@ class HostedTime:
         self._bytes_per_s = bytes_per_s
         self._moved_bytes = moved_bytes
 
-    def __call__(self, scheduled: list[ActiveRequest]) -> float:
+    def __call__(self, chunks: Sequence[Chunk]) -> float:
         """Seconds of a step with the copies ordered since the last one."""
         before, moved = self._moved_bytes, self._arena.moved_bytes
         self._moved_bytes = moved
         ahead_bytes = moved.ahead - before.ahead
         waited_bytes = moved.stored + moved.loaded - before.stored - before.loaded - ahead_bytes
         return waited_bytes / self._bytes_per_s + max(
-            self._clock(scheduled), ahead_bytes / self._bytes_per_s
+            self._clock(chunks), ahead_bytes / self._bytes_per_s
         )
 
 

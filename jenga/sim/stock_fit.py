@@ -1,6 +1,5 @@
 """How many requests vLLM's planner and manager hold, for the comparison of `jenga plan`."""
 
-import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 
@@ -25,8 +24,6 @@ def stock_system(model: ModelSpec, arena_bytes: int, lengths: Sequence[int]) -> 
     """
     if find_spec("vllm") is None:
         return System(name="vllm", label=LABEL, refusal="vLLM 0.32 or 0.33 is not installed")
-    # It says on standard error what its GPU build would do here; errors are raised all the same.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
         arena = StockArena(model, arena_bytes, prefix_caching=False)
     except ValueError as error:

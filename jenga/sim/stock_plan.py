@@ -2,7 +2,7 @@
 
 import importlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from jenga.spec import (
@@ -15,6 +15,7 @@ from jenga.spec import (
     ModelSpec,
     SlidingWindow,
     State,
+    check_positive,
 )
 
 if TYPE_CHECKING:
@@ -35,8 +36,82 @@ NEVER = 1 << 24
 _MAMBA2_DIMENSIONS = 3
 """Of a Mamba-2 state: heads, their width, the state's. Mamba-1 has channels for the first two."""
 
+_VALUE_BYTES = 16
+"""Of the values of a token: the least that kernels take. All else is declared to be keys."""
+
 _LEAST_BLOCKS = 2
 """The null block and another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StockOptions:
+    """Options of vLLM that decide what its manager keeps and finds.
+
+    Attributes:
+        retention_tokens: Distance between the windows and states that are kept within a prompt, a
+            multiple of the block size; 0 for none but those at its end and where requests part,
+            None for all. vLLM's `--prefix-cache-retention-interval`.
+        match_tokens: Tokens of a prefix hash, to multiples of which a prefix can be found; None for
+            a block. vLLM's `--prefix-match-unit`.
+        is_hybrid: Whether windows and states are blocks of their own. vLLM's
+            `--disable-hybrid-kv-cache-manager` is the contrary.
+    """
+
+    retention_tokens: int | None = 0
+    match_tokens: int | None = None
+    is_hybrid: bool = True
+
+    def __post_init__(self) -> None:
+        if self.retention_tokens is not None and self.retention_tokens < 0:
+            msg = f"retention_tokens must be at least 0, got {self.retention_tokens}"
+            raise ValueError(msg)
+        if self.match_tokens is not None:
+            check_positive("options of vLLM", "match_tokens", self.match_tokens)
+
+    @property
+    def text(self) -> str:
+        """The options that are not vLLM's defaults, as `read_stock_options` reads them."""
+        parts: list[str] = []
+        if self.retention_tokens is None:
+            parts.append(f"retention={_DENSE}")
+        elif self.retention_tokens:
+            parts.append(f"retention={self.retention_tokens}")
+        if self.match_tokens is not None:
+            parts.append(f"match={self.match_tokens}")
+        if not self.is_hybrid:
+            parts.append(f"hybrid={_OFF}")
+        return ",".join(parts)
+
+
+DEFAULT_STOCK = StockOptions()
+"""What vLLM does unless it is told otherwise."""
+
+_DEFAULT, _DENSE, _OFF = "default", "dense", "off"
+
+
+def read_stock_options(text: str) -> StockOptions:
+    """Read options of vLLM from text such as "retention=8192,match=16", "hybrid=off" or "default".
+
+    Raises:
+        ValueError: The text has an unknown option, or a value that the option does not take.
+    """
+    fields: dict[str, Any] = {}
+    for part in text.split(",") if text != _DEFAULT else ():
+        name, _, value = part.partition("=")
+        match name, value:
+            case "retention", "dense":
+                fields["retention_tokens"] = None
+            case (("retention" | "match"), _) if value.isascii() and value.isdecimal():
+                fields[f"{name}_tokens"] = int(value)
+            case "hybrid", "off":
+                fields["is_hybrid"] = False
+            case _:
+                msg = (
+                    f"options of vLLM must be {_DEFAULT}, or of retention={_DENSE}, "
+                    f"retention=TOKENS, match=TOKENS and hybrid={_OFF}, got {part!r}"
+                )
+                raise ValueError(msg)
+    return StockOptions(**fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +119,7 @@ class StockPlan:
     """An arena as vLLM cuts it.
 
     Attributes:
-        cache_config: vLLM's, as the planner left it.
+        vllm_config: vLLM's configuration, as the planner left it.
         kv_cache_config: What vLLM's manager is made for.
         block_bytes: Of one block, all its layers together.
         group_layers: Per group, its layers.
@@ -52,7 +127,7 @@ class StockPlan:
         hash_tokens: Tokens that each further prefix hash covers.
     """
 
-    cache_config: Any
+    vllm_config: Any
     kv_cache_config: "KVCacheConfig"
     block_bytes: int
     group_layers: tuple[int, ...]
@@ -68,11 +143,24 @@ def stock_planner() -> Any:  # noqa: ANN401 (a module of vLLM)
         return importlib.import_module("vllm.v1.core.kv_cache_utils")
 
 
-def plan_stock(model: ModelSpec, arena_bytes: int, *, prefix_caching: bool) -> StockPlan:
+def plan_stock(
+    model: ModelSpec,
+    arena_bytes: int,
+    *,
+    prefix_caching: bool,
+    options: StockOptions = DEFAULT_STOCK,
+) -> StockPlan:
     """Cut an arena by vLLM's planner.
 
+    Args:
+        model: The layers.
+        arena_bytes: For all blocks.
+        prefix_caching: Whether blocks are kept for others.
+        options: Of vLLM.
+
     Raises:
-        ValueError: The planner refuses the layers, or the arena does not hold two blocks.
+        ValueError: The planner refuses the layers or an option, or the arena does not hold two
+            blocks.
     """
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_utils import (
@@ -86,6 +174,9 @@ def plan_stock(model: ModelSpec, arena_bytes: int, *, prefix_caching: bool) -> S
     cache_config.enable_prefix_caching = prefix_caching
     cache_config.block_size = attention_block_tokens(model)
     cache_config.mamba_cache_mode = "align" if prefix_caching else "none"
+    cache_config.prefix_cache_retention_interval = options.retention_tokens
+    cache_config.prefix_match_unit = options.match_tokens
+    config.scheduler_config.disable_hybrid_kv_cache_manager = not options.is_hybrid
     layer_specs = specs(model, prefix_caching=prefix_caching)
     refusals: list[str] = []
     for layout in layouts(model):
@@ -110,7 +201,7 @@ def plan_stock(model: ModelSpec, arena_bytes: int, *, prefix_caching: bool) -> S
             cache_config.block_size = block_tokens[0]
         scheduler_tokens, hash_tokens = resolve_kv_cache_block_sizes(scheduled, config)
     return StockPlan(
-        cache_config=cache_config,
+        vllm_config=config,
         kv_cache_config=scheduled,
         block_bytes=planned.kv_cache_tensors[0].size // planned.num_blocks,
         group_layers=tuple(len(group.layer_names) for group in groups),
@@ -225,3 +316,29 @@ def _spec(layer_type: LayerType, layer: Layer, block_tokens: int) -> "KVCacheSpe
             return FullAttentionSpec(**shape, tokens_per_state=tokens_per_slot)
         case _:
             return FullAttentionSpec(**shape)
+
+
+def attention_specs(model: ModelSpec) -> "dict[str, KVCacheSpec]":
+    """Describe each layer in vLLM's words as its model does, before vLLM pads any page.
+
+    Raises:
+        ValueError: vLLM has no words for a layer.
+    """
+    import torch
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    found: dict[str, KVCacheSpec] = {}
+    for layer_type, layer in _stored(model):
+        if isinstance(layer_type, State):
+            found[layer_name(layer_type, layer)] = MambaSpec(
+                block_size=NEVER,
+                shapes=((layer.slot_bytes,),),
+                dtypes=(torch.int8,),
+                num_speculative_blocks=layer_type.draft_tokens,
+            )
+            continue
+        spec: Any = _spec(layer_type, layer, BLOCK_TOKENS)
+        found[layer_name(layer_type, layer)] = replace(
+            spec, head_size=layer.slot_bytes - _VALUE_BYTES, head_size_v=_VALUE_BYTES
+        )
+    return found

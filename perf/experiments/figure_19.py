@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from jenga.models import known_model
-from jenga.sim.arena import ActiveRequest
+from jenga.sim.arena import Chunk
 from jenga.sim.gpus import find_gpu
 from jenga.sim.replay import Clock
 from jenga.sim.session import Machine
@@ -68,12 +68,12 @@ class EncoderClock:
         self._operations_per_s = find_gpu(GPU).flops("bfloat16")
         self.num_runs = 0
 
-    def __call__(self, scheduled: list[ActiveRequest]) -> float:
+    def __call__(self, chunks: Sequence[Chunk]) -> float:
         """Seconds of a step."""
-        seconds = self._clock(scheduled)
-        for active in scheduled:
-            start, end = active.num_computed, active.num_computed + active.num_scheduled
-            for image in active.facts.images:
+        seconds = self._clock(chunks)
+        for chunk in chunks:
+            start, end = chunk.start, chunk.end
+            for image in chunk.active.facts.images:
                 first, last = image.start_token, image.start_token + image.num_tokens
                 reads = start < last and end > first
                 if reads and (start <= first or not self._is_cached):

@@ -6,7 +6,7 @@ import pytest
 
 from jenga.admission import STEP_TOKENS
 from jenga.models import known_model
-from jenga.sim.arena import ActiveRequest, MovedBytes
+from jenga.sim.arena import ActiveRequest, Chunk, MovedBytes
 from jenga.sim.gpus import GPUS, Gpu
 from jenga.sim.step_time import (
     SHARES,
@@ -41,18 +41,16 @@ def model_of(*layer_types):
     return ModelSpec(name="m", layer_types=layer_types)
 
 
-def active_of(num_computed, num_scheduled):
+def chunk_of(start, num_tokens):
     request = Request(name="a", prompt=(Piece("a", 10_000),), output_tokens=1)
-    active = ActiveRequest(request)
-    active.num_computed, active.num_scheduled = num_computed, num_scheduled
-    return active
+    return Chunk(ActiveRequest(request), start, num_tokens)
 
 
 def test_a_decode_step_reads_the_weights_and_every_token_before():
     model = model_of(FullAttention(name="full", layers=layers(3, 10)))
     clock = StepTime(model, WEIGHTS, GPU)
 
-    work = clock.work([active_of(99, 1), active_of(199, 1)])
+    work = clock.work([chunk_of(99, 1), chunk_of(199, 1)])
 
     assert work.traffic_bytes == 2000 + (100 + 200) * 3 * 10
     assert work.operations == 2 * 1000 * 2 + 4 * 8 * 3 * (99.5 + 199.5)
@@ -67,7 +65,7 @@ def test_windows_chunks_and_states_read_no_more_than_they_keep():
     )
     clock = StepTime(model, WEIGHTS, GPU)
 
-    work = clock.work([active_of(999, 1)])
+    work = clock.work([chunk_of(999, 1)])
 
     assert work.traffic_bytes == 2000 + 50 * 20 + 80 * 10 + 2000 + 400
     assert work.operations == 2 * 1000 + 4 * 8 * (2 * 50 + 80)
@@ -75,15 +73,15 @@ def test_windows_chunks_and_states_read_no_more_than_they_keep():
 
 def test_a_prompt_pairs_every_token_with_those_before_it():
     model = model_of(FullAttention(name="full", layers=layers(1, 10)))
-    whole = StepTime(model, WEIGHTS, GPU).work([active_of(0, 1000)])
-    chunks = [StepTime(model, WEIGHTS, GPU).work([active_of(s, 100)]) for s in range(0, 1000, 100)]
+    whole = StepTime(model, WEIGHTS, GPU).work([chunk_of(0, 1000)])
+    chunks = [StepTime(model, WEIGHTS, GPU).work([chunk_of(s, 100)]) for s in range(0, 1000, 100)]
 
     assert sum(chunk.operations for chunk in chunks) == pytest.approx(whole.operations)
 
 
 def test_the_slower_of_arithmetic_and_traffic_is_the_time():
     model = model_of(FullAttention(name="full", layers=layers(1, 10)))
-    decode, prefill = [active_of(99, 1)], [active_of(0, 8000)]
+    decode, prefill = [chunk_of(99, 1)], [chunk_of(0, 8000)]
     clock = StepTime(model, WEIGHTS, GPU)
 
     assert clock(decode) == clock.work(decode).traffic_bytes / 1e9
@@ -133,7 +131,7 @@ def test_every_kind_of_model_has_a_time(name):
 
     clock = StepTime(facts.spec(), weights_of(facts), GPUS["H200"])
 
-    assert 0 < clock([active_of(99, 1)]) < clock([active_of(0, 8000)])
+    assert 0 < clock([chunk_of(99, 1)]) < clock([chunk_of(0, 8000)])
 
 
 def test_a_gpu_known_by_its_size_has_no_time():
@@ -145,7 +143,7 @@ def test_a_gpu_known_by_its_size_has_no_time():
 
 def test_attention_and_weights_have_shares_of_their_own():
     model = model_of(FullAttention(name="full", layers=layers(1, 10)))
-    decode, prefill = [active_of(9_999, 1)], [active_of(0, 8000)]
+    decode, prefill = [chunk_of(9_999, 1)], [chunk_of(0, 8000)]
     peaks = StepTime(model, WEIGHTS, GPU)
     slow = StepTime(
         model,

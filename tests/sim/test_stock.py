@@ -119,8 +119,8 @@ def vllm_schedule(engine_config, plan, requests):
     cache_config = engine_config.cache_config
     cache_config.enable_prefix_caching = True
     cache_config.num_gpu_blocks = plan.kv_cache_config.num_blocks
-    cache_config.block_size = plan.cache_config.block_size
-    cache_config.mamba_cache_mode = plan.cache_config.mamba_cache_mode
+    cache_config.block_size = plan.vllm_config.cache_config.block_size
+    cache_config.mamba_cache_mode = plan.vllm_config.cache_config.mamba_cache_mode
     scheduler = StockScheduler(
         vllm_config=engine_config,
         kv_cache_config=plan.kv_cache_config,
@@ -172,9 +172,9 @@ def our_schedule(arena, requests):
     steps = []
     while scheduler.waiting or scheduler.running:
         assert len(steps) < MOST_STEPS
-        scheduler.step()
-        steps.append({each.name: each.num_scheduled for each in scheduler.scheduled})
-        scheduler.finish_step(1.0)
+        batch = scheduler.schedule()
+        steps.append({chunk.active.name: chunk.num_tokens for chunk in batch.chunks})
+        scheduler.finish(batch, 1.0)
     return steps, {each.name: each.hit_tokens for each in active}, scheduler
 
 
@@ -209,7 +209,7 @@ def test_bytes_of_vllm_add_up_and_shared_blocks_are_used_once():
     scheduler.waiting.extend(map(ActiveRequest, requests))
 
     for step in range(8):
-        scheduler.step()
+        batch = scheduler.schedule()
         memory = arena.memory(scheduler.running)
         num_tokens = 176 + step
         # All come in the first step, in which vLLM lets the second already share the first's.
@@ -218,7 +218,7 @@ def test_bytes_of_vllm_add_up_and_shared_blocks_are_used_once():
         assert memory.used_bytes + memory.useless_bytes == blocks * 2048
         total = memory.used_bytes + memory.useless_bytes + memory.cached_bytes
         assert total + memory.unallocated_bytes == 57 * 2048
-        scheduler.finish_step(1.0)
+        scheduler.finish(batch, 1.0)
 
     assert arena.memory([]).used_bytes == 0
     # The last token generated is never computed.

@@ -1,0 +1,249 @@
+"""Which states of recurrent layers are kept for other requests, decided for each step of an engine.
+
+A state is kept in the pass that computes it: the layers write it to a page of its own on their way
+through a prompt. Of an answer, a copy of the running state is kept now and then, before a step goes
+on from it. A request that starts from a kept state starts with a copy of it. All of this is decided
+when every request of the step is known.
+
+The plugin and the simulator decide here, so that a replay keeps what an engine keeps.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from jenga.manager import Manager
+from jenga.request import CopyPath, PageCopy
+from jenga.spec import State
+
+
+class EngineRequest(Protocol):
+    """A request as a scheduler knows it, in vLLM's words."""
+
+    @property
+    def request_id(self) -> str:
+        """Its name."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known: the prompt and what was generated so far."""
+        ...
+
+    @property
+    def num_in_flight_tokens(self) -> int:
+        """Tokens of steps that are not over."""
+        ...
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        """Hash i is of the first `(i + 1) * hash_tokens` known tokens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Passage:
+    """The tokens of a request that a step computes."""
+
+    request: EngineRequest
+    start_tokens: int
+    end_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptInPassing:
+    """A state that layers write on their way, if its page is not given to others before.
+
+    Attributes:
+        prefix_hash: Of the tokens that went into it.
+        copy: From the request's running page to the page it is kept in; not to be made.
+        after_tokens: Tokens of the step after which it is there.
+    """
+
+    prefix_hash: bytes
+    copy: PageCopy
+    after_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCopies:
+    """Copies and states of a step, decided once all requests of it are known.
+
+    Attributes:
+        copies: To be made in this order before any layer runs.
+        kept: States that layers write on their way.
+        ahead: Copies to host memory and from there, to be begun after the others beside the
+            layers, and to be over before the next step's.
+    """
+
+    copies: tuple[PageCopy, ...] = ()
+    kept: tuple[KeptInPassing, ...] = ()
+    ahead: tuple[PageCopy, ...] = ()
+
+
+class StateKeeper:
+    """Decides at the end of each step which states it keeps."""
+
+    __slots__ = (
+        "_answer_tokens",
+        "_answers",
+        "_hash_tokens",
+        "_manager",
+        "_on_keep",
+        "_passages",
+        "_passed",
+        "_slots",
+    )
+
+    def __init__(
+        self,
+        manager: Manager,
+        *,
+        hash_tokens: int,
+        on_keep: Callable[[Any], None] | None = None,
+        history_query_tokens: int = 0,
+    ) -> None:
+        """Nothing to keep.
+
+        Args:
+            manager: Gives the pages.
+            hash_tokens: Tokens that each further hash of a request covers.
+            on_keep: Called with a request of which a state was to be kept.
+            history_query_tokens: Most tokens of a decoding step where these are kept beside the
+                states, and a page has the state after any of its last step's; 0 where none are.
+        """
+        self._manager = manager
+        self._on_keep = on_keep
+        self._hash_tokens = hash_tokens
+        # Steps of so many tokens leave the state after each of them in a slot of the request.
+        self._slots = history_query_tokens or max(
+            table.layer_type.slots_per_request
+            for table in manager.geometry.page_tables
+            if isinstance(table.layer_type, State)
+        )
+        self._answer_tokens = manager.answer_interval_tokens
+        # Request -> tokens after which its last step left each state that it computed in a slot.
+        self._answers: dict[str, int] = {}
+        self._passages: dict[str, _Passage] = {}
+        self._passed: dict[str, tuple[EngineRequest, list[int]]] = {}
+
+    def step_starts(self) -> None:
+        """Begin a step: keep what the last one could not write on its way."""
+        for request_id, (request, states) in self._passed.items():
+            if self._manager.is_running(request_id):
+                for num_tokens in states:
+                    self._keep_state(request, num_tokens)
+        self._passed.clear()
+        self._passages.clear()
+
+    def schedule(self, request: EngineRequest, start_tokens: int, end_tokens: int) -> None:
+        """Record that the step computes these tokens of a request, and keep what it starts from."""
+        # A step of the request's last token and drafts is a decoding one: its prompt is kept.
+        if start_tokens < request.num_tokens - 1:
+            self._passages[request.request_id] = _Passage(
+                request=request, start_tokens=start_tokens, end_tokens=end_tokens
+            )
+            # The next prompt of a session: of the states that it passes slots have only the last.
+            self._answers.pop(request.request_id, None)
+        elif self._answer_tokens:
+            slots, past_tokens = self._slots, start_tokens % self._answer_tokens
+            if slots > 1:
+                self._answers.setdefault(request.request_id, start_tokens)
+            if past_tokens < slots:
+                self._keep_answer(request, start_tokens - past_tokens)
+            if slots > 1:
+                # As many tokens as there are slots leave nothing of what the step starts from.
+                self._answers[request.request_id] = start_tokens + 1
+
+    def _keep_answer(self, request: EngineRequest, num_tokens: int) -> None:
+        """Keep a state of what a request generates, if its slots have it and its tokens are known.
+
+        Where a step is still to say which of its drafts it accepts, slots have what it writes.
+        """
+        is_known = num_tokens <= len(request.block_hashes) * self._hash_tokens
+        is_there = self._slots == 1 or (
+            not request.num_in_flight_tokens and num_tokens >= self._answers[request.request_id]
+        )
+        if num_tokens and is_known and is_there:
+            self._keep_state(request, num_tokens)
+
+    def forget(self, request_id: str) -> None:
+        """Record that a request has ended or lost its place in the step."""
+        self._passages.pop(request_id, None)
+        self._passed.pop(request_id, None)
+        self._answers.pop(request_id, None)
+
+    def keep_passed(self, copies: list[PageCopy]) -> list[KeptInPassing]:
+        """Give pages to the states that the step passes, once all of it is known.
+
+        Args:
+            copies: To be made before the step; those are added that save what was in these pages.
+        """
+        return [
+            kept
+            for request_id, passage in self._passages.items()
+            for kept in self._keep(request_id, passage, copies)
+        ]
+
+    def _keep(
+        self, request_id: str, passage: _Passage, copies: list[PageCopy]
+    ) -> list[KeptInPassing]:
+        """Give pages to a request's states.
+
+        Args:
+            request_id: Its name.
+            passage: The tokens of it that the step computes.
+            copies: To which those are added that save what was in these pages.
+        """
+        kept: list[KeptInPassing] = []
+        start_tokens, end_tokens = passage.start_tokens, passage.end_tokens
+        for num_tokens in self._manager.checkpoint_tokens(request_id):
+            if not start_tokens < num_tokens <= end_tokens:
+                continue
+            if end_tokens - start_tokens <= self._slots:
+                # Layers take so few tokens for decoding, which writes running states only.
+                self._passed.setdefault(request_id, (passage.request, []))[1].append(num_tokens)
+            elif self._keep_state(passage.request, num_tokens, in_passing=True):
+                prefix_hash = self._hash(passage.request, num_tokens)
+                for copy in self._manager.take_copies():
+                    if copy.path == CopyPath.IN_ARENA:
+                        after_tokens = num_tokens - start_tokens
+                        kept.append(
+                            KeptInPassing(
+                                prefix_hash=prefix_hash, copy=copy, after_tokens=after_tokens
+                            )
+                        )
+                    else:
+                        copies.append(copy)
+        return kept
+
+    def _keep_state(
+        self, request: EngineRequest, num_tokens: int, *, in_passing: bool = False
+    ) -> bool:
+        prefix_hash = self._hash(request, num_tokens)
+        is_kept = self._manager.keep_state(
+            request.request_id, prefix_hash, num_tokens, in_passing=in_passing
+        )
+        if self._on_keep is not None:
+            self._on_keep(request)
+        return is_kept
+
+    def _hash(self, request: EngineRequest, num_tokens: int) -> bytes:
+        return request.block_hashes[num_tokens // self._hash_tokens - 1]
+
+
+def end_step(manager: Manager, keeper: StateKeeper | None, *, num_tokens: int) -> StepCopies:
+    """Decide what is copied and kept in a step, once all requests of it are known.
+
+    Args:
+        manager: Gives pages, and says what is copied.
+        keeper: Of the step; None where no states are kept.
+        num_tokens: That the step computes.
+    """
+    copies = manager.take_copies()
+    kept = keeper.keep_passed(copies) if keeper is not None else []
+    loaded = manager.load_ahead(num_tokens)
+    copies += manager.take_copies()  # what makes room for that
+    # What is saved may take the place of what was loaded.
+    ahead = [*loaded, *manager.save_ahead()]
+    return StepCopies(copies=tuple(copies), kept=tuple(kept), ahead=tuple(ahead))
