@@ -40,6 +40,7 @@ class Manager(Keeping):
         answer_interval_tokens: int | None = None,
         left_share: float | None = None,
         step_tokens: float = STEP_TOKENS,
+        in_flight_tokens: int = 0,
         ahead_tokens: int = 0,
         records_changes: bool = False,
         num_host_large_pages: int = 0,
@@ -62,6 +63,9 @@ class Manager(Keeping):
                 where there is host memory, else `LEFT_SHARE`.
             step_tokens: Tokens of a prompt that are computed in the time a step takes to read the
                 weights, by which an admission knows what a running request is worth.
+            in_flight_tokens: Most tokens of a request that steps in flight compute, by which an
+                admission knows what windows will hold: those of a step, for each step that is
+                scheduled at a time. 0: as many as the step in which it comes in.
             ahead_tokens: Tokens after a prefix that its cached pages depend on, as where a draft's
                 slots are made of the token after theirs: they must be found too, and states are
                 kept as much before where they are wanted.
@@ -186,6 +190,7 @@ class Manager(Keeping):
             self._hits,
             checkpoints,
             self._evictions,
+            in_flight_tokens=in_flight_tokens,
             host=host,
             loading=self._loading,
         )
@@ -315,8 +320,9 @@ class Manager(Keeping):
             hit: At admission, the prefix to start from; its tokens count as processed.
             facts: At admission, of the request; by default those of the hit, or that its prompt
                 has `full_tokens` or `num_tokens` tokens, whichever are more.
-            full_tokens: If positive, refuse unless so many tokens could be held now, in steps as
-                large as this one.
+            full_tokens: If positive, refuse unless so many tokens could be held now, in steps of
+                `in_flight_tokens` or as large as this one, beside all that other requests will take
+                for their prompts. Where further steps are needed, others must be able to grow too.
             reserve_large_pages: Large pages that must stay empty or reclaimable.
 
         Returns:
@@ -402,6 +408,9 @@ class Manager(Keeping):
         if hit is not None:
             self._entry.check_time(request_id, hit, self._step)
             found = self._hits.start_from(request, hit, num_tokens)
+        if full_tokens > num_tokens and self._requests:
+            # While its prompt is read, others go on.
+            reserve_large_pages = max(reserve_large_pages, self.growth_large_pages)
         reserve_large_pages += self._entry.reserve(found, self._step)
         request.is_packed = self._entry.was_refused_alone(request_id)
         self._growth.give_up(request, request.hit_tokens)

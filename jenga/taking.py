@@ -1,6 +1,7 @@
 """What a request needs for one step more: taken and put into its page tables, or refused."""
 
 from collections.abc import Sequence
+from operator import sub
 
 from jenga.allocator import Allocator
 from jenga.checkpoints import Checkpoints
@@ -25,7 +26,10 @@ class Taking:
         "_growth",
         "_hits",
         "_host",
+        "_in_flight_tokens",
         "_loading",
+        "_no_pages",
+        "_promises",
         "nothing",
     )
 
@@ -37,6 +41,7 @@ class Taking:
         checkpoints: Checkpoints,
         evictions: Evictions,
         *,
+        in_flight_tokens: int = 0,
         host: HostCache | None = None,
         loading: LoadingAhead | None = None,
     ) -> None:
@@ -48,6 +53,7 @@ class Taking:
             hits: Where the pages of hits are shared.
             checkpoints: What requests start from.
             evictions: Told of what makes room.
+            in_flight_tokens: Most tokens of a request that steps in flight compute.
             host: Where pages of hits are that are not in the arena, if anywhere.
             loading: Brings those to the arena before, if anything does.
         """
@@ -56,8 +62,12 @@ class Taking:
         self._hits = hits
         self._checkpoints = checkpoints
         self._evictions = evictions
+        self._in_flight_tokens = in_flight_tokens
         self._host = host
         self._loading = loading
+        # Request that came in with a prompt -> small pages of each page table still to be taken.
+        self._promises: dict[str, list[int]] = {}
+        self._no_pages = [0] * len(allocator.tables)
         self.nothing: tuple[list[int], ...] = tuple([] for _ in allocator.tables)
 
     def take(  # noqa: PLR0913  all that a step may need
@@ -77,7 +87,8 @@ class Taking:
             request_id: Its name.
             request: Who takes; its processed tokens are those of this step.
             num_tokens: To have slots for.
-            full_tokens: If more than these, refuse unless so many could be held now.
+            full_tokens: If positive, refuse unless so many could be held now, beside all that others
+                will take for their prompts.
             reserve_large_pages: Large pages that must stay empty or reclaimable.
             hit: At admission, where the request starts from.
             found: Per page table, the small pages of the hit, still to be shared.
@@ -95,12 +106,13 @@ class Taking:
             if taken is not None:
                 return taken
         needs = growth.needs(request, num_tokens)
-        if full_tokens > num_tokens:
-            chunk_tokens = num_tokens - request.num_processed_tokens
-            further = growth.further_pages(request, found, needs, chunk_tokens, full_tokens)
-            self._require(request_id, further, found, reserve_large_pages)
         expected_tokens = max(full_tokens, request.expected_tokens)
         expected = growth.needs(request, expected_tokens) if expected_tokens > num_tokens else needs
+        later = self._later_pages(request, found, needs, num_tokens, expected_tokens)
+        if full_tokens:
+            others = [pages for name, pages in self._promises.items() if name != request_id]
+            all_needs = [sum(pages) for pages in zip(needs, later, *others, strict=True)]
+            self._require(request_id, all_needs, found, reserve_large_pages)
         if hit is not None and found is not None:
             self._require(request_id, needs, found, reserve_large_pages)
             if self._loading is not None:
@@ -131,7 +143,41 @@ class Taking:
             if self._host is not None:
                 self._host.load(hit, request)
         request.expected_tokens = expected_tokens
+        if any(later):
+            self._promises[request_id] = later
+        else:
+            self._promises.pop(request_id, None)
         return taken
+
+    def _later_pages(
+        self,
+        request: Request,
+        found: Sequence[Sharing | None] | None,
+        needs: Sequence[int],
+        num_tokens: int,
+        expected_tokens: int,
+    ) -> list[int]:
+        """Small pages of each page table that a request will take after those of this step.
+
+        Args:
+            request: Who takes.
+            found: As of `take`.
+            needs: Small pages that it takes in this step.
+            num_tokens: Tokens that it has slots for then.
+            expected_tokens: Tokens that it is certain to reach.
+        """
+        if expected_tokens <= num_tokens:
+            return self._no_pages
+        start_tokens = request.num_processed_tokens
+        chunk_tokens = max(
+            num_tokens - start_tokens, min(self._in_flight_tokens, expected_tokens - start_tokens)
+        )
+        further = self._growth.further_pages(request, found, needs, chunk_tokens, expected_tokens)
+        return list(map(sub, further, needs))
+
+    def forget(self, request_id: str) -> None:
+        """Record that a request has ended: nothing is promised to it any more."""
+        self._promises.pop(request_id, None)
 
     def _take_next(
         self, request: Request, num_tokens: int, reserve_large_pages: int

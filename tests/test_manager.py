@@ -336,6 +336,79 @@ def test_the_gate_refuses_what_would_not_fit_in_full_and_counts_windows_as_windo
     manager.check()
 
 
+def test_the_gate_counts_the_windows_of_all_steps_in_flight():
+    # The first step has room for 16 tokens, later ones for 32, and two are in flight at a time.
+    needed = {}
+    for in_flight_tokens in (0, 32, 64, 10_000):
+        manager = manager_of(TWO_TYPES, 3, in_flight_tokens=in_flight_tokens)
+        with pytest.raises(OutOfPagesError) as refusal:
+            manager.allocate("r", num_tokens=16, full_tokens=128)
+        needed[in_flight_tokens] = refusal.value.needed_pages
+
+    # A window of 32 tokens, of which the last is a step's first one, lies in so many pages.
+    assert needed == {0: (8, 4), 32: (8, 5), 64: (8, 7), 10_000: (8, 8)}
+
+
+def test_a_prompt_that_fits_in_no_step_but_the_last_is_held_to_its_end():
+    longest = {}
+    for in_flight_tokens in (0, 64):
+        manager = manager_of(TWO_TYPES, 1 + 8 + 7, in_flight_tokens=in_flight_tokens)
+        manager.allocate("r", num_tokens=16, full_tokens=128)
+        manager.allocate("r", num_tokens=16 + 32, num_processed_tokens=0)
+        for end in range(80, 129, 32):
+            # The step before the last one is still to be processed.
+            manager.allocate("r", num_tokens=end, num_processed_tokens=end - 64)
+        manager.check()
+        longest[in_flight_tokens] = manager.request_tokens()["r"]
+
+    assert longest == {0: 112, 64: 112}
+
+
+def test_an_admission_leaves_what_others_will_take_for_their_prompts():
+    cut = geometry("full", full(tokens=16, per_large=1))
+    manager = manager_of(cut, 1 + 14)
+    manager.allocate("first", num_tokens=64, full_tokens=160)
+
+    # 10 of 14 pages are free, but the first will take 6 of them.
+    with pytest.raises(OutOfPagesError) as refusal:
+        manager.allocate("second", num_tokens=80, full_tokens=80)
+    assert refusal.value.needed_large_pages == 6 + 5
+    assert manager.request_tokens() == {"first": 64}
+    manager.allocate("second", num_tokens=64, full_tokens=64)
+
+    manager.allocate("first", num_tokens=160, num_processed_tokens=64)
+    manager.free("second")
+    manager.allocate("third", num_tokens=64, full_tokens=64)
+    manager.check()
+
+
+def test_nothing_is_left_to_a_request_that_has_ended():
+    cut = geometry("full", full(tokens=16, per_large=1))
+    manager = manager_of(cut, 1 + 14)
+    manager.allocate("first", num_tokens=64, full_tokens=160)
+    manager.free("first")
+
+    manager.allocate("second", num_tokens=224, full_tokens=224)
+
+    manager.check()
+
+
+def test_a_prompt_of_several_steps_leaves_room_for_those_that_run_to_grow():
+    cut = geometry("full", full(tokens=16, per_large=1))
+    manager = manager_of(cut, 1 + 14)
+    for name in ("a", "b"):
+        manager.allocate(name, num_tokens=16)
+
+    # 12 pages are free; each of the two may need one before the prompt is read.
+    with pytest.raises(OutOfPagesError):
+        manager.allocate("long", num_tokens=16, full_tokens=176)
+    manager.allocate("short", num_tokens=160, full_tokens=160)
+    manager.free("short")
+    manager.allocate("long", num_tokens=16, full_tokens=160)
+
+    manager.check()
+
+
 def test_the_gate_counts_a_hit_as_held():
     manager = manager_of(TWO_TYPES, 12, prefix_caching=True)
     compute(manager, "a", 112, chunk=16)

@@ -111,6 +111,7 @@ class ManagedArena(ManagedMemory):
         eviction_policy: Callable[[], EvictionPolicy] | None = None,
         left_share: float | None = None,
         step_tokens: float = STEP_TOKENS,
+        in_flight_tokens: int = 0,
         host_bytes: int = 0,
     ) -> None:
         """An empty arena, with so many bytes of host memory beside it; see `Manager`."""
@@ -133,6 +134,7 @@ class ManagedArena(ManagedMemory):
             eviction_policy=eviction_policy() if eviction_policy is not None else None,
             left_share=left_share,
             step_tokens=step_tokens,
+            in_flight_tokens=in_flight_tokens,
             num_host_large_pages=num_host_large_pages,
         )
         super().__init__(manager)
@@ -273,6 +275,7 @@ class PagedArena(ManagedArena):
         eviction_policy: Callable[[], EvictionPolicy] | None = None,
         left_share: float | None = None,
         step_tokens: float = STEP_TOKENS,
+        in_flight_tokens: int = 0,
         host_bytes: int = 0,
     ) -> None:
         """An empty arena; the geometry is `jenga.baselines.homogeneous`."""
@@ -284,6 +287,7 @@ class PagedArena(ManagedArena):
             eviction_policy=eviction_policy,
             left_share=left_share,
             step_tokens=step_tokens,
+            in_flight_tokens=in_flight_tokens,
             host_bytes=0 if has_encoder else host_bytes,
         )
         self._need = Need(model)

@@ -61,6 +61,7 @@ def make_arena(  # noqa: PLR0913  all in which two arenas may differ
     Raises:
         ValueError: No manager has this name, or it cannot start with such a model or arena.
     """
+    in_flight_tokens = steps_in_flight * chunk_tokens
     if manager in _GEOMETRIES:
         geometry = geometry_by_name(_GEOMETRIES[manager], model, arena_bytes=arena_bytes)
         if manager == "paged":
@@ -72,6 +73,7 @@ def make_arena(  # noqa: PLR0913  all in which two arenas may differ
                 eviction_policy=eviction_policy,
                 left_share=left_share,
                 step_tokens=step_tokens,
+                in_flight_tokens=in_flight_tokens,
                 host_bytes=host_bytes,
             )
         return ManagedArena(
@@ -81,6 +83,7 @@ def make_arena(  # noqa: PLR0913  all in which two arenas may differ
             eviction_policy=eviction_policy,
             left_share=left_share,
             step_tokens=step_tokens,
+            in_flight_tokens=in_flight_tokens,
             host_bytes=host_bytes,
         )
     if host_bytes:
@@ -94,12 +97,13 @@ def make_arena(  # noqa: PLR0913  all in which two arenas may differ
                 eviction_policy=eviction_policy,
                 left_share=left_share,
                 step_tokens=step_tokens,
+                in_flight_tokens=in_flight_tokens,
             )
         case "gcd":
             if prefix_caching:
                 msg = "prefix_caching must be off for manager 'gcd', whose pages are one request's"
                 raise ValueError(msg)
-            return ScatteredArena(gcd_pages(model), arena_bytes)
+            return ScatteredArena(gcd_pages(model), arena_bytes, in_flight_tokens=in_flight_tokens)
         case "vllm":
             try:
                 return StockArena(

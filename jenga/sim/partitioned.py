@@ -28,6 +28,7 @@ class PartitionedArena:
         eviction_policy: Callable[[], EvictionPolicy] | None = None,
         left_share: float | None = None,
         step_tokens: float = STEP_TOKENS,
+        in_flight_tokens: int = 0,
     ) -> None:
         """Empty parts."""
         self._prefix_caching = prefix_caching
@@ -42,6 +43,7 @@ class PartitionedArena:
                 eviction_policy=eviction_policy() if eviction_policy else None,
                 left_share=left_share,
                 step_tokens=step_tokens,
+                in_flight_tokens=in_flight_tokens,
             )
             for region in partition.regions
         ]

@@ -34,13 +34,20 @@ class ScatteredArena:
     It says what memory alone would allow, and keeps nothing for others.
     """
 
-    def __init__(self, gcd_pages: GcdPages, arena_bytes: int) -> None:
+    def __init__(self, gcd_pages: GcdPages, arena_bytes: int, *, in_flight_tokens: int = 0) -> None:
         """Every piece free.
+
+        Args:
+            gcd_pages: Pieces, and the small pages made of them.
+            arena_bytes: Of all pieces.
+            in_flight_tokens: Most tokens of a request that steps in flight compute, if more than
+                those of the step in which it comes in.
 
         Raises:
             ValueError: The arena holds no page of some layer type.
         """
         self._piece_bytes = gcd_pages.piece_bytes
+        self._in_flight_tokens = in_flight_tokens
         self._num_pieces = arena_bytes // gcd_pages.piece_bytes
         self._kinds: list[_Kind] = []
         for content, pieces in zip(
@@ -111,6 +118,7 @@ class ScatteredArena:
     def _peak_pieces(self, active: ActiveRequest, chunk_tokens: int) -> int:
         """Most pieces held on the way through all that is known of a request."""
         facts, num_tokens = active.facts, active.num_tokens
+        chunk_tokens = max(chunk_tokens, min(self._in_flight_tokens, num_tokens))
         num_pieces = 0
         for kind in self._kinds:
             most = -(-kind.policy.update_last_access(facts, 0, num_tokens).stop // kind.page_slots)

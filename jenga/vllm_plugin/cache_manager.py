@@ -124,6 +124,8 @@ class JengaKVCacheManager:
             hash_tokens=hash_tokens,
             left_share=read_settings(os.environ).left_share,
             step_tokens=kv_cache_config.step_tokens,
+            # As in vLLM, whose scheduler always gives them.
+            in_flight_tokens=max_in_flight_tokens or max_model_len,
             # Slots of a head that drafts are made of the token after theirs, if it has any.
             ahead_tokens=int(use_eagle and kv_cache_config.has_draft_layers),
             records_changes=enable_kv_cache_events,
