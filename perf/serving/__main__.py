@@ -1,0 +1,218 @@
+"""Serving in time: ours beside vLLM in its best setting, by workload, load, model and arena.
+
+    python -m perf.serving --quick
+    python -m perf.serving --jobs 8 --out rows.jsonl [--known perf/results/cpu/serving_stock.jsonl]
+    python -m perf.serving --table --out rows.jsonl [--known ...] [--causes causes.json]
+
+A cell is a model on its GPUs, a share of the arena that they have, a workload and a seed. For each
+cell the suite searches the capacity of stock, which is vLLM's own manager in the best of its
+settings for the trace, and of each system of ours: the highest rate of arrivals at which TTFT p99
+stays within ten times that of the longest prompt alone, and within four times. Then it replays all
+of them at 50, 75, 90 and 120 % of stock's capacity. Systems are
+
+    jenga           ours with its default policy; `jenga POLICY` with another one by its name
+    oracle          ours with a policy that knows the trace (`jenga.sim.oracle`)
+    unlimited       ours with memory without end
+    vllm            stock, measured always: default, dense, retention 2,048 to 16,384 tokens, hashes
+                    of 16 tokens where there are states, the hybrid manager off where there are
+                    windows; `--stock` names others
+
+Rows are added to `--out` as they come, a JSON object each. What is there, or in `--known`, is not
+measured again, so that a run that was stopped goes on where it was. Rows of stock depend on the
+simulator alone, but those of ours on the package: take another file for another commit of it. The
+order is that of seeds, then arenas, workloads, models, so that the beginning covers all models.
+
+At the load nearest below its capacity stock runs in all settings, at the others in those that were
+best there in hits, requests a second or TTFT p99, and in its default.
+
+The whole suite has 726 cells of about two minutes each on one core. `--quick` has 9.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from itertools import islice
+from multiprocessing import get_context
+from pathlib import Path
+
+from jenga.sim.stock_plan import read_stock_options
+from perf.serving.cases import (
+    BUDGETS,
+    LOADS,
+    MODELS,
+    MOONCAKE,
+    ORACLE,
+    OURS,
+    STOCK_SETTINGS,
+    UNLIMITED,
+    WORKLOADS,
+    Cell,
+    cells,
+    check_system,
+)
+from perf.serving.rows import Row, by_cell, read
+from perf.serving.suite import Plan, measure
+from perf.serving.table import as_markdown, read_causes
+
+QUICK = {
+    "models": ["gemma-3-27b", "gpt-oss-120b", "granite-4.0-h-small"],
+    "workloads": ["articles", "rag", "mixed"],
+    "budgets": [1.0],
+    "seeds": [0],
+    "loads": [75],
+    "stock": ["default", "retention=dense", "retention=8192"],
+    "systems": [OURS, ORACLE],
+}
+"""What `--quick` takes where nothing else is said."""
+
+FULL = {
+    "models": list(MODELS),
+    "workloads": list(WORKLOADS),
+    "budgets": list(BUDGETS),
+    "seeds": [0, 1, 2],
+    "loads": list(LOADS),
+    "stock": list(STOCK_SETTINGS),
+    "systems": [OURS, ORACLE, UNLIMITED],
+}
+"""What is taken otherwise."""
+
+OUT = Path(__file__).parents[1] / "results" / "cpu" / "serving.jsonl"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    chosen = QUICK if options.quick else FULL
+    for name, default in chosen.items():
+        if getattr(options, name) is None:
+            setattr(options, name, default)
+    if options.jobs < 1:
+        parser.error(f"--jobs must be at least 1, got {options.jobs}")
+    if options.mooncake is None and MOONCAKE in options.workloads:
+        parser.error(f"--workloads {MOONCAKE} needs the file, by --mooncake")
+    try:
+        for system in options.systems:
+            check_system(system)
+        for setting in options.stock:
+            read_stock_options(setting)
+    except ValueError as error:
+        parser.error(str(error))
+    paths = [path for path in (*options.known, options.out) if path.exists()]
+    num_failed = 0 if options.table else _measure(options, paths)
+    paths = [path for path in (*options.known, options.out) if path.exists()]
+    scheduling = "asynchronous" if options.asynchronous else "synchronous"
+    rows = [row for row in read(paths) if row["scheduling"] == scheduling]
+    text = as_markdown(
+        rows,
+        system=options.systems[0] if options.systems else OURS,
+        causes=read_causes(options.causes),
+    )
+    if options.markdown is None:
+        print(text, end="")
+    else:
+        options.markdown.write_text(text, encoding="utf-8")
+    return 1 if num_failed else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m perf.serving",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="few cells, in some minutes")
+    parser.add_argument("--models", nargs="+", choices=MODELS, metavar="MODEL")
+    parser.add_argument("--workloads", nargs="+", choices=(*WORKLOADS, MOONCAKE), metavar="NAME")
+    parser.add_argument("--budgets", nargs="+", type=float, metavar="SHARE", help="of the arena")
+    parser.add_argument("--seeds", nargs="+", type=int, metavar="N")
+    parser.add_argument("--loads", nargs="*", type=int, choices=LOADS, metavar="PERCENT")
+    parser.add_argument("--systems", nargs="*", help="the first is compared with stock")
+    parser.add_argument(
+        "--stock", nargs="+", metavar="SETTING", help="of stock, such as default, retention=8192"
+    )
+    parser.add_argument("--mooncake", type=Path, metavar="FILE", help="conversation_trace.jsonl")
+    parser.add_argument(
+        "--asynchronous", action="store_true", help="schedule a step while the one before it runs"
+    )
+    parser.add_argument("--out", type=Path, default=OUT, metavar="FILE", help="rows")
+    parser.add_argument(
+        "--known", nargs="+", type=Path, default=[], metavar="FILE", help="rows measured before"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="processes, a cell each")
+    parser.add_argument(
+        "--minutes", type=float, metavar="M", help="begin no cell after so many minutes"
+    )
+    parser.add_argument("--table", action="store_true", help="measure nothing")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there")
+    parser.add_argument("--causes", type=Path, metavar="FILE", help="of losses, a JSON object")
+    return parser
+
+
+def _measure(options: argparse.Namespace, paths: Sequence[Path]) -> int:
+    """Measure all cells; how many replays failed."""
+    plan = Plan(
+        systems=options.systems,
+        settings=options.stock,
+        loads=options.loads,
+        out=options.out,
+        mooncake=options.mooncake,
+        is_asynchronous=options.asynchronous,
+    )
+    known = by_cell(read(paths))
+    chosen = cells(options.models, options.budgets, options.workloads, options.seeds)
+    end_s = time.monotonic() + 60 * options.minutes if options.minutes else None
+    num_failed = 0
+    measured = _measured(chosen, plan, known, options.jobs, end_s)
+    for num_done, (cell, failed, seconds) in enumerate(measured, start=1):
+        num_failed += failed
+        note = f", {failed} failed" if failed else ""
+        print(
+            f"{num_done}/{len(chosen)} {cell.text}: {seconds:.0f} s{note}",
+            file=sys.stderr,
+            flush=True,
+        )
+    return num_failed
+
+
+def _measured(
+    chosen: Sequence[Cell],
+    plan: Plan,
+    known: dict[Cell, list[Row]],
+    jobs: int,
+    end_s: float | None,
+) -> Iterator[tuple[Cell, int, float]]:
+    """Cells as they are done, the replays that failed, and seconds."""
+
+    def next_cells() -> Iterator[Cell]:
+        for cell in chosen:
+            if end_s is not None and time.monotonic() > end_s:
+                return
+            yield cell
+
+    if jobs == 1:
+        for cell in next_cells():
+            yield _timed(cell, plan, known.get(cell, []))
+        return
+    waiting = next_cells()
+    # A process that is forked would share what vLLM has begun.
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        running: set[Future[tuple[Cell, int, float]]] = set()
+        while True:
+            for cell in islice(waiting, jobs - len(running)):
+                running.add(pool.submit(_timed, cell, plan, known.get(cell, [])))
+            if not running:
+                return
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for each in done:
+                yield each.result()
+
+
+def _timed(cell: Cell, plan: Plan, rows: list[Row]) -> tuple[Cell, int, float]:
+    start_s = time.monotonic()
+    return cell, measure(cell, plan, rows), time.monotonic() - start_s
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,268 @@
+"""One replay of a cell: what a system makes of it at one rate of arrivals."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from jenga.eviction.known import EVICTION_POLICIES
+from jenga.sim.arena import ActiveRequest, Arena
+from jenga.sim.managed import ManagedArena
+from jenga.sim.managers import make_arena
+from jenga.sim.oracle import Oracle
+from jenga.sim.quantiles import Quantiles
+from jenga.sim.replay import Replay
+from jenga.sim.scheduler import STEPS_IN_FLIGHT, Scheduler
+from jenga.sim.stock_plan import read_stock_options
+from jenga.sim.workload import Request
+from perf.serving.cases import (
+    LIMITS,
+    ORACLE,
+    STOCK,
+    UNLIMITED,
+    Cell,
+    Trace,
+    clock_of,
+    machine,
+    room_of,
+)
+
+LOOKED_EVERY = 16
+"""Steps between two looks at how long requests have waited."""
+
+SAMPLED_EVERY = 512
+"""Steps between two looks at the arena's bytes; stock's takes as long as hundreds of steps."""
+
+TAIL = 0.99
+"""The quantile of TTFT that limits a rate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a replay came to; seconds are modelled but for `cpu_s`.
+
+    Attributes:
+        num_requests: Requests that finished.
+        hit_percent: Tokens of prompts found cached at the first admission, of all.
+        requests_per_s: From the first arrival to the last token.
+        ttft_p50_s: From arrival to the first token.
+        ttft_p99_s: Likewise.
+        tpot_p50_s: From one token to the next, mean of each request.
+        tpot_p99_s: Likewise.
+        longest_wait_s: The longest TTFT.
+        waste_percent: Bytes held and of no use to a next token, of bytes held, over all steps
+            looked at; None where none was.
+        preemptions: Requests that lost their pages, each time counted.
+        refused: Requests that the arena could not hold alone.
+        modelled_s: From the first arrival to the last token.
+        steps: Steps.
+        cpu_s: CPU time of the replay.
+        is_cut: Whether the replay was stopped because the TTFT p99 was sure to be over the limit;
+            all numbers are then of what was done by then.
+    """
+
+    num_requests: int
+    hit_percent: float
+    requests_per_s: float
+    ttft_p50_s: float
+    ttft_p99_s: float
+    tpot_p50_s: float
+    tpot_p99_s: float
+    longest_wait_s: float
+    waste_percent: float | None
+    preemptions: int
+    refused: int
+    modelled_s: float
+    steps: int
+    cpu_s: float
+    is_cut: bool
+
+
+class Runner:
+    """Replays of one cell."""
+
+    def __init__(
+        self, cell: Cell, *, mooncake: Path | None = None, is_asynchronous: bool = False
+    ) -> None:
+        """Nothing has run.
+
+        Args:
+            cell: The cell.
+            mooncake: Mooncake's trace, for cells of it.
+            is_asynchronous: Whether a step is scheduled while the one before it runs.
+        """
+        self.cell = cell
+        self.trace: Trace = cell.trace(mooncake)
+        self._is_asynchronous = is_asynchronous
+        self._one = machine(cell.model)
+        self._clock = clock_of(self._one)
+
+    @cached_property
+    def _requests(self) -> list[Request]:
+        return list(self.trace.requests(1.0))
+
+    @cached_property
+    def alone_s(self) -> float:
+        """TTFT of the longest prompt alone."""
+        longest = max(self._requests, key=lambda each: each.prompt_tokens)
+        return self._alone_s(longest)
+
+    def _alone_s(self, request: Request) -> float:
+        alone = replace(request, arrival_s=0.0, after=(), think_s=0.0, output_tokens=1)
+        arena_bytes = self._unlimited_bytes([alone])
+        replay = Replay([alone], self._arena(UNLIMITED, arena_bytes, None), clock=self._clock)
+        for _ in replay:
+            pass
+        return replay.time_s
+
+    @cached_property
+    def nominal_rate(self) -> float:
+        """Arrivals a second of which the GPU could just read all prompts, with no hit at all."""
+        lengths = sorted(each.prompt_tokens for each in self._requests)
+        some = lengths[:: max(1, len(lengths) // 16)]
+        by_length = {each.prompt_tokens: each for each in self._requests}
+        mean_s = sum(self._alone_s(by_length[tokens]) for tokens in some) / len(some)
+        return self.trace.num_arrivals / (mean_s * len(lengths))
+
+    def _unlimited_bytes(self, requests: Sequence[Request]) -> int:
+        """Bytes in which nothing is ever evicted."""
+        room = room_of(self._one, 1.0)
+        num_tokens = sum(each.prompt_tokens + each.output_tokens for each in requests)
+        texts_bytes = 8 * len(requests) * room.text_bytes
+        return int(1.25 * num_tokens * room.token_bytes + texts_bytes) + (8 << 30)
+
+    def _arena(self, system: str, arena_bytes: int, oracle: Oracle | None) -> Arena:
+        name, _, option = system.partition(" ")
+        steps_in_flight = STEPS_IN_FLIGHT[self._is_asynchronous]
+        if name == STOCK:
+            return make_arena(
+                "vllm",
+                self._one.model,
+                arena_bytes,
+                steps_in_flight=steps_in_flight,
+                stock=read_stock_options(option or "default"),
+            )
+        policy = EVICTION_POLICIES[option] if option else None
+        return make_arena(
+            "jenga",
+            self._one.model,
+            arena_bytes,
+            steps_in_flight=steps_in_flight,
+            step_tokens=self._clock.step_tokens,
+            eviction_policy=policy if oracle is None else lambda: oracle,
+        )
+
+    def run(self, system: str, rate: float, *, cut_s: float | None = None) -> Result:
+        """Replay the cell.
+
+        Args:
+            system: As `jenga`, `vllm retention=8192`, `unlimited`, `oracle`.
+            rate: Arrivals a second.
+            cut_s: A TTFT p99; the replay is stopped when it is sure to be longer, and the arena's
+                bytes are not looked at. None to run to the end.
+
+        Raises:
+            ValueError: The system refuses the model or the arena.
+        """
+        requests = list(self.trace.requests(rate))
+        arena_bytes = self.cell.arena_bytes
+        if system == UNLIMITED:
+            arena_bytes = max(arena_bytes, self._unlimited_bytes(requests))
+        oracle = Oracle(requests) if system == ORACLE else None
+        arena = self._arena(system, arena_bytes, oracle)
+        if oracle is not None and isinstance(arena, ManagedArena):
+            oracle.attach(arena.manager._tree)  # pyright: ignore[reportPrivateUsage]
+        ended = _Ended()
+        replay = Replay(
+            requests,
+            arena,
+            clock=self._clock,
+            is_asynchronous=self._is_asynchronous,
+            on_end=ended.add,
+        )
+        most_late = len(requests) - 1 - round(TAIL * (len(requests) - 1))
+        held_bytes = used_bytes = 0
+        is_cut = False
+        start_s = time.process_time()
+        for step in replay:
+            if oracle is not None:
+                oracle.look(replay.time_s, replay.scheduler.running)
+            if cut_s is None:
+                if step.number % SAMPLED_EVERY == 0:
+                    memory = replay.memory()
+                    used_bytes += memory.used_bytes
+                    held_bytes += memory.used_bytes + memory.useless_bytes + memory.empty_bytes
+            elif step.number % LOOKED_EVERY == 0 and (
+                ended.num_late(cut_s) + _num_late(replay, cut_s) > most_late
+            ):
+                is_cut = True
+                break
+        modelled_s = replay.time_s - requests[0].arrival_s
+        first_s, per_s = ended.first_tokens_s.spread(), ended.per_tokens_s.spread()
+        return Result(
+            num_requests=replay.num_finished,
+            hit_percent=round(100 * replay.hit_tokens / max(1, replay.prompt_tokens), 3),
+            requests_per_s=_short(replay.num_finished / modelled_s if modelled_s else 0.0),
+            ttft_p50_s=_short(first_s.p50),
+            ttft_p99_s=_short(first_s.p99),
+            tpot_p50_s=_short(per_s.p50),
+            tpot_p99_s=_short(per_s.p99),
+            longest_wait_s=_short(max(ended.waits_s, default=0.0)),
+            waste_percent=(round(100 * (1 - used_bytes / held_bytes), 2) if held_bytes else None),
+            preemptions=replay.scheduler.num_preemptions,
+            refused=replay.num_refused,
+            modelled_s=_short(modelled_s),
+            steps=replay.num_steps,
+            cpu_s=round(time.process_time() - start_s, 2),
+            is_cut=is_cut,
+        )
+
+    def probe(self, system: str, rate: float) -> Result:
+        """Replay the cell as far as a search for its capacity needs it."""
+        return self.run(system, rate, cut_s=max(LIMITS) * self.alone_s)
+
+
+class _Ended:
+    """How requests fared that have ended."""
+
+    def __init__(self) -> None:
+        self.first_tokens_s = Quantiles()
+        self.per_tokens_s = Quantiles()
+        self.waits_s: list[float] = []
+
+    def add(self, active: ActiveRequest) -> None:
+        """Take a request that finished or was refused."""
+        if active.finished_s < 0:
+            return
+        wait_s = active.first_token_s - active.arrival_s
+        self.waits_s.append(wait_s)
+        self.first_tokens_s.add(wait_s)
+        num_further = active.total_tokens - active.prompt_tokens - 1
+        if num_further:
+            self.per_tokens_s.add((active.finished_s - active.first_token_s) / num_further)
+
+    def num_late(self, limit_s: float) -> int:
+        """Requests whose TTFT was over a limit."""
+        return sum(wait_s > limit_s for wait_s in self.waits_s)
+
+
+def _num_late(replay: Replay, limit_s: float) -> int:
+    """Requests that have not ended and whose TTFT is over a limit already."""
+    scheduler = replay.scheduler
+    waiting = scheduler.waiting if isinstance(scheduler, Scheduler) else ()
+    return sum(
+        (active.first_token_s if active.first_token_s >= 0 else replay.time_s) - active.arrival_s
+        > limit_s
+        for active in (*scheduler.running, *waiting)
+    )
+
+
+def _short(seconds: float) -> float:
+    """A number with five digits."""
+    return float(f"{seconds:.5g}")
+
+
+def as_row(result: Result) -> dict[str, object]:
+    """A result as JSON has it."""
+    return asdict(result)

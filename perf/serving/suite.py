@@ -1,0 +1,209 @@
+"""All rows of a cell: capacities by bisection, and replays at shares of stock's."""
+
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from jenga.sim.bounds import best_eviction, unlimited
+from perf.bench_replay import commit
+from perf.serving.cases import LIMITS, STOCK, Cell, is_stock, machine, stock_systems
+from perf.serving.rows import BOUNDS, CAPACITY, LOAD, PROBE, Row, RowFile
+from perf.serving.run import Runner, as_row
+from perf.serving.search import STEPS_PER_DOUBLING, highest, rate_at, step_of
+
+OCTAVES_BELOW, OCTAVES_ABOVE = 6, 5
+"""Rates that are tried, in doublings below and above the nominal one, at which nothing is hit."""
+
+FULL_LOAD = 100
+"""In percent of stock's capacity."""
+
+BEST: dict[str, Callable[..., Row]] = {
+    "hit_percent": max,
+    "requests_per_s": max,
+    "ttft_p99_s": min,
+}
+"""Numbers by which settings of stock are chosen: at the load nearest below its capacity all of them
+run, and at other loads those that were best in one."""
+
+FAILED = "error"
+"""Field of a row whose replay failed: why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is measured of each cell.
+
+    Attributes:
+        systems: Ours and bounds, by name; stock in its settings is measured besides.
+        settings: Of stock.
+        loads: In percent of stock's capacity; none for capacities alone.
+        out: File of the rows.
+        mooncake: Mooncake's trace.
+        is_asynchronous: Whether a step is scheduled while the one before it runs.
+    """
+
+    systems: Sequence[str]
+    settings: Sequence[str]
+    loads: Sequence[int]
+    out: Path
+    mooncake: Path | None = None
+    is_asynchronous: bool = False
+
+
+def measure(cell: Cell, plan: Plan, rows: Iterable[Row]) -> int:
+    """Measure what is missing of a cell.
+
+    Args:
+        cell: The cell.
+        plan: What is measured.
+        rows: What was measured of the cell before.
+
+    Returns:
+        Rows whose replay failed.
+    """
+    # It says on standard error what its GPU build would do here.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    runner = Runner(cell, mooncake=plan.mooncake, is_asynchronous=plan.is_asynchronous)
+    one = machine(cell.model)
+    common: Row = {
+        "scheduling": "asynchronous" if plan.is_asynchronous else "synchronous",
+        "gpu": f"{one.ranks} {one.gpu.name}",
+        "arena_bytes": cell.arena_bytes,
+        "commit": commit(),
+        "vllm": _version("vllm"),
+    }
+    return _Measuring(runner, RowFile(cell, rows, plan.out, common)).all(plan)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+class _Measuring:
+    """One cell that is measured."""
+
+    def __init__(self, runner: Runner, file: RowFile) -> None:
+        self._runner = runner
+        self._file = file
+        self._num_failed = 0
+
+    def all(self, plan: Plan) -> int:
+        """Measure all that a plan asks for."""
+        if self._file.find(BOUNDS) is None:
+            self._file.add(BOUNDS, self._bounds())
+        settings = stock_systems(machine(self._runner.cell.model).model, plan.settings)
+        stock = self._capacity(STOCK, settings, max(LIMITS), None)
+        for limit in LIMITS[1:]:
+            self._capacity(STOCK, settings, limit, stock["rate"])
+        for system in plan.systems:
+            start_rate = stock["rate"]
+            for limit in LIMITS:
+                start_rate = self._capacity(system, [system], limit, start_rate)["rate"]
+        if stock["rate"]:
+            # The load nearest below the capacity tells settings apart.
+            for load in sorted(plan.loads, key=lambda each: (each > FULL_LOAD, -each)):
+                rate = rate_of_load(stock, load)
+                for system in plan.systems:
+                    self._replay(LOAD, system, rate)
+                settings = self._best([self._replay(LOAD, each, rate) for each in settings])
+        return self._num_failed
+
+    @staticmethod
+    def _best(rows: Sequence[Row]) -> list[str]:
+        """Stock's default, and its settings that are best in a number that matters."""
+        default, done = rows[0]["system"], [row for row in rows if FAILED not in row]
+        chosen = {default: None}
+        for number, best in BEST.items() if done else ():
+            chosen[best(done, key=lambda row: row[number])["system"]] = None
+        return list(chosen)
+
+    def _bounds(self) -> Row:
+        """What does not depend on the rate, or hardly."""
+        runner = self._runner
+        rate = float(f"{runner.nominal_rate:.5g}")
+        requests = sorted(runner.trace.requests(rate), key=lambda each: each.arrival_s)
+        best = best_eviction(requests, machine(runner.cell.model).model, runner.cell.arena_bytes)
+        return {
+            "trace": runner.trace.text,
+            "requests": len(requests),
+            "prompt_tokens": sum(each.prompt_tokens for each in requests),
+            "alone_s": float(f"{runner.alone_s:.5g}"),
+            "nominal_rate": rate,
+            "unlimited_percent": round(100 * unlimited(requests).hit_rate, 3),
+            "best_eviction_percent": round(100 * best.hit_rate, 3),
+        }
+
+    def _capacity(
+        self, system: str, settings: list[str], limit: int, start_rate: float | None
+    ) -> Row:
+        """The highest rate at which one of some settings stays within a limit."""
+        found = self._file.find(CAPACITY, system=system, limit=limit)
+        if found is not None and found["settings"] == settings:
+            return found
+        bounds = self._file.find(BOUNDS) or {}
+        nominal = step_of(bounds["nominal_rate"])
+        limit_s = limit * bounds["alone_s"]
+        likely = list(settings)  # those that passed last come first
+        too_high: dict[str, int] = {}  # setting -> the lowest step at which it did not pass
+        best: dict[int, str] = {}
+
+        def passes(step: int) -> bool:
+            for each in likely:
+                if step >= too_high.get(each, step + 1):
+                    continue
+                row = self._replay(PROBE, each, rate_at(step))
+                if FAILED in row or row["is_cut"] or row["ttft_p99_s"] > limit_s:
+                    too_high[each] = step
+                    continue
+                likely.remove(each)
+                likely.insert(0, each)
+                best[step] = each
+                return True
+            return False
+
+        least = nominal - OCTAVES_BELOW * STEPS_PER_DOUBLING
+        most = nominal + OCTAVES_ABOVE * STEPS_PER_DOUBLING
+        start = step_of(start_rate) if start_rate else nominal
+        step = highest(passes, start=start, least=least, most=most)
+        return self._file.add(
+            CAPACITY,
+            {
+                "system": system,
+                "limit": limit,
+                "settings": settings,
+                "rate": 0.0 if step is None else rate_at(step),
+                "best": "" if step is None else best[step],
+                "is_bounded": step != most,
+            },
+        )
+
+    def _replay(self, kind: str, system: str, rate: float) -> Row:
+        """A replay: as it was measured before, or measured."""
+        found = self._file.find(kind, system=system, rate=rate)
+        if found is not None:
+            return found
+        row: Row = {"system": system, "rate": rate}
+        start_s = time.process_time()
+        try:
+            run = self._runner.probe if kind == PROBE else self._runner.run
+            row |= as_row(run(system, rate))
+        except Exception as error:
+            # A manager that fails is a row, so that one cell of thousands does not end the suite.
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{Path(where.filename).name}:{where.lineno}"
+            row |= {FAILED: f"{type(error).__name__} in {place}: {error}"[:300]}
+            row |= {"cpu_s": round(time.process_time() - start_s, 2)}
+            self._num_failed += not is_stock(system) or not isinstance(error, ValueError)
+        return self._file.add(kind, row)
+
+
+def rate_of_load(capacity: Row, load: int) -> float:
+    """Arrivals a second at a share of a capacity, in percent."""
+    return float(f"{capacity['rate'] * load / 100:.5g}")
