@@ -22,7 +22,7 @@ SMALL = Cell("llama-3.1-8b", 0.25, "articles", 0)
 @pytest.fixture
 def small_workload(monkeypatch):
     """Articles of which a quarter of Llama's arena holds two thirds, in short."""
-    trace = Trace("articles:n=21,questions=3,tokens=8000,output=4", 63)
+    trace = Trace("articles:n=21,questions=9,tokens=8000,output=4", 189)
     monkeypatch.setitem(WORKLOADS, "articles", lambda _draw, _room: trace)
 
 
@@ -151,7 +151,7 @@ def test_an_unknown_system_is_refused_by_name(system, message):
 def test_a_row_that_was_cut_short_is_measured_again_and_the_last_of_a_name_counts(tmp_path):
     path = tmp_path / "rows.jsonl"
     row = {"kind": "bounds", "model": "m", "budget": 1.0, "workload": "w", "seed": 0}
-    row |= {"scheduling": "synchronous"}
+    row |= {"scheduling": "synchronous", "warm_up_share": 0.25}
     append(path, row | {"requests": 1})
     append(path, row | {"requests": 2})
     with path.open("a") as file:
@@ -188,7 +188,7 @@ def test_a_cell_is_measured_once_and_its_table_says_what_came_of_it(tmp_path):
     loads = [row for row in rows if row["kind"] == "load"]
     assert {row["rate"] for row in loads} == {rate_of_load(stock, 75)}
     assert {row["system"] for row in loads} == {"jenga", "oracle", "vllm"}
-    assert all(row["num_requests"] == 63 and not row["is_cut"] for row in loads)
+    assert all(row["num_requests"] == 142 and not row["is_cut"] for row in loads)
     text = as_markdown(rows, causes={})
     assert "| llama-3.1-8b x0.25 |" in text
     assert "| articles | 75 % |" in text
@@ -208,6 +208,31 @@ def test_a_probe_is_cut_only_where_it_is_over_the_limit():
     )
     assert cut.is_cut
     assert runner.run("jenga", fast).ttft_p99_s > limit_s
+
+
+@pytest.mark.parametrize("workload", ["agents", "rag", "samples"])
+def test_the_first_quarter_of_the_arrivals_comes_as_fast_as_a_gpu_keeps_up_without_hits(workload):
+    runner = Runner(Cell("granite-4.0-h-small", 1.0, workload, 0))
+    rate = 8 * runner.nominal_rate
+    plain, arriving = list(runner.trace.requests(rate)), runner.requests(rate)
+
+    first = [each for each in arriving.requests if not each.after]
+    count = sum(each.name in arriving.warming for each in first)
+    assert count == len(first) // 4
+    assert arriving.begin_s == first[count].arrival_s
+    slow_s = arriving.begin_s * 0.7 * runner.nominal_rate
+    fast_s = next(each.arrival_s for each in plain if each.name == first[count].name) * rate
+    assert slow_s == pytest.approx(fast_s)
+    rest_s = first[-1].arrival_s - arriving.begin_s
+    last_s = next(each.arrival_s for each in plain if each.name == first[-1].name)
+    assert rest_s == pytest.approx(last_s - fast_s / rate)
+    followers = [each for each in arriving.requests if each.after]
+    assert all(
+        (each.name in arriving.warming) == (each.after[0] in arriving.warming) for each in followers
+    )
+    cold = Runner(runner.cell, warm_up_share=0.0).requests(rate)
+    assert cold.requests == plain
+    assert not cold.warming
 
 
 @pytest.mark.usefixtures("small_workload")
@@ -234,7 +259,8 @@ def test_a_replay_that_fails_is_a_row(tmp_path, monkeypatch):
 def made_rows(*, ours, stock, rates=(1.0, 1.0), model="gemma-3-27b"):
     """Get the rows of a cell at one load, where stock has two settings."""
     cell = {"model": model, "budget": 1.0, "workload": "rag", "seed": 0}
-    common = cell | {"scheduling": "synchronous", "commit": "c", "vllm": "v"}
+    common = cell | {"scheduling": "synchronous", "warm_up_share": 0.25}
+    common |= {"commit": "c", "vllm": "v"}
     numbers = {
         "num_requests": 100,
         "hit_percent": 50.0,

@@ -8,7 +8,9 @@ A cell is a model on its GPUs, a share of the arena that they have, a workload a
 cell the suite searches the capacity of stock, which is vLLM's own manager in the best of its
 settings for the trace, and of each system of ours: the highest rate of arrivals at which TTFT p99
 stays within ten times that of the longest prompt alone, and within four times. Then it replays all
-of them at 50, 75, 90 and 120 % of stock's capacity. Systems are
+of them at 50, 75, 90 and 120 % of stock's capacity. The first quarter of the arrivals only warms
+the cache up: they come no faster than a GPU keeps up with that hits nothing, and do not count. With
+`--cold` there is no such quarter. Systems are
 
     jenga           ours with its default policy; `jenga POLICY` with another one by its name
     oracle          ours with a policy that knows the trace (`jenga.sim.oracle`)
@@ -53,6 +55,7 @@ from perf.serving.cases import (
     check_system,
 )
 from perf.serving.rows import Row, by_cell, read
+from perf.serving.run import WARM_UP_SHARE
 from perf.serving.suite import Plan, measure
 from perf.serving.table import as_markdown, read_causes
 
@@ -103,7 +106,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     num_failed = 0 if options.table else _measure(options, paths)
     paths = [path for path in (*options.known, options.out) if path.exists()]
     scheduling = "asynchronous" if options.asynchronous else "synchronous"
-    rows = [row for row in read(paths) if row["scheduling"] == scheduling]
+    warm_up_share = 0.0 if options.cold else WARM_UP_SHARE
+    setup = scheduling, warm_up_share
+    rows = [row for row in read(paths) if (row["scheduling"], row["warm_up_share"]) == setup]
     text = as_markdown(
         rows,
         system=options.systems[0] if options.systems else OURS,
@@ -136,6 +141,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--asynchronous", action="store_true", help="schedule a step while the one before it runs"
     )
+    parser.add_argument(
+        "--cold", action="store_true", help="no warm-up: all requests count, at one rate"
+    )
     parser.add_argument("--out", type=Path, default=OUT, metavar="FILE", help="rows")
     parser.add_argument(
         "--known", nargs="+", type=Path, default=[], metavar="FILE", help="rows measured before"
@@ -159,6 +167,7 @@ def _measure(options: argparse.Namespace, paths: Sequence[Path]) -> int:
         out=options.out,
         mooncake=options.mooncake,
         is_asynchronous=options.asynchronous,
+        warm_up_share=0.0 if options.cold else WARM_UP_SHARE,
     )
     known = by_cell(read(paths))
     chosen = cells(options.models, options.budgets, options.workloads, options.seeds)

@@ -263,7 +263,7 @@ def _count(wanted: float, least: int, most: float) -> int:
 
 def _articles(draw: Random, room: Room) -> Trace:
     """Long articles, each asked about several times in any order; they do not all fit."""
-    questions, share = draw.choice((4, 6, 8)), draw.uniform(0.8, 2.0)
+    questions, share = draw.choice((6, 8, 12)), draw.uniform(0.8, 2.0)
     sizes = (8000, 16_000, 30_000)
     num, tokens = _articles_of(draw, room, sizes, share=share, asked=questions)
     questions = max(questions, -(-LEAST_REQUESTS // num))

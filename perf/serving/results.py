@@ -8,7 +8,7 @@ from statistics import fmean, geometric_mean
 
 from jenga.spec import FullAttention
 from perf.serving.cases import LIMITS, LOADS, OURS, STOCK, is_stock, machine
-from perf.serving.rows import BOUNDS, CAPACITY, LOAD, Row, by_cell
+from perf.serving.rows import CAPACITY, LOAD, Row, by_cell
 from perf.serving.suite import FAILED, rate_of_load
 
 LEAST_RATIO = 0.99
@@ -121,7 +121,6 @@ class Results:
         system: Ours, which is compared.
         capacities: Of each group, those of its seeds.
         pairs: Of each group and load, those of its seeds.
-        bounds: Of each group, rows of its seeds.
         failed: Rows of replays that failed.
     """
 
@@ -136,7 +135,6 @@ class Results:
         self.system = system
         self.capacities: dict[Group, list[Capacities]] = {}
         self.pairs: dict[tuple[Group, int], list[Pair]] = {}
-        self.bounds: dict[Group, list[Row]] = {}
         self.failed = [
             row for row in rows if FAILED in row and not _is_refusal(row) and _counts(row, system)
         ]
@@ -148,7 +146,6 @@ class Results:
             stock = capacities.get((STOCK, max(LIMITS)))
             if stock is None:
                 continue
-            self.bounds.setdefault(group, []).extend(row for row in found if row["kind"] == BOUNDS)
             self.capacities.setdefault(group, []).append(capacities)
             replays = [row for row in found if row["kind"] == LOAD and FAILED not in row]
             for load in LOADS:

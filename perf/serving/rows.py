@@ -20,16 +20,17 @@ _KEYS = {
     LOAD: ("system", "rate"),
     BOUNDS: (),
 }
-"""What names a row, by its kind, besides its cell and how steps are scheduled."""
+"""What names a row, by its kind, besides its cell, how steps are scheduled and what counts."""
 
 
 def key_of(row: Row) -> tuple[object, ...]:
     """What names a row."""
-    names = ("kind", *_CELL, "scheduling", *_KEYS[row["kind"]])
+    names = ("kind", *_CELL, *_SETUP, *_KEYS[row["kind"]])
     return tuple(row[name] for name in names)
 
 
 _CELL = ("model", "budget", "workload", "seed")
+_SETUP = ("scheduling", "warm_up_share")
 
 
 def cell_of(row: Row) -> Cell:

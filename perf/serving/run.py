@@ -37,15 +37,23 @@ SAMPLED_EVERY = 512
 TAIL = 0.99
 """The quantile of TTFT that limits a rate."""
 
+WARM_UP_SHARE = 0.25
+"""Of the arrivals, those that only fill the cache: a server that starts cold has nothing to hit."""
+
+WARM_UP_LOAD = 0.7
+"""Of the rate that the GPU keeps up with where nothing is hit: the most during a warm-up."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
     """What a replay came to; seconds are modelled but for `cpu_s`.
 
+    Requests of the warm-up do not count, but for the last seven numbers.
+
     Attributes:
         num_requests: Requests that finished.
         hit_percent: Tokens of prompts found cached at the first admission, of all.
-        requests_per_s: From the first arrival to the last token.
+        requests_per_s: From the end of the warm-up to the last token.
         ttft_p50_s: From arrival to the first token.
         ttft_p99_s: Likewise.
         tpot_p50_s: From one token to the next, mean of each request.
@@ -55,7 +63,7 @@ class Result:
             looked at; None where none was.
         preemptions: Requests that lost their pages, each time counted.
         refused: Requests that the arena could not hold alone.
-        modelled_s: From the first arrival to the last token.
+        modelled_s: From the end of the warm-up to the last token.
         steps: Steps.
         cpu_s: CPU time of the replay.
         is_cut: Whether the replay was stopped because the TTFT p99 was sure to be over the limit;
@@ -83,7 +91,12 @@ class Runner:
     """Replays of one cell."""
 
     def __init__(
-        self, cell: Cell, *, mooncake: Path | None = None, is_asynchronous: bool = False
+        self,
+        cell: Cell,
+        *,
+        mooncake: Path | None = None,
+        is_asynchronous: bool = False,
+        warm_up_share: float = WARM_UP_SHARE,
     ) -> None:
         """Nothing has run.
 
@@ -91,8 +104,10 @@ class Runner:
             cell: The cell.
             mooncake: Mooncake's trace, for cells of it.
             is_asynchronous: Whether a step is scheduled while the one before it runs.
+            warm_up_share: Of the arrivals, those of the warm-up.
         """
         self.cell = cell
+        self._warm_up_share = warm_up_share
         self.trace: Trace = cell.trace(mooncake)
         self._is_asynchronous = is_asynchronous
         self._one = machine(cell.model)
@@ -124,6 +139,27 @@ class Runner:
         by_length = {each.prompt_tokens: each for each in self._requests}
         mean_s = sum(self._alone_s(by_length[tokens]) for tokens in some) / len(some)
         return self.trace.num_arrivals / (mean_s * len(lengths))
+
+    def requests(self, rate: float) -> "Arriving":
+        """All requests at a rate, those of the warm-up at one that needs no hit."""
+        requests = list(self.trace.requests(rate))
+        first = [each for each in requests if not each.after]
+        num_warming = int(self._warm_up_share * len(first))
+        if not num_warming:
+            return Arriving(requests, requests[0].arrival_s, frozenset())
+        slower = max(1.0, rate / (WARM_UP_LOAD * self.nominal_rate))
+        end_s = first[num_warming].arrival_s
+        later_s = {each.name: (slower - 1) * min(each.arrival_s, end_s) for each in first}
+        warming = {each.name for each in first[:num_warming]}
+        moved: list[Request] = []
+        for each in requests:
+            if each.after:
+                later_s[each.name] = later_s[each.after[0]]
+                if each.after[0] in warming:
+                    warming.add(each.name)
+            moved.append(replace(each, arrival_s=each.arrival_s + later_s[each.name]))
+        begin_s = end_s + later_s[first[num_warming].name]
+        return Arriving(moved, begin_s, frozenset(warming))
 
     def _unlimited_bytes(self, requests: Sequence[Request]) -> int:
         """Bytes in which nothing is ever evicted."""
@@ -165,7 +201,8 @@ class Runner:
         Raises:
             ValueError: The system refuses the model or the arena.
         """
-        requests = list(self.trace.requests(rate))
+        arriving = self.requests(rate)
+        requests = arriving.requests
         arena_bytes = self.cell.arena_bytes
         if system == UNLIMITED:
             arena_bytes = max(arena_bytes, self._unlimited_bytes(requests))
@@ -173,7 +210,7 @@ class Runner:
         arena = self._arena(system, arena_bytes, oracle)
         if oracle is not None and isinstance(arena, ManagedArena):
             oracle.attach(arena.manager._tree)  # pyright: ignore[reportPrivateUsage]
-        ended = _Ended()
+        ended = _Ended(arriving.warming)
         replay = Replay(
             requests,
             arena,
@@ -181,7 +218,8 @@ class Runner:
             is_asynchronous=self._is_asynchronous,
             on_end=ended.add,
         )
-        most_late = len(requests) - 1 - round(TAIL * (len(requests) - 1))
+        num_counted = len(requests) - len(arriving.warming)
+        most_late = num_counted - 1 - round(TAIL * (num_counted - 1))
         held_bytes = used_bytes = 0
         is_cut = False
         start_s = time.process_time()
@@ -194,16 +232,16 @@ class Runner:
                     used_bytes += memory.used_bytes
                     held_bytes += memory.used_bytes + memory.useless_bytes + memory.empty_bytes
             elif step.number % LOOKED_EVERY == 0 and (
-                ended.num_late(cut_s) + _num_late(replay, cut_s) > most_late
+                ended.num_late(cut_s) + ended.num_late_of(replay, cut_s) > most_late
             ):
                 is_cut = True
                 break
-        modelled_s = replay.time_s - requests[0].arrival_s
+        modelled_s = replay.time_s - arriving.begin_s
         first_s, per_s = ended.first_tokens_s.spread(), ended.per_tokens_s.spread()
         return Result(
-            num_requests=replay.num_finished,
-            hit_percent=round(100 * replay.hit_tokens / max(1, replay.prompt_tokens), 3),
-            requests_per_s=_short(replay.num_finished / modelled_s if modelled_s else 0.0),
+            num_requests=len(ended.waits_s),
+            hit_percent=round(100 * ended.hit_tokens / max(1, ended.prompt_tokens), 3),
+            requests_per_s=_short(len(ended.waits_s) / modelled_s if modelled_s > 0 else 0.0),
             ttft_p50_s=_short(first_s.p50),
             ttft_p99_s=_short(first_s.p99),
             tpot_p50_s=_short(per_s.p50),
@@ -223,18 +261,37 @@ class Runner:
         return self.run(system, rate, cut_s=max(LIMITS) * self.alone_s)
 
 
-class _Ended:
-    """How requests fared that have ended."""
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """Requests of a cell at a rate.
 
-    def __init__(self) -> None:
+    Attributes:
+        requests: In the order of their arrival.
+        begin_s: When the warm-up ends.
+        warming: Names of requests that do not count.
+    """
+
+    requests: list[Request]
+    begin_s: float
+    warming: frozenset[str]
+
+
+class _Ended:
+    """How requests fared that count and have ended."""
+
+    def __init__(self, warming: frozenset[str]) -> None:
+        self._warming = warming
         self.first_tokens_s = Quantiles()
         self.per_tokens_s = Quantiles()
         self.waits_s: list[float] = []
+        self.prompt_tokens = self.hit_tokens = 0
 
     def add(self, active: ActiveRequest) -> None:
         """Take a request that finished or was refused."""
-        if active.finished_s < 0:
+        if active.finished_s < 0 or active.name in self._warming:
             return
+        self.prompt_tokens += active.prompt_tokens
+        self.hit_tokens += active.hit_tokens or 0
         wait_s = active.first_token_s - active.arrival_s
         self.waits_s.append(wait_s)
         self.first_tokens_s.add(wait_s)
@@ -246,16 +303,17 @@ class _Ended:
         """Requests whose TTFT was over a limit."""
         return sum(wait_s > limit_s for wait_s in self.waits_s)
 
-
-def _num_late(replay: Replay, limit_s: float) -> int:
-    """Requests that have not ended and whose TTFT is over a limit already."""
-    scheduler = replay.scheduler
-    waiting = scheduler.waiting if isinstance(scheduler, Scheduler) else ()
-    return sum(
-        (active.first_token_s if active.first_token_s >= 0 else replay.time_s) - active.arrival_s
-        > limit_s
-        for active in (*scheduler.running, *waiting)
-    )
+    def num_late_of(self, replay: Replay, limit_s: float) -> int:
+        """Requests that have not ended and whose TTFT is over a limit already."""
+        scheduler = replay.scheduler
+        waiting = scheduler.waiting if isinstance(scheduler, Scheduler) else ()
+        return sum(
+            active.name not in self._warming
+            and (active.first_token_s if active.first_token_s >= 0 else replay.time_s)
+            - active.arrival_s
+            > limit_s
+            for active in (*scheduler.running, *waiting)
+        )
 
 
 def _short(seconds: float) -> float:

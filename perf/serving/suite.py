@@ -12,11 +12,14 @@ from jenga.sim.bounds import best_eviction, unlimited
 from perf.bench_replay import commit
 from perf.serving.cases import LIMITS, STOCK, Cell, is_stock, machine, stock_systems
 from perf.serving.rows import BOUNDS, CAPACITY, LOAD, PROBE, Row, RowFile
-from perf.serving.run import Runner, as_row
+from perf.serving.run import WARM_UP_SHARE, Runner, as_row
 from perf.serving.search import STEPS_PER_DOUBLING, highest, rate_at, step_of
 
 OCTAVES_BELOW, OCTAVES_ABOVE = 6, 5
 """Rates that are tried, in doublings below and above the nominal one, at which nothing is hit."""
+
+STEPS_BELOW = 8
+"""Of the grid, by which a search within fewer times begins below what is within most times."""
 
 FULL_LOAD = 100
 """In percent of stock's capacity."""
@@ -44,6 +47,7 @@ class Plan:
         out: File of the rows.
         mooncake: Mooncake's trace.
         is_asynchronous: Whether a step is scheduled while the one before it runs.
+        warm_up_share: Of the arrivals, those that do not count.
     """
 
     systems: Sequence[str]
@@ -52,6 +56,7 @@ class Plan:
     out: Path
     mooncake: Path | None = None
     is_asynchronous: bool = False
+    warm_up_share: float = WARM_UP_SHARE
 
 
 def measure(cell: Cell, plan: Plan, rows: Iterable[Row]) -> int:
@@ -67,10 +72,16 @@ def measure(cell: Cell, plan: Plan, rows: Iterable[Row]) -> int:
     """
     # It says on standard error what its GPU build would do here.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    runner = Runner(cell, mooncake=plan.mooncake, is_asynchronous=plan.is_asynchronous)
+    runner = Runner(
+        cell,
+        mooncake=plan.mooncake,
+        is_asynchronous=plan.is_asynchronous,
+        warm_up_share=plan.warm_up_share,
+    )
     one = machine(cell.model)
     common: Row = {
         "scheduling": "asynchronous" if plan.is_asynchronous else "synchronous",
+        "warm_up_share": plan.warm_up_share,
         "gpu": f"{one.ranks} {one.gpu.name}",
         "arena_bytes": cell.arena_bytes,
         "commit": commit(),
@@ -125,10 +136,10 @@ class _Measuring:
         return list(chosen)
 
     def _bounds(self) -> Row:
-        """What does not depend on the rate, or hardly."""
+        """What does not depend on the rate, or hardly; of the whole trace with its warm-up."""
         runner = self._runner
         rate = float(f"{runner.nominal_rate:.5g}")
-        requests = sorted(runner.trace.requests(rate), key=lambda each: each.arrival_s)
+        requests = sorted(runner.requests(rate).requests, key=lambda each: each.arrival_s)
         best = best_eviction(requests, machine(runner.cell.model).model, runner.cell.arena_bytes)
         return {
             "trace": runner.trace.text,
@@ -171,6 +182,8 @@ class _Measuring:
         least = nominal - OCTAVES_BELOW * STEPS_PER_DOUBLING
         most = nominal + OCTAVES_ABOVE * STEPS_PER_DOUBLING
         start = step_of(start_rate) if start_rate else nominal
+        if limit < max(LIMITS):
+            start -= STEPS_BELOW
         step = highest(passes, start=start, least=least, most=most)
         return self._file.add(
             CAPACITY,

@@ -86,8 +86,9 @@ over time. All seconds are a roofline's. {num_cells} cells (model, arena, worklo
   of the longest prompt alone, on a grid of 2.9 %. Of stock it is that of its best setting.
 * A load is a share of that capacity of stock. There each number of stock is that of the setting
   that is best in this number.
-* `{ORACLE}` is ours with a policy that knows the trace, `{UNLIMITED}` ours with memory without end;
-  "bound" are the hits of `jenga.sim.bounds`. `x0.25` is a quarter of the arena."""
+* The first quarter of the arrivals only warms the cache up and does not count, unless said so.
+* `{ORACLE}` is ours with a policy that knows the trace, `{UNLIMITED}` ours with memory without end.
+  `x0.25` is a quarter of the arena."""
 
 
 def _goals(results: Results) -> str:
@@ -234,9 +235,8 @@ def _by_load(results: Results) -> str:
             ]
             pairs = [pair for group in groups for pair in results.pairs[group, load]]
             if pairs:
-                bounds = [row for group in groups for row in results.bounds[group]]
-                rows.append([workload, f"{load} %", *_load_columns(pairs, bounds), str(len(pairs))])
-    columns = ("workload", "load", "hits", "stock", ORACLE, UNLIMITED, "bound", *_RATIOS.values())
+                rows.append([workload, f"{load} %", *_load_columns(pairs), str(len(pairs))])
+    columns = ("workload", "load", "hits", "stock", ORACLE, UNLIMITED, *_RATIOS.values())
     sides = ("preempted", "stock", "waste", "stock", "CPU s", "stock", "cells")
     return """## At shares of stock's capacity
 
@@ -246,7 +246,7 @@ second are ratios to stock's best, geometric means. A longest wait is for a firs
 """ + _grid((*columns, *sides), rows)
 
 
-def _load_columns(pairs: Sequence[Pair], bounds: Sequence[Row]) -> list[str]:
+def _load_columns(pairs: Sequence[Pair]) -> list[str]:
     ours = [pair.ours for pair in pairs]
     stock = [pair.best("hit_percent") for pair in pairs]
     preempted = [pair.best("preemptions") for pair in pairs]
@@ -256,7 +256,7 @@ def _load_columns(pairs: Sequence[Pair], bounds: Sequence[Row]) -> list[str]:
     hits = [_average(rows, "hit_percent") for rows in (ours, stock, *others)]
     ratios = [_mean(pair.ratio(number) for pair in pairs) for number in _RATIOS]
     return [
-        *(_text(each, 1) for each in (*hits, _average(bounds, "best_eviction_percent"))),
+        *(_text(each, 1) for each in hits),
         *map(_text, ratios),
         *(_text(_preempted(rows), 1) for rows in (ours, preempted)),
         *(_text(_average(rows, "waste_percent"), 1) for rows in (ours, stock)),
