@@ -572,6 +572,7 @@ class Manager(Keeping):
             self._checkpoints.end(request, self._waiting.branch_tokens(request_id))
         for table in self._tables:
             table.end(request)
+        self._taking.forget(request_id)
         self._allocator.disown(request.owner)
         del self._requests[request_id]
         self._waiting.forget(request_id)

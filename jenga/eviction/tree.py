@@ -733,9 +733,7 @@ class CheckpointTree:
                 return node
         return self._least_of(pool, chosen)
 
-    def _least_of(
-        self, nodes: Sequence[Checkpoint], chosen: Collection[int]
-    ) -> Checkpoint | None:
+    def _least_of(self, nodes: Sequence[Checkpoint], chosen: Collection[int]) -> Checkpoint | None:
         time, worth = self.history.time, self._policy.worth
         least, victim = 0.0, None
         for node in nodes:
