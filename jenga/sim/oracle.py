@@ -132,7 +132,14 @@ class Oracle:
         """None: readers are known."""
 
     def worth(self, candidate: Candidate, time: float) -> float:
-        """Tokens saved for the bytes and the seconds until the next reader; 0 without one."""
+        """Tokens saved for the bytes and the seconds until the next reader; negative without one.
+
+        Raises:
+            ValueError: The tree is not known.
+        """
+        if self._tree is None:
+            msg = "attach must be given the tree before its checkpoints are ranked"
+            raise ValueError(msg)
         wait_s = self._wait_s(candidate, time)
         if wait_s is None:
             return -float(candidate.own_bytes)
@@ -158,12 +165,10 @@ class Oracle:
 
     def _node_of(self, reader: _Reader, time: float) -> Checkpoint | None:
         """The checkpoint that a request would read now."""
-        if self._tree is None:
-            msg = "attach must be given the tree before its checkpoints are ranked"
-            raise ValueError(msg)
-        if reader.looked_at != time or reader.node is None:
+        tree = self._tree
+        if tree is not None and (reader.looked_at != time or reader.node is None):
             reader.looked_at = time
-            reader.node = self._tree.stand_of(
+            reader.node = tree.stand_of(
                 reader.hashes, reader.request.facts, reader.num_shared
             )
         node: Checkpoint | None = reader.node
