@@ -639,7 +639,7 @@ def spoil_pool(arena, node):
     arena.tree._pool.remove(node)
 
 
-def spoil_children(arena, node):
+def spoil_children(_arena, node):
     node.parent.num_children += 1
 
 
@@ -654,7 +654,7 @@ def spoil_segment(arena, node):
     table.pages.rerank([page], [3])
 
 
-def spoil_name(arena, node):
+def spoil_name(_arena, node):
     node.key = b"another"
 
 

@@ -1,4 +1,4 @@
-"""A replay schedules what an engine does: vLLM's own scheduler, with the plugin's manager and its own.
+"""A replay schedules what vLLM's own scheduler does, with the plugin's manager and with vLLM's.
 
 Compared step by step are the requests, their tokens and drafts, preemptions and hits, and when each
 request has its first token and its last.
@@ -6,19 +6,12 @@ request has its first token and its last.
 
 import os
 import random
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from queue import Queue
-from types import SimpleNamespace
 
 import pytest
 
-from jenga.sim.arena import ActiveRequest
-from jenga.sim.arrivals import Arrivals
 from jenga.sim.session import Machine, Running, Settings, Trace, run_row
-from jenga.sim.speculation import Speculation
-from jenga.sim.stock_plan import read_stock_options
 from jenga.sim.workload import Piece, Request
 from jenga.spec import (
     ChunkedLocal,
@@ -28,7 +21,6 @@ from jenga.spec import (
     SlidingWindow,
     State,
     StatePart,
-    TokenBudget,
 )
 
 pytestmark = [
@@ -81,7 +73,7 @@ NO_STOCK = {"two windows", "states alone", "sliding and states"}
 
 
 def requests_of(seed, num_requests=24):
-    """Requests of a few shared beginnings, some of which follow others; more than the arena holds."""
+    """Requests with a few shared beginnings, some after others; more than the arena holds."""
     draw = random.Random(seed)
     found, time_s = [], 0.0
     for number in range(num_requests):
