@@ -593,6 +593,7 @@ class Manager(Keeping):
     def check(self) -> None:
         """Raise `InvariantError` unless the books of requests, allocator, cache and queue agree."""
         super().check()
+        self._taking.check(self._requests)
         if self._prefix_caching:
             self._tree.check()
         self._waiting.check()

@@ -1,6 +1,6 @@
 """What a request needs for one step more: taken and put into its page tables, or refused."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import sub
 
 from jenga.allocator import Allocator
@@ -65,8 +65,9 @@ class Taking:
         self._in_flight_tokens = in_flight_tokens
         self._host = host
         self._loading = loading
-        # Request that came in with a prompt -> small pages of each page table still to be taken.
-        self._promises: dict[str, list[int]] = {}
+        # Name of a request -> the request, and the small pages of each page table that it will
+        # still take for its expected tokens. They count until it has slots for those tokens.
+        self._promises: dict[str, tuple[Request, list[int]]] = {}
         self._no_pages = [0] * len(allocator.tables)
         self.nothing: tuple[list[int], ...] = tuple([] for _ in allocator.tables)
 
@@ -87,8 +88,8 @@ class Taking:
             request_id: Its name.
             request: Who takes; its processed tokens are those of this step.
             num_tokens: To have slots for.
-            full_tokens: If positive, refuse unless so many could be held now, beside all that others
-                will take for their prompts.
+            full_tokens: If positive, refuse unless so many could be held now, beside all that
+                others will take for their prompts.
             reserve_large_pages: Large pages that must stay empty or reclaimable.
             hit: At admission, where the request starts from.
             found: Per page table, the small pages of the hit, still to be shared.
@@ -110,7 +111,11 @@ class Taking:
         expected = growth.needs(request, expected_tokens) if expected_tokens > num_tokens else needs
         later = self._later_pages(request, found, needs, num_tokens, expected_tokens)
         if full_tokens:
-            others = [pages for name, pages in self._promises.items() if name != request_id]
+            others = [
+                pages
+                for other, pages in self._promises.values()
+                if other is not request and other.num_tokens < other.expected_tokens
+            ]
             all_needs = [sum(pages) for pages in zip(needs, later, *others, strict=True)]
             self._require(request_id, all_needs, found, reserve_large_pages)
         if hit is not None and found is not None:
@@ -144,7 +149,7 @@ class Taking:
                 self._host.load(hit, request)
         request.expected_tokens = expected_tokens
         if any(later):
-            self._promises[request_id] = later
+            self._promises[request_id] = request, later
         else:
             self._promises.pop(request_id, None)
         return taken
@@ -178,6 +183,20 @@ class Taking:
     def forget(self, request_id: str) -> None:
         """Record that a request has ended: nothing is promised to it any more."""
         self._promises.pop(request_id, None)
+
+    def check(self, requests: Mapping[str, Request]) -> None:
+        """Raise `InvariantError` unless pages are promised to running requests only.
+
+        Args:
+            requests: Those that run, by name.
+        """
+        for name, (request, pages) in self._promises.items():
+            if requests.get(name) is not request:
+                msg = f"{pages} small pages are promised to request {name!r}, which does not run"
+                raise InvariantError(msg)
+            if min(pages) < 0 or not any(pages):
+                msg = f"{pages} small pages are promised to request {name!r}"
+                raise InvariantError(msg)
 
     def _take_next(
         self, request: Request, num_tokens: int, reserve_large_pages: int

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jenga.errors import OutOfPagesError
+from jenga.errors import InvariantError, OutOfPagesError
 from jenga.eviction.learned import LearnedReuse
 from jenga.eviction.policy import LeastRecentlyUsed
 from jenga.manager import Manager
@@ -391,6 +391,33 @@ def test_nothing_is_left_to_a_request_that_has_ended():
     manager.allocate("second", num_tokens=224, full_tokens=224)
 
     manager.check()
+
+
+@pytest.mark.parametrize("last_tokens", [16, 32])
+def test_nothing_is_left_to_a_request_that_has_all_pages_of_its_prompt(last_tokens):
+    cut = geometry("full", full(tokens=16, per_large=1))
+    manager = manager_of(cut, 1 + 14)
+    start = 160 - last_tokens
+    manager.allocate("first", num_tokens=start, full_tokens=160)
+    manager.allocate("first", num_tokens=160, num_processed_tokens=start)
+
+    # It holds 10 of 14 pages and will take no more for its prompt.
+    manager.allocate("second", num_tokens=64, full_tokens=64)
+
+    manager.check()
+
+
+def test_the_check_finds_pages_promised_to_a_request_that_does_not_run():
+    cut = geometry("full", full(tokens=16, per_large=1))
+    manager = manager_of(cut, 1 + 14)
+    manager.allocate("first", num_tokens=64, full_tokens=160)
+    manager.check()
+    promises = dict(manager._taking._promises)
+    manager.free("first")
+    manager._taking._promises.update(promises)
+
+    with pytest.raises(InvariantError, match="promised to request 'first'"):
+        manager.check()
 
 
 def test_a_prompt_of_several_steps_leaves_room_for_those_that_run_to_grow():
