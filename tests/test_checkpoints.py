@@ -10,7 +10,7 @@ from jenga.manager import Manager
 from jenga.policies import Image, RequestFacts
 from jenga.request import CopyPath
 from jenga.waiting import WAITED_STEPS
-from tests.machines.geometries import cross, full, geometry, sliding, state
+from tests.machines.geometries import cross, embedding, full, geometry, sliding, state
 from tests.test_manager import compute, hashes
 
 FULL = geometry("full", full(tokens=16, per_large=1))
@@ -149,14 +149,27 @@ def test_a_known_branch_is_left_again_by_whoever_passes_it():
     manager = manager_of(HYBRID, 400)
     text = hashes(512)
     for name in "xy":
-        ask(manager, 1024, keys=[*text, *hashes(512, name=name)])
+        ask(manager, 1184, keys=[*text, *hashes(672, name=name)])
     assert kept(manager, text)[512] == Kind.BRANCH
     assert manager.reset_prefix_cache()
 
-    keys = [*text, *hashes(512, name="z")]
-    come(manager, "z", 1024, keys=keys)
+    keys = [*text, *hashes(672, name="z")]
+    come(manager, "z", 1184, keys=keys)
 
-    assert manager.checkpoint_tokens("z") == (496, 512, 1008)
+    assert manager.checkpoint_tokens("z") == (512, 656, 1168)
+
+
+def test_a_branch_right_after_a_kept_state_gets_no_state_of_its_own():
+    manager = manager_of(HYBRID, 400)
+    text = hashes(512)
+    ask(manager, 1024, keys=[*text, *hashes(512, name="x")])
+    assert kept(manager, text) == {496: Kind.BEFORE_END}
+
+    keys = [*text, *hashes(512, name="y")]
+    assert come(manager, "y", 1024, keys=keys) == 496
+
+    # To compute 16 tokens again is cheaper than another state.
+    assert manager.checkpoint_tokens("y") == (1008,)
 
 
 @pytest.mark.parametrize("policy_waits", [False, True])
@@ -273,7 +286,9 @@ def test_a_request_that_is_preempted_before_its_tokens_are_final_keeps_no_page()
     assert kept(manager, keys) == {112: Kind.BEFORE_END}
     assert state_pages(manager) == (0, 1)
     assert ask(manager, 640) == 112
-    assert kept(manager, keys) == {112: Kind.BEFORE_END, 624: Kind.PROMPT_END}
+    # Keys and values are cached up to 320 tokens, as where another text parts from a known one.
+    assert kept(manager, keys) == {320: Kind.BRANCH, 624: Kind.PROMPT_END}
+    assert state_pages(manager) == (0, 2)
 
 
 def test_a_state_that_is_still_to_be_written_is_found_from_the_next_step_on():
@@ -330,7 +345,8 @@ def test_a_state_that_was_kept_by_another_and_evicted_meanwhile_makes_no_checkpo
 
 
 def test_states_are_not_kept_where_there_is_no_room_and_nothing_is_lost():
-    manager = manager_of(HYBRID, 1 + 5)
+    # Three large pages and a state's for "a", one and a state's for "b".
+    manager = manager_of(HYBRID, 1 + 6)
     keys = hashes(96)
     come(manager, "a", 96)
     come(manager, "b", 16, keys=[b"x"])
@@ -371,7 +387,7 @@ def test_an_answer_s_states_are_written_in_one_place_however_long_it_is():
     assert len(places) == 1
     assert kept(manager, keys) == {
         96: Kind.PROMPT_END,
-        800 // ANSWER_TOKENS * ANSWER_TOKENS - (0 if 799 >= 768 else 64): Kind.ANSWER_END,
+        799 // ANSWER_TOKENS * ANSWER_TOKENS: Kind.ANSWER_END,
     }
     manager.free("a")
     assert manager.lookup(keys, max_tokens=799).num_tokens == 768
@@ -580,8 +596,44 @@ def test_an_image_that_lost_its_checkpoint_in_use_has_one_again_when_it_is_shown
 
     assert len(with_images(manager, "b", prefix="q")) == 2
 
-    assert image(manager, b"cat") is not None
+    assert image(manager, b"cat").point.past == Past.READ
     manager.free("a")
+    manager.check()
+
+
+def test_an_image_that_lost_its_checkpoint_is_kept_once_where_it_is_shown_twice():
+    manager = manager_of(WITH_IMAGES)
+    facts = RequestFacts(
+        prompt_tokens=20, images=(Image(start_token=0, num_tokens=17, content=b"cat"),)
+    )
+    manager.allocate("a", num_tokens=20, facts=facts)
+    manager.commit("a", hashes(20), 20)
+    manager._tree.evict(image(manager, b"cat"))
+
+    assert len(with_images(manager, "b", prefix="q", contents=(b"cat", b"cat"))) == 4
+
+    assert image(manager, b"cat").num_tokens == 32
+    manager.free("a")
+    manager.check()
+
+
+def test_the_end_of_an_image_alone_makes_no_checkpoint():
+    manager = manager_of(geometry("embedded", full(tokens=16), embedding(slot_bytes=64)))
+    facts = RequestFacts(
+        prompt_tokens=64, images=(Image(start_token=10, num_tokens=16, content=b"cat"),)
+    )
+    keys = hashes(64)
+    manager.allocate("a", num_tokens=64, facts=facts)
+    manager.commit("a", keys, 64)
+    manager._tree.evict(image(manager, b"cat"))
+
+    # The second of four pages is half read after 16 tokens.
+    hit = manager.lookup(keys[:1], max_tokens=63, facts=facts)
+    manager.allocate("b", num_tokens=20, hit=hit)
+
+    assert hit.num_tokens == 16
+    assert [page > 0 for page in hit.pages[1]] == [False, True, True, True]
+    assert image(manager, b"cat") is None
     manager.check()
 
 

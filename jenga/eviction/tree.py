@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import chain, groupby
 from math import lcm
 from random import Random
+from typing import cast
 
 from jenga.errors import InvariantError
 from jenga.eviction.checkpoint import NOT_IN_POOL, Checkpoint
@@ -241,7 +242,7 @@ class CheckpointTree:
             middle = (low + high + 1) // 2
         return found
 
-    def keep(  # noqa: PLR0913, PLR0917  a place, and all that is known of it
+    def keep(  # noqa: PLR0913  a place, and all that is known of it
         self,
         stand: Checkpoint,
         prefix_hashes: Sequence[bytes],
@@ -314,24 +315,40 @@ class CheckpointTree:
             past: Of the request that leaves them.
         """
         for key, some in self._images_in(table, pages):
-            if key in self._by_key:
-                continue
-            num_tokens = len(some) * table.grain.page_slots
-            node = Checkpoint(key, num_tokens, 0, self._root)
-            node.segment, node.first_pages = self._root.segment, self._root.first_pages
-            self._root.num_children += 1
-            self._by_key[key] = node
-            self._pin(node, table, some)
-            node.is_kept = True
-            self._enter_pool(node)
-            node.point = self.history.leave(key, num_tokens, Kind.IMAGE, past)
+            if key not in self._by_key:
+                self._keep_image(key, table, some, past)
+
+    def _keep_image(self, key: Hashable, table: Table, pages: list[int], past: Past) -> None:
+        num_tokens = len(pages) * table.grain.page_slots
+        node = Checkpoint(key, num_tokens, 0, self._root)
+        node.segment, node.first_pages = self._root.segment, self._root.first_pages
+        self._root.num_children += 1
+        self._by_key[key] = node
+        self._pin(node, table, pages)
+        node.is_kept = True
+        self._enter_pool(node)
+        node.point = self.history.leave(key, num_tokens, Kind.IMAGE, past)
 
     def read_images(self, table: Table, pages: Sequence[int]) -> None:
-        """Record that a request reads images, of which it found these pages."""
-        for key, _ in self._images_in(table, pages):
+        """Record that a request reads images, of which it found these pages.
+
+        An image that is found whole and has lost its checkpoint is kept again.
+        """
+        for key, some in self._images_in(table, pages):
             node = self._by_key.get(key)
-            if node is not None and node.is_kept:
+            if node is not None:
                 self._read(node)
+                continue
+            point = self.history.get(key)
+            if point is not None:
+                self.history.read(point)
+            # An image shown twice is found twice; the end of one is found where the rest was read.
+            numbers = {
+                page: cast("tuple[bytes, int]", table.keys_of([page])[0])[1] for page in some
+            }
+            whole = sorted(numbers, key=numbers.__getitem__)
+            if numbers[whole[0]] == 0:
+                self._keep_image(key, table, whole, Past.READ)
 
     def _images_in(
         self, table: Table, pages: Sequence[int]
@@ -658,8 +675,9 @@ class CheckpointTree:
         """Bytes of what waiting requests will read and no request uses."""
         seen: set[int] = set()
         num_bytes = 0
-        for node in chain.from_iterable(map(self._named, self.awaited)):
-            num_bytes += node.alone_bytes
+        for awaited in chain.from_iterable(map(self._named, self.awaited)):
+            num_bytes += awaited.alone_bytes
+            node = awaited
             while node.parent is not None and id(node) not in seen:
                 seen.add(id(node))
                 if node.segment_bytes and not self._is_used(node):
