@@ -111,11 +111,7 @@ class Taking:
         expected = growth.needs(request, expected_tokens) if expected_tokens > num_tokens else needs
         later = self._later_pages(request, found, needs, num_tokens, expected_tokens)
         if full_tokens:
-            others = [
-                pages
-                for other, pages in self._promises.values()
-                if other is not request and other.num_tokens < other.expected_tokens
-            ]
+            others = self.promised_beside(request_id)
             all_needs = [sum(pages) for pages in zip(needs, later, *others, strict=True)]
             self._require(request_id, all_needs, found, reserve_large_pages)
         if hit is not None and found is not None:
@@ -183,6 +179,18 @@ class Taking:
     def forget(self, request_id: str) -> None:
         """Record that a request has ended: nothing is promised to it any more."""
         self._promises.pop(request_id, None)
+
+    def promised_beside(self, request_id: str | None) -> list[list[int]]:
+        """Small pages of each page table that other requests will still take for their prompts.
+
+        Args:
+            request_id: The request that is left out; None to leave out none.
+        """
+        return [
+            pages
+            for name, (request, pages) in self._promises.items()
+            if name != request_id and request.num_tokens < request.expected_tokens
+        ]
 
     def check(self, requests: Mapping[str, Request]) -> None:
         """Raise `InvariantError` unless pages are promised to running requests only.

@@ -16,6 +16,7 @@ from hypothesis.stateful import (
 
 from jenga.errors import OutOfPagesError
 from jenga.manager import Manager
+from jenga.spec import FullAttention
 from tests.machines.geometries import ALL, HOMOGENEOUS, HYBRID, MIXED, WINDOWED
 
 
@@ -39,6 +40,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.tables = self.geometry.page_tables
         # request -> (tokens with slots, tokens processed, final length)
         self.requests = {}
+        self.prompts = {}  # of those that came in only if all of it could be held
         self.num_requests = 0
 
     def _try(self, request_id, **arguments):
@@ -71,6 +73,8 @@ class ManagerMachine(RuleBasedStateMachine):
         if new_pages is not None:
             assert new_pages == self.manager.page_tables(request_id)
             self.requests[request_id] = (num_tokens, 0, prompt + output)
+            if gate:
+                self.prompts[request_id] = prompt
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), step=st.integers(1, 30))
@@ -100,6 +104,7 @@ class ManagerMachine(RuleBasedStateMachine):
         request_id = data.draw(st.sampled_from(sorted(self.requests)))
         self.manager.free(request_id)
         del self.requests[request_id]
+        self.prompts.pop(request_id, None)
 
     @rule()
     def step(self):
@@ -110,6 +115,21 @@ class ManagerMachine(RuleBasedStateMachine):
         if not hasattr(self, "manager"):
             return
         self.manager.check()
+
+    @invariant()
+    def pages_are_promised_for_the_rest_of_prompts(self):
+        if not hasattr(self, "manager"):
+            return
+        promised = self.manager._taking.promised_beside(None)
+        for index, table in enumerate(self.tables):
+            if not isinstance(table.layer_type, FullAttention):
+                continue
+            expected = sum(
+                max(0, -(-prompt // table.tokens_per_page) - len(pages))
+                for request_id, prompt in self.prompts.items()
+                for pages in [self.manager.page_table(request_id, index)]
+            )
+            assert sum(pages[index] for pages in promised) == expected
 
     @invariant()
     def every_live_token_has_a_page_of_its_own(self):
