@@ -92,7 +92,8 @@ class Checkpoints:
         self._align_tokens = tree.align_tokens
         self._ahead_tokens = -(-ahead_tokens // self._align_tokens) * self._align_tokens
         self._host = host
-        self._in_passing: list[Request] = []  # those of which a step about to run writes states
+        # Owner -> request of which a step about to run writes states.
+        self._in_passing: dict[int, Request] = {}
         self.answer_tokens = answer_tokens
         self.num_replaced = 0
         self._token_bytes, self._fixed_bytes = tree.bytes_of_points()
@@ -189,9 +190,13 @@ class Checkpoints:
 
         Not before: an unwritten state that is evicted would go to host memory as if it were there.
         """
-        for request in self._in_passing:
+        for request in list(self._in_passing.values()):
+            self.keep_written(request)
+
+    def keep_written(self, request: Request) -> None:
+        """As `begin_step` for one request."""
+        if self._in_passing.pop(request.owner, None) is not None:
             self.pass_by(request, request.committed_tokens)
-        self._in_passing.clear()
 
     def keep_state(
         self, request: Request, key: bytes, num_tokens: int, *, in_passing: bool
@@ -221,7 +226,7 @@ class Checkpoints:
                 )
             request.pending[num_tokens] = pages
         if in_passing:
-            self._in_passing.append(request)
+            self._in_passing[request.owner] = request
         else:
             self.pass_by(request, request.committed_tokens)
         return True

@@ -138,6 +138,17 @@ class Keeping(Holdings):
             raise ValueError(msg)
         return self._checkpoints.keep_state(request, prefix_hash, num_tokens, in_passing=in_passing)
 
+    def keep_written(self, request_id: str) -> None:
+        """Let others find a request's states that the step before was to write on its way.
+
+        `Manager.new_step` does so for all requests. Engines ask before it, one request at a time,
+        where they have to know whose content `take_changes` names.
+
+        Raises:
+            ValueError: The request is not running.
+        """
+        self._checkpoints.keep_written(self._running(request_id))
+
     def keeps_state(self, table_index: int, prefix_hash: bytes, page: int) -> bool:
         """Whether a page still holds the state kept in it: another one may have taken it since.
 

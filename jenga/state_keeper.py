@@ -108,7 +108,7 @@ class StateKeeper:
         Args:
             manager: Gives the pages.
             hash_tokens: Tokens that each further hash of a request covers.
-            on_keep: Called with a request of which a state was to be kept.
+            on_keep: Called with a request of which a state was to be kept, or can be found now.
             history_query_tokens: Most tokens of a decoding step where these are kept beside the
                 states, and a page has the state after any of its last step's; 0 where none are.
         """
@@ -126,6 +126,15 @@ class StateKeeper:
         self._answers: dict[str, int] = {}
         self._passages: dict[str, _Passage] = {}
         self._passed: dict[str, tuple[EngineRequest, list[int]]] = {}
+
+    def step_ends(self) -> None:
+        """Tell of the states that the last step wrote on its way; before `Manager.new_step`."""
+        if self._on_keep is None:
+            return
+        for request_id, passage in self._passages.items():
+            if self._manager.is_running(request_id):
+                self._manager.keep_written(request_id)
+                self._on_keep(passage.request)
 
     def step_starts(self) -> None:
         """Begin a step: keep what the last one could not write on its way."""

@@ -176,6 +176,8 @@ class JengaKVCacheManager:
 
     def new_step_starts(self) -> None:
         """Note that the scheduler begins a step."""
+        if self._states is not None:
+            self._states.step_ends()
         self.manager.new_step()
         self._scheduled.clear()
         self._step_tokens = 0
@@ -317,6 +319,8 @@ class JengaKVCacheManager:
         if self.manager.is_running(request.request_id):
             self.cache_blocks(request, min(request.num_computed_tokens, request.num_tokens))
             self.manager.free(request.request_id)
+            if self._events is not None:
+                self._events.note(request)
             if self._states is not None:
                 self._states.forget(request.request_id)
         else:
