@@ -519,6 +519,9 @@ class Manager(Keeping):
     def commit(self, request_id: str, prefix_hashes: Sequence[bytes], num_tokens: int) -> None:
         """Let others find the full pages of a request's first tokens.
 
+        The first call for a request that came in without a hit also plans its checkpoints: before
+        its first step, with no tokens, it leaves those of that step too.
+
         Args:
             request_id: Whose pages.
             prefix_hashes: Hash i is of the request's first `(i + 1) * hash_tokens` tokens.
@@ -540,16 +543,19 @@ class Manager(Keeping):
                 f"has slots for, got {num_tokens}"
             )
             raise ValueError(msg)
-        if not num_tokens or not self._prefix_caching:
+        if not self._prefix_caching:
             return
         hashed_tokens = len(prefix_hashes) * self._hash_tokens
+        if request.stand is None:
+            # It came in without a look at the cache.
+            asked_tokens = min(hashed_tokens, request.facts.prompt_tokens - 1)
+            self._checkpoints.begin(request, prefix_hashes, asked_tokens=asked_tokens)
+        if not num_tokens:
+            return
         if hashed_tokens > num_tokens:  # noqa: PLR1730  a call takes longer
             hashed_tokens = num_tokens
         request.commits_at = (hashed_tokens // self._commit_tokens + 1) * self._commit_tokens
         request.committed_tokens = max(request.committed_tokens, hashed_tokens)
-        if request.stand is None:
-            # It came in without a look at the cache.
-            self._checkpoints.begin(request, prefix_hashes, asked_tokens=hashed_tokens)
         request.prefix_hashes = prefix_hashes
         # Images have names of their own: they are found however few tokens are hashed.
         facts, committed = request.facts, request.committed

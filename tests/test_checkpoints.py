@@ -309,6 +309,43 @@ def test_a_state_that_is_still_to_be_written_is_found_from_the_next_step_on():
     manager.check()
 
 
+def test_states_written_on_the_way_are_found_one_request_at_a_time_if_asked_for():
+    manager = manager_of(HYBRID, records_changes=True)
+    keys = {"a": hashes(64), "b": hashes(64, name="q")}
+    for name, own in keys.items():
+        come(manager, name, 64, keys=own)
+        manager.commit(name, own, 64)
+    for name, own in keys.items():
+        assert manager.keep_state(name, own[2], 48, in_passing=True)
+    manager.take_changes()
+
+    for name, own in keys.items():
+        manager.keep_written(name)
+        (change,) = manager.take_changes()
+        assert (change.table_index, change.is_found) == (1, True)
+        assert list(change.keys) == [own[2]]
+        manager.keep_written(name)
+        assert manager.take_changes() == []
+    manager.new_step()
+    assert manager.take_changes() == []
+    manager.check()
+
+
+def test_a_request_that_did_not_look_at_the_cache_plans_with_its_first_commit():
+    manager = manager_of(HYBRID)
+    keys = hashes(64)
+    manager.allocate("a", num_tokens=64)
+    assert manager.checkpoint_tokens("a") == ()
+
+    manager.commit("a", keys, 0)
+
+    assert manager.checkpoint_tokens("a") == (48,)
+    assert manager.keep_state("a", keys[2], 48)
+    manager.commit("a", keys, 64)
+    assert manager.lookup(keys, max_tokens=63).num_tokens == 48
+    manager.check()
+
+
 def test_a_request_that_ends_in_the_step_that_writes_its_state_leaves_it():
     manager = manager_of(HYBRID)
     keys = hashes(64)
