@@ -93,13 +93,11 @@ def count_encoded(llm):
 
 
 def forget_cached(manager, name):
-    """Evict what is cached and unused of one layer type, and nothing else."""
+    """Evict what is cached of images in one page table, and nothing else."""
     for table in manager._tables:
         if table.spec.name == name:
-            pages = [table.unused_page(key) for key in table.cache.keys if key is not None]
-            for page in pages:
-                if page is not None:
-                    table.drop(page)
+            for content in {key[0] for key in table.cache.keys if key is not None}:
+                manager._tree.evict(manager._tree.image(table, content))
 
 
 def load_all_ahead(llm):

@@ -135,9 +135,10 @@ class Run:
 
     def forget_audio(self):
         """Evict what encoders made, and nothing else."""
-        table = self.manager._tables[self.cross]
-        for key in [key for key in table.cache.keys if key is not None]:
-            table.drop(table.unused_page(key))
+        table, tree = self.manager._tables[self.cross], self.manager._tree
+        for content in {key[0] for key in table.cache.keys if key is not None}:
+            tree.evict(tree.image(table, content))
+        assert not any(table.cache.keys)
 
 
 @pytest.fixture

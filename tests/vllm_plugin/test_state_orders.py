@@ -502,7 +502,14 @@ def fake_request(name, num_tokens, *, num_in_flight_tokens=0):
     )
 
 
-def test_a_state_kept_later_may_take_the_page_of_an_earlier_one_which_is_not_written():
+def admit(manager, one, *, num_tokens, prompt_tokens):
+    """Let a request come in without a hit, as the plugin does: it commits before it computes."""
+    facts = RequestFacts(prompt_tokens=prompt_tokens)
+    manager.allocate(one.request_id, num_tokens=num_tokens, facts=facts)
+    manager.commit(one.request_id, one.block_hashes, 0)
+
+
+def test_a_state_still_to_be_written_keeps_its_page_from_one_that_is_kept_later():
     layers = (
         State(name="state", layers=(Layer(name="state.0", slot_bytes=4096),)),
         FullAttention(name="full", layers=(Layer(name="full", slot_bytes=64),)),
@@ -514,16 +521,26 @@ def test_a_state_kept_later_may_take_the_page_of_an_earlier_one_which_is_not_wri
     keeper = StateKeeper(manager, hash_tokens=16)
     requests = [fake_request("a", 20), fake_request("b", 20)]
     for one in requests:
-        manager.allocate(one.request_id, num_tokens=20)
+        admit(manager, one, num_tokens=20, prompt_tokens=20)
         keeper.schedule(one, 0, 20)
 
     orders = take_orders(manager, keeper, num_tokens=0)
 
     (write,) = orders.writes["state.0"]
-    assert write.running_page == manager.page_table("b", 0)[0]
+    assert write.running_page == manager.page_table("a", 0)[0]
     assert write.after_tokens == 16
     assert orders.copies == ()
-    assert manager.lookup(requests[0].block_hashes, max_tokens=16).num_tokens == 0
+    assert all(manager.lookup(one.block_hashes, max_tokens=16).num_tokens == 0 for one in requests)
+    manager.check()
+
+    keeper.step_ends()
+    manager.new_step()
+    keeper.step_starts()
+    for one in requests:
+        manager.commit(one.request_id, one.block_hashes, 16)
+    hits = [manager.lookup(one.block_hashes, max_tokens=16) for one in requests]
+    assert [hit.num_tokens for hit in hits] == [16, 0]
+    assert list(hits[0].pages[0]) == [write.page]
     manager.check()
 
 
@@ -533,8 +550,7 @@ def test_a_state_after_a_single_token_is_copied_before_the_next_step():
     manager = Manager(cut, num_large_pages=5, prefix_caching=True)
     keeper = StateKeeper(manager, hash_tokens=16)
     one = fake_request("a", 20)
-    facts = RequestFacts(prompt_tokens=20)
-    manager.allocate("a", num_tokens=15, facts=facts)
+    admit(manager, one, num_tokens=15, prompt_tokens=20)
     keeper.schedule(one, 0, 15)
     assert take_orders(manager, keeper, num_tokens=0) == StepOrders()
 
@@ -556,7 +572,7 @@ def test_with_drafts_states_after_a_few_tokens_are_copied_from_the_slots_of_thei
     manager = Manager(cut, num_large_pages=9, prefix_caching=True)
     keeper = StateKeeper(manager, hash_tokens=16)
     one = fake_request("a", 18)
-    manager.allocate("a", num_tokens=15, facts=RequestFacts(prompt_tokens=18))
+    admit(manager, one, num_tokens=15, prompt_tokens=18)
     keeper.schedule(one, 0, 15)
     assert take_orders(manager, keeper, num_tokens=0) == StepOrders()
 
@@ -632,8 +648,10 @@ def step_with_drafts(manager, keeper, start_tokens):
     """Run a step of a request's last token and two drafts; the copies made before it."""
     keeper.step_starts()
     manager.new_step()
+    one = fake_request("a", start_tokens + 1)
     manager.allocate("a", num_tokens=start_tokens + 3, num_processed_tokens=start_tokens)
-    keeper.schedule(fake_request("a", start_tokens + 1), start_tokens, start_tokens + 3)
+    manager.commit("a", one.block_hashes, start_tokens)
+    keeper.schedule(one, start_tokens, start_tokens + 3)
     return take_orders(manager, keeper, num_tokens=3).copies
 
 
@@ -660,7 +678,7 @@ def test_with_drafts_an_answer_has_one_state_kept(accepted_tokens):
         num_copies += len(copies)
 
         assert len([key for key in manager._tables[0].cache.keys if key is not None]) <= 1
-        assert len(manager._requests["a"].kept) <= 1
+        assert not manager._requests["a"].pending
     assert num_copies >= 15
 
 
