@@ -586,10 +586,10 @@ class Manager(Keeping):
     def checkpoint_tokens(self, request_id: str) -> tuple[int, ...]:
         """Where states of a prompt are worth keeping: steps end there, or write them on their way.
 
-        At its end, so that it can be asked again or continued; where it leaves what others have
-        computed, since a third request may leave it there too; and as often between as a state
-        takes no more bytes than the keys and values that go with it. What is generated then is
-        kept every `answer_interval_tokens`.
+        A prompt has one at its end, so that it can be asked again or continued. It has one some
+        hundred tokens before that, since the next prompt may end with another question. It has
+        one wherever it leaves what others have computed, or will: a third request may leave it
+        there too. States of what is generated then are kept every `answer_interval_tokens`.
         """
         request = self._running(request_id)
         if not self._prefix_caching:
