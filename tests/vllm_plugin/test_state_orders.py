@@ -492,6 +492,22 @@ def test_a_round_of_copies_moves_whole_pages_and_nothing_else():
     assert torch.equal(arena.view(6, 48), expected)
 
 
+def test_a_request_that_may_not_read_the_cache_leaves_a_state_of_its_only_step(make_scheduler):
+    scheduler, tokens = make_scheduler(8 * MIB), list(range(3, 43))
+    worker = Worker(scheduler, random.Random(0))
+    first = request("a", tokens, max_tokens=2)
+    first.skip_reading_prefix_cache = True
+    scheduler.add_request(first)
+    while scheduler.has_unfinished_requests():
+        planned = worker.plan(scheduler.schedule())
+        finish_step(scheduler, planned[0], worker.run(planned))
+
+    scheduler.add_request(request("b", tokens))
+
+    (new,) = scheduler.schedule().scheduled_new_reqs
+    assert new.num_computed_tokens == 32
+
+
 def fake_request(name, num_tokens, *, num_in_flight_tokens=0):
     hashes = [f"{name}{end}".encode() for end in range(16, num_tokens + 1, 16)]
     return SimpleNamespace(
