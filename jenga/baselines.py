@@ -289,14 +289,15 @@ def geometry_by_name(name: str, model: ModelSpec, *, arena_bytes: int | None = N
     Args:
         name: "planned", or "lcm", "max" and "homogeneous" for comparison.
         model: The layer types.
-        arena_bytes: The arena planned for and checked; None checks nothing.
+        arena_bytes: The arena that must hold the geometry; None checks nothing. It is not planned
+            for: an engine plans before it knows its memory.
 
     Raises:
         ValueError: No rule has this name, or the rule refuses the model or the arena.
     """
     match name:
         case "planned":
-            return plan(model, arena_bytes=arena_bytes)
+            geometry = plan(model)
         case "lcm":
             geometry = exact_lcm(model)
         case "max":

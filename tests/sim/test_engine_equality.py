@@ -71,6 +71,9 @@ MODELS = {
 NO_STOCK = {"two windows", "states alone", "sliding and states"}
 """Models that vLLM's own planner or manager takes only without prefix caching, or not at all."""
 
+NO_PREEMPTIONS = {("states alone", "jenga"), ("sliding", "jenga")}
+"""Where none is needed: prompts have pages promised, and answers take few or none."""
+
 
 def requests_of(seed, num_requests=24):
     """Requests with a few shared beginnings, some after others; more than the arena holds."""
@@ -188,5 +191,5 @@ def test_steps_are_those_of_an_engine(name, manager, is_asynchronous):
 
     assert all(each.hit_tokens > 0 for each in found)
     assert all(each.num_evicted > 0 for each in found)
-    if name != "states alone":
+    if (name, manager) not in NO_PREEMPTIONS:
         assert any(each.num_preemptions > 0 for each in found)

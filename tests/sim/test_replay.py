@@ -45,7 +45,7 @@ def requests_of(count=12):
     )
 
 
-def replay_of(requests, arena_bytes=1 << 20, manager="jenga", prefix_caching=True, **options):
+def replay_of(requests, arena_bytes=1 << 20, manager="jenga", *, prefix_caching=True, **options):
     prefix_caching &= manager != "gcd"
     arena = make_arena(manager, MODEL, arena_bytes, prefix_caching=prefix_caching)
     return Replay(requests, arena, clock=constant_clock(0.5), **options)
