@@ -79,7 +79,19 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), step=st.integers(1, 30))
     def grow(self, data, step):
-        request_id = data.draw(st.sampled_from(sorted(self.requests)))
+        self._grow(data, data.draw(st.sampled_from(sorted(self.requests))), step)
+
+    @precondition(lambda self: self._unread())
+    @rule(data=st.data(), step=st.integers(1, 5))
+    def read_on(self, data, step):
+        # Steps of a page or less: the last of a prompt's pages is often taken alone.
+        self._grow(data, data.draw(st.sampled_from(self._unread())), step)
+
+    def _unread(self):
+        """Requests that were promised pages for more tokens than they have slots for."""
+        return sorted(name for name, end in self.prompts.items() if self.requests[name][0] < end)
+
+    def _grow(self, data, request_id, step):
         num_tokens, processed, final = self.requests[request_id]
         processed = data.draw(st.integers(processed, num_tokens))
         before = self.manager.page_tables(request_id)
