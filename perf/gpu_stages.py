@@ -40,7 +40,7 @@ HOST_BENCHMARKS = (
     "bench_calls",
     "bench_manager",
     "bench_replay",
-    "sweep_eviction_order",
+    "sweep_eviction",
     "sweep_host_memory",
 )
 """Benchmarks that time the host alone, and so need no GPU's minutes."""

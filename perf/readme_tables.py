@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from perf.gpu_rows import GROUPS, OURS, compare, read_groups, unsteady
-from perf.sweep_eviction_order import CASES, STOCK
+from perf.sweep_eviction import CASES, STOCK
 from perf.table_gpu import FEW
 
 ROOT = Path(__file__).parents[1]
@@ -211,7 +211,7 @@ def seldom_written() -> list[str]:
 
 
 def replays() -> Replays:
-    """Rows of `perf.sweep_eviction_order`, the last of each case."""
+    """Rows of `perf.sweep_eviction`, the last of each case."""
     found: Replays = {}
     for row in read("cpu/sweep_eviction_order.jsonl"):
         found.setdefault(row["workload"], {}).setdefault(row["model"], {})[row["system"]] = row

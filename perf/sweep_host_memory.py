@@ -6,7 +6,7 @@
 A number is the share of prompt tokens, in percent, found cached at the first admission, and below
 it the seconds of the replay: a roofline's, in which bytes go to host memory and come back at 25 GB
 a second, those saved ahead beside a step, all others while nothing else runs. Models, machines and
-workloads are those of `perf.sweep_eviction_order`; `unlimited` is a cache without end.
+workloads are those of `perf.sweep_eviction`; `unlimited` is a cache without end.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from jenga.sim.bounds import unlimited
 from jenga.sim.managers import make_arena
 from jenga.sim.replay import Replay
 from jenga.sim.step_time import HOST_BYTES_PER_S, HostedTime, StepTime, weights_of
-from perf.sweep_eviction_order import CASES, Requests, Setting, setting, workloads
+from perf.sweep_eviction import CASES, Requests, Setting, setting, workloads
 
 TIMES = (0, 1, 4)
 """Host memory as so many times the arena."""

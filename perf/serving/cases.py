@@ -18,7 +18,7 @@ from jenga.sim.step_time import Achieved, StepTime, weights_of
 from jenga.sim.stock_plan import attention_block_tokens, read_stock_options
 from jenga.sim.workload import Request
 from jenga.spec import ChunkedLocal, FullAttention, ImageEmbedding, ModelSpec, SlidingWindow, State
-from perf.sweep_eviction_order import Setting, setting
+from perf.sweep_eviction import Setting, setting
 
 MODELS = {
     "gemma-3-27b": "H200",

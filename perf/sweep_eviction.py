@@ -1,17 +1,17 @@
-"""Which eviction order hits most: each on workloads with shared prefixes, beside vLLM's manager.
+"""Prefix hits by eviction policy, on workloads with shared prefixes, beside vLLM's own manager.
 
-    python -m perf.sweep_eviction_order [--models ...] [--workloads ...] [--systems ...]
+    python -m perf.sweep_eviction [--models ...] [--workloads ...] [--systems ...]
         [--mooncake FILE] [--save FOLDER]
 
 A number is the share of prompt tokens, in percent, found cached at the first admission. `best` is
 what an eviction that knew the future could reach at most with requests one after another,
 `unlimited` a cache without end. All replays run in bfloat16, on as many GPUs as the weights need,
-under the same scheduler; seconds are a roofline's, so the same rows come out anywhere.
+under the same scheduler. Seconds are a roofline's, so the same rows come out anywhere.
 
 Articles are asked about in random order, in rounds (each article once, in another order each time)
-or in cycles (in the same order each time: the case in which the least recently used page is the
-next one needed), and all questions are there from the start. The trace is Mooncake's, its first
-1,000 rows, four times as fast.
+or in cycles (in the same order each time, so that what was used longest ago is needed next). All
+questions are there from the start: `perf.serving` has requests that arrive over time. The trace is
+Mooncake's, its first 1,000 rows, four times as fast.
 """
 
 import argparse
@@ -142,7 +142,7 @@ def workloads(trace: Path | None) -> dict[str, Requests]:
 
 
 def replay(one: Setting, requests: Requests, system: str) -> dict[str, Any]:
-    """Run requests through our manager with one eviction order, or through vLLM's."""
+    """Run requests through our manager with one eviction policy, or through vLLM's."""
     clock = StepTime(one.model, weights_of(one.facts, ranks=one.ranks), one.gpu)
     if system == STOCK:
         arena = make_arena("vllm", one.model, one.arena_bytes)
@@ -216,7 +216,7 @@ def save(all_rows: Sequence[dict[str, Any]], folder: Path) -> None:
     """Write rows in place of those there of the same case, and the table of all."""
     from perf.harness import machine_line
 
-    path = folder / "sweep_eviction_order.jsonl"
+    path = folder / "sweep_eviction.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
     kept: dict[tuple[str, ...], dict[str, Any]] = {}
     old = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
@@ -230,15 +230,15 @@ def save(all_rows: Sequence[dict[str, Any]], folder: Path) -> None:
         cases.setdefault((row["model"], row["workload"]), []).append(row)
     columns = list(dict.fromkeys(row["system"] for row in kept.values()))
     machines = sorted({row["machine"] for row in kept.values()})
-    table = ["# Prefix hits by eviction order", "", *machines, "", "```", header(columns)]
+    table = ["# Prefix hits by eviction policy", "", *machines, "", "```", header(columns)]
     table += [line(found, columns) for found in cases.values()]
     text = "\n".join([*table, "```", ""])
-    (folder / "sweep_eviction_order.md").write_text(text, encoding="utf-8")
+    (folder / "sweep_eviction.md").write_text(text, encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m perf.sweep_eviction_order",
+        prog="python -m perf.sweep_eviction",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
