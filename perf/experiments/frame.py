@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from jenga.eviction.known import EVICTION_POLICIES
+from jenga.eviction.known import DEFAULT_POLICY, EVICTION_POLICIES
 from jenga.models import KvFormat, ModelFacts, ReadOptions, known_model
 from jenga.sim.budget import memory_budget
 from jenga.sim.gpus import find_gpu
@@ -34,11 +34,14 @@ FOLDER = Path(__file__).parents[1] / "results" / "cpu" / "experiments"
 
 OURS = "jenga"
 
-ORDER = Settings().eviction
-"""Our manager's usual eviction order; the baselines evict what was used least recently."""
+LEAST_RECENT = "lru"
+"""Eviction policy of the baselines that run on our manager."""
 
-MANAGERS = (*MANAGER_NAMES, *(f"{OURS} {order}" for order in EVICTION_POLICIES if order != ORDER))
-"""Managers that can be compared: those of `jenga replay`, and ours with its other orders."""
+MANAGERS = (
+    *MANAGER_NAMES,
+    *(f"{OURS} {policy}" for policy in EVICTION_POLICIES if policy != DEFAULT_POLICY),
+)
+"""Managers that can be compared: those of `jenga replay`, and ours with other eviction policies."""
 
 STEPS_KEPT = 300
 """Step rows kept of a run: as many as a figure shows."""
@@ -211,7 +214,7 @@ def _row(case: Case, manager: str) -> RunRow:
 
 
 def _settings(case: Case, manager: str) -> Settings:
-    name, _, order = manager.partition(" ")
+    name, _, policy = manager.partition(" ")
     # What is changed by hand is told apart by the case's name alone.
     named = {} if case.adapt is None else {"case": case.name}
     if case.num_requests is not None:
@@ -219,7 +222,7 @@ def _settings(case: Case, manager: str) -> Settings:
     if case.speed != 1:
         named["speed"] = str(case.speed)
     return Settings(
-        eviction=order or (ORDER if name == OURS else "lru"),
+        eviction=policy or (DEFAULT_POLICY if name == OURS else LEAST_RECENT),
         prefix_caching=case.prefix_caching,
         chunk_tokens=case.chunk_tokens,
         max_requests=case.max_requests,
