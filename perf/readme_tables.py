@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jenga.eviction.known import DEFAULT_POLICY
 from perf.gpu_rows import GROUPS, OURS, compare, read_groups, unsteady
 from perf.sweep_eviction import CASES, STOCK
 from perf.table_gpu import FEW
@@ -213,7 +214,7 @@ def seldom_written() -> list[str]:
 def replays() -> Replays:
     """Rows of `perf.sweep_eviction`, the last of each case."""
     found: Replays = {}
-    for row in read("cpu/sweep_eviction_order.jsonl"):
+    for row in read("cpu/sweep_eviction.jsonl"):
         found.setdefault(row["workload"], {}).setdefault(row["model"], {})[row["system"]] = row
     return found
 
@@ -221,9 +222,9 @@ def replays() -> Replays:
 def factors(of_models: Mapping[str, Mapping[str, dict[str, Any]]]) -> dict[str, float]:
     """Model -> modelled seconds with vLLM's manager over those with ours."""
     return {
-        model: systems[STOCK]["modelled_s"] / systems["queue"]["modelled_s"]
+        model: systems[STOCK]["modelled_s"] / systems[DEFAULT_POLICY]["modelled_s"]
         for model, systems in of_models.items()
-        if all("modelled_s" in systems.get(name, {}) for name in ("queue", STOCK))
+        if all("modelled_s" in systems.get(name, {}) for name in (DEFAULT_POLICY, STOCK))
     }
 
 
@@ -243,7 +244,7 @@ def workloads() -> list[str]:
         least, most = min(gained, key=gained.__getitem__), max(gained, key=gained.__getitem__)
         hits = [
             statistics.mean(of_models[model][system]["hit_percent"] for model in gained)
-            for system in (STOCK, "queue")
+            for system in (STOCK, DEFAULT_POLICY)
         ]
         ends = (
             factor(gained[model]) + ("" if factor(gained[model]) == "1.00" else f" ({model})")
@@ -274,7 +275,7 @@ def models() -> list[str]:
                 f"{systems[system]['hit_percent']:.1f}"
                 if "hit_percent" in systems.get(system, {})
                 else "-"
-                for system in ("queue", STOCK, "best")
+                for system in (DEFAULT_POLICY, STOCK, "best")
             )
             gained = factors({model: systems}).get(model)
             cells.append(f"{ours} / {stock} ({best})" + (f"; {factor(gained)}" if gained else ""))

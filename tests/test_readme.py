@@ -1,25 +1,67 @@
-"""What README shows runs."""
+"""What README and CONTRIBUTING show runs, and the files and commands that they name exist."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-EXAMPLES = {
-    heading: re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
-    for heading, section in re.findall(
-        r"^## (.+?)\n(.*?)(?=^## |\Z)", README, re.MULTILINE | re.DOTALL
-    )
-}
+ROOT = Path(__file__).parents[1]
+TEXTS = ("README.md", "CONTRIBUTING.md", "perf/results/cpu/NOTES.md")
 
 
-def run(heading):
+def text_of(name):
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def examples_of(name):
+    """Heading of a section -> its examples."""
+    sections = re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", text_of(name), re.MULTILINE | re.DOTALL)
+    return {
+        heading: re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+        for heading, section in sections
+    }
+
+
+EXAMPLES = examples_of("README.md")
+
+
+def run(heading, name="README.md"):
     """Run the one example of a section; return the names it leaves."""
-    (example,) = EXAMPLES[heading]
+    (example,) = examples_of(name)[heading]
     names = {}
-    exec(compile(example, f"README.md, {heading}", "exec"), names)
+    exec(compile(example, f"{name}, {heading}", "exec"), names)
     return names
+
+
+def exists(module):
+    """Whether a dotted name leads to a module, or to what it has."""
+    path = ROOT
+    for part in module.split("."):
+        path /= part
+        if path.with_suffix(".py").exists():
+            return True
+        if not path.is_dir():
+            return False
+    return True
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_modules_that_are_named_exist(name):
+    modules = set(re.findall(r"\b(?:perf|jenga|jenga_kernels)(?:\.[a-z]\w*)+", text_of(name)))
+
+    # Patterns such as `perf.bench_<operation>` name none.
+    assert not {module for module in modules if not module.endswith("_") and not exists(module)}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_files_that_are_named_exist(name):
+    paths = set(
+        re.findall(
+            r"\b(?:perf|jenga|jenga_kernels|tests)/[\w/.-]*\w\.(?:py|md|jsonl)\b", text_of(name)
+        )
+    )
+
+    assert not {path for path in paths if not (ROOT / path).exists()}
 
 
 def test_examples_are_run_here_or_are_an_engine():
@@ -53,3 +95,11 @@ def test_example_of_the_manager_runs(capsys):
     held = {name: int(num_pages) for name, _, num_pages in printed}
     assert held == {"full": 312, "sliding": 256}
     manager.check()
+
+
+def test_example_of_an_eviction_policy_runs(capsys):
+    names = run("Adding an eviction policy", "CONTRIBUTING.md")
+
+    assert 0 < names["replay"].hit_tokens < names["replay"].prompt_tokens
+    assert names["arena"].num_evicted > 0
+    assert capsys.readouterr().out.endswith("of prompt tokens were found\n")
