@@ -1,8 +1,8 @@
-"""What an admission leaves alone: cached content that somebody is known or likely to read.
+"""What an admission leaves alone: cached content that waiting requests will read.
 
 An engine admits what fits, and all cached content counts as room. Under load that empties the
 cache: running requests take it all, and what the queue was about to hit is computed again. So while
-others run, an admission leaves the most wanted content where it is and waits for one of them to
+others run, an admission leaves what the queue will read where it is and waits for one of them to
 end; the order of admission stays the engine's.
 
 Memory kept from running requests costs throughput. So no more is left than prompts, recent ones and
@@ -21,7 +21,7 @@ from jenga.eviction.tree import CheckpointTree
 from jenga.small_pages import Sharing
 
 LEFT_SHARE = 0.6
-"""Of the arena, left to wanted content if all that is asked was asked before and little decoded."""
+"""Of the arena, left to what waits if all that is asked was asked before and little decoded."""
 
 STEP_TOKENS = 256
 """What a step of a dense model costs, in tokens of a prompt: by their peaks an A100 computes 153 of
@@ -40,7 +40,7 @@ def default_left_share(*, has_host: bool) -> float:
 
 
 class Admission:
-    """How many large pages an admission leaves to wanted content."""
+    """How many large pages an admission leaves to requests that wait."""
 
     __slots__ = (
         "_asked_tokens",

@@ -59,8 +59,8 @@ class Manager(Keeping):
                 each in place of the one before, a multiple of `hash_tokens`; 0 for none, by default
                 64 or a little more.
             left_share: Of the arena, how much an admission leaves at most, while others run, to
-                cached content that is waited for or held for others; 0 for nothing, as by default
-                where there is host memory, else `LEFT_SHARE`.
+                cached content that waiting requests will read; 0 for nothing, as by default where
+                there is host memory, else `LEFT_SHARE`.
             step_tokens: Tokens of a prompt that are computed in the time a step takes to read the
                 weights, by which an admission knows what a running request is worth.
             in_flight_tokens: Most tokens of a request that steps in flight compute, by which an
