@@ -3,21 +3,26 @@
 from collections.abc import Sequence
 
 from jenga.allocator import Allocator
+from jenga.host_cache import HostCache
 from jenga.table import Table
 
 
 class Evictions:
-    """Lets evicted pages no longer be found."""
+    """Lets evicted pages no longer be found, unless in host memory."""
 
-    __slots__ = ("_large_pages", "_num_noted", "_tables")
+    __slots__ = ("_host", "_large_pages", "_num_noted", "_tables")
 
-    def __init__(self, allocator: Allocator, tables: Sequence[Table]) -> None:
+    def __init__(
+        self, allocator: Allocator, tables: Sequence[Table], host: HostCache | None = None
+    ) -> None:
         """Nothing was evicted.
 
         Args:
             allocator: Books of the arena.
             tables: Its page tables.
+            host: Where pages go whose checkpoint went there before, if there is host memory.
         """
+        self._host = host
         self._large_pages = allocator.large_pages
         self._tables = tables
         self._num_noted = 0
@@ -28,4 +33,6 @@ class Evictions:
         if num_evicted != self._num_noted:
             self._num_noted = num_evicted
             for table in self._tables:
+                if self._host is not None:
+                    self._host.store(table, table.evicted_orphans())
                 table.forget_evicted()

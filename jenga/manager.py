@@ -134,7 +134,7 @@ class Manager(Keeping):
             host=host,
         )
         allocator.large_pages.evictor = tree.evict_one
-        evictions = Evictions(allocator, tables)
+        evictions = Evictions(allocator, tables, host)
         checkpoints = Checkpoints(
             tables,
             allocator,

@@ -29,6 +29,8 @@ class Table:
         clock: Gives ranks to pages that lose their last user.
         pins: Small page -> checkpoints that need it.
         owners: Small page -> the checkpoint whose segment has it, in page tables of whole prefixes.
+        orphans: Small pages that requests used when their checkpoint was evicted to host memory;
+            they are copied there when they are evicted themselves.
     """
 
     index: int
@@ -40,6 +42,7 @@ class Table:
     clock: RankClock
     pins: list[int] = field(default_factory=list[int])
     owners: list[Checkpoint | None] = field(default_factory=list[Checkpoint | None])
+    orphans: set[int] = field(default_factory=set[int])
     _slot: list[int] = field(default_factory=list[int])
 
     def pages_for(self, slots: range) -> range:
@@ -87,6 +90,9 @@ class Table:
                     continue
                 self.cache.move(key, old, page)
                 replaced.append(old)
+                if old in self.orphans:
+                    self.orphans.remove(old)
+                    self.orphans.add(page)
         if replaced:
             self.pages.discard(replaced)
         return bool(replaced)
@@ -135,18 +141,26 @@ class Table:
         """Let a cached page no longer be found."""
         if self.cache is not None:
             self.cache.forget([page])
+            self.orphans.discard(page)
 
     def discard(self, pages: Sequence[int]) -> None:
         """Let cached pages be empty that nobody uses and no checkpoint needs any more."""
         if self.cache is not None:
             self.cache.forget(pages)
+            self.orphans.difference_update(pages)
             self.pages.discard(pages)
             self.pages.num_evicted_whole += len(pages)
+
+    def evicted_orphans(self) -> list[int]:
+        """Evicted pages that can still be found and are to go to host memory, in text order."""
+        # Of pages that lost their user together, the end of the text is evicted first.
+        return [page for page in reversed(self.pages.evicted) if page in self.orphans]
 
     def forget_evicted(self) -> None:
         """Let evicted pages no longer be found."""
         if self.pages.evicted and self.cache is not None:
             self.cache.forget(self.pages.evicted)
+            self.orphans.difference_update(self.pages.evicted)
             self.pages.evicted.clear()
 
     # Users
@@ -223,6 +237,7 @@ class Table:
         """Forget which checkpoints need pages; their ranks are not touched."""
         self.pins[:] = [0] * len(self.pins)
         self.owners[:] = [None] * len(self.owners)
+        self.orphans.clear()
 
     def check_pins(self, expected: Mapping[int, int]) -> None:
         """Raise `InvariantError` unless pages are needed so, and ranked by it.

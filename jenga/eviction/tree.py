@@ -907,13 +907,22 @@ class CheckpointTree:
         return True
 
     def _unpin(self, table: Table, pages: list[int], host: HostCache | None) -> None:
-        """Let a node need pages no more; those that nobody needs or uses become empty."""
+        """Let a node need pages no more; those that nobody needs or uses become empty.
+
+        Args:
+            table: Their page table.
+            pages: The pages.
+            host: Where they go, now or when requests that use them have left them; None if nowhere.
+        """
         unused = table.unpin(pages)
         if unused:
             if host is not None:
                 host.store(table, unused)
             table.discard(unused)
             self.num_lost_bytes += len(unused) * table.spec.small_page_bytes
+        if host is not None and len(unused) < len(pages):
+            pins, stamps = table.pins, table.pages.stamps
+            table.orphans.update(page for page in pages if not pins[page] and stamps[page] < 0)
 
     def clear(self) -> None:
         """Forget everything; pages are not touched."""
