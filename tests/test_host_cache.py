@@ -227,6 +227,32 @@ def test_what_takes_the_place_of_a_page_of_an_evicted_checkpoint_follows_it_ther
     manager.check()
 
 
+def test_a_text_that_comes_back_is_kept_apart_from_one_with_the_same_beginning():
+    manager = manager_of(PLAIN, 10, 40)
+    kept, back = (hashes(16) + hashes(96, name=name)[1:] for name in "ab")
+
+    def run(name, keys):
+        manager.new_step()
+        num_tokens = 16 * len(keys)
+        hit = manager.lookup(keys, max_tokens=num_tokens - 1)
+        manager.allocate(name, num_tokens=num_tokens, hit=hit)
+        manager.commit(name, keys, num_tokens)
+        manager.free(name)
+        return hit
+
+    run("a", back[:5])
+    lose(manager, "q", 144)
+    # Of what comes back the first page alone is in the arena, in a shorter checkpoint.
+    run("b", kept[:3])
+    hit = run("c", back)
+
+    assert hit.num_tokens == 80
+    assert [is_on_host(page) for page in hit.pages[0]] == [False, True, True, True, True]
+    table = manager._tables[0]
+    assert all(table.pins[table.page_of(key)] for key in back[:-1])
+    manager.check()
+
+
 @pytest.mark.parametrize("in_passing", [False, True])
 def test_a_state_that_is_still_to_be_written_is_not_brought_there(in_passing):
     # A null page, two running states, keys and values of both, and a page to keep one state in.

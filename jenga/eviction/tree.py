@@ -206,23 +206,33 @@ class CheckpointTree:
             facts: Of the request.
             num_tokens: The node is not beyond so many.
         """
-        node = self._owner(prefix_hashes, facts, num_tokens + self.ahead_tokens)
-        while node.num_tokens > num_tokens and node.parent is not None:
+        node, shared_tokens = self._owner(prefix_hashes, facts, num_tokens + self.ahead_tokens)
+        # It may go on with another text from there.
+        while node.end_tokens > shared_tokens and node.parent is not None:
             node = node.parent
         return node
 
     def _owner(
         self, prefix_hashes: Sequence[bytes], facts: RequestFacts, end_tokens: int
-    ) -> Checkpoint:
-        """The node that has the last keys and values, up to some token, that any node has."""
+    ) -> tuple[Checkpoint, int]:
+        """The node that has the last keys and values of a text that any node has.
+
+        Args:
+            prefix_hashes: Hash i is of the text's first `(i + 1) * hash_tokens` tokens.
+            facts: Of the request.
+            end_tokens: No more of the text is looked up.
+
+        Returns:
+            The node, and the tokens of the text that it and those before it have.
+        """
         if not self._lasting:
             for index in range(
                 min(end_tokens // self._hash_tokens, len(prefix_hashes)) - 1, -1, -1
             ):
                 node = self._by_key.get(prefix_hashes[index])
                 if node is not None:
-                    return node
-            return self._root
+                    return node, node.end_tokens
+            return self._root, 0
         guide = self._lasting[0]
         unit = self.align_tokens // guide.grain.page_slots
         num_pages = end_tokens // self.align_tokens * unit
@@ -240,7 +250,7 @@ class CheckpointTree:
             else:
                 low, found = middle, owner
             middle = (low + high + 1) // 2
-        return found
+        return found, low * self.align_tokens
 
     def keep(  # noqa: PLR0913  a place, and all that is known of it
         self,
@@ -411,7 +421,7 @@ class CheckpointTree:
         node = self.at(prefix_hashes, hit_tokens)
         if (node is None or not node.is_kept) and not self.has_alone:
             # Any beginning of it will do.
-            node = self._owner(prefix_hashes, facts, hit_tokens + self.ahead_tokens)
+            node, _ = self._owner(prefix_hashes, facts, hit_tokens + self.ahead_tokens)
         return node if node is not None and node.is_kept else None
 
     def covering(
