@@ -140,10 +140,12 @@ class LoadingAhead:
         while self._loaded and self._loaded[0][0] < self._step - WAITING_STEPS:
             _, table, pages = self._loaded.popleft()
             stamps, rank_of = table.pages.stamps, table.pages.rank
+            pages = list(dict.fromkeys(pages))
+            # A page without a key was given away since: its number may be of another page table.
             left = [
                 page
-                for page in dict.fromkeys(pages)
-                if stamps[page] >= 0 and rank_of(page) >= LOADED_RANK
+                for page, key in zip(pages, table.keys_of(pages), strict=True)
+                if key is not None and stamps[page] >= 0 and rank_of(page) >= LOADED_RANK
             ]
             table.pages.rerank(left, table.clock.loose(len(left)))
 
