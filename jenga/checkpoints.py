@@ -235,14 +235,7 @@ class Checkpoints:
         """Pages for states, each with one user: those of the answer's last checkpoint, or new."""
         answer = request.answer
         if num_tokens > request.facts.prompt_tokens and answer is not None:
-            request.answer = None
             pages = self._tree.take_states(answer)
-            key = request.prefix_hashes[answer.num_tokens // self._hash_tokens - 1]
-            point = self._tree.history.get(key)
-            was_read = point is not None and point.past == Past.READ
-            if self._host is not None and not (answer.is_kept or was_read):
-                for table in self.states:
-                    self._host.drop(table, key)
             if pages:
                 self.num_replaced += 1
                 return pages
@@ -289,10 +282,25 @@ class Checkpoints:
                 self._tables[index].pages.release([page])
             return
         if kind == Kind.ANSWER_END and node is not request.answer:
+            self._drop_answer(request)
             # One that another request has kept is left to it.
             request.answer = node if pages else None
         if request.stand is None or node.num_tokens > request.stand.num_tokens:
             request.stand = node
+
+    def _drop_answer(self, request: Request) -> None:
+        """Drop the states of an answer's last checkpoint from host memory: there is a later one.
+
+        They stay if the checkpoint is still kept, or if another request has read it.
+        """
+        answer = request.answer
+        if self._host is None or answer is None or answer.is_kept:
+            return
+        key = request.prefix_hashes[answer.num_tokens // self._hash_tokens - 1]
+        point = self._tree.history.get(key)
+        if point is None or point.past != Past.READ:
+            for table in self.states:
+                self._host.drop(table, key)
 
     def _keep(
         self, request: Request, num_tokens: int, kind: Kind, pages: Sequence[tuple[int, int]]

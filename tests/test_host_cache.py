@@ -323,6 +323,23 @@ def test_a_state_of_an_answer_goes_from_there_when_a_later_one_is_kept():
     manager.check()
 
 
+def test_a_state_of_an_answer_stays_there_where_there_is_no_page_for_a_later_one():
+    manager = manager_of(HYBRID, 12, 20, answer_interval_tokens=16)
+    keys = [hashes(96, name=name) for name in "ab"]
+    for name, own in zip("ab", keys, strict=True):
+        manager.allocate(name, num_tokens=49, facts=RequestFacts(prompt_tokens=17))
+        manager.commit(name, own, 48)
+    manager.new_step()
+    assert manager.keep_state("a", keys[0][1], 32)
+    assert manager.keep_state("b", keys[1][1], 32)
+    manager.allocate("a", num_tokens=65, num_processed_tokens=48)
+
+    assert not manager.keep_state("a", keys[0][2], 48)
+
+    assert manager._host.page_of(manager._tables[1], keys[0][1]) is not None
+    manager.check()
+
+
 def test_a_state_of_an_answer_that_another_request_has_read_stays_there():
     manager = manager_of(HYBRID, 13, 30, answer_interval_tokens=16)
     keys = hashes(96)
