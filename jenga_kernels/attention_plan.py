@@ -54,6 +54,7 @@ class AttentionKind:
             four bits in a uint8.
         has_slot_scales: Whether each slot and head of them has scales of its own.
         is_int4: Whether they are elements of four bits; these have such scales.
+        is_other_float: Whether pages hold float16 or bfloat16, and queries another float type.
         value_dim: Elements of a value where they are not head_dim; else None.
     """
 
@@ -67,6 +68,7 @@ class AttentionKind:
     is_quantised: bool = False
     has_slot_scales: bool = False
     is_int4: bool = False
+    is_other_float: bool = False
     value_dim: int | None = None
 
     def __post_init__(self) -> None:
@@ -90,6 +92,9 @@ class AttentionKind:
             raise ValueError(msg)
         if self.is_int4 and not self.has_slot_scales:
             msg = "is_int4 must be False where has_slot_scales is, got True"
+            raise ValueError(msg)
+        if self.is_other_float and self.is_quantised:
+            msg = "is_other_float must be False where is_quantised is True, got True"
             raise ValueError(msg)
         if self.value_dim is not None:
             value_dim = check_at_least("value_dim", self.value_dim, 1)
@@ -359,7 +364,8 @@ def specialized_prefill_tiles(
         kind: What the layers have in common.
         dtype: Element type of the queries.
     """
-    if kind.value_dim is not None or kind.has_slot_scales:
+    # The copies of that kernel bring what products read, or float8.
+    if kind.value_dim is not None or kind.has_slot_scales or kind.is_other_float:
         return None
     return specialized_tiles(
         machine,

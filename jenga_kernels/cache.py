@@ -1,10 +1,12 @@
 """What operations on a paged cache of keys and values check."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from jenga_kernels.checks import (
+    CACHED_FLOAT_DTYPES,
     FP8_DTYPE,
     INT4_DTYPE,
     QUANTISED_DTYPES,
@@ -34,7 +36,8 @@ def check_pages(
         v_pages: Values.
         num_kv_heads: Heads that both must have.
         head_dim: Elements that a key must have.
-        dtype: What both must hold, unless that is float8, int8 or uint8, two elements each.
+        dtype: Element type of the activations. Both must hold it, bfloat16, float16, float8, int8,
+            or uint8 with two elements in each.
         value_dim: Elements that a value must have; None: head_dim.
 
     Raises:
@@ -48,7 +51,7 @@ def check_pages(
             raise ValueError(msg)
     check_shape("k_pages", k_pages, (None, None, num_kv_heads, head_dim // per_byte))
     check_shape("v_pages", v_pages, (*k_pages.shape[:3], value_dim // per_byte))
-    check_dtype("k_pages", k_pages, (dtype, *QUANTISED_DTYPES))
+    check_cached_dtype("k_pages", k_pages, dtype, QUANTISED_DTYPES)
     check_dtype("v_pages", v_pages, (k_pages.dtype,))
     if k_pages.dtype == FP8_DTYPE and not machine_of(k_pages.device).has_fp8:
         msg = f"k_pages must not be {FP8_DTYPE} on a GPU without it, before compute capability 8.9"
@@ -64,6 +67,23 @@ def check_pages(
         msg = f"k_pages must have at least one token per page, got shape {tuple(k_pages.shape)}"
         raise ValueError(msg)
     return k_pages.shape[1]
+
+
+def check_cached_dtype(
+    name: str, pages: torch.Tensor, dtype: torch.dtype, quantised: Sequence[torch.dtype]
+) -> None:
+    """Check the element type of a cache: that of activations, 16 bits, or a quantised one.
+
+    Raises:
+        ValueError: It is another.
+    """
+    others = [other for other in CACHED_FLOAT_DTYPES if other != dtype]
+    check_dtype(name, pages, (dtype, *others, *quantised))
+
+
+def is_other_float(pages_dtype: torch.dtype, dtype: torch.dtype) -> bool:
+    """Whether a cache holds another floating-point type of 16 bits than that of activations."""
+    return pages_dtype != dtype and pages_dtype in CACHED_FLOAT_DTYPES
 
 
 def check_scales(

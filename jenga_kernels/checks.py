@@ -9,6 +9,9 @@ import torch
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Element types of activations."""
 
+CACHED_FLOAT_DTYPES = (torch.bfloat16, torch.float16)
+"""Element types that a cache may have whatever that of activations is; it may also have theirs."""
+
 FP8_DTYPE = torch.float8_e4m3fn
 """Element type of a quantised cache, which GPUs convert from compute capability 8.9 on."""
 

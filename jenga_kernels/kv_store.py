@@ -50,21 +50,24 @@ def kv_store(
 ) -> None:
     """Copy each token's key and value into the slot given for it.
 
-    A cache of float8_e4m3fn or float8_e5m2 gets k / k_scale and v / v_scale, rounded and saturated.
-    One whose slots have scales of their own, of float8_e4m3fn or int8, gets each head of each token
-    divided by a scale that brings its greatest element to 448 or 127, rounded to nearest. One of
-    four bits, two elements in each uint8, gets the number of steps that each element lies above the
-    head's least one; a step is a fifteenth of the head's range, and both are rounded to bfloat16
-    before. Such heads should be rotated first (`jenga_kernels.rotation`). Slots must lie in the
-    cache and differ from each other; neither is checked, because both are on the device.
+    A cache of bfloat16 or float16 gets keys and values of another type rounded to nearest; what is
+    out of its range becomes infinite. One of float8_e4m3fn or float8_e5m2 gets k / k_scale and
+    v / v_scale, rounded and saturated. One whose slots have scales of their own, of float8_e4m3fn
+    or int8, gets each head of each token divided by a scale that brings its greatest element to 448
+    or 127, rounded to nearest. One of four bits, two elements in each uint8, gets the number of
+    steps that each element lies above the head's least one; a step is a fifteenth of the head's
+    range, and both are rounded to bfloat16 before. Such heads should be rotated first
+    (`jenga_kernels.rotation`). Slots must lie in the cache and differ from each other; neither is
+    checked, because both are on the device.
 
     Args:
         k: Keys, [num_tokens, num_kv_heads, head_dim], bfloat16, float16 or float32.
         v: Values, [num_tokens, num_kv_heads, value_dim], dtype of k.
         k_pages: Written in place, [num_pages, page_tokens, num_kv_heads, head_dim], dtype of k,
-            float8_e4m3fn, float8_e5m2 or int8; or of uint8, [.., head_dim // 2], with elements 2 i
-            and 2 i + 1 in the low and the high half of item i. Any strides that are multiples of 16
-            bytes, last dimension contiguous, no element over another.
+            bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8; or of uint8,
+            [.., head_dim // 2], with elements 2 i and 2 i + 1 in the low and the high half of item
+            i. Any strides that are multiples of 16 bytes, last dimension contiguous, no element
+            over another.
         v_pages: Written in place, as k_pages with value_dim elements, dtype and strides of k_pages,
             apart from it. Where value_dim is not head_dim, strides are the same
             if a slot's value lies behind its key.

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from jenga_kernels.attention_plan import AttentionKind, AttentionPlan, check_page_table, check_steps
+from jenga_kernels.cache import is_other_float
 from jenga_kernels.checks import (
     FLOAT_DTYPES,
     FP8_DTYPE,
@@ -72,8 +73,8 @@ def latent_attention(
         q: Queries, [num_tokens, num_heads, latent_dim + rotary_dim], bfloat16, float16 or float32;
             last dimension contiguous.
         pages: Latents and rotary keys, [num_pages, page_tokens, latent_dim + rotary_dim], dtype of
-            q or float8_e4m3fn; any strides that are multiples of 16 bytes, last dimension
-            contiguous.
+            q, bfloat16, float16 or float8_e4m3fn; any strides that are multiples of 16 bytes, last
+            dimension contiguous. Another type than that of q is converted to it as it is read.
         page_table: Page of tokens [i * page_tokens, (i + 1) * page_tokens) of each request in
             column i, i32[num_requests, max_pages]; at least one column.
         query_starts: First query token of each request, and their number, i32[num_requests + 1].
@@ -368,4 +369,5 @@ def latent_kind_of(
         page_tokens=pages.shape[1],
         is_causal=is_causal,
         is_quantised=pages.dtype == FP8_DTYPE,
+        is_other_float=is_other_float(pages.dtype, q.dtype),
     )

@@ -77,7 +77,7 @@ def plan_latent_attention(
     machine = machine_of(seq_lens.device)
     element_bytes = dtype.itemsize
     stored_bytes = FP8_DTYPE.itemsize if kind.is_quantised else element_bytes
-    if tiles is None and is_warp_specialized is not False:
+    if tiles is None and is_warp_specialized is not False and not kind.is_other_float:
         tiles = specialized_latent_tiles(
             machine,
             num_heads=kind.num_heads,
@@ -87,7 +87,8 @@ def plan_latent_attention(
             element_bytes=element_bytes,
             stored_bytes=stored_bytes,
         )
-    max_rows = latent_rows(machine, element_bytes=element_bytes, stored_bytes=stored_bytes)
+    is_converted = kind.is_quantised or kind.is_other_float
+    max_rows = latent_rows(machine, element_bytes=element_bytes, is_converted=is_converted)
     if tiles is not None:
         max_rows = (tiles.decode if decode_query_tokens else tiles.prefill).block_m
     if decode_query_tokens > max_rows:
@@ -109,6 +110,7 @@ def plan_latent_attention(
             machine,
             element_bytes=element_bytes,
             stored_bytes=stored_bytes,
+            is_converted=is_converted,
             decode_rows=max(1, decode_query_tokens) * group,
         )
     return plan_attention(

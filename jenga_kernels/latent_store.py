@@ -5,7 +5,6 @@ import triton
 
 from jenga_kernels.checks import (
     FLOAT_DTYPES,
-    FP8_DTYPE,
     check_apart,
     check_dtype,
     check_no_gradients,
@@ -32,15 +31,17 @@ def latent_store(
 ) -> None:
     """Copy each token's latent and rotary key, one behind the other, into the slot given for it.
 
-    A cache of float8_e4m3fn gets both divided by latent_scale, rounded and saturated. Slots must
-    lie in the cache and differ from each other; neither is checked, because both are on the device.
+    A cache of bfloat16 or float16 gets both rounded to nearest where they are of another type; what
+    is out of its range becomes infinite. One of float8_e4m3fn gets both divided by latent_scale,
+    rounded and saturated. Slots must lie in the cache and differ from each other; neither is
+    checked, because both are on the device.
 
     Args:
         latents: Latents, normalised, [num_tokens, latent_dim], bfloat16, float16 or float32.
         rotary_keys: Rotary parts of the keys, rotated, [num_tokens, rotary_dim], dtype of latents.
-        pages: Written in place, [num_pages, page_tokens, latent_dim + rotary_dim], dtype of latents
-            or float8_e4m3fn; any strides that are multiples of 16 bytes, last dimension contiguous,
-            no element over another.
+        pages: Written in place, [num_pages, page_tokens, latent_dim + rotary_dim], dtype of
+            latents, bfloat16, float16 or float8_e4m3fn; any strides that are multiples of 16 bytes,
+            last dimension contiguous, no element over another.
         slots: Slot of each token, i64[num_tokens]: slot s is token s % page_tokens of page
             s // page_tokens. Tokens with a negative slot (`kv_store.NO_SLOT`) are skipped.
         latent_scale: What a stored row must be multiplied with, f32[1]; only with a float8_e4m3fn
@@ -111,7 +112,6 @@ def _launches(
         "LATENT_DIM": latent_dim,
         "ROTARY_DIM": rotary_dim,
         "PAGE_TOKENS": page_tokens,
-        "IS_FP8": pages.dtype == FP8_DTYPE,
         "BLOCK_ROWS": tiles.block_rows,
         "BLOCK_LATENT": power_of_two(latent_dim),
         "BLOCK_ROTARY": power_of_two(rotary_dim),

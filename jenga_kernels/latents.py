@@ -8,6 +8,7 @@ Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
 
 import torch
 
+from jenga_kernels.cache import check_cached_dtype
 from jenga_kernels.checks import FP8_DTYPE, check_dtype, check_rows, check_shape
 from jenga_kernels.triton.tiles import machine_of
 
@@ -41,7 +42,7 @@ def check_latent_pages(pages: torch.Tensor, latent_dim: int, dtype: torch.dtype)
             f"got {width}"
         )
         raise ValueError(msg)
-    check_dtype("pages", pages, (dtype, FP8_DTYPE))
+    check_cached_dtype("pages", pages, dtype, (FP8_DTYPE,))
     if pages.dtype == FP8_DTYPE and not machine_of(pages.device).has_fp8:
         msg = f"pages must not be {FP8_DTYPE} on a GPU without it, before compute capability 8.9"
         raise ValueError(msg)

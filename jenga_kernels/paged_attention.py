@@ -38,6 +38,7 @@ from jenga_kernels.cache import (
     check_scales,
     check_slot_scales,
     elements_per_item,
+    is_other_float,
 )
 from jenga_kernels.checks import (
     FLOAT_DTYPES,
@@ -110,9 +111,10 @@ def paged_attention(
     Args:
         q: Queries, [num_tokens, num_heads, head_dim], bfloat16, float16 or float32; last dimension
             contiguous, head_dim up to 512.
-        k_pages: Keys, [num_pages, page_tokens, num_kv_heads, head_dim], dtype of q, float8_e4m3fn,
-            float8_e5m2 or int8, or of uint8, [.., head_dim // 2], two elements of four bits each;
-            any strides that are multiples of 16 bytes, last dimension contiguous.
+        k_pages: Keys, [num_pages, page_tokens, num_kv_heads, head_dim], dtype of q, bfloat16,
+            float16, float8_e4m3fn, float8_e5m2 or int8, or of uint8, [.., head_dim // 2], two
+            elements of four bits each; any strides that are multiples of 16 bytes, last dimension
+            contiguous. Another type than that of q is converted to it as it is read.
         v_pages: Values, as k_pages with value_dim elements, dtype and strides of k_pages, value_dim
             up to 512. Where value_dim is not head_dim, strides are the same if a
             slot's value lies behind its key.
@@ -545,6 +547,7 @@ def kind_of(
         is_quantised=k_pages.dtype in QUANTISED_DTYPES,
         has_slot_scales=has_slot_scales,
         is_int4=k_pages.dtype == INT4_DTYPE,
+        is_other_float=is_other_float(k_pages.dtype, q.dtype),
     )
 
 

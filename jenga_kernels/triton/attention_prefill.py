@@ -88,10 +88,10 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
     VALUE_PARTS: tl.constexpr = (RESULT_DIM + VALUE_DIM - 1) // VALUE_DIM
     STORED: tl.constexpr = k_pages_ptr.dtype.element_ty
     IS_INT4: tl.constexpr = tl.constexpr(STORED.is_uint8())
-    IS_CONVERTED: tl.constexpr = STORED.primitive_bitwidth == 8  # noqa: PLR2004
+    IS_CONVERTED: tl.constexpr = tl.constexpr(q_ptr.dtype.element_ty != STORED)
     IS_SPLIT: tl.constexpr = tl.constexpr(
         READS_PAIRS
-        and IS_CONVERTED
+        and STORED.primitive_bitwidth == 8  # noqa: PLR2004
         and not IS_INT4
         and q_ptr.dtype.element_ty != tl.float32
         and HEAD_DIM % 2 == 0

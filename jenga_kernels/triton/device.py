@@ -9,6 +9,9 @@ import triton.language as tl
 
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
+_HALF_OVERFLOW = tl.constexpr(65520.0)
+"""Least magnitude that float16 rounds to infinity."""
+
 
 def device_function(function: Callable) -> Callable:
     """`triton.jit` for what kernels call but nobody launches.
@@ -147,9 +150,26 @@ def rounded(values, dtype: tl.constexpr):
     """Values in float32 as the nearest ones in `dtype`.
 
     The interpreter cuts bfloat16 off instead, so that errors of a chain of products all point the
-    same way; there, half a unit in the last place is added first.
+    same way, and it makes a small number of zero. There, the bits are rounded here. It also warns
+    of float16 that overflows.
     """
     if _INTERPRETED and dtype == tl.bfloat16:
-        bits = values.to(tl.int32, bitcast=True)
-        values = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
-    return values.to(dtype)
+        # For some of what is not a number the sum would overflow.
+        is_number = values == values  # noqa: PLR0124
+        bits = tl.where(is_number, values.to(tl.int32, bitcast=True), 0x7FC00000)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        return (bits >> 16).to(tl.int16).to(dtype, bitcast=True)
+    elif _INTERPRETED and dtype == tl.float16:
+        overflowed = tl.where(values > 0, float("inf"), float("-inf"))
+        return tl.where(tl.abs(values) >= _HALF_OVERFLOW, overflowed, values).to(dtype)
+    else:
+        return values.to(dtype)
+
+
+@device_function
+def in_float(values, dtype: tl.constexpr):
+    """Values of bfloat16, float16 or float32 as the nearest ones in such a `dtype`."""
+    if values.dtype == dtype:
+        return values
+    else:
+        return rounded(widened(values), dtype)

@@ -8,7 +8,7 @@ each element.
 
 import triton.language as tl
 
-from jenga_kernels.triton.device import device_function
+from jenga_kernels.triton.device import device_function, in_float
 from jenga_kernels.triton.matmul import INTERPRETED
 
 E4M3_MAX = tl.constexpr(448.0)
@@ -99,7 +99,7 @@ def _with_bits(values, NUM_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr):
 
 @device_function
 def from_fp8(values, dtype: tl.constexpr):
-    """Values in `dtype`, of float8 or in `dtype` already.
+    """Values in `dtype`, of float8.
 
     Between half precision and bfloat16 they pass through float32: the direct conversion of
     float8_e4m3fn is done by the unit of special functions, which exponentials need, and that of
@@ -139,13 +139,16 @@ def _half_of_e5m2(values):
 
 @device_function
 def converted(values, dtype: tl.constexpr):
-    """Values in `dtype`, of float8_e4m3fn or in `dtype`, by the compiler's own conversion.
+    """Values in `dtype`, of float8_e4m3fn or another float type, by the compiler's own conversion.
 
     What is not a number stays such.
     """
-    if INTERPRETED and values.dtype == tl.float8e4nv:
-        values = _with_nan(values.to(tl.float32))
-    return values.to(dtype)
+    if not values.dtype.is_fp8():
+        return in_float(values, dtype)
+    elif INTERPRETED:
+        return _with_nan(values.to(tl.float32)).to(dtype)
+    else:
+        return values.to(dtype)
 
 
 @device_function

@@ -6,7 +6,7 @@ precision, which holds every one of them.
 
 import triton.language as tl
 
-from jenga_kernels.triton.device import device_function
+from jenga_kernels.triton.device import device_function, in_float
 from jenga_kernels.triton.fp8 import from_fp8
 from jenga_kernels.triton.matmul import INTERPRETED
 
@@ -28,12 +28,14 @@ def to_int8(values):
 
 @device_function
 def from_stored(values, dtype: tl.constexpr):
-    """Values in `dtype`, of int8, float8 or in `dtype` already."""
+    """Values in `dtype`, of int8, float8 or another float type."""
     if values.dtype == tl.int8:
         # The interpreter converts only by way of float32.
         return values.to(tl.float32).to(dtype)
-    else:
+    elif values.dtype.is_fp8():
         return from_fp8(values, dtype)
+    else:
+        return in_float(values, dtype)
 
 
 @device_function

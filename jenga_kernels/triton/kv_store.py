@@ -4,7 +4,13 @@ import triton
 import triton.language as tl
 
 from jenga_kernels.triton.addressing import slot_offsets
-from jenga_kernels.triton.device import device_function, quotient, rounded_product, widened
+from jenga_kernels.triton.device import (
+    device_function,
+    in_float,
+    quotient,
+    rounded_product,
+    widened,
+)
 from jenga_kernels.triton.fp8 import E4M3_MAX, to_fp8
 from jenga_kernels.triton.int4 import quantised_int4
 from jenga_kernels.triton.int8 import INT8_MAX, to_int8
@@ -26,9 +32,9 @@ def _stored(
     HAS_FP8: tl.constexpr,
     IS_PER_HEAD: tl.constexpr,
 ):
-    """Rows as they are kept: unchanged, or scaled and saturated."""
+    """Rows as they are kept: in another float type, or scaled and saturated."""
     if not dtype.is_fp8():
-        return rows
+        return in_float(rows, dtype)
     else:
         values = widened(rows)
         if scale_ptr is not None:

@@ -4,16 +4,16 @@ import triton
 import triton.language as tl
 
 from jenga_kernels.triton.addressing import slot_offsets
-from jenga_kernels.triton.device import device_function, quotient, widened
+from jenga_kernels.triton.device import device_function, in_float, quotient, widened
 from jenga_kernels.triton.fp8 import to_fp8
 from jenga_kernels.triton.rows import load_rows, store_rows
 
 
 @device_function
-def _stored(rows, latent_scale_ptr, IS_FP8: tl.constexpr):
-    """Rows as they are kept: unchanged, or scaled and saturated."""
-    if not IS_FP8:
-        return rows
+def _stored(rows, latent_scale_ptr, dtype: tl.constexpr):
+    """Rows as they are kept: in another float type, or scaled and saturated."""
+    if not dtype.is_fp8():
+        return in_float(rows, dtype)
     else:
         values = widened(rows)
         if latent_scale_ptr is not None:
@@ -42,7 +42,6 @@ def latent_store_kernel(
     LATENT_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
-    IS_FP8: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_LATENT: tl.constexpr,
     BLOCK_ROTARY: tl.constexpr,
@@ -61,8 +60,8 @@ def latent_store_kernel(
 
     slots = tl.where(live, slots, 0)
     offsets = slot_offsets(slots, stride_pages_page, stride_pages_slot, PAGE_TOKENS)
-    latents = _stored(latents, latent_scale_ptr, IS_FP8)
-    rotary_keys = _stored(rotary_keys, latent_scale_ptr, IS_FP8)
+    latents = _stored(latents, latent_scale_ptr, pages_ptr.dtype.element_ty)
+    rotary_keys = _stored(rotary_keys, latent_scale_ptr, pages_ptr.dtype.element_ty)
     store_rows(pages_ptr, offsets, latents, live, LATENT_DIM, BLOCK_LATENT, THREAD_ELEMENTS)
     rotary_ptr = pages_ptr + LATENT_DIM
     store_rows(rotary_ptr, offsets, rotary_keys, live, ROTARY_DIM, BLOCK_ROTARY, THREAD_ELEMENTS)

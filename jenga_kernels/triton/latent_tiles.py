@@ -35,20 +35,20 @@ SPECIALIZED_MIN_ROWS = 33
 """Fewer rows of a request have tiles that waste less of a matrix instruction."""
 
 
-def latent_rows(machine: Machine, *, element_bytes: int, stored_bytes: int) -> int:
+def latent_rows(machine: Machine, *, element_bytes: int, is_converted: bool) -> int:
     """Most rows of a program; a row is one head of one query token.
 
     Args:
         machine: Where it runs.
         element_bytes: Bytes of an element of the queries.
-        stored_bytes: Bytes of an element in the pages.
+        is_converted: Whether pages hold another element type than queries.
     """
     if machine.is_interpreter:
         return INTERPRETER_ROWS
     if element_bytes > 2:  # noqa: PLR2004 - float32 products need registers
         return 16
-    # Quantised latents pass through registers and leave none for more rows.
-    if _has_warpgroups(machine) and stored_bytes == element_bytes:
+    # Converted latents pass through registers and leave none for more rows.
+    if _has_warpgroups(machine) and not is_converted:
         return WARPGROUP_ROWS
     return 32
 
@@ -105,7 +105,10 @@ def specialized_latent_tiles(
         machine,
         element_bytes=element_bytes,
         stored_bytes=stored_bytes,
-        decode_rows=latent_rows(machine, element_bytes=element_bytes, stored_bytes=stored_bytes),
+        is_converted=stored_bytes != element_bytes,
+        decode_rows=latent_rows(
+            machine, element_bytes=element_bytes, is_converted=stored_bytes != element_bytes
+        ),
     )
     return replace(
         plain,
@@ -123,6 +126,7 @@ def latent_tiles(
     *,
     element_bytes: int,
     stored_bytes: int,
+    is_converted: bool,
     decode_rows: int,
 ) -> AttentionTiles:
     """Tiles of `latent_attention`.
@@ -130,7 +134,8 @@ def latent_tiles(
     Args:
         machine: Where it runs.
         element_bytes: Bytes of an element of the queries.
-        stored_bytes: Bytes of an element in the pages.
+        stored_bytes: Bytes of an element in the pages, at most as many.
+        is_converted: Whether pages hold another element type than queries.
         decode_rows: Most rows of a request that a decode program serves, at most `latent_rows`.
     """
     decode_rows = max(MIN_ROWS, power_of_two(decode_rows))
@@ -141,7 +146,7 @@ def latent_tiles(
             num_programs=1,
             block_splits=16,
         )
-    max_rows = latent_rows(machine, element_bytes=element_bytes, stored_bytes=stored_bytes)
+    max_rows = latent_rows(machine, element_bytes=element_bytes, is_converted=is_converted)
 
     def tiles_of(block_m: int) -> LoopTiles:
         block_n, num_warps, num_stages = _STEPS[

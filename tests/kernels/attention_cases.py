@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from jenga_kernels.attention_plan import AttentionKind, AttentionPlan, plan_attention
-from jenga_kernels.checks import INT4_DTYPE
+from jenga_kernels.cache import is_other_float
+from jenga_kernels.checks import INT4_DTYPE, QUANTISED_DTYPES
 from jenga_kernels.paged_attention import paged_attention
 from jenga_kernels.reference import paged_attention as reference
 from jenga_kernels.triton.tiles import AttentionTiles, LoopTiles
@@ -109,7 +110,8 @@ class Batch:
             window_tokens=options.window_tokens,
             chunk_tokens=options.chunk_tokens,
             is_causal=options.is_causal,
-            is_quantised=shape.pages_dtype is not None,
+            is_quantised=shape.pages_dtype in QUANTISED_DTYPES,
+            is_other_float=is_other_float(shape.pages_dtype or shape.dtype, shape.dtype),
             has_slot_scales=options.has_slot_scales,
             is_int4=shape.pages_dtype == INT4_DTYPE,
         )

@@ -29,6 +29,7 @@ class Shape:
     rotary_dim: int = 16
     page_tokens: int = 16
     dtype: torch.dtype = torch.float32
+    pages_dtype: torch.dtype | None = None
     is_fp8: bool = False
     has_scale: bool = False
     is_causal: bool = True
@@ -65,6 +66,7 @@ class Batch:
             page_tokens=self.shape.page_tokens,
             is_causal=self.shape.is_causal,
             is_quantised=self.shape.is_fp8,
+            is_other_float=self.shape.pages_dtype not in {None, self.shape.dtype},
         )
 
     def plan(self, **changes: object) -> AttentionPlan:
@@ -90,7 +92,7 @@ def make_batch(shape: Shape, *, seed: int = 0) -> Batch:
     num_pages_of = [-(-seq_len // shape.page_tokens) for seq_len in seq_lens]
     num_pages = sum(num_pages_of) + 3
     width = shape.latent_dim + shape.rotary_dim
-    dtype = torch.float8_e4m3fn if shape.is_fp8 else shape.dtype
+    dtype = torch.float8_e4m3fn if shape.is_fp8 else shape.pages_dtype or shape.dtype
     pages, _ = strided_latents(num_pages, shape.page_tokens, width, dtype)
     table = shuffled_page_table(num_pages_of, num_pages, rng)
     # CUDA does not index float8: bytes go in.

@@ -25,7 +25,7 @@ BAD_ARGUMENTS = {
     "a_flat_query": ("q", lambda a: {"q": a["q"].flatten(1)}),
     "queries_of_another_head_dim": ("k_pages", lambda a: {"q": a["q"][..., :32]}),
     "integer_queries": ("q", lambda a: {"q": a["q"].int()}),
-    "queries_of_another_dtype": ("k_pages", lambda a: {"q": a["q"].float()}),
+    "keys_in_float32_of_other_queries": ("k_pages", lambda a: {"k_pages": a["k_pages"].float()}),
     "heads_that_do_not_divide": ("num_heads", lambda a: {"q": a["q"][:, :3]}),
     "values_of_another_layout": ("v_pages", lambda a: {"v_pages": a["v_pages"].contiguous()}),
     "queries_without_heads": ("num_heads", lambda a: {"q": a["q"][:, :0]}),

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from jenga_kernels.attention_plan import AttentionKind, plan_attention
-from jenga_kernels.checks import E5M2_DTYPE, INT4_DTYPE
+from jenga_kernels.cache import is_other_float
+from jenga_kernels.checks import E5M2_DTYPE, INT4_DTYPE, QUANTISED_DTYPES
 from jenga_kernels.paged_attention import paged_attention
 from perf.machine_code import SHARED_BYTES
 from tests.kernels.compiling import compile_job
@@ -44,7 +45,8 @@ def launch(
         window_tokens=options.get("window_tokens"),
         chunk_tokens=options.get("chunk_tokens"),
         is_causal=options.get("is_causal", True),
-        is_quantised=pages_dtype is not None,
+        is_quantised=pages_dtype in QUANTISED_DTYPES,
+        is_other_float=is_other_float(pages_dtype or dtype, dtype),
         has_slot_scales=has_slot_scales,
         is_int4=pages_dtype == INT4_DTYPE,
     )
@@ -133,6 +135,19 @@ def compile_e5m2():
         launch(head_dim=head_dim, spans=spans, decode_query_tokens=0, pages_dtype=E5M2_DTYPE)
 
 
+def compile_other_float():
+    for head_dim in (64, 128, 256, 512):
+        launch(head_dim=head_dim, pages_dtype=torch.float16)
+        launch(head_dim=head_dim, dtype=torch.float16, pages_dtype=torch.bfloat16)
+    launch(head_dim=128, window_tokens=512, soft_cap=50.0, sinks=torch.zeros(8))
+    launch(head_dim=128, num_heads=32, decode_query_tokens=8, pages_dtype=torch.float16)
+
+
+def compile_other_float_in_float32():
+    for head_dim in (64, 128, 256):
+        launch(head_dim=head_dim, dtype=torch.float32, pages_dtype=torch.bfloat16)
+
+
 def launch_slot_scales(pages_dtype):
     kwargs = {"pages_dtype": pages_dtype, "has_slot_scales": True}
     for head_dim in (64, 128, 256):
@@ -173,6 +188,7 @@ JOBS = [
             compile_invariant,
             compile_fp8,
             compile_e5m2,
+            compile_other_float,
             compile_int8,
             compile_int4,
             compile_fp8_with_slot_scales,
@@ -192,6 +208,17 @@ JOBS = [
 SPILLED_BYTES = {(compile_int8, 80): 8}
 """One number, of the rows of 16 heads a group; half the keys would spill none, and take a seventh
 more instructions."""
+
+
+LOADED_AT_ONCE = {compile_float32, compile_fp8, compile_e5m2, compile_other_float}
+"""Jobs with tiles that leave no room to load a step ahead."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+def test_attention_in_float32_over_other_floats_fits_into_shared_memory(capability):
+    for kernel in compile_job(compile_other_float_in_float32, capability):
+        assert kernel.shared_bytes <= SHARED_BYTES[capability], kernel
 
 
 @pytest.mark.parametrize(("job", "capability"), JOBS)
@@ -214,7 +241,7 @@ def test_attention_compiles_to_wide_loads_and_tensor_cores_without_spills(job, c
             wide = {compile_int8: 4, compile_fp8_with_slot_scales: 4, compile_int4: 2}.get(job, 9)
             assert kernel.counts["load_128"] >= wide, kernel
             assert kernel.counts["store_128"] > 0, kernel
-            if capability == 90 and job not in {compile_float32, compile_fp8, compile_e5m2}:
+            if capability == 90 and job not in LOADED_AT_ONCE:
                 # Loads of a step are under way while the one before is computed.
                 assert kernel.counts["cp_async_ahead"] > 0, kernel
 

@@ -17,6 +17,7 @@ def launch(
     page_tokens=16,
     dtype=torch.bfloat16,
     is_fp8=False,
+    pages_dtype=None,
     decode_query_tokens=None,
     is_warp_specialized=None,
 ):
@@ -27,10 +28,11 @@ def launch(
         head_dim=LATENT_DIM,
         page_tokens=page_tokens,
         is_quantised=is_fp8,
+        is_other_float=pages_dtype is not None,
     )
     query_starts = torch.zeros(num_requests + 1, dtype=torch.int32)
     seq_lens = torch.zeros(num_requests, dtype=torch.int32)
-    pages_dtype = torch.float8_e4m3fn if is_fp8 else dtype
+    pages_dtype = torch.float8_e4m3fn if is_fp8 else pages_dtype or dtype
     latent_attention(
         torch.empty(num_tokens, num_heads, WIDTH, dtype=dtype),
         torch.empty(64, 3, page_tokens, WIDTH, dtype=pages_dtype)[:, 1],
@@ -76,6 +78,15 @@ def compile_fp8():
     launch(num_heads=128, page_tokens=64, is_fp8=True, is_warp_specialized=False)
 
 
+def compile_other_float():
+    launch(num_heads=16, pages_dtype=torch.float16)
+    launch(num_heads=128, page_tokens=64, dtype=torch.float16, pages_dtype=torch.bfloat16)
+
+
+def compile_other_float_in_float32():
+    launch(num_heads=16, dtype=torch.float32, pages_dtype=torch.bfloat16)
+
+
 def compile_float32():
     launch(num_heads=16, dtype=torch.float32)
 
@@ -93,6 +104,8 @@ JOBS = [
             (compile_other_shapes, 90),
             (compile_fp8, 89),
             (compile_fp8, 90),
+            (compile_other_float, 80),
+            (compile_other_float, 90),
             (compile_float32, 80),
             (compile_float32, 90),
         )
@@ -101,6 +114,13 @@ JOBS = [
 
 WARPGROUP_PRODUCTS = 36 * 2 + 64 // 16
 """Of a step of 64 keys: 576 elements of scores, for two halves of the keys; then the values."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+def test_latent_attention_in_float32_over_other_floats_fits_into_shared_memory(capability):
+    for kernel in compile_job(compile_other_float_in_float32, capability):
+        assert kernel.shared_bytes <= SHARED_BYTES[capability], kernel
 
 
 @pytest.mark.parametrize(("job", "capability"), JOBS)

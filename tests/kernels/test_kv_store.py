@@ -47,6 +47,33 @@ def test_kv_store_writes_its_slots_and_nothing_else(shape, dtype, is_head_major)
     assert torch.equal(stored_bytes(got.arena), stored_bytes(want.arena))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "pages_dtype"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16),
+        (torch.float16, torch.bfloat16),
+        (torch.bfloat16, torch.float16),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_kv_store_rounds_to_another_float_type(shape, dtype, pages_dtype):
+    rng = generator(3)
+    k, v, slots = new_tokens(shape, dtype, rng)
+    k[0, 0, :4] = torch.tensor([float("inf"), float("-inf"), 0.0, 65504.0])
+    k[0, 0, 4:8] = torch.tensor([65519.0, 1e5, -1e5, 1e-7]).to(dtype)
+    # Halves between two numbers that are stored, among them.
+    v[...] = (v * 2048).round() / 2048
+    got = strided_layer(*shape[1:], pages_dtype)
+    want = strided_layer(*shape[1:], pages_dtype)
+
+    kv_store(k, v, got.k_pages, got.v_pages, slots)
+    reference_kv_store.kv_store(k, v, want.k_pages, want.v_pages, slots)
+
+    assert torch.equal(stored_bytes(got.arena), stored_bytes(want.arena))
+
+
 # Around the greatest number, and around the least: halves of it, and three of them.
 EXTREMES = {
     torch.float8_e4m3fn: (448.0, 464.0, 465.0, 2**-6, 2**-9, 2**-10, 3 * 2**-10),

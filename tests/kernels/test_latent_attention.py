@@ -50,6 +50,10 @@ SHAPES = {
     "fp8": Shape(requests=MIXED, dtype=torch.bfloat16, is_fp8=True),
     "fp8_with_a_scale": Shape(requests=MIXED, dtype=torch.bfloat16, is_fp8=True, has_scale=True),
     "fp8_read_in_float32": Shape(requests=MIXED, is_fp8=True, has_scale=True),
+    "bfloat16_read_in_float32": Shape(requests=MIXED, pages_dtype=torch.bfloat16),
+    "float16_read_in_bfloat16": Shape(
+        requests=MIXED, dtype=torch.bfloat16, pages_dtype=torch.float16
+    ),
     "sizes_that_are_no_powers_of_two": Shape(requests=MIXED, latent_dim=96, rotary_dim=24),
     "a_narrow_rotary_key": Shape(requests=MIXED, rotary_dim=8),
     "page_of_48_tokens": Shape(requests=MIXED, page_tokens=48),
@@ -342,7 +346,7 @@ BAD_ARGUMENTS = {
     "queries_of_another_width": ("pages", lambda a: {"q": a["q"][..., :64]}),
     "integer_queries": ("q", lambda a: {"q": a["q"].int()}),
     "queries_that_require_a_gradient": ("q", lambda a: {"q": a["q"].clone().requires_grad_()}),
-    "queries_of_another_dtype": ("pages", lambda a: {"q": a["q"].float()}),
+    "pages_in_float32_of_other_queries": ("pages", lambda a: {"pages": a["pages"].float()}),
     "pages_with_heads": ("pages", lambda a: {"pages": a["pages"][:, :, None]}),
     "scattered_pages": ("pages", lambda a: {"pages": a["pages"].repeat(1, 1, 2)[..., ::2]}),
     "pages_off_alignment": (

@@ -52,6 +52,21 @@ def test_latent_store_writes_its_slots_and_nothing_else(shape, dtype):
     check_store(shape, new_tokens(shape, dtype, generator(0)), dtype)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "pages_dtype"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float16, torch.bfloat16),
+        (torch.bfloat16, torch.float16),
+    ],
+    ids=str,
+)
+def test_latent_store_rounds_to_another_float_type(dtype, pages_dtype):
+    shape = (33, 4, 16, 128, 64)
+
+    check_store(shape, new_tokens(shape, dtype, generator(2)), pages_dtype)
+
+
 @pytest.mark.parametrize("has_scale", [False, True], ids=["unscaled", "scaled"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_latent_store_rounds_and_saturates_to_fp8(dtype, has_scale):

@@ -85,12 +85,35 @@ def test_paged_attention_has_option(options, dtype):
     check_batch(make_batch(Shape(requests=MIXED, dtype=dtype), options), tiles=SMALL_TILES)
 
 
+WIDE = Shape(requests=MIXED, num_heads=8, head_dim=512, dtype=torch.bfloat16)
+
+OTHER_FLOATS = [
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float16),
+    (torch.float16, torch.bfloat16),
+    (torch.bfloat16, torch.float16),
+]
+"""Element types of queries and of pages."""
+
+
+@pytest.mark.parametrize("is_batch_invariant", [False, True], ids=["balanced", "invariant"])
+@pytest.mark.parametrize(("dtype", "pages_dtype"), OTHER_FLOATS, ids=str)
+def test_paged_attention_reads_pages_of_another_float_type(dtype, pages_dtype, is_batch_invariant):
+    shape = Shape(requests=MIXED, dtype=dtype, pages_dtype=pages_dtype, head_dim=80)
+    batch = make_batch(shape, Options(window_tokens=40, has_sinks=True))
+
+    check_batch(batch, tiles=SMALL_TILES, is_batch_invariant=is_batch_invariant)
+    check_batch(batch)
+
+
+@pytest.mark.parametrize("tiles", [SMALL_TILES, HALVED_TILES], ids=["whole", "halves"])
+def test_paged_attention_of_wide_heads_reads_pages_of_another_float_type(tiles):
+    check_batch(make_batch(replace(WIDE, pages_dtype=torch.float16), Options()), tiles=tiles)
+
+
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_paged_attention_has_option_with_the_tiles_chosen(options):
     check_batch(make_batch(Shape(requests=MIXED), options))
-
-
-WIDE = Shape(requests=MIXED, num_heads=8, head_dim=512, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
