@@ -21,6 +21,7 @@ from jenga.vllm_plugin.environment import BACKEND_NAME, read_settings
 from jenga.vllm_plugin.speculation import decode_query_tokens, most_group_heads
 from jenga.vllm_plugin.tried_kernels import KernelChoice
 from jenga_kernels.attention_plan import AttentionKind, AttentionPlan, plan_attention
+from jenga_kernels.cache import is_other_float
 from jenga_kernels.trial_calls import Call
 from jenga_kernels.triton.device import skip_overflow_checks
 
@@ -93,8 +94,14 @@ def image_spans(
     return spans
 
 
-def attention_kind(spec: AttentionSpec, num_heads: int) -> AttentionKind:
-    """Describe layers to the kernels by vLLM's spec of their cache."""
+def attention_kind(spec: AttentionSpec, num_heads: int, dtype: torch.dtype) -> AttentionKind:
+    """Describe layers to the kernels.
+
+    Args:
+        spec: vLLM's, of their cache.
+        num_heads: Query heads.
+        dtype: Element type of the queries.
+    """
     return AttentionKind(
         num_heads=num_heads,
         num_kv_heads=spec.num_kv_heads,
@@ -107,6 +114,7 @@ def attention_kind(spec: AttentionSpec, num_heads: int) -> AttentionKind:
         is_quantised=spec.kv_quant_mode is not KVQuantMode.NONE,
         has_slot_scales=spec.kv_quant_mode.is_per_token_head,
         is_int4=spec.kv_quant_mode is KVQuantMode.INT4_PER_TOKEN_HEAD,
+        is_other_float=is_other_float(spec.dtype, dtype),
     )
 
 
@@ -225,7 +233,7 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
         num_heads = get_num_attention_heads_from_layers(
             vllm_config, layer_names
         ) or vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
-        self._kind = attention_kind(kv_cache_spec, num_heads)
+        self._kind = attention_kind(kv_cache_spec, num_heads, vllm_config.model_config.dtype)
         self._image_reach = image_reach(vllm_config, layer_names)
         self._dtype = vllm_config.model_config.dtype
         speculation, settings = vllm_config.speculative_config, read_settings(os.environ)

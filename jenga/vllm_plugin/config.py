@@ -32,7 +32,6 @@ CACHE_DTYPES = (
     "auto",
     "float16",
     "bfloat16",
-    "float32",
     "fp8",
     "fp8_e4m3",
     "fp8_e5m2",

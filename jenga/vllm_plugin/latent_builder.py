@@ -24,6 +24,7 @@ from jenga.vllm_plugin.environment import read_settings
 from jenga.vllm_plugin.speculation import DRAFT_PREFIX, drafted_query_tokens
 from jenga.vllm_plugin.tried_kernels import KernelChoice
 from jenga_kernels.attention_plan import AttentionKind, AttentionPlan
+from jenga_kernels.cache import is_other_float
 from jenga_kernels.latent_plan import plan_latent_attention
 from jenga_kernels.trial_calls import Call
 from jenga_kernels.triton.device import skip_overflow_checks
@@ -163,6 +164,7 @@ class JengaLatentMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata[Jeng
             head_dim=self.mla_dims.kv_lora_rank,
             page_tokens=kv_cache_spec.block_size,
             is_quantised=kv_cache_spec.kv_quant_mode is KVQuantMode.FP8_PER_TENSOR,
+            is_other_float=is_other_float(kv_cache_spec.dtype, vllm_config.model_config.dtype),
         )
         # vLLM's lower bound: tokens drafted for a target, and the last one's own.
         self._decode_query_tokens = latent_query_tokens(self.reorder_batch_threshold)

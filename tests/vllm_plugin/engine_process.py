@@ -259,6 +259,25 @@ def round_what_the_cpu_truncates():
     ops.cpu_attn_reshape_and_cache = round_and_store
 
 
+def round_what_layers_store(dtype_name):
+    """Let all attention layers store what another element type holds exactly."""
+    import torch
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
+
+    attend, attend_latents = Attention.forward, MLAAttention.forward
+
+    def rounded(rows):
+        return rows.to(getattr(torch, dtype_name)).to(rows.dtype)
+
+    def round_and_attend(self, query, key, value, *args, **kwargs):
+        return attend(self, query, rounded(key), rounded(value), *args, **kwargs)
+
+    def round_and_attend_latents(self, q, kv_c_normed, k_pe, *args, **kwargs):
+        return attend_latents(self, q, rounded(kv_c_normed), rounded(k_pe), *args, **kwargs)
+
+    Attention.forward, MLAAttention.forward = round_and_attend, round_and_attend_latents
+
+
 def scale_latents(scales, *, rounds):
     """Give layers of latent attention these scales, one each, the last to all further ones.
 
@@ -314,6 +333,16 @@ def answers_of_turns(llm, sampling, outputs, turns):
     return answers
 
 
+def change_what_layers_store(job):
+    """Change what vLLM's layers store as a job says."""
+    if job.get("round_stock_fp8"):
+        round_what_the_cpu_truncates()
+    if job.get("stores_rounded_to"):
+        round_what_layers_store(job["stores_rounded_to"])
+    if job.get("latent_scales"):
+        scale_latents(job["latent_scales"], rounds=job["rounds_latents"])
+
+
 def main():
     job = json.loads(Path(sys.argv[1]).read_text())
     os.environ.update(job.get("environment", {}))
@@ -321,10 +350,7 @@ def main():
 
     from tests.vllm_plugin.emulated_graphs import emulate_graphs, start_as_on_a_gpu
 
-    if job.get("round_stock_fp8"):
-        round_what_the_cpu_truncates()
-    if job.get("latent_scales"):
-        scale_latents(job["latent_scales"], rounds=job["rounds_latents"])
+    change_what_layers_store(job)
     is_emulating = job.get("captures") and os.environ.get("TRITON_INTERPRET") == "1"
     if is_emulating:
         emulate_graphs()

@@ -474,14 +474,20 @@ def test_a_mask_other_than_the_layers_own_is_refused(name, causal):
 def test_the_kind_of_layers_says_what_their_spec_says():
     spec = replace(SPECS["sliding"], kv_quant_mode=KVQuantMode.FP8_PER_TENSOR, dtype=torch.uint8)
 
-    kinds = {name: attention_kind(each, NUM_HEADS) for name, each in SPECS.items()}
+    kinds = {name: attention_kind(each, NUM_HEADS, torch.float32) for name, each in SPECS.items()}
 
-    assert attention_kind(spec, NUM_HEADS) == replace(kinds["sliding"], is_quantised=True)
+    assert attention_kind(spec, NUM_HEADS, torch.float32) == replace(
+        kinds["sliding"], is_quantised=True
+    )
     scaled = replace(spec, kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD, dtype=torch.int8)
     scaled_kind = replace(kinds["sliding"], is_quantised=True, has_slot_scales=True)
-    assert attention_kind(scaled, NUM_HEADS) == scaled_kind
+    assert attention_kind(scaled, NUM_HEADS, torch.float32) == scaled_kind
     halved = replace(spec, kv_quant_mode=KVQuantMode.INT4_PER_TOKEN_HEAD)
-    assert attention_kind(halved, NUM_HEADS) == replace(scaled_kind, is_int4=True)
+    assert attention_kind(halved, NUM_HEADS, torch.float32) == replace(scaled_kind, is_int4=True)
+    halves = replace(SPECS["sliding"], dtype=torch.float16)
+    halves_kind = replace(kinds["sliding"], is_other_float=True)
+    assert attention_kind(halves, NUM_HEADS, torch.float32) == halves_kind
+    assert attention_kind(halves, NUM_HEADS, torch.float16) == kinds["sliding"]
     assert kinds["sliding"] == replace(kinds["full"], window_tokens=20)
     assert kinds["chunked"] == replace(kinds["full"], chunk_tokens=32)
     assert kinds["cross"] == replace(kinds["full"], is_causal=False)
@@ -492,7 +498,7 @@ def test_values_of_another_width_are_of_their_own_kind():
     metadata = make_builder(narrow).build(0, Batches().prefill([40]))
 
     assert metadata.plan.kind.value_dim == SHAPE["head_size"] // 2
-    assert attention_kind(SPECS["full"], NUM_HEADS).value_dim is None
+    assert attention_kind(SPECS["full"], NUM_HEADS, torch.float32).value_dim is None
 
 
 def test_a_plan_captured_for_one_token_each_serves_no_request_of_two():
@@ -501,7 +507,7 @@ def test_a_plan_captured_for_one_token_each_serves_no_request_of_two():
     plan = plan_attention(
         starts,
         seq_lens,
-        attention_kind(SPECS["full"], NUM_HEADS),
+        attention_kind(SPECS["full"], NUM_HEADS, torch.float32),
         num_tokens=3,
         dtype=torch.float32,
         max_query_tokens=1,

@@ -178,6 +178,15 @@ def test_a_plan_is_for_float8_latents_where_the_cache_is_quantised():
     assert [kind.is_quantised for kind in kinds] == [False, True]
 
 
+def test_a_plan_is_for_latents_of_another_float_where_the_cache_is():
+    common = Batches().decode([5], num_padded=1)
+    dtypes = torch.float32, torch.bfloat16
+
+    kinds = [make_builder(dtype=each).build(0, common).decode.plan.kind for each in dtypes]
+
+    assert [kind.is_other_float for kind in kinds] == [False, True]
+
+
 @pytest.mark.parametrize("query_len", [40, 90], ids=["absorbed", "not_absorbed"])
 def test_a_graph_of_prompts_is_refused(query_len):
     builder, batches = make_builder(), Batches()
