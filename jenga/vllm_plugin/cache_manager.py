@@ -227,11 +227,21 @@ class JengaKVCacheManager:
         for scheduled, num_tokens in self._scheduled.values():
             self.cache_blocks(scheduled, num_tokens)
         self._scheduled.clear()
-        facts, most_tokens = self._facts(request), self._encoders.most_hit_tokens(request)
+        most_tokens = self._encoders.most_hit_tokens(request)
         if self.manager.starts_over(request.request_id):
             most_tokens = 0
         if max_cache_hit_length is not None:
             most_tokens = min(most_tokens, max_cache_hit_length)
+        hit = self._encoders.settle(request, self._lookup(request, most_tokens))
+        if self._events is not None and _reports_hits(request):
+            self._events.note_hit(request, hit)
+        # Also without a token it says where the request leaves what others have computed.
+        page_ids = tuple([] for _ in range(self.num_kv_cache_groups))
+        return PageTables(page_ids, hit), hit.num_tokens, 0
+
+    def _lookup(self, request: "Request", most_tokens: int) -> PrefixHit:
+        """Look up the longest cached prefix of a request that ends within no image kept whole."""
+        facts = self._facts(request)
         hit = self.manager.lookup(request.block_hashes, max_tokens=most_tokens, facts=facts)
         for image in reversed(
             request.mm_features if self.kv_cache_config.keeps_images_whole else ()
@@ -239,12 +249,7 @@ class JengaKVCacheManager:
             start_token = image.mm_position.offset
             if start_token < hit.num_tokens < start_token + image.mm_position.length:
                 hit = self.manager.lookup(request.block_hashes, max_tokens=start_token, facts=facts)
-        hit = self._encoders.settle(request, hit)
-        if self._events is not None and _reports_hits(request):
-            self._events.note_hit(request, hit)
-        # Also without a token it says where the request leaves what others have computed.
-        page_ids = tuple([] for _ in range(self.num_kv_cache_groups))
-        return PageTables(page_ids, hit), hit.num_tokens, 0
+        return hit
 
     def allocate_slots(
         self,
@@ -383,10 +388,15 @@ class JengaKVCacheManager:
         return True
 
     def estimate_cached_tokens(self, request: "Request") -> int:
-        """Estimate how many of a request's tokens a later one could hit."""
-        if not self.enable_caching or not self.manager.is_running(request.request_id):
+        """Count how many of a request's computed tokens a later one could hit.
+
+        vLLM asks when the step that ends a prompt is done, before another is scheduled.
+        """
+        if not self._caches(request) or not self.manager.is_running(request.request_id):
             return 0
-        return self.manager.committed_tokens(request.request_id)
+        computed_tokens = min(request.num_computed_tokens, request.num_tokens)
+        self.cache_blocks(request, computed_tokens)
+        return self._lookup(request, computed_tokens).num_tokens
 
     def record_prefix_cache_stats(self, request: "Request", num_hits: int) -> None:
         """Count a lookup that led to an admission."""

@@ -88,19 +88,19 @@ def finish_step(scheduler, step):
     from vllm.v1.outputs import ModelRunnerOutput
 
     names = list(step.num_scheduled_tokens)
-    sampled = [
-        [7]
-        if scheduler.requests[name].num_computed_tokens >= scheduler.requests[name].num_tokens
-        else []
-        for name in names
-    ]
+    cached = step.scheduled_cached_reqs
+    starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    starts |= {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
+    ends = {name: starts[name] + step.num_scheduled_tokens[name] for name in names}
+    sampled = [[7] if ends[name] >= scheduler.requests[name].num_tokens else [] for name in names]
     output = ModelRunnerOutput(
         req_ids=names,
         req_id_to_index={name: index for index, name in enumerate(names)},
         sampled_token_ids=sampled,
     )
-    scheduler.update_from_output(step, output)
+    answers = scheduler.update_from_output(step, output)
     scheduler.kv_cache_manager.manager.check()
+    return [each for client in answers.values() for each in client.outputs]
 
 
 def test_scheduler_uses_the_manager_and_gives_every_page_back(make_scheduler):
@@ -189,6 +189,31 @@ def test_a_request_without_pages_is_answered_with_none(make_scheduler):
 
     assert manager.get_block_ids("unknown") == ([], [])
     assert manager.estimate_cached_tokens(unknown) == 0
+
+
+@pytest.mark.parametrize("schedules_ahead", [False, True], ids=["step_by_step", "ahead"])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_written"), [(50, 48), (100, 96), (48, 48), (10, 0)], ids=str
+)
+def test_usage_tells_the_tokens_that_a_prompt_wrote_to_the_cache(
+    num_tokens, num_written, schedules_ahead, make_scheduler
+):
+    scheduler = make_scheduler(8 * MIB, schedules_ahead=schedules_ahead)
+    told = []
+    for name in ("first", "second"):
+        scheduler.add_request(request(name, [*range(3, 3 + num_tokens)]))
+        steps = []
+        while scheduler.has_unfinished_requests():
+            steps.append(scheduler.schedule())
+            while len(steps) > schedules_ahead:
+                answers = finish_step(scheduler, steps.pop(0))
+                told += [each.prefill_stats for each in answers if each.prefill_stats]
+
+    first, second = told
+    assert first.num_cache_creation_tokens == num_written
+    # A prompt's last token is always computed.
+    assert second.num_cached_tokens == min(num_written, (num_tokens - 1) // 16 * 16)
+    assert second.num_cached_tokens + second.num_cache_creation_tokens == num_written
 
 
 def test_a_second_request_starts_from_the_pages_of_the_first(make_scheduler):
