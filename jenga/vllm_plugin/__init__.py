@@ -2,7 +2,8 @@
 
 vLLM finds `register` through the entry point group `vllm.general_plugins` and calls it in every
 process. It makes the attention backend JENGA_TRITON known by name; nothing else of vLLM changes
-until a configuration selects that name.
+until a configuration selects that name. Options that are mappings are read before that:
+`name_backend`, of the group `vllm.platform_plugins`, makes the name known early enough for these.
 """
 
 
@@ -11,3 +12,13 @@ def register() -> None:
     from jenga.vllm_plugin.switch import register_backend
 
     register_backend()
+
+
+def name_backend() -> None:
+    """Make the name JENGA_TRITON known in this process, and offer vLLM no platform.
+
+    vLLM calls it when it looks for a platform, which it does as it is imported.
+    """
+    from jenga.vllm_plugin.switch import backend_member
+
+    backend_member()

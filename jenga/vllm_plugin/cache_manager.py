@@ -69,10 +69,24 @@ class _Coordinator:
 
     enable_partial_hash_hits = False
 
-    def __init__(self, config: JengaKVCacheConfig) -> None:
+    def __init__(self, config: JengaKVCacheConfig, *, state_tokens: int | None) -> None:
+        """Describe the groups of a configuration.
+
+        Args:
+            config: Of the manager.
+            state_tokens: Tokens between two states that can be found; None: none is kept.
+        """
         self.single_type_managers = tuple(
-            _GroupView(index, group.kv_cache_spec, group.kv_cache_spec.block_size)
-            for index, group in enumerate(config.kv_cache_groups)
+            _GroupView(
+                index,
+                group.kv_cache_spec,
+                state_tokens
+                if table.is_state and state_tokens is not None
+                else group.kv_cache_spec.block_size,
+            )
+            for index, (group, table) in enumerate(
+                zip(config.kv_cache_groups, geometry_of(config).page_tables, strict=True)
+            )
         )
 
 
@@ -150,7 +164,9 @@ class JengaKVCacheManager:
                 history_query_tokens=kv_cache_config.history_query_tokens,
             )
         self._encoders = EncoderHits(self.manager.geometry)
-        self.coordinator = _Coordinator(kv_cache_config)
+        self.coordinator = _Coordinator(
+            kv_cache_config, state_tokens=hash_tokens if enable_caching else None
+        )
         self.block_pool = _BlockPool()
         self.num_kv_cache_groups = len(kv_cache_config.kv_cache_groups)
         self.empty_kv_cache_blocks = PageTables(tuple([] for _ in kv_cache_config.kv_cache_groups))

@@ -198,7 +198,11 @@ def _resolve_kv_cache_block_sizes(original: Function) -> Function:
         from jenga.vllm_plugin.layout import JengaKVCacheConfig, groups_of_tokens
 
         if isinstance(kv_cache_config, JengaKVCacheConfig):
+            cache, page_tokens = vllm_config.cache_config, kv_cache_config.page_tokens
             kv_cache_config = groups_of_tokens(kv_cache_config)
+            if not kv_cache_config.kv_cache_groups:
+                # vLLM has set it to that of states, as many tokens as the model reads at most.
+                cache.block_size = cache.prefix_match_unit or page_tokens
         return original(kv_cache_config, vllm_config)
 
     return resolve

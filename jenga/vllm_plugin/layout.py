@@ -85,7 +85,8 @@ class JengaKVCacheConfig(KVCacheConfig):
     the number of large pages of host memory on each worker, 0 where there is none;
     `data_parallel_index` that of the engine among those that are parallel. `history_query_tokens`
     is the most tokens of a decoding step where these are kept beside states, 0 where none are.
-    `step_tokens` is what a step costs in tokens of a prompt.
+    `step_tokens` is what a step costs in tokens of a prompt. `page_tokens` is the number of tokens
+    that options give a page, also where no layer stores tokens.
     """
 
     geometry: Geometry | None = None
@@ -95,6 +96,7 @@ class JengaKVCacheConfig(KVCacheConfig):
     data_parallel_index: int = 0
     history_query_tokens: int = 0
     step_tokens: float = STEP_TOKENS
+    page_tokens: int = TOKENS_PER_PAGE
 
     def table_of(self, layer_name: str) -> PageTable:
         """Get the page table that stores a layer."""
@@ -187,6 +189,11 @@ def project_groups(
     return projected
 
 
+def _page_tokens(vllm_config: "VllmConfig") -> int:
+    """Get the tokens of a page that options ask for."""
+    return vllm_config.cache_config.block_size or TOKENS_PER_PAGE
+
+
 def get_kv_cache_groups(
     vllm_config: "VllmConfig", kv_cache_spec: dict[str, "KVCacheSpec"]
 ) -> list[KVCacheGroupSpec]:
@@ -218,7 +225,7 @@ def get_kv_cache_groups(
             " and ".join(sorted(others)),
         )
         vllm_config.cache_config.enable_prefix_caching = False
-    tokens_per_page = vllm_config.cache_config.block_size or TOKENS_PER_PAGE
+    tokens_per_page = _page_tokens(vllm_config)
     make = {"planned": plan, "lcm": exact_lcm}[read_settings(os.environ).geometry]
     pipeline = plan_pipeline(
         model,
@@ -317,6 +324,7 @@ def cut_arena(
         data_parallel_index=vllm_config.parallel_config.data_parallel_index,
         history_query_tokens=(max_decode_tokens(vllm_config) if history_tokens(vllm_config) else 0),
         step_tokens=step_tokens(vllm_config),
+        page_tokens=_page_tokens(vllm_config),
     )
 
 

@@ -1,10 +1,13 @@
 """Switching the plugin on, and what it refuses, without starting an engine."""
 
 import json
+import os
 import re
 import subprocess
 import sys
 import textwrap
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +18,8 @@ from jenga.vllm_plugin.environment import (
     selects_backend,
 )
 from tests.vllm_plugin.conftest import engine_environment
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -441,6 +446,43 @@ def test_the_environment_variable_selects_the_backend_where_a_model_would_set_an
 
     assert returncode == 0, output[-4000:]
     assert "BACKEND JENGA_TRITON" in output
+
+
+@pytest.fixture
+def entry_points(tmp_path):
+    """Get a folder whose metadata says what this package's does once it is installed anew."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    metadata = tmp_path / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Name: {project['name']}\nVersion: {project['version']}\n")
+    lines = []
+    for group, names in project["entry-points"].items():
+        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in names.items())]
+    (metadata / "entry_points.txt").write_text("\n".join(lines))
+    return tmp_path
+
+
+@pytest.mark.vllm
+def test_a_mapping_of_attention_options_selects_the_backend_before_plugins_are_loaded(
+    tiny_model, entry_points
+):
+    code = """
+    from vllm import EngineArgs
+    config = EngineArgs(
+        model={model!r}, dtype="float32", max_model_len=256, skip_tokenizer_init=True,
+        attention_config={{"backend": "jenga_triton"}},
+    ).create_engine_config()
+    from vllm.platforms import current_platform
+    print("BACKEND", config.attention_config.backend.name, config.cache_config.block_size)
+    print("PLATFORM", type(current_platform).__module__)
+    """
+    path = os.pathsep.join([str(entry_points), engine_environment()["PYTHONPATH"]])
+
+    returncode, output = run_python(code.format(model=str(tiny_model("llama"))), PYTHONPATH=path)
+
+    assert returncode == 0, output[-4000:]
+    assert "BACKEND JENGA_TRITON 16" in output
+    assert "PLATFORM vllm.platforms." in output
 
 
 @pytest.fixture(scope="module")
