@@ -22,6 +22,7 @@ from jenga.vllm_plugin.cache_views import (
 )
 from jenga.vllm_plugin.config import CACHE_DTYPES
 from jenga.vllm_plugin.environment import BACKEND_NAME
+from jenga.vllm_plugin.refusals import Refusal
 from jenga.vllm_plugin.specs import HEAD_DIMS, INT4_ROW_ELEMENTS
 from jenga_kernels.attention_plan import AttentionKind
 from jenga_kernels.kv_store import kv_store
@@ -171,8 +172,7 @@ class JengaTritonImpl(AttentionImpl[JengaTritonMetadata]):
         sinks: torch.Tensor | None = None,
     ) -> None:
         if attn_type not in _ATTENTION_TYPES:
-            msg = f"{BACKEND_NAME} does not support attention of type {attn_type}"
-            raise NotImplementedError(msg)
+            raise Refusal.ATTENTION_LAYER.error(attn_type)
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads or num_heads
         self.head_size = head_size
@@ -267,8 +267,7 @@ class JengaTritonImpl(AttentionImpl[JengaTritonMetadata]):
     ) -> torch.Tensor:
         """Attend: `output` [num_tokens, num_heads, value_dim] is written in place."""
         if output_scale is not None or output_block_scale is not None:
-            msg = f"{BACKEND_NAME} does not support quantised output"
-            raise NotImplementedError(msg)
+            raise Refusal.QUANTISED_OUTPUT.error()
         if attn_metadata is None:  # vLLM measures memory without a cache
             self.query_strides = query.stride()
             return output.fill_(0)

@@ -17,7 +17,8 @@ from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
 from vllm.v1.kv_cache_interface import AttentionSpec, CrossAttentionSpec, KVQuantMode
 
 from jenga.vllm_plugin.captured_plans import CapturedPlans
-from jenga.vllm_plugin.environment import BACKEND_NAME, read_settings
+from jenga.vllm_plugin.environment import read_settings
+from jenga.vllm_plugin.refusals import Refusal
 from jenga.vllm_plugin.speculation import decode_query_tokens, most_group_heads
 from jenga.vllm_plugin.tried_kernels import KernelChoice
 from jenga_kernels.attention_plan import AttentionKind, AttentionPlan, plan_attention
@@ -162,7 +163,7 @@ def image_reach(vllm_config: "VllmConfig", layer_names: list[str]) -> ImageReach
     it reaches, and the others, which vLLM tells apart by nothing else, read as in any text.
 
     Raises:
-        NotImplementedError: The layers differ in it.
+        ValueError: The layers differ in it.
     """
     context = vllm_config.compilation_config.static_forward_context
     clamped = {
@@ -172,11 +173,7 @@ def image_reach(vllm_config: "VllmConfig", layer_names: list[str]) -> ImageReach
     }
     own = clamped.intersection(layer_names)
     if own and own != set(layer_names):
-        msg = (
-            f"{BACKEND_NAME} does not support a page table of which some layers read whole images "
-            f"and others as far as their window reaches: {sorted(layer_names)}"
-        )
-        raise NotImplementedError(msg)
+        raise Refusal.IMAGE_REACH.error(str(sorted(layer_names)))
     return ImageReach(is_read=bool(own) or not clamped, is_clamped=bool(own))
 
 
@@ -282,7 +279,7 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
         """Collect a step's tensors and count its work."""
         common = common_attn_metadata
         if common.causal is not self._kind.is_causal:
-            msg = f"{BACKEND_NAME} does not support causal={common.causal} in this layer"
+            msg = f"causal must be {self._kind.is_causal} in these layers, got {common.causal}"
             raise NotImplementedError(msg)
         reach = self._image_reach
         spans = None

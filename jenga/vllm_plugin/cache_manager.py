@@ -96,7 +96,7 @@ class _BlockPool:
     def free_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Refuse: only KV connectors free blocks past the manager, and they are not supported."""
         if any(True for _ in blocks):
-            msg = "JENGA_TRITON does not support freeing blocks past its manager"
+            msg = "blocks must be freed through the cache manager"
             raise NotImplementedError(msg)
 
 
@@ -390,7 +390,7 @@ class JengaKVCacheManager:
 
     def evict_blocks(self, block_ids: set[int]) -> None:
         """Refuse: a page id without its group names no page, and only KV connectors ask."""
-        msg = "JENGA_TRITON does not support evicting blocks by id"
+        msg = "blocks must be named with their group to be evicted, got ids alone"
         raise NotImplementedError(msg)
 
     def reset_prefix_cache(self) -> bool:

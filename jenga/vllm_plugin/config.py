@@ -15,7 +15,9 @@ from jenga.vllm_plugin.environment import (
     selects_backend,
 )
 from jenga.vllm_plugin.memory_log import check_memory_log
-from jenga.vllm_plugin.speculation import prepare_speculation, unsupported_speculation
+from jenga.vllm_plugin.options import options_without_effect
+from jenga.vllm_plugin.refusals import Refusal, check_refusals
+from jenga.vllm_plugin.speculation import prepare_speculation, speculation_refusals
 from jenga.vllm_plugin.state_history import take_replay
 from jenga.vllm_plugin.switch import backend_member
 
@@ -66,85 +68,83 @@ def uses_sparse_latents(model: "ModelConfig") -> bool:
     )
 
 
-def _unsupported_features(vllm_config: "VllmConfig") -> list[str]:
-    """Name each feature in use that the plugin cannot serve."""
+def _refusals(vllm_config: "VllmConfig") -> dict[Refusal, str | bool]:
+    """Say of each feature that a configuration may ask for and we refuse what was found of it."""
     from vllm.platforms import current_platform
 
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
-    other_backends = {
-        kind: backend.name
-        for kind, backend in vllm_config.attention_config.backend_per_kind.items()
+    attention, is_invariant = vllm_config.attention_config, vllm.envs.VLLM_BATCH_INVARIANT
+    other_backends = [
+        f"{kind}: {backend.name}"
+        for kind, backend in attention.backend_per_kind.items()
         if backend is not backend_member()
-    }
-    checks = {
-        f"vLLM's platform {current_platform.device_name}; the kernels are for NVIDIA's GPUs": (
-            not (current_platform.is_cuda() or current_platform.is_cpu())
-        ),
-        # Each rank would plan and schedule for itself, from its own layers alone.
-        "pipeline parallelism with --distributed-executor-backend external_launcher": (
+    ]
+    offloading_size, offloading_backend = cache.kv_offloading_size, cache.kv_offloading_backend
+    has_states = model is not None and (model.is_hybrid or model.is_attention_free)
+    is_block_size_wrong = cache.user_specified_block_size and cache.block_size % TOKENS_PER_PAGE
+    is_platform_served = current_platform.is_cuda() or current_platform.is_cpu()
+    return {
+        Refusal.PLATFORM: "" if is_platform_served else current_platform.device_name,
+        Refusal.EXTERNAL_LAUNCHER: (
             parallel.pipeline_parallel_size > 1
             and parallel.distributed_executor_backend == "external_launcher"
         ),
-        "decode context parallelism": parallel.decode_context_parallel_size > 1,
-        "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
-        "steps in parts that overlap (--enable-dbo, --ubatch-size)": parallel.use_ubatching,
-        # They are kept beside the cache, as many as it would have blocks.
-        "--enable-return-routed-experts": vllm_config.aux_output_config.enabled,
-        "KV connectors (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
-        f"--kv-offloading-backend {cache.kv_offloading_backend}": (
-            cache.kv_offloading_size is not None and cache.kv_offloading_backend != "native"
+        Refusal.DECODE_CONTEXT_PARALLELISM: parallel.decode_context_parallel_size > 1,
+        Refusal.PREFILL_CONTEXT_PARALLELISM: parallel.prefill_context_parallel_size > 1,
+        Refusal.MICROBATCHES: parallel.use_ubatching,
+        Refusal.ROUTED_EXPERTS: vllm_config.aux_output_config.enabled,
+        Refusal.KV_CONNECTORS: vllm_config.kv_transfer_config is not None,
+        Refusal.OFFLOADING_BACKEND: (
+            offloading_backend
+            if offloading_size is not None and offloading_backend != "native"
+            else ""
         ),
-        "--disable-hybrid-kv-cache-manager": scheduler.disable_hybrid_kv_cache_manager is True,
-        f"other attention backends per kind {other_backends}": bool(other_backends),
-        f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype not in CACHE_DTYPES,
-        "--kv-sharing-fast-prefill": cache.kv_sharing_fast_prefill,
-        "--enable-mamba-cache-stochastic-rounding": (
-            vllm_config.mamba_config.enable_stochastic_rounding
+        Refusal.OFFLOADING_SIZE: (
+            str(offloading_size)
+            if offloading_size is not None and not 0 < offloading_size < math.inf
+            else ""
         ),
-        # The pages whose lives they count are not vLLM's.
-        "--kv-cache-metrics": vllm_config.observability_config.kv_cache_metrics,
-        # What a step reads of a prompt is scanned in pieces that begin where the step does.
-        "batch invariance (VLLM_BATCH_INVARIANT) of recurrent layers": (
-            vllm.envs.VLLM_BATCH_INVARIANT
-            and model is not None
-            and (model.is_hybrid or model.is_attention_free)
+        Refusal.BLOCK_SIZE: str(cache.block_size) if is_block_size_wrong else "",
+        Refusal.ONE_CACHE_GROUP: scheduler.disable_hybrid_kv_cache_manager is True,
+        Refusal.BACKEND_PER_KIND: ", ".join(other_backends),
+        Refusal.CACHE_DTYPE: "" if cache.cache_dtype in CACHE_DTYPES else cache.cache_dtype,
+        Refusal.KV_SHARING_FAST_PREFILL: cache.kv_sharing_fast_prefill,
+        Refusal.STOCHASTIC_ROUNDING: vllm_config.mamba_config.enable_stochastic_rounding,
+        Refusal.CACHE_METRICS: vllm_config.observability_config.kv_cache_metrics,
+        Refusal.INVARIANT_STATES: is_invariant and has_states,
+        Refusal.INVARIANT_SPECIALIZED: (
+            is_invariant and bool(read_settings(os.environ).has_specialized_prefill)
         ),
-        "batch invariance (VLLM_BATCH_INVARIANT) with JENGA_SPECIALIZED_PREFILL=1": (
-            vllm.envs.VLLM_BATCH_INVARIANT and read_settings(os.environ).has_specialized_prefill
+        Refusal.ENCODER_ALONE: vllm_config.is_mm_encoder_only,
+        Refusal.HISPARSE: attention.hisparse_config is not None,
+        Refusal.SPARSE_LATENTS: model is not None and uses_sparse_latents(model),
+        Refusal.DIFFUSION: model is not None and model.is_diffusion,
+        Refusal.QUERY_QUANTIZATION: (
+            model is not None and model.use_mla and attention.use_prefill_query_quantization
         ),
-        "an engine of the encoder alone (--mm-encoder-only)": vllm_config.is_mm_encoder_only,
-        "HiSparse": vllm_config.attention_config.hisparse_config is not None,
-        "sparse multi-head latent attention": model is not None and uses_sparse_latents(model),
-        "generation by diffusion, not token by token (canvas_length in the model's config)": (
-            model is not None and model.is_diffusion
-        ),
-        # Keys that vLLM makes of long prompts would have to be float8 too.
-        "use_prefill_query_quantization with multi-head latent attention": (
-            model is not None
-            and model.use_mla
-            and vllm_config.attention_config.use_prefill_query_quantization
-        ),
+        **speculation_refusals(vllm_config),
     }
-    checks |= unsupported_speculation(vllm_config)
-    return [feature for feature, in_use in checks.items() if in_use]
 
 
-def _options_without_effect(vllm_config: "VllmConfig") -> list[str]:
-    """Name each option in use that asks for what the plugin decides by itself."""
-    cache, model = vllm_config.cache_config, vllm_config.model_config
-    usual = type(cache)()
-    # What vLLM sets where nothing was asked for.
-    state_tokens = {None, cache.block_size, model.max_model_len if model is not None else None}
-    checks = {
-        "--prefix-cache-retention-interval": (
-            cache.prefix_cache_retention_interval != usual.prefix_cache_retention_interval
-        ),
-        "--enable-mamba-shared-prefix-checkpoint": cache.enable_mamba_shared_prefix_checkpoint,
-        "--mamba-block-size": cache.mamba_block_size not in state_tokens,
-        "--mamba-backend": vllm_config.mamba_config.backend.name == "FLASHINFER",
-    }
-    return [option for option, in_use in checks.items() if in_use]
+def warn_of_options(vllm_config: "VllmConfig") -> None:
+    """Warn of options in use that have no effect, or another one, where the backend is selected.
+
+    Called before vLLM sets options of a model by itself, so that all that differ were asked for.
+    """
+    model = vllm_config.model_config
+    is_prepared = model is None or getattr(model, "config_updated", False)
+    if is_prepared or not is_selected(vllm_config):
+        return
+    for option in options_without_effect(vllm_config):
+        logger.warning_once("%s: %s", BACKEND_NAME, option.text())
+    override = vllm_config.cache_config.num_gpu_blocks_override
+    if override is not None:
+        logger.warning_once(
+            "%s: --num-gpu-blocks-override %d counts large pages, whose length the log tells",
+            BACKEND_NAME,
+            override,
+        )
 
 
 def select_by_environment(vllm_config: "VllmConfig") -> None:
@@ -167,8 +167,8 @@ def prepare_config(vllm_config: "VllmConfig") -> bool:
         Whether the backend is selected.
 
     Raises:
-        ValueError: The backend is selected together with a feature it does not support, on a
-            version of vLLM it was not written for, or an environment variable is wrong.
+        ValueError: The backend is selected together with a feature that is refused, on a version
+            of vLLM it was not written for, or an environment variable is wrong.
     """
     from jenga.vllm_plugin.replacements import apply_replacements
 
@@ -180,23 +180,7 @@ def prepare_config(vllm_config: "VllmConfig") -> bool:
     settings = read_settings(os.environ)
     if vllm_config.parallel_config.rank == 0:  # other ranks may be on machines without its folder
         check_memory_log(settings)
-    unsupported = _unsupported_features(vllm_config)
-    if unsupported:
-        msg = f"{BACKEND_NAME} does not support: {'; '.join(unsupported)}"
-        raise ValueError(msg)
-    without_effect = _options_without_effect(vllm_config)
-    if without_effect:
-        logger.warning_once(
-            "%s has kernels of its own and decides what is kept for others; without effect: %s",
-            BACKEND_NAME,
-            ", ".join(without_effect),
-        )
-    if vllm_config.cache_config.num_gpu_blocks_override is not None:
-        logger.warning_once(
-            "%s: --num-gpu-blocks-override %d counts large pages, whose length the log tells",
-            BACKEND_NAME,
-            vllm_config.cache_config.num_gpu_blocks_override,
-        )
+    check_refusals(_refusals(vllm_config))
     _set_cache_options(vllm_config)
     _take_offloading(vllm_config)
     take_replay(vllm_config, settings.history_tokens)
@@ -222,9 +206,6 @@ def _take_offloading(vllm_config: "VllmConfig") -> None:
     size_gib = vllm_config.cache_config.kv_offloading_size
     if size_gib is None:
         return
-    if not 0 < size_gib < math.inf:
-        msg = f"--kv-offloading-size must be a positive number of GiB, got {size_gib}"
-        raise ValueError(msg)
     if not isinstance(vllm_config.additional_config, dict):
         msg = (
             f"--kv-offloading-size needs an --additional-config that is a mapping, got "
@@ -244,11 +225,7 @@ def host_bytes(vllm_config: "VllmConfig") -> int:
 
 def _set_cache_options(vllm_config: "VllmConfig") -> None:
     cache, model = vllm_config.cache_config, vllm_config.model_config
-    if cache.user_specified_block_size:
-        if cache.block_size % TOKENS_PER_PAGE:
-            msg = f"--block-size must be a multiple of {TOKENS_PER_PAGE}, got {cache.block_size}"
-            raise ValueError(msg)
-    else:
+    if not cache.user_specified_block_size:
         cache.block_size = TOKENS_PER_PAGE
         cache.user_specified_block_size = True  # keeps platforms from choosing another
     if model is not None:
@@ -321,9 +298,6 @@ def checked_backend_path(attn_selector_config: Any) -> str:  # noqa: ANN401 (a n
         **attn_selector_config._asdict(),
     )
     if reasons:
-        msg = (
-            f"{BACKEND_NAME} cannot serve a layer of this model: {'; '.join(reasons)} "
-            f"({attn_selector_config})"
-        )
-        raise ValueError(msg)
+        msg = f"{'; '.join(reasons)}: {attn_selector_config}"
+        raise Refusal.ATTENTION_LAYER.error(msg)
     return f"{backend.__module__}.{backend.__qualname__}"

@@ -26,9 +26,10 @@ def _check_and_update_config(original: Function) -> Function:
 def _try_verify_and_update_config(original: Function) -> Function:
     @functools.wraps(original)
     def try_verify_and_update_config(self: Any) -> None:  # noqa: ANN401
-        from jenga.vllm_plugin.config import select_by_environment
+        from jenga.vllm_plugin.config import select_by_environment, warn_of_options
 
         select_by_environment(self)
+        warn_of_options(self)
         original(self)
 
     return try_verify_and_update_config

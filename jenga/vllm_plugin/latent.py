@@ -25,8 +25,8 @@ from vllm.v1.attention.backend import AttentionType
 from jenga.vllm_plugin.attention import JengaTritonBackend
 from jenga.vllm_plugin.cache_views import E5M2, SLOT_SCALE_DTYPES
 from jenga.vllm_plugin.config import CACHE_DTYPES
-from jenga.vllm_plugin.environment import BACKEND_NAME
 from jenga.vllm_plugin.latent_builder import JengaLatentDecode, JengaLatentMetadataBuilder
+from jenga.vllm_plugin.refusals import Refusal
 from jenga_kernels.checks import FP8_DTYPE
 from jenga_kernels.latent_attention import latent_attention
 from jenga_kernels.latent_store import latent_store
@@ -168,8 +168,7 @@ class JengaLatentImpl(MLACommonImpl[MLACommonMetadata[JengaLatentDecode]]):
         }
         refused = [feature for feature, in_use in features.items() if in_use]
         if refused:
-            msg = f"{BACKEND_NAME} does not support latent attention with {', '.join(refused)}"
-            raise NotImplementedError(msg)
+            raise Refusal.LATENT_FEATURES.error(", ".join(refused))
         super().__init__(
             num_heads,
             head_size,

@@ -31,6 +31,7 @@ from jenga.policies import policy_of
 from jenga.vllm_plugin.config import TOKENS_PER_PAGE, host_bytes
 from jenga.vllm_plugin.environment import BACKEND_NAME, read_settings
 from jenga.vllm_plugin.ranks import layers_of_ranks
+from jenga.vllm_plugin.refusals import Refusal
 from jenga.vllm_plugin.specs import (
     common_spec,
     kinds_of_states,
@@ -203,8 +204,7 @@ def get_kv_cache_groups(
         ValueError: A layer's cache is of a kind the plugin cannot serve; the message names it.
     """
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
-        msg = "JENGA_TRITON does not support --disable-hybrid-kv-cache-manager"
-        raise ValueError(msg)
+        raise Refusal.ONE_CACHE_GROUP.error()
     if not kv_cache_spec:
         return []
     kv_cache_spec = with_histories(vllm_config, kv_cache_spec)
@@ -212,11 +212,8 @@ def get_kv_cache_groups(
     served = served_states(vllm_config.model_config.architecture)
     others = kinds_of_states(kv_cache_spec) - served
     if others and vllm_config.speculative_config is not None:
-        msg = (
-            f"{BACKEND_NAME} does not support speculative decoding with recurrent layers of kind "
-            f"{' and '.join(sorted(others))}; supported are {' and '.join(sorted(served))}"
-        )
-        raise ValueError(msg)
+        msg = f"{' and '.join(sorted(others))}, where {' and '.join(sorted(served))} are ours"
+        raise Refusal.DRAFT_STATES_OF_TARGET.error(msg)
     if others and vllm_config.cache_config.enable_prefix_caching:
         logger.warning(
             "%s keeps states of %s layers for other requests, not of %s: prefix caching is off",
@@ -232,7 +229,7 @@ def get_kv_cache_groups(
         layers_of_ranks(kv_cache_spec),
         lambda model: make(model, tokens_per_page=tokens_per_page),
     )
-    return [
+    groups: list[KVCacheGroupSpec] = [
         JengaGroupSpec(
             layer_names=layer_names(table),
             kv_cache_spec=table_spec(table, kv_cache_spec),
@@ -242,6 +239,22 @@ def get_kv_cache_groups(
         )
         for index, table in enumerate(pipeline.geometry.page_tables)
     ]
+    _check_override(vllm_config, groups)
+    return groups
+
+
+def _check_override(vllm_config: "VllmConfig", groups: Sequence[KVCacheGroupSpec]) -> None:
+    """Refuse fewer large pages than a request takes, of which vLLM would say: more memory."""
+    override = vllm_config.cache_config.num_gpu_blocks_override
+    if override is None:
+        return
+    needed = 1 + len(groups)
+    if vllm_config.model_config.original_max_model_len != -1:
+        # Else vLLM looks for the length that fits.
+        needed = max(needed, 1 + _large_pages_of_longest_request(vllm_config, groups))
+    if override < needed:
+        msg = f"{override}, where {needed} are needed"
+        raise Refusal.BLOCKS_OVERRIDE.error(msg)
 
 
 def get_kv_cache_config_from_groups(
@@ -338,17 +351,16 @@ def _num_host_large_pages(vllm_config: "VllmConfig", group: JengaGroupSpec) -> i
     if not total_bytes:
         return 0
     if not vllm_config.cache_config.enable_prefix_caching:
-        msg = "--kv-offloading-size keeps prefixes, and prefix caching is off"
-        raise ValueError(msg)
+        raise Refusal.OFFLOADING_WITHOUT_CACHING.error()
     bytes_of_ranks = sum(stage.large_page_bytes for stage in group.stages)
     num_bytes = bytes_of_ranks * vllm_config.parallel_config.tensor_parallel_size
     num_large_pages, least = total_bytes // num_bytes, 1 + len(group.stages[0].shares)
     if num_large_pages < least:
         msg = (
-            f"--kv-offloading-size must be at least {least * num_bytes / 2**30:.3g} GiB, for "
-            f"{least} large pages on each rank, got {total_bytes / 2**30:.3g}"
+            f"{total_bytes / 2**30:.3g} GiB, where {least} large pages on each rank take "
+            f"{least * num_bytes / 2**30:.3g}"
         )
-        raise ValueError(msg)
+        raise Refusal.OFFLOADING_SIZE.error(msg)
     return num_large_pages
 
 
@@ -450,18 +462,25 @@ def _pages_of_longest_request(
     return [max(pages) for pages in zip(counted, admitted, strict=True)]
 
 
+def _large_pages_of_longest_request(
+    vllm_config: "VllmConfig", groups: Sequence[KVCacheGroupSpec]
+) -> int:
+    """Get the most large pages that one request can hold, beside the null page."""
+    _, geometry = _first_group(groups)
+    pages = _pages_of_longest_request(vllm_config, groups, geometry)
+    return sum(
+        cdiv(num_pages, table.small_pages_per_large_page)
+        for num_pages, table in zip(pages, geometry.page_tables, strict=True)
+    )
+
+
 def max_memory_usage_bytes_from_groups(
     vllm_config: "VllmConfig", kv_cache_groups: list[KVCacheGroupSpec]
 ) -> int:
     """Get the bytes of the large pages that one request of the greatest length needs."""
     if not kv_cache_groups:
         return 0
-    _, geometry = _first_group(kv_cache_groups)
-    pages = _pages_of_longest_request(vllm_config, kv_cache_groups, geometry)
-    num_large_pages = sum(
-        cdiv(num_pages, table.small_pages_per_large_page)
-        for num_pages, table in zip(pages, geometry.page_tables, strict=True)
-    )
+    num_large_pages = _large_pages_of_longest_request(vllm_config, kv_cache_groups)
     return num_large_pages * stage_of(kv_cache_groups).large_page_bytes
 
 

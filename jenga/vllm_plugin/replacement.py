@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jenga.vllm_plugin.refusals import Refusal
+
 SUPPORTED_VERSIONS = ("0.32", "0.33")
 """Release series of vLLM whose names are known to be as the replacements say."""
 
@@ -85,9 +87,7 @@ def series_of(version: str) -> str:
     """
     series = ".".join(version.split(".")[:2])
     if series not in SUPPORTED_VERSIONS:
-        supported = " and ".join(f"{series}.*" for series in SUPPORTED_VERSIONS)
-        msg = f"JENGA_TRITON supports vLLM {supported}; vLLM {version} is installed"
-        raise ValueError(msg)
+        raise Refusal.VERSION.error(version)
     return series
 
 

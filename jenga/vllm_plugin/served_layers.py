@@ -7,7 +7,7 @@ others do and read it with kernels of their own, which nobody has tried on pages
 from collections.abc import Container
 from typing import TYPE_CHECKING, Any, cast
 
-from jenga.vllm_plugin.environment import BACKEND_NAME
+from jenga.vllm_plugin.refusals import Refusal
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -61,9 +61,7 @@ def check_layers(vllm_config: "VllmConfig", stored: Container[str]) -> None:
         name, layer = next(iter(refused.items()))
         backend = layer.get_attn_backend()
         msg = (
-            f"{BACKEND_NAME} does not support layer {name!r}: it is a {_path(type(layer))} with "
-            f"attention backend {backend.get_name()} ({_path(backend)}); supported are vLLM's "
-            f"Attention and MLAAttention where they attend through {BACKEND_NAME}, and recurrent "
-            f"layers. Layers of this model that are none of these: {len(refused)}"
+            f"{len(refused)} of them, of which {name!r} is a {_path(type(layer))} with attention "
+            f"backend {backend.get_name()} ({_path(backend)})"
         )
-        raise ValueError(msg)
+        raise Refusal.OWN_KERNELS.error(msg)

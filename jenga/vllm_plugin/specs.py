@@ -19,6 +19,7 @@ from jenga.spec import (
     SlidingWindow,
     State,
 )
+from jenga.vllm_plugin.refusals import Refusal
 from jenga.vllm_plugin.speculation import check_draft
 
 if TYPE_CHECKING:
@@ -92,11 +93,8 @@ def _check_states(name: str, spec: "MambaSpec") -> None:
     """Refuse states behind which the next would not begin where the kernels' loads must."""
     first_bytes = prod(spec.shapes[0]) * spec.dtypes[0].itemsize
     if spec.mamba_type.name in STATE_MODELS and first_bytes % _STATE_ALIGNMENT_BYTES:
-        msg = (
-            f"JENGA_TRITON does not support layer {name!r}: its first state must take a "
-            f"multiple of {_STATE_ALIGNMENT_BYTES} bytes, got {first_bytes}"
-        )
-        raise ValueError(msg)
+        msg = f"{first_bytes} bytes in layer {name!r}"
+        raise Refusal.STATE_ALIGNMENT.error(msg)
 
 
 def _check_attention(name: str, spec: "AttentionSpec") -> None:
@@ -125,8 +123,8 @@ def _check_attention(name: str, spec: "AttentionSpec") -> None:
     }
     reasons = [reason for reason, found in checks.items() if found]
     if reasons:
-        msg = f"JENGA_TRITON does not support layer {name!r}: {', '.join(reasons)}"
-        raise ValueError(msg)
+        msg = f"layer {name!r} with {', '.join(reasons)}"
+        raise Refusal.CACHE_LAYOUT.error(msg)
 
 
 def _layer(name: str, spec: "KVCacheSpec") -> tuple[tuple[object, ...], Layer]:
@@ -171,11 +169,10 @@ def _layer(name: str, spec: "KVCacheSpec") -> tuple[tuple[object, ...], Layer]:
         key = ("state", kind, draft_tokens, spec.shapes, spec.dtypes)
         return key, Layer(name=name, slot_bytes=spec.state_content_size_bytes)
     msg = (
-        f"JENGA_TRITON does not support layer {name!r}: its cache is a {type(spec).__name__} "
-        f"({spec}); supported are full, latent, sliding window, chunked local and cross attention, "
-        "and Mamba states"
+        f"layer {name!r} with a {type(spec).__name__}, where full, latent, sliding window, chunked "
+        f"local and cross attention and Mamba states are served: {spec}"
     )
-    raise ValueError(msg)
+    raise Refusal.CACHE_LAYOUT.error(msg)
 
 
 def model_spec(

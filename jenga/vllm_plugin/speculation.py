@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from jenga.vllm_plugin.environment import BACKEND_NAME
+from jenga.vllm_plugin.refusals import Refusal
 from jenga.vllm_plugin.switch import backend_member
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 SERVED_METHODS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
 """Values of `method` in --speculative-config that are served."""
@@ -38,40 +38,29 @@ def _has_states(model: "ModelConfig | None") -> bool:
     return model is not None and (model.is_hybrid or model.is_attention_free)
 
 
-def _unsupported_mtp(speculation: "SpeculativeConfig") -> dict[str, bool]:
-    """Say of each kind of layers that predict further tokens and is not served if it is in use."""
-    if speculation.method != "mtp":
-        return {}
-    model_type = speculation.draft_model_config.hf_config.model_type
-    return {
-        f"speculative decoding by layers of {model_type}": model_type not in SERVED_MTP_TYPES,
-        "speculative decoding by several layers that predict further tokens": (
-            speculation.use_multi_module_mtp()
-        ),
-    }
-
-
-def unsupported_speculation(vllm_config: "VllmConfig") -> dict[str, bool]:
-    """Say of each feature of speculative decoding that is not served whether it is in use."""
+def speculation_refusals(vllm_config: "VllmConfig") -> dict[Refusal, str | bool]:
+    """Say of each feature of speculative decoding that we refuse what was found of it."""
     speculation, model = vllm_config.speculative_config, vllm_config.model_config
     if speculation is None:
         return {}
-    backend, drafts = speculation.attention_backend, speculation.draft_model_config
-    name = "speculative decoding"
+    backend, drafts, method = (
+        speculation.attention_backend,
+        speculation.draft_model_config,
+        speculation.method,
+    )
+    mtp_type = drafts.hf_config.model_type if method == "mtp" else ""
+    is_other_backend = backend is not None and backend is not backend_member()
     return {
-        f"{name} by method {speculation.method!r}": speculation.method not in SERVED_METHODS,
-        f"{name} by a draft model with recurrent layers": (
-            speculation.uses_draft_model() and _has_states(drafts)
+        Refusal.DRAFT_METHOD: "" if method in SERVED_METHODS else str(method),
+        Refusal.DRAFT_WITH_STATES: speculation.uses_draft_model() and _has_states(drafts),
+        Refusal.DRAFT_MTP_LAYERS: "" if mtp_type in SERVED_MTP_TYPES else mtp_type,
+        Refusal.DRAFT_SEVERAL_MTP_LAYERS: (
+            method == "mtp" and bool(speculation.use_multi_module_mtp())
         ),
-        **_unsupported_mtp(speculation),
-        f"{name} of an encoder-decoder model": model is not None and model.is_encoder_decoder,
-        f"{name} with pipeline parallelism": (
-            vllm_config.parallel_config.pipeline_parallel_size > 1
-        ),
-        f"{name} with parallel drafting": speculation.parallel_drafting,
-        f"{name} with attention backend {getattr(backend, 'name', backend)} for the draft": (
-            backend is not None and backend is not backend_member()
-        ),
+        Refusal.DRAFT_ENCODER_DECODER: model is not None and model.is_encoder_decoder,
+        Refusal.DRAFT_PIPELINE: vllm_config.parallel_config.pipeline_parallel_size > 1,
+        Refusal.DRAFT_PARALLEL: speculation.parallel_drafting,
+        Refusal.DRAFT_BACKEND: getattr(backend, "name", str(backend)) if is_other_backend else "",
     }
 
 
@@ -112,8 +101,7 @@ def check_draft(type_names: Iterable[str]) -> None:
     """
     names = list(type_names)
     if len(names) > 1:
-        msg = f"{BACKEND_NAME} does not support a draft model of several layer types: {names}"
-        raise ValueError(msg)
+        raise Refusal.DRAFT_LAYER_TYPES.error(" and ".join(names))
 
 
 def drafted_query_tokens(vllm_config: "VllmConfig") -> int:

@@ -16,6 +16,7 @@ from vllm.logger import init_logger
 
 from jenga.vllm_plugin.environment import BACKEND_NAME, HISTORY_VARIABLE
 from jenga.vllm_plugin.history_kinds import HISTORY_KINDS, HistoryKind, Part
+from jenga.vllm_plugin.refusals import Refusal
 from jenga.vllm_plugin.specs import served_states
 
 if TYPE_CHECKING:
@@ -57,17 +58,14 @@ def take_replay(vllm_config: "VllmConfig", wanted_tokens: int) -> None:
     least, num_tokens = 2 * max_decode_tokens(vllm_config), max(asked.values())
     for name, tokens in asked.items():
         if tokens < least:
-            msg = (
-                f"{name} must be at least {least}, twice the tokens of a decoding step, got "
-                f"{tokens}"
-            )
-            raise ValueError(msg)
+            msg = f"{name} {tokens}, where twice the tokens of a decoding step are {least}"
+            raise Refusal.HISTORIES.error(msg)
         if tokens != num_tokens:
             msg = (
-                f"with --use-replayssm {HISTORY_VARIABLE} must be 0 or --replayssm-buffer-len, "
-                f"{cache.replayssm_buffer_len}, got {wanted_tokens}"
+                f"--replayssm-buffer-len {cache.replayssm_buffer_len} beside {HISTORY_VARIABLE} "
+                f"{wanted_tokens}"
             )
-            raise ValueError(msg)
+            raise Refusal.HISTORIES.error(msg)
     if not isinstance(vllm_config.additional_config, dict):
         msg = (
             f"{_ASKED_BY} need an --additional-config that is a mapping, got "
@@ -105,8 +103,8 @@ def with_histories(
     found = {name: kind for name, spec in specs.items() if (kind := _kind_of(spec, served))}
     if not found:
         layers = " or ".join(kind.layers for kind in HISTORY_KINDS.values())
-        msg = f"{BACKEND_NAME} serves {_ASKED_BY} in models of {layers}, and there are none"
-        raise ValueError(msg)
+        msg = f"a model without {layers}"
+        raise Refusal.HISTORIES.error(msg)
     logger.info(
         "%s: %s keep what up to %d tokens brought in beside their states, and write these when "
         "there is no room for more",
@@ -133,20 +131,14 @@ def _with_history(
     name: str, spec: "MambaSpec", kind: HistoryKind, num_tokens: int, model: "ModelConfig"
 ) -> "MambaSpec":
     if kind.max_tokens and num_tokens > kind.max_tokens:
-        msg = (
-            f"{BACKEND_NAME} does not support {_ASKED_BY} in layer {name!r}: its history must have "
-            f"at most {kind.max_tokens} tokens, got {num_tokens}"
-        )
-        raise ValueError(msg)
+        msg = f"{num_tokens} tokens in layer {name!r}, which can keep {kind.max_tokens}"
+        raise Refusal.HISTORIES.error(msg)
     parts = (_COUNT, *kind.parts(spec, num_tokens, model))
     for part in (Part(spec.shapes[1], spec.dtypes[1]), *parts):
         row_bytes = part.shape[-1] * part.dtype.itemsize
         if len(part.shape) == _ROW_DIMS and row_bytes % _ROW_BYTES:
-            msg = (
-                f"{BACKEND_NAME} does not support {_ASKED_BY} in layer {name!r}: rows of its "
-                f"states and history must take multiples of {_ROW_BYTES} bytes, got {row_bytes}"
-            )
-            raise ValueError(msg)
+            msg = f"rows of {row_bytes} bytes in layer {name!r}"
+            raise Refusal.HISTORIES.error(msg)
     return replace(
         spec,
         shapes=(*spec.shapes, *(part.shape for part in parts)),

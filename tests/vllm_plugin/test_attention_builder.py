@@ -452,7 +452,7 @@ def test_layers_without_a_window_read_no_images_beside_those_that_clamp_them():
 
 
 def test_a_page_table_of_layers_that_differ_in_reading_images_is_refused_by_name():
-    with pytest.raises(NotImplementedError, match=r"layers\.0\.attn.*layers\.1\.attn"):
+    with pytest.raises(ValueError, match=r"layers\.0\.attn.*layers\.1\.attn"):
         image_reach(clamping_config(), ["layers.1.attn", "layers.0.attn"])
 
 

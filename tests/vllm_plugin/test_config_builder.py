@@ -31,7 +31,7 @@ def test_a_block_is_a_large_page_and_there_are_as_many_as_asked_for(builder):
 
 
 def test_blocks_asked_for_by_an_option_are_already_counted_in(builder):
-    options = engine_config(num_gpu_blocks_override=50)
+    options = engine_config(num_gpu_blocks_override=100)
     groups = builder.get_kv_cache_groups(options, dict(HYBRID))
 
     assert builder.get_kv_cache_config_from_groups(options, groups, 40).num_blocks == 40

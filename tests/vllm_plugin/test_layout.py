@@ -34,7 +34,9 @@ def mamba(**changes):
     return MambaSpec(**(options | changes))
 
 
-def engine_config(architecture="LlamaForCausalLM", num_experts=0, **cache):
+def engine_config(
+    architecture="LlamaForCausalLM", num_experts=0, original_max_model_len=2048, **cache
+):
     options = {
         "block_size": 16,
         "num_gpu_blocks_override": None,
@@ -48,6 +50,7 @@ def engine_config(architecture="LlamaForCausalLM", num_experts=0, **cache):
         speculative_config=None,
         model_config=SimpleNamespace(
             max_model_len=2048,
+            original_max_model_len=original_max_model_len,
             is_mm_prefix_lm=False,
             architecture=architecture,
             hf_text_config=SimpleNamespace(
@@ -159,9 +162,8 @@ def test_memory_for_less_than_one_large_page_per_table_is_refused_with_the_numbe
         config_of(HYBRID, 1000)
 
 
-@pytest.mark.parametrize("num_blocks", [1, 512])
-def test_a_throw_away_arena_for_measuring_has_a_large_page_for_every_table(num_blocks):
-    config = config_of(HYBRID, 0, num_gpu_blocks_override=num_blocks)
+def test_a_throw_away_arena_for_measuring_has_a_large_page_for_every_table():
+    config = config_of(HYBRID, 0, num_gpu_blocks_override=512)
 
     assert config.num_blocks == 1 + len(config.kv_cache_groups)
 
@@ -184,9 +186,18 @@ def test_graphs_are_captured_for_more_requests_than_the_arena_has_large_pages():
 
 
 def test_a_number_of_large_pages_asked_for_is_kept_or_refused():
-    assert config_of(HYBRID, 8 * MIB, num_gpu_blocks_override=50).num_blocks == 50
-    with pytest.raises(ValueError, match="large page"):
-        config_of(HYBRID, 8 * MIB, num_gpu_blocks_override=1)
+    assert config_of(HYBRID, 8 * MIB, num_gpu_blocks_override=69).num_blocks == 69
+    with pytest.raises(ValueError, match="got 68, where 69 are needed"):
+        config_of(HYBRID, 8 * MIB, num_gpu_blocks_override=68)
+
+
+def test_where_the_longest_request_is_to_fit_few_large_pages_will_do():
+    fits = {"original_max_model_len": -1}
+    least = 1 + len(config_of(HYBRID, 8 * MIB).kv_cache_groups)
+
+    assert config_of(HYBRID, 8 * MIB, num_gpu_blocks_override=least, **fits).num_blocks == least
+    with pytest.raises(ValueError, match=f"got {least - 1}, where {least} are needed"):
+        config_of(HYBRID, 8 * MIB, num_gpu_blocks_override=least - 1, **fits)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +225,7 @@ def test_a_cache_of_an_unknown_kind_is_refused_by_its_name():
 
 
 def test_a_convolution_state_that_would_leave_the_next_unaligned_is_refused():
-    with pytest.raises(ValueError, match=r"mamba\.0.*multiple of 16 bytes, got 36"):
+    with pytest.raises(ValueError, match=r"got 36 bytes in layer 'mamba\.0'"):
         config_of({"mamba.0": mamba(shapes=((3, 3), (4, 32, 16)))}, 8 * MIB)
 
 

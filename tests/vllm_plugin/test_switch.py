@@ -1,6 +1,5 @@
 """Switching the plugin on, and what it refuses, without starting an engine."""
 
-import json
 import os
 import re
 import subprocess
@@ -17,6 +16,7 @@ from jenga.vllm_plugin.environment import (
     read_settings,
     selects_backend,
 )
+from jenga.vllm_plugin.refusals import Refusal
 from tests.vllm_plugin.conftest import engine_environment
 
 ROOT = Path(__file__).parents[2]
@@ -91,20 +91,6 @@ def test_histories_have_the_tokens_that_are_asked_for_or_none():
     assert read_settings({}).history_tokens == 0
 
 
-@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.32.0", "0.3.2"])
-def test_versions_other_than_the_supported_are_refused_by_name(version):
-    from jenga.vllm_plugin.replacement import series_of
-
-    with pytest.raises(ValueError, match=rf"0\.32\.\* and 0\.33\.\*; vLLM {version}"):
-        series_of(version)
-
-
-def test_builds_of_a_supported_version_are_of_its_series():
-    from jenga.vllm_plugin.replacement import series_of
-
-    assert series_of("0.33.1+cu130") == series_of("0.33.0rc1") == "0.33"
-
-
 def run_python(code, **environment):
     process = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
@@ -123,184 +109,6 @@ CONFIGURE = """
                       skip_tokenizer_init=True, attention_backend="JENGA_TRITON")
         return EngineArgs(**(common | options)).create_engine_config()
 """
-
-
-@pytest.fixture(scope="module")
-def configured(tiny_model, tmp_path_factory):
-    """Get a directory with nothing but the configuration of a tiny model, with some changes."""
-
-    def configure(name, **changes):
-        path = tmp_path_factory.mktemp(name)
-        config = json.loads((tiny_model(name) / "config.json").read_text()) | changes
-        (path / "config.json").write_text(json.dumps(config))
-        return str(path)
-
-    return configure
-
-
-@pytest.fixture(scope="module")
-def refusals(tiny_model, configured):
-    """Get the message of the refusal of each feature, all in one process."""
-    several = configured("deepseek_v3_mtp", num_nextn_predict_layers=2)
-    mimo = {"model_type": "qwen2", "architectures": ["MiMoForCausalLM"]}
-    mimo = configured("llama", **mimo, num_nextn_predict_layers=1)
-    code = (
-        CONFIGURE.format(model=str(tiny_model("llama")))
-        + f"""
-    draft, hybrid = {str(tiny_model("llama"))!r}, {str(tiny_model("granite_hybrid"))!r}
-    latent, several, mimo = {str(tiny_model("deepseek_v3"))!r}, {several!r}, {mimo!r}
-    experts, encoder = {str(tiny_model("gpt_oss"))!r}, {str(tiny_model("whisper"))!r}
-    diffusion = {configured("gemma2", canvas_length=32)!r}"""
-        + """
-    import os
-    features = {
-        "decode context parallelism": dict(decode_context_parallel_size=2, tensor_parallel_size=4),
-        "KV connectors": dict(kv_transfer_config={
-            "kv_connector": "ExampleConnector", "kv_role": "kv_both",
-            "kv_connector_extra_config": {"shared_storage_path": "/tmp"}}),
-        "kv-offloading-backend lmcache": dict(
-            kv_offloading_size=1.0, kv_offloading_backend="lmcache"),
-        "kv-offloading-size must be a positive number": dict(kv_offloading_size=0.0),
-        "speculative decoding by method 'ngram_gpu'": dict(speculative_config={
-            "method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_max": 3}),
-        "pipeline parallelism with --distributed-executor-backend external_launcher": dict(
-            pipeline_parallel_size=2, distributed_executor_backend="external_launcher"),
-        "speculative decoding with pipeline parallelism": dict(
-            pipeline_parallel_size=2, speculative_config={
-                "method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}),
-        "speculative decoding by a draft model with recurrent layers": dict(speculative_config={
-            "method": "draft_model", "model": hybrid, "num_speculative_tokens": 2}),
-        "speculative decoding with attention backend CPU_ATTN": dict(speculative_config={
-            "method": "draft_model", "model": draft, "num_speculative_tokens": 2,
-            "attention_backend": "CPU_ATTN"}),
-        "disable-hybrid-kv-cache-manager": dict(disable_hybrid_kv_cache_manager=True),
-        "kv-cache-dtype": dict(kv_cache_dtype="nvfp4"),
-        "kv-cache-dtype fp8_ds_mla": dict(model=latent, kv_cache_dtype="fp8_ds_mla"),
-        "sparse multi-head latent attention": dict(model=latent, hf_overrides={"index_topk": 64}),
-        "use_prefill_query_quantization with multi-head latent attention": dict(
-            model=latent, kv_cache_dtype="fp8",
-            attention_config={"use_prefill_query_quantization": True}),
-        "speculative decoding by layers of mimo_mtp": dict(
-            model=mimo, speculative_config={"method": "mtp", "num_speculative_tokens": 2}),
-        "speculative decoding by several layers that predict further tokens": dict(
-            model=several, speculative_config={"method": "mtp", "num_speculative_tokens": 2}),
-        "generation by diffusion": dict(model=diffusion),
-        "an engine of the encoder alone (--mm-encoder-only)": dict(
-            model=encoder, mm_encoder_only=True),
-        "block-size": dict(block_size=24),
-        "kv-cache-metrics": dict(kv_cache_metrics=True),
-        "replayssm-buffer-len must be at least 2": dict(
-            model=hybrid, use_replayssm=True, replayssm_buffer_len=1),
-        "replayssm-buffer-len must be at least 6": dict(
-            model=hybrid, use_replayssm=True, replayssm_buffer_len=5, speculative_config={
-                "method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}),
-        "JENGA_HISTORY_TOKENS must be at least 2": dict(
-            model=hybrid, environment={"JENGA_HISTORY_TOKENS": "1"}),
-        "JENGA_HISTORY_TOKENS must be 0 or --replayssm-buffer-len": dict(
-            model=hybrid, use_replayssm=True, environment={"JENGA_HISTORY_TOKENS": "8"}),
-        "--ubatch-size": dict(ubatch_size=2, all2all_backend="deepep_low_latency"),
-        "enable-return-routed-experts": dict(model=experts, enable_return_routed_experts=True),
-        "batch invariance (VLLM_BATCH_INVARIANT) of recurrent layers": dict(
-            model=hybrid, environment={"VLLM_BATCH_INVARIANT": "1"}),
-        "batch invariance (VLLM_BATCH_INVARIANT) with JENGA_SPECIALIZED_PREFILL": dict(
-            environment={"VLLM_BATCH_INVARIANT": "1", "JENGA_SPECIALIZED_PREFILL": "1"}),
-        "stochastic-rounding": dict(model=hybrid, mamba_ssm_cache_dtype="float16",
-                                    enable_mamba_cache_stochastic_rounding=True),
-    }
-    for feature, options in features.items():
-        environment = options.pop("environment", {})
-        os.environ.update(environment)
-        try:
-            configure(**options)
-            print(f"RESULT|{feature}|accepted")
-        except Exception as error:
-            print(f"RESULT|{feature}|{error!r}".replace(chr(10), " "))
-        for name in environment:
-            del os.environ[name]
-    """
-    )
-    _, output = run_python(code)
-    rows = [line.split("|", 2)[1:] for line in output.splitlines() if line.startswith("RESULT|")]
-    return dict(rows), output
-
-
-@pytest.mark.vllm
-@pytest.mark.parametrize(
-    "feature",
-    [
-        "pipeline parallelism with --distributed-executor-backend external_launcher",
-        "speculative decoding with pipeline parallelism",
-        "decode context parallelism",
-        "KV connectors",
-        "kv-offloading-backend lmcache",
-        "kv-offloading-size must be a positive number",
-        "speculative decoding by method 'ngram_gpu'",
-        "speculative decoding by a draft model with recurrent layers",
-        "speculative decoding with attention backend CPU_ATTN",
-        "disable-hybrid-kv-cache-manager",
-        "kv-cache-dtype",
-        "kv-cache-dtype fp8_ds_mla",
-        "sparse multi-head latent attention",
-        "use_prefill_query_quantization with multi-head latent attention",
-        "speculative decoding by layers of mimo_mtp",
-        "speculative decoding by several layers that predict further tokens",
-        "generation by diffusion",
-        "an engine of the encoder alone (--mm-encoder-only)",
-        "block-size",
-        "kv-cache-metrics",
-        "replayssm-buffer-len must be at least 2",
-        "replayssm-buffer-len must be at least 6",
-        "JENGA_HISTORY_TOKENS must be at least 2",
-        "JENGA_HISTORY_TOKENS must be 0 or --replayssm-buffer-len",
-        "--ubatch-size",
-        "enable-return-routed-experts",
-        "batch invariance (VLLM_BATCH_INVARIANT) of recurrent layers",
-        "batch invariance (VLLM_BATCH_INVARIANT) with JENGA_SPECIALIZED_PREFILL",
-        "stochastic-rounding",
-    ],
-)
-def test_unsupported_features_are_refused_by_name_at_start_up(feature, refusals):
-    messages, output = refusals
-
-    assert feature in messages, output[-4000:]
-    assert feature in messages[feature]
-
-
-@pytest.mark.vllm
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        pytest.param({"attn_type": "encoder_only"}, "encoder_only", id="layers_without_a_cache"),
-        pytest.param(
-            {"head_size": 576, "use_mla": True, "kv_cache_dtype": "fp8_ds_mla"},
-            "kv_cache_dtype",
-            id="latents_beside_their_scales",
-        ),
-        pytest.param(
-            {"head_size": 576, "use_mla": True, "kv_cache_dtype": "int8_per_token_head"},
-            "kv_cache_dtype",
-            id="latents_with_scales_of_heads",
-        ),
-        pytest.param(
-            {"head_size": 576, "use_mla": True, "kv_cache_dtype": "fp8_e5m2"},
-            "kv_cache_dtype",
-            id="latents_in_float8_e5m2",
-        ),
-    ],
-)
-def test_layers_that_cannot_be_served_are_refused_with_the_reason(options, named):
-    import torch
-    from vllm.v1.attention.selector import AttentionSelectorConfig
-
-    from jenga.vllm_plugin.config import checked_backend_path
-
-    layer = AttentionSelectorConfig(
-        head_size=64, dtype=torch.float32, kv_cache_dtype="auto", block_size=16
-    )
-    assert checked_backend_path(layer).endswith("JengaTritonBackend")
-
-    with pytest.raises(ValueError, match=f"{named} not supported"):
-        checked_backend_path(layer._replace(**options))
 
 
 LATENTS = {"head_size": 576, "use_mla": True}
@@ -352,32 +160,6 @@ def test_four_bits_an_element_are_refused_for_heads_whose_rows_would_not_be_alig
 
     with pytest.raises(ValueError, match="needs heads of a multiple of 32 elements, got 80"):
         checked_backend_path(layer._replace(head_size=80))
-
-
-@pytest.mark.vllm
-def test_options_about_what_is_kept_are_said_to_have_no_effect(tiny_model):
-    code = (
-        CONFIGURE.format(model=str(tiny_model("llama")))
-        + f"""
-    hybrid = {str(tiny_model("granite_hybrid"))!r}
-    configure()
-    configure(model=hybrid)
-    print("CONFIGURED")
-    configure(prefix_cache_retention_interval=64, enable_mamba_shared_prefix_checkpoint=True)
-    configure(model=hybrid, mamba_block_size=32, mamba_backend="flashinfer")
-    configure(num_gpu_blocks_override=100)
-    """
-    )
-    returncode, output = run_python(code)
-
-    assert returncode == 0, output[-4000:]
-    before, after = output.split("CONFIGURED")
-    options = "--prefix-cache-retention-interval, --enable-mamba-shared-prefix-checkpoint"
-    assert "without effect" not in before
-    assert f"without effect: {options}" in after
-    assert "without effect: --mamba-block-size, --mamba-backend" in after
-    assert "--num-gpu-blocks-override" not in before
-    assert "--num-gpu-blocks-override 100 counts large pages" in after
 
 
 @pytest.mark.vllm
@@ -549,7 +331,7 @@ def test_another_vllm_is_refused_with_its_version_and_the_supported_ones(tiny_mo
     returncode, output = run_python(code)
 
     assert returncode != 0
-    assert "supports vLLM 0.32.* and 0.33.*" in output
+    assert Refusal.VERSION.value.feature in output
     assert "0.31.0" in output
 
 
@@ -625,20 +407,3 @@ def test_a_vllm_without_the_names_that_selecting_takes_is_left_as_it_is():
     reason = "vLLM has no vllm.config.vllm.VllmConfig.try_verify_and_update_config"
     assert f"JENGA_TRITON cannot be selected on this vLLM: {reason}" in output
     assert f"VLLM_ATTENTION_BACKEND=JENGA_TRITON cannot be served on this vLLM: {reason}" in refusal
-
-
-@pytest.mark.vllm
-def test_platforms_but_nvidias_and_the_interpreters_are_refused_by_name(tiny_model):
-    code = (
-        CONFIGURE.format(model=str(tiny_model("llama")))
-        + """
-    from vllm.platforms import current_platform
-    current_platform.device_name = "rocm"
-    type(current_platform).is_cpu = lambda self: False
-    configure()
-    """
-    )
-    returncode, output = run_python(code)
-
-    assert returncode != 0
-    assert "does not support: vLLM's platform rocm; the kernels are for NVIDIA's GPUs" in output
