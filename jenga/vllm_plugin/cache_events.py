@@ -116,8 +116,8 @@ class CacheEvents:
                     self._events.append(self._stored(request, index, start_tokens, end_tokens))
 
     def cleared(self) -> None:
-        """Note that all is forgotten."""
-        self._drain()
+        """Record that the cache was reset: one event stands for all blocks of the arena."""
+        self._drain(is_cleared=True)
         self._events.append(AllBlocksCleared())
 
     def take(self) -> list[KVCacheEvent]:
@@ -126,10 +126,15 @@ class CacheEvents:
         events, self._events = self._events, []
         return events
 
-    def _drain(self) -> None:
-        """Note what changed without a request: content that is gone."""
+    def _drain(self, *, is_cleared: bool = False) -> None:
+        """Record what changed without a request: content that is gone.
+
+        Args:
+            is_cleared: Whether another event stands for all that is gone from the arena.
+        """
         for change in self._manager.take_changes():
-            self._add(change, None)
+            if not is_cleared or change.is_found or change.is_on_host:
+                self._add(change, None)
 
     def _add(self, change: CacheChange, request: "Request | None") -> None:
         if not self._is_told[change.table_index]:
