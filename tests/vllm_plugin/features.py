@@ -1,0 +1,342 @@
+"""What the backend makes of vLLM's features and options: the page docs/features.md, row by row.
+
+Usage: python -m tests.vllm_plugin.features. It writes the page, which test_features.py compares.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from jenga.vllm_plugin.options import UNUSED_OPTIONS
+from jenga.vllm_plugin.refusals import Refusal
+
+PAGE = Path(__file__).parents[2] / "docs" / "features.md"
+
+SERVED = {
+    "Layers": {
+        "Full and sliding-window attention (Llama, Gemma 3)": (
+            "test_engine.py::test_engine_generates_what_stock_vllm_generates"
+        ),
+        "Chunked local attention (Llama 4)": (
+            "test_attention_features.py"
+            "::test_chunked_local_attention_generates_what_stock_vllm_generates"
+        ),
+        "Cross attention (Whisper)": (
+            "test_attention_features.py"
+            "::test_cross_attention_generates_what_stock_vllm_generates_with_requests_preempted"
+        ),
+        "Multi-head latent attention (DeepSeek-V3)": (
+            "test_latent_attention.py::test_latent_attention_generates_what_stock_vllm_generates"
+        ),
+        "Mamba-2 hybrids": (
+            "test_hybrid_engine.py"
+            "::test_hybrids_generate_what_stock_vllm_generates_and_find_their_prefixes"
+        ),
+        "Mamba-1 hybrids": (
+            "test_hybrid_engine.py"
+            "::test_mamba1_hybrid_generates_what_transformers_generates_and_finds_its_prefixes"
+        ),
+        "Models of recurrent layers alone (Mamba-2)": (
+            "test_engine_numbers.py::test_models_of_recurrent_layers_alone_find_their_prefixes"
+        ),
+        "Gated delta nets (Qwen3-Next, Qwen3.5)": (
+            "test_gated_delta_engine.py"
+            "::test_gated_delta_hybrid_generates_what_transformers_generates_and_finds_its_prefixes"
+        ),
+        "Images (Gemma 3)": (
+            "test_images.py"
+            "::test_images_that_are_read_before_and_after_give_what_transformers_gives"
+        ),
+    },
+    "Prefix caching": {
+        "Automatic prefix caching": (
+            "test_prefix_caching.py"
+            "::test_a_hit_gives_the_tokens_and_logprobs_of_a_computation_without"
+        ),
+        "Hits of LoRA adapters": (
+            "test_prefix_caching.py::test_adapters_hit_what_was_computed_with_them_alone"
+        ),
+        "`cache_salt`, `reset_prefix_cache`": (
+            "test_engine_numbers.py::test_usage_and_metrics_are_those_of_stock_vllm"
+        ),
+        "Hits of what an encoder made": (
+            "test_encoder_hits.py::test_an_encoder_runs_once_for_the_same_audio"
+        ),
+        "Host memory (`--kv-offloading-size`)": (
+            "test_host_memory.py::test_models_find_in_host_memory_what_the_arena_lost"
+        ),
+        "Usage of requests: tokens found, tokens written": (
+            "test_engine_numbers.py::test_usage_tells_what_the_same_prompt_and_a_longer_one_find"
+        ),
+        "KV events (`--kv-events-config`)": (
+            "test_engine_numbers.py::test_routers_learn_of_the_cache_what_they_learn_of_stock_vllm"
+        ),
+        "Metadata of cache groups": (
+            "test_engine_numbers.py::test_groups_are_described_as_stock_vllm_describes_its_own"
+        ),
+    },
+    "Cache dtypes": {
+        "`--kv-cache-dtype` float16 or bfloat16 other than the model's": (
+            "test_cache_dtypes.py::test_a_model_in_float32_reads_what_a_cache_of_16_bits_holds"
+        ),
+        "float8 with a scale of the layer": (
+            "test_attention_features.py::"
+            "test_a_float8_cache_generates_what_stock_vllm_generates_from_rounded_keys_and_values"
+        ),
+        "int8, float8 and four bits with a scale of each token and head": (
+            "test_attention_features.py::"
+            "test_a_cache_with_a_scale_per_token_and_head_generates_what_transformers_generates"
+        ),
+        "Latents in float8": (
+            "test_latent_attention.py::"
+            "test_float8_latents_generate_what_transformers_generates_from_rounded_ones"
+        ),
+        "`--mamba-cache-dtype`, `--mamba-ssm-cache-dtype`": (
+            "test_features.py::test_states_have_the_dtypes_that_are_asked_for"
+        ),
+        "Histories of states (`--use-replayssm`)": (
+            "test_replayed_states.py::"
+            "test_hybrid_generates_what_stock_vllm_generates_and_goes_on_from_its_answers"
+        ),
+    },
+    "Speculative decoding": {
+        "n-grams": "test_speculation.py::test_ngrams_are_drafted_and_accepted_as_by_stock_vllm",
+        "Draft models": (
+            "test_speculation.py::test_a_draft_model_of_wider_pages_is_accepted_as_by_stock_vllm"
+        ),
+        "EAGLE and EAGLE-3": (
+            "test_speculation.py::"
+            "test_an_eagle_head_is_accepted_as_by_stock_vllm_also_after_a_prefix_hit"
+        ),
+        "Layers that predict further tokens (MTP)": (
+            "test_speculation.py::"
+            "test_a_layer_that_predicts_further_tokens_is_accepted_as_by_stock_vllm"
+        ),
+        "Drafts of hybrids": (
+            "test_speculation_hybrid.py"
+            "::test_a_draft_changes_no_token_of_a_hybrid_also_after_a_prefix_hit"
+        ),
+    },
+    "Engine": {
+        "Priorities, chunked prefill, asynchronous scheduling, own schedulers": (
+            "test_engine_numbers.py::test_an_option_has_the_effect_that_it_has_in_stock_vllm"
+        ),
+        "Preemption": "test_engine.py::test_engine_preempts_in_a_small_arena_and_loses_nothing",
+        "Tensor parallelism": (
+            "test_hybrid_engine.py::test_two_tensor_parallel_workers_generate_what_one_does"
+        ),
+        "Pipeline parallelism": (
+            "test_pipeline_engine.py::test_two_ranks_generate_and_find_what_one_does"
+        ),
+        "Data parallelism": (
+            "test_data_parallel.py::test_a_rank_that_waits_for_another_finds_what_it_cached"
+        ),
+        "Model runner V2": (
+            "test_model_runner_v2.py::test_replayed_steps_generate_what_transformers_generates"
+        ),
+        "`torch.compile`": (
+            "test_compiled_engine.py::test_a_compiled_model_generates_what_it_does_step_by_step"
+        ),
+        "Sleep mode": (
+            "test_sleep.py::test_an_engine_that_slept_generates_what_one_does_that_did_not"
+        ),
+        "Batch invariance of attention (`VLLM_BATCH_INVARIANT`)": (
+            "test_batch_invariance.py::test_requests_generate_to_the_last_bit_what_each_does_alone"
+        ),
+        "OpenAI-compatible server": (
+            "test_serve.py::test_server_completes_and_streams_what_transformers_generates"
+        ),
+        "Prometheus metrics": (
+            "test_serve.py::test_metrics_tell_what_requests_asked_and_found_and_what_is_in_use"
+        ),
+    },
+}
+"""Features that are served, each with a test in this folder."""
+
+_NUMBERS = "test_engine_numbers.py::test_an_option_has_the_effect_that_it_has_in_stock_vllm"
+_REPLAYED = SERVED["Cache dtypes"]["Histories of states (`--use-replayssm`)"]
+_STATE_DTYPES = SERVED["Cache dtypes"]["`--mamba-cache-dtype`, `--mamba-ssm-cache-dtype`"]
+_HOST_MEMORY = SERVED["Prefix caching"]["Host memory (`--kv-offloading-size`)"]
+
+SERVED_OPTIONS = {
+    "cache_config": {
+        "block_size": _NUMBERS,
+        "prefix_match_unit": _NUMBERS,
+        "cache_dtype": (
+            "test_cache_dtypes.py::test_a_model_in_float32_reads_what_a_cache_of_16_bits_holds"
+        ),
+        "num_gpu_blocks_override": _NUMBERS,
+        "enable_prefix_caching": _NUMBERS,
+        "prefix_caching_hash_algo": _NUMBERS,
+        "kv_cache_dtype_skip_layers": (
+            "test_attention_features.py"
+            "::test_layers_that_keep_the_models_dtype_have_pages_of_their_own_size"
+        ),
+        "mamba_cache_dtype": _STATE_DTYPES,
+        "mamba_ssm_cache_dtype": _STATE_DTYPES,
+        "use_replayssm": _REPLAYED,
+        "replayssm_buffer_len": _REPLAYED,
+        "kv_cache_memory_bytes": _NUMBERS,
+        "kv_offloading_size": _HOST_MEMORY,
+        "kv_offloading_backend": _HOST_MEMORY,
+    },
+    "scheduler_config": dict.fromkeys(
+        (
+            "max_num_batched_tokens",
+            "max_num_scheduled_tokens",
+            "max_num_seqs",
+            "max_num_active_seqs",
+            "long_prefill_token_threshold",
+            "long_prefill_token_threshold_adaptive",
+            "enable_chunked_prefill",
+            "policy",
+            "scheduler_cls",
+            "scheduler_reserve_full_isl",
+            "watermark",
+            "prefill_schedule_interval",
+            "async_scheduling",
+        ),
+        _NUMBERS,
+    )
+    | {
+        "disable_chunked_mm_input": (
+            "test_images.py::test_images_that_come_at_once_are_each_read_in_one_step"
+        )
+    },
+    "attention_config": {
+        "backend": (
+            "test_switch.py::test_a_mapping_of_attention_options_selects_the_backend_before"
+            "_plugins_are_loaded"
+        ),
+    },
+    "mamba_config": {},
+}
+"""Options that are honoured, by the field of vLLM's configurations they are for."""
+
+REFUSED_OPTIONS = {
+    "cache_config": {"kv_sharing_fast_prefill": Refusal.KV_SHARING_FAST_PREFILL},
+    "scheduler_config": {"disable_hybrid_kv_cache_manager": Refusal.ONE_CACHE_GROUP},
+    "attention_config": {
+        "backend_per_kind": Refusal.BACKEND_PER_KIND,
+        "use_prefill_query_quantization": Refusal.QUERY_QUANTIZATION,
+        "hisparse_config": Refusal.HISPARSE,
+        "use_non_causal": Refusal.ATTENTION_LAYER,
+    },
+    "mamba_config": {"enable_stochastic_rounding": Refusal.STOCHASTIC_ROUNDING},
+}
+"""Options that are refused. Single values of others are too, as the table of refusals says."""
+
+VLLMS_OPTIONS = {
+    "cache_config": {"gpu_memory_utilization": "vllm.v1.worker.utils"},
+    "scheduler_config": {
+        "max_num_queued_reqs": "vllm.v1.engine.async_llm",
+        "max_num_queued_tokens": "vllm.v1.engine.async_llm",
+        "stream_interval": "vllm.v1.engine.output_processor",
+    },
+    "attention_config": {
+        "flash_attn_version": "vllm.v1.attention.backends.fa_utils",
+        "mla_prefill_backend": "vllm.v1.attention.backends.mla.prefill.selector",
+        "trtllm_ragged_backend": "vllm.v1.attention.backends.mla.prefill.trtllm_ragged",
+    },
+    "mamba_config": {},
+}
+"""Options that vLLM reads in a module of which the plugin replaces nothing.
+
+The last three choose kernels of vLLM's for images and for long prompts over latents.
+"""
+
+SET_BY_VLLM = {
+    "cache_config": {
+        "is_attention_free",
+        "sliding_window",
+        "mamba_page_size_padded",
+        "skip_page_size_padded",
+    },
+    "scheduler_config": {"runner_type", "is_multimodal_model"},
+    "attention_config": set(),
+    "mamba_config": set(),
+}
+"""Fields that vLLM sets from the model, for which there is no option."""
+
+_HEAD = """# Features of vLLM
+
+What the backend `JENGA_TRITON` makes of vLLM's features and options. Tests of a row are in
+`tests/vllm_plugin`. `python -m tests.vllm_plugin.features` writes this page from the tables that
+the plugin and its tests use.
+"""
+
+_REFUSED = """## Refused
+
+The engine stops as it starts (a version, a layer or a step: where it is met), with a message that
+says the same. `test_refusals.py` has a test of each row.
+
+| feature | reason | use instead |
+|---|---|---|"""
+
+_UNUSED = """## Without effect
+
+A warning names each that is in use: `test_features.py`.
+
+| option | reason |
+|---|---|"""
+
+_OPTIONS = """## Options
+
+Every option of vLLM's cache, scheduler, attention and Mamba configurations is honoured, refused or
+without effect. Honoured are the following; values that are not served are refused as above.
+
+| options | test |
+|---|---|"""
+
+_LEFT = """vLLM reads these by itself, in modules of which the plugin replaces nothing:
+
+| options | module |
+|---|---|"""
+
+_OVERRIDE = """`--num-gpu-blocks-override` counts large pages, each of which is cut into small
+pages of one layer type; a warning says so. `--kv-cache-memory-bytes` sets the size of the cache in
+bytes instead."""
+
+
+def rows(pairs: Iterable[tuple[str, str]]) -> list[str]:
+    """Write rows of a table, one for all pairs with the same second text.
+
+    Args:
+        pairs: Texts of both columns.
+    """
+    of_second: dict[str, list[str]] = {}
+    for first, second in pairs:
+        of_second.setdefault(second, []).append(first)
+    return [f"| {', '.join(firsts)} | {second} |" for second, firsts in of_second.items()]
+
+
+def page() -> str:
+    """Write the page."""
+    lines = [_HEAD, "## Served", ""]
+    for title, features in SERVED.items():
+        lines += [f"| {title} | test |", "|---|---|"]
+        lines += [f"| {feature} | `{test}` |" for feature, test in features.items()]
+        lines.append("")
+    lines.append(_REFUSED)
+    for words in (refusal.value for refusal in Refusal):
+        lines.append(f"| {words.feature} | {words.reason} | {words.instead} |")
+    lines += ["", _UNUSED]
+    lines += rows((f"`{option.flag}`", option.reason) for option in UNUSED_OPTIONS)
+    lines += ["", _OPTIONS]
+    lines += rows(
+        (f"`{section}.{field}`", f"`{test}`")
+        for section, options in SERVED_OPTIONS.items()
+        for field, test in options.items()
+    )
+    lines += ["", _LEFT]
+    lines += rows(
+        (f"`{section}.{field}`", f"`{module}`")
+        for section, options in VLLMS_OPTIONS.items()
+        for field, module in options.items()
+    )
+    lines += ["", _OVERRIDE, ""]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(page(), encoding="utf-8")
