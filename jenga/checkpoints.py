@@ -36,6 +36,8 @@ class Checkpoints:
         states: Page tables that requests write over.
         answer_tokens: Tokens of an answer between two states kept; 0 for none.
         num_replaced: Checkpoints that made room for a later one of their request so far.
+        num_states_kept: Times so far that the states of a request were copied for others.
+        num_states_read: Times so far that a request started from such a copy.
     """
 
     __slots__ = (
@@ -53,6 +55,8 @@ class Checkpoints:
         "_tree",
         "answer_tokens",
         "num_replaced",
+        "num_states_kept",
+        "num_states_read",
         "states",
     )
 
@@ -95,7 +99,7 @@ class Checkpoints:
         # Owner -> request of which a step about to run writes states.
         self._in_passing: dict[int, Request] = {}
         self.answer_tokens = answer_tokens
-        self.num_replaced = 0
+        self.num_replaced = self.num_states_kept = self.num_states_read = 0
         self._token_bytes, self._fixed_bytes = tree.bytes_of_points()
 
     # Where
@@ -225,6 +229,7 @@ class Checkpoints:
                     page,
                 )
             request.pending[num_tokens] = pages
+            self.num_states_kept += 1
         if in_passing:
             self._in_passing[request.owner] = request
         else:
@@ -367,6 +372,7 @@ class Checkpoints:
         self._tree.protect(None)
         if not hit.num_tokens or not self.states:
             return
+        self.num_states_read += 1
         moves = [
             (table, source, _running_page(request, table, hit.num_tokens))
             for table in self.states

@@ -82,6 +82,8 @@ class Hits:
             asked_tokens=self._asked_tokens,
             hit_tokens=self._hit_tokens,
             limited_tokens=dict(zip(names, self._limited_tokens, strict=True)),
+            kept_states=self._checkpoints.num_states_kept,
+            read_states=self._checkpoints.num_states_read,
             evictions=tuple(table_evictions(table) for table in self._tables),
         )
 

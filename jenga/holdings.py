@@ -6,7 +6,7 @@ from jenga.capacity import Capacity
 from jenga.checks import check_count
 from jenga.geometry import Geometry
 from jenga.request import Request
-from jenga.stats import MemoryReport, check_memory, table_memory
+from jenga.stats import LargePageCounts, MemoryReport, check_memory, table_memory
 from jenga.table import Table
 
 
@@ -68,6 +68,11 @@ class Holdings:
         """Running request -> tokens it has slots for."""
         return {request_id: request.num_tokens for request_id, request in self._requests.items()}
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request runs."""
+        return not self._requests
+
     def committed_tokens(self, request_id: str) -> int:
         """Tokens of a request whose full pages others may find."""
         return self._running(request_id).committed_tokens
@@ -108,6 +113,13 @@ class Holdings:
             empty_large_bytes=self._allocator.large_pages.num_empty * large_page_bytes,
             null_bytes=large_page_bytes,
         )
+
+    def large_page_counts(self) -> LargePageCounts:
+        """Large pages by state, the null page left out."""
+        large_pages = self._allocator.large_pages
+        num_free, num_cached = large_pages.num_empty, large_pages.reclaimable.num_queued
+        num_held = self.num_large_pages - 1 - num_free - num_cached
+        return LargePageCounts(free=num_free, held=num_held, cached=num_cached)
 
     def check(self) -> None:
         """Raise `InvariantError` unless the books of requests, allocator and cache agree."""

@@ -177,6 +177,11 @@ class HostCache:
         self._stored_bytes = self._ahead_bytes = self._loaded_bytes = self._lost_bytes = 0
         self.num_lost = 0
 
+    @property
+    def allocator(self) -> Allocator:
+        """Books of its pages."""
+        return self._allocator
+
     def either(self, table: Table, found: FoundPages, keys: Sequence[Hashable]) -> EitherPages:
         """Look keys up here too.
 

@@ -13,7 +13,7 @@ from jenga.loading_ahead import LoadingAhead
 from jenga.prefix_cache import CacheChange
 from jenga.request import PageCopy, Version
 from jenga.saving_ahead import SavingAhead
-from jenga.stats import CacheReport
+from jenga.stats import CacheReport, MemoryReport, host_table_memory
 from jenga.table import Table
 
 
@@ -227,3 +227,14 @@ class Keeping(Holdings):
     def host_report(self) -> HostReport | None:
         """What host memory holds and brought; None where there is none."""
         return self._host.report() if self._host is not None else None
+
+    def host_memory(self) -> MemoryReport | None:
+        """Where every byte of host memory is; None where there is none."""
+        if self._host is None:
+            return None
+        allocator, large_page_bytes = self._host.allocator, self.geometry.large_page_bytes
+        return MemoryReport(
+            tables=tuple(host_table_memory(table, allocator) for table in self._tables),
+            empty_large_bytes=allocator.large_pages.num_empty * large_page_bytes,
+            null_bytes=large_page_bytes,
+        )

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from jenga.allocator import Allocator
 from jenga.errors import InvariantError
 from jenga.request import Request
 from jenga.table import Table
@@ -60,6 +61,21 @@ class MemoryReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LargePageCounts:
+    """Large pages by state; with the null page they are all of the arena.
+
+    Attributes:
+        free: No page table holds them.
+        held: A running request uses a small page of each.
+        cached: A page table holds them, and no running request uses a small page of them.
+    """
+
+    free: int
+    held: int
+    cached: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evictions:
     """Small pages of one page table that lost their cached content, by cause.
 
@@ -91,12 +107,16 @@ class CacheReport:
         asked_tokens: Tokens that admitted requests looked for.
         hit_tokens: Tokens they found.
         limited_tokens: Page table -> tokens missed where it allowed no longer prefix.
+        kept_states: Times that the states of a request were copied for others.
+        read_states: Times that a request started from such a copy.
         evictions: Per page table.
     """
 
     asked_tokens: int
     hit_tokens: int
     limited_tokens: Mapping[str, int]
+    kept_states: int
+    read_states: int
     evictions: tuple[Evictions, ...]
 
 
@@ -132,6 +152,26 @@ def table_memory(table: Table, requests: Iterable[Request]) -> TableMemory:
         useless_bytes=pages.num_used * spec.small_page_bytes - num_slots * slot_bytes,
         evictable_bytes=pages.num_evictable * spec.small_page_bytes,
         empty_bytes=num_empty * spec.small_page_bytes,
+    )
+
+
+def host_table_memory(table: Table, allocator: Allocator) -> TableMemory:
+    """Where the bytes of a page table's large pages of host memory are.
+
+    What waits there to be loaded counts as used.
+
+    Args:
+        table: The page table.
+        allocator: Books of the pages of host memory.
+    """
+    pages, page_bytes = allocator.tables[table.index], table.spec.small_page_bytes
+    num_empty = pages.num_large * pages.pages_per_large - pages.num_used - pages.num_evictable
+    return TableMemory(
+        name=table.spec.name,
+        used_bytes=pages.num_used * page_bytes,
+        useless_bytes=0,
+        evictable_bytes=pages.num_evictable * page_bytes,
+        empty_bytes=num_empty * page_bytes,
     )
 
 

@@ -25,6 +25,7 @@ from jenga.vllm_plugin.encoder_hits import EncoderHits
 from jenga.vllm_plugin.environment import read_settings
 from jenga.vllm_plugin.layout import JengaKVCacheConfig, first_layers, geometry_of
 from jenga.vllm_plugin.memory_log import MemoryLog, open_memory_log
+from jenga.vllm_plugin.metric_readings import MetricReader
 from jenga.vllm_plugin.state_orders import StateKeeper, StepOrders, take_orders
 
 if TYPE_CHECKING:
@@ -179,6 +180,7 @@ class JengaKVCacheManager:
         self._memory_log: MemoryLog | None = open_memory_log(
             self.manager, data_parallel_index=kv_cache_config.data_parallel_index
         )
+        self.metrics = MetricReader(self.manager)
 
     def _facts(self, request: "Request") -> RequestFacts:
         """Say what a request is and, where layers read what an encoder makes, what that is."""
@@ -310,11 +312,14 @@ class JengaKVCacheManager:
                 full_tokens=full_tokens,
                 reserve_large_pages=reserve,
             )
-        except NotLoadedError:
-            self._put_off = request
+        except OutOfPagesError as error:
+            if isinstance(error, NotLoadedError):
+                self._put_off = request
+            if is_waiting:
+                self.metrics.held_back.refuse(request.request_id, error)
             return None
-        except OutOfPagesError:
-            return None
+        if is_waiting:
+            self.metrics.held_back.end(request.request_id)
         self._step_tokens += num_new_tokens
         if self.enable_caching:
             self.cache_blocks(request, min(computed_tokens, request.num_tokens))
@@ -346,6 +351,7 @@ class JengaKVCacheManager:
                 self._states.forget(request.request_id)
         else:
             self.manager.withdraw(request.request_id)
+            self.metrics.held_back.end(request.request_id)
 
     def give_up_spoilt(self, session: "Request") -> bool:
         """Take back the pages of a session that goes on with its next turn, where they are no use.

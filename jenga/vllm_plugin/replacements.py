@@ -14,6 +14,7 @@ overridden in a subclass, and the builder of cache configurations that 0.33 has.
 
 from jenga.vllm_plugin.engine_replacements import CONFIG_WATCH, WHEN_SELECTED
 from jenga.vllm_plugin.layer_replacements import RECURRENT_LAYERS
+from jenga.vllm_plugin.metric_replacements import METRICS, watch_metrics
 from jenga.vllm_plugin.planner_replacements import PLANNER
 from jenga.vllm_plugin.replacement import put_in_place
 from jenga.vllm_plugin.worker_replacements import WORKERS
@@ -21,7 +22,7 @@ from jenga.vllm_plugin.worker_replacements import WORKERS
 IN_WORKERS = (*WORKERS, *RECURRENT_LAYERS)
 """In place once a worker of a configuration that selects us has its device."""
 
-REPLACEMENTS = (*CONFIG_WATCH, *WHEN_SELECTED, *PLANNER, *IN_WORKERS)
+REPLACEMENTS = (*CONFIG_WATCH, *WHEN_SELECTED, *PLANNER, *METRICS, *IN_WORKERS)
 """All of them, for the documentation and the tests."""
 
 
@@ -48,6 +49,7 @@ def apply_replacements() -> None:
 
     put_in_place((*CONFIG_WATCH, *WHEN_SELECTED, *PLANNER))
     register_state_backends()
+    watch_metrics()
 
 
 def apply_worker_replacements() -> None:
