@@ -1,7 +1,7 @@
 """Host time of the memory manager, side by side with vLLM's own KVCacheManager.
 
     python -m perf.bench_manager [model ...] [--arena-gb 400] [--arena-factors 1 10 100] [--memory]
-        [--rounds 3] [--save FOLDER]
+        [--metrics] [--rounds 3] [--save FOLDER]
 
 One process, both managers by turns, on the same layers. Hashes are made beforehand in both.
 Columns, in microseconds of CPU time of the thread: a decode step of 256 running requests, states
@@ -58,6 +58,7 @@ MOST_REQUESTS = 2000
 TABLES = {
     "models": "us of CPU time: ours, stock, ratio; last, ours over ours on the first model",
     "arenas": "us of CPU time of ours, the same geometry in arenas so many times larger",
+    "metrics": "us of CPU time: a decode step, asking in it for metrics, a reading of all series",
     "memory": "bytes of the manager for each small page: empty arena, all of it cached",
 }
 """What is measured, with the words above it."""
@@ -315,6 +316,60 @@ def measure_memory(names: Sequence[str], arena_bytes: int) -> list[dict[str, Any
     return rows
 
 
+METRICS_HEADER = f"{'model':20} {'tab':>3} {'decode step':>12} {'asking':>7} {'reading':>8}"
+
+
+def metrics_line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['model']:20} {row['page_tables']:3} {row['decode_step']:12.1f} "
+        f"{row['asking']:7.2f} {row['reading']:8.1f}"
+    )
+
+
+def measure_metrics(names: Sequence[str], arena_bytes: int, rounds: int) -> list[dict[str, Any]]:
+    """What metrics add: a question in every step, and a reading once a second."""
+    from jenga.vllm_plugin.metric_readings import MetricReader, read_values
+
+    rows: list[dict[str, Any]] = []
+    print(f"\n{TABLES['metrics']}; {NUM_RUNNING} requests\n{METRICS_HEADER}")
+    for name in names:
+        geometry = plan(known_model(name).spec(), arena_bytes=arena_bytes)
+        side = Ours(geometry, arena_bytes)
+        reader = MetricReader(side.manager)
+        gc.collect()
+        gc.disable()
+        try:
+            steps, questions, readings = [], [], []
+            for number in range(rounds):
+                side.first_seed = number * 1_000_000
+                steps.append(decode_step_us(side))
+                for index in range(NUM_RUNNING):
+                    side.begin(f"d{index}", 1000 + index, PROMPT_TOKENS)
+                    side.advance(f"d{index}", PROMPT_TOKENS + 37 * index % 512)
+                reader.read()
+                questions += [timed(reader.read)[0] for _ in range(REPETITIONS)]
+                readings += [
+                    timed(read_values, side.manager, reader.held_back)[0]
+                    for _ in range(REPETITIONS)
+                ]
+                for index in range(NUM_RUNNING):
+                    side.finish(f"d{index}")
+        finally:
+            gc.enable()
+        row = {
+            "table": "metrics",
+            "model": name,
+            "arena_bytes": arena_bytes,
+            "page_tables": len(geometry.page_tables),
+            "decode_step": round(min(steps), 1),
+            "asking": round(median_us(questions), 2),
+            "reading": round(median_us(readings), 1),
+        }
+        rows.append(row)
+        print(metrics_line(row), flush=True)
+    return rows
+
+
 def machine_line() -> str:
     import vllm
 
@@ -347,6 +402,8 @@ def save(rows: Sequence[dict[str, Any]], folder: Path) -> None:
                 text += [MODEL_HEADER, *(model_line(row, parts[name][0]) for row in parts[name])]
             case "arenas" if parts[name]:
                 text += [ARENA_HEADER, *map(arena_line, parts[name])]
+            case "metrics" if parts[name]:
+                text += [METRICS_HEADER, *map(metrics_line, parts[name])]
             case "memory" if parts[name]:
                 text += [MEMORY_HEADER, *map(memory_line, parts[name])]
             case _:
@@ -365,6 +422,7 @@ def main() -> None:
     parser.add_argument("--arena-gb", type=float, default=400)
     parser.add_argument("--arena-factors", type=int, nargs="*", default=[])
     parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--metrics", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="of rows and text")
     arguments = parser.parse_args()
@@ -374,6 +432,8 @@ def main() -> None:
         rows = measure_arenas(
             arguments.models, arena_bytes, arguments.arena_factors, arguments.rounds
         )
+    elif arguments.metrics:
+        rows = measure_metrics(arguments.models, arena_bytes, arguments.rounds)
     elif arguments.memory:
         rows = measure_memory(arguments.models, arena_bytes)
     else:

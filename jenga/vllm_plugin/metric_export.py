@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from prometheus_client import REGISTRY
+from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -62,8 +62,13 @@ class Exporter(Collector):
     A failure stops no engine and no scrape: it is said once, and no further reading is shown.
     """
 
-    def __init__(self) -> None:
-        """No reading."""
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        """No reading.
+
+        Args:
+            registry: What is scraped; the series are in it from the first reading on.
+        """
+        self._registry = registry
         # The series of an engine end with the object that hears of it.
         self._newest: WeakKeyDictionary[object, dict[int, Payload]] = WeakKeyDictionary()
         self._is_registered = False
@@ -81,7 +86,7 @@ class Exporter(Collector):
         try:
             self._newest.setdefault(listener, {})[payload["engine"]] = payload
             if not self._is_registered:
-                REGISTRY.register(self)
+                self._registry.register(self)
                 self._is_registered = True
             if folder := os.environ.get(FOLDER_VARIABLE):
                 self._write(Path(folder))
