@@ -169,7 +169,7 @@ class MetricReader:
     def read(self) -> dict[str, Any] | None:
         """Read all series if it is time, at the end of a step.
 
-        A failure stops no engine: it is said once, and no further value is read.
+        A failure stops no engine: it is said once, and one reading without values is the last.
 
         Returns:
             `values`, the readings; `at`, by which a later one of the same engine is known as such.
@@ -183,11 +183,11 @@ class MetricReader:
             if now_s < self._due_s and (self._was_idle or not is_idle):
                 return None
             values = read_values(self._manager, self.held_back)
+            self._due_s = now_s + INTERVAL_S
+            self._was_idle = is_idle
         except Exception as error:  # whatever it is, requests are served
             self._has_failed = True
             logger.warning("%s: metrics end here: %r", BACKEND_NAME, error)
-            return None
-        self._due_s = now_s + INTERVAL_S
-        self._was_idle = is_idle
+            values = []
         self._number += 1
         return {"at": [self._start_s, self._number], "values": values}

@@ -35,7 +35,6 @@ def main():
         )
     report = manager.cache_report()
     result = {
-        "scrapes": scrapes,
         "arena_bytes": manager.num_large_pages * manager.geometry.large_page_bytes,
         "tables": [[table.name, table.layer_type.name] for table in manager.geometry.page_tables],
         "asked_tokens": report.asked_tokens,
@@ -44,14 +43,14 @@ def main():
             evictions.num_pages * table.small_page_bytes
             for evictions, table in zip(report.evictions, manager.geometry.page_tables, strict=True)
         ),
+        "scrapes": list(scrapes),
     }
-    if job.get("fails"):  # then nothing more is shown, and requests are served
-        del manager.memory
-        type(manager).memory = lambda _self: 1 / 0
+    if job["fails"]:
+        manager.memory = lambda: 1 / 0
         outputs = llm.generate(
             [{"prompt_token_ids": prompt} for prompt in job["prompts"]], sampling, use_tqdm=False
         )
-        result["num_served"] = len(outputs)
+        result |= {"num_served": len(outputs), "text_after_failure": scrapes[-1]}
     Path(sys.argv[2]).write_text(json.dumps(result))
 
 

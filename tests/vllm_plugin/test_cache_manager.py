@@ -375,3 +375,37 @@ def test_who_was_refused_alone_comes_in_without_a_hit(make_scheduler, monkeypatc
 
     assert manager.get_computed_blocks(again)[1] == 0
     assert manager.get_computed_blocks(request("other", tokens))[1] == 96
+
+
+def test_admissions_without_room_are_counted_as_held_back_until_they_come_in(make_scheduler):
+    scheduler = make_scheduler(MIB)
+    for index in range(4):
+        scheduler.add_request(request(f"r{index}", list(range(3 + index, 203 + index))))
+    held_back = scheduler.kv_cache_manager.metrics.held_back
+    most_waiting = 0
+
+    for _ in range(60):
+        run_step(scheduler)
+        most_waiting = max(most_waiting, len(held_back._waiting))
+
+    assert not scheduler.has_unfinished_requests()
+    assert most_waiting == 1  # the head of the queue
+    assert held_back.num_requests["memory"] > 0
+    assert held_back.seconds["memory"] > 0
+    assert held_back._waiting == {}
+
+
+def test_a_request_that_is_aborted_while_it_is_held_back_waits_no_longer(make_scheduler):
+    from vllm.v1.request import RequestStatus
+
+    scheduler = make_scheduler(MIB)
+    for index in range(4):
+        scheduler.add_request(request(f"r{index}", list(range(3 + index, 203 + index))))
+    held_back = scheduler.kv_cache_manager.metrics.held_back
+    while not held_back._waiting:
+        run_step(scheduler)
+    (name,) = held_back._waiting
+
+    scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    assert held_back._waiting == {}

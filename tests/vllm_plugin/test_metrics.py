@@ -146,7 +146,10 @@ def test_a_reading_that_fails_is_said_once_and_is_the_last(manager, clock, warne
     reader = MetricReader(manager, clock)
     monkeypatch.setattr(manager, "memory", lambda: 1 / 0)
 
-    assert [reader.read() for _ in range(3)] == [None] * 3
+    last, *after = [reader.read() for _ in range(3)]
+
+    assert last["values"] == []  # so that no old value is shown for ever
+    assert after == [None, None]
     assert len(warned) == 1
     assert "metrics end here: ZeroDivisionError" in warned[0]
 
@@ -424,6 +427,7 @@ def test_series_of_an_engine_add_up_to_its_arena_after_every_step(name, tiny_mod
         prompts,
         max_tokens=4,
         rounds=2,
+        fails=True,
         script="metrics_process.py",
         options={"attention_backend": "JENGA_TRITON", "enable_prefix_caching": True},
     )
@@ -445,6 +449,10 @@ def test_series_of_an_engine_add_up_to_its_arena_after_every_step(name, tiny_mod
     has_states = name == "granite_hybrid"
     assert (total(last, "jenga_states_kept_total") > 0) == has_states
     assert (total(last, "jenga_states_read_total") > 0) == has_states
+    # Then a reading failed.
+    assert result["num_served"] == len(prompts)
+    assert not samples_of(result["text_after_failure"])
+    assert result["log"].count("metrics end here: ZeroDivisionError") == 1
 
 
 @pytest.mark.slow
