@@ -17,7 +17,13 @@ from jenga.geometry import exact_lcm
 from jenga.manager import Manager
 from jenga.spec import FullAttention, Layer, ModelSpec, SlidingWindow
 from jenga.vllm_plugin.metric_series import ENGINE_LABELS, LABEL_VALUES, SERIES
-from tests.vllm_plugin.conftest import HERE, engine_environment, gemma_3_directory, program
+from tests.vllm_plugin.conftest import (
+    HERE,
+    NUM_WORKERS,
+    engine_environment,
+    gemma_3_directory,
+    program,
+)
 from tests.vllm_plugin.engine_process import prompts_of_lengths
 
 pytestmark = pytest.mark.vllm
@@ -455,71 +461,105 @@ def test_series_of_an_engine_add_up_to_its_arena_after_every_step(name, tiny_mod
     assert result["log"].count("metrics end here: ZeroDivisionError") == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_servers", [1, 2])
-def test_every_scrape_of_a_server_adds_up_and_answers_the_dashboard(
-    num_servers, tiny_model, tmp_path
-):
-    from tests.vllm_plugin.scraped import check_sums, samples_of, total
+def complete(address, prompt):
+    """Have a server go on with token ids."""
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0.0}
+    request = urllib.request.Request(
+        f"{address}/v1/completions",
+        data=json.dumps(body | {"ignore_eos": True}).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request) as response:
+        return response.read()
+
+
+def scrape(address):
+    """Get the text of a server's metrics."""
+    with urllib.request.urlopen(f"{address}/metrics") as response:
+        return response.read().decode()
+
+
+def scraped_while_serving(model, prompts, log_path, *options):
+    """Serve prompts, a few at a time, and get what is scraped meanwhile and after."""
+    from tests.vllm_plugin.scraped import samples_of
     from tests.vllm_plugin.test_serve import free_port
 
-    port, log_path = free_port(), tmp_path / "log.txt"
-    command = [sys.executable, str(HERE / "serve_process.py"), "serve", str(tiny_model("gpt_oss"))]
+    port = free_port()
+    command = [sys.executable, str(HERE / "serve_process.py"), "serve", str(model)]
     # The tiny model has no tokenizer of its own, and prompts are token ids.
     command += ["--tokenizer", str(gemma_3_directory())]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"]
     command += ["--attention-backend", "JENGA_TRITON", "--dtype", "float32", "--enforce-eager"]
     command += ["--max-model-len", "256", "--max-num-seqs", "4"]
     command += ["--kv-cache-memory-bytes", str(4 << 20), "--kv-offloading-size", "0.01"]
-    command += ["--gpu-memory-utilization", "0.05", "--api-server-count", str(num_servers)]
+    command += ["--gpu-memory-utilization", "0.05", *options]
     environment = engine_environment(VLLM_LOGGING_LEVEL="INFO")
     del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]
-    address = f"http://127.0.0.1:{port}"
-
-    def complete(prompt):
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0.0}
-        request = urllib.request.Request(
-            f"{address}/v1/completions",
-            data=json.dumps(body | {"ignore_eos": True}).encode(),
-            headers={"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request) as response:
-            return response.read()
-
-    def scrape():
-        with urllib.request.urlopen(f"{address}/metrics") as response:
-            return response.read().decode()
-
-    prompts = prompts_of_lengths([100, 140, 120, 160, 90, 130, 150, 80], seed=6, shared_tokens=64)
+    address, scrapes = f"http://127.0.0.1:{port}", []
     with log_path.open("w") as log, program(command, environment, stdout=log) as process:
         while True:
             assert process.poll() is None, log_path.read_text()[-4000:]
             try:
-                scrape()
+                scrape(address)
                 break
             except OSError:
                 time.sleep(1)
-        scrapes = []
         with ThreadPoolExecutor(4) as threads:
-            served = [threads.submit(complete, prompt) for prompt in prompts * 2]
+            served = [threads.submit(complete, address, prompt) for prompt in prompts]
             while not all(each.done() for each in served):
-                scrapes.append(samples_of(scrape()))
+                scrapes.append(samples_of(scrape(address)))
                 time.sleep(0.2)
             for each in served:
                 each.result()
-        # Each server is likely to be asked.
-        scrapes += [samples_of(scrape()) for _ in range(2 * num_servers)]
+        # Where there are several servers, each is likely to be asked.
+        scrapes += [samples_of(scrape(address)) for _ in range(6)]
         process.terminate()
         process.wait()
+    return scrapes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_servers", "num_engines", "name"),
+    [(1, 1, "gpt_oss"), (2, 1, "gpt_oss"), (1, 2, "gemma3")],
+    ids=["a_server", "two_servers", "two_engines"],
+)
+def test_every_scrape_of_a_server_adds_up_and_answers_the_dashboard(
+    num_servers, num_engines, name, tiny_model, tmp_path
+):
+    if num_engines > NUM_WORKERS:
+        pytest.skip("needs a GPU or a core for each of two engines")
+    from tests.vllm_plugin.scraped import check_sums, total
+
+    log_path = tmp_path / "log.txt"
+    prompts = prompts_of_lengths([100, 140, 120, 160, 90, 130, 150, 80], seed=6, shared_tokens=64)
+
+    scrapes = scraped_while_serving(
+        tiny_model(name),
+        prompts * 2,
+        log_path,
+        *("--api-server-count", str(num_servers), "--data-parallel-size", str(num_engines)),
+    )
 
     log_text = log_path.read_text()
     assert "metrics end here" not in log_text
     assert "no metrics of its own" not in log_text
-    begun = [samples for samples in scrapes if samples["jenga_arena_size_bytes"]]
-    assert len(begun) > 3
-    assert len({check_sums(samples) for samples in begun}) == 1
-    last = begun[-1]
-    assert last["jenga_arena_size_bytes"][0][0] == {"engine": "0", "model_name": "tiny"}
+    engines = [str(number) for number in range(num_engines)]
+    arena_bytes = {
+        engine: [
+            check_sums(samples, engine=engine)
+            for samples in scrapes
+            if any(labels["engine"] == engine for labels, _ in samples["jenga_arena_size_bytes"])
+        ]
+        for engine in engines
+    }
+    for sizes in arena_bytes.values():
+        assert len(sizes) > 3
+        assert len(set(sizes)) == 1
+    last = scrapes[-1]
+    assert [labels for labels, _ in last["jenga_arena_size_bytes"]] == [
+        {"engine": engine, "model_name": "tiny"} for engine in engines
+    ]
     assert total(last, "jenga_prefix_queried_tokens_total") >= sum(map(len, prompts))
     assert total(last, "jenga_prefix_hit_tokens_total") > 0
     assert total(last, "jenga_arena_bytes", state="needed") == 0
