@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -71,6 +72,7 @@ class Exporter(Collector):
         self._registry = registry
         # The series of an engine end with the object that hears of it.
         self._newest: WeakKeyDictionary[object, dict[int, Payload]] = WeakKeyDictionary()
+        self._lock = Lock()  # a scrape may come on another thread
         self._is_registered = False
         self._has_failed = False
 
@@ -84,7 +86,8 @@ class Exporter(Collector):
         if self._has_failed:
             return
         try:
-            self._newest.setdefault(listener, {})[payload["engine"]] = payload
+            with self._lock:
+                self._newest.setdefault(listener, {})[payload["engine"]] = payload
             if not self._is_registered:
                 self._registry.register(self)
                 self._is_registered = True
@@ -94,7 +97,8 @@ class Exporter(Collector):
             self._fail(error)
 
     def _payloads(self) -> list[Payload]:
-        return [each for engines in self._newest.values() for each in engines.values()]
+        with self._lock:
+            return [each for engines in self._newest.values() for each in engines.values()]
 
     def _write(self, folder: Path) -> None:
         path = folder / f"{_FILE_PREFIX}{os.getpid()}.json"
