@@ -13,7 +13,7 @@ from jenga.loading_ahead import LoadingAhead
 from jenga.prefix_cache import CacheChange
 from jenga.request import PageCopy, Version
 from jenga.saving_ahead import SavingAhead
-from jenga.stats import CacheReport, MemoryReport, host_table_memory
+from jenga.stats import CacheReport, MemoryReport, check_memory, host_table_memory
 from jenga.table import Table
 
 
@@ -238,3 +238,11 @@ class Keeping(Holdings):
             empty_large_bytes=allocator.large_pages.num_empty * large_page_bytes,
             null_bytes=large_page_bytes,
         )
+
+    def check(self) -> None:
+        """Raise `InvariantError` unless the books of the arena agree, and those of host memory."""
+        super().check()
+        if self._host is not None and (memory := self.host_memory()) is not None:
+            self._host.check()
+            num_large_pages = self._host.allocator.large_pages.num_pages
+            check_memory(memory, num_large_pages * self.geometry.large_page_bytes)

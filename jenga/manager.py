@@ -603,5 +603,3 @@ class Manager(Keeping):
         if self._prefix_caching:
             self._tree.check()
         self._waiting.check()
-        if self._host is not None:
-            self._host.check()
