@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from jenga.doctor import command as doctor_command
 from jenga.sim import plan_command, plot_command, replay_command, report_command
 
 if TYPE_CHECKING:
@@ -112,6 +113,12 @@ def _parser() -> argparse.ArgumentParser:
             epilog=_DEMO_EPILOG,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+    )
+    _add_command(
+        commands,
+        "doctor",
+        doctor_command,
+        summary="examine this machine and its packages, and a model, before a server is started",
     )
     _add_command(
         commands,

@@ -152,9 +152,17 @@ def comparison(facts: ModelFacts, planned: Iterable[LayerType], question: Questi
     declared = question.answer()
     if isinstance(declared, str):
         return f"vLLM's own classes of {facts.name} could not be asked: {declared}"
+    different = difference_text(facts, planned, declared)
+    return different or f"vLLM's own classes declare the same layers of {facts.name}."
+
+
+def difference_text(
+    facts: ModelFacts, planned: Iterable[LayerType], declared: Iterable[LayerType]
+) -> str:
+    """Tell in a sentence what vLLM's classes declare otherwise; an empty text if nothing."""
     different = _differences(planned, declared, facts.context_tokens)
     if not different:
-        return f"vLLM's own classes declare the same layers of {facts.name}."
+        return ""
     return (
         f"vLLM's own classes declare other layers of {facts.name}, by which the plugin would "
         f"serve it: {'; '.join(different)}."

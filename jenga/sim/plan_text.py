@@ -30,7 +30,9 @@ _LENGTHS_IN_A_TABLE = 4
 
 def plan_text(plan: Plan) -> str:
     """The report that a person reads."""
-    return "\n\n".join([_title(plan), _memory(plan), _types(plan), _geometry(plan), *_tables(plan)])
+    return "\n\n".join(
+        [_title(plan), _memory(plan), types_text(plan), geometry_text(plan), *_tables(plan)]
+    )
 
 
 def plan_json(plan: Plan) -> str:
@@ -264,7 +266,8 @@ def _article(name: str) -> str:
     return f"an {name}" if name[0] in "AHL" else f"a {name}"
 
 
-def _types(plan: Plan) -> str:
+def types_text(plan: Plan) -> str:
+    """Layer types, neighbours that are alike in one row, as a person reads them."""
     header = ("layer type", "keeps", "layers", "read by more", "bytes a slot")
     rows: list[tuple[str, ...]] = [header]
     for group in _folded(plan.model.layer_types, _type_key):
@@ -295,7 +298,8 @@ def _type_key(layer_type: LayerType) -> object:
     return type(layer_type), keeps(layer_type), len(layer_type.layers), slot_bytes
 
 
-def _geometry(plan: Plan) -> str:
+def geometry_text(plan: Plan) -> str:
+    """Page tables and large pages, as a person reads them."""
     geometry = plan.geometry
     if geometry is None:
         return "\n".join([heading("Geometry"), "none: see below"])

@@ -17,6 +17,7 @@ from jenga.vllm_plugin.environment import (
 from jenga.vllm_plugin.memory_log import check_memory_log
 from jenga.vllm_plugin.options import options_without_effect
 from jenga.vllm_plugin.refusals import Refusal, check_refusals
+from jenga.vllm_plugin.refused_models import SPARSE_MODEL_TYPES
 from jenga.vllm_plugin.speculation import prepare_speculation, speculation_refusals
 from jenga.vllm_plugin.state_history import take_replay
 from jenga.vllm_plugin.switch import backend_member
@@ -51,9 +52,6 @@ name says.
 _HOST_BYTES = "jenga_host_bytes"
 """Of vLLM's additional options, the one that carries --kv-offloading-size to the engine."""
 
-_SPARSE_MODEL_TYPES = ("deepseek_v4", "deepseek_v41")
-"""Models of latent attention that read chosen tokens alone, whatever else their options say."""
-
 
 def is_selected(vllm_config: "VllmConfig") -> bool:
     """Whether a configuration selects JENGA_TRITON."""
@@ -64,7 +62,7 @@ def uses_sparse_latents(model: "ModelConfig") -> bool:
     """Whether a model has latent attention that reads the tokens an indexer chooses."""
     config = model.hf_text_config
     return model.use_mla and (
-        getattr(config, "index_topk", None) is not None or config.model_type in _SPARSE_MODEL_TYPES
+        getattr(config, "index_topk", None) is not None or config.model_type in SPARSE_MODEL_TYPES
     )
 
 

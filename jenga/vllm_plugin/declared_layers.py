@@ -37,6 +37,10 @@ _STATE_PARTS = ("conv", "recurrent")
 """Tensors of a state; with a history it has more, of which the plan counts the bytes alone."""
 
 
+_ATTENTION = "vllm.model_executor.layers.attention"
+"""Where vLLM's layers of attention are."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeclaredLayers:
     """What an engine would serve.
@@ -81,18 +85,34 @@ def _declared(fields: Mapping[str, Any], options: ReadOptions) -> DeclaredLayers
     """Answer for a configuration; see `declared_layers`."""
     from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec, get_shared_kv_cache_layers
 
+    from jenga.vllm_plugin.served_layers import check_layers
     from jenga.vllm_plugin.specs import model_spec
     from jenga.vllm_plugin.state_history import with_histories
 
+    _attend_as_in_workers()
     config = weightless_model(fields, options)
     model = config.model_config
-    specs = with_histories(config, get_kv_cache_spec(config))
+    stored = get_kv_cache_spec(config)
+    check_layers(config, stored)
+    specs = with_histories(config, stored)
     sources = get_shared_kv_cache_layers(config)
     return DeclaredLayers(
         num_layers=model.get_total_num_hidden_layers(),
         context_tokens=model.max_model_len,
         layer_types=tuple(_renamed(each, specs, sources) for each in model_spec(specs).layer_types),
     )
+
+
+def _attend_as_in_workers() -> None:
+    """Let layers of attention choose their backends as those of a worker do.
+
+    Raises:
+        ValueError: This vLLM is not one the plugin was written for.
+    """
+    from jenga.vllm_plugin.replacement import put_in_place
+    from jenga.vllm_plugin.worker_replacements import WORKERS
+
+    put_in_place([each for each in WORKERS if each.module.startswith(_ATTENTION)])
 
 
 def _renamed(

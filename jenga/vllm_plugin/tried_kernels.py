@@ -22,8 +22,7 @@ import torch
 import triton
 from vllm.logger import init_logger
 
-import jenga_kernels
-from jenga.vllm_plugin.environment import cache_directory
+from jenga.vllm_plugin.kept_trials import trials_folder
 from jenga_kernels.trial_calls import Call
 from jenga_kernels.trial_runs import has_own_kernels
 from jenga_kernels.trials import ENDED_S, Verdict, has_trials, hold_trials_apart
@@ -163,23 +162,12 @@ def _untried(calls: Mapping[str, Call], reason: str) -> dict[str, Verdict]:
 def _folder(device: torch.device) -> Path | None:
     """Get the folder of what came of trials on this GPU; None where none can be made."""
     try:
-        folder = cache_directory() / "trials" / _state_of(device)
+        folder = trials_folder(torch.cuda.get_device_name(device), triton.__version__)
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         logger.warning("What comes of trials of kernels is not kept: %s", error)
         return None
     return folder
-
-
-def _state_of(device: torch.device) -> str:
-    """Name of all that a trial depends on besides its call: the GPU, Triton and the kernels."""
-    digest = hashlib.sha256()
-    for part in (torch.cuda.get_device_name(device), triton.__version__):
-        digest.update(part.encode() + b"\0")
-    folder = Path(jenga_kernels.__file__).parent
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 class _Kept:

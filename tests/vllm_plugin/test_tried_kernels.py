@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from jenga.vllm_plugin import tried_kernels
+from jenga.vllm_plugin import kept_trials, tried_kernels
 from jenga.vllm_plugin.tried_kernels import KernelChoice, choose_kernels
 from jenga_kernels.trials import Verdict, usual_calls
 from jenga_kernels.triton.tiles import HOPPER, Machine
@@ -229,11 +229,11 @@ def test_other_kernels_have_trials_of_their_own(tmp_path, monkeypatch):
     folder = tmp_path / "kernels"
     folder.mkdir()
     (folder / "__init__.py").write_text("")
-    monkeypatch.setattr(tried_kernels.jenga_kernels, "__file__", str(folder / "__init__.py"))
+    monkeypatch.setattr(kept_trials, "_sources", lambda: folder)
     names = set()
     for text in ("a = 1", "a = 2"):
         (folder / "kernel.py").write_text(text)
-        names.add(tried_kernels._state_of(CUDA))
+        names.add(tried_kernels._folder(CUDA).name)
 
     assert len(names) == 2
 
@@ -307,7 +307,7 @@ def test_a_rank_that_has_no_time_left_holds_no_trial(trials, monkeypatch, warnin
 RANK = """
 import sys, time
 import torch
-from jenga.vllm_plugin import tried_kernels
+from jenga.vllm_plugin import kept_trials, tried_kernels
 from jenga_kernels.trials import Verdict, usual_calls
 from jenga_kernels.triton.tiles import HOPPER, Machine
 from types import SimpleNamespace

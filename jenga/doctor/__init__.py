@@ -1,0 +1,1 @@
+"""`jenga doctor`: a machine, its packages and a model, examined before a server is started."""

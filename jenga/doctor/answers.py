@@ -1,0 +1,114 @@
+"""Torch and vLLM asked in processes of their own: an import may fail, take long or print much."""
+
+import json
+import os
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from jenga.doctor.processes import Running, module_command, module_environ
+
+MODULE = "jenga.vllm_plugin.self_check"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchAnswer:
+    """Torch's and Triton's.
+
+    Attributes:
+        num_gpus: GPUs that torch can use.
+        warning: Its words where it can use none; often empty.
+    """
+
+    num_gpus: int
+    warning: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmAnswer:
+    """VLLM's.
+
+    Attributes:
+        num_names: Names of vLLM that the plugin replaces.
+        mismatches: A sentence for each that is not as the plugin was written for.
+        unknown: A sentence for each that could not be compared without a GPU.
+    """
+
+    num_names: int
+    mismatches: tuple[str, ...]
+    unknown: tuple[str, ...]
+
+
+class Questions:
+    """Questions under way; a failure to answer is a text.
+
+    >>> with Questions(asks_torch=True, asks_vllm=True) as questions:  # doctest: +SKIP
+    ...     answer = questions.torch()
+    """
+
+    def __init__(self, *, asks_torch: bool, asks_vllm: bool) -> None:
+        """Ask, without waiting.
+
+        Args:
+            asks_torch: Whether torch and Triton are installed.
+            asks_vllm: Whether vLLM is, too.
+        """
+        self._stack = ExitStack()
+        folder = tempfile.TemporaryDirectory(prefix="jenga-doctor-", ignore_cleanup_errors=True)
+        self._folder = Path(self._stack.enter_context(folder))
+        self._running: dict[str, Running | str] = {}
+        for subject, is_asked in (("torch", asks_torch), ("vllm", asks_vllm)):
+            if is_asked:
+                self._running[subject] = self._ask(subject)
+
+    def torch(self) -> TorchAnswer | str | None:
+        """Wait for torch's answer, or why there is none; None where it was not asked."""
+        answer = self._answer("torch")
+        return TorchAnswer(**answer) if isinstance(answer, dict) else answer
+
+    def vllm(self) -> VllmAnswer | str | None:
+        """Wait for vLLM's answer, or why there is none; None where it was not asked."""
+        answer = self._answer("vllm")
+        if not isinstance(answer, dict):
+            return answer
+        return VllmAnswer(
+            num_names=answer["num_names"],
+            mismatches=tuple(answer["mismatches"]),
+            unknown=tuple(answer["unknown"]),
+        )
+
+    def __enter__(self) -> "Questions":
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def _ask(self, subject: str) -> Running | str:
+        command = module_command(MODULE, subject, str(self._file(subject)))
+        try:
+            running = Running(command, environ=module_environ(os.environ))
+        except OSError as error:
+            return f"no process could be started: {error}"
+        return self._stack.enter_context(running)
+
+    def _answer(self, subject: str) -> dict[str, Any] | str | None:
+        running = self._running.get(subject)
+        if running is None or isinstance(running, str):
+            return running
+        ended = running.wait()
+        file = self._file(subject)
+        if not file.exists():
+            return ended.reason
+        answer: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return str(answer["error"]) if "error" in answer else answer
+
+    def _file(self, subject: str) -> Path:
+        return self._folder / f"{subject}.json"

@@ -1,0 +1,216 @@
+"""What a model folder gets on this machine: `jenga plan`, with the GPUs that are here."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+from jenga.doctor.findings import Finding, Section, Status, one_line
+from jenga.doctor.machine import Machine
+from jenga.models import KvFormat, ModelFacts, ReadOptions, find_model, known_type
+from jenga.sim.budget import Budget, memory_budget
+from jenga.sim.engine_layers import (
+    Question,
+    declared_model,
+    difference_text,
+    find_served_model,
+    is_installed,
+)
+from jenga.sim.gpus import Gpu, find_gpu
+from jenga.sim.plan import LENGTHS, Plan, formats_of, plan_model
+from jenga.sim.text import bytes_text
+from jenga.vllm_plugin.environment import BACKEND_NAME
+from jenga.vllm_plugin.refused_models import refused_features
+
+USUAL_GPU = "H100-80G"
+"""GPU to plan for where none is here, as in `jenga plan`."""
+
+_REMOTE_CODE = "auto_map"
+"""Field of a configuration whose model brings code along, which is not run to be asked."""
+
+_UNSERVED_FORMATS = (KvFormat.NVFP4, KvFormat.DS_MLA)
+_FLOAT8_FORMATS = (KvFormat.FP8, KvFormat.FP8_PER_TOKEN_HEAD)
+
+FLOAT8_CAPABILITY = 89
+"""Compute capability times ten of the first GPU that converts to and from float8_e4m3fn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examined:
+    """A model that was examined.
+
+    Attributes:
+        plan: Its plan; None where it is refused.
+        findings: About it.
+    """
+
+    plan: Plan | None
+    findings: tuple[Finding, ...]
+
+
+def examine_model(text: str, machine: Machine, *, asks_vllm: bool) -> Examined:
+    """Plan a model on the GPUs of a machine, and ask vLLM's classes for its layers.
+
+    Args:
+        text: A folder, a `config.json` or a known name.
+        machine: This one.
+        asks_vllm: Whether vLLM is asked, if it is installed; it takes some 10 s.
+    """
+    try:
+        facts = _find(text, asks_vllm=asks_vllm)
+        plan, findings = _planned(facts, machine, asks_vllm=asks_vllm)
+    except (OSError, RecursionError, ValueError) as error:
+        finding = _finding("model", Status.REFUSED, text, one_line(error))
+        return Examined(plan=None, findings=(finding,))
+    except Exception as error:
+        finding = _finding("model", Status.NOTE, f"{text} could not be examined", one_line(error))
+        return Examined(plan=None, findings=(finding,))
+    return Examined(plan=plan, findings=tuple(findings))
+
+
+def _find(text: str, *, asks_vllm: bool) -> ModelFacts:
+    """Find a model; vLLM's classes stand in where no reader is for it, if they may be asked.
+
+    Raises:
+        ValueError: It is not found, or not understood.
+    """
+    if asks_vllm:
+        return find_served_model(text)
+    facts = find_model(text)
+    if known_type(facts.config) is None:
+        model_type = facts.config.as_dict().get("model_type")
+        msg = (
+            f"no reader is for model_type {model_type!r}, and vLLM's classes are asked only where "
+            f"it is installed, and without --quick"
+        )
+        raise ValueError(msg)
+    return facts
+
+
+def _planned(facts: ModelFacts, machine: Machine, *, asks_vllm: bool) -> tuple[Plan, list[Finding]]:
+    kv_format, model_dtype = formats_of("auto", facts)
+    options = ReadOptions(kv_format=kv_format, model_dtype=model_dtype)
+    facts.spec(options)  # said first where it is not understood: no GPU mends that
+    fields = facts.config.as_dict() | facts.config.language().as_dict()
+    if refused := refused_features(fields):
+        msg = f"{BACKEND_NAME} does not support: {'; '.join(refused)}"
+        raise ValueError(msg)
+    budget = _budget(facts, machine)
+    options = replace(options, tensor_parallel=budget.ranks)
+    is_asked = asks_vllm and is_installed() and not facts.model_id
+    with ExitStack() as stack:
+        question = (
+            stack.enter_context(Question(facts.config.as_dict(), options))
+            if is_asked and facts.reader is not declared_model
+            else None
+        )
+        plan = plan_model([facts], arena=budget, options=options, lengths=_lengths(facts))
+        findings = [*_memory_findings(facts, machine, budget), *_plan_findings(plan)]
+        findings += _cache_findings(kv_format, machine)
+        if question is not None:
+            findings += _declared(facts, plan, question)
+    return plan, findings
+
+
+def _budget(facts: ModelFacts, machine: Machine) -> Budget:
+    """Divide the weights over as few GPUs of this machine as hold them."""
+    gpu, num_gpus = _gpu(machine)
+    weight_bytes = 0 if facts.weight_bytes is None else None
+    budget = memory_budget([facts], gpu, weight_bytes=weight_bytes)
+    enough = budget.enough_ranks
+    if budget.arena_bytes <= 0 and enough is not None and enough <= num_gpus:
+        budget = replace(budget, ranks=enough)
+    return budget
+
+
+def _gpu(machine: Machine) -> tuple[Gpu, int]:
+    """Get the GPU to plan for, and how many of it there are."""
+    known = [each for each in machine.gpus if each.memory_bytes]
+    if not known:
+        return find_gpu(USUAL_GPU), 1
+    least = min(known, key=lambda each: each.memory_bytes or 0)
+    return Gpu(name=least.name, memory_bytes=least.memory_bytes or 0), len(known)
+
+
+def _lengths(facts: ModelFacts) -> tuple[int, ...]:
+    """Get the usual lengths, as far as the model reads them."""
+    context_tokens = facts.context_tokens or LENGTHS[-1]
+    return tuple(each for each in LENGTHS if each <= context_tokens) or (context_tokens,)
+
+
+def _memory_findings(facts: ModelFacts, machine: Machine, budget: Budget) -> Iterator[Finding]:
+    gpu = budget.gpu.name
+    arena = (
+        f"{bytes_text(budget.arena_bytes)} of an {gpu} for caches, beside "
+        f"{bytes_text(budget.weight_bytes)} of weights and {bytes_text(budget.reserved_bytes)} "
+        f"set aside (assumed)"
+    )
+    if not machine.gpus:
+        yield _finding("memory", Status.NOTE, arena, "no GPU is here to plan for")
+    elif budget.arena_bytes > 0:
+        yield _finding("memory", Status.FINE, arena)
+    if facts.weight_bytes is None:
+        yield _finding("weights", Status.NOTE, "none found; planned as if they took no memory")
+    elif budget.ranks > 1:
+        yield _finding(
+            "weights",
+            Status.NOTE,
+            f"too large for one {gpu}; {budget.ranks} of them hold them",
+            f"start vLLM with --tensor-parallel-size {budget.ranks}",
+        )
+
+
+def _plan_findings(plan: Plan) -> Iterator[Finding]:
+    ours = plan.systems[0]
+    name = plan.model.name
+    if ours.refusal:
+        yield _finding("model", Status.REFUSED, name, ours.refusal)
+        return
+    yield _finding("model", Status.FINE, f"{name} is understood")
+    shortest = ours.fits[0]
+    if not shortest.num_requests:
+        yield _finding(
+            "requests",
+            Status.REFUSED,
+            f"not one of {shortest.num_tokens:,} tokens fits",
+            "a GPU with more memory, or more of them, would hold it",
+        )
+
+
+def _cache_findings(kv_format: KvFormat, machine: Machine) -> Iterator[Finding]:
+    """Tell where the format of the cache that a checkpoint asks for is not served here."""
+    found = f"the checkpoint asks for keys and values in {kv_format.value}"
+    otherwise = "another --kv-cache-dtype, such as bfloat16, is served"
+    known = [each.capability for each in machine.gpus if each.capability is not None]
+    if kv_format in _UNSERVED_FORMATS:
+        advice = f"{BACKEND_NAME} does not support it; {otherwise}"
+        yield _finding("cache", Status.REFUSED, found, advice)
+    elif kv_format in _FLOAT8_FORMATS and known and min(known) < FLOAT8_CAPABILITY:
+        advice = f"float8 needs compute capability 8.9; {otherwise}"
+        yield _finding("cache", Status.REFUSED, found, advice)
+
+
+def _declared(facts: ModelFacts, plan: Plan, question: Question) -> Iterator[Finding]:
+    """Tell what vLLM's own classes say of a model."""
+    answer = question.answer()
+    if not isinstance(answer, str):
+        different = difference_text(facts, plan.model.layer_types, answer)
+        status = Status.NOTE if different else Status.FINE
+        yield _finding(
+            "classes",
+            status,
+            different or "vLLM's own classes declare the same layers",
+        )
+    elif BACKEND_NAME in answer:
+        yield _finding("classes", Status.REFUSED, "refused", answer)
+    elif facts.config.names(_REMOTE_CODE):
+        yield _finding(
+            "classes", Status.NOTE, "could not be asked: the model brings code of its own", answer
+        )
+    else:
+        yield _finding("classes", Status.REFUSED, "vLLM's own classes refuse it", answer)
+
+
+def _finding(subject: str, status: Status, found: str, advice: str = "") -> Finding:
+    return Finding(
+        section=Section.MODEL, subject=subject, status=status, found=found, advice=advice
+    )

@@ -1,0 +1,134 @@
+"""Everything that was found, as one screen for people and as JSON for programs."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from itertools import groupby
+
+from jenga.doctor.findings import Finding, Section, Status
+from jenga.doctor.machine import Machine
+from jenga.doctor.versions import DISTRIBUTION, Package
+from jenga.sim.plan import Plan
+from jenga.sim.plan_text import WIDTH, geometry_text, plan_json, types_text
+from jenga.sim.text import wrapped
+from jenga.vllm_plugin.kept_trials import KeptTrial
+
+SCHEMA = 1
+"""Number of the JSON's form: it changes when a field is renamed, removed or given another meaning.
+
+New fields leave it as it is.
+"""
+
+_TITLES = {
+    Section.MACHINE: "Machine",
+    Section.PACKAGES: "Packages",
+    Section.PLUGIN: "Plugin",
+    Section.TRIALS: "Trials of kernels",
+    Section.MODEL: "Model",
+}
+
+_WORDS = {Status.FINE: "ok", Status.NOTE: "note", Status.REFUSED: "REFUSED"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Everything that was found.
+
+    Attributes:
+        version: Of this package; empty where it is on the path and not installed.
+        findings: Judgements, a section behind another.
+        machine: The machine.
+        packages: By name; None for one that is missing.
+        settings: Variables of this package that are set.
+        trials: Verdicts that are kept, by the GPU's name.
+        plan: The model's plan; None where none was asked for, or it is refused.
+    """
+
+    version: str
+    findings: tuple[Finding, ...]
+    machine: Machine
+    packages: Mapping[str, Package | None]
+    settings: Mapping[str, str]
+    trials: Mapping[str, list[KeptTrial]]
+    plan: Plan | None
+
+    @property
+    def refused(self) -> tuple[Finding, ...]:
+        """Findings that would keep an engine from serving."""
+        return tuple(each for each in self.findings if each.status is Status.REFUSED)
+
+
+def report_text(report: Report) -> str:
+    """The screen that a person reads."""
+    parts = [f"{DISTRIBUTION} {report.version or '(not installed)'} on {report.machine.system}"]
+    for section, findings in groupby(report.findings, key=lambda each: each.section):
+        parts.append("\n".join([_TITLES[section], *_lines(list(findings))]))
+    if report.plan is not None:
+        parts.append(_plan_text(report.plan))
+    parts.append(_verdict(report))
+    return "\n\n".join(parts)
+
+
+def _lines(findings: list[Finding]) -> list[str]:
+    width = max(len(each.subject) for each in findings)
+    lines: list[str] = []
+    for each in findings:
+        head = f"  {_WORDS[each.status]:7}  {each.subject:{width}}  "
+        said = f"{each.found}: {each.advice}" if each.advice else each.found
+        first, *rest = wrapped(said, width=WIDTH - len(head))
+        lines += [head + first, *(" " * len(head) + line for line in rest)]
+    return lines
+
+
+def _plan_text(plan: Plan) -> str:
+    lines = [types_text(plan), "", geometry_text(plan)]
+    ours = plan.systems[0]
+    fits = [f"{fit.num_requests:,} of {fit.num_tokens:,} tokens" for fit in ours.fits]
+    longest = "no limit" if ours.longest_tokens is None else f"{ours.longest_tokens:,} tokens"
+    if fits:
+        text = f"Requests that fit at once: {', or '.join(fits)}. The longest alone: {longest}."
+        lines += ["", *wrapped(text, width=WIDTH)]
+    lines += wrapped("`jenga plan` says more, and compares with vLLM's planner.", width=WIDTH)
+    return "\n".join(lines)
+
+
+def _verdict(report: Report) -> str:
+    if not report.refused:
+        return "Nothing found here keeps an engine from serving on JENGA_TRITON."
+    names = ", ".join(each.subject for each in report.refused)
+    return "\n".join(
+        wrapped(f"An engine on JENGA_TRITON would not serve here: {names}.", width=WIDTH)
+    )
+
+
+def report_json(report: Report) -> str:
+    """Everything, for programs; `SCHEMA` says when its form changes."""
+    return json.dumps(
+        {
+            "schema": SCHEMA,
+            "version": report.version,
+            "serves": not report.refused,
+            "findings": [
+                {
+                    "section": each.section.value,
+                    "subject": each.subject,
+                    "status": each.status.value,
+                    "found": each.found,
+                    "advice": each.advice,
+                }
+                for each in report.findings
+            ],
+            "machine": asdict(report.machine) | {"driver": report.machine.driver},
+            "packages": {
+                name: None if package is None else asdict(package)
+                for name, package in report.packages.items()
+            },
+            "settings": dict(report.settings),
+            "trials": {
+                gpu: [asdict(each) | {"file": str(each.file)} for each in verdicts]
+                for gpu, verdicts in report.trials.items()
+            },
+            "model": None if report.plan is None else json.loads(plan_json(report.plan)),
+        },
+        indent=2,
+    )

@@ -1,0 +1,81 @@
+"""Trials of the kernels for one kind of GPU: which were passed on this machine, without a run."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from jenga.doctor.findings import Finding, Section, Status
+from jenga.doctor.machine import HOPPER, Machine, distinct_names
+from jenga.vllm_plugin.kept_trials import KeptTrial, kept_trials, trials_folder
+
+_SEVERAL = "kernels for one kind of GPU"
+
+
+def find_trials(machine: Machine, triton_version: str | None) -> dict[str, list[KeptTrial]]:
+    """Get the verdicts that are kept for GPUs with kernels of their own, by the GPU's name.
+
+    Args:
+        machine: This one.
+        triton_version: Of the installed Triton; None without one, and no verdict counts then.
+
+    Raises:
+        ValueError: The folder that they are in is not known.
+        OSError: The sources of the kernels cannot be read.
+    """
+    if triton_version is None:
+        return {}
+    return {
+        name: list(kept_trials(trials_folder(name, triton_version)))
+        for name in distinct_names(machine.gpus)
+    }
+
+
+def trial_findings(machine: Machine, trials: Mapping[str, list[KeptTrial]]) -> Iterator[Finding]:
+    """Tell what came of them, an operation at a time.
+
+    Args:
+        machine: This one.
+        trials: As `find_trials` gives them.
+    """
+    if not machine.gpus:
+        yield _finding(_SEVERAL, Status.FINE, "none held: no GPU is here")
+    elif not any(gpu.capability == HOPPER for gpu in machine.gpus):
+        yield _finding(_SEVERAL, Status.FINE, "none for this GPU: those of all GPUs serve")
+    for name, verdicts in trials.items():
+        if not verdicts:
+            yield _finding(
+                _SEVERAL,
+                Status.FINE,
+                f"none tried on {name} yet",
+                "the first engine tries those that its layers can use; so does python -m "
+                "jenga_kernels.trials",
+            )
+        by_operation: defaultdict[str, list[KeptTrial]] = defaultdict(list)
+        for verdict in verdicts:
+            by_operation[verdict.operation].append(verdict)
+        for operation, of_one in sorted(by_operation.items()):
+            yield _operation_finding(operation, of_one)
+
+
+def _operation_finding(operation: str, verdicts: list[KeptTrial]) -> Finding:
+    failed = [each for each in verdicts if not each.is_passed]
+    calls = f"{len(verdicts)} call{'s' if len(verdicts) != 1 else ''}"
+    if not failed:
+        return _finding(operation, Status.FINE, f"passed, {calls}")
+    first = failed[0]
+    advice = "the kernels of all GPUs serve in their place, which may be slower"
+    if first.is_final:
+        advice += f"; another trial is held once {first.file} is removed"
+    else:
+        advice += "; the next start of an engine tries again"
+    return _finding(
+        operation,
+        Status.NOTE,
+        f"not passed, {len(failed)} of {calls}: {first.reason}",
+        advice,
+    )
+
+
+def _finding(subject: str, status: Status, found: str, advice: str = "") -> Finding:
+    return Finding(
+        section=Section.TRIALS, subject=subject, status=status, found=found, advice=advice
+    )

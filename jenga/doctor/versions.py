@@ -1,0 +1,173 @@
+"""Versions of the packages that an engine needs, read from their files without an import."""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from jenga.doctor.answers import TorchAnswer
+from jenga.doctor.findings import Finding, Section, Status
+from jenga.vllm_plugin.replacement import SUPPORTED_VERSIONS, series_of
+
+DISTRIBUTION = "jenga-kv"
+
+PACKAGES = ("vllm", "torch", "triton")
+"""What an engine imports, besides what these bring along."""
+
+LEAST_VERSIONS = {"torch": (2, 11), "triton": (3, 6)}
+"""Least release of a package, as in pyproject.toml's extra `kernels`."""
+
+PYTHONS = ((3, 11), (3, 14))
+"""Least and greatest release of Python, as in pyproject.toml."""
+
+_INSTALL = f"pip install '{DISTRIBUTION}[vllm]' brings it; for CPUs see docs/install.md"
+
+_VERSION_FILES = ("_version.py", "version.py", "__init__.py")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Package:
+    """An installed package.
+
+    Attributes:
+        version: Its version, with the local part; empty where its files do not tell.
+        cuda: Version of CUDA that torch is built with; None for other packages and builds.
+        hip: The same of AMD's HIP.
+    """
+
+    version: str
+    cuda: str | None = None
+    hip: str | None = None
+
+
+def find_packages() -> dict[str, Package | None]:
+    """Look for the packages that an engine needs, by their names; None where one is missing."""
+    return {name: _find(name) for name in PACKAGES}
+
+
+def _find(name: str) -> Package | None:
+    spec = find_spec(name)
+    if spec is None or spec.origin is None:
+        return None
+    folder = Path(spec.origin).parent
+    for file in _VERSION_FILES:
+        values = _strings(folder / file, {"__version__", "cuda", "hip"})
+        if "__version__" in values:
+            return Package(
+                version=values["__version__"], cuda=values.get("cuda"), hip=values.get("hip")
+            )
+    try:
+        return Package(version=version(name))
+    except PackageNotFoundError:
+        return Package(version="")
+
+
+def _strings(file: Path, names: set[str]) -> dict[str, str]:
+    """Get the strings that a file of Python assigns to some names at its top level."""
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return {}
+    found: dict[str, str] = {}
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        if isinstance(node, ast.AnnAssign):
+            targets = [node.target]
+        if not isinstance(node, ast.Assign | ast.AnnAssign):
+            continue
+        if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            for target in targets:
+                if isinstance(target, ast.Name) and target.id in names:
+                    found[target.id] = node.value.value
+    return found
+
+
+def own_version() -> str:
+    """Get the version of this package; empty where it is on the path and not installed."""
+    try:
+        return version(DISTRIBUTION)
+    except PackageNotFoundError:
+        return ""
+
+
+def package_findings(packages: Mapping[str, Package | None]) -> Iterator[Finding]:
+    """Judge the versions of Python and of the packages.
+
+    Args:
+        packages: As `find_packages` gives them.
+    """
+    yield python_finding(sys.version_info[:3])
+    for name in PACKAGES:
+        package = packages[name]
+        if package is None:
+            yield _finding(name, Status.REFUSED, "not installed", _INSTALL)
+        elif not package.version:
+            yield _finding(
+                name, Status.NOTE, "of an unknown version", f"expected {_expected(name)}"
+            )
+        else:
+            yield _version_finding(name, package)
+
+
+def import_findings(torch: TorchAnswer | str | None) -> Iterator[Finding]:
+    """Tell where torch or Triton is installed and cannot be imported.
+
+    Args:
+        torch: Torch's answer, or why there is none; None where it was not asked.
+    """
+    if isinstance(torch, str):
+        yield _finding("import", Status.REFUSED, "torch and Triton cannot be imported", torch)
+
+
+def python_finding(version: tuple[int, int, int]) -> Finding:
+    """Judge a version of Python."""
+    least, greatest = PYTHONS
+    found = f"{'.'.join(map(str, version))}, {sys.executable}"
+    if least <= version[:2] <= greatest:
+        return _finding("python", Status.FINE, found)
+    expected = " to ".join(".".join(map(str, each)) for each in PYTHONS)
+    return _finding("python", Status.REFUSED, found, f"expected {expected}")
+
+
+def _version_finding(name: str, package: Package) -> Finding:
+    found = package.version
+    if name == "torch":
+        found += ", for " + (_toolkit(package) or "CPUs")
+        if package.hip:
+            advice = "the kernels are for NVIDIA's GPUs; AMD's are refused"
+            return _finding(name, Status.REFUSED, found, advice)
+    if not _is_served(name, package.version):
+        return _finding(name, Status.REFUSED, found, f"expected {_expected(name)}")
+    return _finding(name, Status.FINE, found)
+
+
+def _toolkit(package: Package) -> str:
+    if package.hip:
+        return f"HIP {package.hip}"
+    return f"CUDA {package.cuda}" if package.cuda else ""
+
+
+def _is_served(name: str, text: str) -> bool:
+    if name == "vllm":
+        try:
+            return bool(series_of(text))
+        except ValueError:
+            return False
+    release = re.match(r"(\d+)\.(\d+)", text)
+    return release is None or (int(release[1]), int(release[2])) >= LEAST_VERSIONS[name]
+
+
+def _expected(name: str) -> str:
+    if name == "vllm":
+        return " or ".join(f"{series}.*" for series in SUPPORTED_VERSIONS)
+    return f"{'.'.join(map(str, LEAST_VERSIONS[name]))} or newer"
+
+
+def _finding(subject: str, status: Status, found: str, advice: str = "") -> Finding:
+    return Finding(
+        section=Section.PACKAGES, subject=subject, status=status, found=found, advice=advice
+    )
