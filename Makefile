@@ -40,10 +40,11 @@ PYTEST_JOBS = -n $(TEST_JOBS) --dist loadfile --max-worker-restart 2
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all test-slow test-emulated newer-vllm test-newer-vllm lint format clean
+.PHONY: help env demo test test-all test-slow test-emulated newer-vllm test-newer-vllm wheel-test \
+	lint format clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 env: $(ENVIRONMENT) ## build .venv: vLLM, torch, Triton and the tools (4 GB, 3 to 6 minutes)
 
@@ -66,6 +67,9 @@ newer-vllm: $(STAMPS)/newer-vllm ## lay the Python of vLLM 0.33 over the CPU bui
 
 test-newer-vllm: $(STAMPS)/newer-vllm ## run the plugin's tests on vLLM 0.33, its Python over 0.32's CPU build
 	PYTHONPATH=$(CURDIR)/$(NEWER_VLLM) $(BIN)/python -m pytest -m "not slow" $(PYTEST_JOBS) tests/vllm_plugin $(PYTEST_ARGS)
+
+wheel-test: $(ENVIRONMENT) ## build the wheel, install it in an environment of its own, test a part of it there
+	$(BIN)/python -m tests.installation.installed_wheel $(PYTEST_ARGS)
 
 lint: $(ENVIRONMENT) ## check format, lint, types, import contracts and spelling
 	$(BIN)/ruff format --check .

@@ -1,0 +1,55 @@
+"""Checks of the wheel where it is installed; `installed_wheel` runs them, `make test` does not."""
+
+import subprocess
+import sys
+from importlib.metadata import distribution, entry_points
+from pathlib import Path
+
+import pytest
+
+import jenga
+import jenga_kernels
+
+PREFIX = Path(sys.prefix).resolve()
+
+
+@pytest.mark.parametrize("package", [jenga, jenga_kernels], ids=lambda package: package.__name__)
+def test_the_packages_are_the_installed_ones(package):
+    (folder,) = package.__path__
+
+    assert Path(folder).resolve().is_relative_to(PREFIX)
+    assert (Path(folder) / "py.typed").is_file()
+    assert not list(Path.cwd().glob("jenga*"))
+
+
+def test_the_distribution_is_the_wheel_and_not_a_checkout():
+    found = distribution("jenga-kv")
+
+    assert Path(str(found.locate_file(""))).resolve().is_relative_to(PREFIX)
+    assert "tests" not in {Path(str(file)).parts[0] for file in found.files}
+
+
+def test_the_command_is_there_and_knows_every_model():
+    script = PREFIX / "bin" / "jenga"
+
+    for arguments in (["--version"], ["plan", "--list"], ["plan", "gemma-3-27b", "--without-vllm"]):
+        done = subprocess.run([script, *arguments], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout
+
+
+def test_vllm_loads_the_plugin_by_its_entry_point():
+    pytest.importorskip("vllm")
+    (point,) = entry_points(group="vllm.general_plugins", name="jenga")
+    script = (
+        "from vllm.plugins import load_general_plugins; load_general_plugins()\n"
+        "from vllm.v1.attention.backends.registry import AttentionBackendEnum\n"
+        "print(AttentionBackendEnum['JENGA_TRITON'].get_path())"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+
+    assert point.load().__module__ == "jenga.vllm_plugin"
+    assert done.stdout.splitlines()[-1].startswith("jenga.vllm_plugin.attention.")
