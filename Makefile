@@ -41,7 +41,7 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test test-all test-slow test-emulated newer-vllm test-newer-vllm wheel-test \
-	lint format clean
+	cpu-requirements lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,12 +71,16 @@ test-newer-vllm: $(STAMPS)/newer-vllm ## run the plugin's tests on vLLM 0.33, it
 wheel-test: $(ENVIRONMENT) ## build the wheel, install it in an environment of its own, test a part of it there
 	$(BIN)/python -m tests.installation.installed_wheel $(PYTEST_ARGS)
 
+cpu-requirements: $(ENVIRONMENT) ## make the extra `cpu` of pyproject.toml from the metadata of vLLM's CPU build
+	$(BIN)/python -m tests.installation.cpu_requirements
+
 lint: $(ENVIRONMENT) ## check format, lint, types, import contracts and spelling
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 	$(BIN)/codespell
+	$(BIN)/hadolint docker/Dockerfile
 
 format: $(ENVIRONMENT) ## rewrite the files in the house format
 	$(BIN)/ruff format .
