@@ -9,7 +9,11 @@ import venv
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from jenga.vllm_plugin import kept_trials
+
 ROOT = Path(__file__).parents[2]
+
+FINE, NOTE, REFUSED = "fine", "note", "refused"
 
 H100 = "0, NVIDIA H100 80GB HBM3, 81559, 580.65.06, 9.0"
 OLD_DRIVER = "0, NVIDIA H100 80GB HBM3, 81559, 470.82.01, 9.0"
@@ -150,3 +154,17 @@ def make_python(folder):
     """Make a Python that sees no package, and get its path."""
     venv.create(folder, with_pip=False, symlinks=True)
     return folder / "bin" / "python"
+
+
+def refused(findings):
+    return sorted(subject for subject, each in findings.items() if each["status"] == REFUSED)
+
+
+def keep(machine, monkeypatch, key, *, gpu="NVIDIA H100 80GB HBM3", triton="3.6.0", **verdict):
+    """Keep a verdict as an engine on that machine would."""
+    monkeypatch.setenv("JENGA_CACHE", str(machine.cache))
+    folder = kept_trials.trials_folder(gpu, triton)
+    folder.mkdir(parents=True, exist_ok=True)
+    said = {"operation": "state_scan", "is_passed": True, "is_final": True, "reason": ""}
+    (folder / f"{key}.json").write_text(json.dumps({"verdict": said | verdict, "start": "x"}))
+    return folder

@@ -1,0 +1,87 @@
+"""What a model gets, and what is refused of it, as `jenga doctor` tells it."""
+
+import json
+
+import pytest
+
+from tests.doctor.machines import A100, llama_folder, refused
+
+
+def test_a_model_gets_what_jenga_plan_says_for_the_gpu_that_is_here(server, tmp_path):
+    folder = llama_folder(tmp_path / "small")
+
+    code, output, errors = server.doctor("--quick", "--json", str(folder))
+
+    assert (code, errors) == (0, "")
+    model = json.loads(output)["model"]
+    assert model["budget"]["gpu"] == "NVIDIA H100 80GB HBM3"
+    assert model["budget"]["memory_bytes"] == 81559 << 20
+    (table,) = model["geometry"]["page_tables"]
+    assert table["small_page_bytes"] == 16 * 4 * 2 * 2 * 64 * 2
+    code, output, _ = server.doctor("--quick", str(folder))
+    assert "small is understood" in output
+    assert "Requests that fit at once: " in output
+
+
+def test_a_model_too_large_for_one_gpu_is_planned_on_as_many_as_hold_it(server):
+    server.has_gpus(*(A100.format(index) for index in range(4)))
+
+    code, findings = server.findings("--quick", "llama-3.1-70b")
+
+    assert code == 0
+    assert findings["weights"]["advice"] == "start vLLM with --tensor-parallel-size 2"
+
+    server.has_gpus(A100.format(0))
+    code, findings = server.findings("--quick", "llama-3.1-70b")
+    assert (code, refused(findings)) == (1, ["model"])
+    assert "weights do not fit on NVIDIA A100" in findings["model"]["advice"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"model_type": "nobody"}, "no reader is for model_type 'nobody'"),
+        ({"num_hidden_layers": "four"}, "num_hidden_layers"),
+        ({"canvas_length": 32}, "generation by diffusion"),
+        ({"index_topk": 2048}, "sparse multi-head latent attention"),
+        (
+            {"quantization_config": {"quant_method": "modelopt", "kv_cache_quant_algo": "NVFP4"}},
+            "nvfp4",
+        ),
+    ],
+    ids=["unknown", "odd_field", "diffusion", "sparse", "nvfp4"],
+)
+def test_a_model_that_is_refused_is_so_by_name(server, tmp_path, fields, words):
+    folder = llama_folder(tmp_path / "odd", **fields, architectures=["NobodyForCausalLM"])
+
+    code, findings = server.findings("--quick", str(folder))
+
+    assert code == 1
+    (subject,) = refused(findings)
+    assert words in findings[subject]["found"] + findings[subject]["advice"]
+
+
+def test_float8_caches_are_refused_on_a_gpu_without_float8(server, tmp_path):
+    quantization = {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}
+    folder = llama_folder(tmp_path / "small", quantization_config=quantization)
+
+    assert server.findings("--quick", str(folder))[0] == 0
+    server.has_gpus(A100.format(0))
+    code, findings = server.findings("--quick", str(folder))
+
+    assert (code, refused(findings)) == (1, ["cache"])
+    assert "compute capability 8.9" in findings["cache"]["advice"]
+
+
+@pytest.mark.parametrize("text", ["/nowhere", "gemma-3-72b", ""])
+def test_a_model_that_is_not_found_is_one_finding(server, text):
+    code, findings = server.findings("--quick", text)
+
+    assert (code, refused(findings)) == (1, ["model"])
+
+
+def test_refused_models_are_those_that_the_engine_refuses():
+    pytest.importorskip("vllm")
+    from jenga.vllm_plugin import config, refused_models
+
+    assert config.SPARSE_MODEL_TYPES is refused_models.SPARSE_MODEL_TYPES
