@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.doctor.machines import FINE, NOTE, REFUSED, ROOT, keep, llama_folder, refused
+from tests.doctor.machines import FINE, NOTE, OLD_DRIVER, REFUSED, ROOT, keep, llama_folder, refused
 
 
 def test_a_machine_with_all_that_is_served_has_nothing_refused(server):
@@ -134,3 +135,24 @@ def test_the_page_of_installation_says_what_the_command_prints_and_names_targets
         assert f"`{name}`" in page
     targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
     assert set(re.findall(r"`make ([a-z-]+)`", page)) <= targets
+
+
+def test_the_page_of_installation_shows_a_screen_as_it_is_printed(server, monkeypatch):
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    server.has_gpus(OLD_DRIVER)
+    server.variables |= {"JENGA_LEFT_SHARE": "2"}
+    keep(server, monkeypatch, "a")
+    keep(server, monkeypatch, "b", operation="paged_attention", is_passed=False, reason="off by 3")
+
+    code, output, _ = server.doctor("--quick")
+
+    assert code == 1
+    shown = output.replace(f"{platform.system()} {platform.machine()}", "Linux x86_64", 1)
+    assert steady(shown) in steady(page)
+
+
+def steady(text):
+    """Leave out line breaks, and lines with paths of a machine."""
+    text = re.sub(r"  ok +(python|JENGA_CACHE) .*?(?=\n  \S|\n\n)", "", text, flags=re.DOTALL)
+    text = re.sub(r"once\s+\S+\s+is\s+removed", "", text)
+    return " ".join(text.split())
