@@ -38,7 +38,7 @@ def examine(environ: Mapping[str, str], *, model: str | None, imports: bool) -> 
     )
     findings += looked_at(Section.PACKAGES, "packages", lambda: package_findings(packages))
     findings += looked_at(Section.PACKAGES, "import", lambda: import_findings(torch))
-    has_gpu = bool(package and package.cuda and (machine.gpus or machine.trouble))
+    has_gpu = bool(machine.gpus or machine.trouble) and (package is None or bool(package.cuda))
     findings += looked_at(
         Section.PLUGIN, "plugin", lambda: plugin_findings(environ, has_gpu=has_gpu, vllm=vllm)
     )

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.doctor.machines import FINE, NOTE, REFUSED, ROOT
+from tests.doctor.machines import FINE, H100, NOTE, REFUSED, ROOT, refused
 
 
 def test_without_any_package_that_is_said_and_nothing_else_is_printed(machine):
@@ -157,3 +157,12 @@ def test_names_that_are_otherwise_are_told_in_a_sentence_each():
     assert answer["num_names"] == 4
     assert len(answer["mismatches"]) == 3
     assert "shutil.which takes ('cmd', 'mode', 'path')" in answer["mismatches"][0]
+
+
+def test_without_packages_a_gpu_needs_no_interpreter(machine):
+    machine.has_jenga()
+    machine.has_gpus(H100)
+
+    _, findings = machine.findings()
+
+    assert refused(findings) == ["torch", "triton", "vllm"]
