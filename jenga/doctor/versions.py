@@ -21,6 +21,9 @@ PACKAGES = ("vllm", "torch", "triton")
 LEAST_VERSIONS = {"torch": (2, 11), "triton": (3, 6)}
 """Least release of a package, as in pyproject.toml's extra `kernels`."""
 
+TESTED_VERSIONS = {"torch": (2, 13), "triton": (3, 7)}
+"""Greatest release of a package that tests ran on: see the Makefile."""
+
 PYTHONS = ((3, 11), (3, 14))
 """Least and greatest release of Python, as in pyproject.toml."""
 
@@ -142,6 +145,10 @@ def _version_finding(name: str, package: Package) -> Finding:
             return _finding(name, Status.REFUSED, found, advice)
     if not _is_served(name, package.version):
         return _finding(name, Status.REFUSED, found, f"expected {_expected(name)}")
+    release, tested = _release(package.version), TESTED_VERSIONS.get(name)
+    if release is not None and tested is not None and release > tested:
+        advice = f"newer than any that tests ran on, {'.'.join(map(str, tested))}"
+        return _finding(name, Status.NOTE, found, advice)
     return _finding(name, Status.FINE, found)
 
 
@@ -157,8 +164,13 @@ def _is_served(name: str, text: str) -> bool:
             return bool(series_of(text))
         except ValueError:
             return False
-    release = re.match(r"(\d+)\.(\d+)", text)
-    return release is None or (int(release[1]), int(release[2])) >= LEAST_VERSIONS[name]
+    release = _release(text)
+    return release is None or release >= LEAST_VERSIONS[name]
+
+
+def _release(version: str) -> tuple[int, int] | None:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return None if found is None else (int(found[1]), int(found[2]))
 
 
 def _expected(name: str) -> str:

@@ -49,7 +49,9 @@ def test_another_vllm_is_refused_by_its_version(server, version, status):
         ("torch", "2.10.0", REFUSED),
         ("torch", "2.11.0", FINE),
         ("triton", "3.5.1", REFUSED),
-        ("triton", "3.10.0", FINE),
+        ("triton", "3.7.9", FINE),
+        ("triton", "3.10.0", NOTE),
+        ("torch", "2.14.0", NOTE),
     ],
 )
 def test_packages_are_served_from_a_least_version_on(server, package, version, status):
@@ -78,6 +80,17 @@ def test_amds_build_of_torch_is_refused(server):
     assert code == 1
     assert findings["torch"]["status"] == REFUSED
     assert findings["torch"]["found"] == "2.13.0, for HIP 6.4"
+
+
+def test_greatest_tested_versions_are_those_of_the_environment():
+    from jenga.doctor.versions import TESTED_VERSIONS
+    from tests.installation.cpu_requirements import OWN
+
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    major, minor = TESTED_VERSIONS["torch"]
+    assert f"TORCH_VERSION := {major}.{minor}." in makefile
+    major, minor = TESTED_VERSIONS["triton"]
+    assert OWN[0].startswith(f"triton=={major}.{minor}.")
 
 
 def test_least_versions_are_those_of_the_packages_metadata():
