@@ -1,9 +1,9 @@
-"""What an admission leaves alone: cached content that waiting requests will read.
+"""What an admission leaves alone: part of the cache, if prompts are read again.
 
 An engine admits what fits, and all cached content counts as room. Under load that empties the
-cache: running requests take it all, and what the queue was about to hit is computed again. So while
-others run, an admission leaves what the queue will read where it is and waits for one of them to
-end; the order of admission stays the engine's.
+cache: running requests take it all, and what the next requests were about to hit is computed again.
+So while others run, an admission leaves a share of the arena to cached content and waits for one of
+them to end; the order of admission stays the engine's.
 
 Memory kept from running requests costs throughput. So no more is left than prompts, recent ones and
 those of the queue, have in common with what came before them: without prompts that are read again,
@@ -17,11 +17,10 @@ from collections.abc import Sequence
 
 from jenga.allocator import Allocator
 from jenga.checks import check_number
-from jenga.eviction.tree import CheckpointTree
 from jenga.small_pages import Sharing
 
-LEFT_SHARE = 0.6
-"""Of the arena, left to what waits if all that is asked was asked before and little decoded."""
+LEFT_SHARE = 0.4
+"""Of the arena, left to the cache if all that is asked was asked before and little decoded."""
 
 STEP_TOKENS = 256
 """What a step of a dense model costs, in tokens of a prompt: by their peaks an A100 computes 153 of
@@ -40,43 +39,36 @@ def default_left_share(*, has_host: bool) -> float:
 
 
 class Admission:
-    """How many large pages an admission leaves to requests that wait."""
+    """How many large pages an admission leaves to the cache."""
 
     __slots__ = (
         "_asked_tokens",
-        "_large_page_bytes",
+        "_large_pages",
         "_most_left",
         "_num_steps",
         "_reread_tokens",
         "_step_tokens",
-        "_tree",
     )
 
     def __init__(
         self,
         allocator: Allocator,
-        tree: CheckpointTree,
         left_share: float,
         step_tokens: float = STEP_TOKENS,
-        *,
-        large_page_bytes: int,
     ) -> None:
         """Nothing was admitted.
 
         Args:
             allocator: Books of the arena.
-            tree: Knows what is waited for.
             left_share: Of the arena, left at most.
             step_tokens: Tokens of a prompt that take as long as what a step costs by itself.
-            large_page_bytes: Of a large page.
 
         Raises:
             ValueError: The share is none, or the tokens are negative or not finite.
         """
         check_number("left_share", left_share, below=1)
         check_number("step_tokens", step_tokens)
-        self._tree = tree
-        self._large_page_bytes = large_page_bytes
+        self._large_pages = allocator.large_pages
         self._step_tokens = step_tokens
         self._most_left = left_share * allocator.large_pages.num_pages
         self._reread_tokens = self._asked_tokens = self._num_steps = 0.0
@@ -118,12 +110,10 @@ class Admission:
             asked_tokens: Likewise.
         """
         asked = self._asked_tokens + asked_tokens
-        if not asked or not self._tree.awaited:
+        if not asked:
             return 0
-        num_wanted = self._tree.awaited_bytes() // self._large_page_bytes
+        num_cached = self._large_pages.reclaimable.num_queued
         if hits is not None:
-            num_wanted -= sum(sharing.num_pinned for sharing in hits if sharing is not None)
-        if num_wanted <= 0:
-            return 0
+            num_cached -= sum(sharing.num_pinned for sharing in hits if sharing is not None)
         reread_share = (self._reread_tokens + reread_tokens) / asked
-        return min(num_wanted, int(self._most_left * reread_share * self.prompt_share**2))
+        return max(0, min(num_cached, int(self._most_left * reread_share * self.prompt_share**2)))

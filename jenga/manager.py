@@ -59,7 +59,7 @@ class Manager(Keeping):
                 each in place of the one before, a multiple of `hash_tokens`; 0 for none, by default
                 64 or a little more.
             left_share: Of the arena, how much an admission leaves at most, while others run, to
-                cached content that waiting requests will read; 0 for nothing, as by default where
+                cached content if prompts are read again; 0 for nothing, as by default where
                 there is host memory, else `LEFT_SHARE`.
             step_tokens: Tokens of a prompt that are computed in the time a step takes to read the
                 weights, by which an admission knows what a running request is worth.
@@ -175,13 +175,7 @@ class Manager(Keeping):
         )
         if left_share is None:
             left_share = default_left_share(has_host=host is not None)
-        admission = Admission(
-            allocator,
-            tree,
-            left_share,
-            step_tokens,
-            large_page_bytes=geometry.large_page_bytes,
-        )
+        admission = Admission(allocator, left_share, step_tokens)
         self._entry = Entry(self._requests, checkpoints, self._waiting, admission)
         self._growth = Growth(tables, self.capacity)
         self._taking = Taking(

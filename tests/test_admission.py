@@ -1,4 +1,6 @@
-"""What an admission leaves to others: what is waited for or held, while anybody runs."""
+"""What an admission leaves to the cache while other requests run."""
+
+from types import SimpleNamespace
 
 import pytest
 
@@ -118,39 +120,20 @@ def test_awaited_states_are_left_only_as_far_as_prompts_are_read_again():
 # In numbers
 
 
-class Pages:
-    """An allocator of a hundred large pages."""
-
-    class large_pages:  # noqa: N801  stands for an attribute
-        num_pages = 100
-
-
-class Awaited:
-    """A tree of which so many large pages are waited for."""
-
-    def __init__(self, num_wanted):
-        self.num_wanted = num_wanted
-        self.awaited = {"a text": [1]} if num_wanted else {}
-
-    def awaited_bytes(self):
-        return self.num_wanted * PAGE_BYTES + PAGE_BYTES - 1
-
-
-PAGE_BYTES = 4096
-
-
-def admission_of(num_wanted, left_share, **options):
-    return Admission(Pages, Awaited(num_wanted), left_share, large_page_bytes=PAGE_BYTES, **options)
+def admission_of(num_cached, left_share, **options):
+    """Of an arena of a hundred large pages, so many of which hold cached content alone."""
+    pages = SimpleNamespace(num_pages=100, reclaimable=SimpleNamespace(num_queued=num_cached))
+    return Admission(SimpleNamespace(large_pages=pages), left_share, **options)
 
 
 @pytest.mark.parametrize(
-    ("num_wanted", "reread_tokens", "reserve"),
+    ("num_cached", "reread_tokens", "reserve"),
     [(0, 100, 0), (7, 100, 7), (80, 100, 50), (80, 40, 20), (80, 0, 0)],
 )
-def test_reserve_is_what_is_wanted_and_no_more_than_is_read_again(
-    num_wanted, reread_tokens, reserve
+def test_reserve_is_what_is_cached_and_no_more_than_is_read_again(
+    num_cached, reread_tokens, reserve
 ):
-    admission = admission_of(num_wanted, 0.5)
+    admission = admission_of(num_cached, 0.5)
     assert admission.reserve(None) == 0
     admission.note(reread_tokens, 100)
     assert admission.reserve(None) == reserve

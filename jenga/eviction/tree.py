@@ -13,7 +13,7 @@ first. A hit on loose pages makes a checkpoint of them.
 from bisect import bisect_left, insort
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import groupby
 from math import lcm
 from random import Random
 from typing import cast
@@ -393,10 +393,17 @@ class CheckpointTree:
         deepest = path[-1] if path else None
         past = past_of(deepest)
         node = self._read_at(prefix_hashes, facts, hit_tokens)
-        if node is not None:
-            self._read(node)
-        if deepest is not None and (node is None or deepest is not node.point):
+        if (
+            deepest is not None
+            and deepest.num_tokens >= hit_tokens
+            and (node is None or deepest is not node.point)
+        ):
+            # Of what was evicted: a checkpoint before it only stood in.
             history.read(deepest)
+            if node is not None:
+                self._spare(node)
+        elif node is not None:
+            self._read(node)
         history.admit(computed_bytes)
         branches = [
             point.num_tokens
@@ -408,6 +415,10 @@ class CheckpointTree:
     def _read(self, node: Checkpoint) -> None:
         self.history.read(node.point)
         self.history.renew(node.point)
+        self._spare(node)
+
+    def _spare(self, node: Checkpoint) -> None:
+        """Rank a checkpoint anew, whose reader has come."""
         node.heir_of = None
         if node in self._upcoming:
             self._upcoming.remove(node)
@@ -680,20 +691,6 @@ class CheckpointTree:
         for node in (self._by_key.get(name), self._cut_nodes.get(name)):
             if node is not None and node.is_kept and node.name == name:
                 yield node
-
-    def awaited_bytes(self) -> int:
-        """Bytes of what waiting requests will read and no request uses."""
-        seen: set[int] = set()
-        num_bytes = 0
-        for awaited in chain.from_iterable(map(self._named, self.awaited)):
-            num_bytes += awaited.alone_bytes
-            node = awaited
-            while node.parent is not None and id(node) not in seen:
-                seen.add(id(node))
-                if node.segment_bytes and not self._is_used(node):
-                    num_bytes += node.segment_bytes
-                node = node.parent
-        return num_bytes
 
     def protect(self, node: Checkpoint | None) -> None:
         """Let a checkpoint be the last to go until another call, since it is about to be read."""

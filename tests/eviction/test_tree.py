@@ -480,32 +480,14 @@ def test_a_checkpoint_made_while_it_is_waited_for_is_awaited():
     arena.written("a" * 16, 16)
     arena.written("b" * 16, 16)
 
-    assert arena.tree.awaited_bytes() == (4 + 3) * 64
     arena.tree.evict_one()
     assert arena.is_kept("a" * 16, 16)
     assert not arena.tree.await_no_more(b"a" * 16, 4)
     arena.check()
     assert arena.tree.await_no_more(b"a" * 16, 2)
     arena.check()
-    assert arena.tree.awaited_bytes() == 0
     assert arena.tree.evict_one()
     assert not arena.is_kept("a" * 16, 16)
-
-
-def test_awaited_bytes_are_those_that_nobody_uses_each_once():
-    arena = Arena(WINDOWED)
-    arena.written(TEXT[:40], 16)
-    arena.written(TEXT[:40], 40)
-    for num_tokens in (16, 40):
-        arena.tree.await_point(TEXT[:num_tokens].encode(), num_tokens)
-    assert arena.tree.awaited_bytes() == (10 + 3 + 3) * 64
-
-    table = arena.tables[0]
-    pages = [table.page_of(key) for key in arena.keys(table, TEXT[:16])]
-    table.pages.share(pages)
-
-    assert arena.tree.awaited_bytes() == (6 + 3 + 3) * 64
-    table.leave_pages(pages)
 
 
 @pytest.mark.parametrize("num_others", [0, 2])
@@ -577,7 +559,7 @@ def test_states_that_are_read_just_now_or_that_another_checkpoint_needs_are_not_
 # What is known of points
 
 
-def test_a_request_reads_the_point_it_hits_and_the_deepest_that_it_could_have():
+def test_a_request_reads_the_deepest_point_that_it_could_have_and_not_what_stands_in():
     arena = Arena(STATES)
     for num_tokens, kind in ((16, Kind.BRANCH), (32, Kind.PROMPT_END)):
         arena.written(TEXT[:40], num_tokens, kind)
@@ -591,8 +573,20 @@ def test_a_request_reads_the_point_it_hits_and_the_deepest_that_it_could_have():
 
     assert admitted.past == Past.TURN
     assert admitted.branches == []
-    assert {point.past for point in points.values()} == {Past.READ}
+    assert {tokens: point.past for tokens, point in points.items()} == {
+        16: Past.NEW_TEXT,
+        32: Past.READ,
+    }
     assert history.time == 1000
+
+
+def test_a_hit_beyond_every_known_point_reads_none_of_them():
+    # As where a request that still runs has the rest of the text.
+    arena = Arena(STATES)
+    arena.written(TEXT[:40], 16, Kind.PROMPT_END)
+    arena.tree.admit(hashes(TEXT), FACTS, hit_tokens=32, asked_tokens=56, computed_bytes=1000)
+
+    assert arena.tree.history.get(TEXT[:16].encode()).past == Past.NEW_TEXT
 
 
 def test_branches_beyond_a_hit_are_told_to_whoever_passes_them_again():
