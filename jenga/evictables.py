@@ -2,12 +2,17 @@
 
 A large page without a user goes as a whole, so an order among small pages matters only in pinned
 ones. It is made when it is first asked for: most large pages are given away without one.
+
+A small page that no checkpoint needs is *loose*. Loose pages of pinned large pages go before
+everything else, and those of the fullest large page first. By age alone the pages that a request
+takes would be strewn over many large pages, and each of these would stay pinned for its sake.
 """
 
 from collections.abc import Sequence
 
-from jenga.bins import NO_PAGE
+from jenga.bins import NO_PAGE, Bins
 from jenga.errors import InvariantError
+from jenga.eviction.ranks import KEPT_RANK
 from jenga.victims import NOT_QUEUED, VictimQueue
 
 NO_ORDER: list[int] = []
@@ -21,13 +26,17 @@ class Evictables:
         stamps: Of an evictable small page its rank, else `NOT_QUEUED`.
         eldest: Large page -> a lower bound of the ranks of its evictable small pages.
         youngest: Large page -> the rank at which it last had a user.
-        pinned: Pinned large pages with evictable small pages, by a lower bound of their ranks.
+        pinned: Pinned large pages with evictable small pages, by a lower bound of their ranks; but
+            for those in `loose`.
+        loose: Pinned large page with loose small pages -> its small pages without a user.
     """
 
     __slots__ = (
+        "_fullest",
         "_orders",
         "_pages_per_large",
         "eldest",
+        "loose",
         "pinned",
         "stamps",
         "youngest",
@@ -39,6 +48,8 @@ class Evictables:
         self.eldest = [0] * num_larges
         self.youngest = [0] * num_larges
         self.pinned = VictimQueue(num_larges)
+        self.loose: dict[int, int] = {}
+        self._fullest = Bins()  # the same, by that number
         # Per large page, entries of its evictable small pages in order, with stale ones.
         self._orders = [NO_ORDER] * num_larges
 
@@ -53,11 +64,20 @@ class Evictables:
 
     def pin(self, large: int) -> None:
         """Let evictable small pages of a large page go one by one."""
-        self.pinned.push(large, self.eldest[large])
+        if large not in self.loose:
+            self.pinned.push(large, self.eldest[large])
 
     def unpin(self, large: int) -> None:
         """Note that no small page of a large page goes by itself, if any did."""
-        self.pinned.drop(large)
+        if large in self.loose:
+            self._fullest.remove(large, self.loose.pop(large))
+        else:
+            self.pinned.drop(large)
+
+    def recount(self, large: int, num_unused: int) -> None:
+        """Record how many small pages of a large page with loose ones have no user."""
+        self._fullest.move(large, self.loose[large], num_unused)
+        self.loose[large] = num_unused
 
     def add(self, large: int, page: int, rank: int, *, is_first: bool, goes_alone: bool) -> None:
         """Note that one small page became evictable.
@@ -136,6 +156,32 @@ class Evictables:
         else:
             self._orders[large] = NO_ORDER
 
+    def find_loose(self, used: Sequence[int]) -> int:
+        """The fullest pinned large page with loose small pages, or the null page.
+
+        Args:
+            used: Of each large page, small pages that have a user.
+        """
+        pinned, loose, k = self.pinned, self.loose, self._pages_per_large
+        while 0 <= pinned.peek_rank() < KEPT_RANK:
+            large = pinned.peek()
+            pinned.drop(large)
+            loose[large] = k - used[large]
+            self._fullest.add(large, loose[large])
+        while large := self._fullest.fullest():
+            rank = self._valid_order(large)[0] // len(self.stamps)
+            if rank < KEPT_RANK:
+                break
+            self._fullest.remove(large, loose.pop(large))
+            pinned.push(large, rank)
+        return large
+
+    def take_loose(self, large: int) -> int:
+        """The small page of `find_loose` that goes next, evictable no longer."""
+        page = self._orders[large].pop(0) % len(self.stamps)
+        self.stamps[page] = NOT_QUEUED
+        return page
+
     def take_first(self) -> int:
         """The evictable small page in a pinned large page that goes next, evictable no longer.
 
@@ -174,14 +220,19 @@ class Evictables:
     def next_alone(self, most: int) -> list[int]:
         """Small pages of pinned large pages, about those that go next, up to so many."""
         rank_of = self.stamps.__getitem__
+        first: list[int] = []
+        for large in self._fullest.in_order():
+            first += sorted(self.pages_of(large), key=rank_of)
+            if len(first) >= most:
+                return first[:most]
         pages: list[int] = []
         for large in self.pinned.in_order():
             pages += self.pages_of(large)
             # Large pages are in the order of a lower bound: the next one's may go before these.
-            if len(pages) >= 2 * most:
+            if len(pages) >= 2 * (most - len(first)):
                 break
         pages.sort(key=rank_of)
-        return pages[:most]
+        return (first + pages)[:most]
 
     def take_all(self, large: int) -> list[int]:
         """The evictable small pages of a large page, evictable no longer."""
@@ -203,6 +254,12 @@ class Evictables:
             self.youngest[large] = max(left)
         return len(left)
 
+    def check_queues(self, used: Sequence[int]) -> None:
+        """Raise `InvariantError` unless the queues agree with themselves and with what is used."""
+        self.pinned.check()
+        self._fullest.check({large: self._pages_per_large - used[large] for large in self.loose})
+        self._fullest.check(self.loose)
+
     def check(self, large: int, *, is_pinned: bool) -> None:
         """Raise `InvariantError` unless bounds and order of a large page are those of its pages."""
         k, order = self._pages_per_large, self._orders[large]
@@ -211,11 +268,12 @@ class Evictables:
         lowest, highest = min(ranks.values(), default=0), max(ranks.values(), default=0)
         entries = {rank * len(self.stamps) + page for page, rank in ranks.items()}
         goes_alone = bool(ranks) and is_pinned
-        is_queued = self.pinned.stamps[large] >= 0
+        is_queued, is_loose = self.pinned.stamps[large] >= 0, large in self.loose
         problems = {
             "evictable pages missing in the order": order and not entries <= set(order),
             "an order that does not rise": order != sorted(set(order)),
-            "pinned victims not queued": goes_alone and not is_queued,
+            "pinned victims not queued, or twice": goes_alone and is_queued == is_loose,
+            "loose without pinned victims": is_loose and not goes_alone,
             "rank of the oldest not a lower bound": is_queued
             and goes_alone
             and self.pinned.rank(large) > lowest,

@@ -34,6 +34,7 @@ class SplitBooks:
     __slots__ = (
         "_evictables",
         "_large_pages",
+        "_loose",
         "_used",
         "_vacancies",
         "evicted",
@@ -60,6 +61,7 @@ class SplitBooks:
         self._evictables = Evictables(num_larges, pages_per_large)
         self._used = [0] * num_larges  # large page -> used small pages
         self.stamps = self._evictables.stamps
+        self._loose = self._evictables.loose
         self.shares: dict[int, int] = {}
         self.evicted: list[int] = []
         self.num_used = self.num_evictable = self.num_large = self.num_spare = 0
@@ -149,7 +151,7 @@ class SplitBooks:
             if used:
                 num_spare += k - len(used)
         self._vacancies.check({large: self._used[large] > 0 for large in held})
-        self._evictables.pinned.check()
+        self._evictables.check_queues(self._used)
         check_shares(self.shares, users)
         counted = (self.num_large, self.num_used, self.num_evictable, self.num_spare)
         if counted != (len(held), len(users), num_evictable, num_spare):

@@ -62,6 +62,8 @@ class SplitPages(SplitBooks):
                     evictables.pin(large)
             elif used[large] + num_empty == k:
                 evictables.unpin(large)
+            elif large in self._loose:
+                self._recount(large)
         self._large_pages.reclaimable.drop_many(unpinned)
         self.num_spare += sharing.added_spare
         self.num_used += num_revived
@@ -109,6 +111,9 @@ class SplitPages(SplitBooks):
             self._large_pages.make_empty(1, self.index)
             self._claim(self._open_empty(budget), num_pages, owner, pages)
         while len(pages) < num_pages:
+            num_used = self._used[self._vacancies.free.fullest()]  # of the null page, none
+            if not self._large_pages.num_empty and self._take_loose(num_used, pages):
+                continue
             large = self._best_fit(budget)
             if large != NO_PAGE:
                 self._fill(large, num_pages - len(pages), pages)
@@ -119,6 +124,8 @@ class SplitPages(SplitBooks):
     def _count_packed(self, large: int) -> None:
         """Count an empty small page of a pinned large page that was taken."""
         self._used[large] += 1
+        if large in self._loose:
+            self._recount(large)
         self.num_spare -= 1
         self.num_used += 1
 
@@ -159,10 +166,12 @@ class SplitPages(SplitBooks):
         return self._vacancies.claimed.emptiest()
 
     def _evict(self, num_pages: int, budget: Budget, pages: list[int]) -> None:
-        """Evict what goes first: a small page of a pinned large page, a large page, a checkpoint.
+        """Evict a loose page, else what goes first: a small page, a large page or a checkpoint.
 
         What a checkpoint leaves empty is found by whoever asks for empty small pages next.
         """
+        if self._take_loose(-1, pages):
+            return
         evictables, large_pages = self._evictables, self._large_pages
         small = evictables.pinned.peek_rank()
         oldest = large_pages.reclaimable.peek_rank() if budget.allows else NOT_QUEUED
@@ -183,6 +192,14 @@ class SplitPages(SplitBooks):
         else:
             large_pages.make_empty(1, self.index)
 
+    def _take_loose(self, num_used: int, pages: list[int]) -> bool:
+        """Take a loose page of a large page of which more than `num_used` small pages are used."""
+        large = self._evictables.find_loose(self._used)
+        if large == NO_PAGE or self._used[large] <= num_used:
+            return False
+        self._take_evicted(self._evictables.take_loose(large), pages)
+        return True
+
     def _oldest_is_own(self) -> bool:
         oldest = self._large_pages.reclaimable.peek()
         return self._large_pages.holders[oldest] == self.index
@@ -195,11 +212,17 @@ class SplitPages(SplitBooks):
         self.num_evicted_alone += 1
         pages.append(page)
         self._used[large] += 1
+        if large in self._loose:
+            self._recount(large)
         self.num_spare -= 1
         self.num_used += 1
         self.num_evictable -= 1
         if self._used[large] + len(self._vacancies.empties[large]) == self.pages_per_large:
             self._evictables.unpin(large)
+
+    def _recount(self, large: int) -> None:
+        """Record how many small pages of a pinned large page with loose ones have no user."""
+        self._evictables.recount(large, self.pages_per_large - self._used[large])
 
     def _open_empty(self, budget: Budget) -> int:
         """Open an empty large page; the caller fills at least one small page of it."""
@@ -223,6 +246,8 @@ class SplitPages(SplitBooks):
         """Take up to `num_pages` empty small pages of a pinned large page."""
         num_taken = self._vacancies.take(large, num_pages, pages)
         self._used[large] += num_taken
+        if large in self._loose:
+            self._recount(large)
         self.num_spare -= num_taken
         self.num_used += num_taken
 
@@ -256,6 +281,8 @@ class SplitPages(SplitBooks):
         self._evictables.add(large, page, rank, is_first=is_first, goes_alone=num_used > 1)
         if num_used > 1:
             self._used[large] = num_used - 1
+            if large in self._loose:
+                self._recount(large)
             self.num_spare += 1
         else:
             self._leave(large, 1)
@@ -374,6 +401,8 @@ class SplitPages(SplitBooks):
         num_used = self._used[large] - num_left
         self._used[large] = num_used
         if num_used:
+            if large in self._loose:
+                self._recount(large)
             self.num_spare += num_left
             return False
         self.num_spare -= self.pages_per_large - num_left
