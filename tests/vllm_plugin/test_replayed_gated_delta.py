@@ -429,15 +429,17 @@ def test_histories_are_for_layers_on_our_kernels_with_rows_of_whole_loads():
     thin = {"four": spec_of(((3, 2 * 2 * 16 + 2 * 6), (2, 6, 16)))}
     mamba2 = {"five": spec_of(((3, 2 * 8 + 2 * 16), (2, 8, 16)), kind="MAMBA2")}
 
-    layers = "models of Mamba-2 layers or layers of the gated delta rule, and there are none"
+    layers = "got a model without Mamba-2 layers or layers of the gated delta rule"
+    rows = "got rows of 24 bytes in layer {!r} .*in rows of multiples of 16 bytes"
+    tokens = "got 65 tokens in layer 'two', which can keep 64 .*at most 64 tokens"
     for specs in (mamba1, delta):  # of a model whose layers run on vLLM's operations
         with pytest.raises(ValueError, match=layers):
             specs_with_histories(specs, "BailingMoeV2_5ForCausalLM")
-    with pytest.raises(ValueError, match=r"layer 'three'.* multiples of 16 bytes, got 24"):
+    with pytest.raises(ValueError, match=rows.format("three")):
         specs_with_histories(narrow, QWEN.architecture)
-    with pytest.raises(ValueError, match=r"layer 'four'.* multiples of 16 bytes, got 24"):
+    with pytest.raises(ValueError, match=rows.format("four")):
         specs_with_histories(thin, QWEN.architecture)
-    with pytest.raises(ValueError, match=r"layer 'two'.* at most 64 tokens, got 65"):
+    with pytest.raises(ValueError, match=tokens):
         specs_with_histories(delta, QWEN.architecture, 65)
     assert specs_with_histories(narrow, QWEN.architecture, 0) == narrow
     both = specs_with_histories(delta | mamba2 | mamba1, QWEN.architecture)
@@ -455,8 +457,8 @@ def test_histories_are_for_layers_on_our_kernels_with_rows_of_whole_loads():
         (16, 0, 16),
         (None, 8, 8),
         (8, 8, 8),
-        (16, 8, "must be 0 or"),
-        (None, 7, "8"),
+        (16, 8, "--replayssm-buffer-len 16 beside JENGA_HISTORY_TOKENS 8 .*must name one length"),
+        (None, 7, "JENGA_HISTORY_TOKENS 7, .*are 8 .*at least two steps"),
     ],
 )
 def test_vllms_flag_and_the_variable_ask_for_the_same(flag, variable, want):
@@ -466,7 +468,7 @@ def test_vllms_flag_and_the_variable_ask_for_the_same(flag, variable, want):
     engine = SimpleNamespace(cache_config=cache, additional_config={}, num_speculative_tokens=3)
 
     if isinstance(want, str):
-        with pytest.raises(ValueError, match=f"JENGA_HISTORY_TOKENS .*{want}"):
+        with pytest.raises(ValueError, match=f"got {want}"):
             take_replay(engine, variable)
     else:
         take_replay(engine, variable)
