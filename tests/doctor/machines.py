@@ -39,6 +39,16 @@ class FakedMachine:
     def cache(self):
         return self.folder / "cache"
 
+    @property
+    def sources(self):
+        """Our packages alone, without metadata that an installation may have left beside them."""
+        folder = self.folder / "sources"
+        if not folder.exists():
+            folder.mkdir()
+            for name in ("jenga", "jenga_kernels"):
+                (folder / name).symlink_to(ROOT / name)
+        return folder
+
     def has_gpus(self, *lines):
         self.has_program("nvidia-smi", "\n".join(["cat <<'END'", *lines, "END"]))
 
@@ -106,7 +116,7 @@ class FakedMachine:
         }
         environ |= {
             "PATH": os.pathsep.join([str(self.folder / "bin"), "/usr/bin", "/bin"]),
-            "PYTHONPATH": os.pathsep.join([str(self.folder / "packages"), str(ROOT)]),
+            "PYTHONPATH": os.pathsep.join([str(self.folder / "packages"), str(self.sources)]),
             "JENGA_CACHE": str(self.cache),
             **self.variables,
         }
