@@ -19,6 +19,7 @@ from jenga.models.config import Config
 from jenga.models.exchange import layer_type_fields, options_from
 from jenga.models.options import ReadOptions
 from jenga.spec import Layer, LayerType, StatePart
+from jenga.vllm_plugin.environment import BACKEND_NAME
 from jenga.vllm_plugin.weightless_model import have_no_device, weightless_model
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ ANSWER_FILE = "declared_layers.json"
 """Of the folder, written: the layer types, or an error."""
 
 _MOST_CHARACTERS = 400
-"""Of an error: some list every class that vLLM has."""
+"""Of vLLM's own errors: some list every class that it has."""
 
 _STATE_PARTS = ("conv", "recurrent")
 """Tensors of a state; with a history it has more, of which the plan counts the bytes alone."""
@@ -145,7 +146,10 @@ def _renamed(
 
 
 def _words(error: Exception) -> str:
-    """One line of an error, without the values that pydantic shows of configurations."""
+    """Get one line of an error, without the values that pydantic shows of configurations.
+
+    Refusals of this backend are whole: they end with the advice.
+    """
     from pydantic import ValidationError
 
     if isinstance(error, ValidationError):
@@ -153,7 +157,8 @@ def _words(error: Exception) -> str:
     else:
         error_text = f"{type(error).__name__}: {error}"
     line = " ".join(error_text.split())
-    return line if len(line) <= _MOST_CHARACTERS else f"{line[:_MOST_CHARACTERS]}..."
+    is_whole = BACKEND_NAME in line or len(line) <= _MOST_CHARACTERS
+    return line if is_whole else f"{line[:_MOST_CHARACTERS]}..."
 
 
 def main(folders: Sequence[Path]) -> None:

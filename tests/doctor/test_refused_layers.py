@@ -9,6 +9,7 @@ import pytest
 from jenga.doctor.findings import Status
 from jenga.doctor.machine import Machine
 from jenga.doctor.model import examine_model
+from jenga.vllm_plugin.refusals import Refusal
 from tests.vllm_plugin.conftest import engine_environment
 
 pytestmark = [
@@ -76,4 +77,7 @@ def test_a_layer_with_kernels_of_its_own_is_refused_by_its_name(tmp_path, monkey
     assert examined.plan is None
     (finding,) = examined.findings
     assert finding.status is Status.REFUSED
-    assert "JENGA_TRITON does not support layer 'language_model.model.layers.1" in finding.advice
+    words = Refusal.OWN_KERNELS.value
+    assert f"JENGA_TRITON does not support {words.feature}, got " in finding.advice
+    assert "of them, of which 'language_model.model.layers.1." in finding.advice
+    assert f"({words.reason}; use instead: {words.instead})" in finding.advice
