@@ -23,6 +23,7 @@ from jenga.vllm_plugin.cache_views import (
 from jenga.vllm_plugin.config import CACHE_DTYPES
 from jenga.vllm_plugin.environment import BACKEND_NAME
 from jenga.vllm_plugin.refusals import Refusal
+from jenga.vllm_plugin.replacements import check_watch
 from jenga.vllm_plugin.specs import HEAD_DIMS, INT4_ROW_ELEMENTS
 from jenga_kernels.attention_plan import AttentionKind
 from jenga_kernels.kv_store import kv_store
@@ -130,8 +131,13 @@ class JengaTritonBackend(AttentionBackend):
         """Say why a combination is not served.
 
         It is float8_e4m3fn on a GPU that cannot convert it, or rows of four bits an element that
-        would not begin where the kernels load them.
+        would not begin where the kernels load them. None is on a vLLM that does not let the plugin
+        see what a configuration selects.
         """
+        try:
+            check_watch()
+        except (AttributeError, ImportError, ValueError) as error:
+            return f"{BACKEND_NAME} cannot be selected on this vLLM: {error}"
         is_fp8 = kv_cache_dtype is not None and kv_cache_dtype.startswith("fp8")
         is_converted = is_fp8 and kv_cache_dtype != E5M2
         if is_converted and device_capability is not None and device_capability.to_int() < ADA:

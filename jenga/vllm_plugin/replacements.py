@@ -32,11 +32,21 @@ def watch_configurations() -> None:
     Raises:
         ValueError: vLLM has not one of the names, or with another signature; none was replaced.
     """
-    missing = [watch for watch in CONFIG_WATCH if not watch.is_applied]
-    for watch in missing:
-        watch.check()
-    for watch in missing:
-        watch.apply()
+    check_watch()
+    for watch in CONFIG_WATCH:
+        if not watch.is_applied:
+            watch.apply()
+
+
+def check_watch() -> None:
+    """Check that this vLLM lets the plugin see a configuration select the backend.
+
+    Raises:
+        ValueError: vLLM has not one of the names that this takes, or with another signature.
+    """
+    for watch in CONFIG_WATCH:
+        if not watch.is_applied:
+            watch.check()
 
 
 def apply_replacements() -> None:

@@ -8,6 +8,7 @@ it travels with the configuration into every process.
 """
 
 import os
+from contextlib import suppress
 from typing import Any
 
 from jenga.vllm_plugin.environment import BACKEND_NAME, BACKEND_VARIABLE
@@ -27,6 +28,20 @@ def backend_member() -> Any:  # noqa: ANN401 (a member of an enumeration that vL
         member = AttentionBackendEnum.register(BACKEND_NAME, _BACKEND_PATH)
         member.__reduce_ex__ = lambda proto: (restore_backend, ())  # noqa: ARG005 (pickle's)
     return AttentionBackendEnum[BACKEND_NAME]
+
+
+def _forget_backend() -> None:
+    """Take the name back that `backend_member` made known, so that vLLM refuses it as unknown.
+
+    VLLM has no hook for it: this undoes what `register` of its enumeration does.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum as Backends
+
+    member = Backends._member_map_.pop(BACKEND_NAME, None)
+    if member is not None:
+        Backends._value2member_map_.pop(member.value)
+        Backends._member_names_.remove(BACKEND_NAME)
+        delattr(Backends, BACKEND_NAME)
 
 
 def restore_backend() -> Any:  # noqa: ANN401
@@ -55,7 +70,8 @@ def register_backend() -> None:
     """Make the name selectable and watch for a configuration that selects it.
 
     A vLLM without the names that this takes is left as it is, unless the environment selects the
-    backend: a plugin that is installed and not selected stops no engine.
+    backend: a plugin that is installed and not selected stops no engine. There the name is taken
+    back if vLLM has asked for it already, by `name_backend`.
 
     Raises:
         ValueError: This vLLM has not these names, and `VLLM_ATTENTION_BACKEND` selects the backend.
@@ -74,5 +90,7 @@ def register_backend() -> None:
         if os.environ.get(BACKEND_VARIABLE, "").strip().upper() == BACKEND_NAME:
             msg = f"{BACKEND_VARIABLE}={BACKEND_NAME} cannot be served on this vLLM: {error}"
             raise ValueError(msg) from error
+        with suppress(ImportError):  # where vLLM has no such enumeration, no name is in it
+            _forget_backend()
         logger = init_logger(f"vllm.{__name__}")
         logger.warning("%s cannot be selected on this vLLM: %s", BACKEND_NAME, error)

@@ -386,24 +386,67 @@ def test_a_memory_log_that_cannot_be_written_is_refused_as_the_engine_is_configu
     assert f"JENGA_MEMORY_LOG='{tmp_path}' cannot be written: it is a folder" in output
 
 
-@pytest.mark.vllm
-def test_a_vllm_without_the_names_that_selecting_takes_is_left_as_it_is():
-    code = """
+WITHOUT_A_NAME = """
+    import pickle
+    from vllm.config import AttentionConfig
     from vllm.config.vllm import VllmConfig
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from jenga.vllm_plugin import name_backend, register
     del VllmConfig.try_verify_and_update_config
-    from jenga.vllm_plugin import register
-    from jenga.vllm_plugin.replacements import REPLACEMENTS, CONFIG_WATCH
+    held = None
+    if {is_known_early}:
+        name_backend()  # as vLLM does where it finds the entry point of platforms
+        held = AttentionConfig(backend="JENGA_TRITON")
     register()
+"""
+MISSING_NAME = "vLLM has no vllm.config.vllm.VllmConfig.try_verify_and_update_config"
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("is_known_early", [False, True])
+def test_a_vllm_without_the_names_that_selecting_takes_is_left_as_it_is(is_known_early):
+    code = (
+        WITHOUT_A_NAME.format(is_known_early=is_known_early)
+        + """
+    from jenga.vllm_plugin.replacements import CONFIG_WATCH
     print("REPLACED", [watch.is_applied for watch in CONFIG_WATCH])
     print("KNOWN", "JENGA_TRITON" in AttentionBackendEnum.__members__)
+    try:
+        AttentionConfig(backend="jenga_triton")
+    except ValueError as error:
+        print("SELECTED", error)
+    print("OTHER", AttentionConfig(backend="flash_attn").backend.name)
+    register()  # as vLLM does once more
     """
+    )
     returncode, output = run_python(code)
     _, refusal = run_python(code, VLLM_ATTENTION_BACKEND="JENGA_TRITON")
 
     assert returncode == 0, output[-4000:]
     assert "REPLACED [False, False]" in output
     assert "KNOWN False" in output
-    reason = "vLLM has no vllm.config.vllm.VllmConfig.try_verify_and_update_config"
-    assert f"JENGA_TRITON cannot be selected on this vLLM: {reason}" in output
-    assert f"VLLM_ATTENTION_BACKEND=JENGA_TRITON cannot be served on this vLLM: {reason}" in refusal
+    assert re.search("SELECTED .*Unknown attention backend: 'JENGA_TRITON'", output, re.DOTALL)
+    assert "OTHER FLASH_ATTN" in output
+    assert f"JENGA_TRITON cannot be selected on this vLLM: {MISSING_NAME}" in output
+    served = f"VLLM_ATTENTION_BACKEND=JENGA_TRITON cannot be served on this vLLM: {MISSING_NAME}"
+    assert served in refusal
+
+
+@pytest.mark.vllm
+def test_what_selected_the_backend_before_a_name_was_missed_is_refused_with_the_reason():
+    code = (
+        WITHOUT_A_NAME.format(is_known_early=True)
+        + """
+    backend = held.backend.get_class()
+    print("LAYER", backend.supports_combination(*[128, None, "auto"] + [None] * 6))
+    try:
+        pickle.loads(pickle.dumps(held))
+    except ValueError as error:
+        print("PROCESS", error)
+    """
+    )
+    returncode, output = run_python(code)
+
+    assert returncode == 0, output[-4000:]
+    assert f"LAYER JENGA_TRITON cannot be selected on this vLLM: {MISSING_NAME}" in output
+    assert f"PROCESS {MISSING_NAME}" in output
