@@ -291,7 +291,8 @@ class Scheduler:
                 active.num_expected = max(0, active.num_expected - num_wrong)
         num_generated = min(num_generated, active.total_tokens - active.num_tokens)
         active.num_tokens += num_generated
-        if active.first_token_s < 0:
+        ends_prompt = active.first_token_s < 0
+        if ends_prompt:
             active.first_token_s = time_s
         if active.num_tokens == active.total_tokens:
             active.finished_s = time_s
@@ -303,6 +304,9 @@ class Scheduler:
             self._arena.settle(active, active.num_computed - active.num_expected)
         else:
             active.num_drafted = self._draft_tokens
+            if ends_prompt and active.finished_s < 0:
+                # vLLM counts here how much of a prompt later ones can hit.
+                self._arena.settle(active, min(active.num_computed, active.num_tokens))
         if active.finished_s < 0:
             return
         if is_stale:
