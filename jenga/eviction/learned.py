@@ -93,13 +93,19 @@ class LearnedReuse:
         all_read = [sum(column) for column in zip(*self._num_read, strict=True)]
         all_waits = [sum(column) for column in zip(*waits, strict=True)]
         num_all = max(1.0, sum(all_read) + sum(all_waits))
+        unknown: list[float] | None = None
         for index, (read, lost) in enumerate(zip(self._num_read, waits, strict=True)):
-            weight = COMMON_WEIGHT / (COMMON_WEIGHT + sum(read) + sum(lost))
-            common = weight * COMMON_WEIGHT / num_all
-            self._rates[index] = _best_rates(
+            num_known = sum(read) + sum(lost)
+            if not num_known and unknown is not None:
+                self._rates[index] = unknown
+                continue
+            common = COMMON_WEIGHT / (COMMON_WEIGHT + num_known) * COMMON_WEIGHT / num_all
+            rates = self._rates[index] = _best_rates(
                 [a + common * b + PRIOR for a, b in zip(read, all_read, strict=True)],
                 [a + common * b + PRIOR for a, b in zip(lost, all_waits, strict=True)],
             )
+            if not num_known:
+                unknown = rates
         for counts in (*self._num_read, *self._num_lost):
             counts[:] = [KEPT_SHARE * count for count in counts]
 

@@ -153,7 +153,7 @@ def test_a_hit_is_not_computed_again_and_counts_once():
     scheduler = scheduler_of(arena, request)
 
     assert scheduled(scheduler) == ([("a", 4)], [])
-    assert arena.log == ["step"]
+    assert arena.log == ["step", ("a", 20)]
     assert request.hit_tokens == 16
     arena.free(request)
     scheduler.running.clear()
