@@ -49,6 +49,9 @@ UPCOMING_SLACK = 1.25
 CUT_TOKENS = 1024
 """Tokens taken at a time from the end of a checkpoint that has neither windows nor states."""
 
+CUT_SHARE = 1 / 32
+"""Of the arena, most that is taken at a time: in a small one, more would be lost than needed."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
@@ -79,6 +82,7 @@ class CheckpointTree:
         "_alone",
         "_by_key",
         "_cut_nodes",
+        "_cut_tokens",
         "_hash_tokens",
         "_host",
         "_lasting",
@@ -143,6 +147,7 @@ class CheckpointTree:
             self.align_tokens // table.grain.page_slots * table.spec.small_page_bytes
             for table in self._lasting
         )
+        self._cut_tokens = self._cut_size(arena_bytes)
         self._policy = policy
         policy.begin(arena_bytes=arena_bytes)
         self.history = ReuseHistory(policy, arena_bytes=arena_bytes)
@@ -158,6 +163,15 @@ class CheckpointTree:
         self._upcoming: list[Checkpoint] = []
         self._random = Random(0)
         self.num_evicted = self.num_lost_bytes = 0
+
+    def _cut_size(self, arena_bytes: int) -> int:
+        """Tokens taken at a time from the end of a checkpoint: no less than a large page's."""
+        large_pages_tokens = [
+            table.pages.pages_per_large * table.grain.page_slots for table in self._lasting
+        ]
+        token_bytes, _ = self.bytes_of_points()
+        arena_tokens = int(arena_bytes / token_bytes) if token_bytes else 0
+        return max([min(CUT_TOKENS, int(arena_tokens * CUT_SHARE)), *large_pages_tokens])
 
     @property
     def has_alone(self) -> bool:
@@ -878,10 +892,7 @@ class CheckpointTree:
 
     def _cut(self, node: Checkpoint) -> bool:
         """Take some tokens from the end of a checkpoint; False if it is too short."""
-        num_tokens = node.num_tokens - max(
-            CUT_TOKENS,
-            *(table.pages.pages_per_large * table.grain.page_slots for table in self._lasting),
-        )
+        num_tokens = node.num_tokens - self._cut_tokens
         num_tokens -= num_tokens % self.align_tokens
         parent = node.parent
         if node.num_children or parent is None or num_tokens <= parent.num_tokens:

@@ -321,6 +321,20 @@ def test_a_cut_takes_no_less_than_a_large_page():
     arena.check()
 
 
+@pytest.mark.parametrize(("num_large_pages", "num_left"), [(16, 36), (96, 28), (10_000, 8)])
+def test_a_cut_takes_no_more_than_a_small_share_of_the_arena(
+    num_large_pages, num_left, monkeypatch
+):
+    monkeypatch.setattr(tree, "CUT_TOKENS", 32)
+    arena = Arena(FULL, num_large_pages)
+    arena.written(TEXT[:40], 40)
+
+    arena.tree.evict_one()
+
+    assert list(arena.kept_points().values()) == [num_left]
+    arena.check()
+
+
 @pytest.mark.parametrize("num_pages", [1, 6])
 def test_an_image_goes_whole_even_where_texts_are_cut(num_pages):
     arena = Arena(IMAGES)

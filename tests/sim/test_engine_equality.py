@@ -71,7 +71,7 @@ MODELS = {
 NO_STOCK = {"two windows", "states alone", "sliding and states"}
 """Models that vLLM's own planner or manager takes only without prefix caching, or not at all."""
 
-NO_PREEMPTIONS = {("states alone", "jenga"), ("sliding", "jenga")}
+NO_PREEMPTIONS = {("states alone", "jenga"), ("sliding", "jenga"), ("full", "jenga")}
 """Where none is needed: prompts have pages promised, and answers take few or none."""
 
 
