@@ -416,6 +416,8 @@ class JengaKVCacheManager:
         """
         if not self._caches(request) or not self.manager.is_running(request.request_id):
             return 0
+        # That step has written the states that it kept on its way.
+        self.manager.keep_written(request.request_id)
         computed_tokens = min(request.num_computed_tokens, request.num_tokens)
         self.cache_blocks(request, computed_tokens)
         return self._lookup(request, computed_tokens).num_tokens
