@@ -5,6 +5,7 @@ All of vLLM's engine runs but its workers, so what differs is the plugin's doing
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -82,9 +83,20 @@ OPTIONS = {
     "prefix_match_unit": {"block_size": 32, "prefix_match_unit": 16},
     "num_gpu_blocks_override": {"num_gpu_blocks_override": 60},
     "kv_cache_memory_bytes": {"kv_cache_memory_bytes": 40 << 15},
-    "max_model_len": {"max_model_len": -1, "kv_cache_memory_bytes": 16 << 15},
+    # Each step reads whole prompts: ours lets one of several steps in later than stock does.
+    "max_model_len": {
+        "max_model_len": -1,
+        "kv_cache_memory_bytes": 16 << 15,
+        "max_num_batched_tokens": 256,
+    },
 }
 """Options of an engine, by the field of vLLM's configurations they are for."""
+
+SMALL = {"max_model_len": -1, "kv_cache_memory_bytes": 16 << 15}
+
+GROWING = [[request(63, 1, max_tokens=20), request(62, 2, max_tokens=20), request(110, 3)]]
+"""Two requests that soon need a page more each, and a prompt that takes several steps and all that
+is free."""
 
 LAYERS = ("full", "windows", "states")
 
@@ -107,6 +119,8 @@ def jobs_of(model, recurrent_model):
                 "layers": layers,
                 # Ours lets few requests in where others wait for what is cached; stock does not.
                 "environment": {"JENGA_LEFT_SHARE": "0"},
+                # The two evict different pages, and what is hit after that would hide the option.
+                "resets": name == "watermark",
             }
         for layers in LAYERS:
             jobs[f"{layers} {backend}"] = {
@@ -126,6 +140,16 @@ def jobs_of(model, recurrent_model):
             "rounds": [[request(length, shared=100)] for length in (100, 100, 130)],
             "layers": "states_alone",
         }
+        for name, options, rounds in (
+            ("evictions", OPTIONS["watermark"], MIXED),
+            ("prompts_in_steps", SMALL, MIXED),
+            ("growing", SMALL, GROWING),
+        ):
+            jobs[f"{name} {backend}"] = {
+                "options": common | options,
+                "rounds": rounds,
+                "environment": {"JENGA_LEFT_SHARE": "0"},
+            }
         jobs[f"preemptions {backend}"] = {
             "options": common | {"kv_cache_memory_bytes": 24 << 15, "max_model_len": 256},
             "rounds": [[request(90, i, max_tokens=120) for i in range(4)]],
@@ -191,6 +215,54 @@ def test_usage_and_metrics_are_those_of_stock_vllm(name, told):
     assert ours["requests"] == stock["requests"]
     assert ours["steps"] == stock["steps"]
     assert ours["metrics"] == stock["metrics"]
+
+
+def cached_tokens(told):
+    """Count the tokens that requests found in the cache."""
+    return sum(each["cached_tokens"] for each in told["requests"])
+
+
+def computed_tokens(told):
+    """Count the tokens that each request computed, by its name."""
+    counts = Counter()
+    for step in told["steps"]:
+        counts.update(step)
+    return counts
+
+
+def answers(told):
+    """List the tokens of all answers."""
+    return [each["tokens"] for each in told["requests"]]
+
+
+def test_an_arena_too_small_for_all_that_is_asked_again_keeps_no_less_of_it_than_stock_vllm(told):
+    ours, stock = told("evictions")
+
+    assert answers(ours) == answers(stock)
+    assert 0 < cached_tokens(stock) <= cached_tokens(ours)
+    assert len(ours["steps"]) <= len(stock["steps"])
+    assert ours["metrics"]["vllm:prefix_cache_hits"] == cached_tokens(ours)
+    prompts = [len(each["prompt"]) for requests in MIXED for each in requests]
+    assert ours["metrics"]["vllm:prefix_cache_queries"] == sum(prompts)
+
+
+def test_a_prompt_read_in_several_steps_may_wait_for_one_but_computes_and_finds_the_same(told):
+    ours, stock = told("prompts_in_steps")
+
+    assert ours["requests"] == stock["requests"]
+    assert computed_tokens(ours) == computed_tokens(stock)
+    assert len(ours["steps"]) == len(stock["steps"])
+    assert ours["metrics"] == stock["metrics"]
+
+
+def test_a_prompt_that_leaves_no_room_to_grow_waits_where_stock_vllm_preempts_it(told):
+    ours, stock = told("growing")
+
+    assert answers(ours) == answers(stock)
+    assert ours["metrics"]["vllm:num_preemptions"] == 0
+    assert stock["metrics"]["vllm:num_preemptions"] > 0
+    assert computed_tokens(ours).total() <= computed_tokens(stock).total()
+    assert cached_tokens(ours) == cached_tokens(stock)
 
 
 @pytest.mark.parametrize("layers", LAYERS)
