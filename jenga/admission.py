@@ -6,11 +6,12 @@ So while others run, an admission leaves a share of the arena to cached content 
 them to end; the order of admission stays the engine's.
 
 Memory kept from running requests costs throughput. So no more is left than prompts, recent ones and
-those of the queue, have in common with what came before them: without prompts that are read again,
-nothing. And the less of the work prompts are, the less is left: a step reads the weights however
-few requests it decodes for, which takes as long as some hundreds of tokens of a prompt, of a model
-of experts some thousands; where outputs take most of the time, a request that runs is worth more
-than a prompt that is found.
+those of the queue, have in common with other requests: without prompts that are read again, nothing
+is left. A conversation that goes on does not count: no other request reads what it reads. And the
+less of the work prompts are, the less is left: a step reads the weights however few requests it
+decodes for, which takes as long as some hundreds of tokens of a prompt, of a model of experts some
+thousands; where outputs take most of the time, a request that runs is worth more than a prompt that
+is found.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from jenga.allocator import Allocator
 from jenga.checks import check_number
 from jenga.small_pages import Sharing
 
-LEFT_SHARE = 0.4
+LEFT_SHARE = 0.8
 """Of the arena, left to the cache if all that is asked was asked before and little decoded."""
 
 STEP_TOKENS = 256

@@ -279,6 +279,10 @@ class Checkpoints:
 
     def _make(self, request: Request, num_tokens: int, kind: Kind) -> None:
         pages = request.pending.pop(num_tokens, ())
+        if request.stand is not None and self._tree.turns_down(
+            request.stand, request.prefix_hashes, num_tokens, kind, request.past
+        ):
+            return
         node = self._keep(request, num_tokens, kind, pages)
         if node is None and self._enter_missing(request, num_tokens):
             node = self._keep(request, num_tokens, kind, pages)

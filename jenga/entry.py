@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from jenga.admission import Admission
 from jenga.checkpoints import Checkpoints
 from jenga.errors import TooEarlyError
+from jenga.eviction.points import Past
 from jenga.request import PrefixHit, Request
 from jenga.small_pages import Sharing
 from jenga.waiting import Waiting
@@ -101,6 +102,11 @@ class Entry:
     def complete(self, request_id: str, hit: PrefixHit | None) -> None:
         """Note that a request was admitted."""
         if hit is not None:
-            shared_tokens = max(hit.branch_tokens, self.waiting.shared_tokens(request_id))
-            self._admission.note(shared_tokens, hit.asked_tokens)
+            waiting = self.waiting
+            if self._requests[request_id].past == Past.TURN:
+                # What a conversation goes on from, no other request reads.
+                reread_tokens = waiting.reread_by(request_id)
+            else:
+                reread_tokens = max(hit.branch_tokens, waiting.shared_tokens(request_id))
+            self._admission.note(reread_tokens, hit.asked_tokens)
         self.waiting.admit(request_id)

@@ -42,6 +42,7 @@ class Waiter:
         num_tokens: Its tokens.
         facts: What is known of it.
         branch_tokens: Tokens it shares with what is cached or comes before it.
+        reread_tokens: Tokens it shares with requests that run or come in before it.
         keys: Names of the points that it will read; empty until it was looked up.
     """
 
@@ -51,6 +52,7 @@ class Waiter:
     num_tokens: int
     facts: RequestFacts
     branch_tokens: int = 0
+    reread_tokens: int = 0
     keys: list[Hashable] = field(default_factory=list[Hashable])
 
 
@@ -58,7 +60,7 @@ class Waiting:
     """The queue of an engine, as far ahead as the arena could keep what is read.
 
     Attributes:
-        reread_tokens: Tokens that requests of the queue share with what is cached or before them.
+        reread_tokens: Of all requests of the queue together, those of `Waiter`.
         asked_tokens: All their tokens but for the last ones.
     """
 
@@ -181,6 +183,11 @@ class Waiting:
         waiter = self._waiters.get(request_id)
         return waiter.branch_tokens if waiter is not None else 0
 
+    def reread_by(self, request_id: str) -> int:
+        """Tokens that a request shares with others that ran or waited when it was looked up."""
+        waiter = self._waiters.get(request_id)
+        return waiter.reread_tokens if waiter is not None else 0
+
     def sharers(self, request_id: str, num_tokens: int) -> Iterator[tuple[str, int]]:
         """Running requests with which one begins for more than some tokens, and for how many.
 
@@ -225,8 +232,9 @@ class Waiting:
             max_tokens=asked_tokens,
             version=(None, 0, 0),
         )
-        waiter.branch_tokens = max(hit.num_tokens, self._shared_tokens(waiter))
-        self.reread_tokens += waiter.branch_tokens
+        waiter.reread_tokens = self._shared_tokens(waiter)
+        waiter.branch_tokens = max(hit.num_tokens, waiter.reread_tokens)
+        self.reread_tokens += waiter.reread_tokens
         self.asked_tokens += asked_tokens
         waiter.keys = self._keys(waiter, hit.num_tokens)
         for key in waiter.keys:
@@ -285,7 +293,7 @@ class Waiting:
         self._unknown.pop(request_id, None)
         if self._followed.pop(request_id, None) is None:
             return
-        self.reread_tokens -= waiter.branch_tokens
+        self.reread_tokens -= waiter.reread_tokens
         self.asked_tokens -= waiter.num_tokens - 1
         for key in waiter.keys:
             if self._tree.await_no_more(key, waiter.position):
@@ -302,7 +310,7 @@ class Waiting:
             msg = f"{len(expected)} points are waited for, {len(self._tree.awaited)} are noted"
             raise InvariantError(msg)
         followed = self._followed.values()
-        reread_tokens = sum(waiter.branch_tokens for waiter in followed)
+        reread_tokens = sum(waiter.reread_tokens for waiter in followed)
         asked_tokens = sum(waiter.num_tokens - 1 for waiter in followed)
         if (reread_tokens, asked_tokens) != (self.reread_tokens, self.asked_tokens):
             msg = (

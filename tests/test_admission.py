@@ -24,7 +24,7 @@ def manager_of(cut, num_large_pages, **options):
 def crowded(*, num_steps_alone=0, **options):
     """Of 14 pages a running request has 5, another 5 are waited for, and most were read before."""
     manager = manager_of(FULL, 1 + 14, **{"left_share": 0.9, "step_tokens": 0} | options)
-    for number in range(4):
+    for number in range(8):
         compute(manager, f"{number}", 81, prefix="a")
     for _ in range(num_steps_alone):
         manager.new_step()
@@ -116,6 +116,27 @@ def test_awaited_states_are_left_only_as_far_as_prompts_are_read_again():
         manager.check()
 
     assert admitted == {"aaaaaaaa": 1, "bcdefghi": True}
+
+
+def test_nothing_is_left_for_conversations_which_no_other_request_reads():
+    refused = {}
+    for kind in ("turns", "articles"):
+        manager = manager_of(FULL, 1 + 14, left_share=0.9, step_tokens=0)
+        for number in range(8):
+            # A text that begins as others do, or goes on from where one of them ended.
+            tokens = 49 if kind == "turns" else 81
+            name = f"{kind[0]}{number if kind == 'turns' else 0}"
+            compute(manager, f"first {number}", 33, prefix=name)
+            compute(manager, f"then {number}", tokens, prefix=name)
+        compute(manager, "runs", 80, prefix="b", free=False)
+        try:
+            admit(manager, "new", 80, prefix="c")
+        except OutOfPagesError as error:
+            refused[kind] = error.reserved_large_pages
+        manager.check()
+
+    assert list(refused) == ["articles"]
+    assert refused["articles"] > 0
 
 
 # In numbers

@@ -59,6 +59,8 @@ class LearnedReuse:
 
     __slots__ = ("_bytes_scale", "_num_lost", "_num_read", "_rates")
 
+    weighs_guesses = True
+
     def __init__(self) -> None:
         """Nothing was observed: all classes are read alike, young points rather than old ones."""
         self._bytes_scale = 1.0

@@ -40,13 +40,18 @@ class Kind(IntEnum):
     IMAGE = 4
 
 
+GUESSES = (Kind.PROMPT_END, Kind.BEFORE_END)
+"""Points of a request that still runs, left without knowing that another request goes on there."""
+
+
 class Past(IntEnum):
     """What is known of a point's readers.
 
     Attributes:
         NEW_TEXT: Not read yet; left by a request whose text nobody had sent before.
         KNOWN_TEXT: Not read yet; left by a request that went on from within a known text.
-        TURN: Not read yet; left by a request that went on from the end of a prompt or an answer.
+        TURN: Not read yet; left by a request that was the first to go on from the end of a prompt
+            or an answer.
         READ: Read at least once.
     """
 
@@ -183,4 +188,4 @@ def past_of(deepest: Point | None) -> Past:
     if deepest is None:
         return Past.NEW_TEXT
     is_end = deepest.kind in (Kind.PROMPT_END, Kind.ANSWER_END)
-    return Past.TURN if is_end else Past.KNOWN_TEXT
+    return Past.TURN if is_end and deepest.past != Past.READ else Past.KNOWN_TEXT

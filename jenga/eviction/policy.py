@@ -26,7 +26,13 @@ class EvictionPolicy(Observer, Protocol):
     """Tells what checkpoints are worth.
 
     To add a policy, write a class with these methods and name it in `jenga.eviction.known`.
+
+    Attributes:
+        weighs_guesses: Whether `worth` can be asked before a checkpoint is made. Then a checkpoint
+            that is only a guess is not made where it is worth less than what was evicted last.
     """
+
+    weighs_guesses: bool
 
     def begin(self, *, arena_bytes: int) -> None:
         """Learn the size of the arena, before any other call."""
@@ -51,6 +57,8 @@ class LeastRecentlyUsed:
     """Checkpoints that were left or read longest ago go first."""
 
     __slots__ = ()
+
+    weighs_guesses = False
 
     def begin(self, *, arena_bytes: int) -> None:
         """Nothing depends on it."""

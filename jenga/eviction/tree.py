@@ -20,7 +20,7 @@ from typing import cast
 
 from jenga.errors import InvariantError
 from jenga.eviction.checkpoint import NOT_IN_POOL, Checkpoint
-from jenga.eviction.points import NO_POINT, Kind, Past, ReuseHistory, past_of
+from jenga.eviction.points import GUESSES, NO_POINT, Kind, Past, Point, ReuseHistory, past_of
 from jenga.eviction.policy import EvictionPolicy
 from jenga.host_cache import HostCache
 from jenga.policies import NEVER, RequestFacts
@@ -45,6 +45,9 @@ shorter, and their texts are found by the second question then, not by the third
 
 UPCOMING_SLACK = 1.25
 """How much more a checkpoint may have than is likely to go next, and be thought to go."""
+
+PRICE_SHARE = 1 / 16
+"""Of an arena: the worth of what was evicted is known until so many more bytes are computed."""
 
 CUT_TOKENS = 1024
 """Tokens taken at a time from the end of a checkpoint that has neither windows nor states."""
@@ -88,6 +91,9 @@ class CheckpointTree:
         "_lasting",
         "_policy",
         "_pool",
+        "_price",
+        "_price_bytes",
+        "_price_ends",
         "_protected",
         "_random",
         "_root",
@@ -150,6 +156,9 @@ class CheckpointTree:
         self._cut_tokens = self._cut_size(arena_bytes)
         self._policy = policy
         policy.begin(arena_bytes=arena_bytes)
+        # What the checkpoint that was evicted last was worth, and the time until which that counts.
+        self._price = self._price_ends = 0.0
+        self._price_bytes = PRICE_SHARE * arena_bytes
         self.history = ReuseHistory(policy, arena_bytes=arena_bytes)
         self._root = Checkpoint(None, 0, 0, None)
         self._root.segment = [[] for _ in self._lasting]
@@ -317,6 +326,55 @@ class CheckpointTree:
         if kind == Kind.BRANCH:
             self._drop_guess(node)
         return node
+
+    def turns_down(
+        self,
+        stand: Checkpoint,
+        prefix_hashes: Sequence[bytes],
+        num_tokens: int,
+        kind: Kind,
+        past: Past,
+    ) -> bool:
+        """Remember a point without a checkpoint, if that is a guess and not worth its memory.
+
+        Only windows can wait like this: while their pages are cached, a hit makes a checkpoint of
+        them. States that are not kept are lost.
+
+        Args:
+            stand: As of `keep`, likewise the others.
+            prefix_hashes: Of the text.
+            num_tokens: Where the point is.
+            kind: Of the point.
+            past: Of the request that leaves it.
+
+        Returns:
+            Whether it is so, and the point is remembered.
+        """
+        time = self.history.time
+        if (
+            kind not in GUESSES
+            or self._states
+            or not self._alone
+            or time > self._price_ends
+            or not self._policy.weighs_guesses
+        ):
+            return False
+        node = self.at(prefix_hashes, num_tokens)
+        if node is not None and node.is_kept:
+            return False
+        stand = stand.still_there
+        before = stand if stand.is_kept else stand.kept_before
+        key = prefix_hashes[num_tokens // self._hash_tokens - 1]
+        token_bytes, alone_bytes = self.bytes_of_points()
+        guess = Checkpoint(key, num_tokens, num_tokens, None)
+        guess.point = Point(key, num_tokens, kind, past, time)
+        guess.saved_tokens = num_tokens - (before.num_tokens if before is not None else 0)
+        new_tokens = max(0, num_tokens - stand.num_tokens)
+        guess.own_bytes = alone_bytes + int(token_bytes * new_tokens)
+        if self._policy.worth(guess, time) >= self._price:
+            return False
+        self.history.leave(key, num_tokens, kind, past)
+        return True
 
     def _drop_guess(self, node: Checkpoint) -> None:
         """Drop a guess of where a text would be left, now that it is known for a branch."""
@@ -730,6 +788,9 @@ class CheckpointTree:
         node = self._victim()
         if node is None:
             return False
+        self._measure(node)
+        self._price = self._policy.worth(node, self.history.time)
+        self._price_ends = self.history.time + self._price_bytes
         if self.has_alone or not self._cut(node):
             self.evict(node)
         return True

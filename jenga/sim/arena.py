@@ -232,8 +232,16 @@ class Arena(Memory, Protocol):
         """Record that the scheduler adds nothing more to the step."""
         ...
 
-    def settle(self, active: ActiveRequest, num_tokens: int, /) -> None:
-        """Record that a running request's first tokens are known, before its next step."""
+    def settle(
+        self, active: ActiveRequest, num_tokens: int, /, *, ends_prompt: bool = False
+    ) -> None:
+        """Record that a running request's first tokens are known, before its next step.
+
+        Args:
+            active: The request.
+            num_tokens: How many.
+            ends_prompt: Whether its prompt ended with the step that is over.
+        """
         ...
 
     def free(self, active: ActiveRequest, /) -> None:

@@ -241,9 +241,11 @@ class ManagedArena(ManagedMemory):
         """See `Arena`."""
         end_step(self.manager, self._states, num_tokens=self._step_tokens)
 
-    def settle(self, active: ActiveRequest, num_tokens: int) -> None:
+    def settle(self, active: ActiveRequest, num_tokens: int, *, ends_prompt: bool = False) -> None:
         """See `Arena`."""
         if self._prefix_caching:
+            if ends_prompt:
+                self.manager.keep_written(active.name)
             self.manager.commit(active.name, _Hashes(active), num_tokens)
 
     def free(self, active: ActiveRequest) -> None:

@@ -70,6 +70,8 @@ class Oracle:
 
     __slots__ = ("_delay_s", "_now_s", "_readers", "_readers_of", "_tree")
 
+    weighs_guesses = False
+
     def __init__(self, requests: Iterable[Request]) -> None:
         """Read the trace.
 

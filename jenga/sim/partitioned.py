@@ -170,10 +170,12 @@ class PartitionedArena:
             self._passages[active] = range(start_tokens, num_tokens)
         return True
 
-    def settle(self, active: ActiveRequest, num_tokens: int) -> None:
+    def settle(self, active: ActiveRequest, num_tokens: int, *, ends_prompt: bool = False) -> None:
         """See `Arena`."""
         if self._prefix_caching:
             for manager in self._managers:
+                if ends_prompt:
+                    manager.keep_written(active.name)
                 manager.commit(active.name, active.hashes(HASH_TOKENS), num_tokens)
 
     def end_step(self) -> None:

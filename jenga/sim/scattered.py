@@ -144,7 +144,7 @@ class ScatteredArena:
     def end_step(self) -> None:
         """See `Arena`."""
 
-    def settle(self, active: ActiveRequest, num_tokens: int) -> None:
+    def settle(self, active: ActiveRequest, num_tokens: int, *, ends_prompt: bool = False) -> None:
         """See `Arena`: nothing is kept."""
 
     def free(self, active: ActiveRequest) -> None:

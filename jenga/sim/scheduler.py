@@ -301,12 +301,16 @@ class Scheduler:
             active.facts = RequestFacts(prompt_tokens=active.num_tokens, images=active.facts.images)
         elif self._is_asynchronous:
             active.num_expected -= num_generated
-            self._arena.settle(active, active.num_computed - active.num_expected)
+            self._arena.settle(
+                active, active.num_computed - active.num_expected, ends_prompt=ends_prompt
+            )
         else:
             active.num_drafted = self._draft_tokens
             if ends_prompt and active.finished_s < 0:
                 # vLLM counts here how much of a prompt later ones can hit.
-                self._arena.settle(active, min(active.num_computed, active.num_tokens))
+                self._arena.settle(
+                    active, min(active.num_computed, active.num_tokens), ends_prompt=True
+                )
         if active.finished_s < 0:
             return
         if is_stale:

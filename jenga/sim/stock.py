@@ -321,7 +321,13 @@ class StockArena(StockMemory):
         self._manager.block_pool.free_blocks(retained_blocks)
         self._manager.take_new_block_ids()
 
-    def settle(self, active: ActiveRequest, num_tokens: int) -> None:
+    def settle(
+        self,
+        active: ActiveRequest,
+        num_tokens: int,
+        *,
+        ends_prompt: bool = False,  # noqa: ARG002  ours alone
+    ) -> None:
         """See `Arena`."""
         if self._prefix_caching:
             self._manager.cache_blocks(self._requests[active.name], num_tokens)

@@ -432,6 +432,54 @@ def test_of_a_checkpoint_that_goes_whole_all_is_said_to_go_or_nothing():
     assert {name: len(some) for name, some in pages.items()} == {"full": 8, "one": 1, "other": 1}
 
 
+def turned_down(arena, text, num_tokens, kind=Kind.PROMPT_END):
+    stand = arena.tree.stand_of(hashes(text), FACTS, 0)
+    is_turned_down = arena.tree.turns_down(stand, hashes(text), num_tokens, kind, Past.NEW_TEXT)
+    arena.check()
+    return is_turned_down
+
+
+def by_saved_tokens(monkeypatch, cut):
+    """An arena that evicted a checkpoint worth 32, by a policy that goes by tokens saved."""
+
+    class BySavedTokens(EVICTION_POLICIES["lru"]):
+        weighs_guesses = True
+
+        def worth(self, candidate, _time):
+            return candidate.saved_tokens
+
+    monkeypatch.setitem(EVICTION_POLICIES, "saved", BySavedTokens)
+    arena = Arena(cut, policy="saved")
+    arena.written(TEXT[:32], 32)
+    assert arena.tree.evict_one()
+    return arena
+
+
+def test_a_guess_worth_less_than_what_was_evicted_last_is_remembered_alone(monkeypatch):
+    arena = by_saved_tokens(monkeypatch, WINDOWED)
+    other = TEXT[::-1]
+
+    assert turned_down(arena, other, 16)
+    assert arena.tree.history.get(hashes(other)[3]) is not None
+    assert arena.tree.at(hashes(other), 16) is None
+    assert not turned_down(arena, other, 16, Kind.BRANCH)
+    assert not turned_down(arena, other, 32)
+
+
+def test_what_was_evicted_long_ago_is_no_measure_of_a_guess(monkeypatch):
+    arena = by_saved_tokens(monkeypatch, WINDOWED)
+    arena.tree.history.time += WINDOWED.large_page_bytes * 60
+
+    assert not turned_down(arena, TEXT[::-1], 16)
+
+
+@pytest.mark.parametrize("cut", [STATES, FULL], ids=["states", "full"])
+def test_a_guess_that_cannot_wait_or_takes_no_memory_of_its_own_is_kept(monkeypatch, cut):
+    arena = by_saved_tokens(monkeypatch, cut)
+
+    assert not turned_down(arena, TEXT[::-1], 16)
+
+
 def test_what_readers_of_an_evicted_point_fall_back_on_is_told_of_it():
     class Heirs(EVICTION_POLICIES["lru"]):
         def heir_of(self, candidate, _heir, _time):

@@ -51,8 +51,8 @@ class SlotArena:
         self.held[active.name] = num_tokens
         return True
 
-    def settle(self, active, num_tokens):
-        self.log.append((active.name, num_tokens))
+    def settle(self, active, num_tokens, *, ends_prompt=False):
+        self.log.append((active.name, num_tokens) + ("prompt",) * ends_prompt)
 
     def free(self, active):
         del self.held[active.name]
@@ -153,7 +153,7 @@ def test_a_hit_is_not_computed_again_and_counts_once():
     scheduler = scheduler_of(arena, request)
 
     assert scheduled(scheduler) == ([("a", 4)], [])
-    assert arena.log == ["step", ("a", 20)]
+    assert arena.log == ["step", ("a", 20, "prompt")]
     assert request.hit_tokens == 16
     arena.free(request)
     scheduler.running.clear()
