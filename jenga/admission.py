@@ -20,7 +20,7 @@ from jenga.allocator import Allocator
 from jenga.checks import check_number
 from jenga.small_pages import Sharing
 
-LEFT_SHARE = 0.8
+LEFT_SHARE = 0.6
 """Of the arena, left to the cache if all that is asked was asked before and little decoded."""
 
 STEP_TOKENS = 256
