@@ -280,7 +280,7 @@ GEOMETRIES = [*CACHED, WINDOWED, STATES_FIRST]
 def test_what_comes_back_from_host_memory_is_what_went_there(geometry, monkeypatch):
     monkeypatch.setattr(loading_ahead, "LOADED_TOKENS", 0)
     num_loaded = num_loaded_ahead = num_ahead = num_hit = num_hit_alone = 0
-    for seed in range(8):
+    for seed in range(16):
         # Of what is put off, a small page or two, or all of it.
         monkeypatch.setattr(loading_ahead, "STEP_BYTES", (1000, 1 << 20)[seed % 2])
         # From less than a document to all of them.
