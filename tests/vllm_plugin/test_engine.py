@@ -67,11 +67,11 @@ def test_engine_preempts_in_a_small_arena_and_loses_nothing(tiny_model, run_engi
     model = tiny_model("gpt_oss")
     prompts = prompts_of_lengths((90, 100, 110, 95, 105, 60), seed=5)
 
-    stock = run_engine(model, prompts, max_tokens=45)
+    stock = run_engine(model, prompts, max_tokens=90)
     ours = run_engine(
         model,
         prompts,
-        max_tokens=45,
+        max_tokens=90,
         options=JENGA | {"kv_cache_memory_bytes": 1 << 20},
         report_manager=True,
     )

@@ -62,11 +62,11 @@ def test_gated_delta_hybrid_preempts_in_a_small_arena_and_goes_on_from_its_state
     model = tiny_model("qwen3_next")
     options = CUTS | {"max_num_seqs": 4}
 
-    theirs = run_engine(model, PROMPTS, max_tokens=40, script="reference_process.py")
+    theirs = run_engine(model, PROMPTS, max_tokens=90, script="reference_process.py")
     ours = run_engine(
         model,
         PROMPTS,
-        max_tokens=40,
+        max_tokens=90,
         options=options | JENGA | {"kv_cache_memory_bytes": 1 << 19},
         fill_arena=True,
         report_manager=True,
