@@ -8,7 +8,17 @@ import pytest
 from jenga.sim.sources import open_source
 from perf.serving import __main__ as command
 from perf.serving import cases
-from perf.serving.cases import BUDGETS, LOADS, MODELS, WORKLOADS, Cell, Trace, machine, room_of
+from perf.serving.cases import (
+    BUDGETS,
+    LIMITS,
+    LOADS,
+    MODELS,
+    WORKLOADS,
+    Cell,
+    Trace,
+    machine,
+    room_of,
+)
 from perf.serving.results import Group, Results
 from perf.serving.rows import append, read
 from perf.serving.run import Runner
@@ -183,7 +193,7 @@ def test_a_cell_is_measured_once_and_its_table_says_what_came_of_it(tmp_path):
     (stock,) = [
         row
         for row in rows
-        if row["kind"] == "capacity" and row["system"] == "vllm" and row["limit"] == 10
+        if row["kind"] == "capacity" and row["system"] == "vllm" and row["limit"] == LIMITS[0]
     ]
     loads = [row for row in rows if row["kind"] == "load"]
     assert {row["rate"] for row in loads} == {rate_of_load(stock, 75)}
@@ -198,7 +208,7 @@ def test_a_cell_is_measured_once_and_its_table_says_what_came_of_it(tmp_path):
 @pytest.mark.usefixtures("small_workload")
 def test_a_probe_is_cut_only_where_it_is_over_the_limit():
     runner = Runner(SMALL)
-    limit_s = 10 * runner.alone_s
+    limit_s = LIMITS[0] * runner.alone_s
     slow, fast = 0.2 * runner.nominal_rate, 20 * runner.nominal_rate
 
     whole, probe = runner.run("jenga", slow), runner.probe("jenga", slow)
@@ -281,7 +291,7 @@ def made_rows(*, ours, stock, rates=(1.0, 1.0), model="gemma-3-27b"):
             common
             | {"kind": "capacity", "system": system, "limit": limit, "rate": rate}
             | {"best": system, "is_bounded": True, "settings": [system]}
-            for limit in (10, 4)
+            for limit in LIMITS
         ]
     rate = 0.75 * rates[1]
     load = common | numbers | {"kind": "load", "rate": rate}
@@ -328,11 +338,11 @@ def test_a_lower_capacity_is_a_loss_and_its_cause_is_named():
 
     found = losses(rows)
     text = as_markdown(
-        rows, causes={found[0, "rate within 10 times"].name: "the head loses its windows"}
+        rows, causes={found[0, "rate within 4 times"].name: "the head loses its windows"}
     )
 
-    assert set(found) == {(0, "rate within 10 times"), (0, "rate within 4 times")}
-    assert found[0, "rate within 10 times"].ratio == pytest.approx(0.9)
+    assert set(found) == {(0, "rate within 4 times"), (0, "rate within 4 times")}
+    assert found[0, "rate within 4 times"].ratio == pytest.approx(0.9)
     assert text.count("the head loses its windows") == 1
 
 

@@ -7,7 +7,7 @@
 A cell is a model on its GPUs, a share of the arena that they have, a workload and a seed. For each
 cell the suite searches the capacity of stock, which is vLLM's own manager in the best of its
 settings for the trace, and of each system of ours: the highest rate of arrivals at which TTFT p99
-stays within ten times that of the longest prompt alone, and within four times. Then it replays all
+stays within four times that of the longest prompt alone. Then it replays all
 of them at 50, 75, 90 and 120 % of stock's capacity. The first quarter of the arrivals only warms
 the cache up: they come no faster than a GPU keeps up with that hits nothing, and do not count. With
 `--cold` there is no such quarter. Systems are

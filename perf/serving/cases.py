@@ -41,8 +41,11 @@ BUDGETS = (1.0, 0.25)
 LOADS = (50, 75, 90, 120)
 """Arrivals, in percent of stock's capacity."""
 
-LIMITS = (10, 4)
-"""TTFT p99 that a capacity allows, in times the TTFT of the longest prompt alone; largest first."""
+LIMITS = (4,)
+"""TTFT p99 that a capacity allows, in times the TTFT of the longest prompt alone; largest first.
+
+Ten times would leave some workloads without a capacity: a trace of some hundreds of requests ends
+before its queue is as long."""
 
 ACHIEVED = {
     "H100-80G": Achieved(
@@ -313,7 +316,7 @@ AGENT_TOKENS = 60_000
 """Tokens of prompts of the workload `agents`, on average."""
 
 AGENT_SESSIONS = 36, 56
-"""Fewest and most of its sessions: of fewer, even all at once are within ten times of one alone."""
+"""Fewest and most of its sessions: fewer, even all at once, may stay within the limit."""
 
 
 def _agents(draw: Random, room: Room) -> Trace:
