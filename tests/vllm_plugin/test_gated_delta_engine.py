@@ -60,14 +60,15 @@ def test_gated_delta_hybrid_preempts_in_a_small_arena_and_goes_on_from_its_state
     tiny_model, run_engine
 ):
     model = tiny_model("qwen3_next")
-    options = CUTS | {"max_num_seqs": 4}
+    prompts = prompts_over_shared_prefixes(8, seed=31)
+    options = CUTS | {"max_num_seqs": 8}
 
-    theirs = run_engine(model, PROMPTS, max_tokens=90, script="reference_process.py")
+    theirs = run_engine(model, prompts, max_tokens=60, script="reference_process.py")
     ours = run_engine(
         model,
-        PROMPTS,
-        max_tokens=90,
-        options=options | JENGA | {"kv_cache_memory_bytes": 1 << 19},
+        prompts,
+        max_tokens=60,
+        options=options | JENGA | {"kv_cache_memory_bytes": 3 << 18},
         fill_arena=True,
         report_manager=True,
     )

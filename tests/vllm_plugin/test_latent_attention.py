@@ -71,13 +71,13 @@ def test_latent_attention_generates_what_stock_vllm_generates_with_requests_pree
 ):
     model = tiny_model("deepseek_v2")
     prompts = prompts_of_lengths((90, 100, 110, 95, 105, 60), seed=5, shared_tokens=40)
-    job = {"max_tokens": 30}
+    job = {"max_tokens": 60}
 
     stock = run_engine(model, prompts, **job)
     ours = run_engine(
         model,
         prompts,
-        options=JENGA | {"kv_cache_memory_bytes": 3 << 20},
+        options=JENGA | {"kv_cache_memory_bytes": 2 << 20},
         fill_arena=True,
         report_manager=True,
         **job,
