@@ -70,15 +70,15 @@ def test_hybrid_generates_what_transformers_generates_and_goes_on_from_its_answe
 
 
 def test_hybrid_that_always_evicts_and_preempts_loses_nothing(tiny_model, run_engine):
-    model = tiny_model("qwen3_next")
+    model, prompts = tiny_model("qwen3_next"), prompts_over_shared_prefixes(8, seed=31)
 
-    theirs = run_engine(model, PROMPTS, max_tokens=40, script="reference_process.py")
+    theirs = run_engine(model, prompts, max_tokens=60, script="reference_process.py")
     ours = run_replaying(
         run_engine,
         model,
-        PROMPTS,
-        max_tokens=40,
-        options=CUTS | {"max_num_seqs": 4, "kv_cache_memory_bytes": 1 << 19},
+        prompts,
+        max_tokens=60,
+        options=CUTS | {"max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 20},
     )
 
     assert_same_generation(ours, theirs)
