@@ -23,6 +23,7 @@ BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
 NEWER_VLLM := $(VENV)/vllm-$(NEWER_VLLM_VERSION)
 TORCHVISION := $(VENV)/torchvision
+DOCS := $(VENV)/docs
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
 
 # A GPU counts only where its driver answers.
@@ -41,7 +42,7 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test test-all test-slow test-emulated newer-vllm test-newer-vllm wheel-test \
-	cpu-requirements lint format clean
+	cpu-requirements lint format docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -85,6 +86,9 @@ lint: $(ENVIRONMENT) ## check format, lint, types, import contracts and spelling
 format: $(ENVIRONMENT) ## rewrite the files in the house format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: $(STAMPS)/docs ## build the pages of docs/ into build/docs; broken links are errors
+	$(DOCS)/bin/mkdocs build --strict --config-file docs/site/mkdocs.yml
 
 clean: ## remove .venv and what the tools left behind
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
@@ -135,6 +139,13 @@ $(STAMPS)/torchvision: tests/vllm_plugin/torchvision_for_cpu.py $(STAMPS)/cpu
 $(STAMPS)/newer-vllm: tests/vllm_plugin/newer_vllm.py $(STAMPS)/torchvision
 	@echo "==> environment 7: the Python of vLLM $(NEWER_VLLM_VERSION) (340 MB to download, 1 minute)"
 	$(BIN)/python -m tests.vllm_plugin.newer_vllm $(NEWER_VLLM_VERSION) $(NEWER_VLLM)
+	@touch $@
+
+# The site generator, in an environment of its own: no test needs it.
+$(STAMPS)/docs: pyproject.toml $(STAMPS)/python
+	@echo "==> environment for docs: MkDocs (30 MB to download, seconds)"
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) '.[docs]'
 	@touch $@
 
 $(STAMPS)/gpu: pyproject.toml $(STAMPS)/python

@@ -1,4 +1,4 @@
-"""Tables of README and of notes, made from committed rows, so that neither says what no row does.
+"""Tables of README, docs and notes, made from committed rows, so that none says what no row does.
 
     python -m perf.readme_tables [--check]
 
@@ -19,12 +19,21 @@ from typing import Any
 
 from jenga.eviction.known import DEFAULT_POLICY
 from perf.gpu_rows import GROUPS, OURS, compare, read_groups, unsteady
+from perf.recipe_plans import LENGTH_TOKENS
+from perf.recipe_plans import OURS as PLANNED
+from perf.recipe_plans import RECIPES as RECIPE_MODELS
+from perf.recipe_plans import STOCK as PLANNED_BY_VLLM
 from perf.sweep_eviction import CASES, STOCK
 from perf.table_gpu import FEW
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "perf" / "results"
 README = ROOT / "README.md"
+DOCS = ROOT / "docs"
+BENCHMARKS = DOCS / "benchmarks.md"
+HOST_MEMORY = DOCS / "host-memory.md"
+RECIPES = DOCS / "recipes.md"
+RECURRENT_STATES = DOCS / "recurrent-states.md"
 NOTES = RESULTS / "cpu" / "NOTES.md"
 
 H100 = "h100-80gb-hbm3"
@@ -71,18 +80,18 @@ COMPARED = (
     (H200, "stores", "vllm-triton"),
     (H200, "latent stores", "vllm-cuda"),
 )
-"""Folder, group and peer of each row of README's table of kernels."""
+"""Folder, group and peer of each row of the table of kernels in docs/benchmarks.md."""
 
 WORKLOADS = {
-    "3 articles": "8 questions about each of 3 articles",
-    "8 articles": "about each of 8 articles",
-    "24 articles": "about each of 24 articles, in random order",
-    "24 in rounds": "about 24 articles, in rounds",
-    "24 in cycles": "about 24 articles, in cycles",
-    "agentic, busy": "128 sessions of agents, arriving fast",
-    "agentic": "sessions of agents, arriving slowly",
+    "3 articles": "8 questions on each of 3 articles",
+    "8 articles": "8 questions on each of 8 articles",
+    "24 articles": "24 articles, random order",
+    "24 in rounds": "24 articles, a new order each round",
+    "24 in cycles": "24 articles, the same order each round",
+    "agentic, busy": "128 agent sessions, fast arrivals",
+    "agentic": "agent sessions, slow arrivals",
     "chat": "96 conversations of ten turns",
-    "mooncake": "Mooncake's conversations, four times as fast",
+    "mooncake": "Mooncake conversations at 4x speed",
 }
 """Workload -> README's words for it."""
 
@@ -261,6 +270,30 @@ def workloads() -> list[str]:
     return lines
 
 
+def plans() -> list[str]:
+    """How many requests of each recipe's model fit, ours and vLLM's."""
+    titles = ("model", "GPUs", "arena of each", "1,024", "8,192", "32,768", "longest request")
+    lines = [f"| {' | '.join(titles)} |", "|---|---|--:|--:|--:|--:|--:|"]
+    titles_of = {recipe.model: recipe.title for recipe in RECIPE_MODELS}
+    for row in read("cpu/recipe_plans.jsonl"):
+        ours, stock = (row["systems"][name] for name in (PLANNED, PLANNED_BY_VLLM))
+        counts = (
+            f"{ours['num_requests'][length]:,} / {stock['num_requests'][length]:,}"
+            if length in ours["num_requests"]
+            else "too long"
+            for length in map(str, LENGTH_TOKENS)
+        )
+        cells = (
+            titles_of[row["model"]],
+            f"{row['num_gpus']} x {row['gpu']}",
+            f"{row['arena_bytes'] / 1e9:.1f} GB",
+            *counts,
+            f"{ours['longest_tokens']:,} / {stock['longest_tokens']:,}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
 def models() -> list[str]:
     """Hits and factors of every model on every workload."""
     found = replays()
@@ -295,9 +328,10 @@ def factor(value: float) -> str:
 
 
 TABLES = (
-    Table(README, "kernels", kernels),
-    Table(README, "steps that seldom write", seldom_written),
     Table(README, "workloads", workloads),
+    Table(BENCHMARKS, "kernels", kernels),
+    Table(RECURRENT_STATES, "steps that seldom write", seldom_written),
+    Table(RECIPES, "plans", plans),
     Table(NOTES, "models", models),
 )
 
@@ -307,20 +341,25 @@ TABLES = (
 
 def sentences() -> Iterator[tuple[Path, str]]:
     """Text and sentence, or a part of one, with numbers as the rows have them."""
-    makers = (
-        *(_slower, _requests_that_fit, _host_memory, _unsteady, _shortest_launch, _read_rates),
-        *(_decoded_pages, _tokens_per_page, _behind, _flashinfer, _calls, _manager),
-    )
-    for maker in makers:
-        yield README, maker()
+    makers = {
+        README: (_slower, _requests_that_fit, _behind),
+        HOST_MEMORY: (_host_memory,),
+        BENCHMARKS: (
+            *(_unsteady, _shortest_launch, _read_rates, _decoded_pages, _tokens_per_page),
+            *(_behind, _flashinfer, _calls, _manager),
+        ),
+    }
+    for path, of_path in makers.items():
+        for maker in of_path:
+            yield path, maker()
 
 
 def _slower() -> str:
     cases = [gained for of_models in replays().values() for gained in factors(of_models).values()]
     slower = [gained for gained in cases if gained < NO_SLOWER]
     return (
-        f"Of {len(cases)} pairs of a model and a workload, {len(slower)} take longer than with "
-        f"vLLM's manager, by at most {100 * (1 / min(cases) - 1):.1f} %"
+        f"Of {len(cases)} pairs of a model and a workload, {len(slower)} are slower than with "
+        f"vLLM's manager, by at most {100 * (1 / min(cases) - 1):.1f} %."
     )
 
 
@@ -336,11 +375,11 @@ def _requests_that_fit() -> str:
     num_more = sum(ratio >= MANY_MORE for ratio in ratios.values())
     most, least = max(ratios, key=ratios.__getitem__), min(ratios, key=ratios.__getitem__)
     return (
-        f"with the arena full, as many requests fit on most models as with vLLM's planner and "
-        f"manager, by the bytes that they hold: {statistics.median(ratios.values()):.2f} times as "
-        f"many is the median of {len(ratios)} pairs of a model and lengths of requests. At least a "
-        f"tenth more fit in {num_more} pairs (most: {factor(ratios[most])}, {most[0]}, {most[1]} "
-        f"requests), and the least is {ratios[least]:.3f} ({least[0]}, {least[1]} requests)"
+        f"On most models as many requests fit as with vLLM: the median of {len(ratios)} pairs of a "
+        f"model and request lengths is {statistics.median(ratios.values()):.2f} times as many. At "
+        f"least a tenth more fit in {num_more} pairs. The least is {ratios[least]:.3f} "
+        f"({least[0]}, {least[1]} requests), and the most {factor(ratios[most])} ({most[0]}, "
+        f"{most[1]} requests)."
     )
 
 
@@ -352,10 +391,11 @@ def _host_memory() -> str:
     for times in (4, 1):
         gained = [found[0] / found[times] for found in seconds.values()]
         middle = statistics.geometric_mean(gained)
-        texts.append(f"{middle:.2f} times as fast, between {min(gained):.2f} and {max(gained):.2f}")
+        texts.append(f"{middle:.2f} times as fast ({min(gained):.2f} to {max(gained):.2f})")
     return (
-        f"In replays (modelled seconds, geometric mean of {len(seconds)} pairs of a model and a "
-        f"workload) four times the arena makes a run {texts[0]}; as much as the arena {texts[1]}"
+        f"Over {len(seconds)} pairs of a model and a workload, host memory of four times the arena "
+        f"makes a modelled run {texts[0]}, as a geometric mean. Host memory as large as the arena "
+        f"makes it {texts[1]}."
     )
 
 
@@ -365,8 +405,8 @@ def _unsteady() -> str:
         f"{100 * (found[2] - 1):.0f} % on the {name}" for name, found in moved.items() if found
     ]
     return (
-        f"Between two commits a peer's time of a shape, of 50 us and more, moved by up to "
-        f"{' and '.join(texts)}"
+        f"Between two commits, a peer's time for one shape of at least 50 us moved by up to "
+        f"{' and '.join(texts)}."
     )
 
 
@@ -379,7 +419,7 @@ def _shortest_launch() -> str:
         for row in shape.rows.values()
     ]
     least_us = min(row["p50_us"] for row in rows)
-    return f"No launch of any shape took less than {least_us:.1f} us, on either side"
+    return f"No launch took less than {least_us:.1f} us, on either side."
 
 
 def _read_rates() -> str:
@@ -396,8 +436,8 @@ def _read_rates() -> str:
                 ("roofline", "shape", "read"),
             )
         )
-        texts.append(f"{ours:.2f} TB/s of an {name}'s memory, where plain reads reach {plain:.2f}")
-    return f"Decoding reads up to {', and '.join(texts)}"
+        texts.append(f"{ours:.2f} TB/s on an {name}, where plain reads reach {plain:.2f}")
+    return f"Decoding reads up to {', and '.join(texts)}."
 
 
 def _decoded_pages() -> str:
@@ -420,9 +460,10 @@ def _decoded_pages() -> str:
                     time / statistics.median(times[key.removesuffix(", far")]) for time in each
                 ]
     return (
-        f"times differ by up to {100 * (spreads[0] - 1):.0f} % over the first and "
-        f"{100 * (spreads[1] - 1):.0f} % over the second, but for Gemma 3's windows over pages of "
-        f"784 and 1,344 tokens at one distance, which take {100 * (max(longer) - 1):.0f} % longer"
+        f"The distance between pages changes the time of decoding by up to "
+        f"{100 * (spreads[0] - 1):.0f} %, and the tokens of a page by up to "
+        f"{100 * (spreads[1] - 1):.0f} %. The exception is Gemma 3's windows over pages of 784 "
+        f"and 1,344 tokens at one distance, which take {100 * (max(longer) - 1):.0f} % longer."
     )
 
 
@@ -435,9 +476,9 @@ def _tokens_per_page() -> str:
     saved = {tokens: 100 * (1 - time / times[16]) for tokens, time in times.items()}
     whole = {f"{saved[tokens]:.0f}" for tokens in (64, 128, 256, 1344)}
     return (
-        f"Prompts take {' to '.join(sorted(whole))} % less time from pages of 64, 128, 256 and "
-        f"1,344 tokens than from pages of 16, {saved[32]:.0f} % less from pages of 32, and "
-        f"{-saved[784]:.0f} to {-saved[528]:.0f} % more from pages of 528 and 784"
+        f"Compared with pages of 16 tokens, prompts take {' to '.join(sorted(whole))} % less time "
+        f"from pages of 64, 128, 256 and 1,344 tokens. They take {saved[32]:.0f} % less from pages "
+        f"of 32, and {-saved[784]:.0f} to {-saved[528]:.0f} % more from pages of 528 and 784."
     )
 
 
@@ -457,12 +498,12 @@ def _behind() -> str:
         if shape.name.endswith("b8") and not shape.name.startswith("falcon")
     ]
     return (
-        f"Ours are behind, and known to be: prompts that attend to all keys before them "
-        f"({min(full):.2f} to {max(full):.2f} of FlashAttention-3's speed), prompts that attend to "
-        f"an image ({shapes['P7'].ratio(peer):.2f}), a prompt beside decoding requests "
-        f"({shapes['X1'].ratio(peer):.2f}), prompts over pages in float8 ({share:.2f} of the speed "
-        f"of 16 bits), and, with 8 requests, states of Nemotron-H and Granite that are seldom "
-        f"written ({min(few):.2f} to {max(few):.2f} of vLLM's speed)"
+        f"Known losses on an H100: prompts with full attention run at {min(full):.2f} to "
+        f"{max(full):.2f} of FlashAttention-3's speed, cross attention to an image at "
+        f"{shapes['P7'].ratio(peer):.2f}, and a prompt beside decoding requests at "
+        f"{shapes['X1'].ratio(peer):.2f}. Prompts over float8 pages run at {share:.2f} of the "
+        f"speed of 16-bit pages. With 8 requests of Nemotron-H or Granite, steps that seldom write "
+        f"states run at {min(few):.2f} to {max(few):.2f} of vLLM's speed."
     )
 
 
@@ -482,7 +523,7 @@ def _flashinfer() -> str:
         for shape in read_groups(RESULTS / H100)["delta prompts of heads"]
     }
     first, second, third = (f"{peers[key] / ours[key]:.2f} for {words[key]}" for key in words)
-    return f"{first}, {second} and {third}"
+    return f"That kernel alone takes this share of our time: {first}, {second} and {third}."
 
 
 def _calls() -> str:
@@ -491,11 +532,9 @@ def _calls() -> str:
     every = read("cpu/bench_calls.jsonl")
     calls, first = ([row[name][0] for row in every] for name in (OURS, f"{OURS}, first"))
     return (
-        f"Ours takes {min(shares):.2f} to {max(shares):.2f} of the time of vLLM's own calls, "
-        f"{len(found)} operations on a CPU with launches that lead nowhere (`python -m "
-        f"perf.bench_calls`, `perf/results/cpu/bench_calls.md`): {min(calls):.0f} to "
-        f"{max(calls):.0f} us, and {min(first):.0f} to {max(first):.0f} us in the first call of a "
-        f"signature"
+        f"Over {len(found)} operations, our calls take {min(shares):.2f} to {max(shares):.2f} of "
+        f"the host time of vLLM's: {min(calls):.0f} to {max(calls):.0f} us, and {min(first):.0f} "
+        f"to {max(first):.0f} us in the first call of a signature."
     )
 
 
@@ -503,8 +542,8 @@ def _manager() -> str:
     found = [row for row in read("cpu/bench_manager.jsonl") if row["table"] == "memory"]
     empty, full = ([row[f"{name}_bytes_per_page"] for row in found] for name in ("empty", "full"))
     return (
-        f"The manager itself takes {min(empty):.0f} to {max(empty):.0f} bytes of the host's memory "
-        f"for each small page, and {min(full):.0f} to {max(full):.0f} with all of them cached"
+        f"The manager takes {min(empty):.0f} to {max(empty):.0f} bytes of host memory for each "
+        f"small page, and {min(full):.0f} to {max(full):.0f} when all of them are cached."
     )
 
 

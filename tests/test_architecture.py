@@ -1,4 +1,4 @@
-"""The layout is the architecture: what README and pyproject say of it is what the files are."""
+"""The layout is the architecture: what docs and pyproject say of it is what the files are."""
 
 import ast
 import re
@@ -18,12 +18,12 @@ def text_of(name):
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-def readme_tree():
-    """Get the files that README's tree names, as paths from the root.
+def documented_tree():
+    """Get the files that the tree in docs/architecture.md names, as paths from the root.
 
     A line names a folder, or files of one folder; what follows the names is their explanation.
     """
-    section = text_of("README.md").split("## Layout")[1]
+    section = text_of("docs/architecture.md").split("## Files")[1]
     files, folders = [], []
     for line in section.split("```")[1].strip("\n").splitlines():
         depth = (len(line) - len(line.lstrip())) // 2
@@ -60,8 +60,8 @@ def operation_names():
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_readmes_tree_is_the_files(package):
-    named = [name for name in readme_tree() if name.startswith(f"{package}/")]
+def test_the_documented_tree_is_the_files(package):
+    named = [name for name in documented_tree() if name.startswith(f"{package}/")]
 
     assert sorted(named) == sorted(modules_of(package))
 
@@ -118,7 +118,7 @@ def test_changelog_begins_with_the_version_in_hand():
     assert "Unreleased" not in headings[1:]
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/testing.md"])
 def test_documents_name_targets_the_makefile_has(document):
     targets = set(re.findall(r"^([a-z-]+):", text_of("Makefile"), re.MULTILINE))
 
@@ -130,12 +130,14 @@ def test_documents_name_targets_the_makefile_has(document):
     assert named <= targets
 
 
-def test_readme_names_the_environment_variables_the_package_reads():
+def test_docs_describe_the_environment_variables_the_package_reads():
     from jenga.vllm_plugin.environment import _KNOWN_VARIABLES
 
-    named = set(re.findall(r"`(JENGA_[A-Z_]+)[`=]", text_of("README.md"))) - {"JENGA_TRITON"}
+    text = text_of("docs/configuration.md")
+    rows = re.findall(r"^\| `(JENGA_\w+)` \|.*\| `(JENGA_\w+)=\S+` \|$", text, re.MULTILINE)
 
-    assert named == _KNOWN_VARIABLES
+    assert {name for name, _ in rows} == _KNOWN_VARIABLES
+    assert all(name == example for name, example in rows)
 
 
 def test_makefile_installs_a_vllm_that_the_plugin_supports():

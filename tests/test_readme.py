@@ -1,4 +1,4 @@
-"""What README and CONTRIBUTING show runs, and the files and commands that they name exist."""
+"""Examples in README, CONTRIBUTING and docs run, and the files and modules that they name exist."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TEXTS = ("README.md", "CONTRIBUTING.md", "perf/results/cpu/NOTES.md")
+DOCS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
+TEXTS = ("README.md", "CONTRIBUTING.md", "perf/results/cpu/NOTES.md", *DOCS)
 
 
 def text_of(name):
@@ -22,10 +23,7 @@ def examples_of(name):
     }
 
 
-EXAMPLES = examples_of("README.md")
-
-
-def run(heading, name="README.md"):
+def run(name, heading):
     """Run the one example of a section; return the names it leaves."""
     (example,) = examples_of(name)[heading]
     names = {}
@@ -65,16 +63,24 @@ def test_files_that_are_named_exist(name):
 
 
 def test_examples_are_run_here_or_are_an_engine():
-    assert {heading for heading, found in EXAMPLES.items() if found} == {
-        "Switching it on",
-        "The kernels alone",
-        "The manager alone",
+    found = {
+        (name, heading)
+        for name in TEXTS
+        for heading, examples in examples_of(name).items()
+        if examples
+    }
+
+    assert found == {
+        ("docs/configuration.md", "Select the backend"),
+        ("docs/extending.md", "Add an eviction policy"),
+        ("docs/kernels.md", "Example"),
+        ("docs/manager.md", "Example"),
     }
 
 
 def test_example_of_the_kernels_runs():
     pytest.importorskip("torch")
-    names = run("The kernels alone")
+    names = run("docs/kernels.md", "Example")
     k_pages, arena = names["k_pages"], names["arena"]
 
     assert names["out"].shape == (21, 8, 64)
@@ -87,7 +93,7 @@ def test_example_of_the_kernels_runs():
 
 
 def test_example_of_the_manager_runs(capsys):
-    manager = run("The manager alone")["manager"]
+    manager = run("docs/manager.md", "Example")["manager"]
 
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert len(printed) == len(manager.geometry.page_tables) == 2
@@ -98,7 +104,7 @@ def test_example_of_the_manager_runs(capsys):
 
 
 def test_example_of_an_eviction_policy_runs(capsys):
-    names = run("Adding an eviction policy", "CONTRIBUTING.md")
+    names = run("docs/extending.md", "Add an eviction policy")
 
     assert 0 < names["replay"].hit_tokens < names["replay"].prompt_tokens
     assert names["arena"].num_evicted > 0
