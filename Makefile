@@ -143,7 +143,7 @@ $(STAMPS)/newer-vllm: tests/vllm_plugin/newer_vllm.py $(STAMPS)/torchvision
 
 # The site generator, in an environment of its own: no test needs it.
 $(STAMPS)/docs: pyproject.toml $(STAMPS)/python
-	@echo "==> environment for docs: MkDocs (30 MB to download, seconds)"
+	@echo "==> environment for docs: MkDocs (seconds)"
 	$(PYTHON) -m venv $(DOCS)
 	$(DOCS)/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) '.[docs]'
 	@touch $@

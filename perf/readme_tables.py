@@ -93,7 +93,7 @@ WORKLOADS = {
     "chat": "96 conversations of ten turns",
     "mooncake": "Mooncake conversations at 4x speed",
 }
-"""Workload -> README's words for it."""
+"""Workload -> words of README and docs for it."""
 
 NO_SLOWER = 0.995
 """A factor from here on reads 1.00 or more."""
@@ -328,7 +328,7 @@ def factor(value: float) -> str:
 
 
 TABLES = (
-    Table(README, "workloads", workloads),
+    Table(BENCHMARKS, "workloads", workloads),
     Table(BENCHMARKS, "kernels", kernels),
     Table(RECURRENT_STATES, "steps that seldom write", seldom_written),
     Table(RECIPES, "plans", plans),
@@ -342,7 +342,7 @@ TABLES = (
 def sentences() -> Iterator[tuple[Path, str]]:
     """Text and sentence, or a part of one, with numbers as the rows have them."""
     makers = {
-        README: (_slower, _requests_that_fit, _behind),
+        README: (_slower, _requests_that_fit, _behind, _all_shapes),
         HOST_MEMORY: (_host_memory,),
         BENCHMARKS: (
             *(_unsteady, _shortest_launch, _read_rates, _decoded_pages, _tokens_per_page),
@@ -394,8 +394,7 @@ def _host_memory() -> str:
         texts.append(f"{middle:.2f} times as fast ({min(gained):.2f} to {max(gained):.2f})")
     return (
         f"Over {len(seconds)} pairs of a model and a workload, host memory of four times the arena "
-        f"makes a modelled run {texts[0]}, as a geometric mean. Host memory as large as the arena "
-        f"makes it {texts[1]}."
+        f"makes a modelled run {texts[0]}. Host memory as large as the arena makes it {texts[1]}."
     )
 
 
@@ -405,7 +404,7 @@ def _unsteady() -> str:
         f"{100 * (found[2] - 1):.0f} % on the {name}" for name, found in moved.items() if found
     ]
     return (
-        f"Between two commits, a peer's time for one shape of at least 50 us moved by up to "
+        f"Between two commits, a peer's time for a shape of at least 50 us moved by up to "
         f"{' and '.join(texts)}."
     )
 
@@ -499,11 +498,22 @@ def _behind() -> str:
     ]
     return (
         f"Known losses on an H100: prompts with full attention run at {min(full):.2f} to "
-        f"{max(full):.2f} of FlashAttention-3's speed, cross attention to an image at "
-        f"{shapes['P7'].ratio(peer):.2f}, and a prompt beside decoding requests at "
+        f"{max(full):.2f} of FlashAttention-3's speed. Cross attention to an image runs at "
+        f"{shapes['P7'].ratio(peer):.2f} of it, and a prompt beside decoding requests at "
         f"{shapes['X1'].ratio(peer):.2f}. Prompts over float8 pages run at {share:.2f} of the "
         f"speed of 16-bit pages. With 8 requests of Nemotron-H or Granite, steps that seldom write "
         f"states run at {min(few):.2f} to {max(few):.2f} of vLLM's speed."
+    )
+
+
+def _all_shapes() -> str:
+    found = {folder: read_groups(RESULTS / folder) for folder in GPU_NAMES}
+    every = [compare(found[folder][name], peer) for folder, name, peer in COMPARED]
+    compared = [each for each in every if each is not None]
+    return (
+        f"Over {sum(len(each.ratios) for each in compared)} pairs of a shape and a peer, ours is "
+        f"slower in {sum(each.num_behind for each in compared)}. The kernels of "
+        f"{sum(each.num_changed for each in compared)} pairs have changed since they were timed."
     )
 
 
