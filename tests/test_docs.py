@@ -11,6 +11,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from jenga.cli import main
+from jenga.vllm_plugin.replacement import SUPPORTED_VERSIONS
 from perf import doc_figures
 from perf.recipe_plans import RECIPES, ROWS, STOCK, plan_row, read_rows
 
@@ -104,6 +105,24 @@ def test_readme_leads_to_every_page_that_is_no_lab_note():
 
     assert pages <= linked | through_index
     assert "docs/index.md" in linked
+
+
+def test_readme_lists_the_versions_of_vllm_that_are_served():
+    rows = re.findall(r"^\| (\d+\.\d+) \|", text_of(ROOT / "README.md"), re.MULTILINE)
+
+    assert tuple(rows) == SUPPORTED_VERSIONS
+
+
+def test_the_table_of_operations_names_every_operation():
+    text = text_of(ROOT / "docs" / "kernels.md").split("## Operations")[1].split("\n## ")[0]
+    rows = "".join(re.findall(r"^\| (`.*?) \|", text, re.MULTILINE))
+    operations = {
+        path.stem
+        for path in (ROOT / "jenga_kernels" / "reference").glob("*.py")
+        if path.name != "__init__.py"
+    }
+
+    assert set(re.findall(r"`(\w+)`", rows)) == operations
 
 
 def test_readme_is_short():
