@@ -110,8 +110,8 @@ def large_page() -> str:
             for index, holder in enumerate(holders)
         ),
         text(WIDTH / 2, 92, "Any layer type may take any free (grey) page.", anchor="middle"),
-        *_cut(full, BLUE, "full attention", middle(holders.index("f")), 150),
         *_cut(sliding, ORANGE, "sliding window", middle(holders.rindex("s")), 240),
+        *_cut(full, BLUE, "full attention", middle(holders.index("f")), 150),
     ]
     return figure(310, "One large page, cut by either of two layer types", parts)
 
