@@ -216,6 +216,7 @@ class Checkpoints:
         Returns:
             Whether there are pages for the copies, or the states are kept already.
         """
+        answer = request.answer
         if self._tree.has_states(key):
             request.pending.setdefault(num_tokens, [])
         elif num_tokens not in request.pending:
@@ -234,13 +235,15 @@ class Checkpoints:
             self._in_passing[request.owner] = request
         else:
             self.pass_by(request, request.committed_tokens)
+        if answer is not None:
+            self._tree.prune(answer)
         return True
 
     def _state_pages(self, request: Request, num_tokens: int) -> list[tuple[int, int]] | None:
         """Pages for states, each with one user: those of the answer's last checkpoint, or new."""
         answer = request.answer
         if num_tokens > request.facts.prompt_tokens and answer is not None:
-            pages = self._tree.take_states(answer)
+            pages = self._tree.take_states(answer, next_tokens=num_tokens)
             if pages:
                 self.num_replaced += 1
                 return pages

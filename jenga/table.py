@@ -167,10 +167,18 @@ class Table:
 
     def end(self, request: Request) -> None:
         """Take a request that ends from the pages it has left."""
-        self.leave_pages(request.pages[self.index][request.first[self.index] :])
+        index = self.index
+        first = request.first[index]
+        num_found = max(0, request.found[index] - first)
+        self.leave_pages(request.pages[index][first:], num_cached=num_found)
 
-    def leave_pages(self, pages: Sequence[int]) -> None:
-        """Take one user from each page; cached ones become evictable then, others empty."""
+    def leave_pages(self, pages: Sequence[int], *, num_cached: int = 0) -> None:
+        """Take one user from each page; cached ones become evictable then, others empty.
+
+        Args:
+            pages: The pages.
+            num_cached: So many of the first ones are known to be cached.
+        """
         if self.cache is None:
             self.pages.release(pages)
             return
@@ -183,13 +191,15 @@ class Table:
                 rank = (self.clock.kept(1) if pins[page] else self.clock.loose(1))[0]
                 self.pages.retire_page(page, rank)
             return
-        uncached = [page for page in pages if keys[page] is None]
+        uncached = [page for page in pages[num_cached:] if keys[page] is None]
         if uncached:
             self.pages.release(uncached)
             pages = [page for page in pages if keys[page] is not None]
         loose = [page for page in pages if not pins[page]]
         if loose:
             self.pages.retire(loose, self.clock.loose(len(loose)))
+            if len(loose) == len(pages):
+                return
             pages = [page for page in pages if pins[page]]
         if pages:
             self.pages.retire(pages, self.clock.kept(len(pages)))

@@ -138,6 +138,10 @@ class ReuseHistory:
         """The points that a text passes, in order."""
         return [point for point in map(self._points.get, prefix_hashes) if point is not None]
 
+    def deepest(self, prefix_hashes: Sequence[bytes]) -> Point | None:
+        """The last point that a text passes."""
+        return next(filter(None, map(self._points.get, reversed(prefix_hashes))), None)
+
     def leave(self, key: Hashable, num_tokens: int, kind: Kind, past: Past) -> Point:
         """Record that a request leaves a point; a point that is known only grows young again."""
         point = self._points.get(key)

@@ -215,7 +215,7 @@ class CheckpointTree:
         Args:
             point_key: Hash of the tokens that went into them.
         """
-        return self._has_states(point_key, ())
+        return all(table.page_of(point_key) is not None for table in self._states)
 
     # Texts
 
@@ -229,6 +229,9 @@ class CheckpointTree:
             facts: Of the request.
             num_tokens: The node is not beyond so many.
         """
+        here = self.at(prefix_hashes, num_tokens) if num_tokens else None
+        if here is not None:
+            return here
         node, shared_tokens = self._owner(prefix_hashes, facts, num_tokens + self.ahead_tokens)
         # It may go on with another text from there.
         while node.end_tokens > shared_tokens and node.parent is not None:
@@ -296,8 +299,8 @@ class CheckpointTree:
             kind: Of the point.
             past: Of the request that leaves it.
             state_pages: States after so many tokens: index of a page table, and its page, which
-                has one user. They are given to the checkpoint, or become empty. None are needed
-                where these states are cached.
+                has one user; of every such page table, or none where these states are cached. They
+                are given to the checkpoint, or become empty.
 
         Returns:
             The checkpoint; None, and nothing was done, if part of it is not cached.
@@ -311,7 +314,8 @@ class CheckpointTree:
         else:
             # First of all: a node that is made and not kept would take loose pages with it.
             windows = self._windows(prefix_hashes, facts, num_tokens)
-            if windows is None or not self._has_states(point_key, state_pages):
+            has_states = len(state_pages) == len(self._states) or self.has_states(point_key)
+            if windows is None or not has_states:
                 return None
             node = self._reach(stand.still_there, prefix_hashes, facts, num_tokens)
             if node is None:
@@ -461,8 +465,10 @@ class CheckpointTree:
             computed_bytes: Bytes of cache that it computes.
         """
         history = self.history
-        path = history.path(prefix_hashes[: asked_tokens // self._hash_tokens])
-        deepest = path[-1] if path else None
+        end = asked_tokens // self._hash_tokens
+        start = min(end, max(0, hit_tokens // self._hash_tokens - 1))
+        path = history.path(prefix_hashes[start:end])
+        deepest = path[-1] if path else history.deepest(prefix_hashes[:start])
         past = past_of(deepest)
         node = self._read_at(prefix_hashes, facts, hit_tokens)
         if (
@@ -536,7 +542,7 @@ class CheckpointTree:
             if there is not None:
                 return there
             if not self._lasting:
-                return self._grow(node, key, num_tokens, [])
+                return self._extend(node, key, num_tokens, [])
             guide = self._lasting[0]
             first = node.end_tokens // guide.grain.page_slots
             end = end_tokens // guide.grain.page_slots
@@ -559,7 +565,7 @@ class CheckpointTree:
                     if pages is None:
                         return None
                     segment.append(pages)
-                return self._grow(node, key, num_tokens, segment)
+                return self._extend(node, key, num_tokens, segment)
             if owner is node:
                 msg = f"the page after {node.num_tokens} tokens is of the node that ends there"
                 raise InvariantError(msg)
@@ -625,6 +631,38 @@ class CheckpointTree:
         self._by_key[key] = before
         return before
 
+    def _extend(
+        self, node: Checkpoint, key: Hashable, num_tokens: int, segment: list[list[int]]
+    ) -> Checkpoint:
+        """A new node, not kept yet, with the pages after a node's; with both if nobody needs that.
+
+        Args:
+            node: The last one before the new one's point.
+            key: Of the new one.
+            num_tokens: Its point.
+            segment: Per page table of whole prefixes, the pages after the node's.
+        """
+        if self._is_needed(node):
+            return self._grow(node, key, num_tokens, segment)
+        longer = Checkpoint(key, num_tokens, num_tokens + self.ahead_tokens, node.parent)
+        longer.first_pages, longer.segment = node.first_pages, node.segment
+        longer.segment_bytes = node.segment_bytes
+        for table, pages, more in zip(self._lasting, longer.segment, segment, strict=True):
+            table.own(pages, node, longer)
+            table.pin(more)
+            table.own(more, None, longer)
+            pages.extend(more)
+            longer.segment_bytes += len(more) * table.spec.small_page_bytes
+        del self._by_key[node.key]
+        node.is_removed = True
+        self._by_key[key] = longer
+        return longer
+
+    @staticmethod
+    def _is_needed(node: Checkpoint) -> bool:
+        """Whether a node is kept, others begin at it, or it is the root."""
+        return node.is_kept or node.num_children > 0 or node.parent is None
+
     def _grow(
         self, parent: Checkpoint, key: Hashable, num_tokens: int, segment: list[list[int]]
     ) -> Checkpoint:
@@ -678,13 +716,6 @@ class CheckpointTree:
         node.alone.append((table.index, pages))
         node.alone_bytes += num_new * table.spec.small_page_bytes
 
-    def _has_states(self, point_key: Hashable, given: Sequence[tuple[int, int]]) -> bool:
-        """Whether the states of a point are given, or cached."""
-        indices = {index for index, _ in given}
-        return all(
-            table.index in indices or table.page_of(point_key) is not None for table in self._states
-        )
-
     def _pin_states(
         self, node: Checkpoint, point_key: Hashable, given: Sequence[tuple[int, int]]
     ) -> None:
@@ -709,8 +740,13 @@ class CheckpointTree:
         for index, page in pages:
             self._tables[index].pages.release([page])
 
-    def take_states(self, node: Checkpoint) -> list[tuple[int, int]]:
+    def take_states(self, node: Checkpoint, *, next_tokens: int = 0) -> list[tuple[int, int]]:
         """Take the states of a checkpoint that no request has read, which is kept no more.
+
+        Args:
+            node: The checkpoint.
+            next_tokens: If positive, where on its text a checkpoint is about to be kept. Its node
+                may stay until then, to be made longer; `prune` must be called afterwards.
 
         Returns:
             Index of a page table, and its page, which has one user then; nothing if the checkpoint
@@ -732,8 +768,29 @@ class CheckpointTree:
             table.pages.share([page])
             table.forget(page)
         self.history.forget(node.point)
-        self._let_go(node, None)
+        self._stop_keeping(node, None)
+        if node.num_tokens >= next_tokens or not self._lasts(node):
+            self._prune(node)
         return states
+
+    def _lasts(self, node: Checkpoint) -> bool:
+        """Whether removing a node and making it again at once would change nothing."""
+        parent = node.parent
+        if parent is None or node.num_children:
+            return False
+        if parent.num_children == 1 and not parent.is_kept and parent is not self._root:
+            # Its parent would be removed as well, and its pages be of one node with these.
+            return False
+        # Pages that nobody uses would become empty, and a request's own take their place.
+        return all(
+            max(map(table.pages.stamps.__getitem__, pages)) < 0
+            for table, pages in zip(self._lasting, node.segment, strict=True)
+        )
+
+    def prune(self, node: Checkpoint) -> None:
+        """Remove a node that nothing needs, if it was not removed."""
+        if not node.is_removed:
+            self._prune(node)
 
     # Those that wait
 
@@ -927,6 +984,11 @@ class CheckpointTree:
         self._let_go(node, self._host)
 
     def _let_go(self, node: Checkpoint, host: HostCache | None) -> None:
+        """Let a point be kept no more, and remove its node if nothing needs it."""
+        self._stop_keeping(node, host)
+        self._prune(node, host)
+
+    def _stop_keeping(self, node: Checkpoint, host: HostCache | None) -> None:
         """Let a point be kept no more."""
         self._leave_pool(node)
         node.is_kept = False
@@ -936,11 +998,10 @@ class CheckpointTree:
             self._unpin(self._tables[index], pages, host)
         node.alone = []
         node.alone_bytes = 0
-        self._prune(node, host)
 
     def _prune(self, node: Checkpoint, host: HostCache | None = None) -> None:
         """Remove a node that nothing needs, and then its parents likewise."""
-        while not node.num_children and not node.is_kept and node.parent is not None:
+        while node.parent is not None and not self._is_needed(node):
             for table, pages in zip(self._lasting, node.segment, strict=True):
                 table.own(pages, node, None)
                 self._unpin(table, pages, host)
