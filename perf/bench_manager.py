@@ -43,7 +43,10 @@ MODELS = (
     "nemotron-h-8b",
     "qwen3-next-80b-a3b",
 )
-"""One homogeneous model, three with windows, three with states."""
+"""One homogeneous model, three with windows, three with states.
+
+Of Llama and gpt-oss each small page is a large page.
+"""
 
 NUM_RUNNING = 256
 DECODE_STEPS = 48

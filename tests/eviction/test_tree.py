@@ -9,6 +9,7 @@ from jenga.eviction import tree
 from jenga.eviction.known import EVICTION_POLICIES
 from jenga.eviction.points import Kind, Past
 from jenga.eviction.ranks import KEPT_RANK
+from jenga.prefix_cache import PrefixCache
 from tests.eviction.arena import FACTS, Arena, hashes
 from tests.machines.geometries import cross, full, geometry, sliding, state
 
@@ -592,6 +593,57 @@ def test_states_of_an_unread_answer_are_taken_and_its_checkpoint_is_forgotten():
         assert table.page_of(TEXT[:32].encode()) is None
     arena.release(taken)
     assert arena.tree.take_states(node) == []
+
+
+def used(arena, text):
+    """Give all pages of a text a user."""
+    for table in arena.of_text:
+        table.pages.share([table.page_of(key) for key in arena.keys(table, text)])
+
+
+def test_an_answer_that_grows_is_looked_up_from_its_last_checkpoint_on(monkeypatch):
+    arena = Arena(STATES)
+    assert arena.write(TEXT[:48])
+    used(arena, TEXT[:48])
+    node = arena.keep(TEXT, 32, Kind.ANSWER_END)
+    taken = arena.tree.take_states(node, next_tokens=48)
+    looked_up, get = [], PrefixCache.get
+    monkeypatch.setattr(PrefixCache, "get", lambda *args: looked_up.append(args[1]) or get(*args))
+
+    longer = arena.tree.keep(
+        node, hashes(TEXT), FACTS, 48, Kind.ANSWER_END, Past.NEW_TEXT, state_pages=taken
+    )
+    arena.tree.prune(node)
+    monkeypatch.undo()
+
+    arena.check()
+    assert looked_up
+    assert not set(looked_up) & set(hashes(TEXT[:32]))
+    assert node.is_removed
+    assert not longer.is_removed
+    for table in arena.of_text:
+        pages = [table.page_of(key) for key in arena.keys(table, TEXT[:48])]
+        assert all(table.pins[page] == 1 for page in pages)
+        assert all(table.owners[page] in (None, longer) for page in pages)
+    assert arena.is_kept(TEXT, 48)
+    assert not arena.is_kept(TEXT, 32)
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_checkpoint_whose_states_were_taken_is_gone_if_no_later_one_is_kept(is_used):
+    arena = Arena(STATES)
+    assert arena.write(TEXT[:48])
+    if is_used:
+        used(arena, TEXT[:48])
+    node = arena.keep(TEXT, 32, Kind.ANSWER_END)
+
+    arena.release(arena.tree.take_states(node, next_tokens=48))
+    arena.tree.prune(node)
+    arena.tree.prune(node)
+
+    arena.check()
+    assert node.is_removed
+    assert arena.tree.at(hashes(TEXT), 32) is None
 
 
 def test_states_that_another_has_read_are_not_taken():
