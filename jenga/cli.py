@@ -28,8 +28,8 @@ _DEMO_DESCRIPTION = """\
 Serve a few prompts with a real vLLM engine on JENGA_TRITON and show what memory it held.
 
 Without --model the model is Gemma 3 270M (15 sliding-window and 3 full-attention layers), whose
-weights come with the extra `demo`. On a machine without an NVIDIA GPU the kernels run in Triton's
-interpreter: the same code, thousands of times slower."""
+weights come with the extra `demo`. On a machine without an NVIDIA GPU, plain PyTorch references
+take the kernels' place; with TRITON_INTERPRET=1 Triton's interpreter runs the kernels."""
 
 _DEMO_EPILOG = """\
 examples:

@@ -5,6 +5,7 @@ Each operation is one module with one public function of the same name, for exam
 `jenga_kernels.reference` holds a PyTorch version with the same signature, which defines what the
 operation does. The package stands alone: it needs torch and Triton and knows no engine.
 
-A cache is a strided view: pages need not be contiguous, only the last dimension. On a machine
-without a GPU, set `TRITON_INTERPRET=1` before the first import and the same kernels run on the CPU.
+A cache is a strided view: pages need not be contiguous, only the last dimension. On a GPU's tensors
+an operation launches its kernels. On a CPU's it calls its reference, after the same checks; with
+`TRITON_INTERPRET=1` set before the first import, Triton's interpreter runs the kernels there too.
 """

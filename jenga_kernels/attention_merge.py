@@ -11,10 +11,13 @@ from jenga_kernels.checks import (
     check_same_device,
     check_shape,
 )
+from jenga_kernels.launches import launch, with_reference
+from jenga_kernels.reference import attention_merge as reference
 from jenga_kernels.triton.attention_merge import attention_merge_kernel
 from jenga_kernels.triton.tiles import copy_tiles, machine_of, power_of_two
 
 
+@with_reference(reference.attention_merge)
 def attention_merge(
     first_out: torch.Tensor,
     first_lse: torch.Tensor,
@@ -69,7 +72,10 @@ def attention_merge(
     if num_rows == 0:
         return out
     tiles = copy_tiles(machine_of(out.device), head_dim)
-    attention_merge_kernel[(triton.cdiv(num_rows, tiles.block_rows),)](
+    launch(
+        attention_merge_kernel,
+        (triton.cdiv(num_rows, tiles.block_rows),),
+        out.device,
         out_ptr=out,
         lse_ptr=lse,
         first_out_ptr=first_out,

@@ -12,7 +12,7 @@ from jenga_kernels.checks import (
     check_same_device,
     check_shape,
 )
-from jenga_kernels.launches import Calls
+from jenga_kernels.launches import Calls, launch
 from jenga_kernels.triton.attention_plan import MAX_SPLITS, attention_plan_kernel
 from jenga_kernels.triton.tiles import (
     SPECIALIZED_ROWS,
@@ -196,7 +196,10 @@ class AttentionPlan:
             unit_starts=self.unit_starts, query_starts=query_starts, seq_lens=seq_lens
         )
         num_entries = max(self.tiles.num_programs, self.max_row_tiles)
-        attention_plan_kernel[(triton.cdiv(num_entries, BLOCK_ENTRIES),)](
+        launch(
+            attention_plan_kernel,
+            (triton.cdiv(num_entries, BLOCK_ENTRIES),),
+            seq_lens.device,
             unit_starts_ptr=self.unit_starts,
             units_per_program_ptr=self.units_per_program,
             first_requests_ptr=self.first_requests,

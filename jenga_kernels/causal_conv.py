@@ -4,7 +4,8 @@ import torch
 import triton
 
 from jenga_kernels.checks import check_same_device, check_shape, shows_values
-from jenga_kernels.launches import Calls, Launch, call_like
+from jenga_kernels.launches import Calls, Launch, call_like, with_reference
+from jenga_kernels.reference import causal_conv as reference
 from jenga_kernels.states import (
     Checkpoints,
     check_checkpoints,
@@ -24,6 +25,7 @@ from jenga_kernels.triton.tiles import machine_of, power_of_two
 _calls: Calls = {}
 
 
+@with_reference(reference.causal_conv)
 def causal_conv(
     out: torch.Tensor,
     states: torch.Tensor,

@@ -4,7 +4,8 @@ import torch
 import triton
 
 from jenga_kernels.checks import check_same_device, shows_values
-from jenga_kernels.launches import Calls, Launch, call_like
+from jenga_kernels.launches import Calls, Launch, call_like, with_reference
+from jenga_kernels.reference import conv_update as reference
 from jenga_kernels.states import check_convolution, check_ring, check_slots_apart, check_steps
 from jenga_kernels.triton.addressing import alignment, strides
 from jenga_kernels.triton.conv_update import conv_update_kernel
@@ -14,6 +15,7 @@ from jenga_kernels.triton.tiles import machine_of
 _calls: Calls = {}
 
 
+@with_reference(reference.conv_update)
 def conv_update(
     out: torch.Tensor,
     states: torch.Tensor,

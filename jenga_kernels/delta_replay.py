@@ -16,6 +16,8 @@ from jenga_kernels.histories import (
     check_history_part,
     check_replay,
 )
+from jenga_kernels.launches import launch, with_reference
+from jenga_kernels.reference import delta_replay as reference
 from jenga_kernels.states import check_contiguous_rows, check_not_expanded
 from jenga_kernels.triton.addressing import strides
 from jenga_kernels.triton.delta_replay import delta_replay_kernel
@@ -25,6 +27,7 @@ from jenga_kernels.triton.state_tiles import LEAST_PRODUCT
 from jenga_kernels.triton.tiles import machine_of, power_of_two
 
 
+@with_reference(reference.delta_replay)
 def delta_replay(
     out: torch.Tensor,
     states: torch.Tensor,
@@ -182,9 +185,12 @@ def delta_replay(
     }
     grid = (num_v_heads * num_blocks, num_requests)
     if tiles.is_at_once:
-        delta_replay_products_kernel[grid](**tensors, **shared)
+        launch(delta_replay_products_kernel, grid, v.device, **tensors, **shared)
         return
-    delta_replay_kernel[grid](
+    launch(
+        delta_replay_kernel,
+        grid,
+        v.device,
         **tensors,
         **shared,
         stride_decays_token=strides(history.decays)[2],

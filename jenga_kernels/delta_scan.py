@@ -7,7 +7,8 @@ import triton
 
 from jenga_kernels.checks import check_same_device, check_shape, shows_values
 from jenga_kernels.delta import check_delta_rule
-from jenga_kernels.launches import Calls, Launch, call_like, rebased
+from jenga_kernels.launches import Calls, Launch, call_like, rebased, with_reference
+from jenga_kernels.reference import delta_scan as reference
 from jenga_kernels.states import (
     Checkpoints,
     check_checkpoints,
@@ -34,6 +35,7 @@ CHUNK_ROWS = ("queries", "keys", "kept_keys", "scores", "solution")
 _calls: Calls = {}
 
 
+@with_reference(reference.delta_scan)
 def delta_scan(
     out: torch.Tensor,
     states: torch.Tensor,

@@ -5,7 +5,8 @@ import triton
 
 from jenga_kernels.checks import check_same_device, shows_values
 from jenga_kernels.delta import check_delta_rule
-from jenga_kernels.launches import Calls, Launch, call_like
+from jenga_kernels.launches import Calls, Launch, call_like, with_reference
+from jenga_kernels.reference import delta_update as reference
 from jenga_kernels.states import check_slots_apart, check_steps
 from jenga_kernels.triton.addressing import strides
 from jenga_kernels.triton.delta_tiles import delta_update_tiles
@@ -15,6 +16,7 @@ from jenga_kernels.triton.tiles import machine_of, power_of_two
 _calls: Calls = {}
 
 
+@with_reference(reference.delta_update)
 def delta_update(
     out: torch.Tensor,
     states: torch.Tensor,

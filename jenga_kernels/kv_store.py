@@ -19,7 +19,8 @@ from jenga_kernels.checks import (
     check_same_device,
     check_shape,
 )
-from jenga_kernels.launches import Calls, Launch, call_like
+from jenga_kernels.launches import Calls, Launch, call_like, with_reference
+from jenga_kernels.reference import kv_store as reference
 from jenga_kernels.triton.addressing import strides
 from jenga_kernels.triton.kv_store import kv_store_kernel
 from jenga_kernels.triton.tiles import (
@@ -36,6 +37,7 @@ NO_SLOT = -1
 """Slot of a padding token: nothing is written for it."""
 
 
+@with_reference(reference.kv_store)
 def kv_store(
     k: torch.Tensor,
     v: torch.Tensor,

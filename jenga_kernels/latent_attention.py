@@ -21,7 +21,8 @@ from jenga_kernels.checks import (
 )
 from jenga_kernels.latent_plan import plan_latent_attention
 from jenga_kernels.latents import check_latent_pages, check_latent_scale
-from jenga_kernels.launches import Calls, Launch, call_like, rebased
+from jenga_kernels.launches import Calls, Launch, call_like, rebased, with_reference
+from jenga_kernels.reference import latent_attention as reference
 from jenga_kernels.triton.addressing import constant_stride, strides
 from jenga_kernels.triton.attention_decode import attention_splits_kernel
 from jenga_kernels.triton.latent_decode import latent_decode_kernel
@@ -38,6 +39,7 @@ from jenga_kernels.triton.tiles import (
 _calls: Calls = {}
 
 
+@with_reference(reference.latent_attention)
 def latent_attention(
     q: torch.Tensor,
     pages: torch.Tensor,

@@ -13,7 +13,8 @@ from jenga_kernels.checks import (
     check_shape,
 )
 from jenga_kernels.latents import check_latent_pages, check_latent_scale
-from jenga_kernels.launches import Calls, Launch, call_like
+from jenga_kernels.launches import Calls, Launch, call_like, with_reference
+from jenga_kernels.reference import latent_store as reference
 from jenga_kernels.triton.addressing import strides
 from jenga_kernels.triton.latent_store import latent_store_kernel
 from jenga_kernels.triton.tiles import LOAD_BYTES, copy_tiles, machine_of, power_of_two
@@ -21,6 +22,7 @@ from jenga_kernels.triton.tiles import LOAD_BYTES, copy_tiles, machine_of, power
 _calls: Calls = {}
 
 
+@with_reference(reference.latent_store)
 def latent_store(
     latents: torch.Tensor,
     rotary_keys: torch.Tensor,

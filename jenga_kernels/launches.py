@@ -1,19 +1,28 @@
 """Launches of kernels, and what is remembered of the calls of an operation.
 
+Every launch passes through this module. On a CPU, where no kernel runs unless Triton interprets it,
+launches are left out, and `with_reference` has the operation's reference compute its results.
+
 Layer by layer and step by step the same few calls come back, with tensors at other addresses. What
 is checked on the host, and what Triton compiles a kernel for, depends on a call's signature alone:
 so both are looked at for its first call, and the next ones are launched without.
 """
 
 import copy
-from collections.abc import Mapping
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import triton
 
 from jenga_kernels.checks import ALIGNMENT_BYTES
+from jenga_kernels.triton.tiles import has_kernels
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 MAX_CALLS = 256
 """Signatures that a table of calls has at most, of some KB each: a step has a few of its own."""
@@ -55,20 +64,26 @@ class Launch:
 class Call:
     """Calls of an operation that have the same signature.
 
+    Args:
+        has_kernels: Whether kernels run where the tensors are.
+
     Attributes:
         launches: What they launch; None before the first one has passed its checks.
         facts: What the operation has found out from the first one.
     """
 
-    __slots__ = ("_compiled", "facts", "launches")
+    __slots__ = ("_compiled", "_has_kernels", "facts", "launches")
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_kernels: bool = True) -> None:
         self.facts: Any = None
         self.launches: list[Launch] | None = None
+        self._has_kernels = has_kernels
         self._compiled: dict[int, tuple[Any, tuple[str, ...]]] = {}
 
     def run(self, tensors: Mapping[str, torch.Tensor | None]) -> None:
         """Launch all, with these tensors; what a kernel does not take is left out."""
+        if not self._has_kernels:
+            return
         for launch in self.launches or ():
             self._launch(launch.kernel, launch.grid, launch.arguments(tensors))
 
@@ -125,8 +140,51 @@ def call_like(calls: Calls, *arguments: object) -> Call:
     if call is None:
         if len(calls) >= MAX_CALLS:
             calls.clear()
-        call = calls[signature] = Call()
+        is_served = device >= 0 or has_kernels(torch.device("cpu"))
+        call = calls[signature] = Call(has_kernels=is_served)
     return call
+
+
+def with_reference(reference: Callable[P, R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Have a reference serve an operation's tensors where no kernel runs: on a CPU.
+
+    The operation goes first all the same. It checks its arguments, and launches nothing there.
+    With `TRITON_INTERPRET=1` kernels run on a CPU too, and the reference is not called.
+
+    Args:
+        reference: Computes in plain PyTorch what the operation does; takes the same arguments.
+    """
+
+    def decorate(operation: Callable[P, R]) -> Callable[P, R]:
+        first_name = next(iter(inspect.signature(operation).parameters))
+
+        @functools.wraps(operation)
+        def serve(*args: P.args, **kwargs: P.kwargs) -> R:
+            result = operation(*args, **kwargs)
+            tensor: Any = args[0] if args else kwargs[first_name]
+            return result if has_kernels(tensor.device) else reference(*args, **kwargs)
+
+        return serve
+
+    return decorate
+
+
+def launch(
+    kernel: triton.JITFunction,
+    grid: tuple[int, ...],
+    device: torch.device,
+    **arguments: object,
+) -> None:
+    """Launch a kernel, if kernels run on `device`.
+
+    Args:
+        kernel: What is launched.
+        grid: Numbers of programs, up to three.
+        device: Of the tensors.
+        arguments: What the kernel takes, and options.
+    """
+    if has_kernels(device):
+        kernel[grid](**arguments)
 
 
 def rebased(descriptor: Any, tensor: torch.Tensor | None) -> Any:  # noqa: ANN401 - Gluon's, or None

@@ -4,11 +4,14 @@ import torch
 import triton
 
 from jenga_kernels.checks import check_contiguous, check_dtype, check_same_device, check_shape
+from jenga_kernels.launches import launch, with_reference
 from jenga_kernels.page_copy import check_whole_pages
+from jenga_kernels.reference import page_clear as reference
 from jenga_kernels.triton.page_copy import page_clear_kernel
 from jenga_kernels.triton.tiles import machine_of, page_tiles
 
 
+@with_reference(reference.page_clear)
 def page_clear(pages: torch.Tensor, page_ids: torch.Tensor) -> None:
     """Set every byte of some pages to zero.
 
@@ -28,7 +31,10 @@ def page_clear(pages: torch.Tensor, page_ids: torch.Tensor) -> None:
     if page_ids.numel() == 0 or words.shape[1] == 0:
         return
     tiles = page_tiles(machine_of(pages.device))
-    page_clear_kernel[(triton.cdiv(words.shape[1], tiles.block_rows) * page_ids.numel(),)](
+    launch(
+        page_clear_kernel,
+        (triton.cdiv(words.shape[1], tiles.block_rows) * page_ids.numel(),),
+        pages.device,
         words_ptr=words,
         page_ids_ptr=page_ids,
         num_words=words.shape[1],

@@ -13,6 +13,8 @@ from jenga_kernels.checks import (
     check_same_device,
     check_shape,
 )
+from jenga_kernels.launches import launch, with_reference
+from jenga_kernels.reference import page_copy as reference
 from jenga_kernels.triton.page_copy import page_copy_kernel
 from jenga_kernels.triton.tiles import machine_of, page_tiles
 
@@ -20,6 +22,7 @@ NO_PAGE = -1
 """Page id of an entry to skip."""
 
 
+@with_reference(reference.page_copy)
 def page_copy(pages: torch.Tensor, source_ids: torch.Tensor, target_ids: torch.Tensor) -> None:
     """Copy the bytes of some pages onto others.
 
@@ -46,7 +49,10 @@ def page_copy(pages: torch.Tensor, source_ids: torch.Tensor, target_ids: torch.T
     if num_copies == 0 or words.shape[1] == 0:
         return
     tiles = page_tiles(machine_of(pages.device))
-    page_copy_kernel[(triton.cdiv(words.shape[1], tiles.block_rows) * num_copies,)](
+    launch(
+        page_copy_kernel,
+        (triton.cdiv(words.shape[1], tiles.block_rows) * num_copies,),
+        pages.device,
         words_ptr=words,
         source_ids_ptr=source_ids,
         target_ids_ptr=target_ids,

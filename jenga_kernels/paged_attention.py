@@ -52,7 +52,8 @@ from jenga_kernels.checks import (
     check_same_device,
     check_shape,
 )
-from jenga_kernels.launches import Calls, Launch, call_like, rebased
+from jenga_kernels.launches import Calls, Launch, call_like, rebased, with_reference
+from jenga_kernels.reference import paged_attention as reference
 from jenga_kernels.triton.addressing import constant_stride, strides
 from jenga_kernels.triton.attention_decode import attention_decode_kernel, attention_splits_kernel
 from jenga_kernels.triton.attention_prefill import attention_prefill_kernel
@@ -71,6 +72,7 @@ MAX_HEAD_DIM = 512
 """Widest head whose tiles fit into the registers and the shared memory of one program."""
 
 
+@with_reference(reference.paged_attention)
 def paged_attention(
     q: torch.Tensor,
     k_pages: torch.Tensor,

@@ -4,7 +4,8 @@ import torch
 
 from jenga_kernels.checks import check_dtype, check_same_device, check_shape
 from jenga_kernels.histories import InputHistory, check_history_part, check_replay
-from jenga_kernels.launches import taken_by
+from jenga_kernels.launches import launch, taken_by, with_reference
+from jenga_kernels.reference import state_replay as reference
 from jenga_kernels.states import (
     check_contiguous_rows,
     check_not_expanded,
@@ -33,6 +34,7 @@ from jenga_kernels.triton.tiles import (
 )
 
 
+@with_reference(reference.state_replay)
 def state_replay(
     out: torch.Tensor,
     states: torch.Tensor,
@@ -199,9 +201,9 @@ def state_replay(
     }
     grid = (num_heads * -(-head_dim // tiles.block_dims), num_requests)
     if tiles.is_at_once:
-        state_replay_products_kernel[grid](**arguments)
+        launch(state_replay_products_kernel, grid, x.device, **arguments)
     else:
-        state_replay_kernel[grid](**arguments, BLOCK_LINE=block_line)
+        launch(state_replay_kernel, grid, x.device, **arguments, BLOCK_LINE=block_line)
 
 
 def _replay_token(
@@ -227,11 +229,18 @@ def _replay_token(
         "IS_OVERLAPPED": machine.has_dependent_launches,
     }
     num_blocks = num_heads // heads_per_group * -(-heads_per_group // tiles.block_heads)
-    replay_weights_kernel[(num_blocks, num_requests)](
-        **taken_by(replay_weights_kernel, arguments), num_warps=tiles.weights_warps
+    launch(
+        replay_weights_kernel,
+        (num_blocks, num_requests),
+        x.device,
+        **taken_by(replay_weights_kernel, arguments),
+        num_warps=tiles.weights_warps,
     )
     num_blocks = num_heads * -(-head_dim // tiles.block_dims)
-    state_replay_token_kernel[(num_blocks, num_requests)](
+    launch(
+        state_replay_token_kernel,
+        (num_blocks, num_requests),
+        x.device,
         **taken_by(state_replay_token_kernel, arguments),
         num_warps=tiles.num_warps,
         **overlapping(machine),

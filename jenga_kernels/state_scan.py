@@ -7,7 +7,8 @@ import torch
 import triton
 
 from jenga_kernels.checks import check_at_least, check_same_device, check_shape, shows_values
-from jenga_kernels.launches import Calls, Launch, call_like, rebased
+from jenga_kernels.launches import Calls, Launch, call_like, rebased, with_reference
+from jenga_kernels.reference import state_scan as reference
 from jenga_kernels.states import (
     Checkpoints,
     check_checkpoints,
@@ -63,6 +64,7 @@ _compiled: set[tuple[object, ...]] = set()
 """Kinds of calls, of which all kernels have been compiled."""
 
 
+@with_reference(reference.state_scan)
 def state_scan(
     out: torch.Tensor,
     states: torch.Tensor,

@@ -4,7 +4,8 @@ import torch
 import triton
 
 from jenga_kernels.checks import check_same_device, shows_values
-from jenga_kernels.launches import Calls, Launch, call_like
+from jenga_kernels.launches import Calls, Launch, call_like, with_reference
+from jenga_kernels.reference import state_update as reference
 from jenga_kernels.states import check_recurrence, check_slots_apart, check_steps, per_channel
 from jenga_kernels.triton.addressing import strides
 from jenga_kernels.triton.state_tiles import state_update_tiles
@@ -14,6 +15,7 @@ from jenga_kernels.triton.tiles import machine_of, power_of_two
 _calls: Calls = {}
 
 
+@with_reference(reference.state_update)
 def state_update(
     out: torch.Tensor,
     states: torch.Tensor,

@@ -53,6 +53,12 @@ class PretendedGpu:
         """The only GPU."""
         return 0
 
+    def get_active_torch_device(self) -> object:
+        """Where the tensors of its launches are."""
+        import torch
+
+        return torch.device("cpu")
+
     def get_device_properties(self, _device: int) -> dict[str, int]:
         """What tiles depend on besides."""
         shared_bytes = SHARED_BYTES[self.target.arch]

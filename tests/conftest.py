@@ -1,6 +1,7 @@
 """Choose what kernels run on before any is imported: a GPU, Triton's interpreter, an emulated GPU.
 
-`EMULATED_GPU=90` runs what Triton compiles for that compute capability in `perf.emulator`.
+`EMULATED_GPU=90` runs what Triton compiles for that compute capability in `perf.emulator`. With
+`ONLY_REFERENCES=1` no kernel runs, and PyTorch references serve on the CPU.
 """
 
 import os
@@ -20,6 +21,7 @@ settings.load_profile("any machine")
 
 HAS_GPU = any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/nvidia0"))
 EMULATED_GPU = os.environ.get("EMULATED_GPU")
+ONLY_REFERENCES = os.environ.get("ONLY_REFERENCES") == "1"
 
 if EMULATED_GPU:
     os.environ.pop("TRITON_INTERPRET", None)
@@ -31,8 +33,10 @@ if EMULATED_GPU:
     from perf.emulator.driver import EmulatedGpu
 
     driver.set_active(EmulatedGpu(int(EMULATED_GPU)))
+elif ONLY_REFERENCES:
+    os.environ.pop("TRITON_INTERPRET", None)
 elif not HAS_GPU:
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ["TRITON_INTERPRET"] = "1"
     # The interpreter's products are to be the same on every processor, in child processes too.
     folder = str(Path(__file__).parent / "interpreter")
     inherited = filter(None, [os.environ.get("PYTHONPATH")])

@@ -162,15 +162,16 @@ def test_every_launch_says_that_products_and_sums_are_fused(path):
         and isinstance(node.func.value, ast.Name)
         and node.func.value.id.endswith("kernel")
     ]
-    if path.name == "launches.py":  # it launches what others describe
-        assert len(launches) == 1
+    if path.name == "launches.py":  # it launches what others describe, if kernels run at all
+        assert len(launches) == 2
         return
-    launches += [
+    assert not launches
+    launches = [
         node
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
-        and node.func.id == "Launch"
+        and node.func.id in {"Launch", "launch"}
     ]
     for launch in launches:
         names = {keyword.arg for keyword in launch.keywords}

@@ -145,19 +145,17 @@ def _shown_steps(steps: Sequence[Step]) -> list[int]:
 def _speed(result: DemoResult) -> str:
     prompt_tokens = sum(completion.num_prompt_tokens for completion in result.completions)
     tokens = sum(completion.num_tokens for completion in result.completions)
-    kernels = "in Triton's interpreter" if result.is_interpreted else "compiled"
     speed = (prompt_tokens + tokens) / result.generate_s
+    what = f"{Path(result.model).name} in {result.dtype} on {result.machine}"
     lines = [
         _heading("Speed of what ran"),
-        f"{Path(result.model).name} in {result.dtype} on {result.machine}, kernels {kernels}",
+        f"{what}, attention by {result.computed_by}",
         f"engine ready in {result.start_s:.0f} s",
         f"{prompt_tokens} prompt tokens read, {tokens} generated in {result.generate_s:.1f} s",
         f"{speed:.2f} tokens/s, read and generated together",
     ]
-    if result.is_interpreted:
-        lines.append(
-            "(the interpreter runs the kernels for their results; its speed is no measure)"
-        )
+    if result.computed_by != "compiled kernels":
+        lines.append("(on a CPU the engine runs for its results; its speed is no measure)")
     return "\n".join(lines)
 
 

@@ -64,7 +64,7 @@ class DemoResult:
         model: The model's directory.
         dtype: What weights, keys and values were stored as.
         machine: What the kernels ran on.
-        is_interpreted: Whether the kernels ran in Triton's interpreter.
+        computed_by: What computed attention: compiled or interpreted kernels, or the references.
         arena_bytes: The one buffer.
         completions: One per prompt, in order.
         start_s: Seconds until the engine could serve.
@@ -76,7 +76,7 @@ class DemoResult:
     model: str
     dtype: str
     machine: str
-    is_interpreted: bool
+    computed_by: str
     arena_bytes: int
     completions: tuple[Completion, ...]
     start_s: float
@@ -146,7 +146,7 @@ def _run(
     model_directory: Path | None,
     progress: TextIO,
 ) -> DemoResult:
-    # First, because preparing the weights imports Triton.
+    # First, because preparing the weights imports what reads it.
     _prepare_environment(os.environ)
     dtype = "bfloat16" if has_gpu() else "float32"
     directory = model_directory or gemma3_270m_directory(dtype, progress=progress)
@@ -176,7 +176,7 @@ def _run(
         model=str(directory),
         dtype=dtype,
         machine=_machine(),
-        is_interpreted=not has_gpu(),
+        computed_by=_computed_by(),
         arena_bytes=arena_bytes,
         completions=completions,
         start_s=start_s,
@@ -193,8 +193,6 @@ def _prepare_environment(environ: MutableMapping[str, str]) -> None:
     environ.setdefault("HF_HUB_OFFLINE", "1")
     environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if not has_gpu():
-        environ["TRITON_INTERPRET"] = "1"
-        environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its products are too small for more
         # Engine and worker in this process: three imports of vLLM become one.
         environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
@@ -204,6 +202,15 @@ def _position_limit(directory: Path) -> int:
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     text_config = config.get("text_config", config)
     return int(text_config.get("max_position_embeddings", _MAX_MODEL_TOKENS))
+
+
+def _computed_by() -> str:
+    if has_gpu():
+        return "compiled kernels"
+    import triton
+
+    is_interpreted = bool(triton.knobs.runtime.interpret)
+    return "kernels in Triton's interpreter" if is_interpreted else "PyTorch references"
 
 
 def _machine() -> str:

@@ -117,12 +117,18 @@ def _interpreter(environ: Mapping[str, str], *, has_gpu: bool) -> Iterator[Findi
             value,
             "kernels would be interpreted on the CPU, thousands of times slower: unset it",
         )
-    elif not interprets and not has_gpu:
+    elif interprets:
         yield _finding(
             _INTERPRETER_VARIABLE,
-            Status.REFUSED,
-            repr(value) if value else "not set",
-            "without a GPU kernels run in Triton's interpreter alone: set it to 1",
+            Status.NOTE,
+            value,
+            "Triton's interpreter runs the kernels; without it PyTorch references are faster",
+        )
+    elif not has_gpu:
+        yield _finding(
+            _INTERPRETER_VARIABLE,
+            Status.FINE,
+            f"{repr(value) if value else 'not set'}: attention and states by PyTorch references",
         )
 
 

@@ -17,6 +17,7 @@ from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
 from vllm.v1.kv_cache_interface import AttentionSpec, CrossAttentionSpec, KVQuantMode
 
 from jenga.vllm_plugin.captured_plans import CapturedPlans
+from jenga.vllm_plugin.cpu_serving import prepare_device
 from jenga.vllm_plugin.environment import read_settings
 from jenga.vllm_plugin.refusals import Refusal
 from jenga.vllm_plugin.speculation import decode_query_tokens, most_group_heads
@@ -24,7 +25,6 @@ from jenga.vllm_plugin.tried_kernels import KernelChoice
 from jenga_kernels.attention_plan import AttentionKind, AttentionPlan, plan_attention
 from jenga_kernels.cache import is_other_float
 from jenga_kernels.trial_calls import Call
-from jenga_kernels.triton.device import skip_overflow_checks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -222,8 +222,7 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        if device.type == "cpu":
-            skip_overflow_checks()
+        prepare_device(device)
         if not isinstance(kv_cache_spec, AttentionSpec):
             msg = f"expected the spec of an attention layer, got {type(kv_cache_spec).__name__}"
             raise TypeError(msg)

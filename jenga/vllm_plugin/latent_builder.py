@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import KVQuantMode
 
 from jenga.vllm_plugin.attention_builder import fill_rejected_slots
 from jenga.vllm_plugin.captured_plans import CapturedPlans
+from jenga.vllm_plugin.cpu_serving import prepare_device
 from jenga.vllm_plugin.environment import read_settings
 from jenga.vllm_plugin.speculation import DRAFT_PREFIX, drafted_query_tokens
 from jenga.vllm_plugin.tried_kernels import KernelChoice
@@ -27,7 +28,6 @@ from jenga_kernels.attention_plan import AttentionKind, AttentionPlan
 from jenga_kernels.cache import is_other_float
 from jenga_kernels.latent_plan import plan_latent_attention
 from jenga_kernels.trial_calls import Call
-from jenga_kernels.triton.device import skip_overflow_checks
 from jenga_kernels.triton.tiles import MIN_ROWS
 
 if TYPE_CHECKING:
@@ -156,8 +156,7 @@ class JengaLatentMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata[Jeng
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        if device.type == "cpu":
-            skip_overflow_checks()
+        prepare_device(device)
         self._kind = AttentionKind(
             num_heads=self.num_heads,
             num_kv_heads=1,

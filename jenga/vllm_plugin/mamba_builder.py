@@ -23,6 +23,7 @@ from vllm.v1.attention.backends.mamba_attn import (
 
 from jenga.errors import InvariantError
 from jenga.vllm_plugin.config import is_selected
+from jenga.vllm_plugin.cpu_serving import prepare_device
 from jenga.vllm_plugin.environment import read_settings
 from jenga.vllm_plugin.history_kinds import NUM_STATES
 from jenga.vllm_plugin.state_counts import Replay, StateCounts
@@ -30,7 +31,6 @@ from jenga.vllm_plugin.state_worker import StepMailbox, checkpoints_of
 from jenga.vllm_plugin.tried_kernels import KernelChoice
 from jenga_kernels.states import NULL_SLOT, Checkpoints
 from jenga_kernels.trial_calls import Call
-from jenga_kernels.triton.device import skip_overflow_checks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -92,8 +92,7 @@ class JengaMambaMetadataBuilder(BaseMambaAttentionMetadataBuilder[JengaMambaMeta
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        if device.type == "cpu":
-            skip_overflow_checks()
+        prepare_device(device)
         self.ordered_layers = tuple(layer_names)
         self.mailbox = StepMailbox(layer_names)
         self._max_query_tokens = self._num_slots = 1 + self.num_spec_tokens

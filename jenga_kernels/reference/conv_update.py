@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional
 
-from jenga_kernels.reference.state_update import precision
+from jenga_kernels.reference.state_update import by_token, precision
 from jenga_kernels.states import NULL_SLOT
 
 
@@ -25,7 +25,7 @@ def conv_update(
     """Convolve each request's next tokens; see the operation for the arguments."""
     width = weight.shape[1]
     x = x if input_gates is None else x * input_gates
-    slots = state_slots.reshape(len(state_slots), -1).tolist()
+    slots = by_token(state_slots).tolist()
     starts = range(len(x) + 1) if query_starts is None else query_starts.tolist()
     begun = begun_inputs(states, initial_slots, width, computed_tokens)
     for request, before in enumerate(begun):

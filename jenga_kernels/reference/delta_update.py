@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from jenga_kernels.reference.state_update import initial_state, precision
+from jenga_kernels.reference.state_update import by_token, initial_state, precision
 from jenga_kernels.states import NULL_SLOT
 
 NORM_EPSILON = 1e-6
@@ -33,7 +33,7 @@ def delta_update(
     steps = delta_steps(
         q, k, v, gates, betas, A_log=A_log, dt_bias=dt_bias, scale=scale, qk_l2norm=qk_l2norm
     )
-    slots = state_slots.reshape(len(state_slots), -1).tolist()
+    slots = by_token(state_slots).tolist()
     starts = range(len(v) + 1) if query_starts is None else query_starts.tolist()
     begun = [initial_state(states, slot) for slot in initial_slots.tolist()]
     for request, h in enumerate(begun):

@@ -18,53 +18,66 @@ def kv_store(
     v_slot_scales: torch.Tensor | None = None,
 ) -> None:
     """Copy each token's key and value into its slot; see the operation for the arguments."""
-    page_tokens = k_pages.shape[1]
+    is_kept = slots >= 0
+    pages_and_slots = places(slots[is_kept], k_pages.shape[1])
     sides = ((k, k_pages, k_scale, k_slot_scales), (v, v_pages, v_scale, v_slot_scales))
     for new, pages, scale, slot_scales in sides:
-        for token, slot in enumerate(slots.tolist()):
-            if slot < 0:
-                continue
-            place = (slot // page_tokens, slot % page_tokens)
-            if slot_scales is None:
-                pages[place] = stored(new[token], pages, scale)
-            elif pages.dtype == INT4_DTYPE:
-                pages[place], slot_scales[place] = quantised_int4(new[token])
-            else:
-                pages[place], slot_scales[place] = quantised(new[token], pages.dtype)
+        rows = new[is_kept]
+        if slot_scales is None:
+            kept = stored(rows, pages.dtype, scale)
+        elif pages.dtype == INT4_DTYPE:
+            kept, slot_scales[pages_and_slots] = quantised_int4(rows)
+        else:
+            kept, slot_scales[pages_and_slots] = quantised(rows, pages.dtype)
+        as_bytes(pages)[pages_and_slots] = as_bytes(kept)
 
 
-def stored(row: torch.Tensor, pages: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """A token's heads as they are kept, [num_kv_heads, head_dim]."""
-    if pages.dtype not in SCALED_DTYPES:
-        return row
-    values = row.float()
+def places(slots: torch.Tensor, page_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Page of each slot, and its place there."""
+    return slots // page_tokens, slots % page_tokens
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as bytes, where elements are bytes: not every torch indexes float8."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+def stored(rows: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None) -> torch.Tensor:
+    """Tokens' heads as they are kept, [num_tokens, num_kv_heads, head_dim]."""
+    if dtype not in SCALED_DTYPES:
+        return rows.to(dtype)
+    values = rows.float()
     if scale is not None:
         values = values / scale[:, None]
-    limit = torch.finfo(pages.dtype).max
+    limit = torch.finfo(dtype).max
     # What is not a number loses its sign, as on a GPU.
     values = values.clamp(-limit, limit).where(~values.isnan(), torch.nan)
-    return values.to(pages.dtype)
+    return values.to(dtype)
 
 
-def quantised(row: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """A token's heads in `dtype`, and what each must be multiplied with, f32[num_kv_heads]."""
+def quantised(rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens' heads in `dtype`, and what each is multiplied with, f32[num_tokens, num_kv_heads]."""
     most = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
-    values = row.float()
+    values = rows.float()
     greatest = values.abs().amax(-1)
     is_scaled = (greatest >= 2.0**-100) & greatest.isfinite()
     # By tensors, not by numbers: torch would multiply with the reciprocal.
     mosts = torch.full_like(greatest, most)
     factor = mosts / greatest.where(is_scaled, 1.0)
-    values = values.where(is_scaled[:, None], 0.0) * factor[:, None]
+    values = values.where(is_scaled[..., None], 0.0) * factor[..., None]
     values = values.round() if dtype == torch.int8 else values.clamp(-most, most)
     return values.to(dtype), (greatest / mosts).where(greatest.isfinite(), torch.nan)
 
 
-def quantised_int4(row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A token's heads in four bits, u8[num_kv_heads, head_dim // 2], and bf16[num_kv_heads, 2]."""
-    values = row.float()
+def quantised_int4(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens' heads in four bits, and the step and the least element of each.
+
+    Returns:
+        u8[num_tokens, num_kv_heads, head_dim // 2] and bf16[num_tokens, num_kv_heads, 2].
+    """
+    values = rows.float()
     is_finite = values.isfinite().all(-1)
-    values = values.where(is_finite[:, None], 0.0)
+    values = values.where(is_finite[..., None], 0.0)
     least = values.amin(-1).bfloat16() + 0.0  # one zero only
     extent = values.amax(-1) - least.float()
     is_finite &= extent.isfinite()
@@ -72,7 +85,7 @@ def quantised_int4(row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     most = torch.full_like(extent, 15.0)
     step = (extent / most).bfloat16().where(is_scaled, 0.0)
     factor = torch.ones_like(extent) / step.float().where(is_scaled, 1.0)
-    values = (values - least.float()[:, None]).where(is_scaled[:, None], 0.0)
-    elements = (values * factor[:, None]).clamp(0.0, 15.0).round().to(torch.uint8)
+    values = (values - least.float()[..., None]).where(is_scaled[..., None], 0.0)
+    elements = (values * factor[..., None]).clamp(0.0, 15.0).round().to(torch.uint8)
     step = step.where(is_finite, torch.nan)
-    return elements[:, ::2] | (elements[:, 1::2] << 4), torch.stack([step, least], -1)
+    return elements[..., ::2] | (elements[..., 1::2] << 4), torch.stack([step, least], -1)

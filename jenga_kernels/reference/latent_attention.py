@@ -3,7 +3,7 @@
 import torch
 
 from jenga_kernels.attention_plan import AttentionPlan
-from jenga_kernels.reference.paged_attention import gathered, visible_keys
+from jenga_kernels.reference.paged_attention import gathered, query_blocks, visible_keys
 
 
 def latent_attention(
@@ -21,29 +21,19 @@ def latent_attention(
     lse: torch.Tensor | None = None,
     plan: AttentionPlan | None = None,  # noqa: ARG001 - a plan changes no result
 ) -> torch.Tensor:
-    """Attend request by request; see the operation for the arguments.
+    """Attend block by block of a request's queries; see the operation for the arguments.
 
     Everything is computed in the dtype of q (softmax at least in float32), so float64 inputs give
     the exact result and low-precision ones what plain PyTorch would.
     """
     out = q.new_empty(*q.shape[:2], latent_dim) if out is None else out
     score_dtype = torch.promote_types(q.dtype, torch.float32)
-    starts = query_starts.tolist()
-    for request, seq_len in enumerate(seq_lens.tolist()):
-        rows = slice(starts[request], starts[request + 1])
-        query_len = rows.stop - rows.start
-        if query_len == 0:
-            continue
-        visible = visible_keys(
-            seq_len - query_len,
-            query_len,
-            seq_len,
-            window_tokens=None,
-            chunk_tokens=None,
-            is_causal=is_causal,
-            spans=None,
-        ).to(q.device)
-        keys = gathered(pages, page_table[request], visible.any(0), latent_scale, q.dtype)
+    for block in query_blocks(query_starts, seq_lens):
+        rows = block.rows
+        visible = visible_keys(block, is_causal=is_causal).to(q.device)
+        read = visible.any(0)
+        tokens, visible = read.nonzero()[:, 0], visible[:, read]
+        keys = gathered(pages, page_table[block.request], tokens, latent_scale, q.dtype)
         scores = torch.einsum("qhd,kd->hqk", q[rows], keys).to(score_dtype) * scale
         scores = scores.masked_fill(~visible, float("-inf"))
         log_sums = torch.logsumexp(scores, 2, keepdim=True)

@@ -3,6 +3,7 @@
 import torch
 
 from jenga_kernels.checks import FP8_DTYPE
+from jenga_kernels.reference.kv_store import as_bytes, places
 
 
 def latent_store(
@@ -14,13 +15,12 @@ def latent_store(
     latent_scale: torch.Tensor | None = None,
 ) -> None:
     """Copy each token's latent and rotary key into its slot; see the operation."""
-    page_tokens = pages.shape[1]
     rows = torch.cat([latents, rotary_keys], 1)
     if pages.dtype == FP8_DTYPE:
         values = rows.float() if latent_scale is None else rows.float() / latent_scale
         limit = torch.finfo(FP8_DTYPE).max
         # What is not a number loses its sign, as on a GPU.
         rows = values.clamp(-limit, limit).where(~values.isnan(), torch.nan).to(FP8_DTYPE)
-    for row, slot in zip(rows, slots.tolist(), strict=True):
-        if slot >= 0:
-            pages[slot // page_tokens, slot % page_tokens] = row
+    is_kept = slots >= 0
+    pages_and_slots = places(slots[is_kept], pages.shape[1])
+    as_bytes(pages)[pages_and_slots] = as_bytes(rows[is_kept].to(pages.dtype))

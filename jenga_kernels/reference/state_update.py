@@ -26,7 +26,7 @@ def state_update(
 ) -> None:
     """Apply each request's next tokens to its state; see the operation for the arguments."""
     steps = step_sizes(dt, dt_bias, dt_softplus=dt_softplus, dt_limits=dt_limits)
-    slots = state_slots.reshape(len(state_slots), -1).tolist()
+    slots = by_token(state_slots).tolist()
     starts = range(len(x) + 1) if query_starts is None else query_starts.tolist()
     begun = [initial_state(states, slot) for slot in initial_slots.tolist()]
     for request, h in enumerate(begun):
@@ -43,6 +43,11 @@ def state_update(
 def precision(tensor: torch.Tensor) -> torch.dtype:
     """The dtype to compute in: float32, unless the tensor has more."""
     return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def by_token(state_slots: torch.Tensor) -> torch.Tensor:
+    """Slots with a column for each token of a request, [num_requests, max_tokens]."""
+    return state_slots[:, None] if state_slots.dim() == 1 else state_slots
 
 
 def initial_state(states: torch.Tensor, slot: int) -> torch.Tensor:

@@ -38,7 +38,7 @@ class Machine:
 
     @property
     def is_interpreter(self) -> bool:
-        """Whether kernels run in Triton's interpreter."""
+        """Whether it is a CPU: kernels run in Triton's interpreter, or not at all."""
         return self.capability == 0
 
     @property
@@ -69,6 +69,25 @@ INTERPRETER = Machine(capability=0, num_processors=1)
 
 
 @functools.cache
+def has_kernels(device: torch.device) -> bool:
+    """Whether kernels run on `device`'s tensors: always, but for those on a CPU.
+
+    There Triton's interpreter runs them, if `TRITON_INTERPRET=1` was set before the first import of
+    `jenga_kernels`, and a driver whose GPU is emulated.
+
+    Args:
+        device: Of the tensors.
+    """
+    if device.type != "cpu" or triton.knobs.runtime.interpret:
+        return True
+    try:
+        driver = triton.runtime.driver.active
+    except RuntimeError:  # Triton finds no GPU
+        return False
+    return driver.get_active_torch_device().type == "cpu"
+
+
+@functools.cache
 def machine_of(device: torch.device) -> Machine:
     """The machine that runs kernels on `device`'s tensors.
 
@@ -76,17 +95,17 @@ def machine_of(device: torch.device) -> Machine:
         device: Of the tensors; on one of several GPUs, with its number, as tensors have it.
 
     Raises:
-        ValueError: Triton has no GPU to compile for, and does not interpret, or the GPU is not one
-            of NVIDIA's.
+        ValueError: The tensors are not on a CPU, and Triton has no GPU to compile for, or the GPU
+            is not one of NVIDIA's.
     """
-    if triton.knobs.runtime.interpret:
+    if triton.knobs.runtime.interpret or not has_kernels(device):
         return INTERPRETER
     try:
         driver = triton.runtime.driver.active
     except RuntimeError as error:
         msg = (
-            f"tensors must be on a GPU, got some on {device}, and Triton finds none; without one "
-            f"set TRITON_INTERPRET=1 before the first import of jenga_kernels"
+            f"tensors must be on an NVIDIA GPU or on the CPU, got some on {device}, and Triton "
+            f"finds no GPU"
         )
         raise ValueError(msg) from error
     target = driver.get_current_target()

@@ -23,7 +23,7 @@ def make_result(path, *, steps=2, **changes):
         model="/models/tiny",
         dtype="float32",
         machine="2 CPU cores",
-        is_interpreted=True,
+        computed_by="PyTorch references",
         arena_bytes=9000,
         completions=(
             Completion(prompt="One,\ntwo", num_prompt_tokens=4, text=" three\n", num_tokens=2),
@@ -82,14 +82,15 @@ def test_report_of_a_long_run_keeps_its_first_and_last_step_and_its_peak(tmp_pat
     assert len(shown) < 25
 
 
-def test_report_calls_the_interpreter_by_its_name(tmp_path):
-    interpreted = as_text(make_result(tmp_path / "log"))
-    compiled = as_text(make_result(tmp_path / "log", is_interpreted=False, machine="H200"))
+def test_report_names_what_computed_attention(tmp_path):
+    on_cpu = as_text(make_result(tmp_path / "log"))
+    result = make_result(tmp_path / "log", computed_by="compiled kernels", machine="H200")
+    compiled = as_text(result)
 
-    assert "on 2 CPU cores, kernels in Triton's interpreter" in interpreted
-    assert "its speed is no measure" in interpreted
-    assert "on H200, kernels compiled" in compiled
-    assert "interpreter" not in compiled
+    assert "on 2 CPU cores, attention by PyTorch references" in on_cpu
+    assert "its speed is no measure" in on_cpu
+    assert "on H200, attention by compiled kernels" in compiled
+    assert "no measure" not in compiled
     assert "4 prompt tokens read, 2 generated in 4.0 s\n1.50 tokens/s" in compiled
 
 

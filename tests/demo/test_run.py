@@ -65,18 +65,17 @@ def test_environment_leaves_the_choice_of_backend_to_the_engines_argument(monkey
     run._prepare_environment(environ)
 
     assert "VLLM_ATTENTION_BACKEND" not in environ
-    assert environ["TRITON_INTERPRET"] == "1"
     assert environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
 
 
-def test_environment_is_prepared_before_weights_import_triton(monkeypatch):
+def test_environment_is_prepared_before_weights_are(monkeypatch):
     seen = []
 
     def directory(*_, **__):
-        seen.append(os.environ.get("TRITON_INTERPRET"))
+        seen.append(os.environ.get("VLLM_ATTENTION_BACKEND"))
         raise OSError
 
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "JENGA_TRITON")
     monkeypatch.setattr(run, "has_gpu", lambda: False)
     monkeypatch.setattr(run, "gemma3_270m_directory", directory)
     for name in ("HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS", "VLLM_ENABLE_V1_MULTIPROCESSING"):
@@ -85,16 +84,19 @@ def test_environment_is_prepared_before_weights_import_triton(monkeypatch):
     with pytest.raises(OSError, match=r"^$"):
         run.run_demo(max_tokens=1, arena_bytes=1)
 
-    assert seen == ["1"]
+    assert seen == [None]
 
 
-def test_environment_on_a_gpu_compiles_the_kernels(monkeypatch):
-    monkeypatch.setattr(run, "has_gpu", lambda: True)
-    environ = {}
+@pytest.mark.parametrize("has_gpu", [True, False])
+@pytest.mark.parametrize("given", [{}, {"TRITON_INTERPRET": "1"}], ids=["unset", "set"])
+def test_the_interpreter_is_left_to_who_starts_the_demo(has_gpu, given, monkeypatch):
+    monkeypatch.setattr(run, "has_gpu", lambda: has_gpu)
+    environ = dict(given)
 
     run._prepare_environment(environ)
 
-    assert "TRITON_INTERPRET" not in environ
+    assert environ.items() >= given.items()
+    assert ("TRITON_INTERPRET" in environ) == bool(given)
 
 
 def test_cause_of_a_failure_is_found_in_the_output_of_the_engines_process(tmp_path):

@@ -12,8 +12,13 @@ import pytest
 import torch
 import triton
 
-from jenga_kernels.triton.tiles import machine_of
+from jenga_kernels.triton.tiles import has_kernels, machine_of
+from tests.conftest import ONLY_REFERENCES
 from tests.kernels.support import DEVICE
+
+if has_kernels(DEVICE) == ONLY_REFERENCES:
+    msg = "kernels must run on a GPU or in an interpreter, unless ONLY_REFERENCES=1 says otherwise"
+    raise RuntimeError(msg)
 
 if triton.knobs.runtime.interpret:
     from triton.runtime.interpreter import InterpreterBuilder

@@ -111,11 +111,11 @@ def test_kv_store_rounds_and_saturates_to_fp8(dtype, num_scales, pages_dtype):
 
 
 @pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="there is a GPU, if an emulated one")
-def test_kernels_say_what_a_machine_without_a_gpu_needs(monkeypatch):
+def test_tensors_on_other_devices_than_a_gpu_and_the_cpu_are_refused_by_name(monkeypatch):
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
 
-    with pytest.raises(ValueError, match=r"must be on a GPU, got some on cpu, .* TRITON_INTERPRET"):
-        machine_of.__wrapped__(DEVICE)
+    with pytest.raises(ValueError, match=r"NVIDIA GPU or on the CPU, got some on mps, .* no GPU"):
+        machine_of.__wrapped__(torch.device("mps"))
 
 
 def test_kv_store_of_no_tokens_writes_nothing():

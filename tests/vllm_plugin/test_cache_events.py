@@ -302,6 +302,7 @@ def test_an_engine_tells_a_router_what_stock_tells(tiny_model, run_engine, tmp_p
             tiny_model("llama"),
             prompts,
             max_tokens=20,
+            by_references=True,
             options={
                 "enable_prefix_caching": True,
                 "block_size": 32,  # vLLM's attention on a CPU takes no less

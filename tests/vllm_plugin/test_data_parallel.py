@@ -43,6 +43,7 @@ def test_a_rank_that_waits_for_another_finds_what_it_cached(runner, tiny_model, 
             options=CUTS | JENGA,
             environment=ranks | {"VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank)},
             report_manager=True,
+            by_references=True,
         )
 
     with ThreadPoolExecutor(2) as threads:

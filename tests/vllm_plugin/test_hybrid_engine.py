@@ -119,6 +119,7 @@ def test_hybrid_preempts_in_a_small_arena_and_goes_on_from_its_states(tiny_model
         options=options | JENGA | {"kv_cache_memory_bytes": 10 << 18},
         fill_arena=True,
         report_manager=True,
+        by_references=True,
     )
 
     assert_same_generation(ours, stock)

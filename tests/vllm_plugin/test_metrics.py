@@ -435,6 +435,7 @@ def test_series_of_an_engine_add_up_to_its_arena_after_every_step(name, tiny_mod
         rounds=2,
         fails=True,
         script="metrics_process.py",
+        by_references=True,
         options={"attention_backend": "JENGA_TRITON", "enable_prefix_caching": True},
     )
 
@@ -493,7 +494,7 @@ def scraped_while_serving(model, prompts, log_path, *options):
     command += ["--max-model-len", "256", "--max-num-seqs", "4"]
     command += ["--kv-cache-memory-bytes", str(4 << 20), "--kv-offloading-size", "0.01"]
     command += ["--gpu-memory-utilization", "0.05", *options]
-    environment = engine_environment(VLLM_LOGGING_LEVEL="INFO")
+    environment = engine_environment(by_references=True, VLLM_LOGGING_LEVEL="INFO")
     del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]
     address, scrapes = f"http://127.0.0.1:{port}", []
     with log_path.open("w") as log, program(command, environment, stdout=log) as process:

@@ -53,6 +53,7 @@ def test_forty_requests_over_shared_prefixes_in_an_arena_that_always_evicts(tiny
         options=options | JENGA | {"kv_cache_memory_bytes": 5 << 18},
         fill_arena=True,
         report_manager=True,
+        by_references=True,
     )
 
     assert_same_generation(ours, stock)
@@ -74,6 +75,7 @@ def test_forty_requests_to_gemma_3_with_its_real_weights_in_an_arena_that_always
         options=options | JENGA | {"kv_cache_memory_bytes": 24 << 20},
         fill_arena=True,
         report_manager=True,
+        by_references=True,
     )
 
     assert_same_generation(ours, stock)
@@ -86,7 +88,9 @@ def test_a_hit_gives_the_tokens_and_logprobs_of_a_computation_without(tiny_model
     again = prompts + prompts
 
     stock = run_engine(model, again)
-    ours = run_engine(model, again, rounds=2, options=JENGA, report_manager=True)
+    ours = run_engine(
+        model, again, rounds=2, options=JENGA, report_manager=True, by_references=True
+    )
 
     assert_same_generation(ours, stock)
     # The second round finds all of every prompt but the page its last token is in.
@@ -123,11 +127,11 @@ def test_adapters_hit_what_was_computed_with_them_alone(tiny_model, run_engine, 
     prompts = prompts_over_shared_prefixes(1, seed=17) * 6
     job = {"adapters": [None, *adapters] * 2, "rounds": 2, "max_tokens": 6}
 
-    def run(**options):
+    def run(*, by_references=False, **options):
         options = {"enable_lora": True, "max_loras": 2, **options}
-        return run_engine(model, prompts, options=options, **job)
+        return run_engine(model, prompts, options=options, by_references=by_references, **job)
 
-    ours, stock = run(**JENGA), run()
+    ours, stock = run(by_references=True, **JENGA), run()
 
     assert_same_generation(ours, stock)
     outputs = ours["outputs"]

@@ -42,7 +42,7 @@ def server(tmp_path_factory):
     command += ["--kv-cache-memory-bytes", str(64 << 20), "--kv-offloading-size", "0.25"]
     # vLLM asks for so much of a GPU to be free, where other tests may run.
     command += ["--gpu-memory-utilization", "0.05"]
-    environment = engine_environment(VLLM_LOGGING_LEVEL="INFO")
+    environment = engine_environment(by_references=True, VLLM_LOGGING_LEVEL="INFO")
     del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]
     with log_path.open("w") as log, program(command, environment, stdout=log) as process:
         while True:
