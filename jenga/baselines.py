@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from math import gcd
 
 from jenga.checks import check_positive
-from jenga.demand import TYPICAL_TOKENS, check_lengths, held_pages, needed_tokens
 from jenga.geometry import (
     ALIGNMENT_BYTES,
     TOKENS_PER_PAGE,
@@ -24,7 +23,8 @@ from jenga.geometry import (
     place_whole_types,
     tokens_per_slot,
 )
-from jenga.planner import plan
+from jenga.planning.demand import TYPICAL_TOKENS, check_lengths, held_pages, needed_tokens
+from jenga.planning.planner import plan
 from jenga.spec import (
     FullAttention,
     ImageEmbedding,

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from jenga.request import CopyPath
+from jenga.tables.request import CopyPath
 from jenga.vllm_plugin.copy_rounds import CopyRound
 from jenga.vllm_plugin.host_memory import HostMemory
 from perf.harness import Benchmark, Row

@@ -31,7 +31,7 @@ from typing import Any, ParamSpec, TypeVar
 from jenga.errors import OutOfPagesError
 from jenga.manager import Manager
 from jenga.models import known_model
-from jenga.planner import plan
+from jenga.planning.planner import plan
 from perf.manager_sides import PREFIX_TOKENS, Ours, Stock
 
 MODELS = (

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from jenga.geometry import Geometry, PageTable
 from jenga.models.known import known_model
-from jenga.planner import plan
+from jenga.planning.planner import plan
 from perf.readme_tables import ROOT, WORKLOADS, factor, factors, mean, replays
 from perf.recipe_plans import ROWS, read_rows
 

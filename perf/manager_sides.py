@@ -4,9 +4,9 @@ from typing import Any
 
 from jenga.geometry import Geometry
 from jenga.manager import Manager
-from jenga.request import PrefixHit
 from jenga.sim.stock_plan import stock_planner
 from jenga.spec import ChunkedLocal, FullAttention, ModelSpec, SlidingWindow, State
+from jenga.tables.request import PrefixHit
 
 PREFIX_TOKENS = 32768
 """Of a long request."""

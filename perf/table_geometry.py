@@ -15,10 +15,10 @@ import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from jenga.demand import expected_waste
 from jenga.geometry import Geometry, exact_lcm
 from jenga.models import KvFormat, ReadOptions, known_model, known_names
-from jenga.planner import plan
+from jenga.planning.demand import expected_waste
+from jenga.planning.planner import plan
 from jenga.spec import ModelSpec
 
 RANKS = (1, 2, 4, 8)

@@ -32,7 +32,7 @@ from typing import Any
 from jenga.baselines import max_page
 from jenga.geometry import check_arena, exact_lcm
 from jenga.models import KvFormat, known_model, known_names
-from jenga.planner import plan
+from jenga.planning.planner import plan
 from jenga.sim.arena import ActiveRequest, Arena
 from jenga.sim.managed import ManagedArena
 from jenga.sim.need import Need

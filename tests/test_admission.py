@@ -4,11 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from jenga.admission import REMEMBERED_REQUESTS, Admission
-from jenga.entry import IDLE_STEPS
+from jenga.admission.gate import IDLE_STEPS
+from jenga.admission.reserve import REMEMBERED_REQUESTS, Admission
+from jenga.arena.small_pages import Sharing
 from jenga.errors import OutOfPagesError, TooEarlyError
 from jenga.manager import Manager
-from jenga.small_pages import Sharing
 from tests.machines.geometries import full, geometry, state
 from tests.test_manager import compute, hashes
 from tests.test_waiting import hit_tokens, wait

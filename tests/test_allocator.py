@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from jenga.allocator import Allocator
-from jenga.eviction.ranks import KEPT_RANK, LOADED_RANK
+from jenga.arena.allocator import Allocator
+from jenga.arena.ranks import KEPT_RANK, LOADED_RANK
 
 
 def taken(allocator, table, num_pages, *, expected=None, owner=1):

@@ -2,14 +2,14 @@
 
 import pytest
 
-from jenga.checkpoints import ANSWER_TOKENS
+from jenga.admission.wait_queue import WAITED_STEPS
 from jenga.errors import OutOfPagesError
 from jenga.eviction.points import Kind, Past
-from jenga.eviction.tree import QUESTION_TOKENS
 from jenga.manager import Manager
 from jenga.policies import Image, RequestFacts
-from jenga.request import CopyPath
-from jenga.waiting import WAITED_STEPS
+from jenga.prefix.checkpoint_tree import QUESTION_TOKENS
+from jenga.prefix.checkpoints import ANSWER_TOKENS
+from jenga.tables.request import CopyPath
 from tests.machines.geometries import cross, embedding, full, geometry, sliding, state
 from tests.test_manager import compute, hashes
 

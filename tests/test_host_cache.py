@@ -4,13 +4,13 @@ import random
 
 import pytest
 
-from jenga.admission import LEFT_SHARE, default_left_share
+from jenga.admission.reserve import LEFT_SHARE, default_left_share
 from jenga.errors import OutOfPagesError
-from jenga.found_pages import FoundPages
-from jenga.host_cache import EitherPages
 from jenga.manager import Manager
 from jenga.policies import RequestFacts
-from jenga.request import CopyPath, host_page, is_on_host
+from jenga.prefix.host_cache import EitherPages
+from jenga.tables.found_pages import FoundPages
+from jenga.tables.request import CopyPath, host_page, is_on_host
 from tests.machines.geometries import full, geometry, sliding, state
 from tests.test_manager import compute, hashes
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from jenga import loading_ahead
 from jenga.errors import NotLoadedError
-from jenga.loading_ahead import STEP_BYTES
-from jenga.request import CopyPath, is_on_host
+from jenga.prefix import prefetch
+from jenga.prefix.prefetch import STEP_BYTES
+from jenga.tables.request import CopyPath, is_on_host
 from tests.test_host_cache import HYBRID, PLAIN, WINDOWED, copies_of, lose, manager_of
 from tests.test_manager import compute, hashes
 
@@ -108,7 +108,7 @@ def test_little_is_loaded_at_once(at_once_bytes, is_put_off):
 
 
 def test_more_than_a_step_has_time_for_is_loaded_beside_several(monkeypatch):
-    monkeypatch.setattr(loading_ahead, "STEP_BYTES", 0)
+    monkeypatch.setattr(prefetch, "STEP_BYTES", 0)
     manager = lost_prompt()
 
     # Four tokens are loaded while one is computed: a page in a step of four tokens.
@@ -125,7 +125,7 @@ def test_more_than_a_step_has_time_for_is_loaded_beside_several(monkeypatch):
 
 
 def test_the_first_pages_are_loaded_first(monkeypatch):
-    monkeypatch.setattr(loading_ahead, "STEP_BYTES", 2 * PAGE_BYTES)
+    monkeypatch.setattr(prefetch, "STEP_BYTES", 2 * PAGE_BYTES)
     manager = lost_prompt()
     with pytest.raises(NotLoadedError):
         come(manager)

@@ -4,8 +4,8 @@ import pytest
 
 from jenga.geometry import check_geometry, exact_lcm
 from jenga.models import known_model
-from jenga.pipeline import plan_pipeline
-from jenga.planner import plan
+from jenga.planning.pipeline import plan_pipeline
+from jenga.planning.planner import plan
 from jenga.spec import FullAttention, Layer, ModelSpec, SlidingWindow, State
 
 

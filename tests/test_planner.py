@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jenga.demand import TYPICAL_TOKENS, expected_waste
 from jenga.geometry import check_arena, check_geometry, exact_lcm
-from jenga.planner import MAX_PAGE_PADDING, plan
+from jenga.planning.demand import TYPICAL_TOKENS, expected_waste
+from jenga.planning.planner import MAX_PAGE_PADDING, plan
 from jenga.spec import FullAttention, Layer, ModelSpec, SlidingWindow, State, StatePart, combine
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jenga.errors import InvariantError
-from jenga.prefix_cache import PrefixCache
+from jenga.tables.content_index import PrefixCache
 
 
 def test_a_key_keeps_the_first_page_entered_under_it():

@@ -3,7 +3,15 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jenga.rows import LEAST_ROW, LONG_ROW, large_rows_of, num_equal, row_end, runs_of, stretches_of
+from jenga.arena.page_runs import (
+    LEAST_ROW,
+    LONG_ROW,
+    large_rows_of,
+    num_equal,
+    row_end,
+    runs_of,
+    stretches_of,
+)
 
 NUM_PAGES = 400
 

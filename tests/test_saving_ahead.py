@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from jenga.request import CopyPath
+from jenga.tables.request import CopyPath
 from tests.machines.geometries import full, geometry, sliding
 from tests.test_host_cache import PLAIN, WINDOWED, manager_of
 from tests.test_manager import compute, hashes

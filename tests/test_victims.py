@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jenga.victims import NOT_QUEUED, SLACK_ENTRIES, VictimQueue
+from jenga.arena.eviction_queue import NOT_QUEUED, SLACK_ENTRIES, VictimQueue
 
 NUM_ITEMS = 12
 

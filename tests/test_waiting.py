@@ -2,10 +2,10 @@
 
 import pytest
 
+from jenga.admission.wait_queue import WAITED_STEPS
 from jenga.eviction.known import EVICTION_POLICIES
 from jenga.manager import Manager
 from jenga.policies import RequestFacts
-from jenga.waiting import WAITED_STEPS
 from tests.machines.geometries import full, geometry, sliding, state
 from tests.test_manager import compute, hashes
 

@@ -4,7 +4,7 @@ import pytest
 
 from jenga.geometry import exact_lcm
 from jenga.models import KvFormat
-from jenga.planner import plan
+from jenga.planning.planner import plan
 from jenga.sim.arena import ActiveRequest
 from jenga.sim.managed import ManagedArena
 from jenga.sim.need import Need

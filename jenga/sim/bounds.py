@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from jenga.demand import needed_tokens
 from jenga.geometry import tokens_per_slot
+from jenga.planning.demand import needed_tokens
 from jenga.sim.workload import Request, prefix_hashes
 from jenga.spec import (
     ChunkedLocal,

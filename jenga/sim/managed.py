@@ -4,18 +4,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, overload
 
-from jenga.admission import STEP_TOKENS
+from jenga.admission.reserve import STEP_TOKENS
 from jenga.errors import OutOfPagesError
 from jenga.eviction.policy import EvictionPolicy
 from jenga.geometry import Geometry
 from jenga.manager import Manager
 from jenga.policies import RequestFacts
-from jenga.request import PrefixHit
 from jenga.sim.arena import NOTHING_MOVED, ActiveRequest, ArenaBytes, MovedBytes
 from jenga.sim.need import Need, encoder_tokens
 from jenga.sim.rows import TableBytes
 from jenga.spec import CrossAttention, ModelSpec
 from jenga.state_keeper import StateKeeper, end_step
+from jenga.tables.request import PrefixHit
 
 HASH_TOKENS = 16
 """Tokens of each further prefix hash, as in the plugin."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from jenga.admission import STEP_TOKENS
+from jenga.admission.reserve import STEP_TOKENS
 from jenga.baselines import gcd_pages, geometry_by_name, static_partition
 from jenga.eviction.policy import EvictionPolicy
 from jenga.sim.arena import Arena

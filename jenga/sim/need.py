@@ -1,7 +1,7 @@
 """What the next tokens of requests need, whatever holds it."""
 
-from jenga.demand import needed_tokens
 from jenga.geometry import exact_lcm, has_pages, tokens_per_slot
+from jenga.planning.demand import needed_tokens
 from jenga.policies import policy_of
 from jenga.sim.arena import ActiveRequest
 from jenga.spec import CrossAttention, ImageEmbedding, ModelSpec

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from jenga.eviction.checkpoint import Checkpoint
 from jenga.eviction.points import Point
 from jenga.eviction.policy import Candidate
-from jenga.eviction.tree import CheckpointTree
+from jenga.prefix.checkpoint_tree import CheckpointTree
 from jenga.sim.arena import ActiveRequest
 from jenga.sim.workload import Request, prefix_hashes
 

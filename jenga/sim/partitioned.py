@@ -2,16 +2,16 @@
 
 from collections.abc import Callable, Sequence
 
-from jenga.admission import STEP_TOKENS
+from jenga.admission.reserve import STEP_TOKENS
 from jenga.baselines import StaticPartition
 from jenga.errors import OutOfPagesError
 from jenga.eviction.policy import EvictionPolicy
 from jenga.geometry import Geometry, PageContent
 from jenga.manager import Manager
-from jenga.request import PrefixHit
 from jenga.sim.arena import NOTHING_MOVED, ActiveRequest, ArenaBytes, MovedBytes
 from jenga.sim.managed import HASH_TOKENS, bytes_of
 from jenga.spec import State
+from jenga.tables.request import PrefixHit
 
 
 class PartitionedArena:

@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from jenga.baselines import geometry_by_name, needed_bytes
-from jenga.capacity import Capacity
-from jenga.demand import UNSHARED_TAIL, held_pages, is_packed
 from jenga.geometry import Geometry, check_arena
 from jenga.models import KvFormat, ModelFacts, ReadOptions
-from jenga.pipeline import Pipeline, plan_pipeline
+from jenga.planning.demand import UNSHARED_TAIL, held_pages, is_packed
+from jenga.planning.pipeline import Pipeline, plan_pipeline
 from jenga.policies import Image, RequestFacts, policy_of
 from jenga.sim.budget import Budget
 from jenga.sim.stages import stages_of
 from jenga.spec import CrossAttention, ImageEmbedding, ModelSpec, check_positive, combine
+from jenga.tables.capacity import Capacity
 
 LENGTHS = (1024, 8192, 32_768, 131_072)
 """Request lengths that a plan answers for where none are given."""

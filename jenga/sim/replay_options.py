@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from jenga.admission import LEFT_SHARE
+from jenga.admission.reserve import LEFT_SHARE
 from jenga.eviction.known import EVICTION_POLICIES
 from jenga.sim.budget import RESERVED_BYTES, UTILIZATION
 from jenga.sim.gpus import GPUS, parse_bytes

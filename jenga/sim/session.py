@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 
-from jenga.admission import default_left_share
+from jenga.admission.reserve import default_left_share
 from jenga.errors import InvariantError
 from jenga.eviction.known import DEFAULT_POLICY, EVICTION_POLICIES
 from jenga.sim.arena import NOTHING_MOVED, Arena, Memory, MovedBytes

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from jenga.admission import STEP_TOKENS
+from jenga.admission.reserve import STEP_TOKENS
 from jenga.models import ModelFacts, ReadOptions
 from jenga.sim.arena import NOTHING_MOVED, Chunk, Memory, MovedBytes
 from jenga.sim.gpus import Gpu

@@ -29,9 +29,9 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 
 from jenga.errors import InvariantError
 from jenga.manager import Manager
-from jenga.prefix_cache import CacheChange
-from jenga.request import PrefixHit
 from jenga.spec import CrossAttention
+from jenga.tables.content_index import CacheChange
+from jenga.tables.request import PrefixHit
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -18,7 +18,7 @@ from vllm.v1.request import RequestStatus
 from jenga.errors import NotLoadedError, OutOfPagesError
 from jenga.manager import Manager
 from jenga.policies import RequestFacts
-from jenga.request import PrefixHit
+from jenga.tables.request import PrefixHit
 from jenga.vllm_plugin.cache_events import CacheEvents
 from jenga.vllm_plugin.config import TOKENS_PER_PAGE
 from jenga.vllm_plugin.encoder_hits import EncoderHits

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from jenga.geometry import Geometry
-from jenga.request import CopyPath, PageCopy
+from jenga.tables.request import CopyPath, PageCopy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

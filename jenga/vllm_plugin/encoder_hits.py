@@ -16,7 +16,7 @@ from jenga.spec import CrossAttention
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from jenga.request import PrefixHit
+    from jenga.tables.request import PrefixHit
 
 
 class EncoderHits:

@@ -13,7 +13,7 @@ from weakref import finalize
 import torch
 from vllm.logger import init_logger
 
-from jenga.request import CopyPath
+from jenga.tables.request import CopyPath
 from jenga.vllm_plugin.copy_rounds import CopyRound, runs_of_copies
 from jenga.vllm_plugin.environment import BACKEND_NAME
 

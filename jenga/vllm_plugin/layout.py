@@ -21,13 +21,13 @@ from vllm.v1.kv_cache_interface import (
     iter_layer_specs,
 )
 
-from jenga.admission import STEP_TOKENS
-from jenga.capacity import Capacity
+from jenga.admission.reserve import STEP_TOKENS
 from jenga.errors import InvariantError
 from jenga.geometry import Geometry, PageTable, check_arena, exact_lcm
-from jenga.pipeline import Stage, plan_pipeline
-from jenga.planner import plan
+from jenga.planning.pipeline import Stage, plan_pipeline
+from jenga.planning.planner import plan
 from jenga.policies import policy_of
+from jenga.tables.capacity import Capacity
 from jenga.vllm_plugin.config import TOKENS_PER_PAGE, host_bytes
 from jenga.vllm_plugin.environment import BACKEND_NAME, read_settings
 from jenga.vllm_plugin.ranks import layers_of_ranks

@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 
 from jenga.geometry import PageTable
 from jenga.manager import Manager
-from jenga.stats import Evictions, MemoryReport
+from jenga.tables.stats import Evictions, MemoryReport
 from jenga.vllm_plugin import metric_series as series
 from jenga.vllm_plugin.environment import BACKEND_NAME
 from jenga.vllm_plugin.held_back import HeldBack

@@ -12,7 +12,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from jenga.errors import InvariantError
-from jenga.request import CopyPath
+from jenga.tables.request import CopyPath
 from jenga.vllm_plugin.copy_rounds import CopyRound
 from jenga.vllm_plugin.host_memory import HostMemory
 from jenga.vllm_plugin.state_orders import StateWrite, StepOrders

@@ -7,7 +7,7 @@ parameters than a token meets.
 
 from typing import TYPE_CHECKING, Any
 
-from jenga.admission import STEP_TOKENS
+from jenga.admission.reserve import STEP_TOKENS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

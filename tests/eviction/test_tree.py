@@ -4,11 +4,11 @@ import random
 
 import pytest
 
+from jenga.arena.ranks import KEPT_RANK
 from jenga.errors import InvariantError
-from jenga.eviction import tree
 from jenga.eviction.known import EVICTION_POLICIES
 from jenga.eviction.points import Kind, Past
-from jenga.eviction.ranks import KEPT_RANK
+from jenga.prefix import checkpoint_tree
 from tests.eviction.arena import FACTS, Arena, hashes
 from tests.machines.geometries import cross, full, geometry, sliding, state
 
@@ -40,8 +40,8 @@ TEXT = "the quick brown fox jumps over the lazy dog and runs away"
 
 @pytest.fixture(autouse=True)
 def _short_texts(monkeypatch):
-    monkeypatch.setattr(tree, "CUT_TOKENS", 8)
-    monkeypatch.setattr(tree, "QUESTION_TOKENS", 8)
+    monkeypatch.setattr(checkpoint_tree, "CUT_TOKENS", 8)
+    monkeypatch.setattr(checkpoint_tree, "QUESTION_TOKENS", 8)
 
 
 def num_cached(arena):
@@ -325,7 +325,7 @@ def test_a_cut_takes_no_less_than_a_large_page():
 def test_a_cut_takes_no_more_than_a_small_share_of_the_arena(
     num_large_pages, num_left, monkeypatch
 ):
-    monkeypatch.setattr(tree, "CUT_TOKENS", 32)
+    monkeypatch.setattr(checkpoint_tree, "CUT_TOKENS", 32)
     arena = Arena(FULL, num_large_pages)
     arena.written(TEXT[:40], 40)
 
@@ -845,7 +845,7 @@ class Random:
 @pytest.mark.parametrize("cut", CUTS, ids=CUT_IDS)
 @pytest.mark.parametrize("num_drawn", [3, 64])
 def test_checkpoints_are_whole_whatever_is_done(cut, ahead_tokens, num_drawn, monkeypatch):
-    monkeypatch.setattr(tree, "NUM_DRAWN", num_drawn)
+    monkeypatch.setattr(checkpoint_tree, "NUM_DRAWN", num_drawn)
     for seed in range(6):
         machine = Random(
             cut,

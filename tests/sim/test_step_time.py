@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jenga.admission import STEP_TOKENS
+from jenga.admission.reserve import STEP_TOKENS
 from jenga.models import known_model
 from jenga.sim.arena import ActiveRequest, Chunk, MovedBytes
 from jenga.sim.gpus import GPUS, Gpu

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from jenga.request import PrefixHit
+from jenga.tables.request import PrefixHit
 from tests.vllm_plugin.conftest import V2_RUNNER, assert_same_generation
 from tests.vllm_plugin.engine_process import prompts_of_lengths
 from tests.vllm_plugin.test_attention_features import WHISPER

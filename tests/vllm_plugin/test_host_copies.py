@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from jenga.request import CopyPath, PageCopy
+from jenga.tables.request import CopyPath, PageCopy
 from jenga.vllm_plugin.copy_rounds import CopyRound, copy_rounds, runs_of_copies
 from tests.machines.geometries import STATES
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from jenga.admission import STEP_TOKENS
+from jenga.admission.reserve import STEP_TOKENS
 
 pytestmark = pytest.mark.vllm
 

@@ -16,8 +16,8 @@ import torch
 from jenga.geometry import exact_lcm
 from jenga.manager import Manager
 from jenga.policies import RequestFacts
-from jenga.request import CopyPath, PageCopy
 from jenga.spec import FullAttention, Layer, ModelSpec, State
+from jenga.tables.request import CopyPath, PageCopy
 from jenga.vllm_plugin.copy_rounds import CopyRound, copy_rounds
 from jenga.vllm_plugin.state_orders import StateKeeper, StepOrders, take_orders
 from jenga.vllm_plugin.warm_up import on_pages_apart, orders_of

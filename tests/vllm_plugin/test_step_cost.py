@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jenga.admission import STEP_TOKENS
+from jenga.admission.reserve import STEP_TOKENS
 from jenga.vllm_plugin.step_cost import parameters_over_active, step_tokens
 
 # Fields of published configurations, their experts, those for a token, parameters and active ones.
