@@ -28,9 +28,9 @@ from jenga.sim.step_time import step_tokens_of
 from jenga.sim.stock import StockMemory
 from jenga.sim.stock_plan import NEVER, attention_specs, plan_stock
 from jenga.spec import CrossAttention
+from jenga.vllm_plugin.arena.layout import get_kv_cache_config_from_groups, get_kv_cache_groups
 from jenga.vllm_plugin.config import TOKENS_PER_PAGE
-from jenga.vllm_plugin.layout import get_kv_cache_config_from_groups, get_kv_cache_groups
-from jenga.vllm_plugin.replacements import apply_replacements
+from jenga.vllm_plugin.patches.all_patches import apply_replacements
 
 MANAGERS = ("jenga", "vllm")
 """Managers that vLLM's scheduler can be given."""

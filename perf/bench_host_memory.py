@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 
 from jenga.tables.request import CopyPath
-from jenga.vllm_plugin.copy_rounds import CopyRound
-from jenga.vllm_plugin.host_memory import HostMemory
+from jenga.vllm_plugin.scheduler.copy_rounds import CopyRound
+from jenga.vllm_plugin.worker.host_memory import HostMemory
 from perf.harness import Benchmark, Row
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30

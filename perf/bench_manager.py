@@ -328,7 +328,7 @@ def metrics_line(row: dict[str, Any]) -> str:
 
 def measure_metrics(names: Sequence[str], arena_bytes: int, rounds: int) -> list[dict[str, Any]]:
     """What metrics add: a question in every step, and a reading once a second."""
-    from jenga.vllm_plugin.metric_readings import MetricReader, read_values
+    from jenga.vllm_plugin.metrics.readings import MetricReader, read_values
 
     rows: list[dict[str, Any]] = []
     print(f"\n{TABLES['metrics']}; {NUM_RUNNING} requests\n{METRICS_HEADER}")

@@ -26,7 +26,7 @@ def shape_of(stored, head_dim=64):
 
 @pytest.mark.parametrize("stored", CACHE_DTYPES, ids=lambda stored: stored.value)
 def test_caches_whose_slots_have_scales_lie_as_the_plugin_has_them(stored):
-    from jenga.vllm_plugin.cache_views import cache_views
+    from jenga.vllm_plugin.layers.cache_views import cache_views
 
     shape = shape_of(stored)
     cache = make_cache(shape, 5, CPU)

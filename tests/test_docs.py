@@ -11,7 +11,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from jenga.cli import main
-from jenga.vllm_plugin.replacement import SUPPORTED_VERSIONS
+from jenga.vllm_plugin.patches.patch import SUPPORTED_VERSIONS
 from perf import doc_figures
 from perf.recipe_plans import RECIPES, ROWS, STOCK, plan_row, read_rows
 

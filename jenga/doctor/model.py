@@ -18,8 +18,8 @@ from jenga.sim.engine_layers import (
 from jenga.sim.gpus import Gpu, find_gpu
 from jenga.sim.plan import LENGTHS, Plan, formats_of, plan_model
 from jenga.sim.text import bytes_text
-from jenga.vllm_plugin.environment import BACKEND_NAME
-from jenga.vllm_plugin.refused_models import refused_features
+from jenga.vllm_plugin.settings.environment import BACKEND_NAME
+from jenga.vllm_plugin.settings.refused_models import refused_features
 
 USUAL_GPU = "H100-80G"
 """GPU to plan for where none is here, as in `jenga plan`."""

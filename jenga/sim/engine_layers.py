@@ -1,8 +1,8 @@
 """Layers of a model as vLLM's own classes declare them, asked for in a process of its own.
 
-The plugin builds the model there without weights or a GPU: see `jenga.vllm_plugin.declared_layers`,
-which this runs and does not import. Models that `jenga.models` has no reader for are planned by
-what vLLM says; of others it is compared.
+The plugin builds the model there without weights or a GPU: see
+`jenga.vllm_plugin.without_engine.declared_layers`, which this runs and does not import. Models that
+`jenga.models` has no reader for are planned by what vLLM says; of others it is compared.
 """
 
 import functools
@@ -38,7 +38,7 @@ from jenga.spec import (
 TIMEOUT_S = 600.0
 """Of one model: an import of vLLM takes 10 s and a class seldom more, on a machine that is idle."""
 
-_MODULE = "jenga.vllm_plugin.declared_layers"
+_MODULE = "jenga.vllm_plugin.without_engine.declared_layers"
 _OPTIONS_FILE = "read_options.json"
 _ANSWER_FILE = "declared_layers.json"
 

@@ -97,7 +97,7 @@ class ManagedMemory:
 
 
 class ManagedArena(ManagedMemory):
-    """An arena on one geometry, driven as `jenga.vllm_plugin.cache_manager` drives it.
+    """An arena on one geometry, driven as `jenga.vllm_plugin.scheduler.cache_manager` drives it.
 
     Pages become known to others once their step can lose no request any more.
     """

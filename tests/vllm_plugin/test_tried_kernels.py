@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from jenga.vllm_plugin import kept_trials, tried_kernels
-from jenga.vllm_plugin.tried_kernels import KernelChoice, choose_kernels
+from jenga.vllm_plugin.trials import kept_trials, tried_kernels
+from jenga.vllm_plugin.trials.tried_kernels import KernelChoice, choose_kernels
 from jenga_kernels.trials import Verdict, usual_calls
 from jenga_kernels.triton.tiles import HOPPER, Machine
 
@@ -307,7 +307,8 @@ def test_a_rank_that_has_no_time_left_holds_no_trial(trials, monkeypatch, warnin
 RANK = """
 import sys, time
 import torch
-from jenga.vllm_plugin import kept_trials, tried_kernels
+from jenga.vllm_plugin.trials import kept_trials
+from jenga.vllm_plugin.trials import tried_kernels
 from jenga_kernels.trials import Verdict, usual_calls
 from jenga_kernels.triton.tiles import HOPPER, Machine
 from types import SimpleNamespace
