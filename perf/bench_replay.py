@@ -24,14 +24,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from jenga.models import known_model
-from jenga.sim.gpus import GPUS
-from jenga.sim.managers import make_arena
-from jenga.sim.record import SAMPLED_EVERY
-from jenga.sim.replay import Replay
-from jenga.sim.session import Machine, Settings, Trace, outcome_of, replay_rows, run_row
-from jenga.sim.sources import open_source
-from jenga.sim.step_time import StepTime, Weights
-from jenga.sim.workload import Piece, Request
+from jenga.sim.arenas.by_name import make_arena
+from jenga.sim.batching.step_time import StepTime, Weights
+from jenga.sim.hardware.gpus import GPUS
+from jenga.sim.replays.record import SAMPLED_EVERY
+from jenga.sim.replays.replay import Replay
+from jenga.sim.replays.session import Machine, Settings, Trace, outcome_of, replay_rows, run_row
+from jenga.sim.workload.requests import Piece, Request
+from jenga.sim.workload.sources import open_source
 from jenga.spec import FullAttention, Layer, ModelSpec, SlidingWindow, State
 
 GOAL_STEPS_PER_MINUTE = 50_000

@@ -11,14 +11,14 @@ from dataclasses import dataclass, fields
 from jenga.errors import InvariantError
 from jenga.geometry import PageTable
 from jenga.policies import Image, policy_of
-from jenga.sim.arena import ActiveRequest, Arena
-from jenga.sim.generators import MMLU_PRO_LOG_DEVIATION, MMLU_PRO_LOG_MEAN, MMLU_PRO_TOKENS
-from jenga.sim.generators import long_documents as documents_of
-from jenga.sim.managed import ManagedArena
-from jenga.sim.need import ENCODER_TYPES, encoder_tokens
-from jenga.sim.scheduler import CHUNK_TOKENS, MAX_REQUESTS, Scheduler
-from jenga.sim.stock import StockArena
-from jenga.sim.workload import Piece, Request
+from jenga.sim.arenas.jenga_arena import ManagedArena
+from jenga.sim.arenas.vllm_arena import StockArena
+from jenga.sim.batching.arena import ActiveRequest, Arena
+from jenga.sim.batching.need import ENCODER_TYPES, encoder_tokens
+from jenga.sim.batching.scheduler import CHUNK_TOKENS, MAX_REQUESTS, Scheduler
+from jenga.sim.workload.generators import MMLU_PRO_LOG_DEVIATION, MMLU_PRO_LOG_MEAN, MMLU_PRO_TOKENS
+from jenga.sim.workload.generators import long_documents as documents_of
+from jenga.sim.workload.requests import Piece, Request
 from jenga.spec import ImageEmbedding, ModelSpec
 
 MOST_ARRIVALS = 64

@@ -4,7 +4,7 @@ from typing import Any
 
 from jenga.geometry import Geometry
 from jenga.manager import Manager
-from jenga.sim.stock_plan import stock_planner
+from jenga.sim.arenas.vllm_plan import stock_planner
 from jenga.spec import ChunkedLocal, FullAttention, ModelSpec, SlidingWindow, State
 from jenga.tables.request import PrefixHit
 

@@ -25,15 +25,15 @@ from typing import Any
 
 from jenga.eviction.known import EVICTION_POLICIES
 from jenga.models import ModelFacts, ReadOptions, known_model
-from jenga.sim.bounds import best_eviction, unlimited
-from jenga.sim.budget import memory_budget
-from jenga.sim.generators import agentic, articles
-from jenga.sim.gpus import Gpu, find_gpu
-from jenga.sim.managers import make_arena
-from jenga.sim.replay import Replay
-from jenga.sim.step_time import StepTime, weights_of
-from jenga.sim.traces import read_mooncake
-from jenga.sim.workload import Request
+from jenga.sim.arenas.by_name import make_arena
+from jenga.sim.batching.step_time import StepTime, weights_of
+from jenga.sim.hardware.budget import memory_budget
+from jenga.sim.hardware.gpus import Gpu, find_gpu
+from jenga.sim.replays.bounds import best_eviction, unlimited
+from jenga.sim.replays.replay import Replay
+from jenga.sim.workload.generators import agentic, articles
+from jenga.sim.workload.requests import Request
+from jenga.sim.workload.traces import read_mooncake
 from jenga.spec import ModelSpec
 
 CASES = (

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jenga.sim.bounds import unlimited
-from jenga.sim.managers import make_arena
-from jenga.sim.replay import Replay
-from jenga.sim.step_time import HOST_BYTES_PER_S, HostedTime, StepTime, weights_of
+from jenga.sim.arenas.by_name import make_arena
+from jenga.sim.batching.step_time import HOST_BYTES_PER_S, HostedTime, StepTime, weights_of
+from jenga.sim.replays.bounds import unlimited
+from jenga.sim.replays.replay import Replay
 from perf.sweep_eviction import CASES, Requests, Setting, setting, workloads
 
 TIMES = (0, 1, 4)

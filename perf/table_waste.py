@@ -29,15 +29,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from jenga.baselines import max_page
 from jenga.geometry import check_arena, exact_lcm
 from jenga.models import KvFormat, known_model, known_names
 from jenga.planning.planner import plan
-from jenga.sim.arena import ActiveRequest, Arena
-from jenga.sim.managed import ManagedArena
-from jenga.sim.need import Need
-from jenga.sim.scheduler import CHUNK_TOKENS
-from jenga.sim.stock import StockArena
+from jenga.sim.arenas.baseline_geometries import max_page
+from jenga.sim.arenas.jenga_arena import ManagedArena
+from jenga.sim.arenas.vllm_arena import StockArena
+from jenga.sim.batching.arena import ActiveRequest, Arena
+from jenga.sim.batching.need import Need
+from jenga.sim.batching.scheduler import CHUNK_TOKENS
 from jenga.spec import ModelSpec
 from perf.full_arena import (
     LENGTHS,

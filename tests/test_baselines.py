@@ -2,7 +2,8 @@
 
 import pytest
 
-from jenga.baselines import (
+from jenga.geometry import check_geometry
+from jenga.sim.arenas.baseline_geometries import (
     GEOMETRY_NAMES,
     gcd_pages,
     geometry_by_name,
@@ -11,7 +12,6 @@ from jenga.baselines import (
     needed_bytes,
     static_partition,
 )
-from jenga.geometry import check_geometry
 from jenga.spec import (
     CrossAttention,
     FullAttention,

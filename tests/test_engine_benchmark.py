@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from jenga.policies import Image
-from jenga.sim.sources import open_source
-from jenga.sim.workload import Piece, Request
+from jenga.sim.workload.requests import Piece, Request
+from jenga.sim.workload.sources import open_source
 from perf.engine import __main__ as command
 from perf.engine import (
     caches,

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from jenga.sim.runs import read_runs
+from jenga.sim.results.runs import read_runs
 from perf.experiments import figure_14, figure_16, figure_17, figure_19
 from perf.experiments.frame import Case, Experiment, run_case
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from jenga.sim.sources import open_source
+from jenga.sim.workload.sources import open_source
 from perf.serving import __main__ as command
 from perf.serving import cases
 from perf.serving.cases import (
@@ -130,7 +130,7 @@ def test_a_workload_of_a_file_asks_for_the_file():
 @pytest.mark.parametrize("model", MODELS)
 def test_every_setting_of_stock_is_one_that_vllm_takes(model):
     pytest.importorskip("vllm", reason="vLLM's own manager is replayed")
-    from jenga.sim.stock_plan import plan_stock, read_stock_options
+    from jenga.sim.arenas.vllm_plan import plan_stock, read_stock_options
 
     one = machine(model)
     systems = cases.stock_systems(one.model)

@@ -5,11 +5,11 @@ import pytest
 from jenga.geometry import exact_lcm
 from jenga.models import KvFormat
 from jenga.planning.planner import plan
-from jenga.sim.arena import ActiveRequest
-from jenga.sim.managed import ManagedArena
-from jenga.sim.need import Need
-from jenga.sim.stock import StockArena
-from jenga.sim.workload import Piece, Request
+from jenga.sim.arenas.jenga_arena import ManagedArena
+from jenga.sim.arenas.vllm_arena import StockArena
+from jenga.sim.batching.arena import ActiveRequest
+from jenga.sim.batching.need import Need
+from jenga.sim.workload.requests import Piece, Request
 from jenga.spec import FullAttention, Layer, ModelSpec, SlidingWindow
 from perf.full_arena import LENGTHS, FullArena, draw_requests, held_bytes
 from perf.table_geometry import read

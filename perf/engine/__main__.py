@@ -18,8 +18,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jenga.sim.gpus import parse_bytes
-from jenga.sim.sources import open_source
+from jenga.sim.hardware.gpus import parse_bytes
+from jenga.sim.workload.sources import open_source
 from perf import gpu_bundle
 from perf.engine import export, plan, sides
 from perf.engine.jobs import Paths
