@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 import torch
 import triton
 
-from jenga_kernels.checks import (
+from jenga_kernels.checks.tensors import (
     FLOAT_DTYPES,
     check_at_least,
     check_dtype,
@@ -13,8 +13,8 @@ from jenga_kernels.checks import (
     check_shape,
 )
 from jenga_kernels.launches import Calls
-from jenga_kernels.triton.attention_plan import MAX_SPLITS, attention_plan_kernel
-from jenga_kernels.triton.tiles import (
+from jenga_kernels.triton.attention.plan import MAX_SPLITS, attention_plan_kernel
+from jenga_kernels.triton.lib.tiles import (
     SPECIALIZED_ROWS,
     AttentionTiles,
     Machine,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import triton
 
-from jenga_kernels.checks import ALIGNMENT_BYTES
+from jenga_kernels.checks.tensors import ALIGNMENT_BYTES
 
 MAX_CALLS = 256
 """Signatures that a table of calls has at most, of some KB each: a step has a few of its own."""

@@ -3,10 +3,15 @@
 import torch
 import triton
 
-from jenga_kernels.checks import check_contiguous, check_dtype, check_same_device, check_shape
+from jenga_kernels.checks.tensors import (
+    check_contiguous,
+    check_dtype,
+    check_same_device,
+    check_shape,
+)
 from jenga_kernels.page_copy import check_whole_pages
-from jenga_kernels.triton.page_copy import page_clear_kernel
-from jenga_kernels.triton.tiles import machine_of, page_tiles
+from jenga_kernels.triton.lib.tiles import machine_of, page_tiles
+from jenga_kernels.triton.pages.page_copy import page_clear_kernel
 
 
 def page_clear(pages: torch.Tensor, page_ids: torch.Tensor) -> None:

@@ -3,7 +3,7 @@
 import torch
 import triton
 
-from jenga_kernels.checks import (
+from jenga_kernels.checks.tensors import (
     ALIGNMENT_BYTES,
     check_apart,
     check_contiguous,
@@ -13,8 +13,8 @@ from jenga_kernels.checks import (
     check_same_device,
     check_shape,
 )
-from jenga_kernels.triton.page_copy import page_copy_kernel
-from jenga_kernels.triton.tiles import machine_of, page_tiles
+from jenga_kernels.triton.lib.tiles import machine_of, page_tiles
+from jenga_kernels.triton.pages.page_copy import page_copy_kernel
 
 NO_PAGE = -1
 """Page id of an entry to skip."""

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from triton.runtime import driver
 
-from jenga_kernels import checks
+from jenga_kernels.checks import tensors
 from jenga_kernels.launches import Call
 from perf import (
     bench_conv_update,
@@ -213,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from perf.bench_manager import machine_line
 
     # On a GPU values cannot be looked at without waiting.
-    checks.LOOKS_AT_VALUES = False
+    tensors.LOOKS_AT_VALUES = False
     machine = machine_line()
     with torch.inference_mode():
         rows = [measure(case) for case in cases() if options.only in case.name]

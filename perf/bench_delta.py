@@ -8,9 +8,9 @@ from functools import partial
 
 import torch
 
+from jenga_kernels.checks.states import Checkpoints
 from jenga_kernels.delta_scan import delta_scan
 from jenga_kernels.delta_update import delta_update
-from jenga_kernels.states import Checkpoints
 from perf.attention_peers import UnsupportedError
 from perf.delta_shapes import DELTA_MODELS, DRY_DELTA_MODELS, DeltaBatch, make_delta_batch
 from perf.harness import Benchmark, Row, read_roofline

@@ -11,7 +11,7 @@ import torch
 from jenga_kernels.attention_plan import AttentionPlan, plan_attention
 from jenga_kernels.paged_attention import paged_attention
 from jenga_kernels.rotation import hadamard_rotation
-from jenga_kernels.triton.tiles import AttentionTiles
+from jenga_kernels.triton.lib.tiles import AttentionTiles
 from perf.attention_peers import PEERS, Launch, UnsupportedError
 from perf.attention_shapes import DRY_SHAPES, SHAPES, AttentionBatch, AttentionShape, make_batch
 from perf.geometric_means import geometric_means

@@ -9,8 +9,8 @@ from functools import partial
 
 import torch
 
+from jenga_kernels.checks.states import Checkpoints
 from jenga_kernels.state_scan import state_scan
-from jenga_kernels.states import Checkpoints
 from perf.attention_peers import UnsupportedError
 from perf.harness import Benchmark, Row, read_roofline
 from perf.state_shapes import DRY_MODELS, MODELS, SPREAD_MODELS, StateBatch, make_state_batch

@@ -5,8 +5,8 @@ from enum import Enum
 
 import torch
 
-from jenga_kernels.cache import elements_per_item
-from jenga_kernels.checks import E5M2_DTYPE, INT4_DTYPE
+from jenga_kernels.checks.pages import elements_per_item
+from jenga_kernels.checks.tensors import E5M2_DTYPE, INT4_DTYPE
 from jenga_kernels.reference.kv_store import quantised
 from jenga_kernels.rotation import hadamard_rotation
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from jenga_kernels.histories import DeltaHistory
+from jenga_kernels.checks.histories import DeltaHistory
 from perf.delta_shapes import DeltaBatch, DeltaModel, make_delta_batch
 from perf.state_replay_shapes import NO_DRAFTS, Drafts, make_counts, make_layer
 from perf.state_shapes import DTYPE

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from jenga_kernels.triton.state_tiles import CHUNK_TOKENS
+from jenga_kernels.triton.recurrent.tiles import CHUNK_TOKENS
 from perf import bench_conv_update, bench_delta, bench_state_scan
 from perf.compiled_launches import Counted, compiled_by, kinds
 from perf.delta_shapes import KIMI_LINEAR, QWEN3_NEXT, make_delta_batch

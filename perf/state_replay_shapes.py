@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from jenga_kernels.histories import InputHistory, next_states
+from jenga_kernels.checks.histories import InputHistory, next_states
 from perf.state_shapes import (
     DTYPE,
     StateBatch,

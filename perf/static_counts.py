@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from jenga_kernels.triton.tiles import WIDE_HEAD
+from jenga_kernels.triton.lib.tiles import WIDE_HEAD
 from perf import (
     attention_peers,
     bench_conv_update,

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from jenga_kernels.triton.tiles import AttentionTiles, SpecializedTiles
+from jenga_kernels.triton.lib.tiles import AttentionTiles, SpecializedTiles
 from perf.attention_peers import PEERS
 from perf.attention_shapes import DRY_SHAPES, SHAPES, AttentionShape
 from perf.bench_paged_attention import Prepare, jenga, measure_shape

@@ -14,7 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import JITFunction, driver
 from triton.tools.tensor_descriptor import TensorDescriptor as PlainDescriptor
 
-from jenga_kernels.triton.attention_hopper_load import copy_box as async_load
+from jenga_kernels.triton.attention.hopper.load import copy_box as async_load
 from perf.emulator.driver import EmulatedGpu
 from perf.emulator.errors import EmulationError
 from tests.emulation import forget_the_interpreter

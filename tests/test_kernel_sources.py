@@ -11,7 +11,7 @@ KERNEL = '''\
 """What it does."""
 
 from jenga_kernels.triton.shared import step
-from jenga_kernels.triton.tiles import UNUSED
+from jenga_kernels.triton.lib.tiles import UNUSED
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def digests(monkeypatch):
 
     def of(old="", new="", **moved):
         sources = {"jenga_kernels.triton.one": KERNEL, "jenga_kernels.triton.shared": SHARED}
-        sources["jenga_kernels.triton.tiles"] = TILES
+        sources["jenga_kernels.triton.lib.tiles"] = TILES
         sources |= moved
         return digests_of({name: text.replace(old, new) for name, text in sources.items()})["one"]
 

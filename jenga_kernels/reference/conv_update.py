@@ -3,8 +3,8 @@
 import torch
 from torch.nn import functional
 
+from jenga_kernels.checks.states import NULL_SLOT
 from jenga_kernels.reference.state_update import precision
-from jenga_kernels.states import NULL_SLOT
 
 
 def conv_update(

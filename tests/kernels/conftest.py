@@ -12,7 +12,7 @@ import pytest
 import torch
 import triton
 
-from jenga_kernels.triton.tiles import machine_of
+from jenga_kernels.triton.lib.tiles import machine_of
 from tests.kernels.support import DEVICE
 
 if triton.knobs.runtime.interpret:

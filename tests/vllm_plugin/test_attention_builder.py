@@ -25,7 +25,7 @@ from jenga.vllm_plugin.layers.captured_plans import CapturedPlans
 from jenga_kernels.attention_plan import AttentionPlan, plan_attention
 from jenga_kernels.paged_attention import paged_attention
 from jenga_kernels.reference.paged_attention import paged_attention as attend_plainly
-from jenga_kernels.triton import tiles
+from jenga_kernels.triton.lib import tiles
 from tests.kernels.support import check_close
 from tests.vllm_plugin.test_tried_kernels import NOT_PASSED, set_kernels, settle_kernels
 

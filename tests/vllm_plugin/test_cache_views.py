@@ -34,7 +34,7 @@ def test_slots_and_their_scales_fill_a_layers_part_of_each_page(
     cache_dtype, dtype, per_byte, num_kv_heads, is_head_major
 ):
     from jenga.vllm_plugin.layers.cache_views import cache_views
-    from jenga_kernels.cache import check_slot_scales
+    from jenga_kernels.checks.pages import check_slot_scales
 
     key_bytes, value_bytes = HEAD_DIM // per_byte, VALUE_DIM // per_byte
     arena, layers = layers_of(

@@ -12,7 +12,7 @@ import torch
 from jenga.vllm_plugin.trials import kept_trials, tried_kernels
 from jenga.vllm_plugin.trials.tried_kernels import KernelChoice, choose_kernels
 from jenga_kernels.trials import Verdict, usual_calls
-from jenga_kernels.triton.tiles import HOPPER, Machine
+from jenga_kernels.triton.lib.tiles import HOPPER, Machine
 
 pytestmark = pytest.mark.vllm
 
@@ -310,7 +310,7 @@ import torch
 from jenga.vllm_plugin.trials import kept_trials
 from jenga.vllm_plugin.trials import tried_kernels
 from jenga_kernels.trials import Verdict, usual_calls
-from jenga_kernels.triton.tiles import HOPPER, Machine
+from jenga_kernels.triton.lib.tiles import HOPPER, Machine
 from types import SimpleNamespace
 
 held, ends, start, start_s, ended_s = sys.argv[1:]

@@ -33,7 +33,7 @@ from jenga_kernels.kv_store import kv_store
 from jenga_kernels.paged_attention import paged_attention
 from jenga_kernels.rotation import Rotation, hadamard_rotation
 from jenga_kernels.trial_calls import FEW_TOKENS, Call
-from jenga_kernels.triton.tiles import ADA
+from jenga_kernels.triton.lib.tiles import ADA
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec

@@ -22,9 +22,9 @@ from jenga.vllm_plugin.settings.refusals import Refusal
 from jenga.vllm_plugin.settings.speculation import decode_query_tokens, most_group_heads
 from jenga.vllm_plugin.trials.tried_kernels import KernelChoice
 from jenga_kernels.attention_plan import AttentionKind, AttentionPlan, plan_attention
-from jenga_kernels.cache import is_other_float
+from jenga_kernels.checks.pages import is_other_float
 from jenga_kernels.trial_calls import Call
-from jenga_kernels.triton.device import skip_overflow_checks
+from jenga_kernels.triton.lib.device import skip_overflow_checks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -4,7 +4,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from jenga_kernels.checks import E5M2_DTYPE, FP8_DTYPE
+from jenga_kernels.checks.tensors import E5M2_DTYPE, FP8_DTYPE
 
 E5M2 = "fp8_e5m2"
 """Value of --kv-cache-dtype with which elements are float8_e5m2."""

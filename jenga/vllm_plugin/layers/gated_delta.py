@@ -33,10 +33,10 @@ from jenga.vllm_plugin.layers.mamba_builder import (
     builder_beside,
 )
 from jenga.vllm_plugin.layers.state_counts import Replay
+from jenga_kernels.checks.histories import DeltaHistory
 from jenga_kernels.delta_replay import delta_replay
 from jenga_kernels.delta_scan import delta_scan
 from jenga_kernels.delta_update import delta_update
-from jenga_kernels.histories import DeltaHistory
 from jenga_kernels.trial_calls import FEW_TOKENS, Call
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from jenga.errors import InvariantError
 from jenga.vllm_plugin.layers.mamba_builder import JengaMambaMetadata
 from jenga.vllm_plugin.layers.state_counts import Replay
 from jenga_kernels.causal_conv import causal_conv
+from jenga_kernels.checks.histories import InputHistory
 from jenga_kernels.conv_update import conv_update
-from jenga_kernels.histories import InputHistory
 from jenga_kernels.state_replay import state_replay
 from jenga_kernels.state_scan import state_scan
 from jenga_kernels.state_update import state_update

@@ -28,9 +28,9 @@ from jenga.vllm_plugin.settings.environment import read_settings
 from jenga.vllm_plugin.specs.history_kinds import NUM_STATES
 from jenga.vllm_plugin.trials.tried_kernels import KernelChoice
 from jenga.vllm_plugin.worker.state_worker import StepMailbox, checkpoints_of
-from jenga_kernels.states import NULL_SLOT, Checkpoints
+from jenga_kernels.checks.states import NULL_SLOT, Checkpoints
 from jenga_kernels.trial_calls import Call
-from jenga_kernels.triton.device import skip_overflow_checks
+from jenga_kernels.triton.lib.device import skip_overflow_checks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from jenga.vllm_plugin.specs.history_kinds import HISTORY_KINDS, NUM_STATES
-from jenga_kernels.histories import next_states
-from jenga_kernels.states import Checkpoints
+from jenga_kernels.checks.histories import next_states
+from jenga_kernels.checks.states import Checkpoints
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

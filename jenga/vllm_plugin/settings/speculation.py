@@ -144,7 +144,7 @@ def decode_query_tokens(
     import torch
     from vllm.platforms import current_platform
 
-    from jenga_kernels.triton.tiles import machine_of, max_decode_rows
+    from jenga_kernels.triton.lib.tiles import machine_of, max_decode_rows
 
     num_tokens = drafted_query_tokens(vllm_config)
     if num_tokens == 1:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from jenga.vllm_plugin.specs.layer_types import PER_CHANNEL_DELTA_MODELS
-from jenga_kernels.histories import MAX_DELTA_HISTORY, DeltaHistory, InputHistory
+from jenga_kernels.checks.histories import MAX_DELTA_HISTORY, DeltaHistory, InputHistory
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig

@@ -26,7 +26,7 @@ from jenga.vllm_plugin.trials.kept_trials import trials_folder
 from jenga_kernels.trial_calls import Call
 from jenga_kernels.trial_runs import has_own_kernels
 from jenga_kernels.trials import ENDED_S, Verdict, has_trials, hold_trials_apart
-from jenga_kernels.triton.tiles import machine_of
+from jenga_kernels.triton.lib.tiles import machine_of
 
 logger = init_logger(f"vllm.{__name__}")
 

@@ -16,8 +16,8 @@ from jenga.tables.request import CopyPath
 from jenga.vllm_plugin.scheduler.copy_rounds import CopyRound
 from jenga.vllm_plugin.scheduler.state_orders import StateWrite, StepOrders
 from jenga.vllm_plugin.worker.host_memory import HostMemory
+from jenga_kernels.checks.states import Checkpoints
 from jenga_kernels.page_copy import page_copy
-from jenga_kernels.states import Checkpoints
 
 
 class StepMailbox:
