@@ -268,7 +268,7 @@ def plan_attention(
             keys and values one width of at most 256; elsewhere it changes nothing. None: for pages
             in 16 bits, unless the batch is to be invariant. An H200 takes 0.62 to 0.77 of the other
             kernel's time with it for these, an H100 1.05 for float8
-            (`perf.bench_specialized_prefill`).
+            (`perf.kernels.bench_specialized_prefill`).
         tiles: Tiles to use instead of those chosen for the machine.
 
     Returns:

@@ -92,7 +92,7 @@ def delta_scan(
             None: on Hopper for one prompt of few heads, each decaying as one, whose programs there
             would leave processors idle. For one of 2048 tokens through 32 heads an H100 takes 1.08
             times as long with its own; where channels decay on their own, 0.88 times
-            (`perf.bench_delta`).
+            (`perf.kernels.bench_delta`).
 
     Raises:
         ValueError: If a shape, dtype, stride, alignment or device does not fit.

@@ -11,7 +11,15 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.vllm
 def test_calls_are_timed_beside_vllms_without_a_gpu(tmp_path):
-    command = [sys.executable, "-m", "perf.bench_calls", "--only", "kv_store", "--save", tmp_path]
+    command = [
+        sys.executable,
+        "-m",
+        "perf.kernels.bench_calls",
+        "--only",
+        "kv_store",
+        "--save",
+        tmp_path,
+    ]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
     done = subprocess.run(
@@ -29,7 +37,7 @@ def test_calls_are_timed_beside_vllms_without_a_gpu(tmp_path):
 
 
 LOADED_LIBRARIES = """
-from perf.compiled_launches import show_vllm_a_gpu
+from perf.harness.compiled_launches import show_vllm_a_gpu
 show_vllm_a_gpu()
 import vllm._custom_ops
 print(*{line.split()[-1] for line in open("/proc/self/maps") if ".so" in line})

@@ -5,8 +5,15 @@ import torch
 
 from jenga_kernels.reference.paged_attention import from_int4
 from jenga_kernels.rotation import hadamard_rotation
-from perf import attention_peers
-from perf.cache_layouts import CacheShape, Stored, as_vllm_has_it, fill, make_cache, vllm_gain
+from perf.peers import attention_peers
+from perf.shapes.cache_layouts import (
+    CacheShape,
+    Stored,
+    as_vllm_has_it,
+    fill,
+    make_cache,
+    vllm_gain,
+)
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 

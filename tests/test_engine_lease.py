@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from perf import machine
 from perf.engine import export, lease, plan, process, sides
 from perf.engine.jobs import Paths
 from perf.engine.lease import Lease
 from perf.engine.models import Scale
 from perf.engine.rows import RowFile, read
 from perf.engine.workloads import AGENTS, articles
+from perf.harness import machine
 
 CHILD = Path(__file__).with_name("engine_child.py")
 CASE = replace(plan.GEMMA, workloads=(articles(2, 40, 2),))

@@ -1,6 +1,6 @@
 import json
 
-from perf.geometric_means import geometric_means
+from perf.harness.geometric_means import geometric_means
 
 ROWS = [
     ("D1 one", "jenga", 10.0, "here"),

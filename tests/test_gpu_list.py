@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from perf import gpu_list, precompiled
-from perf.harness import Benchmark
+from perf.gpu import gpu_list, precompiled
+from perf.harness.machine import module_of
+from perf.harness.timing import Benchmark
 
 
 def test_packed_kernels_are_found_under_the_names_of_another_triton(tmp_path):
@@ -65,7 +66,7 @@ def test_a_line_wants_shapes_by_parts_and_by_ends_of_their_names():
 
 def test_the_own_list_names_benchmarks_that_exist():
     for item in gpu_list.read_list(gpu_list.BEHIND):
-        assert (Path(gpu_list.__file__).parent / f"{item.benchmark}.py").is_file()
+        assert module_of(item.benchmark)
 
 
 def test_a_line_without_three_fields_is_named():

@@ -16,13 +16,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from perf import gpu_bundle, gpu_session, gpu_stages, harness
-from perf.gpu_list import TIME_IS_UP
-from perf.gpu_session import Session, summary
-from perf.gpu_stages import Stage, stages
+from perf.gpu import gpu_bundle, gpu_session, gpu_stages
+from perf.gpu.gpu_list import TIME_IS_UP
+from perf.gpu.gpu_session import Session, summary
+from perf.gpu.gpu_stages import Stage, stages
+from perf.harness import timing
 from tests.vllm_plugin.conftest import engine_environment
 
-PERF = Path(gpu_session.__file__).parent
+PERF = Path(gpu_session.__file__).parents[1]
 
 
 def python(name, code, **changes):
@@ -41,7 +42,9 @@ def session(tmp_path):
 def test_a_session_has_every_benchmark_and_every_test_of_kernels_and_engine():
     benchmarks = gpu_stages.BENCHMARKS + gpu_stages.SWEEPS + gpu_stages.HOST_BENCHMARKS
     listed = {name.split()[0] for name in benchmarks}
-    there = {path.stem for pattern in ("bench_*.py", "sweep_*.py") for path in PERF.glob(pattern)}
+    there = {
+        path.stem for pattern in ("bench_*.py", "sweep_*.py") for path in PERF.glob(f"*/{pattern}")
+    }
     names = [stage.name for stage in stages()]
 
     assert listed == there | {"roofline"}
@@ -275,11 +278,11 @@ def test_engines_of_the_tests_find_what_is_on_the_path_alone(monkeypatch):
 
 def test_the_commit_is_named_for_a_copy_and_without_git(monkeypatch, tmp_path):
     monkeypatch.setenv("PERF_COMMIT", "abc123")
-    assert harness.commit_of() == "abc123"
+    assert timing.commit_of() == "abc123"
 
     monkeypatch.delenv("PERF_COMMIT")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert harness.commit_of() == "unknown"
+    assert timing.commit_of() == "unknown"
 
 
 def test_one_file_keeps_what_a_session_wrote_and_another_goes_on_from_it(
@@ -331,9 +334,9 @@ def test_a_benchmark_that_was_cut_goes_on_from_its_last_shape(tmp_path):
     shapes = [("a", "D1"), ("a", "D1"), ("a", "D2"), ("b", "D4"), ("a", "P1"), ("a", "D3")]
     path.write_text("".join(f'{{"commit": "{c}", "shape": "{shape}"}}\n' for c, shape in shapes))
 
-    assert harness.measured_before(path, "a", only="D") == {"D1", "D2"}
-    assert harness.measured_before(path, "a", only="P") == frozenset()
-    assert harness.measured_before(tmp_path / "none", "a", only="") == frozenset()
+    assert timing.measured_before(path, "a", only="D") == {"D1", "D2"}
+    assert timing.measured_before(path, "a", only="P") == frozenset()
+    assert timing.measured_before(tmp_path / "none", "a", only="") == frozenset()
 
 
 def test_outcomes_are_counted_by_file_and_what_failed_is_named():
@@ -410,9 +413,9 @@ def test_kernels_compiled_before_are_unpacked_beside_the_results(tmp_path, monke
 
     assert gpu_session.main(arguments) == 0
 
-    unpacked = [command for command in ran if "perf.precompiled" in command]
+    unpacked = [command for command in ran if "perf.gpu.precompiled" in command]
     assert unpacked[0][2:] == [
-        "perf.precompiled",
+        "perf.gpu.precompiled",
         str(tmp_path / "kernels"),
         "--unpack",
         "k.tar.xz",

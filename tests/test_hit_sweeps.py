@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from jenga.eviction.known import EVICTION_POLICIES
-from perf import sweep_eviction, sweep_host_memory
+from perf.sweeps import sweep_eviction, sweep_host_memory
 
 pytest.importorskip("torch", reason="rows name torch's version")
 

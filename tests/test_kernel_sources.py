@@ -4,8 +4,8 @@ import subprocess
 
 import pytest
 
-from perf import kernel_sources
-from perf.kernel_sources import KERNELS, Kernel, changed_since, digests_here, digests_of
+from perf.tables import kernel_sources
+from perf.tables.kernel_sources import KERNELS, Kernel, changed_since, digests_here, digests_of
 
 KERNEL = '''\
 """What it does."""

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from perf.compiled_launches import Counted
-from perf.machine_code import (
+from perf.counts.prompt_counts import PROMPT_TOKENS, executed
+from perf.harness.compiled_launches import Counted
+from perf.harness.machine_code import (
     MachineCode,
     _inner_loops,
     _product_loop,
@@ -17,7 +18,6 @@ from perf.machine_code import (
     loaded_bytes,
     num_lost_descriptors,
 )
-from perf.prompt_counts import PROMPT_TOKENS, executed
 
 LISTING = (
     "MOV R1, c[0x0][0x28]",
@@ -133,7 +133,15 @@ def test_a_kernel_with_other_loops_than_it_had_is_not_counted():
     ],
 )
 def test_static_counts_are_made_without_a_gpu(tmp_path, shape, text):
-    command = [sys.executable, "-m", "perf.static_counts", "--only", shape, "--peers", "none"]
+    command = [
+        sys.executable,
+        "-m",
+        "perf.counts.static_counts",
+        "--only",
+        shape,
+        "--peers",
+        "none",
+    ]
     environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
     root = Path(__file__).parents[1]
 

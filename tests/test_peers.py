@@ -9,9 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from perf import (
-    attention_peers,
-    attention_shapes,
+from perf.kernels import (
     bench_conv_update,
     bench_delta,
     bench_delta_replay,
@@ -19,14 +17,17 @@ from perf import (
     bench_state_replay,
     bench_state_scan,
     bench_state_update,
+)
+from perf.peers import attention_peers, latent_peers
+from perf.shapes import (
+    attention_shapes,
     delta_replay_shapes,
     delta_shapes,
-    latent_peers,
     latent_shapes,
     state_replay_shapes,
     state_shapes,
 )
-from perf.cache_layouts import Stored
+from perf.shapes.cache_layouts import Stored
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 

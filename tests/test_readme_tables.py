@@ -4,27 +4,29 @@ import shutil
 
 import pytest
 
-from perf import readme_tables, table_gpu
-from perf.readme_tables import GPU_NAMES, RESULTS, factor, write
+from perf.tables import readme_tables, table_gpu
+from perf.tables.readme_tables import GPU_NAMES, RESULTS, factor, write
 
 
 def test_texts_say_what_the_rows_do():
     wrong = write(checks_only=True)
 
-    assert not wrong, "\n".join([*wrong, "python -m perf.readme_tables mends the tables"])
+    assert not wrong, "\n".join([*wrong, "python -m perf.tables.readme_tables mends the tables"])
 
 
 @pytest.mark.parametrize("gpu", GPU_NAMES)
 def test_summary_of_a_gpu_says_what_its_rows_do(gpu):
     said = (RESULTS / gpu / "summary.md").read_text(encoding="utf-8")
 
-    assert said == table_gpu.summary(RESULTS / gpu), f"run python -m perf.table_gpu {RESULTS / gpu}"
+    assert said == table_gpu.summary(RESULTS / gpu), (
+        f"run python -m perf.tables.table_gpu {RESULTS / gpu}"
+    )
 
 
 def test_a_table_is_written_anew_between_its_comments(tmp_path, monkeypatch):
     text = tmp_path / "text.md"
     table = readme_tables.Table(text, "one", lambda: ["| a |", "| \\1 |"])
-    begin, end = "<!-- one: made by python -m perf.readme_tables -->", "<!-- end of one -->"
+    begin, end = "<!-- one: made by python -m perf.tables.readme_tables -->", "<!-- end of one -->"
     text.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
     monkeypatch.setattr(readme_tables, "TABLES", (table,))
     monkeypatch.setattr(readme_tables, "sentences", lambda: iter([(text, "before and after")]))
@@ -53,7 +55,7 @@ def test_a_text_without_its_table_is_named(tmp_path, monkeypatch):
 
 def test_a_table_may_be_empty_at_first(tmp_path, monkeypatch):
     text = tmp_path / "text.md"
-    begin, end = "<!-- one: made by python -m perf.readme_tables -->", "<!-- end of one -->"
+    begin, end = "<!-- one: made by python -m perf.tables.readme_tables -->", "<!-- end of one -->"
     text.write_text(f"{begin}\n{end}\n")
     monkeypatch.setattr(
         readme_tables, "TABLES", (readme_tables.Table(text, "one", lambda: ["| a |"]),)

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from perf import sanitize
+from perf.gpu import sanitize
 
 
 @pytest.fixture

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from perf import bench_paged_attention, sweep_attention_tiles
-from perf.attention_shapes import DRY_SHAPES
-from perf.sweeps import Point, run_sweep
+from perf.kernels import bench_paged_attention
+from perf.shapes.attention_shapes import DRY_SHAPES
+from perf.sweeps import sweep_attention_tiles
+from perf.sweeps.sweeps import Point, run_sweep
 
 pytest.importorskip("matplotlib", reason="extra `plots` is not installed")
 
@@ -16,7 +17,14 @@ pytest.importorskip("matplotlib", reason="extra `plots` is not installed")
 def test_a_sweep_writes_the_rows_of_its_points_and_a_picture(capsys):
     dry = [Point(series=shape.name, x=shape.page_tokens, shape=shape) for shape in DRY_SHAPES[:1]]
 
-    run_sweep("sweep", "", (), dry=dry, axis="tokens", arguments=["--dry-run", "--peers", "none"])
+    run_sweep(
+        "sweep_page_size",
+        "",
+        (),
+        dry=dry,
+        axis="tokens",
+        arguments=["--dry-run", "--peers", "none"],
+    )
 
     said = capsys.readouterr().out
     rows, picture = (
@@ -38,7 +46,14 @@ def test_a_shape_that_does_not_fit_the_gpu_is_named_and_left_out(capsys, monkeyp
     monkeypatch.setattr(bench_paged_attention, "make_batch", make_small_batch)
     dry = [Point(series=shape.name, x=shape.page_tokens, shape=shape) for shape in DRY_SHAPES[:2]]
 
-    run_sweep("sweep", "", (), dry=dry, axis="tokens", arguments=["--dry-run", "--peers", "none"])
+    run_sweep(
+        "sweep_page_size",
+        "",
+        (),
+        dry=dry,
+        axis="tokens",
+        arguments=["--dry-run", "--peers", "none"],
+    )
 
     said = capsys.readouterr().out
     assert f"{DRY_SHAPES[0].name}: the arena does not fit this GPU" in said

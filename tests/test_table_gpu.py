@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from perf import gpu_rows, table_gpu
-from perf.gpu_rows import GROUPS, SHIPPED, compare, read_groups
-from perf.kernel_sources import FILE_NAME, KERNELS, digests_here
+from perf.tables import gpu_rows, table_gpu
+from perf.tables.gpu_rows import GROUPS, SHIPPED, compare, read_groups
+from perf.tables.kernel_sources import FILE_NAME, KERNELS, digests_here
 
 
 def row(shape, implementation, p50_us, commit, date="2026-01-01", **others):
@@ -148,7 +148,7 @@ def test_groups_name_kernels_that_there_are():
 
 @pytest.mark.parametrize("gpu", ["h100-80gb-hbm3", "h200"])
 def test_every_shape_that_a_gpu_has_timed_is_in_one_table(gpu):
-    folder = gpu_rows.Path(table_gpu.__file__).parent / "results" / gpu
+    folder = gpu_rows.Path(table_gpu.__file__).parents[1] / "results" / gpu
     benchmarks = {group.benchmark for group in GROUPS}
     timed = {
         (gpu_rows.TOGETHER.get(path.stem, path.stem), each["shape"])

@@ -1,4 +1,5 @@
-"""Waste with the arena full stays where perf/table_waste.py found it, on a few fast models."""
+"""Waste with the arena full stays where perf/sweeps/table_waste.py found it, on a few fast
+models."""
 
 import pytest
 
@@ -11,9 +12,9 @@ from jenga.sim.batching.arena import ActiveRequest
 from jenga.sim.batching.need import Need
 from jenga.sim.workload.requests import Piece, Request
 from jenga.spec import FullAttention, Layer, ModelSpec, SlidingWindow
-from perf.full_arena import LENGTHS, FullArena, draw_requests, held_bytes
-from perf.table_geometry import read
-from perf.table_waste import DOCUMENTS, DOCUMENTS_MODEL, Case, case, measure
+from perf.sweeps.full_arena import LENGTHS, FullArena, draw_requests, held_bytes
+from perf.sweeps.table_geometry import read
+from perf.sweeps.table_waste import DOCUMENTS, DOCUMENTS_MODEL, Case, case, measure
 
 PER_CENT = 0.01
 

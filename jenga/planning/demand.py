@@ -26,8 +26,8 @@ TYPICAL_TOKENS = (512, 1024, 2048, 4096, 8192, 32768)
 UNSHARED_TAIL = 0.02
 """Share of a request's last, partly filled large page that no other request fills.
 
-Measured in full arenas (perf/table_waste.py): 0.01 in full attention, 0.05 in sliding windows.
-Plans made for 0.05 waste as much and have more page tables.
+Measured in full arenas (perf/sweeps/table_waste.py): 0.01 in full attention, 0.05 in sliding
+windows. Plans made for 0.05 waste as much and have more page tables.
 """
 
 

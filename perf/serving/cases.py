@@ -18,7 +18,7 @@ from jenga.sim.batching.step_time import Achieved, StepTime, weights_of
 from jenga.sim.workload.requests import Request
 from jenga.sim.workload.sources import open_source
 from jenga.spec import ChunkedLocal, FullAttention, ImageEmbedding, ModelSpec, SlidingWindow, State
-from perf.sweep_eviction import Setting, setting
+from perf.sweeps.sweep_eviction import Setting, setting
 
 MODELS = {
     "gemma-3-27b": "H200",

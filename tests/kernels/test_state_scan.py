@@ -11,7 +11,7 @@ from jenga_kernels.reference import state_scan as reference
 from jenga_kernels.state_scan import state_scan
 from jenga_kernels.triton.lib.tiles import Machine
 from jenga_kernels.triton.recurrent.tiles import hopper_scan_tiles, scan_segment_tokens
-from perf.machine_code import SHARED_BYTES
+from perf.harness.machine_code import SHARED_BYTES
 from tests.kernels.approximations import exactly
 from tests.kernels.compiling import compile_job
 from tests.kernels.state_cases import (

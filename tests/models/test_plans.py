@@ -15,7 +15,7 @@ from jenga.planning.demand import TYPICAL_TOKENS, expected_waste
 from jenga.planning.planner import plan
 from jenga.spec import State
 
-TABLE_PATH = Path(__file__).parents[2] / "perf" / "table_geometry.py"
+TABLE_PATH = Path(__file__).parents[2] / "perf" / "sweeps" / "table_geometry.py"
 
 
 def load_table():

@@ -40,10 +40,10 @@ class _Row:
 def measured(gpu: Gpu, results: Path) -> Achieved:
     """Shares of a GPU's peaks, each 1 where no row says otherwise.
 
-    Reading weights gets the best rate of `perf.roofline`'s "read", matrix products that of its
-    "matmul". Attention gets what our kernels reached over all shapes of
-    `perf.bench_paged_attention` and `perf.bench_specialized_prefill` that their traffic limits, or
-    their arithmetic: the least time of them all over the time they took.
+    Reading weights gets the best rate of `perf.harness.roofline`'s "read", matrix products that of
+    its "matmul". Attention gets what our kernels reached over all shapes of
+    `perf.kernels.bench_paged_attention` and `perf.kernels.bench_specialized_prefill` that their
+    traffic limits, or their arithmetic: the least time of them all over the time they took.
     Of several rows of one shape the last one counts.
 
     Args:
