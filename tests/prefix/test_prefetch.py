@@ -6,7 +6,7 @@ from jenga.errors import NotLoadedError
 from jenga.prefix import prefetch
 from jenga.prefix.prefetch import STEP_BYTES
 from jenga.tables.request import CopyPath, is_on_host
-from tests.test_host_cache import HYBRID, PLAIN, WINDOWED, copies_of, lose, manager_of
+from tests.prefix.test_host_cache import HYBRID, PLAIN, WINDOWED, copies_of, lose, manager_of
 from tests.test_manager import compute, hashes
 
 CUTS = [PLAIN, WINDOWED, HYBRID]

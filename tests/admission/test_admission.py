@@ -9,9 +9,9 @@ from jenga.admission.reserve import REMEMBERED_REQUESTS, Admission
 from jenga.arena.small_pages import Sharing
 from jenga.errors import OutOfPagesError, TooEarlyError
 from jenga.manager import Manager
+from tests.admission.test_wait_queue import hit_tokens, wait
 from tests.machines.geometries import full, geometry, state
 from tests.test_manager import compute, hashes
-from tests.test_waiting import hit_tokens, wait
 
 FULL = geometry("full", full(tokens=16, per_large=1))
 HYBRID = geometry("hybrid", full(tokens=16, per_large=1), state(slot_bytes=256))

@@ -6,7 +6,7 @@ import pytest
 
 from jenga.tables.request import CopyPath
 from tests.machines.geometries import full, geometry, sliding
-from tests.test_host_cache import PLAIN, WINDOWED, manager_of
+from tests.prefix.test_host_cache import PLAIN, WINDOWED, manager_of
 from tests.test_manager import compute, hashes
 
 SPLIT = geometry("split", full(tokens=16, per_large=4))
