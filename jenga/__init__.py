@@ -1,5 +1,38 @@
 """Memory management for serving hybrid large language models.
 
-The floors, each importing only from below: `spec`, `geometry`, then `allocator`, `prefix_cache` and
-`policies`, then `manager`, and on top the engines that use it, `vllm_plugin` and `sim`.
+The floors, each importing only from below: `spec`, `arena` and `eviction`, then `geometry` and
+`models`, `planning` and `policies`, `tables`, `prefix`, `admission`, then `manager`, and on top the
+engines that use it, `vllm_plugin` and `sim`.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jenga.errors import OutOfPagesError
+    from jenga.geometry import Geometry
+    from jenga.manager import Manager
+    from jenga.models.known import known_model
+    from jenga.planning.planner import plan
+    from jenga.spec import ModelSpec
+
+__all__ = ["Geometry", "Manager", "ModelSpec", "OutOfPagesError", "known_model", "plan"]
+
+_HOMES = {
+    "Geometry": "geometry",
+    "Manager": "manager",
+    "ModelSpec": "spec",
+    "OutOfPagesError": "errors",
+    "known_model": "models.known",
+    "plan": "planning.planner",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is first asked for."""
+    if name not in _HOMES:
+        msg = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(msg)
+    found = getattr(import_module(f"jenga.{_HOMES[name]}"), name)
+    globals()[name] = found
+    return found

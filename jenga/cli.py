@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from jenga.doctor import command as doctor_command
-from jenga.sim import plan_command, plot_command, replay_command, report_command
+from jenga.sim.commands import plan_command, plot_command, replay_command, report_command
 
 if TYPE_CHECKING:
-    from jenga.sim.arena import Memory
-    from jenga.sim.scheduler import StepScheduler
-    from jenga.sim.session import Machine, Settings
+    from jenga.sim.batching.arena import Memory
+    from jenga.sim.batching.scheduler import StepScheduler
+    from jenga.sim.replays.session import Machine, Settings
 
 _DISTRIBUTION = "jenga-kv"
 

@@ -3,7 +3,7 @@
 The scheduler, the manager that it asks for memory and the layout of the arena are those of an
 engine: with manager "jenga" the plugin's, with manager "vllm" vLLM's. The model is made up, and
 with it the time that a step takes and the tokens that come of it. So a replay under this scheduler
-tells what an engine would schedule. `jenga.sim.scheduler` tells the same without vLLM.
+tells what an engine would schedule. `jenga.sim.batching.scheduler` tells the same without vLLM.
 """
 
 import os
@@ -20,17 +20,17 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from jenga.sim.arena import ActiveRequest, ArenaBytes, Chunk, Memory, MovedBytes
-from jenga.sim.managed import ManagedMemory
-from jenga.sim.scheduler import Batch
-from jenga.sim.session import Machine, Settings
-from jenga.sim.step_time import step_tokens_of
-from jenga.sim.stock import StockMemory
-from jenga.sim.stock_plan import NEVER, attention_specs, plan_stock
+from jenga.sim.arenas.jenga_arena import ManagedMemory
+from jenga.sim.arenas.vllm_arena import StockMemory
+from jenga.sim.arenas.vllm_plan import NEVER, attention_specs, plan_stock
+from jenga.sim.batching.arena import ActiveRequest, ArenaBytes, Chunk, Memory, MovedBytes
+from jenga.sim.batching.scheduler import Batch
+from jenga.sim.batching.step_time import step_tokens_of
+from jenga.sim.replays.session import Machine, Settings
 from jenga.spec import CrossAttention
+from jenga.vllm_plugin.arena.layout import get_kv_cache_config_from_groups, get_kv_cache_groups
 from jenga.vllm_plugin.config import TOKENS_PER_PAGE
-from jenga.vllm_plugin.layout import get_kv_cache_config_from_groups, get_kv_cache_groups
-from jenga.vllm_plugin.replacements import apply_replacements
+from jenga.vllm_plugin.patches.all_patches import apply_replacements
 
 MANAGERS = ("jenga", "vllm")
 """Managers that vLLM's scheduler can be given."""
@@ -53,7 +53,7 @@ class _Config:
 
 
 class EngineScheduler:
-    """vLLM's scheduler, as `jenga.sim.scheduler.StepScheduler` asks it.
+    """vLLM's scheduler, as `jenga.sim.batching.scheduler.StepScheduler` asks it.
 
     Attributes:
         scheduler: Of vLLM.

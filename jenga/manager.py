@@ -2,28 +2,28 @@
 
 from collections.abc import Sequence
 
-from jenga.admission import STEP_TOKENS, Admission, default_left_share
-from jenga.allocator import Allocator
-from jenga.checkpoints import ANSWER_TOKENS, Checkpoints
+from jenga.admission.allocation import Taking
+from jenga.admission.gate import Entry
+from jenga.admission.reserve import STEP_TOKENS, Admission, default_left_share
+from jenga.admission.wait_queue import Waiting
+from jenga.arena.allocator import Allocator
 from jenga.checks import check_count, check_multiple
-from jenga.entry import Entry
 from jenga.errors import OutOfPagesError, PutOffError
 from jenga.eviction.known import DEFAULT_POLICY, EVICTION_POLICIES
 from jenga.eviction.policy import EvictionPolicy
-from jenga.eviction.tree import CheckpointTree
-from jenga.evictions import Evictions
 from jenga.geometry import Geometry, check_geometry
-from jenga.growth import Growth
-from jenga.host_cache import HostCache
-from jenga.keeping import Keeping
-from jenga.loading_ahead import STEP_BYTES
-from jenga.lookup import longest_prefix
 from jenga.policies import RequestFacts
-from jenga.prefix_cache import CacheChange
-from jenga.request import PageCopy, PrefixHit, Request, new_facts
-from jenga.table import build_tables
-from jenga.taking import Taking
-from jenga.waiting import Waiting
+from jenga.prefix.checkpoint_tree import CheckpointTree
+from jenga.prefix.checkpoints import ANSWER_TOKENS, Checkpoints
+from jenga.prefix.eviction_notices import Evictions
+from jenga.prefix.host_cache import HostCache
+from jenga.prefix.keeping import Keeping
+from jenga.prefix.lookup import longest_prefix
+from jenga.prefix.prefetch import STEP_BYTES
+from jenga.tables.content_index import CacheChange
+from jenga.tables.growth import Growth
+from jenga.tables.page_table import build_tables
+from jenga.tables.request import PageCopy, PrefixHit, Request, new_facts
 
 
 class Manager(Keeping):

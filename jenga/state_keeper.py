@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from jenga.manager import Manager
-from jenga.request import CopyPath, PageCopy
 from jenga.spec import State
+from jenga.tables.request import CopyPath, PageCopy
 
 
 class EngineRequest(Protocol):

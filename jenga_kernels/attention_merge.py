@@ -3,7 +3,7 @@
 import torch
 import triton
 
-from jenga_kernels.checks import (
+from jenga_kernels.checks.tensors import (
     FLOAT_DTYPES,
     check_contiguous,
     check_dtype,
@@ -13,8 +13,8 @@ from jenga_kernels.checks import (
 )
 from jenga_kernels.launches import launch, with_reference
 from jenga_kernels.reference import attention_merge as reference
-from jenga_kernels.triton.attention_merge import attention_merge_kernel
-from jenga_kernels.triton.tiles import copy_tiles, machine_of, power_of_two
+from jenga_kernels.triton.attention.merge import attention_merge_kernel
+from jenga_kernels.triton.lib.tiles import copy_tiles, machine_of, power_of_two
 
 
 @with_reference(reference.attention_merge)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 import torch
 import triton
 
-from jenga_kernels.checks import (
+from jenga_kernels.checks.tensors import (
     FLOAT_DTYPES,
     check_at_least,
     check_dtype,
@@ -13,8 +13,8 @@ from jenga_kernels.checks import (
     check_shape,
 )
 from jenga_kernels.launches import Calls, launch
-from jenga_kernels.triton.attention_plan import MAX_SPLITS, attention_plan_kernel
-from jenga_kernels.triton.tiles import (
+from jenga_kernels.triton.attention.plan import MAX_SPLITS, attention_plan_kernel
+from jenga_kernels.triton.lib.tiles import (
     SPECIALIZED_ROWS,
     AttentionTiles,
     Machine,
@@ -271,7 +271,7 @@ def plan_attention(
             keys and values one width of at most 256; elsewhere it changes nothing. None: for pages
             in 16 bits, unless the batch is to be invariant. An H200 takes 0.62 to 0.77 of the other
             kernel's time with it for these, an H100 1.05 for float8
-            (`perf.bench_specialized_prefill`).
+            (`perf.kernels.bench_specialized_prefill`).
         tiles: Tiles to use instead of those chosen for the machine.
 
     Returns:

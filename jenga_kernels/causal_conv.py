@@ -3,10 +3,10 @@
 import torch
 import triton
 
-from jenga_kernels.checks import check_same_device, check_shape, shows_values
+from jenga_kernels.checks.tensors import check_same_device, check_shape, shows_values
 from jenga_kernels.launches import Calls, Launch, call_like, with_reference
 from jenga_kernels.reference import causal_conv as reference
-from jenga_kernels.states import (
+from jenga_kernels.checks.states import (
     Checkpoints,
     check_checkpoints,
     check_computed_tokens,
@@ -17,10 +17,12 @@ from jenga_kernels.states import (
     check_slots_apart,
     checkpoint_tensors,
 )
-from jenga_kernels.triton.addressing import alignment, strides
-from jenga_kernels.triton.causal_conv import causal_conv_kernel
-from jenga_kernels.triton.state_tiles import conv_tiles
-from jenga_kernels.triton.tiles import machine_of, power_of_two
+from jenga_kernels.checks.tensors import check_same_device, check_shape, shows_values
+from jenga_kernels.launches import Calls, Launch, call_like
+from jenga_kernels.triton.conv.causal_conv import causal_conv_kernel
+from jenga_kernels.triton.lib.addressing import alignment, strides
+from jenga_kernels.triton.lib.tiles import machine_of, power_of_two
+from jenga_kernels.triton.recurrent.tiles import conv_tiles
 
 _calls: Calls = {}
 

@@ -3,14 +3,8 @@
 import torch
 import triton
 
-from jenga_kernels.checks import (
-    check_dtype,
-    check_no_gradients,
-    check_same_device,
-    check_shape,
-)
-from jenga_kernels.delta import check_delta_rule
-from jenga_kernels.histories import (
+from jenga_kernels.checks.delta import check_delta_rule
+from jenga_kernels.checks.histories import (
     MAX_DELTA_HISTORY,
     DeltaHistory,
     check_history_part,
@@ -18,13 +12,13 @@ from jenga_kernels.histories import (
 )
 from jenga_kernels.launches import launch, with_reference
 from jenga_kernels.reference import delta_replay as reference
-from jenga_kernels.states import check_contiguous_rows, check_not_expanded
-from jenga_kernels.triton.addressing import strides
-from jenga_kernels.triton.delta_replay import delta_replay_kernel
-from jenga_kernels.triton.delta_replay_products import delta_replay_products_kernel
-from jenga_kernels.triton.delta_tiles import delta_replay_tiles
-from jenga_kernels.triton.state_tiles import LEAST_PRODUCT
-from jenga_kernels.triton.tiles import machine_of, power_of_two
+from jenga_kernels.checks.states import check_contiguous_rows, check_not_expanded
+from jenga_kernels.triton.lib.addressing import strides
+from jenga_kernels.triton.delta.replay import delta_replay_kernel
+from jenga_kernels.triton.delta.replay_products import delta_replay_products_kernel
+from jenga_kernels.triton.delta.tiles import delta_replay_tiles
+from jenga_kernels.triton.recurrent.tiles import LEAST_PRODUCT
+from jenga_kernels.triton.lib.tiles import machine_of, power_of_two
 
 
 @with_reference(reference.delta_replay)
@@ -81,7 +75,7 @@ def delta_replay(
             whatever the slot holds. The others are in the history.
         next_state_tokens: How many tokens shall be in the state after the call, i32[num_requests]:
             as many as before, which writes none, or from computed_tokens on, the call's own
-            included. See `jenga_kernels.histories.next_states`.
+            included. See `jenga_kernels.checks.histories.next_states`.
         A_log: Logarithms of the decay rates, [num_v_heads]; None where gates and betas are ready.
         dt_bias: Added to gates, shape of one token's.
         scale: Factor of the queries; None means head_k_dim ** -0.5.

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import torch
 import triton
 
-from jenga_kernels.checks import check_same_device, check_shape, shows_values
-from jenga_kernels.delta import check_delta_rule
+from jenga_kernels.checks.tensors import check_same_device, check_shape, shows_values
+from jenga_kernels.checks.delta import check_delta_rule
 from jenga_kernels.launches import Calls, Launch, call_like, rebased, with_reference
 from jenga_kernels.reference import delta_scan as reference
-from jenga_kernels.states import (
+from jenga_kernels.checks.states import (
     Checkpoints,
     check_checkpoints,
     check_query_starts,
@@ -17,17 +17,19 @@ from jenga_kernels.states import (
     check_slots_apart,
     checkpoint_tensors,
 )
-from jenga_kernels.triton.addressing import strides
-from jenga_kernels.triton.delta_chunks_channels import delta_chunks_channels_kernel
-from jenga_kernels.triton.delta_chunks_heads import delta_chunks_heads_kernel
-from jenga_kernels.triton.delta_scan import delta_scan_kernel
-from jenga_kernels.triton.delta_tiles import (
+from jenga_kernels.checks.tensors import check_same_device, check_shape, shows_values
+from jenga_kernels.launches import Calls, Launch, call_like, rebased
+from jenga_kernels.triton.delta.chunks_channels import delta_chunks_channels_kernel
+from jenga_kernels.triton.delta.chunks_heads import delta_chunks_heads_kernel
+from jenga_kernels.triton.delta.scan import delta_scan_kernel
+from jenga_kernels.triton.delta.tiles import (
     DeltaTiles,
     delta_scan_tiles,
     has_hopper_delta_scan,
     hopper_programs,
 )
-from jenga_kernels.triton.tiles import machine_of, overlapping
+from jenga_kernels.triton.lib.addressing import strides
+from jenga_kernels.triton.lib.tiles import machine_of, overlapping
 
 CHUNK_ROWS = ("queries", "keys", "kept_keys", "scores", "solution")
 """What the copy engine reads of what the first kernel leaves for the second."""
@@ -94,7 +96,7 @@ def delta_scan(
             None: on Hopper for one prompt of few heads, each decaying as one, whose programs there
             would leave processors idle. For one of 2048 tokens through 32 heads an H100 takes 1.08
             times as long with its own; where channels decay on their own, 0.88 times
-            (`perf.bench_delta`).
+            (`perf.kernels.bench_delta`).
 
     Raises:
         ValueError: If a shape, dtype, stride, alignment or device does not fit.
@@ -285,8 +287,8 @@ def _launches(
 def _launch_ahead(tensors: dict[str, torch.Tensor | None], walk: dict[str, object]) -> Launch:
     """The walk over chunks on Hopper, whose loads run ahead."""
     # Gluon is not for the interpreter.
-    from jenga_kernels.triton.chunks_hopper import chunk_descriptor  # noqa: PLC0415
-    from jenga_kernels.triton.delta_scan_hopper import delta_scan_hopper_kernel  # noqa: PLC0415
+    from jenga_kernels.triton.delta.hopper.scan import delta_scan_hopper_kernel  # noqa: PLC0415
+    from jenga_kernels.triton.recurrent.hopper.chunks import chunk_descriptor  # noqa: PLC0415
 
     v = tensors["v_ptr"]
     descriptors = {"v_descriptor": chunk_descriptor(v)}

@@ -3,14 +3,14 @@
 import torch
 import triton
 
-from jenga_kernels.cache import (
+from jenga_kernels.checks.pages import (
     NO_SCALES,
     SlotScales,
     check_pages,
     check_scales,
     check_slot_scales,
 )
-from jenga_kernels.checks import (
+from jenga_kernels.checks.tensors import (
     FLOAT_DTYPES,
     check_apart,
     check_dtype,
@@ -21,9 +21,9 @@ from jenga_kernels.checks import (
 )
 from jenga_kernels.launches import Calls, Launch, call_like, with_reference
 from jenga_kernels.reference import kv_store as reference
-from jenga_kernels.triton.addressing import strides
-from jenga_kernels.triton.kv_store import kv_store_kernel
-from jenga_kernels.triton.tiles import (
+from jenga_kernels.triton.lib.addressing import strides
+from jenga_kernels.triton.attention.kv_store import kv_store_kernel
+from jenga_kernels.triton.lib.tiles import (
     LOAD_BYTES,
     copy_tiles,
     line_elements,

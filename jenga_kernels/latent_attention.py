@@ -7,8 +7,9 @@ from dataclasses import replace
 import torch
 
 from jenga_kernels.attention_plan import AttentionKind, AttentionPlan, check_page_table, check_steps
-from jenga_kernels.cache import is_other_float
-from jenga_kernels.checks import (
+from jenga_kernels.checks.latents import check_latent_pages, check_latent_scale
+from jenga_kernels.checks.pages import is_other_float
+from jenga_kernels.checks.tensors import (
     FLOAT_DTYPES,
     FP8_DTYPE,
     check_contiguous,
@@ -20,14 +21,14 @@ from jenga_kernels.checks import (
     check_shape,
 )
 from jenga_kernels.latent_plan import plan_latent_attention
-from jenga_kernels.latents import check_latent_pages, check_latent_scale
+from jenga_kernels.checks.latents import check_latent_pages, check_latent_scale
 from jenga_kernels.launches import Calls, Launch, call_like, rebased, with_reference
 from jenga_kernels.reference import latent_attention as reference
-from jenga_kernels.triton.addressing import constant_stride, strides
-from jenga_kernels.triton.attention_decode import attention_splits_kernel
-from jenga_kernels.triton.latent_decode import latent_decode_kernel
-from jenga_kernels.triton.latent_prefill import latent_prefill_kernel
-from jenga_kernels.triton.tiles import (
+from jenga_kernels.triton.lib.addressing import constant_stride, strides
+from jenga_kernels.triton.attention.decode import attention_splits_kernel
+from jenga_kernels.triton.latent.decode import latent_decode_kernel
+from jenga_kernels.triton.latent.prefill import latent_prefill_kernel
+from jenga_kernels.triton.lib.tiles import (
     MIN_ROWS,
     WARPGROUP_ROWS,
     TeamTiles,
@@ -275,7 +276,7 @@ def _specialized_launch(
 ) -> Launch:
     """What decoded requests take on Hopper."""
     # Gluon is not for the interpreter.
-    from jenga_kernels.triton.latent_decode_hopper import (  # noqa: PLC0415
+    from jenga_kernels.triton.latent.hopper.decode import (  # noqa: PLC0415
         KEYS,
         latent_decode_hopper_kernel,
         latents_descriptor,

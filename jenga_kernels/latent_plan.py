@@ -10,14 +10,14 @@ from jenga_kernels.attention_plan import (
     check_query_dtype,
     plan_attention,
 )
-from jenga_kernels.checks import FP8_DTYPE, check_at_least
-from jenga_kernels.triton.latent_tiles import (
+from jenga_kernels.checks.tensors import FP8_DTYPE, check_at_least
+from jenga_kernels.triton.latent.tiles import (
     group_heads,
     latent_rows,
     latent_tiles,
     specialized_latent_tiles,
 )
-from jenga_kernels.triton.tiles import MIN_ROWS, WARPGROUP_ROWS, AttentionTiles, machine_of
+from jenga_kernels.triton.lib.tiles import MIN_ROWS, WARPGROUP_ROWS, AttentionTiles, machine_of
 
 
 def plan_latent_attention(

@@ -3,7 +3,8 @@
 import torch
 import triton
 
-from jenga_kernels.checks import (
+from jenga_kernels.checks.latents import check_latent_pages, check_latent_scale
+from jenga_kernels.checks.tensors import (
     FLOAT_DTYPES,
     check_apart,
     check_dtype,
@@ -12,12 +13,12 @@ from jenga_kernels.checks import (
     check_same_device,
     check_shape,
 )
-from jenga_kernels.latents import check_latent_pages, check_latent_scale
+from jenga_kernels.checks.latents import check_latent_pages, check_latent_scale
 from jenga_kernels.launches import Calls, Launch, call_like, with_reference
 from jenga_kernels.reference import latent_store as reference
-from jenga_kernels.triton.addressing import strides
-from jenga_kernels.triton.latent_store import latent_store_kernel
-from jenga_kernels.triton.tiles import LOAD_BYTES, copy_tiles, machine_of, power_of_two
+from jenga_kernels.triton.lib.addressing import strides
+from jenga_kernels.triton.latent.store import latent_store_kernel
+from jenga_kernels.triton.lib.tiles import LOAD_BYTES, copy_tiles, machine_of, power_of_two
 
 _calls: Calls = {}
 

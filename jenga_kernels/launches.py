@@ -18,8 +18,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import triton
 
-from jenga_kernels.checks import ALIGNMENT_BYTES
-from jenga_kernels.triton.tiles import has_kernels
+from jenga_kernels.checks.tensors import ALIGNMENT_BYTES
+from jenga_kernels.triton.lib.tiles import has_kernels
 
 P = ParamSpec("P")
 R = TypeVar("R")

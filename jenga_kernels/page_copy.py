@@ -3,7 +3,7 @@
 import torch
 import triton
 
-from jenga_kernels.checks import (
+from jenga_kernels.checks.tensors import (
     ALIGNMENT_BYTES,
     check_apart,
     check_contiguous,
@@ -15,8 +15,8 @@ from jenga_kernels.checks import (
 )
 from jenga_kernels.launches import launch, with_reference
 from jenga_kernels.reference import page_copy as reference
-from jenga_kernels.triton.page_copy import page_copy_kernel
-from jenga_kernels.triton.tiles import machine_of, page_tiles
+from jenga_kernels.triton.pages.page_copy import page_copy_kernel
+from jenga_kernels.triton.lib.tiles import machine_of, page_tiles
 
 NO_PAGE = -1
 """Page id of an entry to skip."""

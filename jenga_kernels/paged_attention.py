@@ -32,7 +32,7 @@ from jenga_kernels.attention_plan import (
     check_steps,
     plan_attention,
 )
-from jenga_kernels.cache import (
+from jenga_kernels.checks.pages import (
     NO_SCALES,
     check_pages,
     check_scales,
@@ -40,7 +40,7 @@ from jenga_kernels.cache import (
     elements_per_item,
     is_other_float,
 )
-from jenga_kernels.checks import (
+from jenga_kernels.checks.tensors import (
     FLOAT_DTYPES,
     INT4_DTYPE,
     QUANTISED_DTYPES,
@@ -54,10 +54,10 @@ from jenga_kernels.checks import (
 )
 from jenga_kernels.launches import Calls, Launch, call_like, rebased, with_reference
 from jenga_kernels.reference import paged_attention as reference
-from jenga_kernels.triton.addressing import constant_stride, strides
-from jenga_kernels.triton.attention_decode import attention_decode_kernel, attention_splits_kernel
-from jenga_kernels.triton.attention_prefill import attention_prefill_kernel
-from jenga_kernels.triton.tiles import (
+from jenga_kernels.triton.lib.addressing import constant_stride, strides
+from jenga_kernels.triton.attention.decode import attention_decode_kernel, attention_splits_kernel
+from jenga_kernels.triton.attention.prefill import attention_prefill_kernel
+from jenga_kernels.triton.lib.tiles import (
     MIN_ROWS,
     SpecializedTiles,
     machine_of,
@@ -389,7 +389,7 @@ def _specialized_launch(
 ) -> Launch:
     """What prompts take on Hopper."""
     # Gluon is not for the interpreter.
-    from jenga_kernels.triton.attention_prefill_hopper import (  # noqa: PLC0415
+    from jenga_kernels.triton.attention.hopper.prefill import (  # noqa: PLC0415
         BOX_DIM,
         attention_prefill_hopper_kernel,
         box_descriptor,

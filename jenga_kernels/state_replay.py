@@ -2,35 +2,37 @@
 
 import torch
 
-from jenga_kernels.checks import check_dtype, check_same_device, check_shape
-from jenga_kernels.histories import InputHistory, check_history_part, check_replay
+from jenga_kernels.checks.tensors import check_dtype, check_same_device, check_shape
+from jenga_kernels.checks.histories import InputHistory, check_history_part, check_replay
 from jenga_kernels.launches import launch, taken_by, with_reference
 from jenga_kernels.reference import state_replay as reference
-from jenga_kernels.states import (
+from jenga_kernels.checks.states import (
     check_contiguous_rows,
     check_not_expanded,
     check_recurrence,
     per_channel,
 )
-from jenga_kernels.triton.addressing import strides
-from jenga_kernels.triton.state_replay import state_replay_kernel
-from jenga_kernels.triton.state_replay_products import state_replay_products_kernel
-from jenga_kernels.triton.state_replay_token import (
-    OTHERS,
-    replay_weights_kernel,
-    state_replay_token_kernel,
-)
-from jenga_kernels.triton.state_tiles import (
-    LEAST_PRODUCT,
-    state_replay_tiles,
-    token_replay_tiles,
-)
-from jenga_kernels.triton.tiles import (
+from jenga_kernels.checks.tensors import check_dtype, check_same_device, check_shape
+from jenga_kernels.launches import taken_by
+from jenga_kernels.triton.lib.addressing import strides
+from jenga_kernels.triton.lib.tiles import (
     Machine,
     line_elements,
     machine_of,
     overlapping,
     power_of_two,
+)
+from jenga_kernels.triton.mamba.replay import state_replay_kernel
+from jenga_kernels.triton.mamba.replay_products import state_replay_products_kernel
+from jenga_kernels.triton.mamba.replay_token import (
+    OTHERS,
+    replay_weights_kernel,
+    state_replay_token_kernel,
+)
+from jenga_kernels.triton.recurrent.tiles import (
+    LEAST_PRODUCT,
+    state_replay_tiles,
+    token_replay_tiles,
 )
 
 
@@ -86,7 +88,7 @@ def state_replay(
         next_state_tokens: How many tokens shall be in the state after the call, i32[num_requests]:
             as many as before, which writes none, or from computed_tokens on, the call's own
             included. See
-            `jenga_kernels.histories.next_states`.
+            `jenga_kernels.checks.histories.next_states`.
         D: Weight of the input itself, [num_heads] or [num_heads, head_dim].
         z: Gates, shape and dtype of x.
         dt_bias: Added to dt, [num_heads].

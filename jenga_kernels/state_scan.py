@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from jenga_kernels.checks import check_at_least, check_same_device, check_shape, shows_values
+from jenga_kernels.checks.tensors import check_at_least, check_same_device, check_shape, shows_values
 from jenga_kernels.launches import Calls, Launch, call_like, rebased, with_reference
 from jenga_kernels.reference import state_scan as reference
-from jenga_kernels.states import (
+from jenga_kernels.checks.states import (
     Checkpoints,
     check_checkpoints,
     check_query_starts,
@@ -19,12 +19,20 @@ from jenga_kernels.states import (
     checkpoint_tensors,
     per_channel,
 )
-from jenga_kernels.triton.addressing import strides
-from jenga_kernels.triton.segment_states import segment_states_kernel
-from jenga_kernels.triton.segments import pass_states_kernel
-from jenga_kernels.triton.state_scan_channels import state_scan_channels_kernel
-from jenga_kernels.triton.state_scan_heads import state_scan_heads_kernel
-from jenga_kernels.triton.state_tiles import (
+from jenga_kernels.checks.tensors import (
+    check_at_least,
+    check_same_device,
+    check_shape,
+    shows_values,
+)
+from jenga_kernels.launches import Calls, Launch, call_like, rebased
+from jenga_kernels.triton.lib.addressing import strides
+from jenga_kernels.triton.lib.tiles import Machine, machine_of, overlapping, power_of_two
+from jenga_kernels.triton.mamba.scan_channels import state_scan_channels_kernel
+from jenga_kernels.triton.mamba.scan_heads import state_scan_heads_kernel
+from jenga_kernels.triton.mamba.segment_states import segment_states_kernel
+from jenga_kernels.triton.recurrent.segments import pass_states_kernel
+from jenga_kernels.triton.recurrent.tiles import (
     CHUNK_TOKENS,
     LEAST_SEGMENTS,
     ScanTiles,
@@ -34,7 +42,6 @@ from jenga_kernels.triton.state_tiles import (
     hopper_scan_tiles,
     scan_segment_tokens,
 )
-from jenga_kernels.triton.tiles import Machine, machine_of, overlapping, power_of_two
 
 LEAST_REQUESTS = 128
 """Requests that a program looks for its own among, at least; more are compiled for anew."""
@@ -368,17 +375,17 @@ def _hopper_kernels(
 ) -> HeadsKernels:
     """Kernels for Hopper where a head decays as one."""
     # Gluon is not for the interpreter.
-    from jenga_kernels.triton.chunks_hopper import chunk_descriptor  # noqa: PLC0415
-    from jenga_kernels.triton.segment_states_hopper import (  # noqa: PLC0415
-        segment_states_hopper_kernel,
-    )
-    from jenga_kernels.triton.state_scan_hopper import (  # noqa: PLC0415
+    from jenga_kernels.triton.mamba.hopper.scan import (  # noqa: PLC0415
         state_scan_hopper_kernel,
         steps_descriptor,
     )
-    from jenga_kernels.triton.state_scan_specialized import (  # noqa: PLC0415
+    from jenga_kernels.triton.mamba.hopper.scan_specialized import (  # noqa: PLC0415
         state_scan_specialized_kernel,
     )
+    from jenga_kernels.triton.mamba.hopper.segment_states import (  # noqa: PLC0415
+        segment_states_hopper_kernel,
+    )
+    from jenga_kernels.triton.recurrent.hopper.chunks import chunk_descriptor  # noqa: PLC0415
 
     arguments = {
         "x_descriptor": rebased(chunk_descriptor(x), None),

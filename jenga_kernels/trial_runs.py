@@ -15,17 +15,17 @@ from jenga_kernels.attention_plan import (
     plan_attention,
     specialized_prefill_tiles,
 )
+from jenga_kernels.checks.states import NULL_SLOT, Checkpoints
 from jenga_kernels.delta_scan import delta_scan
 from jenga_kernels.latent_attention import latent_attention, latent_kind_of
 from jenga_kernels.latent_plan import plan_latent_attention
 from jenga_kernels.paged_attention import kind_of, paged_attention
 from jenga_kernels.state_scan import state_scan
-from jenga_kernels.states import NULL_SLOT, Checkpoints
 from jenga_kernels.trial_calls import BY_TOKEN, Call, View
-from jenga_kernels.triton.delta_tiles import delta_scan_tiles, has_hopper_delta_scan
-from jenga_kernels.triton.latent_tiles import specialized_latent_tiles
-from jenga_kernels.triton.state_tiles import hopper_scan_tiles
-from jenga_kernels.triton.tiles import MIN_ROWS, Machine
+from jenga_kernels.triton.delta.tiles import delta_scan_tiles, has_hopper_delta_scan
+from jenga_kernels.triton.latent.tiles import specialized_latent_tiles
+from jenga_kernels.triton.lib.tiles import MIN_ROWS, Machine
+from jenga_kernels.triton.recurrent.tiles import hopper_scan_tiles
 
 Results = Sequence[torch.Tensor]
 Run = Callable[[bool], Results]

@@ -25,7 +25,7 @@ import torch
 
 from jenga_kernels.trial_calls import FEW_TOKENS, PAGED, Call, check_operation
 from jenga_kernels.trial_runs import runs_of
-from jenga_kernels.triton.tiles import HOPPER, machine_of
+from jenga_kernels.triton.lib.tiles import HOPPER, machine_of
 
 MODULE = "jenga_kernels.trials"
 """This one, which calls itself otherwise where it is what runs."""

@@ -80,9 +80,12 @@ def test_every_operation_has_a_reference_and_every_reference_an_operation():
 @pytest.mark.parametrize(
     ("modules", "forbidden"),
     [
-        (["jenga.manager", "jenga.planner", "jenga.models", "jenga.cli"], {"torch", "triton"}),
         (
-            ["jenga.manager", "jenga.planner", "jenga.models", "jenga.cli"],
+            ["jenga.manager", "jenga.planning.planner", "jenga.models", "jenga.cli"],
+            {"torch", "triton"},
+        ),
+        (
+            ["jenga.manager", "jenga.planning.planner", "jenga.models", "jenga.cli"],
             {"vllm", "jenga_kernels"},
         ),
         (["jenga.vllm_plugin"], {"vllm", "torch", "triton"}),
@@ -131,7 +134,7 @@ def test_documents_name_targets_the_makefile_has(document):
 
 
 def test_docs_describe_the_environment_variables_the_package_reads():
-    from jenga.vllm_plugin.environment import _KNOWN_VARIABLES
+    from jenga.vllm_plugin.settings.environment import _KNOWN_VARIABLES
 
     text = text_of("docs/configuration.md")
     rows = re.findall(r"^\| `(JENGA_\w+)` \|.*\| `(JENGA_\w+)=\S+` \|$", text, re.MULTILINE)
@@ -141,7 +144,7 @@ def test_docs_describe_the_environment_variables_the_package_reads():
 
 
 def test_makefile_installs_a_vllm_that_the_plugin_supports():
-    from jenga.vllm_plugin.replacement import series_of
+    from jenga.vllm_plugin.patches.patch import series_of
 
     (version,) = re.findall(r"^VLLM_VERSION := (.+)$", text_of("Makefile"), re.MULTILINE)
 

@@ -4,13 +4,13 @@ import math
 
 import pytest
 
-from jenga.allocator import Allocator
-from jenga.demand import expected_waste
+from jenga.arena.allocator import Allocator
 from jenga.errors import InvariantError
 from jenga.eviction.known import EVICTION_POLICIES
 from jenga.geometry import exact_lcm
 from jenga.manager import Manager
-from jenga.planner import plan
+from jenga.planning.demand import expected_waste
+from jenga.planning.planner import plan
 from jenga.policies import Grain, Image, RequestFacts
 from jenga.policies.chunked_local import ChunkedLocalPolicy
 from jenga.policies.cross_attention import CrossAttentionPolicy
@@ -18,7 +18,7 @@ from jenga.policies.image_embedding import ImageEmbeddingPolicy
 from jenga.policies.sliding_window import SlidingWindowPolicy
 from jenga.policies.state import StatePolicy
 from jenga.spec import FullAttention, Layer, ModelSpec, State, TokenBudget
-from jenga.stats import MemoryReport, TableMemory, check_memory
+from jenga.tables.stats import MemoryReport, TableMemory, check_memory
 from tests.machines.geometries import (
     STATES,
     WINDOWED,

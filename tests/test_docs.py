@@ -11,9 +11,9 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from jenga.cli import main
-from jenga.vllm_plugin.replacement import SUPPORTED_VERSIONS
-from perf import doc_figures
-from perf.recipe_plans import RECIPES, ROWS, STOCK, plan_row, read_rows
+from jenga.vllm_plugin.patches.patch import SUPPORTED_VERSIONS
+from perf.tables import doc_figures
+from perf.tables.recipe_plans import RECIPES, ROWS, STOCK, plan_row, read_rows
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -194,7 +194,7 @@ def test_requests_that_fit_with_histories_are_those_of_the_page():
 def test_figures_are_those_of_the_rows():
     wrong = doc_figures.write(checks_only=True)
 
-    assert not wrong, "python -m perf.doc_figures draws them"
+    assert not wrong, "python -m perf.tables.doc_figures draws them"
 
 
 def test_figures_are_drawn_anew(tmp_path):

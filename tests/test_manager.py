@@ -7,7 +7,7 @@ from jenga.eviction.learned import LearnedReuse
 from jenga.eviction.policy import LeastRecentlyUsed
 from jenga.manager import Manager
 from jenga.policies import Image, RequestFacts
-from jenga.request import MISSING, is_on_host
+from jenga.tables.request import MISSING, is_on_host
 from tests.machines.geometries import (
     HYBRID,
     STATES,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jenga.allocator import Allocator
+from jenga.arena.allocator import Allocator
 from jenga.geometry import exact_lcm
 from jenga.manager import Manager
 from jenga.policies import Grain, Image, RequestFacts

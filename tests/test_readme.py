@@ -47,7 +47,7 @@ def exists(module):
 def test_modules_that_are_named_exist(name):
     modules = set(re.findall(r"(?<!/)\b(?:perf|jenga|jenga_kernels)(?:\.[a-z]\w*)+", text_of(name)))
 
-    # Patterns such as `perf.bench_<operation>` name none.
+    # Patterns such as `perf.kernels.bench_<operation>` name none.
     assert not {module for module in modules if not module.endswith("_") and not exists(module)}
 
 

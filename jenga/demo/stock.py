@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jenga.demo.memory import StoredTable, Timeline
 from jenga.errors import InvariantError
-from jenga.sim.stock_plan import stock_planner
+from jenga.sim.arenas.vllm_plan import stock_planner
 
 if TYPE_CHECKING:
     import torch

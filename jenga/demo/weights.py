@@ -15,7 +15,7 @@ from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from jenga.vllm_plugin.environment import cache_directory
+from jenga.vllm_plugin.settings.environment import cache_directory
 
 Dtype = Literal["float32", "bfloat16"]
 

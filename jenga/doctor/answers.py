@@ -11,7 +11,7 @@ from typing import Any
 
 from jenga.doctor.processes import Running, module_command, module_environ
 
-MODULE = "jenga.vllm_plugin.self_check"
+MODULE = "jenga.vllm_plugin.without_engine.self_check"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from jenga.doctor.plugin import own_settings, plugin_findings
 from jenga.doctor.report import Report
 from jenga.doctor.trials import find_trials, trial_findings
 from jenga.doctor.versions import find_packages, import_findings, own_version, package_findings
-from jenga.vllm_plugin.kept_trials import KeptTrial
+from jenga.vllm_plugin.trials.kept_trials import KeptTrial
 
 
 def examine(environ: Mapping[str, str], *, model: str | None, imports: bool) -> Report:

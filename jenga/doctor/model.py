@@ -7,19 +7,19 @@ from dataclasses import dataclass, replace
 from jenga.doctor.findings import Finding, Section, Status, one_line
 from jenga.doctor.machine import Machine
 from jenga.models import KvFormat, ModelFacts, ReadOptions, find_model, known_type
-from jenga.sim.budget import Budget, memory_budget
-from jenga.sim.engine_layers import (
+from jenga.sim.drawing.text import bytes_text
+from jenga.sim.hardware.budget import Budget, memory_budget
+from jenga.sim.hardware.gpus import Gpu, find_gpu
+from jenga.sim.planning.engine_layers import (
     Question,
     declared_model,
     difference_text,
     find_served_model,
     is_installed,
 )
-from jenga.sim.gpus import Gpu, find_gpu
-from jenga.sim.plan import LENGTHS, Plan, formats_of, plan_model
-from jenga.sim.text import bytes_text
-from jenga.vllm_plugin.environment import BACKEND_NAME
-from jenga.vllm_plugin.refused_models import refused_features
+from jenga.sim.planning.plan import LENGTHS, Plan, formats_of, plan_model
+from jenga.vllm_plugin.settings.environment import BACKEND_NAME
+from jenga.vllm_plugin.settings.refused_models import refused_features
 
 USUAL_GPU = "H100-80G"
 """GPU to plan for where none is here, as in `jenga plan`."""

@@ -6,7 +6,7 @@ from importlib.metadata import entry_points
 from jenga.doctor.answers import VllmAnswer
 from jenga.doctor.findings import Finding, Section, Status, one_line
 from jenga.doctor.versions import DISTRIBUTION, own_version
-from jenga.vllm_plugin.environment import (
+from jenga.vllm_plugin.settings.environment import (
     BACKEND_NAME,
     BACKEND_VARIABLE,
     read_settings,

@@ -8,10 +8,10 @@ from itertools import groupby
 from jenga.doctor.findings import Finding, Section, Status
 from jenga.doctor.machine import Machine
 from jenga.doctor.versions import DISTRIBUTION, Package
-from jenga.sim.plan import Plan
-from jenga.sim.plan_text import WIDTH, geometry_text, plan_json, types_text
-from jenga.sim.text import wrapped
-from jenga.vllm_plugin.kept_trials import KeptTrial
+from jenga.sim.drawing.text import wrapped
+from jenga.sim.planning.plan import Plan
+from jenga.sim.planning.plan_text import WIDTH, geometry_text, plan_json, types_text
+from jenga.vllm_plugin.trials.kept_trials import KeptTrial
 
 SCHEMA = 1
 """Number of the JSON's form: it changes when a field is renamed, removed or given another meaning.

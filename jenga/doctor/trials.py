@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 from jenga.doctor.findings import Finding, Section, Status
 from jenga.doctor.machine import HOPPER, Machine, distinct_names
-from jenga.vllm_plugin.kept_trials import KeptTrial, kept_trials, trials_folder
+from jenga.vllm_plugin.trials.kept_trials import KeptTrial, kept_trials, trials_folder
 
 _SEVERAL = "kernels for one kind of GPU"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jenga.doctor.answers import TorchAnswer
 from jenga.doctor.findings import Finding, Section, Status
-from jenga.vllm_plugin.replacement import SUPPORTED_VERSIONS, series_of
+from jenga.vllm_plugin.patches.patch import SUPPORTED_VERSIONS, series_of
 
 DISTRIBUTION = "jenga-kv"
 

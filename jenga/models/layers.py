@@ -201,7 +201,7 @@ _COUNT_ELEMENTS = 4
 """Of 32 bits, in which a page says how many tokens are in its states."""
 
 MAX_DELTA_HISTORY_TOKENS = 64
-"""Most tokens of a gated delta layer's history, as in `jenga_kernels.histories`."""
+"""Most tokens of a gated delta layer's history, as in `jenga_kernels.checks.histories`."""
 
 HISTORY = "history"
 """How the names of those parts of a state begin that are the inputs of its latest tokens."""

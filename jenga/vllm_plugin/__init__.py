@@ -9,7 +9,7 @@ until a configuration selects that name. Options that are mappings are read befo
 
 def register() -> None:
     """Make JENGA_TRITON selectable in this process. Called by vLLM; safe to call again."""
-    from jenga.vllm_plugin.switch import register_backend
+    from jenga.vllm_plugin.settings.switch import register_backend
 
     register_backend()
 
@@ -19,6 +19,6 @@ def name_backend() -> None:
 
     vLLM calls it when it looks for a platform, which it does as it is imported.
     """
-    from jenga.vllm_plugin.switch import backend_member
+    from jenga.vllm_plugin.settings.switch import backend_member
 
     backend_member()

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 import vllm.envs
 from vllm.logger import init_logger
 
-from jenga.vllm_plugin.environment import (
+from jenga.vllm_plugin.metrics.memory_log import check_memory_log
+from jenga.vllm_plugin.settings.environment import (
     BACKEND_NAME,
     BACKEND_VARIABLE,
     read_settings,
     selects_backend,
 )
-from jenga.vllm_plugin.memory_log import check_memory_log
-from jenga.vllm_plugin.options import options_without_effect
-from jenga.vllm_plugin.refusals import Refusal, check_refusals
-from jenga.vllm_plugin.refused_models import SPARSE_MODEL_TYPES
-from jenga.vllm_plugin.speculation import prepare_speculation, speculation_refusals
-from jenga.vllm_plugin.state_history import take_replay
-from jenga.vllm_plugin.switch import backend_member
+from jenga.vllm_plugin.settings.options import options_without_effect
+from jenga.vllm_plugin.settings.refusals import Refusal, check_refusals
+from jenga.vllm_plugin.settings.refused_models import SPARSE_MODEL_TYPES
+from jenga.vllm_plugin.settings.speculation import prepare_speculation, speculation_refusals
+from jenga.vllm_plugin.settings.switch import backend_member
+from jenga.vllm_plugin.specs.state_history import take_replay
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -168,7 +168,7 @@ def prepare_config(vllm_config: "VllmConfig") -> bool:
         ValueError: The backend is selected together with a feature that is refused, on a version
             of vLLM it was not written for, or an environment variable is wrong.
     """
-    from jenga.vllm_plugin.replacements import apply_replacements
+    from jenga.vllm_plugin.patches.all_patches import apply_replacements
 
     select_by_environment(vllm_config)
     if not is_selected(vllm_config):
@@ -286,8 +286,8 @@ def checked_backend_path(attn_selector_config: Any) -> str:  # noqa: ANN401 (a n
     """
     from vllm.platforms import current_platform
 
-    from jenga.vllm_plugin.attention import JengaTritonBackend
-    from jenga.vllm_plugin.latent import JengaLatentBackend
+    from jenga.vllm_plugin.layers.attention import JengaTritonBackend
+    from jenga.vllm_plugin.layers.latent import JengaLatentBackend
 
     backend = JengaLatentBackend if attn_selector_config.use_mla else JengaTritonBackend
     capability = current_platform.get_device_capability()

@@ -2,9 +2,9 @@
 
 import torch
 
+from jenga_kernels.checks.states import NULL_SLOT, Checkpoints
 from jenga_kernels.reference.conv_update import begun_inputs, convolved, keep_in_ring
 from jenga_kernels.reference.state_scan import checkpoints_of
-from jenga_kernels.states import NULL_SLOT, Checkpoints
 
 
 def causal_conv(

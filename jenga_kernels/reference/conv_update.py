@@ -4,7 +4,7 @@ import torch
 from torch.nn import functional
 
 from jenga_kernels.reference.state_update import by_token, precision
-from jenga_kernels.states import NULL_SLOT
+from jenga_kernels.checks.states import NULL_SLOT
 
 
 def conv_update(

@@ -4,14 +4,14 @@ import math
 
 import torch
 
-from jenga_kernels.histories import DeltaHistory
+from jenga_kernels.checks.histories import DeltaHistory
+from jenga_kernels.checks.states import NULL_SLOT
 from jenga_kernels.reference.delta_update import (
     NORM_EPSILON,
     apply_change,
     delta_steps,
 )
 from jenga_kernels.reference.state_update import initial_state, precision
-from jenga_kernels.states import NULL_SLOT
 
 
 def delta_replay(

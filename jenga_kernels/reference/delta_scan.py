@@ -2,10 +2,10 @@
 
 import torch
 
+from jenga_kernels.checks.states import NULL_SLOT, Checkpoints
 from jenga_kernels.reference.delta_update import apply_token, delta_steps
 from jenga_kernels.reference.state_scan import checkpoints_of
 from jenga_kernels.reference.state_update import initial_state
-from jenga_kernels.states import NULL_SLOT, Checkpoints
 
 
 def delta_scan(

@@ -2,7 +2,7 @@
 
 import torch
 
-from jenga_kernels.checks import INT4_DTYPE, SCALED_DTYPES
+from jenga_kernels.checks.tensors import INT4_DTYPE, SCALED_DTYPES
 
 
 def kv_store(

@@ -2,7 +2,7 @@
 
 import torch
 
-from jenga_kernels.checks import FP8_DTYPE
+from jenga_kernels.checks.tensors import FP8_DTYPE
 from jenga_kernels.reference.kv_store import as_bytes, places
 
 

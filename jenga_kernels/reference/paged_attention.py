@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from jenga_kernels.attention_plan import AttentionPlan
-from jenga_kernels.cache import elements_per_item
-from jenga_kernels.checks import INT4_DTYPE
+from jenga_kernels.checks.pages import elements_per_item
+from jenga_kernels.checks.tensors import INT4_DTYPE
 from jenga_kernels.reference.kv_store import as_bytes
 
 BLOCK_QUERIES = 256

@@ -2,9 +2,9 @@
 
 import torch
 
-from jenga_kernels.histories import InputHistory
+from jenga_kernels.checks.histories import InputHistory
+from jenga_kernels.checks.states import NULL_SLOT
 from jenga_kernels.reference.state_update import apply_token, initial_state, step_sizes
-from jenga_kernels.states import NULL_SLOT
 
 
 def state_replay(

@@ -2,8 +2,8 @@
 
 import torch
 
+from jenga_kernels.checks.states import NULL_SLOT, Checkpoints
 from jenga_kernels.reference.state_update import apply_token, initial_state, step_sizes
-from jenga_kernels.states import NULL_SLOT, Checkpoints
 
 
 def state_scan(

@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional
 
-from jenga_kernels.states import NULL_SLOT
+from jenga_kernels.checks.states import NULL_SLOT
 
 
 def state_update(

@@ -14,7 +14,7 @@ from perf.emulator.errors import EmulationError
 from perf.emulator.launches import EmulatedKernel
 from perf.emulator.memory import GlobalMemory
 from perf.emulator.tensor_maps import TensorMap
-from perf.machine_code import PretendedGpu
+from perf.harness.machine_code import PretendedGpu
 
 MAX_THREADS = 1024
 """Of a program."""

@@ -18,16 +18,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jenga.sim.gpus import parse_bytes
-from jenga.sim.sources import open_source
-from perf import gpu_bundle
+from jenga.sim.hardware.gpus import parse_bytes
+from jenga.sim.workload.sources import open_source
 from perf.engine import export, plan, sides
 from perf.engine.jobs import Paths
 from perf.engine.lease import Lease
 from perf.engine.models import Scale
 from perf.engine.plan import Case, Entry
 from perf.engine.workloads import Workload
-from perf.machine import ROOT
+from perf.gpu import gpu_bundle
+from perf.harness.machine import ROOT
 
 PACK_S = 25.0
 """Kept for packing what is to leave the machine."""

@@ -134,7 +134,7 @@ class Child:
 
     def _compile(self) -> None:
         """Serve a few prompts of the lengths that kernels are chosen by."""
-        from jenga.sim.workload import Piece, Request
+        from jenga.sim.workload.requests import Piece, Request
 
         longest = self._engine.model_config.max_model_len - WARMER_OUTPUT_TOKENS
         texts: list[tuple[Piece, ...]] = [

@@ -103,6 +103,6 @@ def install() -> None:
     """
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
-    from jenga.vllm_plugin import attention
+    from jenga.vllm_plugin.layers import attention
 
     attention.paged_attention = attention_by(flash_attn_varlen_func, attention.paged_attention)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from perf import gpu_bundle
 from perf.engine import caches
 from perf.engine.models import Model, Scale
 from perf.engine.plan import Case
 from perf.engine.sides import Side
-from perf.machine import ROOT
+from perf.gpu import gpu_bundle
+from perf.harness.machine import ROOT
 
 KEPT_VARIABLES = ("VLLM_USE_V2_MODEL_RUNNER",)
 """Of vLLM's and our variables, those that engines keep."""

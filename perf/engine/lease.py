@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
-from perf import machine
 from perf.engine import export, outputs
 from perf.engine.jobs import Paths, environment_of, job_of, key_of
 from perf.engine.models import Scale
@@ -20,7 +19,8 @@ from perf.engine.plan import COLD_START_S, TINY_CAP_S, WARM_START_S, Entry
 from perf.engine.process import LOG_FOLLOWS, EngineError, EngineProcess, EngineTimeoutError
 from perf.engine.rows import Row, RowFile, line_of
 from perf.engine.workloads import Workload
-from perf.machine import ROOT
+from perf.harness import machine
+from perf.harness.machine import ROOT
 
 CLOSE_CAP_S = 10.0
 """For an engine to end once it has no more orders."""

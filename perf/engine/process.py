@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from perf.machine import ROOT
+from perf.harness.machine import ROOT
 
 LOG_FOLLOWS = "; its log ends:"
 """End of an error's first line."""

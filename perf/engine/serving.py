@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jenga.sim.workload import Content
+from jenga.sim.workload.requests import Content
 from perf.engine.workloads import Prompts, Turn
 
 IDLE_S = 0.005

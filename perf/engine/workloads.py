@@ -5,8 +5,8 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jenga.sim.sources import open_source
-from jenga.sim.workload import Content, Piece, Request
+from jenga.sim.workload.requests import Content, Piece, Request
+from jenga.sim.workload.sources import open_source
 from perf.engine.models import Scale
 
 FIRST_TOKEN = 16

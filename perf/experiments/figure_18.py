@@ -7,7 +7,7 @@ hit rate up to 1.60 times and a throughput up to 1.77 times those of vLLM 0.6.3 
 from collections.abc import Iterable, Iterator, Sequence
 
 from jenga.eviction.known import DEFAULT_POLICY
-from jenga.sim.rows import SummaryRow
+from jenga.sim.results.rows import SummaryRow
 from perf.experiments.frame import MANAGERS, Case, Experiment, Found
 
 ARTICLES = (1, 3, 6, 12, 24)

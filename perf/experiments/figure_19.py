@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from jenga.models import known_model
-from jenga.sim.arena import Chunk
-from jenga.sim.gpus import find_gpu
-from jenga.sim.replay import Clock
-from jenga.sim.session import Machine
+from jenga.sim.batching.arena import Chunk
+from jenga.sim.hardware.gpus import find_gpu
+from jenga.sim.replays.replay import Clock
+from jenga.sim.replays.session import Machine
 from jenga.spec import ImageEmbedding
 from perf.experiments.frame import Case, Experiment, Found
 

@@ -9,7 +9,7 @@ second of its artifact's tables: Gemma-2 .36, .51, .57; Ministral .0793, .0834, 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from jenga.sim.session import Machine
+from jenga.sim.replays.session import Machine
 from jenga.spec import FullAttention, LayerType, State, TokenBudget
 from perf.experiments.frame import Case, Experiment, Found
 

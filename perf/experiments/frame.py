@@ -16,18 +16,18 @@ from pathlib import Path
 
 from jenga.eviction.known import DEFAULT_POLICY, EVICTION_POLICIES
 from jenga.models import KvFormat, ModelFacts, ReadOptions, known_model
-from jenga.sim.budget import memory_budget
-from jenga.sim.gpus import find_gpu
-from jenga.sim.managers import MANAGER_NAMES
-from jenga.sim.plan import served_model
-from jenga.sim.replay import Clock
-from jenga.sim.rows import Row, RunRow, StepRow, SummaryRow, read_rows, row_line
-from jenga.sim.scheduler import CHUNK_TOKENS, MAX_REQUESTS
-from jenga.sim.session import Machine, Settings, Trace, outcome_of, replay_rows, run_row
-from jenga.sim.sources import open_source
-from jenga.sim.speculation import Speculation
-from jenga.sim.step_time import StepTime, drafted_time, weights_of
-from jenga.sim.text import aligned
+from jenga.sim.arenas.by_name import MANAGER_NAMES
+from jenga.sim.batching.scheduler import CHUNK_TOKENS, MAX_REQUESTS
+from jenga.sim.batching.speculation import Speculation
+from jenga.sim.batching.step_time import StepTime, drafted_time, weights_of
+from jenga.sim.drawing.text import aligned
+from jenga.sim.hardware.budget import memory_budget
+from jenga.sim.hardware.gpus import find_gpu
+from jenga.sim.planning.plan import served_model
+from jenga.sim.replays.replay import Clock
+from jenga.sim.replays.session import Machine, Settings, Trace, outcome_of, replay_rows, run_row
+from jenga.sim.results.rows import Row, RunRow, StepRow, SummaryRow, read_rows, row_line
+from jenga.sim.workload.sources import open_source
 
 FOLDER = Path(__file__).parents[1] / "results" / "cpu" / "experiments"
 """Where the rows of the last full run are kept."""

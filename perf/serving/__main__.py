@@ -13,7 +13,7 @@ the cache up: they come no faster than a GPU keeps up with that hits nothing, an
 `--cold` there is no such quarter. Systems are
 
     jenga           ours with its default policy; `jenga POLICY` with another one by its name
-    oracle          ours with a policy that knows the trace (`jenga.sim.oracle`)
+    oracle          ours with a policy that knows the trace (`jenga.sim.replays.oracle`)
     unlimited       ours with memory without end
     vllm            stock, measured always: default, dense, retention 2,048 to 16,384 tokens, hashes
                     of 16 tokens where there are states, the hybrid manager off where there are
@@ -39,7 +39,7 @@ from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 
-from jenga.sim.stock_plan import read_stock_options
+from jenga.sim.arenas.vllm_plan import read_stock_options
 from perf.serving.cases import (
     BUDGETS,
     LOADS,

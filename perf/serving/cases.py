@@ -13,12 +13,12 @@ from pathlib import Path
 from random import Random
 
 from jenga.geometry import tokens_per_slot
-from jenga.sim.sources import open_source
-from jenga.sim.step_time import Achieved, StepTime, weights_of
-from jenga.sim.stock_plan import attention_block_tokens, read_stock_options
-from jenga.sim.workload import Request
+from jenga.sim.arenas.vllm_plan import attention_block_tokens, read_stock_options
+from jenga.sim.batching.step_time import Achieved, StepTime, weights_of
+from jenga.sim.workload.requests import Request
+from jenga.sim.workload.sources import open_source
 from jenga.spec import ChunkedLocal, FullAttention, ImageEmbedding, ModelSpec, SlidingWindow, State
-from perf.sweep_eviction import Setting, setting
+from perf.sweeps.sweep_eviction import Setting, setting
 
 MODELS = {
     "gemma-3-27b": "H200",
@@ -61,8 +61,8 @@ ACHIEVED = {
         attention_bandwidth_share=0.75,
     ),
 }
-"""Shares of the peaks, rounded from `jenga.sim.measured`, so that rows stay comparable when a GPU
-is measured again."""
+"""Shares of the peaks, rounded from `jenga.sim.batching.measured`, so that rows stay comparable
+when a GPU is measured again."""
 
 MOST_REQUESTS = 400
 """Of a cell: enough for a p99, and few enough for the whole suite to take hours."""
@@ -89,7 +89,7 @@ STOCK_SETTINGS = (
     "match=16",
     "hybrid=off",
 )
-"""Settings of stock, as `jenga.sim.stock_plan.read_stock_options` reads them."""
+"""Settings of stock, as `jenga.sim.arenas.vllm_plan.read_stock_options` reads them."""
 
 
 def stock_systems(model: ModelSpec, settings: Sequence[str] = STOCK_SETTINGS) -> list[str]:

@@ -7,15 +7,15 @@ from functools import cached_property
 from pathlib import Path
 
 from jenga.eviction.known import EVICTION_POLICIES
-from jenga.sim.arena import ActiveRequest, Arena
-from jenga.sim.managed import ManagedArena
-from jenga.sim.managers import make_arena
-from jenga.sim.oracle import Oracle
-from jenga.sim.quantiles import Quantiles
-from jenga.sim.replay import Replay
-from jenga.sim.scheduler import STEPS_IN_FLIGHT, Scheduler
-from jenga.sim.stock_plan import read_stock_options
-from jenga.sim.workload import Request
+from jenga.sim.arenas.by_name import make_arena
+from jenga.sim.arenas.jenga_arena import ManagedArena
+from jenga.sim.arenas.vllm_plan import read_stock_options
+from jenga.sim.batching.arena import ActiveRequest, Arena
+from jenga.sim.batching.scheduler import STEPS_IN_FLIGHT, Scheduler
+from jenga.sim.replays.oracle import Oracle
+from jenga.sim.replays.replay import Replay
+from jenga.sim.results.quantiles import Quantiles
+from jenga.sim.workload.requests import Request
 from perf.serving.cases import (
     LIMITS,
     ORACLE,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from jenga.sim.bounds import best_eviction, unlimited
-from perf.bench_replay import commit
+from jenga.sim.replays.bounds import best_eviction, unlimited
+from perf.manager.bench_replay import commit
 from perf.serving.cases import LIMITS, STOCK, Cell, is_stock, machine, stock_systems
 from perf.serving.rows import BOUNDS, CAPACITY, LOAD, PROBE, Row, RowFile
 from perf.serving.run import WARM_UP_SHARE, Runner, as_row

@@ -9,7 +9,7 @@ import venv
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jenga.vllm_plugin import kept_trials
+from jenga.vllm_plugin.trials import kept_trials
 
 ROOT = Path(__file__).parents[2]
 

@@ -82,6 +82,7 @@ def test_a_model_that_is_not_found_is_one_finding(server, text):
 
 def test_refused_models_are_those_that_the_engine_refuses():
     pytest.importorskip("vllm")
-    from jenga.vllm_plugin import config, refused_models
+    from jenga.vllm_plugin import config
+    from jenga.vllm_plugin.settings import refused_models
 
     assert config.SPARSE_MODEL_TYPES is refused_models.SPARSE_MODEL_TYPES

@@ -150,8 +150,8 @@ def test_an_import_that_takes_for_ever_is_given_up():
 @pytest.mark.vllm
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_names_that_are_otherwise_are_told_in_a_sentence_each():
-    from jenga.vllm_plugin.replacement import Replacement
-    from jenga.vllm_plugin.self_check import compared
+    from jenga.vllm_plugin.patches.patch import Replacement
+    from jenga.vllm_plugin.without_engine.self_check import compared
 
     def named(module, name, *parameters):
         return Replacement(

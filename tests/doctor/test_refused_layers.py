@@ -9,7 +9,7 @@ import pytest
 from jenga.doctor.findings import Status
 from jenga.doctor.machine import Machine
 from jenga.doctor.model import examine_model
-from jenga.vllm_plugin.refusals import Refusal
+from jenga.vllm_plugin.settings.refusals import Refusal
 from tests.vllm_plugin.conftest import engine_environment
 
 pytestmark = [

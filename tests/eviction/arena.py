@@ -1,13 +1,13 @@
 """One arena with its tree of checkpoints and no requests: texts are written and left at once."""
 
-from jenga.allocator import Allocator
+from jenga.arena.allocator import Allocator
 from jenga.eviction.known import EVICTION_POLICIES
 from jenga.eviction.points import Kind, Past
-from jenga.eviction.tree import CheckpointTree
-from jenga.evictions import Evictions
-from jenga.host_cache import HostCache
 from jenga.policies import RequestFacts
-from jenga.table import build_tables
+from jenga.prefix.checkpoint_tree import CheckpointTree
+from jenga.prefix.eviction_notices import Evictions
+from jenga.prefix.host_cache import HostCache
+from jenga.tables.page_table import build_tables
 
 HASH_TOKENS = 4
 FACTS = RequestFacts(prompt_tokens=1)

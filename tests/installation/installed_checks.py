@@ -52,4 +52,4 @@ def test_vllm_loads_the_plugin_by_its_entry_point():
     )
 
     assert point.load().__module__ == "jenga.vllm_plugin"
-    assert done.stdout.splitlines()[-1].startswith("jenga.vllm_plugin.attention.")
+    assert done.stdout.splitlines()[-1].startswith("jenga.vllm_plugin.layers.attention.")

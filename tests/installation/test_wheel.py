@@ -59,7 +59,7 @@ def test_what_is_installed_by_name_is_what_pyproject_lists(metadata):
 def test_the_extra_for_a_gpu_brings_a_vllm_that_is_served(metadata):
     from packaging.requirements import Requirement
 
-    from jenga.vllm_plugin.replacement import SUPPORTED_VERSIONS
+    from jenga.vllm_plugin.patches.patch import SUPPORTED_VERSIONS
 
     (vllm,) = [
         requirement

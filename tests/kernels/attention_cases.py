@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from jenga_kernels.attention_plan import AttentionKind, AttentionPlan, plan_attention
-from jenga_kernels.cache import is_other_float
-from jenga_kernels.checks import INT4_DTYPE, QUANTISED_DTYPES
+from jenga_kernels.checks.pages import is_other_float
+from jenga_kernels.checks.tensors import INT4_DTYPE, QUANTISED_DTYPES
 from jenga_kernels.paged_attention import paged_attention
 from jenga_kernels.reference import paged_attention as reference
-from jenga_kernels.triton.tiles import AttentionTiles, LoopTiles
+from jenga_kernels.triton.lib.tiles import AttentionTiles, LoopTiles
 from tests.kernels.support import (
     DEVICE,
     check_close,

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from perf.machine_code import PretendedGpu, beside_products, count, take_apart
+from perf.harness.machine_code import PretendedGpu, beside_products, count, take_apart
 
 INSTRUCTIONS = {
     "wgmma": r"\bwgmma\.mma_async",
@@ -63,11 +63,11 @@ class Compiled:
     grid: tuple[int, ...]
     counts: dict[str, int]
     loop_counts: dict[str, int]
-    """Instructions of the main loop by kind; see `perf.machine_code`."""
+    """Instructions of the main loop by kind; see `perf.harness.machine_code`."""
     beside_products: dict[str, int]
     """Those of them that run while its last asynchronous products do."""
     num_lost_descriptors: int
-    """Products that the assembler has made read anything: see `perf.machine_code`."""
+    """Products that the assembler has made read anything: see `perf.harness.machine_code`."""
 
     @property
     def loop_instructions(self) -> int:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import triton
 
-from jenga_kernels.triton.tiles import has_kernels, machine_of
+from jenga_kernels.triton.lib.tiles import has_kernels, machine_of
 from tests.conftest import ONLY_REFERENCES
 from tests.kernels.support import DEVICE
 

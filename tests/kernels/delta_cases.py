@@ -2,9 +2,9 @@
 
 import torch
 
+from jenga_kernels.checks.states import NULL_SLOT
 from jenga_kernels.reference.delta_update import delta_steps
 from jenga_kernels.reference.state_scan import checkpoints_of
-from jenga_kernels.states import NULL_SLOT
 from tests.kernels.state_cases import state_pages
 from tests.kernels.support import DEVICE, randn
 

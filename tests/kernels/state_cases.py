@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from jenga_kernels.states import NULL_SLOT, Checkpoints
+from jenga_kernels.checks.states import NULL_SLOT, Checkpoints
 from tests.kernels.support import DEVICE, randn
 
 PADDING = -1

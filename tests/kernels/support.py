@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from jenga_kernels.cache import elements_per_item
+from jenga_kernels.checks.pages import elements_per_item
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from jenga_kernels.causal_conv import causal_conv
+from jenga_kernels.checks.states import Checkpoints
 from jenga_kernels.reference import causal_conv as reference
-from jenga_kernels.states import Checkpoints
-from jenga_kernels.triton.state_tiles import ScanTiles
+from jenga_kernels.triton.recurrent.tiles import ScanTiles
 from tests.kernels.approximations import exactly
 from tests.kernels.compiling import compile_job
 from tests.kernels.conv_cases import conv_states, conv_tensors

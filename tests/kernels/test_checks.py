@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from jenga_kernels.checks import check_same_device
+from jenga_kernels.checks.tensors import check_same_device
 
 
 def tensor_on(device):

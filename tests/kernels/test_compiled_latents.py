@@ -4,7 +4,7 @@ import torch
 from jenga_kernels.attention_plan import AttentionKind
 from jenga_kernels.latent_attention import latent_attention
 from jenga_kernels.latent_plan import plan_latent_attention
-from perf.machine_code import SHARED_BYTES
+from perf.harness.machine_code import SHARED_BYTES
 from tests.kernels.compiling import compile_job
 
 LATENT_DIM = 512

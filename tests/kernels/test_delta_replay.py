@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from jenga_kernels import delta_replay as module
+from jenga_kernels.checks.histories import DeltaHistory, next_states
+from jenga_kernels.checks.states import NULL_SLOT
 from jenga_kernels.delta_replay import delta_replay
-from jenga_kernels.histories import DeltaHistory, next_states
 from jenga_kernels.reference import delta_replay as reference
 from jenga_kernels.reference import delta_update as plain
-from jenga_kernels.states import NULL_SLOT
 from tests.kernels.approximations import exactly
 from tests.kernels.compiling import compile_job
 from tests.kernels.delta_cases import delta_tensors, tokens_of

@@ -3,12 +3,12 @@ import torch
 import triton
 
 from jenga_kernels import delta_scan as module
+from jenga_kernels.checks.states import Checkpoints
 from jenga_kernels.delta_scan import delta_scan
 from jenga_kernels.delta_update import delta_update
 from jenga_kernels.reference import delta_scan as reference
-from jenga_kernels.states import Checkpoints
-from jenga_kernels.triton.tiles import HOPPER
-from perf.machine_code import SHARED_BYTES
+from jenga_kernels.triton.lib.tiles import HOPPER
+from perf.harness.machine_code import SHARED_BYTES
 from tests.kernels.approximations import exactly
 from tests.kernels.compiling import compile_job
 from tests.kernels.delta_cases import by_products, delta_states, delta_tensors, fill, tokens_of

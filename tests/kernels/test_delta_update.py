@@ -1,9 +1,9 @@
 import pytest
 import torch
 
+from jenga_kernels.checks.states import NULL_SLOT
 from jenga_kernels.delta_update import delta_update
 from jenga_kernels.reference import delta_update as reference
-from jenga_kernels.states import NULL_SLOT
 from tests.kernels.approximations import exactly
 from tests.kernels.compiling import compile_job
 from tests.kernels.delta_cases import delta_states, delta_tensors, fill, tokens_of

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from perf.sanitize import small_tests
+from perf.gpu.sanitize import small_tests
 from tests.emulation import only_where_interpreted, run_emulated
 
 pytestmark = only_where_interpreted

@@ -8,11 +8,11 @@ from functools import partial
 import pytest
 import torch
 
+from jenga_kernels.checks.histories import DeltaHistory, InputHistory
 from jenga_kernels.conv_update import conv_update
 from jenga_kernels.delta_replay import delta_replay
 from jenga_kernels.delta_scan import delta_scan
 from jenga_kernels.delta_update import delta_update
-from jenga_kernels.histories import DeltaHistory, InputHistory
 from jenga_kernels.kv_store import kv_store
 from jenga_kernels.latent_attention import latent_attention
 from jenga_kernels.paged_attention import paged_attention

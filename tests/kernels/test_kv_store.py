@@ -4,7 +4,7 @@ import triton
 
 from jenga_kernels.kv_store import NO_SLOT, kv_store
 from jenga_kernels.reference import kv_store as reference_kv_store
-from jenga_kernels.triton.tiles import machine_of
+from jenga_kernels.triton.lib.tiles import machine_of
 from tests.kernels.compiling import compile_job
 from tests.kernels.support import DEVICE, generator, randn, strided_layer
 

@@ -12,8 +12,8 @@ from jenga_kernels.attention_plan import AttentionKind
 from jenga_kernels.latent_attention import latent_attention
 from jenga_kernels.latent_plan import plan_latent_attention
 from jenga_kernels.reference import latent_attention as reference
-from jenga_kernels.triton.latent_tiles import group_heads
-from jenga_kernels.triton.tiles import AttentionTiles, LoopTiles
+from jenga_kernels.triton.latent.tiles import group_heads
+from jenga_kernels.triton.lib.tiles import AttentionTiles, LoopTiles
 from tests.kernels.latent_cases import Shape, check_batch, make_batch
 from tests.kernels.support import DEVICE, check_close
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 
-from jenga_kernels.triton.tiles import Machine, machine_of
+from jenga_kernels.triton.lib.tiles import Machine, machine_of
 
 GPUS = ((8, 9, 142), (9, 0, 132))
 """Compute capability and processors of each."""

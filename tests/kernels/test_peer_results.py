@@ -12,9 +12,7 @@ import triton
 
 from jenga_kernels.reference.paged_attention import from_int4
 from jenga_kernels.rotation import hadamard_rotation
-from perf import (
-    attention_peers,
-    attention_shapes,
+from perf.kernels import (
     bench_conv_update,
     bench_delta,
     bench_delta_replay,
@@ -25,14 +23,17 @@ from perf import (
     bench_state_replay,
     bench_state_scan,
     bench_state_update,
+)
+from perf.peers import attention_peers, latent_peers
+from perf.shapes import (
+    attention_shapes,
     delta_replay_shapes,
     delta_shapes,
-    latent_peers,
     latent_shapes,
     state_replay_shapes,
     state_shapes,
 )
-from perf.cache_layouts import Stored, vllm_gain
+from perf.shapes.cache_layouts import Stored, vllm_gain
 from tests.kernels.support import DEVICE, max_error
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -52,7 +53,7 @@ def vllm_sees_a_gpu():
         return
     from triton.runtime.autotuner import Autotuner
 
-    from perf.compiled_launches import show_vllm_a_gpu
+    from perf.harness.compiled_launches import show_vllm_a_gpu
 
     show_vllm_a_gpu()
     patch = pytest.MonkeyPatch()

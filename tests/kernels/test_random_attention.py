@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jenga_kernels.checks import (
+from jenga_kernels.checks.tensors import (
     E5M2_DTYPE,
     FP8_DTYPE,
     INT4_DTYPE,

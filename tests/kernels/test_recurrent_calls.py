@@ -6,7 +6,7 @@ from importlib import import_module
 import pytest
 import torch
 
-from jenga_kernels.states import NULL_SLOT, Checkpoints
+from jenga_kernels.checks.states import NULL_SLOT, Checkpoints
 from tests.kernels.conv_cases import conv_tensors
 from tests.kernels.delta_cases import delta_tensors
 from tests.kernels.state_cases import i32, on_cpu, recurrence_tensors

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from jenga_kernels.checks import INT4_DTYPE
+from jenga_kernels.checks.tensors import INT4_DTYPE
 from jenga_kernels.kv_store import kv_store
 from jenga_kernels.reference.paged_attention import from_int4
 from jenga_kernels.rotation import hadamard_rotation

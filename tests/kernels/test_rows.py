@@ -3,8 +3,8 @@ import torch
 import triton
 import triton.language as tl
 
-from jenga_kernels.triton import rows
-from jenga_kernels.triton.rows import load_rows, store_rows
+from jenga_kernels.triton.lib import rows
+from jenga_kernels.triton.lib.rows import load_rows, store_rows
 from tests.kernels.support import DEVICE, generator, poison
 
 load_on_gpu = rows._load_rows

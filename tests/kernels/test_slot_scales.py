@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from jenga_kernels.checks import E5M2_DTYPE, INT4_DTYPE
+from jenga_kernels.checks.tensors import E5M2_DTYPE, INT4_DTYPE
 from jenga_kernels.kv_store import NO_SLOT, kv_store
 from jenga_kernels.paged_attention import paged_attention
 from jenga_kernels.reference import kv_store as reference_kv_store

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jenga_kernels.latent_attention import latent_attention
-from jenga_kernels.triton.latent_tiles import specialized_latent_tiles
-from jenga_kernels.triton.tiles import HOPPER, INTERPRETER, Machine, machine_of
+from jenga_kernels.triton.latent.tiles import specialized_latent_tiles
+from jenga_kernels.triton.lib.tiles import HOPPER, INTERPRETER, Machine, machine_of
 from tests.kernels.compiling import compile_job
 from tests.kernels.latent_cases import Shape, check_batch, make_batch
 from tests.kernels.support import DEVICE

@@ -7,7 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jenga_kernels.triton.tiles import HOPPER, INTERPRETER, Machine, machine_of, specialized_tiles
+from jenga_kernels.triton.lib.tiles import (
+    HOPPER,
+    INTERPRETER,
+    Machine,
+    machine_of,
+    specialized_tiles,
+)
 from tests.kernels.attention_cases import SMALL_TILES, Options, Shape, check_batch, make_batch
 from tests.kernels.compiling import compile_job
 from tests.kernels.support import DEVICE

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from jenga_kernels import state_replay as module
-from jenga_kernels.histories import InputHistory, next_states
+from jenga_kernels.checks.histories import InputHistory, next_states
+from jenga_kernels.checks.states import NULL_SLOT
 from jenga_kernels.reference import state_replay as reference
 from jenga_kernels.reference import state_update as plain
 from jenga_kernels.state_replay import state_replay
-from jenga_kernels.states import NULL_SLOT
-from jenga_kernels.triton.state_tiles import ReplayTiles
+from jenga_kernels.triton.recurrent.tiles import ReplayTiles
 from tests.kernels.approximations import exactly
 from tests.kernels.compiling import compile_job
 from tests.kernels.state_cases import (

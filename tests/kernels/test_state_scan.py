@@ -6,12 +6,12 @@ import torch
 import triton
 
 from jenga_kernels import state_scan as module
+from jenga_kernels.checks.states import NULL_SLOT, Checkpoints
 from jenga_kernels.reference import state_scan as reference
 from jenga_kernels.state_scan import state_scan
-from jenga_kernels.states import NULL_SLOT, Checkpoints
-from jenga_kernels.triton.state_tiles import hopper_scan_tiles, scan_segment_tokens
-from jenga_kernels.triton.tiles import Machine
-from perf.machine_code import SHARED_BYTES
+from jenga_kernels.triton.lib.tiles import Machine
+from jenga_kernels.triton.recurrent.tiles import hopper_scan_tiles, scan_segment_tokens
+from perf.harness.machine_code import SHARED_BYTES
 from tests.kernels.approximations import exactly
 from tests.kernels.compiling import compile_job
 from tests.kernels.state_cases import (

@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 import torch
 
+from jenga_kernels.checks.states import NULL_SLOT
 from jenga_kernels.reference import state_update as reference
 from jenga_kernels.state_update import state_update
-from jenga_kernels.states import NULL_SLOT
 from tests.kernels.approximations import exactly
 from tests.kernels.compiling import compile_job
 from tests.kernels.state_cases import (

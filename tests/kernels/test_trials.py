@@ -21,7 +21,7 @@ from jenga_kernels.trials import (
     usual_calls,
     verdicts_here,
 )
-from jenga_kernels.triton.tiles import HOPPER, Machine, machine_of
+from jenga_kernels.triton.lib.tiles import HOPPER, Machine, machine_of
 from tests.kernels.support import DEVICE
 
 CPU = torch.device("cpu")

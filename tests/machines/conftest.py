@@ -2,13 +2,12 @@
 
 import pytest
 
-from jenga import checkpoints
-from jenga.eviction import tree
+from jenga.prefix import checkpoint_tree, checkpoints
 
 
 @pytest.fixture(autouse=True)
 def _short_texts(monkeypatch):
-    for module in (checkpoints, tree):
+    for module in (checkpoints, checkpoint_tree):
         monkeypatch.setattr(module, "QUESTION_TOKENS", 8)
-    monkeypatch.setattr(tree, "CUT_TOKENS", 8)
-    monkeypatch.setattr(tree, "NUM_DRAWN", 4)
+    monkeypatch.setattr(checkpoint_tree, "CUT_TOKENS", 8)
+    monkeypatch.setattr(checkpoint_tree, "NUM_DRAWN", 4)

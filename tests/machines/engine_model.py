@@ -7,7 +7,6 @@ destroys what other page tables had in the same large page.
 from dataclasses import dataclass, field
 
 from jenga.policies import Image, RequestFacts
-from jenga.request import CopyPath
 from jenga.spec import (
     ChunkedLocal,
     CrossAttention,
@@ -16,6 +15,7 @@ from jenga.spec import (
     State,
     TokenBudget,
 )
+from jenga.tables.request import CopyPath
 
 
 @dataclass

@@ -16,8 +16,8 @@ from jenga.errors import OutOfPagesError
 from jenga.eviction.known import EVICTION_POLICIES
 from jenga.manager import Manager
 from jenga.policies import Image
-from jenga.request import is_on_host
 from jenga.spec import ImageEmbedding
+from jenga.tables.request import is_on_host
 from tests.machines.engine_model import EngineModel, Run
 from tests.machines.geometries import CACHED
 from tests.machines.test_manager_machine import dump

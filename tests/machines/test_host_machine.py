@@ -4,13 +4,13 @@ import random
 
 import pytest
 
-from jenga import loading_ahead
 from jenga.errors import OutOfPagesError, TooEarlyError
 from jenga.eviction.known import EVICTION_POLICIES
 from jenga.manager import Manager
 from jenga.policies import Image
-from jenga.request import CopyPath, is_on_host
+from jenga.prefix import prefetch
 from jenga.spec import ImageEmbedding
+from jenga.tables.request import CopyPath, is_on_host
 from tests.machines.engine_model import EngineModel, Run
 from tests.machines.geometries import CACHED, WINDOWED, full, geometry, sliding, state
 from tests.machines.wholeness import assert_checkpoints_are_whole
@@ -278,11 +278,11 @@ GEOMETRIES = [*CACHED, WINDOWED, STATES_FIRST]
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda geometry: geometry.name)
 def test_what_comes_back_from_host_memory_is_what_went_there(geometry, monkeypatch):
-    monkeypatch.setattr(loading_ahead, "LOADED_TOKENS", 0)
+    monkeypatch.setattr(prefetch, "LOADED_TOKENS", 0)
     num_loaded = num_loaded_ahead = num_ahead = num_hit = num_hit_alone = 0
     for seed in range(16):
         # Of what is put off, a small page or two, or all of it.
-        monkeypatch.setattr(loading_ahead, "STEP_BYTES", (1000, 1 << 20)[seed % 2])
+        monkeypatch.setattr(prefetch, "STEP_BYTES", (1000, 1 << 20)[seed % 2])
         # From less than a document to all of them.
         num_large = 1 + len(geometry.page_tables) * (1, 6, 60)[seed % 3]
         pressure = served(geometry, seed, num_host_large_pages=num_large)

@@ -69,7 +69,12 @@ def declared(tmp_path_factory):
         (one / "read_options.json").write_text(json.dumps(options_fields(WAYS[way])))
         folders.append(one)
     asked = subprocess.run(
-        [sys.executable, "-m", "jenga.vllm_plugin.declared_layers", *map(str, folders)],
+        [
+            sys.executable,
+            "-m",
+            "jenga.vllm_plugin.without_engine.declared_layers",
+            *map(str, folders),
+        ],
         env=engine_environment(reads_images=True, VLLM_USE_V2_MODEL_RUNNER="1"),
         capture_output=True,
         text=True,

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from jenga.demand import TYPICAL_TOKENS, expected_waste
 from jenga.geometry import check_arena, check_geometry
 from jenga.models import KvFormat, known_names
-from jenga.planner import plan
+from jenga.planning.demand import TYPICAL_TOKENS, expected_waste
+from jenga.planning.planner import plan
 from jenga.spec import State
 
-TABLE_PATH = Path(__file__).parents[2] / "perf" / "table_geometry.py"
+TABLE_PATH = Path(__file__).parents[2] / "perf" / "sweeps" / "table_geometry.py"
 
 
 def load_table():

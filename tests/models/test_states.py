@@ -6,7 +6,7 @@ from jenga.models.config import Config
 from jenga.models.layers import MAX_DELTA_HISTORY_TOKENS
 from jenga.models.reader import read_config
 from jenga.spec import FullAttention
-from jenga_kernels.histories import MAX_DELTA_HISTORY
+from jenga_kernels.checks.histories import MAX_DELTA_HISTORY
 from tests.models.test_reader import changed, facts, read, slot_bytes, summary
 
 

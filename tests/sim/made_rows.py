@@ -2,7 +2,7 @@
 
 import math
 
-from jenga.sim.rows import RunRow, Spread, StepRow, SummaryRow, TableBytes, write_rows
+from jenga.sim.results.rows import RunRow, Spread, StepRow, SummaryRow, TableBytes, write_rows
 
 ARENA_BYTES = 10_000_000_000
 

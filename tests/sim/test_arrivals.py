@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 
 from jenga.errors import InvariantError
-from jenga.sim.arrivals import Arrivals
-from jenga.sim.managers import make_arena
-from jenga.sim.record import Recorder, Recording
-from jenga.sim.replay import Replay, constant_clock
-from jenga.sim.rows import RequestRow
-from jenga.sim.session import Trace
-from jenga.sim.workload import Piece, Request
+from jenga.sim.arenas.by_name import make_arena
+from jenga.sim.replays.record import Recorder, Recording
+from jenga.sim.replays.replay import Replay, constant_clock
+from jenga.sim.replays.session import Trace
+from jenga.sim.results.rows import RequestRow
+from jenga.sim.workload.arrivals import Arrivals
+from jenga.sim.workload.requests import Piece, Request
 from jenga.spec import FullAttention, Layer, ModelSpec
 
 MODEL = ModelSpec(

@@ -5,11 +5,11 @@ from itertools import combinations
 
 import pytest
 
-from jenga.sim.bounds import best_eviction, unlimited
-from jenga.sim.generators import articles
-from jenga.sim.managers import make_arena
-from jenga.sim.replay import Replay, constant_clock
-from jenga.sim.workload import Piece, Request
+from jenga.sim.arenas.by_name import make_arena
+from jenga.sim.replays.bounds import best_eviction, unlimited
+from jenga.sim.replays.replay import Replay, constant_clock
+from jenga.sim.workload.generators import articles
+from jenga.sim.workload.requests import Piece, Request
 from jenga.spec import ChunkedLocal, FullAttention, Layer, ModelSpec, SlidingWindow, State
 
 FULL = FullAttention(name="full", layers=(Layer(name="0", slot_bytes=64),))

@@ -3,8 +3,8 @@
 import pytest
 
 from jenga.models import known_model
-from jenga.sim.budget import memory_budget
-from jenga.sim.gpus import find_gpu
+from jenga.sim.hardware.budget import memory_budget
+from jenga.sim.hardware.gpus import find_gpu
 
 
 def test_arena_is_what_weights_and_reserve_leave():

@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from jenga.sim.chats import read_sharegpt, read_wildchat
-from jenga.sim.sources import format_of, open_source
-from jenga.sim.workload import prefix_hashes
+from jenga.sim.workload.chats import read_sharegpt, read_wildchat
+from jenga.sim.workload.requests import prefix_hashes
+from jenga.sim.workload.sources import format_of, open_source
 
 LONG = "All happy families are alike; each unhappy family is unhappy in its own way. " * 10
 

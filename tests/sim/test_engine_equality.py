@@ -11,8 +11,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from jenga.sim.session import Machine, Running, Settings, Trace, run_row
-from jenga.sim.workload import Piece, Request
+from jenga.sim.replays.session import Machine, Running, Settings, Trace, run_row
+from jenga.sim.workload.requests import Piece, Request
 from jenga.spec import (
     ChunkedLocal,
     FullAttention,

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from jenga.models import ReadOptions, find_model
-from jenga.sim import engine_layers
-from jenga.sim.engine_layers import Question, comparison, find_served_model
+from jenga.sim.planning import engine_layers
+from jenga.sim.planning.engine_layers import Question, comparison, find_served_model
 from jenga.spec import ChunkedLocal, CrossAttention, FullAttention, Layer, SlidingWindow, State
 from tests.test_cli import run
 
@@ -224,8 +224,8 @@ def test_what_is_planned_otherwise_than_it_is_declared_is_told(planned, declared
 
 
 def test_a_folder_is_compared_with_what_vllm_declares(tmp_path, answering, capsys, monkeypatch):
-    monkeypatch.setattr("jenga.sim.plan_command.is_installed", lambda: True)
-    monkeypatch.setattr("jenga.sim.plan_command._stock_system", lambda: None)
+    monkeypatch.setattr("jenga.sim.commands.plan_command.is_installed", lambda: True)
+    monkeypatch.setattr("jenga.sim.commands.plan_command._stock_system", lambda: None)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     declared = fields("SlidingWindow", "sliding_64", num_layers=3, slot_bytes=512, window_tokens=64)
     answering(replying({"layer_types": [declared]}))

@@ -7,15 +7,15 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from jenga.sim.arrivals import Arrivals
-from jenga.sim.bounds import unlimited
-from jenga.sim.generators import agentic, articles
-from jenga.sim.managers import make_arena
-from jenga.sim.replay import Replay, constant_clock
-from jenga.sim.sessions import agents, mixed
-from jenga.sim.shared_texts import alternate, loop, rag, samples, shift, tools, zipf
-from jenga.sim.sources import open_source
-from jenga.sim.workload import Piece, prefix_hashes
+from jenga.sim.arenas.by_name import make_arena
+from jenga.sim.replays.bounds import unlimited
+from jenga.sim.replays.replay import Replay, constant_clock
+from jenga.sim.workload.arrivals import Arrivals
+from jenga.sim.workload.generators import agentic, articles
+from jenga.sim.workload.requests import Piece, prefix_hashes
+from jenga.sim.workload.sessions import agents, mixed
+from jenga.sim.workload.shared_texts import alternate, loop, rag, samples, shift, tools, zipf
+from jenga.sim.workload.sources import open_source
 from jenga.spec import FullAttention, Layer, ModelSpec
 
 IN_TIME = (articles, rag, samples, zipf, tools, loop, shift, alternate, mixed, agents, agentic)

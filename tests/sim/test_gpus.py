@@ -2,7 +2,7 @@
 
 import pytest
 
-from jenga.sim.gpus import GPUS, find_gpu, parse_bytes
+from jenga.sim.hardware.gpus import GPUS, find_gpu, parse_bytes
 
 
 def test_gpu_is_found_in_any_case_and_under_its_usual_names():

@@ -11,11 +11,12 @@ import tarfile
 import pytest
 
 from jenga.cli import EXIT_MISTAKE, main
-from jenga.sim import archive, lines, records, servegen
-from jenga.sim.archive import text_files
-from jenga.sim.records import records_of
-from jenga.sim.rows import read_rows
-from jenga.sim.sources import open_source
+from jenga.sim.files import archive, lines
+from jenga.sim.files.archive import text_files
+from jenga.sim.results.rows import read_rows
+from jenga.sim.workload import records, servegen
+from jenga.sim.workload.records import records_of
+from jenga.sim.workload.sources import open_source
 
 DEEP = b"[" * 10**5
 HUGE = b"9" * 5000

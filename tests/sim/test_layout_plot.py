@@ -7,8 +7,8 @@ import pytest
 
 from jenga.cli import main
 from jenga.models import known_model
-from jenga.planner import plan
-from jenga.sim.layout_plot import draw_layout
+from jenga.planning.planner import plan
+from jenga.sim.planning.layout_plot import draw_layout
 
 pytest.importorskip("matplotlib", reason="extra `plots` is not installed")
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from jenga.sim.gpus import GPUS
-from jenga.sim.measured import measured
-from jenga.sim.step_time import PEAKS
+from jenga.sim.batching.measured import measured
+from jenga.sim.batching.step_time import PEAKS
+from jenga.sim.hardware.gpus import GPUS
 
 H200 = GPUS["H200"]
 BYTES_PER_S, FLOPS = 4.8e12, 989.4e12

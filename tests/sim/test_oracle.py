@@ -3,11 +3,11 @@
 import pytest
 
 from jenga.eviction.known import EVICTION_POLICIES
-from jenga.sim.bounds import unlimited
-from jenga.sim.managers import make_arena
-from jenga.sim.oracle import Oracle
-from jenga.sim.replay import Replay, constant_clock
-from jenga.sim.sources import open_source
+from jenga.sim.arenas.by_name import make_arena
+from jenga.sim.replays.bounds import unlimited
+from jenga.sim.replays.oracle import Oracle
+from jenga.sim.replays.replay import Replay, constant_clock
+from jenga.sim.workload.sources import open_source
 from jenga.spec import FullAttention, Layer, ModelSpec, SlidingWindow, State
 
 

@@ -5,9 +5,9 @@ import random
 import pytest
 
 from jenga.models import known_model
-from jenga.sim.managers import make_arena
-from jenga.sim.replay import Replay
-from jenga.sim.workload import Piece, Request
+from jenga.sim.arenas.by_name import make_arena
+from jenga.sim.replays.replay import Replay
+from jenga.sim.workload.requests import Piece, Request
 
 ARENA_BYTES = 3 << 30
 PROMPT_TOKENS = (200, 20_000)

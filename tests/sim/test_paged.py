@@ -3,9 +3,9 @@
 import pytest
 
 from jenga.models import known_model
-from jenga.sim.generators import long_documents, mmmu_pro
-from jenga.sim.managers import make_arena
-from jenga.sim.replay import Replay, constant_clock
+from jenga.sim.arenas.by_name import make_arena
+from jenga.sim.replays.replay import Replay, constant_clock
+from jenga.sim.workload.generators import long_documents, mmmu_pro
 
 ARENA_BYTES = 60 * 10**9
 

@@ -5,17 +5,17 @@ import re
 
 import pytest
 
-from jenga.baselines import geometry_by_name
 from jenga.cli import main
 from jenga.errors import OutOfPagesError
 from jenga.manager import Manager
 from jenga.models import KvFormat, ReadOptions, known_model, known_names
-from jenga.sim import stock_fit
-from jenga.sim.budget import memory_budget
-from jenga.sim.gpus import find_gpu
-from jenga.sim.plan import LENGTHS, decode_bytes, fit_of, plan_model
-from jenga.sim.plan_text import WIDTH, plan_json, plan_text
-from jenga.sim.stages import layers_per_rank
+from jenga.sim.arenas.baseline_geometries import geometry_by_name
+from jenga.sim.hardware.budget import memory_budget
+from jenga.sim.hardware.gpus import find_gpu
+from jenga.sim.planning import vllm_fit
+from jenga.sim.planning.plan import LENGTHS, decode_bytes, fit_of, plan_model
+from jenga.sim.planning.plan_text import WIDTH, plan_json, plan_text
+from jenga.sim.planning.stages import layers_per_rank
 from jenga.spec import State
 
 ARENA_BYTES = 8 << 30
@@ -337,9 +337,9 @@ def test_command_says_what_is_wrong_in_one_line(arguments, message, capsys):
 
 
 def test_vllm_is_left_out_by_name_where_it_is_not_installed(monkeypatch):
-    monkeypatch.setattr(stock_fit, "find_spec", lambda _name: None)
+    monkeypatch.setattr(vllm_fit, "find_spec", lambda _name: None)
 
-    plan = plan_of("gemma-3-27b", lengths=(2048,), stock=stock_fit.stock_system)
+    plan = plan_of("gemma-3-27b", lengths=(2048,), stock=vllm_fit.stock_system)
 
     assert system(plan, "vllm").refusal == "vLLM 0.32 or 0.33 is not installed"
     assert "vLLM's planner does not start: vLLM 0.32 or 0.33 is not installed" in plan_text(plan)
@@ -349,7 +349,7 @@ def test_vllms_planner_wastes_what_its_replay_was_seen_to_waste():
     pytest.importorskip("vllm", reason="vLLM is not installed")
     arena_bytes = 40 << 30
 
-    stock = stock_fit.stock_system
+    stock = vllm_fit.stock_system
     gemma = plan_of("gemma-3-27b", arena_bytes, lengths=(1300,), stock=stock)
     llama = plan_of("llama-3.1-8b", arena_bytes, lengths=(1300, 400_000), stock=stock)
 

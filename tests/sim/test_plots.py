@@ -3,9 +3,9 @@
 import pytest
 
 from jenga.cli import main
-from jenga.sim import plots
-from jenga.sim.rows import write_rows
-from jenga.sim.runs import read_runs
+from jenga.sim.report import plots
+from jenga.sim.results.rows import write_rows
+from jenga.sim.results.runs import read_runs
 from tests.sim.made_rows import ARENA_BYTES, made_run, made_steps, made_summary, write_runs
 
 pytest.importorskip("matplotlib", reason="extra `plots` is not installed")

@@ -9,18 +9,26 @@ import pytest
 
 from jenga.errors import InvariantError
 from jenga.manager import Manager
-from jenga.sim.bounds import unlimited
-from jenga.sim.generators import agentic, articles
-from jenga.sim.managers import MANAGER_NAMES, make_arena
-from jenga.sim.quantiles import EXACT_VALUES, Quantiles
-from jenga.sim.record import Recorder, Recording
-from jenga.sim.replay import MOST_WAITING, Replay, constant_clock
-from jenga.sim.row_file import RowFile
-from jenga.sim.rows import RequestRow, RunRow, StepRow, SummaryRow, read_rows
-from jenga.sim.runs import read_runs
-from jenga.sim.session import Machine, Running, Settings, Trace, outcome_of, replay_rows, run_row
-from jenga.sim.sources import open_source
-from jenga.sim.workload import Piece, Request
+from jenga.sim.arenas.by_name import MANAGER_NAMES, make_arena
+from jenga.sim.replays.bounds import unlimited
+from jenga.sim.replays.record import Recorder, Recording
+from jenga.sim.replays.replay import MOST_WAITING, Replay, constant_clock
+from jenga.sim.replays.row_file import RowFile
+from jenga.sim.replays.session import (
+    Machine,
+    Running,
+    Settings,
+    Trace,
+    outcome_of,
+    replay_rows,
+    run_row,
+)
+from jenga.sim.results.quantiles import EXACT_VALUES, Quantiles
+from jenga.sim.results.rows import RequestRow, RunRow, StepRow, SummaryRow, read_rows
+from jenga.sim.results.runs import read_runs
+from jenga.sim.workload.generators import agentic, articles
+from jenga.sim.workload.requests import Piece, Request
+from jenga.sim.workload.sources import open_source
 from jenga.spec import FullAttention, Layer, ModelSpec, SlidingWindow, State
 
 MODEL = ModelSpec(
@@ -260,9 +268,9 @@ def most_bytes_of(num_requests):
 
 def test_memory_does_not_grow_with_the_number_of_requests(monkeypatch):
     # What a trace may grow to in a long run must be reached in the shorter of these two.
-    monkeypatch.setattr("jenga.sim.replay.MOST_WAITING", 16)
-    monkeypatch.setattr("jenga.sim.quantiles.EXACT_VALUES", 64)
-    monkeypatch.setattr("jenga.sim.quantiles._BIN_WIDTH", 0.1)
+    monkeypatch.setattr("jenga.sim.replays.replay.MOST_WAITING", 16)
+    monkeypatch.setattr("jenga.sim.results.quantiles.EXACT_VALUES", 64)
+    monkeypatch.setattr("jenga.sim.results.quantiles._BIN_WIDTH", 0.1)
     monkeypatch.setattr("jenga.eviction.points.REMEMBERED_ARENAS", 1)
     # What is kept for all replays of a process belongs to none of them.
     most_bytes_of(50)
@@ -538,7 +546,7 @@ def test_a_snapshot_of_other_code_or_of_another_run_is_left_alone(tmp_path, monk
 
     assert RowFile(path).snapshot_of("another") is None
     assert RowFile(path).snapshot_of(row.run).replay.num_steps == 7
-    monkeypatch.setattr("jenga.sim.snapshot._code", lambda: "changed")
+    monkeypatch.setattr("jenga.sim.replays.snapshot._code", lambda: "changed")
     assert RowFile(path).snapshot_of(row.run) is None
     # Rows of another run came after: they must not be cut off.
     monkeypatch.undo()

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from jenga.cli import main
-from jenga.sim.rows import RequestRow, RunRow, StepRow, SummaryRow, read_rows
+from jenga.sim.results.rows import RequestRow, RunRow, StepRow, SummaryRow, read_rows
 
 SMALL = ["--model", "llama-3.2-1b", "--arena", "40MB", "--quiet"]
 TRACE = ["--trace", "articles:n=3,questions=2,tokens=160,output=4"]

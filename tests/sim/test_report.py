@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from jenga.cli import main
-from jenga.sim.rows import write_rows
+from jenga.sim.results.rows import write_rows
 from tests.sim.made_rows import made_run, made_steps, made_summary, write_runs
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from jenga.sim.replay import constant_clock
-from jenga.sim.row_file import RowFile
-from jenga.sim.rows import RunRow, row_line
-from jenga.sim.session import Machine, Running, Settings, Trace, run_row
-from jenga.sim.sources import open_source
+from jenga.sim.replays.replay import constant_clock
+from jenga.sim.replays.row_file import RowFile
+from jenga.sim.replays.session import Machine, Running, Settings, Trace, run_row
+from jenga.sim.results.rows import RunRow, row_line
+from jenga.sim.workload.sources import open_source
 from jenga.spec import FullAttention, Layer, ModelSpec
 
 MODEL = ModelSpec(

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jenga.sim.rows import (
+from jenga.sim.results.rows import (
     RequestRow,
     RunRow,
     Spread,

@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from jenga.sim.rows import write_rows
-from jenga.sim.runs import MAX_STEPS, read_runs
+from jenga.sim.results.rows import write_rows
+from jenga.sim.results.runs import MAX_STEPS, read_runs
 from tests.sim.made_rows import made_run, made_steps, made_summary, write_runs
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from jenga.sim.arena import ActiveRequest
-from jenga.sim.scheduler import Scheduler
-from jenga.sim.workload import Piece, Request
+from jenga.sim.batching.arena import ActiveRequest
+from jenga.sim.batching.scheduler import Scheduler
+from jenga.sim.workload.requests import Piece, Request
 
 
 class SlotArena:

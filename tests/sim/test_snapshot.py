@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from jenga.cli import main
-from jenga.sim.files import written_whole
-from jenga.sim.replay import constant_clock
-from jenga.sim.row_file import RowFile
-from jenga.sim.rows import read_rows
-from jenga.sim.session import Machine, Running, Settings, Trace, replay_rows, run_row
-from jenga.sim.sources import open_source
-from jenga.sim.user_key import KEY_BYTES, key_path, user_key
+from jenga.sim.files.user_key import KEY_BYTES, key_path, user_key
+from jenga.sim.files.whole_files import written_whole
+from jenga.sim.replays.replay import constant_clock
+from jenga.sim.replays.row_file import RowFile
+from jenga.sim.replays.session import Machine, Running, Settings, Trace, replay_rows, run_row
+from jenga.sim.results.rows import read_rows
+from jenga.sim.workload.sources import open_source
 from jenga.spec import FullAttention, Layer, ModelSpec
 
 MODEL = ModelSpec(
@@ -119,7 +119,7 @@ def test_a_snapshot_of_another_user_starts_over_with_a_warning(tmp_path, monkeyp
 def test_a_snapshot_of_other_code_starts_over_with_a_warning(tmp_path, monkeypatch):
     path = tmp_path / "rows.jsonl"
     row = cut(path)
-    monkeypatch.setattr("jenga.sim.snapshot._code", lambda: "changed")
+    monkeypatch.setattr("jenga.sim.replays.snapshot._code", lambda: "changed")
 
     (warning,) = started_over(path, row)
 

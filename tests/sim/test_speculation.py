@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from jenga.models import ReadOptions, known_model
-from jenga.sim.gpus import find_gpu
-from jenga.sim.managers import make_arena
-from jenga.sim.replay import Replay, constant_clock
-from jenga.sim.speculation import Speculation
-from jenga.sim.step_time import StepTime, drafted_time, weights_of
-from jenga.sim.workload import Piece, Request
+from jenga.sim.arenas.by_name import make_arena
+from jenga.sim.batching.speculation import Speculation
+from jenga.sim.batching.step_time import StepTime, drafted_time, weights_of
+from jenga.sim.hardware.gpus import find_gpu
+from jenga.sim.replays.replay import Replay, constant_clock
+from jenga.sim.workload.requests import Piece, Request
 from jenga.spec import FullAttention, Layer, ModelSpec, SlidingWindow, State
 
 LAYERS = tuple(Layer(name=str(index), slot_bytes=256) for index in range(3))

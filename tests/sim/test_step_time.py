@@ -4,11 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from jenga.admission import STEP_TOKENS
+from jenga.admission.reserve import STEP_TOKENS
 from jenga.models import known_model
-from jenga.sim.arena import ActiveRequest, Chunk, MovedBytes
-from jenga.sim.gpus import GPUS, Gpu
-from jenga.sim.step_time import (
+from jenga.sim.batching.arena import ActiveRequest, Chunk, MovedBytes
+from jenga.sim.batching.step_time import (
     SHARES,
     Achieved,
     DraftedTime,
@@ -18,7 +17,8 @@ from jenga.sim.step_time import (
     step_tokens_of,
     weights_of,
 )
-from jenga.sim.workload import Piece, Request
+from jenga.sim.hardware.gpus import GPUS, Gpu
+from jenga.sim.workload.requests import Piece, Request
 from jenga.spec import (
     ChunkedLocal,
     CrossAttention,

@@ -6,14 +6,14 @@ from importlib.util import find_spec
 
 import pytest
 
-from jenga.sim.arena import ActiveRequest
-from jenga.sim.managers import make_arena
-from jenga.sim.replay import constant_clock
-from jenga.sim.row_file import RowFile
-from jenga.sim.rows import StepRow, read_rows
-from jenga.sim.scheduler import Scheduler
-from jenga.sim.session import Machine, Running, Settings, Trace, replay_rows, run_row
-from jenga.sim.workload import Piece, Request
+from jenga.sim.arenas.by_name import make_arena
+from jenga.sim.batching.arena import ActiveRequest
+from jenga.sim.batching.scheduler import Scheduler
+from jenga.sim.replays.replay import constant_clock
+from jenga.sim.replays.row_file import RowFile
+from jenga.sim.replays.session import Machine, Running, Settings, Trace, replay_rows, run_row
+from jenga.sim.results.rows import StepRow, read_rows
+from jenga.sim.workload.requests import Piece, Request
 from jenga.spec import (
     ChunkedLocal,
     FullAttention,

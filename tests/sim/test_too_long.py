@@ -3,10 +3,10 @@
 import pytest
 
 from jenga.cli import main
-from jenga.sim.managers import make_arena
-from jenga.sim.replay import Replay, constant_clock
-from jenga.sim.rows import RequestRow, SummaryRow, read_rows
-from jenga.sim.workload import Piece, Request
+from jenga.sim.arenas.by_name import make_arena
+from jenga.sim.replays.replay import Replay, constant_clock
+from jenga.sim.results.rows import RequestRow, SummaryRow, read_rows
+from jenga.sim.workload.requests import Piece, Request
 from jenga.spec import FullAttention, Layer, ModelSpec
 
 MODEL = ModelSpec(

@@ -8,11 +8,11 @@ from itertools import pairwise
 
 import pytest
 
-from jenga.sim import generators
-from jenga.sim.session import Trace
-from jenga.sim.sources import GENERATORS, format_of, open_source
-from jenga.sim.traces import read_azure, read_lengths, read_mooncake
-from jenga.sim.workload import Piece, prefix_hashes
+from jenga.sim.replays.session import Trace
+from jenga.sim.workload import generators
+from jenga.sim.workload.requests import Piece, prefix_hashes
+from jenga.sim.workload.sources import GENERATORS, format_of, open_source
+from jenga.sim.workload.traces import read_azure, read_lengths, read_mooncake
 
 MOONCAKE = [
     {"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [0, 1, 2]},

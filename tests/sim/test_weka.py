@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import pytest
 
-from jenga.sim.managers import make_arena
-from jenga.sim.replay import Replay, constant_clock
-from jenga.sim.sources import format_of, open_source
-from jenga.sim.weka import MOST_DEPTH, read_weka
-from jenga.sim.workload import Piece, prefix_hashes
+from jenga.sim.arenas.by_name import make_arena
+from jenga.sim.replays.replay import Replay, constant_clock
+from jenga.sim.workload.requests import Piece, prefix_hashes
+from jenga.sim.workload.sources import format_of, open_source
+from jenga.sim.workload.weka import MOST_DEPTH, read_weka
 from jenga.spec import FullAttention, Layer, ModelSpec
 
 BLOCK = 64

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from jenga.sim.generators import articles
-from jenga.sim.workload import MOST_TOKENS, Piece, Request, prefix_hashes
+from jenga.sim.workload.generators import articles
+from jenga.sim.workload.requests import MOST_TOKENS, Piece, Request, prefix_hashes
 
 
 def tokens_of(pieces):

@@ -39,7 +39,7 @@ class Recorder:
 
 def place_bytes(expected, geometry, stored):
     """Write every stored key and value to its address, heads outermost within a layer's part."""
-    from jenga.vllm_plugin.specs import layer_names
+    from jenga.vllm_plugin.specs.layer_types import layer_names
 
     tables = {
         name: (table, offset)
@@ -63,7 +63,7 @@ def main():
     os.environ.update(job.get("environment", {}))
     from vllm import LLM, SamplingParams
 
-    from jenga.vllm_plugin.attention import JengaTritonImpl
+    from jenga.vllm_plugin.layers.attention import JengaTritonImpl
 
     llm = LLM(**job["options"])
     recorder = Recorder()

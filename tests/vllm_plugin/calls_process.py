@@ -37,7 +37,7 @@ def note_calls(names):
     Args:
         names: Operation -> arguments to describe.
     """
-    from jenga.vllm_plugin import attention, gated_delta, latent, mamba
+    from jenga.vllm_plugin.layers import attention, gated_delta, latent, mamba
     from jenga_kernels.trial_calls import Call
 
     modules = {
@@ -66,8 +66,8 @@ def note_calls(names):
 
 def described(llm):
     """Get the calls that builders of an engine's layers would have tried, and their arguments."""
-    from jenga.vllm_plugin.state_worker import builders_of
-    from jenga.vllm_plugin.tried_kernels import TriesKernels
+    from jenga.vllm_plugin.trials.tried_kernels import TriesKernels
+    from jenga.vllm_plugin.worker.state_worker import builders_of
     from jenga_kernels.trial_calls import Call
 
     calls, names = {}, {}

@@ -15,8 +15,8 @@ NAN_BYTE = 0xFF
 """Four, or two, of these are a NaN in every floating-point type used here."""
 
 HOPPER_SCANS = (
-    "jenga_kernels.triton.state_scan_specialized",
-    "jenga_kernels.triton.delta_scan_hopper",
+    "jenga_kernels.triton.mamba.hopper.scan_specialized",
+    "jenga_kernels.triton.delta.hopper.scan",
 )
 """Kernels for prompts of recurrent layers, by module."""
 
@@ -399,8 +399,8 @@ def main():
         "arena_bytes": arena_bytes,
         "warm_up": warm_up,
         # They are imported where they are launched.
-        "has_specialized_prefill": "jenga_kernels.triton.attention_prefill_hopper" in sys.modules,
-        "has_specialized_latents": "jenga_kernels.triton.latent_decode_hopper" in sys.modules,
+        "has_specialized_prefill": "jenga_kernels.triton.attention.hopper.prefill" in sys.modules,
+        "has_specialized_latents": "jenga_kernels.triton.latent.hopper.decode" in sys.modules,
         "has_hopper_scans": [name for name in HOPPER_SCANS if name in sys.modules],
         "scheduler": type(scheduler_of(llm)).__name__ if job.get("captures") else None,
     }

@@ -6,8 +6,8 @@ Usage: python -m tests.vllm_plugin.features. It writes the page, which test_feat
 from collections.abc import Iterable
 from pathlib import Path
 
-from jenga.vllm_plugin.options import UNUSED_OPTIONS
-from jenga.vllm_plugin.refusals import Refusal
+from jenga.vllm_plugin.settings.options import UNUSED_OPTIONS
+from jenga.vllm_plugin.settings.refusals import Refusal
 
 PAGE = Path(__file__).parents[2] / "docs" / "features.md"
 

@@ -13,9 +13,9 @@ def main():
     from prometheus_client import REGISTRY, generate_latest
     from vllm import LLM, SamplingParams
 
-    from jenga.vllm_plugin import metric_readings
+    from jenga.vllm_plugin.metrics import readings
 
-    metric_readings.INTERVAL_S = 0.0  # after every step
+    readings.INTERVAL_S = 0.0  # after every step
     llm = LLM(**job["options"] | {"disable_log_stats": False})
     sampling = SamplingParams(
         temperature=0.0, max_tokens=job["max_tokens"], ignore_eos=True, detokenize=False

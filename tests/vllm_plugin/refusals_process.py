@@ -47,8 +47,8 @@ def run(case):
     """Configure the engine of a case, as far as it comes."""
     from vllm.engine.arg_utils import EngineArgs
 
+    from jenga.vllm_plugin.arena.layout import get_kv_cache_config_from_groups, get_kv_cache_groups
     from jenga.vllm_plugin.config import prepare_config
-    from jenga.vllm_plugin.layout import get_kv_cache_config_from_groups, get_kv_cache_groups
 
     common = {
         "dtype": "float32",

@@ -4,7 +4,7 @@ from collections import defaultdict
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from jenga.vllm_plugin.metric_series import SERIES
+from jenga.vllm_plugin.metrics.series import SERIES
 
 NAMES = {each.name for each in SERIES}
 

@@ -14,18 +14,18 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from jenga.vllm_plugin import attention_builder
-from jenga.vllm_plugin.attention_builder import (
+from jenga.vllm_plugin.layers import attention_builder
+from jenga.vllm_plugin.layers.attention_builder import (
     JengaTritonMetadataBuilder,
     attention_kind,
     image_reach,
     image_spans,
 )
-from jenga.vllm_plugin.captured_plans import CapturedPlans
+from jenga.vllm_plugin.layers.captured_plans import CapturedPlans
 from jenga_kernels.attention_plan import AttentionPlan, plan_attention
 from jenga_kernels.paged_attention import paged_attention
 from jenga_kernels.reference.paged_attention import paged_attention as attend_plainly
-from jenga_kernels.triton import tiles
+from jenga_kernels.triton.lib import tiles
 from tests.kernels.support import check_close
 from tests.vllm_plugin.test_tried_kernels import NOT_PASSED, set_kernels, settle_kernels
 

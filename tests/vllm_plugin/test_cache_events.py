@@ -44,7 +44,7 @@ def make_scheduler(tiny_model, monkeypatch):
     from vllm.v1.engine import core
     from vllm.v1.structured_output import StructuredOutputManager
 
-    from jenga.vllm_plugin.layout import get_kv_cache_config_from_groups, get_kv_cache_groups
+    from jenga.vllm_plugin.arena.layout import get_kv_cache_config_from_groups, get_kv_cache_groups
 
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
 
@@ -210,11 +210,11 @@ def test_who_follows_the_events_knows_what_is_cached(make_scheduler, model, aren
 def test_what_comes_from_host_memory_ahead_is_told_of_who_waits_for_it(
     make_scheduler, monkeypatch, step_bytes
 ):
-    from jenga import loading_ahead
+    from jenga.prefix import prefetch
 
     # As of models whose pages take a step's time to load.
-    monkeypatch.setattr(loading_ahead, "STEP_BYTES", step_bytes)
-    monkeypatch.setattr(loading_ahead, "LOADED_TOKENS", 0)
+    monkeypatch.setattr(prefetch, "STEP_BYTES", step_bytes)
+    monkeypatch.setattr(prefetch, "LOADED_TOKENS", 0)
     scheduler = make_scheduler("gpt_oss", MIB, kv_offloading_size=1 / 32)
     manager = scheduler.kv_cache_manager.manager
     monkeypatch.setattr(manager._loading, "_at_once_bytes", 0)

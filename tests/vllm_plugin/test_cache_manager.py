@@ -35,7 +35,7 @@ def make_scheduler(engine_config):
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
-    from jenga.vllm_plugin.layout import get_kv_cache_config_from_groups, get_kv_cache_groups
+    from jenga.vllm_plugin.arena.layout import get_kv_cache_config_from_groups, get_kv_cache_groups
 
     shape = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
 
@@ -104,7 +104,7 @@ def finish_step(scheduler, step):
 
 
 def test_scheduler_uses_the_manager_and_gives_every_page_back(make_scheduler):
-    from jenga.vllm_plugin.cache_manager import JengaKVCacheManager
+    from jenga.vllm_plugin.scheduler.cache_manager import JengaKVCacheManager
 
     scheduler = make_scheduler(8 * MIB)
     assert isinstance(scheduler.kv_cache_manager, JengaKVCacheManager)

@@ -33,8 +33,8 @@ def layers_of(*, num_kv_heads, is_head_major, dtype, slot_bytes):
 def test_slots_and_their_scales_fill_a_layers_part_of_each_page(
     cache_dtype, dtype, per_byte, num_kv_heads, is_head_major
 ):
-    from jenga.vllm_plugin.cache_views import cache_views
-    from jenga_kernels.cache import check_slot_scales
+    from jenga.vllm_plugin.layers.cache_views import cache_views
+    from jenga_kernels.checks.pages import check_slot_scales
 
     key_bytes, value_bytes = HEAD_DIM // per_byte, VALUE_DIM // per_byte
     arena, layers = layers_of(
@@ -71,7 +71,7 @@ def test_slots_and_their_scales_fill_a_layers_part_of_each_page(
 
 
 def test_other_caches_have_the_scales_of_their_layer():
-    from jenga.vllm_plugin.cache_views import cache_views
+    from jenga.vllm_plugin.layers.cache_views import cache_views
 
     layer = SimpleNamespace(_k_scale=torch.tensor(2.0), _v_scale=torch.ones(3, 1))
     stored = torch.zeros(2, 3, 16, 128, dtype=torch.uint8)
@@ -89,8 +89,8 @@ def test_other_caches_have_the_scales_of_their_layer():
 def test_the_backend_counts_the_scales_of_slots():
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
-    from jenga.vllm_plugin.attention import JengaTritonBackend
-    from jenga.vllm_plugin.specs import model_spec
+    from jenga.vllm_plugin.layers.attention import JengaTritonBackend
+    from jenga.vllm_plugin.specs.layer_types import model_spec
 
     shape = {"block_size": 16, "num_kv_heads": 3, "head_size": 128, "head_size_v": 64}
     for mode, dtype in (

@@ -11,13 +11,13 @@ pytest.importorskip("vllm")
 
 @pytest.fixture
 def builder():
-    from jenga.vllm_plugin.config_builder import JengaKVCacheConfigBuilder
+    from jenga.vllm_plugin.arena.config_builder import JengaKVCacheConfigBuilder
 
     return JengaKVCacheConfigBuilder()
 
 
 def test_a_block_is_a_large_page_and_there_are_as_many_as_asked_for(builder):
-    from jenga.vllm_plugin.layout import get_kv_cache_config_from_groups
+    from jenga.vllm_plugin.arena.layout import get_kv_cache_config_from_groups
 
     options = engine_config()
     groups = builder.get_kv_cache_groups(options, dict(HYBRID))
@@ -46,7 +46,7 @@ def test_less_than_one_large_page_per_table_is_refused_with_the_numbers(builder)
 
 
 def test_graphs_are_measured_in_an_arena_of_few_large_pages(builder):
-    from jenga.vllm_plugin.config_builder import thrown_away
+    from jenga.vllm_plugin.arena.config_builder import thrown_away
 
     options = engine_config()
     groups = builder.get_kv_cache_groups(options, dict(HYBRID))

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from jenga.request import PrefixHit
+from jenga.tables.request import PrefixHit
 from tests.vllm_plugin.conftest import V2_RUNNER, assert_same_generation
 from tests.vllm_plugin.engine_process import prompts_of_lengths
 from tests.vllm_plugin.test_attention_features import WHISPER
@@ -47,7 +47,7 @@ def make_scheduler(engine_config):
     from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
-    from jenga.vllm_plugin.layout import get_kv_cache_config_from_groups, get_kv_cache_groups
+    from jenga.vllm_plugin.arena.layout import get_kv_cache_config_from_groups, get_kv_cache_groups
 
     shape = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
 
@@ -306,7 +306,7 @@ def test_cache_events_tell_of_tokens_alone(run):
 
 def test_what_some_layers_have_of_an_encoder_is_left_out_of_a_hit():
     from jenga.spec import CrossAttention, FullAttention
-    from jenga.vllm_plugin.encoder_hits import EncoderHits
+    from jenga.vllm_plugin.scheduler.encoder_hits import EncoderHits
 
     kinds = [FullAttention, CrossAttention, CrossAttention]
     tables = [SimpleNamespace(layer_type=object.__new__(kind)) for kind in kinds]
@@ -334,7 +334,7 @@ def test_what_some_layers_have_of_an_encoder_is_left_out_of_a_hit():
 
 
 def test_slots_are_of_who_was_encoded_in_the_order_of_rows():
-    from jenga.vllm_plugin.cross_attention import encoder_slots
+    from jenga.vllm_plugin.layers.cross_attention import encoder_slots
 
     page_table = torch.tensor([[9, 8, 0], [4, 0, 0], [2, 7, 5]], dtype=torch.int32)
 
@@ -348,8 +348,8 @@ def test_keys_of_another_number_than_was_encoded_are_refused():
     import numpy as np
 
     from jenga.errors import InvariantError
-    from jenga.vllm_plugin.cross_attention import JengaCrossMetadata
-    from jenga.vllm_plugin.state_worker import StepMailbox
+    from jenga.vllm_plugin.layers.cross_attention import JengaCrossMetadata
+    from jenga.vllm_plugin.worker.state_worker import StepMailbox
 
     mailbox = StepMailbox()
 

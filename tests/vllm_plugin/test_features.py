@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jenga.vllm_plugin.options import UNUSED_OPTIONS, options_without_effect
+from jenga.vllm_plugin.settings.options import UNUSED_OPTIONS, options_without_effect
 from tests.vllm_plugin.conftest import engine_environment, run_with_children
 from tests.vllm_plugin.features import (
     PAGE,
@@ -85,7 +85,7 @@ def test_fields_that_vllm_sets_are_no_options():
 def test_options_that_are_left_to_vllm_are_read_where_nothing_is_replaced(field, module):
     import vllm
 
-    from jenga.vllm_plugin.replacements import REPLACEMENTS
+    from jenga.vllm_plugin.patches.all_patches import REPLACEMENTS
 
     newer = {each for fields in NEWER_FIELDS.values() for each in fields}
     if not (vllm.__version__.startswith("0.32.") and field in newer):
@@ -194,7 +194,7 @@ def test_states_have_the_dtypes_that_are_asked_for(options, dtypes, tiny_model):
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
     from vllm.v1.kv_cache_interface import MambaSpec
 
-    from jenga.vllm_plugin.specs import model_spec
+    from jenga.vllm_plugin.specs.layer_types import model_spec
 
     config = EngineArgs(
         model=str(tiny_model("granite_hybrid")),

@@ -104,7 +104,7 @@ def parts_of(layer, inputs):
 
 def run_gated_delta(layer, inputs, out, metadata):
     """Run a layer on rows of mixed_qkv, b and a side by side."""
-    from jenga.vllm_plugin.gated_delta import forward_gated_delta
+    from jenga.vllm_plugin.layers.gated_delta import forward_gated_delta
 
     heads = out.unflatten(-1, (NUM_V_HEADS, layer.head_v_dim))
     forward_gated_delta(layer, *parts_of(layer, inputs), heads, metadata)
@@ -112,7 +112,7 @@ def run_gated_delta(layer, inputs, out, metadata):
 
 def run_kimi(layer, inputs, out, metadata):
     """Run a layer on rows of mixed_qkv, gates and betas side by side."""
-    from jenga.vllm_plugin.gated_delta import forward_kimi_delta
+    from jenga.vllm_plugin.layers.gated_delta import forward_kimi_delta
 
     size = KIMI_HEADS * KIMI_DIM
     mixed_qkv, gates, betas = inputs.split([3 * size, size, KIMI_HEADS], dim=-1)
@@ -218,7 +218,7 @@ def test_prompts_are_scanned_by_the_kernels_that_are_asked_for(
     config,  # noqa: F811
     monkeypatch,
 ):
-    from jenga.vllm_plugin import gated_delta
+    from jenga.vllm_plugin.layers import gated_delta
 
     set_kernels(monkeypatch, "JENGA_SPECIALIZED_SCANS", setting)
     layer = gated_delta_layer(state_pages(SHAPES))
@@ -297,7 +297,7 @@ def test_gated_delta_layer_in_bfloat16_errs_no_more_than_vllms_own(config):  # n
 
 
 def test_states_kept_on_the_way_are_those_of_a_prompt_that_ends_there(config):  # noqa: F811
-    from jenga.vllm_plugin.state_orders import StateWrite, StepOrders
+    from jenga.vllm_plugin.scheduler.state_orders import StateWrite, StepOrders
 
     inputs = prompts(INPUT_DIM)
     layer = gated_delta_layer(state_pages(SHAPES))
@@ -331,7 +331,7 @@ def test_states_kept_on_the_way_are_those_of_a_prompt_that_ends_there(config):  
 def test_vllms_own_operations_serve_layers_that_are_not_known_or_not_selected(config):  # noqa: F811
     from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 
-    from jenga.vllm_plugin.mamba_builder import JengaMambaMetadataBuilder
+    from jenga.vllm_plugin.layers.mamba_builder import JengaMambaMetadataBuilder
 
     layer = gated_delta_layer()
     ours = builder_for(layer, config, SHAPES)
@@ -354,8 +354,8 @@ def test_the_names_that_vllms_layers_call_lead_here(config, monkeypatch):  # noq
     )
     from vllm.third_party.flash_linear_attention.ops.kda import FusedRMSNormGated
 
-    from jenga.vllm_plugin import mamba
-    from jenga.vllm_plugin.replacements import apply_worker_replacements
+    from jenga.vllm_plugin.layers import mamba
+    from jenga.vllm_plugin.patches.all_patches import apply_worker_replacements
 
     apply_worker_replacements()
 
@@ -416,7 +416,7 @@ def test_drafted_tokens_do_not_go_to_an_operation_of_vllms_that_passes_our_kerne
         QwenGatedDeltaNetAttention,
     )
 
-    from jenga.vllm_plugin.replacements import IN_WORKERS
+    from jenga.vllm_plugin.patches.all_patches import IN_WORKERS
 
     name = "_fused_gdn_decode_unsupported_reason"
     monkeypatch.setattr(QwenGatedDeltaNetAttention, name, lambda self, vllm_config: None)  # noqa: ARG005
@@ -450,7 +450,7 @@ def test_operations_that_our_kernels_take_the_place_of_are_not_warmed_up(
     from vllm.config import set_current_vllm_config
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
-    from jenga.vllm_plugin.replacements import IN_WORKERS
+    from jenga.vllm_plugin.patches.all_patches import IN_WORKERS
 
     layer_class = resolve_obj_by_qualname(f"vllm.model_executor.layers.mamba.{layer}")
     monkeypatch.setattr(layer_class, name, getattr(layer_class, name))  # as it was, in the end

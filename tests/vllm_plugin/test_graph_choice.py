@@ -24,7 +24,7 @@ def chosen(monkeypatch, requests, *, is_selected=True, **named):
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     import jenga.vllm_plugin.config
-    from jenga.vllm_plugin.worker_replacements import WORKERS
+    from jenga.vllm_plugin.patches.workers import WORKERS
 
     monkeypatch.setattr(jenga.vllm_plugin.config, "is_selected", lambda _: is_selected)
     name = "GPUModelRunner._determine_batch_execution_and_padding"

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from jenga.request import CopyPath, PageCopy
-from jenga.vllm_plugin.copy_rounds import CopyRound, copy_rounds, runs_of_copies
+from jenga.tables.request import CopyPath, PageCopy
+from jenga.vllm_plugin.scheduler.copy_rounds import CopyRound, copy_rounds, runs_of_copies
 from tests.machines.geometries import STATES
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -75,7 +75,7 @@ def arena():
 
 
 def test_pages_go_to_host_memory_and_come_back_elsewhere(arena):
-    from jenga.vllm_plugin.host_memory import HostMemory
+    from jenga.vllm_plugin.worker.host_memory import HostMemory
 
     before = arena.clone().view(12, 8)
     host = HostMemory(arena.device, 6 * 24)
@@ -98,7 +98,7 @@ def test_pages_go_to_host_memory_and_come_back_elsewhere(arena):
 
 @pytest.mark.parametrize("num_bytes", [24, 64 << 20], ids=["small", "large"])
 def test_what_is_copied_ahead_is_what_the_step_left_and_the_next_one_waits(num_bytes):
-    from jenga.vllm_plugin.host_memory import HostMemory
+    from jenga.vllm_plugin.worker.host_memory import HostMemory
 
     arena = torch.zeros(4, num_bytes, dtype=torch.int8, device=DEVICE)
     host = HostMemory(arena.device, 4 * num_bytes)
@@ -124,8 +124,8 @@ def test_what_is_copied_ahead_is_what_the_step_left_and_the_next_one_waits(num_b
 @pytest.mark.parametrize("when", ["copies", "ahead"])
 def test_pages_ordered_to_host_memory_that_is_not_there_are_an_error(when, arena):
     from jenga.errors import InvariantError
-    from jenga.vllm_plugin.state_orders import StepOrders
-    from jenga.vllm_plugin.state_worker import StepMailbox
+    from jenga.vllm_plugin.scheduler.state_orders import StepOrders
+    from jenga.vllm_plugin.worker.state_worker import StepMailbox
 
     out = CopyRound(small_pages_per_large_page=3, source_pages=(4,), target_pages=(7,), path=OUT)
 
@@ -134,16 +134,16 @@ def test_pages_ordered_to_host_memory_that_is_not_there_are_an_error(when, arena
 
 
 def test_host_memory_that_cannot_be_had_is_refused_by_the_option():
-    from jenga.vllm_plugin.host_memory import HostMemory
+    from jenga.vllm_plugin.worker.host_memory import HostMemory
 
     with pytest.raises(MemoryError, match=r"--kv-offloading-size: \d+ bytes of host memory cannot"):
         HostMemory(torch.device("cpu"), 1 << 60)
 
 
 def test_host_memory_of_one_engine_does_not_wait_for_copies_of_another(arena, monkeypatch):
-    from jenga.vllm_plugin.host_memory import HostMemory
-    from jenga.vllm_plugin.state_orders import StepOrders
-    from jenga.vllm_plugin.state_worker import StepMailbox
+    from jenga.vllm_plugin.scheduler.state_orders import StepOrders
+    from jenga.vllm_plugin.worker.host_memory import HostMemory
+    from jenga.vllm_plugin.worker.state_worker import StepMailbox
 
     first, second = StepMailbox(), StepMailbox()
     finished = []
@@ -165,7 +165,7 @@ def test_host_memory_of_one_engine_does_not_wait_for_copies_of_another(arena, mo
 
 
 def test_host_memory_is_unlocked_when_its_engine_is_gone(monkeypatch):
-    from jenga.vllm_plugin.host_memory import HostMemory
+    from jenga.vllm_plugin.worker.host_memory import HostMemory
 
     locked = []
     cuda = SimpleNamespace(

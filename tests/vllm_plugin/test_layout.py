@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from jenga.admission import STEP_TOKENS
+from jenga.admission.reserve import STEP_TOKENS
 
 pytestmark = pytest.mark.vllm
 
@@ -80,7 +80,7 @@ HYBRID = {
 
 
 def config_of(specs, available_memory, **cache):
-    from jenga.vllm_plugin.layout import get_kv_cache_config_from_groups, get_kv_cache_groups
+    from jenga.vllm_plugin.arena.layout import get_kv_cache_config_from_groups, get_kv_cache_groups
 
     config = engine_config(**cache)
     groups = get_kv_cache_groups(config, specs)
@@ -110,7 +110,7 @@ def test_views_of_all_layers_tile_the_arena_without_overlap():
     from vllm.v1.kv_cache_layout import KVCacheLayout
     from vllm.v1.worker.utils import allocate_kv_cache
 
-    from jenga.vllm_plugin.layout import geometry_of
+    from jenga.vllm_plugin.arena.layout import geometry_of
 
     config = config_of(HYBRID | {"narrow.0": attention(head_size=96, head_size_v=64)}, 8 * MIB)
     geometry = geometry_of(config)
@@ -244,7 +244,7 @@ def test_a_convolution_state_that_would_leave_the_next_unaligned_is_refused():
 def test_prefixes_are_cached_only_if_all_states_are_kept(kind, architecture, is_kept, monkeypatch):
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
-    from jenga.vllm_plugin import layout
+    from jenga.vllm_plugin.arena import layout
 
     # What vLLM's logger lets through depends on who set it up before.
     warnings = []
@@ -267,7 +267,10 @@ def drafting_config(architecture):
 
 
 def test_states_of_drafted_tokens_have_slots_of_their_own():
-    from jenga.vllm_plugin.layout import get_kv_cache_groups, max_memory_usage_bytes_from_groups
+    from jenga.vllm_plugin.arena.layout import (
+        get_kv_cache_groups,
+        max_memory_usage_bytes_from_groups,
+    )
 
     config = drafting_config("GraniteMoeHybridForCausalLM")
     specs = {
@@ -287,7 +290,7 @@ def test_states_of_drafted_tokens_have_slots_of_their_own():
 def test_drafts_with_states_that_other_operations_keep_are_refused_by_kind():
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
-    from jenga.vllm_plugin.layout import get_kv_cache_groups
+    from jenga.vllm_plugin.arena.layout import get_kv_cache_groups
 
     config = drafting_config("Qwen4ExpForCausalLM")
     specs = HYBRID | {"other": mamba(mamba_type=MambaAttentionBackendEnum.SHORT_CONV)}
@@ -299,7 +302,7 @@ def test_drafts_with_states_that_other_operations_keep_are_refused_by_kind():
 def test_prefixes_of_hybrids_are_hashed_by_pages_of_tokens():
     from vllm.v1.engine import core
 
-    from jenga.vllm_plugin.replacements import apply_replacements
+    from jenga.vllm_plugin.patches.all_patches import apply_replacements
 
     apply_replacements()
     config = config_of(HYBRID, 8 * MIB, enable_prefix_caching=True)
@@ -314,7 +317,7 @@ def test_prefixes_of_hybrids_are_hashed_by_pages_of_tokens():
 
 
 def test_the_longest_request_is_counted_in_large_pages_of_each_table():
-    from jenga.vllm_plugin.layout import (
+    from jenga.vllm_plugin.arena.layout import (
         geometry_of,
         get_kv_cache_groups,
         max_concurrency,

@@ -138,7 +138,7 @@ def builder_for(engine_config):
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
     from vllm.v1.kv_cache_interface import MambaSpec
 
-    from jenga.vllm_plugin.replacements import apply_worker_replacements
+    from jenga.vllm_plugin.patches.all_patches import apply_worker_replacements
 
     apply_worker_replacements()
     context, layer = engine_config.compilation_config.static_forward_context, linear_layer()
@@ -166,7 +166,7 @@ def with_positions(inputs):
 
 def run_linear(layer, inputs, out, metadata):
     """Run a layer on rows of a position and inputs, its slopes lost as in deep sleep."""
-    from jenga.vllm_plugin.linear_attention import forward_linear_attention, keep_rates
+    from jenga.vllm_plugin.layers.linear_attention import forward_linear_attention, keep_rates
 
     keep_rates(layer)
     layer.tp_slope.fill_(float("nan"))
@@ -189,7 +189,7 @@ def test_linear_attention_cut_anywhere_errs_no_more_than_plain_pytorch(options, 
 
 
 def test_states_kept_on_the_way_are_those_of_a_prompt_that_ends_there(config):  # noqa: F811
-    from jenga.vllm_plugin.state_orders import StateWrite, StepOrders
+    from jenga.vllm_plugin.scheduler.state_orders import StateWrite, StepOrders
 
     inputs, layer = prompts(HIDDEN), linear_layer(state_pages(SHAPES))
     # (request, tokens, page): in a first chunk, two in one, at the end of one.
@@ -245,7 +245,7 @@ def test_random_drafts_in_random_batches_leave_no_trace(order, drafting_config):
 def test_vllms_own_operations_serve_the_layers_where_the_backend_is_not_selected(config):  # noqa: F811
     from vllm.v1.attention.backends.linear_attn import BailingLinearAttentionMetadataBuilder
 
-    from jenga.vllm_plugin.mamba_builder import JengaMambaMetadataBuilder
+    from jenga.vllm_plugin.layers.mamba_builder import JengaMambaMetadataBuilder
 
     ours = builder_for(config)
     selected = config.attention_config.backend
@@ -260,7 +260,7 @@ def test_vllms_own_operations_serve_the_layers_where_the_backend_is_not_selected
 
 
 def test_the_name_that_vllms_layer_calls_leads_here(config, monkeypatch):  # noqa: F811
-    from jenga.vllm_plugin import mamba
+    from jenga.vllm_plugin.layers import mamba
 
     layer, inputs = linear_layer(state_pages(SHAPES)), with_positions(prompts(HIDDEN))
     builder = builder_for(config)

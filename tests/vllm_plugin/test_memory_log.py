@@ -9,9 +9,9 @@ import pytest
 from jenga.geometry import exact_lcm
 from jenga.manager import Manager
 from jenga.spec import FullAttention, Layer, ModelSpec
-from jenga.vllm_plugin import memory_log
-from jenga.vllm_plugin.environment import read_settings
-from jenga.vllm_plugin.memory_log import MemoryLog, check_memory_log, open_memory_log
+from jenga.vllm_plugin.metrics import memory_log
+from jenga.vllm_plugin.metrics.memory_log import MemoryLog, check_memory_log, open_memory_log
+from jenga.vllm_plugin.settings.environment import read_settings
 
 pytestmark = pytest.mark.vllm
 

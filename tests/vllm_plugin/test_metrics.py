@@ -16,7 +16,7 @@ from jenga.errors import NotLoadedError, OutOfPagesError, TooEarlyError
 from jenga.geometry import exact_lcm
 from jenga.manager import Manager
 from jenga.spec import FullAttention, Layer, ModelSpec, SlidingWindow
-from jenga.vllm_plugin.metric_series import ENGINE_LABELS, LABEL_VALUES, SERIES
+from jenga.vllm_plugin.metrics.series import ENGINE_LABELS, LABEL_VALUES, SERIES
 from tests.vllm_plugin.conftest import (
     HERE,
     NUM_WORKERS,
@@ -61,10 +61,11 @@ def manager():
 @pytest.fixture
 def warned(monkeypatch):
     """Get what the modules of metrics warn of."""
-    from jenga.vllm_plugin import metric_export, metric_readings, metric_replacements
+    from jenga.vllm_plugin.metrics import export, readings
+    from jenga.vllm_plugin.patches import metrics
 
     texts = []
-    for module in (metric_export, metric_readings, metric_replacements):
+    for module in (export, readings, metrics):
         monkeypatch.setattr(module.logger, "warning", lambda text, *args: texts.append(text % args))
     return texts
 
@@ -89,7 +90,7 @@ def shown(exporter):
 
 
 def test_readings_name_all_series_with_their_labels_and_add_up(manager, clock):
-    from jenga.vllm_plugin.metric_readings import MetricReader
+    from jenga.vllm_plugin.metrics.readings import MetricReader
 
     reader = MetricReader(manager, clock)
     manager.new_step()
@@ -111,7 +112,7 @@ def test_readings_name_all_series_with_their_labels_and_add_up(manager, clock):
 
 
 def test_every_value_of_a_label_is_one_that_is_read(manager, clock):
-    from jenga.vllm_plugin.metric_readings import MetricReader
+    from jenga.vllm_plugin.metrics.readings import MetricReader
 
     values = MetricReader(manager, clock).read()["values"]
 
@@ -122,7 +123,7 @@ def test_every_value_of_a_label_is_one_that_is_read(manager, clock):
 
 
 def test_values_are_read_once_in_an_interval_and_when_the_last_request_ends(manager, clock):
-    from jenga.vllm_plugin.metric_readings import MetricReader
+    from jenga.vllm_plugin.metrics.readings import MetricReader
 
     reader = MetricReader(manager, clock)
     manager.allocate("r", num_tokens=20)
@@ -147,7 +148,7 @@ def test_values_are_read_once_in_an_interval_and_when_the_last_request_ends(mana
 
 
 def test_a_reading_that_fails_is_said_once_and_is_the_last(manager, clock, warned, monkeypatch):
-    from jenga.vllm_plugin.metric_readings import MetricReader
+    from jenga.vllm_plugin.metrics.readings import MetricReader
 
     reader = MetricReader(manager, clock)
     monkeypatch.setattr(manager, "memory", lambda: 1 / 0)
@@ -171,7 +172,7 @@ def test_a_reading_that_fails_is_said_once_and_is_the_last(manager, clock, warne
     ids=["memory", "reserve", "state", "loading"],
 )
 def test_a_refused_admission_counts_once_and_waits_until_it_comes_in(error, reason, clock):
-    from jenga.vllm_plugin.held_back import HeldBack
+    from jenga.vllm_plugin.metrics.held_back import HeldBack
 
     held_back = HeldBack(clock)
     for _ in range(3):
@@ -187,7 +188,7 @@ def test_a_refused_admission_counts_once_and_waits_until_it_comes_in(error, reas
 
 
 def test_time_held_back_counts_for_the_reason_that_held_at_the_time(clock):
-    from jenga.vllm_plugin.held_back import HeldBack
+    from jenga.vllm_plugin.metrics.held_back import HeldBack
 
     held_back = HeldBack(clock)
     held_back.refuse("r", refusal(3, 2))
@@ -213,7 +214,7 @@ def payload(value, number, *, engine=0):
 
 
 def test_the_newest_reading_of_each_engine_is_shown_with_vllms_labels():
-    from jenga.vllm_plugin.metric_export import Exporter
+    from jenga.vllm_plugin.metrics.export import Exporter
 
     exporter, listener = Exporter(CollectorRegistry()), Listener()
     for each in (payload(5, 1), payload(7, 2), payload(9, 1, engine=1)):
@@ -226,7 +227,7 @@ def test_the_newest_reading_of_each_engine_is_shown_with_vllms_labels():
 
 
 def test_series_end_with_what_hears_of_the_engine():
-    from jenga.vllm_plugin.metric_export import Exporter
+    from jenga.vllm_plugin.metrics.export import Exporter
 
     exporter, listener = Exporter(CollectorRegistry()), Listener()
     exporter.note(listener, payload(5, 1))
@@ -237,7 +238,7 @@ def test_series_end_with_what_hears_of_the_engine():
 
 
 def test_any_of_several_servers_shows_the_newest_reading_of_all(tmp_path, monkeypatch):
-    from jenga.vllm_plugin.metric_export import Exporter
+    from jenga.vllm_plugin.metrics.export import Exporter
 
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     servers, listeners = (
@@ -257,7 +258,7 @@ def test_any_of_several_servers_shows_the_newest_reading_of_all(tmp_path, monkey
 def test_an_exporter_that_cannot_write_is_heard_once_and_shows_nothing(
     tmp_path, monkeypatch, warned
 ):
-    from jenga.vllm_plugin.metric_export import Exporter
+    from jenga.vllm_plugin.metrics.export import Exporter
 
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path / "missing"))
     exporter, listener = Exporter(CollectorRegistry()), Listener()
@@ -270,7 +271,7 @@ def test_an_exporter_that_cannot_write_is_heard_once_and_shows_nothing(
 
 
 def test_a_broken_file_of_another_server_leaves_the_scrape_to_vllm(tmp_path, warned):
-    from jenga.vllm_plugin.metric_export import Exporter
+    from jenga.vllm_plugin.metrics.export import Exporter
 
     (tmp_path / "jenga_metrics_1.json").write_text("[")
 
@@ -281,14 +282,14 @@ def test_a_broken_file_of_another_server_leaves_the_scrape_to_vllm(tmp_path, war
 
 
 def test_a_vllm_with_other_statistics_serves_without_metrics(warned, monkeypatch):
-    from jenga.vllm_plugin import metric_replacements
+    from jenga.vllm_plugin.patches import metrics
 
     def refuse(_replacements):
         msg = "vLLM has no Scheduler.make_stats"
         raise ValueError(msg)
 
-    monkeypatch.setattr(metric_replacements, "put_in_place", refuse)
-    metric_replacements.watch_metrics()
+    monkeypatch.setattr(metrics, "put_in_place", refuse)
+    metrics.watch_metrics()
 
     assert warned == [
         "JENGA_TRITON: no metrics of its own on this vLLM: vLLM has no Scheduler.make_stats"
@@ -298,11 +299,11 @@ def test_a_vllm_with_other_statistics_serves_without_metrics(warned, monkeypatch
 def test_a_reading_is_taken_out_before_vllms_own_loggers_look(monkeypatch):
     from vllm.v1.metrics.stats import SchedulerStats
 
-    from jenga.vllm_plugin import metric_export
-    from jenga.vllm_plugin.metric_replacements import _record
+    from jenga.vllm_plugin.metrics import export
+    from jenga.vllm_plugin.patches.metrics import _record
 
-    exporter, seen = metric_export.Exporter(CollectorRegistry()), []
-    monkeypatch.setattr(metric_export, "EXPORTER", exporter)
+    exporter, seen = export.Exporter(CollectorRegistry()), []
+    monkeypatch.setattr(export, "EXPORTER", exporter)
     record = _record(lambda _self, stats, *_: seen.append(stats.kv_connector_stats))
     listener = Listener()
     reading = {"model": "m", "at": [1.0, 1], "values": [["jenga_arena_size_bytes", [], 3]]}
@@ -322,7 +323,7 @@ def test_a_reading_survives_the_way_between_processes(manager):
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.metrics.stats import SchedulerStats
 
-    from jenga.vllm_plugin.metric_readings import MetricReader
+    from jenga.vllm_plugin.metrics.readings import MetricReader
 
     reading = MetricReader(manager).read()
     sent = EngineCoreOutputs(scheduler_stats=SchedulerStats(kv_connector_stats={"jenga": reading}))

@@ -22,8 +22,8 @@ def plan_for():
     from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
     from vllm.v1.engine import core
 
-    from jenga.vllm_plugin.replacements import apply_replacements
-    from jenga.vllm_plugin.switch import backend_member
+    from jenga.vllm_plugin.patches.all_patches import apply_replacements
+    from jenga.vllm_plugin.settings.switch import backend_member
 
     apply_replacements()
 
@@ -43,7 +43,7 @@ def plan_for():
 
 
 def test_all_ranks_have_the_same_page_tables_of_as_many_pages(plan_for):
-    from jenga.vllm_plugin.layout import geometry_of, stage_of
+    from jenga.vllm_plugin.arena.layout import geometry_of, stage_of
 
     (first, second), scheduler = plan_for([FIRST, SECOND], [32 * MIB, 12 * MIB])
 
@@ -67,7 +67,7 @@ def test_views_of_each_rank_lie_apart_in_its_own_arena(plan_for):
     from vllm.v1.kv_cache_layout import KVCacheLayout
     from vllm.v1.worker.utils import allocate_kv_cache
 
-    from jenga.vllm_plugin.layout import geometry_of, stage_of
+    from jenga.vllm_plugin.arena.layout import geometry_of, stage_of
 
     configs, _ = plan_for([FIRST, SECOND], [16 * MIB, 16 * MIB])
 
@@ -91,7 +91,7 @@ def test_views_of_each_rank_lie_apart_in_its_own_arena(plan_for):
 def test_the_scheduler_knows_each_group_also_where_the_first_rank_has_no_layer_of_it(plan_for):
     from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
-    from jenga.vllm_plugin.layout import first_layers, geometry_of
+    from jenga.vllm_plugin.arena.layout import first_layers, geometry_of
 
     for ranks in ([FIRST, SECOND], [SECOND, FIRST]):
         _, scheduler = plan_for(ranks, [32 * MIB, 32 * MIB])
@@ -119,7 +119,7 @@ def test_tensor_parallel_workers_of_one_rank_count_as_one(plan_for):
 
 
 def test_ranks_alike_waste_as_little_as_one(plan_for):
-    from jenga.vllm_plugin.layout import geometry_of
+    from jenga.vllm_plugin.arena.layout import geometry_of
 
     layers = {f"{kind}.{i}": attention(**o) for kind, o in KINDS.items() for i in range(2)}
     halves = [{name: layers[name] for name in layers if name[-1] == half} for half in "01"]
@@ -133,7 +133,7 @@ KINDS = {"full": {}, "sliding": {"window": 32}}
 
 
 def test_what_a_rank_wastes_and_has_left_is_logged(plan_for, monkeypatch):
-    from jenga.vllm_plugin import layout
+    from jenga.vllm_plugin.arena import layout
 
     lines = []
     monkeypatch.setattr(layout.logger, "info", lambda text, *values: lines.append(text % values))
@@ -156,8 +156,8 @@ def test_a_rank_that_stores_nothing_is_refused_by_its_number(plan_for):
 def test_a_rank_without_attention_layers_takes_the_layout_of_others(monkeypatch):
     from vllm.v1.engine import core
 
-    from jenga.vllm_plugin.replacements import apply_replacements
-    from jenga.vllm_plugin.switch import backend_member
+    from jenga.vllm_plugin.patches.all_patches import apply_replacements
+    from jenga.vllm_plugin.settings.switch import backend_member
 
     apply_replacements()
     monkeypatch.delenv("VLLM_KV_CACHE_LAYOUT", raising=False)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import jenga.vllm_plugin
-from jenga.vllm_plugin.refusals import Refusal
-from jenga.vllm_plugin.replacement import SUPPORTED_VERSIONS, series_of
+from jenga.vllm_plugin.patches.patch import SUPPORTED_VERSIONS, series_of
+from jenga.vllm_plugin.settings.refusals import Refusal
 from tests.vllm_plugin.conftest import engine_environment
 
 HERE = Path(__file__).parent
@@ -259,7 +259,7 @@ def test_builds_of_a_supported_version_are_of_its_series():
 def test_caches_that_are_laid_out_in_another_way_are_refused():
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowMLASpec
 
-    from jenga.vllm_plugin.specs import model_spec
+    from jenga.vllm_plugin.specs.layer_types import model_spec
 
     shape = {"block_size": 16, "num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
     padded = FullAttentionSpec(**shape, page_size_padded=1 << 20)
@@ -276,7 +276,7 @@ def test_states_behind_which_the_next_would_not_be_aligned_are_refused():
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
     from vllm.v1.kv_cache_interface import MambaSpec
 
-    from jenga.vllm_plugin.specs import model_spec
+    from jenga.vllm_plugin.specs.layer_types import model_spec
 
     spec = MambaSpec(
         block_size=256,
@@ -335,7 +335,7 @@ def test_layers_that_cannot_be_served_are_refused_with_the_reason(options, met):
 
 @pytest.mark.vllm
 def test_latents_with_slopes_windows_or_caps_are_refused():
-    from jenga.vllm_plugin.latent import JengaLatentImpl
+    from jenga.vllm_plugin.layers.latent import JengaLatentImpl
 
     layer = {
         "num_heads": 4,
@@ -357,7 +357,7 @@ def test_latents_with_slopes_windows_or_caps_are_refused():
 
 @pytest.mark.vllm
 def test_quantised_results_are_refused():
-    from jenga.vllm_plugin.attention import JengaTritonImpl
+    from jenga.vllm_plugin.layers.attention import JengaTritonImpl
 
     layer, rows = JengaTritonImpl(4, 64, 1.0), torch.zeros(1, 4, 64)
 
@@ -368,7 +368,7 @@ def test_quantised_results_are_refused():
 
 @pytest.mark.vllm
 def test_page_tables_of_layers_that_read_images_differently_are_refused():
-    from jenga.vllm_plugin.attention_builder import image_reach
+    from jenga.vllm_plugin.layers.attention_builder import image_reach
 
     layers = {
         "layers.0.attn": SimpleNamespace(mm_prefix_clamp_sliding_window=True),
@@ -383,7 +383,7 @@ def test_page_tables_of_layers_that_read_images_differently_are_refused():
 
 @pytest.mark.vllm
 def test_drafts_of_several_layer_types_are_refused():
-    from jenga.vllm_plugin.speculation import check_draft
+    from jenga.vllm_plugin.settings.speculation import check_draft
 
     check_draft(["full"])
     with pytest.raises(ValueError, match="full and sliding_64") as caught:
@@ -393,7 +393,7 @@ def test_drafts_of_several_layer_types_are_refused():
 
 @pytest.mark.vllm
 def test_layers_with_kernels_of_their_own_are_refused(monkeypatch):
-    from jenga.vllm_plugin import served_layers
+    from jenga.vllm_plugin.layers import served_layers
 
     class OwnAttention:
         def get_attn_backend(self):
@@ -436,7 +436,7 @@ def test_every_refusal_has_a_test():
 def test_no_module_refuses_a_feature_in_words_of_its_own():
     folder = Path(jenga.vllm_plugin.__file__).parent
     refused = set()
-    for path in sorted(folder.glob("*.py")):
+    for path in sorted(folder.rglob("*.py")):
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
             is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)

@@ -56,7 +56,7 @@ def layer_with_histories(
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
     from vllm.v1.kv_cache_interface import MambaSpec
 
-    from jenga.vllm_plugin.state_history import with_histories
+    from jenga.vllm_plugin.specs.state_history import with_histories
 
     plain = MambaSpec(
         block_size=256,
@@ -83,7 +83,7 @@ def test_a_layer_cut_anywhere_gives_what_one_gives_that_writes_every_state(
     config,  # noqa: F811
     history_tokens,
 ):
-    from jenga.vllm_plugin.mamba import forward_mamba2
+    from jenga.vllm_plugin.layers.mamba import forward_mamba2
 
     inputs = prompts(NUM_INPUTS)
     plain = mamba2_layer(state_pages(MAMBA2_SHAPES))
@@ -100,7 +100,7 @@ def test_a_layer_cut_anywhere_gives_what_one_gives_that_writes_every_state(
 
 
 def test_decoding_goes_on_from_copied_pages_and_prompts_bring_them_up_to_date(config):  # noqa: F811
-    from jenga.vllm_plugin.mamba import forward_mamba2
+    from jenga.vllm_plugin.layers.mamba import forward_mamba2
 
     inputs = prompts(NUM_INPUTS)["c"]
     layer, builder = layer_with_histories(config, 16)
@@ -135,7 +135,7 @@ def test_decoding_goes_on_from_copied_pages_and_prompts_bring_them_up_to_date(co
 
 def run_alone(config, inputs):  # noqa: F811
     """Outputs of a request that is one prompt, by a layer that writes every state."""
-    from jenga.vllm_plugin.mamba import forward_mamba2
+    from jenga.vllm_plugin.layers.mamba import forward_mamba2
 
     layer, out = mamba2_layer(state_pages(MAMBA2_SHAPES)), torch.empty(len(inputs), INNER)
     metadata = our_builder(config, MAMBA2_SHAPES, "MAMBA2").build(
@@ -146,8 +146,8 @@ def run_alone(config, inputs):  # noqa: F811
 
 
 def test_states_kept_on_the_way_through_a_prompt_have_as_many_tokens(config):  # noqa: F811
-    from jenga.vllm_plugin.mamba import forward_mamba2
-    from jenga.vllm_plugin.state_orders import StateWrite, StepOrders
+    from jenga.vllm_plugin.layers.mamba import forward_mamba2
+    from jenga.vllm_plugin.scheduler.state_orders import StateWrite, StepOrders
 
     inputs = prompts(NUM_INPUTS)["c"]
     layer, builder = layer_with_histories(config)
@@ -174,7 +174,7 @@ def test_histories_are_for_mamba2_layers_with_rows_of_whole_loads(config):  # no
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
     from vllm.v1.kv_cache_interface import MambaSpec
 
-    from jenga.vllm_plugin.state_history import with_histories
+    from jenga.vllm_plugin.specs.state_history import with_histories
 
     def spec(kind, shapes):
         return MambaSpec(
@@ -201,7 +201,7 @@ def test_jenga_plan_counts_the_bytes_that_layers_take(asked, tiny_model):
     from jenga.models.options import ReadOptions
     from jenga.models.reader import read_model
     from jenga.spec import State
-    from jenga.vllm_plugin.state_history import with_histories
+    from jenga.vllm_plugin.specs.state_history import with_histories
 
     model, drafts = tiny_model("granite_hybrid"), {"method": "ngram", "num_speculative_tokens": 3}
     engine = EngineArgs(

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jenga.vllm_plugin.refusals import Refusal
+from jenga.vllm_plugin.settings.refusals import Refusal
 from tests.vllm_plugin.test_switch import run_python
 
 pytestmark = pytest.mark.vllm
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.vllm
 
 def config_of(layers, *, is_selected=True):
     """Get what of an engine's configuration says which layers there are, and on which backend."""
-    from jenga.vllm_plugin.switch import backend_member
+    from jenga.vllm_plugin.settings.switch import backend_member
 
     return SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context=layers),
@@ -24,7 +24,7 @@ def attention(cls=None, *, backend=None, shares=None):
     """Get a layer of vLLM's Attention, or of a class made of it, that stores or shares a cache."""
     from vllm.model_executor.layers.attention import Attention
 
-    from jenga.vllm_plugin.attention import JengaTritonBackend
+    from jenga.vllm_plugin.layers.attention import JengaTritonBackend
 
     cls = cls or Attention
     layer = cls.__new__(cls)
@@ -55,7 +55,7 @@ def own_layer(backend):
 
 
 def check(layers, stored=None):
-    from jenga.vllm_plugin.served_layers import check_layers
+    from jenga.vllm_plugin.layers.served_layers import check_layers
 
     check_layers(config_of(layers), layers if stored is None else stored)
 
@@ -63,7 +63,7 @@ def check(layers, stored=None):
 def test_attention_on_our_backend_is_served():
     from vllm.model_executor.layers.attention import ChunkedLocalAttention, CrossAttention
 
-    from jenga.vllm_plugin.cross_attention import JengaCrossBackend
+    from jenga.vllm_plugin.layers.cross_attention import JengaCrossBackend
 
     check(
         {
@@ -78,7 +78,7 @@ def test_latent_attention_is_served_on_our_backend_alone():
     from vllm.model_executor.layers.attention import MLAAttention
     from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
 
-    from jenga.vllm_plugin.latent import JengaLatentBackend
+    from jenga.vllm_plugin.layers.latent import JengaLatentBackend
 
     class PaddedAttention(MLAAttention):
         pass
@@ -109,7 +109,7 @@ def test_attention_on_another_backend_is_refused():
 
 
 def test_layers_of_a_class_of_their_own_are_refused_on_any_backend():
-    from jenga.vllm_plugin.attention import JengaTritonBackend
+    from jenga.vllm_plugin.layers.attention import JengaTritonBackend
 
     for backend in (JengaTritonBackend, stock_backend()):
         with pytest.raises(ValueError, match="1 of them, of which 'own' is a"):
@@ -150,7 +150,7 @@ def test_layers_that_share_a_cache_are_held_to_the_same():
 
 def get_specs(vllm_config, specs):
     """Call what takes the place of the worker's method, whose own gives these specs."""
-    from jenga.vllm_plugin.worker_replacements import WORKERS
+    from jenga.vllm_plugin.patches.workers import WORKERS
 
     (method,) = (each for each in WORKERS if each.name == "Worker.get_kv_cache_spec")
     worker = SimpleNamespace(vllm_config=vllm_config)

@@ -54,7 +54,7 @@ def specs_of(kind, page_tokens):
 
 def smallest_arena(config, specs):
     """Get the layout of the fewest bytes with which an engine starts."""
-    from jenga.vllm_plugin.layout import (
+    from jenga.vllm_plugin.arena.layout import (
         get_kv_cache_config_from_groups,
         get_kv_cache_groups,
         max_memory_usage_bytes_from_groups,

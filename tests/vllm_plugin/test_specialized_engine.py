@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from jenga_kernels.triton.tiles import HOPPER, machine_of
+from jenga_kernels.triton.lib.tiles import HOPPER, machine_of
 from tests.conftest import EMULATED_GPU
 from tests.kernels.support import DEVICE
 from tests.vllm_plugin.conftest import ROUNDED_TOLERANCE, assert_same_generation

@@ -54,7 +54,7 @@ def make_scheduler(engine_config):
     )
     from vllm.v1.structured_output import StructuredOutputManager
 
-    from jenga.vllm_plugin.layout import (
+    from jenga.vllm_plugin.arena.layout import (
         get_kv_cache_config_from_groups,
         get_kv_cache_groups,
         max_memory_usage_bytes_from_groups,
@@ -339,7 +339,7 @@ def test_aborting_requests_that_draft_loses_nothing(num_in_flight, make_schedule
 def test_a_hit_leaves_out_the_page_whose_last_slot_is_made_of_the_next_token(make_scheduler):
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from jenga.vllm_plugin.cache_manager import JengaKVCacheManager
+    from jenga.vllm_plugin.scheduler.cache_manager import JengaKVCacheManager
 
     config = make_scheduler(Scheduler).kv_cache_manager.kv_cache_config
     manager = JengaKVCacheManager(config, MAX_TOKENS, 16, 16, use_eagle=True)

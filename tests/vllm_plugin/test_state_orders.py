@@ -16,11 +16,11 @@ import torch
 from jenga.geometry import exact_lcm
 from jenga.manager import Manager
 from jenga.policies import RequestFacts
-from jenga.request import CopyPath, PageCopy
 from jenga.spec import FullAttention, Layer, ModelSpec, State
-from jenga.vllm_plugin.copy_rounds import CopyRound, copy_rounds
-from jenga.vllm_plugin.state_orders import StateKeeper, StepOrders, take_orders
-from jenga.vllm_plugin.warm_up import on_pages_apart, orders_of
+from jenga.tables.request import CopyPath, PageCopy
+from jenga.vllm_plugin.scheduler.copy_rounds import CopyRound, copy_rounds
+from jenga.vllm_plugin.scheduler.state_orders import StateKeeper, StepOrders, take_orders
+from jenga.vllm_plugin.worker.warm_up import on_pages_apart, orders_of
 from tests.vllm_plugin.test_cache_manager import request
 
 pytestmark = pytest.mark.vllm
@@ -54,7 +54,7 @@ def make_scheduler(engine_config):
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
-    from jenga.vllm_plugin.layout import get_kv_cache_config_from_groups, get_kv_cache_groups
+    from jenga.vllm_plugin.arena.layout import get_kv_cache_config_from_groups, get_kv_cache_groups
 
     def make(arena_bytes, *, num_kinds=2, scheduler_class=Scheduler, num_host_large_pages=0):
         specs = {
@@ -478,7 +478,7 @@ def test_copies_of_a_large_page_that_changed_hands_keep_their_order():
 
 
 def test_a_round_of_copies_moves_whole_pages_and_nothing_else():
-    from jenga.vllm_plugin.state_worker import arena_of, copy_pages
+    from jenga.vllm_plugin.worker.state_worker import arena_of, copy_pages
 
     arena = torch.randint(-100, 100, (6 * 48,), dtype=torch.int8)
     before = arena.clone().view(6, 48)

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from jenga.admission import STEP_TOKENS
-from jenga.vllm_plugin.step_cost import parameters_over_active, step_tokens
+from jenga.admission.reserve import STEP_TOKENS
+from jenga.vllm_plugin.arena.step_cost import parameters_over_active, step_tokens
 
 # Fields of published configurations, their experts, those for a token, parameters and active ones.
 MODELS = {

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from jenga.vllm_plugin.environment import (
+from jenga.vllm_plugin.settings.environment import (
     _KNOWN_VARIABLES,
     cache_directory,
     read_settings,
     selects_backend,
 )
-from jenga.vllm_plugin.refusals import Refusal
+from jenga.vllm_plugin.settings.refusals import Refusal
 from tests.vllm_plugin.conftest import engine_environment
 
 ROOT = Path(__file__).parents[2]
@@ -192,8 +192,8 @@ def test_vllm_is_untouched_unless_the_backend_is_selected(tiny_model):
     code = (
         CONFIGURE.format(model=str(tiny_model("llama")))
         + """
-    from jenga.vllm_plugin.replacement import of_installed_vllm
-    from jenga.vllm_plugin.replacements import IN_WORKERS, REPLACEMENTS
+    from jenga.vllm_plugin.patches.patch import of_installed_vllm
+    from jenga.vllm_plugin.patches.all_patches import IN_WORKERS, REPLACEMENTS
     needed, in_workers = of_installed_vllm(REPLACEMENTS), of_installed_vllm(IN_WORKERS)
     stock = configure(attention_backend=None)
     print("BEFORE", [r.name for r in needed if r.is_applied])
@@ -284,8 +284,8 @@ def selected_by_environment(tiny_model):
     workers = ("vllm.third_party.flash_linear_attention", "vllm.v1.worker.gpu_model_runner")
     print("IMPORTED", [name for name in workers if name in sys.modules])
     from vllm.v1.worker.worker_base import WorkerWrapperBase
-    from jenga.vllm_plugin.replacement import of_installed_vllm
-    from jenga.vllm_plugin.replacements import IN_WORKERS
+    from jenga.vllm_plugin.patches.patch import of_installed_vllm
+    from jenga.vllm_plugin.patches.all_patches import IN_WORKERS
     print("EARLY", any(r.is_applied for r in of_installed_vllm(IN_WORKERS)))
     worker = WorkerWrapperBase(rpc_rank=0)
     worker.vllm_config = config
@@ -408,7 +408,7 @@ def test_a_vllm_without_the_names_that_selecting_takes_is_left_as_it_is(is_known
     code = (
         WITHOUT_A_NAME.format(is_known_early=is_known_early)
         + """
-    from jenga.vllm_plugin.replacements import CONFIG_WATCH
+    from jenga.vllm_plugin.patches.all_patches import CONFIG_WATCH
     print("REPLACED", [watch.is_applied for watch in CONFIG_WATCH])
     print("KNOWN", "JENGA_TRITON" in AttentionBackendEnum.__members__)
     try:

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from jenga.vllm_plugin import kept_trials, tried_kernels
-from jenga.vllm_plugin.tried_kernels import KernelChoice, choose_kernels
+from jenga.vllm_plugin.trials import kept_trials, tried_kernels
+from jenga.vllm_plugin.trials.tried_kernels import KernelChoice, choose_kernels
 from jenga_kernels.trials import Verdict, usual_calls
-from jenga_kernels.triton.tiles import HOPPER, Machine
+from jenga_kernels.triton.lib.tiles import HOPPER, Machine
 
 pytestmark = pytest.mark.vllm
 
@@ -307,9 +307,10 @@ def test_a_rank_that_has_no_time_left_holds_no_trial(trials, monkeypatch, warnin
 RANK = """
 import sys, time
 import torch
-from jenga.vllm_plugin import kept_trials, tried_kernels
+from jenga.vllm_plugin.trials import kept_trials
+from jenga.vllm_plugin.trials import tried_kernels
 from jenga_kernels.trials import Verdict, usual_calls
-from jenga_kernels.triton.tiles import HOPPER, Machine
+from jenga_kernels.triton.lib.tiles import HOPPER, Machine
 from types import SimpleNamespace
 
 held, ends, start, start_s, ended_s = sys.argv[1:]

@@ -14,8 +14,8 @@ def chosen_backend(monkeypatch, backend, *, is_selected=True):
     """Make a layer as a model does that names a backend; get the one it is left with."""
     import vllm.config
 
-    from jenga.vllm_plugin.switch import backend_member
-    from jenga.vllm_plugin.worker_replacements import WORKERS
+    from jenga.vllm_plugin.patches.workers import WORKERS
+    from jenga.vllm_plugin.settings.switch import backend_member
 
     selected = SimpleNamespace(backend=backend_member() if is_selected else None)
     config = SimpleNamespace(attention_config=selected)

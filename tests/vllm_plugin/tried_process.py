@@ -55,7 +55,7 @@ def hold_trials_here(launched):
     """
     import torch
 
-    from jenga.vllm_plugin import tried_kernels
+    from jenga.vllm_plugin.trials import tried_kernels
     from jenga_kernels.trials import Verdict, arena_for, hold_trial
 
     tried = []

@@ -1,0 +1,1 @@
+"""How requests come in: the queue that waits, what is left to the cache, pages taken or refused."""

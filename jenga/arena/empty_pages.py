@@ -1,0 +1,166 @@
+"""Empty small pages of the large pages that one page table holds, and who may take them."""
+
+from collections.abc import Mapping, Sequence
+
+from jenga.arena.best_fit import NO_PAGE, Bins
+from jenga.errors import InvariantError
+
+NO_PAGES: list[int] = []
+"""Stands for the lists of a large page that is not held; never written."""
+
+
+class Vacancies:
+    """Which small pages are empty, by large page.
+
+    A pinned large page is free for all, or claimed: then others take its empty small pages only
+    when nothing else is empty. A reclaimable one is idle, and taken from when it is pinned again.
+
+    Attributes:
+        numbers: Large page -> its small pages in a row.
+        empties: Large page -> its empty small pages, the last one the next to be taken.
+        free: Pinned large pages with empty small pages that nobody claims.
+        claimed: Those that somebody claims.
+        idle: Reclaimable large pages with empty small pages.
+        claims: Owner -> the large page it claims.
+        owners: Large page -> the owner that claims it.
+    """
+
+    __slots__ = (
+        "_pages_per_large",
+        "claimed",
+        "claims",
+        "empties",
+        "free",
+        "idle",
+        "numbers",
+        "owners",
+    )
+
+    def __init__(self, num_larges: int, pages_per_large: int) -> None:
+        self._pages_per_large = pages_per_large
+        self.numbers = [NO_PAGES] * num_larges
+        self.empties = [NO_PAGES] * num_larges
+        self.free, self.claimed, self.idle = Bins(), Bins(), Bins()
+        self.claims: dict[int, int] = {}
+        self.owners: dict[int, int] = {}
+
+    def open(self, large: int) -> None:
+        """Note a pinned large page, all of it empty."""
+        k = self._pages_per_large
+        numbers = list(range(large * k, (large + 1) * k))
+        self.numbers[large] = numbers
+        self.empties[large] = numbers[::-1]
+        self.free.add(large, k)
+
+    def open_taken(self, larges: Sequence[int]) -> list[int]:
+        """Note pinned large pages of which all small pages are taken; these, in order."""
+        k, pages = self._pages_per_large, list[int]()
+        for large in larges:
+            numbers = list(range(large * k, (large + 1) * k))
+            self.numbers[large] = numbers
+            self.empties[large] = []
+            pages += numbers
+        return pages
+
+    def close(self, large: int) -> None:
+        """Forget a large page that is in no bin."""
+        self.numbers[large] = self.empties[large] = NO_PAGES
+
+    def take(self, large: int, most: int, pages: list[int]) -> int:
+        """Move empty small pages of a pinned large page to a list; how many there were."""
+        empties = self.empties[large]
+        num_before = len(empties)
+        num_taken = min(most, num_before)
+        if num_taken == 1:
+            pages.append(empties.pop())
+        else:
+            pages += empties[: -num_taken - 1 : -1]
+            del empties[num_before - num_taken :]
+        if large not in self.owners:
+            self.free.move(large, num_before, num_before - num_taken)
+        else:
+            self.claimed.move(large, num_before, num_before - num_taken)
+            if num_taken == num_before:
+                del self.claims[self.owners.pop(large)]
+        return num_taken
+
+    def take_packed(self) -> int:
+        """One small page of the fullest large page that is free for all, or the null page."""
+        large = self.free.take_fullest()
+        return self.empties[large].pop() if large != NO_PAGE else NO_PAGE
+
+    def put_back(self, large: int, pages: Sequence[int]) -> int:
+        """Note small pages of a pinned large page that became empty; how many are empty then."""
+        empties = self.empties[large]
+        bins = self.claimed if large in self.owners else self.free
+        bins.remove(large, len(empties))
+        # Backwards, so that a row is taken as a row.
+        empties.extend(reversed(pages))
+        bins.add(large, len(empties))
+        return len(empties)
+
+    def put_back_idle(self, large: int, pages: Sequence[int]) -> int:
+        """As `put_back`, of a large page that is not pinned; one that is all empty is in no bin."""
+        empties = self.empties[large]
+        self.idle.remove(large, len(empties))
+        empties.extend(reversed(pages))
+        if len(empties) < self._pages_per_large:
+            self.idle.add(large, len(empties))
+        return len(empties)
+
+    def claim(self, large: int, owner: int) -> None:
+        """Give what is empty in a pinned large page to an owner, if anything is."""
+        num_empty = len(self.empties[large])
+        if num_empty:
+            self.free.remove(large, num_empty)
+            self.claimed.add(large, num_empty)
+            self.claims[owner] = large
+            self.owners[large] = owner
+
+    def disown(self, owner: int) -> None:
+        """Give up an owner's claim, if it has one."""
+        large = self.claims.pop(owner, NO_PAGE)
+        if large != NO_PAGE:
+            del self.owners[large]
+            num_empty = len(self.empties[large])
+            self.claimed.remove(large, num_empty)
+            self.free.add(large, num_empty)
+
+    def pin(self, large: int) -> None:
+        """Note that an idle large page becomes pinned."""
+        num_empty = len(self.empties[large])
+        self.idle.remove(large, num_empty)
+        self.free.add(large, num_empty)
+
+    def unpin(self, large: int) -> None:
+        """Note that a pinned large page becomes idle, or closes if all of it is empty."""
+        num_empty = len(self.empties[large])
+        if large in self.owners:
+            self.claimed.remove(large, num_empty)
+            del self.claims[self.owners.pop(large)]
+        else:
+            self.free.remove(large, num_empty)
+        if num_empty < self._pages_per_large:
+            self.idle.add(large, num_empty)
+
+    def check(self, pinned: Mapping[int, bool]) -> None:
+        """Raise `InvariantError` unless bins and claims are those of the large pages.
+
+        Args:
+            pinned: Of each large page held, whether it is pinned.
+        """
+        bins: dict[str, dict[int, int]] = {"free": {}, "claimed": {}, "idle": {}}
+        for large, is_pinned in pinned.items():
+            if self.empties[large]:
+                name = "idle" if not is_pinned else "claimed" if large in self.owners else "free"
+                bins[name][large] = len(self.empties[large])
+        self.free.check(bins["free"])
+        self.claimed.check(bins["claimed"])
+        self.idle.check(bins["idle"])
+        owners = {owner: large for large, owner in self.owners.items()}
+        if owners != self.claims or not bins["claimed"].keys() >= self.owners.keys():
+            msg = f"claims {self.claims} against owners {self.owners}"
+            raise InvariantError(msg)
+        if NO_PAGES:
+            msg = "the lists of a large page that is not held were written"
+            raise InvariantError(msg)

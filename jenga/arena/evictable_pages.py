@@ -1,0 +1,289 @@
+"""Evictable small pages of the large pages that one page table holds, and which of them goes next.
+
+A large page without a user goes as a whole, so an order among small pages matters only in pinned
+ones. It is made when it is first asked for: most large pages are given away without one.
+
+A small page that no checkpoint needs is *loose*. Loose pages of pinned large pages go before
+everything else, and those of the fullest large page first. By age alone the pages that a request
+takes would be strewn over many large pages, and each of these would stay pinned for its sake.
+"""
+
+from collections.abc import Sequence
+
+from jenga.arena.best_fit import NO_PAGE, Bins
+from jenga.arena.eviction_queue import NOT_QUEUED, VictimQueue
+from jenga.arena.ranks import KEPT_RANK
+from jenga.errors import InvariantError
+
+NO_ORDER: list[int] = []
+"""Stands for an order that was not asked for; never written."""
+
+
+class Evictables:
+    """Ranks of evictable small pages.
+
+    Attributes:
+        stamps: Of an evictable small page its rank, else `NOT_QUEUED`.
+        eldest: Large page -> a lower bound of the ranks of its evictable small pages.
+        youngest: Large page -> the rank at which it last had a user.
+        pinned: Pinned large pages with evictable small pages, by a lower bound of their ranks; but
+            for those in `loose`.
+        loose: Pinned large page with loose small pages -> its small pages without a user.
+    """
+
+    __slots__ = (
+        "_fullest",
+        "_orders",
+        "_pages_per_large",
+        "eldest",
+        "loose",
+        "pinned",
+        "stamps",
+        "youngest",
+    )
+
+    def __init__(self, num_larges: int, pages_per_large: int) -> None:
+        self._pages_per_large = pages_per_large
+        self.stamps = [NOT_QUEUED] * (num_larges * pages_per_large)
+        self.eldest = [0] * num_larges
+        self.youngest = [0] * num_larges
+        self.pinned = VictimQueue(num_larges)
+        self.loose: dict[int, int] = {}
+        self._fullest = Bins()  # the same, by that number
+        # Per large page, entries of its evictable small pages in order, with stale ones.
+        self._orders = [NO_ORDER] * num_larges
+
+    def open(self, larges: Sequence[int]) -> None:
+        """Note large pages without evictable small pages."""
+        for large in larges:
+            self.youngest[large] = 0
+
+    def close(self, large: int) -> None:
+        """Forget a large page without evictable small pages."""
+        self._orders[large] = NO_ORDER
+
+    def pin(self, large: int) -> None:
+        """Let evictable small pages of a large page go one by one."""
+        if large not in self.loose:
+            self.pinned.push(large, self.eldest[large])
+
+    def unpin(self, large: int) -> None:
+        """Note that no small page of a large page goes by itself, if any did."""
+        if large in self.loose:
+            self._fullest.remove(large, self.loose.pop(large))
+        else:
+            self.pinned.drop(large)
+
+    def recount(self, large: int, num_unused: int) -> None:
+        """Record how many small pages of a large page with loose ones have no user."""
+        self._fullest.move(large, self.loose[large], num_unused)
+        self.loose[large] = num_unused
+
+    def add(self, large: int, page: int, rank: int, *, is_first: bool, goes_alone: bool) -> None:
+        """Note that one small page became evictable.
+
+        Args:
+            large: Its large page.
+            page: The small page.
+            rank: Its rank.
+            is_first: Whether no other one of its large page is evictable.
+            goes_alone: Whether its large page stays pinned.
+        """
+        self.stamps[page] = rank
+        if is_first or rank < self.eldest[large]:
+            self.eldest[large] = rank
+        self.youngest[large] = max(self.youngest[large], rank)
+        if self._orders[large]:
+            self._go_on(large, page, rank)
+        if goes_alone and (self.pinned.stamps[large] < 0 or self.pinned.rank(large) > rank):
+            self.pin(large)
+
+    def rerank(self, large: int, page: int, rank: int, *, goes_alone: bool) -> None:
+        """Give an evictable small page another rank.
+
+        Args:
+            large: Its large page.
+            page: The small page.
+            rank: The rank.
+            goes_alone: Whether its large page is pinned.
+        """
+        old, k = self.stamps[page], self._pages_per_large
+        self.stamps[page] = rank
+        self.eldest[large] = min(self.eldest[large], rank)
+        if rank < old == self.youngest[large]:
+            self.youngest[large] = max(self.stamps[large * k : (large + 1) * k])
+        else:
+            self.youngest[large] = max(self.youngest[large], rank)
+        if self._orders[large]:
+            self._go_on(large, page, rank)
+        if goes_alone and self.pinned.rank(large) > rank:
+            self.pin(large)
+
+    def note_whole(self, large: int, lowest: int, highest: int) -> None:
+        """Note that all small pages of a large page became evictable at once, with such ranks."""
+        self.eldest[large], self.youngest[large] = lowest, highest
+        self._orders[large] = NO_ORDER
+
+    def note_row(self, larges: range, lowest: Sequence[int], highest: Sequence[int]) -> None:
+        """As `note_whole` for large pages in a row, with the ranks of each."""
+        first, end = larges.start, larges.stop
+        self.eldest[first:end], self.youngest[first:end] = lowest, highest
+        self._orders[first:end] = [NO_ORDER] * len(larges)
+
+    def note(self, large: int, page: int, num_pages: int, lowest: int, highest: int) -> None:
+        """Note that small pages of a large page, of which others are evictable, became so too.
+
+        Args:
+            large: The large page.
+            page: The small page, if it is one.
+            num_pages: How many.
+            lowest: Of their ranks.
+            highest: Of their ranks.
+        """
+        self.eldest[large] = min(self.eldest[large], lowest)
+        self.youngest[large] = max(self.youngest[large], highest)
+        if num_pages == 1 and self._orders[large]:
+            self._go_on(large, page, lowest)
+        else:
+            self._orders[large] = NO_ORDER
+
+    def _go_on(self, large: int, page: int, rank: int) -> None:
+        """Add a small page to the order of a large page that has one, or give that up."""
+        order = self._orders[large]
+        entry = rank * len(self.stamps) + page
+        if entry > order[-1] and len(order) < 2 * self._pages_per_large:
+            order.append(entry)
+        else:
+            self._orders[large] = NO_ORDER
+
+    def find_loose(self, used: Sequence[int]) -> int:
+        """The fullest pinned large page with loose small pages, or the null page.
+
+        Args:
+            used: Of each large page, small pages that have a user.
+        """
+        pinned, loose, k = self.pinned, self.loose, self._pages_per_large
+        while 0 <= pinned.peek_rank() < KEPT_RANK:
+            large = pinned.peek()
+            pinned.drop(large)
+            loose[large] = k - used[large]
+            self._fullest.add(large, loose[large])
+        while large := self._fullest.fullest():
+            rank = self._valid_order(large)[0] // len(self.stamps)
+            if rank < KEPT_RANK:
+                break
+            self._fullest.remove(large, loose.pop(large))
+            pinned.push(large, rank)
+        return large
+
+    def take_loose(self, large: int) -> int:
+        """The small page of `find_loose` that goes next, evictable no longer."""
+        page = self._orders[large].pop(0) % len(self.stamps)
+        self.stamps[page] = NOT_QUEUED
+        return page
+
+    def take_first(self) -> int:
+        """The evictable small page in a pinned large page that goes next, evictable no longer.
+
+        Large pages are in the order of a lower bound. Where that of the first one is too low it is
+        corrected instead, and the null page returned.
+        """
+        large = self.pinned.peek()
+        order = self._valid_order(large)
+        rank, page = divmod(order[0], len(self.stamps))
+        if rank > self.pinned.rank(large):
+            self.pinned.push(large, rank)
+            return NO_PAGE
+        del order[0]
+        self.stamps[page] = NOT_QUEUED
+        return page
+
+    def _valid_order(self, large: int) -> list[int]:
+        """Entries of a large page's evictable small pages in order; the first is not stale."""
+        stamps, num_stamps, k = self.stamps, len(self.stamps), self._pages_per_large
+        order = self._orders[large]
+        if not order:
+            pages = range(large * k, (large + 1) * k)
+            order = sorted(stamps[page] * num_stamps + page for page in pages if stamps[page] >= 0)
+            self._orders[large] = order
+        num_stale = 0
+        while stamps[order[num_stale] % num_stamps] != order[num_stale] // num_stamps:
+            num_stale += 1
+        del order[:num_stale]
+        return order
+
+    def pages_of(self, large: int) -> list[int]:
+        """The evictable small pages of a large page."""
+        stamps, k = self.stamps, self._pages_per_large
+        return [page for page in range(large * k, (large + 1) * k) if stamps[page] >= 0]
+
+    def next_alone(self, most: int) -> list[int]:
+        """Small pages of pinned large pages, about those that go next, up to so many."""
+        rank_of = self.stamps.__getitem__
+        first: list[int] = []
+        for large in self._fullest.in_order():
+            first += sorted(self.pages_of(large), key=rank_of)
+            if len(first) >= most:
+                return first[:most]
+        pages: list[int] = []
+        for large in self.pinned.in_order():
+            pages += self.pages_of(large)
+            # Large pages are in the order of a lower bound: the next one's may go before these.
+            if len(pages) >= 2 * (most - len(first)):
+                break
+        pages.sort(key=rank_of)
+        return (first + pages)[:most]
+
+    def take_all(self, large: int) -> list[int]:
+        """The evictable small pages of a large page, evictable no longer."""
+        stamps, pages = self.stamps, self.pages_of(large)
+        for page in pages:
+            stamps[page] = NOT_QUEUED
+        return pages
+
+    def remove(self, large: int, pages: Sequence[int]) -> int:
+        """Record that some pages of a large page became empty; how many are left evictable."""
+        stamps, k = self.stamps, self._pages_per_large
+        lost_youngest = False
+        for page in pages:
+            lost_youngest |= stamps[page] >= self.youngest[large]
+            stamps[page] = NOT_QUEUED
+        self._orders[large] = NO_ORDER
+        left = [stamp for stamp in stamps[large * k : (large + 1) * k] if stamp >= 0]
+        if left and lost_youngest:
+            self.youngest[large] = max(left)
+        return len(left)
+
+    def check_queues(self, used: Sequence[int]) -> None:
+        """Raise `InvariantError` unless the queues agree with themselves and with what is used."""
+        self.pinned.check()
+        self._fullest.check({large: self._pages_per_large - used[large] for large in self.loose})
+        self._fullest.check(self.loose)
+
+    def check(self, large: int, *, is_pinned: bool) -> None:
+        """Raise `InvariantError` unless bounds and order of a large page are those of its pages."""
+        k, order = self._pages_per_large, self._orders[large]
+        pages = range(large * k, (large + 1) * k)
+        ranks = {page: self.stamps[page] for page in pages if self.stamps[page] >= 0}
+        lowest, highest = min(ranks.values(), default=0), max(ranks.values(), default=0)
+        entries = {rank * len(self.stamps) + page for page, rank in ranks.items()}
+        goes_alone = bool(ranks) and is_pinned
+        is_queued, is_loose = self.pinned.stamps[large] >= 0, large in self.loose
+        problems = {
+            "evictable pages missing in the order": order and not entries <= set(order),
+            "an order that does not rise": order != sorted(set(order)),
+            "pinned victims not queued, or twice": goes_alone and is_queued == is_loose,
+            "loose without pinned victims": is_loose and not goes_alone,
+            "rank of the oldest not a lower bound": is_queued
+            and goes_alone
+            and self.pinned.rank(large) > lowest,
+            "rank of the eldest too high": ranks and self.eldest[large] > lowest,
+            "rank of the youngest too low": self.youngest[large] < highest,
+        }
+        for problem, found in problems.items():
+            if found:
+                msg = f"large page {large}: {problem} (ranks {ranks}, order {order})"
+                raise InvariantError(msg)
+        if NO_ORDER:
+            msg = "the order of a large page that was not asked for was written"
+            raise InvariantError(msg)

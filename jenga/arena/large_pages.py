@@ -1,0 +1,185 @@
+"""The upper level of the allocator: which large pages are empty, held and reclaimable."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from jenga.arena.eviction_queue import NOT_QUEUED, VictimQueue
+from jenga.arena.ranks import KEPT_RANK
+from jenga.errors import InvariantError
+
+NOT_HELD = -1
+"""Holder of a large page that no page table holds."""
+
+NULL_PAGE = 0
+"""The large page, and in every page table the small page, that is never handed out."""
+
+
+class Holder(Protocol):
+    """A page table's side of the bargain: what it holds can be taken from it.
+
+    Attributes:
+        evicted: Small pages evicted, until someone takes note and clears the list.
+        num_evicted_own: Small pages evicted with their large page for this page table.
+        num_evicted_foreign: Small pages evicted with their large page for another one.
+    """
+
+    evicted: list[int]
+    num_evicted_own: int
+    num_evicted_foreign: int
+
+    def surrender(self, large: int) -> list[int]:
+        """Close a reclaimable large page; the small pages whose cached content is lost."""
+        ...
+
+    def evictable_pages(self, large: int) -> list[int]:
+        """The small pages whose cached content would be lost with a large page."""
+        ...
+
+
+class LargePages:
+    """The arena's large pages.
+
+    Attributes:
+        holders: Large page -> index of the page table that holds it, or `NOT_HELD`.
+        reclaimable: Held large pages without a used small page, by the rank of the youngest.
+        evictor: Evicts what a rank of `KEPT_RANK` or more stands for; None where nothing has one.
+        num_evicted: Small pages evicted so far, in all page tables.
+        num_emptied: Large pages evicted so far.
+        num_empty: Large pages that nobody holds, the null page not counted.
+        numbers: The null page and all large pages ever opened, in a row.
+        tables: The page tables, in the order of their indices.
+    """
+
+    __slots__ = (
+        "_free",
+        "evictor",
+        "holders",
+        "num_emptied",
+        "num_empty",
+        "num_evicted",
+        "num_pages",
+        "numbers",
+        "reclaimable",
+        "tables",
+    )
+
+    def __init__(self, num_pages: int) -> None:
+        """All large pages empty.
+
+        Args:
+            num_pages: The null page included.
+        """
+        self.num_pages = num_pages
+        self.tables: list[Holder] = []
+        self.evictor: Callable[[], bool] | None = None
+        self.reclaimable = VictimQueue(num_pages)
+        self.holders = [NOT_HELD] * num_pages
+        self._free: list[int] = []
+        self.numbers = [NULL_PAGE]
+        self.num_empty = num_pages - 1
+        self.num_evicted = self.num_emptied = 0
+
+    @property
+    def num_available(self) -> int:
+        """Large pages that are empty or can be made so."""
+        return self.num_empty + self.reclaimable.num_queued
+
+    def open(self, holder: int) -> int:
+        """Give one empty large page to a page table; there must be one."""
+        self.num_empty -= 1
+        if self._free:
+            large = self._free.pop()
+        else:
+            large = len(self.numbers)
+            self.numbers.append(large)
+        self.holders[large] = holder
+        return large
+
+    def open_many(self, holder: int, num_pages: int) -> list[int]:
+        """Give several empty large pages to a page table; there must be so many."""
+        self.num_empty -= num_pages
+        free = self._free
+        from_free = min(num_pages, len(free))
+        larges = free[len(free) - from_free :]
+        larges.reverse()
+        del free[len(free) - from_free :]
+        if from_free < num_pages:
+            numbers = self.numbers
+            start = len(numbers)
+            numbers.extend(range(start, start + num_pages - from_free))
+            larges += numbers[start:]
+        holders = self.holders
+        for large in larges:
+            holders[large] = holder
+        return larges
+
+    def close(self, large: int) -> None:
+        """Take back a large page whose small pages are all empty."""
+        self.holders[large] = NOT_HELD
+        self._free.append(self.numbers[large])
+        self.num_empty += 1
+
+    def close_many(self, larges: list[int]) -> None:
+        """Take back large pages whose small pages are all empty."""
+        holders = self.holders
+        for large in larges:
+            holders[large] = NOT_HELD
+        # Backwards, so that a row is opened as a row.
+        self._free.extend(reversed(larges))
+        self.num_empty += len(larges)
+
+    def make_empty(self, num_pages: int, taker: int) -> None:
+        """Evict until so many large pages are empty, for a page table; so many must be available.
+
+        Pages that no checkpoint needs go first, then checkpoints.
+        """
+        while self.num_empty < num_pages:
+            if self.evicts_checkpoint(self.reclaimable.peek_rank()):
+                continue
+            self._evict_oldest(taker)
+
+    def evicts_checkpoint(self, rank: int) -> bool:
+        """Evict a checkpoint if it is the turn of one; whether one was evicted.
+
+        Args:
+            rank: The lowest rank among the pages that could be evicted, or `NOT_QUEUED`.
+        """
+        return (rank >= KEPT_RANK or rank < 0) and self.evictor is not None and self.evictor()
+
+    def _evict_oldest(self, taker: int) -> None:
+        """Empty the reclaimable large page of the lowest rank; there must be one."""
+        large = self.reclaimable.peek()
+        if large == NOT_QUEUED:
+            msg = "no large page is empty or reclaimable"
+            raise InvariantError(msg)
+        holder = self.holders[large]
+        table = self.tables[holder]
+        pages = table.surrender(large)
+        table.evicted += pages
+        self.num_evicted += len(pages)
+        self.num_emptied += 1
+        if holder == taker:
+            table.num_evicted_own += len(pages)
+        else:
+            table.num_evicted_foreign += len(pages)
+
+    def surrender_all(self) -> None:
+        """Close all reclaimable large pages; whoever asks knows that all cached content is lost."""
+        while self.reclaimable.num_queued:
+            large = self.reclaimable.peek()
+            self.tables[self.holders[large]].surrender(large)
+
+    def check(self) -> None:
+        """Raise `InvariantError` unless every large page is either empty or held, once."""
+        self.reclaimable.check()
+        empty = [*self._free, *range(len(self.numbers), self.num_pages)]
+        held = [page for page, holder in enumerate(self.holders) if holder != NOT_HELD]
+        if sorted([NULL_PAGE, *empty, *held]) != list(range(self.num_pages)):
+            msg = f"of {self.num_pages} large pages {empty} are empty and {held} are held"
+            raise InvariantError(msg)
+        if self.numbers != list(range(len(self.numbers))):
+            msg = "the numbers of large pages opened are not in a row"
+            raise InvariantError(msg)
+        if len(empty) != self.num_empty:
+            msg = f"{len(empty)} large pages are empty, {self.num_empty} counted"
+            raise InvariantError(msg)

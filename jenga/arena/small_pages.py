@@ -1,0 +1,137 @@
+"""What both kinds of small pages share.
+
+A small page is *used* by one request or more, *evictable* (cached content, no user) or *empty*.
+`WholePages` serves page tables whose small pages are large pages, `SplitPages` all others; the
+allocator asks both the same questions.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, repeat
+
+from jenga.arena.eviction_queue import NOT_QUEUED
+from jenga.errors import InvariantError
+
+
+class Budget:
+    """How many large pages a page table may open while others still have needs.
+
+    Attributes:
+        required: Large pages this page table must open to meet its need.
+        slack: Large pages that nobody's need requires.
+    """
+
+    __slots__ = ("required", "slack")
+
+    def __init__(self, slack: int) -> None:
+        self.required = 0
+        self.slack = slack
+
+    @property
+    def allows(self) -> bool:
+        """Whether one more large page may be opened."""
+        return self.required > 0 or self.slack > 0
+
+    def spend(self, num_opened: int = 1) -> None:
+        """Count large pages opened."""
+        num_required = min(self.required, num_opened)
+        self.required -= num_required
+        self.slack -= num_opened - num_required
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """What it takes to give cached small pages one user more, worked out before it is decided.
+
+    Attributes:
+        pages: The small pages, each used or evictable.
+        revived: Those that are evictable, in stretches; a range where they are in a row.
+        revived_of: Large page -> how many of them it has; empty where it has but one.
+        whole: Large pages in a row that have no others, which are not in `revived_of`.
+        num_pinned: Large pages that would be pinned.
+        added_spare: What would be added to `num_spare`.
+        repeated: Small pages that get another user besides, each time they are in it.
+    """
+
+    pages: Sequence[int]
+    revived: Sequence[Sequence[int]]
+    revived_of: Mapping[int, int]
+    num_pinned: int
+    added_spare: int
+    whole: Sequence[range] = ()
+    repeated: Sequence[int] = ()
+
+    @property
+    def num_revived(self) -> int:
+        """How many are evictable."""
+        return sum(map(len, self.revived))
+
+
+def unused_of(pages: Sequence[int], stamps: Sequence[int], *, in_row: bool) -> Sequence[int]:
+    """The evictable ones of pages that are used or evictable, a range of a whole row."""
+    if in_row:
+        first, end = pages[0], pages[-1] + 1
+        if NOT_QUEUED not in stamps[first:end]:
+            return range(first, end)
+    return [page for page in pages if stamps[page] >= 0]
+
+
+def set_stamps(stamps: list[int], pages: Sequence[int], stamp: int) -> None:
+    """Give pages one stamp, a range of them at once."""
+    if isinstance(pages, range):
+        stamps[pages.start : pages.stop] = [stamp] * len(pages)
+    else:
+        for page in pages:
+            stamps[page] = stamp
+
+
+def add_users(shares: dict[int, int], pages: Sequence[int], stamps: Sequence[int]) -> None:
+    """Give the used ones of some pages one user more."""
+    for page in pages:
+        if stamps[page] < 0:
+            shares[page] = shares.get(page, 0) + 1
+
+
+def unshare(shares: dict[int, int], pages: Sequence[int]) -> list[int]:
+    """Take one user from each page; the pages that have none left, in order."""
+    unused: list[int] = []
+    for page in pages:
+        others = shares.get(page, 0)
+        if others > 1:
+            shares[page] = others - 1
+        elif others:
+            del shares[page]
+        else:
+            unused.append(page)
+    return unused
+
+
+def check_shares(shares: dict[int, int], used: set[int]) -> None:
+    """Raise `InvariantError` unless only used pages have more than one user."""
+    if not used.issuperset(shares) or any(count < 1 for count in shares.values()):
+        msg = f"shares {shares} are not of the used pages {sorted(used)}"
+        raise InvariantError(msg)
+
+
+def rising(ranks: range) -> list[int]:
+    """The ranks of a range; numbers of this size are added quicker than a range gives them."""
+    return list(accumulate(repeat(ranks.step, len(ranks) - 1), initial=ranks.start))
+
+
+def extremes(ranks: Sequence[int]) -> tuple[int, int]:
+    """The lowest and the highest of some ranks."""
+    if isinstance(ranks, range):
+        first, last = ranks[0], ranks[-1]
+        return (first, last) if first < last else (last, first)
+    return min(ranks), max(ranks)
+
+
+def extremes_of_parts(
+    ranks: list[int], num_ranks: int, *, is_even: bool
+) -> tuple[list[int], list[int]]:
+    """The lowest and the highest ranks of parts of so many; at their ends where steps are even."""
+    if not is_even:
+        parts = [ranks[start : start + num_ranks] for start in range(0, len(ranks), num_ranks)]
+        return list(map(min, parts)), list(map(max, parts))
+    firsts, lasts = ranks[::num_ranks], ranks[num_ranks - 1 :: num_ranks]
+    return (firsts, lasts) if firsts <= lasts else (lasts, firsts)

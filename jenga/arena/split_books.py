@@ -1,0 +1,162 @@
+"""What is known of small pages that are parts of large ones: all that changes nothing."""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import chain
+
+from jenga.arena.empty_pages import Vacancies
+from jenga.arena.evictable_pages import Evictables
+from jenga.arena.large_pages import LargePages
+from jenga.arena.page_runs import large_rows_of
+from jenga.arena.small_pages import Sharing, check_shares
+from jenga.errors import InvariantError
+
+
+class SplitBooks:
+    """Books of the small pages of a page table that has several per large page.
+
+    Attributes:
+        index: The page table's index.
+        pages_per_large: Small pages per large page.
+        stamps: Of an evictable small page its rank, else `NOT_QUEUED`.
+        shares: Used small page -> its users beyond the first.
+        evicted: Small pages evicted, until the caller takes note and clears the list.
+        num_used: Small pages used.
+        num_evictable: Small pages evictable.
+        num_large: Large pages held.
+        num_spare: Unused small pages in pinned large pages.
+        num_evicted_alone: Small pages evicted one by one so far.
+        num_evicted_own: Small pages evicted with their large page for this page table.
+        num_evicted_foreign: Small pages evicted with their large page for another one.
+        num_evicted_whole: Small pages evicted with the last checkpoint that needed them so far.
+    """
+
+    __slots__ = (
+        "_evictables",
+        "_large_pages",
+        "_loose",
+        "_used",
+        "_vacancies",
+        "evicted",
+        "index",
+        "num_evictable",
+        "num_evicted_alone",
+        "num_evicted_foreign",
+        "num_evicted_own",
+        "num_evicted_whole",
+        "num_large",
+        "num_spare",
+        "num_used",
+        "pages_per_large",
+        "shares",
+        "stamps",
+    )
+
+    def __init__(self, index: int, pages_per_large: int, large_pages: LargePages) -> None:
+        num_larges = large_pages.num_pages
+        self._large_pages = large_pages
+        self.index = index
+        self.pages_per_large = pages_per_large
+        self._vacancies = Vacancies(num_larges, pages_per_large)
+        self._evictables = Evictables(num_larges, pages_per_large)
+        self._used = [0] * num_larges  # large page -> used small pages
+        self.stamps = self._evictables.stamps
+        self._loose = self._evictables.loose
+        self.shares: dict[int, int] = {}
+        self.evicted: list[int] = []
+        self.num_used = self.num_evictable = self.num_large = self.num_spare = 0
+        self.num_evicted_alone = self.num_evicted_own = self.num_evicted_foreign = 0
+        self.num_evicted_whole = 0
+
+    def rank(self, page: int) -> int:
+        """The rank of an evictable page."""
+        return self.stamps[page]
+
+    def evictable_pages(self, large: int) -> list[int]:
+        """The small pages whose cached content would be lost with a large page."""
+        return self._evictables.pages_of(large)
+
+    def next_alone(self, most: int) -> list[int]:
+        """About the small pages that are evicted next one by one, up to so many."""
+        return self._evictables.next_alone(most)
+
+    def row(self, start: int, end: int) -> list[int]:
+        """The numbers of held small pages in a row, the same objects as handed out."""
+        k = self.pages_per_large
+        first = start // k
+        pages = list(chain.from_iterable(self._vacancies.numbers[first : (end - 1) // k + 1]))
+        return pages[start - first * k : end - first * k]
+
+    def sharing(self, pages: Sequence[int]) -> Sharing:
+        """What it takes to share pages; nothing may change before they are."""
+        used, stamps, k = self._used, self.stamps, self.pages_per_large
+        revived: list[Sequence[int]] = []
+        revived_of: Counter[int] = Counter()
+        whole: list[range] = []
+        scattered: list[int] = []
+        for start, end, in_row in large_rows_of(pages, k, self._vacancies.numbers):
+            large, num_pages = pages[start] // k, end - start
+            larges = range(large, large + max(1, num_pages // k))
+            if not in_row or any(used[large : larges.stop]):
+                scattered += pages[start:end]
+                continue
+            revived.append(range(pages[start], pages[start] + num_pages))
+            if num_pages > k:
+                whole.append(larges)
+            else:
+                revived_of[large] += num_pages
+        unused = [page for page in scattered if stamps[page] >= 0]
+        revived.append(unused)
+        revived_of.update([page // k for page in unused])
+        num_pinned = sum(map(len, whole)) + sum(not used[large] for large in revived_of)
+        return Sharing(
+            pages=pages,
+            revived=revived,
+            revived_of=revived_of,
+            whole=whole,
+            num_pinned=num_pinned,
+            added_spare=num_pinned * k - sum(map(len, revived)),
+        )
+
+    def check(self) -> None:
+        """Raise `InvariantError` unless counts, bins and orders are those of the pages."""
+        k, index = self.pages_per_large, self.index
+        held = [p for p, holder in enumerate(self._large_pages.holders) if holder == index]
+        num_evictable = num_spare = 0
+        users: set[int] = set()
+        for large in held:
+            pages = range(large * k, (large + 1) * k)
+            empties = self._vacancies.empties[large]
+            evictable = {page for page in pages if self.stamps[page] >= 0}
+            used = set(pages).difference(empties, evictable)
+            is_reclaimable = self._large_pages.reclaimable.stamps[large] >= 0
+            problems = {
+                "pages both empty and evictable or foreign": sorted([*empties, *evictable, *used])
+                != list(pages),
+                "small pages not in a row": self._vacancies.numbers[large] != list(pages),
+                "used pages counted wrong": len(used) != self._used[large],
+                "an empty large page held": len(empties) == k,
+                "reclaimable though used, or the reverse": is_reclaimable == bool(used),
+            }
+            for problem, found in problems.items():
+                if found:
+                    msg = (
+                        f"page table {index}, large page {large}: {problem} (used {sorted(used)}, "
+                        f"evictable {sorted(evictable)}, empty {sorted(empties)})"
+                    )
+                    raise InvariantError(msg)
+            self._evictables.check(large, is_pinned=bool(used))
+            users |= used
+            num_evictable += len(evictable)
+            if used:
+                num_spare += k - len(used)
+        self._vacancies.check({large: self._used[large] > 0 for large in held})
+        self._evictables.check_queues(self._used)
+        check_shares(self.shares, users)
+        counted = (self.num_large, self.num_used, self.num_evictable, self.num_spare)
+        if counted != (len(held), len(users), num_evictable, num_spare):
+            msg = (
+                f"page table {index}: counted large, used, evictable, spare {counted}, found "
+                f"{(len(held), len(users), num_evictable, num_spare)}"
+            )
+            raise InvariantError(msg)

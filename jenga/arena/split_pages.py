@@ -1,0 +1,430 @@
+"""Small pages of page tables that have several in a large page.
+
+A large page that is held is *pinned* while one of its small pages is used, else *reclaimable*.
+"""
+
+from collections.abc import Sequence
+
+from jenga.arena.best_fit import NO_PAGE
+from jenga.arena.eviction_queue import NOT_QUEUED
+from jenga.arena.page_runs import large_rows_of, runs_of
+from jenga.arena.small_pages import (
+    Budget,
+    Sharing,
+    add_users,
+    extremes,
+    extremes_of_parts,
+    rising,
+    set_stamps,
+    unshare,
+)
+from jenga.arena.split_books import SplitBooks
+from jenga.errors import InvariantError
+
+
+class SplitPages(SplitBooks):
+    """Small pages of a page table that has several per large page.
+
+    A request that is certain to fill a whole large page claims the one it opens: others take its
+    empty small pages only when nothing else is empty. All other needs are packed, best fit.
+    """
+
+    __slots__ = ()
+
+    # Sharing
+
+    def share(self, pages: Sequence[int]) -> None:
+        """Give each page, used or evictable, one user more."""
+        self.use(self.sharing(pages))
+
+    def use(self, sharing: Sharing) -> None:
+        """Share pages."""
+        stamps, num_revived = self.stamps, sharing.num_revived
+        if num_revived < len(sharing.pages):
+            add_users(self.shares, sharing.pages, stamps)
+        for pages in sharing.revived:
+            set_stamps(stamps, pages, NOT_QUEUED)
+        used, k = self._used, self.pages_per_large
+        vacancies, evictables = self._vacancies, self._evictables
+        for larges in sharing.whole:
+            used[larges.start : larges.stop] = [k] * len(larges)
+            self._large_pages.reclaimable.drop_many(larges)
+        unpinned: list[int] = []
+        for large, num_unused in sharing.revived_of.items():
+            num_empty = len(vacancies.empties[large])
+            was_pinned = used[large]
+            used[large] += num_unused
+            if not was_pinned:
+                unpinned.append(large)
+                if num_empty:
+                    vacancies.pin(large)
+                if used[large] + num_empty < k:
+                    evictables.pin(large)
+            elif used[large] + num_empty == k:
+                evictables.unpin(large)
+            elif large in self._loose:
+                self._recount(large)
+        self._large_pages.reclaimable.drop_many(unpinned)
+        self.num_spare += sharing.added_spare
+        self.num_used += num_revived
+        self.num_evictable -= num_revived
+
+    # Taking
+
+    def take(
+        self, num_pages: int, expected_pages: int, owner: int, budget: Budget, beside: int
+    ) -> list[int]:
+        """Small pages that were empty or evictable, each with one user.
+
+        Args:
+            num_pages: How many.
+            expected_pages: Small pages the owner will take for certain, these included.
+            owner: For whom; any positive number.
+            budget: Large pages that may be opened; written.
+            beside: A small page that the owner uses, whose large page is filled before another one
+                is opened, or the null page.
+        """
+        pages: list[int] = []
+        claims = self._vacancies.claims
+        if num_pages == 1 and expected_pages < self.pages_per_large and owner not in claims:
+            # What decoding asks for all the time is packed, mostly into what is open.
+            page = self._vacancies.take_packed()
+            if page != NO_PAGE:
+                self._count_packed(page // self.pages_per_large)
+                return [page]
+        elif owner in claims:
+            self._fill(claims[owner], num_pages, pages)
+        elif beside > 0 and expected_pages >= self.pages_per_large:
+            large = beside // self.pages_per_large
+            if self._vacancies.empties[large] and large not in self._vacancies.owners:
+                self._fill(large, num_pages, pages)
+        if len(pages) == num_pages:
+            return pages
+        if expected_pages - len(pages) >= self.pages_per_large:
+            self._open_whole((num_pages - len(pages)) // self.pages_per_large, budget, pages)
+        while (
+            len(pages) < num_pages
+            and expected_pages - len(pages) >= self.pages_per_large
+            and budget.allows
+            and self._large_pages.num_available
+        ):
+            self._large_pages.make_empty(1, self.index)
+            self._claim(self._open_empty(budget), num_pages, owner, pages)
+        while len(pages) < num_pages:
+            num_used = self._used[self._vacancies.free.fullest()]  # of the null page, none
+            if not self._large_pages.num_empty and self._take_loose(num_used, pages):
+                continue
+            large = self._best_fit(budget)
+            if large != NO_PAGE:
+                self._fill(large, num_pages - len(pages), pages)
+            else:
+                self._evict(num_pages, budget, pages)
+        return pages
+
+    def _count_packed(self, large: int) -> None:
+        """Count an empty small page of a pinned large page that was taken."""
+        self._used[large] += 1
+        if large in self._loose:
+            self._recount(large)
+        self.num_spare -= 1
+        self.num_used += 1
+
+    def _open_whole(self, num_larges: int, budget: Budget, pages: list[int]) -> None:
+        """Open large pages of which all small pages are taken, as far as the budget allows."""
+        num_available = self._large_pages.num_available
+        num_opened = min(num_larges, num_available, budget.required + budget.slack)
+        if num_opened <= 0:
+            return
+        budget.spend(num_opened)
+        self._large_pages.make_empty(num_opened, self.index)
+        larges = self._large_pages.open_many(self.index, num_opened)
+        pages += self._vacancies.open_taken(larges)
+        self._evictables.open(larges)
+        for large in larges:
+            self._used[large] = self.pages_per_large
+        self.num_large += num_opened
+        self.num_used += num_opened * self.pages_per_large
+
+    def _claim(self, large: int, num_pages: int, owner: int, pages: list[int]) -> None:
+        """Fill an empty large page; what is left of it is the owner's."""
+        self._fill(large, num_pages - len(pages), pages)
+        self._vacancies.claim(large, owner)
+
+    def _best_fit(self, budget: Budget) -> int:
+        """A pinned large page with empty small pages, opened or pinned if need be, or `NO_PAGE`."""
+        large = self._vacancies.free.fullest()
+        if large != NO_PAGE:
+            return large
+        if budget.allows:
+            large = self._vacancies.idle.emptiest()
+            if large != NO_PAGE:
+                budget.spend()
+                self._pin(large)
+                return large
+            if self._large_pages.num_empty:
+                return self._open_empty(budget)
+        return self._vacancies.claimed.emptiest()
+
+    def _evict(self, num_pages: int, budget: Budget, pages: list[int]) -> None:
+        """Evict a loose page, else what goes first: a small page, a large page or a checkpoint.
+
+        What a checkpoint leaves empty is found by whoever asks for empty small pages next.
+        """
+        if self._take_loose(-1, pages):
+            return
+        evictables, large_pages = self._evictables, self._large_pages
+        small = evictables.pinned.peek_rank()
+        oldest = large_pages.reclaimable.peek_rank() if budget.allows else NOT_QUEUED
+        is_small = small >= 0 and (oldest < 0 or small <= oldest)
+        if large_pages.evicts_checkpoint(small if is_small else oldest):
+            return
+        if is_small:
+            page = evictables.take_first()
+            if page != NO_PAGE:
+                self._take_evicted(page, pages)
+        elif oldest < 0:
+            msg = f"page table {self.index}: a small page promised cannot be had"
+            raise InvariantError(msg)
+        elif self._oldest_is_own() and num_pages - len(pages) < self.pages_per_large:
+            # Only some of its pages are needed: the others may stay cached.
+            budget.spend()
+            self._pin(large_pages.reclaimable.peek())
+        else:
+            large_pages.make_empty(1, self.index)
+
+    def _take_loose(self, num_used: int, pages: list[int]) -> bool:
+        """Take a loose page of a large page of which more than `num_used` small pages are used."""
+        large = self._evictables.find_loose(self._used)
+        if large == NO_PAGE or self._used[large] <= num_used:
+            return False
+        self._take_evicted(self._evictables.take_loose(large), pages)
+        return True
+
+    def _oldest_is_own(self) -> bool:
+        oldest = self._large_pages.reclaimable.peek()
+        return self._large_pages.holders[oldest] == self.index
+
+    def _take_evicted(self, page: int, pages: list[int]) -> None:
+        """Take a small page of a pinned large page whose content was evicted."""
+        large = page // self.pages_per_large
+        self._large_pages.num_evicted += 1
+        self.evicted.append(page)
+        self.num_evicted_alone += 1
+        pages.append(page)
+        self._used[large] += 1
+        if large in self._loose:
+            self._recount(large)
+        self.num_spare -= 1
+        self.num_used += 1
+        self.num_evictable -= 1
+        if self._used[large] + len(self._vacancies.empties[large]) == self.pages_per_large:
+            self._evictables.unpin(large)
+
+    def _recount(self, large: int) -> None:
+        """Record how many small pages of a pinned large page with loose ones have no user."""
+        self._evictables.recount(large, self.pages_per_large - self._used[large])
+
+    def _open_empty(self, budget: Budget) -> int:
+        """Open an empty large page; the caller fills at least one small page of it."""
+        budget.spend()
+        large = self._large_pages.open(self.index)
+        self._vacancies.open(large)
+        self._evictables.open([large])
+        self.num_large += 1
+        self.num_spare += self.pages_per_large
+        return large
+
+    def _pin(self, large: int) -> None:
+        """Make a reclaimable large page pinned; the caller uses at least one small page of it."""
+        self._large_pages.reclaimable.drop(large)
+        self.num_spare += self.pages_per_large
+        self._vacancies.pin(large)
+        if len(self._vacancies.empties[large]) < self.pages_per_large:
+            self._evictables.pin(large)
+
+    def _fill(self, large: int, num_pages: int, pages: list[int]) -> None:
+        """Take up to `num_pages` empty small pages of a pinned large page."""
+        num_taken = self._vacancies.take(large, num_pages, pages)
+        self._used[large] += num_taken
+        if large in self._loose:
+            self._recount(large)
+        self.num_spare -= num_taken
+        self.num_used += num_taken
+
+    # Leaving
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Take one user from each page; what has none left becomes empty."""
+        if self.shares:
+            pages = unshare(self.shares, pages)
+        self.num_used -= len(pages)
+        k, vacancies = self.pages_per_large, self._vacancies
+        for large, start, end, _ in runs_of(pages, k, vacancies.numbers):
+            num_empty = vacancies.put_back(large, pages[start:end])
+            if not self._leave(large, end - start):
+                continue
+            if num_empty == k:
+                self._close(large)
+            else:
+                self._large_pages.reclaimable.push(large, self._evictables.youngest[large])
+
+    def retire_page(self, page: int, rank: int) -> None:
+        """As `retire` for one page."""
+        if page in self.shares:
+            unshare(self.shares, [page])
+            return
+        self.num_used -= 1
+        self.num_evictable += 1
+        large = page // self.pages_per_large
+        num_used = self._used[large]
+        is_first = num_used + len(self._vacancies.empties[large]) == self.pages_per_large
+        self._evictables.add(large, page, rank, is_first=is_first, goes_alone=num_used > 1)
+        if num_used > 1:
+            self._used[large] = num_used - 1
+            if large in self._loose:
+                self._recount(large)
+            self.num_spare += 1
+        else:
+            self._leave(large, 1)
+            self._large_pages.reclaimable.push(large, self._evictables.youngest[large])
+
+    def rerank(self, pages: Sequence[int], ranks: Sequence[int]) -> None:
+        """Give evictable pages other ranks."""
+        for page, rank in zip(reversed(pages), reversed(ranks), strict=True):
+            large = page // self.pages_per_large
+            is_pinned = self._used[large] > 0
+            self._evictables.rerank(large, page, rank, goes_alone=is_pinned)
+            if not is_pinned:
+                self._large_pages.reclaimable.push(large, self._evictables.youngest[large])
+
+    def discard(self, pages: Sequence[int]) -> None:
+        """Let evictable pages be empty."""
+        k, evictables, vacancies = self.pages_per_large, self._evictables, self._vacancies
+        self.num_evictable -= len(pages)
+        for large, start, end, _ in runs_of(pages, k, vacancies.numbers):
+            some = pages[start:end]
+            num_left = evictables.remove(large, some)
+            if self._used[large]:
+                vacancies.put_back(large, some)
+                if not num_left:
+                    evictables.unpin(large)
+            elif vacancies.put_back_idle(large, some) == k:
+                self._large_pages.reclaimable.drop(large)
+                self._close(large)
+            else:
+                self._large_pages.reclaimable.push(large, evictables.youngest[large])
+
+    def retire(self, pages: Sequence[int], ranks: Sequence[int]) -> None:
+        """Take one user from each page; what has none left becomes evictable, with that rank."""
+        if self.shares and not self.shares.keys().isdisjoint(pages):
+            rank_of = dict(zip(pages, ranks, strict=True))
+            pages = unshare(self.shares, pages)
+            ranks = [rank_of[page] for page in pages]
+        self.num_used -= len(pages)
+        self.num_evictable += len(pages)
+        k, evictables = self.pages_per_large, self._evictables
+        all_ranks = rising(ranks) if isinstance(ranks, range) else list(ranks)
+        unused: list[int] = []
+        # From the last on, since that goes first: ranks rise then.
+        for large, start, end in reversed(self._set_ranks(pages, all_ranks)):
+            if end - start > k:
+                larges = range(large, large + (end - start) // k)
+                self._used[large : larges.stop] = [0] * len(larges)
+                lows, highs = extremes_of_parts(
+                    all_ranks[start:end], k, is_even=isinstance(ranks, range)
+                )
+                evictables.note_row(larges, lows, highs)
+                unused += reversed(larges)
+                continue
+            lowest, highest = extremes(ranks[start:end])
+            if end - start == k:
+                # Nothing else is in it, so only its ranks are to be noted.
+                self._used[large] = 0
+                evictables.note_whole(large, lowest, highest)
+                unused.append(large)
+            elif self._retire_some(large, pages[start], end - start, lowest, highest):
+                unused.append(large)
+        youngest = evictables.youngest
+        self._large_pages.reclaimable.extend(unused, [youngest[large] for large in unused])
+
+    def _set_ranks(self, pages: Sequence[int], ranks: list[int]) -> list[tuple[int, int, int]]:
+        """Note the ranks of pages that become evictable.
+
+        Returns:
+            The pages by large page, (large page, start, end); where these are more than a large
+            page has, they are whole large pages in a row.
+        """
+        stamps, k, numbers = self.stamps, self.pages_per_large, self._vacancies.numbers
+        runs: list[tuple[int, int, int]] = []
+        for start, end, in_row in large_rows_of(pages, k, numbers):
+            some = pages[start:end]
+            if in_row:
+                stamps[some[0] : some[0] + end - start] = ranks[start:end]
+                runs.append((some[0] // k, start, end))
+            else:
+                for page, rank in zip(some, ranks[start:end], strict=True):
+                    stamps[page] = rank
+                runs += [
+                    (large, start + i, start + j) for large, i, j, _ in runs_of(some, k, numbers)
+                ]
+        return runs
+
+    def _retire_some(self, large: int, page: int, num_left: int, lowest: int, highest: int) -> bool:
+        """Settle the books of a large page of which some small pages became evictable.
+
+        Args:
+            large: The large page.
+            page: The small page, if it is one.
+            num_left: How many.
+            lowest: Of their ranks.
+            highest: Of their ranks.
+
+        Returns:
+            Whether they were the last ones used.
+        """
+        evictables = self._evictables
+        if self._used[large] + len(self._vacancies.empties[large]) == self.pages_per_large:
+            # No other is evictable.
+            evictables.eldest[large] = lowest
+        evictables.note(large, page, num_left, lowest, highest)
+        if self._leave(large, num_left):
+            return True
+        if evictables.pinned.stamps[large] < 0 or evictables.pinned.rank(large) > lowest:
+            evictables.pin(large)
+        return False
+
+    def _leave(self, large: int, num_left: int) -> bool:
+        """Note that small pages of a pinned large page are used no longer; whether it is unpinned.
+
+        Then it is neither closed nor reclaimable yet.
+        """
+        num_used = self._used[large] - num_left
+        self._used[large] = num_used
+        if num_used:
+            if large in self._loose:
+                self._recount(large)
+            self.num_spare += num_left
+            return False
+        self.num_spare -= self.pages_per_large - num_left
+        self._vacancies.unpin(large)
+        self._evictables.unpin(large)
+        return True
+
+    def _close(self, large: int) -> None:
+        self._vacancies.close(large)
+        self._evictables.close(large)
+        self.num_large -= 1
+        self._large_pages.close(large)
+
+    def surrender(self, large: int) -> list[int]:
+        """Close a reclaimable large page; the small pages whose cached content is lost."""
+        self._large_pages.reclaimable.drop(large)
+        self._vacancies.idle.remove(large, len(self._vacancies.empties[large]))
+        lost = self._evictables.take_all(large)
+        self.num_evictable -= len(lost)
+        self._close(large)
+        return lost
+
+    def disown(self, owner: int) -> None:
+        """Give up the owner's claim, if it has one."""
+        self._vacancies.disown(owner)

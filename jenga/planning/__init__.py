@@ -1,0 +1,1 @@
+"""What requests need, and the cut of an arena that is expected to waste least."""

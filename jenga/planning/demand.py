@@ -1,0 +1,135 @@
+"""What a request of a given length holds of each layer type, and how much of that is waste.
+
+These are expectations for planning and for tables; the manager counts what is really held.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from jenga.checks import check_positive
+from jenga.geometry import Geometry
+from jenga.spec import (
+    ChunkedLocal,
+    CrossAttention,
+    FullAttention,
+    ImageEmbedding,
+    LayerType,
+    SlidingWindow,
+    State,
+    TokenBudget,
+)
+
+TYPICAL_TOKENS = (512, 1024, 2048, 4096, 8192, 32768)
+"""Request lengths a plan is averaged over: short ones weigh the states, long ones the padding."""
+
+UNSHARED_TAIL = 0.02
+"""Share of a request's last, partly filled large page that no other request fills.
+
+Measured in full arenas (perf/sweeps/table_waste.py): 0.01 in full attention, 0.05 in sliding
+windows. Plans made for 0.05 waste as much and have more page tables.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waste:
+    """Shares of the bytes held by requests of one length that hold no data.
+
+    Attributes:
+        padding: Bytes of small pages that no slot covers.
+        last_page: Slots held that the next token does not need.
+        tail: Empty small pages in large pages that a request shares with nobody.
+    """
+
+    padding: float
+    last_page: float
+    tail: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.padding + self.last_page + self.tail
+
+
+def check_lengths(typical_tokens: Sequence[int]) -> None:
+    """Refuse request lengths over which nothing can be averaged.
+
+    Raises:
+        ValueError: There is none, or one is not a positive integer.
+    """
+    if not typical_tokens:
+        msg = "typical_tokens must name at least one length"
+        raise ValueError(msg)
+    for num_tokens in typical_tokens:
+        check_positive("planner", "every length of typical_tokens", num_tokens)
+
+
+def needed_tokens(layer_type: LayerType, num_tokens: int) -> int:
+    """Tokens that the next token of a request of this length reads; slots of a state."""
+    match layer_type:
+        case FullAttention():
+            return num_tokens
+        case SlidingWindow(window_tokens=window_tokens):
+            return min(num_tokens, window_tokens)
+        case ChunkedLocal(chunk_tokens=chunk_tokens):
+            return (num_tokens - 1) % chunk_tokens + 1
+        case (
+            CrossAttention(typical_tokens=typical_tokens)
+            | ImageEmbedding(typical_tokens=typical_tokens)
+        ):
+            return typical_tokens
+        case TokenBudget():
+            return layer_type.budget_tokens(num_tokens)
+        case State():
+            return layer_type.slots_per_request
+
+
+def held_pages(layer_type: LayerType, tokens_per_page: int, num_tokens: int) -> int:
+    """Small pages that hold those tokens."""
+    read_tokens = needed_tokens(layer_type, num_tokens)
+    if isinstance(layer_type, SlidingWindow | ChunkedLocal):
+        first_page = (num_tokens - read_tokens) // tokens_per_page
+        return ceil(num_tokens / tokens_per_page) - first_page
+    return ceil(read_tokens / tokens_per_page)
+
+
+def is_packed(layer_type: LayerType) -> bool:
+    """Whether pages of this type never keep a large page to one request.
+
+    A state is one page, and an image's embeddings come and go together.
+    """
+    return isinstance(layer_type, State | ImageEmbedding)
+
+
+def expected_waste(geometry: Geometry, typical_tokens: Sequence[int] = TYPICAL_TOKENS) -> Waste:
+    """Waste of requests in mid decode, averaged over their lengths.
+
+    Args:
+        geometry: Any geometry.
+        typical_tokens: Lengths to average over. Image embeddings count at their peak.
+
+    Raises:
+        ValueError: There is no length, or one is not a positive integer.
+    """
+    check_lengths(typical_tokens)
+    padding = last_page = tail = 0.0
+    for num_tokens in typical_tokens:
+        held_bytes = padding_bytes = unneeded_bytes = tail_bytes = 0.0
+        for table in geometry.page_tables:
+            num_pages = held_pages(table.layer_type, table.tokens_per_page, num_tokens)
+            num_slots = num_pages * table.slots_per_page
+            held_bytes += num_pages * table.small_page_bytes
+            padding_bytes += num_pages * table.padding_bytes
+            needed_slots = needed_tokens(table.layer_type, num_tokens) / (
+                table.tokens_per_page / table.slots_per_page
+            )
+            unneeded_bytes += (num_slots - needed_slots) * table.slot_bytes
+            if num_pages and not is_packed(table.layer_type):
+                tail_bytes += (
+                    UNSHARED_TAIL * (geometry.large_page_bytes - table.small_page_bytes) / 2
+                )
+        held_bytes += tail_bytes
+        padding += padding_bytes / held_bytes / len(typical_tokens)
+        last_page += unneeded_bytes / held_bytes / len(typical_tokens)
+        tail += tail_bytes / held_bytes / len(typical_tokens)
+    return Waste(padding=padding, last_page=last_page, tail=tail)

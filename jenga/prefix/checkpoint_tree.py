@@ -1,0 +1,1134 @@
+"""The tree of cached texts: what is kept for other requests, and how the least of it goes.
+
+A request can go on from a point of a text only where it finds all that it needs: keys and values of
+the whole prefix, the windows before the point, the states after it. Kept in part it is worth
+nothing. So points are kept whole and evicted whole, as checkpoints (`jenga.eviction.checkpoint`).
+
+Cached pages are of two kinds. Those that a checkpoint needs are *pinned* by it, and stay until all
+checkpoints that need them are evicted. All others are *loose*, as windows are that a prompt has
+passed: they stay as long as nobody needs the memory, and go before any checkpoint, the oldest
+first. A hit on loose pages makes a checkpoint of them.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import lcm
+from random import Random
+from typing import cast
+
+from jenga.errors import InvariantError
+from jenga.eviction.checkpoint import NOT_IN_POOL, Checkpoint
+from jenga.eviction.points import GUESSES, NO_POINT, Kind, Past, Point, ReuseHistory, past_of
+from jenga.eviction.policy import EvictionPolicy
+from jenga.policies import NEVER, RequestFacts
+from jenga.prefix.host_cache import HostCache
+from jenga.tables.page_table import Table
+
+IMAGE = "image"
+"""First part of the names of images, among names of points."""
+
+NUM_DRAWN = 64
+"""Checkpoints among which the one that is worth least is evicted.
+
+All of them would be a little better at telling, and take longer the more there are.
+"""
+
+
+WINDOW_AFTER_TOKENS = (1 << 20) - 16
+"""A place of a text, after which the bytes of windows are counted."""
+
+QUESTION_TOKENS = 512
+"""Tokens before the end of a prompt at which a checkpoint is left besides: most questions are
+shorter, and their texts are found by the second question then, not by the third."""
+
+UPCOMING_SLACK = 1.25
+"""How much more a checkpoint may have than is likely to go next, and be thought to go."""
+
+PRICE_SHARE = 1 / 16
+"""Of an arena: the worth of what was evicted is known until so many more bytes are computed."""
+
+CUT_TOKENS = 1024
+"""Tokens taken at a time from the end of a checkpoint that has neither windows nor states."""
+
+CUT_SHARE = 1 / 32
+"""Of the arena, most that is taken at a time: in a small one, more would be lost than needed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admitted:
+    """What the tree knows of a request that came in.
+
+    Attributes:
+        past: Of the points that it will leave.
+        branches: Tokens after which requests went different ways on its text, beyond its hit.
+    """
+
+    past: Past
+    branches: Sequence[int]
+
+
+class CheckpointTree:
+    """Checkpoints of one arena.
+
+    Attributes:
+        history: Points that are remembered, and the time.
+        num_evicted: Checkpoints evicted so far.
+        num_lost_bytes: Bytes of pages emptied so far because no checkpoint needs them any more.
+        align_tokens: Checkpoints are at multiples of so many tokens.
+        ahead_tokens: Tokens after a checkpoint that are cached with it.
+        awaited: Points that waiting requests will read -> their places in the queue, rising.
+    """
+
+    __slots__ = (
+        "_alone",
+        "_by_key",
+        "_cut_nodes",
+        "_cut_tokens",
+        "_hash_tokens",
+        "_host",
+        "_lasting",
+        "_policy",
+        "_pool",
+        "_price",
+        "_price_bytes",
+        "_price_ends",
+        "_protected",
+        "_random",
+        "_root",
+        "_states",
+        "_tables",
+        "_unit_bytes",
+        "_upcoming",
+        "ahead_tokens",
+        "align_tokens",
+        "awaited",
+        "history",
+        "num_evicted",
+        "num_lost_bytes",
+    )
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        policy: EvictionPolicy,
+        *,
+        hash_tokens: int,
+        ahead_tokens: int,
+        arena_bytes: int,
+        host: HostCache | None,
+    ) -> None:
+        """Nothing is kept.
+
+        Args:
+            tables: All page tables.
+            policy: Tells what checkpoints are worth.
+            hash_tokens: Tokens that each further prefix hash covers.
+            ahead_tokens: Tokens after a checkpoint that must be cached with it.
+            arena_bytes: Size of the arena.
+            host: Host memory, where evicted pages can still be found, if there is any.
+        """
+        self._tables = tables
+        self._host = host
+        of_text = [
+            table
+            for table in tables
+            if not table.policy.is_overwritten and not table.policy.names_images
+        ]
+        self.align_tokens = lcm(hash_tokens, *(table.grain.page_slots for table in of_text))
+        self.ahead_tokens = -(-ahead_tokens // self.align_tokens) * self.align_tokens
+        self._hash_tokens = hash_tokens
+        facts = RequestFacts(prompt_tokens=1)
+        self._lasting = [
+            table
+            for table in of_text
+            if table.policy.next_release(facts, 0, table.grain.page_slots) == NEVER
+        ]
+        self._alone = [table for table in of_text if table not in self._lasting]
+        self._states = [table for table in tables if table.policy.is_overwritten]
+        for slot, table in enumerate(self._lasting):
+            table.begin_segments(slot)
+        self._unit_bytes = sum(
+            self.align_tokens // table.grain.page_slots * table.spec.small_page_bytes
+            for table in self._lasting
+        )
+        self._cut_tokens = self._cut_size(arena_bytes)
+        self._policy = policy
+        policy.begin(arena_bytes=arena_bytes)
+        # What the checkpoint that was evicted last was worth, and the time until which that counts.
+        self._price = self._price_ends = 0.0
+        self._price_bytes = PRICE_SHARE * arena_bytes
+        self.history = ReuseHistory(policy, arena_bytes=arena_bytes)
+        self._root = Checkpoint(None, 0, 0, None)
+        self._root.segment = [[] for _ in self._lasting]
+        self._root.first_pages = [0] * len(self._lasting)
+        self._by_key: dict[Hashable, Checkpoint] = {}
+        # Those that have lost their end, by the names under which they were made.
+        self._cut_nodes: dict[Hashable, Checkpoint] = {}
+        self._pool: list[Checkpoint] = []
+        self.awaited: dict[Hashable, list[int]] = {}
+        self._protected: Checkpoint | None = None
+        self._upcoming: list[Checkpoint] = []
+        self._random = Random(0)
+        self.num_evicted = self.num_lost_bytes = 0
+
+    def _cut_size(self, arena_bytes: int) -> int:
+        """Tokens taken at a time from the end of a checkpoint: no less than a large page's."""
+        large_pages_tokens = [
+            table.pages.pages_per_large * table.grain.page_slots for table in self._lasting
+        ]
+        token_bytes, _ = self.bytes_of_points()
+        arena_tokens = int(arena_bytes / token_bytes) if token_bytes else 0
+        return max([min(CUT_TOKENS, int(arena_tokens * CUT_SHARE)), *large_pages_tokens])
+
+    @property
+    def has_alone(self) -> bool:
+        """Whether a checkpoint takes more than the keys and values of its prefix."""
+        return bool(self._alone or self._states)
+
+    def bytes_of_points(self) -> tuple[float, int]:
+        """Bytes that a point takes for each token before it, and those that it takes besides."""
+        token_bytes = sum(
+            table.spec.small_page_bytes / table.grain.page_slots for table in self._lasting
+        )
+        facts = RequestFacts(prompt_tokens=NEVER)
+        alone_bytes = 0
+        for table in self._alone:
+            pages = table.policy.reused_pages(facts, (), table.grain, WINDOW_AFTER_TOKENS)
+            alone_bytes += len(pages) * table.spec.small_page_bytes
+        state_bytes = sum(table.spec.small_page_bytes for table in self._states)
+        return token_bytes, alone_bytes + state_bytes
+
+    def at(self, prefix_hashes: Sequence[bytes], num_tokens: int) -> Checkpoint | None:
+        """The node at a point of a text, if there is one."""
+        last = (num_tokens + self.ahead_tokens) // self._hash_tokens - 1
+        return self._by_key.get(prefix_hashes[last]) if last < len(prefix_hashes) else None
+
+    def image(self, table: Table, content: Hashable) -> Checkpoint | None:
+        """The node of an image, if there is one."""
+        return self._by_key.get((IMAGE, table.index, content))
+
+    def has_states(self, point_key: Hashable) -> bool:
+        """Whether the states of a point are cached.
+
+        Args:
+            point_key: Hash of the tokens that went into them.
+        """
+        return all(table.page_of(point_key) is not None for table in self._states)
+
+    # Texts
+
+    def stand_of(
+        self, prefix_hashes: Sequence[bytes], facts: RequestFacts, num_tokens: int
+    ) -> Checkpoint:
+        """The last node on a text within its first tokens.
+
+        Args:
+            prefix_hashes: Hash i is of the text's first `(i + 1) * hash_tokens` tokens.
+            facts: Of the request.
+            num_tokens: The node is not beyond so many.
+        """
+        here = self.at(prefix_hashes, num_tokens) if num_tokens else None
+        if here is not None:
+            return here
+        node, shared_tokens = self._owner(prefix_hashes, facts, num_tokens + self.ahead_tokens)
+        # It may go on with another text from there.
+        while node.end_tokens > shared_tokens and node.parent is not None:
+            node = node.parent
+        return node
+
+    def _owner(
+        self, prefix_hashes: Sequence[bytes], facts: RequestFacts, end_tokens: int
+    ) -> tuple[Checkpoint, int]:
+        """The node that has the last keys and values of a text that any node has.
+
+        Args:
+            prefix_hashes: Hash i is of the text's first `(i + 1) * hash_tokens` tokens.
+            facts: Of the request.
+            end_tokens: No more of the text is looked up.
+
+        Returns:
+            The node, and the tokens of the text that it and those before it have.
+        """
+        if not self._lasting:
+            for index in range(
+                min(end_tokens // self._hash_tokens, len(prefix_hashes)) - 1, -1, -1
+            ):
+                node = self._by_key.get(prefix_hashes[index])
+                if node is not None:
+                    return node, node.end_tokens
+            return self._root, 0
+        guide = self._lasting[0]
+        unit = self.align_tokens // guide.grain.page_slots
+        num_pages = end_tokens // self.align_tokens * unit
+        keys = guide.policy.content_keys(facts, prefix_hashes, guide.grain, range(num_pages))
+        get = guide.page_of
+        # Where a node has a page, nodes have all pages before it.
+        low, high = 0, len(keys) // unit
+        found = self._root
+        middle = high
+        while low < high:
+            page = get(keys[middle * unit - 1])
+            owner = guide.owners[page] if page is not None else None
+            if owner is None:
+                high = middle - 1
+            else:
+                low, found = middle, owner
+            middle = (low + high + 1) // 2
+        return found, low * self.align_tokens
+
+    def keep(  # noqa: PLR0913  a place, and all that is known of it
+        self,
+        stand: Checkpoint,
+        prefix_hashes: Sequence[bytes],
+        facts: RequestFacts,
+        num_tokens: int,
+        kind: Kind,
+        past: Past,
+        *,
+        state_pages: Sequence[tuple[int, int]] = (),
+    ) -> Checkpoint | None:
+        """Keep all that a request needs to go on from a point of a text.
+
+        Args:
+            stand: A node before it on the same text.
+            prefix_hashes: Hash i is of the text's first `(i + 1) * hash_tokens` tokens.
+            facts: Of the request.
+            num_tokens: Where the point is; a multiple of `align_tokens`.
+            kind: Of the point.
+            past: Of the request that leaves it.
+            state_pages: States after so many tokens: index of a page table, and its page, which
+                has one user; of every such page table, or none where these states are cached. They
+                are given to the checkpoint, or become empty.
+
+        Returns:
+            The checkpoint; None, and nothing was done, if part of it is not cached.
+        """
+        if num_tokens + self.ahead_tokens > len(prefix_hashes) * self._hash_tokens:
+            return None
+        point_key = prefix_hashes[num_tokens // self._hash_tokens - 1]
+        node = self.at(prefix_hashes, num_tokens)
+        if node is not None and node.is_kept:
+            self._release(state_pages)
+        else:
+            # First of all: a node that is made and not kept would take loose pages with it.
+            windows = self._windows(prefix_hashes, facts, num_tokens)
+            has_states = len(state_pages) == len(self._states) or self.has_states(point_key)
+            if windows is None or not has_states:
+                return None
+            node = self._reach(stand.still_there, prefix_hashes, facts, num_tokens)
+            if node is None:
+                return None
+            for table, pages in windows:
+                self._pin(node, table, pages)
+            self._pin_states(node, point_key, state_pages)
+            node.is_kept = True
+            node.heir_of = None
+            self._enter_pool(node)
+        node.point = self.history.leave(point_key, num_tokens, kind, past)
+        if kind == Kind.BRANCH:
+            self._drop_guess(node)
+        return node
+
+    def turns_down(
+        self,
+        stand: Checkpoint,
+        prefix_hashes: Sequence[bytes],
+        num_tokens: int,
+        kind: Kind,
+        past: Past,
+    ) -> bool:
+        """Remember a point without a checkpoint, if that is a guess and not worth its memory.
+
+        Only windows can wait like this: while their pages are cached, a hit makes a checkpoint of
+        them. States that are not kept are lost.
+
+        Args:
+            stand: As of `keep`, likewise the others.
+            prefix_hashes: Of the text.
+            num_tokens: Where the point is.
+            kind: Of the point.
+            past: Of the request that leaves it.
+
+        Returns:
+            Whether it is so, and the point is remembered.
+        """
+        time = self.history.time
+        if (
+            kind not in GUESSES
+            or self._states
+            or not self._alone
+            or time > self._price_ends
+            or not self._policy.weighs_guesses
+        ):
+            return False
+        node = self.at(prefix_hashes, num_tokens)
+        if node is not None and node.is_kept:
+            return False
+        stand = stand.still_there
+        before = stand if stand.is_kept else stand.kept_before
+        key = prefix_hashes[num_tokens // self._hash_tokens - 1]
+        token_bytes, alone_bytes = self.bytes_of_points()
+        guess = Checkpoint(key, num_tokens, num_tokens, None)
+        guess.point = Point(key, num_tokens, kind, past, time)
+        guess.saved_tokens = num_tokens - (before.num_tokens if before is not None else 0)
+        new_tokens = max(0, num_tokens - stand.num_tokens)
+        guess.own_bytes = alone_bytes + int(token_bytes * new_tokens)
+        if self._policy.worth(guess, time) >= self._price:
+            return False
+        self.history.leave(key, num_tokens, kind, past)
+        return True
+
+    def _drop_guess(self, node: Checkpoint) -> None:
+        """Drop a guess of where a text would be left, now that it is known for a branch."""
+        guess = node.kept_before
+        if (
+            guess is not None
+            and guess.point.kind == Kind.BEFORE_END
+            and guess.place != NOT_IN_POOL
+            and node.num_tokens - guess.num_tokens <= QUESTION_TOKENS
+        ):
+            self.history.forget(guess.point)
+            self._let_go(guess, None)
+
+    def keep_images(self, table: Table, pages: Sequence[int], past: Past) -> None:
+        """Keep an encoder's output for images.
+
+        Args:
+            table: Page table in which it is cached.
+            pages: All pages of some images, in order.
+            past: Of the request that leaves them.
+        """
+        for key, some in self._images_in(table, pages):
+            if key not in self._by_key:
+                self._keep_image(key, table, some, past)
+
+    def _keep_image(self, key: Hashable, table: Table, pages: list[int], past: Past) -> None:
+        num_tokens = len(pages) * table.grain.page_slots
+        node = Checkpoint(key, num_tokens, 0, self._root)
+        node.segment, node.first_pages = self._root.segment, self._root.first_pages
+        self._root.num_children += 1
+        self._by_key[key] = node
+        self._pin(node, table, pages)
+        node.is_kept = True
+        self._enter_pool(node)
+        node.point = self.history.leave(key, num_tokens, Kind.IMAGE, past)
+
+    def read_images(self, table: Table, pages: Sequence[int]) -> None:
+        """Record that a request reads images, of which it found these pages.
+
+        An image that is found whole and has lost its checkpoint is kept again.
+        """
+        for key, some in self._images_in(table, pages):
+            node = self._by_key.get(key)
+            if node is not None:
+                self._read(node)
+                continue
+            point = self.history.get(key)
+            if point is not None:
+                self.history.read(point)
+            # An image shown twice is found twice; the end of one is found where the rest was read.
+            numbers = {
+                page: cast("tuple[bytes, int]", table.keys_of([page])[0])[1] for page in some
+            }
+            whole = sorted(numbers, key=numbers.__getitem__)
+            if numbers[whole[0]] == 0:
+                self._keep_image(key, table, whole, Past.READ)
+
+    def _images_in(
+        self, table: Table, pages: Sequence[int]
+    ) -> Iterator[tuple[Hashable, list[int]]]:
+        """Names of images and their pages; those that are not cached under a name are left out."""
+        names = ((key[0] if isinstance(key, tuple) else None) for key in table.keys_of(pages))
+        named = zip(names, pages, strict=True)
+        for content, some in groupby(named, lambda each: each[0]):
+            if content is not None:
+                yield (IMAGE, table.index, content), [page for _, page in some]
+
+    def admit(
+        self,
+        prefix_hashes: Sequence[bytes],
+        facts: RequestFacts,
+        *,
+        hit_tokens: int,
+        asked_tokens: int,
+        computed_bytes: float,
+    ) -> Admitted:
+        """Record which points a request that comes in reads, or would have read.
+
+        Args:
+            prefix_hashes: Of its text.
+            facts: Of the request.
+            hit_tokens: Where it starts from.
+            asked_tokens: Tokens that it could have started from.
+            computed_bytes: Bytes of cache that it computes.
+        """
+        history = self.history
+        end = asked_tokens // self._hash_tokens
+        start = min(end, max(0, hit_tokens // self._hash_tokens - 1))
+        path = history.path(prefix_hashes[start:end])
+        deepest = path[-1] if path else history.deepest(prefix_hashes[:start])
+        past = past_of(deepest)
+        node = self._read_at(prefix_hashes, facts, hit_tokens)
+        if (
+            deepest is not None
+            and deepest.num_tokens >= hit_tokens
+            and (node is None or deepest is not node.point)
+        ):
+            # Of what was evicted: a checkpoint before it only stood in.
+            history.read(deepest)
+            if node is not None:
+                self._spare(node)
+        elif node is not None:
+            self._read(node)
+        history.admit(computed_bytes)
+        branches = [
+            point.num_tokens
+            for point in path
+            if point.kind == Kind.BRANCH and point.num_tokens > hit_tokens
+        ]
+        return Admitted(past=past, branches=branches)
+
+    def _read(self, node: Checkpoint) -> None:
+        self.history.read(node.point)
+        self.history.renew(node.point)
+        self._spare(node)
+
+    def _spare(self, node: Checkpoint) -> None:
+        """Rank a checkpoint anew, whose reader has come."""
+        node.heir_of = None
+        if node in self._upcoming:
+            self._upcoming.remove(node)
+
+    def _read_at(
+        self, prefix_hashes: Sequence[bytes], facts: RequestFacts, hit_tokens: int
+    ) -> Checkpoint | None:
+        """The checkpoint that a hit reads, if it reads one."""
+        if not hit_tokens:
+            return None
+        node = self.at(prefix_hashes, hit_tokens)
+        if (node is None or not node.is_kept) and not self.has_alone:
+            # Any beginning of it will do.
+            node, _ = self._owner(prefix_hashes, facts, hit_tokens + self.ahead_tokens)
+        return node if node is not None and node.is_kept else None
+
+    def covering(
+        self, prefix_hashes: Sequence[bytes], facts: RequestFacts, num_tokens: int
+    ) -> Hashable | None:
+        """Name of the checkpoint that a hit of so many tokens would read, if there is one."""
+        node = self._read_at(prefix_hashes, facts, num_tokens)
+        return node.name if node is not None else None
+
+    def _reach(
+        self,
+        node: Checkpoint,
+        prefix_hashes: Sequence[bytes],
+        facts: RequestFacts,
+        num_tokens: int,
+    ) -> Checkpoint | None:
+        """The node at a point of a text, made if need be; None if keys and values are missing.
+
+        Args:
+            node: One before it on the same text.
+            prefix_hashes: Of the text.
+            facts: Of the request.
+            num_tokens: Where.
+        """
+        while node.num_tokens < num_tokens:
+            end_tokens = num_tokens + self.ahead_tokens
+            key = prefix_hashes[end_tokens // self._hash_tokens - 1]
+            there = self._by_key.get(key)
+            if there is not None:
+                return there
+            if not self._lasting:
+                return self._extend(node, key, num_tokens, [])
+            guide = self._lasting[0]
+            first = node.end_tokens // guide.grain.page_slots
+            end = end_tokens // guide.grain.page_slots
+            keys = guide.policy.content_keys(facts, prefix_hashes, guide.grain, range(first, end))
+            if len(keys) < end - first:
+                return None
+            unit = (
+                self.align_tokens // guide.grain.page_slots
+                if node.parent is not None
+                else (self.align_tokens + self.ahead_tokens) // guide.grain.page_slots
+            )
+            page = guide.page_of(keys[unit - 1])
+            owner = guide.owners[page] if page is not None else None
+            if owner is None:
+                segment: list[list[int]] = []
+                for table in self._lasting:
+                    pages = self._cached_pages(
+                        table, prefix_hashes, facts, node.end_tokens, num_tokens
+                    )
+                    if pages is None:
+                        return None
+                    segment.append(pages)
+                return self._extend(node, key, num_tokens, segment)
+            if owner is node:
+                msg = f"the page after {node.num_tokens} tokens is of the node that ends there"
+                raise InvariantError(msg)
+            node = self._follow(owner, guide, keys, prefix_hashes)
+        return node
+
+    def _follow(
+        self,
+        owner: Checkpoint,
+        guide: Table,
+        keys: Sequence[Hashable],
+        prefix_hashes: Sequence[bytes],
+    ) -> Checkpoint:
+        """A node as far as a text goes with it: itself, or one at which it is divided.
+
+        Args:
+            owner: The node, of which the text has the beginning.
+            guide: The page table that is compared.
+            keys: Of the text's pages from the beginning of the node's segment.
+            prefix_hashes: Of the text.
+        """
+        pages = owner.segment[0]
+        align, slots = self.align_tokens, guide.grain.page_slots
+        content = guide.keys_of(pages)
+        first_tokens = owner.first_pages[0] * slots
+        low, high = 1, min(len(pages), len(keys)) * slots // align
+        if not first_tokens:
+            low = 1 + self.ahead_tokens // align
+        while low < high:  # in whole steps of `align_tokens`
+            middle = (low + high + 1) // 2
+            last = middle * align // slots - 1
+            if content[last] == keys[last]:
+                low = middle
+            else:
+                high = middle - 1
+        end_tokens = first_tokens + low * align
+        if end_tokens >= owner.end_tokens:
+            return owner
+        return self._split(owner, end_tokens, prefix_hashes)
+
+    def _split(
+        self, node: Checkpoint, end_tokens: int, prefix_hashes: Sequence[bytes]
+    ) -> Checkpoint:
+        """Divide a node's segment; the new node before it."""
+        num_tokens = end_tokens - self.ahead_tokens
+        key = prefix_hashes[end_tokens // self._hash_tokens - 1]
+        before = Checkpoint(key, num_tokens, end_tokens, node.parent)
+        before.num_children = 1
+        before.first_pages = node.first_pages
+        first_pages: list[int] = []
+        for slot, table in enumerate(self._lasting):
+            end = end_tokens // table.grain.page_slots
+            cut = end - node.first_pages[slot]
+            pages = node.segment[slot]
+            before.segment.append(pages[:cut])
+            node.segment[slot] = pages[cut:]
+            first_pages.append(end)
+            table.own(pages[:cut], node, before)
+            before.segment_bytes += cut * table.spec.small_page_bytes
+        node.first_pages = first_pages
+        node.segment_bytes -= before.segment_bytes
+        node.parent = before
+        self._by_key[key] = before
+        return before
+
+    def _extend(
+        self, node: Checkpoint, key: Hashable, num_tokens: int, segment: list[list[int]]
+    ) -> Checkpoint:
+        """A new node, not kept yet, with the pages after a node's; with both if nobody needs that.
+
+        Args:
+            node: The last one before the new one's point.
+            key: Of the new one.
+            num_tokens: Its point.
+            segment: Per page table of whole prefixes, the pages after the node's.
+        """
+        if self._is_needed(node):
+            return self._grow(node, key, num_tokens, segment)
+        longer = Checkpoint(key, num_tokens, num_tokens + self.ahead_tokens, node.parent)
+        longer.first_pages, longer.segment = node.first_pages, node.segment
+        longer.segment_bytes = node.segment_bytes
+        for table, pages, more in zip(self._lasting, longer.segment, segment, strict=True):
+            table.own(pages, node, longer)
+            table.pin(more)
+            table.own(more, None, longer)
+            pages.extend(more)
+            longer.segment_bytes += len(more) * table.spec.small_page_bytes
+        del self._by_key[node.key]
+        node.is_removed = True
+        self._by_key[key] = longer
+        return longer
+
+    @staticmethod
+    def _is_needed(node: Checkpoint) -> bool:
+        """Whether a node is kept, others begin at it, or it is the root."""
+        return node.is_kept or node.num_children > 0 or node.parent is None
+
+    def _grow(
+        self, parent: Checkpoint, key: Hashable, num_tokens: int, segment: list[list[int]]
+    ) -> Checkpoint:
+        """A new node, not kept yet, with the pages after its parent's."""
+        node = Checkpoint(key, num_tokens, num_tokens + self.ahead_tokens, parent)
+        node.segment = segment
+        node.first_pages = [parent.end_tokens // table.grain.page_slots for table in self._lasting]
+        for table, pages in zip(self._lasting, segment, strict=True):
+            table.pin(pages)
+            table.own(pages, None, node)
+            node.segment_bytes += len(pages) * table.spec.small_page_bytes
+        parent.num_children += 1
+        self._by_key[key] = node
+        return node
+
+    def _cached_pages(
+        self,
+        table: Table,
+        prefix_hashes: Sequence[bytes],
+        facts: RequestFacts,
+        start_tokens: int,
+        num_tokens: int,
+    ) -> list[int] | None:
+        """Pages of a text between two points; None if one is not cached."""
+        slots = table.grain.page_slots
+        numbers = range(start_tokens // slots, (num_tokens + self.ahead_tokens) // slots)
+        keys = table.policy.content_keys(facts, prefix_hashes, table.grain, numbers)
+        pages = [page for page in map(table.page_of, keys) if page is not None]
+        return pages if len(pages) == len(numbers) else None
+
+    def _windows(
+        self, prefix_hashes: Sequence[bytes], facts: RequestFacts, num_tokens: int
+    ) -> list[tuple[Table, list[int]]] | None:
+        """Pages of the windows before a point; None if one has a gap."""
+        found: list[tuple[Table, list[int]]] = []
+        for table in self._alone:
+            numbers = table.policy.reused_pages(facts, (), table.grain, num_tokens)
+            if not numbers:
+                continue
+            span = range(numbers[0], numbers[-1] + 1)
+            keys = table.policy.content_keys(facts, prefix_hashes, table.grain, span)
+            pages = [page for page in map(table.page_of, keys) if page is not None]
+            if len(pages) < len(span):
+                return None
+            found.append((table, pages))
+        return found
+
+    def _pin(self, node: Checkpoint, table: Table, pages: list[int]) -> None:
+        """Let a node have pages that are its point's alone."""
+        num_new = table.pin(pages)
+        node.alone.append((table.index, pages))
+        node.alone_bytes += num_new * table.spec.small_page_bytes
+
+    def _pin_states(
+        self, node: Checkpoint, point_key: Hashable, given: Sequence[tuple[int, int]]
+    ) -> None:
+        """Give a node the states of its point: those cached, which others may need, or else these.
+
+        Texts that part right after a point have its states in common, and what layers read ahead
+        not.
+        """
+        page_of = dict(given)
+        for table in self._states:
+            page = table.page_of(point_key)
+            if page is None:
+                page = page_of.pop(table.index)
+                table.enter_state(page, point_key)
+                self._pin(node, table, [page])
+                table.leave_pages([page])
+            else:
+                self._pin(node, table, [page])
+        self._release(list(page_of.items()))
+
+    def _release(self, pages: Sequence[tuple[int, int]]) -> None:
+        for index, page in pages:
+            self._tables[index].pages.release([page])
+
+    def take_states(self, node: Checkpoint, *, next_tokens: int = 0) -> list[tuple[int, int]]:
+        """Take the states of a checkpoint that no request has read, which is kept no more.
+
+        Args:
+            node: The checkpoint.
+            next_tokens: If positive, where on its text a checkpoint is about to be kept. Its node
+                may stay until then, to be made longer; `prune` must be called afterwards.
+
+        Returns:
+            Index of a page table, and its page, which has one user then; nothing if the checkpoint
+            is gone or was read.
+        """
+        if not node.is_kept or node.point.past == Past.READ:
+            return []
+        states = [
+            (index, pages[0])
+            for index, pages in node.alone
+            if self._tables[index].policy.is_overwritten
+        ]
+        for index, page in states:
+            table = self._tables[index]
+            if table.pages.stamps[page] < 0 or table.pins[page] > 1:
+                return []
+        for index, page in states:
+            table = self._tables[index]
+            table.pages.share([page])
+            table.forget(page)
+        self.history.forget(node.point)
+        self._stop_keeping(node, None)
+        if node.num_tokens >= next_tokens or not self._lasts(node):
+            self._prune(node)
+        return states
+
+    def _lasts(self, node: Checkpoint) -> bool:
+        """Whether removing a node and making it again at once would change nothing."""
+        parent = node.parent
+        if parent is None or node.num_children:
+            return False
+        if parent.num_children == 1 and not parent.is_kept and parent is not self._root:
+            # Its parent would be removed as well, and its pages be of one node with these.
+            return False
+        # Pages that nobody uses would become empty, and a request's own take their place.
+        return all(
+            max(map(table.pages.stamps.__getitem__, pages)) < 0
+            for table, pages in zip(self._lasting, node.segment, strict=True)
+        )
+
+    def prune(self, node: Checkpoint) -> None:
+        """Remove a node that nothing needs, if it was not removed."""
+        if not node.is_removed:
+            self._prune(node)
+
+    # Those that wait
+
+    def await_point(self, key: Hashable, position: int) -> bool:
+        """Record that a waiting request will read a point; whether it is the first one."""
+        positions = self.awaited.setdefault(key, [])
+        insort(positions, position)
+        if len(positions) > 1:
+            return False
+        for node in self._named(key):
+            self._leave_pool(node)
+        return True
+
+    def await_no_more(self, key: Hashable, position: int) -> bool:
+        """Record that a request does not wait any more; whether it was the last one."""
+        positions = self.awaited[key]
+        del positions[bisect_left(positions, position)]
+        if positions:
+            return False
+        del self.awaited[key]
+        for node in self._named(key):
+            self._enter_pool(node)
+        return True
+
+    def _named(self, name: Hashable) -> Iterator[Checkpoint]:
+        """Checkpoints that were made under a name; two, if one of them has lost its end since."""
+        for node in (self._by_key.get(name), self._cut_nodes.get(name)):
+            if node is not None and node.is_kept and node.name == name:
+                yield node
+
+    def protect(self, node: Checkpoint | None) -> None:
+        """Let a checkpoint be the last to go until another call, since it is about to be read."""
+        self._protected = node
+
+    # Eviction
+
+    def _enter_pool(self, node: Checkpoint) -> None:
+        if node.name not in self.awaited:
+            node.place = len(self._pool)
+            self._pool.append(node)
+
+    def _leave_pool(self, node: Checkpoint) -> None:
+        if node.place != NOT_IN_POOL:
+            last = self._pool.pop()
+            if last is not node:
+                self._pool[node.place] = last
+                last.place = node.place
+            node.place = NOT_IN_POOL
+
+    def evict_one(self) -> bool:
+        """Evict the checkpoint that is worth least, or the end of it; whether there was any."""
+        node = self._victim()
+        if node is None:
+            return False
+        self._measure(node)
+        self._price = self._policy.worth(node, self.history.time)
+        self._price_ends = self.history.time + self._price_bytes
+        if self.has_alone or not self._cut(node):
+            self.evict(node)
+        return True
+
+    def _victim(self) -> Checkpoint | None:
+        while self._upcoming:
+            node = self._upcoming.pop()
+            if node.place != NOT_IN_POOL and node is not self._protected:
+                return node
+        node = self._draw()
+        if node is not None:
+            return node
+        # All that would free memory are awaited: the one that is read last goes.
+        awaited = [
+            (positions[0], node)
+            for name, positions in self.awaited.items()
+            for node in self._named(name)
+            if node is not self._protected
+        ]
+        for _, node in sorted(awaited, key=lambda each: each[0], reverse=True):
+            self._measure(node)
+            if node.own_bytes:
+                return node
+        # What is left is in use, or about to be read.
+        others = [*self._pool, *(node for _, node in awaited)]
+        protected = self._protected
+        last = protected if protected is not None and protected.is_kept else None
+        return next((each for each in others if each is not protected), last)
+
+    def _draw(self, chosen: Collection[int] = ()) -> Checkpoint | None:
+        """The checkpoint that is worth least, of some that are drawn; None if none frees memory.
+
+        Args:
+            chosen: Identities of those that were chosen already.
+        """
+        pool = self._pool
+        if len(pool) > NUM_DRAWN:
+            node = self._least_of(self._random.choices(pool, k=NUM_DRAWN), chosen)
+            if node is not None:
+                return node
+        return self._least_of(pool, chosen)
+
+    def _least_of(self, nodes: Sequence[Checkpoint], chosen: Collection[int]) -> Checkpoint | None:
+        time, worth = self.history.time, self._policy.worth
+        least, victim = 0.0, None
+        for node in nodes:
+            if node is self._protected or id(node) in chosen:
+                continue
+            self._measure(node)
+            if node.own_bytes:
+                value = worth(node, time)
+                if victim is None or value < least:
+                    least, victim = value, node
+        return victim
+
+    def _measure(self, node: Checkpoint) -> None:
+        """Count what a checkpoint saves, and the bytes that come free when it goes."""
+        before = node.kept_before
+        node.saved_tokens = node.num_tokens - (before.num_tokens if before is not None else 0)
+        num_bytes = 0
+        if node.alone:
+            index, pages = node.alone[-1]
+            # A request that goes on from here uses the end of a window longest.
+            if self._tables[index].pages.stamps[pages[-1]] >= 0:
+                num_bytes = node.alone_bytes
+        node.own_bytes = num_bytes + sum(
+            each.segment_bytes
+            for each in self._leaving(node)
+            if each.segment_bytes and not self._is_used(each)
+        )
+
+    @staticmethod
+    def _leaving(node: Checkpoint) -> Iterator[Checkpoint]:
+        """Nodes whose segments go with a checkpoint: its own, and those before it likewise."""
+        num_others = 0
+        while node.parent is not None and node.num_children == num_others:
+            yield node
+            node, num_others = node.parent, 1
+            if node.is_kept:
+                break
+
+    def _is_used(self, node: Checkpoint) -> bool:
+        """Whether a request uses the end of a segment, and so all of it."""
+        return self._lasting[0].pages.stamps[node.segment[0][-1]] < 0
+
+    def upcoming(self, num_bytes: int) -> list[tuple[Checkpoint, int]]:
+        """Checkpoints that go next, of about so many bytes, and how many of each.
+
+        They go in this order. Without windows and states a part of one may go.
+        """
+        self._upcoming = [node for node in self._upcoming if node.place != NOT_IN_POOL]
+        found = set(map(id, self._upcoming))
+        left = num_bytes - sum(node.own_bytes for node in self._upcoming)
+        least = max(1, self._unit_bytes)
+        while left >= least:
+            node = self._draw(found)
+            # One that goes whole is not next if far less is likely to go.
+            if node is None or (self.has_alone and node.own_bytes > UPCOMING_SLACK * left):
+                break
+            found.add(id(node))
+            self._upcoming.insert(0, node)
+            left -= node.own_bytes
+        chosen: list[tuple[Checkpoint, int]] = []
+        left = num_bytes
+        for node in reversed(self._upcoming):
+            chosen.append((node, node.own_bytes if self.has_alone else min(left, node.own_bytes)))
+            left -= chosen[-1][1]
+        return chosen
+
+    def pages_of(self, node: Checkpoint, num_bytes: int) -> Iterator[tuple[Table, list[int]]]:
+        """Pages of a checkpoint that go with it, by page table.
+
+        Args:
+            node: The checkpoint.
+            num_bytes: Of what it has with others of its text, no more than these from its end.
+        """
+        for index, pages in node.alone:
+            yield self._tables[index], pages
+        for each in self._leaving(node):
+            if not each.segment_bytes:  # Of an image.
+                break
+            share = 1.0 if self.has_alone else min(1.0, num_bytes / each.segment_bytes)
+            for table, pages in zip(self._lasting, each.segment, strict=True):
+                yield table, pages[len(pages) - int(share * len(pages)) :]
+            if not self.has_alone:
+                break
+
+    def evict(self, node: Checkpoint) -> None:
+        """Evict a checkpoint: what no other one needs becomes empty, if no request uses it."""
+        self.num_evicted += 1
+        heir = node.kept_before
+        if heir is not None:
+            heir.heir_of = self._policy.heir_of(node, heir, self.history.time)
+        self._let_go(node, self._host)
+
+    def _let_go(self, node: Checkpoint, host: HostCache | None) -> None:
+        """Let a point be kept no more, and remove its node if nothing needs it."""
+        self._stop_keeping(node, host)
+        self._prune(node, host)
+
+    def _stop_keeping(self, node: Checkpoint, host: HostCache | None) -> None:
+        """Let a point be kept no more."""
+        self._leave_pool(node)
+        node.is_kept = False
+        node.heir_of = None
+        node.point = NO_POINT
+        for index, pages in node.alone:
+            self._unpin(self._tables[index], pages, host)
+        node.alone = []
+        node.alone_bytes = 0
+
+    def _prune(self, node: Checkpoint, host: HostCache | None = None) -> None:
+        """Remove a node that nothing needs, and then its parents likewise."""
+        while node.parent is not None and not self._is_needed(node):
+            for table, pages in zip(self._lasting, node.segment, strict=True):
+                table.own(pages, node, None)
+                self._unpin(table, pages, host)
+            del self._by_key[node.key]
+            if node.name != node.key:
+                del self._cut_nodes[node.name]
+            node.is_removed = True
+            node.parent.num_children -= 1
+            node = node.parent
+
+    def _cut(self, node: Checkpoint) -> bool:
+        """Take some tokens from the end of a checkpoint; False if it is too short."""
+        num_tokens = node.num_tokens - self._cut_tokens
+        num_tokens -= num_tokens % self.align_tokens
+        parent = node.parent
+        if node.num_children or parent is None or num_tokens <= parent.num_tokens:
+            return False
+        if not node.segment_bytes:  # An image goes whole.
+            return False
+        guide = self._lasting[0]
+        end_tokens = num_tokens + self.ahead_tokens
+        last = end_tokens // guide.grain.page_slots - node.first_pages[0] - 1
+        if last < 0:
+            return False
+        key = guide.keys_of([node.segment[0][last]])[0]
+        if isinstance(key, tuple):  # Pages that share one prefix hash are numbered.
+            key = key[0]
+        if key in self._by_key or self._cut_nodes.get(node.name, node) is not node:
+            return False
+        for slot, table in enumerate(self._lasting):
+            num_pages = end_tokens // table.grain.page_slots - node.first_pages[slot]
+            pages = node.segment[slot][num_pages:]
+            del node.segment[slot][num_pages:]
+            table.own(pages, node, None)
+            self._unpin(table, pages, self._host)
+            node.segment_bytes -= len(pages) * table.spec.small_page_bytes
+        self._leave_pool(node)
+        del self._by_key[node.key]
+        self._cut_nodes[node.name] = node
+        node.key, node.num_tokens, node.end_tokens = key, num_tokens, end_tokens
+        self._by_key[key] = node
+        self._enter_pool(node)
+        return True
+
+    def _unpin(self, table: Table, pages: list[int], host: HostCache | None) -> None:
+        """Let a node need pages no more; those that nobody needs or uses become empty.
+
+        Args:
+            table: Their page table.
+            pages: The pages.
+            host: Where they go, now or when requests that use them have left them; None if nowhere.
+        """
+        unused = table.unpin(pages)
+        if unused:
+            if host is not None:
+                host.store(table, unused)
+            table.discard(unused)
+            self.num_lost_bytes += len(unused) * table.spec.small_page_bytes
+        if host is not None and len(unused) < len(pages):
+            pins, stamps = table.pins, table.pages.stamps
+            table.orphans.update(page for page in pages if not pins[page] and stamps[page] < 0)
+
+    def clear(self) -> None:
+        """Forget everything; pages are not touched."""
+        self._pool.clear()
+        self._upcoming.clear()
+        self._protected = None
+        for node in self._by_key.values():
+            node.is_removed, node.parent = True, self._root
+        self._by_key.clear()
+        self._cut_nodes.clear()
+        self._root.num_children = 0
+        for table in self._tables:
+            table.unpin_all()
+
+    def check(self) -> None:
+        """Raise `InvariantError` unless pages are pinned exactly by the nodes that need them."""
+        pins: list[dict[int, int]] = [{} for _ in self._tables]
+        children: dict[int, int] = {}
+        nodes = list(self._by_key.values())
+        for node in nodes:
+            self._check_node(node)
+            children[id(node.parent)] = children.get(id(node.parent), 0) + 1
+            for table, pages in zip(self._lasting, node.segment, strict=True):
+                for page in pages:
+                    pins[table.index][page] = pins[table.index].get(page, 0) + 1
+            for index, pages in node.alone:
+                for page in pages:
+                    pins[index][page] = pins[index].get(page, 0) + 1
+        for table, expected in zip(self._tables, pins, strict=True):
+            table.check_pins(expected)
+        for node in [*nodes, self._root]:
+            if node.num_children != children.get(id(node), 0):
+                msg = (
+                    f"{node.num_tokens} tokens: {node.num_children} children counted, "
+                    f"{children.get(id(node), 0)} found"
+                )
+                raise InvariantError(msg)
+        in_pool = {id(node) for node in nodes if node.is_kept and node.name not in self.awaited}
+        if in_pool != set(map(id, self._pool)) or len(in_pool) != len(self._pool):
+            msg = f"{len(in_pool)} checkpoints may be evicted, {len(self._pool)} are in the pool"
+            raise InvariantError(msg)
+
+    def _check_node(self, node: Checkpoint) -> None:
+        is_image = isinstance(node.key, tuple)
+        parent = node.parent
+        problems = {
+            "a node without a parent": parent is None,
+            "under another name": self._by_key.get(node.key) is not node,
+            "removed": node.is_removed,
+            "neither kept nor needed": not node.is_kept and not node.num_children,
+            "at a place where none is": not is_image and node.num_tokens % self.align_tokens,
+            "not beyond its parent": parent is not None and node.num_tokens <= parent.num_tokens,
+            "in another place of the pool": node.place != NOT_IN_POOL
+            and self._pool[node.place : node.place + 1] != [node],
+        }
+        for slot, table in enumerate(self._lasting):
+            if parent is None or is_image:
+                continue
+            slots = table.grain.page_slots
+            first, end = parent.end_tokens // slots, node.end_tokens // slots
+            pages = node.segment[slot]
+            problems[f"pages of {table.spec.name!r} missing"] = len(pages) != end - first
+            problems[f"pages of {table.spec.name!r} begin elsewhere"] = (
+                node.first_pages[slot] != first
+            )
+        for problem, found in problems.items():
+            if found:
+                msg = f"checkpoint after {node.num_tokens} tokens: {problem}"
+                raise InvariantError(msg)

@@ -1,0 +1,131 @@
+"""The longest cached prefix of a request that every page table can go on from."""
+
+from collections.abc import Sequence
+from typing import cast
+
+from jenga.arena.large_pages import NULL_PAGE
+from jenga.policies import ALL_PAGES, NEVER, RequestFacts
+from jenga.prefix.host_cache import EitherPages, HostCache
+from jenga.tables.found_pages import FoundPages
+from jenga.tables.page_table import Table
+from jenga.tables.request import MISSING, NO_LIMIT, PrefixHit, Version
+
+_Found = FoundPages | EitherPages | list[int | None]
+
+
+def longest_prefix(  # noqa: PLR0913  one question, all it depends on
+    tables: Sequence[Table],
+    prefix_hashes: Sequence[bytes],
+    facts: RequestFacts,
+    *,
+    max_tokens: int,
+    ahead_tokens: int = 0,
+    host: HostCache | None = None,
+    version: Version,
+) -> PrefixHit:
+    """The longest prefix possible in all page tables.
+
+    Args:
+        tables: All page tables.
+        prefix_hashes: Hash i is of the request's first `(i + 1) * hash_tokens` tokens.
+        facts: Of the request.
+        max_tokens: The answer is no longer.
+        ahead_tokens: Tokens after the prefix that must be cached too: its pages depend on them.
+        host: Where pages are looked up that are not in the arena, if anywhere.
+        version: The state of the cache that the answer holds for.
+    """
+    hash_tokens = tables[0].grain.hash_tokens
+    num_hashes = max(0, min(max_tokens // hash_tokens, len(prefix_hashes)))
+    hashes = prefix_hashes[:num_hashes]
+    found: list[_Found] = []
+    for table in tables:
+        keys = table.policy.content_keys(facts, hashes, table.grain, ALL_PAGES)
+        if table.cache is None:
+            found.append([None for _ in keys])
+        elif host is None:
+            found.append(table.cache.find(keys))
+        else:
+            found.append(host.either(table, table.cache.find(keys), keys))
+    # What would be hit if states and windows were kept everywhere is where the request leaves a
+    # known path.
+    kept = [table for table in tables if not table.policy.is_overwritten]
+    lasting = [table for table in kept if _keeps_all(table, facts)]
+    asked_tokens = num_hashes * hash_tokens
+    branch_tokens, limit = _agree(lasting or kept, facts, found, asked_tokens, NO_LIMIT)
+    most_tokens = max(0, branch_tokens - ahead_tokens)
+    num_tokens, limit = _agree(tables, facts, found, most_tokens, limit)
+    reused = [_reused(table, facts, found[table.index], num_tokens) for table in tables]
+    return PrefixHit(
+        num_tokens=num_tokens,
+        asked_tokens=asked_tokens,
+        branch_tokens=branch_tokens,
+        limit=limit,
+        pages=tuple(pages for pages, _ in reused),
+        has_missing=tuple(has_missing for _, has_missing in reused),
+        facts=facts,
+        prefix_hashes=prefix_hashes,
+        version=version,
+    )
+
+
+def _keeps_all(table: Table, facts: RequestFacts) -> bool:
+    """Whether no page is given up before a request ends."""
+    return table.policy.next_release(facts, 0, table.grain.page_slots) == NEVER
+
+
+def _agree(
+    tables: Sequence[Table],
+    facts: RequestFacts,
+    found: Sequence[Sequence[int | None]],
+    num_tokens: int,
+    limit: int,
+) -> tuple[int, int]:
+    """The longest prefix that these page tables agree on, and which of them shortened it last."""
+    num_agreed = 0
+    while num_agreed < len(tables):
+        for table in tables:
+            possible = table.policy.get_possible_prefix(
+                facts, found[table.index], table.grain, num_tokens
+            )
+            if possible < num_tokens:
+                num_tokens, limit, num_agreed = possible, table.index, 1
+            else:
+                num_agreed += 1
+            if num_agreed == len(tables):
+                break
+    return num_tokens, limit
+
+
+def _reused(
+    table: Table, facts: RequestFacts, found: _Found, num_tokens: int
+) -> tuple[list[int], bool]:
+    """The page table with which a request goes on from a prefix, or the pages to copy from.
+
+    Returns:
+        The pages, and whether one must be allocated.
+    """
+    numbers = table.policy.reused_pages(facts, found, table.grain, num_tokens)
+    if not numbers:
+        return [], False
+    first, end = numbers[0], numbers[-1] + 1
+    reused: list[int | None]
+    if len(numbers) == end - first:
+        reused = found[first:end]
+    else:
+        reused = [None] * (end - first)
+        for number in numbers:
+            reused[number - first] = found[number]
+    has_missing = not all(reused)
+    if has_missing:
+        pages = [MISSING if page is None else page for page in reused]
+    else:
+        pages = cast("list[int]", reused)
+        has_missing = isinstance(found, EitherPages) and min(pages) < MISSING
+    if table.policy.is_overwritten:
+        return pages, has_missing
+    if not first:
+        return pages, has_missing
+    touched = table.policy.update_last_access(facts, num_tokens, num_tokens)
+    num_given_up = min(first, table.pages_for(touched).start)
+    before = [NULL_PAGE] * num_given_up + [MISSING] * (first - num_given_up)
+    return before + pages, has_missing or num_given_up < first

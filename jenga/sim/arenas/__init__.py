@@ -1,0 +1,1 @@
+"""The memory managers to compare, behind one interface."""

@@ -1,0 +1,352 @@
+"""The arena of vLLM's own KVCacheManager and planner, for the layers of one of our models.
+
+Everything that decides is vLLM's code: the planner, the manager with its prefix cache, the split of
+prefill chunks at which states of recurrent layers are cached. What is ours is the description of
+the layers by their bytes, and the scheduler around it.
+
+Not as in vLLM: image embeddings are left out, since it keeps them in a cache of their own outside
+of the arena, and so are token budgets, which it does not know: such layers keep every token.
+"""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from jenga.geometry import tokens_per_slot
+from jenga.sim.arenas.vllm_plan import (
+    DEFAULT_STOCK,
+    NEVER,
+    StockOptions,
+    StockPlan,
+    layer_name,
+    plan_stock,
+)
+from jenga.sim.batching.arena import NOTHING_MOVED, ActiveRequest, ArenaBytes, MovedBytes
+from jenga.sim.batching.need import Need, encoder_tokens
+from jenga.sim.batching.scheduler import CHUNK_TOKENS
+from jenga.sim.results.rows import TableBytes
+from jenga.spec import CrossAttention, ModelSpec, State
+
+_GROUP_BYTES = 4
+"""Of the number of a group, at the end of the key of a cached block."""
+
+
+class _StockRequest:
+    """A request as vLLM's manager reads it."""
+
+    lora_request = None
+    skip_reading_prefix_cache = False
+
+    __slots__ = ("_active", "block_hashes", "shared_prefix_boundary", "status")
+
+    def __init__(self, active: ActiveRequest, status: object, hashes: list[bytes]) -> None:
+        self._active = active
+        self.block_hashes = hashes
+        self.shared_prefix_boundary = 0
+        self.status = status
+
+    @property
+    def request_id(self) -> str:
+        return self._active.name
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._active.prompt_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        return self._active.num_tokens
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return self._active.num_computed
+
+    @property
+    def num_in_flight_tokens(self) -> int:
+        return self._active.num_in_flight
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._active.num_preemptions
+
+
+class _Evictions:
+    """Counts evicted blocks, where vLLM has a collector of metrics."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_block_allocated(self, _block: object) -> None:
+        """Count nothing."""
+
+    def on_block_accessed(self, _block: object) -> None:
+        """Count nothing."""
+
+    def on_block_evicted(self, _block: object) -> None:
+        """Count a block."""
+        self.count += 1
+
+    def reset(self) -> None:
+        """Count from 0."""
+        self.count = 0
+
+
+class StockMemory:
+    """Where the bytes are of an arena under vLLM's manager.
+
+    Attributes:
+        plan: How it is cut.
+    """
+
+    def __init__(self, model: ModelSpec, plan: StockPlan, manager: Any) -> None:  # noqa: ANN401
+        """Nothing was evicted.
+
+        Args:
+            model: The layers.
+            plan: How the arena is cut.
+            manager: A `KVCacheManager` of vLLM. Its evictions are counted from here on.
+        """
+        self.plan = plan
+        self._manager = manager
+        self._need = Need(model)
+        self._group_bytes = _group_bytes(model, plan)
+        self._evictions = _Evictions()
+        manager.block_pool.metrics_collector = self._evictions
+
+    @property
+    def num_evicted(self) -> int:
+        """See `Memory`."""
+        return self._evictions.count
+
+    @property
+    def moved_bytes(self) -> MovedBytes:
+        """See `Memory`: there is no host memory."""
+        return NOTHING_MOVED
+
+    def memory(self, running: list[ActiveRequest]) -> ArenaBytes:
+        """See `Memory`; whole blocks are held, and what is not used of them is useless.
+
+        A block of keys and values that several requests share is used once.
+        """
+        pool = self._manager.block_pool
+        num_cached = 0
+        shared_bytes = 0.0
+        for block in pool.blocks:
+            if block.block_hash is not None:
+                if not block.ref_cnt:
+                    num_cached += 1
+                elif block.ref_cnt > 1:
+                    group = int.from_bytes(block.block_hash[-_GROUP_BYTES:], "big")
+                    shared_bytes += (block.ref_cnt - 1) * self._group_bytes[group]
+        num_free = pool.get_num_free_blocks()
+        # vLLM's null block is neither held nor free.
+        num_held = self.plan.kv_cache_config.num_blocks - 1 - num_free
+        needed_bytes = sum(map(self._need.of_step, running))
+        held_bytes = num_held * self.plan.block_bytes
+        used_bytes = min(held_bytes, round(needed_bytes - shared_bytes))
+        useless_bytes = held_bytes - used_bytes
+        cached_bytes = num_cached * self.plan.block_bytes
+        return ArenaBytes(
+            used_bytes=used_bytes,
+            useless_bytes=useless_bytes,
+            cached_bytes=cached_bytes,
+            empty_bytes=0,
+            unallocated_bytes=num_free * self.plan.block_bytes - cached_bytes,
+            tables={
+                "blocks": TableBytes(
+                    used_bytes=used_bytes, useless_bytes=useless_bytes, cached_bytes=cached_bytes
+                )
+            },
+        )
+
+    def check(self) -> None:
+        """See `Memory`: vLLM has no check."""
+
+
+class StockArena(StockMemory):
+    """An arena under vLLM's manager, cut by vLLM's planner."""
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        arena_bytes: int,
+        *,
+        prefix_caching: bool = True,
+        chunk_tokens: int = CHUNK_TOKENS,
+        steps_in_flight: int = 1,
+        options: StockOptions = DEFAULT_STOCK,
+    ) -> None:
+        """An empty arena.
+
+        Args:
+            model: The layers.
+            arena_bytes: For all blocks.
+            prefix_caching: Whether blocks are kept for others; states of recurrent layers are then
+                kept as in vLLM's mode "align", its default.
+            chunk_tokens: Tokens computed in a step, of all requests together.
+            steps_in_flight: Steps that are scheduled at a time.
+            options: Of vLLM.
+
+        Raises:
+            ValueError: vLLM is not installed, or see `plan_stock`.
+        """
+        # vLLM says on standard error what its GPU build would do here. Errors are raised anyway.
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        try:
+            from vllm.v1.core.kv_cache_manager import KVCacheManager
+            from vllm.v1.request import RequestStatus
+        except ImportError as error:
+            msg = (
+                "manager 'vllm' must have vLLM 0.32 or 0.33 installed: its own manager is replayed"
+            )
+            raise ValueError(msg) from error
+
+        plan = plan_stock(model, arena_bytes, prefix_caching=prefix_caching, options=options)
+        self._encoder_tokens = 0
+        if any(isinstance(each, CrossAttention) for each in model.layer_types):
+            self._encoder_tokens = encoder_tokens(model)
+        self._prefix_caching = prefix_caching
+        manager: Any = KVCacheManager(
+            plan.kv_cache_config,
+            max_model_len=NEVER,
+            max_in_flight_tokens=steps_in_flight * chunk_tokens,
+            scheduler_block_size=plan.scheduler_tokens,
+            hash_block_size=plan.hash_tokens,
+            enable_caching=prefix_caching,
+        )
+        super().__init__(model, plan, manager)
+        self._waiting_status = RequestStatus.WAITING
+        self._running_status = RequestStatus.RUNNING
+        self._requests: dict[str, Any] = {}
+        self._split = self._state_splitter(chunk_tokens) if prefix_caching else None
+
+    def _state_splitter(self, chunk_tokens: int) -> "Callable[..., int] | None":
+        """VLLM's own rule for where chunks end; None without states."""
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.kv_cache_interface import MambaSpec
+
+        plan = self.plan
+        specs = [group.kv_cache_spec for group in plan.kv_cache_config.kv_cache_groups]
+        states = [spec for spec in specs if isinstance(spec, MambaSpec)]
+        if not states:
+            return None
+        # What the method reads of the scheduler that it belongs to.
+        scheduler = SimpleNamespace(
+            cache_config=plan.vllm_config.cache_config,
+            block_size=plan.scheduler_tokens,
+            hash_block_size=plan.hash_tokens,
+            max_num_scheduled_tokens=chunk_tokens,
+            scheduler_config=SimpleNamespace(long_prefill_token_threshold=0),
+            use_eagle_block_drop=False,
+            num_hash_lookahead_tokens=0,
+            mamba_partial_cache_hit=plan.hash_tokens < plan.scheduler_tokens
+            and self._manager.coordinator.enable_partial_hash_hits,
+            mamba_shared_prefix_checkpoint=False,
+            mamba_has_prefill_checkpoint_blocks=all(
+                spec.num_prefill_checkpoint_blocks > 0 for spec in states
+            ),
+            mamba_prefill_checkpoint_alignment=states[0].prefill_checkpoint_alignment,
+        )
+        split: Any = Scheduler._mamba_block_aligned_split  # pyright: ignore[reportPrivateUsage]
+        return partial(split, scheduler)
+
+    def new_step(self) -> None:
+        """See `Arena`."""
+        self._manager.new_step_starts()
+
+    def waits(self, active: ActiveRequest, *, first: bool = False) -> None:
+        """See `Arena`: nothing depends on it."""
+
+    def refuse(self, active: ActiveRequest) -> None:
+        """See `Arena`: nothing depends on it."""
+
+    def find(self, active: ActiveRequest) -> int:
+        """See `Arena`."""
+        hashes = active.hashes(self.plan.hash_tokens) if self._prefix_caching else []
+        stock = _StockRequest(active, self._waiting_status, hashes)
+        blocks, num_tokens, stock.shared_prefix_boundary = self._manager.get_computed_blocks(stock)
+        active.found = (stock, blocks)
+        return num_tokens
+
+    def chunk_tokens(self, active: ActiveRequest, start: int, num_tokens: int) -> int:
+        """See `Arena`: with states, chunks end where vLLM caches them."""
+        if self._split is None:
+            return num_tokens
+        stock = self._requests.get(active.name)
+        if stock is None:
+            return self._split(active.found[0], num_tokens, start)
+        return self._split(stock, num_tokens, 0)
+
+    def admit(
+        self,
+        active: ActiveRequest,
+        hit_tokens: int,
+        num_tokens: int,
+        lookahead_tokens: int = 0,
+    ) -> bool:
+        """See `Arena`."""
+        stock, blocks = active.found
+        slots = self._manager.allocate_slots(
+            stock,
+            num_tokens - hit_tokens,
+            num_new_computed_tokens=hit_tokens,
+            new_computed_blocks=blocks,
+            num_lookahead_tokens=lookahead_tokens,
+            num_encoder_tokens=self._encoder_tokens,
+            full_sequence_must_fit=True,
+            has_scheduled_reqs=bool(self._requests),
+        )
+        if slots is None:
+            return False
+        active.found = None
+        stock.status = self._running_status
+        self._requests[active.name] = stock
+        return True
+
+    def grow(self, active: ActiveRequest, num_tokens: int, lookahead_tokens: int = 0) -> bool:
+        """See `Arena`."""
+        slots = self._manager.allocate_slots(
+            self._requests[active.name],
+            num_tokens - active.num_computed,
+            num_lookahead_tokens=lookahead_tokens,
+        )
+        return slots is not None
+
+    def end_step(self) -> None:
+        """See `Arena`: what vLLM's scheduler asks of its manager at the end of `schedule`."""
+        self._manager.take_boundary_state_offloads()
+        _, retained_blocks = self._manager.take_kv_cache_block_copies()
+        self._manager.block_pool.free_blocks(retained_blocks)
+        self._manager.take_new_block_ids()
+
+    def settle(
+        self,
+        active: ActiveRequest,
+        num_tokens: int,
+        *,
+        ends_prompt: bool = False,  # noqa: ARG002  ours alone
+    ) -> None:
+        """See `Arena`."""
+        if self._prefix_caching:
+            self._manager.cache_blocks(self._requests[active.name], num_tokens)
+
+    def free(self, active: ActiveRequest) -> None:
+        """See `Arena`."""
+        self._manager.free(self._requests.pop(active.name))
+
+
+def _group_bytes(model: ModelSpec, plan: StockPlan) -> list[float]:
+    """Bytes of keys and values that the layers of each group have in a block; 0 of states."""
+    token_bytes = {
+        layer_name(layer_type, layer): (
+            0.0 if isinstance(layer_type, State) else layer.slot_bytes / tokens_per_slot(layer_type)
+        )
+        for layer_type in model.layer_types
+        for layer in layer_type.layers
+    }
+    return [
+        group.kv_cache_spec.block_size * sum(token_bytes[name] for name in group.layer_names)
+        for group in plan.kv_cache_config.kv_cache_groups
+    ]

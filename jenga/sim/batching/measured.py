@@ -1,0 +1,126 @@
+"""What share of a GPU's peaks was measured on it, from the rows of this repository's benchmarks."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jenga
+from jenga.sim.batching.step_time import Achieved
+from jenga.sim.hardware.gpus import Gpu
+
+RESULTS = Path(jenga.__path__[0]).parent / "perf" / "results"
+"""Folder of the rows, one folder in it for each GPU; a checkout has it, and no wheel."""
+
+_ROOFLINE = ("roofline",)
+_ATTENTION = ("bench_specialized_prefill", "bench_paged_attention")
+"""Files of rows; where two have a shape, the later one's counts."""
+
+_READ, _MATMUL = "read", "matmul"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """One measurement.
+
+    Attributes:
+        shape: What was measured.
+        seconds: Of one launch, median.
+        num_bytes: Fewest bytes it must move.
+        num_flops: Operations it must do.
+    """
+
+    shape: str
+    seconds: float
+    num_bytes: float
+    num_flops: float
+
+
+def measured(gpu: Gpu, results: Path) -> Achieved:
+    """Shares of a GPU's peaks, each 1 where no row says otherwise.
+
+    Reading weights gets the best rate of `perf.harness.roofline`'s "read", matrix products that of
+    its "matmul". Attention gets what our kernels reached over all shapes of
+    `perf.kernels.bench_paged_attention` and `perf.kernels.bench_specialized_prefill` that their
+    traffic limits, or their arithmetic: the least time of them all over the time they took.
+    Of several rows of one shape the last one counts.
+
+    Args:
+        gpu: Known by name.
+        results: As `RESULTS`.
+
+    Raises:
+        ValueError: A row is not one; file, line and field are named. Or the GPU has no peaks.
+    """
+    if gpu.bytes_per_s is None:
+        msg = f"gpu must be known by name where time is modelled, got {gpu.name!r}"
+        raise ValueError(msg)
+    bytes_per_s, flops = gpu.bytes_per_s, gpu.flops("bfloat16")
+    folders = [each for name in gpu.folders if (each := results / name).is_dir()]
+    roofline = _rows(folders, _ROOFLINE, "roofline")
+    attention = _rows(folders, _ATTENTION, "jenga")
+    by_traffic = [row for row in attention if row.num_bytes / bytes_per_s >= row.num_flops / flops]
+    others = [row for row in attention if row not in by_traffic]
+    shares = {
+        "bandwidth_share": [
+            row.num_bytes / bytes_per_s / row.seconds for row in roofline if row.shape == _READ
+        ],
+        "arithmetic_share": [
+            row.num_flops / flops / row.seconds for row in roofline if row.shape == _MATMUL
+        ],
+        "attention_bandwidth_share": _together(by_traffic, "num_bytes", bytes_per_s),
+        "attention_arithmetic_share": _together(others, "num_flops", flops),
+    }
+    return Achieved(**{name: min(1.0, max(found)) for name, found in shares.items() if found})
+
+
+def _together(rows: list[_Row], what: str, per_s: float) -> list[float]:
+    """The share of a peak that rows reach together; none of none."""
+    if not rows:
+        return []
+    return [sum(getattr(row, what) for row in rows) / per_s / sum(row.seconds for row in rows)]
+
+
+def _rows(folders: list[Path], names: tuple[str, ...], implementation: str) -> list[_Row]:
+    """The last row of each shape."""
+    found: dict[str, _Row] = {}
+    for path in (folder / f"{name}.jsonl" for folder in folders for name in names):
+        if not path.is_file():
+            continue
+        for where, values in _records(path):
+            if values.get("implementation") == implementation:
+                row = _row(values, where)
+                found[row.shape] = row
+    return list(found.values())
+
+
+def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            where = f"{path}:{number}"
+            try:
+                values = json.loads(line)
+            except json.JSONDecodeError:
+                values = None
+            if not isinstance(values, dict):
+                msg = f"{where}: a row must be one JSON object, got {line.strip()[:60]!r}"
+                raise ValueError(msg)  # noqa: TRY004  the file is wrong, not the call
+            yield where, values
+
+
+def _row(values: dict[str, Any], where: str) -> _Row:
+    numbers: dict[str, float] = {}
+    for name in ("p50_us", "num_bytes", "num_flops"):
+        value = values.get(name)
+        least = 0 if name == "num_flops" else 1e-9
+        if not isinstance(value, int | float) or value < least:
+            msg = f"{where}: {name} must be a positive number, got {value!r}"
+            raise ValueError(msg)
+        numbers[name] = value
+    return _Row(
+        shape=str(values.get("shape")),
+        seconds=numbers["p50_us"] / 1e6,
+        num_bytes=numbers["num_bytes"],
+        num_flops=numbers["num_flops"],
+    )

@@ -1,0 +1,59 @@
+"""What the next tokens of requests need, whatever holds it."""
+
+from jenga.geometry import exact_lcm, has_pages, tokens_per_slot
+from jenga.planning.demand import needed_tokens
+from jenga.policies import policy_of
+from jenga.sim.batching.arena import ActiveRequest
+from jenga.spec import CrossAttention, ImageEmbedding, ModelSpec
+
+ENCODER_TYPES = (CrossAttention, ImageEmbedding)
+
+
+def encoder_tokens(model: ModelSpec) -> int:
+    """Tokens of the one image, or stretch of audio, of each request; 0 without an encoder."""
+    return max(
+        (each.typical_tokens for each in model.layer_types if isinstance(each, ENCODER_TYPES)),
+        default=0,
+    )
+
+
+class Need:
+    """Bytes that the next tokens of a request read or write.
+
+    Attributes:
+        types: Per layer type, its layers' bytes of one token.
+    """
+
+    def __init__(self, model: ModelSpec) -> None:
+        """Image embeddings are left out."""
+        self.types = [
+            (
+                each,
+                sum(layer.slot_bytes for layer in each.layers) / tokens_per_slot(each),
+            )
+            for each in model.layer_types
+            if has_pages(each) and not isinstance(each, ImageEmbedding)
+        ]
+        kept = tuple(layer_type for layer_type, _ in self.types)
+        tokens = exact_lcm(
+            ModelSpec(name=model.name, layer_types=kept), tokens_per_page=1, alignment_bytes=1
+        )
+        self._tables = [
+            (policy_of(table), table.payload_bytes / table.tokens_per_page)
+            for table in tokens.page_tables
+        ]
+
+    def of_tokens(self, num_tokens: int) -> float:
+        """Of the token after so many, of a request like any other."""
+        return sum(
+            needed_tokens(layer_type, num_tokens) * token_bytes
+            for layer_type, token_bytes in self.types
+        )
+
+    def of_step(self, active: ActiveRequest) -> float:
+        """Of all tokens that steps in flight compute of a request."""
+        start, end = active.num_processed, active.num_computed
+        return sum(
+            len(policy.update_last_access(active.facts, start, end)) * token_bytes
+            for policy, token_bytes in self._tables
+        )

@@ -1,0 +1,1 @@
+"""The commands of the simulator, their arguments and what they print."""

@@ -1,0 +1,97 @@
+"""`jenga plot`: a figure from the rows of replays."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from jenga.sim.drawing.figures import save
+from jenga.sim.report import plots
+from jenga.sim.results.runs import Run, read_runs
+
+DESCRIPTION = """\
+Draw a figure from the rows that `jenga replay` wrote; several files, or several runs in one, are
+drawn beside each other. Needs matplotlib: the extra `plots`."""
+
+EPILOG = """\
+examples:
+  jenga plot timeline rows.jsonl --out timeline.svg
+  jenga plot batch jenga.jsonl vllm.jsonl --out batch.png
+  jenga plot hits articles.jsonl --parameter n --out hits.svg
+  jenga plot waste rows/*.jsonl --out waste.svg"""
+
+FIGURES = {
+    "timeline": "bytes by class and by page table over steps: used, wasted, cached, unallocated",
+    "batch": "requests that decode, over steps",
+    "hits": "hit rate against the number of articles",
+    "latency": "time to the first token (or --metric) against the request rate",
+    "waste": "waste of every model and manager",
+    "throughput": "tokens a second (or --metric) of every model and manager",
+}
+"""Names of the figures, and what they show."""
+
+_PARAMETERS = {"hits": "n", "latency": "rate"}
+
+_METRICS = {
+    "hits": "hit_rate",
+    "latency": "ttft_s",
+    "waste": "waste",
+    "throughput": "tokens_per_s",
+}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Give a parser the arguments of `jenga plot`."""
+    parser.add_argument(
+        "figure",
+        choices=tuple(FIGURES),
+        metavar="FIGURE",
+        help="; ".join(f"{name}: {words}" for name, words in FIGURES.items()),
+    )
+    parser.add_argument("rows", nargs="+", type=Path, metavar="ROWS", help="files of rows")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="the figure, .svg, .png or .pdf"
+    )
+    parser.add_argument(
+        "--over",
+        choices=tuple(plots.AXES),
+        default="steps",
+        help="what timeline and batch run over (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--metric",
+        choices=tuple(plots.METRICS),
+        help="the number drawn by hits, latency, waste and throughput, in place of theirs",
+    )
+    parser.add_argument(
+        "--parameter",
+        metavar="NAME",
+        help="what hits and latency are drawn against: an option of the runs, or a number in "
+        "their traces' names (default: n, rate)",
+    )
+    parser.set_defaults(run=run, extras="jenga-kv[plots]")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Draw one figure into a file.
+
+    Raises:
+        ValueError: Rows that cannot be read or lack what the figure shows, or a file's ending.
+    """
+    save(_figure(options, read_runs(options.rows)), options.out)
+    print(options.out)
+    return 0
+
+
+def _figure(options: argparse.Namespace, runs: list[Run]) -> Any:  # noqa: ANN401  matplotlib
+    name = options.figure
+    metric = options.metric or _METRICS.get(name, "")
+    match name:
+        case "timeline":
+            return plots.timeline(runs, over=options.over)
+        case "batch":
+            return plots.decode_batch(runs, over=options.over)
+        case "hits" | "latency":
+            parameter = options.parameter or _PARAMETERS[name]
+            return plots.against(runs, parameter=parameter, metric=metric)
+        case _:
+            return plots.bars(runs, metric=metric)

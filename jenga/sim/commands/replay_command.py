@@ -1,0 +1,447 @@
+"""`jenga replay`: what it replays, and what it prints."""
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from textwrap import fill
+
+from jenga.models import ModelFacts, ReadOptions
+from jenga.sim.arenas.by_name import EVICTING
+from jenga.sim.arenas.vllm_plan import StockOptions
+from jenga.sim.batching.measured import RESULTS, measured
+from jenga.sim.batching.speculation import Speculation
+from jenga.sim.batching.step_time import (
+    PEAKS,
+    SHARES,
+    Achieved,
+    StepTime,
+    Weights,
+    drafted_time,
+    weights_of,
+)
+from jenga.sim.commands.replay_options import add_options
+from jenga.sim.drawing.text import aligned, bytes_text, wrapped
+from jenga.sim.hardware.budget import memory_budget
+from jenga.sim.hardware.gpus import GPUS, Gpu, find_gpu
+from jenga.sim.planning.engine_layers import find_served_model
+from jenga.sim.planning.plan import formats_of, served_model
+from jenga.sim.replays.replay import Clock, Replay, Step, constant_clock
+from jenga.sim.replays.row_file import RowFile
+from jenga.sim.replays.session import (
+    Machine,
+    Outcome,
+    Running,
+    Settings,
+    Trace,
+    outcome_of,
+    run_row,
+)
+from jenga.sim.workload.sources import GENERATORS, open_source
+from jenga.spec import ELEMENT_BYTES, check_positive
+
+DESCRIPTION = """\
+Replay requests step by step against a memory manager, as an engine without a GPU would: continuous
+batching, prompts in chunks, preemption, prefix caching. Tokens, pages and bytes are counted;
+seconds are modelled by the roofline of the GPU, at the shares of its peaks that were measured on
+one where perf/results has them."""
+
+EPILOG = f"""\
+traces:
+  a file, or a folder of weka's; its format is known by how it begins:
+    mooncake, weka (AgentX), sharegpt, wildchat: JSON or JSON lines, the last three Parquet, too
+    azure, burstgpt, lengths: CSV
+  with arguments: weka:path=traces,rate=0.1,most_think_s=10  sharegpt:path=chats.json,rate=2
+{fill(", ".join(GENERATORS), 96, initial_indent="  a workload: ", subsequent_indent="    ")}
+  with arguments: articles:n=24,questions=8,tokens=30000  long-documents  mmlu-pro:n=500,rate=4
+    rag:k=8,rate=0.5  agents:n=24,rate=0.05  mixed:rate=2; rate: arrivals a second, at random
+
+managers:
+  jenga   pages of the planned geometry
+  lcm     ours, large pages of the exact least common multiple, the paper's rule
+  max     ours, every small page as large as the largest
+  paged   ours, one page for all layers, no window known: PagedAttention
+  static  ours, a part of the arena for each layer type
+  gcd     pages scattered over pieces of the greatest common divisor: memory alone, no caching
+  vllm    vLLM's planner and KVCacheManager themselves (0.32 or 0.33)
+
+schedulers:
+  jenga   the simulator's: continuous batching as in vLLM
+  vllm    vLLM's own, with the plugin's manager (jenga) or its own (vllm); tests compare the two
+
+examples:
+  jenga replay --model llama-3.1-70b --tp 4 --trace mmlu-pro:n=200,rate=4 \\
+    --draft llama-3.2-1b --draft-tokens 4 --acceptance 0.7
+  jenga replay --model gemma-3-27b --gpu H200 --trace articles --manager jenga vllm --bounds
+  jenga replay --model gpt-oss-120b --gpu H200 --trace articles --manager vllm \\
+      --vllm default retention=dense retention=8192
+  jenga replay --model ministral-8b-2410 --trace long-documents --no-prefix-caching --every 1
+  jenga replay --model falcon-h1-7b --trace conversation_trace.jsonl --speed 4 --requests 1000 \\
+      --out rows.jsonl --check 100"""
+
+_PROGRESS_S = 0.5
+
+_WIDTH = 100
+
+_WASTE_WORDS = (
+    "Waste: bytes held that no next token needs, of bytes held; mean over steps that decode. Busy: "
+    "over those with half the largest batch or more. Of bytes: of all bytes held in these steps."
+)
+
+_EXIT_REFUSED = 2
+"""Some of several replays were refused; the others are in the table."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Give a parser the arguments of `jenga replay`."""
+    add_options(parser)
+    parser.set_defaults(run=run, extras="jenga-kv[vllm,parquet]", engine=None)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Replay and print.
+
+    Raises:
+        ValueError: A model, a trace or an option is refused, or an arena holds no request.
+    """
+    for name in ("every", "requests", "chunk_tokens", "max_requests", "step_seconds"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < math.inf:
+            msg = f"--{name.replace('_', '-')} must be a positive number, got {value}"
+            raise ValueError(msg)
+    if options.host and options.no_prefix_caching:
+        msg = "--host keeps prefixes, and --no-prefix-caching keeps none"
+        raise ValueError(msg)
+    if options.measured != RESULTS and not options.measured.is_dir():
+        msg = f"--measured must be a folder with one for each GPU, got {options.measured}"
+        raise ValueError(msg)
+    if options.check < 0:
+        msg = f"--check must be at least 0, got {options.check}"
+        raise ValueError(msg)
+    machines = [_machine(name, options) for name in options.model]
+    trace = Trace(
+        _trace_name(options),
+        lambda: open_source(
+            options.trace,
+            file_format=options.format,
+            limit=options.requests,
+            speed=options.speed,
+        ),
+    )
+    out = RowFile(options.out) if options.out is not None else None
+    found: list[Outcome] = []
+    refusals: list[str] = []
+    replays = list(_replays(machines, options))
+    for machine, manager, eviction, stock in replays:
+        settings = _settings(options, machine, eviction, stock)
+        try:
+            found.append(_replay(machine, manager, trace, settings, out, quiet=options.quiet))
+        except ValueError as error:
+            if len(replays) == 1:
+                raise
+            refusals.append(str(error))
+    if out is not None:
+        out.close()
+    if found:
+        print(_text(found, trace))
+    for refusal in refusals:
+        print(f"jenga: error: {refusal}", file=sys.stderr)
+    return _EXIT_REFUSED if refusals else 0
+
+
+def _replays(
+    machines: Sequence["_Timed"], options: argparse.Namespace
+) -> Iterator[tuple["_Timed", str, str, StockOptions]]:
+    """Machines, managers, and what a manager has a choice of: eviction, or vLLM's options."""
+    for machine in machines:
+        for manager in options.manager:
+            for eviction in options.eviction[: None if manager in EVICTING else 1]:
+                for stock in options.vllm[: None if manager == "vllm" else 1]:
+                    yield machine, manager, eviction, stock
+
+
+def _trace_name(options: argparse.Namespace) -> str:
+    """The file's name without its folders, or the workload as it was asked for."""
+    path = Path(options.trace).expanduser()
+    return path.name or options.trace if path.exists() else options.trace
+
+
+def _settings(
+    options: argparse.Namespace, machine: "_Timed", eviction: str, stock: StockOptions
+) -> Settings:
+    details = {
+        name: str(value)
+        for name in ("speed", "requests")
+        if (value := getattr(options, name)) is not None
+    }
+    return Settings(
+        eviction=eviction,
+        left_share=options.left_share,
+        prefix_caching=not options.no_prefix_caching,
+        host_bytes=options.host,
+        host_bytes_per_s=options.host_bandwidth,
+        chunk_tokens=options.chunk_tokens,
+        max_requests=options.max_requests,
+        speculation=_speculation(options),
+        is_asynchronous=_is_asynchronous(options),
+        stock=stock,
+        engine=options.engine if options.scheduler == "vllm" else None,
+        every=options.every,
+        check_every=options.check,
+        keep_requests=options.request_rows,
+        with_bounds=options.bounds,
+        details=(*details.items(), ("seconds", machine.seconds)),
+    )
+
+
+def _speculation(options: argparse.Namespace) -> Speculation | None:
+    if options.acceptance is None:
+        return None
+    return Speculation(
+        draft_tokens=options.draft_tokens,
+        acceptance=options.acceptance,
+        lookahead_tokens=options.draft_tokens if options.draft is not None else 0,
+        draft_queries=int(options.draft is not None),
+    )
+
+
+def _is_asynchronous(options: argparse.Namespace) -> bool:
+    """Whether steps are scheduled ahead: as vLLM does, which does not where n-grams draft."""
+    has_ngrams = options.acceptance is not None and options.draft is None
+    if options.async_scheduling and has_ngrams:
+        msg = "--async-scheduling is refused by vLLM where n-grams draft: give --draft a model"
+        raise ValueError(msg)
+    return not has_ngrams if options.async_scheduling is None else options.async_scheduling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Timed(Machine):
+    """A machine that says where its seconds come from."""
+
+    seconds: str
+
+
+def _machine(name: str, options: argparse.Namespace) -> _Timed:
+    models = [find_served_model(each) for each in (name, options.draft) if each is not None]
+    kv_format, model_dtype = formats_of(options.kv_dtype, models[0])
+    read = ReadOptions(
+        tensor_parallel=options.tp,
+        kv_format=kv_format,
+        model_dtype=model_dtype,
+        draft_tokens=options.draft_tokens,
+    )
+    model = served_model(models, read)
+    if options.max_model_len is not None:
+        check_positive("replay", "--max-model-len", options.max_model_len)
+    gpu = find_gpu(options.gpu)
+    arena_bytes = options.arena
+    if arena_bytes is None:
+        arena_bytes = memory_budget(
+            models,
+            gpu,
+            ranks=options.tp,
+            weight_bytes=options.weights,
+            utilization=options.utilization,
+            reserved_bytes=options.reserve,
+        ).require_arena()
+    clock: Clock
+    if options.step_seconds is not None:
+        clock, seconds = constant_clock(options.step_seconds), f"{options.step_seconds:g} a step"
+    else:
+        achieved = _achieved(_named(gpu), options)
+        clock = StepTime(model, _weights(models, options), gpu, achieved=achieved)
+        if options.draft is not None and options.acceptance is not None:
+            clock = drafted_time(
+                models, read, gpu, weights=_weights(models, options), achieved=achieved
+            )
+        seconds = _seconds_text(achieved, gpu)
+    return _Timed(
+        model=model,
+        arena_bytes=arena_bytes,
+        clock=clock,
+        tp=options.tp,
+        kv_format=options.kv_dtype,
+        gpu=gpu.name,
+        max_model_tokens=options.max_model_len or models[0].context_tokens,
+        seconds=seconds,
+    )
+
+
+def _achieved(gpu: Gpu, options: argparse.Namespace) -> Achieved:
+    """As measured, unless the command line says otherwise."""
+    given = {name: share for name in SHARES if (share := getattr(options, name)) is not None}
+    return replace(measured(gpu, options.measured), overhead_s=options.overhead_seconds, **given)
+
+
+def _seconds_text(achieved: Achieved, gpu: Gpu) -> str:
+    shares = [
+        f"{words} {getattr(achieved, name):.0%}"
+        for name, words in zip(
+            SHARES,
+            ("products", "weights", "attention's products", "attention's reads"),
+            strict=True,
+        )
+    ]
+    overhead = f", {achieved.overhead_s:g} s of host a step" if achieved.overhead_s else ""
+    if replace(achieved, overhead_s=0.0) == PEAKS:
+        return f"a roofline at the peaks of {gpu.name}, of which no rows were measured{overhead}"
+    return f"a roofline of {gpu.name} at shares of its peaks: {', '.join(shares)}{overhead}"
+
+
+def _named(gpu: Gpu) -> Gpu:
+    if gpu.bytes_per_s is None:
+        msg = (
+            f"--gpu must be one of {', '.join(GPUS)} for a model of time, got {gpu.name!r}; or "
+            f"give --step-seconds"
+        )
+        raise ValueError(msg)
+    return gpu
+
+
+def _weights(models: Sequence[ModelFacts], options: argparse.Namespace) -> Weights:
+    """Of the first model; where nothing says how many it has, as many in bfloat16 as --weights."""
+    facts = models[0]
+    if facts.total_parameters is None and options.weights is not None:
+        total = max(1, options.weights // ELEMENT_BYTES["bfloat16"])
+        facts = replace(facts, total_parameters=total, weight_bytes=options.weights)
+    try:
+        weights = weights_of(facts, ranks=options.tp)
+    except ValueError as error:
+        msg = f"{error}; give --weights BYTES or --step-seconds"
+        raise ValueError(msg) from error
+    if options.weights is None:
+        return weights
+    return replace(weights, num_bytes=options.weights / options.tp)
+
+
+def _replay(
+    machine: Machine,
+    manager: str,
+    trace: Trace,
+    settings: Settings,
+    out: RowFile | None,
+    *,
+    quiet: bool,
+) -> Outcome:
+    row = run_row(machine, manager, trace, settings)
+    outcome = out.outcome_of(row.run) if out is not None else None
+    if outcome is not None:
+        return outcome
+    label = f"{row.model} {manager} {row.options.get('stock', row.eviction)}".rstrip()
+    progress = None if quiet else _Progress(label, trace.num_requests)
+    snapshot = out.snapshot_of(row.run) if out is not None else None
+    if snapshot is not None and not quiet:
+        print(f"{label}: goes on after step {snapshot.replay.num_steps:,}", file=sys.stderr)
+    running = Running(row, machine, trace, settings, snapshot=snapshot)
+    rows = running.rows(progress) if out is None else out.written(running, progress)
+    try:
+        return outcome_of(rows)
+    finally:
+        if progress is not None:
+            progress.clear()
+
+
+class _Progress:
+    """A line on standard error that says how far a replay is."""
+
+    def __init__(self, label: str, num_requests: int) -> None:
+        self._label = label
+        self._num_requests = num_requests
+        self._next_s = self._start_s = time.monotonic()
+        self._width = 0
+
+    def __call__(self, replay: Replay, step: Step) -> None:
+        """Show a step, now and then."""
+        now_s = time.monotonic()
+        if now_s < self._next_s:
+            return
+        self._next_s = now_s + _PROGRESS_S
+        num_ended = replay.num_finished + replay.num_refused
+        share = num_ended / self._num_requests
+        elapsed_s = now_s - self._start_s
+        rate = step.number / elapsed_s if elapsed_s > 0 else 0.0
+        left_s = elapsed_s * (1 - share) / share if share else 0.0
+        hit_rate = replay.hit_tokens / replay.prompt_tokens if replay.prompt_tokens else 0.0
+        text = (
+            f"{self._label}: {num_ended}/{self._num_requests} requests ({share:.0%}), "
+            f"{step.num_running} running, {step.num_waiting} waiting, hit {hit_rate:.1%}, "
+            f"{rate:,.0f} steps/s, {left_s:.0f} s left"
+        )
+        self._width = max(self._width, len(text))
+        print(f"\r{text:<{self._width}}", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Leave the line empty."""
+        if self._width:
+            print(f"\r{'':<{self._width}}\r", end="", file=sys.stderr, flush=True)
+
+
+def _text(found: Sequence[Outcome], trace: Trace) -> str:
+    """What was counted, and under it what took how long."""
+    has_bounds = any("best_eviction_hit_rate" in each.row.options for each in found)
+    counted = ["model", "manager", "arena", "hit %"]
+    counted += ["unlimited %", "best %"] if has_bounds else []
+    counted += ["waste %", "busy %", "of bytes %", "evicted"]
+    has_host = any("host_bytes" in each.row.options for each in found)
+    counted += ["stored", "loaded"] if has_host else []
+    counted += ["preempted", "refused"]
+    timed = ["model", "manager", "decode batch", "steps"]
+    timed += ["seconds", "requests/s", "tokens/s", "TTFT p50", "TPOT p50"]
+    memory, speed = [counted], [timed]
+    has_orders = len({each.row.eviction for each in found if each.row.eviction}) > 1
+    for each in found:
+        row, summary = each.row, each.summary
+        manager = f"{row.manager} {row.eviction}".strip() if has_orders else row.manager
+        manager = f"{manager} {row.options.get('stock', '')}".rstrip()
+        bounds = ("unlimited_hit_rate", "best_eviction_hit_rate") if has_bounds else ()
+        memory.append(
+            [
+                row.model,
+                manager,
+                bytes_text(row.arena_bytes),
+                f"{100 * summary.hit_rate:.1f}",
+                *(
+                    f"{100 * row.options[name]:.1f}" if name in row.options else "-"
+                    for name in bounds
+                ),
+                *map(_percent, (summary.waste, summary.busy_waste, summary.waste_of_bytes)),
+                f"{summary.evicted_pages:,}",
+                *map(bytes_text, (summary.stored_bytes, summary.loaded_bytes) if has_host else ()),
+                f"{summary.num_preemptions:,}",
+                f"{summary.num_refused:,}",
+            ]
+        )
+        speed.append(
+            [
+                row.model,
+                manager,
+                f"{summary.mean_decode_batch:.2f}",
+                f"{summary.num_steps:,}",
+                f"{summary.seconds:,.1f}",
+                f"{summary.requests_per_s:.3g}",
+                f"{summary.tokens_per_s:,.0f}",
+                f"{summary.ttft_s.p50:.3g}",
+                f"{summary.tpot_s.p50:.3g}",
+            ]
+        )
+    seconds = dict.fromkeys(str(each.row.options["seconds"]) for each in found)
+    notes = [_WASTE_WORDS, f"Seconds: modelled by {'; '.join(seconds)}."]
+    if any(each.summary.waste is None for each in found):
+        notes.append("A dash: bytes were looked at in no step that decodes; give --every 1.")
+    return "\n".join(
+        [
+            f"{trace.num_requests:,} requests of {trace.name}",
+            *aligned(memory, alignment="<<" + ">" * (len(counted) - 2)),
+            "",
+            *aligned(speed, alignment="<<" + ">" * (len(timed) - 2)),
+            "",
+            *(line for note in notes for line in wrapped(note, width=_WIDTH)),
+        ]
+    )
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.2f}"

@@ -1,0 +1,38 @@
+"""`jenga report`: runs side by side in one HTML file."""
+
+import argparse
+from pathlib import Path
+
+from jenga.sim.report.html import report_html
+from jenga.sim.results.runs import read_runs
+
+DESCRIPTION = """\
+Put the runs of some files of rows side by side in one HTML file: numbers, decode batches and memory
+over steps, with runs to choose and values under the pointer. The file needs no server, no network
+and no other file."""
+
+EPILOG = """\
+examples:
+  jenga report rows.jsonl --out report.html
+  jenga report jenga.jsonl vllm.jsonl --out report.html --title "Ministral, 20 long documents\""""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Give a parser the arguments of `jenga report`."""
+    parser.add_argument("rows", nargs="+", type=Path, metavar="ROWS", help="files of rows")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the page to write")
+    parser.add_argument("--title", default="Replays", help="of the page (default: %(default)s)")
+    parser.set_defaults(run=run, extras="jenga-kv")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the page.
+
+    Raises:
+        ValueError: Rows that cannot be read.
+        OSError: A file that cannot be read or written.
+    """
+    page = report_html(read_runs(options.rows), title=options.title)
+    options.out.write_text(page, encoding="utf-8")
+    print(options.out)
+    return 0

@@ -1,0 +1,1 @@
+"""Figures, charts and text that reports are made of."""

@@ -1,0 +1,1 @@
+"""Files that are read from anyone and written whole."""

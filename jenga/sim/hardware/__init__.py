@@ -1,0 +1,1 @@
+"""GPUs, and what a model's weights leave of one."""

@@ -1,0 +1,1 @@
+"""What a model does to the memory of a GPU."""

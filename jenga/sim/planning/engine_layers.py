@@ -1,0 +1,225 @@
+"""Layers of a model as vLLM's own classes declare them, asked for in a process of its own.
+
+The plugin builds the model there without weights or a GPU: see
+`jenga.vllm_plugin.without_engine.declared_layers`, which this runs and does not import. Models that
+`jenga.models` has no reader for are planned by what vLLM says; of others it is compared.
+"""
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jenga
+from jenga.models import ModelFacts, ReadOptions, find_model, known_type
+from jenga.models.config import Config
+from jenga.models.exchange import layer_type_from, options_fields
+from jenga.spec import (
+    ChunkedLocal,
+    CrossAttention,
+    FullAttention,
+    ImageEmbedding,
+    LayerType,
+    ModelSpec,
+    SlidingWindow,
+    State,
+)
+
+TIMEOUT_S = 600.0
+"""Of one model: an import of vLLM takes 10 s and a class seldom more, on a machine that is idle."""
+
+_MODULE = "jenga.vllm_plugin.without_engine.declared_layers"
+_OPTIONS_FILE = "read_options.json"
+_ANSWER_FILE = "declared_layers.json"
+
+
+def find_served_model(text: str) -> ModelFacts:
+    """Find the model that a user names; vLLM is asked for its layers where no reader is for it.
+
+    Raises:
+        ValueError: See `jenga.models.find_model`.
+    """
+    facts = find_model(text)
+    return facts if known_type(facts.config) is not None else replace(facts, reader=declared_model)
+
+
+def declared_model(config: Config, *, name: str, options: ReadOptions | None = None) -> ModelSpec:
+    """Ask vLLM's own classes for the layer types of a model.
+
+    Raises:
+        ValueError: vLLM is not installed, refuses the model, or takes longer than `TIMEOUT_S`.
+    """
+    if not is_installed():
+        reason = "vLLM, whose classes would be asked, is not installed"
+    else:
+        answer = _answer(json.dumps(config.as_dict()), options or ReadOptions())
+        if isinstance(answer, tuple):
+            return ModelSpec(name=name, layer_types=answer)
+        reason = f"vLLM's classes say: {answer}"
+    model_type = config.as_dict().get("model_type")
+    msg = f"{config.source}: no reader is for model_type {model_type!r}, and {reason}"
+    raise ValueError(msg)
+
+
+@functools.cache
+def _answer(fields: str, options: ReadOptions) -> tuple[LayerType, ...] | str:
+    with Question(json.loads(fields), options) as question:
+        return question.answer()
+
+
+def is_installed() -> bool:
+    """Whether there is a vLLM to ask."""
+    return find_spec("vllm") is not None
+
+
+class Question:
+    """What vLLM is asked of one model; it is answered while the caller does something else.
+
+    >>> with Question(fields, options) as question:  # doctest: +SKIP
+    ...     layer_types = question.answer()
+    """
+
+    def __init__(self, fields: Mapping[str, object], options: ReadOptions) -> None:
+        """Start the process that will answer.
+
+        Args:
+            fields: Of the model's `config.json`.
+            options: How the model is run.
+        """
+        self._folder = tempfile.TemporaryDirectory(prefix="jenga-")
+        folder = Path(self._folder.name)
+        (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+        asked = json.dumps(options_fields(options))
+        (folder / _OPTIONS_FILE).write_text(asked, encoding="utf-8")
+        packages = [str(Path(path).parent) for path in jenga.__path__]
+        path = os.pathsep.join([*packages, *filter(None, [os.environ.get("PYTHONPATH")])])
+        self._process = subprocess.Popen(
+            # Nothing of the folder that the user is in.
+            [sys.executable, "-P", "-m", _MODULE, str(folder)],
+            env={**os.environ, "PYTHONPATH": path},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+
+    def answer(self) -> tuple[LayerType, ...] | str:
+        """Wait for the layer types, or for the reason why there are none."""
+        try:
+            _, log = self._process.communicate(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return f"no answer within {TIMEOUT_S:g} s"
+        file = Path(self._folder.name) / _ANSWER_FILE
+        if not file.exists():
+            last = log.strip().rpartition("\n")[2]
+            return f"their process ended with status {self._process.returncode}: {last}"
+        answer: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        if "error" in answer:
+            return str(answer["error"])
+        return tuple(map(layer_type_from, answer["layer_types"]))
+
+    def __enter__(self) -> "Question":
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        if self._process.stderr is not None:
+            self._process.stderr.close()
+        self._folder.cleanup()
+
+
+def comparison(facts: ModelFacts, planned: Iterable[LayerType], question: Question) -> str:
+    """Wait for what vLLM's classes declare, and tell how it compares, in a sentence."""
+    declared = question.answer()
+    if isinstance(declared, str):
+        return f"vLLM's own classes of {facts.name} could not be asked: {declared}"
+    different = difference_text(facts, planned, declared)
+    return different or f"vLLM's own classes declare the same layers of {facts.name}."
+
+
+def difference_text(
+    facts: ModelFacts, planned: Iterable[LayerType], declared: Iterable[LayerType]
+) -> str:
+    """Tell in a sentence what vLLM's classes declare otherwise; an empty text if nothing."""
+    different = _differences(planned, declared, facts.context_tokens)
+    if not different:
+        return ""
+    return (
+        f"vLLM's own classes declare other layers of {facts.name}, by which the plugin would "
+        f"serve it: {'; '.join(different)}."
+    )
+
+
+def _differences(
+    planned: Iterable[LayerType], declared: Iterable[LayerType], context_tokens: int | None
+) -> list[str]:
+    """Tell what is declared otherwise than it is planned.
+
+    Embeddings of images are no part of what an engine has pages for.
+    """
+    ours, theirs = (_layers_by_kind(each, context_tokens) for each in (planned, declared))
+    return [
+        f"{kind}: {_layers_text(ours.get(kind))} planned, {_layers_text(theirs.get(kind))} declared"
+        for kind in dict.fromkeys([*ours, *theirs])
+        if ours.get(kind) != theirs.get(kind)
+    ]
+
+
+def _layers_by_kind(
+    layer_types: Iterable[LayerType], context_tokens: int | None
+) -> dict[str, tuple[int, int]]:
+    """Number of layers, and bytes of a slot in all of them, of each kind."""
+    found: dict[str, tuple[int, int]] = {}
+    for each in layer_types:
+        if isinstance(each, ImageEmbedding):
+            continue
+        kind = _kind(each, context_tokens)
+        num_layers, slot_bytes = found.get(kind, (0, 0))
+        num_layers += len(each.layers)
+        slot_bytes += sum(layer.slot_bytes for layer in each.layers)
+        found[kind] = num_layers, slot_bytes
+    return found
+
+
+def _kind(layer_type: LayerType, context_tokens: int | None) -> str:
+    match layer_type:
+        case FullAttention(tokens_per_slot=1):
+            return "full attention"
+        case SlidingWindow(window_tokens=window_tokens):
+            # A window that no text is longer than is none.
+            is_full = context_tokens is not None and window_tokens >= context_tokens
+            return "full attention" if is_full else f"windows of {window_tokens:,} tokens"
+        case ChunkedLocal(chunk_tokens=chunk_tokens):
+            return f"chunks of {chunk_tokens:,} tokens"
+        case CrossAttention():
+            return "cross attention"
+        case State(slots_per_request=slots):
+            return "states" if slots == 1 else f"{slots} states a request"
+        case _:
+            return f"{type(layer_type).__name__} {layer_type.name}"
+
+
+def _layers_text(layers: tuple[int, int] | None) -> str:
+    if layers is None:
+        return "none"
+    num_layers, slot_bytes = layers
+    return f"{num_layers} layers of {slot_bytes:,} bytes a slot"

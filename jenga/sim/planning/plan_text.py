@@ -1,0 +1,445 @@
+"""A plan as text for people and as JSON for programs."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from itertools import groupby
+from typing import Any
+
+from jenga.geometry import PageTable
+from jenga.models import ModelFacts, known_model, known_names
+from jenga.sim.drawing.text import aligned, bytes_text, count_text, heading, share_text, wrapped
+from jenga.sim.hardware.budget import Budget
+from jenga.sim.planning.plan import Fit, Plan, System
+from jenga.spec import (
+    ChunkedLocal,
+    CrossAttention,
+    FullAttention,
+    ImageEmbedding,
+    LayerType,
+    SlidingWindow,
+    State,
+    TokenBudget,
+)
+
+WIDTH = 100
+"""Characters of the widest line."""
+
+_LENGTHS_IN_A_TABLE = 4
+
+
+def plan_text(plan: Plan) -> str:
+    """The report that a person reads."""
+    return "\n\n".join(
+        [_title(plan), _memory(plan), types_text(plan), geometry_text(plan), *_tables(plan)]
+    )
+
+
+def plan_json(plan: Plan) -> str:
+    """Everything the plan holds, bytes and tokens as numbers."""
+    geometry = plan.geometry
+    return json.dumps(
+        {
+            "model": plan.model.name,
+            "models": [
+                {
+                    "name": facts.name,
+                    "model_id": facts.model_id,
+                    "total_parameters": facts.total_parameters,
+                    "active_parameters": facts.active_parameters,
+                    "weight_bytes": facts.weight_bytes,
+                    "parameters_source": facts.parameters_source,
+                }
+                for facts in plan.facts
+            ],
+            "tensor_parallel": plan.options.tensor_parallel,
+            "kv_format": plan.options.kv_format.value,
+            "model_dtype": plan.options.model_dtype,
+            "draft_tokens": plan.options.draft_tokens,
+            "history_tokens": plan.options.history_tokens,
+            "pipeline_parallel": plan.pipeline_parallel,
+            "budget": _budget_fields(plan.budget),
+            "arena_bytes": plan.arena_bytes,
+            "layer_types": [
+                {
+                    "name": each.name,
+                    "keeps": keeps(each),
+                    "num_layers": len(each.layers),
+                    "num_readers": sum(len(layer.readers) for layer in each.layers),
+                    "slot_bytes": sum(layer.slot_bytes for layer in each.layers),
+                }
+                for each in plan.model.layer_types
+            ],
+            "geometry": geometry
+            and {
+                "large_page_bytes": geometry.large_page_bytes,
+                "num_large_pages": plan.systems[0].num_units,
+                "page_tables": [_table_fields(table) for table in geometry.page_tables],
+                "pipeline_ranks": _stage_fields(plan),
+            },
+            "needed": [
+                {"num_tokens": num_tokens, "num_bytes": num_bytes, "num_requests": num_requests}
+                for num_tokens, num_bytes, num_requests in plan.needed
+            ],
+            "systems": [asdict(system) for system in plan.systems],
+            "notes": list(plan.notes),
+        },
+        indent=2,
+    )
+
+
+def _budget_fields(budget: Budget | None) -> dict[str, Any] | None:
+    if budget is None:
+        return None
+    return {
+        "gpu": budget.gpu.name,
+        "memory_bytes": budget.gpu.memory_bytes,
+        "utilization": budget.utilization,
+        "usable_bytes": budget.usable_bytes,
+        "weight_bytes_per_rank": budget.weight_bytes,
+        "reserved_bytes": budget.reserved_bytes,
+    }
+
+
+def _table_fields(table: PageTable) -> dict[str, Any]:
+    return {
+        "name": table.name,
+        "layer_type": table.layer_type.name,
+        "layer_start": table.layer_start,
+        "layer_end": table.layer_end,
+        "tokens_per_page": table.tokens_per_page,
+        "small_page_bytes": table.small_page_bytes,
+        "padding_bytes": table.padding_bytes,
+        "layer_offset_bytes": list(table.layer_offset_bytes),
+        "small_pages_per_large_page": table.small_pages_per_large_page,
+    }
+
+
+def _stage_fields(plan: Plan) -> list[dict[str, Any]]:
+    stages = plan.pipeline.stages if plan.pipeline is not None else ()
+    return [
+        {
+            "large_page_bytes": stage.large_page_bytes,
+            "left_bytes": plan.arena_bytes - plan.systems[0].num_units * stage.large_page_bytes,
+            "page_tables": [
+                {
+                    "num_layers": len(share.layers),
+                    "small_page_bytes": share.small_page_bytes,
+                    "padding_bytes": share.padding_bytes,
+                }
+                for share in stage.shares
+            ],
+        }
+        for stage in stages
+    ]
+
+
+def known_models_text() -> str:
+    """A line for every model known by name."""
+    rows = [("name", "model", "parameters", "layer types")]
+    for name in known_names():
+        facts = known_model(name)
+        kinds = [_kind(each) for each in facts.spec().layer_types]
+        counts = [(kind, kinds.count(kind)) for kind in dict.fromkeys(kinds)]
+        rows.append(
+            (
+                name,
+                facts.model_id,
+                count_text(facts.total_parameters or 0),
+                ", ".join(kind if count == 1 else f"{count} {kind}" for kind, count in counts),
+            )
+        )
+    return "\n".join(aligned(rows, alignment="<<><"))
+
+
+def keeps(layer_type: LayerType) -> str:  # noqa: PLR0911  a line per layer type
+    """What a layer type keeps of a request, in words."""
+    match layer_type:
+        case FullAttention(tokens_per_slot=1):
+            return "every token"
+        case FullAttention(tokens_per_slot=tokens_per_slot):
+            return f"one slot for {tokens_per_slot} tokens"
+        case SlidingWindow(window_tokens=window_tokens):
+            return f"a window of {window_tokens:,} tokens"
+        case ChunkedLocal(chunk_tokens=chunk_tokens):
+            return f"the current {chunk_tokens:,} tokens"
+        case CrossAttention(typical_tokens=typical_tokens):
+            return f"tokens of images or audio ({typical_tokens:,})"
+        case State(slots_per_request=slots):
+            return "one state" if slots == 1 else f"{slots} states, for drafted tokens"
+        case TokenBudget(mean_budget_tokens=mean_budget_tokens):
+            return f"about {mean_budget_tokens:,} tokens of a prompt"
+        case ImageEmbedding(typical_tokens=typical_tokens):
+            return f"an image till it is read ({typical_tokens:,})"
+
+
+def _kind(layer_type: LayerType) -> str:  # noqa: PLR0911  a line per layer type
+    match layer_type:
+        case FullAttention():
+            return "full attention"
+        case SlidingWindow():
+            return "sliding window"
+        case ChunkedLocal():
+            return "chunked local"
+        case CrossAttention():
+            return "cross attention"
+        case State():
+            return "state"
+        case TokenBudget():
+            return "token budget"
+        case ImageEmbedding():
+            return "images"
+
+
+def _title(plan: Plan) -> str:
+    lines: list[str] = []
+    for facts in plan.facts:
+        words = [_model_words(facts)]
+        if facts is not plan.facts[0]:
+            words.insert(0, "draft")
+        lines += wrapped(", ".join(words), width=WIDTH)
+    ranks = plan.options.tensor_parallel
+    kv_format = plan.options.kv_format.value
+    kept = plan.options.model_dtype if kv_format == "model" else kv_format
+    divided = f", layers divided over {ranks} ranks, bytes of one" if ranks > 1 else ""
+    if plan.pipeline_parallel > 1:
+        divided += f", spread over {plan.pipeline_parallel} ranks in a row"
+    return "\n".join([*lines, f"keys and values in {kept}{divided}"])
+
+
+def _model_words(facts: ModelFacts) -> str:
+    words = [facts.name if not facts.model_id else f"{facts.name} ({facts.model_id})"]
+    if facts.total_parameters:
+        words.append(f"{count_text(facts.total_parameters)} parameters")
+    active = facts.active_parameters
+    if active and active != facts.total_parameters:
+        words.append(f"{count_text(active)} active")
+    return ", ".join(words)
+
+
+def _memory(plan: Plan) -> str:
+    budget = plan.budget
+    if budget is None:
+        return "\n".join(
+            [heading("Memory"), f"arena  {bytes_text(plan.arena_bytes)}{_of_each(plan)}, as given"]
+        )
+    memory = bytes_text(budget.gpu.memory_bytes)
+    source = "; ".join(
+        f"{facts.name}: {facts.parameters_source}"
+        if len(plan.facts) > 1
+        else facts.parameters_source
+        for facts in plan.facts
+        if facts.parameters_source
+    )
+    known = sum(facts.weight_bytes or 0 for facts in plan.facts)
+    if known != budget.total_weight_bytes:
+        source = "as given"
+    part = f", 1/{budget.ranks} of them" if budget.ranks > 1 else ""
+    rows = [
+        (
+            "engine",
+            bytes_text(budget.usable_bytes),
+            f"{budget.utilization:g} of the {memory} of {_article(budget.gpu.name)}",
+        ),
+        ("weights", bytes_text(budget.weight_bytes), f"{source}{part}"),
+        ("set aside", bytes_text(budget.reserved_bytes), "activations, graphs: an assumption"),
+        ("arena", bytes_text(plan.arena_bytes), f"what is left{_of_each(plan)}"),
+    ]
+    lines: list[str] = []
+    for line in aligned(rows, alignment="<><"):
+        lines += _hanging(line, 9 + 2 + max(len(row[1]) for row in rows) + 2)
+    return "\n".join([heading("Memory"), *lines])
+
+
+def _of_each(plan: Plan) -> str:
+    return f" on each of {plan.pipeline_parallel} ranks" if plan.pipeline_parallel > 1 else ""
+
+
+def _hanging(line: str, indent: int) -> list[str]:
+    if len(line) <= WIDTH:
+        return [line]
+    rest = wrapped(line[indent:], width=WIDTH, indent=" " * indent)
+    return [line[:indent] + rest[0].strip(), *rest[1:]]
+
+
+def _article(name: str) -> str:
+    return f"an {name}" if name[0] in "AHL" else f"a {name}"
+
+
+def types_text(plan: Plan) -> str:
+    """Layer types, neighbours that are alike in one row, as a person reads them."""
+    header = ("layer type", "keeps", "layers", "read by more", "bytes a slot")
+    rows: list[tuple[str, ...]] = [header]
+    for group in _folded(plan.model.layer_types, _type_key):
+        first = group[0]
+        readers = sum(len(layer.readers) for layer in first.layers)
+        slot_bytes = sum(layer.slot_bytes for layer in first.layers)
+        rows.append(
+            (
+                _folded_name([each.name for each in group]),
+                keeps(first),
+                f"{len(first.layers)}",
+                f"{readers}" if readers else "-",
+                f"{slot_bytes:,}",
+            )
+        )
+    if all(row[3] == "-" for row in rows[1:]):
+        rows = [(*row[:3], row[4]) for row in rows]
+    alignment = "<<" + ">" * (len(rows[0]) - 2)
+    note = "A slot is one token's place, or one state, in all layers of the type."
+    lines = [heading("Layer types"), *aligned(rows, alignment=alignment), note]
+    for each in plan.notes:
+        lines += wrapped(each, width=WIDTH)
+    return "\n".join(lines)
+
+
+def _type_key(layer_type: LayerType) -> object:
+    slot_bytes = sum(layer.slot_bytes for layer in layer_type.layers)
+    return type(layer_type), keeps(layer_type), len(layer_type.layers), slot_bytes
+
+
+def geometry_text(plan: Plan) -> str:
+    """Page tables and large pages, as a person reads them."""
+    geometry = plan.geometry
+    if geometry is None:
+        return "\n".join([heading("Geometry"), "none: see below"])
+    rows = [("page table", "layers", "tokens", "small page", "in a large page", "padding")]
+    for group in _folded(geometry.page_tables, _table_key):
+        first = group[0]
+        rows.append(
+            (
+                _folded_name([table.name for table in group]),
+                f"{len(first.layers)}",
+                "a state" if first.is_state else f"{first.tokens_per_page}",
+                f"{first.small_page_bytes:,} B",
+                f"{first.small_pages_per_large_page:,}",
+                share_text(first.padding_bytes / first.small_page_bytes),
+            )
+        )
+    line = (
+        f"large pages of {geometry.large_page_bytes:,} B, {plan.systems[0].num_units:,} of them in "
+        f"the arena, one of these the null page; {len(geometry.page_tables)} page tables a request"
+    )
+    lines = [heading("Geometry"), *wrapped(line, width=WIDTH), *aligned(rows)]
+    return "\n".join([*lines, *_stages(plan)])
+
+
+def _stages(plan: Plan) -> list[str]:
+    """What each rank of a pipeline stores."""
+    if plan.pipeline is None:
+        return []
+    rows = [("pipeline rank", "layers that store", "large page", "padding", "left of its arena")]
+    for rank, stage in enumerate(plan.pipeline.stages):
+        left_bytes = plan.arena_bytes - plan.systems[0].num_units * stage.large_page_bytes
+        padding = [share.padding_bytes / share.small_page_bytes for share in stage.shares]
+        rows.append(
+            (
+                f"{rank}",
+                f"{sum(len(share.layers) for share in stage.shares)}",
+                f"{stage.large_page_bytes:,} B",
+                f"{share_text(min(padding))} to {share_text(max(padding))}",
+                share_text(left_bytes / plan.arena_bytes),
+            )
+        )
+    note = (
+        "Bytes above are those of all ranks together; padding is that of each page table's small "
+        "pages on the rank."
+    )
+    return ["", *aligned(rows), *wrapped(note, width=WIDTH)]
+
+
+def _table_key(table: PageTable) -> object:
+    return (
+        type(table.layer_type),
+        len(table.layers),
+        table.tokens_per_page,
+        table.small_page_bytes,
+        table.payload_bytes,
+    )
+
+
+def _folded(items: Sequence[Any], key: Callable[[Any], object]) -> list[list[Any]]:
+    """Neighbours that are alike, together."""
+    return [list(group) for _, group in groupby(items, key)]
+
+
+def _folded_name(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return names[0]
+    return f"{names[0]} .. {names[-1]}"
+
+
+def _tables(plan: Plan) -> list[str]:
+    """Capacity and waste, a few lengths to a table, and what the numbers mean."""
+    texts: list[str] = []
+    for start in range(0, len(plan.needed), _LENGTHS_IN_A_TABLE):
+        lengths = slice(start, start + _LENGTHS_IN_A_TABLE)
+        texts.append("\n".join(_capacity(plan, lengths)))
+    notes = wrapped(
+        "Requests that the arena holds at once, all of one length and in mid decode, and the share "
+        'of what they hold that their next tokens do not need. "Needed" is what no layout can '
+        "undercut. The longest request has the arena to itself and is prefilled in chunks of "
+        "8,192 tokens.",
+        width=WIDTH,
+    )
+    for system in plan.systems:
+        if system.refusal:
+            notes += wrapped(f"{system.label} does not start: {system.refusal}", width=WIDTH)
+    notes += _shortages(plan)
+    texts.append("\n".join(notes))
+    return texts
+
+
+def _capacity(plan: Plan, lengths: slice) -> list[str]:
+    shown = plan.needed[lengths]
+    header = ("", "cut into", *(f"{each[0]:,}" for each in shown), "longest")
+    rows: list[tuple[str, ...]] = [header]
+    rows.append(("needed", "", *(_cell(each[2], None) for each in shown), ""))
+    for system in plan.systems:
+        if system.refusal:
+            rows.append((system.label, "-", *("-" for _ in shown), "-"))
+            continue
+        longest = system.longest_tokens
+        rows.append(
+            (
+                system.label,
+                bytes_text(system.unit_bytes),
+                *(_fit_cell(fit) for fit in system.fits[lengths]),
+                _longest(system) if longest is not None else "no limit",
+            )
+        )
+    return [heading("Requests that fit, and waste, by their tokens"), *aligned(rows)]
+
+
+def _longest(system: System) -> str:
+    return f"{system.longest_tokens:,}" if system.longest_tokens else "-"
+
+
+def _fit_cell(fit: Fit) -> str:
+    return _cell(fit.num_requests, fit.waste) if fit.waste is not None else "no room"
+
+
+def _cell(num_requests: int, waste: float | None) -> str:
+    share = "" if waste is None else share_text(waste)
+    return f"{num_requests:,} {share:>7}"
+
+
+def _shortages(plan: Plan) -> list[str]:
+    """Lengths of which not even one request fits the planned geometry, and against what."""
+    planned = plan.systems[0]
+    lines: list[str] = []
+    for (num_tokens, num_bytes, _), fit in zip(plan.needed, planned.fits, strict=False):
+        if fit.num_requests:
+            continue
+        against = f"the arena has {bytes_text(plan.arena_bytes)}"
+        if num_bytes <= plan.arena_bytes:
+            against += (
+                f", and more of it is needed while the prompt is read: no more than "
+                f"{planned.longest_tokens:,} tokens can be"
+            )
+        lines += wrapped(
+            f"A request of {num_tokens:,} tokens does not fit: to decode it needs "
+            f"{bytes_text(num_bytes)}, {against}.",
+            width=WIDTH,
+        )
+    return lines

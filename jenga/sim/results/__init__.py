@@ -1,0 +1,1 @@
+"""Rows of replays, and runs read back from them."""

@@ -1,0 +1,1 @@
+"""Requests to replay: recorded, drawn from distributions, or made up."""

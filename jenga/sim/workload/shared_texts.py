@@ -1,0 +1,380 @@
+"""Workloads in time whose prompts share texts: chunks, samples, heads, whole prompts, articles.
+
+Requests arrive at random, so many a second, whatever else runs. What is shared is a text named by
+its kind and number; questions, inputs and answers are no two alike unless a docstring says so.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+
+from jenga.sim.workload.draws import Range, arrivals_s, check_arguments, popularity
+from jenga.sim.workload.generators import QUESTION_TOKENS, articles
+from jenga.sim.workload.requests import Piece, Request
+
+
+def rag(  # noqa: PLR0913  one workload, all that describes it
+    *,
+    num_requests: int = 400,
+    head_tokens: int = 1024,
+    num_chunks: int = 200,
+    chunk_tokens: int = 2048,
+    num_read: int = 8,
+    exponent: float = 0.0,
+    question_tokens: int = QUESTION_TOKENS,
+    output_tokens: int = 64,
+    arrivals_per_s: float = 0.0,
+    seed: int = 0,
+) -> Iterator[Request]:
+    """Retrieval: a head that all share, then chunks out of many in any order, then a question.
+
+    Two prompts share the head, and chunks as far as they have the same ones in the same order.
+
+    Args:
+        num_requests: Requests.
+        head_tokens: Of the head with which all prompts begin.
+        num_chunks: Chunks that there are.
+        chunk_tokens: Of a chunk.
+        num_read: Chunks of a prompt, no two of them the same.
+        exponent: Of Zipf's law, by which chunks are asked for; 0 for all alike.
+        question_tokens: Of a question.
+        output_tokens: Of an answer.
+        arrivals_per_s: Requests a second, at random; 0 for all at once.
+        seed: Of chunks, their order, and arrivals.
+
+    Raises:
+        ValueError: An argument is out of range, or a prompt has more chunks than there are.
+    """
+    check_arguments(
+        num_requests=num_requests,
+        head_tokens=head_tokens,
+        num_chunks=num_chunks,
+        chunk_tokens=chunk_tokens,
+        num_read=num_read,
+        exponent=exponent,
+        question_tokens=question_tokens,
+        output_tokens=output_tokens,
+        arrivals_per_s=arrivals_per_s,
+    )
+    if num_read > num_chunks:
+        msg = f"num_read must be at most the {num_chunks} chunks, got {num_read}"
+        raise ValueError(msg)
+    draw = random.Random(seed)
+    head = Piece("head", head_tokens)
+    times_s = arrivals_s(draw, arrivals_per_s)
+    for number in range(num_requests):
+        # Of exponential waits with the chunks' popularity as their rates, the shortest belong to
+        # chunks drawn by popularity, without replacement.
+        waits = [(draw.expovariate(1.0) * (n + 1) ** exponent, n) for n in range(num_chunks)]
+        read = [n for _, n in sorted(waits)[:num_read]]
+        draw.shuffle(read)
+        chunks = (Piece(f"chunk {n}", chunk_tokens) for n in read)
+        yield Request(
+            name=str(number),
+            arrival_s=next(times_s),
+            prompt=(head, *chunks, Piece(f"question {number}", question_tokens)),
+            output_tokens=output_tokens,
+        )
+
+
+def samples(
+    *,
+    num_prompts: int = 50,
+    num_samples: int = 8,
+    prompt_tokens: Range = (2000, 20_000),
+    output_tokens: Range = (100, 1000),
+    arrivals_per_s: float = 0.0,
+    seed: int = 0,
+) -> Iterator[Request]:
+    """Parallel samples: each prompt is asked several times at once, and answered differently.
+
+    Args:
+        num_prompts: Prompts, no two of which share anything.
+        num_samples: Requests of each prompt, which arrive together.
+        prompt_tokens: Fewest and most tokens of a prompt.
+        output_tokens: Fewest and most tokens of an answer.
+        arrivals_per_s: Prompts a second, at random; 0 for all at once.
+        seed: Of lengths and arrivals.
+
+    Raises:
+        ValueError: An argument is out of range.
+    """
+    check_arguments(
+        num_prompts=num_prompts,
+        num_samples=num_samples,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        arrivals_per_s=arrivals_per_s,
+    )
+    draw = random.Random(seed)
+    times_s = arrivals_s(draw, arrivals_per_s)
+    for number in range(num_prompts):
+        prompt = (Piece(f"prompt {number}", draw.randint(*prompt_tokens)),)
+        arrival_s = next(times_s)
+        for sample in range(num_samples):
+            yield Request(
+                name=f"{number}.{sample}",
+                arrival_s=arrival_s,
+                prompt=prompt,
+                output_tokens=draw.randint(*output_tokens),
+            )
+
+
+def zipf(  # noqa: PLR0913  one workload, all that describes it
+    *,
+    num_requests: int = 900,
+    num_prompts: int = 3000,
+    exponent: float = 0.9,
+    head_tokens: int = 800,
+    prompt_tokens: Range = (1000, 8000),
+    output_tokens: Range = (50, 200),
+    arrivals_per_s: float = 0.0,
+    seed: int = 0,
+) -> Iterator[Request]:
+    """Whole prompts of very different popularity, behind a head that all share.
+
+    Args:
+        num_requests: Requests.
+        num_prompts: Prompts that there are; a request asks one of them as it is.
+        exponent: Of Zipf's law, by which prompts are asked for; 0 for all alike.
+        head_tokens: Of the head with which all prompts begin.
+        prompt_tokens: Fewest and most tokens of a prompt behind the head.
+        output_tokens: Fewest and most tokens of an answer.
+        arrivals_per_s: Requests a second, at random; 0 for all at once.
+        seed: Of lengths, prompts and arrivals.
+
+    Raises:
+        ValueError: An argument is out of range.
+    """
+    check_arguments(
+        num_requests=num_requests,
+        num_prompts=num_prompts,
+        exponent=exponent,
+        head_tokens=head_tokens,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        arrivals_per_s=arrivals_per_s,
+    )
+    draw = random.Random(seed)
+    head = Piece("head", head_tokens)
+    prompts = [Piece(f"prompt {n}", draw.randint(*prompt_tokens)) for n in range(num_prompts)]
+    sums = popularity(num_prompts, exponent)
+    times_s = arrivals_s(draw, arrivals_per_s)
+    for number in range(num_requests):
+        (prompt,) = draw.choices(prompts, cum_weights=sums)
+        yield Request(
+            name=str(number),
+            arrival_s=next(times_s),
+            prompt=(head, prompt),
+            output_tokens=draw.randint(*output_tokens),
+        )
+
+
+def tools(  # noqa: PLR0913  one workload, all that describes it
+    *,
+    num_requests: int = 800,
+    num_heads: int = 40,
+    exponent: float = 0.8,
+    head_tokens: Range = (1500, 15_000),
+    input_tokens: Range = (100, 2000),
+    document_share: float = 0.25,
+    document_tokens: Range = (10_000, 40_000),
+    output_tokens: Range = (50, 300),
+    arrivals_per_s: float = 0.0,
+    seed: int = 0,
+) -> Iterator[Request]:
+    """Tools with heads of instructions and examples, each with inputs of its own; and documents.
+
+    Args:
+        num_requests: Requests, documents among them.
+        num_heads: Tools, each of which has a head.
+        exponent: Of Zipf's law, by which tools are used; 0 for all alike.
+        head_tokens: Fewest and most tokens of a head.
+        input_tokens: Fewest and most tokens of an input, which comes after the head.
+        document_share: Of the requests, those that read a document nobody reads again.
+        document_tokens: Fewest and most tokens of a document.
+        output_tokens: Fewest and most tokens of an answer.
+        arrivals_per_s: Requests a second, at random; 0 for all at once.
+        seed: Of lengths, tools and arrivals.
+
+    Raises:
+        ValueError: An argument is out of range.
+    """
+    check_arguments(
+        num_requests=num_requests,
+        num_heads=num_heads,
+        exponent=exponent,
+        head_tokens=head_tokens,
+        input_tokens=input_tokens,
+        document_share=document_share,
+        document_tokens=document_tokens,
+        output_tokens=output_tokens,
+        arrivals_per_s=arrivals_per_s,
+    )
+    draw = random.Random(seed)
+    heads = [Piece(f"head {n}", draw.randint(*head_tokens)) for n in range(num_heads)]
+    sums = popularity(num_heads, exponent)
+    times_s = arrivals_s(draw, arrivals_per_s)
+    for number in range(num_requests):
+        if draw.random() < document_share:
+            prompt = (Piece(f"document {number}", draw.randint(*document_tokens)),)
+        else:
+            (head,) = draw.choices(heads, cum_weights=sums)
+            prompt = (head, Piece(f"input {number}", draw.randint(*input_tokens)))
+        yield Request(
+            name=str(number),
+            arrival_s=next(times_s),
+            prompt=prompt,
+            output_tokens=draw.randint(*output_tokens),
+        )
+
+
+def loop(  # noqa: PLR0913  one workload, all that describes it
+    *,
+    num_articles: int = 30,
+    num_rounds: int = 8,
+    article_tokens: int = 20_000,
+    question_tokens: int = QUESTION_TOKENS,
+    output_tokens: int = 64,
+    arrivals_per_s: float = 0.0,
+    seed: int = 0,
+) -> Iterator[Request]:
+    """Articles read round and round in one order: least recently used is always the next one.
+
+    Where the articles are a little more than the cache holds, a cache that evicts what was used
+    least recently finds none of them.
+
+    Args:
+        num_articles: Articles.
+        num_rounds: Questions on each of them.
+        article_tokens: Of an article, which comes before the question.
+        question_tokens: Of a question.
+        output_tokens: Of an answer.
+        arrivals_per_s: Requests a second, at random; 0 for all at once.
+        seed: Of the arrivals.
+
+    Raises:
+        ValueError: An argument is out of range.
+    """
+    check_arguments(num_rounds=num_rounds)
+    return articles(
+        num_articles=num_articles,
+        num_questions=num_rounds,
+        article_tokens=article_tokens,
+        question_tokens=question_tokens,
+        output_tokens=output_tokens,
+        arrivals_per_s=arrivals_per_s,
+        order="cyclic",
+        seed=seed,
+    )
+
+
+def shift(  # noqa: PLR0913  one workload, all that describes it
+    *,
+    num_requests: int = 400,
+    num_articles: int = 24,
+    article_tokens: int = 20_000,
+    question_tokens: int = QUESTION_TOKENS,
+    output_tokens: int = 64,
+    arrivals_per_s: float = 0.0,
+    seed: int = 0,
+) -> Iterator[Request]:
+    """Questions on articles, all of which are replaced by others half way.
+
+    Args:
+        num_requests: Requests; the second half asks about other articles than the first.
+        num_articles: Articles of each half, all as likely.
+        article_tokens: Of an article, which comes before the question.
+        question_tokens: Of a question.
+        output_tokens: Of an answer.
+        arrivals_per_s: Requests a second, at random; 0 for all at once.
+        seed: Of articles and arrivals.
+
+    Raises:
+        ValueError: An argument is out of range.
+    """
+    return _asked(
+        lambda number: 2 * number // num_requests,
+        num_requests=num_requests,
+        num_articles=num_articles,
+        article_tokens=article_tokens,
+        question_tokens=question_tokens,
+        output_tokens=output_tokens,
+        arrivals_per_s=arrivals_per_s,
+        seed=seed,
+    )
+
+
+def alternate(  # noqa: PLR0913  one workload, all that describes it
+    *,
+    num_requests: int = 400,
+    num_in_turn: int = 48,
+    num_articles: int = 24,
+    article_tokens: int = 20_000,
+    question_tokens: int = QUESTION_TOKENS,
+    output_tokens: int = 64,
+    arrivals_per_s: float = 0.0,
+    seed: int = 0,
+) -> Iterator[Request]:
+    """Questions on two sets of articles, in turns: what was read last is not read next.
+
+    Where each set alone fits the cache, one that is quick to forget has lost it at every turn.
+
+    Args:
+        num_requests: Requests.
+        num_in_turn: Requests that ask about one set before the other one's turn.
+        num_articles: Articles of each set, all as likely.
+        article_tokens: Of an article, which comes before the question.
+        question_tokens: Of a question.
+        output_tokens: Of an answer.
+        arrivals_per_s: Requests a second, at random; 0 for all at once.
+        seed: Of articles and arrivals.
+
+    Raises:
+        ValueError: An argument is out of range.
+    """
+    check_arguments(num_in_turn=num_in_turn)
+    return _asked(
+        lambda number: number // num_in_turn % 2,
+        num_requests=num_requests,
+        num_articles=num_articles,
+        article_tokens=article_tokens,
+        question_tokens=question_tokens,
+        output_tokens=output_tokens,
+        arrivals_per_s=arrivals_per_s,
+        seed=seed,
+    )
+
+
+def _asked(  # noqa: PLR0913  what its callers are asked for
+    set_of: Callable[[int], int],
+    *,
+    num_requests: int,
+    num_articles: int,
+    article_tokens: int,
+    question_tokens: int,
+    output_tokens: int,
+    arrivals_per_s: float,
+    seed: int,
+) -> Iterator[Request]:
+    """Questions on articles at random, each of the set that its number says."""
+    check_arguments(
+        num_requests=num_requests,
+        num_articles=num_articles,
+        article_tokens=article_tokens,
+        question_tokens=question_tokens,
+        output_tokens=output_tokens,
+        arrivals_per_s=arrivals_per_s,
+    )
+    draw = random.Random(seed)
+    times_s = arrivals_s(draw, arrivals_per_s)
+    for number in range(num_requests):
+        article = f"article {draw.randrange(num_articles)} of set {set_of(number)}"
+        yield Request(
+            name=str(number),
+            arrival_s=next(times_s),
+            prompt=(
+                Piece(article, article_tokens),
+                Piece(f"question {number}", question_tokens),
+            ),
+            output_tokens=output_tokens,
+        )

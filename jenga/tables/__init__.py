@@ -1,0 +1,1 @@
+"""What the manager keeps of running requests, of page tables, and of the content of their pages."""

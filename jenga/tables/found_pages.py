@@ -1,0 +1,151 @@
+"""Pages of content keys, looked up as far as somebody asks."""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from sys import maxsize
+from typing import overload
+
+from jenga.arena.page_runs import row_end
+
+PageRow = Callable[[int, int], Sequence[int]]
+"""Gives the numbers of pages in a row, from the first to one past the last."""
+
+FIRST_LOOKED_UP = 4
+"""Keys looked up together at first; then twice as many, until their pages are in a long row."""
+
+LONG_ROW = 64
+"""Pages of a row that is followed in less time than its keys are looked up, even just used ones."""
+
+
+class FoundPages(Sequence[int | None]):
+    """Pages of keys, looked up when asked for: a window needs the last few of many.
+
+    What was computed together lies in a row, mostly. So keys that follow those of a row are
+    compared with the keys of the pages that follow: these lie side by side, while a dictionary of
+    all that is cached is read here and there.
+    """
+
+    __slots__ = ("_get", "_key_of", "_keys", "_known", "_known_start", "_num_before_gap", "_row")
+
+    def __init__(
+        self,
+        pages: Mapping[Hashable, int],
+        key_of: Sequence[Hashable],
+        row: PageRow,
+        keys: Sequence[Hashable],
+    ) -> None:
+        """Nothing looked up.
+
+        Args:
+            pages: Key -> page.
+            key_of: Page -> key, or None.
+            row: Gives the numbers of pages in a row.
+            keys: To look up: hashes, or else names of other types, None where there is no name.
+        """
+        self._get = pages.get
+        self._key_of = key_of
+        self._row = row
+        self._keys = keys
+        self._known: list[int | None] = []
+        self._known_start = 0
+        self._num_before_gap: int | None = None
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    @overload
+    def __getitem__(self, index: int) -> int | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int | None]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int | None] | None:
+        if not isinstance(index, slice):
+            return self._get(self._keys[index])
+        start, end, step = index.indices(len(self._keys))
+        if end <= start or step != 1:
+            return list(map(self._get, self._keys[index]))
+        self._learn(start, end)
+        return self._known[start - self._known_start : end - self._known_start]
+
+    def index(self, value: int | None, start: int = 0, stop: int = maxsize) -> int:
+        """The first place of a page, or of None; keys are looked up as far as that."""
+        if value is not None:
+            return super().index(value, start, stop)
+        if start:
+            return start + self[start:stop].index(None)
+        if self._num_before_gap is None:
+            self._num_before_gap = self._look_up_to_gap()
+        if self._num_before_gap >= min(stop, len(self._keys)):
+            msg = "no key is without a page"
+            raise ValueError(msg)
+        return self._num_before_gap
+
+    def _look_up_to_gap(self) -> int:
+        found: list[int | None] = []
+        self._known, self._known_start = found, 0
+        for pages, in_row in self._look_up(0, len(self._keys)):
+            found += pages
+            if not in_row and not all(pages):
+                return len(found) - len(pages) + pages.index(None)
+        return len(found)
+
+    def _look_up(self, start: int, end: int) -> Iterator[tuple[Sequence[int | None], bool]]:
+        """Pages of keys in order, with whether they are in a row, so that none is missing."""
+        keys = self._keys
+        num_asked, row_pages = FIRST_LOOKED_UP, LONG_ROW
+        while start < end:
+            if row_pages >= LONG_ROW and (page := self._get(keys[start])) is not None:
+                # Where one long row ends another begins, mostly.
+                row_pages = self._row_pages(start, page, end, row_pages)
+                if row_pages > 1:
+                    yield self._row(page, page + row_pages), True
+                    start += row_pages
+                    num_asked = FIRST_LOOKED_UP
+                    continue
+            pages = list(map(self._get, keys[start : min(end, start + num_asked)]))
+            yield pages, False
+            start += len(pages)
+            num_asked *= 2
+            before, last = pages[-FIRST_LOOKED_UP:][0], pages[-1]
+            if before is None or last is None or last - before != FIRST_LOOKED_UP - 1:
+                continue
+            row_pages = self._row_pages(start, last + 1, end, row_pages)
+            if row_pages:
+                yield self._row(last + 1, last + 1 + row_pages), True
+                start += row_pages
+
+    def _row_pages(self, start: int, page: int, end: int, guess: int) -> int:
+        """How many pages from one on have the keys from one on.
+
+        Args:
+            start: The first key.
+            page: The first page, the one of that key if there is any.
+            end: One past the last key.
+            guess: How many keys to compare at once, at first: rows are often as long as before.
+        """
+        keys, key_of = self._keys, self._key_of
+        if start == end or not isinstance(keys[start], bytes):
+            # Names may be None, as that of a page without content is: hashes never are.
+            return 0
+        known = min(guess, end - start)
+        if keys[start : start + known] != key_of[page : page + known]:
+            known = 0
+        return row_end(keys, start + known, key_of, page + known, end) - start
+
+    def _learn(self, start: int, end: int) -> None:
+        """Look keys up and keep what is found, with what is known already if that is next to it."""
+        known_start, known_end = self._known_start, self._known_start + len(self._known)
+        if known_start <= start <= known_end:
+            if end > known_end:
+                self._known += self._pages(known_end, end)
+        elif start < known_start <= end <= known_end:
+            self._known[:0] = self._pages(start, known_start)
+            self._known_start = start
+        else:
+            self._known = self._pages(start, end)
+            self._known_start = start
+
+    def _pages(self, start: int, end: int) -> list[int | None]:
+        """As `_look_up`, in one list."""
+        found: list[int | None] = []
+        for pages, _ in self._look_up(start, end):
+            found += pages
+        return found

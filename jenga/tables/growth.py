@@ -1,0 +1,192 @@
+"""How a request's page tables grow with its tokens, and shrink as windows pass.
+
+A request notes for how many tokens its pages suffice and when the next of them is given up, so that
+most steps of decoding ask no page table at all.
+"""
+
+from collections.abc import Sequence
+
+from jenga.arena.large_pages import NULL_PAGE
+from jenga.arena.small_pages import Sharing
+from jenga.policies import NEVER
+from jenga.tables.capacity import Capacity
+from jenga.tables.page_table import Table
+from jenga.tables.request import MISSING, Request
+
+APART_LARGE_PAGES = 32
+"""Large pages of a request beside which one that is half empty does not matter."""
+
+
+class Growth:
+    """What requests need, put into their page tables and give up."""
+
+    __slots__ = ("_apart_pages", "_capacity", "_long_pages", "_tables")
+
+    def __init__(self, tables: Sequence[Table], capacity: Capacity) -> None:
+        """For requests of one arena.
+
+        Args:
+            tables: All page tables.
+            capacity: What the arena can hold at all.
+        """
+        self._tables = tables
+        self._capacity = capacity
+        # Per page table its small pages in a large page, where long requests open their own.
+        self._apart_pages = [
+            table.pages.pages_per_large
+            if table.pages.pages_per_large > 1 and table.cache is not None
+            else 0
+            for table in tables
+        ]
+        # How many a request has from which on it counts as long.
+        self._long_pages = [APART_LARGE_PAGES * pages or NEVER for pages in self._apart_pages]
+
+    def give_up(self, request: Request, num_processed_tokens: int) -> None:
+        """Give up pages out of every future window, at the time of the step before.
+
+        There are none before the request's `shrinks_at`.
+        """
+        request.num_processed_tokens = num_processed_tokens
+        facts = request.facts
+        # More are processed than there are slots for only when a request comes in with a hit.
+        num_tokens = request.num_tokens or num_processed_tokens
+        for index, release in enumerate(request.releases):
+            if num_processed_tokens < release:
+                continue
+            table = self._tables[index]
+            policy, page_slots = table.policy, table.grain.page_slots
+            touched = policy.update_last_access(facts, num_processed_tokens, num_tokens)
+            start, end = touched.start // page_slots, -(-touched.stop // page_slots)
+            pages, first = request.pages[index], request.first[index]
+            num_pages = len(pages)
+            if first < start:
+                # A request may come in with its first tokens out of the window already.
+                if num_pages < start:
+                    pages.extend([NULL_PAGE] * (start - num_pages))
+                if pages[start - 1] != NULL_PAGE:
+                    table.leave_pages(pages[first:start])
+                pages[first:start] = [NULL_PAGE] * (start - first)
+                request.first[index] = start
+            if end < num_pages and request.num_tokens:
+                table.leave_pages(pages[max(start, end) :])
+                del pages[end:]
+                request.found[index] = min(request.found[index], end)
+            request.releases[index] = policy.next_release(facts, num_processed_tokens, page_slots)
+            if request.releases[index] == NEVER or len(pages) != num_pages or not first:
+                self._measure(request, table)
+        request.shrinks_at = min(request.releases)
+
+    def _measure(self, request: Request, table: Table) -> None:
+        """Note for how many tokens a page table's pages suffice."""
+        pages = request.pages[table.index]
+        request.max_tokens[table.index] = table.policy.max_tokens(
+            request.facts, request.num_processed_tokens, len(pages) * table.grain.page_slots
+        )
+        if request.has_missing[table.index]:
+            request.max_tokens[table.index] = 0
+        request.grows_at = min(request.max_tokens) + 1
+
+    def needs(self, request: Request, num_tokens: int) -> list[int]:
+        """Small pages to take in each page table for so many tokens."""
+        needs = [0] * len(self._tables)
+        for index, max_tokens in enumerate(request.max_tokens):
+            if num_tokens > max_tokens:
+                table, pages = self._tables[index], request.pages[index]
+                touched = table.policy.update_last_access(
+                    request.facts, request.num_processed_tokens, num_tokens
+                )
+                needs[index] = -(-touched.stop // table.grain.page_slots) - len(pages)
+                if request.has_missing[index]:
+                    needs[index] += pages.count(MISSING)
+        return needs
+
+    def apart(
+        self, request: Request, needs: Sequence[int], expected: Sequence[int]
+    ) -> Sequence[int]:
+        """Small pages expected, so many that a long request opens large pages of its own.
+
+        Pages that several requests have in one large page leave the cache together, and then most
+        of them too early or too late. Samples of one prompt share large pages all the same, until
+        each has filled one with pages of its own.
+        """
+        for index, need in enumerate(needs):
+            if need and self._is_apart(request, index, need):
+                expected = list(expected)
+                expected[index] = max(expected[index], need + self._apart_pages[index])
+        return expected
+
+    def _is_apart(self, request: Request, index: int, need: int) -> bool:
+        """Whether a request is long, and has or takes enough pages of its own for a large page."""
+        num_pages = len(request.pages[index])
+        num_own = num_pages - request.found[index] + need
+        return num_pages >= self._long_pages[index] and num_own >= self._apart_pages[index]
+
+    def next_needs(self, request: Request, num_tokens: int) -> list[tuple[int, int, int]] | None:
+        """What `needs` and `apart` say where no page table needs more than one page.
+
+        Returns:
+            Of each page table that needs one: its index, the small pages expected, and the tokens
+            for which its pages suffice then. None if more pages are needed, or missing.
+        """
+        found: list[tuple[int, int, int]] = []
+        for index, max_tokens in enumerate(request.max_tokens):
+            if num_tokens > max_tokens:
+                table, num_pages = self._tables[index], len(request.pages[index])
+                num_slots = (num_pages + 1) * table.grain.page_slots
+                most_tokens = table.policy.max_tokens(
+                    request.facts, request.num_processed_tokens, num_slots
+                )
+                if num_tokens > most_tokens or request.has_missing[index]:
+                    return None
+                is_long = self._is_apart(request, index, 1)
+                expected = 1 + self._apart_pages[index] if is_long else 1
+                found.append((index, expected, most_tokens))
+        return found
+
+    def further_pages(
+        self,
+        request: Request,
+        found: Sequence[Sharing | None] | None,
+        needs: Sequence[int],
+        chunk_tokens: int,
+        full_tokens: int,
+    ) -> list[int]:
+        """Small pages to take beyond those held until `full_tokens` tokens, at the peak.
+
+        A page held counts against the peak if it will be touched to the end, or if giving it up
+        makes room for another: not if someone else goes on using it.
+        """
+        facts = request.facts
+        peaks = self._capacity.peak_pages(full_tokens, chunk_tokens=chunk_tokens, facts=facts)
+        further: list[int] = []
+        for table, peak, need in zip(self._tables, peaks, needs, strict=True):
+            small_pages, pages = table.pages, request.pages[table.index]
+            at_end = table.policy.update_last_access(facts, full_tokens - 1, full_tokens)
+            first = request.first[table.index]
+            lasting = min(max(first, table.pages_for(at_end).start), len(pages))
+            num_kept = len(pages) - lasting
+            if request.has_missing[table.index]:
+                num_kept -= pages[lasting:].count(MISSING)
+            passing = {page for page in pages[first:lasting] if page > 0}
+            if found is None:
+                num_kept += sum(page not in small_pages.shares for page in passing)
+            else:
+                num_kept += sum(small_pages.stamps[page] >= 0 for page in passing)
+            further.append(max(need, peak - num_kept))
+        return further
+
+    def append(self, request: Request, taken: Sequence[list[int]]) -> None:
+        """Put pages taken where they are missing, the others at the end."""
+        for index, new_pages in enumerate(taken):
+            if not new_pages:
+                continue
+            table, pages = self._tables[index], request.pages[index]
+            num_missing = 0
+            if request.has_missing[index]:
+                request.has_missing[index] = False
+                holes = [number for number, page in enumerate(pages) if page == MISSING]
+                num_missing = len(holes)
+                for number, page in zip(holes, new_pages, strict=False):
+                    pages[number] = page
+            pages += new_pages[num_missing:] if num_missing else new_pages
+            self._measure(request, table)

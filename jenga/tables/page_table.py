@@ -1,0 +1,326 @@
+"""One page table with everything the manager keeps for it."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from jenga.arena.allocator import Allocator
+from jenga.arena.ranks import KEPT_RANK, LOADED_RANK, RankClock
+from jenga.arena.split_pages import SplitPages
+from jenga.arena.whole_pages import WholePages
+from jenga.errors import InvariantError
+from jenga.eviction.checkpoint import Checkpoint
+from jenga.geometry import Geometry, PageTable
+from jenga.policies import Grain, LayerPolicy, policy_of
+from jenga.tables.content_index import CacheChange, PrefixCache, RecordingCache
+from jenga.tables.request import Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A page table: its geometry, its layer type's policy, its small pages and their content.
+
+    Attributes:
+        index: Its place in the geometry.
+        spec: Its geometry.
+        policy: What its layer type answers.
+        grain: The units it is filled and cached in.
+        pages: Which of its small pages are used, evictable and empty.
+        cache: What lies in them; None where nothing is kept for others.
+        clock: Gives ranks to pages that lose their last user.
+        pins: Small page -> checkpoints that need it.
+        owners: Small page -> the checkpoint whose segment has it, in page tables of whole prefixes.
+        orphans: Small pages that requests used when their checkpoint was evicted to host memory;
+            they are copied there when they are evicted themselves.
+    """
+
+    index: int
+    spec: PageTable
+    policy: LayerPolicy
+    grain: Grain
+    pages: WholePages | SplitPages
+    cache: PrefixCache | None
+    clock: RankClock
+    pins: list[int] = field(default_factory=list[int])
+    owners: list[Checkpoint | None] = field(default_factory=list[Checkpoint | None])
+    orphans: set[int] = field(default_factory=set[int])
+    _slot: list[int] = field(default_factory=list[int])
+
+    def pages_for(self, slots: range) -> range:
+        """Numbers of the pages in which slots lie."""
+        page_slots = self.grain.page_slots
+        return range(slots.start // page_slots, -(-slots.stop // page_slots))
+
+    # Content
+
+    def page_of(self, key: Hashable) -> int | None:
+        """The page that is cached under a key, if there is one."""
+        return self.cache.get(key) if self.cache is not None else None
+
+    def keys_of(self, pages: Sequence[int]) -> list[Hashable]:
+        """Keys of the content of pages, None where nobody may find it."""
+        keys = self.cache.keys if self.cache is not None else ()
+        return [keys[page] for page in pages]
+
+    def enter(self, request: Request, prefix_hashes: Sequence[bytes], end: int) -> bool:
+        """Let others find the pages of a request that are not committed yet, up to one of them.
+
+        Where an older page has the same content and nobody uses it, the new page takes its place
+        and the older one becomes empty. Pages that no hash names yet wait for theirs.
+
+        Returns:
+            Whether older pages went.
+        """
+        start = request.committed[self.index]
+        if self.cache is None or start >= end:
+            return False
+        keys = self.policy.content_keys(request.facts, prefix_hashes, self.grain, range(start, end))
+        request.committed[self.index] = start + len(keys)
+        pages = request.pages[self.index][start : start + len(keys)]
+        if len(keys) == 1 and self.cache.enter_page(pages[0], keys[0]):
+            return False
+        others = self.cache.enter(pages, keys)
+        if not others:
+            return False
+        number_of = dict(zip(pages, range(start, start + len(pages)), strict=True))
+        replaced: list[int] = []
+        # One content may occur twice in a request: its older page is replaced once.
+        for old, (page, key) in others.items():
+            if self.pages.stamps[old] >= 0:
+                if self.pins[old] and not self._replace_owned(old, page, number_of[page]):
+                    continue
+                self.cache.move(key, old, page)
+                replaced.append(old)
+                if old in self.orphans:
+                    self.orphans.remove(old)
+                    self.orphans.add(page)
+        if replaced:
+            self.pages.discard(replaced)
+        return bool(replaced)
+
+    def enter_missing(self, request: Request, end: int) -> bool:
+        """As `enter`, for pages up to one that others cannot find although they are committed.
+
+        Returns:
+            Whether there were any.
+        """
+        first = request.first[self.index]
+        end = min(end, request.committed[self.index])
+        if self.cache is None or first >= end:
+            return False
+        keys = self.policy.content_keys(
+            request.facts, request.prefix_hashes, self.grain, range(first, end)
+        )
+        key_of = self.cache.keys
+        pages = request.pages[self.index]
+        missing = [
+            (pages[number], key)
+            for number, key in enumerate(keys, first)
+            if pages[number] > 0 and key_of[pages[number]] is None and self.cache.get(key) is None
+        ]
+        for page, key in missing:
+            self.cache.enter_page(page, key)
+        return bool(missing)
+
+    def _replace_owned(self, old: int, page: int, number: int) -> bool:
+        """Let a checkpoint have another page of the same content; False if others need the old."""
+        owner = self.owners[old] if self.owners else None
+        if owner is None or self.pins[old] > 1:
+            return False
+        slot = self._slot[0]
+        owner.segment[slot][number - owner.first_pages[slot]] = page
+        self.owners[old], self.owners[page] = None, owner
+        self.pins[old], self.pins[page] = 0, 1
+        return True
+
+    def enter_state(self, page: int, key: Hashable) -> None:
+        """Let others find a state that was kept in a page of its own."""
+        if self.cache is not None:
+            self.cache.enter_page(page, key)
+
+    def forget(self, page: int) -> None:
+        """Let a cached page no longer be found."""
+        if self.cache is not None:
+            self.cache.forget([page])
+            self.orphans.discard(page)
+
+    def discard(self, pages: Sequence[int]) -> None:
+        """Let cached pages be empty that nobody uses and no checkpoint needs any more."""
+        if self.cache is not None:
+            self.cache.forget(pages)
+            self.orphans.difference_update(pages)
+            self.pages.discard(pages)
+            self.pages.num_evicted_whole += len(pages)
+
+    def evicted_orphans(self) -> list[int]:
+        """Evicted pages that can still be found and are to go to host memory, in text order."""
+        # Of pages that lost their user together, the end of the text is evicted first.
+        return [page for page in reversed(self.pages.evicted) if page in self.orphans]
+
+    def forget_evicted(self) -> None:
+        """Let evicted pages no longer be found."""
+        if self.pages.evicted and self.cache is not None:
+            self.cache.forget(self.pages.evicted)
+            self.orphans.difference_update(self.pages.evicted)
+            self.pages.evicted.clear()
+
+    # Users
+
+    def end(self, request: Request) -> None:
+        """Take a request that ends from the pages it has left."""
+        index = self.index
+        first = request.first[index]
+        num_found = max(0, request.found[index] - first)
+        self.leave_pages(request.pages[index][first:], num_cached=num_found)
+
+    def leave_pages(self, pages: Sequence[int], *, num_cached: int = 0) -> None:
+        """Take one user from each page; cached ones become evictable then, others empty.
+
+        Args:
+            pages: The pages.
+            num_cached: So many of the first ones are known to be cached.
+        """
+        if self.cache is None:
+            self.pages.release(pages)
+            return
+        keys, pins = self.cache.keys, self.pins
+        if len(pages) == 1:
+            page = pages[0]
+            if keys[page] is None:
+                self.pages.release(pages)
+            else:
+                rank = (self.clock.kept(1) if pins[page] else self.clock.loose(1))[0]
+                self.pages.retire_page(page, rank)
+            return
+        uncached = [page for page in pages[num_cached:] if keys[page] is None]
+        if uncached:
+            self.pages.release(uncached)
+            pages = [page for page in pages if keys[page] is not None]
+        loose = [page for page in pages if not pins[page]]
+        if loose:
+            self.pages.retire(loose, self.clock.loose(len(loose)))
+            if len(loose) == len(pages):
+                return
+            pages = [page for page in pages if pins[page]]
+        if pages:
+            self.pages.retire(pages, self.clock.kept(len(pages)))
+
+    # Checkpoints
+
+    def begin_segments(self, slot: int) -> None:
+        """Let checkpoints have segments of this page table, at a place in their lists."""
+        self._slot.append(slot)
+        self.owners.extend([None] * len(self.pins))
+
+    def own(
+        self, pages: Sequence[int], before: Checkpoint | None, owner: Checkpoint | None
+    ) -> None:
+        """Record whose segment has pages, for those that were of one checkpoint, or of none."""
+        owners = self.owners
+        for page in pages:
+            if owners[page] is before:
+                owners[page] = owner
+
+    def pin(self, pages: Sequence[int]) -> int:
+        """Record that a checkpoint needs pages; how many of them no other one needs."""
+        pins, stamps = self.pins, self.pages.stamps
+        new: list[int] = []
+        for page in pages:
+            if not pins[page]:
+                new.append(page)
+            pins[page] += 1
+        unused = [page for page in new if stamps[page] >= 0]
+        if unused:
+            self.pages.rerank(unused, self.clock.kept(len(unused)))
+        return len(new)
+
+    def unpin(self, pages: Sequence[int]) -> list[int]:
+        """Record that a checkpoint needs pages no more; those that nobody needs or uses now."""
+        pins, stamps = self.pins, self.pages.stamps
+        unused: list[int] = []
+        for page in pages:
+            pins[page] -= 1
+            if not pins[page] and stamps[page] >= 0:
+                unused.append(page)
+        return unused
+
+    def unpin_all(self) -> None:
+        """Forget which checkpoints need pages; their ranks are not touched."""
+        self.pins[:] = [0] * len(self.pins)
+        self.owners[:] = [None] * len(self.owners)
+        self.orphans.clear()
+
+    def check_pins(self, expected: Mapping[int, int]) -> None:
+        """Raise `InvariantError` unless pages are needed so, and ranked by it.
+
+        Args:
+            expected: Page -> checkpoints that need it, for those that any needs.
+        """
+        pinned = {page: count for page, count in enumerate(self.pins) if count}
+        if pinned != expected:
+            msg = (
+                f"{self.spec.name!r}: checkpoints need {len(expected)} pages, "
+                f"{len(pinned)} are pinned"
+            )
+            raise InvariantError(msg)
+        keys, stamps = self.cache.keys if self.cache is not None else (), self.pages.stamps
+        for page, key in enumerate(keys):
+            if key is None or stamps[page] < 0:
+                continue
+            rank = self.pages.rank(page)
+            if (page in pinned) != (KEPT_RANK <= rank < LOADED_RANK) and rank < LOADED_RANK:
+                msg = f"{self.spec.name!r}: page {page} has rank {rank}, pins {self.pins[page]}"
+                raise InvariantError(msg)
+
+
+def build_tables(
+    geometry: Geometry,
+    allocator: Allocator,
+    *,
+    hash_tokens: int,
+    prefix_caching: bool,
+    changes: list[CacheChange] | None = None,
+) -> tuple[Table, ...]:
+    """The page tables of a geometry.
+
+    Args:
+        geometry: How the arena is cut.
+        allocator: Where their pages come from.
+        hash_tokens: Tokens that each further prefix hash covers.
+        prefix_caching: Whether content is kept for others.
+        changes: Where to note what can be found and what no longer; None not to.
+
+    Raises:
+        ValueError: Pages and prefix hashes do not divide each other, with prefix caching on.
+    """
+    tables: list[Table] = []
+    clock = RankClock()
+    for index, (spec, pages) in enumerate(zip(geometry.page_tables, allocator.tables, strict=True)):
+        policy = policy_of(spec)
+        grain = Grain(page_slots=spec.tokens_per_page, hash_tokens=hash_tokens)
+        cache = None
+        num_pages = allocator.large_pages.num_pages * spec.small_pages_per_large_page
+        if prefix_caching:
+            larger, smaller = sorted((grain.page_slots, hash_tokens), reverse=True)
+            if larger % smaller:
+                msg = (
+                    f"hash_tokens must divide, or be a multiple of, the {grain.page_slots} tokens "
+                    f"per page of {spec.name!r}, got {hash_tokens}"
+                )
+                raise ValueError(msg)
+            if changes is None:
+                cache = PrefixCache(num_pages, pages.row)
+            else:
+                cache = RecordingCache(num_pages, pages.row, index, changes)
+        tables.append(
+            Table(
+                index=index,
+                spec=spec,
+                policy=policy,
+                grain=grain,
+                pages=pages,
+                cache=cache,
+                clock=clock,
+                pins=[0] * num_pages if prefix_caching else [],
+            )
+        )
+    return tuple(tables)

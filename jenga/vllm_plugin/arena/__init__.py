@@ -1,0 +1,1 @@
+"""How vLLM's workers lay out the arena, planned once before they start."""

@@ -1,0 +1,498 @@
+"""How vLLM's workers lay out the arena, and how much a request may take of it.
+
+Most of these functions take the place of vLLM's own of the same names and signatures, or are what
+`config_builder` answers vLLM's hook with; `patches.planner` says why.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+from vllm.utils.math_utils import cdiv
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    UniformTypeKVCacheSpecs,
+    iter_layer_specs,
+)
+
+from jenga.admission.reserve import STEP_TOKENS
+from jenga.errors import InvariantError
+from jenga.geometry import Geometry, PageTable, check_arena, exact_lcm
+from jenga.planning.pipeline import Stage, plan_pipeline
+from jenga.planning.planner import plan
+from jenga.policies import policy_of
+from jenga.tables.capacity import Capacity
+from jenga.vllm_plugin.arena.ranks import layers_of_ranks
+from jenga.vllm_plugin.arena.step_cost import step_tokens
+from jenga.vllm_plugin.config import TOKENS_PER_PAGE, host_bytes
+from jenga.vllm_plugin.settings.environment import BACKEND_NAME, read_settings
+from jenga.vllm_plugin.settings.refusals import Refusal
+from jenga.vllm_plugin.settings.speculation import draft_layers
+from jenga.vllm_plugin.specs.layer_types import (
+    common_spec,
+    kinds_of_states,
+    layer_names,
+    model_spec,
+    served_states,
+    table_spec,
+)
+from jenga.vllm_plugin.specs.state_history import (
+    history_tokens,
+    max_decode_tokens,
+    with_histories,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+@dataclass
+class JengaGroupSpec(KVCacheGroupSpec):
+    """A group of vLLM that is one page table of a geometry.
+
+    `stages` are the ranks of the pipeline that the model is spread over, `rank` the one to whose
+    layers the group is cut down, which may be none; None where it has the layers of all.
+    """
+
+    geometry: Geometry | None = None
+    table_index: int = 0
+    stages: tuple[Stage, ...] = ()
+    rank: int | None = None
+
+    @property
+    def first_layers(self) -> tuple[str, ...]:
+        """The first of the group's layers on every rank that has any."""
+        shares = [stage.shares[self.table_index] for stage in self.stages]
+        return tuple(share.layers[0].name for share in shares if share.layers)
+
+
+@dataclass
+class JengaKVCacheConfig(KVCacheConfig):
+    """A configuration in which each group has its own page size and number of pages.
+
+    `num_blocks` is the number of large pages, the null page included. `geometry` is that of all
+    ranks of a pipeline, whatever part of each page a rank stores. Where `keeps_images_whole`,
+    the tokens of an image read each other, so all of them must be computed in one step.
+    Where `has_draft_layers`, what drafts has keys and values of its own. `num_host_large_pages` is
+    the number of large pages of host memory on each worker, 0 where there is none;
+    `data_parallel_index` that of the engine among those that are parallel. `history_query_tokens`
+    is the most tokens of a decoding step where these are kept beside states, 0 where none are.
+    `step_tokens` is what a step costs in tokens of a prompt. `page_tokens` is the number of tokens
+    that options give a page, also where no layer stores tokens.
+    """
+
+    geometry: Geometry | None = None
+    keeps_images_whole: bool = False
+    has_draft_layers: bool = True
+    num_host_large_pages: int = 0
+    data_parallel_index: int = 0
+    history_query_tokens: int = 0
+    step_tokens: float = STEP_TOKENS
+    page_tokens: int = TOKENS_PER_PAGE
+
+    def table_of(self, layer_name: str) -> PageTable:
+        """Get the page table that stores a layer."""
+        return next(t for t in geometry_of(self).page_tables if layer_name in layer_names(t))
+
+    def num_blocks_of(self, tensor: KVCacheTensor) -> int:
+        """Get the number of small pages of the layers placed by `tensor`, over the whole arena."""
+        return self.num_blocks * self.table_of(tensor.layers[0]).small_pages_per_large_page
+
+    @property
+    def has_mamba_layers(self) -> bool:
+        """Whether vLLM must see to one of `num_blocks` for each request: states have small pages.
+
+        A request that finds none waits, and the padding of a CUDA graph takes the null page.
+        """
+        return False
+
+    @property
+    def needs_kv_cache_zeroing(self) -> bool:
+        """Never: the kernels read no slot beyond a request's tokens, whatever bytes it holds."""
+        return False
+
+
+def geometry_of(config: JengaKVCacheConfig) -> Geometry:
+    """Get the geometry of a configuration that has one."""
+    if config.geometry is None:
+        msg = "this configuration was made without a geometry"
+        raise ValueError(msg)
+    return config.geometry
+
+
+def first_layers(config: JengaKVCacheConfig) -> list[tuple[str, ...]]:
+    """Get of each page table its first layer on every rank of a pipeline that has any."""
+    return [
+        group.first_layers for group in config.kv_cache_groups if isinstance(group, JengaGroupSpec)
+    ]
+
+
+def groups_of_tokens(config: JengaKVCacheConfig) -> KVCacheConfig:
+    """Get a configuration with only those groups whose pages hold tokens, not states."""
+    groups = zip(config.kv_cache_groups, geometry_of(config).page_tables, strict=True)
+    return replace(config, kv_cache_groups=[group for group, table in groups if not table.is_state])
+
+
+def _first_group(groups: Sequence[KVCacheGroupSpec]) -> tuple[JengaGroupSpec, Geometry]:
+    first = groups[0]
+    if not isinstance(first, JengaGroupSpec) or first.geometry is None:
+        msg = f"expected groups made by get_kv_cache_groups, got {type(first).__name__}"
+        raise TypeError(msg)
+    return first, first.geometry
+
+
+def stage_of(groups: Sequence[KVCacheGroupSpec]) -> Stage:
+    """Get what the rank stores whose groups these are."""
+    first, _ = _first_group(groups)
+    if first.rank is None and len(first.stages) > 1:
+        msg = f"expected the groups of one rank, got those of {len(first.stages)}"
+        raise TypeError(msg)
+    return first.stages[first.rank or 0]
+
+
+def project_groups(
+    groups: Sequence[KVCacheGroupSpec], worker_spec: Mapping[str, "KVCacheSpec"]
+) -> list[KVCacheGroupSpec]:
+    """Cut the groups of a model down to what one worker stores.
+
+    Args:
+        groups: Made by `get_kv_cache_groups`.
+        worker_spec: vLLM's cache spec of each layer of the worker, by layer name.
+    """
+    if not groups:
+        return []
+    stages = _first_group(groups)[0].stages
+    ranks = [rank for rank, stage in enumerate(stages) if stage.layer_names == worker_spec.keys()]
+    if len(ranks) != 1:
+        msg = f"expected the layers of one of {len(stages)} ranks, got {sorted(worker_spec)}"
+        raise InvariantError(msg)
+    projected: list[KVCacheGroupSpec] = []
+    for group, share in zip(groups, stages[ranks[0]].shares, strict=True):
+        names = [layer.name for layer in share.layers]
+        spec = group.kv_cache_spec
+        if isinstance(spec, UniformTypeKVCacheSpecs) and names:
+            # A group without layers keeps the spec: its page table is as long on every rank.
+            spec = common_spec({name: spec.kv_cache_specs[name] for name in names})
+        cut = copy(group)
+        cut.layer_names, cut.kv_cache_spec = names, spec
+        if isinstance(cut, JengaGroupSpec):
+            cut.rank = ranks[0]
+        projected.append(cut)
+    return projected
+
+
+def _page_tokens(vllm_config: "VllmConfig") -> int:
+    """Get the tokens of a page that options ask for."""
+    return vllm_config.cache_config.block_size or TOKENS_PER_PAGE
+
+
+def get_kv_cache_groups(
+    vllm_config: "VllmConfig", kv_cache_spec: dict[str, "KVCacheSpec"]
+) -> list[KVCacheGroupSpec]:
+    """Plan the geometry of a model's layers: one group per page table.
+
+    Raises:
+        ValueError: A layer's cache is of a kind the plugin cannot serve; the message names it.
+    """
+    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        raise Refusal.ONE_CACHE_GROUP.error()
+    if not kv_cache_spec:
+        return []
+    kv_cache_spec = with_histories(vllm_config, kv_cache_spec)
+    model = model_spec(kv_cache_spec, draft_layers=draft_layers(vllm_config, kv_cache_spec))
+    served = served_states(vllm_config.model_config.architecture)
+    others = kinds_of_states(kv_cache_spec) - served
+    if others and vllm_config.speculative_config is not None:
+        msg = f"{' and '.join(sorted(others))}, where {' and '.join(sorted(served))} are ours"
+        raise Refusal.DRAFT_STATES_OF_TARGET.error(msg)
+    if others and vllm_config.cache_config.enable_prefix_caching:
+        logger.warning(
+            "%s keeps states of %s layers for other requests, not of %s: prefix caching is off",
+            BACKEND_NAME,
+            " and ".join(sorted(served)),
+            " and ".join(sorted(others)),
+        )
+        vllm_config.cache_config.enable_prefix_caching = False
+    tokens_per_page = _page_tokens(vllm_config)
+    make = {"planned": plan, "lcm": exact_lcm}[read_settings(os.environ).geometry]
+    pipeline = plan_pipeline(
+        model,
+        layers_of_ranks(kv_cache_spec),
+        lambda model: make(model, tokens_per_page=tokens_per_page),
+    )
+    groups: list[KVCacheGroupSpec] = [
+        JengaGroupSpec(
+            layer_names=layer_names(table),
+            kv_cache_spec=table_spec(table, kv_cache_spec),
+            geometry=pipeline.geometry,
+            table_index=index,
+            stages=pipeline.stages,
+        )
+        for index, table in enumerate(pipeline.geometry.page_tables)
+    ]
+    _check_override(vllm_config, groups)
+    return groups
+
+
+def _check_override(vllm_config: "VllmConfig", groups: Sequence[KVCacheGroupSpec]) -> None:
+    """Refuse fewer large pages than a request takes, of which vLLM would say: more memory."""
+    override = vllm_config.cache_config.num_gpu_blocks_override
+    if override is None:
+        return
+    needed = 1 + len(groups)
+    if vllm_config.model_config.original_max_model_len != -1:
+        # Else vLLM looks for the length that fits.
+        needed = max(needed, 1 + _large_pages_of_longest_request(vllm_config, groups))
+    if override < needed:
+        msg = f"{override}, where {needed} are needed"
+        raise Refusal.BLOCKS_OVERRIDE.error(msg)
+
+
+def get_kv_cache_config_from_groups(
+    vllm_config: "VllmConfig", kv_cache_groups: list[KVCacheGroupSpec], available_memory: int
+) -> KVCacheConfig:
+    """Cut as many large pages as the memory holds, or as many as the options say.
+
+    Raises:
+        ValueError: The memory does not hold one large page per page table beside the null page.
+    """
+    if not kv_cache_groups:
+        return cut_arena(vllm_config, kv_cache_groups, 1)
+    stage = stage_of(kv_cache_groups)
+    override = vllm_config.cache_config.num_gpu_blocks_override
+    if override is not None:
+        if available_memory == 0:
+            # A throw-away arena, to measure CUDA graphs with.
+            override = least_large_pages(kv_cache_groups)
+        available_memory = override * stage.large_page_bytes
+    num_large_pages = check_arena(_geometry_of_rank(kv_cache_groups), available_memory)
+    return cut_arena(vllm_config, kv_cache_groups, num_large_pages)
+
+
+def _geometry_of_rank(groups: Sequence[KVCacheGroupSpec]) -> Geometry:
+    """Get the geometry with large pages as long as those of the rank whose groups these are."""
+    _, geometry = _first_group(groups)
+    return replace(geometry, large_page_bytes=stage_of(groups).large_page_bytes)
+
+
+def least_large_pages(kv_cache_groups: list[KVCacheGroupSpec]) -> int:
+    """Get the large pages of the smallest arena: all that CUDA graphs are measured with.
+
+    vLLM asks for a block per request there, hundreds of large pages, but captured requests read
+    and write the null page alone.
+    """
+    return 1 + len(kv_cache_groups)
+
+
+def cut_arena(
+    vllm_config: "VllmConfig", kv_cache_groups: list[KVCacheGroupSpec], num_large_pages: int
+) -> KVCacheConfig:
+    """Cut the arena: every layer a strided view of one buffer.
+
+    Raises:
+        ValueError: There is not one large page per page table beside the null page.
+    """
+    cache_config = vllm_config.cache_config
+    if not kv_cache_groups:
+        return JengaKVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
+    first, geometry = _first_group(kv_cache_groups)
+    stage = stage_of(kv_cache_groups)
+    arena_bytes = num_large_pages * stage.large_page_bytes
+    check_arena(_geometry_of_rank(kv_cache_groups), arena_bytes)
+    if len(first.stages) == 1:
+        _log_geometry(geometry, num_large_pages, prefix_caching=cache_config.enable_prefix_caching)
+    tensors = [
+        KVCacheTensor(
+            size=arena_bytes,
+            layers=[layer.name],
+            layer_stride=layer.slot_bytes * table.tokens_per_page,
+            block_stride=share.small_page_bytes,
+            offset=offset_bytes,
+        )
+        for table, share in zip(geometry.page_tables, stage.shares, strict=True)
+        for layer, offset_bytes in zip(share.layers, share.layer_offset_bytes, strict=True)
+    ]
+    return JengaKVCacheConfig(
+        num_blocks=num_large_pages,
+        kv_cache_tensors=tensors,
+        kv_cache_groups=kv_cache_groups,
+        prefix_cache_retention_interval=cache_config.prefix_cache_retention_interval,
+        geometry=geometry,
+        keeps_images_whole=vllm_config.model_config.is_mm_prefix_lm,
+        has_draft_layers=bool(
+            draft_layers(
+                vllm_config, [name for table in geometry.page_tables for name in layer_names(table)]
+            )
+        ),
+        num_host_large_pages=_num_host_large_pages(vllm_config, first),
+        data_parallel_index=vllm_config.parallel_config.data_parallel_index,
+        history_query_tokens=(max_decode_tokens(vllm_config) if history_tokens(vllm_config) else 0),
+        step_tokens=step_tokens(vllm_config),
+        page_tokens=_page_tokens(vllm_config),
+    )
+
+
+def _num_host_large_pages(vllm_config: "VllmConfig", group: JengaGroupSpec) -> int:
+    """Get how many large pages each worker has in host memory: as many on every rank.
+
+    Raises:
+        ValueError: Nothing is cached that they could be for, or they are too few to be of use.
+    """
+    total_bytes = host_bytes(vllm_config)
+    if not total_bytes:
+        return 0
+    if not vllm_config.cache_config.enable_prefix_caching:
+        raise Refusal.OFFLOADING_WITHOUT_CACHING.error()
+    bytes_of_ranks = sum(stage.large_page_bytes for stage in group.stages)
+    num_bytes = bytes_of_ranks * vllm_config.parallel_config.tensor_parallel_size
+    num_large_pages, least = total_bytes // num_bytes, 1 + len(group.stages[0].shares)
+    if num_large_pages < least:
+        msg = (
+            f"{total_bytes / 2**30:.3g} GiB, where {least} large pages on each rank take "
+            f"{least * num_bytes / 2**30:.3g}"
+        )
+        raise Refusal.OFFLOADING_SIZE.error(msg)
+    return num_large_pages
+
+
+def host_memory_bytes(config: JengaKVCacheConfig) -> int:
+    """Get the bytes of host memory of the worker whose configuration this is."""
+    if not config.num_host_large_pages:
+        return 0
+    return config.num_host_large_pages * stage_of(config.kv_cache_groups).large_page_bytes
+
+
+def _log_geometry(
+    geometry: Geometry, num_large_pages: int, *, prefix_caching: bool, num_ranks: int = 1
+) -> None:
+    logger.info(
+        "%s: %s geometry%s, %d large pages of %d bytes; small pages (bytes x number in a large "
+        "page): %s; prefix caching %s",
+        BACKEND_NAME,
+        geometry.name,
+        f" of {num_ranks} pipeline ranks together" if num_ranks > 1 else "",
+        num_large_pages,
+        geometry.large_page_bytes,
+        ", ".join(
+            f"{table.name} {table.small_page_bytes} x {table.small_pages_per_large_page}"
+            for table in geometry.page_tables
+        ),
+        "on" if prefix_caching else "off",
+    )
+
+
+def report_ranks(
+    vllm_config: "VllmConfig", configs: Sequence[KVCacheConfig], available_memory: Sequence[int]
+) -> None:
+    """Log how an arena is spread over the ranks of a pipeline; nothing where there is one rank.
+
+    Args:
+        vllm_config: Of the engine.
+        configs: Of each worker, with as many large pages as all have room for.
+        available_memory: Of each worker, in bytes.
+    """
+    groups, num_large_pages = configs[0].kv_cache_groups, configs[0].num_blocks
+    if not groups or len(_first_group(groups)[0].stages) == 1:
+        return
+    first, geometry = _first_group(groups)
+    left_bytes: dict[int, int] = {}  # rank of the pipeline -> least of its workers
+    for config, num_bytes in zip(configs, available_memory, strict=True):
+        rank = _first_group(config.kv_cache_groups)[0].rank or 0
+        left = num_bytes - num_large_pages * stage_of(config.kv_cache_groups).large_page_bytes
+        left_bytes[rank] = min(left, left_bytes.get(rank, left))
+    _log_geometry(
+        geometry,
+        num_large_pages,
+        prefix_caching=vllm_config.cache_config.enable_prefix_caching,
+        num_ranks=len(first.stages),
+    )
+    for rank, stage in enumerate(first.stages):
+        logger.info(
+            "%s: pipeline rank %d: large pages of %d bytes; small pages (layers, bytes, of which "
+            "hold nothing): %s; %d bytes beside the arena are left",
+            BACKEND_NAME,
+            rank,
+            stage.large_page_bytes,
+            ", ".join(
+                f"{table.name} {len(share.layers)}, {share.small_page_bytes}, {share.padding_bytes}"
+                for table, share in zip(geometry.page_tables, stage.shares, strict=True)
+            ),
+            left_bytes[rank],
+        )
+
+
+def pool_bytes_per_block(
+    vllm_config: "VllmConfig",  # noqa: ARG001
+    kv_cache_groups: list[KVCacheGroupSpec],
+) -> int:
+    """Get the unit in which the whole arena is counted: the large page."""
+    return stage_of(kv_cache_groups).large_page_bytes
+
+
+def _pages_of_longest_request(
+    vllm_config: "VllmConfig", groups: Sequence[KVCacheGroupSpec], geometry: Geometry
+) -> list[int]:
+    """Get the most small pages of each group that one request can hold.
+
+    As many as vLLM counts, and no fewer than an admission asks for: vLLM has a chunk of local
+    attention begin with a page, and leaves out the slots of drafts.
+    """
+    model_tokens = vllm_config.model_config.max_model_len
+    step_tokens = vllm_config.max_in_flight_tokens + vllm_config.num_lookahead_tokens
+    policies = [policy_of(table) for table in geometry.page_tables]
+    admitted = Capacity(geometry, policies, 0).peak_pages(
+        model_tokens, chunk_tokens=min(model_tokens, step_tokens)
+    )
+    counted = [
+        max(
+            cdiv(spec.max_memory_usage_bytes(vllm_config), spec.page_size_bytes)
+            for spec in iter_layer_specs(group.kv_cache_spec)
+        )
+        for group in groups
+    ]
+    return [max(pages) for pages in zip(counted, admitted, strict=True)]
+
+
+def _large_pages_of_longest_request(
+    vllm_config: "VllmConfig", groups: Sequence[KVCacheGroupSpec]
+) -> int:
+    """Get the most large pages that one request can hold, beside the null page."""
+    _, geometry = _first_group(groups)
+    pages = _pages_of_longest_request(vllm_config, groups, geometry)
+    return sum(
+        cdiv(num_pages, table.small_pages_per_large_page)
+        for num_pages, table in zip(pages, geometry.page_tables, strict=True)
+    )
+
+
+def max_memory_usage_bytes_from_groups(
+    vllm_config: "VllmConfig", kv_cache_groups: list[KVCacheGroupSpec]
+) -> int:
+    """Get the bytes of the large pages that one request of the greatest length needs."""
+    if not kv_cache_groups:
+        return 0
+    num_large_pages = _large_pages_of_longest_request(vllm_config, kv_cache_groups)
+    return num_large_pages * stage_of(kv_cache_groups).large_page_bytes
+
+
+def max_concurrency(vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig) -> float:
+    """Get how many requests of the greatest length the arena holds, sharing large pages."""
+    if not isinstance(kv_cache_config, JengaKVCacheConfig):
+        msg = f"expected a JengaKVCacheConfig, got {type(kv_cache_config).__name__}"
+        raise TypeError(msg)
+    geometry = geometry_of(kv_cache_config)
+    pages = _pages_of_longest_request(vllm_config, kv_cache_config.kv_cache_groups, geometry)
+    large_pages_per_request = sum(
+        Fraction(num_pages, table.small_pages_per_large_page)
+        for num_pages, table in zip(pages, geometry.page_tables, strict=True)
+    )
+    return float((kv_cache_config.num_blocks - 1) / large_pages_per_request)

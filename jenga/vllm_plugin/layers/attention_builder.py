@@ -1,0 +1,343 @@
+"""What the attention layers of a page table share in a step, counted once before they run."""
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+import vllm.envs
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
+from vllm.v1.kv_cache_interface import AttentionSpec, CrossAttentionSpec, KVQuantMode
+
+from jenga.vllm_plugin.layers.captured_plans import CapturedPlans
+from jenga.vllm_plugin.cpu_serving import prepare_device
+from jenga.vllm_plugin.settings.environment import read_settings
+from jenga.vllm_plugin.settings.refusals import Refusal
+from jenga.vllm_plugin.settings.speculation import decode_query_tokens, most_group_heads
+from jenga.vllm_plugin.trials.tried_kernels import KernelChoice
+from jenga_kernels.attention_plan import AttentionKind, AttentionPlan, plan_attention
+from jenga_kernels.checks.pages import is_other_float
+from jenga_kernels.trial_calls import Call
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+
+@dataclass
+class JengaTritonMetadata(AttentionMetadata):
+    """What all layers of one kind and page table need for a step.
+
+    Attributes:
+        num_actual_tokens: Tokens of the step; in a CUDA graph those of its padding too.
+        query_starts: i32[num_requests + 1], where each request's tokens begin.
+        seq_lens: i32[num_requests], tokens of each request with this step's; in cross attention
+            those of its encoder.
+        page_table: i32[num_requests, max_pages].
+        plan: The step's work lists.
+        spans: i32[num_actual_tokens, 2], the keys [start, end) that a token of an image reads
+            besides; None where the step has no such tokens.
+    """
+
+    num_actual_tokens: int
+    query_starts: torch.Tensor
+    seq_lens: torch.Tensor
+    page_table: torch.Tensor
+    plan: AttentionPlan
+    spans: torch.Tensor | None = None
+
+
+def image_spans(
+    common: CommonAttentionMetadata, window_tokens: int | None = None, *, is_clamped: bool = False
+) -> torch.Tensor | None:
+    """Find the image that each token of a step belongs to, where that lets it read more.
+
+    Args:
+        common: The step.
+        window_tokens: How far back the layers read, the token itself counted; None: to the start.
+        is_clamped: Whether tokens read nothing of an image that their window has passed.
+
+    Returns:
+        i32[num_tokens, 2] on the host, the image's tokens [start, end) in its request, (0, 0) for
+        a token of none; None where all are.
+    """
+    starts, seq_lens = common.query_start_loc_cpu, common.seq_lens_cpu_upper_bound
+    spans: torch.Tensor | None = None
+    for request, images in (common.mm_req_doc_ranges or {}).items():
+        first_row, end_row = int(starts[request]), int(starts[request + 1])
+        if not images or first_row == end_row or seq_lens is None:
+            continue
+        # Of a prompt the bound is exact, and a decoded token is past every image by any bound.
+        first_position = int(seq_lens[request]) - (end_row - first_row)
+        for start, last in images:
+            is_whole = is_clamped or window_tokens is None or start > first_position - window_tokens
+            # Of the image a last token has all before it: decoded ones need no spans, and graphs
+            # of them have none.
+            if end_row - first_row == 1 and is_whole:
+                continue
+            first = max(start - first_position, 0) + first_row
+            end = min(last + 1 - first_position + first_row, end_row)
+            if first < end:
+                if spans is None:
+                    spans = torch.zeros(common.num_actual_tokens, 2, dtype=torch.int32)
+                spans[first:end] = torch.tensor([start, last + 1], dtype=torch.int32)
+                if is_clamped and window_tokens is not None:
+                    reached = first_position - first_row + 1 - window_tokens
+                    starts_seen = torch.arange(first, end, dtype=torch.int32) + reached
+                    spans[first:end, 0].clamp_(min=starts_seen)
+    return spans
+
+
+def attention_kind(spec: AttentionSpec, num_heads: int, dtype: torch.dtype) -> AttentionKind:
+    """Describe layers to the kernels.
+
+    Args:
+        spec: vLLM's, of their cache.
+        num_heads: Query heads.
+        dtype: Element type of the queries.
+    """
+    return AttentionKind(
+        num_heads=num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_size,
+        value_dim=spec.head_size_v,
+        page_tokens=spec.block_size,
+        window_tokens=getattr(spec, "sliding_window", None),
+        chunk_tokens=getattr(spec, "attention_chunk_size", None),
+        is_causal=not isinstance(spec, CrossAttentionSpec),
+        is_quantised=spec.kv_quant_mode is not KVQuantMode.NONE,
+        has_slot_scales=spec.kv_quant_mode.is_per_token_head,
+        is_int4=spec.kv_quant_mode is KVQuantMode.INT4_PER_TOKEN_HEAD,
+        is_other_float=is_other_float(spec.dtype, dtype),
+    )
+
+
+def fill_rejected_slots(
+    common: CommonAttentionMetadata, *, page_tokens: int, max_tokens: int
+) -> None:
+    """Let a draft model write the keys and values of rejected tokens too, into their own slots.
+
+    vLLM leaves them out but counts them among a request's tokens. Kernels multiply what lies there
+    by zero, which does not help against bytes that are not a number.
+
+    Args:
+        common: Of the draft's first step; its slots are written in place.
+        page_tokens: Slots of a small page.
+        max_tokens: No request has a slot for more tokens.
+    """
+    starts, slots = common.query_start_loc, common.slot_mapping
+    rows = torch.arange(slots.shape[0], dtype=starts.dtype, device=starts.device)
+    requests = torch.searchsorted(starts[1:], rows, right=True)
+    positions = (common.seq_lens[requests] - starts[requests + 1] + rows).to(torch.int64)
+    has_slot = positions < max_tokens
+    positions = positions.clamp(max=max_tokens - 1)
+    pages = common.block_table_tensor[requests, positions // page_tokens].to(torch.int64)
+    own = pages * page_tokens + positions % page_tokens
+    slots.copy_(torch.where((slots < 0) & has_slot, own, slots))
+
+
+@dataclass(frozen=True, slots=True)
+class ImageReach:
+    """Which tokens of their image the tokens of an image read besides those before them.
+
+    Attributes:
+        is_read: Whether they read any.
+        is_clamped: Whether they read none that their window has passed.
+    """
+
+    is_read: bool = True
+    is_clamped: bool = False
+
+
+def image_reach(vllm_config: "VllmConfig", layer_names: list[str]) -> ImageReach:
+    """Find out how far the layers of a page table read images.
+
+    In most models every layer reads whole images. In Gemma 4 those with a window do so as far as
+    it reaches, and the others, which vLLM tells apart by nothing else, read as in any text.
+
+    Raises:
+        ValueError: The layers differ in it.
+    """
+    context = vllm_config.compilation_config.static_forward_context
+    clamped = {
+        name
+        for name, layer in context.items()
+        if getattr(layer, "mm_prefix_clamp_sliding_window", False)
+    }
+    own = clamped.intersection(layer_names)
+    if own and own != set(layer_names):
+        raise Refusal.IMAGE_REACH.error(str(sorted(layer_names)))
+    return ImageReach(is_read=bool(own) or not clamped, is_clamped=bool(own))
+
+
+class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
+    """Prepares what the layers of one kind and page table share in a step.
+
+    A CUDA graph holds the addresses of the work lists it was captured with. Their sizes follow from
+    the batch's, so each size captured has its own lists, made anew in place before every replay.
+    vLLM's own options turn graphs off (`enforce_eager`, `cudagraph_mode`).
+
+    A draft model runs between two steps of its target, over page tables of its own: its plans are
+    made for each of its steps, and its graphs hold no attention.
+
+    Where batches must not matter (`VLLM_BATCH_INVARIANT`), every token goes to the kernel for
+    prompts: what batches change of a request is where its prompt is cut, what of it is found, and
+    whether it is preempted and read again, so that any of its tokens may be decoded or not.
+
+    Attributes:
+        kernels: Which kernels the layers' prompts attend by.
+    """
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = (
+        AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    )
+
+    @classmethod
+    def get_cudagraph_support(
+        cls, vllm_config: "VllmConfig", kv_cache_spec: "KVCacheSpec"
+    ) -> AttentionCGSupport:
+        """Say what a CUDA graph may hold: drafted tokens too, where the decode kernel takes all."""
+        if vllm_config.speculative_config is None or not isinstance(kv_cache_spec, AttentionSpec):
+            return cls._cudagraph_support
+        if vllm.envs.VLLM_BATCH_INVARIANT:
+            return AttentionCGSupport.UNIFORM_BATCH
+        group_heads = most_group_heads(vllm_config, kv_cache_spec.num_kv_heads)
+        head_dim = kv_cache_spec.head_size
+        if decode_query_tokens(vllm_config, group_heads, head_dim=head_dim) is None:
+            return cls._cudagraph_support
+        return AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(
+        self,
+        kv_cache_spec: "KVCacheSpec",
+        layer_names: list[str],
+        vllm_config: "VllmConfig",
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        prepare_device(device)
+        if not isinstance(kv_cache_spec, AttentionSpec):
+            msg = f"expected the spec of an attention layer, got {type(kv_cache_spec).__name__}"
+            raise TypeError(msg)
+        num_heads = get_num_attention_heads_from_layers(
+            vllm_config, layer_names
+        ) or vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
+        self._kind = attention_kind(kv_cache_spec, num_heads, vllm_config.model_config.dtype)
+        self._image_reach = image_reach(vllm_config, layer_names)
+        self._dtype = vllm_config.model_config.dtype
+        speculation, settings = vllm_config.speculative_config, read_settings(os.environ)
+        self._leaves_out_rejected = speculation is not None and speculation.uses_draft_model()
+        self._max_tokens = vllm_config.model_config.max_model_len
+        self._is_batch_invariant = vllm.envs.VLLM_BATCH_INVARIANT
+        self._decode_query_tokens = (
+            0
+            if self._is_batch_invariant
+            else decode_query_tokens(
+                vllm_config, self._kind.group_heads, head_dim=self._kind.head_dim
+            )
+        )
+        self._reads_images = self._image_reach.is_read and vllm_config.model_config.is_mm_prefix_lm
+        # Invariant batches have none of these kernels, which so need no trial.
+        asked = False if self._is_batch_invariant else settings.has_specialized_prefill
+        self.kernels = KernelChoice(device, asked=asked)
+        self._layers = vllm_config.compilation_config.static_forward_context
+        self._captured = CapturedPlans()
+
+    def calls(self) -> list[Call]:
+        """Describe the calls of `paged_attention` that the layers will make.
+
+        There are none where pages are quantised: these have kernels of their own on request only.
+        """
+        if self._kind.is_quantised:
+            return []
+        layers = [self._layers[name] for name in self.layer_names]
+        return [
+            layer.impl.call_of(
+                layer,
+                self._kind,
+                dtype=self._dtype,
+                decode_query_tokens=self._decode_query_tokens,
+                reads_spans=self._reads_images,
+            )
+            for layer in layers
+        ]
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> JengaTritonMetadata:
+        """Collect a step's tensors and count its work."""
+        common = common_attn_metadata
+        if common.causal is not self._kind.is_causal:
+            msg = f"causal must be {self._kind.is_causal} in these layers, got {common.causal}"
+            raise NotImplementedError(msg)
+        reach = self._image_reach
+        spans = None
+        if reach.is_read:
+            window_tokens = self._kind.window_tokens
+            spans = image_spans(common, window_tokens, is_clamped=reach.is_clamped)
+        return JengaTritonMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            query_starts=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            page_table=common.block_table_tensor,
+            plan=self._plan(common, has_spans=spans is not None),
+            # From pinned memory: from any other the host would wait for the steps before.
+            spans=None if spans is None else async_tensor_h2d(spans, device=self.device),
+        )
+
+    def build_for_drafting(
+        self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
+    ) -> JengaTritonMetadata:
+        """Collect the tensors of one of a draft model's steps."""
+        if draft_index == 0 and self._leaves_out_rejected:
+            fill_rejected_slots(
+                common_attn_metadata,
+                page_tokens=self._kind.page_tokens,
+                max_tokens=self._max_tokens,
+            )
+        return self.build(0, common_attn_metadata, fast_build=True)
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> JengaTritonMetadata:
+        """Collect tensors that stay where they are, for a batch of decoding requests."""
+        metadata = self.build(0, common_attn_metadata)
+        metadata.plan = self._captured.keep(
+            metadata.plan, max_query_tokens=common_attn_metadata.max_query_len
+        )
+        return metadata
+
+    def _plan(self, common: CommonAttentionMetadata, *, has_spans: bool) -> AttentionPlan:
+        # A step with spans has a plan of its own. Its graph, if it is replayed, reads the kept one.
+        captured = self._captured.updated(
+            common.query_start_loc,
+            common.seq_lens,
+            num_tokens=common.num_actual_tokens,
+            max_query_tokens=common.max_query_len,
+        )
+        if captured is not None and not has_spans:
+            return captured
+        counts = common.query_start_loc_cpu.diff()
+        return plan_attention(
+            common.query_start_loc,
+            common.seq_lens,
+            self._kind,
+            num_tokens=common.num_actual_tokens,
+            dtype=self._dtype,
+            max_query_tokens=common.max_query_len,
+            min_query_tokens=min(filter(None, counts.tolist()), default=None),
+            # Only the kernel for prompts reads spans.
+            decode_query_tokens=0 if has_spans else self._decode_query_tokens,
+            is_batch_invariant=self._is_batch_invariant,
+            is_warp_specialized=self.kernels.own,
+        )

@@ -1,0 +1,116 @@
+"""A layer's part of the arena as the kernels' arguments: keys, values and their scales."""
+
+from typing import Any, TypedDict
+
+import torch
+
+from jenga_kernels.checks.tensors import E5M2_DTYPE, FP8_DTYPE
+
+E5M2 = "fp8_e5m2"
+"""Value of --kv-cache-dtype with which elements are float8_e5m2."""
+
+INT4 = "int4_per_token_head"
+"""Value of --kv-cache-dtype with which elements take four bits, two in each uint8."""
+
+SLOT_SCALE_DTYPES = ("int8_per_token_head", "fp8_per_token_head", INT4)
+"""Values of --kv-cache-dtype with which each head of each slot has scales of its own."""
+
+SLOT_SCALES_BYTES = 2 * torch.float32.itemsize
+"""Bytes of the scales of one head of one slot, or of its steps and least elements."""
+
+
+class CacheViews(TypedDict):
+    """Arguments that `kv_store` and `paged_attention` have in common."""
+
+    k_pages: torch.Tensor
+    v_pages: torch.Tensor
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    k_slot_scales: torch.Tensor | None
+    v_slot_scales: torch.Tensor | None
+
+
+def cache_views(
+    layer: Any,  # noqa: ANN401
+    kv_cache: torch.Tensor,
+    *,
+    head_dim: int,
+    cache_dtype: str,
+) -> CacheViews:
+    """View a layer's cache as the kernels do.
+
+    Args:
+        layer: vLLM's layer, which knows the scales of a cache that has a few for all slots.
+        kv_cache: [num_pages, num_kv_heads, page_tokens, bytes or elements of a slot's key and
+            value], uint8 standing for float8 but with four bits an element.
+        head_dim: Elements of a key.
+        cache_dtype: vLLM's name of how the layer stores.
+    """
+    if cache_dtype == INT4:
+        views = _views_of_scaled_slots(kv_cache, head_dim // 2)
+        views["k_slot_scales"] = _pairs(views["k_slot_scales"])
+        views["v_slot_scales"] = _pairs(views["v_slot_scales"])
+        return views
+    elements = kv_cache
+    if kv_cache.dtype == torch.uint8:
+        elements = kv_cache.view(E5M2_DTYPE if cache_dtype == E5M2 else FP8_DTYPE)
+    if cache_dtype in SLOT_SCALE_DTYPES:
+        return _views_of_scaled_slots(elements, head_dim)
+    by_token = elements.transpose(1, 2)
+    scales = (None, None)
+    if kv_cache.dtype == torch.uint8:
+        scales = (layer._k_scale.reshape(-1), layer._v_scale.reshape(-1))
+    return CacheViews(
+        k_pages=by_token[..., :head_dim],
+        v_pages=by_token[..., head_dim:],
+        k_scale=scales[0],
+        v_scale=scales[1],
+        k_slot_scales=None,
+        v_slot_scales=None,
+    )
+
+
+def _views_of_scaled_slots(kv_cache: torch.Tensor, key_bytes: int) -> CacheViews:
+    """View a cache whose slots have scales of their own: in a page they lie behind all slots.
+
+    vLLM counts four bytes of a scale to each key and value. There, rows would begin at multiples of
+    four bytes, and be loaded four at a time.
+
+    Args:
+        kv_cache: [num_pages, num_kv_heads, page_tokens, bytes of a key, a value and 8], items of
+            one byte, a page's in one piece, in any order.
+        key_bytes: Bytes of a key.
+    """
+    num_pages, num_kv_heads, page_tokens, slot_bytes = kv_cache.shape
+    row_bytes = slot_bytes - SLOT_SCALES_BYTES
+    page_bytes = int(kv_cache.stride(0)) if num_pages > 1 else 0
+    head_bytes = page_tokens * row_bytes
+    rows = kv_cache.as_strided(
+        (num_pages, page_tokens, num_kv_heads, row_bytes), (page_bytes, row_bytes, head_bytes, 1)
+    )
+    words = torch.empty(0, dtype=torch.float32, device=kv_cache.device)
+    scale_bytes = words.itemsize
+    num_scales = num_kv_heads * page_tokens
+    first_scale = (int(kv_cache.storage_offset()) + num_kv_heads * head_bytes) // scale_bytes
+    k_scales, v_scales = (
+        words.new_empty(0).set_(
+            kv_cache.untyped_storage(),
+            first_scale + side * num_scales,
+            (num_pages, page_tokens, num_kv_heads),
+            (page_bytes // scale_bytes, 1, page_tokens),
+        )
+        for side in range(2)
+    )
+    return CacheViews(
+        k_pages=rows[..., :key_bytes],
+        v_pages=rows[..., key_bytes:],
+        k_scale=None,
+        v_scale=None,
+        k_slot_scales=k_scales,
+        v_slot_scales=v_scales,
+    )
+
+
+def _pairs(words: torch.Tensor | None) -> torch.Tensor | None:
+    """Words of 4 bytes, [num_pages, page_tokens, num_kv_heads], as pairs bf16[.., 2]."""
+    return None if words is None else words[..., None].view(torch.bfloat16)

@@ -1,0 +1,33 @@
+"""What computes attention and states on a CPU: the references, or the interpreted kernels."""
+
+import torch
+from vllm.logger import init_logger
+
+from jenga.vllm_plugin.settings.environment import BACKEND_NAME
+from jenga_kernels.triton.lib.device import skip_overflow_checks
+from jenga_kernels.triton.lib.tiles import has_kernels
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+def prepare_device(device: torch.device) -> None:
+    """Prepare an engine's layers for their device, and log how a CPU serves them.
+
+    Args:
+        device: Of the layers' caches.
+    """
+    if device.type != "cpu":
+        return
+    if has_kernels(device):
+        skip_overflow_checks()
+        logger.info_once(
+            "%s: Triton's interpreter runs the kernels of attention and states on this CPU; "
+            "without TRITON_INTERPRET=1 PyTorch references take their place, which are faster",
+            BACKEND_NAME,
+        )
+    else:
+        logger.info_once(
+            "%s: attention and states by PyTorch references on this CPU; TRITON_INTERPRET=1 "
+            "interprets the Triton kernels",
+            BACKEND_NAME,
+        )

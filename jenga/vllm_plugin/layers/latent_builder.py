@@ -1,0 +1,270 @@
+"""What the layers of latent attention share in a step: who is absorbed, and its work, counted."""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import torch
+import vllm.envs
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonDecodeMetadata,
+    MLACommonMetadata,
+    MLACommonMetadataBuilder,
+    QueryLenSupport,
+)
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import KVQuantMode
+
+from jenga.vllm_plugin.layers.attention_builder import fill_rejected_slots
+from jenga.vllm_plugin.layers.captured_plans import CapturedPlans
+from jenga.vllm_plugin.cpu_serving import prepare_device
+from jenga.vllm_plugin.settings.environment import read_settings
+from jenga.vllm_plugin.settings.speculation import DRAFT_PREFIX, drafted_query_tokens
+from jenga.vllm_plugin.trials.tried_kernels import KernelChoice
+from jenga_kernels.attention_plan import AttentionKind, AttentionPlan
+from jenga_kernels.checks.pages import is_other_float
+from jenga_kernels.latent_plan import plan_latent_attention
+from jenga_kernels.trial_calls import Call
+from jenga_kernels.triton.lib.tiles import MIN_ROWS
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
+
+MAX_DECODE_QUERY_TOKENS = MIN_ROWS
+"""Query tokens that fit, of one head each, into the decode kernel's tile for every dtype and GPU;
+requests of more go to the kernel for prompts."""
+
+
+@dataclass
+class JengaLatentDecode(MLACommonDecodeMetadata):
+    """What layers need for the requests whose heads' projections are absorbed.
+
+    Attributes:
+        query_starts: i32[num_requests + 1], where each request's tokens begin.
+        plan: The step's work lists.
+    """
+
+    query_starts: torch.Tensor
+    plan: AttentionPlan
+
+
+def absorbed_query_tokens(*, latent_dim: int, nope_dim: int, value_dim: int) -> int:
+    """Most new tokens of a request for which reading its latents as they are costs less.
+
+    Read so, a query's head multiplies with a latent twice for each token of the context, instead of
+    with its own key and value; but these have to be made first, once for all queries. Both are
+    multiplications of matrices, so their counts decide: no GPU has timed the two.
+
+    Args:
+        latent_dim: Elements of a latent.
+        nope_dim: Elements of a head's own key, without the rotary part.
+        value_dim: Elements of a head's value.
+    """
+    saved_per_query = 2 * latent_dim - nope_dim - value_dim
+    if saved_per_query <= 0:
+        msg = f"latent_dim must exceed half of {nope_dim} + {value_dim}, got {latent_dim}"
+        raise ValueError(msg)
+    return max(1, latent_dim * (nope_dim + value_dim) // saved_per_query)
+
+
+def count_absorbed(vllm_config: VllmConfig) -> None:
+    """Let the profile of memory count what layers take for a step of absorbed requests alone.
+
+    vLLM's layer, which attends to nothing then, makes keys and values of as many rows as it would
+    of a context instead. A token that is absorbed has three rows in the latents' space, a query
+    without and with its rotary part and a result: with many tokens a step, more.
+
+    Args:
+        vllm_config: After the model was made, and the one that drafts for it.
+    """
+    layers = get_layers_from_vllm_config(vllm_config, cast("type[Any]", MLAAttention))
+    for name, layer in layers.items():
+        num_tokens = most_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        if not absorbs_all([name]):
+            of_request = absorbed_query_tokens(
+                latent_dim=layer.kv_lora_rank,
+                nope_dim=layer.qk_nope_head_dim,
+                value_dim=layer.v_head_dim,
+            )
+            of_request = max(of_request, drafted_query_tokens(vllm_config))
+            num_tokens = min(most_tokens, vllm_config.scheduler_config.max_num_seqs * of_request)
+        per_token = 3 * layer.kv_lora_rank + layer.qk_rope_head_dim
+        num_rows = -(-num_tokens * per_token // (layer.qk_nope_head_dim + layer.v_head_dim))
+        num_rows = max(num_rows, layer.chunked_prefill_workspace_size)
+        layer._chunked_prefill_workspace_size = num_rows
+
+
+def absorbs_all(layer_names: Iterable[str]) -> bool:
+    """Whether requests of all lengths are absorbed: `JengaLatentMetadataBuilder` says where."""
+    is_draft_model = any(name.startswith(DRAFT_PREFIX) for name in layer_names)
+    return is_draft_model or vllm.envs.VLLM_BATCH_INVARIANT
+
+
+def latent_query_tokens(num_tokens: int) -> int | None:
+    """Get up to how many query tokens a request is decoded, as `plan_latent_attention` takes it.
+
+    Args:
+        num_tokens: Most query tokens of a decoding request, those drafted and the last one's own.
+
+    Returns:
+        None for what costs no more than one token: also where drafts are longer than a tile.
+    """
+    return num_tokens if 1 < num_tokens <= MAX_DECODE_QUERY_TOKENS else None
+
+
+class JengaLatentMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata[JengaLatentDecode]]):
+    """Prepares what layers of latent attention share in a step.
+
+    vLLM's own builder describes the long chunks of prompts. As in `attention_builder`, each size of
+    a captured batch keeps its work lists, made anew in place before every replay.
+
+    All requests of a draft model of its own are absorbed, long prompts too: it reads one more token
+    than its target in a step, and the lengths on the host, which describe prompts, leave it out.
+    So are all where batches must not matter (`VLLM_BATCH_INVARIANT`): for a token the same is
+    computed wherever its prompt is cut.
+
+    Attributes:
+        kernels: Which kernels decoding requests attend by.
+    """
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = (
+        AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    )
+    query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
+
+    @classmethod
+    def get_cudagraph_support(
+        cls,
+        vllm_config: "VllmConfig",
+        kv_cache_spec: "KVCacheSpec",
+    ) -> AttentionCGSupport:
+        """Say what a CUDA graph may hold: drafted tokens too, where the decode kernel takes all."""
+        if vllm.envs.VLLM_BATCH_INVARIANT:
+            return AttentionCGSupport.UNIFORM_BATCH
+        if latent_query_tokens(drafted_query_tokens(vllm_config)) is None:
+            return cls._cudagraph_support
+        return AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(
+        self,
+        kv_cache_spec: "AttentionSpec",
+        layer_names: list[str],
+        vllm_config: "VllmConfig",
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        prepare_device(device)
+        self._kind = AttentionKind(
+            num_heads=self.num_heads,
+            num_kv_heads=1,
+            head_dim=self.mla_dims.kv_lora_rank,
+            page_tokens=kv_cache_spec.block_size,
+            is_quantised=kv_cache_spec.kv_quant_mode is KVQuantMode.FP8_PER_TENSOR,
+            is_other_float=is_other_float(kv_cache_spec.dtype, vllm_config.model_config.dtype),
+        )
+        # vLLM's lower bound: tokens drafted for a target, and the last one's own.
+        self._decode_query_tokens = latent_query_tokens(self.reorder_batch_threshold)
+        self.reorder_batch_threshold = max(
+            self.reorder_batch_threshold,
+            absorbed_query_tokens(
+                latent_dim=self.mla_dims.kv_lora_rank,
+                nope_dim=self.mla_dims.qk_nope_head_dim,
+                value_dim=self.mla_dims.v_head_dim,
+            ),
+        )
+        self._is_draft_model = any(name.startswith(DRAFT_PREFIX) for name in layer_names)
+        if self._is_draft_model:
+            self._decode_query_tokens = latent_query_tokens(drafted_query_tokens(vllm_config))
+        self._is_batch_invariant = vllm.envs.VLLM_BATCH_INVARIANT
+        if self._is_batch_invariant:
+            self._decode_query_tokens = 0
+        if absorbs_all(layer_names):
+            self.reorder_batch_threshold = vllm_config.scheduler_config.max_num_batched_tokens + 1
+        asked = read_settings(os.environ).has_specialized_latents
+        self.kernels = KernelChoice(device, asked=asked)
+        self._layer_names = tuple(layer_names)
+        self._layers = vllm_config.compilation_config.static_forward_context
+        self._page_tokens = kv_cache_spec.block_size
+        self._max_tokens = vllm_config.model_config.max_model_len
+        self._captured = CapturedPlans()
+
+    def calls(self) -> list[Call]:
+        """Describe the calls of `latent_attention` that the layers will make."""
+        layers = [self._layers[name] for name in self._layer_names]
+        return [
+            layer.impl.call_of(
+                layer,
+                dtype=self.model_config.dtype,
+                decode_query_tokens=self._decode_query_tokens,
+            )
+            for layer in layers
+        ]
+
+    def build_for_drafting(
+        self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
+    ) -> MLACommonMetadata[JengaLatentDecode]:
+        """Collect the tensors of one of a draft model's steps."""
+        if draft_index == 0 and self._is_draft_model:
+            fill_rejected_slots(
+                common_attn_metadata,
+                page_tokens=self._page_tokens,
+                max_tokens=self._max_tokens,
+            )
+        return self.build(0, common_attn_metadata, fast_build=True)
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> MLACommonMetadata[JengaLatentDecode]:
+        """Collect tensors that stay where they are, for a batch of decoding requests."""
+        metadata = self.build(0, common_attn_metadata)
+        if metadata.decode is None or metadata.num_prefills:
+            msg = (
+                f"a CUDA graph must have decoding requests alone, got {metadata.num_prefills} more"
+            )
+            raise NotImplementedError(msg)
+        metadata.decode.plan = self._captured.keep(
+            metadata.decode.plan, max_query_tokens=common_attn_metadata.max_query_len
+        )
+        return metadata
+
+    def _build_decode(
+        self,
+        block_table_tensor: torch.Tensor,
+        seq_lens_device: torch.Tensor,
+        max_seq_len: int,
+        query_start_loc_cpu: torch.Tensor,
+        query_start_loc_device: torch.Tensor,
+        num_decode_tokens: int,
+        max_query_len: int,
+        dcp_tot_seq_lens_device: torch.Tensor | None,
+    ) -> JengaLatentDecode:
+        query_lens = query_start_loc_cpu[1:] - query_start_loc_cpu[:-1]
+        max_query_tokens = int(query_lens.max())
+        plan = self._captured.updated(
+            query_start_loc_device,
+            seq_lens_device,
+            num_tokens=num_decode_tokens,
+            max_query_tokens=max_query_tokens,
+        )
+        if plan is None:
+            plan = plan_latent_attention(
+                query_start_loc_device,
+                seq_lens_device,
+                self._kind,
+                num_tokens=num_decode_tokens,
+                dtype=self.model_config.dtype,
+                max_query_tokens=max_query_tokens,
+                decode_query_tokens=self._decode_query_tokens,
+                is_batch_invariant=self._is_batch_invariant,
+                is_warp_specialized=self.kernels.own,
+            )
+        return JengaLatentDecode(
+            block_table=block_table_tensor,
+            seq_lens=seq_lens_device,
+            dcp_tot_seq_lens=dcp_tot_seq_lens_device,
+            query_starts=query_start_loc_device,
+            plan=plan,
+        )

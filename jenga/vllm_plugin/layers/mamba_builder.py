@@ -1,0 +1,268 @@
+"""What recurrent layers share in a step: state slots, states to keep, what is in them.
+
+Where tokens are drafted, a decoding request has a few, of which some may be rejected. The state
+after each goes to a slot of its own, chosen by the number of tokens that went into it: the next
+step knows how many tokens were accepted by then, and so where to begin. It asks vLLM's runners for
+no more than every attention layer does.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.backends.mamba1_attn import Mamba1AttentionMetadataBuilder
+from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
+from vllm.v1.attention.backends.mamba_attn import (
+    BaseMambaAttentionMetadata,
+    BaseMambaAttentionMetadataBuilder,
+)
+
+from jenga.errors import InvariantError
+from jenga.vllm_plugin.config import is_selected
+from jenga.vllm_plugin.cpu_serving import prepare_device
+from jenga.vllm_plugin.settings.environment import read_settings
+from jenga.vllm_plugin.specs.history_kinds import NUM_STATES
+from jenga.vllm_plugin.layers.state_counts import Replay, StateCounts
+from jenga.vllm_plugin.worker.state_worker import StepMailbox, checkpoints_of
+from jenga.vllm_plugin.trials.tried_kernels import KernelChoice
+from jenga_kernels.checks.states import NULL_SLOT, Checkpoints
+from jenga_kernels.trial_calls import Call
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
+
+
+@dataclass
+class JengaMambaMetadata(BaseMambaAttentionMetadata):
+    """What all layers of a page table of states need for a step.
+
+    Attributes:
+        initial_slots_p: State slot each prompt goes on from, the null slot at its beginning,
+            i32[num_prefills].
+        longest_prompt_tokens: Tokens of the step that the longest prompt has.
+        has_portable_scans: Whether prompts are scanned by the kernels of all GPUs; None: where
+            these are faster.
+        checkpoints: States of prompts to keep on the way.
+        replay_d: Where steps seldom write states, what is in those of decoding requests.
+        replay_p: And in those that prompts go on from, which are then brought up to date first.
+            With these the states of convolutions are rings.
+
+    `state_indices_tensor_d`, i32[num_decodes, slots], has the slots of a request in the order in
+    which its next tokens write them; it goes on from the last one.
+    """
+
+    initial_slots_p: torch.Tensor | None = None
+    longest_prompt_tokens: int | None = None
+    has_portable_scans: bool | None = None
+    checkpoints: Checkpoints | None = None
+    replay_d: Replay | None = None
+    replay_p: Replay | None = None
+
+
+SCAN_CALLS = {
+    "MAMBA2": "jenga.vllm_plugin.layers.mamba:scan_call",
+    "GDN_ATTN": "jenga.vllm_plugin.layers.gated_delta:scan_call",
+}
+"""vLLM's kind of a layer -> what describes how it scans prompts; others have one kernel for all."""
+
+
+class JengaMambaMetadataBuilder(BaseMambaAttentionMetadataBuilder[JengaMambaMetadata]):
+    """Prepares what the layers of a page table of states share in a step.
+
+    Attributes:
+        kernels: Which kernels scan prompts.
+        mailbox: Of the model runner; one of its own until it is told which.
+        ordered_layers: The layers, which write the states that are to be kept.
+    """
+
+    metadata_cls = JengaMambaMetadata
+    needs_causal_conv1d_metadata = False
+    supports_update_block_table = False  # each page table has checkpoints of its own
+
+    def __init__(
+        self,
+        kv_cache_spec: Any,  # noqa: ANN401 (vLLM's MambaSpec)
+        layer_names: list[str],
+        vllm_config: "VllmConfig",
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        prepare_device(device)
+        self.ordered_layers = tuple(layer_names)
+        self.mailbox = StepMailbox(layer_names)
+        self._max_query_tokens = self._num_slots = 1 + self.num_spec_tokens
+        self._next_columns = torch.arange(1, 1 + self._num_slots, device=device)
+        self._kind_name = kv_cache_spec.mamba_type.name
+        self._dtype = vllm_config.model_config.dtype
+        self._layers = vllm_config.compilation_config.static_forward_context
+        asked = read_settings(os.environ).has_specialized_scans
+        self.kernels = KernelChoice(device, asked=asked)
+        self._state_counts = None
+        if len(kv_cache_spec.shapes) > NUM_STATES:
+            self._num_slots = 1
+            self._state_counts = StateCounts(
+                kv_cache_spec,
+                layer_names,
+                vllm_config,
+                device,
+                max_requests=max(
+                    vllm_config.scheduler_config.max_num_seqs, self.decode_cudagraph_max_bs
+                ),
+                max_query_tokens=self._max_query_tokens,
+            )
+
+    def calls(self) -> list[Call]:
+        """Describe the scans of prompts that the layers will make."""
+        path = SCAN_CALLS.get(self._kind_name)
+        if path is None:
+            return []
+        scan_call = resolve_name(path)
+        return [scan_call(self._layers[name], self._dtype) for name in self.ordered_layers]
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: "CommonAttentionMetadata",
+        fast_build: bool = False,
+        **kwargs: Any,  # noqa: ANN401 (what was accepted: the number of tokens says it too)
+    ) -> JengaMambaMetadata:
+        """Collect a step's state slots and the states to keep."""
+        step, may_reject = common_attn_metadata, None
+        if self.use_spec_decode:
+            step = self._in_order_of_writing(step)
+            may_reject = step.query_start_loc.diff()  # read for no more than that there may be
+        common = self._compute_common_metadata(step, num_accepted_tokens=may_reject)
+        writes = self.mailbox.take_writes(self.ordered_layers)
+        slots = common.state_indices_tensor_d
+        if self._state_counts is not None and common.num_decodes and slots is not None:
+            replay = self._state_counts.decode(
+                step, slots[:, 0], common.num_decodes, common.query_start_loc_d
+            )
+            common = replace(common, replay_d=replay)
+        starts, goes_on = common.query_start_loc_p, common.has_initial_states_p
+        if starts is None or goes_on is None:
+            if writes:
+                msg = f"states are to be kept in a step that reads no prompt: {writes}"
+                raise InvariantError(msg)
+            return common
+        first, end = common.num_decodes, common.num_decodes + common.num_prefills
+        pages = step.block_table_tensor[first:end, : self._num_slots]
+        last = (starts.diff() - 1) % self._num_slots
+        # Of a prompt's beginning, too, all tokens but the first may be drafts.
+        counts = step.query_start_loc_cpu[first : end + 1].diff().tolist()
+        few_tokens = {
+            row: count for row, count in enumerate(counts) if 1 < count <= self._num_slots
+        }
+        checkpoints = checkpoints_of(writes, pages, few_tokens) if writes or few_tokens else None
+        replay = None
+        if self._state_counts is not None:
+            replay = self._state_counts.read(step, pages[:, 0], first, checkpoints)
+        return replace(
+            common,
+            state_indices_tensor_p=pages.gather(1, last.long()[:, None])[:, 0],
+            initial_slots_p=torch.where(goes_on, pages[:, -1], NULL_SLOT),
+            longest_prompt_tokens=max(counts, default=0),
+            has_portable_scans=None if self.kernels.own is None else not self.kernels.own,
+            checkpoints=checkpoints,
+            replay_p=replay,
+        )
+
+    def _in_order_of_writing(self, step: "CommonAttentionMetadata") -> "CommonAttentionMetadata":
+        """Let each request's slots begin with that of the state after its next token.
+
+        Requests of no more tokens than drafts have are decoded, whether or not they are of a
+        prompt, but for a prompt's beginning: CUDA graphs, too, are chosen by the number of tokens.
+        Where inputs are kept beside a state it has all its tokens in one slot, from the first on.
+        """
+        num_tokens, num_tokens_cpu = step.query_start_loc.diff(), step.query_start_loc_cpu.diff()
+        is_long = num_tokens_cpu > self._max_query_tokens
+        if self._state_counts is not None:
+            return step.replace(is_prefilling=is_long)
+        num_computed = step.seq_lens[: step.num_reqs] - num_tokens
+        columns = (num_computed[:, None] + self._next_columns) % self._num_slots
+        is_prefilling, seq_lens_cpu = step.is_prefilling, step.seq_lens_cpu_upper_bound
+        if is_prefilling is None or seq_lens_cpu is None:
+            msg = "a step must say which requests read prompts, and how long they are"
+            raise InvariantError(msg)
+        begins = is_prefilling & (seq_lens_cpu[: step.num_reqs] <= num_tokens_cpu)
+        return step.replace(
+            block_table_tensor=step.block_table_tensor.gather(1, columns),
+            is_prefilling=begins | is_long,
+        )
+
+
+def builder_beside(
+    stock: type["AttentionMetadataBuilder[Any]"], layer_classes: Callable[[], tuple[type, ...]]
+) -> type[JengaMambaMetadataBuilder]:
+    """Make the class of builders for a kind of recurrent layers.
+
+    Args:
+        stock: vLLM's own, made where JENGA_TRITON is not selected or vLLM's operations serve a
+            layer.
+        layer_classes: Gives the classes of layers that are served here; none for any.
+    """
+
+    class Builder(JengaMambaMetadataBuilder):
+        def __new__(
+            cls,
+            kv_cache_spec: Any,  # noqa: ANN401
+            layer_names: list[str],
+            vllm_config: "VllmConfig",
+            device: torch.device,
+        ) -> "AttentionMetadataBuilder[Any]":
+            classes = layer_classes()
+            layers = vllm_config.compilation_config.static_forward_context
+            are_served = not classes or all(
+                isinstance(layers.get(name), classes) for name in layer_names
+            )
+            if is_selected(vllm_config) and are_served:
+                return super().__new__(cls)
+            return stock(kv_cache_spec, layer_names, vllm_config, device)
+
+    return Builder
+
+
+class JengaStateBackend(AttentionBackend):
+    """What our backends of recurrent layers share."""
+
+    @classmethod
+    def is_ssm(cls) -> bool:
+        """Whether the layers have states: they have."""
+        return True
+
+
+_Mamba1Builder = builder_beside(Mamba1AttentionMetadataBuilder, tuple)
+_Mamba2Builder = builder_beside(Mamba2AttentionMetadataBuilder, tuple)
+
+
+class JengaMamba1Backend(JengaStateBackend):
+    """Registered in place of vLLM's backend of Mamba-1 layers."""
+
+    @staticmethod
+    def get_name() -> str:
+        """Get the backend's name."""
+        return "JENGA_MAMBA1"
+
+    @staticmethod
+    def get_builder_cls() -> type["AttentionMetadataBuilder[Any]"]:
+        """Get the class that prepares a step."""
+        return _Mamba1Builder
+
+
+class JengaMamba2Backend(JengaStateBackend):
+    """Registered in place of vLLM's backend of Mamba-2 layers."""
+
+    @staticmethod
+    def get_name() -> str:
+        """Get the backend's name."""
+        return "JENGA_MAMBA2"
+
+    @staticmethod
+    def get_builder_cls() -> type["AttentionMetadataBuilder[Any]"]:
+        """Get the class that prepares a step."""
+        return _Mamba2Builder

@@ -1,0 +1,74 @@
+"""Short convolutions of vLLM (LFM2), served by `jenga_kernels` on states in pages.
+
+Such a layer has no recurrence behind its convolution: the state of a request is the convolution's
+alone, some KiB. vLLM's layer keeps its weights and projections.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionMetadataBuilder
+
+from jenga.vllm_plugin.layers.mamba import Convolution, channels_first, conv_weight_of, convolve
+from jenga.vllm_plugin.layers.mamba_builder import (
+    JengaMambaMetadata,
+    JengaStateBackend,
+    builder_beside,
+)
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import AttentionMetadataBuilder
+
+
+def _layer_classes() -> tuple[type, ...]:
+    from vllm.model_executor.layers.mamba.short_conv import ShortConv
+
+    return (ShortConv,)
+
+
+_ShortConvBuilder = builder_beside(ShortConvAttentionMetadataBuilder, _layer_classes)
+
+
+class JengaShortConvBackend(JengaStateBackend):
+    """Registered in place of vLLM's backend of short convolutions."""
+
+    @staticmethod
+    def get_name() -> str:
+        """Get the backend's name."""
+        return "JENGA_SHORT_CONV"
+
+    @staticmethod
+    def get_builder_cls() -> type["AttentionMetadataBuilder[Any]"]:
+        """Get the class that prepares a step."""
+        return _ShortConvBuilder
+
+
+def forward_short_conv(
+    layer: Any,  # noqa: ANN401
+    hidden_states: torch.Tensor,
+    output: torch.Tensor,
+    metadata: JengaMambaMetadata,
+) -> None:
+    """Run a short convolution of vLLM.
+
+    Args:
+        layer: A `ShortConv`; its states are written in place.
+        hidden_states: [num_tokens or more, hidden].
+        output: Written in place for the step's tokens, shape of hidden_states.
+        metadata: Of the step.
+    """
+    num_tokens = metadata.num_decode_tokens + metadata.num_prefill_tokens
+    # Called B, C and x there, after the inputs of a state space model.
+    input_gates, output_gates, x = layer.in_proj(hidden_states)[0][:num_tokens].chunk(3, dim=-1)
+    convolved = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    (conv_states,) = layer.kv_cache
+    convolution = Convolution(
+        states=channels_first(conv_states),
+        weight=conv_weight_of(layer.conv),
+        bias=layer.conv.bias,
+        silu=False,
+    )
+    convolve(
+        convolved, x, convolution, metadata, input_gates=input_gates, output_gates=output_gates
+    )
+    output[:num_tokens] = layer.out_proj(convolved)[0]

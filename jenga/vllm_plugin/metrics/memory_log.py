@@ -1,0 +1,176 @@
+"""One JSON line per scheduler step on what the arena holds, for people and for the demo.
+
+What is wrong with the file is said before the engine starts. A log stops no engine: where a line
+cannot be written later, on a disk that is full, that is said once and no further line is written.
+"""
+
+import contextlib
+import json
+import os
+import sys
+from dataclasses import asdict
+from logging import LogRecord, makeLogRecord
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import finalize
+
+from vllm.logger import init_logger
+
+from jenga.vllm_plugin.settings.environment import MEMORY_LOG_VARIABLE, Settings, read_settings
+
+if TYPE_CHECKING:
+    from jenga.geometry import Geometry
+    from jenga.manager import Manager
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+def check_memory_log(settings: Settings) -> None:
+    """Check that the memory log can be written, and make its file; nothing where there is none.
+
+    Raises:
+        ValueError: `JENGA_MEMORY_LOG` names a folder, a pipe or a device, or a file that cannot be
+            opened for writing; the message names the variable, the path and the reason.
+    """
+    path = settings.memory_log
+    if path is not None and (reason := _reason_against(path)):
+        msg = f"{MEMORY_LOG_VARIABLE}={str(path)!r} cannot be written: {reason}"
+        raise ValueError(msg)
+
+
+def _reason_against(path: Path) -> str | None:
+    """Say why a file cannot be appended to; None if it can, and then it is there."""
+    try:
+        # A pipe that nobody reads would have its writer wait.
+        if path.exists() and not path.is_file():
+            return "it is a folder" if path.is_dir() else "it is a pipe or a device, not a file"
+        with path.open("a", encoding="utf-8"):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+class _Lines(RotatingFileHandler):
+    """A file of lines that begins with a header; beyond a size it is renamed and begun anew."""
+
+    def __init__(self, path: Path, header: str, *, max_bytes: int) -> None:
+        """Append the header to the file.
+
+        Args:
+            path: Of the file; once it is full, it is renamed with `.1` behind its name.
+            header: A line for people and programs to understand the others by.
+            max_bytes: Most bytes of a file with more than a header and a line; 0 for no limit.
+
+        Raises:
+            OSError: The file cannot be opened.
+        """
+        super().__init__(path, maxBytes=max_bytes, backupCount=1, encoding="utf-8")
+        self._has_failed = False
+        self._header = ""
+        self.write(header)
+        self._header = header
+
+    def write(self, line: str) -> None:
+        """Write a line, unless an earlier one could not be written."""
+        if not self._has_failed:
+            self.handle(makeLogRecord({"msg": line}))
+
+    def doRollover(self) -> None:  # noqa: N802 - the base class's name
+        """Rename the file, and begin another one with the header."""
+        super().doRollover()
+        if self._header and self.stream is not None:
+            self.stream.write(self._header + self.terminator)
+
+    def handleError(self, record: LogRecord) -> None:  # noqa: N802 - the base class's
+        """Say why a line could not be written, and write no further one."""
+        self._has_failed = True
+        logger.warning(
+            "%s=%r is written no further: %s",
+            MEMORY_LOG_VARIABLE,
+            self.baseFilename,
+            sys.exc_info()[1],
+        )
+        with contextlib.suppress(OSError):
+            self.close()
+
+
+class MemoryLog:
+    """Appends to a file what a manager holds, one line per step.
+
+    The first line describes the geometry; each later one is a step: its number, the tokens each
+    request has slots for, and the memory report, in bytes; with host memory, also what that holds
+    and what was copied there and back since start-up. The file is closed with the log's end.
+    """
+
+    def __init__(self, path: Path, manager: "Manager", *, max_bytes: int = 0) -> None:
+        """Open the file and write its first line.
+
+        Args:
+            path: Of the file.
+            manager: What holds something.
+            max_bytes: Size beyond which the file is renamed and begun anew; 0 for no limit.
+
+        Raises:
+            OSError: The file cannot be opened.
+        """
+        header = json.dumps({"geometry": _describe(manager.geometry)})
+        self._file = _Lines(path, header, max_bytes=max_bytes)
+        finalize(self, self._file.close)
+        self._manager = manager
+        self._num_steps = 0
+
+    def step(self) -> None:
+        """Write what the arena holds as a step begins."""
+        tokens = self._manager.request_tokens()
+        report = asdict(self._manager.memory())
+        record = {"step": self._num_steps, "tokens": tokens, "memory": report}
+        host = self._manager.host_report()
+        self._file.write(json.dumps(record if host is None else record | {"host": asdict(host)}))
+        self._num_steps += 1
+
+
+def open_memory_log(manager: "Manager", *, data_parallel_index: int = 0) -> MemoryLog | None:
+    """Open the file that `JENGA_MEMORY_LOG` names, if it is set and can still be written.
+
+    Args:
+        manager: What holds something.
+        data_parallel_index: Which of several engines it is of; all but the first have files of
+            their own, with this number in their names.
+    """
+    settings = read_settings(os.environ)
+    path = settings.memory_log
+    if path is None:
+        return None
+    if data_parallel_index:
+        path = path.with_name(f"{path.stem}.{data_parallel_index}{path.suffix}")
+    reason = _reason_against(path)
+    if reason is None:
+        try:
+            return MemoryLog(path, manager, max_bytes=settings.memory_log_bytes)
+        except OSError as error:  # lost since it was checked
+            reason = str(error)
+    logger.warning("%s=%r cannot be written: %s", MEMORY_LOG_VARIABLE, str(path), reason)
+    return None
+
+
+def _describe(geometry: "Geometry") -> dict[str, Any]:
+    return {
+        "name": geometry.name,
+        "large_page_bytes": geometry.large_page_bytes,
+        "page_tables": [
+            {
+                "name": table.name,
+                "layer_type": table.layer_type.name,
+                "layer_names": [layer.name for layer in table.layers],
+                "slot_bytes": [layer.slot_bytes for layer in table.layers],
+                "window_tokens": getattr(table.layer_type, "window_tokens", None),
+                "is_state": table.is_state,
+                "tokens_per_page": table.tokens_per_page,
+                "small_page_bytes": table.small_page_bytes,
+                "padding_bytes": table.padding_bytes,
+                "small_pages_per_large_page": table.small_pages_per_large_page,
+            }
+            for table in geometry.page_tables
+        ],
+    }

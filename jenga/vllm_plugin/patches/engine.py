@@ -1,0 +1,344 @@
+"""Names of vLLM's configuration and scheduler that are replaced."""
+
+import contextlib
+import functools
+from collections.abc import Generator
+from typing import Any
+
+from jenga.vllm_plugin.patches.patch import Function, Replacement
+
+
+def _check_and_update_config(original: Function) -> Function:
+    @functools.wraps(original)
+    def check_and_update_config(vllm_config: Any) -> None:  # noqa: ANN401
+        from jenga.vllm_plugin.config import finish_config, prepare_config, wanted_options
+
+        if prepare_config(vllm_config):
+            wanted = wanted_options(vllm_config)
+            original(vllm_config)
+            finish_config(vllm_config, wanted)
+        else:
+            original(vllm_config)
+
+    return check_and_update_config
+
+
+def _try_verify_and_update_config(original: Function) -> Function:
+    @functools.wraps(original)
+    def try_verify_and_update_config(self: Any) -> None:  # noqa: ANN401
+        from jenga.vllm_plugin.config import select_by_environment, warn_of_options
+
+        select_by_environment(self)
+        warn_of_options(self)
+        original(self)
+
+    return try_verify_and_update_config
+
+
+def _get_attn_backend_cls(original: Function) -> Function:
+    def get_attn_backend_cls(
+        selected_backend: Any,  # noqa: ANN401
+        attn_selector_config: Any,  # noqa: ANN401
+        num_heads: int | None = None,
+    ) -> str:
+        from jenga.vllm_plugin.config import checked_backend_path
+        from jenga.vllm_plugin.settings.switch import backend_member
+
+        if selected_backend is backend_member():
+            return checked_backend_path(attn_selector_config)
+        return original(selected_backend, attn_selector_config, num_heads)
+
+    return get_attn_backend_cls
+
+
+def _update_block_size_for_backend(original: Function) -> Function:
+    def update_block_size_for_backend(vllm_config: Any) -> None:  # noqa: ANN401
+        from jenga.vllm_plugin.config import is_selected
+
+        # Small pages have each type's own size: nothing is enlarged or padded to another's.
+        if not is_selected(vllm_config):
+            original(vllm_config)
+
+    return update_block_size_for_backend
+
+
+def _kv_cache_manager(original: Function) -> Function:
+    @functools.wraps(original, updated=())
+    def make_kv_cache_manager(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        from jenga.vllm_plugin.arena.layout import JengaKVCacheConfig
+        from jenga.vllm_plugin.scheduler.cache_manager import JengaKVCacheManager
+
+        if isinstance(kwargs.get("kv_cache_config"), JengaKVCacheConfig):
+            return JengaKVCacheManager(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    return make_kv_cache_manager
+
+
+def _enqueue_waiting_request(original: Function) -> Function:
+    @functools.wraps(original)
+    def enqueue(self: Any, request: Any) -> None:  # noqa: ANN401
+        original(self, request)
+        _announce(self, request, first=False)
+
+    return enqueue
+
+
+def _preempt_request(original: Function) -> Function:
+    @functools.wraps(original)
+    def preempt(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        original(self, request, *args, **kwargs)
+        _announce(self, request, first=True)
+
+    return preempt
+
+
+def _update_request_as_session(original: Function) -> Function:
+    @functools.wraps(original)
+    def update(self: Any, session: Any, update: Any) -> None:  # noqa: ANN401
+        from jenga.vllm_plugin.scheduler.cache_manager import JengaKVCacheManager
+
+        manager = self.kv_cache_manager
+        if isinstance(manager, JengaKVCacheManager):
+            # vLLM 0.32 counts drafts as computed that were accepted after a turn's last token.
+            computed_tokens = min(session.num_computed_tokens, session.num_tokens - 1)
+            session.num_computed_tokens = computed_tokens
+        original(self, session, update)
+        if isinstance(manager, JengaKVCacheManager) and manager.give_up_spoilt(session):
+            session.num_computed_tokens = 0
+
+    return update
+
+
+def _announce(scheduler: Any, request: Any, *, first: bool) -> None:  # noqa: ANN401
+    """Tell the manager of a queue that is served in its order; nothing of one with priorities."""
+    from vllm.v1.core.sched.request_queue import SchedulingPolicy
+
+    from jenga.vllm_plugin.scheduler.cache_manager import JengaKVCacheManager
+
+    manager = scheduler.kv_cache_manager
+    if isinstance(manager, JengaKVCacheManager) and scheduler.policy == SchedulingPolicy.FCFS:
+        manager.announce(request, first=first)
+
+
+def _try_schedule_encoder_inputs(original: Function) -> Function:
+    @functools.wraps(original)
+    def try_schedule(
+        self: Any,  # noqa: ANN401
+        request: Any,  # noqa: ANN401
+        num_computed_tokens: int,
+        num_new_tokens: int,
+        encoder_compute_budget: int,
+        shift_computed_tokens: int = 0,
+    ) -> Any:  # noqa: ANN401
+        from vllm.v1.request import RequestStatus
+
+        from jenga.vllm_plugin.scheduler.cache_manager import JengaKVCacheManager
+
+        manager = self.kv_cache_manager
+        is_ours = isinstance(manager, JengaKVCacheManager)
+        asked = (encoder_compute_budget, shift_computed_tokens)
+        if is_ours and manager.kv_cache_config.keeps_images_whole:
+            cut_tokens = _cut_image_tokens(request, num_computed_tokens, num_new_tokens)
+            if 0 < cut_tokens <= _most_step_tokens(self):
+                return [], 0, encoder_compute_budget, [], []
+            if cut_tokens:
+                with _images_may_be_cut(self.scheduler_config):
+                    return original(self, request, num_computed_tokens, num_new_tokens, *asked)
+        if (
+            is_ours
+            and self.is_encoder_decoder
+            and request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        ):
+            if manager.finds_encoder_output(request):
+                return [], num_new_tokens, encoder_compute_budget, [], []
+            # Tokens hit do not mean that the encoder's are there.
+            num_computed_tokens = 0
+        return original(self, request, num_computed_tokens, num_new_tokens, *asked)
+
+    return try_schedule
+
+
+def _cut_image_tokens(request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:  # noqa: ANN401
+    """Tokens of the image with which a step would begin and not end; 0 where there is none.
+
+    vLLM stops before an image that it would cut, but where a step begins with it 0.32 cuts it, and
+    0.33 waits, for ever if no step has room for it.
+    """
+    for image in request.mm_features:
+        position = image.mm_position
+        if position.offset == num_computed_tokens and num_new_tokens < position.length:
+            return position.length
+    return 0
+
+
+def _most_step_tokens(scheduler: Any) -> int:  # noqa: ANN401
+    """Tokens of one request that a step can have at most."""
+    config, speculation = scheduler.scheduler_config, scheduler.vllm_config.speculative_config
+    draft_slots = speculation.max_num_new_slots_for_drafting if speculation is not None else 0
+    return min(
+        scheduler.max_num_scheduled_tokens,
+        config.max_num_batched_tokens - draft_slots,
+        config.long_prefill_token_threshold or config.max_num_batched_tokens,
+    )
+
+
+@contextlib.contextmanager
+def _images_may_be_cut(scheduler_config: Any) -> Generator[None]:  # noqa: ANN401
+    """Let vLLM's scheduler read a part of an image meanwhile, and the rest later."""
+    scheduler_config.disable_chunked_mm_input = False
+    try:
+        yield
+    finally:
+        scheduler_config.disable_chunked_mm_input = True
+
+
+def _resolve_kv_cache_block_sizes(original: Function) -> Function:
+    @functools.wraps(original)
+    def resolve(kv_cache_config: Any, vllm_config: Any) -> tuple[int, int]:  # noqa: ANN401
+        from jenga.vllm_plugin.arena.layout import JengaKVCacheConfig, groups_of_tokens
+
+        if isinstance(kv_cache_config, JengaKVCacheConfig):
+            cache, page_tokens = vllm_config.cache_config, kv_cache_config.page_tokens
+            kv_cache_config = groups_of_tokens(kv_cache_config)
+            if not kv_cache_config.kv_cache_groups:
+                # vLLM has set it to that of states, as many tokens as the model reads at most.
+                cache.block_size = cache.prefix_match_unit or page_tokens
+        return original(kv_cache_config, vllm_config)
+
+    return resolve
+
+
+def _init_device(original: Function) -> Function:
+    @functools.wraps(original)
+    def init_device(self: Any) -> None:  # noqa: ANN401
+        from jenga.vllm_plugin.config import is_selected
+
+        original(self)
+        if is_selected(self.vllm_config):
+            from jenga.vllm_plugin.patches.all_patches import apply_worker_replacements
+
+            apply_worker_replacements()
+
+    return init_device
+
+
+CONFIG_WATCH = (
+    Replacement(
+        module="vllm.config.vllm",
+        name="VllmConfig.try_verify_and_update_config",
+        reason="models set a backend where none is selected, before the platform has its say",
+        parameters=("self",),
+        make=_try_verify_and_update_config,
+    ),
+    Replacement(
+        module="vllm.platforms",
+        name="current_platform.check_and_update_config",
+        reason=(
+            "the one place every configuration passes; the official way to it is a platform of "
+            "one's own, which would replace the platform also where the backend is not selected"
+        ),
+        parameters=("vllm_config",),
+        make=_check_and_update_config,
+    ),
+)
+"""In place as soon as vLLM loads the plugin; passes everything on until we are selected."""
+
+WHEN_SELECTED = (
+    Replacement(
+        module="vllm.platforms",
+        name="current_platform.get_attn_backend_cls",
+        reason="the CPU platform ignores a selected backend, and none says why it cannot serve",
+        parameters=("selected_backend", "attn_selector_config", "num_heads"),
+        make=_get_attn_backend_cls,
+    ),
+    Replacement(
+        module="vllm.platforms",
+        name="current_platform.update_block_size_for_backend",
+        reason="raises the attention block size of Mamba hybrids and pads their states to it",
+        parameters=("vllm_config",),
+        make=_update_block_size_for_backend,
+    ),
+    *(
+        Replacement(
+            module="vllm.v1.core.sched.scheduler",
+            name="KVCacheManager",
+            reason="vLLM has no hook for another manager; the scheduler looks this name up",
+            parameters=(
+                "kv_cache_config",
+                "max_model_len",
+                "scheduler_block_size",
+                "hash_block_size",
+                "max_in_flight_tokens",
+                "enable_caching",
+                "use_eagle",
+                *further,
+                "num_prefill_lookahead",
+                "log_stats",
+                "enable_kv_cache_events",
+                "dcp_world_size",
+                "pcp_world_size",
+                "metrics_collector",
+                "watermark",
+                "enable_mamba_shared_prefix_checkpoint",
+            ),
+            make=_kv_cache_manager,
+            series=(series,),
+        )
+        for series, further in (("0.32", ()), ("0.33", ("num_hash_lookahead_tokens",)))
+    ),
+    Replacement(
+        module="vllm.v1.core.sched.scheduler",
+        name="Scheduler._enqueue_waiting_request",
+        reason="the manager keeps what waiting requests will read; vLLM tells it of none",
+        parameters=("self", "request"),
+        make=_enqueue_waiting_request,
+    ),
+    Replacement(
+        module="vllm.v1.core.sched.scheduler",
+        name="Scheduler._preempt_request",
+        reason="the same for requests that wait again",
+        parameters=("self", "request", "timestamp", "drop_stale_output"),
+        make=_preempt_request,
+    ),
+    Replacement(
+        module="vllm.v1.core.sched.scheduler",
+        name="Scheduler._update_request_as_session",
+        reason="goes on from a state that has read the token in whose place the next turn comes",
+        parameters=("self", "session", "update"),
+        make=_update_request_as_session,
+    ),
+    Replacement(
+        module="vllm.v1.core.sched.scheduler",
+        name="Scheduler._try_schedule_encoder_inputs",
+        reason=(
+            "an encoder runs again for what is cached, and not where only the tokens after are; "
+            "where a step begins with an image whose tokens read each other, and has no room for "
+            "it, 0.32 cuts it, and 0.33 waits, even where no step is long enough"
+        ),
+        parameters=(
+            "self",
+            "request",
+            "num_computed_tokens",
+            "num_new_tokens",
+            "encoder_compute_budget",
+            "shift_computed_tokens",
+        ),
+        make=_try_schedule_encoder_inputs,
+    ),
+    Replacement(
+        module="vllm.v1.engine.core",
+        name="resolve_kv_cache_block_sizes",
+        reason="hashes prefixes as coarsely as states were kept if steps had to end there",
+        parameters=("kv_cache_config", "vllm_config"),
+        make=_resolve_kv_cache_block_sizes,
+    ),
+    Replacement(
+        module="vllm.v1.worker.worker_base",
+        name="WorkerWrapperBase.init_device",
+        reason="every worker passes it, with a device and before a model: now the names below",
+        parameters=("self",),
+        make=_init_device,
+    ),
+)
+"""In place once a configuration selects us."""

@@ -1,0 +1,341 @@
+"""Names of vLLM's workers and attention layers that are replaced, in a process with its device."""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+from jenga.vllm_plugin.patches.patch import Function, Replacement
+
+
+def _warmup_kernels(original: Function) -> Function:
+    @functools.wraps(original)
+    def warmup_kernels(model_runner: Any, *steps: Any) -> None:  # noqa: ANN401
+        from jenga.vllm_plugin.config import is_selected
+
+        if not is_selected(model_runner.vllm_config):
+            original(model_runner, *steps)
+            return
+        from jenga.vllm_plugin.arena.layout import geometry_of
+        from jenga.vllm_plugin.layers.state_counts import warming_up
+        from jenga.vllm_plugin.worker.warm_up import on_pages_apart, warm_up
+
+        execute_model, *others = steps
+        geometry = geometry_of(model_runner.kv_cache_config)
+        with warming_up():
+            original(model_runner, on_pages_apart(execute_model, geometry), *others)
+            warm_up(model_runner, *steps)
+
+    return warmup_kernels
+
+
+def _get_kv_cache_spec(original: Function) -> Function:
+    @functools.wraps(original)
+    def get_kv_cache_spec(self: Any) -> Any:  # noqa: ANN401
+        from jenga.vllm_plugin.config import is_selected
+        from jenga.vllm_plugin.layers.latent_builder import count_absorbed
+        from jenga.vllm_plugin.layers.served_layers import check_layers
+
+        specs = original(self)
+        if is_selected(self.vllm_config):
+            check_layers(self.vllm_config, stored=specs)
+            count_absorbed(self.vllm_config)
+        return specs
+
+    return get_kv_cache_spec
+
+
+def _initialize_from_config(original: Function) -> Function:
+    @functools.wraps(original)
+    def initialize_from_config(self: Any, kv_cache_config: Any) -> None:  # noqa: ANN401
+        from jenga.vllm_plugin.arena.layout import JengaKVCacheConfig, host_memory_bytes
+        from jenga.vllm_plugin.trials.tried_kernels import choose_kernels
+        from jenga.vllm_plugin.worker.host_memory import HostMemory
+        from jenga.vllm_plugin.worker.state_worker import builders_of, open_mailbox
+
+        original(self, kv_cache_config)
+        if isinstance(kv_cache_config, JengaKVCacheConfig):
+            runner = self.model_runner
+            mailbox = open_mailbox(runner)
+            num_bytes = host_memory_bytes(kv_cache_config)
+            if num_bytes:
+                mailbox.host_memory = HostMemory(runner.device, num_bytes)
+            # With Ray, data-parallel engines add their numbers.
+            start = self.vllm_config.instance_id.partition("_dp")[0]
+            choose_kernels(builders_of(runner), runner.device, start=start)
+
+    return initialize_from_config
+
+
+def _init_minimal_kv_cache_for_profiling(original: Function) -> Function:
+    @functools.wraps(original)
+    def init_minimal_kv_cache_for_profiling(runner: Any) -> None:  # noqa: ANN401
+        from jenga.vllm_plugin.arena.config_builder import thrown_away
+
+        with thrown_away():
+            original(runner)
+
+    return init_minimal_kv_cache_for_profiling
+
+
+def _batch_mm_inputs_from_scheduler(original: Function) -> Function:
+    @functools.wraps(original)
+    def batch(self: Any, scheduler_output: Any) -> Any:  # noqa: ANN401
+        from jenga.vllm_plugin.worker.state_worker import mailbox_of
+
+        inputs, mailbox = scheduler_output.scheduled_encoder_inputs, mailbox_of(self)
+        if inputs and self.model_config.is_encoder_decoder and mailbox is not None:
+            row_of = self.input_batch.req_id_to_index
+            names = sorted(inputs, key=row_of.__getitem__)
+            mailbox.encoded_rows = tuple(row_of[name] for name in names)
+            ordered = {name: inputs[name] for name in names}
+            scheduler_output = replace(scheduler_output, scheduled_encoder_inputs=ordered)
+        return original(self, scheduler_output)
+
+    return batch
+
+
+def _determine_batch_execution_and_padding(original: Function) -> Function:
+    @functools.wraps(original)
+    def determine(
+        self: Any,  # noqa: ANN401
+        num_tokens: int,
+        num_reqs: int,
+        num_scheduled_tokens_np: Any,  # noqa: ANN401
+        *args: Any,  # noqa: ANN401
+        **named: Any,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        from jenga.vllm_plugin.config import is_selected
+
+        # Who says whether a batch is one of decoding requests captures a graph, or makes up a step.
+        if named.get("force_uniform_decode") is None and is_selected(self.vllm_config):
+            computed = self.input_batch.num_computed_tokens_cpu[:num_reqs]
+            reads_prompt = computed < self.input_batch.num_prompt_tokens[:num_reqs]
+            is_decoded = (computed > 0) & (num_scheduled_tokens_np[:num_reqs] == 1)
+            if (reads_prompt & ~is_decoded).any():
+                named["force_uniform_decode"] = False
+        return original(self, num_tokens, num_reqs, num_scheduled_tokens_np, *args, **named)
+
+    return determine
+
+
+def _prepare_inputs_embeds(original: Function) -> Function:
+    @functools.wraps(original)
+    def prepare(
+        self: Any,  # noqa: ANN401
+        scheduled_encoder_inputs: Any,  # noqa: ANN401
+        input_batch: Any,  # noqa: ANN401
+        req_states: Any,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        from jenga.vllm_plugin.worker.state_worker import mailbox_of
+
+        mailbox = mailbox_of(self)
+        if mailbox is not None:
+            names = enumerate(input_batch.req_ids)
+            rows = tuple(row for row, name in names if scheduled_encoder_inputs.get(name))
+            mailbox.encoded_rows = rows
+        return original(self, scheduled_encoder_inputs, input_batch, req_states)
+
+    return prepare
+
+
+def _attention_init(original: Function) -> Function:
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **named: Any) -> None:  # noqa: ANN401
+        from vllm.config import get_current_vllm_config
+
+        from jenga.vllm_plugin.config import is_selected
+
+        chosen = named.get("attn_backend")
+        if (
+            chosen is not None
+            and chosen.get_name().endswith("_DIFFKV")
+            and is_selected(get_current_vllm_config())
+        ):
+            del named["attn_backend"]
+        original(self, *args, **named)
+
+    return init
+
+
+def _create_cross_attention_backend(original: Function) -> Function:
+    @functools.wraps(original)
+    def create(underlying_attn_backend: Any) -> Any:  # noqa: ANN401
+        from jenga.vllm_plugin.layers.attention import JengaTritonBackend
+        from jenga.vllm_plugin.layers.cross_attention import JengaCrossBackend
+
+        if issubclass(underlying_attn_backend, JengaTritonBackend):
+            return JengaCrossBackend
+        return original(underlying_attn_backend)
+
+    return create
+
+
+def _create_chunked_local_attention_backend(original: Function) -> Function:
+    @functools.wraps(original)
+    def create(underlying_attn_backend: Any, attention_chunk_size: int) -> Any:  # noqa: ANN401
+        from jenga.vllm_plugin.layers.attention import JengaTritonBackend
+
+        if issubclass(underlying_attn_backend, JengaTritonBackend):
+            return underlying_attn_backend
+        return original(underlying_attn_backend, attention_chunk_size)
+
+    return create
+
+
+def _takes_orders(original: Function) -> Function:
+    @functools.wraps(original)
+    def take_orders(self: Any, scheduler_output: Any) -> Any:  # noqa: ANN401
+        from jenga.vllm_plugin.worker.state_worker import mailbox_of
+
+        mailbox, orders = mailbox_of(self), scheduler_output.kv_cache_block_copies
+        if mailbox is not None and orders:
+            scheduler_output.kv_cache_block_copies = None  # no block copies of vLLM's
+            for each in orders:
+                mailbox.deliver(self.kv_caches, self.kv_cache_config.num_blocks, each)
+        return original(self, scheduler_output)
+
+    return take_orders
+
+
+WORKERS = (
+    Replacement(
+        module="vllm.v1.worker.gpu_worker",
+        name="warmup_kernels",
+        reason="its prompts are so short that layers decode them: the first long one would compile",
+        parameters=("model_runner", "worker_execute_model", "worker_sample_tokens"),
+        make=_warmup_kernels,
+    ),
+    Replacement(
+        module="vllm.v1.worker.gpu_worker",
+        name="Worker.get_kv_cache_spec",
+        reason="tells the planner what layers store, and not with which kernels they read it",
+        parameters=("self",),
+        make=_get_kv_cache_spec,
+    ),
+    Replacement(
+        module="vllm.v1.worker.gpu_worker",
+        name="Worker.initialize_from_config",
+        reason=(
+            "makes the arena, beside which host memory is to be; vLLM's is a KV connector's. From "
+            "then on kernels can be tried on what layers store"
+        ),
+        parameters=("self", "kv_cache_config"),
+        make=_initialize_from_config,
+    ),
+    *(
+        Replacement(
+            module=module,
+            name=name,
+            reason="asks for hundreds of large pages, of which captured requests touch one",
+            parameters=(runner,),
+            make=_init_minimal_kv_cache_for_profiling,
+            series=("0.33",),
+        )
+        for module, name, runner in (
+            (
+                "vllm.v1.worker.gpu_model_runner",
+                "GPUModelRunner._init_minimal_kv_cache_for_profiling",
+                "self",
+            ),
+            (
+                "vllm.v1.worker.gpu.cudagraph_utils",
+                "_init_minimal_kv_cache_for_profiling",
+                "runner",
+            ),
+        )
+    ),
+    Replacement(
+        module="vllm.v1.worker.gpu_model_runner",
+        name="GPUModelRunner._batch_mm_inputs_from_scheduler",
+        reason=(
+            "encodes in the order of the schedule, but cross attention stores in that of the "
+            "batch: a request resumed beside a new one gets its audio. Its other runner sorts"
+        ),
+        parameters=("self", "scheduler_output"),
+        make=_batch_mm_inputs_from_scheduler,
+    ),
+    Replacement(
+        module="vllm.v1.worker.gpu_model_runner",
+        name="GPUModelRunner._determine_batch_execution_and_padding",
+        reason=(
+            "replays graphs of decoding requests by the number of tokens alone, also where a "
+            "prompt begins with so many, or reads an image. Its other runner asks"
+        ),
+        parameters=(
+            "self",
+            "num_tokens",
+            "num_reqs",
+            "num_scheduled_tokens_np",
+            "max_num_scheduled_tokens",
+            "use_cascade_attn",
+            "allow_microbatching",
+            "force_eager",
+            "force_uniform_decode",
+            "force_has_lora",
+            "force_num_active_loras",
+            "num_encoder_reqs",
+        ),
+        make=_determine_batch_execution_and_padding,
+    ),
+    Replacement(
+        module="vllm.v1.worker.gpu.model_states.encoder_decoder",
+        name="EncoderDecoderModelState.prepare_inputs_embeds",
+        reason="knows for which requests of the batch it encodes; cross attention is not told",
+        parameters=("self", "scheduled_encoder_inputs", "input_batch", "req_states"),
+        make=_prepare_inputs_embeds,
+    ),
+    Replacement(
+        module="vllm.model_executor.layers.attention.attention",
+        name="Attention.__init__",
+        reason="MiMo-V2 asks by name for backends that tell values from keys by width; ours does",
+        parameters=(
+            "self",
+            "num_heads",
+            "head_size",
+            "scale",
+            "num_kv_heads",
+            "alibi_slopes",
+            "use_alibi_sqrt",
+            "cache_config",
+            "quant_config",
+            "logits_soft_cap",
+            "per_layer_sliding_window",
+            "prefix",
+            "attn_type",
+            "kv_sharing_target_layer_name",
+            "mm_prefix_clamp_sliding_window",
+            "attn_backend",
+            "head_size_v",
+            "extra_impl_args",
+        ),
+        make=_attention_init,
+    ),
+    Replacement(
+        module="vllm.model_executor.layers.attention.cross_attention",
+        name="create_cross_attention_backend",
+        reason="stores for every request that begins, also over what it found and others read",
+        parameters=("underlying_attn_backend",),
+        make=_create_cross_attention_backend,
+    ),
+    Replacement(
+        module="vllm.model_executor.layers.attention.chunked_local_attention",
+        name="create_chunked_local_attention_backend",
+        reason="cuts a request into one per chunk on the host; our kernels mask chunks themselves",
+        parameters=("underlying_attn_backend", "attention_chunk_size"),
+        make=_create_chunked_local_attention_backend,
+    ),
+    *(
+        Replacement(
+            module=module,
+            name=f"GPUModelRunner.{name}",
+            reason="copies a block id in every group; ours name a page table, and states to keep",
+            parameters=("self", "scheduler_output"),
+            make=_takes_orders,
+        )
+        for module, name in (
+            ("vllm.v1.worker.gpu_model_runner", "_update_states"),
+            ("vllm.v1.worker.gpu.model_runner", "update_requests"),
+        )
+    ),
+)
+"""Of its workers, and of layers that attend."""

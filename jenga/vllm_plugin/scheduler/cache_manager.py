@@ -1,0 +1,470 @@
+"""The memory manager in the words of vLLM's scheduler.
+
+The scheduler asks a `KVCacheManager` for blocks; this one passes the questions to
+`jenga.manager.Manager` and its answers back as page ids. It holds no books of its own.
+"""
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_events import KVCacheEvent
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.metrics.stats import PrefixCacheStats
+from vllm.v1.request import RequestStatus
+
+from jenga.errors import NotLoadedError, OutOfPagesError
+from jenga.manager import Manager
+from jenga.policies import RequestFacts
+from jenga.tables.request import PrefixHit
+from jenga.vllm_plugin.arena.layout import JengaKVCacheConfig, first_layers, geometry_of
+from jenga.vllm_plugin.config import TOKENS_PER_PAGE
+from jenga.vllm_plugin.metrics.memory_log import MemoryLog, open_memory_log
+from jenga.vllm_plugin.metrics.readings import MetricReader
+from jenga.vllm_plugin.scheduler.cache_events import CacheEvents
+from jenga.vllm_plugin.scheduler.encoder_hits import EncoderHits
+from jenga.vllm_plugin.scheduler.state_orders import StateKeeper, StepOrders, take_orders
+from jenga.vllm_plugin.settings.environment import read_settings
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+    from vllm.v1.request import Request
+
+
+class PageTables(KVCacheBlocks):
+    """Page ids per group, where vLLM's scheduler expects blocks.
+
+    Attributes:
+        page_ids: Small page ids per group, in token order.
+        hit: The prefix hit these pages come from, if they are the answer to a lookup.
+    """
+
+    def __init__(self, page_ids: tuple[list[int], ...], hit: PrefixHit | None = None) -> None:
+        super().__init__(blocks=tuple(() for _ in page_ids))
+        self.page_ids = page_ids
+        self.hit = hit
+
+    def get_block_ids(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, allow_none: bool = False, *, group_ids: Sequence[int] | None = None
+    ) -> tuple[list[int], ...] | None:
+        """Get the page ids per group, or None for none at all where that is allowed."""
+        groups = self.page_ids if group_ids is None else [self.page_ids[g] for g in group_ids]
+        if allow_none and not any(groups):
+            return None
+        return tuple(list(group) for group in groups)
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupView:
+    """What the scheduler reads of vLLM's manager of one group."""
+
+    kv_cache_group_id: int
+    kv_cache_spec: "KVCacheSpec"
+    block_size: int
+
+
+class _Coordinator:
+    """What the scheduler and the engine core read of vLLM's coordinator."""
+
+    enable_partial_hash_hits = False
+
+    def __init__(self, config: JengaKVCacheConfig, *, state_tokens: int | None) -> None:
+        """Describe the groups of a configuration.
+
+        Args:
+            config: Of the manager.
+            state_tokens: Tokens between two states that can be found; None: none is kept.
+        """
+        self.single_type_managers = tuple(
+            _GroupView(
+                index,
+                group.kv_cache_spec,
+                state_tokens
+                if table.is_state and state_tokens is not None
+                else group.kv_cache_spec.block_size,
+            )
+            for index, (group, table) in enumerate(
+                zip(config.kv_cache_groups, geometry_of(config).page_tables, strict=True)
+            )
+        )
+
+
+class _BlockPool:
+    """What the scheduler reads of vLLM's block pool."""
+
+    def free_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Refuse: only KV connectors free blocks past the manager, and they are not supported."""
+        if any(True for _ in blocks):
+            msg = "blocks must be freed through the cache manager"
+            raise NotImplementedError(msg)
+
+
+class JengaKVCacheManager:
+    """vLLM's cache manager interface, answered by `jenga.manager.Manager`."""
+
+    retained_hit_group_ids: tuple[int, ...] = ()
+    mamba_shared_prefix_checkpoint = False
+
+    def __init__(
+        self,
+        kv_cache_config: JengaKVCacheConfig,
+        max_model_len: int,
+        scheduler_block_size: int,
+        hash_block_size: int,
+        max_in_flight_tokens: int | None = None,
+        enable_caching: bool = True,
+        use_eagle: bool = False,
+        num_prefill_lookahead: int = 0,
+        log_stats: bool = False,
+        enable_kv_cache_events: bool = False,
+        dcp_world_size: int = 1,
+        pcp_world_size: int = 1,
+        metrics_collector: Any = None,  # noqa: ANN401
+        watermark: float = 0.0,
+        enable_mamba_shared_prefix_checkpoint: bool = False,
+        num_hash_lookahead_tokens: int = 0,
+    ) -> None:
+        self.kv_cache_config = kv_cache_config
+        self.max_model_len = max_model_len
+        self.enable_caching = enable_caching
+        self.log_stats = log_stats
+        self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
+        hash_tokens = hash_block_size if enable_caching else TOKENS_PER_PAGE
+        self.manager = Manager(
+            geometry_of(kv_cache_config),
+            num_large_pages=kv_cache_config.num_blocks,
+            prefix_caching=enable_caching,
+            hash_tokens=hash_tokens,
+            left_share=read_settings(os.environ).left_share,
+            step_tokens=kv_cache_config.step_tokens,
+            # As in vLLM, whose scheduler always gives them.
+            in_flight_tokens=max_in_flight_tokens or max_model_len,
+            # Slots of a head that drafts are made of the token after theirs, if it has any.
+            ahead_tokens=int(use_eagle and kv_cache_config.has_draft_layers),
+            records_changes=enable_kv_cache_events,
+            num_host_large_pages=kv_cache_config.num_host_large_pages,
+        )
+        self._events: CacheEvents | None = None
+        if enable_kv_cache_events and enable_caching:
+            self._events = CacheEvents(
+                self.manager,
+                kv_cache_config,
+                hash_tokens=hash_tokens,
+                lookahead_tokens=num_hash_lookahead_tokens,
+            )
+        self._has_states = any(table.is_state for table in self.manager.geometry.page_tables)
+        self._states: StateKeeper | None = None
+        if enable_caching and self._has_states:
+            self._states = StateKeeper(
+                self.manager,
+                hash_tokens=hash_tokens,
+                events=self._events,
+                first_layers=first_layers(kv_cache_config),
+                history_query_tokens=kv_cache_config.history_query_tokens,
+            )
+        self._encoders = EncoderHits(self.manager.geometry)
+        self.coordinator = _Coordinator(
+            kv_cache_config, state_tokens=hash_tokens if enable_caching else None
+        )
+        self.block_pool = _BlockPool()
+        self.num_kv_cache_groups = len(kv_cache_config.kv_cache_groups)
+        self.empty_kv_cache_blocks = PageTables(tuple([] for _ in kv_cache_config.kv_cache_groups))
+        # Request -> itself and the tokens it will have, of the step that is being scheduled.
+        self._scheduled: dict[str, tuple[Request, int]] = {}
+        self._step_tokens = 0  # of that step
+        self._put_off: Request | None = None  # until what it reads is loaded, in that step
+        self._was_ahead = False  # whether copies were ordered beside the step before
+        self._watermark_large_pages = int(watermark * kv_cache_config.num_blocks)
+        self._memory_log: MemoryLog | None = open_memory_log(
+            self.manager, data_parallel_index=kv_cache_config.data_parallel_index
+        )
+        self.metrics = MetricReader(self.manager)
+
+    def _facts(self, request: "Request") -> RequestFacts:
+        """Say what a request is and, where layers read what an encoder makes, what that is."""
+        images = self._encoders.images(request)
+        return RequestFacts(prompt_tokens=request.num_tokens, images=images)
+
+    @property
+    def usage(self) -> float:
+        """Share of the arena's large pages that cannot be had for a request at once."""
+        return self.manager.usage
+
+    def new_step_starts(self) -> None:
+        """Note that the scheduler begins a step."""
+        if self._states is not None:
+            self._states.step_ends()
+        self.manager.new_step()
+        self._scheduled.clear()
+        self._step_tokens = 0
+        self._put_off = None
+        if self._states is not None:
+            self._states.step_starts()
+        if self._memory_log is not None:
+            self._memory_log.step()
+
+    def prefix_cache_lookup_enabled(self, request: "Request") -> bool:
+        """Whether the prefix cache may be read for a request."""
+        return self._caches(request) and not request.skip_reading_prefix_cache
+
+    def _caches(self, request: "Request") -> bool:
+        """Whether what a request computes may be found by others, under names of its own."""
+        return self.enable_caching and self._encoders.can_name(request)
+
+    def finds_encoder_output(self, request: "Request") -> bool:
+        """Whether what was looked up last is of this request, with all its encoder would make."""
+        return self.prefix_cache_lookup_enabled(request) and self._encoders.are_found(request)
+
+    def announce(self, request: "Request", *, first: bool) -> None:
+        """Note that a request waits, at the end of the queue or at its head."""
+        request_id = request.request_id
+        if self.prefix_cache_lookup_enabled(request) and not self.manager.is_running(request_id):
+            # A session's next turn comes under the name of the last one.
+            self.manager.withdraw(request_id)
+            self.manager.announce(
+                request_id,
+                request.block_hashes,
+                num_tokens=request.num_tokens,
+                facts=self._facts(request),
+                first=first,
+            )
+
+    def get_computed_blocks(
+        self, request: "Request", max_cache_hit_length: int | None = None
+    ) -> tuple[KVCacheBlocks, int, int]:
+        """Look a request's longest cached prefix up, of at most so many tokens.
+
+        Returns:
+            The pages, the number of tokens hit, and 0: no boundary to keep a state at.
+        """
+        if not self.prefix_cache_lookup_enabled(request):
+            return self.empty_kv_cache_blocks, 0, 0
+        # From here on the step loses no request: what it computes is there when layers read it.
+        for scheduled, num_tokens in self._scheduled.values():
+            self.cache_blocks(scheduled, num_tokens)
+        self._scheduled.clear()
+        most_tokens = self._encoders.most_hit_tokens(request)
+        if self.manager.starts_over(request.request_id):
+            most_tokens = 0
+        if max_cache_hit_length is not None:
+            most_tokens = min(most_tokens, max_cache_hit_length)
+        hit = self._encoders.settle(request, self._lookup(request, most_tokens))
+        if self._events is not None and _reports_hits(request):
+            self._events.note_hit(request, hit)
+        # Also without a token it says where the request leaves what others have computed.
+        page_ids = tuple([] for _ in range(self.num_kv_cache_groups))
+        return PageTables(page_ids, hit), hit.num_tokens, 0
+
+    def _lookup(self, request: "Request", most_tokens: int) -> PrefixHit:
+        """Look up the longest cached prefix of a request that ends within no image kept whole."""
+        facts = self._facts(request)
+        hit = self.manager.lookup(request.block_hashes, max_tokens=most_tokens, facts=facts)
+        for image in reversed(
+            request.mm_features if self.kv_cache_config.keeps_images_whole else ()
+        ):
+            start_token = image.mm_position.offset
+            if start_token < hit.num_tokens < start_token + image.mm_position.length:
+                hit = self.manager.lookup(request.block_hashes, max_tokens=start_token, facts=facts)
+        return hit
+
+    def allocate_slots(
+        self,
+        request: "Request",
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: KVCacheBlocks | None = None,
+        num_lookahead_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+        delay_cache_blocks: bool = False,
+        num_encoder_tokens: int = 0,
+        full_sequence_must_fit: bool = False,
+        reserved_blocks: int = 0,
+        has_scheduled_reqs: bool = True,
+        skip_zeroing_group_ids: tuple[int, ...] = (),
+    ) -> KVCacheBlocks | None:
+        """Give a request slots for its next tokens, or None where they cannot be had."""
+        if num_new_tokens == 0 and num_new_computed_tokens == 0:
+            msg = "allocate_slots: num_new_tokens must be positive where no computed tokens come in"
+            raise ValueError(msg)
+        computed_tokens = request.num_computed_tokens + num_new_computed_tokens
+        num_tokens = computed_tokens + num_new_tokens
+        is_waiting = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        reserve = self._watermark_large_pages if is_waiting and has_scheduled_reqs else 0
+        if request.status == RequestStatus.PREEMPTED and has_scheduled_reqs:
+            reserve = max(reserve, self.manager.growth_large_pages)
+        hit = new_computed_blocks.hit if isinstance(new_computed_blocks, PageTables) else None
+        facts = self._facts(request) if is_waiting else None
+        full_tokens = min(request.num_tokens, self.max_model_len) if full_sequence_must_fit else 0
+        # Steps whose output is stale are of pages that a preemption took from the request.
+        in_flight_tokens = request.num_in_flight_tokens - request.num_stale_output_tokens
+        if self.enable_caching and self.manager.is_running(request.request_id):
+            # First, since pages that windows give up are cached only if they are known by then.
+            self.cache_blocks(request, min(computed_tokens, request.num_tokens))
+        try:
+            new_pages = self.manager.allocate(
+                request.request_id,
+                num_tokens=min(num_tokens + num_lookahead_tokens, self.max_model_len),
+                num_processed_tokens=max(0, computed_tokens - in_flight_tokens),
+                hit=hit,
+                facts=facts,
+                full_tokens=full_tokens,
+                reserve_large_pages=reserve,
+            )
+        except OutOfPagesError as error:
+            if isinstance(error, NotLoadedError):
+                self._put_off = request
+            if is_waiting:
+                self.metrics.held_back.refuse(request.request_id, error)
+            return None
+        if is_waiting:
+            self.metrics.held_back.end(request.request_id)
+        self._step_tokens += num_new_tokens
+        if self.enable_caching:
+            self.cache_blocks(request, min(computed_tokens, request.num_tokens))
+            # This step's own tokens wait: while it serves who runs, it may lose a request again.
+            self._scheduled[request.request_id] = (request, min(num_tokens, request.num_tokens))
+        if self._states is not None:
+            self._states.schedule(request, computed_tokens, num_tokens)
+        return PageTables(new_pages) if any(new_pages) else self.empty_kv_cache_blocks
+
+    def cache_blocks(self, request: "Request", num_computed_tokens: int) -> None:
+        """Enter the full pages of a request's first tokens into the prefix cache."""
+        if self._caches(request):
+            self.manager.commit(request.request_id, request.block_hashes, num_computed_tokens)
+            if self._events is not None:
+                self._events.note(request)
+
+    def free(self, request: "Request") -> None:
+        """Take back all pages of a request that finished, was aborted or is preempted.
+
+        The scheduler also asks for requests that hold none, aborted while they waited.
+        """
+        self._scheduled.pop(request.request_id, None)
+        if self.manager.is_running(request.request_id):
+            self.cache_blocks(request, min(request.num_computed_tokens, request.num_tokens))
+            self.manager.free(request.request_id)
+            if self._events is not None:
+                self._events.note(request)
+            if self._states is not None:
+                self._states.forget(request.request_id)
+        else:
+            self.manager.withdraw(request.request_id)
+            self.metrics.held_back.end(request.request_id)
+
+    def give_up_spoilt(self, session: "Request") -> bool:
+        """Take back the pages of a session that goes on with its next turn, where they are no use.
+
+        A step that was scheduled ahead has read the token in whose place the turn comes. Slots of
+        tokens are written again, but a state cannot go back.
+
+        Returns:
+            Whether they were taken, and the session is to come in as from the queue.
+        """
+        request_id = session.request_id
+        if not self._has_states or not self.manager.is_running(request_id):
+            return False
+        if self.manager.request_tokens()[request_id] <= session.num_computed_tokens:
+            return False
+        self.free(session)
+        return True
+
+    def pop_blocks_for_free(self, request: "Request") -> list[KVCacheBlock]:
+        """Take back a request's pages; nothing is left to free later.
+
+        vLLM defers frees only for KV connectors, which are refused at start-up.
+        """
+        self.free(request)
+        return []
+
+    def remove_skipped_blocks(
+        self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
+    ) -> None:
+        """Take back pages whose tokens no later token reads."""
+        self.manager.release_passed(request_id, processed_computed_tokens)
+
+    def get_blocks(self, request_id: str) -> KVCacheBlocks:
+        """Get a request's page tables, whole."""
+        return PageTables(self.get_block_ids(request_id))
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """Get a request's page ids per group; none of a request that waits."""
+        if not self.manager.is_running(request_id):
+            return tuple([] for _ in range(self.num_kv_cache_groups))
+        return self.manager.page_tables(request_id)
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        """Refuse: a page id without its group names no page, and only KV connectors ask."""
+        msg = "blocks must be named with their group to be evicted, got ids alone"
+        raise NotImplementedError(msg)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False while requests run."""
+        if not self.manager.reset_prefix_cache():
+            return False
+        if self._events is not None:
+            self._events.cleared()
+        if self.prefix_cache_stats is not None:
+            self.prefix_cache_stats.reset = True
+        return True
+
+    def estimate_cached_tokens(self, request: "Request") -> int:
+        """Count how many of a request's computed tokens a later one could hit.
+
+        vLLM asks when the step that ends a prompt is done, before another is scheduled.
+        """
+        if not self._caches(request) or not self.manager.is_running(request.request_id):
+            return 0
+        # That step has written the states that it kept on its way.
+        self.manager.keep_written(request.request_id)
+        computed_tokens = min(request.num_computed_tokens, request.num_tokens)
+        self.cache_blocks(request, computed_tokens)
+        return self._lookup(request, computed_tokens).num_tokens
+
+    def record_prefix_cache_stats(self, request: "Request", num_hits: int) -> None:
+        """Count a lookup that led to an admission."""
+        if self.prefix_cache_stats is None or not self.prefix_cache_lookup_enabled(request):
+            return
+        self.prefix_cache_stats.record(
+            num_tokens=request.num_tokens,
+            num_hits=num_hits,
+            preempted=request.num_preemptions > 0,
+        )
+
+    def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
+        """Get the lookups counted since the last call."""
+        stats = self.prefix_cache_stats
+        self.prefix_cache_stats = PrefixCacheStats() if self.log_stats else None
+        return stats
+
+    def take_new_block_ids(self) -> list[int]:
+        """Get pages to clear before use: none, the kernels read no slot that was not written."""
+        return []
+
+    def take_kv_cache_block_copies(self) -> tuple[list[StepOrders], list[KVCacheBlock]]:
+        """Get what the workers do before a step, and on its way; asked once all of it is known.
+
+        Returns:
+            The orders, at most one; and no blocks to free later, the manager has them in its books.
+        """
+        orders = take_orders(self.manager, self._states, num_tokens=self._step_tokens)
+        if self._events is not None and self._put_off is not None:
+            self._events.note(self._put_off)
+        # The step after waits for what is ahead, so that it is told whatever else it does.
+        is_idle = orders == StepOrders() and not self._was_ahead
+        self._was_ahead = bool(orders.ahead)
+        return ([] if is_idle else [orders]), []
+
+    def take_boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:
+        """Get states to hand to a KV connector: none, connectors are refused at start-up."""
+        return {}
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """Get what changed in the prefix cache since the last call; nothing unless asked for."""
+        return self._events.take() if self._events is not None else []
+
+
+def _reports_hits(request: "Request") -> bool:
+    """Whether cache events are to tell of what a request hits; pooling requests have no say."""
+    return getattr(request, "kv_cache_report_mode", "incremental") == "full"

@@ -1,0 +1,1 @@
+"""What a user sets and what the plugin says to it: variables, options, refusals, the switch."""

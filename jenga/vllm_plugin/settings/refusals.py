@@ -1,0 +1,312 @@
+"""Everything that is refused by name, with the reason and what serves meanwhile.
+
+Whatever checks a configuration, a layer or a request takes its words from here. So does the table
+of refusals in docs/features.md, which a test compares.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from jenga.vllm_plugin.settings.environment import BACKEND_NAME
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Words:
+    """How a refusal is worded.
+
+    Attributes:
+        feature: What is not served, in the words of vLLM's options and documentation.
+        reason: Why, as a clause.
+        instead: What to use meanwhile.
+    """
+
+    feature: str
+    reason: str
+    instead: str
+
+
+class Refusal(Enum):
+    """A feature of vLLM that the backend does not serve."""
+
+    VERSION = Words(
+        feature="a version of vLLM other than 0.32 and 0.33",
+        reason="the plugin replaces functions of vLLM whose signatures it knows in these alone",
+        instead="install one of these",
+    )
+
+    PLATFORM = Words(
+        feature="a platform of vLLM's other than CUDA and, for tests, CPU",
+        reason="nobody has run the kernels on the GPUs of other vendors",
+        instead="an NVIDIA GPU, or stock vLLM",
+    )
+
+    # Several devices
+    EXTERNAL_LAUNCHER = Words(
+        feature="pipeline parallelism with --distributed-executor-backend external_launcher",
+        reason="each rank would plan and schedule for itself, from its own layers alone",
+        instead="--distributed-executor-backend mp or ray",
+    )
+    DECODE_CONTEXT_PARALLELISM = Words(
+        feature="decode context parallelism (--decode-context-parallel-size)",
+        reason="a rank's page tables name all tokens of a request",
+        instead="--tensor-parallel-size or --data-parallel-size",
+    )
+    PREFILL_CONTEXT_PARALLELISM = Words(
+        feature="prefill context parallelism (--prefill-context-parallel-size)",
+        reason="a rank's page tables name all tokens of a request",
+        instead="--tensor-parallel-size or --data-parallel-size",
+    )
+    MICROBATCHES = Words(
+        feature="steps in parts that overlap (--enable-dbo, --ubatch-size)",
+        reason="copies of pages and states are ordered for a step as a whole",
+        instead="leave the options out",
+    )
+    KV_CONNECTORS = Words(
+        feature="KV connectors (--kv-transfer-config)",
+        reason="they name a block by one id for all layers, and every layer type has its own ids",
+        instead="--kv-offloading-size for host memory",
+    )
+
+    # What the cache holds
+    CACHE_DTYPE = Words(
+        feature="this --kv-cache-dtype",
+        reason=(
+            "the kernels read float16, bfloat16, fp8, fp8_e4m3, fp8_e5m2, int8_per_token_head, "
+            "fp8_per_token_head and int4_per_token_head"
+        ),
+        instead="one of these",
+    )
+    BLOCK_SIZE = Words(
+        feature="a --block-size that is no multiple of 16",
+        reason="the kernels read pages in steps of 16 tokens",
+        instead="leave it out, or give a multiple of 16",
+    )
+    BLOCKS_OVERRIDE = Words(
+        feature="a --num-gpu-blocks-override too small for one request",
+        reason="it counts large pages, of which a request of --max-model-len must find enough",
+        instead="a larger number, or a smaller --max-model-len",
+    )
+    ONE_CACHE_GROUP = Words(
+        feature="--disable-hybrid-kv-cache-manager",
+        reason="it gives all layers one page table, and keeps every token in each",
+        instead="leave the option out",
+    )
+    OFFLOADING_BACKEND = Words(
+        feature="--kv-offloading-backend other than native",
+        reason="others are KV connectors",
+        instead="--kv-offloading-size alone",
+    )
+    OFFLOADING_SIZE = Words(
+        feature="a --kv-offloading-size that is no positive number, or holds too few pages",
+        reason="every layer type needs at least one large page of host memory",
+        instead="a larger size, or none",
+    )
+    OFFLOADING_WITHOUT_CACHING = Words(
+        feature="--kv-offloading-size with --no-enable-prefix-caching",
+        reason="host memory keeps prefixes",
+        instead="prefix caching, or leave the size out",
+    )
+    CACHE_METRICS = Words(
+        feature="the lives of blocks as metrics (--kv-cache-metrics)",
+        reason="they are counted in vLLM's own block pool",
+        instead="JENGA_MEMORY_LOG, KV events (--kv-events-config)",
+    )
+    ROUTED_EXPERTS = Words(
+        feature="--enable-return-routed-experts",
+        reason="vLLM keeps them beside the cache, one row for each slot of a block",
+        instead="stock vLLM",
+    )
+    KV_SHARING_FAST_PREFILL = Words(
+        feature="--kv-sharing-fast-prefill",
+        reason="a step's work is planned for all of its tokens in every layer",
+        instead="leave it out; layers that share keys and values are served",
+    )
+    HISPARSE = Words(
+        feature="HiSparse (hisparse_config)",
+        reason="it keeps pages of sparse attention in host memory, by block ids of its own",
+        instead="stock vLLM",
+    )
+
+    # How layers attend
+    BACKEND_PER_KIND = Words(
+        feature="other attention backends for some layers (backend_per_kind)",
+        reason="other kernels do not read pages of the arena",
+        instead="this backend for all layers",
+    )
+    ATTENTION_LAYER = Words(
+        feature="an attention layer of this model",
+        reason=(
+            "served are a decoder's attention to its own tokens or to an encoder's, over a cache, "
+            "with heads of 64 to 512 elements in steps of 16, or latents of 256 or 512 elements; "
+            "BERT and EmbeddingGemma attend without a cache"
+        ),
+        instead="stock vLLM",
+    )
+    CACHE_LAYOUT = Words(
+        feature="a layer whose cache is laid out in another way",
+        reason=(
+            "the kernels read rows of keys and values, latents, and states, each in a page as long "
+            "as its tokens take"
+        ),
+        instead="stock vLLM",
+    )
+    OWN_KERNELS = Words(
+        feature="a model whose layers have kernels of their own (MiniMax M3, Inkling, Kimi K3)",
+        reason=(
+            "served are vLLM's Attention and MLAAttention, where they attend through this backend, "
+            "and recurrent layers; nobody has tried other kernels on pages of the arena"
+        ),
+        instead="stock vLLM",
+    )
+    SPARSE_LATENTS = Words(
+        feature="sparse multi-head latent attention (DeepSeek-V3.2, DeepSeek-V4)",
+        reason="no kernel reads the tokens that an indexer chooses",
+        instead="stock vLLM",
+    )
+    LATENT_FEATURES = Words(
+        feature="latent attention with ALiBi, sliding windows or soft caps",
+        reason="no model that vLLM serves has it",
+        instead="stock vLLM",
+    )
+    QUERY_QUANTIZATION = Words(
+        feature="use_prefill_query_quantization with multi-head latent attention",
+        reason="keys that vLLM makes of long prompts would have to be float8 too",
+        instead="leave the option out",
+    )
+    QUANTISED_OUTPUT = Words(
+        feature="attention whose output is quantised (fuse_attn_quant)",
+        reason="the kernels write results in the queries' element type",
+        instead="leave the fusion out",
+    )
+    IMAGE_REACH = Words(
+        feature="a page table of which some layers read whole images and others a window of them",
+        reason="what a step reads of images is listed once for a page table",
+        instead="stock vLLM",
+    )
+    DIFFUSION = Words(
+        feature="generation by diffusion, not token by token (canvas_length in the model's config)",
+        reason="tokens that are written again would have to leave no trace in the cache",
+        instead="stock vLLM",
+    )
+    ENCODER_ALONE = Words(
+        feature="an engine of the encoder alone (--mm-encoder-only)",
+        reason="it has no cache",
+        instead="stock vLLM for that engine",
+    )
+    INVARIANT_STATES = Words(
+        feature="batch invariance (VLLM_BATCH_INVARIANT) of recurrent layers",
+        reason="what a step reads of a prompt is scanned in pieces that begin where the step does",
+        instead="batch invariance of models without such layers",
+    )
+    INVARIANT_SPECIALIZED = Words(
+        feature="batch invariance (VLLM_BATCH_INVARIANT) with JENGA_SPECIALIZED_PREFILL=1",
+        reason="that kernel's sums depend on where a prompt is cut",
+        instead="leave JENGA_SPECIALIZED_PREFILL unset",
+    )
+
+    # Recurrent layers
+    STOCHASTIC_ROUNDING = Words(
+        feature="--enable-mamba-cache-stochastic-rounding",
+        reason="the kernels round states to nearest",
+        instead="--mamba-ssm-cache-dtype bfloat16 or float32",
+    )
+    STATE_ALIGNMENT = Words(
+        feature="a recurrent layer whose first state does not end at a multiple of 16 bytes",
+        reason="the next state is loaded 16 bytes at a time",
+        instead="stock vLLM",
+    )
+    HISTORIES = Words(
+        feature="these states that are seldom written (--use-replayssm, JENGA_HISTORY_TOKENS)",
+        reason=(
+            "Mamba-2 layers and gated delta nets can keep a history of at least two steps beside a "
+            "state, gated delta nets one of at most 64 tokens, in rows of multiples of 16 bytes, "
+            "and both options must name one length"
+        ),
+        instead="another length, or none",
+    )
+
+    # Drafts
+    DRAFT_METHOD = Words(
+        feature="this method of speculative decoding",
+        reason="its drafts come from layers or kernels that do not read pages of the arena",
+        instead="ngram, draft_model, eagle, eagle3 or mtp",
+    )
+    DRAFT_MTP_LAYERS = Words(
+        feature="speculative decoding by these layers that predict further tokens",
+        reason=(
+            "served are those of DeepSeek-V3, GLM-4.5, MiMo-V2, Nemotron-H, Qwen3-Next, Qwen3.5 "
+            "and Gemma 4"
+        ),
+        instead="ngram, draft_model, eagle or eagle3",
+    )
+    DRAFT_SEVERAL_MTP_LAYERS = Words(
+        feature="speculative decoding by several layers that predict further tokens",
+        reason="each would have a page table of its own, and vLLM hands drafts one",
+        instead="a checkpoint's first such layer (num_nextn_predict_layers of 1)",
+    )
+    DRAFT_WITH_STATES = Words(
+        feature="speculative decoding by a draft model with recurrent layers",
+        reason="states of rejected drafts would have to be taken back",
+        instead="a draft model of attention layers, or ngram",
+    )
+    DRAFT_LAYER_TYPES = Words(
+        feature="a draft model of several layer types",
+        reason="vLLM gives all layers of a draft model one page table",
+        instead="a draft model whose layers all attend to all tokens, or to one window",
+    )
+    DRAFT_BACKEND = Words(
+        feature="speculative decoding with another attention backend for the draft",
+        reason="other kernels do not read pages of the arena",
+        instead="leave its attention_backend out",
+    )
+    DRAFT_STATES_OF_TARGET = Words(
+        feature="speculative decoding with recurrent layers that run on vLLM's own kernels",
+        reason="these write states into blocks of vLLM's own order",
+        instead="no speculative decoding",
+    )
+    DRAFT_ENCODER_DECODER = Words(
+        feature="speculative decoding of an encoder-decoder model",
+        reason="drafts are not told what the encoder made",
+        instead="no speculative decoding",
+    )
+    DRAFT_PIPELINE = Words(
+        feature="speculative decoding with pipeline parallelism",
+        reason="stock vLLM 0.32 fails at it too",
+        instead="--tensor-parallel-size",
+    )
+    DRAFT_PARALLEL = Words(
+        feature="speculative decoding with parallel drafting",
+        reason="its drafts have slots that no request asked for",
+        instead="drafts one after another",
+    )
+
+    def text(self, met: str = "") -> str:
+        """Say what is refused, why, and what serves meanwhile.
+
+        Args:
+            met: What was found of it: a value, a layer.
+        """
+        words = self.value
+        found = f"{words.feature}, got {met}" if met else words.feature
+        return f"{found} ({words.reason}; use instead: {words.instead})"
+
+    def error(self, met: str = "") -> ValueError:
+        """Make the error that refuses it; see `text`."""
+        return ValueError(f"{BACKEND_NAME} does not support {self.text(met)}")
+
+
+def check_refusals(found: dict[Refusal, str | bool]) -> None:
+    """Refuse all that was found at once.
+
+    Args:
+        found: Of each refusal what was met of it, or whether it was.
+
+    Raises:
+        ValueError: Something was; the message names all of it.
+    """
+    texts = [
+        refusal.text(met if isinstance(met, str) else "") for refusal, met in found.items() if met
+    ]
+    if texts:
+        msg = f"{BACKEND_NAME} does not support: {'; '.join(texts)}"
+        raise ValueError(msg)

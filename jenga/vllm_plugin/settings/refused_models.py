@@ -1,0 +1,28 @@
+"""Models that are refused whatever the options are, known by fields of their configuration alone.
+
+Nothing here imports vLLM. Further models are refused once vLLM's classes have made their layers:
+see `served_layers`.
+"""
+
+from collections.abc import Mapping
+
+from jenga.vllm_plugin.settings.refusals import Refusal
+
+SPARSE_MODEL_TYPES = ("deepseek_v4", "deepseek_v41")
+"""Models of latent attention that read chosen tokens alone, whatever else their options say."""
+
+
+def refused_features(fields: Mapping[str, object]) -> list[str]:
+    """Name each feature of a model that the plugin cannot serve.
+
+    Args:
+        fields: Of the language model's `config.json`.
+    """
+    is_sparse = (
+        fields.get("index_topk") is not None or fields.get("model_type") in SPARSE_MODEL_TYPES
+    )
+    checks = {
+        Refusal.SPARSE_LATENTS: is_sparse,
+        Refusal.DIFFUSION: fields.get("canvas_length") is not None,
+    }
+    return [refusal.value.feature for refusal, is_used in checks.items() if is_used]

@@ -1,0 +1,261 @@
+"""Translation of vLLM's cache specs into this package's layer types: the only place that does it.
+
+vLLM's words end here: its group is our page table, its block our small page.
+"""
+
+from collections.abc import Mapping, Set
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING
+
+from jenga.geometry import PageTable
+from jenga.spec import (
+    ChunkedLocal,
+    CrossAttention,
+    FullAttention,
+    Layer,
+    LayerType,
+    ModelSpec,
+    SlidingWindow,
+    State,
+)
+from jenga.vllm_plugin.settings.refusals import Refusal
+from jenga.vllm_plugin.settings.speculation import check_draft
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, MambaSpec
+
+
+STATE_MODELS: dict[str, frozenset[str] | None] = {
+    "MAMBA1": None,
+    "MAMBA2": None,
+    "GDN_ATTN": frozenset(
+        {
+            "BailingMoeV3ForCausalLM",
+            "BailingMoeV3VLForConditionalGeneration",
+            "KimiLinearForCausalLM",
+            "OlmoHybridForCausalLM",
+            "Qwen3NextForCausalLM",
+            "Qwen3_5ForCausalLM",
+            "Qwen3_5ForConditionalGeneration",
+            "Qwen3_5MoeForCausalLM",
+            "Qwen3_5MoeForConditionalGeneration",
+        }
+    ),
+    "LINEAR": frozenset({"BailingMoeV2_5ForCausalLM"}),
+    "SHORT_CONV": frozenset(
+        {"Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm2VlForConditionalGeneration"}
+    ),
+}
+"""Kinds of recurrent layers that run on our kernels, and in which models, in vLLM's words.
+
+None stands for all; of the others vLLM has more than one class, each with operations of its own.
+"""
+
+PER_CHANNEL_DELTA_MODELS = frozenset(
+    {
+        "BailingMoeV3ForCausalLM",
+        "BailingMoeV3VLForConditionalGeneration",
+        "KimiLinearForCausalLM",
+    }
+)
+"""Those whose gated delta layers decay each key channel of a state on its own."""
+
+
+def served_states(architecture: str | None) -> frozenset[str]:
+    """Get the kinds of recurrent layers of a model that run on our kernels; others on vLLM's."""
+    return frozenset(
+        kind for kind, models in STATE_MODELS.items() if models is None or architecture in models
+    )
+
+
+HEAD_DIMS = range(64, 512 + 1, 16)
+"""Elements that a key may have: what vLLM asks a backend."""
+
+VALUE_DIMS = range(16, 512 + 1, 16)
+"""Those of a value, which vLLM does not ask."""
+
+INT4_ROW_ELEMENTS = 32
+"""Elements of four bits in the 16 bytes that the kernels' rows begin at multiples of."""
+
+_STATE_ALIGNMENT_BYTES = 16
+"""Of a state within its page: the widest load of one thread."""
+
+
+def kinds_of_states(specs: Mapping[str, "KVCacheSpec"]) -> frozenset[str]:
+    """Get the kinds of a model's recurrent layers, in vLLM's words."""
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    return frozenset(spec.mamba_type.name for spec in specs.values() if isinstance(spec, MambaSpec))
+
+
+def _check_states(name: str, spec: "MambaSpec") -> None:
+    """Refuse states behind which the next would not begin where the kernels' loads must."""
+    first_bytes = prod(spec.shapes[0]) * spec.dtypes[0].itemsize
+    if spec.mamba_type.name in STATE_MODELS and first_bytes % _STATE_ALIGNMENT_BYTES:
+        msg = f"{first_bytes} bytes in layer {name!r}"
+        raise Refusal.STATE_ALIGNMENT.error(msg)
+
+
+def _check_attention(name: str, spec: "AttentionSpec") -> None:
+    """Refuse the ways of packing a page that the kernels do not read."""
+    from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec
+
+    # Rows of latents are keys and values in one.
+    has_values = not isinstance(spec, MLAAttentionSpec)
+    served = {KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR}
+    if has_values:
+        served |= {mode for mode in KVQuantMode if mode.is_per_token_head}
+    widths = {spec.head_size, spec.head_size_v} if has_values else set()
+    is_int4 = spec.kv_quant_mode is KVQuantMode.INT4_PER_TOKEN_HEAD
+    # The backend counts the scales of slots that have their own.
+    has_slot_scales = has_values and spec.kv_quant_mode.is_per_token_head
+    checks = {
+        "padded pages": spec.page_size_padded is not None,
+        "packed head slots": spec.num_head_slots is not None,
+        "packed content": spec.state_content_bytes is not None and not has_slot_scales,
+        "compressed tokens": spec.tokens_per_state != 1,
+        f"quantised KV ({spec.kv_quant_mode.name})": spec.kv_quant_mode not in served,
+        f"values of {spec.head_size_v} elements": has_values and spec.head_size_v not in VALUE_DIMS,
+        f"four bits an element of heads of {sorted(widths)} elements, which must be multiples of "
+        f"{INT4_ROW_ELEMENTS}": is_int4 and any(width % INT4_ROW_ELEMENTS for width in widths),
+        "non-causal attention": getattr(spec, "non_causal", False),
+    }
+    reasons = [reason for reason, found in checks.items() if found]
+    if reasons:
+        msg = f"layer {name!r} with {', '.join(reasons)}"
+        raise Refusal.CACHE_LAYOUT.error(msg)
+
+
+def _layer(name: str, spec: "KVCacheSpec") -> tuple[tuple[object, ...], Layer]:
+    """Get a layer's storage, and the key that layers of one type share.
+
+    Raises:
+        ValueError: The layer's cache is of a kind the plugin cannot serve; the message names it.
+    """
+    from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        CrossAttentionSpec,
+        FullAttentionSpec,
+        MambaSpec,
+        MLAAttentionSpec,
+        SlidingWindowSpec,
+    )
+
+    if type(spec) is FullAttentionSpec and spec.sliding_window is None:
+        _check_attention(name, spec)
+        slot_bytes = spec.page_size_bytes // spec.block_size
+        return ("full",), Layer(name=name, slot_bytes=slot_bytes)
+    if type(spec) is MLAAttentionSpec:
+        _check_attention(name, spec)
+        slot_bytes = spec.page_size_bytes // spec.block_size
+        return ("latent",), Layer(name=name, slot_bytes=slot_bytes)
+    if type(spec) is SlidingWindowSpec:
+        _check_attention(name, spec)
+        slot_bytes = spec.page_size_bytes // spec.block_size
+        kept = spec.sliding_window + spec.extra_retained_tokens
+        return ("sliding", kept), Layer(name=name, slot_bytes=slot_bytes)
+    if type(spec) is ChunkedLocalAttentionSpec:
+        _check_attention(name, spec)
+        slot_bytes = spec.page_size_bytes // spec.block_size
+        return ("chunked", spec.attention_chunk_size), Layer(name=name, slot_bytes=slot_bytes)
+    if type(spec) is CrossAttentionSpec:
+        _check_attention(name, spec)
+        slot_bytes = spec.page_size_bytes // spec.block_size
+        return ("cross",), Layer(name=name, slot_bytes=slot_bytes)
+    if type(spec) is MambaSpec and spec.mamba_cache_mode == "none":
+        _check_states(name, spec)
+        kind, draft_tokens = spec.mamba_type.name.lower(), spec.num_speculative_blocks
+        key = ("state", kind, draft_tokens, spec.shapes, spec.dtypes)
+        return key, Layer(name=name, slot_bytes=spec.state_content_size_bytes)
+    msg = (
+        f"layer {name!r} with a {type(spec).__name__}, where full, latent, sliding window, chunked "
+        f"local and cross attention and Mamba states are served: {spec}"
+    )
+    raise Refusal.CACHE_LAYOUT.error(msg)
+
+
+def model_spec(
+    specs: Mapping[str, "KVCacheSpec"], *, draft_layers: Set[str] = frozenset()
+) -> ModelSpec:
+    """Describe a model, and the one that drafts for it, to the memory manager.
+
+    Args:
+        specs: vLLM's cache spec of each layer that stores one, by layer name.
+        draft_layers: Names of those of the draft model: they are layer types of their own.
+
+    Raises:
+        ValueError: A layer's cache is of a kind the plugin cannot serve; the message names it.
+    """
+    drafts = _layer_types({name: spec for name, spec in specs.items() if name in draft_layers})
+    check_draft(layer_type.name for layer_type in drafts)
+    # First, since vLLM's runner hands a draft model the page table of the first group.
+    types = [replace(layer_type, name=f"draft_{layer_type.name}") for layer_type in drafts]
+    types += _layer_types({name: spec for name, spec in specs.items() if name not in draft_layers})
+    return ModelSpec(name="model", layer_types=tuple(types))
+
+
+def _layer_types(specs: Mapping[str, "KVCacheSpec"]) -> list[LayerType]:
+    """Describe the layers of one model, each type once."""
+    layers_by_key: dict[tuple[object, ...], list[Layer]] = {}
+    for name, spec in specs.items():
+        key, layer = _layer(name, spec)
+        layers_by_key.setdefault(key, []).append(layer)
+    names: dict[str, int] = {}
+    layer_types: list[LayerType] = []
+    for key, layers in layers_by_key.items():
+        match key:
+            case ("full",):
+                layer_types.append(FullAttention(name="full", layers=tuple(layers)))
+            case ("latent",):
+                layer_types.append(FullAttention(name="latent", layers=tuple(layers)))
+            case ("sliding", int(window_tokens)):
+                name = f"sliding_{window_tokens}"
+                layer_types.append(
+                    SlidingWindow(name=name, layers=tuple(layers), window_tokens=window_tokens)
+                )
+            case ("chunked", int(chunk_tokens)):
+                name = f"chunked_{chunk_tokens}"
+                layer_types.append(
+                    ChunkedLocal(name=name, layers=tuple(layers), chunk_tokens=chunk_tokens)
+                )
+            case ("cross",):
+                layer_types.append(CrossAttention(name="cross", layers=tuple(layers)))
+            case ("state", str(kind), int(draft_tokens), *_):
+                # States of different shapes are different types of one kind.
+                names[kind] = names.get(kind, 0) + 1
+                name = kind if names[kind] == 1 else f"{kind}_{names[kind]}"
+                layer_types.append(
+                    State(name=name, layers=tuple(layers), draft_tokens=draft_tokens)
+                )
+            case _:
+                msg = f"unknown key of a layer type: {key}"
+                raise ValueError(msg)
+    return layer_types
+
+
+def layer_names(table: PageTable) -> list[str]:
+    """Get the names of the layers stored in a page table's small pages, in their order there."""
+    return [layer.name for layer in table.layer_type.layers[table.layer_start : table.layer_end]]
+
+
+def table_spec(table: PageTable, specs: Mapping[str, "KVCacheSpec"]) -> "KVCacheSpec":
+    """Get vLLM's one spec for the layers of a page table, with our tokens per page."""
+    return common_spec(
+        {
+            name: specs[name]
+            if table.is_state
+            else replace(specs[name], block_size=table.tokens_per_page)
+            for name in layer_names(table)
+        }
+    )
+
+
+def common_spec(specs: Mapping[str, "KVCacheSpec"]) -> "KVCacheSpec":
+    """Get vLLM's one spec for layers that share a page table: their own where it is the same."""
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    first, *others = specs.values()
+    if all(other == first for other in others):
+        return first
+    return UniformTypeKVCacheSpecs(block_size=first.block_size, kv_cache_specs=dict(specs))

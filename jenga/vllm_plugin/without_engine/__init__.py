@@ -1,0 +1,1 @@
+"""What vLLM's own classes tell without an engine, asked in a process of its own."""

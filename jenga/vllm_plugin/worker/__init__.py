@@ -1,0 +1,1 @@
+"""The side of vLLM's workers: what the scheduler asked for, done; and what runs before requests."""

@@ -1,0 +1,123 @@
+"""What is run before any request comes, so that none waits for a compiler.
+
+vLLM warms up with prompts of a few tokens, which our layers take for decoding. One more step reads
+a longer prompt beside a token of another request; where a model has states, it copies one and keeps
+one on its way, as a step does for prefix caching.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup
+
+from jenga.geometry import Geometry
+from jenga.vllm_plugin.arena.layout import first_layers, geometry_of
+from jenga.vllm_plugin.scheduler.copy_rounds import CopyRound
+from jenga.vllm_plugin.scheduler.state_orders import StateWrite, StepOrders
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+WARM_UP_TOKENS = 128
+"""Of the step: a prompt, and one more token of another request."""
+
+KEPT_AFTER_TOKENS = 16
+
+
+def on_pages_apart(
+    execute_model: Callable[["SchedulerOutput"], Any], geometry: Geometry
+) -> Callable[["SchedulerOutput"], Any]:
+    """Run vLLM's steps of warming up on pages that do not lie over one another.
+
+    It numbers pages as if a number were the same bytes in every group: number n becomes the first
+    small page of large page n, in each page table.
+
+    Args:
+        execute_model: Runs a step of the worker.
+        geometry: How the arena is cut.
+    """
+    parts = [table.small_pages_per_large_page for table in geometry.page_tables]
+
+    def apart(page_ids: Sequence[Sequence[int]]) -> tuple[list[int], ...]:
+        return tuple([n * k for n in ids] for ids, k in zip(page_ids, parts, strict=True))
+
+    def execute(step: "SchedulerOutput") -> object:
+        for new in step.scheduled_new_reqs:
+            new.block_ids = apart(new.block_ids)
+        cached = step.scheduled_cached_reqs
+        cached.new_block_ids = [ids and apart(ids) for ids in cached.new_block_ids]
+        return execute_model(step)
+
+    return execute
+
+
+def warm_up(
+    model_runner: Any,  # noqa: ANN401 (vLLM's second model runner)
+    execute_model: Callable[["SchedulerOutput"], Any],
+    sample_tokens: Callable[[Any], Any],
+) -> None:
+    """Run the step, in an arena that holds nothing yet.
+
+    Args:
+        model_runner: With its arena.
+        execute_model: Runs a step of the worker.
+        sample_tokens: Ends it.
+    """
+    config = model_runner.kv_cache_config
+    geometry, num_large_pages = geometry_of(config), config.num_blocks
+    layers = first_layers(config)
+
+    # Kinds of states that are not kept have prefix caching off, and nobody to take the orders.
+    keeps_states = model_runner.vllm_config.cache_config.enable_prefix_caching
+
+    def execute_with_orders(step: "SchedulerOutput") -> object:
+        orders = orders_of(step, geometry, num_large_pages, layers) if keeps_states else None
+        if orders is not None:
+            step.kv_cache_block_copies = [orders]  # pyright: ignore[reportAttributeAccessIssue]
+        return execute_model(step)
+
+    most_tokens = min(model_runner.max_num_tokens, model_runner.max_model_len)
+    num_tokens = min(WARM_UP_TOKENS, most_tokens)
+    execute = on_pages_apart(execute_with_orders, geometry)
+    run_mixed_prefill_decode_warmup(model_runner, execute, sample_tokens, num_tokens)
+
+
+def orders_of(
+    step: "SchedulerOutput",
+    geometry: Geometry,
+    num_large_pages: int,
+    layers: Sequence[Sequence[str]],
+) -> StepOrders | None:
+    """Orders that copy a state and keep one of the prompt that a step reads; None if there is none.
+
+    Args:
+        step: Its requests' pages are the arena's first.
+        geometry: How the arena is cut.
+        num_large_pages: Of the arena.
+        layers: Of each page table the first layer on every rank of a pipeline that has any.
+    """
+    prompts = [
+        new
+        for new in step.scheduled_new_reqs
+        if step.num_scheduled_tokens[new.req_id] > KEPT_AFTER_TOKENS
+    ]
+    tables = [(index, table) for index, table in enumerate(geometry.page_tables) if table.is_state]
+    if not prompts or not tables:
+        return None
+    copies: list[CopyRound] = []
+    writes: dict[str, tuple[StateWrite, ...]] = {}
+    for index, table in tables:
+        last_page = num_large_pages * table.small_pages_per_large_page - 1
+        copies.append(
+            CopyRound(
+                small_pages_per_large_page=table.small_pages_per_large_page,
+                source_pages=(last_page - 1,),
+                target_pages=(last_page,),
+            )
+        )
+        running_page = prompts[0].block_ids[index][0]
+        write = StateWrite(
+            running_page=running_page, after_tokens=KEPT_AFTER_TOKENS, page=last_page
+        )
+        writes |= dict.fromkeys(layers[index], (write,))
+    return StepOrders(copies=tuple(copies), writes=writes)

@@ -1,0 +1,1 @@
+"""What operations check before they launch anything."""

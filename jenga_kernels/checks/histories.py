@@ -1,0 +1,218 @@
+"""What the latest tokens brought in, beside recurrent states that are seldom written."""
+
+from dataclasses import dataclass
+
+import torch
+
+from jenga_kernels.checks.states import (
+    NULL_SLOT,
+    check_contiguous_rows,
+    check_not_expanded,
+    check_query_starts,
+    check_slots,
+)
+from jenga_kernels.checks.tensors import (
+    check_at_least,
+    check_dtype,
+    check_rows,
+    check_same_device,
+    check_shape,
+    shows_values,
+)
+
+MAX_DELTA_HISTORY = 64
+"""Most tokens of a `DeltaHistory`: what more take of registers and shared memory would not fit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputHistory:
+    """What each slot's latest tokens brought into a selective state space model.
+
+    Token t of a request is in row t % history_tokens of each.
+
+    Attributes:
+        x: Inputs, [num_slots, num_heads, history_tokens, head_dim]; any strides that are multiples
+            of 16 bytes, last dimension contiguous.
+        dt: Step sizes, f32[num_slots, num_heads, history_tokens]; last dimension contiguous.
+        B: Input projections, [num_slots, num_groups, history_tokens, d_state], strides as of x.
+    """
+
+    x: torch.Tensor
+    dt: torch.Tensor
+    B: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaHistory:
+    """What each slot's latest tokens changed in a state of the gated delta rule.
+
+    Token t of a request is in row t % history_tokens of each. A state after a token is the one
+    before, decayed, and the outer product of its change and its key.
+
+    Attributes:
+        changes: How far each value differed from what the state held under the key, times beta and
+            what brings the key to length one, [num_slots, num_v_heads, history_tokens, head_v_dim];
+            any strides that are multiples of 16 bytes, last dimension contiguous.
+        keys: As they came, [num_slots, num_qk_heads, history_tokens, head_k_dim], strides as of
+            changes.
+        decays: Logarithms of the decays, to base two, f32[num_slots, num_v_heads, history_tokens]
+            or f32[num_slots, num_v_heads, history_tokens, head_k_dim]; last dimension contiguous.
+    """
+
+    changes: torch.Tensor
+    keys: torch.Tensor
+    decays: torch.Tensor
+
+
+def next_states(
+    computed_tokens: torch.Tensor,
+    state_tokens: torch.Tensor,
+    query_tokens: torch.Tensor | int = 1,
+    *,
+    history_tokens: int,
+    max_query_tokens: int = 1,
+) -> torch.Tensor:
+    """Get how many tokens shall be in each request's state after a call that keeps histories.
+
+    A state is written as late as the history allows: when the call after next might find no room.
+    It then has the call's first token, which is never a draft.
+
+    Args:
+        computed_tokens: Tokens of each request before the call, i32[num_requests].
+        state_tokens: How many of them are in its state, i32[num_requests].
+        query_tokens: Tokens of the call, i32[num_requests] or one number for all.
+        history_tokens: Rows of the history, at least twice max_query_tokens.
+        max_query_tokens: Most tokens of a request in any call.
+
+    Raises:
+        ValueError: If the history is too short for calls of as many tokens.
+    """
+    check_at_least("max_query_tokens", max_query_tokens, 1)
+    if history_tokens < 2 * max_query_tokens:
+        msg = (
+            f"history_tokens must be at least {2 * max_query_tokens} for {max_query_tokens} tokens "
+            f"of a call, got {history_tokens}"
+        )
+        raise ValueError(msg)
+    end = computed_tokens + query_tokens
+    is_written = end - state_tokens > history_tokens - max_query_tokens
+    return torch.where(is_written, torch.minimum(computed_tokens + 1, end), state_tokens)
+
+
+def check_history_part(
+    name: str, tensor: torch.Tensor, sizes: tuple[int | None, ...], *dtypes: torch.dtype
+) -> None:
+    """Check a tensor with rows of elements for each token of a history.
+
+    Raises:
+        ValueError: If shape, dtype, strides or alignment do not fit.
+    """
+    check_shape(name, tensor, sizes)
+    check_at_least(f"the tokens of {name}", tensor.shape[2], 1)
+    check_dtype(name, tensor, dtypes)
+    check_rows(name, tensor)
+    check_not_expanded(name, tensor)
+
+
+def check_replay(
+    slots: torch.Tensor,
+    query_starts: torch.Tensor | None,
+    *,
+    computed_tokens: torch.Tensor,
+    state_tokens: torch.Tensor,
+    next_state_tokens: torch.Tensor,
+    num_tokens: int,
+    num_slots: int,
+    history_tokens: int,
+) -> int:
+    """Check which requests a call serves, and how many tokens are in their states.
+
+    Values are looked at on the CPU only, where that waits for nothing.
+
+    Args:
+        slots: As the operation takes them, like those up to next_state_tokens.
+        query_starts: Where each request's tokens begin.
+        computed_tokens: Tokens of each request before the call.
+        state_tokens: In its state before it.
+        next_state_tokens: In its state after it.
+        num_tokens: Rows of the call's tensors.
+        num_slots: Of the states.
+        history_tokens: Rows of a slot's history.
+
+    Returns:
+        num_requests.
+
+    Raises:
+        ValueError: If a shape, dtype, stride, device or value does not fit.
+    """
+    counts = {
+        "computed_tokens": computed_tokens,
+        "state_tokens": state_tokens,
+        "next_state_tokens": next_state_tokens,
+    }
+    num_requests = num_tokens
+    if query_starts is not None:
+        num_requests = check_query_starts(query_starts, num_tokens)
+    for name, tensor in ({"slots": slots} | counts).items():
+        check_shape(name, tensor, (num_requests,))
+        check_dtype(name, tensor, (torch.int32,))
+        if name in counts:
+            check_contiguous_rows(name, tensor)
+    check_slots("slots", slots, num_slots)
+    check_same_device(slots=slots, query_starts=query_starts, **counts)
+    if shows_values(slots):
+        query_tokens = torch.ones_like(slots) if query_starts is None else query_starts.diff()
+        _check_counts(slots, query_tokens, history_tokens=history_tokens, **counts)
+    return num_requests
+
+
+def _check_counts(
+    slots: torch.Tensor,
+    query_tokens: torch.Tensor,
+    *,
+    computed_tokens: torch.Tensor,
+    state_tokens: torch.Tensor,
+    next_state_tokens: torch.Tensor,
+    history_tokens: int,
+) -> None:
+    """Check numbers of tokens, on the CPU.
+
+    Raises:
+        ValueError: If they do not fit each other or the history.
+    """
+    rows = zip(
+        slots.tolist(),
+        query_tokens.tolist(),
+        computed_tokens.tolist(),
+        state_tokens.tolist(),
+        next_state_tokens.tolist(),
+        strict=True,
+    )
+    owners: dict[int, int] = {}
+    for request, (slot, num_tokens, computed, stored, stored_next) in enumerate(rows):
+        if slot <= NULL_SLOT:
+            continue
+        if owners.setdefault(slot, request) != request:
+            msg = (
+                f"slots must be of one request each, got slot {slot} of requests {owners[slot]} "
+                f"and {request}"
+            )
+            raise ValueError(msg)
+        if not 0 <= stored <= computed:
+            msg = (
+                f"state_tokens must be 0 to the {computed} computed tokens of request {request}, "
+                f"got {stored}"
+            )
+            raise ValueError(msg)
+        if stored_next != stored and not computed <= stored_next <= computed + num_tokens:
+            msg = (
+                f"next_state_tokens must be {stored} or {computed} to {computed + num_tokens} for "
+                f"request {request}, got {stored_next}"
+            )
+            raise ValueError(msg)
+        if computed + num_tokens - stored > history_tokens:
+            msg = (
+                f"history must have {computed + num_tokens - stored} tokens for those of request "
+                f"{request} since its state, got {history_tokens}"
+            )
+            raise ValueError(msg)

@@ -1,0 +1,438 @@
+"""Recurrent states in pages: their slots and checkpoints, and what operations on them check."""
+
+from dataclasses import dataclass
+
+import torch
+
+from jenga_kernels.checks.tensors import (
+    FLOAT_DTYPES,
+    check_at_least,
+    check_dtype,
+    check_no_gradients,
+    check_rows,
+    check_same_device,
+    check_shape,
+    shows_values,
+)
+
+NULL_SLOT = 0
+"""The slot no request owns: a state read from it is zero, and a state written to it is dropped.
+
+Slots below it, as engines pad with, are taken for it.
+"""
+
+
+MIN_WIDTH, MAX_WIDTH = 2, 4
+"""Taps of the convolutions of recurrent layers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoints:
+    """States to keep from the middle of requests, written in the pass that computes the last one.
+
+    Attributes:
+        starts: Where the checkpoints of each request begin in the other two, i32[num_requests + 1].
+        after_tokens: Each checkpoint is the state after this many of the request's tokens of this
+            call, i32[num_checkpoints]; at least 1 and rising within a request.
+        slots: Where it is written, i32[num_checkpoints].
+    """
+
+    starts: torch.Tensor
+    after_tokens: torch.Tensor
+    slots: torch.Tensor
+
+
+def checkpoint_tensors(checkpoints: Checkpoints | None) -> dict[str, torch.Tensor | None]:
+    """What checkpoints consist of, by the names of kernels' arguments; each None without any."""
+    if checkpoints is None:
+        return NO_CHECKPOINTS
+    return {
+        "checkpoint_starts_ptr": checkpoints.starts,
+        "checkpoint_after_ptr": checkpoints.after_tokens,
+        "checkpoint_slots_ptr": checkpoints.slots,
+    }
+
+
+NO_CHECKPOINTS: dict[str, torch.Tensor | None] = dict.fromkeys(
+    ("checkpoint_starts_ptr", "checkpoint_after_ptr", "checkpoint_slots_ptr")
+)
+
+
+def check_contiguous_rows(name: str, tensor: torch.Tensor) -> None:
+    """Check that a tensor's last dimension is contiguous.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        msg = f"{name} must be contiguous in its last dimension, got stride {tensor.stride(-1)}"
+        raise ValueError(msg)
+
+
+def check_not_expanded(name: str, tensor: torch.Tensor) -> None:
+    """Check that no dimension of a tensor that is written repeats the same elements.
+
+    Raises:
+        ValueError: If one does.
+    """
+    if 0 not in tensor.stride():
+        return
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            msg = f"{name} must have elements of its own, got stride 0 in dimension {dim}"
+            raise ValueError(msg)
+
+
+def check_no_overlap(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """Check that two tensors of the same shape [num_rows, num_columns] and dtype share no element.
+
+    Raises:
+        ValueError: If they may; columns side by side in rows of the same stride do not.
+    """
+    if tensor.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
+        return
+    num_rows, num_columns = tensor.shape
+    stride, other_stride = tensor.stride(0), other.stride(0)
+    start, other_start = tensor.storage_offset(), other.storage_offset()
+    last_row = num_rows - 1
+    is_behind = start > other_start + last_row * other_stride + num_columns - 1
+    is_before = other_start > start + last_row * stride + num_columns - 1
+    is_beside = (
+        stride == other_stride > 0
+        and num_columns <= (start - other_start) % stride <= stride - num_columns
+    )
+    if tensor.numel() and not (is_behind or is_before or is_beside):
+        msg = f"{name} must not overlap {other_name}, got views of the same elements"
+        raise ValueError(msg)
+
+
+def check_slots(name: str, slots: torch.Tensor, num_slots: int) -> None:
+    """Check slot ids; their values only on the CPU, where looking at them waits for nothing.
+
+    Raises:
+        ValueError: If the dtype is wrong or a slot is not in the pages.
+    """
+    check_dtype(name, slots, (torch.int32,))
+    if shows_values(slots) and slots.numel() and int(slots.max()) >= num_slots:
+        msg = f"{name} must be less than the number of slots, {num_slots}, got {int(slots.max())}"
+        raise ValueError(msg)
+
+
+def check_query_starts(query_starts: torch.Tensor, num_tokens: int) -> int:
+    """Check where requests begin in the tokens; return num_requests.
+
+    Raises:
+        ValueError: If shape or dtype is wrong or, on the CPU, if they do not rise.
+    """
+    check_shape("query_starts", query_starts, (None,))
+    check_dtype("query_starts", query_starts, (torch.int32,))
+    check_at_least("the length of query_starts", query_starts.shape[0], 1)
+    check_contiguous_rows("query_starts", query_starts)
+    if shows_values(query_starts):
+        starts = query_starts.tolist()
+        if starts[0] < 0 or starts[-1] > num_tokens or sorted(starts) != starts:
+            msg = f"query_starts must rise from 0 or more to at most {num_tokens}, got {starts}"
+            raise ValueError(msg)
+    return query_starts.shape[0] - 1
+
+
+def check_checkpoints(
+    checkpoints: Checkpoints | None, query_starts: torch.Tensor, num_slots: int
+) -> None:
+    """Check checkpoints; positions and their order only on the CPU.
+
+    Raises:
+        ValueError: If a shape, dtype or device is wrong or, on the CPU, a value.
+    """
+    if checkpoints is None:
+        return
+    starts, after_tokens, slots = checkpoints.starts, checkpoints.after_tokens, checkpoints.slots
+    check_shape("checkpoints.starts", starts, query_starts.shape)
+    check_dtype("checkpoints.starts", starts, (torch.int32,))
+    check_shape("checkpoints.after_tokens", after_tokens, (None,))
+    check_dtype("checkpoints.after_tokens", after_tokens, (torch.int32,))
+    check_shape("checkpoints.slots", slots, after_tokens.shape)
+    check_slots("checkpoints.slots", slots, num_slots)
+    check_same_device(
+        query_starts=query_starts,
+        **{"checkpoints.starts": starts, "checkpoints.after_tokens": after_tokens},
+        **{"checkpoints.slots": slots},
+    )
+    for name, tensor in (("starts", starts), ("after_tokens", after_tokens), ("slots", slots)):
+        check_contiguous_rows(f"checkpoints.{name}", tensor)
+    if not shows_values(starts):
+        return
+    bounds = starts.tolist()
+    if bounds[0] != 0 or bounds[-1] > len(slots) or sorted(bounds) != bounds:
+        msg = f"checkpoints.starts must rise from 0 to at most {len(slots)}, got {bounds}"
+        raise ValueError(msg)
+    lengths = query_starts.diff().tolist()
+    for length, start, end in zip(lengths, bounds, bounds[1:], strict=False):
+        after = after_tokens[start:end].tolist()
+        if after and (after[0] < 1 or after[-1] > length or sorted(set(after)) != after):
+            msg = (
+                f"checkpoints.after_tokens must rise from 1 or more to at most the request's "
+                f"{length} tokens, got {after}"
+            )
+            raise ValueError(msg)
+
+
+def check_steps(
+    initial_slots: torch.Tensor,
+    state_slots: torch.Tensor,
+    query_starts: torch.Tensor | None,
+    num_tokens: int,
+    num_slots: int,
+) -> torch.Tensor:
+    """Check the slots of single steps; return state_slots as i32[num_requests, max_tokens].
+
+    Raises:
+        ValueError: If a shape, dtype or, on the CPU, a value does not fit.
+    """
+    if query_starts is None:
+        num_requests = num_tokens
+    else:
+        num_requests = check_query_starts(query_starts, num_tokens)
+    check_shape("initial_slots", initial_slots, (num_requests,))
+    if state_slots.dim() == 1:
+        check_shape("state_slots", state_slots, (num_requests,))
+        state_slots = state_slots[:, None]
+    check_shape("state_slots", state_slots, (num_requests, None))
+    check_at_least("the columns of state_slots", state_slots.shape[1], 1)
+    check_slots("initial_slots", initial_slots, num_slots)
+    check_slots("state_slots", state_slots, num_slots)
+    if query_starts is not None and shows_values(query_starts) and num_requests:
+        most = int(query_starts.diff().max())
+        if most > state_slots.shape[1]:
+            msg = f"state_slots must have {most} columns, one a token, got {state_slots.shape[1]}"
+            raise ValueError(msg)
+    return state_slots
+
+
+def check_slots_apart(
+    initial_slots: torch.Tensor,
+    state_slots: torch.Tensor,
+    *,
+    query_starts: torch.Tensor | None = None,
+    checkpoints: Checkpoints | None = None,
+) -> None:
+    """Check on the CPU that no request writes a slot that another one reads or writes.
+
+    Requests run in any order, and at once. What has passed the other checks is given.
+
+    Args:
+        initial_slots: Where states are read, i32[num_requests].
+        state_slots: Where they are written, i32[num_requests] or i32[num_requests, max_tokens].
+        query_starts: How many slots of a row are written; None means one.
+        checkpoints: Further slots that are written.
+
+    Raises:
+        ValueError: If one does.
+    """
+    if not shows_values(state_slots):
+        return
+    rows = (state_slots if state_slots.dim() > 1 else state_slots[:, None]).tolist()
+    live = [request for request, row in enumerate(rows) if row[0] > NULL_SLOT]
+    if query_starts is None:
+        written = [row[:1] for row in rows]
+    else:
+        counts = query_starts.diff().tolist()
+        written = [row[:count] for row, count in zip(rows, counts, strict=True)]
+    if checkpoints is not None:
+        bounds, kept = checkpoints.starts.tolist(), checkpoints.slots.tolist()
+        written = [row + kept[bounds[r] : bounds[r + 1]] for r, row in enumerate(written)]
+    writers: dict[int, int] = {}
+    for request in live:
+        for slot in written[request]:
+            writer = writers.setdefault(slot, request)
+            if writer != request and slot > NULL_SLOT:
+                msg = (
+                    f"state_slots and checkpoints must not have a slot of two requests, got slot "
+                    f"{slot} of requests {writer} and {request}"
+                )
+                raise ValueError(msg)
+    initial = initial_slots.tolist()
+    for request in live:
+        slot = initial[request]
+        writer = writers.get(slot, request)
+        if writer != request and slot > NULL_SLOT:
+            msg = (
+                f"initial_slots must not have a slot that another request writes, got slot {slot} "
+                f"of request {request}, which request {writer} writes"
+            )
+            raise ValueError(msg)
+
+
+def check_recurrence(
+    out: torch.Tensor,
+    states: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    *,
+    D: torch.Tensor | None,
+    z: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    dt_limits: tuple[float, float],
+) -> None:
+    """Check the tensors of a selective state space model.
+
+    Raises:
+        ValueError: If a shape, dtype, stride, alignment or device does not fit.
+    """
+    check_shape("x", x, (None, None, None))
+    num_tokens, num_heads, head_dim = x.shape
+    check_shape("out", out, x.shape)
+    check_shape("states", states, (None, num_heads, head_dim, None))
+    d_state = states.shape[3]
+    is_per_channel = A.dim() > 1
+    check_shape("A", A, (num_heads, head_dim, d_state) if is_per_channel else (num_heads,))
+    check_shape("dt", dt, x.shape if is_per_channel else (num_tokens, num_heads))
+    check_shape("B", B, (num_tokens, None, d_state))
+    check_shape("C", C, B.shape)
+    num_groups = B.shape[1]
+    if num_groups == 0 or num_heads % num_groups:
+        msg = f"B must have a number of groups that divides the {num_heads} heads, got {num_groups}"
+        raise ValueError(msg)
+    if z is not None:
+        check_shape("z", z, x.shape)
+    if dt_bias is not None:
+        check_shape("dt_bias", dt_bias, dt.shape[1:])
+    if D is not None:
+        check_shape("D", D, (num_heads,) if D.dim() == 1 else (num_heads, head_dim))
+
+    check_dtype("x", x, FLOAT_DTYPES)
+    check_dtype("states", states, FLOAT_DTYPES)
+    check_dtype("A", A, (torch.float32,))
+    for name, tensor in (("out", out), ("B", B), ("C", C), ("z", z)):
+        if tensor is not None:
+            check_dtype(name, tensor, (x.dtype,))
+    for name, tensor in (("dt", dt), ("D", D), ("dt_bias", dt_bias)):
+        if tensor is not None:
+            check_dtype(name, tensor, FLOAT_DTYPES)
+
+    check_rows("states", states)
+    check_not_expanded("states", states)
+    check_not_expanded("out", out)
+    rows = {"out": out, "x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z}
+    for name, tensor in (rows | {"dt_bias": dt_bias}).items():
+        if tensor is not None:
+            check_contiguous_rows(name, tensor)
+    if not A.is_contiguous():
+        msg = f"A must be contiguous, got strides {A.stride()}"
+        raise ValueError(msg)
+    check_same_device(**rows, dt_bias=dt_bias, states=states)
+    check_no_gradients(**rows, dt_bias=dt_bias, states=states)
+    low, high = dt_limits
+    # NumPy's numbers compare as well, but Triton takes none.
+    are_numbers = all(isinstance(limit, int | float) for limit in (low, high))
+    if not are_numbers or not 0 <= low <= high:
+        msg = f"dt_limits must be two numbers of at least 0 that do not fall, got {dt_limits}"
+        raise ValueError(msg)
+
+
+def per_channel(weights: torch.Tensor | None, num_heads: int, head_dim: int) -> torch.Tensor | None:
+    """Weights of heads or of channels as a view [num_heads, head_dim]."""
+    if weights is None or weights.dim() > 1:
+        return weights
+    return weights[:, None].expand(num_heads, head_dim)
+
+
+def check_convolution(
+    out: torch.Tensor,
+    states: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    bias: torch.Tensor | None,
+    input_gates: torch.Tensor | None,
+    output_gates: torch.Tensor | None,
+) -> None:
+    """Check the tensors of a short causal convolution.
+
+    Raises:
+        ValueError: If a shape, dtype, stride or device does not fit.
+    """
+    check_shape("x", x, (None, None))
+    dim = x.shape[1]
+    check_shape("out", out, x.shape)
+    check_shape("weight", weight, (dim, None))
+    width = weight.shape[1]
+    if not MIN_WIDTH <= width <= MAX_WIDTH:
+        msg = f"weight must have {MIN_WIDTH} to {MAX_WIDTH} columns, got {width}"
+        raise ValueError(msg)
+    check_shape("states", states, (None, dim, None))
+    if states.shape[2] < width - 1:
+        msg = f"states must have at least {width - 1} columns, got {states.shape[2]}"
+        raise ValueError(msg)
+    check_dtype("x", x, FLOAT_DTYPES)
+    check_dtype("out", out, (x.dtype,))
+    check_dtype("states", states, FLOAT_DTYPES)
+    check_dtype("weight", weight, FLOAT_DTYPES)
+    check_contiguous_rows("x", x)
+    check_contiguous_rows("out", out)
+    check_not_expanded("states", states)
+    check_not_expanded("out", out)
+    if bias is not None:
+        check_shape("bias", bias, (dim,))
+        check_dtype("bias", bias, FLOAT_DTYPES)
+        check_contiguous_rows("bias", bias)
+    gates = {"input_gates": input_gates, "output_gates": output_gates}
+    for name, tensor in gates.items():
+        if tensor is not None:
+            check_shape(name, tensor, x.shape)
+            check_dtype(name, tensor, (x.dtype,))
+            check_contiguous_rows(name, tensor)
+    tensors = {"x": x, "out": out, "states": states, "weight": weight, "bias": bias} | gates
+    check_same_device(**tensors)
+    check_no_gradients(**tensors)
+
+
+def check_ring(
+    states: torch.Tensor,
+    weight: torch.Tensor,
+    computed_tokens: torch.Tensor,
+    initial_slots: torch.Tensor,
+    state_slots: torch.Tensor,
+    *,
+    query_starts: torch.Tensor | None,
+    num_tokens: int,
+) -> None:
+    """Check the arguments of a step of a convolution whose states are rings.
+
+    Raises:
+        ValueError: If a shape or dtype or, on the CPU, a value does not fit.
+    """
+    num_requests = num_tokens
+    if query_starts is not None:
+        num_requests = check_query_starts(query_starts, num_tokens)
+    check_shape("state_slots", state_slots, (num_requests,))
+    check_computed_tokens(computed_tokens, num_requests)
+    if not shows_values(computed_tokens):
+        return
+    if not torch.equal(initial_slots, state_slots):
+        msg = (
+            f"initial_slots must be state_slots, {state_slots.tolist()}, where states are rings, "
+            f"got {initial_slots.tolist()}"
+        )
+        raise ValueError(msg)
+    most = 1 if query_starts is None else int(query_starts.diff().max()) if num_requests else 0
+    least = weight.shape[1] - 2 + most
+    if states.shape[2] < least:
+        msg = f"states must have {least} columns for {most} tokens, got {states.shape[2]}"
+        raise ValueError(msg)
+
+
+def check_computed_tokens(computed_tokens: torch.Tensor, num_requests: int) -> None:
+    """Check how many tokens requests had before a call.
+
+    Raises:
+        ValueError: If a shape or dtype or, on the CPU, a value does not fit.
+    """
+    check_shape("computed_tokens", computed_tokens, (num_requests,))
+    check_dtype("computed_tokens", computed_tokens, (torch.int32,))
+    if shows_values(computed_tokens) and num_requests and int(computed_tokens.min()) < 0:
+        msg = f"computed_tokens must be at least 0, got {int(computed_tokens.min())}"
+        raise ValueError(msg)

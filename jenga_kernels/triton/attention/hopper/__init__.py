@@ -1,0 +1,1 @@
+"""Attention of prompts on Hopper, with warps that specialise (Gluon)."""

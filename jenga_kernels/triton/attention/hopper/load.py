@@ -1,0 +1,512 @@
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
+# Gluon's layouts and loops are what its compiler takes them for.
+"""What the warp that loads does in the prefill kernel for Hopper: a ring of tiles kept full."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from jenga_kernels.triton.attention.hopper.work import keys_of, num_rounds, place_of, say
+from jenga_kernels.triton.lib.tiles import SWIZZLE_ROWS as _SWIZZLE_ROWS
+
+SWIZZLE_ROWS = gl.constexpr(_SWIZZLE_ROWS)
+"""Rows of a pattern of shared memory, which begins anew with each box."""
+
+BOX_DIM = gl.constexpr(64)
+"""Elements of a row of such a pattern, 128 bytes."""
+
+AT_ONCE = gl.constexpr(4)
+"""Boxes whose pages are looked up together."""
+
+BOX_LAYOUT = gl.NVMMASharedLayout(128, 16, 4)
+"""Of a box, [1 page, rows, 1 head, BOX_DIM]."""
+
+BYTE_BOX_LAYOUT = gl.NVMMASharedLayout(64, 8, 4)
+"""Of a box in float8."""
+
+STORED_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(64, 8, 2))
+"""Of what has landed in float8, BOX_DIM elements of each row and then the next."""
+
+CONVERTED_AT_ONCE = gl.constexpr(8192)
+"""Elements, 64 for each thread of four warps: more take too many of their registers."""
+
+ROWS_LAYOUT = gl.NVMMASharedLayout(128, 16, 3)
+"""Of a box of queries, [tokens, heads that share keys, BOX_DIM]."""
+
+TILE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+"""Of a tile, which boxes make up: those of the first BOX_DIM elements, then of the next."""
+
+HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+"""Whether that method has no underscore before its name, as from Triton 3.9 on."""
+
+copy_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+"""Asks for a box; so called from Triton 3.9 on, and so before."""
+
+
+@gluon.jit
+def load_tiles(
+    rows,
+    k_descriptor,
+    v_descriptor,
+    page_table_ptr,  # i32[num_requests, max_pages]
+    work,
+    num_pages,
+    window_tokens,
+    chunk_tokens,
+    stride_table_request,
+    ring,
+    NUM_KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    PAGE_TOKENS: gl.constexpr,
+    IS_CAUSAL: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_T: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+    IS_CONVERTED: gl.constexpr,
+):
+    """Load tiles of keys and of values for all row tiles, each as soon as its place is free.
+
+    So are the queries of row tiles, if the copy engine can find them.
+    """
+    q, items, item_ready, item_free, q_descriptor = rows
+    _, seq_lens_ptr, _, _, _, _, _ = work
+    num_said = 0
+    done = 0
+    landed_phase = 0
+    for round_index in range(num_rounds(work)):
+        kv_head, request, row_start, query_start, query_len = place_of(
+            round_index, work, NUM_KV_HEADS
+        )
+        if request >= 0:
+            seq_len = gl.load(seq_lens_ptr + request)
+            keys_start, keys_end, tiles_start, num_tiles = keys_of(
+                row_start,
+                query_start,
+                query_len,
+                seq_len,
+                work,
+                window_tokens,
+                chunk_tokens,
+                GROUP,
+                IS_CAUSAL,
+                BLOCK_N,
+                BLOCK_T,
+            )
+            place = num_said % 2
+            mbarrier.wait(item_free.index(place), (num_said // 2) & 1 ^ 1)
+            say(
+                items,
+                place,
+                (
+                    request,
+                    kv_head,
+                    row_start,
+                    query_start,
+                    query_len,
+                    seq_len,
+                    tiles_start,
+                    num_tiles,
+                ),
+                4 if IS_CONVERTED else 1,
+            )
+            if q_descriptor is None:
+                mbarrier.arrive(item_ready.index(place), count=1)
+            else:
+                token = query_start + row_start // GROUP
+                _load_rows(
+                    q,
+                    q_descriptor,
+                    item_ready.index(place),
+                    place,
+                    token,
+                    kv_head * GROUP,
+                    GROUP,
+                    BLOCK_D,
+                )
+            num_said += 1
+            table_row_ptr = page_table_ptr + request.to(gl.int64) * stride_table_request
+            if IS_CONVERTED:
+                # Values are converted behind the keys of the next tile.
+                for tile in range(num_tiles + 1):
+                    _convert_both(
+                        k_descriptor,
+                        v_descriptor,
+                        table_row_ptr,
+                        tiles_start,
+                        tile,
+                        num_tiles,
+                        keys_start,
+                        keys_end,
+                        kv_head,
+                        num_pages,
+                        done,
+                        ring,
+                        PAGE_TOKENS,
+                        BLOCK_N,
+                        BLOCK_T,
+                        BLOCK_D,
+                        NUM_STAGES,
+                    )
+            else:
+                for tile in range(num_tiles):
+                    landed_phase = _load_both(
+                        k_descriptor,
+                        v_descriptor,
+                        table_row_ptr,
+                        tiles_start + tile * BLOCK_N,
+                        keys_start,
+                        keys_end,
+                        kv_head,
+                        num_pages,
+                        done + tile,
+                        landed_phase,
+                        ring,
+                        PAGE_TOKENS,
+                        BLOCK_N,
+                        BLOCK_T,
+                        BLOCK_D,
+                        NUM_STAGES,
+                    )
+            done += num_tiles
+    place = num_said % 2
+    mbarrier.wait(item_free.index(place), (num_said // 2) & 1 ^ 1)
+    say(items, place, (-1,), 4 if IS_CONVERTED else 1)
+    mbarrier.arrive(item_ready.index(place), count=1)
+
+
+@gluon.jit
+def _load_rows(
+    q,
+    descriptor,
+    ready,
+    place,
+    token,
+    head,
+    GROUP: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+):
+    """Ask for the queries of a row tile from a token and head on, those of both groups of warps."""
+    NUM_PARTS: gl.constexpr = BLOCK_D // BOX_DIM
+    GROUP_ROWS: gl.constexpr = q.shape[1]
+    shape: gl.constexpr = [q.shape[0] * NUM_PARTS, GROUP_ROWS // GROUP, GROUP, BOX_DIM]
+    if HAS_REINTERPRET:
+        boxes = q.reinterpret(q.dtype, shape, descriptor.layout)
+    else:
+        boxes = q._reinterpret(q.dtype, shape, descriptor.layout)
+    mbarrier.expect(ready, 2 * GROUP_ROWS * BLOCK_D * 2)
+    for group in gl.static_range(2):
+        for part in gl.static_range(NUM_PARTS):
+            copy_box(
+                descriptor,
+                [token + group * (GROUP_ROWS // GROUP), head, part * BOX_DIM],
+                ready,
+                boxes.index((place * 2 + group) * NUM_PARTS + part),
+            )
+
+
+@gluon.jit
+def _live_rows(tile_start, keys_start, keys_end, BLOCK_N: gl.constexpr):
+    """Rows [start, end) of a tile that some query reads."""
+    return gl.maximum(keys_start - tile_start, 0), gl.minimum(keys_end - tile_start, BLOCK_N)
+
+
+@gluon.jit
+def _load_both(
+    k_descriptor,
+    v_descriptor,
+    table_row_ptr,
+    tile_start,
+    keys_start,
+    keys_end,
+    kv_head,
+    num_pages,
+    index,  # of the tile in the ring
+    landed_phase,
+    ring,
+    PAGE_TOKENS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_T: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+):
+    """Load a tile of keys and of values; the next phase of values that land before they are ready.
+
+    A dead slot may hold NaN, and 0 * NaN is NaN: values are zeroed, not only their weights.
+    """
+    k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, _, _, _ = ring
+    stage = index % NUM_STAGES
+    phase = (index // NUM_STAGES) & 1
+    _load_tile(
+        k_descriptor,
+        table_row_ptr,
+        tile_start,
+        keys_end,
+        kv_head,
+        num_pages,
+        k_tiles,
+        stage,
+        k_free.index(stage),
+        phase ^ 1,
+        k_ready.index(stage),
+        PAGE_TOKENS,
+        BLOCK_N,
+        BLOCK_T,
+        BLOCK_D,
+    )
+    first_live, end_live = _live_rows(tile_start, keys_start, keys_end, BLOCK_N)
+    end_copied = gl.cdiv(end_live, BLOCK_T) * BLOCK_T
+    is_ragged = (first_live > 0) | (end_live < end_copied)
+    _load_tile(
+        v_descriptor,
+        table_row_ptr,
+        tile_start,
+        keys_end,
+        kv_head,
+        num_pages,
+        v_tiles,
+        stage,
+        v_free.index(stage),
+        phase ^ 1,
+        v_ready.index(gl.where(is_ragged, NUM_STAGES, stage)),
+        PAGE_TOKENS,
+        BLOCK_N,
+        BLOCK_T,
+        BLOCK_D,
+    )
+    if is_ragged:
+        mbarrier.wait(v_ready.index(NUM_STAGES), landed_phase)
+        landed_phase ^= 1
+        zero_rows(v_tiles, stage, 0, first_live, BLOCK_N, BLOCK_D)
+        zero_rows(v_tiles, stage, end_live, end_copied, BLOCK_N, BLOCK_D)
+        fence_async_shared()
+        mbarrier.arrive(v_ready.index(stage), count=1)
+    return landed_phase
+
+
+@gluon.jit
+def _convert_both(
+    k_descriptor,
+    v_descriptor,
+    table_row_ptr,
+    tiles_start,
+    tile,
+    num_tiles,
+    keys_start,
+    keys_end,
+    kv_head,
+    num_pages,
+    done,
+    ring,
+    PAGE_TOKENS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_T: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+):
+    """Convert a tile of keys, and the values of the tile before, and ask for what comes next.
+
+    It is in the order in which those that multiply wait: they free values only when they have the
+    next but one's keys. So nothing is waited for that waits for what is to be converted here.
+    """
+    k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, _, k_landed, v_landed = ring
+    tile_start = tiles_start + tile * BLOCK_N
+    index = done + tile
+    # Keys are asked for a tile ahead, the first together with the second.
+    for ahead in range(gl.where(tile == 0, 0, 1), 2):
+        if tile + ahead < num_tiles:
+            stage = (index + ahead) % NUM_STAGES
+            _load_tile(
+                k_descriptor,
+                table_row_ptr,
+                tile_start + ahead * BLOCK_N,
+                keys_end,
+                kv_head,
+                num_pages,
+                k_tiles,
+                stage,
+                k_free.index(stage),
+                ((index + ahead) // NUM_STAGES) & 1 ^ 1,
+                k_landed.index(stage),
+                PAGE_TOKENS,
+                BLOCK_N,
+                BLOCK_T,
+                BLOCK_D,
+            )
+    if tile < num_tiles:
+        stage = index % NUM_STAGES
+        phase = (index // NUM_STAGES) & 1
+        first_live, end_live = _live_rows(tile_start, keys_start, keys_end, BLOCK_N)
+        mbarrier.wait(k_landed.index(stage), phase)
+        convert_rows(k_tiles, stage, first_live, end_live, k_descriptor.dtype, BLOCK_N, BLOCK_D)
+        fence_async_shared()
+        mbarrier.arrive(k_ready.index(stage), count=1)
+        _load_tile(
+            v_descriptor,
+            table_row_ptr,
+            tile_start,
+            keys_end,
+            kv_head,
+            num_pages,
+            v_tiles,
+            stage,
+            v_free.index(stage),
+            phase ^ 1,
+            v_landed.index(stage),
+            PAGE_TOKENS,
+            BLOCK_N,
+            BLOCK_T,
+            BLOCK_D,
+        )
+    if tile > 0:
+        stage = (index - 1) % NUM_STAGES
+        phase = ((index - 1) // NUM_STAGES) & 1
+        first_live, end_live = _live_rows(tile_start - BLOCK_N, keys_start, keys_end, BLOCK_N)
+        mbarrier.wait(v_landed.index(stage), phase)
+        convert_rows(v_tiles, stage, first_live, end_live, v_descriptor.dtype, BLOCK_N, BLOCK_D)
+        fence_async_shared()
+        mbarrier.arrive(v_ready.index(stage), count=1)
+
+
+@gluon.jit
+def convert_rows(
+    tiles,
+    stage,
+    first_live,
+    end_live,
+    stored: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+):
+    """Convert, by four warps, what has landed in the upper half of a place, block by block.
+
+    Rows before first_live and from end_live on are zeroed. No block is stored where one lies that
+    has not been loaded.
+    """
+    WIDTH: gl.constexpr = min(BLOCK_D, CONVERTED_AT_ONCE // BLOCK_N)
+    BLOCKS: gl.constexpr = BLOCK_D // WIDTH
+    layout: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
+    landed_shape: gl.constexpr = [tiles.shape[0] * 2 * BLOCKS, BLOCK_N, WIDTH]
+    shape: gl.constexpr = [tiles.shape[0] * BLOCKS, BLOCK_N, WIDTH]
+    if HAS_REINTERPRET:
+        in_pages = tiles.reinterpret(stored, landed_shape, STORED_LAYOUT)
+        blocks = tiles.reinterpret(tiles.dtype, shape, TILE_LAYOUT)
+    else:
+        in_pages = tiles._reinterpret(stored, landed_shape, STORED_LAYOUT)
+        blocks = tiles._reinterpret(tiles.dtype, shape, TILE_LAYOUT)
+    rows = gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
+    for block in gl.static_range(BLOCKS):
+        values = in_pages.index((stage * 2 + 1) * BLOCKS + block).load(layout)
+        # By way of float32, from which two at once become what they are to be.
+        values = values.to(gl.float32).to(tiles.dtype)
+        if (first_live > 0) | (end_live < BLOCK_N):
+            is_live = (rows >= first_live) & (rows < end_live)
+            values = gl.where(is_live[:, None], values, 0.0).to(tiles.dtype)
+        blocks.index(stage * BLOCKS + block).store(values)
+
+
+@gluon.jit
+def _look_up(
+    place,  # page of the request and slot there of the first box
+    table_row_ptr,  # i32[max_pages]
+    tile_start,
+    keys_end,
+    num_pages,
+    FIRST: gl.constexpr,
+    PAGE_TOKENS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_T: gl.constexpr,
+):
+    """Pages of a tile's AT_ONCE boxes from FIRST on, their slots there, and the place behind them.
+
+    Boxes past keys_end are of no page, which makes them 0.
+    """
+    page_index, slot = place
+    pages = ()
+    slots = ()
+    for box in gl.static_range(FIRST, min(FIRST + AT_ONCE, BLOCK_N // BLOCK_T)):
+        is_live = tile_start + box * BLOCK_T < keys_end
+        pages += (gl.load(table_row_ptr + page_index, mask=is_live, other=num_pages),)
+        slots += (slot,)
+        slot += BLOCK_T
+        page_index += (slot == PAGE_TOKENS).to(gl.int32)
+        slot = gl.where(slot == PAGE_TOKENS, 0, slot)
+    return pages, slots, (page_index, slot)
+
+
+@gluon.jit
+def _load_tile(
+    descriptor,
+    table_row_ptr,
+    tile_start,
+    keys_end,
+    kv_head,
+    num_pages,
+    tiles,
+    stage,
+    free,
+    phase,
+    ready,
+    PAGE_TOKENS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_T: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+):
+    """Ask for a tile of keys or values, once its place is free.
+
+    Pages are looked up some at a time, the first while the place is waited for: one after the other
+    they would take the longer, the smaller they are.
+    """
+    NUM_BOXES: gl.constexpr = BLOCK_N // BLOCK_T
+    NUM_PARTS: gl.constexpr = BLOCK_D // BOX_DIM
+    # What is to be converted lands in the last of so many parts of its place.
+    PARTS: gl.constexpr = tiles.dtype.primitive_bitwidth // descriptor.dtype.primitive_bitwidth
+    shape: gl.constexpr = [tiles.shape[0] * PARTS * NUM_PARTS * NUM_BOXES, 1, BLOCK_T, 1, BOX_DIM]
+    if HAS_REINTERPRET:
+        boxes = tiles.reinterpret(descriptor.dtype, shape, descriptor.layout)
+    else:
+        boxes = tiles._reinterpret(descriptor.dtype, shape, descriptor.layout)
+    place = (tile_start // PAGE_TOKENS, tile_start % PAGE_TOKENS)
+    for first in gl.static_range(0, NUM_BOXES, AT_ONCE):
+        pages, slots, place = _look_up(
+            place,
+            table_row_ptr,
+            tile_start,
+            keys_end,
+            num_pages,
+            first,
+            PAGE_TOKENS,
+            BLOCK_N,
+            BLOCK_T,
+        )
+        if first == 0:
+            mbarrier.wait(free, phase)
+            mbarrier.expect(ready, BLOCK_N * BLOCK_D * 2 // PARTS)
+        for box in gl.static_range(first, min(first + AT_ONCE, NUM_BOXES)):
+            for part in gl.static_range(NUM_PARTS):
+                copy_box(
+                    descriptor,
+                    [pages[box - first], slots[box - first], kv_head, part * BOX_DIM],
+                    ready,
+                    boxes.index(((stage * PARTS + PARTS - 1) * NUM_PARTS + part) * NUM_BOXES + box),
+                )
+
+
+@gluon.jit
+def zero_rows(tiles, stage, start, end, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr):
+    """Zero rows [start, end) of a tile."""
+    NUM_BOXES: gl.constexpr = BLOCK_N // SWIZZLE_ROWS
+    NUM_PARTS: gl.constexpr = BLOCK_D // BOX_DIM
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    shape: gl.constexpr = [tiles.shape[0] * NUM_PARTS * NUM_BOXES, SWIZZLE_ROWS, BOX_DIM]
+    if HAS_REINTERPRET:
+        boxes = tiles.reinterpret(tiles.dtype, shape, TILE_LAYOUT)
+    else:
+        boxes = tiles._reinterpret(tiles.dtype, shape, TILE_LAYOUT)
+    rows = gl.arange(0, SWIZZLE_ROWS, gl.SliceLayout(1, layout))
+    for box in range(start // SWIZZLE_ROWS, gl.cdiv(end, SWIZZLE_ROWS)):
+        is_dead = (box * SWIZZLE_ROWS + rows >= start) & (box * SWIZZLE_ROWS + rows < end)
+        for part in gl.static_range(NUM_PARTS):
+            place = boxes.index((stage * NUM_PARTS + part) * NUM_BOXES + box)
+            values = place.load(layout)
+            place.store(gl.where(is_dead[:, None], 0.0, values).to(tiles.dtype))

@@ -1,0 +1,263 @@
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
+# Gluon's layouts and loops are what its compiler takes them for.
+"""The prefill kernel of attention for Hopper: warps that load beside warps that compute.
+
+One warp asks for keys and values, box by box through the page table, with the copy engine; those in
+float8 four warps convert as they land. Two
+groups of four warps have half of a tile of rows each and multiply: while the tensor cores take the
+weights of one tile of keys times its values, the softmax of the next runs, and that of the other
+group. Written in Gluon, which nothing interprets: `attention.prefill` is its twin.
+
+What they share is a ring of tiles: (keys, values, barriers where keys are ready and where their
+place is free, the same of values, barriers of the groups' turns, barriers where keys and values
+have landed that are to be converted). One more barrier is for other values that are not ready when
+they have landed. And row tiles: (room for the queries of each group, for
+two row tiles if these are loaded ahead; numbers of two, barriers where one is ready and where its
+place is free, what the copy engine finds queries by).
+
+Source: FlashAttention-3 (arXiv 2407.08608), sections 3.1 and 3.2.
+"""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from jenga_kernels.triton.attention.hopper.load import (
+    BOX_DIM,
+    BOX_LAYOUT,
+    BYTE_BOX_LAYOUT,
+    ROWS_LAYOUT,
+    TILE_LAYOUT,
+    load_tiles,
+)
+from jenga_kernels.triton.attention.hopper.rows import GROUP_ROWS, attend_rows
+from jenga_kernels.triton.attention.hopper.work import ITEM_LAYOUT, ITEM_NUMBERS
+
+
+@gluon.jit(do_not_specialize=["num_pages", "num_items", "num_programs"])
+def attention_prefill_hopper_kernel(
+    # Outputs
+    out_ptr,  # [num_tokens, num_heads, head_dim], contiguous
+    lse_ptr,  # f32[num_tokens, num_heads] or None
+    # Inputs
+    q_ptr,  # [num_tokens, num_heads, head_dim]
+    q_descriptor,  # the same, or None: warps that multiply load their rows
+    k_descriptor,  # [num_pages, page_tokens, num_kv_heads, head_dim]
+    v_descriptor,  # [num_pages, page_tokens, num_kv_heads, head_dim]
+    page_table_ptr,  # i32[num_requests, max_pages]
+    query_starts_ptr,  # i32[num_requests + 1]
+    seq_lens_ptr,  # i32[num_requests]
+    row_tile_requests_ptr,  # i32[max_row_tiles]
+    row_tile_indices_ptr,  # i32[max_row_tiles]
+    sinks_ptr,  # [num_heads] or None
+    alibi_slopes_ptr,  # f32[num_heads] or None
+    k_scale_ptr,  # f32[1] or f32[num_kv_heads] or None
+    v_scale_ptr,  # f32[1] or f32[num_kv_heads] or None
+    spans_ptr,  # i32[num_tokens, 2] or None
+    # Scalars
+    scale,
+    soft_cap,
+    window_tokens,
+    chunk_tokens,
+    num_pages,
+    # Sizes
+    num_items,  # row tiles of all heads of keys
+    num_programs,
+    # Strides, in elements
+    stride_q_token: gl.int64,
+    stride_q_head: gl.int64,
+    stride_table_request: gl.int64,
+    # Tiles and flags
+    NUM_KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    PAGE_TOKENS: gl.constexpr,
+    IS_CAUSAL: gl.constexpr,
+    IS_PER_HEAD_SCALE: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_T: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+    TAKES_TURNS: gl.constexpr,
+):
+    """A program does one row tile after another, what it loads being up to a row tile ahead.
+
+    Item t * NUM_KV_HEADS + h is tile t of the list of row tiles for head h of keys. If the groups
+    take turns, one asks for its products before the other does: their softmaxes then run at
+    different times, each beside the other's products.
+    """
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    IS_CONVERTED: gl.constexpr = k_descriptor.dtype != dtype
+    LOADING_WARPS: gl.constexpr = 4 if IS_CONVERTED else 1
+    REGISTERS: gl.constexpr = 216 if IS_CONVERTED else 232
+    NUM_Q: gl.constexpr = 1 if q_descriptor is None else 2
+    q = gl.allocate_shared_memory(dtype, [2 * NUM_Q, GROUP_ROWS, BLOCK_D], TILE_LAYOUT)
+    k_tiles = gl.allocate_shared_memory(dtype, [NUM_STAGES, BLOCK_N, BLOCK_D], TILE_LAYOUT)
+    v_tiles = gl.allocate_shared_memory(dtype, [NUM_STAGES, BLOCK_N, BLOCK_D], TILE_LAYOUT)
+    barrier_layout: gl.constexpr = mbarrier.MBarrierLayout()
+    k_ready = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], barrier_layout)
+    k_free = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], barrier_layout)
+    v_ready = gl.allocate_shared_memory(gl.int64, [NUM_STAGES + 1, 1], barrier_layout)
+    v_free = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], barrier_layout)
+    k_landed = k_free
+    v_landed = v_free
+    if IS_CONVERTED:
+        k_landed = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], barrier_layout)
+        v_landed = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], barrier_layout)
+        for stage in gl.static_range(NUM_STAGES):
+            mbarrier.init(k_landed.index(stage), count=1)
+            mbarrier.init(v_landed.index(stage), count=1)
+    items = gl.allocate_shared_memory(gl.int32, [2, ITEM_NUMBERS], ITEM_LAYOUT)
+    item_ready = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
+    item_free = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
+    for i in gl.static_range(2):
+        mbarrier.init(item_ready.index(i), count=1)
+        mbarrier.init(item_free.index(i), count=2)
+    turns = v_free
+    for stage in gl.static_range(NUM_STAGES):
+        mbarrier.init(k_ready.index(stage), count=1)
+        mbarrier.init(k_free.index(stage), count=2)
+        mbarrier.init(v_ready.index(stage), count=1)
+        mbarrier.init(v_free.index(stage), count=2)
+    mbarrier.init(v_ready.index(NUM_STAGES), count=1)
+    if TAKES_TURNS:
+        turns = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
+        mbarrier.init(turns.index(0), count=1)
+        mbarrier.init(turns.index(1), count=1)
+    fence_async_shared()
+
+    ring = (k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, turns, k_landed, v_landed)
+    gl.warp_specialize(
+        [
+            (
+                attend_rows,
+                (
+                    out_ptr,
+                    lse_ptr,
+                    q_ptr,
+                    sinks_ptr,
+                    alibi_slopes_ptr,
+                    spans_ptr,
+                    (scale, soft_cap, window_tokens, chunk_tokens),
+                    k_scale_ptr,
+                    v_scale_ptr,
+                    stride_q_token,
+                    stride_q_head,
+                    (q, items, item_ready, item_free, q_descriptor),
+                    ring,
+                    NUM_KV_HEADS,
+                    GROUP,
+                    HEAD_DIM,
+                    IS_CAUSAL,
+                    BLOCK_N,
+                    BLOCK_D,
+                    NUM_STAGES,
+                    TAKES_TURNS,
+                    IS_PER_HEAD_SCALE,
+                    0,
+                ),
+            ),
+            (
+                attend_rows,
+                (
+                    out_ptr,
+                    lse_ptr,
+                    q_ptr,
+                    sinks_ptr,
+                    alibi_slopes_ptr,
+                    spans_ptr,
+                    (scale, soft_cap, window_tokens, chunk_tokens),
+                    k_scale_ptr,
+                    v_scale_ptr,
+                    stride_q_token,
+                    stride_q_head,
+                    (q, items, item_ready, item_free, q_descriptor),
+                    ring,
+                    NUM_KV_HEADS,
+                    GROUP,
+                    HEAD_DIM,
+                    IS_CAUSAL,
+                    BLOCK_N,
+                    BLOCK_D,
+                    NUM_STAGES,
+                    TAKES_TURNS,
+                    IS_PER_HEAD_SCALE,
+                    1,
+                ),
+            ),
+            (
+                load_tiles,
+                (
+                    (q, items, item_ready, item_free, q_descriptor),
+                    k_descriptor,
+                    v_descriptor,
+                    page_table_ptr,
+                    (
+                        query_starts_ptr,
+                        seq_lens_ptr,
+                        row_tile_requests_ptr,
+                        row_tile_indices_ptr,
+                        spans_ptr,
+                        num_items,
+                        num_programs,
+                    ),
+                    num_pages,
+                    window_tokens,
+                    chunk_tokens,
+                    stride_table_request,
+                    ring,
+                    NUM_KV_HEADS,
+                    GROUP,
+                    PAGE_TOKENS,
+                    IS_CAUSAL,
+                    BLOCK_N,
+                    BLOCK_T,
+                    BLOCK_D,
+                    NUM_STAGES,
+                    IS_CONVERTED,
+                ),
+            ),
+        ],
+        [4, LOADING_WARPS],
+        [REGISTERS, 504 - 2 * REGISTERS],  # of a thread; one of each group of warps has 504
+    )
+
+
+def box_descriptor(pages: torch.Tensor, block_tokens: int) -> TensorDescriptor:
+    """What the copy engine needs to know to find boxes of rows of one head of a page.
+
+    Args:
+        pages: Keys or values, [num_pages, page_tokens, num_kv_heads, head_dim], of 16 or 8 bits an
+            element; any strides that are multiples of 16 bytes, last dimension contiguous.
+        block_tokens: Rows of a box; a divisor of page_tokens and a multiple of 8.
+    """
+    # PyTorch leaves the stride of a dimension of size one undefined; the engine reads it.
+    strides = [
+        stride if size > 1 else BOX_DIM.value
+        for size, stride in zip(pages.shape, pages.stride(), strict=True)
+    ]
+    block = [1, block_tokens, 1, BOX_DIM.value]
+    layout = BYTE_BOX_LAYOUT if pages.element_size() == 1 else BOX_LAYOUT
+    return TensorDescriptor(pages, list(pages.shape), [*strides[:3], 1], block, layout)
+
+
+def rows_descriptor(q: torch.Tensor, group_heads: int) -> TensorDescriptor | None:
+    """What the copy engine needs to know to find the queries of a group of rows; None: it cannot.
+
+    Args:
+        q: Queries, [num_tokens, num_heads, head_dim], of 16 bits an element, last dimension
+            contiguous.
+        group_heads: Heads that share keys: rows of a token, next to each other.
+    """
+    whole_tokens, others = divmod(GROUP_ROWS.value, group_heads)
+    strides = [
+        stride if size > 1 else BOX_DIM.value
+        for size, stride in zip(q.shape, q.stride(), strict=True)
+    ]
+    is_aligned = q.data_ptr() % 16 == 0 and all(s > 0 and s % 8 == 0 for s in strides[:2])
+    if others or not is_aligned:
+        return None
+    block = [whole_tokens, group_heads, BOX_DIM.value]
+    return TensorDescriptor(q, list(q.shape), [*strides[:2], 1], block, ROWS_LAYOUT)

@@ -1,0 +1,177 @@
+"""Kernel of `jenga_kernels.kv_store`."""
+
+import triton
+import triton.language as tl
+
+from jenga_kernels.triton.lib.addressing import slot_offsets
+from jenga_kernels.triton.lib.device import (
+    device_function,
+    in_float,
+    quotient,
+    rounded_product,
+    widened,
+)
+from jenga_kernels.triton.lib.fp8 import E4M3_MAX, to_fp8
+from jenga_kernels.triton.lib.int4 import quantised_int4
+from jenga_kernels.triton.lib.int8 import INT8_MAX, to_int8
+
+LEAST_STORED = tl.constexpr(2.0**-100)
+"""A head of a token with a scale of its own and no element as great as this is stored as zeros.
+
+With steps of its own, one whose range is less is stored as its least element alone.
+"""
+
+
+@device_function
+def _stored(
+    rows,
+    heads,
+    live,
+    scale_ptr,
+    dtype: tl.constexpr,
+    HAS_FP8: tl.constexpr,
+    IS_PER_HEAD: tl.constexpr,
+):
+    """Rows as they are kept: in another float type, or scaled and saturated."""
+    if not dtype.is_fp8():
+        return in_float(rows, dtype)
+    else:
+        values = widened(rows)
+        if scale_ptr is not None:
+            if IS_PER_HEAD:
+                scale = tl.load(scale_ptr + heads, mask=live, other=1.0)[None, :, None]
+            else:
+                scale = tl.broadcast_to(tl.load(scale_ptr), [1, 1, 1])
+            values = quotient(values, scale)
+        return to_fp8(values, dtype, HAS_FP8)
+
+
+@device_function
+def _quantised(rows, mask, stored_dtype: tl.constexpr):
+    """Rows [lines, rows, BLOCK_LINE] as they are kept, and what each is multiplied with, f32[rows].
+
+    The greatest element becomes the greatest there is; next to nothing becomes nothing. A row that
+    is not finite has a scale that is not a number.
+    """
+    IS_INT8: tl.constexpr = stored_dtype == tl.int8
+    MOST: tl.constexpr = INT8_MAX if IS_INT8 else E4M3_MAX
+    values = tl.where(mask, widened(rows), 0.0)
+    # As integers magnitudes are ordered as they are as numbers, and what is no number is greatest.
+    bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    greatest = tl.max(tl.max(bits, 2), 0).to(tl.float32, bitcast=True)
+    is_finite = greatest < float("inf")
+    is_scaled = (greatest >= LEAST_STORED) & is_finite
+    most = tl.full(greatest.shape, MOST, tl.float32)
+    factor = tl.div_rn(most, tl.where(is_scaled, greatest, 1.0))
+    values = tl.where(is_scaled[None, :, None], values, 0.0)
+    factor = tl.broadcast_to(factor[None, :, None], values.shape)
+    stored = (
+        to_int8(rounded_product(values, factor))
+        if IS_INT8
+        else to_fp8(values * factor, stored_dtype, True)
+    )
+    return stored, tl.where(is_finite, tl.div_rn(greatest, most), float("nan"))
+
+
+@device_function
+def _places(NUM_LINES: tl.constexpr, BLOCK_LINE: tl.constexpr):
+    """Place in a row of each element of its lines, i32[lines, 1, BLOCK_LINE]."""
+    lines = tl.arange(0, NUM_LINES)[:, None] * BLOCK_LINE
+    return (lines + tl.arange(0, BLOCK_LINE)[None, :])[:, None, :]
+
+
+@device_function
+def _mask(live, places, ROW: tl.constexpr, BLOCK: tl.constexpr):
+    """Elements of live rows that exist, of ROW elements in BLOCK."""
+    mask = live[None, :, None]
+    if BLOCK != ROW:
+        mask &= places < ROW
+    return mask
+
+
+# Counts differ from step to step and must not compile anew.
+@triton.jit(do_not_specialize=["num_tokens"])
+def kv_store_kernel(
+    # Outputs
+    k_pages_ptr,  # [num_pages, page_tokens, num_kv_heads, head_dim], or u8 with two in each
+    v_pages_ptr,  # [num_pages, page_tokens, num_kv_heads, value_dim], or u8 with two in each
+    k_slot_scales_ptr,  # f32, or words i32 of u8, [num_pages, page_tokens, num_kv_heads], or None
+    v_slot_scales_ptr,  # as k_slot_scales_ptr
+    # Inputs
+    k_ptr,  # [num_tokens, num_kv_heads, head_dim]
+    v_ptr,  # [num_tokens, num_kv_heads, value_dim]
+    slots_ptr,  # i64[num_tokens]
+    k_scale_ptr,  # f32[1] or f32[num_kv_heads]
+    v_scale_ptr,  # f32[1] or f32[num_kv_heads]
+    # Sizes
+    num_tokens,
+    # Strides, in elements
+    stride_pages_page: tl.int64,
+    stride_pages_slot: tl.int64,
+    stride_pages_head: tl.int64,
+    stride_scales_page: tl.int64,
+    stride_scales_slot: tl.int64,
+    stride_scales_head: tl.int64,
+    stride_k_token: tl.int64,
+    stride_k_head: tl.int64,
+    stride_v_token: tl.int64,
+    stride_v_head: tl.int64,
+    # Tiles and flags
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    IS_PER_HEAD_K: tl.constexpr,
+    IS_PER_HEAD_V: tl.constexpr,
+    HAS_FP8: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_LINE: tl.constexpr,
+    THREAD_ELEMENTS: tl.constexpr,
+):
+    """Program p copies rows p * BLOCK_ROWS and on; a row is one head of one token."""
+    STORED: tl.constexpr = k_pages_ptr.dtype.element_ty
+    IS_INT4: tl.constexpr = tl.constexpr(STORED.is_uint8())
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    tokens = rows // NUM_KV_HEADS
+    heads = rows % NUM_KV_HEADS
+    slots = tl.load(slots_ptr + tokens, mask=tokens < num_tokens, other=-1)  # i64[BLOCK_ROWS]
+    live = slots >= 0
+    # Rows lie in lines of memory, and a thread has a part of each line of one row.
+    NUM_LINES: tl.constexpr = BLOCK_D // BLOCK_LINE
+    dims = _places(NUM_LINES, BLOCK_LINE)
+    k_mask = _mask(live, dims, HEAD_DIM, BLOCK_D)
+    v_mask = _mask(live, dims, VALUE_DIM, BLOCK_D)
+
+    k_offsets = tokens * stride_k_token + heads * stride_k_head
+    v_offsets = tokens * stride_v_token + heads * stride_v_head
+    k = tl.load(k_ptr + k_offsets[None, :, None] + dims, mask=k_mask)  # [lines, rows, BLOCK_LINE]
+    v = tl.load(v_ptr + v_offsets[None, :, None] + dims, mask=v_mask)  # [lines, rows, BLOCK_LINE]
+
+    slot = tl.where(live, slots, 0)
+    in_pages = slot_offsets(slot, stride_pages_page, stride_pages_slot, PAGE_TOKENS)
+    if k_slot_scales_ptr is None:
+        k = _stored(k, heads, live, k_scale_ptr, STORED, HAS_FP8, IS_PER_HEAD_K)
+        v = _stored(v, heads, live, v_scale_ptr, STORED, HAS_FP8, IS_PER_HEAD_V)
+    else:
+        if IS_INT4:
+            k, k_scales = quantised_int4(widened(k), k_mask, LEAST_STORED)
+            v, v_scales = quantised_int4(widened(v), v_mask, LEAST_STORED)
+        else:
+            k, k_scales = _quantised(k, k_mask, STORED)
+            v, v_scales = _quantised(v, v_mask, STORED)
+        in_scales = slot_offsets(slot, stride_scales_page, stride_scales_slot, PAGE_TOKENS)
+        in_scales += heads * stride_scales_head
+        tl.store(k_slot_scales_ptr + in_scales, k_scales, mask=live)
+        tl.store(v_slot_scales_ptr + in_scales, v_scales, mask=live)
+    if IS_INT4:
+        dims = _places(NUM_LINES, BLOCK_LINE // 2)
+        k_mask = _mask(live, dims, HEAD_DIM // 2, BLOCK_D // 2)
+        v_mask = _mask(live, dims, VALUE_DIM // 2, BLOCK_D // 2)
+    offsets = (in_pages + heads * stride_pages_head)[None, :, None] + dims
+    # As many as are loaded at once; see `store_rows`.
+    offsets = tl.max_contiguous(
+        offsets, [1, 1, THREAD_ELEMENTS // 2 if IS_INT4 else THREAD_ELEMENTS]
+    )
+    tl.store(k_pages_ptr + offsets, k, mask=k_mask)
+    tl.store(v_pages_ptr + offsets, v, mask=v_mask)

@@ -1,0 +1,232 @@
+"""Kernel of `jenga_kernels.attention_plan`: a step's work lists."""
+
+import triton
+import triton.language as tl
+
+from jenga_kernels.triton.attention.tile import first_visible
+from jenga_kernels.triton.lib.addressing import first_tile_key
+from jenga_kernels.triton.lib.device import ceil_div, device_function
+
+MAX_SPLITS = tl.constexpr(8)
+"""Most parts of a request's keys in batch-invariant mode; bounds the memory for partial results."""
+
+MIN_SPLIT_TILES = tl.constexpr(4)
+"""Fewest tiles worth a part of their own in batch-invariant mode."""
+
+
+@device_function
+def decode_keys(
+    query_len,
+    seq_len,
+    window_tokens,
+    chunk_tokens,
+    PAGE_TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Where a decoding request's keys and tiles begin, and the number of tiles, at least 1."""
+    keys_start = first_visible(seq_len - query_len, window_tokens, chunk_tokens)
+    tiles_start = first_tile_key(keys_start, PAGE_TOKENS, BLOCK_N, False)
+    num_tiles = tl.maximum(1, ceil_div(seq_len - tiles_start, BLOCK_N))
+    return keys_start, tiles_start, num_tiles
+
+
+@device_function
+def invariant_split_tiles(num_tiles):
+    """Tiles of one part of a request's keys, from the request alone."""
+    num_splits = tl.minimum(MAX_SPLITS, ceil_div(num_tiles, MIN_SPLIT_TILES))
+    return ceil_div(num_tiles, num_splits)
+
+
+@device_function
+def partial_index(program, pair, first_program):
+    """Index of the part that `program` has of a split pair, which begins in `first_program`.
+
+    It grows from one part to the next: in a pair the program does, and from one split pair to the
+    next both the pair and where it begins do. Twice the number of programs bounds it.
+    """
+    return program + tl.minimum(pair, first_program)
+
+
+@device_function
+def next_run(
+    program,
+    unit,
+    program_end,
+    units_per_program,
+    request,
+    query_starts_ptr,  # i32[num_requests + 1]
+    seq_lens_ptr,  # i32[num_requests]
+    unit_starts_ptr,  # i32[num_requests + 1]
+    window_tokens,
+    chunk_tokens,
+    NUM_KV_HEADS: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    IS_INVARIANT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """What a decode program does from `unit` on, which belongs to `request` or a later one.
+
+    Returns:
+        The request and head of keys, the tiles [start, end) of its keys, how many units these are
+        and of how many, and the partial result they give if they are not all.
+    """
+    units_end = tl.load(unit_starts_ptr + request + 1)
+    while unit >= units_end * NUM_KV_HEADS:
+        request += 1
+        units_end = tl.load(unit_starts_ptr + request + 1)
+    units_before = tl.load(unit_starts_ptr + request)
+    num_units = units_end - units_before
+    unit_in_request = unit - units_before * NUM_KV_HEADS
+    kv_head = unit_in_request // num_units
+    unit_in_pair = unit_in_request - kv_head * num_units
+    pair = request * NUM_KV_HEADS + kv_head
+    if IS_INVARIANT:
+        query_len = tl.load(query_starts_ptr + request + 1) - tl.load(query_starts_ptr + request)
+        seq_len = tl.load(seq_lens_ptr + request)
+        _, _, num_tiles = decode_keys(
+            query_len, seq_len, window_tokens, chunk_tokens, PAGE_TOKENS, BLOCK_N
+        )
+        units_done = 1
+        split_tiles = invariant_split_tiles(num_tiles)
+        tile_start = unit_in_pair * split_tiles
+        tile_end = tl.minimum(num_tiles, tile_start + split_tiles)
+        partial = pair * MAX_SPLITS + unit_in_pair
+    else:
+        units_done = tl.minimum(num_units - unit_in_pair, program_end - unit)
+        tile_start = unit_in_pair
+        tile_end = unit_in_pair + units_done
+        partial = partial_index(program, pair, (unit - unit_in_pair) // units_per_program)
+    return request, kv_head, tile_start, tile_end, units_done, num_units, partial
+
+
+@device_function
+def _units(
+    requests,
+    query_starts_ptr,
+    seq_lens_ptr,
+    window_tokens,
+    chunk_tokens,
+    num_requests,
+    GROUP: tl.constexpr,
+    QUERY_TOKENS: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    IS_INVARIANT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Units of decode work per head of keys, and tiles of prefill rows, of each request."""
+    live = requests < num_requests
+    query_lens = tl.load(query_starts_ptr + requests + 1, mask=live, other=0) - tl.load(
+        query_starts_ptr + requests, mask=live, other=0
+    )
+    seq_lens = tl.load(seq_lens_ptr + requests, mask=live, other=0)
+    _, _, units = decode_keys(
+        query_lens, seq_lens, window_tokens, chunk_tokens, PAGE_TOKENS, BLOCK_N
+    )
+    if IS_INVARIANT:
+        units = ceil_div(units, invariant_split_tiles(units))
+    units = tl.where((query_lens > 0) & (query_lens <= QUERY_TOKENS), units, 0)
+    row_tiles = tl.where(query_lens > QUERY_TOKENS, ceil_div(query_lens * GROUP, BLOCK_M), 0)
+    return units, row_tiles
+
+
+# Counts differ from step to step and must not compile anew.
+@triton.jit(do_not_specialize=["num_requests", "num_programs", "max_row_tiles"])
+def attention_plan_kernel(
+    # Outputs
+    unit_starts_ptr,  # i32[num_requests + 1], decode work before each request, per head of keys
+    units_per_program_ptr,  # i32[1]
+    first_requests_ptr,  # i32[num_programs], where each program of the decode kernel begins
+    row_tile_requests_ptr,  # i32[max_row_tiles], request of each tile of prefill rows, or -1
+    row_tile_indices_ptr,  # i32[max_row_tiles], which of its request's tiles it is
+    # Inputs
+    query_starts_ptr,  # i32[num_requests + 1]
+    seq_lens_ptr,  # i32[num_requests]
+    # Scalars
+    window_tokens,
+    chunk_tokens,
+    # Sizes
+    num_requests,
+    num_programs,
+    max_row_tiles,
+    # Tiles and flags
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUERY_TOKENS: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    IS_INVARIANT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_REQUESTS: tl.constexpr,
+    BLOCK_ENTRIES: tl.constexpr,
+):
+    """Program p makes entries p * BLOCK_ENTRIES and on of each list; program 0 the prefix sums.
+
+    Every program counts all requests itself, so no program waits for another.
+    """
+    total = 0
+    for block in range(0, num_requests, BLOCK_REQUESTS):
+        units, _ = _units(
+            block + tl.arange(0, BLOCK_REQUESTS),
+            query_starts_ptr,
+            seq_lens_ptr,
+            window_tokens,
+            chunk_tokens,
+            num_requests,
+            GROUP,
+            QUERY_TOKENS,
+            PAGE_TOKENS,
+            IS_INVARIANT,
+            BLOCK_N,
+            BLOCK_M,
+        )
+        total += tl.sum(units, 0)
+    units_per_program = tl.maximum(1, ceil_div(total * NUM_KV_HEADS, num_programs))
+
+    entries = tl.program_id(0) * BLOCK_ENTRIES + tl.arange(0, BLOCK_ENTRIES)
+    positions = entries * units_per_program  # i32[BLOCK_ENTRIES], flat, over requests and heads
+    first_requests = tl.full([BLOCK_ENTRIES], 0, tl.int32)
+    row_tile_requests = tl.full([BLOCK_ENTRIES], 0, tl.int32)
+    row_tile_ends = tl.full([BLOCK_ENTRIES], 2147483647, tl.int32)
+    units_before = 0
+    row_tiles_before = 0
+    for block in range(0, num_requests, BLOCK_REQUESTS):
+        requests = block + tl.arange(0, BLOCK_REQUESTS)
+        units, row_tiles = _units(
+            requests,
+            query_starts_ptr,
+            seq_lens_ptr,
+            window_tokens,
+            chunk_tokens,
+            num_requests,
+            GROUP,
+            QUERY_TOKENS,
+            PAGE_TOKENS,
+            IS_INVARIANT,
+            BLOCK_N,
+            BLOCK_M,
+        )
+        live = requests < num_requests
+        unit_ends = units_before + tl.cumsum(units, 0)  # i32[BLOCK_REQUESTS]
+        ends = row_tiles_before + tl.cumsum(row_tiles, 0)  # i32[BLOCK_REQUESTS]
+        if tl.program_id(0) == 0:
+            tl.store(unit_starts_ptr + requests, unit_ends - units, mask=live)
+        is_before = (unit_ends * NUM_KV_HEADS)[None, :] <= positions[:, None]
+        first_requests += tl.sum((is_before & live[None, :]).to(tl.int32), 1)
+        is_before = ends[None, :] <= entries[:, None]
+        row_tile_requests += tl.sum((is_before & live[None, :]).to(tl.int32), 1)
+        after = tl.where(is_before, 2147483647, ends[None, :])
+        row_tile_ends = tl.minimum(row_tile_ends, tl.min(after, 1))
+        units_before += tl.sum(units, 0)
+        row_tiles_before += tl.sum(row_tiles, 0)
+
+    if tl.program_id(0) == 0:
+        tl.store(unit_starts_ptr + num_requests, total)
+        tl.store(units_per_program_ptr, units_per_program)
+    first_requests = tl.minimum(first_requests, tl.maximum(num_requests - 1, 0))
+    tl.store(first_requests_ptr + entries, first_requests, mask=entries < num_programs)
+    # The last rows of a request read the most keys: they begin first.
+    is_used = entries < row_tiles_before
+    mask = entries < max_row_tiles
+    tl.store(row_tile_requests_ptr + entries, tl.where(is_used, row_tile_requests, -1), mask=mask)
+    tl.store(row_tile_indices_ptr + entries, row_tile_ends - 1 - entries, mask=mask)

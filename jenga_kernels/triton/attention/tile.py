@@ -1,0 +1,293 @@
+"""What the attention kernels share: which keys a query reads, one step over keys, the end of a row.
+
+A row is one head of one query token. The rows of a request that belong to one head of keys are
+numbered row = token * GROUP + head in group, so that one tile of queries serves a whole group.
+"""
+
+import triton.language as tl
+
+from jenga_kernels.triton.lib.addressing import key_offsets
+from jenga_kernels.triton.lib.device import device_function, log2, reciprocal, rounded
+from jenga_kernels.triton.lib.fp8 import split_e5m2_pairs, split_pairs
+from jenga_kernels.triton.lib.int4 import (
+    FIRST_UNIT,
+    SECOND_UNIT,
+    restored_int4,
+    split_int4_pairs,
+    split_int4_quads,
+    split_words,
+)
+from jenga_kernels.triton.lib.int8 import from_stored, split_int8_pairs
+from jenga_kernels.triton.lib.matmul import matmul, matmul_add
+from jenga_kernels.triton.lib.rows import load_rows
+from jenga_kernels.triton.lib.softmax import soft_capped, softmax_step
+from jenga_kernels.triton.lib.tiles import WIDE_HEAD as _WIDE_HEAD
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+WIDE_HEAD = tl.constexpr(_WIDE_HEAD)
+
+PAIR = tl.constexpr(2)
+QUAD = tl.constexpr(4)
+"""Elements that one item of pages read in parts holds."""
+
+
+@device_function
+def first_visible(positions, window_tokens, chunk_tokens):
+    """First key that the query at each position reads."""
+    first = positions * 0
+    if window_tokens is not None:
+        first = tl.maximum(first, positions - window_tokens + 1)
+    if chunk_tokens is not None:
+        first = tl.maximum(first, tl.maximum(positions, 0) // chunk_tokens * chunk_tokens)
+    return first
+
+
+@device_function
+def end_visible(positions, seq_len, IS_CAUSAL: tl.constexpr):
+    """One past the last key that the query at each position reads."""
+    if IS_CAUSAL:
+        return tl.minimum(positions + 1, seq_len)
+    else:
+        return positions * 0 + seq_len
+
+
+@device_function
+def row_offsets(tokens, heads, stride_token, stride_head):
+    """Offset of each row, i64[M]; tokens count over the batch."""
+    return tokens.to(tl.int64) * stride_token + heads.to(tl.int64) * stride_head
+
+
+@device_function
+def element_mask(live, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Elements of live rows that exist, i1[M, BLOCK_D]."""
+    mask = live[:, None]
+    if BLOCK_D != HEAD_DIM:
+        mask = mask & (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
+    return mask
+
+
+@device_function
+def attend_tile(  # noqa: PLR0912 - options are compiled in or out, each an `if`
+    # Running softmax of the rows
+    acc,  # f32[M, BLOCK_V]; of pairs two of f32[M, BLOCK_V // 2], of quads four of a quarter
+    row_max,  # f32[M]
+    row_sum,  # f32[M], or f32[M, BLOCK_N]: one sum for each place of a key in its tile
+    value_unit,  # f32: of pairs and quads whose slots have scales, the greatest so far: acc's unit
+    least_sums,  # of quads, f32[M, BLOCK_N]: what acc lacks, of least elements by their weights
+    # Rows
+    q,  # [M, BLOCK_D]; of pairs two of f16[M, BLOCK_D // 2], of quads four of a quarter
+    q_sums,  # f32[M]: of pairs and quads of four bits each, sums of q; else None
+    positions,  # i32[M]
+    row_starts,  # i32[M] or None: first key each row reads
+    row_ends,  # i32[M], one past the last
+    span_starts,  # i32[M] or None: keys read besides
+    span_ends,  # i32[M] or None
+    slopes,  # f32[M] or None: ALiBi
+    # Keys, as pairs, quads or elements
+    k_pages_ptr,
+    v_pages_ptr,
+    k_scales_ptr,  # f32, or words i32, of each slot, or None
+    v_scales_ptr,  # as k_scales_ptr
+    page_table_ptr,  # i32[max_pages], the request's row
+    tiles_start,
+    tile,
+    keys_start,  # keys outside [keys_start, keys_end) are not read at all
+    keys_end,
+    # Scalars
+    scale,
+    soft_cap,
+    # Strides, in elements
+    stride_pages_page,
+    stride_pages_slot,
+    stride_scales_page,  # with the next: None without scales
+    stride_scales_slot,
+    # Tiles and flags
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    STORED: tl.constexpr,  # element type of the pages
+    K_SPLIT: tl.constexpr,
+    V_SPLIT: tl.constexpr,
+    IS_EDGE: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    KEEPS_OFFSETS: tl.constexpr,
+):
+    """Take a tile of BLOCK_N keys into the running softmax of the rows.
+
+    Without IS_EDGE every row reads every one of these keys. Rows without `row_starts` read all keys
+    from 0 to their ends, and tiles_start is 0.
+
+    Where K_SPLIT and V_SPLIT are PAIR or QUAD, not 1, so many elements of a byte or half of one are
+    read as one item, and pointers are to these: the first elements of such pairs or quads are
+    multiplied with the first of q and add up in the first of acc, and so on. Strides count items of
+    values, of which one of keys may be two.
+
+    Where slots have scales, scores are multiplied with those of keys. Those of values go to the
+    values; of pairs and quads, whose products are of half precision, to the weights, as shares of
+    the greatest scale so far: by themselves they may be too small for it. Of pairs and quads of
+    four bits each, what they lie above is added to scores by the sums of queries, and to results by
+    those of weights; without, keys and values are restored first.
+    """
+    IS_INT4: tl.constexpr = tl.constexpr(STORED.is_uint8())
+    IS_SPLIT: tl.constexpr = tl.constexpr(V_SPLIT > 1)
+    # Elements of an item that is loaded.
+    K_ITEM: tl.constexpr = tl.constexpr(2 if IS_INT4 and K_SPLIT == 1 else K_SPLIT)
+    V_ITEM: tl.constexpr = tl.constexpr(2 if IS_INT4 and V_SPLIT == 1 else V_SPLIT)
+    # Keys count from `origin`. Where offsets are kept that is the tile's first key: bounds of rows
+    # are brought to the tile, which takes fewer instructions, but registers.
+    keys = tl.arange(0, BLOCK_N)
+    origin = tiles_start + tile * BLOCK_N
+    if not KEEPS_OFFSETS:
+        keys += origin
+        origin = 0
+    live = None
+    if IS_EDGE:
+        live = keys < keys_end - origin
+        # Tiles begin with the first key unless they are aligned, or must stay in a page.
+        if (IS_ALIGNED or PAGE_TOKENS % BLOCK_N == 0) and row_starts is not None:
+            live = live & (keys >= keys_start - origin)
+    offsets, scale_offsets = key_offsets(
+        page_table_ptr,
+        tiles_start,
+        tile,
+        keys_end if IS_EDGE else None,
+        stride_pages_page,
+        stride_pages_slot,
+        PAGE_TOKENS,
+        BLOCK_N,
+        STARTS_PAGE=row_starts is None,
+        KEEPS_OFFSETS=KEEPS_OFFSETS,
+        stride_scales_page=stride_scales_page,
+        stride_scales_slot=stride_scales_slot,
+    )
+    k_scales = None
+    v_scales = None
+    if k_scales_ptr is not None:
+        k_scales = load_scales(k_scales_ptr, scale_offsets, live)  # f32[BLOCK_N], or words
+        v_scales = load_scales(v_scales_ptr, scale_offsets, live)  # f32[BLOCK_N], or words
+    # A dead slot may hold NaN, and 0 * NaN is NaN: values are zeroed, not only their weights.
+    k_offsets = offsets // 2 if K_SPLIT == 2 * V_SPLIT else offsets
+    k = load_rows(k_pages_ptr, k_offsets, live, HEAD_DIM // K_ITEM, BLOCK_D // K_ITEM)
+    v = load_rows(v_pages_ptr, offsets, live, VALUE_DIM // V_ITEM, BLOCK_V // V_ITEM)
+    if IS_SPLIT:
+        if IS_INT4:
+            k_scales, k_least = split_words(k_scales)  # f32[BLOCK_N] each
+            v_scales, v_least = split_words(v_scales)  # f32[BLOCK_N] each
+        k = _split(k, STORED, K_SPLIT)  # f16[BLOCK_N, BLOCK_D // K_SPLIT] each
+        v = _split(v, STORED, V_SPLIT)  # f16[BLOCK_N, BLOCK_V // V_SPLIT] each
+        scores = matmul(q[0], tl.trans(k[0]))  # f32[M, BLOCK_N]
+        if K_SPLIT == QUAD:
+            scores = matmul_add(q[2], tl.trans(k[2]), scores)
+        if IS_INT4:
+            scores = scores * (SECOND_UNIT / FIRST_UNIT)
+            k_scales = k_scales * (1 / SECOND_UNIT)
+        scores = matmul_add(q[1], tl.trans(k[1]), scores)
+        if K_SPLIT == QUAD:
+            scores = matmul_add(q[3], tl.trans(k[3]), scores)
+        if k_scales is not None:
+            scores = scores * k_scales[None, :]
+        if IS_INT4:
+            scores = scores + q_sums[:, None] * k_least[None, :]
+    elif IS_INT4:
+        k = restored_int4(k, k_scales, q.dtype)  # [BLOCK_N, BLOCK_D]
+        v = restored_int4(v, v_scales, q.dtype)  # [BLOCK_N, BLOCK_V]
+        scores = matmul(q, tl.trans(k))  # f32[M, BLOCK_N]
+    else:
+        k = from_stored(k, q.dtype)  # [BLOCK_N, BLOCK_D]
+        if v_scales is None:
+            v = from_stored(v, q.dtype)  # [BLOCK_N, BLOCK_V]
+        else:
+            v = rounded(from_stored(v, tl.float32) * v_scales[:, None], q.dtype)
+        scores = matmul(q, tl.trans(k))  # f32[M, BLOCK_N]
+        if k_scales is not None:
+            scores = scores * k_scales[None, :]
+
+    to_base_2 = scale * LOG2_E
+    if soft_cap is not None or slopes is not None:
+        to_base_2 = LOG2_E
+        scores = scores * scale if soft_cap is None else soft_capped(scores, scale, soft_cap)
+        if slopes is not None:
+            distances = keys[None, :] - (positions - origin)[:, None]
+            scores += slopes[:, None] * distances.to(tl.float32)
+    if IS_EDGE:
+        visible = keys[None, :] < (row_ends - origin)[:, None]
+        if row_starts is not None:
+            visible = visible & (keys[None, :] >= (row_starts - origin)[:, None])
+        if span_starts is not None:
+            in_span = keys[None, :] >= (span_starts - origin)[:, None]
+            in_span = in_span & (keys[None, :] < (span_ends - origin)[:, None])
+            visible = visible | in_span
+        scores = tl.where(visible, scores, float("-inf"))
+
+    weights, rescale, row_max, row_sum = softmax_step(scores, to_base_2, row_max, row_sum)
+    if IS_SPLIT:
+        if IS_INT4:
+            least_sums = least_sums * rescale[:, None] + weights * v_least[None, :]
+        if v_scales is not None:
+            greatest = tl.maximum(value_unit, tl.max(v_scales, 0))
+            # Of a tile without keys, or of values that are nothing, any share will do.
+            share = 1.0 / tl.where(greatest > 0.0, greatest, 1.0)
+            weights = weights * (v_scales * share)[None, :]
+            rescale = rescale * (value_unit * share)
+            value_unit = greatest
+        weights = weights.to(v[0].dtype)
+        first = matmul_add(weights, v[0], acc[0] * rescale[:, None])
+        second = matmul_add(weights, v[1], acc[1] * rescale[:, None])
+        if V_SPLIT == PAIR:
+            acc = first, second
+        else:
+            third = matmul_add(weights, v[2], acc[2] * rescale[:, None])
+            acc = first, second, third, matmul_add(weights, v[3], acc[3] * rescale[:, None])
+    else:
+        acc = matmul_add(weights.to(v.dtype), v, acc * rescale[:, None])
+    return acc, row_max, row_sum, value_unit, least_sums
+
+
+@device_function
+def _split(rows, STORED: tl.constexpr, SPLIT: tl.constexpr):
+    """Elements of rows of pairs or quads, in half precision, by their places in these."""
+    if SPLIT == QUAD:
+        return split_int4_quads(rows)
+    elif STORED.is_uint8():
+        return split_int4_pairs(rows)
+    elif STORED.is_int8():
+        return split_int8_pairs(rows)
+    elif STORED.is_fp8e5():
+        return split_e5m2_pairs(rows)
+    else:
+        return split_pairs(rows)
+
+
+@device_function
+def load_scales(scales_ptr, offsets, live):
+    """Scales of the slots of a tile, [BLOCK_N]; 0 where `live`, if given, is false."""
+    if live is None:
+        return tl.load(scales_ptr + offsets)
+    else:
+        return tl.load(scales_ptr + offsets, mask=live, other=0)
+
+
+@device_function
+def finish_rows(acc, row_max, row_sum, sinks):
+    """Results and natural log-sum-exp of rows whose keys are all seen.
+
+    A sink is the score of a key without a value: it takes weight and gives nothing. A row without
+    any key gives 0 and -inf.
+    """
+    if sinks is not None:
+        sinks = sinks * LOG2_E
+        new_max = tl.maximum(row_max, sinks)
+        # A head without a sink among others has -inf, and a row may have no key either.
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        rescale = tl.exp2(row_max - shift)
+        acc = acc * rescale[:, None]
+        row_sum = row_sum * rescale + tl.exp2(sinks - shift)
+        row_max = new_max
+    is_empty = row_sum == 0.0
+    divisor = tl.where(is_empty, 1.0, row_sum)
+    log_sum = tl.where(is_empty, float("-inf"), (row_max + log2(divisor)) * LN_2)
+    return acc * reciprocal(divisor)[:, None], log_sum

@@ -1,0 +1,1 @@
+"""Kernels of the short convolutions of recurrent layers."""

@@ -1,0 +1,1 @@
+"""Prompts through layers of the gated delta rule on Hopper (Gluon)."""

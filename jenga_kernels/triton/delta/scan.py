@@ -1,0 +1,150 @@
+"""Second kernel of `jenga_kernels.delta_scan`: states from chunk to chunk, and outputs."""
+
+import triton
+import triton.language as tl
+
+from jenga_kernels.triton.lib.addressing import page_offsets
+from jenga_kernels.triton.lib.device import rounded
+from jenga_kernels.triton.lib.matmul import matmul, matmul_add
+from jenga_kernels.triton.recurrent.recurrence import checkpoint_range, mask_if, stretch_end
+
+
+# Counts differ from step to step and must not compile anew.
+@triton.jit(do_not_specialize=["num_tokens_of_all", "num_chunks"])
+def delta_scan_kernel(
+    # Outputs
+    out_ptr,  # [num_tokens, num_v_heads, head_v_dim]
+    states_ptr,  # [num_slots, num_v_heads, head_v_dim, head_k_dim]
+    # Inputs
+    v_ptr,  # [num_tokens, num_v_heads, head_v_dim]
+    queries_ptr,  # [num_qk_heads or num_v_heads, num_tokens, BLOCK_K]
+    keys_ptr,  # [num_qk_heads or num_v_heads, num_tokens, BLOCK_K]
+    kept_keys_ptr,  # [num_v_heads, num_tokens, BLOCK_K]
+    scores_ptr,  # [num_v_heads, num_tokens, BLOCK_T]
+    solution_ptr,  # [num_v_heads, num_tokens, BLOCK_T]
+    since_start_ptr,  # f32[num_v_heads, num_tokens]
+    until_end_ptr,  # f32[num_v_heads, num_tokens]
+    decays_ptr,  # f32[num_v_heads, num_chunks] or f32[num_v_heads, num_chunks, BLOCK_K]
+    query_starts_ptr,  # i32[num_requests + 1]
+    initial_slots_ptr,  # i32[num_requests]
+    state_slots_ptr,  # i32[num_requests]
+    checkpoint_starts_ptr,  # i32[num_requests + 1]
+    checkpoint_after_ptr,  # i32[num_checkpoints]
+    checkpoint_slots_ptr,  # i32[num_checkpoints]
+    # Sizes
+    num_tokens_of_all,
+    num_chunks,
+    # Strides, in elements
+    stride_out_token: tl.int64,
+    stride_out_head: tl.int64,
+    stride_states_slot: tl.int64,
+    stride_states_head: tl.int64,
+    stride_states_dim: tl.int64,
+    stride_v_token: tl.int64,
+    stride_v_head: tl.int64,
+    stride_initial: tl.int64,
+    stride_slots: tl.int64,
+    # Tiles and flags
+    HEADS_PER_GROUP: tl.constexpr,
+    HEAD_K_DIM: tl.constexpr,
+    HEAD_V_DIM: tl.constexpr,
+    IS_PER_CHANNEL: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Program (b, r) scans request r in BLOCK_V values of one head, chunk by chunk."""
+    BLOCKS: tl.constexpr = (HEAD_V_DIM + BLOCK_V - 1) // BLOCK_V
+    head = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    request = tl.program_id(1)
+    vs = (tl.program_id(0) % BLOCKS) * BLOCK_V + tl.arange(0, BLOCK_V)
+    ks = tl.arange(0, BLOCK_K)
+    tile = tl.arange(0, BLOCK_T)
+    is_v = (vs < HEAD_V_DIM)[None, :]
+    in_state = (ks < HEAD_K_DIM)[:, None] & is_v
+    dtype = v_ptr.dtype.element_ty
+    query_start = tl.load(query_starts_ptr + request).to(tl.int64)
+    num_tokens = tl.load(query_starts_ptr + request + 1) - query_start.to(tl.int32)
+    state_slot = tl.load(state_slots_ptr + request * stride_slots)
+    initial_slot = tl.load(initial_slots_ptr + request * stride_initial)
+    out_ptr += query_start * stride_out_token + head * stride_out_head + vs[None, :]
+
+    if state_slot <= 0:
+        for first in range(0, num_tokens, BLOCK_T):
+            tokens = (first + tile).to(tl.int64)[:, None]
+            zero = tl.full([BLOCK_T, BLOCK_V], 0.0, out_ptr.dtype.element_ty)
+            tl.store(out_ptr + tokens * stride_out_token, zero, mask=is_v & (tokens < num_tokens))
+        return
+
+    v_ptr += query_start * stride_v_token + head * stride_v_head + vs[None, :]
+    in_head = head * num_tokens_of_all + query_start
+    if IS_PER_CHANNEL:
+        in_keys = in_head * BLOCK_K + ks[None, :]
+        kept_keys_ptr += in_keys
+        decays_ptr += head * num_chunks * BLOCK_K + ks
+    else:
+        group = head // HEADS_PER_GROUP
+        in_keys = (group * num_tokens_of_all + query_start) * BLOCK_K + ks[None, :]
+        since_start_ptr += in_head
+        until_end_ptr += in_head
+        decays_ptr += head * num_chunks
+    queries_ptr += in_keys
+    keys_ptr += in_keys
+    scores_ptr += in_head * BLOCK_T + tile[None, :]
+    solution_ptr += in_head * BLOCK_T + tile[None, :]
+    # Rows only: offsets of all elements would stay in registers from the first load to the store.
+    in_page = head * stride_states_head + vs[None, :] * stride_states_dim  # [1, V]
+    initial = states_ptr + (page_offsets(initial_slot, stride_states_slot) + in_page)
+    h = tl.load(initial + ks[:, None], mask=mask_if(initial_slot > 0, in_state), other=0.0).to(
+        tl.float32
+    )  # [K, V]
+
+    start = 0
+    stretch, last_stretch = checkpoint_range(checkpoint_starts_ptr, request)
+    for s in range(stretch, last_stretch + 1):
+        stop, slot = stretch_end(
+            s, last_stretch, checkpoint_after_ptr, checkpoint_slots_ptr, num_tokens, state_slot
+        )
+        # As `find_chunk` numbers them.
+        chunk = (query_start + start) // BLOCK_T + request + s
+        for first in range(start, stop, BLOCK_T):
+            tokens = (first + tile).to(tl.int64)
+            live = tokens < stop
+            row = tokens[:, None]
+            rows = live[:, None]
+            k = tl.load(keys_ptr + row * BLOCK_K, mask=rows, other=0.0)  # [T, K]
+            v = tl.load(v_ptr + row * stride_v_token, mask=rows & is_v, other=0.0)  # [T, V]
+            solution = tl.load(solution_ptr + row * BLOCK_T, mask=rows, other=0.0)  # [T, T]
+            # What the state before the chunk holds under the keys gives way to the values. The
+            # solution knows what the chunk's own tokens hold under each other's keys.
+            before = rounded(h, dtype)
+            held = matmul(k, before)  # [T, V]
+            if IS_PER_CHANNEL:
+                decay = tl.load(decays_ptr + chunk * BLOCK_K)[:, None]  # [K, 1]
+                kept_k = tl.load(kept_keys_ptr + row * BLOCK_K, mask=rows, other=0.0)  # [T, K]
+                changes = matmul(solution, rounded(v.to(tl.float32) - held, dtype))
+                kept = changes
+            else:
+                decay = tl.load(decays_ptr + chunk)
+                since_start = tl.load(since_start_ptr + tokens, mask=live, other=0.0)[:, None]
+                until_end = tl.load(until_end_ptr + tokens, mask=live, other=0.0)[:, None]
+                kept_k = k
+                changes = matmul(solution, rounded(v.to(tl.float32) - held * since_start, dtype))
+                kept = changes * until_end
+
+            q = tl.load(queries_ptr + row * BLOCK_K, mask=rows, other=0.0)  # [T, K]
+            scores = tl.load(scores_ptr + row * BLOCK_T, mask=rows, other=0.0)  # [T, T]
+            y = matmul(q, before)
+            if not IS_PER_CHANNEL:
+                y *= since_start
+            y = rounded(matmul_add(scores, rounded(changes, dtype), y), dtype)
+            tl.store(out_ptr + row * stride_out_token, y, mask=rows & is_v)
+            h = matmul_add(tl.trans(kept_k), rounded(kept, dtype), h * decay)
+            chunk += 1
+        start = stop
+        state_ptr = states_ptr + (page_offsets(slot, stride_states_slot) + in_page)
+        tl.store(
+            state_ptr + ks[:, None],
+            rounded(h, states_ptr.dtype.element_ty),
+            mask=mask_if(slot > 0, in_state),
+        )

@@ -1,0 +1,1 @@
+"""Decoding over latents on Hopper, with warps that specialise (Gluon)."""

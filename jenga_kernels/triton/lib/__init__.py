@@ -1,0 +1,1 @@
+"""What all kernels share: addresses, rows, products, conversions, tiles."""

@@ -1,0 +1,180 @@
+"""From page ids to 64-bit offsets: the only place where a page becomes an address.
+
+An arena holds far more than 2**31 elements, so every id is widened before it is multiplied.
+"""
+
+import math
+
+import torch
+import triton.language as tl
+
+from jenga_kernels.triton.lib.device import device_function
+
+
+@device_function
+def page_offsets(page_ids, stride_page):
+    """Offset of each page from the base of its layer, in elements."""
+    return page_ids.to(tl.int64) * stride_page
+
+
+@device_function
+def slot_offsets(slots, stride_page, stride_slot, PAGE_TOKENS: tl.constexpr):
+    """Offset of each slot; slot s is token s % PAGE_TOKENS of page s // PAGE_TOKENS."""
+    return page_offsets(slots // PAGE_TOKENS, stride_page) + (slots % PAGE_TOKENS) * stride_slot
+
+
+@device_function
+def key_offsets(
+    page_table_ptr,  # i32[max_pages], the request's row
+    tiles_start,
+    tile,
+    keys_end,  # the table is not read for keys from here on; None: all keys of the tile are there
+    stride_page,
+    stride_slot,
+    PAGE_TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STARTS_PAGE: tl.constexpr,
+    KEEPS_OFFSETS: tl.constexpr,
+    stride_scales_page=None,  # with the next: where slots have scales of their own
+    stride_scales_slot=None,
+):
+    """Offset of each key of a tile of a request, through its page table, and of its scale.
+
+    One lookup serves the tile where tiles cannot straddle pages, and one serves each page where
+    tiles are whole pages, as they are if the first one starts a page (STARTS_PAGE). Where a tile is
+    as long as some pages, each key has the same slot in every tile: a loop works that out once.
+    Where offsets are kept the stride of slots is a constant, and parts of them are. Without strides
+    of scales their offsets mean nothing.
+    """
+    in_tile = tl.arange(0, BLOCK_N)
+    first_key = tiles_start + tile * BLOCK_N
+    if PAGE_TOKENS % BLOCK_N == 0:
+        page_ids = tl.load(page_table_ptr + first_key // PAGE_TOKENS)
+        first_slot = first_key % PAGE_TOKENS
+        slots = first_slot + in_tile
+        if KEEPS_OFFSETS:
+            in_page = first_slot.to(tl.int64) * stride_slot + _in_page(in_tile, stride_slot)
+        else:
+            in_page = slots.to(tl.int64) * stride_slot
+    elif BLOCK_N % PAGE_TOKENS == 0 and STARTS_PAGE:
+        TILE_PAGES: tl.constexpr = BLOCK_N // PAGE_TOKENS
+        pages = tiles_start // PAGE_TOKENS + tile * TILE_PAGES + tl.arange(0, TILE_PAGES)
+        has_page = None if keys_end is None else pages * PAGE_TOKENS < keys_end
+        page_ids = _load_page_ids(page_table_ptr, pages, has_page)[:, None]
+        page_ids = tl.reshape(tl.broadcast_to(page_ids, [TILE_PAGES, PAGE_TOKENS]), [BLOCK_N])
+        if KEEPS_OFFSETS:
+            slots = tl.broadcast_to(tl.arange(0, PAGE_TOKENS)[None, :], [TILE_PAGES, PAGE_TOKENS])
+            slots = tl.reshape(slots, [BLOCK_N])
+            in_page = _in_page(slots, stride_slot)
+        else:
+            slots = in_tile % PAGE_TOKENS
+            in_page = slots.to(tl.int64) * stride_slot
+    else:
+        # Keys are divided as unsigned numbers, by shifts where pages are powers of two.
+        if BLOCK_N % PAGE_TOKENS == 0:
+            # Keys a page apart have the same slot.
+            first_keys = (tiles_start + in_tile % PAGE_TOKENS).to(tl.uint32)
+            pages = (first_keys // PAGE_TOKENS).to(tl.int32) + in_tile // PAGE_TOKENS
+            pages += tile * (BLOCK_N // PAGE_TOKENS)
+        else:
+            first_keys = (first_key + in_tile).to(tl.uint32)
+            pages = (first_keys // PAGE_TOKENS).to(tl.int32)
+        has_page = None if keys_end is None else in_tile < keys_end - first_key
+        page_ids = _load_page_ids(page_table_ptr, pages, has_page)
+        slots = first_keys % PAGE_TOKENS
+        in_page = slots.to(tl.int64) * stride_slot
+    # Unsigned, an id is widened by a register of zeros.
+    page_ids = page_ids.to(tl.uint32)
+    offsets = page_offsets(page_ids, stride_page) + in_page
+    if stride_scales_page is None:
+        return offsets, offsets
+    else:
+        in_scales = slots.to(tl.int64) * stride_scales_slot
+        return offsets, page_offsets(page_ids, stride_scales_page) + in_scales
+
+
+@device_function
+def _in_page(slots, stride_slot):
+    """Offset of each slot of a page, whose stride is a constant.
+
+    A thread has every second, fourth or eighth slot, by the width of a row: the bits that its slots
+    differ in give constants, and the others what all of a page have in common.
+    """
+    fine = (slots & 1).to(tl.int64) * stride_slot
+    middle = (slots & 6).to(tl.int64) * stride_slot
+    return fine + middle + (slots // 8 * 8).to(tl.int64) * stride_slot
+
+
+@device_function
+def _load_page_ids(page_table_ptr, pages, has_page):
+    if has_page is None:
+        return tl.load(page_table_ptr + pages)
+    else:
+        return tl.load(page_table_ptr + pages, mask=has_page, other=0)
+
+
+@device_function
+def repeated_key_offsets(
+    page_table_ptr,  # i32[max_pages], the request's row
+    first_key,
+    last_key,  # not before first_key
+    stride_page,
+    stride_slot,
+    PAGE_TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """`key_offsets` where each key past last_key has the offset of last_key.
+
+    What is loaded there needs no mask and is finite; first_key must be a multiple of BLOCK_N.
+    """
+    ahead = tl.minimum(tl.arange(0, BLOCK_N), last_key - first_key)
+    if PAGE_TOKENS % BLOCK_N == 0:
+        page_id = tl.load(page_table_ptr + first_key // PAGE_TOKENS)
+        return page_offsets(page_id, stride_page) + (first_key % PAGE_TOKENS + ahead) * stride_slot
+    else:
+        keys = first_key + ahead
+        page_ids = tl.load(page_table_ptr + keys // PAGE_TOKENS)
+        return page_offsets(page_ids, stride_page) + (keys % PAGE_TOKENS) * stride_slot
+
+
+@device_function
+def first_tile_key(
+    first_key, PAGE_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, IS_ALIGNED: tl.constexpr
+):
+    """Where the tiles of a range of keys begin: at its start, unless tiles must stay in a page.
+
+    Tiles that are aligned begin at multiples of their length whatever the range is.
+    """
+    if IS_ALIGNED or PAGE_TOKENS % BLOCK_N == 0:
+        return first_key // BLOCK_N * BLOCK_N
+    else:
+        return first_key
+
+
+def strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """A tensor's strides in elements, 0 in dimensions of size one.
+
+    PyTorch leaves the stride of such a dimension undefined; 0 keeps the alignment Triton infers.
+    """
+    found = tensor.stride()
+    if min(tensor.shape, default=0) > 1:
+        return found
+    return tuple(
+        0 if size <= 1 else stride for size, stride in zip(tensor.shape, found, strict=True)
+    )
+
+
+def constant_stride(stride: int, num_indices: int) -> int | None:
+    """A stride that a kernel may be compiled for, which saves it 64-bit products; None elsewhere.
+
+    The offset of each of the indices then fits into 32 bits.
+    """
+    return stride if stride * num_indices < 2**31 else None
+
+
+def alignment(stride: int) -> int:
+    """Greatest power of two, at most 16, that divides a stride.
+
+    Triton asks only whether 16 does; told of 8, it still loads 16 bytes of narrow elements at once.
+    """
+    return math.gcd(stride, 16)

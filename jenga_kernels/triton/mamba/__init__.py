@@ -1,0 +1,1 @@
+"""Kernels of selective state space models (Mamba-1, Mamba-2)."""

@@ -1,0 +1,1 @@
+"""Prompts through Mamba-2 layers on Hopper (Gluon)."""

@@ -1,0 +1,283 @@
+"""Kernel of `jenga_kernels.state_replay` that serves the tokens of a call one by one."""
+
+import triton
+import triton.language as tl
+
+from jenga_kernels.triton.lib.addressing import page_offsets
+from jenga_kernels.triton.lib.device import device_function, rounded_product, widened
+from jenga_kernels.triton.recurrent.recurrence import (
+    LOG2E,
+    column_sums,
+    line_sums,
+    mask_if,
+    row_sums,
+    silu,
+    step_sizes,
+)
+from jenga_kernels.triton.recurrent.replay import write_rows
+
+_INT32_MAX = tl.constexpr(2**31 - 1)
+
+
+@device_function
+def store_zeros(
+    out_ptr,
+    num_tokens,
+    is_dim,
+    stride_out_token,
+    BLOCK_P: tl.constexpr,
+):
+    """The output of a request that is padding."""
+    zero = tl.full([BLOCK_P], 0.0, out_ptr.dtype.element_ty)
+    for _ in range(num_tokens):
+        tl.store(out_ptr, zero, mask=is_dim)
+        out_ptr += stride_out_token
+
+
+@device_function
+def decays_since(dt_ptr, rows, next_rows, ages, num_past, rate):
+    """What the tokens of a history weigh after the last of them, and a state before them all.
+
+    Each decay is the sum of the steps behind it, not a difference of sums from the start, which
+    would be as wrong as these are large.
+
+    Returns:
+        Step size times decay of each token, [L], 0 past the last, and the state's decay.
+    """
+    steps = tl.load(dt_ptr + rows, mask=ages < num_past, other=0.0)  # [L]
+    behind = tl.load(dt_ptr + next_rows, mask=ages + 1 < num_past, other=0.0)
+    behind = tl.cumsum(behind * rate, 0, reverse=True)
+    return steps * tl.exp2(behind), tl.exp2(tl.sum(steps, 0) * rate)
+
+
+@device_function
+def scores_of(C_ptr, past_B, ns, is_n):
+    """What a token asks of those of the history, [L]."""
+    c = tl.load(C_ptr + ns, mask=is_n, other=0.0).to(tl.float32)  # [N]
+    return row_sums(past_B * c[None, :])
+
+
+@device_function
+def keep_projections(
+    history_ptr,
+    B_ptr,
+    first_number,
+    stored_next,
+    num_tokens,
+    is_n,
+    stride_history_token,
+    stride_B_token,
+    HISTORY_TOKENS: tl.constexpr,
+):
+    """Copy B of a call's tokens that are not in the state afterwards to their rows."""
+    for t in range(num_tokens):
+        if first_number + t >= stored_next:
+            B = tl.load(B_ptr, mask=is_n, other=0.0)
+            row = ((first_number + t) % HISTORY_TOKENS).to(tl.int64)
+            tl.store(history_ptr + row * stride_history_token, B, mask=is_n)
+        B_ptr += stride_B_token
+
+
+@device_function
+def store_output(out_ptr, y, x, D_ptr, z_ptr, dims, is_dim, stride_D_dim):
+    """Store a token's output, with the input's own part and the gate where there are any."""
+    if D_ptr is not None:
+        D = tl.load(D_ptr + dims * stride_D_dim, mask=is_dim, other=0.0)
+        y += D.to(tl.float32) * x
+    if z_ptr is not None:
+        y *= silu(tl.load(z_ptr, mask=is_dim, other=0.0).to(tl.float32))
+    tl.store(out_ptr, y.to(out_ptr.dtype.element_ty), mask=is_dim)
+
+
+@triton.jit
+def state_replay_kernel(
+    # Outputs
+    out_ptr,  # [num_tokens, num_heads, head_dim]
+    states_ptr,  # [num_slots, num_heads, head_dim, d_state]
+    history_x_ptr,  # [num_slots, num_heads, history_tokens, head_dim]
+    history_dt_ptr,  # f32[num_slots, num_heads, history_tokens]
+    history_B_ptr,  # [num_slots, num_groups, history_tokens, d_state]
+    # Inputs
+    x_ptr,  # [num_tokens, num_heads, head_dim]
+    dt_ptr,  # [num_tokens, num_heads]
+    A_ptr,  # f32[num_heads]
+    B_ptr,  # [num_tokens, num_groups, d_state]
+    C_ptr,  # [num_tokens, num_groups, d_state]
+    D_ptr,  # [num_heads, head_dim]
+    z_ptr,  # [num_tokens, num_heads, head_dim]
+    dt_bias_ptr,  # [num_heads]
+    query_starts_ptr,  # i32[num_requests + 1]
+    slots_ptr,  # i32[num_requests]
+    computed_tokens_ptr,  # i32[num_requests]
+    state_tokens_ptr,  # i32[num_requests]
+    next_state_tokens_ptr,  # i32[num_requests]
+    # Scalars
+    dt_min,
+    dt_max,
+    # Strides, in elements
+    stride_out_token: tl.int64,
+    stride_out_head: tl.int64,
+    stride_states_slot: tl.int64,
+    stride_states_head: tl.int64,
+    stride_states_dim: tl.constexpr,
+    stride_history_x_slot: tl.int64,
+    stride_history_x_head: tl.int64,
+    stride_history_x_token: tl.constexpr,
+    stride_history_dt_slot: tl.int64,
+    stride_history_dt_head: tl.int64,
+    stride_history_B_slot: tl.int64,
+    stride_history_B_group: tl.int64,
+    stride_history_B_token: tl.constexpr,
+    stride_x_token: tl.int64,
+    stride_x_head: tl.int64,
+    stride_dt_token: tl.int64,
+    stride_dt_head: tl.int64,
+    stride_B_token: tl.int64,
+    stride_B_group: tl.int64,
+    stride_C_token: tl.int64,
+    stride_C_group: tl.int64,
+    stride_D_head: tl.int64,
+    stride_D_dim: tl.int64,
+    stride_z_token: tl.int64,
+    stride_z_head: tl.int64,
+    stride_slots: tl.int64,
+    # Tiles and flags
+    HEADS_PER_GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D_STATE: tl.constexpr,
+    HISTORY_TOKENS: tl.constexpr,
+    IS_SOFTPLUS: tl.constexpr,
+    HAS_LIMITS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_LINE: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+):
+    """Program (b, r) serves BLOCK_P channels of one head of request r."""
+    BLOCKS: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
+    head = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    block = tl.program_id(0) % BLOCKS
+    request = tl.program_id(1)
+    dims = block * BLOCK_P + tl.arange(0, BLOCK_P)
+    ns = tl.arange(0, BLOCK_N)
+    ages = tl.arange(0, BLOCK_L)  # of the tokens since the state, the oldest first
+    is_dim = dims < HEAD_DIM
+    is_n = ns < D_STATE
+    # A row of a state lies in lines of memory, and few threads hold a part of each: they sum most
+    # of it themselves.
+    lines = tl.arange(0, BLOCK_N // BLOCK_LINE)[:, None] * BLOCK_LINE
+    lines += tl.arange(0, BLOCK_LINE)[None, :]
+    in_line = lines < D_STATE  # [lines, line]
+    in_state = is_dim[None, :, None] & in_line[:, None, :]
+    slot = tl.load(slots_ptr + request * stride_slots)
+    computed = tl.load(computed_tokens_ptr + request)
+    stored = tl.load(state_tokens_ptr + request)
+    stored_next = tl.load(next_state_tokens_ptr + request)
+    first = tl.load(query_starts_ptr + request).to(tl.int64)
+    num_tokens = (tl.load(query_starts_ptr + request + 1) - first).to(tl.int32)
+    out_ptr += first * stride_out_token + head * stride_out_head + dims
+    if slot <= 0:
+        store_zeros(out_ptr, num_tokens, is_dim, stride_out_token, BLOCK_P)
+        return
+
+    group = head // HEADS_PER_GROUP
+    num_past = computed - stored
+    x_ptr += first * stride_x_token + head * stride_x_head + dims
+    dt_ptr += first * stride_dt_token + head * stride_dt_head
+    B_ptr += first * stride_B_token + group * stride_B_group
+    C_ptr += first * stride_C_token + group * stride_C_group
+    if z_ptr is not None:
+        z_ptr += first * stride_z_token + head * stride_z_head + dims
+    history_x_ptr += page_offsets(slot, stride_history_x_slot) + head * stride_history_x_head + dims
+    history_dt_ptr += page_offsets(slot, stride_history_dt_slot) + head * stride_history_dt_head
+    history_B_ptr += page_offsets(slot, stride_history_B_slot) + group * stride_history_B_group
+    states_ptr += page_offsets(slot, stride_states_slot) + head * stride_states_head
+    state_rows = dims[None, :, None]
+    if HEAD_DIM * stride_states_dim > _INT32_MAX:
+        state_rows = state_rows.to(tl.int64)
+    in_head = state_rows * stride_states_dim + lines[:, None, :]
+    S = tl.load(states_ptr + in_head, mask=mask_if(stored > 0, in_state), other=0.0)
+
+    rows = ((stored + ages) % HISTORY_TOKENS).to(tl.int64)
+    next_rows = ((stored + ages + 1) % HISTORY_TOKENS).to(tl.int64)
+    is_past = (ages < num_past)[:, None]
+    all_B = history_B_ptr + rows[:, None] * stride_history_B_token + ns[None, :]
+    all_B = tl.load(all_B, mask=is_past & is_n[None, :], other=0.0)  # [L, N]
+    all_x = history_x_ptr[None, :] + rows[:, None] * stride_history_x_token
+    all_x = tl.load(all_x, mask=is_past & is_dim[None, :], other=0.0)  # [L, P]
+    rate = tl.load(A_ptr + head) * LOG2E
+    dt_bias = None
+    if dt_bias_ptr is not None:
+        dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
+    if D_ptr is not None:
+        D_ptr += head * stride_D_head
+    S = widened(S)
+    all_B = widened(all_B)
+    all_x = widened(all_x)
+    weights, decay = decays_since(history_dt_ptr, rows, next_rows, ages, num_past, rate)
+    # What the state is made of when it is written.
+    kept_weights = weights
+    kept_decay = decay
+    token_B_ptr = B_ptr
+    for t in range(num_tokens):
+        dt = tl.load(dt_ptr).to(tl.float32)
+        dt = step_sizes(dt, dt_bias, dt_min, dt_max, IS_SOFTPLUS, HAS_LIMITS)
+        x_row = tl.load(x_ptr, mask=is_dim, other=0.0)
+        x = x_row.to(tl.float32)  # [P]
+        c = tl.load(C_ptr + lines, mask=in_line, other=0.0).to(tl.float32)  # [lines, line]
+        b = tl.load(token_B_ptr + lines, mask=in_line, other=0.0).to(tl.float32)
+        scores = scores_of(C_ptr, all_B, ns, is_n)  # [L]
+        own_score = tl.sum(rounded_product(b, c))
+        step_decay = tl.exp2(dt * rate)
+        decay *= step_decay
+        weights *= step_decay
+        y = line_sums(S * c[:, None, :]) * decay
+        y += column_sums(rounded_product(all_x, (weights * scores)[:, None]))
+        y += (dt * own_score) * x
+        store_output(out_ptr, y, x, D_ptr, z_ptr, dims, is_dim, stride_D_dim)
+        is_own = ages == num_past + t
+        b_row = tl.load(token_B_ptr + ns, mask=is_n, other=0.0).to(tl.float32)  # [N]
+        all_B = tl.where(is_own[:, None], b_row[None, :], all_B)
+        all_x = tl.where(is_own[:, None], x[None, :], all_x)
+        weights = tl.where(is_own, dt, weights)
+        if computed + t >= stored_next:
+            row = ((computed + t) % HISTORY_TOKENS).to(tl.int64)
+            kept_x_ptr = history_x_ptr + row * stride_history_x_token
+            tl.store(kept_x_ptr, x_row, mask=is_dim)
+            tl.store(history_dt_ptr + row, dt, mask=block == 0)
+        else:
+            kept_weights = weights
+            kept_decay = decay
+        x_ptr += stride_x_token
+        dt_ptr += stride_dt_token
+        token_B_ptr += stride_B_token
+        C_ptr += stride_C_token
+        if z_ptr is not None:
+            z_ptr += stride_z_token
+        out_ptr += stride_out_token
+    if stored_next > stored:
+        kept_weights = tl.where(ages < stored_next - stored, kept_weights, 0.0)
+        write_rows(
+            states_ptr + tl.reshape(state_rows, [BLOCK_P, 1]) * stride_states_dim,
+            is_dim[:, None],
+            stored > 0,
+            kept_decay,
+            tl.trans(all_x * kept_weights[:, None]),
+            all_B,
+            D_STATE,
+            PRECISION,
+        )
+
+    if (head % HEADS_PER_GROUP == 0) & (block == 0):
+        keep_projections(
+            history_B_ptr + ns,
+            B_ptr + ns,
+            computed,
+            stored_next,
+            num_tokens,
+            is_n,
+            stride_history_B_token,
+            stride_B_token,
+            HISTORY_TOKENS,
+        )

@@ -1,0 +1,337 @@
+"""Kernels of `jenga_kernels.state_replay` for one token of each request.
+
+What a token asks of those of a history is the same for all channels of a head, and most of it for
+all heads of a group: one kernel works it out, and the other reads states and nothing twice.
+"""
+
+import triton
+import triton.language as tl
+
+from jenga_kernels.triton.lib.addressing import page_offsets
+from jenga_kernels.triton.lib.device import (
+    await_kernel_before,
+    device_function,
+    let_next_begin,
+    rounded,
+    rounded_product,
+    widened,
+)
+from jenga_kernels.triton.recurrent.recurrence import (
+    LOG2E,
+    column_sums,
+    line_sums,
+    mask_if,
+    row_sums,
+    silu,
+    step_sizes,
+)
+
+_INT32_MAX = tl.constexpr(2**31 - 1)
+
+OTHERS = 2
+"""Numbers of a head behind the weights of its history: of the state, and of the token itself."""
+
+_AT_ONCE = tl.constexpr(4)
+"""Rows of a history that are loaded together where a state is written."""
+
+
+@device_function
+def decays_of_rows(dt_ptrs, next_dt_ptrs, ages, num_past, rates):
+    """What the tokens of histories weigh after the last of them, [H, L], and states before, [H].
+
+    Each decay is the sum of the steps behind it, not a difference of sums from the start, which
+    would be as wrong as these are large. A token's weight is its step size times its decay, 0 past
+    the last.
+    """
+    steps = tl.load(dt_ptrs, mask=ages[None, :] < num_past, other=0.0)
+    behind = tl.load(next_dt_ptrs, mask=ages[None, :] + 1 < num_past, other=0.0)
+    behind = tl.cumsum(behind * rates[:, None], 1, reverse=True)
+    return steps * tl.exp2(behind), tl.exp2(row_sums(steps) * rates)
+
+
+@triton.jit
+def replay_weights_kernel(
+    # Outputs
+    weights_ptr,  # f32[num_requests, num_heads, BLOCK_L + OTHERS]
+    history_dt_ptr,  # f32[num_slots, num_heads, history_tokens]
+    history_B_ptr,  # [num_slots, num_groups, history_tokens, d_state]
+    # Inputs
+    dt_ptr,  # [num_requests, num_heads]
+    A_ptr,  # f32[num_heads]
+    B_ptr,  # [num_requests, num_groups, d_state]
+    C_ptr,  # [num_requests, num_groups, d_state]
+    dt_bias_ptr,  # [num_heads]
+    slots_ptr,  # i32[num_requests]
+    computed_tokens_ptr,  # i32[num_requests]
+    state_tokens_ptr,  # i32[num_requests]
+    next_state_tokens_ptr,  # i32[num_requests]
+    # Scalars
+    dt_min,
+    dt_max,
+    # Strides, in elements
+    stride_history_dt_slot: tl.int64,
+    stride_history_dt_head: tl.int64,
+    stride_history_B_slot: tl.int64,
+    stride_history_B_group: tl.int64,
+    stride_history_B_token: tl.constexpr,
+    stride_dt_token: tl.int64,
+    stride_dt_head: tl.int64,
+    stride_B_token: tl.int64,
+    stride_B_group: tl.int64,
+    stride_C_token: tl.int64,
+    stride_C_group: tl.int64,
+    stride_slots: tl.int64,
+    stride_weights_request: tl.int64,
+    # Tiles and flags
+    HEADS_PER_GROUP: tl.constexpr,
+    D_STATE: tl.constexpr,
+    HISTORY_TOKENS: tl.constexpr,
+    IS_SOFTPLUS: tl.constexpr,
+    HAS_LIMITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    IS_OVERLAPPED: tl.constexpr,
+):
+    """Program (b, r) weighs the history of request r for BLOCK_H heads of one group.
+
+    It also keeps the token's step sizes, and the first of a group its B.
+    """
+    BLOCKS: tl.constexpr = (HEADS_PER_GROUP + BLOCK_H - 1) // BLOCK_H
+    let_next_begin(IS_OVERLAPPED)
+    group = tl.program_id(0) // BLOCKS
+    block = tl.program_id(0) % BLOCKS
+    request = tl.program_id(1)
+    in_group = block * BLOCK_H + tl.arange(0, BLOCK_H)
+    is_head = in_group < HEADS_PER_GROUP
+    heads = group * HEADS_PER_GROUP + in_group
+    ns = tl.arange(0, BLOCK_N)
+    ages = tl.arange(0, BLOCK_L)  # of the tokens since the state, the oldest first
+    is_n = ns < D_STATE
+    slot = tl.load(slots_ptr + request * stride_slots)
+    computed = tl.load(computed_tokens_ptr + request)
+    stored = tl.load(state_tokens_ptr + request)
+    stored_next = tl.load(next_state_tokens_ptr + request)
+    # Padding has no history.
+    num_past = tl.where(slot > 0, computed - stored, 0)
+    token = request.to(tl.int64)
+    dt_ptr += token * stride_dt_token + heads * stride_dt_head
+    B_ptr += token * stride_B_token + group * stride_B_group + ns
+    C_ptr += token * stride_C_token + group * stride_C_group + ns
+    slot_dt_ptr = history_dt_ptr + page_offsets(slot, stride_history_dt_slot)
+    head_dt_ptrs = slot_dt_ptr + heads[:, None] * stride_history_dt_head
+    history_B_ptr += page_offsets(slot, stride_history_B_slot) + group * stride_history_B_group
+    rows = ((stored + ages) % HISTORY_TOKENS).to(tl.int64)
+    next_rows = ((stored + ages + 1) % HISTORY_TOKENS).to(tl.int64)
+    past_B = history_B_ptr + rows[:, None] * stride_history_B_token + ns[None, :]
+    past_B = tl.load(past_B, mask=(ages < num_past)[:, None] & is_n[None, :], other=0.0)  # [L, N]
+    B = tl.load(B_ptr, mask=is_n, other=0.0)
+    b = B.to(tl.float32)
+    c = tl.load(C_ptr, mask=is_n, other=0.0).to(tl.float32)  # [N]
+    dt = tl.load(dt_ptr, mask=is_head, other=0.0).to(tl.float32)  # [H]
+    rates = tl.load(A_ptr + heads, mask=is_head, other=0.0) * LOG2E
+    dt_bias = None
+    if dt_bias_ptr is not None:
+        dt_bias = tl.load(dt_bias_ptr + heads, mask=is_head, other=0.0).to(tl.float32)
+    # Heads past a group's read its last one's rows, and what comes of them is not stored.
+    past, decays = decays_of_rows(
+        head_dt_ptrs + rows[None, :],
+        head_dt_ptrs + next_rows[None, :],
+        ages,
+        tl.where(is_head, num_past, 0)[:, None],
+        rates,
+    )
+    scores = row_sums(widened(past_B) * c[None, :])  # [L]
+    own_score = tl.sum(rounded_product(b, c))
+    dt = step_sizes(dt, dt_bias, dt_min, dt_max, IS_SOFTPLUS, HAS_LIMITS)
+    step_decays = tl.exp2(dt * rates)
+    weights_ptr += token * stride_weights_request + heads * WIDTH
+    weights = past * step_decays[:, None] * scores[None, :]
+    tl.store(weights_ptr[:, None] + ages[None, :], weights, mask=is_head[:, None])
+    tl.store(weights_ptr + BLOCK_L, decays * step_decays, mask=is_head)
+    tl.store(weights_ptr + BLOCK_L + 1, dt * own_score, mask=is_head)
+    is_kept = (slot > 0) & (computed >= stored_next)
+    row = (computed % HISTORY_TOKENS).to(tl.int64)
+    kept_dt_ptr = slot_dt_ptr + heads * stride_history_dt_head + row
+    tl.store(kept_dt_ptr, dt, mask=mask_if(is_kept, is_head))
+    kept_B_ptr = history_B_ptr + row * stride_history_B_token + ns
+    tl.store(kept_B_ptr, B, mask=mask_if(is_kept & (block == 0), is_n))
+
+
+@triton.jit
+def state_replay_token_kernel(
+    # Outputs
+    out_ptr,  # [num_requests, num_heads, head_dim]
+    states_ptr,  # [num_slots, num_heads, head_dim, d_state]
+    history_x_ptr,  # [num_slots, num_heads, history_tokens, head_dim]
+    # Inputs
+    weights_ptr,  # f32[num_requests, num_heads, BLOCK_L + OTHERS]
+    history_dt_ptr,  # f32[num_slots, num_heads, history_tokens]
+    history_B_ptr,  # [num_slots, num_groups, history_tokens, d_state]
+    x_ptr,  # [num_requests, num_heads, head_dim]
+    dt_ptr,  # [num_requests, num_heads]
+    A_ptr,  # f32[num_heads]
+    B_ptr,  # [num_requests, num_groups, d_state]
+    C_ptr,  # [num_requests, num_groups, d_state]
+    D_ptr,  # [num_heads, head_dim]
+    z_ptr,  # [num_requests, num_heads, head_dim]
+    dt_bias_ptr,  # [num_heads]
+    slots_ptr,  # i32[num_requests]
+    computed_tokens_ptr,  # i32[num_requests]
+    state_tokens_ptr,  # i32[num_requests]
+    next_state_tokens_ptr,  # i32[num_requests]
+    # Scalars
+    dt_min,
+    dt_max,
+    # Strides, in elements
+    stride_out_token: tl.int64,
+    stride_out_head: tl.int64,
+    stride_states_slot: tl.int64,
+    stride_states_head: tl.int64,
+    stride_states_dim: tl.constexpr,
+    stride_history_x_slot: tl.int64,
+    stride_history_x_head: tl.int64,
+    stride_history_x_token: tl.constexpr,
+    stride_history_dt_slot: tl.int64,
+    stride_history_dt_head: tl.int64,
+    stride_history_B_slot: tl.int64,
+    stride_history_B_group: tl.int64,
+    stride_history_B_token: tl.constexpr,
+    stride_x_token: tl.int64,
+    stride_x_head: tl.int64,
+    stride_dt_token: tl.int64,
+    stride_dt_head: tl.int64,
+    stride_B_token: tl.int64,
+    stride_B_group: tl.int64,
+    stride_C_token: tl.int64,
+    stride_C_group: tl.int64,
+    stride_D_head: tl.int64,
+    stride_D_dim: tl.int64,
+    stride_z_token: tl.int64,
+    stride_z_head: tl.int64,
+    stride_slots: tl.int64,
+    stride_weights_request: tl.int64,
+    # Tiles and flags
+    HEADS_PER_GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D_STATE: tl.constexpr,
+    HISTORY_TOKENS: tl.constexpr,
+    IS_SOFTPLUS: tl.constexpr,
+    HAS_LIMITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_LINE: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    IS_OVERLAPPED: tl.constexpr,
+):
+    """Program (b, r) serves BLOCK_P channels of one head of request r.
+
+    All that it reads it asks for before it computes anything. If launches overlap it asks for the
+    state and its own token while histories are still weighed.
+    """
+    BLOCKS: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
+    head = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    request = tl.program_id(1)
+    dims = (tl.program_id(0) % BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
+    ages = tl.arange(0, BLOCK_L)  # of the tokens since the state, the oldest first
+    is_dim = dims < HEAD_DIM
+    # A row of a state lies in lines of memory, and few threads hold a part of each: they sum most
+    # of it themselves.
+    lines = tl.arange(0, BLOCK_N // BLOCK_LINE)[:, None] * BLOCK_LINE
+    lines += tl.arange(0, BLOCK_LINE)[None, :]
+    in_line = lines < D_STATE  # [lines, line]
+    in_state = is_dim[None, :, None] & in_line[:, None, :]
+    slot = tl.load(slots_ptr + request * stride_slots)
+    computed = tl.load(computed_tokens_ptr + request)
+    stored = tl.load(state_tokens_ptr + request)
+    stored_next = tl.load(next_state_tokens_ptr + request)
+    token = request.to(tl.int64)
+    out_ptr += token * stride_out_token + head * stride_out_head + dims
+    if slot <= 0:
+        await_kernel_before(IS_OVERLAPPED)
+        tl.store(out_ptr, tl.full([BLOCK_P], 0.0, out_ptr.dtype.element_ty), mask=is_dim)
+        return
+
+    group = head // HEADS_PER_GROUP
+    num_past = computed - stored
+    states_ptr += page_offsets(slot, stride_states_slot) + head * stride_states_head
+    state_rows = dims[None, :, None]
+    if HEAD_DIM * stride_states_dim > _INT32_MAX:
+        state_rows = state_rows.to(tl.int64)
+    state_ptrs = states_ptr + (state_rows * stride_states_dim + lines[:, None, :])
+    S = tl.load(state_ptrs, mask=mask_if(stored > 0, in_state), other=0.0)
+    rows = ((stored + ages) % HISTORY_TOKENS).to(tl.int64)
+    history_x_ptr += page_offsets(slot, stride_history_x_slot) + head * stride_history_x_head + dims
+    past_x = history_x_ptr[None, :] + rows[:, None] * stride_history_x_token
+    past_x = tl.load(past_x, mask=(ages < num_past)[:, None] & is_dim[None, :], other=0.0)  # [L, P]
+    C_ptr += token * stride_C_token + group * stride_C_group
+    c = tl.load(C_ptr + lines, mask=in_line, other=0.0).to(tl.float32)  # [lines, line]
+    x_ptr += token * stride_x_token + head * stride_x_head + dims
+    x_row = tl.load(x_ptr, mask=is_dim, other=0.0)
+    x = x_row.to(tl.float32)  # [P]
+    D = tl.zeros([BLOCK_P], tl.float32)
+    if D_ptr is not None:
+        D_ptr += head * stride_D_head + dims * stride_D_dim
+        D = tl.load(D_ptr, mask=is_dim, other=0.0).to(tl.float32)
+    z = tl.zeros([BLOCK_P], tl.float32)
+    if z_ptr is not None:
+        z_ptr += token * stride_z_token + head * stride_z_head + dims
+        z = tl.load(z_ptr, mask=is_dim, other=0.0).to(tl.float32)
+    await_kernel_before(IS_OVERLAPPED)
+    weights_ptr += token * stride_weights_request + head * WIDTH
+    weights = tl.load(weights_ptr + ages)
+    decay = tl.load(weights_ptr + BLOCK_L)
+    own_weight = tl.load(weights_ptr + BLOCK_L + 1)
+
+    S = widened(S)
+    y = line_sums(S * c[:, None, :]) * decay
+    weights = tl.broadcast_to(weights[:, None], past_x.shape)
+    y += column_sums(rounded_product(widened(past_x), weights))
+    y += own_weight * x
+    if D_ptr is not None:
+        y += D * x
+    if z_ptr is not None:
+        y *= silu(z)
+    tl.store(out_ptr, y.to(out_ptr.dtype.element_ty), mask=is_dim)
+    if computed >= stored_next:
+        row = (computed % HISTORY_TOKENS).to(tl.int64)
+        tl.store(history_x_ptr + row * stride_history_x_token, x_row, mask=is_dim)
+    if stored_next > stored:
+        # The state is to hold tokens up to one of the history, or to this one.
+        rate = tl.load(A_ptr + head) * LOG2E
+        dt_bias = None
+        if dt_bias_ptr is not None:
+            dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
+        dt = tl.load(dt_ptr + token * stride_dt_token + head * stride_dt_head).to(tl.float32)
+        dt = step_sizes(dt, dt_bias, dt_min, dt_max, IS_SOFTPLUS, HAS_LIMITS)
+        history_dt_ptr += page_offsets(slot, stride_history_dt_slot) + head * stride_history_dt_head
+        history_B_ptr += page_offsets(slot, stride_history_B_slot) + group * stride_history_B_group
+        B_ptr += token * stride_B_token + group * stride_B_group
+        num_kept = stored_next - stored
+        next_rows = ((stored + ages + 1) % HISTORY_TOKENS).to(tl.int64)
+        steps = tl.load(history_dt_ptr + rows, mask=ages < num_past, other=0.0)
+        steps = tl.where(ages < num_kept, tl.where(ages == num_past, dt, steps), 0.0)
+        behind = tl.load(history_dt_ptr + next_rows, mask=ages + 1 < num_past, other=0.0)
+        behind = tl.where(ages + 1 < num_kept, tl.where(ages + 1 == num_past, dt, behind), 0.0)
+        kept_weights = steps * tl.exp2(tl.cumsum(behind * rate, 0, reverse=True))
+        S *= tl.exp2(tl.sum(steps, 0) * rate)
+        for first in range(0, num_kept, _AT_ONCE):
+            xs = ()
+            bs = ()
+            for i in tl.static_range(_AT_ONCE):  # pyright: ignore[reportGeneralTypeIssues]
+                age = first + i
+                row = ((stored + age) % HISTORY_TOKENS).to(tl.int64)
+                # The token itself is in no row of the history; what is past it weighs nothing.
+                is_past = age < num_past
+                row_x = history_x_ptr + row * stride_history_x_token
+                row_x = tl.load(row_x, mask=mask_if(is_past, is_dim), other=0.0)
+                xs += (tl.where(age == num_past, x_row, row_x).to(tl.float32),)
+                row_B = tl.where(is_past, history_B_ptr + row * stride_history_B_token, B_ptr)
+                row_B = tl.load(row_B + lines, mask=mask_if(age < num_kept, in_line), other=0.0)
+                bs += (row_B.to(tl.float32),)
+            for i in tl.static_range(_AT_ONCE):  # pyright: ignore[reportGeneralTypeIssues]
+                weight = tl.sum(tl.where(ages == first + i, kept_weights, 0.0), 0)
+                S += (xs[i] * weight)[None, :, None] * bs[i][:, None, :]
+        tl.store(state_ptrs, rounded(S, states_ptr.dtype.element_ty), mask=in_state)

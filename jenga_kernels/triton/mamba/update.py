@@ -1,0 +1,146 @@
+"""Kernel of `jenga_kernels.state_update`."""
+
+import triton
+import triton.language as tl
+
+from jenga_kernels.triton.lib.addressing import page_offsets
+from jenga_kernels.triton.lib.device import widened
+from jenga_kernels.triton.recurrent.recurrence import LOG2E, mask_if, row_sums, silu, step_sizes
+
+
+@triton.jit
+def state_update_kernel(
+    # Outputs
+    out_ptr,  # [num_tokens, num_heads, head_dim]
+    states_ptr,  # [num_slots, num_heads, head_dim, d_state]
+    # Inputs
+    x_ptr,  # [num_tokens, num_heads, head_dim]
+    dt_ptr,  # [num_tokens, num_heads] or [num_tokens, num_heads, head_dim]
+    A_ptr,  # f32[num_heads] or f32[num_heads, head_dim, d_state]
+    B_ptr,  # [num_tokens, num_groups, d_state]
+    C_ptr,  # [num_tokens, num_groups, d_state]
+    D_ptr,  # [num_heads, head_dim]
+    z_ptr,  # [num_tokens, num_heads, head_dim]
+    dt_bias_ptr,  # [num_heads] or [num_heads, head_dim]
+    query_starts_ptr,  # i32[num_requests + 1]
+    initial_slots_ptr,  # i32[num_requests]
+    state_slots_ptr,  # i32[num_requests, max_tokens]
+    # Scalars
+    dt_min,
+    dt_max,
+    # Strides, in elements
+    stride_out_token: tl.int64,
+    stride_out_head: tl.int64,
+    stride_states_slot: tl.int64,
+    stride_states_head: tl.int64,
+    stride_states_dim: tl.int64,
+    stride_x_token: tl.int64,
+    stride_x_head: tl.int64,
+    stride_dt_token: tl.int64,
+    stride_dt_head: tl.int64,
+    stride_B_token: tl.int64,
+    stride_B_group: tl.int64,
+    stride_C_token: tl.int64,
+    stride_C_group: tl.int64,
+    stride_D_head: tl.int64,
+    stride_D_dim: tl.int64,
+    stride_z_token: tl.int64,
+    stride_z_head: tl.int64,
+    stride_dt_bias_head: tl.int64,
+    stride_initial: tl.int64,
+    stride_slots_request: tl.int64,
+    stride_slots_token: tl.int64,
+    # Tiles and flags
+    HEADS_PER_GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D_STATE: tl.constexpr,
+    IS_PER_CHANNEL: tl.constexpr,
+    IS_SOFTPLUS: tl.constexpr,
+    HAS_LIMITS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Program (b, r) updates BLOCK_P channels of one head of request r; requests vary slowest."""
+    BLOCKS: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
+    # Rows of states begin at multiples of 16 bytes.
+    ALIGNMENT: tl.constexpr = 16 * 8 // states_ptr.dtype.element_ty.primitive_bitwidth
+    head = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    request = tl.program_id(1)
+    dims = (tl.program_id(0) % BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
+    ns = tl.arange(0, BLOCK_N)
+    is_dim = dims < HEAD_DIM
+    is_n = ns < D_STATE
+    in_state = is_dim[:, None] & is_n[None, :]
+    first = request.to(tl.int64)
+    num_tokens = 1
+    if query_starts_ptr is not None:
+        first = tl.load(query_starts_ptr + request).to(tl.int64)
+        num_tokens = tl.load(query_starts_ptr + request + 1) - tl.load(query_starts_ptr + request)
+    # The products tell Triton what divides strides; of arguments it believes 16 elements only.
+    stride_states_slot = stride_states_slot // ALIGNMENT * ALIGNMENT
+    stride_states_head = stride_states_head // ALIGNMENT * ALIGNMENT
+    stride_states_dim = stride_states_dim // ALIGNMENT * ALIGNMENT
+    state_slots_ptr += request * stride_slots_request
+    out_ptr += first * stride_out_token + head * stride_out_head + dims
+    # Without a branch for padding neither slot waits for the other, nor anything else for one.
+    is_request = tl.load(state_slots_ptr) > 0
+    initial_slot = tl.load(initial_slots_ptr + request * stride_initial)
+    has_state = is_request & (initial_slot > 0)
+    in_page = head * stride_states_head + dims[:, None] * stride_states_dim + ns[None, :]
+    initial = states_ptr + page_offsets(initial_slot, stride_states_slot) + in_page
+    h = widened(tl.load(initial, mask=mask_if(has_state, in_state), other=0.0))  # [P, N]
+
+    group = head // HEADS_PER_GROUP
+    x_ptr += first * stride_x_token + head * stride_x_head + dims
+    dt_ptr += first * stride_dt_token + head * stride_dt_head
+    B_ptr += first * stride_B_token + group * stride_B_group + ns
+    C_ptr += first * stride_C_token + group * stride_C_group + ns
+    dt_bias = None
+    if IS_PER_CHANNEL:
+        dt_ptr += dims
+        A_ptr += (head * HEAD_DIM + dims[:, None]) * D_STATE + ns[None, :]
+        A = tl.load(A_ptr, mask=in_state, other=0.0)  # [P, N]
+        if dt_bias_ptr is not None:
+            dt_bias = tl.load(dt_bias_ptr + head * stride_dt_bias_head + dims, mask=is_dim, other=0)
+            dt_bias = dt_bias.to(tl.float32)
+    else:
+        A = tl.load(A_ptr + head)
+        if dt_bias_ptr is not None:
+            dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
+    A *= LOG2E
+    if D_ptr is not None:
+        D = tl.load(D_ptr + head * stride_D_head + dims * stride_D_dim, mask=is_dim, other=0.0)
+        D = D.to(tl.float32)  # [P]
+    if z_ptr is not None:
+        z_ptr += first * stride_z_token + head * stride_z_head + dims
+    for _ in range(num_tokens):
+        # Asked for behind the store of a result, it would be waited for alone.
+        slot = tl.load(state_slots_ptr)
+        x = tl.load(x_ptr, mask=is_dim, other=0.0).to(tl.float32)  # [P]
+        if IS_PER_CHANNEL:
+            dt = tl.load(dt_ptr, mask=is_dim, other=0.0).to(tl.float32)  # [P]
+        else:
+            dt = tl.load(dt_ptr).to(tl.float32)
+        dt = step_sizes(dt, dt_bias, dt_min, dt_max, IS_SOFTPLUS, HAS_LIMITS)
+        b = tl.load(B_ptr, mask=is_n, other=0.0).to(tl.float32)  # [N]
+        c = tl.load(C_ptr, mask=is_n, other=0.0).to(tl.float32)  # [N]
+        decay = tl.exp2(dt[:, None] * A) if IS_PER_CHANNEL else tl.exp2(dt * A)
+        h = h * decay + (dt * x)[:, None] * b[None, :]
+        y = row_sums(h * c[None, :])  # [P]
+        if D_ptr is not None:
+            y += D * x
+        if z_ptr is not None:
+            y *= silu(tl.load(z_ptr, mask=is_dim, other=0.0).to(tl.float32))
+            z_ptr += stride_z_token
+        y = tl.where(is_request, y, 0.0)
+        tl.store(out_ptr, y.to(out_ptr.dtype.element_ty), mask=is_dim)
+        kept = states_ptr + page_offsets(slot, stride_states_slot) + in_page
+        tl.store(
+            kept, h.to(states_ptr.dtype.element_ty), mask=mask_if(is_request & (slot > 0), in_state)
+        )
+        x_ptr += stride_x_token
+        dt_ptr += stride_dt_token
+        B_ptr += stride_B_token
+        C_ptr += stride_C_token
+        out_ptr += stride_out_token
+        state_slots_ptr += stride_slots_token

@@ -1,0 +1,1 @@
+"""What kernels of recurrent layers share."""

@@ -1,0 +1,1 @@
+"""What kernels of prompts through recurrent layers share on Hopper."""

@@ -1,0 +1,1 @@
+"""What kernels consist of and ask of memory, counted without a GPU."""

@@ -1,0 +1,204 @@
+"""What prompts through recurrent layers ask of an H200: rows R of `perf.counts.static_counts`.
+
+A chain of kernels is as long as all of its kernels, and each walks over a prompt in its own way. So
+instructions are those of all programs of a launch, for 1024 tokens times channels of the layer.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from jenga_kernels.triton.recurrent.tiles import CHUNK_TOKENS
+from perf.harness.compiled_launches import Counted, compiled_by, kinds
+from perf.kernels import bench_conv_update, bench_delta, bench_state_scan
+from perf.shapes.delta_shapes import KIMI_LINEAR, QWEN3_NEXT, make_delta_batch
+from perf.shapes.state_shapes import (
+    FALCON,
+    GRANITE,
+    JAMBA,
+    NEMOTRON,
+    make_conv_batch,
+    make_state_batch,
+)
+
+PROMPT_TOKENS = 2048
+"""Of the one request of a row."""
+
+Constants = dict[str, int]
+Turns = Callable[[Constants, int], tuple[float, ...]]
+
+HEADER = f"""\
+{"prompt of one request":32} {"kernel":42} {"registers":>9} {"programs":>8} {"spilled":>7} \
+{"executed":>8} {"per Ki":>7}  by kind, of all its code"""
+
+LEGEND = (
+    f"prompts of {PROMPT_TOKENS} tokens; registers of a thread; programs that fit on a processor;",
+    "bytes a thread spills; instructions that a warp executes, what is skipped outside of loops",
+    "included; of all warps for 1024 tokens times channels; of a kernel that is tuned, the tiles",
+    "with the fewest",
+)
+
+
+def _chunk_scan_turns(constants: Constants, num_loops: int) -> tuple[float, ...]:
+    # The keys of a chunk up to each block of its tokens, half of them on average.
+    rows, keys = constants["BLOCK_SIZE_M"], constants["BLOCK_SIZE_K"]
+    turns = (constants["dstate"] / keys, (constants["chunk_size"] + rows) / 2 / keys)
+    # The first is there for wide states, unless the compiler has written it out.
+    return turns[-num_loops:]
+
+
+def _passing_turns(constants: Constants, num_loops: int) -> tuple[float, ...]:
+    # Where the compiler has unrolled it, a loop of four turns each and one for the rest.
+    num_chunks = PROMPT_TOKENS // constants["chunk_size"]
+    return (num_chunks,) if num_loops == 1 else divmod(num_chunks, 4)
+
+
+def _prompt(unit: str) -> Turns:
+    """A loop over the prompt, so many tokens a turn, behind one that ends at once."""
+    return lambda c, _loops: (0, PROMPT_TOKENS / c[unit])
+
+
+def _rows(dividend: str, divisor: str) -> Turns:
+    return lambda c, _loops: (c[dividend] / c[divisor],)
+
+
+TURNS: dict[str, Turns] = {
+    # First of ours comes the search for a request, or the loop over padding.
+    "causal_conv_kernel": lambda _c, _loops: (0,),
+    "state_scan_heads_kernel": _prompt("BLOCK_T"),
+    # Two tiles of tokens a turn, behind a loop over those that are left.
+    "state_scan_channels_kernel": lambda c, _loops: (0, 0, PROMPT_TOKENS / (2 * c["BLOCK_T"])),
+    # The search for a chunk's request, of which there is one.
+    "delta_chunks_heads_kernel": lambda _c, loops: (0,) * loops,
+    # Two products with all keys for each width of blocks, where the compiler has left the loop.
+    "delta_chunks_channels_kernel": lambda _c, loops: (0, *(2,) * (loops - 1)),
+    "delta_scan_kernel": _prompt("BLOCK_T"),
+    "_causal_conv1d_fwd_kernel": lambda c, _loops: (c["BLOCK_M"],),
+    "_chunk_state_fwd_kernel": _rows("chunk_size", "BLOCK_SIZE_K"),
+    "_state_passing_fwd_kernel": _passing_turns,
+    "_bmm_chunk_fwd_kernel": _rows("K", "BLOCK_SIZE_K"),
+    "_chunk_scan_fwd_kernel": _chunk_scan_turns,
+    "chunk_scaled_dot_kkt_fwd_kernel": _rows("K", "BK"),
+    # All rows but two of each block of 16 on the diagonal.
+    "merge_16x16_to_64x64_inverse_kernel": lambda _c, loops: (14,) * loops,
+    "recompute_w_u_fwd_kernel": lambda c, _loops: (c["V"] / c["BV"], c["K"] / c["BK"]),
+    "chunk_gated_delta_rule_fwd_kernel_h_blockdim64": lambda c, _loops: (PROMPT_TOKENS / c["BT"],),
+    "chunk_fwd_kernel_o": _rows("K", "BK"),
+    # Tokens of a block up to the program's own, half of them on average.
+    "chunk_kda_fwd_kernel_intra_token_parallel": lambda c, _loops: ((c["BC"] + 1) / 2,),
+    "chunk_kda_fwd_kernel_inter_solve_fused": lambda c, loops: (
+        c["K"] / c["BK"],
+        *(14,) * (loops - 1),
+    ),
+    "chunk_gla_fwd_kernel_o": _rows("K", "BK"),
+}
+"""Kernel -> how often each of its loops runs, given its constants and how many loops it has."""
+
+PRODUCT_LOOPS = {
+    "state_scan_hopper_kernel": CHUNK_TOKENS,
+    "delta_scan_hopper_kernel": CHUNK_TOKENS,
+}
+"""Kernel -> tokens of a turn of its loop with products, whose inner ones no whole prompt runs."""
+
+
+def executed(kernel: Counted) -> float:
+    """Instructions that a warp executes, with what it skips outside of loops.
+
+    Raises:
+        ValueError: If the kernel is not known, or has other loops than it had.
+    """
+    loops = kernel.code.loops
+    if tokens := PRODUCT_LOOPS.get(kernel.name):
+        turn = len(kernel.code.product_loop)
+        return (
+            len(kernel.code.instructions)
+            - sum(map(len, loops))
+            + turn * (PROMPT_TOKENS / tokens - 1)
+        )
+    # Of a loop without a branch back the compiler has written out every turn.
+    turns = TURNS.get(kernel.name, lambda _c, _l: ())(kernel.constants, len(loops)) if loops else ()
+    if len(turns) != len(loops):
+        msg = f"turns of {kernel.name} must be for {len(loops)} loops, got {turns}"
+        raise ValueError(msg)
+    once = sum(map(len, loops))
+    repeated = sum(len(loop) * turn for loop, turn in zip(loops, turns, strict=True))
+    return len(kernel.code.instructions) - once + repeated
+
+
+def issued(kernel: Counted) -> float:
+    """Instructions that all warps of a launch execute."""
+    return executed(kernel) * kernel.num_warps * kernel.num_programs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A layer that reads a prompt.
+
+    Attributes:
+        name: Operation and model.
+        num_channels: Channels of the layer.
+        owner: Whose kernels.
+        prepare: What prepares their launch.
+    """
+
+    name: str
+    num_channels: int
+    owner: str
+    prepare: Callable[[], Callable[[], object]]
+
+
+def launches() -> Iterator[Prompt]:
+    """Every row's prompt."""
+    cpu = torch.device("cpu")
+    lengths = [PROMPT_TOKENS]
+    for model in (NEMOTRON, QWEN3_NEXT):
+        conv = lambda m=model: make_conv_batch(m.conv_dim, lengths, cpu)  # noqa: E731
+        peers = {"jenga": bench_conv_update.jenga, "vllm": bench_conv_update.vllm}
+        yield from _each(f"R causal_conv {model.name}", model.conv_dim, conv, peers)
+    for model in (NEMOTRON, GRANITE, FALCON, JAMBA):
+        state = lambda m=model: make_state_batch(m, lengths, torch.float32, cpu)  # noqa: E731
+        # Whole: what segments leave, and what they begin with, is no prompt's own work. And by the
+        # kernel all of whose warps do the same.
+        ours = bench_state_scan.jenga
+        if not model.is_per_channel:
+            ours = partial(bench_state_scan.jenga_whole, is_warp_specialized=False)
+        peers = {"jenga": ours, "vllm": bench_state_scan.vllm}
+        yield from _each(f"R state_scan {model.name}", model.dim, state, peers)
+    for model in (QWEN3_NEXT, KIMI_LINEAR):
+        delta = lambda m=model: make_delta_batch(m, lengths, torch.float32, cpu)  # noqa: E731
+        peers = {"jenga": bench_delta.jenga_scan, "vllm": bench_delta.vllm_scan}
+        channels = model.num_v_heads * model.head_dim
+        yield from _each(f"R delta_scan {model.name}", channels, delta, peers)
+
+
+def _each(
+    name: str,
+    num_channels: int,
+    make: Callable[[], object],
+    peers: dict[str, Callable[..., Callable[[], object]]],
+) -> Iterator[Prompt]:
+    for owner, peer in peers.items():
+        yield Prompt(
+            name=name,
+            num_channels=num_channels,
+            owner=owner,
+            prepare=lambda peer=peer: peer(make()),
+        )
+
+
+def rows(prompt: Prompt) -> list[str]:
+    """Rows of the table: one a kernel, and one for all of a chain."""
+    kernels = compiled_by(prompt.prepare, issued)
+    unit = PROMPT_TOKENS * prompt.num_channels / 1024
+    found = [
+        f"{prompt.name:32} {f'{prompt.owner} {kernel.name}'[:42]:42} {kernel.code.registers:9} "
+        f"{kernel.programs_per_processor:8} {kernel.code.stack_bytes:7} {executed(kernel):8.0f} "
+        f"{issued(kernel) / unit:7.0f}  {kinds(kernel.code.instructions)}"
+        for kernel in kernels
+    ]
+    if len(kernels) > 1:
+        total = sum(map(issued, kernels)) / unit
+        found.append(f"{prompt.name:32} {f'{prompt.owner}, all kernels':78} {total:7.0f}")
+    return found

@@ -1,0 +1,1 @@
+"""Sessions on a GPU that is lent for minutes."""

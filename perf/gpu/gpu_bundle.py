@@ -1,0 +1,166 @@
+"""vLLM and the peers in an offline bundle: cut to what a call can carry, unpacked, made known.
+
+    python -m perf.gpu.gpu_bundle BUNDLE OUT     # OUT/base, OUT/experts and OUT/peers
+
+A bundle is a folder of `*.tar.xz` with `SHA256SUMS` and an `unpack.sh`. Half of vLLM's libraries
+serve models of experts alone, so they and the peers travel when they are wanted.
+"""
+
+import argparse
+import hashlib
+import io
+import lzma
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+from perf.harness.machine import ROOT
+
+SCRIPT, SUMS = "unpack.sh", "SHA256SUMS"
+LIBRARIES = "vllm-libs.tar.xz"
+EXPERTS = "vllm-experts.tar.xz"
+IS_OF_EXPERTS = re.compile(r"/_moe_C")
+"""Libraries of vLLM that models without experts do not load."""
+
+FILTERS = [
+    {"id": lzma.FILTER_X86},
+    {"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 1 << 27},
+]
+"""Device code and x86-64 code: seventeen parts in eighteen of what `xz -9` makes of it."""
+
+SETTINGS = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it is imported for sampling otherwise
+}
+"""What vLLM needs to run from a bundle."""
+
+
+def unpack(bundle: str, site: Path) -> None:
+    """Unpack an offline bundle, unless all its archives were unpacked before.
+
+    Args:
+        bundle: Its folders, separated by ":"; they may come one after the other.
+        site: Where to.
+
+    Raises:
+        ValueError: No folder holds `unpack.sh`.
+    """
+    folders = [Path(folder) for folder in bundle.split(":")]
+    archives = {path.name for folder in folders for path in folder.glob("*.tar.xz*")}
+    record = site / "unpacked.txt"
+    before = set(record.read_text().split()) if record.exists() else set[str]()
+    if record.exists() and archives <= before:
+        return
+    script = next((path for path in (folder / SCRIPT for folder in folders) if path.exists()), None)
+    if script is None:
+        msg = f"--bundle must name a folder that holds unpack.sh, got {bundle}"
+        raise ValueError(msg)
+    # Its own checks import vLLM again and again, and the stages will tell.
+    environment = os.environ | {"PYTHON": sys.executable, "CHECK": "0"}
+    subprocess.run(["bash", str(script), bundle, str(site)], check=True, env=environment)
+    # Engines start at once; each would compile the same files.
+    compiling = [sys.executable, "-m", "compileall", "-q", "-j", "0", str(site)]
+    subprocess.run(compiling, check=False, stdout=subprocess.DEVNULL)
+    announce_plugin(site)
+    record.write_text("\n".join(sorted(archives | before)))
+
+
+def announce_plugin(site: Path, root: Path = ROOT) -> None:
+    """Write beside an uninstalled package what installing it would: the names vLLM looks for.
+
+    Args:
+        site: A folder on the path.
+        root: Of the repository.
+    """
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    folder = site / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = ["Metadata-Version: 2.1", f"Name: {project['name']}", f"Version: {project['version']}"]
+    (folder / "METADATA").write_text("\n".join(lines) + "\n")
+    text = ""
+    for group, names in project["entry-points"].items():
+        text += f"[{group}]\n" + "".join(f"{name} = {what}\n" for name, what in names.items())
+    (folder / "entry_points.txt").write_text(text)
+
+
+def split(bundle: Path, out: Path) -> dict[str, int]:
+    """Cut a bundle into what all engines need, what models of experts need besides, and the peers.
+
+    Args:
+        bundle: Its folder.
+        out: Folder of the parts; each can be unpacked alone, or with others.
+
+    Returns:
+        Part -> its bytes.
+
+    Raises:
+        ValueError: The bundle has no archive of vLLM's libraries in one piece.
+    """
+    if not (bundle / LIBRARIES).is_file():
+        msg = f"{bundle} must hold {LIBRARIES} in one piece"
+        raise ValueError(msg)
+    archives: dict[str, dict[str, bytes]] = {
+        "base": {LIBRARIES: _repacked(bundle / LIBRARIES, of_experts=False)},
+        "experts": {EXPERTS: _repacked(bundle / LIBRARIES, of_experts=True)},
+        "peers": {},
+    }
+    for path in sorted(bundle.glob("*.tar.xz*")):
+        if path.name != LIBRARIES:
+            part = "peers" if path.name.startswith("peers") else "base"
+            archives[part][path.name] = path.read_bytes()
+    sizes: dict[str, int] = {}
+    for part, contents in archives.items():
+        folder = out / part
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        for name, content in contents.items():
+            (folder / name).write_bytes(content)
+        sums = {name: hashlib.sha256(each).hexdigest() for name, each in contents.items()}
+        (folder / SUMS).write_text("".join(f"{each}  {name}\n" for name, each in sums.items()))
+        shutil.copy(bundle / SCRIPT, folder / SCRIPT)
+        sizes[part] = sum(path.stat().st_size for path in folder.iterdir())
+    return sizes
+
+
+def _repacked(archive: Path, *, of_experts: bool) -> bytes:
+    """Get an archive of the libraries of experts, or of all others."""
+    packed = io.BytesIO()
+    with (
+        tarfile.open(archive, "r:xz") as source,
+        lzma.open(packed, "w", filters=FILTERS) as file,
+        tarfile.open(None, "w", file) as tar,
+    ):
+        for entry in source:
+            if bool(IS_OF_EXPERTS.search(entry.name)) is of_experts:
+                tar.addfile(entry, source.extractfile(entry))
+    return packed.getvalue()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Cut a bundle from the command line.
+
+    Returns:
+        0.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m perf.gpu.gpu_bundle",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("bundle", type=Path, help="folder of a bundle")
+    parser.add_argument("out", type=Path, help="folder of the parts")
+    options = parser.parse_args(arguments)
+    for part, num_bytes in split(options.bundle, options.out).items():
+        print(f"{options.out / part}: {num_bytes / 2**20:.2f} MiB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What benchmarks share: timing, the machine, compiled kernels and their limits."""

@@ -1,0 +1,178 @@
+"""Kernels that launches would run on an H200, compiled and counted without one: ours and vLLM's."""
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+
+import torch
+
+from perf.harness.machine_code import NUM_PROCESSORS, MachineCode, count, loaded_bytes, take_apart
+
+CAPABILITY = 90
+NAME = "NVIDIA H200"
+REGISTERS = 65536
+SHARED_BYTES = 228 << 10
+MAX_WARPS = 64
+MAX_PROGRAMS = 32
+"""Of an H200, and of one of its processors, from the CUDA programming guide."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """A kernel that a launch compiled.
+
+    Attributes:
+        num_programs: Of the launch.
+        constants: Integers that the kernel was compiled for, by argument.
+    """
+
+    name: str
+    num_warps: int
+    shared_bytes: int
+    code: MachineCode
+    num_programs: int
+    constants: dict[str, int]
+
+    @property
+    def programs_per_processor(self) -> int:
+        """How many programs a processor holds at once, by registers, shared memory and warps."""
+        registers = -(-self.code.registers // 8) * 8 * 32 * self.num_warps
+        shared = self.shared_bytes + 1024
+        return min(
+            MAX_PROGRAMS,
+            MAX_WARPS // self.num_warps,
+            REGISTERS // registers,
+            SHARED_BYTES // shared,
+        )
+
+    @property
+    def body(self) -> tuple[str, ...]:
+        """The loop over keys, or all of a kernel that has none."""
+        loop = self.code.main_loop
+        return (
+            loop
+            if loaded_bytes(loop) >= loaded_bytes(self.code.instructions) / 16
+            else (self.code.instructions)
+        )
+
+    @property
+    def read_kib(self) -> float:
+        """KiB that a program loads in the body."""
+        return loaded_bytes(self.body) * 32 * self.num_warps / 1024
+
+    @property
+    def per_kib(self) -> float:
+        """Instructions of all warps of a program for a KiB it loads in the body."""
+        return len(self.body) * self.num_warps / self.read_kib
+
+
+def kinds(instructions: tuple[str, ...]) -> str:
+    """How many instructions there are of each kind, the most first."""
+    return "  ".join(f"{kind} {number}" for kind, number in count(instructions).most_common())
+
+
+def show_vllm_a_gpu() -> None:
+    """Have vLLM's CPU build define its Triton kernels and choose their tiles for an H200."""
+    from vllm import platforms
+
+    platforms.vllm_version_matches_substr = lambda _text: False
+    # The build for GPUs has operations that its description of a platform and layers load. `_C` of
+    # the CPU build is for AVX-512 alone: elsewhere loading it ends the process.
+    for name in ("vllm._C", "vllm._C_stable_libtorch"):
+        sys.modules[name] = ModuleType(name)
+    attention = ModuleType("vllm.vllm_flash_attn")
+    attention.__getattr__ = lambda _name: None
+    sys.modules[attention.__name__] = attention
+    from vllm import _custom_ops
+
+    for name in dir(_custom_ops):
+        if name.startswith("cutlass_scaled_mm_supports"):
+            setattr(_custom_ops, name, lambda _capability: False)
+    from vllm.platforms.cuda import CudaPlatformBase
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.utils import platform_utils
+
+    class H200(CudaPlatformBase):
+        @classmethod
+        def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:  # noqa: ARG003
+            return DeviceCapability(*divmod(CAPABILITY, 10))
+
+        @classmethod
+        def get_device_name(cls, device_id: int = 0) -> str:  # noqa: ARG003
+            return NAME
+
+        @classmethod
+        def is_pin_memory_available(cls) -> bool:
+            return False
+
+    platforms._current_platform = H200()
+    platform_utils.is_pin_memory_available.cache_clear()
+    # Its kernels of the gated delta rule ask PyTorch.
+    torch.cuda.get_device_name = lambda _device=0: NAME
+    torch.cuda.get_device_capability = lambda _device=0: divmod(CAPABILITY, 10)
+    torch.cuda.get_device_properties = lambda _device=0: SimpleNamespace(
+        name=NAME, multi_processor_count=NUM_PROCESSORS
+    )
+
+
+def compiled_by(
+    prepare: Callable[[], Callable[[], object]],
+    cost: Callable[[Counted], float] = lambda kernel: len(kernel.code.instructions),
+) -> list[Counted]:
+    """The kernels that a launch, and what prepares it, would run.
+
+    Args:
+        prepare: Gives the launch.
+        cost: What decides between the tiles that a kernel is tuned among, where nothing is timed:
+            the least of those without spills.
+    """
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.jit import JITFunction
+
+    found: dict[int, Counted] = {}
+    run, bench, on_disk = JITFunction.run, Autotuner._bench, Autotuner.check_disk_cache
+
+    def compile_only(self: JITFunction, *args: object, **kwargs: object) -> object:
+        kernel = run(self, *args, **(kwargs | {"warmup": True}))
+        grid = kwargs["grid"]
+        if callable(grid):
+            grid = grid(dict(zip(self.arg_names, args, strict=False)) | kwargs)
+        names = kernel.src.fn.arg_names
+        found[id(kernel)] = Counted(
+            name=kernel.metadata.name,
+            num_warps=kernel.metadata.num_warps,
+            shared_bytes=kernel.metadata.shared,
+            code=take_apart(kernel.asm["cubin"]),
+            num_programs=math.prod(grid),
+            constants={
+                names[path[0]]: value
+                for path, value in kernel.src.constants.items()
+                if isinstance(value, int) and len(path) == 1
+            },
+        )
+        return kernel
+
+    def count_instead(
+        self: Autotuner, *args: object, config: object, **meta: object
+    ) -> list[float]:
+        kernel = self.fn.run(*args, **(meta | config.all_kwargs()))
+        counted = found.pop(id(kernel))
+        return [cost(counted) if counted.code.stack_bytes == 0 else math.inf]
+
+    def forget(_self: Autotuner, _key: object, _configs: object, bench: Callable[[], None]) -> bool:
+        # On disk they would pass for times, where a GPU is.
+        bench()
+        return False
+
+    JITFunction.run, Autotuner._bench, Autotuner.check_disk_cache = (
+        compile_only,
+        count_instead,
+        forget,
+    )
+    try:
+        prepare()()
+    finally:
+        JITFunction.run, Autotuner._bench, Autotuner.check_disk_cache = run, bench, on_disk
+    return list(found.values())

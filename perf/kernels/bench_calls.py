@@ -1,0 +1,231 @@
+"""Time what calls of operations take on the host, beside vLLM's, with launches that lead nowhere.
+
+python -m perf.kernels.bench_calls [--only paged_attention] [--save perf/results/cpu]
+
+Without a GPU: kernels are compiled as for an H200, and what would be handed to its driver is
+dropped. Both sides are given the same tensors, in turn. Where a step runs in no CUDA graph, each
+layer waits for such a call: if its kernels take less, the step takes that. "first" is a call of a
+signature that none before had, as that of the first layer is in most steps with prompts.
+"""
+
+import argparse
+import dataclasses
+import gc
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from triton.runtime import driver
+
+from jenga_kernels.checks import tensors
+from jenga_kernels.launches import Call
+from perf.harness.compiled_launches import CAPABILITY, show_vllm_a_gpu
+from perf.harness.machine_code import PretendedGpu
+from perf.kernels import (
+    bench_conv_update,
+    bench_delta,
+    bench_kv_store,
+    bench_latent_attention,
+    bench_paged_attention,
+    bench_state_scan,
+    bench_state_update,
+)
+from perf.shapes.attention_shapes import SHAPES, AttentionShape, make_batch
+from perf.shapes.delta_shapes import KIMI_LINEAR, QWEN3_NEXT, make_delta_batch
+from perf.shapes.latent_shapes import LATENT_DIM, LatentShape
+from perf.shapes.latent_shapes import make_batch as make_latent_batch
+from perf.shapes.state_shapes import MODELS, make_conv_batch, make_state_batch
+
+ATTENTION = ("D1", "D5", "D11", "P1", "P3", "P4", "X1")
+LATENTS = ("D17", "L12")
+STATES = ("nemotron-h-8b", "jamba-1.5-mini")
+PROMPT_TOKENS, DECODED = 2048, 8
+CPU = torch.device("cpu")
+
+NUM_ROUNDS, NUM_CALLS = 40, 25
+"""Each implementation has a round in turn; its time is the median of the rounds' means."""
+
+MAX_THREADS = 1024
+"""Of a program."""
+
+Launch = Callable[[], object]
+
+
+class Case(NamedTuple):
+    """What is timed.
+
+    Attributes:
+        name: Of the row.
+        sides: What prepares the launches of each implementation, given what `make` gives.
+        make: Makes the tensors, which take memory while the case is timed.
+    """
+
+    name: str
+    sides: Mapping[str, Callable[..., Launch]]
+    make: Callable[[], Sequence[Any]]
+
+
+class Nowhere(PretendedGpu):
+    """A driver of Triton's that compiles, and drops what is launched."""
+
+    def launcher_cls(self, _source: object, _metadata: object) -> Callable[..., None]:
+        """What launches a kernel, by the name that Triton asks for."""
+        return lambda *_: None
+
+    def load_binary(self, *_: object) -> tuple[object, object, int, int, int]:
+        """What Triton asks of a loaded kernel: its handles, registers, spills, threads at most."""
+        return self, self, 0, 0, MAX_THREADS
+
+
+def cases() -> Iterator[Case]:
+    """What is timed; prompts of recurrent layers only by ours: vLLM's fill tensors on the way."""
+    peers = bench_paged_attention.IMPLEMENTATIONS
+    for shape in SHAPES:
+        if shape.name.split()[0] in ATTENTION:
+            sides = {"jenga": peers["jenga"], "vllm": peers["vllm-triton"]}
+            small = dataclasses.replace(shape, num_layers=1, arena_bytes=0)
+            yield Case(f"paged_attention {shape.name}", sides, partial(_attention_batch, small))
+    peers = bench_latent_attention.IMPLEMENTATIONS
+    for latents in bench_latent_attention.SHAPES:
+        if latents.name.split()[0] in LATENTS:
+            sides = {"jenga": peers["jenga"]}
+            if latents.max_query_tokens == 1:
+                sides["vllm"] = peers["vllm-triton"]
+            small = dataclasses.replace(latents, num_layers=1, requests=latents.requests[:DECODED])
+            yield Case(f"latent_attention {latents.name}", sides, partial(_latent_batch, small))
+    sides = {"jenga": bench_kv_store.jenga, "vllm": bench_kv_store.vllm_triton}
+    shape = bench_kv_store.SHAPES[0]
+    yield Case(f"kv_store {shape.name}", sides, lambda: [bench_kv_store.make_batch(shape, CPU)])
+    prompt, decoded = [PROMPT_TOKENS], [1] * DECODED
+    sides = {"jenga": bench_conv_update.jenga, "vllm": bench_conv_update.vllm}
+    for name, lengths in (("causal_conv", prompt), ("conv_update", decoded)):
+        make = partial(make_conv_batch, 8192, lengths, CPU)
+        yield Case(f"{name} 8192 channels", sides, lambda make=make: [make()])
+    f32 = torch.float32
+    for model in (model for model in MODELS if model.name in STATES):
+        sides = {name: bench_state_update.PEERS[name] for name in ("jenga", "vllm")}
+        make = partial(make_state_batch, model)
+        yield Case(f"state_update {model.name}", sides, lambda make=make: [make(decoded, f32, CPU)])
+        sides = {"jenga": bench_state_scan.jenga}
+        yield Case(f"state_scan {model.name}", sides, lambda make=make: [make(prompt, f32, CPU)])
+    for model in (QWEN3_NEXT, KIMI_LINEAR):
+        sides = {name: bench_delta.UPDATE_PEERS[name] for name in ("jenga", "vllm")}
+        make = partial(make_delta_batch, model)
+        yield Case(f"delta_update {model.name}", sides, lambda make=make: [make(decoded, f32, CPU)])
+        sides = {"jenga": bench_delta.jenga_scan}
+        yield Case(f"delta_scan {model.name}", sides, lambda make=make: [make(prompt, f32, CPU)])
+
+
+def _attention_batch(shape: AttentionShape) -> list[Any]:
+    batch = make_batch(shape, CPU)
+    return [batch, torch.empty_like(batch.q)]
+
+
+def _latent_batch(shape: LatentShape) -> list[Any]:
+    batch = make_latent_batch(shape, CPU)
+    return [batch, batch.q.new_empty(shape.num_tokens, shape.num_heads, LATENT_DIM)]
+
+
+def times_of(launches: dict[str, Launch]) -> dict[str, list[float]]:
+    """Microseconds of a call in each round, the implementations' rounds in turn."""
+    times: dict[str, list[float]] = {name: [] for name in launches}
+    for launch in launches.values():
+        for _ in range(NUM_CALLS):
+            launch()
+    for _ in range(NUM_ROUNDS):
+        for name, launch in launches.items():
+            begin = time.perf_counter()
+            for _ in range(NUM_CALLS):
+                launch()
+            times[name].append((time.perf_counter() - begin) * 1e6 / NUM_CALLS)
+    return times
+
+
+def first_times_of(launch: Launch) -> list[float]:
+    """Microseconds of calls of which none before had the same signature; nothing is compiled."""
+    calls = [thing for thing in gc.get_objects() if type(thing) is Call]
+    times = []
+    for _ in range(NUM_ROUNDS):
+        for call in calls:
+            call.__init__()
+        begin = time.perf_counter()
+        launch()
+        times.append((time.perf_counter() - begin) * 1e6)
+    return times
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Time a case: a row."""
+    batch = case.make()
+    launches = {side: prepare(*batch) for side, prepare in case.sides.items()}
+    row: dict[str, Any] = {"case": case.name}
+    times = times_of(launches)
+    if "vllm" in times:
+        # Of rounds next to each other, so that what else the machine does is in both.
+        ratios = [vllm / ours for vllm, ours in zip(times["vllm"], times["jenga"], strict=True)]
+        row["ratio"] = statistics.median(ratios)
+    times["jenga, first"] = first_times_of(launches["jenga"])
+    for side, found in times.items():
+        quantiles = statistics.quantiles(found, n=5)
+        row[side] = [statistics.median(found), quantiles[0], quantiles[3]]
+    return row
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as text."""
+    lines = [f"{'us, and p20 to p80':48} {'jenga':>22} {'vllm':>22} {'ratio':>6} {'first':>7}"]
+    for row in rows:
+        sides = [f"{'':22}"] * 2
+        for index, side in enumerate(("jenga", "vllm")):
+            if side in row:
+                middle, low, high = row[side]
+                sides[index] = f"{middle:7.1f} ({low:.1f} to {high:.1f})".rjust(22)
+        ratio = f"{row['ratio']:6.2f}" if "ratio" in row else " " * 6
+        first = f"{row['jenga, first'][0]:7.1f}"
+        lines.append(f"{row['case'][:48]:48} {sides[0]} {sides[1]} {ratio} {first}")
+    ratios = [row["ratio"] for row in rows if "ratio" in row]
+    if ratios:
+        mean = statistics.geometric_mean(ratios)
+        lines.append(f"ratio, geometric mean of {len(ratios)}: {mean:.2f}")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m perf.kernels.bench_calls",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="of rows and text")
+    options = parser.parse_args(arguments)
+    # Without it vLLM finds no Triton where there is no GPU.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    driver.set_active(Nowhere(CAPABILITY))  # pyright: ignore[reportArgumentType]
+    show_vllm_a_gpu()
+    # It imports vLLM, which then finds no GPU that was not there before.
+    from perf.manager.bench_manager import machine_line
+
+    # On a GPU values cannot be looked at without waiting.
+    tensors.LOOKS_AT_VALUES = False
+    machine = machine_line()
+    with torch.inference_mode():
+        rows = [measure(case) for case in cases() if options.only in case.name]
+    text = table(rows)
+    print(f"{machine}\n{text}")
+    if options.save:
+        options.save.mkdir(parents=True, exist_ok=True)
+        lines = "".join(json.dumps(row | {"machine": machine}) + "\n" for row in rows)
+        (options.save / "bench_calls.jsonl").write_text(lines, encoding="utf-8")
+        page = f"# Host time of calls\n\n{machine}\n\n```\n{text}\n```\n"
+        (options.save / "bench_calls.md").write_text(page, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,352 @@
+"""Time layers of the gated delta rule, steps and prompts, beside vLLM's kernels on the same pages.
+
+python -m perf.kernels.bench_delta [--only qwen3-next] [--peers vllm] [--dry-run]
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from jenga_kernels.checks.states import Checkpoints
+from jenga_kernels.delta_scan import delta_scan
+from jenga_kernels.delta_update import delta_update
+from perf.harness.timing import Benchmark, Row, read_roofline
+from perf.peers.attention_peers import UnsupportedError
+from perf.shapes.delta_shapes import DELTA_MODELS, DRY_DELTA_MODELS, DeltaBatch, make_delta_batch
+
+BATCHES = (1, 8, 64, 128, 256, 512, 1024)
+DRAFT_TOKENS = 4
+"""Tokens a request in the rows of speculative steps."""
+
+PROMPTS = {
+    "1x2048": [2048],
+    "1x8192": [8192],
+    "4x2048": [2048] * 4,
+    "16 odd": [517, 33, 1200, 740, 5, 999, 250, 611] * 2,
+}
+STATE_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+CHECKPOINT_TOKENS = 512
+"""Tokens between two checkpoints in the rows that have them."""
+
+MAX_ARENA_BYTES = 40 << 30
+
+
+def jenga_update(batch: DeltaBatch) -> Callable[[], None]:
+    is_single = batch.slots.shape[1] == 1
+
+    def launch() -> None:
+        delta_update(
+            batch.out,
+            batch.states,
+            *batch.qkv,
+            batch.gates,
+            batch.betas,
+            batch.slots[:, 0],
+            batch.slots,
+            A_log=batch.A_log,
+            dt_bias=batch.dt_bias,
+            query_starts=None if is_single else batch.query_starts,
+        )
+
+    return launch
+
+
+def vllm_update(batch: DeltaBatch) -> Callable[[], None]:
+    """The kernel that vLLM's layers call after their convolution."""
+    try:
+        from vllm.models.kimi_k3.nvidia.ops.third_party import kda
+        from vllm.third_party.flash_linear_attention import ops
+    except ImportError as error:
+        raise UnsupportedError(str(error)) from error
+    is_single = batch.slots.shape[1] == 1
+    accepted = None if is_single else torch.ones_like(batch.slots[:, 0])
+    q, k, v = (tensor[None] for tensor in batch.qkv)
+    if batch.model.is_per_channel:
+
+        def launch_channels() -> None:
+            kda.fused_recurrent_kda(
+                q=q,
+                k=k,
+                v=v,
+                raw_g=batch.gates[None],
+                raw_beta=batch.betas[None],
+                A_log=batch.A_log,
+                dt_bias=batch.dt_bias.flatten(),
+                lower_bound=None,
+                initial_state=batch.states,
+                cu_seqlens=batch.query_starts,
+                ssm_state_indices=batch.slots,
+                num_accepted_tokens=accepted,
+                out=batch.out[None],
+            )
+
+        return launch_channels
+    if not is_single:
+        # The layer makes these copies, in kernels of their own; they are not timed.
+        q, k, v = (tensor.contiguous() for tensor in (q, k, v))
+
+        def launch_drafts() -> None:
+            ops.fused_sigmoid_gating_delta_rule_update(
+                A_log=batch.A_log,
+                a=batch.gates,
+                b=batch.betas,
+                dt_bias=batch.dt_bias,
+                q=q,
+                k=k,
+                v=v,
+                initial_state=batch.states,
+                cu_seqlens=batch.query_starts,
+                ssm_state_indices=batch.slots,
+                num_accepted_tokens=accepted,
+                use_qk_l2norm_in_kernel=True,
+            )
+
+        return launch_drafts
+
+    def launch() -> None:
+        ops.fused_recurrent_gated_delta_rule_packed_decode(
+            mixed_qkv=batch.mixed,
+            a=batch.gates,
+            b=batch.betas,
+            A_log=batch.A_log,
+            dt_bias=batch.dt_bias,
+            scale=batch.model.head_dim**-0.5,
+            initial_state=batch.states,
+            out=batch.out[:, None],
+            ssm_state_indices=batch.slots[:, 0],
+            use_qk_l2norm_in_kernel=True,
+        )
+
+    return launch
+
+
+def jenga_scan(
+    batch: DeltaBatch, checkpoints: Checkpoints | None = None, *, is_portable: bool | None = None
+) -> Callable[[], None]:
+    slots = batch.slots[:, 0]
+
+    def launch() -> None:
+        delta_scan(
+            batch.out,
+            batch.states,
+            *batch.qkv,
+            batch.gates,
+            batch.betas,
+            batch.query_starts,
+            slots,
+            slots,
+            A_log=batch.A_log,
+            dt_bias=batch.dt_bias,
+            checkpoints=checkpoints,
+            is_portable=is_portable,
+        )
+
+    return launch
+
+
+def jenga_checkpoints(batch: DeltaBatch) -> Callable[[], None]:
+    """Ours with a state kept every CHECKPOINT_TOKENS tokens, all in one slot to bound the arena."""
+    bounds, after_tokens = [0], []
+    for length in batch.query_starts.diff().tolist():
+        after_tokens += range(CHECKPOINT_TOKENS, length, CHECKPOINT_TOKENS)
+        bounds.append(len(after_tokens))
+    device = batch.mixed.device
+    slots = batch.slots[:, 0].cpu().repeat_interleave(torch.tensor(bounds).diff())
+    return jenga_scan(
+        batch,
+        Checkpoints(
+            starts=torch.tensor(bounds, dtype=torch.int32, device=device),
+            after_tokens=torch.tensor(after_tokens, dtype=torch.int32, device=device),
+            slots=slots.to(device),
+        ),
+    )
+
+
+def vllm_scan(batch: DeltaBatch) -> Callable[[], None]:
+    """What vLLM's layers do after their convolution, states gathered and scattered included."""
+    try:
+        from vllm.models.kimi_k3.nvidia.ops.third_party import kda
+        from vllm.third_party.flash_linear_attention import ops
+        from vllm.third_party.flash_linear_attention.ops.index import (
+            prepare_chunk_indices,
+            prepare_chunk_offsets,
+        )
+        from vllm.third_party.flash_linear_attention.ops.utils import FLA_CHUNK_SIZE
+    except ImportError as error:
+        raise UnsupportedError(str(error)) from error
+    slots = batch.slots[:, 0].long()
+    if batch.model.is_per_channel:
+
+        def launch_channels() -> None:
+            q, k, v = (tensor[None] for tensor in batch.qkv)
+            _, final = kda.chunk_kda_with_fused_gate(
+                q=q,
+                k=k,
+                v=v,
+                raw_g=batch.gates[None],
+                raw_beta=batch.betas[None],
+                A_log=batch.A_log,
+                g_bias=batch.dt_bias,
+                initial_state=batch.states[slots],
+                output_final_state=True,
+                use_qk_l2norm_in_kernel=True,
+                cu_seqlens=batch.query_starts,
+            )
+            batch.states[slots] = final.to(batch.states.dtype)
+
+        return launch_channels
+    chunks = {
+        "chunk_indices": prepare_chunk_indices(batch.query_starts, FLA_CHUNK_SIZE),
+        "chunk_offsets": prepare_chunk_offsets(batch.query_starts, FLA_CHUNK_SIZE),
+    }
+
+    def launch() -> None:
+        prepared = ops.fused_post_conv_prep(
+            batch.mixed,
+            batch.gates,
+            batch.betas,
+            batch.A_log,
+            batch.dt_bias,
+            batch.model.num_qk_heads,
+            batch.model.head_dim,
+            batch.model.head_dim,
+        )
+        q, k, v, g, beta = (tensor[None] for tensor in prepared)
+        _, final = ops.chunk_gated_delta_rule(
+            q=q,
+            k=k,
+            v=v,
+            g=g,
+            beta=beta,
+            initial_state=batch.states[slots],
+            output_final_state=True,
+            cu_seqlens=batch.query_starts,
+            **chunks,
+        )
+        batch.states[slots] = final.to(batch.states.dtype)
+
+    return launch
+
+
+def flashinfer_scan(batch: DeltaBatch) -> Callable[[], None]:
+    """What vLLM's layers do on Hopper where FlashInfer is, which compiles its kernel at first."""
+    try:
+        from flashinfer.gdn_prefill import chunk_gated_delta_rule
+        from vllm.third_party.flash_linear_attention import ops
+    except ImportError as error:
+        raise UnsupportedError(str(error)) from error
+    if batch.model.is_per_channel:
+        msg = "FlashInfer has no kernel for channels that decay on their own"
+        raise UnsupportedError(msg)
+    slots = batch.slots[:, 0].long()
+
+    def launch() -> None:
+        q, k, v, g, beta = ops.fused_post_conv_prep(
+            batch.mixed,
+            batch.gates,
+            batch.betas,
+            batch.A_log,
+            batch.dt_bias,
+            batch.model.num_qk_heads,
+            batch.model.head_dim,
+            batch.model.head_dim,
+        )
+        out, final = chunk_gated_delta_rule(
+            q=q,
+            k=k,
+            v=v,
+            g=g.exp(),
+            beta=beta.float(),
+            initial_state=batch.states[slots].float(),
+            output_final_state=True,
+            cu_seqlens=batch.query_starts.long(),
+            backend="flashinfer",
+        )
+        batch.out.copy_(out)
+        batch.states[slots] = final.to(batch.states.dtype)
+
+    return launch
+
+
+UPDATE_PEERS = {"jenga": jenga_update, "vllm": vllm_update}
+SCAN_PEERS = {
+    "jenga": jenga_scan,
+    "jenga-keep-512": jenga_checkpoints,
+    "jenga-plain": partial(jenga_scan, is_portable=True),
+    "jenga-ahead": partial(jenga_scan, is_portable=False),
+    "vllm": vllm_scan,
+    "flashinfer": flashinfer_scan,
+}
+OURS = ("jenga", "jenga-keep-512")
+"""Measured whichever peers are asked for."""
+
+
+def measure(benchmark: Benchmark, name: str, batch: DeltaBatch, *, is_prompt: bool) -> None:
+    """Add a row for each implementation that takes the batch."""
+    num_tokens = len(batch.mixed)
+    state_bytes = batch.model.state_elements * batch.states.element_size()
+    num_bytes = num_tokens * batch.model.token_elements * batch.mixed.element_size()
+    # Each request reads a state and writes one for each of its slots.
+    num_bytes += state_bytes * (len(batch.slots) + batch.slots.numel())
+    for peer, prepare in (SCAN_PEERS if is_prompt else UPDATE_PEERS).items():
+        if peer not in OURS and not benchmark.wants_peer(peer):
+            continue
+        try:
+            timing = benchmark.measure(prepare(batch))
+        except Exception as error:  # a peer that fails must not end the run
+            if peer in OURS:
+                raise
+            print(f"  {name}: no {peer}: {str(error)[:300]}", flush=True)
+            continue
+        benchmark.add(
+            Row(
+                shape=name,
+                implementation=peer,
+                timing=timing,
+                num_bytes=num_bytes,
+                # Decay, what is held, its change, and the output, for every state element.
+                num_flops=7 * num_tokens * batch.model.state_elements,
+                details={
+                    "num_tokens": num_tokens,
+                    "num_requests": len(batch.slots),
+                    "state_dtype": str(batch.states.dtype),
+                },
+            )
+        )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    benchmark = Benchmark(
+        "bench_delta",
+        __doc__ or "",
+        ["tests/kernels/test_delta_update.py", "tests/kernels/test_delta_scan.py"],
+        arguments,
+    )
+    batches = (2,) if benchmark.is_dry else BATCHES
+    prompts = {"5+40": [5, 40]} if benchmark.is_dry else PROMPTS
+    for model in DRY_DELTA_MODELS if benchmark.is_dry else DELTA_MODELS:
+        for label, dtype in STATE_DTYPES.items():
+            cases = [(f"b{size}", [1] * size, 1, False) for size in batches]
+            cases += [
+                (f"b{size} {DRAFT_TOKENS} drafts", [DRAFT_TOKENS] * size, DRAFT_TOKENS, False)
+                for size in batches
+            ]
+            cases += [(text, lengths, 1, True) for text, lengths in prompts.items()]
+            for text, lengths, num_steps, is_prompt in cases:
+                name = f"{model.name} {label} {text}"
+                arena_bytes = 2 * len(lengths) * num_steps * model.state_elements * dtype.itemsize
+                if benchmark.wants_shape(name) and arena_bytes <= MAX_ARENA_BYTES:
+                    measure(
+                        benchmark,
+                        name,
+                        make_delta_batch(
+                            model, lengths, dtype, benchmark.device, num_steps=num_steps
+                        ),
+                        is_prompt=is_prompt,
+                    )
+    benchmark.finish(roofline_gigabytes_per_second=read_roofline(benchmark.options.results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Time the prefill kernel for Hopper whose warps specialise, beside its twin and FlashAttention-3.
+
+python -m perf.kernels.bench_specialized_prefill [--only P1] [--peers none] [--dry-run]
+
+It has a file of its own: should the kernel hang, no other row is lost.
+"""
+
+import functools
+
+import torch
+
+from perf.harness.timing import Benchmark, read_roofline
+from perf.kernels.bench_paged_attention import jenga, measure_shape
+from perf.peers.attention_peers import PEERS
+from perf.shapes.attention_shapes import DRY_SHAPES, SHAPES
+from perf.shapes.cache_layouts import Stored
+
+IMPLEMENTATIONS = {
+    "jenga": functools.partial(jenga, is_warp_specialized=True),
+    "jenga-plain": functools.partial(jenga, is_warp_specialized=False),
+    "flash-attention-3": PEERS["flash-attention-3"],
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    benchmark = Benchmark(
+        "bench_specialized_prefill",
+        __doc__ or "",
+        ["tests/kernels/test_specialized_prefill.py"],
+        arguments,
+    )
+    for shape in DRY_SHAPES if benchmark.is_dry else SHAPES:
+        is_stored = shape.stored in {Stored.BF16, Stored.FP8}
+        is_prefill = shape.num_tokens > len(shape.requests) and is_stored
+        if (benchmark.is_dry or is_prefill) and benchmark.wants_shape(shape.name):
+            measure_shape(benchmark, shape, IMPLEMENTATIONS)
+            if benchmark.device.type == "cuda":
+                torch.cuda.empty_cache()
+    benchmark.finish(roofline_gigabytes_per_second=read_roofline(benchmark.options.results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Benchmarks of the manager and of the simulator, on one core."""

@@ -1,0 +1,1 @@
+"""Shapes of real models' layers, and random batches of them."""

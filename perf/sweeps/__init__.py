@@ -1,0 +1,1 @@
+"""Sweeps along an axis, and tables over all models."""

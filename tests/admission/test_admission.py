@@ -1,0 +1,316 @@
+"""What an admission leaves to the cache while other requests run."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from jenga.admission.gate import IDLE_STEPS
+from jenga.admission.reserve import REMEMBERED_REQUESTS, Admission
+from jenga.arena.small_pages import Sharing
+from jenga.errors import OutOfPagesError, TooEarlyError
+from jenga.manager import Manager
+from tests.admission.test_wait_queue import hit_tokens, wait
+from tests.machines.geometries import full, geometry, state
+from tests.test_manager import compute, hashes
+
+FULL = geometry("full", full(tokens=16, per_large=1))
+HYBRID = geometry("hybrid", full(tokens=16, per_large=1), state(slot_bytes=256))
+
+
+def manager_of(cut, num_large_pages, **options):
+    return Manager(cut, num_large_pages=num_large_pages, prefix_caching=True, **options)
+
+
+def crowded(*, num_steps_alone=0, **options):
+    """Of 14 pages a running request has 5, another 5 are waited for, and most were read before."""
+    manager = manager_of(FULL, 1 + 14, **{"left_share": 0.9, "step_tokens": 0} | options)
+    for number in range(8):
+        compute(manager, f"{number}", 81, prefix="a")
+    for _ in range(num_steps_alone):
+        manager.new_step()
+    wait(manager, "waits", 81, prefix="a")
+    compute(manager, "runs", 80, prefix="b", free=False)
+    return manager
+
+
+def admit(manager, name, num_tokens, *, prefix):
+    keys = hashes(num_tokens, name=prefix)
+    hit = manager.lookup(keys, max_tokens=num_tokens - 1)
+    return manager.allocate(name, num_tokens=num_tokens, hit=hit)
+
+
+def test_an_admission_leaves_what_is_waited_for_while_another_request_runs():
+    manager = crowded()
+    before = manager.memory(), hit_tokens(manager, 81, prefix="a")
+
+    with pytest.raises(OutOfPagesError, match="5 more left to others") as refusal:
+        admit(manager, "new", 80, prefix="c")
+    assert refusal.value.reserved_large_pages == 5
+
+    assert (manager.memory(), hit_tokens(manager, 81, prefix="a")) == before
+    manager.check()
+    manager.free("runs")
+    admit(manager, "new", 80, prefix="c")
+    assert hit_tokens(manager, 81, prefix="a") == 80
+    manager.check()
+
+
+def test_who_is_waited_for_comes_in_where_another_would_not():
+    manager = crowded()
+
+    admit(manager, "waits", 81, prefix="a")
+
+    assert manager.is_running("waits")
+    manager.check()
+
+
+def test_nothing_is_left_where_nobody_runs():
+    manager = crowded()
+    manager.free("runs")
+
+    admit(manager, "new", 200, prefix="c")
+
+    assert hit_tokens(manager, 81, prefix="a") < 80
+    manager.check()
+
+
+def test_a_running_request_may_have_everything():
+    manager = crowded()
+
+    manager.new_step()
+    manager.allocate("runs", num_tokens=12 * 16, num_processed_tokens=80)
+
+    # Of the five pages that are waited for, two are left.
+    assert hit_tokens(manager, 81, prefix="a") == 32
+    manager.check()
+
+
+def test_nothing_is_left_if_the_share_is_nothing():
+    manager = crowded(left_share=0)
+
+    admit(manager, "new", 80, prefix="c")
+
+    assert hit_tokens(manager, 81, prefix="a") < 80
+
+
+def test_awaited_states_are_left_only_as_far_as_prompts_are_read_again():
+    admitted = {}
+    for prefixes in ("aaaaaaaa", "bcdefghi"):
+        manager = manager_of(HYBRID, 1 + 16)
+        for number, prefix in enumerate(prefixes):
+            compute(manager, f"{number}", 64, prefix=prefix)
+        manager.reset_prefix_cache()
+        keys = hashes(64, name="runs")
+        admit(manager, "runs", 64, prefix="runs")
+        manager.commit("runs", keys, 48)
+        assert manager.keep_state("runs", keys[2], 48)
+        manager.take_copies()
+        wait(manager, "waits", 64, prefix="runs")
+        # All but the pages of the running request, its state, the state kept and its own.
+        try:
+            admit(manager, "new", 16 * (16 - 4 - 1 - 1), prefix="new")
+        except OutOfPagesError as refused:
+            admitted[prefixes] = refused.reserved_large_pages
+        else:
+            admitted[prefixes] = True
+        manager.check()
+
+    assert admitted == {"aaaaaaaa": 1, "bcdefghi": True}
+
+
+def test_nothing_is_left_for_conversations_which_no_other_request_reads():
+    refused = {}
+    for kind in ("turns", "articles"):
+        manager = manager_of(FULL, 1 + 14, left_share=0.9, step_tokens=0)
+        for number in range(8):
+            # A text that begins as others do, or goes on from where one of them ended.
+            tokens = 49 if kind == "turns" else 81
+            name = f"{kind[0]}{number if kind == 'turns' else 0}"
+            compute(manager, f"first {number}", 33, prefix=name)
+            compute(manager, f"then {number}", tokens, prefix=name)
+        compute(manager, "runs", 80, prefix="b", free=False)
+        try:
+            admit(manager, "new", 80, prefix="c")
+        except OutOfPagesError as error:
+            refused[kind] = error.reserved_large_pages
+        manager.check()
+
+    assert list(refused) == ["articles"]
+    assert refused["articles"] > 0
+
+
+# In numbers
+
+
+def admission_of(num_cached, left_share, **options):
+    """Of an arena of a hundred large pages, so many of which hold cached content alone."""
+    pages = SimpleNamespace(num_pages=100, reclaimable=SimpleNamespace(num_queued=num_cached))
+    return Admission(SimpleNamespace(large_pages=pages), left_share, **options)
+
+
+@pytest.mark.parametrize(
+    ("num_cached", "reread_tokens", "reserve"),
+    [(0, 100, 0), (7, 100, 7), (80, 100, 50), (80, 40, 20), (80, 0, 0)],
+)
+def test_reserve_is_what_is_cached_and_no_more_than_is_read_again(
+    num_cached, reread_tokens, reserve
+):
+    admission = admission_of(num_cached, 0.5)
+    assert admission.reserve(None) == 0
+    admission.note(reread_tokens, 100)
+    assert admission.reserve(None) == reserve
+
+
+@pytest.mark.parametrize(("num_pinned", "reserve"), [(4, 6), (10, 0), (14, 0)])
+def test_pages_of_the_hit_itself_are_not_left(num_pinned, reserve):
+    admission = admission_of(10, 0.5)
+    admission.note(1, 1)
+    pinned = Sharing(pages=[], revived=[], revived_of={}, num_pinned=num_pinned, added_spare=0)
+    assert admission.reserve([pinned, None]) == reserve
+
+
+def test_what_was_long_ago_counts_little():
+    admission = admission_of(99, 0.99)
+    for _ in range(1000):
+        admission.note(100, 100)
+    assert admission.reserve(None) == 99
+    for _ in range(200):
+        admission.note(0, 100)
+    assert 0 < admission.reserve(None) < 10
+
+
+def test_prompts_of_the_queue_count_as_well():
+    admission = admission_of(80, 0.5)
+    assert admission.reserve(None, reread_tokens=30, asked_tokens=100) == 15
+    admission.note(0, 100)
+    assert admission.reserve(None, reread_tokens=100, asked_tokens=100) == 25
+
+
+def test_less_is_left_the_less_of_the_work_prompts_are():
+    admission = admission_of(99, 0.8, step_tokens=10)
+    for _ in range(30):
+        admission.count_step()
+    assert admission.prompt_share == 1  # nothing was asked for yet
+    admission.note(100, 100)
+    share = 100 / (100 + 30 * (1 - 1 / REMEMBERED_REQUESTS) * 10)
+    assert admission.prompt_share == pytest.approx(share)
+    assert admission.reserve(None) == int(80 * share**2)
+    # Prompts of the queue are read again or not, but no work until they come in.
+    assert admission.reserve(None, reread_tokens=100, asked_tokens=300) == int(40 * share**2)
+
+
+def test_steps_count_while_requests_wait():
+    manager = crowded(num_steps_alone=12, step_tokens=20)
+    with pytest.raises(OutOfPagesError, match="5 more left to others"):
+        admit(manager, "new", 80, prefix="c")
+
+    for _ in range(12):
+        manager.new_step()
+    admit(manager, "new", 80, prefix="c")
+
+    # Of 14 pages, all that the two leave.
+    assert hit_tokens(manager, 81, prefix="a") == 4 * 16
+    manager.check()
+
+
+@pytest.mark.parametrize("step_tokens", [-1, float("inf"), float("nan")])
+def test_a_cost_of_steps_that_is_none_is_refused(step_tokens):
+    with pytest.raises(ValueError, match="step_tokens must be finite and not negative"):
+        manager_of(FULL, 8, step_tokens=step_tokens)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1, 1.5])
+def test_a_share_that_is_none_is_refused(share):
+    with pytest.raises(ValueError, match="left_share must be at least 0 and less than 1"):
+        manager_of(FULL, 8, left_share=share)
+
+
+# States that come with the end of a step
+
+
+def begin(manager):
+    """Compute the first chunk of a prompt of which another request that waits has the most."""
+    own, other = [*hashes(128), *hashes(32, name="x")], [*hashes(128), *hashes(32, name="y")]
+    manager.announce("runs", own, num_tokens=160)
+    manager.announce("waits", other, num_tokens=160)
+    for _ in range(2):
+        manager.new_step()
+    hit = manager.lookup(own, max_tokens=159)
+    manager.allocate("runs", num_tokens=64, hit=hit, full_tokens=160)
+    manager.commit("runs", own, 64)
+    return own, other
+
+
+def admit_waiting(manager, other):
+    hit = manager.lookup(other, max_tokens=159)
+    manager.allocate("waits", num_tokens=160, num_processed_tokens=hit.num_tokens, hit=hit)
+    return hit.num_tokens
+
+
+def test_who_would_start_from_a_state_of_this_step_comes_in_after_it():
+    manager = manager_of(HYBRID, 64)
+    own, other = begin(manager)
+    with pytest.raises(TooEarlyError, match=r"'waits' starts from 0 tokens now.*'runs'"):
+        admit_waiting(manager, other)
+    manager.check()
+    assert 64 in manager.checkpoint_tokens("runs")
+    assert manager.keep_state("runs", own[3], 64)
+
+    manager.new_step()
+    manager.allocate("runs", num_tokens=160, num_processed_tokens=64)
+    manager.commit("runs", own, 160)
+    with pytest.raises(TooEarlyError, match=r"'waits' starts from 64 tokens now"):
+        admit_waiting(manager, other)
+    assert 128 in manager.checkpoint_tokens("runs")
+    assert manager.keep_state("runs", own[7], 128)
+
+    manager.new_step()
+    assert admit_waiting(manager, other) == 128
+    manager.check()
+
+
+def test_nobody_waits_for_a_state_that_was_not_kept():
+    manager = manager_of(HYBRID, 64)
+    own, other = begin(manager)
+    manager.new_step()
+    manager.allocate("runs", num_tokens=160, num_processed_tokens=64)
+    manager.commit("runs", own, 160)
+    manager.new_step()
+    manager.allocate("runs", num_tokens=161, num_processed_tokens=160)
+
+    assert admit_waiting(manager, other) == 0
+    manager.check()
+
+
+def test_who_would_start_from_a_state_of_a_later_step_waits_unless_the_request_is_idle():
+    manager = manager_of(HYBRID, 64)
+    _, other = begin(manager)
+    for _ in range(IDLE_STEPS):
+        manager.new_step()
+        with pytest.raises(TooEarlyError, match="'waits' starts from 0 tokens now"):
+            admit_waiting(manager, other)
+    manager.new_step()
+
+    assert admit_waiting(manager, other) == 0
+    manager.check()
+
+
+def test_attention_is_read_in_the_step_that_writes_it():
+    manager = manager_of(FULL, 64)
+    _, other = begin(manager)
+
+    assert admit_waiting(manager, other) == 64
+    manager.check()
+
+
+def test_an_admission_does_not_wait_for_a_session_between_its_turns():
+    manager = crowded()
+    with pytest.raises(OutOfPagesError, match="5 more left to others"):
+        admit(manager, "new", 80, prefix="c")
+
+    for _ in range(IDLE_STEPS + 1):
+        manager.new_step()
+    admit(manager, "new", 80, prefix="c")
+
+    assert manager.is_running("runs")
+    manager.check()
