@@ -3,9 +3,6 @@
 import torch
 import triton
 
-from jenga_kernels.checks.tensors import check_same_device, check_shape, shows_values
-from jenga_kernels.launches import Calls, Launch, call_like, with_reference
-from jenga_kernels.reference import causal_conv as reference
 from jenga_kernels.checks.states import (
     Checkpoints,
     check_checkpoints,
@@ -18,7 +15,8 @@ from jenga_kernels.checks.states import (
     checkpoint_tensors,
 )
 from jenga_kernels.checks.tensors import check_same_device, check_shape, shows_values
-from jenga_kernels.launches import Calls, Launch, call_like
+from jenga_kernels.launches import Calls, Launch, call_like, with_reference
+from jenga_kernels.reference import causal_conv as reference
 from jenga_kernels.triton.conv.causal_conv import causal_conv_kernel
 from jenga_kernels.triton.lib.addressing import alignment, strides
 from jenga_kernels.triton.lib.tiles import machine_of, power_of_two

@@ -3,14 +3,19 @@
 import torch
 import triton
 
+from jenga_kernels.checks.states import (
+    check_convolution,
+    check_ring,
+    check_slots_apart,
+    check_steps,
+)
 from jenga_kernels.checks.tensors import check_same_device, shows_values
 from jenga_kernels.launches import Calls, Launch, call_like, with_reference
 from jenga_kernels.reference import conv_update as reference
-from jenga_kernels.checks.states import check_convolution, check_ring, check_slots_apart, check_steps
-from jenga_kernels.triton.lib.addressing import alignment, strides
 from jenga_kernels.triton.conv.conv_update import conv_update_kernel
-from jenga_kernels.triton.recurrent.tiles import conv_update_tiles
+from jenga_kernels.triton.lib.addressing import alignment, strides
 from jenga_kernels.triton.lib.tiles import machine_of
+from jenga_kernels.triton.recurrent.tiles import conv_update_tiles
 
 _calls: Calls = {}
 

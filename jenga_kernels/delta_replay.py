@@ -10,15 +10,21 @@ from jenga_kernels.checks.histories import (
     check_history_part,
     check_replay,
 )
+from jenga_kernels.checks.states import check_contiguous_rows, check_not_expanded
+from jenga_kernels.checks.tensors import (
+    check_dtype,
+    check_no_gradients,
+    check_same_device,
+    check_shape,
+)
 from jenga_kernels.launches import launch, with_reference
 from jenga_kernels.reference import delta_replay as reference
-from jenga_kernels.checks.states import check_contiguous_rows, check_not_expanded
-from jenga_kernels.triton.lib.addressing import strides
 from jenga_kernels.triton.delta.replay import delta_replay_kernel
 from jenga_kernels.triton.delta.replay_products import delta_replay_products_kernel
 from jenga_kernels.triton.delta.tiles import delta_replay_tiles
-from jenga_kernels.triton.recurrent.tiles import LEAST_PRODUCT
+from jenga_kernels.triton.lib.addressing import strides
 from jenga_kernels.triton.lib.tiles import machine_of, power_of_two
+from jenga_kernels.triton.recurrent.tiles import LEAST_PRODUCT
 
 
 @with_reference(reference.delta_replay)

@@ -5,10 +5,7 @@ from collections.abc import Iterator
 import torch
 import triton
 
-from jenga_kernels.checks.tensors import check_same_device, check_shape, shows_values
 from jenga_kernels.checks.delta import check_delta_rule
-from jenga_kernels.launches import Calls, Launch, call_like, rebased, with_reference
-from jenga_kernels.reference import delta_scan as reference
 from jenga_kernels.checks.states import (
     Checkpoints,
     check_checkpoints,
@@ -18,7 +15,8 @@ from jenga_kernels.checks.states import (
     checkpoint_tensors,
 )
 from jenga_kernels.checks.tensors import check_same_device, check_shape, shows_values
-from jenga_kernels.launches import Calls, Launch, call_like, rebased
+from jenga_kernels.launches import Calls, Launch, call_like, rebased, with_reference
+from jenga_kernels.reference import delta_scan as reference
 from jenga_kernels.triton.delta.chunks_channels import delta_chunks_channels_kernel
 from jenga_kernels.triton.delta.chunks_heads import delta_chunks_heads_kernel
 from jenga_kernels.triton.delta.scan import delta_scan_kernel

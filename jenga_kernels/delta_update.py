@@ -3,14 +3,14 @@
 import torch
 import triton
 
-from jenga_kernels.checks.tensors import check_same_device, shows_values
 from jenga_kernels.checks.delta import check_delta_rule
+from jenga_kernels.checks.states import check_slots_apart, check_steps
+from jenga_kernels.checks.tensors import check_same_device, shows_values
 from jenga_kernels.launches import Calls, Launch, call_like, with_reference
 from jenga_kernels.reference import delta_update as reference
-from jenga_kernels.checks.states import check_slots_apart, check_steps
-from jenga_kernels.triton.lib.addressing import strides
 from jenga_kernels.triton.delta.tiles import delta_update_tiles
 from jenga_kernels.triton.delta.update import delta_update_kernel
+from jenga_kernels.triton.lib.addressing import strides
 from jenga_kernels.triton.lib.tiles import machine_of, power_of_two
 
 _calls: Calls = {}

@@ -21,8 +21,8 @@ from jenga_kernels.checks.tensors import (
 )
 from jenga_kernels.launches import Calls, Launch, call_like, with_reference
 from jenga_kernels.reference import kv_store as reference
-from jenga_kernels.triton.lib.addressing import strides
 from jenga_kernels.triton.attention.kv_store import kv_store_kernel
+from jenga_kernels.triton.lib.addressing import strides
 from jenga_kernels.triton.lib.tiles import (
     LOAD_BYTES,
     copy_tiles,

@@ -21,13 +21,12 @@ from jenga_kernels.checks.tensors import (
     check_shape,
 )
 from jenga_kernels.latent_plan import plan_latent_attention
-from jenga_kernels.checks.latents import check_latent_pages, check_latent_scale
 from jenga_kernels.launches import Calls, Launch, call_like, rebased, with_reference
 from jenga_kernels.reference import latent_attention as reference
-from jenga_kernels.triton.lib.addressing import constant_stride, strides
 from jenga_kernels.triton.attention.decode import attention_splits_kernel
 from jenga_kernels.triton.latent.decode import latent_decode_kernel
 from jenga_kernels.triton.latent.prefill import latent_prefill_kernel
+from jenga_kernels.triton.lib.addressing import constant_stride, strides
 from jenga_kernels.triton.lib.tiles import (
     MIN_ROWS,
     WARPGROUP_ROWS,

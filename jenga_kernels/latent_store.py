@@ -13,11 +13,10 @@ from jenga_kernels.checks.tensors import (
     check_same_device,
     check_shape,
 )
-from jenga_kernels.checks.latents import check_latent_pages, check_latent_scale
 from jenga_kernels.launches import Calls, Launch, call_like, with_reference
 from jenga_kernels.reference import latent_store as reference
-from jenga_kernels.triton.lib.addressing import strides
 from jenga_kernels.triton.latent.store import latent_store_kernel
+from jenga_kernels.triton.lib.addressing import strides
 from jenga_kernels.triton.lib.tiles import LOAD_BYTES, copy_tiles, machine_of, power_of_two
 
 _calls: Calls = {}

@@ -3,12 +3,17 @@
 import torch
 import triton
 
-from jenga_kernels.checks.tensors import check_contiguous, check_dtype, check_same_device, check_shape
+from jenga_kernels.checks.tensors import (
+    check_contiguous,
+    check_dtype,
+    check_same_device,
+    check_shape,
+)
 from jenga_kernels.launches import launch, with_reference
 from jenga_kernels.page_copy import check_whole_pages
 from jenga_kernels.reference import page_clear as reference
-from jenga_kernels.triton.pages.page_copy import page_clear_kernel
 from jenga_kernels.triton.lib.tiles import machine_of, page_tiles
+from jenga_kernels.triton.pages.page_copy import page_clear_kernel
 
 
 @with_reference(reference.page_clear)

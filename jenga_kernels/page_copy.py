@@ -15,8 +15,8 @@ from jenga_kernels.checks.tensors import (
 )
 from jenga_kernels.launches import launch, with_reference
 from jenga_kernels.reference import page_copy as reference
-from jenga_kernels.triton.pages.page_copy import page_copy_kernel
 from jenga_kernels.triton.lib.tiles import machine_of, page_tiles
+from jenga_kernels.triton.pages.page_copy import page_copy_kernel
 
 NO_PAGE = -1
 """Page id of an entry to skip."""

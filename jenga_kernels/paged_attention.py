@@ -54,9 +54,9 @@ from jenga_kernels.checks.tensors import (
 )
 from jenga_kernels.launches import Calls, Launch, call_like, rebased, with_reference
 from jenga_kernels.reference import paged_attention as reference
-from jenga_kernels.triton.lib.addressing import constant_stride, strides
 from jenga_kernels.triton.attention.decode import attention_decode_kernel, attention_splits_kernel
 from jenga_kernels.triton.attention.prefill import attention_prefill_kernel
+from jenga_kernels.triton.lib.addressing import constant_stride, strides
 from jenga_kernels.triton.lib.tiles import (
     MIN_ROWS,
     SpecializedTiles,

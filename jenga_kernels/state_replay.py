@@ -2,10 +2,7 @@
 
 import torch
 
-from jenga_kernels.checks.tensors import check_dtype, check_same_device, check_shape
 from jenga_kernels.checks.histories import InputHistory, check_history_part, check_replay
-from jenga_kernels.launches import launch, taken_by, with_reference
-from jenga_kernels.reference import state_replay as reference
 from jenga_kernels.checks.states import (
     check_contiguous_rows,
     check_not_expanded,
@@ -13,7 +10,8 @@ from jenga_kernels.checks.states import (
     per_channel,
 )
 from jenga_kernels.checks.tensors import check_dtype, check_same_device, check_shape
-from jenga_kernels.launches import taken_by
+from jenga_kernels.launches import launch, taken_by, with_reference
+from jenga_kernels.reference import state_replay as reference
 from jenga_kernels.triton.lib.addressing import strides
 from jenga_kernels.triton.lib.tiles import (
     Machine,

@@ -6,9 +6,6 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from jenga_kernels.checks.tensors import check_at_least, check_same_device, check_shape, shows_values
-from jenga_kernels.launches import Calls, Launch, call_like, rebased, with_reference
-from jenga_kernels.reference import state_scan as reference
 from jenga_kernels.checks.states import (
     Checkpoints,
     check_checkpoints,
@@ -25,7 +22,8 @@ from jenga_kernels.checks.tensors import (
     check_shape,
     shows_values,
 )
-from jenga_kernels.launches import Calls, Launch, call_like, rebased
+from jenga_kernels.launches import Calls, Launch, call_like, rebased, with_reference
+from jenga_kernels.reference import state_scan as reference
 from jenga_kernels.triton.lib.addressing import strides
 from jenga_kernels.triton.lib.tiles import Machine, machine_of, overlapping, power_of_two
 from jenga_kernels.triton.mamba.scan_channels import state_scan_channels_kernel

@@ -3,14 +3,19 @@
 import torch
 import triton
 
+from jenga_kernels.checks.states import (
+    check_recurrence,
+    check_slots_apart,
+    check_steps,
+    per_channel,
+)
 from jenga_kernels.checks.tensors import check_same_device, shows_values
 from jenga_kernels.launches import Calls, Launch, call_like, with_reference
 from jenga_kernels.reference import state_update as reference
-from jenga_kernels.checks.states import check_recurrence, check_slots_apart, check_steps, per_channel
 from jenga_kernels.triton.lib.addressing import strides
-from jenga_kernels.triton.recurrent.tiles import state_update_tiles
-from jenga_kernels.triton.mamba.update import state_update_kernel
 from jenga_kernels.triton.lib.tiles import machine_of, power_of_two
+from jenga_kernels.triton.mamba.update import state_update_kernel
+from jenga_kernels.triton.recurrent.tiles import state_update_tiles
 
 _calls: Calls = {}
 

@@ -207,9 +207,9 @@ def _position_limit(directory: Path) -> int:
 def _computed_by() -> str:
     if has_gpu():
         return "compiled kernels"
-    import triton
+    from triton import knobs
 
-    is_interpreted = bool(triton.knobs.runtime.interpret)
+    is_interpreted = bool(knobs.runtime.interpret)
     return "kernels in Triton's interpreter" if is_interpreted else "PyTorch references"
 
 

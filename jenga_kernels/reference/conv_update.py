@@ -3,8 +3,8 @@
 import torch
 from torch.nn import functional
 
-from jenga_kernels.reference.state_update import by_token, precision
 from jenga_kernels.checks.states import NULL_SLOT
+from jenga_kernels.reference.state_update import by_token, precision
 
 
 def conv_update(

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from jenga_kernels.reference.state_update import by_token, initial_state, precision
 from jenga_kernels.checks.states import NULL_SLOT
+from jenga_kernels.reference.state_update import by_token, initial_state, precision
 
 NORM_EPSILON = 1e-6
 """Added to a squared length before its root."""

@@ -13,8 +13,8 @@ import triton
 from jenga_kernels import launches
 from jenga_kernels.attention_plan import AttentionKind, plan_attention
 from jenga_kernels.checks.histories import DeltaHistory, InputHistory
-from jenga_kernels.latent_plan import plan_latent_attention
 from jenga_kernels.checks.states import Checkpoints
+from jenga_kernels.latent_plan import plan_latent_attention
 from tests.kernels.support import generator, randn, shuffled_page_table, strided_layer
 from tests.kernels.test_signatures import OPERATIONS
 

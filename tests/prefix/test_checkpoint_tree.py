@@ -8,7 +8,6 @@ from jenga.arena.ranks import KEPT_RANK
 from jenga.errors import InvariantError
 from jenga.eviction.known import EVICTION_POLICIES
 from jenga.eviction.points import Kind, Past
-from jenga.arena.ranks import KEPT_RANK
 from jenga.prefix import checkpoint_tree
 from jenga.tables.content_index import PrefixCache
 from tests.eviction.arena import FACTS, Arena, hashes

@@ -17,7 +17,7 @@ from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
 from vllm.v1.kv_cache_interface import AttentionSpec, CrossAttentionSpec, KVQuantMode
 
 from jenga.vllm_plugin.layers.captured_plans import CapturedPlans
-from jenga.vllm_plugin.cpu_serving import prepare_device
+from jenga.vllm_plugin.layers.cpu_serving import prepare_device
 from jenga.vllm_plugin.settings.environment import read_settings
 from jenga.vllm_plugin.settings.refusals import Refusal
 from jenga.vllm_plugin.settings.speculation import decode_query_tokens, most_group_heads

@@ -23,12 +23,12 @@ from vllm.v1.attention.backends.mamba_attn import (
 
 from jenga.errors import InvariantError
 from jenga.vllm_plugin.config import is_selected
-from jenga.vllm_plugin.cpu_serving import prepare_device
+from jenga.vllm_plugin.layers.cpu_serving import prepare_device
+from jenga.vllm_plugin.layers.state_counts import Replay, StateCounts
 from jenga.vllm_plugin.settings.environment import read_settings
 from jenga.vllm_plugin.specs.history_kinds import NUM_STATES
-from jenga.vllm_plugin.layers.state_counts import Replay, StateCounts
-from jenga.vllm_plugin.worker.state_worker import StepMailbox, checkpoints_of
 from jenga.vllm_plugin.trials.tried_kernels import KernelChoice
+from jenga.vllm_plugin.worker.state_worker import StepMailbox, checkpoints_of
 from jenga_kernels.checks.states import NULL_SLOT, Checkpoints
 from jenga_kernels.trial_calls import Call
 
