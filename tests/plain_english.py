@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
         for file in files:
             for line, message in faults(file.read_text(encoding="utf-8")):
                 num_found += 1
-                print(f"{file}:{line}: {message}")
+                sys.stdout.write(f"{file}:{line}: {message}\n")
     return 1 if num_found else 0
 
 
