@@ -17,7 +17,7 @@ from jenga.models.options import ReadOptions
 from jenga.spec import CrossAttention, FullAttention, Layer, LayerType
 
 Reader = Callable[[Config, ReadOptions], list[LayerType]]
-"""From the fields of a language model to its layer types."""
+"""Function that turns the fields of a language model into its layer types."""
 
 _GEMMA_3 = {
     "num_attention_heads": 8,
@@ -48,25 +48,28 @@ _MLLAMA_TOKENS_PER_IMAGE = 6193
 
 
 def _every(interval: int, num_layers: int, *, others: Kind) -> list[Kind]:
-    """The last layer of every `interval` attends to everything."""
+    """Give the last layer of every `interval` full attention, and the rest the kind `others`."""
     return [Kind.FULL if (i + 1) % interval == 0 else others for i in range(num_layers)]
 
 
 def read_full(config: Config, options: ReadOptions) -> list[LayerType]:
-    """Llama and the many like it: layers that are all alike, unless `layer_types` says else."""
+    """Llama and similar models: all layers are alike, unless `layer_types` says otherwise."""
     kinds = same_kinds(config, config.num_layers())
     return attention_types(uniform_attention(config, options, kinds, window_field="sliding_window"))
 
 
 def read_mistral(config: Config, options: ReadOptions) -> list[LayerType]:
-    """Mistral and Ministral: a window in every layer, 4096 tokens where no field is written."""
+    """Mistral and Ministral: a window in every layer, of 4096 tokens if the field is missing."""
     if not config.names("sliding_window"):
         config = config.with_defaults({"sliding_window": _MISTRAL_WINDOW_TOKENS})
     return read_full(config, options)
 
 
 def read_qwen(config: Config, options: ReadOptions) -> list[LayerType]:
-    """Qwen 2 and 3: full attention; a window above `max_window_layers` only if switched on."""
+    """Qwen 2 and 3: full attention; layers from `max_window_layers` on may have a window.
+
+    They have one only if `use_sliding_window` is true.
+    """
     num_layers = config.num_layers()
     kinds = [Kind.FULL] * num_layers
     if config.flag("use_sliding_window", default=False):
@@ -84,7 +87,7 @@ def read_alternating(config: Config, options: ReadOptions) -> list[LayerType]:
 
 
 def read_every_fourth(config: Config, options: ReadOptions) -> list[LayerType]:
-    """OLMo 3, Trinity: every fourth layer attends to everything."""
+    """OLMo 3 and Trinity: full attention in every fourth layer, a window in the others."""
     num_layers = config.num_layers()
     interval = config.integer("sliding_window_pattern", default=4)
     kinds = layer_kinds(config, num_layers, _every(interval, num_layers, others=Kind.SLIDING))
@@ -92,14 +95,20 @@ def read_every_fourth(config: Config, options: ReadOptions) -> list[LayerType]:
 
 
 def read_cohere2(config: Config, options: ReadOptions) -> list[LayerType]:
-    """Command R7B and A: as `read_every_fourth`; a token does not count to its window."""
+    """Command R7B and A: layers as in `read_every_fourth`.
+
+    The configured window leaves out the query's own token, so one token is added here.
+    """
     if (window_tokens := config.window()) is not None:
         config = config.with_values({"sliding_window": 1 + window_tokens})
     return read_every_fourth(config, options)
 
 
 def read_exaone4(config: Config, options: ReadOptions) -> list[LayerType]:
-    """EXAONE 4, Granite with windows, CWM, Mellum: by `layer_types` where there is a window."""
+    """EXAONE 4, Granite with windows, CWM and Mellum: kinds of layers from `layer_types`.
+
+    If both `layer_types` and a window are missing, every layer has full attention.
+    """
     num_layers = config.num_layers()
     default = None if "sliding_window" in config else [Kind.FULL] * num_layers
     kinds = layer_kinds(config, num_layers, default)
@@ -107,7 +116,7 @@ def read_exaone4(config: Config, options: ReadOptions) -> list[LayerType]:
 
 
 def read_gemma3(config: Config, options: ReadOptions) -> list[LayerType]:
-    """Gemma 3: every sixth layer attends to everything."""
+    """Gemma 3: full attention in every sixth layer, a window in the others."""
     config = config.with_defaults(_GEMMA_3)
     num_layers = config.num_layers()
     interval = config.integer("sliding_window_pattern", default=6)
@@ -116,7 +125,7 @@ def read_gemma3(config: Config, options: ReadOptions) -> list[LayerType]:
 
 
 def read_gemma3n(config: Config, options: ReadOptions) -> list[LayerType]:
-    """Gemma 3n: every fifth layer attends to everything, the last 15 read others' KV."""
+    """Gemma 3n: full attention in every fifth layer; the last 15 read the KV of earlier layers."""
     config = config.with_defaults(_GEMMA_3N)
     num_layers = config.num_layers()
     kinds = layer_kinds(config, num_layers, _every(5, num_layers, others=Kind.SLIDING))
@@ -127,7 +136,11 @@ def read_gemma3n(config: Config, options: ReadOptions) -> list[LayerType]:
 
 
 def read_gemma4(config: Config, options: ReadOptions) -> list[LayerType]:
-    """Gemma 4: like Gemma 3n, with other heads in the layers that attend to everything."""
+    """Gemma 4: windows and shared KV as in Gemma 3n.
+
+    Layers with full attention, every sixth and the last, have wider heads. The number of KV heads
+    may differ too.
+    """
     config = config.with_defaults(_GEMMA_4)
     num_layers = config.num_layers()
     kinds = layer_kinds(config, num_layers, _every(6, num_layers, others=Kind.SLIDING))
@@ -141,7 +154,8 @@ def read_gemma4(config: Config, options: ReadOptions) -> list[LayerType]:
             "num_global_key_value_heads", default=num_kv_heads
         )
     full = {str(index): wide for index, kind in enumerate(kinds) if kind is Kind.FULL}
-    # As transformers saves it; what Google published has fields of their own instead.
+    # transformers saves this field. The configurations that Google published have the fields
+    # above instead.
     config = config.with_defaults({"per_layer_config": full})
     return attention_types(
         uniform_attention(config, options, kinds, window_field="sliding_window"),
@@ -152,8 +166,8 @@ def read_gemma4(config: Config, options: ReadOptions) -> list[LayerType]:
 def read_mimo_v2(config: Config, options: ReadOptions) -> list[LayerType]:
     """MiMo-V2: values narrower than keys, and other heads in layers with a window.
 
-    The published configurations name them in fields of their own; those that transformers saves
-    do not, and its layers with a window have twice the key-value heads of the others.
+    Published configurations have fields for the heads of layers with a window (`swa_*`). Those
+    that transformers saves lack them. Such layers then have twice the KV heads of the others.
     """
     num_layers = config.num_layers()
     if "hybrid_layer_pattern" in config:
@@ -184,7 +198,7 @@ def read_mimo_v2(config: Config, options: ReadOptions) -> list[LayerType]:
 
 
 def read_llama4(config: Config, options: ReadOptions) -> list[LayerType]:
-    """Llama 4: chunked attention with rotary positions, full attention in layers without."""
+    """Llama 4: chunked attention in layers with rotary positions, full attention in the others."""
     num_layers = config.num_layers()
     if config.has_list("no_rope_layers"):
         has_rope = config.layer_counts("no_rope_layers", num_layers=num_layers)
@@ -203,7 +217,7 @@ def read_llama4(config: Config, options: ReadOptions) -> list[LayerType]:
 
 
 def read_mllama(config: Config, options: ReadOptions) -> list[LayerType]:
-    """Llama 3.2 Vision: some layers attend to the image instead of the text."""
+    """Llama 3.2 Vision: the listed layers attend to the image instead of the text."""
     num_layers = config.num_layers()
     cross_layers = config.indices("cross_attention_layers", num_layers=num_layers)
     slot_bytes = kv_slot_bytes(config, options)

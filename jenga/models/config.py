@@ -1,4 +1,4 @@
-"""Typed access to a Hugging Face configuration; every error names the field."""
+"""Typed access to a Hugging Face configuration. Every error names the field."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -9,15 +9,18 @@ T = TypeVar("T")
 
 
 MOST_LAYERS = 10_000
-"""Layers of a model at most: ten times as many as any has, and listed in less than a second."""
+"""Largest number of layers that is accepted.
+
+It is ten times that of any known model, and so many layers are listed in less than a second.
+"""
 
 _LAYERS = "layers_block_type"
 
 _LAYER_FIELDS = ("num_layers", "n_layer", "n_layers")
-"""Further names for the number of layers."""
+"""Other names of the field with the number of layers."""
 
 _LANGUAGE_SECTIONS = ("text_config", "llm_config", "language_config")
-"""Where models of several kinds of input have the fields of their language model."""
+"""Sections in which multimodal models keep the fields of their language model."""
 
 _CONTEXT_FIELDS = (
     "max_position_embeddings",
@@ -29,17 +32,23 @@ _CONTEXT_FIELDS = (
     "max_seq_length",
     "seq_len",
 )
-"""Names for the longest text that a model reads; the least of them counts, as in vLLM 0.33."""
+"""Names of the field with the longest text, in tokens, that a model reads.
+
+The smallest value counts, as in vLLM 0.33.
+"""
 
 _STRETCHED_ROTATIONS = frozenset({"linear", "dynamic", "ntk"})
-"""Rotary positions whose `factor` multiplies that length; of others it is in the field."""
+"""Types of rotary position scaling whose `factor` multiplies the longest text.
+
+For other types the field already holds the scaled length.
+"""
 
 
 class Config:
     """The fields of a configuration, or of a section of one.
 
     Attributes:
-        source: What errors call it: a file, and the section within it.
+        source: Name of the configuration in error messages: a file, and the section within it.
     """
 
     def __init__(self, fields: Mapping[str, object], *, source: str) -> None:
@@ -54,7 +63,7 @@ class Config:
         return dict(self._fields)
 
     def refuse(self, name: str, expected: str) -> NoReturn:
-        """Raise the error for a field that is not what it must be.
+        """Raise the error for a field whose value is not as expected.
 
         Raises:
             ValueError: Always.
@@ -64,15 +73,15 @@ class Config:
         raise ValueError(msg)
 
     def equals(self, name: str, value: object) -> bool:
-        """Whether a field has this very value."""
+        """Whether a field equals this value."""
         return self._fields.get(name) == value
 
     def names(self, name: str) -> bool:
-        """Whether there is a field of this name, null or not."""
+        """Whether there is a field of this name, even if it is null."""
         return name in self._fields
 
     def window(self, name: str = "sliding_window") -> int | None:
-        """Tokens of a window; None where the field is absent, null or 0, as engines read it."""
+        """Tokens of a window; None if the field is absent, null or 0, as engines read it."""
         if name not in self or self.equals(name, 0):
             return None
         return self.integer(name)
@@ -82,15 +91,15 @@ class Config:
         return self._read(name, default, _is_positive, "a positive integer")
 
     def side(self, name: str) -> int:
-        """A positive integer, or the first of a list of them: a height and a width."""
+        """A positive integer, or the first of a list such as a height and a width."""
         if isinstance(self._fields.get(name), list):
             return next(iter(self.counts(name)), 0) or self.integer(name)
         return self.integer(name)
 
     def num_layers(self, name: str = "num_hidden_layers") -> int:
-        """A number of layers, small enough to list them, under any name that is usual.
+        """Number of layers, at most `MOST_LAYERS`, from this field or one of its usual names.
 
-        transformers saves Nemotron-H without it: the list of its layers says how many there are.
+        transformers saves Nemotron-H without such a field. Its list of layers is counted instead.
         """
         if name not in self:
             name = next((each for each in _LAYER_FIELDS if each in self), name)
@@ -128,14 +137,18 @@ class Config:
         return self._read(name, default, lambda value: value in choices, expected)
 
     def architecture(self, choices: Sequence[str]) -> str:
-        """The class that runs the model, one of some: what the engine chooses it by."""
+        """Name of the class that runs the model, by which an engine chooses its code.
+
+        Raises:
+            ValueError: The configuration does not name exactly one class, out of `choices`.
+        """
         names = self._list("architectures", None)
         if len(names) != 1 or names[0] not in choices:
             self.refuse("architectures", f"a list of one of {', '.join(choices)}")
         return cast("str", names[0])
 
     def usual_architecture(self) -> str | None:
-        """The class that runs the model, where the configuration names one."""
+        """Name of the first class that runs the model; None if the configuration names none."""
         names = self._fields.get("architectures")
         first = cast("list[object]", names)[0] if isinstance(names, list) and names else None
         return first if isinstance(first, str) else None
@@ -150,32 +163,33 @@ class Config:
     def indices(
         self, name: str, *, num_layers: int, default: Sequence[int] | None = None
     ) -> list[int]:
-        """A list of layers, counted from 0."""
+        """A list of layer indices, counted from 0."""
         indices = self.counts(name, default=default)
         if any(index >= num_layers for index in indices):
             self.refuse(name, f"layers below {num_layers}")
         return indices
 
     def layer_counts(self, name: str, *, num_layers: int) -> list[int]:
-        """A list of integers of at least 0, one per layer; see `kinds` for longer ones."""
+        """A list of integers of at least 0, one per layer; `kinds` says how a longer one is cut."""
         values = self.counts(name)
         if len(values) not in self._lengths(num_layers):
             self.refuse(name, f"a list of {num_layers} numbers, one per layer")
         return values[:num_layers]
 
     def has_list(self, name: str) -> bool:
-        """Whether a list has anything in it: engines read an empty one as they do none."""
+        """Whether a list is present and not empty; engines treat an empty list as absent."""
         return name in self and not self.equals(name, [])
 
     def kinds(self, name: str, known: Mapping[str, T], *, length: int) -> list[T]:
-        """A list of strings, one per layer, translated.
+        """A list of strings, one per layer, each replaced by its meaning.
 
-        Lists may go on with the layers that draft (`num_nextn_predict_layers`), which are left out.
+        A list may have further entries for draft layers (`num_nextn_predict_layers`). They are
+        left out.
 
         Args:
             name: The field.
             known: Meaning of each string that is understood.
-            length: Layers of the model.
+            length: Number of the model's layers, without draft layers.
         """
         values = self._list(name, None)
         if len(values) not in self._lengths(length):
@@ -201,7 +215,7 @@ class Config:
         return cast("list[list[int]]", groups)
 
     def section(self, *names: str) -> "Config":
-        """The first of some sections that is present."""
+        """The first section of these names that is present."""
         name = next((name for name in names if name in self), names[0])
         value = self._fields.get(name)
         if not isinstance(value, dict):
@@ -209,12 +223,15 @@ class Config:
         return Config(cast("dict[str, object]", value), source=f"{self.source}: {name}")
 
     def language(self) -> "Config":
-        """The fields of the language model: those of a section, or these."""
+        """The fields of the language model: those of its section, or all if it has no section."""
         name = next((each for each in _LANGUAGE_SECTIONS if each in self), None)
         return self if name is None else self.section(name)
 
     def context_tokens(self) -> int | None:
-        """The longest text that a language model with these fields reads; None if none says."""
+        """Longest text, in tokens, that the language model reads; None if no field says it.
+
+        `model_max_length` overrides the other fields. Scaled rotary positions multiply the length.
+        """
         lengths = [self.integer(name) for name in _CONTEXT_FIELDS if name in self]
         if "model_max_length" in self:
             lengths = [self.integer("model_max_length")]
@@ -229,9 +246,9 @@ class Config:
         return int(min(lengths) * factor)
 
     def of_layer(self, index: int) -> "Config":
-        """The fields as one layer has them, where `per_layer_config` sets some of its own.
+        """The fields of one layer: these, overridden by its entry in `per_layer_config`.
 
-        transformers writes all numbers of layers with as many digits.
+        transformers pads layer numbers with zeros to the same number of digits.
         """
         if "per_layer_config" not in self:
             return self
@@ -243,7 +260,7 @@ class Config:
         return self
 
     def with_defaults(self, defaults: Mapping[str, object]) -> "Config":
-        """The same fields, with some for those that are absent."""
+        """The same fields, with defaults for those that are absent or null."""
         present = {name: value for name, value in self._fields.items() if value is not None}
         return Config({**defaults, **present}, source=self.source)
 
@@ -258,31 +275,31 @@ class Config:
         ]
 
     def cut(self, name: str, length: int) -> "Config":
-        """The same fields, a list no longer than this."""
+        """The same fields, with one list cut to at most `length` entries."""
         value = self._fields.get(name)
         if not isinstance(value, list):
             return self
         return self.with_values({name: cast("list[object]", value)[:length]})
 
     def with_absent(self, defaults: Mapping[str, object]) -> "Config":
-        """The same fields, with some for those that are not named; null stays."""
+        """The same fields, with defaults for those that are absent; null stays null."""
         return Config({**defaults, **self._fields}, source=self.source)
 
     def with_values(self, values: Mapping[str, object]) -> "Config":
-        """The same fields, some of them with other values."""
+        """The same fields, some of them overridden."""
         return Config({**self._fields, **values}, source=self.source)
 
     def renamed(self, names: Mapping[str, str]) -> "Config":
-        """The same fields, some of them under other names too.
+        """The same fields, some of them under a second name as well.
 
         Args:
-            names: Name to add -> name of the field in the file; absent fields are left out.
+            names: Name to add -> name of the field in the file. Absent fields are skipped.
         """
         present = {new: self._fields[old] for new, old in names.items() if old in self}
         return Config({**present, **self._fields}, source=self.source)
 
     def _lengths(self, num_layers: int) -> tuple[int, int]:
-        """Lengths that a list of layers may have."""
+        """Lengths that a list with one entry per layer may have: without or with draft layers."""
         return num_layers, num_layers + self.count("num_nextn_predict_layers", default=0)
 
     def _list(self, name: str, default: Sequence[object] | None) -> list[object]:
@@ -317,7 +334,7 @@ def _is_number(value: object) -> bool:
 
 
 def load_config(path: str | Path) -> Config:
-    """The configuration in a file, or in the `config.json` of a directory.
+    """Load the configuration in a file, or in the `config.json` of a directory.
 
     Raises:
         ValueError: There is no such file, or it is not a JSON object.

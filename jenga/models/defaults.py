@@ -1,7 +1,8 @@
-"""What a configuration leaves out, and the class that transformers has for it fills in.
+"""Defaults for fields that a configuration lacks, as in its class in transformers.
 
-transformers writes these fields, so they are absent from files that people or other programs made.
-A field that is null is none of these: the number of heads then follows from others.
+transformers itself writes these fields. They are absent from files that people or other programs
+made. A field that is null gets no default: the number of heads, for example, then follows from
+other fields.
 
 Source: configuration classes of transformers 5.19.
 """
@@ -66,4 +67,4 @@ CLASS_DEFAULTS: dict[str, dict[str, int]] = {
     "starcoder2": {"num_key_value_heads": 2},
     "vaultgemma": {"num_key_value_heads": 4, "head_dim": 256},
 }
-"""`model_type` -> fields for which its class has a number: heads, their width, a window."""
+"""`model_type` -> default of each field: number of KV heads, their width, or a window in tokens."""

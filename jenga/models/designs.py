@@ -1,4 +1,4 @@
-"""Published designs without a published configuration, under field names of our own."""
+"""Readers of published designs that have no published configuration; field names are our own."""
 
 from jenga.models.config import Config
 from jenga.models.layers import (
@@ -13,10 +13,13 @@ from jenga.spec import Layer, LayerType, TokenBudget
 
 
 def read_character_ai(config: Config, options: ReadOptions) -> list[LayerType]:
-    """One full layer in `global_every`, windows else; `kv_share_group` neighbours share KV.
+    """Full attention in every `global_every`-th layer, a window in the others; layers share KV.
 
-    Source: "Optimizing AI inference at Character.AI", 2024: multi-query attention, windows of 1024
-    in five layers of six, keys and values shared between neighbouring layers of a kind.
+    Neighbouring layers of one kind form groups of `kv_share_group` layers. A group reads the keys
+    and values of its first layer.
+
+    Source: "Optimizing AI inference at Character.AI", 2024. It describes multi-query attention,
+    windows of 1024 tokens in five layers of six, and KV shared between neighbours of a kind.
     """
     num_layers = config.num_layers()
     interval = config.integer("global_every")
@@ -41,7 +44,7 @@ def read_character_ai(config: Config, options: ReadOptions) -> list[LayerType]:
 
 
 def read_pyramid_kv(config: Config, options: ReadOptions) -> list[LayerType]:
-    """Full attention with a token budget that falls from layer to layer: a type per layer.
+    """Full attention with a token budget that falls from layer to layer; one type per layer.
 
     Source: PyramidKV (arXiv 2406.02069).
     """

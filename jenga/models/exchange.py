@@ -1,4 +1,4 @@
-"""Layer types and options as JSON, to hand from one process to another."""
+"""Layer types and options as JSON, to pass from one process to another."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -20,16 +20,16 @@ _LAYER_TYPES = {
     each.__name__: each
     for each in (FullAttention, SlidingWindow, ChunkedLocal, CrossAttention, State)
 }
-"""The types that an engine has pages for."""
+"""Layer types that an engine has pages for, by class name."""
 
 
 def options_fields(options: ReadOptions) -> dict[str, Any]:
-    """Get the fields of options, all of them JSON's own types."""
+    """Get the fields of options, as types that JSON knows."""
     return asdict(options) | {"kv_format": options.kv_format.value}
 
 
 def options_from(values: Mapping[str, Any]) -> ReadOptions:
-    """Get the options of fields made by `options_fields`.
+    """Get the options from fields that `options_fields` made.
 
     Raises:
         ValueError: A value is out of its range.
@@ -39,12 +39,12 @@ def options_from(values: Mapping[str, Any]) -> ReadOptions:
 
 
 def layer_type_fields(layer_type: LayerType) -> dict[str, Any]:
-    """Get the fields of a layer type and the name of its class, all of them JSON's own types."""
+    """Get the fields of a layer type and the name of its class, as types that JSON knows."""
     return {"type": type(layer_type).__name__, **asdict(layer_type)}
 
 
 def layer_type_from(values: Mapping[str, Any]) -> LayerType:
-    """Get the layer type of fields made by `layer_type_fields`.
+    """Get the layer type from fields that `layer_type_fields` made.
 
     Raises:
         ValueError: A value is out of its range.

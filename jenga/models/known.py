@@ -1,7 +1,7 @@
-"""Models to plan for: those known by name, and those in a local directory.
+"""Models to plan for: known models by name, and models in a local directory.
 
-A known model is a file of `data/`: the fields of its Hugging Face configuration that decide what a
-token or a state takes, and its number of parameters with the source of that number.
+A known model is a file in `data/`. The file holds the fields of the Hugging Face configuration that
+decide the size of a token or a state. It also holds the number of parameters, and its source.
 """
 
 import json
@@ -20,16 +20,16 @@ from jenga.models.weights import Weights, find_weights
 from jenga.spec import ELEMENT_BYTES, ModelSpec
 
 _PUBLISHED_ELEMENT_BYTES = 2
-"""Bytes of a parameter where a known model's file gives no others: bfloat16."""
+"""Bytes of one parameter if a known model's file has no `weight_bytes`: bfloat16."""
 
 
 class SpecReader(Protocol):
-    """Finds the layer types that a configuration describes, as `read_config` does."""
+    """Function that finds the layer types of a configuration, as `read_config` does."""
 
     def __call__(
         self, config: Config, /, *, name: str, options: ReadOptions | None = None
     ) -> ModelSpec:
-        """Read them.
+        """Read the layer types.
 
         Raises:
             ValueError: See `jenga.models.read_model`.
@@ -39,18 +39,19 @@ class SpecReader(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What is known of a model before it is run in any way.
+    """Facts about a model that are known before it runs, whatever the options of the run.
 
     Attributes:
-        name: How it is asked for.
-        model_id: Its name on Hugging Face; empty for a directory.
-        config: Fields of its configuration.
-        total_parameters: All of them; None where nothing says.
-        active_parameters: Those that one token is multiplied with; all of them without experts.
-        weight_bytes: Bytes of all weights as published, all ranks together; None where unknown.
-        parameters_source: Where the three numbers come from, and the configuration where that is
-            not the model's own file.
-        reader: Finds its layer types.
+        name: Name of a known model, or of its directory or file.
+        model_id: Name on Hugging Face; empty for a directory.
+        config: Fields of the configuration.
+        total_parameters: Number of all parameters; None if unknown.
+        active_parameters: Parameters that one token is multiplied with; for a model without
+            experts all of them. None if unknown.
+        weight_bytes: Bytes of all weights as published, over all ranks; None if unknown.
+        parameters_source: Source of the three numbers, and of the configuration if that is not
+            the model's own file.
+        reader: Function that finds the layer types.
     """
 
     name: str
@@ -64,27 +65,27 @@ class ModelFacts:
 
     @property
     def context_tokens(self) -> int | None:
-        """The longest text that the configuration names; None where it names none."""
+        """Longest text, in tokens, that the configuration allows; None if it names no limit."""
         return self.config.language().context_tokens()
 
     @property
     def kv_format(self) -> KvFormat:
-        """How keys and values are stored where no option asks for another format."""
+        """Format of keys and values if no option asks for another."""
         return kv_format_of(self.config)
 
     @property
     def num_layers(self) -> int:
-        """Layers of the language model, those that store nothing too.
+        """Number of layers of the language model, including those that store nothing.
 
         Raises:
-            ValueError: The configuration names none.
+            ValueError: The configuration does not name it.
         """
         language = self.config.language()
         decoder = "decoder_layers"
         return language.num_layers(decoder if decoder in language else "num_hidden_layers")
 
     def spec(self, options: ReadOptions | None = None) -> ModelSpec:
-        """Its layer types as run with some options.
+        """Get the layer types of the model when it is run with these options.
 
         Raises:
             ValueError: See `jenga.models.read_model`.
@@ -93,18 +94,18 @@ class ModelFacts:
 
 
 def known_names() -> tuple[str, ...]:
-    """Every name that `known_model` understands, sorted."""
+    """All names that `known_model` understands, sorted."""
     return tuple(sorted(file.name.removesuffix(".json") for file in _data().iterdir()))
 
 
 def known_model(name: str) -> ModelFacts:
-    """A model known by name.
+    """Get a model that is known by name.
 
     Args:
-        name: Of `known_names`.
+        name: One of `known_names`.
 
     Raises:
-        ValueError: It is not among them.
+        ValueError: The name is not one of them.
     """
     file = _data() / f"{name}.json"
     if name not in known_names():
@@ -133,14 +134,16 @@ def _data() -> Traversable:
 
 
 def find_model(text: str) -> ModelFacts:
-    """The model that a user names.
+    """Find the model that a user names.
 
     Args:
-        text: A known name or Hugging Face name in any case, a `config.json`, or a directory that
-            holds one. A directory's weights are those that an engine would load: see `weights`.
+        text: A known name or the Hugging Face name of a known model, in upper or lower case; a
+            configuration file; or a directory that holds a `config.json`. The weights of a
+            directory are those that an engine would load: see `weights`.
 
     Raises:
-        ValueError: It is none of these; close names are listed. Or a file that cannot be read.
+        ValueError: `text` is none of these (the message lists similar names), or a file cannot
+            be read.
     """
     path = Path(text).expanduser()
     if path.exists():
@@ -186,7 +189,7 @@ def _local_model(path: Path) -> ModelFacts:
 
 
 def _parameters(config: Config, weight_bytes: int) -> int | None:
-    """Parameters of an unquantised model, by its bytes."""
+    """Number of parameters of an unquantised model, from its bytes; None if it is unknown."""
     if quantization_of(config) is not None:
         return None
     for source in (config, config.language()):

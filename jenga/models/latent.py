@@ -1,4 +1,4 @@
-"""Readers of models with multi-head latent attention, alone or beside states: DeepSeek and others.
+"""Readers of models with multi-head latent attention: DeepSeek and others, some with states too.
 
 Source: page sizes, state shapes and dtypes of vLLM 0.33.
 """
@@ -23,36 +23,39 @@ _INDEXER_GROUP_ELEMENTS = 128
 
 _V4_ROTARY_DIM = 64
 _V4_SCALE_BYTES = 8
-"""Of a slot of DeepSeek-V4: a byte per 64 float8 elements, and one of padding."""
+"""Bytes of scales in a slot of DeepSeek-V4: one per 64 float8 elements, and one of padding."""
 
 _V4_PAGE_TOKENS = 64
-"""Makes 16 slots of the keys compressed fourfold: whole vectors for a kernel."""
+"""Least tokens of a page of compressed keys.
+
+A page of keys compressed fourfold then has 16 slots, so that a kernel loads whole vectors.
+"""
 
 _V4_COMPRESSOR_PAGE_TOKENS = 4
 _FLOAT32_BYTES = 4
 _DENSE_RATIO = 4
-"""The compression ratio with overlapping groups and an indexer."""
+"""Compression ratio of the layers whose groups of tokens overlap and that have an indexer."""
 
 _BAILING_DELTA = "BailingMoeV3ForCausalLM"
 _BAILING = ("BailingMoeV2_5ForCausalLM", _BAILING_DELTA)
 
 
 def _indexer_bytes(index_head_dim: int) -> int:
-    """Bytes of an indexer's key: float8 with a float32 scale per 128 elements."""
+    """Bytes of an indexer's key: float8 elements, and a float32 scale per 128 of them."""
     return index_head_dim + index_head_dim // _INDEXER_GROUP_ELEMENTS * _INDEXER_SCALE_BYTES
 
 
 def latent_layer(config: Config, options: ReadOptions, index: int) -> Layer:
-    """The latent of one layer."""
+    """Return the storage of one layer's latents."""
     latent_dim = config.integer("kv_lora_rank")
     slot_bytes = options.latent_slot_bytes(latent_dim, config.integer("qk_rope_head_dim"))
     return Layer(name=layer_name(index), slot_bytes=slot_bytes)
 
 
 def read_deepseek(config: Config, options: ReadOptions) -> list[LayerType]:
-    """DeepSeek V2 to V3.2, GLM 5: a latent per token and layer, and keys of indexers from V3.2 on.
+    """DeepSeek V2 to V3.2 and GLM 5: a latent per token and layer; from V3.2 on indexer keys too.
 
-    Both are read for the whole prefix, so they share one page table.
+    Latents and indexer keys are read for the whole prefix, so they share one page table.
     """
     num_layers = config.num_layers()
     options.shard("attention heads", config.integer("num_attention_heads"))
@@ -67,10 +70,14 @@ def read_deepseek(config: Config, options: ReadOptions) -> list[LayerType]:
 
 
 def _indexed_layers(config: Config, num_layers: int) -> list[int]:
-    """Layers with an indexer of their own; others take what the last of these chose.
+    """Indices of the layers with an indexer of their own.
 
-    The model's pattern comes in three forms: kinds as transformers saves them, a letter per layer,
-    or every so many layers from one on (arXiv 2603.12201).
+    The other layers reuse the tokens that the last indexer before them chose. The pattern of the
+    model comes in one of three forms (arXiv 2603.12201):
+
+    - a list of kinds, as transformers saves it;
+    - a text with one letter per layer;
+    - an interval in layers, and an offset.
     """
     if "indexer_types" in config:
         known = {"full": True, "shared": False}
@@ -90,7 +97,7 @@ def _indexed_layers(config: Config, num_layers: int) -> list[int]:
 
 
 def read_longcat(config: Config, options: ReadOptions) -> list[LayerType]:
-    """LongCat-Flash: two attentions over latents in every layer."""
+    """LongCat-Flash: two latent attentions in every layer."""
     options.shard("attention heads", config.integer("num_attention_heads"))
     layers: list[Layer] = []
     for index in range(config.num_layers()):
@@ -100,9 +107,10 @@ def read_longcat(config: Config, options: ReadOptions) -> list[LayerType]:
 
 
 def read_deepseek_v4(config: Config, options: ReadOptions) -> list[LayerType]:
-    """DeepSeek V4: a window in every layer, and keys compressed 4- or 128-fold beside it.
+    """DeepSeek V4: a window in every layer; most layers also have keys compressed 4- or 128-fold.
 
-    A compressor reads a few raw tokens back. Its format is float8 whatever the options say.
+    A compressor reads the last few tokens uncompressed, so it has a small window of its own. Keys
+    are stored in float8, whatever `options.kv_format` says.
     """
     num_layers = config.num_layers()
     ratios = _compress_ratios(config, num_layers)
@@ -127,7 +135,7 @@ def read_deepseek_v4(config: Config, options: ReadOptions) -> list[LayerType]:
         for part, (dim, bytes_per_slot) in dims.items():
             name = f"{layer_name(index)}.{part}"
             compressed.setdefault(ratio, []).append(Layer(name=name, slot_bytes=bytes_per_slot))
-            # The compressor keeps a value and a weight per element, in float32.
+            # The compressor stores a value and a weight for each element, in float32.
             windows.setdefault(ratio * overlap, []).append(
                 Layer(name=f"{name}.compressor", slot_bytes=2 * overlap * dim * _FLOAT32_BYTES)
             )
@@ -153,9 +161,10 @@ def read_deepseek_v4(config: Config, options: ReadOptions) -> list[LayerType]:
 
 
 def _compress_ratios(config: Config, num_layers: int) -> list[int]:
-    """Of each layer, into how many tokens' place a compressed one goes; 0 for a window alone.
+    """Tokens that share one compressed slot, for each layer; 0 for a layer with only a window.
 
-    A list as DeepSeek published it, or kinds of layers and a ratio for each, as transformers saves.
+    DeepSeek published the numbers as a list. transformers saves a kind for each layer, and a number
+    for each kind.
     """
     if "compress_ratios" not in config and "compress_rates" in config:
         rates = config.section("compress_rates")
@@ -166,9 +175,10 @@ def _compress_ratios(config: Config, num_layers: int) -> list[int]:
 
 
 def read_kimi_linear(config: Config, options: ReadOptions) -> list[LayerType]:
-    """Kimi Linear: delta attention with float32 states, latent attention in listed layers.
+    """Kimi Linear: latent attention in listed layers, the delta rule with float32 states elsewhere.
 
-    The published configuration has a section for the former; transformers saves fields instead.
+    The published configuration has a section for the delta rule and for the list. transformers
+    saves fields instead.
     """
     num_layers = config.num_layers()
     if "linear_attn_config" in config:
@@ -195,16 +205,17 @@ def read_kimi_linear(config: Config, options: ReadOptions) -> list[LayerType]:
 
 
 def read_bailing(config: Config, options: ReadOptions) -> list[LayerType]:
-    """Ling and Ring from 2.5 on: latent attention in the last layer of a group, states in others.
+    """Ling and Ring from 2.5 on: latent attention in the last layer of a group, states elsewhere.
 
-    Those of 2.5 are lightning attention's, those of 3.0 Kimi Linear's; `architectures` says which.
+    The states of 2.5 are those of lightning attention. The states of 3.0 are those of Kimi Linear.
+    `architectures` says which of the two a model has.
     """
     is_delta = config.architecture(_BAILING) == _BAILING_DELTA
     num_layers = config.num_layers()
     group_layers = config.integer("layer_group_size")
     full = {index for index in range(num_layers) if (index + 1) % group_layers == 0}
     if is_delta:
-        # Those behind the last whole group, which have states in 2.5.
+        # Layers after the last whole group have latent attention; in 2.5 they have states.
         full |= set(range(num_layers - num_layers % group_layers, num_layers))
         heads = (config.integer("num_attention_heads"), config.integer("head_dim"))
         parts = delta_rule_parts(
@@ -216,7 +227,7 @@ def read_bailing(config: Config, options: ReadOptions) -> list[LayerType]:
             is_per_channel=True,
         )
     else:
-        # A rank has whole groups of the norm behind lightning attention.
+        # The norm after lightning attention works on groups, and a rank needs whole groups.
         options.shard("groups of group_norm_size", config.integer("group_norm_size", default=1))
         parts = [matrix_part(config, options)]
     return _beside_states(config, options, full, parts)
@@ -225,7 +236,7 @@ def read_bailing(config: Config, options: ReadOptions) -> list[LayerType]:
 def _beside_states(
     config: Config, options: ReadOptions, full: Collection[int], parts: Sequence[StatePart]
 ) -> list[LayerType]:
-    """Latent attention in some layers, states in the others."""
+    """Return the layer types of a model with latents in `full`, and states in all other layers."""
     indices = range(config.num_layers())
     latents = tuple(latent_layer(config, options, index) for index in indices if index in full)
     states = [index for index in indices if index not in full]

@@ -1,4 +1,4 @@
-"""From a list of layers to layer types: what the readers of all architectures share."""
+"""Functions that all readers share: they turn a list of layers into layer types."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from jenga.spec import (
 
 
 class Kind(Enum):
-    """What a layer of a hybrid model does with the past."""
+    """How a layer of a hybrid model stores past tokens."""
 
     FULL = "full"
     SLIDING = "sliding"
@@ -39,18 +39,18 @@ LAYER_KINDS = {
     "moe": Kind.NOTHING,
     "mlp": Kind.NOTHING,
 }
-"""Hugging Face's `layer_types`."""
+"""Values in the list `layer_types` of Hugging Face -> kind of layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLayer:
-    """One attention layer as a reader finds it.
+    """One attention layer, as a reader finds it.
 
     Attributes:
-        index: Its place in the model.
-        slot_bytes: Bytes of a token.
-        window_tokens: Tokens a query reads, or of a chunk; None for all.
-        is_chunked: Whether `window_tokens` are those of a chunk.
+        index: Place in the model, from 0.
+        slot_bytes: Bytes of one token's keys and values.
+        window_tokens: Tokens of a window or of a chunk; None for full attention.
+        is_chunked: Whether `window_tokens` is the length of a chunk.
     """
 
     index: int
@@ -60,18 +60,19 @@ class AttentionLayer:
 
 
 def layer_name(index: int) -> str:
-    """The name of a model's layer."""
+    """Return the name of a model's layer."""
     return f"layers.{index}"
 
 
 def attention_types(
     layers: Iterable[AttentionLayer], *, sources: Mapping[int, int] | None = None
 ) -> list[LayerType]:
-    """Layer types of attention layers: those that remember the same tokens are one type.
+    """Group attention layers into layer types: layers that keep the same tokens are one type.
 
     Args:
-        layers: In the order of the model.
-        sources: Layer whose keys and values a layer reads instead of its own.
+        layers: Attention layers in the order of the model.
+        sources: Index of a layer without keys and values of its own -> index of the layer whose
+            keys and values it reads.
     """
     sources = sources or {}
     readers: dict[int, list[str]] = {}
@@ -107,17 +108,17 @@ def attention_types(
 
 
 def layer_kinds(config: Config, num_layers: int, default: Sequence[Kind] | None) -> list[Kind]:
-    """What each layer does: `layer_types`, or the architecture's rule where it is absent."""
+    """Return the kind of each layer: from `layer_types`, or `default` if that field is absent."""
     if not config.has_list("layer_types") and default is not None:
         return list(default)
     return config.kinds("layer_types", LAYER_KINDS, length=num_layers)
 
 
 def same_kinds(config: Config, num_layers: int) -> list[Kind]:
-    """What each layer does where `layer_types` may be absent and the model's code has no rule.
+    """Return the kind of each layer of a model whose code has no rule of its own.
 
-    vLLM then gives `sliding_window`, where there is one, to every layer. A window that no text is
-    longer than is none.
+    If `layer_types` is absent, every layer has the window of `sliding_window`, as in vLLM. A window
+    that is at least as long as the longest text counts as full attention.
     """
     window_tokens, context_tokens = config.window(), config.context_tokens()
     is_cut = window_tokens is not None and (
@@ -134,14 +135,16 @@ def uniform_attention(
     window_field: str | None = None,
     value_field: str | None = None,
 ) -> list[AttentionLayer]:
-    """Attention layers that have the same heads, but for what `per_layer_config` says of some.
+    """Return attention layers that have the same heads, except as `per_layer_config` says.
 
     Args:
         config: The language model's fields.
-        options: How it is run.
-        kinds: What each layer does; layers without attention are skipped.
-        window_field: Names the window, or the chunk, of the layers that have one.
-        value_field: Names the elements of a head's value, where they are not those of its key.
+        options: How the model is run.
+        kinds: Kind of each layer; layers without attention are skipped.
+        window_field: Name of the field with the length of a window or a chunk. None for a model
+            without such layers. A length of 0 means full attention.
+        value_field: Name of the field with the elements of a head's value. None means that a
+            value has as many elements as a key.
     """
     layers: list[AttentionLayer] = []
     for index, kind in enumerate(kinds):
@@ -165,7 +168,7 @@ def uniform_attention(
 
 
 def kv_slot_bytes(config: Config, options: ReadOptions, *, value_field: str | None = None) -> int:
-    """Bytes of one token in one layer, from the usual names of the fields."""
+    """Bytes of one token's keys and values in one layer, from fields with the usual names."""
     num_heads = config.integer("num_attention_heads")
     options.shard("attention heads", num_heads)
     num_kv_heads = config.integer("num_key_value_heads", default=num_heads)
@@ -175,7 +178,7 @@ def kv_slot_bytes(config: Config, options: ReadOptions, *, value_field: str | No
 
 
 def head_dim(config: Config) -> int:
-    """Elements of an attention head."""
+    """Elements of an attention head: `head_dim`, or the hidden size divided by the heads."""
     if "head_dim" in config and not config.equals("head_dim", 0):
         return config.integer("head_dim")
     hidden_size = config.integer("hidden_size")
@@ -186,7 +189,10 @@ def head_dim(config: Config) -> int:
 
 
 def shared_sources(config: Config, kinds: Sequence[Kind], num_shared_layers: int) -> dict[int, int]:
-    """Sources where the last layers read the last layer of their kind that keeps its own."""
+    """Return `sources` of `attention_types` for a model whose last layers store no keys and values.
+
+    Each of them reads the last layer of its kind that stores its own.
+    """
     num_own = len(kinds) - num_shared_layers
     sources: dict[int, int] = {}
     for index in range(num_own, len(kinds)):
@@ -198,17 +204,17 @@ def shared_sources(config: Config, kinds: Sequence[Kind], num_shared_layers: int
 
 
 _COUNT_ELEMENTS = 4
-"""Of 32 bits, in which a page says how many tokens are in its states."""
+"""Number of 32-bit elements of a slot that say how many tokens its state includes."""
 
 MAX_DELTA_HISTORY_TOKENS = 64
-"""Most tokens of a gated delta layer's history, as in `jenga_kernels.checks.histories`."""
+"""Maximum tokens of a gated delta layer's history, as in `jenga_kernels.checks.histories`."""
 
 HISTORY = "history"
-"""How the names of those parts of a state begin that are the inputs of its latest tokens."""
+"""First word in the names of the state parts that store a history: inputs of recent tokens."""
 
 
 def state_type(indices: Iterable[int], parts: Sequence[StatePart], options: ReadOptions) -> State:
-    """The layer type of recurrent layers that are all alike."""
+    """Return the layer type of recurrent layers that are all alike."""
     slot_bytes = sum(part.num_bytes for part in parts)
     has_history = any(part.name.startswith(HISTORY) for part in parts)
     return State(
@@ -228,7 +234,14 @@ def state_parts(
     recurrent: tuple[int, ...],
     state_dtype: str | None = None,
 ) -> list[StatePart]:
-    """Convolution state [channels, taps] and recurrent state of one layer."""
+    """Return the convolution state [channels, taps] and the recurrent state of one layer.
+
+    Args:
+        options: How the model is run. Its `state_dtype` overrides the one below.
+        conv: Shape of the convolution state.
+        recurrent: Shape of the recurrent state.
+        state_dtype: The architecture's default for the recurrent state; None takes the model's.
+    """
     dtype = options.state_dtype or state_dtype or options.model_dtype
     return [
         StatePart(name="conv", shape=conv, dtype=options.model_dtype),
@@ -239,12 +252,14 @@ def state_parts(
 def history_parts(
     options: ReadOptions, rows: Mapping[str, tuple[int, int, str]], numbers: tuple[str, int]
 ) -> list[StatePart]:
-    """What the latest tokens brought in, and of how many; nothing where states are always written.
+    """Return the state parts of a history: the inputs of recent tokens, and their number.
+
+    There are none if every step writes the state (`options.history_tokens` is 0).
 
     Args:
         options: How the model is run.
-        rows: What is kept of a token: heads, elements of a head, dtype.
-        numbers: What is kept besides in float32, and how many of a token.
+        rows: Name of a vector that each token leaves -> its heads, elements of a head, and dtype.
+        numbers: Name of further float32 numbers that each token leaves, and their count.
     """
     history_tokens = options.history_tokens
     if not history_tokens:
@@ -261,7 +276,7 @@ def history_parts(
 
 
 def conv_taps(options: ReadOptions, kernel: int) -> int:
-    """Columns of a convolution's state: those that drafted tokens may take are a part of each."""
+    """Columns of a convolution's state: one less than the kernel, and one per drafted token."""
     return kernel - 1 + options.draft_tokens
 
 
@@ -274,18 +289,19 @@ def delta_rule_parts(
     state_dtype: str,
     is_per_channel: bool,
 ) -> list[StatePart]:
-    """The gated delta rule: a matrix per head of values.
+    """Return the state parts of a gated delta layer, whose state is a matrix per value head.
 
     Args:
         options: How the model is run.
-        keys: Number of heads, elements of a head; queries have as many.
-        values: Number of heads, elements of a head.
+        keys: Number of key heads, and elements of a head. Queries have as many.
+        values: Number of value heads, and elements of a head.
         kernel: Taps of the convolution over queries, keys and values.
         state_dtype: The architecture's default for the recurrent state.
-        is_per_channel: Whether every key channel decays on its own.
+        is_per_channel: Whether every key channel has a decay of its own, instead of every head.
 
     Raises:
-        ValueError: The history is longer than the kernels take, or heads cannot be divided.
+        ValueError: The history is longer than the kernels take, or the ranks do not divide the
+            heads or channels.
     """
     if options.history_tokens > MAX_DELTA_HISTORY_TOKENS:
         msg = (
@@ -303,7 +319,7 @@ def delta_rule_parts(
         state_dtype=state_dtype,
     )
     dtype = options.state_dtype or state_dtype
-    # A change is divided by its key's length: float16 may not hold it where it holds the state.
+    # A change is divided by the length of its key. It may overflow float16 even if the state fits.
     change_dtype = "float32" if dtype == "float16" else dtype
     own_key_heads = options.shard("linear-attention key heads", num_key_heads)
     rows = {
@@ -315,7 +331,7 @@ def delta_rule_parts(
 
 
 def matrix_part(config: Config, options: ReadOptions) -> StatePart:
-    """Lightning attention: a matrix per head."""
+    """Return the state part of lightning attention: a matrix per head."""
     num_heads = options.shard("attention heads", config.integer("num_attention_heads"))
     elements = head_dim(config)
     return StatePart(
@@ -326,7 +342,13 @@ def matrix_part(config: Config, options: ReadOptions) -> StatePart:
 
 
 def image_embedding(width: int, options: ReadOptions, *, typical_tokens: int) -> ImageEmbedding:
-    """The layer type of a vision encoder's output, of so many elements a token."""
+    """Return the layer type of a vision encoder's output.
+
+    Args:
+        width: Elements of one token's embedding.
+        options: How the model is run.
+        typical_tokens: Image tokens of one request; only the planner's expectation reads it.
+    """
     layer = Layer(name="vision_encoder", slot_bytes=width * options.element_bytes)
     return ImageEmbedding(
         name="image",

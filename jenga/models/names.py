@@ -1,4 +1,4 @@
-"""Names under which models are published, where `jenga.models.reader` has another for them."""
+"""Names in published configurations that differ from those of `jenga.models.reader`."""
 
 MODEL_TYPES_AS_PUBLISHED = {
     "AXK1": "axk1",
@@ -7,7 +7,7 @@ MODEL_TYPES_AS_PUBLISHED = {
     "ernie4_5_moe_vl": "ernie4_5_vl_moe",
     "kimi_k2": "deepseek_v3",
 }
-"""`model_type` of a published configuration -> that of its reader."""
+"""`model_type` of a published configuration -> `model_type` of its reader."""
 
 MODEL_TYPE_OF_CLASS = {
     "AXK1ForCausalLM": "axk1",
@@ -51,6 +51,6 @@ MODEL_TYPE_OF_CLASS = {
 }
 """Class that runs a model -> `model_type` of its reader.
 
-The class decides where a configuration has no `model_type`, or one of its author's own: an engine
-chooses its code by the class.
+The class decides if a configuration has no `model_type`, or one that its author made up. An engine
+also chooses its code by the class.
 """

@@ -1,4 +1,4 @@
-"""How a model is run, as far as it decides what a token or a state takes: shards and formats."""
+"""Options of a run that decide the size of a token or a state: shards and formats."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -7,7 +7,7 @@ from jenga.spec import ELEMENT_BYTES, check_positive
 
 _SCALE_BYTES = 4
 _INT4_ROW_ELEMENTS = 32
-"""What a row of four bits is a multiple of, so that it is loaded 16 bytes at once."""
+"""A 4-bit vector must have a multiple of this many elements, so that 16 bytes load at once."""
 
 _NVFP4_GROUP_ELEMENTS = 16
 _DS_MLA_GROUP_ELEMENTS = 128
@@ -16,9 +16,12 @@ _DS_MLA_GROUP_ELEMENTS = 128
 class KvFormat(Enum):
     """How keys and values are stored.
 
-    `MODEL` is the model's dtype. `FP8` has one scale per tensor, kept elsewhere; the per-token-head
-    formats keep a float32 scale beside each head's vector, NVFP4 a byte per 16 elements. `DS_MLA`
-    is DeepSeek's layout of a latent: float8 with a float32 scale per 128, rotary part in bfloat16.
+    - `MODEL` is the model's dtype.
+    - `FP8` has one scale per tensor, which is stored outside the cache.
+    - The per-token-head formats store a float32 scale beside each head's vector.
+    - `NVFP4` stores one byte of scale per 16 elements.
+    - `DS_MLA` is DeepSeek's layout of a latent: float8 with a float32 scale per 128 elements, and
+      the rotary part in bfloat16.
 
     Source: page sizes of vLLM 0.33.
     """
@@ -34,20 +37,22 @@ class KvFormat(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions:
-    """What a configuration file does not say.
+    """Options of a run that a configuration file does not contain.
 
     Attributes:
-        tensor_parallel: Ranks that share every layer; all bytes are those of one rank.
-        kv_format: How keys and values are stored.
+        tensor_parallel: Number of ranks that share every layer. All bytes are those of one rank.
+        kv_format: Format of keys and values.
         model_dtype: Dtype of activations, convolution states and image embeddings; a key of
             `jenga.spec.ELEMENT_BYTES`.
         state_dtype: Dtype of recurrent states; None takes the architecture's own default.
-        embeddings_in_kv_pages: Image embeddings live in the full-attention pages of their tokens
-            until the KV is written there; otherwise they have pages of their own.
-        draft_tokens: Tokens drafted for a step, each of which takes recurrent layers a state more.
-        history_tokens: Tokens of which a Mamba-2 or gated delta layer keeps beside its state what
-            they brought in, and seldom writes that; drafted tokens take such layers no state. Of
-            gated delta layers at most 64.
+        embeddings_in_kv_pages: Whether image embeddings lie in the full-attention pages of their
+            tokens until the KV is written there. Otherwise they have pages of their own.
+        draft_tokens: Tokens drafted for a step. A recurrent layer without a history needs one more
+            state for each.
+        history_tokens: Recent tokens whose inputs a Mamba-2 or gated delta layer keeps beside its
+            state, so that it seldom writes the state. Such a layer needs no more states for
+            drafted tokens. 0 means no history. Otherwise at least twice the tokens of a step, and
+            at most 64 for gated delta layers.
     """
 
     tensor_parallel: int = 1
@@ -81,10 +86,14 @@ class ReadOptions:
         return ELEMENT_BYTES[self.model_dtype]
 
     def shard(self, what: str, total: int) -> int:
-        """This rank's part of something that is divided evenly.
+        """Return this rank's part of a number that the ranks share evenly.
+
+        Args:
+            what: Name of the things, for the error message.
+            total: Their number in the whole model.
 
         Raises:
-            ValueError: It cannot be.
+            ValueError: The ranks do not divide the number.
         """
         if total % self.tensor_parallel:
             msg = f"tensor_parallel must divide the {total} {what}, got {self.tensor_parallel}"
@@ -92,7 +101,7 @@ class ReadOptions:
         return total // self.tensor_parallel
 
     def shard_kv_heads(self, num_kv_heads: int) -> int:
-        """This rank's KV heads: a part of them, or one copied to several ranks.
+        """Return this rank's number of KV heads: a part of them, or one copied to several ranks.
 
         Raises:
             ValueError: Neither the heads nor the ranks divide the other.
@@ -107,12 +116,12 @@ class ReadOptions:
         """Bytes of one token's keys and values in one layer, on this rank.
 
         Args:
-            num_kv_heads: Of the whole model.
+            num_kv_heads: Number of KV heads of the whole model.
             head_dim: Elements of a head's key.
-            value_dim: Those of its value; None: as many.
+            value_dim: Elements of a head's value; None means as many as the key has.
 
         Raises:
-            ValueError: The heads cannot be divided, or the format does not take such heads.
+            ValueError: The ranks cannot divide the heads, or the format does not take such heads.
         """
         value_dim = head_dim if value_dim is None else value_dim
         head_bytes = self._row_bytes(head_dim) + self._row_bytes(value_dim)
@@ -142,10 +151,10 @@ class ReadOptions:
                 raise ValueError(msg)
 
     def latent_slot_bytes(self, latent_dim: int, rotary_dim: int) -> int:
-        """Bytes of one token's latent and rotary key in one layer; every rank keeps it whole.
+        """Bytes of one token's latent and rotary key in one layer; every rank stores all of it.
 
         Raises:
-            ValueError: The format has no meaning for latents.
+            ValueError: The format does not exist for latents.
         """
         match self.kv_format:
             case KvFormat.MODEL:

@@ -1,4 +1,4 @@
-"""Readers of models whose published configurations name fields in their own way.
+"""Readers of models whose published configurations have field names of their own.
 
 Source: configurations on Hugging Face, and the attributes that vLLM 0.33 reads of them.
 """
@@ -25,7 +25,7 @@ _PLAMO_3 = {"num_key_value_heads": 4, "head_dim": 128, "window_size": 2048}
 
 
 def read_gpt(config: Config, options: ReadOptions) -> list[LayerType]:
-    """GPT-2, GPT-J and StarCoder, whose heads may all share one of keys and values."""
+    """GPT-2, GPT-J and StarCoder: full attention, with one KV head if `multi_query` is true."""
     config = config.renamed(_HEADS | {"hidden_size": "n_embd"})
     if config.flag("multi_query", default=False):
         config = config.with_values({"num_key_value_heads": 1})
@@ -38,9 +38,9 @@ def read_bloom(config: Config, options: ReadOptions) -> list[LayerType]:
 
 
 def read_falcon(config: Config, options: ReadOptions) -> list[LayerType]:
-    """Falcon: one head of keys and values in the first models, groups of heads in later ones.
+    """Falcon: one KV head in the first models, groups of heads in later ones.
 
-    vLLM 0.32 and 0.33 keep them in the model's dtype, whatever format is asked for.
+    vLLM 0.32 and 0.33 store keys and values in the model's dtype, whatever format is asked for.
     """
     config = config.renamed(_HEADS)
     num_kv_heads = config.integer("num_attention_heads")
@@ -62,7 +62,7 @@ def read_chatglm(config: Config, options: ReadOptions) -> list[LayerType]:
 
 
 def read_dbrx(config: Config, options: ReadOptions) -> list[LayerType]:
-    """DBRX: full attention, its heads in a section."""
+    """DBRX: full attention; the number of KV heads is in a section."""
     config = config.renamed({"num_attention_heads": "n_heads", "hidden_size": "d_model"})
     if "attn_config" in config:
         num_kv_heads = config.section("attn_config").integer("kv_n_heads", default=1)
@@ -71,9 +71,9 @@ def read_dbrx(config: Config, options: ReadOptions) -> list[LayerType]:
 
 
 def read_step(config: Config, options: ReadOptions) -> list[LayerType]:
-    """Step 3.5: windows by `layer_types`, whose layers may have heads of their own.
+    """Step 3.5: windows as in `layer_types`; layers with a window may have other heads.
 
-    The published list goes on behind the layers, for those that draft.
+    The published list has further entries for draft layers, which are cut off.
     """
     num_layers = config.num_layers()
     config = config.renamed({"num_key_value_heads": "num_attention_groups"}).cut(
@@ -92,7 +92,7 @@ def read_step(config: Config, options: ReadOptions) -> list[LayerType]:
 
 
 def read_plamo3(config: Config, options: ReadOptions) -> list[LayerType]:
-    """PLaMo 3: the last layer of every eight attends to everything, the others have a window."""
+    """PLaMo 3: full attention in the last layer of every eight, a window in the others."""
     config = config.with_defaults(_PLAMO_3)
     num_layers = config.num_layers()
     interval = config.integer("sliding_window_pattern", default=8)
@@ -101,7 +101,7 @@ def read_plamo3(config: Config, options: ReadOptions) -> list[LayerType]:
 
 
 def read_nemotron_nas(config: Config, options: ReadOptions) -> list[LayerType]:
-    """Nemotron-NAS: layers with as many heads of keys and values as each of them needs, or none."""
+    """Nemotron-NAS: each layer has its own number of KV heads, or no attention at all."""
     num_layers = config.num_layers()
     blocks = config.sections("block_configs")
     if len(blocks) != num_layers:
@@ -121,9 +121,9 @@ def read_nemotron_nas(config: Config, options: ReadOptions) -> list[LayerType]:
 
 
 def read_ring_linear(config: Config, options: ReadOptions) -> list[LayerType]:
-    """Ring-linear: lightning attention, full attention in the last layer of each group.
+    """Ring-linear: lightning attention, with full attention in the last layer of each group.
 
-    Those behind the last whole group attend to everything, too.
+    Layers after the last whole group have full attention too.
     """
     num_layers = config.num_layers()
     group_layers = config.integer("layer_group_size")

@@ -1,22 +1,22 @@
-"""How keys and values are stored where a checkpoint says so: its makers calibrated their scales.
+"""Format of keys and values that a published model asks for: its makers calibrated the scales.
 
-Source: what vLLM 0.33 makes of `--kv-cache-dtype auto`.
+Source: the reading of `--kv-cache-dtype auto` in vLLM 0.33.
 """
 
 from jenga.models.config import Config
 from jenga.models.options import KvFormat
 
 QUANTIZATION_FILE = "hf_quant_config.json"
-"""Of older checkpoints of ModelOpt, what others have in their `config.json`."""
+"""File in which older ModelOpt models keep the section that others have in `config.json`."""
 
 _SECTIONS = ("quantization_config", "compression_config")
 _FORMATS = {"fp8": KvFormat.FP8, "nvfp4": KvFormat.NVFP4}
 _FLOAT_FORMATS = {8: KvFormat.FP8, 4: KvFormat.NVFP4}
-"""By the bits of an element."""
+"""Bits of a floating-point element -> format."""
 
 
 def quantization_of(config: Config) -> Config | None:
-    """The section that says how a model is quantised; None for one that is not."""
+    """Return the section that says how a model is quantised; None if the model is not quantised."""
     for fields in (config, config.language()):
         for name in _SECTIONS:
             if name in fields:
@@ -25,7 +25,7 @@ def quantization_of(config: Config) -> Config | None:
 
 
 def kv_format_of(config: Config) -> KvFormat:
-    """The format of keys and values where no option asks for another."""
+    """Return the format of keys and values if no option asks for another."""
     quantization = quantization_of(config)
     if quantization is None:
         return KvFormat.MODEL
@@ -40,7 +40,7 @@ def kv_format_of(config: Config) -> KvFormat:
 
 
 def _of_scheme(scheme: Config) -> KvFormat:
-    """The format that compressed-tensors describes by the type of an element and its bits."""
+    """Return the format that compressed-tensors describes, from an element's type and bits."""
     if not scheme.equals("type", "float"):
         return KvFormat.MODEL
     return _FLOAT_FORMATS.get(scheme.integer("num_bits"), KvFormat.MODEL)

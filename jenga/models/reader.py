@@ -1,4 +1,4 @@
-"""From a configuration to a `ModelSpec`: which reader serves which `model_type`."""
+"""Choice of the reader for each `model_type`, from a configuration to a `ModelSpec`."""
 
 from collections.abc import Container
 from pathlib import Path
@@ -142,25 +142,29 @@ TEXT_READERS: dict[str, Reader] = {
 """Readers of language models, by `model_type`."""
 
 _TEXT_SECTIONS = {"mllama": ("text_config", "mllama_text_model")}
-"""Models whose language model lies in a section and that keep no image embeddings."""
+"""Models whose language model is in a section and that store no image embeddings.
+
+`model_type` -> name of the section, and `model_type` of the language model.
+"""
 
 MODEL_TYPES = tuple(sorted({*TEXT_READERS, *VISION_MODELS, *_TEXT_SECTIONS}))
-"""Every `model_type` that is understood."""
+"""Every `model_type` that has a reader, sorted."""
 
 
 def read_model(
     path: str | Path, *, name: str | None = None, options: ReadOptions | None = None
 ) -> ModelSpec:
-    """The layer types of the model that a Hugging Face configuration describes.
+    """Read the layer types of the model that a Hugging Face configuration describes.
 
     Args:
         path: A `config.json`, or the directory that holds it.
-        name: The spec's name; the directory's, or the file's without its ending, where None.
-        options: How the model is run; one rank in bfloat16 where None.
+        name: Name of the spec. None takes the name of the directory that holds a `config.json`,
+            or the name of another file without its ending.
+        options: How the model is run; None means one rank in bfloat16.
 
     Raises:
-        ValueError: No such file, or a field, named in the message, that is not understood; or
-            options that do not fit the model.
+        ValueError: There is no such file, a field (the message names it) is not understood, or
+            the options do not fit the model.
     """
     path = Path(path)
     if name is None:
@@ -169,7 +173,7 @@ def read_model(
 
 
 def read_config(config: Config, *, name: str, options: ReadOptions | None = None) -> ModelSpec:
-    """As `read_model`, from fields already loaded."""
+    """Read layer types as `read_model` does, from fields that are already loaded."""
     options = options or ReadOptions()
     spec = _read(config, name=name, options=options)
     parts = [
@@ -185,13 +189,16 @@ def read_config(config: Config, *, name: str, options: ReadOptions | None = None
 
 
 def known_type(config: Config) -> str | None:
-    """The `model_type` that a configuration is read by; None where no reader is for it."""
+    """Return the `model_type` of a configuration's reader; None if it has no reader."""
     known = _known(config, MODEL_TYPES)
     return known if known in MODEL_TYPES else None
 
 
 def _known(config: Config, choices: Container[str]) -> str | None:
-    """The `model_type`, or its reader's name, or that of the class that runs the model."""
+    """Return the `model_type` of the reader, found by the `model_type` or else by the class.
+
+    If none of `choices` fits, return the configuration's own `model_type`; None if it has none.
+    """
     named = config.text("model_type", default="")
     model_type = MODEL_TYPES_AS_PUBLISHED.get(named, named)
     if model_type in choices:
@@ -222,7 +229,14 @@ def _read(config: Config, *, name: str, options: ReadOptions) -> ModelSpec:
 def _read_text(
     text: Config, model_type: str, options: ReadOptions, *, is_section: bool
 ) -> list[LayerType]:
-    """Read a language model, whose section may name another type than is usual for its model."""
+    """Read the layer types of a language model.
+
+    Args:
+        text: Fields of the language model.
+        model_type: The usual type. A section that names another type overrides it.
+        options: How the model is run.
+        is_section: Whether the fields come from a section of a larger model.
+    """
     if is_section:
         model_type = _known(text, TEXT_READERS) or model_type
         if model_type not in TEXT_READERS:

@@ -1,6 +1,6 @@
-"""Readers of models with recurrent layers, alone or beside attention.
+"""Readers of models with recurrent layers, with or without attention.
 
-The shapes are those of one rank; a convolution keeps one tap less than its kernel has.
+Shapes are those of one rank. A convolution stores one tap less than its kernel has.
 
 Source: state shapes and dtypes of vLLM 0.33.
 """
@@ -33,7 +33,7 @@ _LFM2 = {"num_attention_heads": 32, "num_key_value_heads": 8, "conv_L_cache": 3}
 
 
 def _mamba1(config: Config, options: ReadOptions, *, channels: int) -> list[StatePart]:
-    """Mamba 1: a diagonal state per channel."""
+    """Return the state parts of Mamba 1: a diagonal state per channel."""
     state_size = config.integer("mamba_d_state" if "mamba_d_state" in config else "state_size")
     kernel = config.integer("mamba_d_conv" if "mamba_d_conv" in config else "conv_kernel")
     own_channels = options.shard("Mamba channels", channels)
@@ -51,12 +51,14 @@ def _mamba2(
     kernel: int,
     state_dtype: str | None = None,
 ) -> list[StatePart]:
-    """Mamba 2: a matrix per head; groups are copied where ranks outnumber them.
+    """Return the state parts of Mamba 2: a matrix per head.
+
+    If the ranks do not divide the groups, every rank stores a copy of one group.
 
     Args:
         options: How the model is run.
         channels: Inner width of the layer.
-        num_groups: Groups of heads that share their inputs B and C.
+        num_groups: Number of groups of heads that share the inputs B and C.
         heads: Number of heads, elements of a head, elements of a state.
         kernel: Taps of the convolution.
         state_dtype: The architecture's default for the recurrent state.
@@ -80,7 +82,7 @@ def _mamba2(
 
 
 def _bamba_parts(config: Config, options: ReadOptions, *, channels: int) -> list[StatePart]:
-    """Mamba 2 under the field names of Bamba, Granite and Falcon-H1."""
+    """Return the state parts of Mamba 2, from the field names of Bamba, Granite and Falcon-H1."""
     num_heads = config.integer("mamba_n_heads")
     if "mamba_d_head" in config and not config.equals("mamba_d_head", "auto"):
         head_elements = config.integer("mamba_d_head")
@@ -100,7 +102,7 @@ def _bamba_parts(config: Config, options: ReadOptions, *, channels: int) -> list
 def _hybrid(
     config: Config, options: ReadOptions, kinds: Sequence[Kind], parts: Sequence[StatePart]
 ) -> list[LayerType]:
-    """Full attention in some layers, states in others."""
+    """Return the layer types of a model with attention in some layers and states in others."""
     types = attention_types(uniform_attention(config, options, kinds))
     states = [index for index, kind in enumerate(kinds) if kind is Kind.STATE]
     return [*types, state_type(states, parts, options)] if states else types
@@ -109,7 +111,7 @@ def _hybrid(
 def _short_convolutions(
     config: Config, options: ReadOptions, kinds: Sequence[Kind], *, channels: int
 ) -> list[LayerType]:
-    """Convolutions without a recurrence behind them, in the model's dtype."""
+    """Return the layer types of a model whose states are convolutions alone, in its own dtype."""
     config = config.with_defaults(_LFM2)
     kernel = config.integer("conv_L_cache")
     if kernel == 1:
@@ -161,7 +163,7 @@ def read_bamba(config: Config, options: ReadOptions) -> list[LayerType]:
 
 
 def read_granite_hybrid(config: Config, options: ReadOptions) -> list[LayerType]:
-    """Granite 4 hybrid: attention and Mamba 2 by `layer_types`."""
+    """Granite 4 hybrid: attention and Mamba 2 as in `layer_types`."""
     kinds = layer_kinds(config, config.num_layers(), None)
     channels = config.integer("hidden_size") * config.integer("mamba_expand", default=2)
     return _hybrid(config, options, kinds, _bamba_parts(config, options, channels=channels))
@@ -176,7 +178,10 @@ def read_falcon_h1(config: Config, options: ReadOptions) -> list[LayerType]:
 
 
 def read_nemotron_h(config: Config, options: ReadOptions) -> list[LayerType]:
-    """Nemotron-H: attention, Mamba 2 and MLP by a pattern or a list; states in float32."""
+    """Nemotron-H: attention, Mamba 2 and MLP as in a list or a pattern; states are float32.
+
+    `mamba_ssm_cache_dtype` may name another dtype.
+    """
     num_layers = config.num_layers()
     if "layers_block_type" in config:
         kinds = config.kinds("layers_block_type", LAYER_KINDS, length=num_layers)
@@ -202,7 +207,7 @@ def read_nemotron_h(config: Config, options: ReadOptions) -> list[LayerType]:
 
 
 def read_zamba2(config: Config, options: ReadOptions) -> list[LayerType]:
-    """Zamba 2: Mamba 2 in every layer, attention over twice the width before some of them."""
+    """Zamba 2: Mamba 2 in every layer; some also have attention over twice the hidden size."""
     num_layers = config.num_layers()
     if "layers_block_type" in config:
         kinds = config.kinds("layers_block_type", _ZAMBA_KINDS, length=num_layers)
@@ -231,7 +236,7 @@ def read_zamba2(config: Config, options: ReadOptions) -> list[LayerType]:
 
 
 def read_gated_delta(config: Config, options: ReadOptions) -> list[LayerType]:
-    """Qwen3-Next and Qwen3.5: gated delta rule, every fourth layer attends to everything."""
+    """Qwen3-Next and Qwen3.5: full attention in every fourth layer, gated delta rule elsewhere."""
     num_layers = config.num_layers()
     interval = config.integer("full_attention_interval", default=4)
     default = [Kind.STATE if (i + 1) % interval else Kind.FULL for i in range(num_layers)]
@@ -248,7 +253,7 @@ def read_gated_delta(config: Config, options: ReadOptions) -> list[LayerType]:
 
 
 def read_minimax(config: Config, options: ReadOptions) -> list[LayerType]:
-    """MiniMax-Text-01: lightning attention with one matrix per head, softmax attention in some."""
+    """MiniMax-Text-01: full attention in some layers, lightning attention in the others."""
     num_layers = config.num_layers()
     default = None
     if "attn_type_list" in config:
@@ -259,7 +264,7 @@ def read_minimax(config: Config, options: ReadOptions) -> list[LayerType]:
 
 
 def read_lfm2(config: Config, options: ReadOptions) -> list[LayerType]:
-    """LFM2: short convolutions, and full attention by `layer_types` or in listed layers."""
+    """LFM2: short convolutions, and full attention as in `layer_types` or in listed layers."""
     num_layers = config.num_layers()
     if "layer_types" in config:
         kinds = config.kinds("layer_types", _LFM2_KINDS, length=num_layers)
@@ -273,15 +278,15 @@ def read_lfm2(config: Config, options: ReadOptions) -> list[LayerType]:
 
 
 def read_lfm2_moe(config: Config, options: ReadOptions) -> list[LayerType]:
-    """LFM2 with experts: short convolutions and full attention by `layer_types`."""
+    """LFM2 with experts: short convolutions and full attention as in `layer_types`."""
     kinds = config.kinds("layer_types", _LFM2_KINDS, length=config.num_layers())
     return _short_convolutions(config, options, kinds, channels=config.integer("hidden_size"))
 
 
 def read_hymba(config: Config, options: ReadOptions) -> list[LayerType]:
-    """Hymba: attention and Mamba 1 in every layer; neighbours share KV, memory tokens stay.
+    """Hymba: attention and Mamba 1 in every layer; layers of a group share KV.
 
-    A window keeps the memory tokens as well, which every query reads.
+    Every query also reads the memory tokens, so a window is longer by their number.
     """
     num_layers = config.num_layers()
     window_tokens = config.integer("sliding_window") + config.count("num_memory_tokens", default=0)

@@ -1,4 +1,4 @@
-"""Models with a vision encoder: where their language model is, and how long an image is."""
+"""Models with a vision encoder: section of the language model, and tokens of a typical image."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from jenga.models.config import Config
 
 _MEGAPIXEL_TOKENS = 1024
-"""A picture of about a megapixel; the encoder's resolution follows the picture's."""
+"""Tokens of a picture of about a megapixel, for encoders that keep the picture's resolution."""
 
 _PHI_3_TOKENS = 1921
-"""A picture of 4 x 3 crops of 144 tokens, its overview and separators."""
+"""Tokens of a picture: 4 x 3 crops of 144 tokens, the overview and separators."""
 
 _TYPICAL_TILES = 7
-"""A picture of 3 x 2 tiles and its overview."""
+"""Tiles of a picture: 3 x 2, and the overview."""
 
 _LLAVA_NEXT_TILES = 5
-"""A square picture of 2 x 2 tiles and its overview, rows of nothing but padding not cut off."""
+"""Tiles of a square picture: 2 x 2, and the overview. Rows that are all padding are counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,13 +23,14 @@ class Vision:
     """A vision-language model.
 
     Attributes:
-        sections: Names under which the language model's fields may lie; where none is present they
-            lie beside the vision model's.
-        text_model: The language model's `model_type` where the section does not say.
-        image_tokens: Tokens of a typical image, for the planner's expectation.
-        deepstack_levels: Layers of the encoder whose output goes to as many of the first layers of
-            the language model: an embedding has that many hidden states more (DeepStack,
-            arXiv 2406.04334).
+        sections: Names of sections that may hold the language model's fields. If none is present,
+            the fields are at the top level, beside those of the vision model.
+        text_model: `model_type` of the language model, unless the section says another.
+        image_tokens: Function that returns the tokens of a typical image, for the planner's
+            expectation.
+        deepstack_levels: Function that returns the number of encoder layers whose output goes to
+            the first layers of the language model. An embedding has so many further hidden
+            states (DeepStack, arXiv 2406.04334).
     """
 
     sections: tuple[str, ...]
@@ -43,14 +44,17 @@ def _megapixel_tokens(_: Config) -> int:
 
 
 def _vision(config: Config) -> Config:
-    """The encoder's fields; none where there is no section: it decides what is expected alone."""
+    """Return the encoder's fields; none if it has no section.
+
+    A missing section is no error, because these fields only decide the planner's expectation.
+    """
     if "vision_config" not in config:
         return Config({}, source=f"{config.source}: vision_config")
     return config.section("vision_config")
 
 
 def _grid_tokens(config: Config, *, shrink: float = 1.0) -> int:
-    """Tokens of one square tile: patches along the side, shrunk, squared."""
+    """Tokens of one square tile: patches along a side, times `shrink`, squared."""
     vision = _vision(config)
     if "image_size" not in vision or "patch_size" not in vision:
         return _MEGAPIXEL_TOKENS
@@ -68,7 +72,7 @@ def _tiled_tokens(config: Config) -> int:
 
 
 def _internvl_tokens(config: Config) -> int:
-    """As transformers has it: with the tokens of a tile in a field of their own."""
+    """Tokens of a picture, for InternVL as transformers saves it: one field has a tile's tokens."""
     return _TYPICAL_TILES * config.integer("image_seq_length", default=256)
 
 
@@ -194,4 +198,4 @@ VISION_MODELS = {
         sections=("text_config",), text_model="step3p5", image_tokens=_megapixel_tokens
     ),
 }
-"""By `model_type`."""
+"""Vision-language models by `model_type`."""

@@ -1,7 +1,7 @@
-"""Bytes of the weights in a model's directory: of the files that an engine would load.
+"""Bytes of the weight files in a model's directory that an engine would load.
 
-Source: the default loader of vLLM 0.33. It takes one format and passes over the others, so weights
-that are stored twice count once.
+Source: the default loader of vLLM 0.33. It loads one format and ignores the others, so weights that
+are stored in two formats count once.
 """
 
 import re
@@ -18,7 +18,10 @@ _FORMATS = (
     ("*.bin", None),
     ("*.pt", None),
 )
-"""Names of files, and of the index that chooses among them; the first that there are is loaded."""
+"""Pattern of file names, and the index that selects files, in the order in which they are tried.
+
+The first pattern with files, or with an index, is loaded.
+"""
 
 _NOT_WEIGHTS = frozenset(
     {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"}
@@ -26,16 +29,17 @@ _NOT_WEIGHTS = frozenset(
 
 _POINTER = re.compile(rb"version https://git-lfs\.github\.com/spec/v1\n(?:.*\n)*?size (\d+)\n")
 _POINTER_BYTES = 1024
-"""Git LFS leaves files no longer than this in place of those that were not fetched."""
+"""Maximum length of the pointer file that Git LFS leaves for a file that was not fetched."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """What a directory says of its weights.
+    """Size of the weights in a directory.
 
     Attributes:
-        num_bytes: Of all of them; None where nothing says.
-        source: Where that is from, or why nothing says; empty where there is nothing at all.
+        num_bytes: Bytes of all weights; None if unknown.
+        source: Where the number comes from, or why it is unknown. Empty if there are neither
+            weights nor an index.
     """
 
     num_bytes: int | None
@@ -43,10 +47,10 @@ class Weights:
 
 
 def find_weights(folder: Path) -> Weights:
-    """Count the weights of a directory by its files, or by an index whose files are elsewhere.
+    """Count the bytes of a directory's weight files; if some are missing, take an index's total.
 
     Raises:
-        ValueError: An index that is not understood.
+        ValueError: The index is not understood.
     """
     for pattern, index_name in _FORMATS:
         files = {file.name: file for file in folder.glob(pattern) if file.is_file()}
@@ -65,7 +69,7 @@ def _kind(pattern: str) -> str:
 
 
 def _by_index(path: Path, files: dict[str, Path]) -> Weights:
-    """Count the files that an index names; what it says of their bytes, where some are missing."""
+    """Count the bytes of the files that an index names; if some are missing, use its total."""
     index = load_config(path)
     named = _named_files(index)
     if named and named <= files.keys():
@@ -92,7 +96,10 @@ def _named_files(index: Config) -> set[str]:
 
 
 def _total_bytes(index: Config) -> int | None:
-    """What an index says of its files' bytes; some have a whole number written as a float."""
+    """Return the total bytes that an index states; None if it states none.
+
+    Some indices write the whole number as a float.
+    """
     metadata = index.section("metadata") if "metadata" in index else None
     if metadata is None or "total_size" not in metadata or metadata.equals("total_size", 0):
         return None
@@ -103,7 +110,7 @@ def _total_bytes(index: Config) -> int | None:
 
 
 def _file_bytes(file: Path) -> int:
-    """Bytes of a file, or of the one that a pointer of Git LFS stands for."""
+    """Bytes of a file, or of the file that a Git LFS pointer stands for."""
     num_bytes = file.stat().st_size
     if num_bytes <= _POINTER_BYTES and (pointer := _POINTER.match(file.read_bytes())):
         return int(pointer[1])
