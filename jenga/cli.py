@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 _DISTRIBUTION = "jenga-kv"
 
 EXIT_MISTAKE = 2
-"""Exit code of a command that could not do what it was asked, as argparse's own."""
+"""Exit code of a command that could not do its work; argparse uses the same for bad arguments."""
 
 EXIT_UNREAD = 141
-"""Exit code of a command whose reader stopped reading (`| head`), as that of one SIGPIPE ends."""
+"""Exit code when the reader of the output has closed the pipe (`| head`), as after SIGPIPE."""
 
 _DEMO_DESCRIPTION = """\
 Serve a few prompts with a real vLLM engine on JENGA_TRITON and show what memory it held.
@@ -39,20 +39,20 @@ examples:
 
 
 class _Command(Protocol):
-    """A module that is one command."""
+    """A module that implements one command."""
 
     @property
     def DESCRIPTION(self) -> str:  # noqa: N802  a module's constant
-        """What the command does."""
+        """Description of the command, for its help text."""
         ...
 
     @property
     def EPILOG(self) -> str:  # noqa: N802  a module's constant
-        """Examples."""
+        """Examples, for its help text."""
         ...
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
-        """Give the command's parser its arguments, and `run` and `extras` as defaults."""
+        """Add arguments to the command's parser, and set the defaults `run` and `extras`."""
         ...
 
 
@@ -60,11 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        arguments: What follows `jenga`; the process's own arguments by default.
+        arguments: Arguments after `jenga`; the process's own by default.
 
     Returns:
-        0; 2 after one line on standard error that says what was wrong; or 141 without a word where
-        nobody reads the output any more.
+        The command's own status, 0 on success. After an error it is 2, and one line on standard
+        error names the error. If the reader of the output has closed the pipe, it is 141.
     """
     options = _parser().parse_args(arguments)
     try:
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _drop_output() -> None:
-    """Send what is still to be written nowhere: Python would fail once more as it exits."""
+    """Redirect output to the null device; else Python would fail again when it flushes at exit."""
     with Path(os.devnull).open("w") as nowhere:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(nowhere.fileno(), stream.fileno())
@@ -161,8 +161,11 @@ def _add_command(
 def _make_engine(
     manager: str, machine: "Machine", settings: "Settings"
 ) -> tuple["StepScheduler", "Memory"]:
-    """Make vLLM's scheduler for a replay: the simulator knows neither vLLM's nor the plugin."""
-    # It says on standard error what its GPU build would do here; errors are raised all the same.
+    """Make vLLM's scheduler for a replay.
+
+    The simulator gets it from here because it imports neither vLLM nor the plugin.
+    """
+    # vLLM's GPU build logs warnings on a machine without a GPU. Real errors are raised anyway.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from jenga.engine_scheduler import make_engine
 

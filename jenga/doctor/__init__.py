@@ -1,1 +1,1 @@
-"""`jenga doctor`: a machine, its packages and a model, examined before a server is started."""
+"""`jenga doctor`: examine a machine, its packages and a model before a server is started."""

@@ -1,4 +1,4 @@
-"""Torch and vLLM asked in processes of their own: an import may fail, take long or print much."""
+"""Ask torch and vLLM in separate processes, because an import may fail, be slow or print a lot."""
 
 import json
 import os
@@ -16,11 +16,11 @@ MODULE = "jenga.vllm_plugin.without_engine.self_check"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchAnswer:
-    """Torch's and Triton's.
+    """Answer of torch and Triton.
 
     Attributes:
-        num_gpus: GPUs that torch can use.
-        warning: Its words where it can use none; often empty.
+        num_gpus: Number of GPUs that torch can use.
+        warning: Torch's warning if it can use none; often empty.
     """
 
     num_gpus: int
@@ -29,12 +29,12 @@ class TorchAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmAnswer:
-    """VLLM's.
+    """Answer of vLLM.
 
     Attributes:
-        num_names: Names of vLLM that the plugin replaces.
-        mismatches: A sentence for each that is not as the plugin was written for.
-        unknown: A sentence for each that could not be compared without a GPU.
+        num_names: Number of names of vLLM that the plugin replaces.
+        mismatches: A sentence for each name that differs from the one the plugin was written for.
+        unknown: A sentence for each name that could not be compared without a GPU.
     """
 
     num_names: int
@@ -43,18 +43,18 @@ class VllmAnswer:
 
 
 class Questions:
-    """Questions under way; a failure to answer is a text.
+    """Questions that are being answered in other processes. A failed one is answered by a text.
 
     >>> with Questions(asks_torch=True, asks_vllm=True) as questions:  # doctest: +SKIP
     ...     answer = questions.torch()
     """
 
     def __init__(self, *, asks_torch: bool, asks_vllm: bool) -> None:
-        """Ask, without waiting.
+        """Start the processes, and do not wait for answers.
 
         Args:
-            asks_torch: Whether torch and Triton are installed.
-            asks_vllm: Whether vLLM is, too.
+            asks_torch: Whether to ask torch and Triton, which must be installed.
+            asks_vllm: Whether to ask vLLM, which must be installed.
         """
         self._stack = ExitStack()
         folder = tempfile.TemporaryDirectory(prefix="jenga-doctor-", ignore_cleanup_errors=True)
@@ -65,12 +65,12 @@ class Questions:
                 self._running[subject] = self._ask(subject)
 
     def torch(self) -> TorchAnswer | str | None:
-        """Wait for torch's answer, or why there is none; None where it was not asked."""
+        """Wait for torch's answer, or the reason why there is none; None if it was not asked."""
         answer = self._answer("torch")
         return TorchAnswer(**answer) if isinstance(answer, dict) else answer
 
     def vllm(self) -> VllmAnswer | str | None:
-        """Wait for vLLM's answer, or why there is none; None where it was not asked."""
+        """Wait for vLLM's answer, or the reason why there is none; None if it was not asked."""
         answer = self._answer("vllm")
         if not isinstance(answer, dict):
             return answer

@@ -1,4 +1,4 @@
-"""`jenga doctor`: its arguments, and its exit status."""
+"""Arguments and exit status of `jenga doctor`."""
 
 import argparse
 import os
@@ -19,11 +19,11 @@ examples:
   jenga doctor --quick --json | jq -r '.findings[] | select(.status == "refused") | .subject'"""
 
 EXIT_REFUSED = 1
-"""Exit code where an engine would not serve."""
+"""Exit code if an engine would not serve."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Give a parser the arguments of `jenga doctor`."""
+    """Add the arguments of `jenga doctor` to a parser."""
     parser.add_argument(
         "model",
         nargs="?",
@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Examine and print.
+    """Examine the machine and print the report.
 
     Returns:
         0, or `EXIT_REFUSED`.

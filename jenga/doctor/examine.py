@@ -1,4 +1,4 @@
-"""Look at everything, a section behind another; a look that fails is a finding."""
+"""Examine everything, section by section. A check that fails becomes a finding."""
 
 from collections.abc import Mapping
 
@@ -19,8 +19,8 @@ def examine(environ: Mapping[str, str], *, model: str | None, imports: bool) -> 
     Args:
         environ: Variables of the environment.
         model: A folder, a `config.json` or a known name; None for no model.
-        imports: Whether torch and vLLM are imported, in processes of their own, and vLLM is asked
-            for the layers of a folder. It takes some 10 s.
+        imports: Whether to import torch and vLLM, in separate processes, and to ask vLLM for the
+            layers of a model folder. It takes about 10 s.
     """
     packages = find_packages()
     has_torch = packages["torch"] is not None and packages["triton"] is not None

@@ -1,4 +1,4 @@
-"""One thing that was looked at, and whether it would keep an engine from starting."""
+"""Findings: one examined thing each, and whether it would keep an engine from starting."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ class Status(Enum):
 
     FINE = "fine"
     NOTE = "note"
-    """Served, or nothing to do with serving; a reader should know."""
+    """An engine would serve, but a reader should know this."""
     REFUSED = "refused"
     """An engine would not start, or would fail at its first step."""
 
 
 class Section(Enum):
-    """Part of the report that a finding stands in."""
+    """Section of the report."""
 
     MACHINE = "machine"
     PACKAGES = "packages"
@@ -27,14 +27,14 @@ class Section(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that was looked at.
+    """One thing that was examined.
 
     Attributes:
-        section: Part of the report that it stands in.
-        subject: Name of the thing, such as "vLLM" or "gpu 0".
+        section: Section of the report that lists it.
+        subject: Name of the thing, such as "vLLM" or "GPU 0".
         status: Effect on an engine.
-        found: The thing as it is on this machine.
-        advice: Consequence, and the way out; empty where the thing is as it should be.
+        found: State of the thing on this machine.
+        advice: Consequence and remedy; empty if there is nothing to say.
     """
 
     section: Section
@@ -47,12 +47,12 @@ class Finding:
 def looked_at(
     section: Section, subject: str, look: Callable[[], Iterable[Finding]]
 ) -> list[Finding]:
-    """Get the findings of one look; a failure of the look is a finding too, and no traceback.
+    """Get the findings of one check. If the check itself fails, that becomes a finding.
 
     Args:
-        section: Part of the report for a failure.
-        subject: Name for a failure.
-        look: Returns the findings.
+        section: Section of the report for a failed check.
+        subject: Subject of the finding for a failed check.
+        look: Function that returns the findings.
     """
     try:
         return list(look())
@@ -68,5 +68,5 @@ def looked_at(
 
 
 def one_line(error: BaseException) -> str:
-    """Get the message of an error in one line, or its type where it has none."""
+    """Get the message of an error in one line, or the error's type if it has no message."""
     return " ".join(str(error).split()) or type(error).__name__

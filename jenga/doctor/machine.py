@@ -1,4 +1,4 @@
-"""The GPUs of a machine and their driver, as `nvidia-smi` tells them; no context is made on one."""
+"""GPUs of a machine and their driver, from `nvidia-smi`. No CUDA context is created."""
 
 import os
 import platform
@@ -15,23 +15,23 @@ from jenga.doctor.versions import Package
 PROGRAM = "nvidia-smi"
 
 _FIELDS = ("index", "name", "memory.total", "driver_version", "compute_cap")
-"""Asked for in this order; drivers before 510 know no `compute_cap`."""
+"""Fields to query, in this order. Drivers before 510 do not know `compute_cap`."""
 
 _UNKNOWN = "[N/A]"
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 LEAST_CAPABILITY = 80
-"""Compute capability times ten of the first GPUs that tests compile the kernels for."""
+"""Compute capability, times ten, of the oldest GPUs that tests compile the kernels for."""
 
 HOPPER = 90
-"""The one that has kernels of its own, which are tried before they are used."""
+"""Compute capability, times ten, of the GPUs with specialised kernels, which need a trial first."""
 
 TESTED_CAPABILITIES = (HOPPER,)
-"""Those of GPUs on which tests of the kernels have run."""
+"""Compute capabilities, times ten, of the GPUs on which tests of the kernels have run."""
 
 LEAST_DRIVERS = {11: 450, 12: 525, 13: 580}
-"""Major version of CUDA -> that of the first driver that runs all its minor versions.
+"""Major version of CUDA -> major version of the first driver that runs all its minor versions.
 
 Source: NVIDIA, CUDA Compatibility, "Minor Version Compatibility", table 1.
 """
@@ -42,11 +42,11 @@ class FoundGpu:
     """A GPU of this machine.
 
     Attributes:
-        index: By which the driver counts it.
-        name: As the driver and torch call it.
-        memory_bytes: As the driver reports it; None where it does not.
+        index: Number that the driver gives the GPU.
+        name: Name, as the driver and torch report it.
+        memory_bytes: Memory, as the driver reports it; None if it does not.
         driver: Version of the driver.
-        capability: Compute capability times ten; None where the driver does not tell.
+        capability: Compute capability times ten; None if the driver does not report it.
     """
 
     index: int
@@ -61,9 +61,9 @@ class Machine:
     """A machine.
 
     Attributes:
-        system: Operating system and processor.
-        gpus: In the driver's order.
-        trouble: Why no GPU is known although there seems to be one; empty otherwise.
+        system: Operating system and processor architecture.
+        gpus: GPUs in the driver's order.
+        trouble: Reason why no GPU could be examined although there seems to be one; else empty.
     """
 
     system: str
@@ -77,7 +77,7 @@ class Machine:
 
 
 def find_machine() -> Machine:
-    """Look at the machine that this process runs on."""
+    """Examine the machine that this process runs on."""
     system = f"{platform.system()} {platform.machine()}"
     has_device = any(Path("/dev").glob("nvidia[0-9]*"))
     if which(PROGRAM) is None:
@@ -102,10 +102,10 @@ def find_machine() -> Machine:
 
 
 def _gpus(text: str) -> Iterator[FoundGpu]:
-    """Read the table of `nvidia-smi`, a line a GPU.
+    """Read the table of `nvidia-smi`, which has one line per GPU.
 
     Raises:
-        ValueError: A line is not what was asked for.
+        ValueError: A line does not have the expected form.
     """
     for line in filter(None, map(str.strip, text.splitlines())):
         cells = [cell.strip() for cell in line.split(",")]
@@ -130,8 +130,8 @@ def machine_findings(
 
     Args:
         machine: The machine.
-        package: Torch as it is installed; None where it is not.
-        torch: Torch's answer; None where it was not asked, or could not be imported.
+        package: The installed torch; None if it is not installed.
+        torch: Torch's answer; None if it was not asked, or could not be imported.
     """
     cuda = None if package is None else package.cuda
     if machine.trouble:
@@ -150,7 +150,7 @@ def machine_findings(
 
 
 def _seen_findings(num_gpus: int, torch: TorchAnswer) -> Iterator[Finding]:
-    """Tell where torch sees fewer GPUs than the driver."""
+    """Report when torch sees fewer GPUs than the driver."""
     visible = os.environ.get(_VISIBLE)
     hidden = "" if visible is None else f", with {_VISIBLE}={visible!r}"
     if not torch.num_gpus:
@@ -203,7 +203,7 @@ def _driver_finding(driver: str, cuda: str | None, torch: TorchAnswer | None) ->
         return _finding("driver", Status.FINE, driver)
     advice = f"torch is built for CUDA {cuda}, which needs driver {least} or newer"
     if torch is not None and torch.num_gpus:
-        # Libraries of NVIDIA's package cuda-compat stand in for the driver's own.
+        # Libraries of NVIDIA's package cuda-compat replace the driver's own here.
         return _finding("driver", Status.NOTE, driver, f"{advice}; yet torch sees a GPU")
     return _finding("driver", Status.REFUSED, driver, advice)
 
@@ -220,5 +220,5 @@ def _finding(subject: str, status: Status, found: str, advice: str = "") -> Find
 
 
 def distinct_names(gpus: Sequence[FoundGpu]) -> list[str]:
-    """Get the names of GPUs with kernels of their own, each once."""
+    """Get the names of the GPUs with specialised kernels (Hopper), without duplicates."""
     return list(dict.fromkeys(gpu.name for gpu in gpus if gpu.capability == HOPPER))

@@ -1,4 +1,4 @@
-"""What a model folder gets on this machine: `jenga plan`, with the GPUs that are here."""
+"""Examine a model on this machine: plan it as `jenga plan` does, for the GPUs that are here."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -22,25 +22,25 @@ from jenga.vllm_plugin.settings.environment import BACKEND_NAME
 from jenga.vllm_plugin.settings.refused_models import refused_features
 
 USUAL_GPU = "H100-80G"
-"""GPU to plan for where none is here, as in `jenga plan`."""
+"""GPU to plan for if this machine has none, as in `jenga plan`."""
 
 _REMOTE_CODE = "auto_map"
-"""Field of a configuration whose model brings code along, which is not run to be asked."""
+"""Configuration field of a model that comes with its own code, which `jenga doctor` never runs."""
 
 _UNSERVED_FORMATS = (KvFormat.NVFP4, KvFormat.DS_MLA)
 _FLOAT8_FORMATS = (KvFormat.FP8, KvFormat.FP8_PER_TOKEN_HEAD)
 
 FLOAT8_CAPABILITY = 89
-"""Compute capability times ten of the first GPU that converts to and from float8_e4m3fn."""
+"""Compute capability, times ten, of the first GPUs that convert to and from float8_e4m3fn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examined:
-    """A model that was examined.
+    """Result of the examination of a model.
 
     Attributes:
-        plan: Its plan; None where it is refused.
-        findings: About it.
+        plan: Plan of the model; None if the model is refused or could not be examined.
+        findings: Findings about the model.
     """
 
     plan: Plan | None
@@ -52,8 +52,8 @@ def examine_model(text: str, machine: Machine, *, asks_vllm: bool) -> Examined:
 
     Args:
         text: A folder, a `config.json` or a known name.
-        machine: This one.
-        asks_vllm: Whether vLLM is asked, if it is installed; it takes some 10 s.
+        machine: This machine.
+        asks_vllm: Whether to ask vLLM, if it is installed. It takes about 10 s.
     """
     try:
         facts = _find(text, asks_vllm=asks_vllm)
@@ -68,10 +68,10 @@ def examine_model(text: str, machine: Machine, *, asks_vllm: bool) -> Examined:
 
 
 def _find(text: str, *, asks_vllm: bool) -> ModelFacts:
-    """Find a model; vLLM's classes stand in where no reader is for it, if they may be asked.
+    """Find a model. If no reader knows it, use vLLM's classes instead, if they may be asked.
 
     Raises:
-        ValueError: It is not found, or not understood.
+        ValueError: The model is not found, or not understood.
     """
     if asks_vllm:
         return find_served_model(text)
@@ -89,7 +89,7 @@ def _find(text: str, *, asks_vllm: bool) -> ModelFacts:
 def _planned(facts: ModelFacts, machine: Machine, *, asks_vllm: bool) -> tuple[Plan, list[Finding]]:
     kv_format, model_dtype = formats_of("auto", facts)
     options = ReadOptions(kv_format=kv_format, model_dtype=model_dtype)
-    facts.spec(options)  # said first where it is not understood: no GPU mends that
+    facts.spec(options)  # reports first that the model is not understood, whatever the GPU
     fields = facts.config.as_dict() | facts.config.language().as_dict()
     if refused := refused_features(fields):
         msg = f"{BACKEND_NAME} does not support: {'; '.join(refused)}"
@@ -112,7 +112,7 @@ def _planned(facts: ModelFacts, machine: Machine, *, asks_vllm: bool) -> tuple[P
 
 
 def _budget(facts: ModelFacts, machine: Machine) -> Budget:
-    """Divide the weights over as few GPUs of this machine as hold them."""
+    """Divide the weights over as few of this machine's GPUs as can hold them."""
     gpu, num_gpus = _gpu(machine)
     weight_bytes = 0 if facts.weight_bytes is None else None
     budget = memory_budget([facts], gpu, weight_bytes=weight_bytes)
@@ -123,7 +123,7 @@ def _budget(facts: ModelFacts, machine: Machine) -> Budget:
 
 
 def _gpu(machine: Machine) -> tuple[Gpu, int]:
-    """Get the GPU to plan for, and how many of it there are."""
+    """Get the GPU to plan for, the one with the least memory, and the number of GPUs."""
     known = [each for each in machine.gpus if each.memory_bytes]
     if not known:
         return find_gpu(USUAL_GPU), 1
@@ -132,7 +132,7 @@ def _gpu(machine: Machine) -> tuple[Gpu, int]:
 
 
 def _lengths(facts: ModelFacts) -> tuple[int, ...]:
-    """Get the usual lengths, as far as the model reads them."""
+    """Get the usual request lengths, in tokens, that the model can read; at least one."""
     context_tokens = facts.context_tokens or LENGTHS[-1]
     return tuple(each for each in LENGTHS if each <= context_tokens) or (context_tokens,)
 
@@ -177,7 +177,7 @@ def _plan_findings(plan: Plan) -> Iterator[Finding]:
 
 
 def _cache_findings(kv_format: KvFormat, machine: Machine) -> Iterator[Finding]:
-    """Tell where the format of the cache that a checkpoint asks for is not served here."""
+    """Report when the model asks for a cache format that is not served here."""
     found = f"the checkpoint asks for keys and values in {kv_format.value}"
     otherwise = "another --kv-cache-dtype, such as bfloat16, is served"
     known = [each.capability for each in machine.gpus if each.capability is not None]
@@ -190,7 +190,7 @@ def _cache_findings(kv_format: KvFormat, machine: Machine) -> Iterator[Finding]:
 
 
 def _declared(facts: ModelFacts, plan: Plan, question: Question) -> Iterator[Finding]:
-    """Tell what vLLM's own classes say of a model."""
+    """Report whether vLLM's own classes declare the same layers, or refuse the model."""
     answer = question.answer()
     if not isinstance(answer, str):
         different = difference_text(facts, plan.model.layer_types, answer)

@@ -1,4 +1,4 @@
-"""Whether vLLM will find the plugin, whether it is selected, and the variables that it reads."""
+"""Check whether vLLM will find the plugin, whether it is selected, and the variables it reads."""
 
 from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
@@ -14,17 +14,17 @@ from jenga.vllm_plugin.settings.environment import (
 )
 
 GROUP = "vllm.general_plugins"
-"""Of entry points, the one in which vLLM looks for plugins."""
+"""Group of entry points in which vLLM looks for plugins."""
 
 NAME = "jenga"
-"""Of our entry point."""
+"""Name of our entry point."""
 
 _PLUGINS_VARIABLE = "VLLM_PLUGINS"
 _INTERPRETER_VARIABLE = "TRITON_INTERPRET"
 
 
 def own_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Get the variables of this package that are set, odd ones too, by name."""
+    """Get the variables of this package that are set, including unknown names, sorted by name."""
     return {
         name: value
         for name, value in sorted(environ.items())
@@ -35,12 +35,12 @@ def own_settings(environ: Mapping[str, str]) -> dict[str, str]:
 def plugin_findings(
     environ: Mapping[str, str], *, has_gpu: bool, vllm: VllmAnswer | str | None
 ) -> Iterator[Finding]:
-    """Judge how the plugin is installed and set.
+    """Judge how the plugin is installed and configured.
 
     Args:
         environ: Variables of the environment.
         has_gpu: Whether kernels would run on a GPU.
-        vllm: VLLM's answer; None where it was not asked.
+        vllm: VLLM's answer, or the reason why there is none; None if it was not asked.
     """
     yield _registered(environ)
     if vllm is not None:
@@ -62,7 +62,7 @@ def _registered(environ: Mapping[str, str]) -> Finding:
             f"vLLM would not know {BACKEND_NAME}; pip install {DISTRIBUTION}",
         )
     allowed = environ.get(_PLUGINS_VARIABLE)
-    if allowed is not None and NAME not in allowed.split(","):  # compared as it stands
+    if allowed is not None and NAME not in allowed.split(","):  # vLLM does not strip spaces either
         return _finding(
             "registered",
             Status.REFUSED,

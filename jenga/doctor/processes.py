@@ -1,6 +1,6 @@
-"""Programs and modules run apart from this process, within a time limit.
+"""Run programs and modules in separate processes, within a time limit.
 
-What they print goes to files. A pipe would let a grandchild that survives keep the reader waiting.
+Their output goes to files. With a pipe, a surviving grandchild could keep the reader waiting.
 """
 
 import os
@@ -17,18 +17,18 @@ from types import TracebackType
 import jenga
 
 LIMIT_S = 300.0
-"""For one process: an import of vLLM takes 5 to 15 s on a machine that is idle."""
+"""Time limit of one process. An import of vLLM takes 5 to 15 s on an idle machine."""
 
 _KILLED_S = 5.0
-"""For a process that was killed; one that waits in a driver may stay longer, and is left alone."""
+"""Time to wait for a killed process. One that hangs in a driver may stay longer and is ignored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """A process that has ended, or was given up.
+    """Result of a process that has ended or passed its time limit.
 
     Attributes:
-        exit_code: As Python reports it, negative for a signal; None past the time limit.
+        exit_code: Exit code as Python reports it, negative for a signal; None after a timeout.
         output: Text of standard output.
         errors: Text of standard error.
     """
@@ -39,7 +39,7 @@ class Ended:
 
     @property
     def reason(self) -> str:
-        """Why it has failed: how it ended, and its last line of standard error."""
+        """Reason of a failure: the exit status, and the last line of standard error."""
         if self.exit_code is None:
             return f"no answer within {LIMIT_S:g} s"
         lines = [line.strip() for line in self.errors.splitlines() if line.strip()]
@@ -47,21 +47,21 @@ class Ended:
 
 
 class Running:
-    """A process that runs beside this one.
+    """A process that runs in parallel to this one.
 
     >>> with Running(["nvidia-smi"]) as running:  # doctest: +SKIP
     ...     ended = running.wait()
     """
 
     def __init__(self, command: Sequence[str], *, environ: Mapping[str, str] | None = None) -> None:
-        """Start it.
+        """Start the process.
 
         Args:
             command: The program and its arguments.
-            environ: Its environment; that of this process where None.
+            environ: Environment of the process; None takes the environment of this one.
 
         Raises:
-            OSError: It could not be started.
+            OSError: The process could not be started.
         """
         self._folder = tempfile.TemporaryDirectory(
             prefix="jenga-doctor-", ignore_cleanup_errors=True
@@ -82,7 +82,7 @@ class Running:
             raise
 
     def wait(self, limit_s: float = LIMIT_S) -> Ended:
-        """Wait for its end, and no longer than the limit."""
+        """Wait until the process ends; kill it after the time limit."""
         try:
             exit_code = self._process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -108,7 +108,7 @@ class Running:
         return folder / "output", folder / "errors"
 
     def _kill(self) -> None:
-        """End it with all that it started in its session."""
+        """Kill the process group: the process, and the processes that it started in the group."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
@@ -116,12 +116,12 @@ class Running:
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
-    """Get the command that runs a module of this package, and nothing of the user's folder."""
+    """Get the command that runs a module of this package and ignores the user's folder."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def module_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Get the environment in which a module of this very package is found."""
+    """Get the environment in which a module of this copy of the package is found."""
     packages = [str(Path(path).parent) for path in jenga.__path__]
     path = os.pathsep.join([*packages, *filter(None, [environ.get("PYTHONPATH")])])
     return {**environ, "PYTHONPATH": path}

@@ -1,4 +1,4 @@
-"""Everything that was found, as one screen for people and as JSON for programs."""
+"""The report of `jenga doctor`, as text for people and as JSON for programs."""
 
 import json
 from collections.abc import Mapping
@@ -14,9 +14,9 @@ from jenga.sim.planning.plan_text import WIDTH, geometry_text, plan_json, types_
 from jenga.vllm_plugin.trials.kept_trials import KeptTrial
 
 SCHEMA = 1
-"""Number of the JSON's form: it changes when a field is renamed, removed or given another meaning.
+"""Version of the JSON's schema.
 
-New fields leave it as it is.
+It changes when a field is renamed, removed or given another meaning, and not when one is added.
 """
 
 _TITLES = {
@@ -35,13 +35,13 @@ class Report:
     """Everything that was found.
 
     Attributes:
-        version: Of this package; empty where it is on the path and not installed.
-        findings: Judgements, a section behind another.
+        version: Version of this package; empty if it is on the path but not installed.
+        findings: All findings, section by section.
         machine: The machine.
-        packages: By name; None for one that is missing.
-        settings: Variables of this package that are set.
-        trials: Verdicts that are kept, by the GPU's name.
-        plan: The model's plan; None where none was asked for, or it is refused.
+        packages: Packages by name; None for a missing one.
+        settings: Environment variables of this package that are set.
+        trials: Stored verdicts of trials, by the GPU's name.
+        plan: Plan of the model; None if no model was named, or the model is refused.
     """
 
     version: str
@@ -59,7 +59,7 @@ class Report:
 
 
 def report_text(report: Report) -> str:
-    """The screen that a person reads."""
+    """Return the report as text, for a terminal."""
     parts = [f"{DISTRIBUTION} {report.version or '(not installed)'} on {report.machine.system}"]
     for section, findings in groupby(report.findings, key=lambda each: each.section):
         parts.append("\n".join([_TITLES[section], *_lines(list(findings))]))
@@ -102,7 +102,7 @@ def _verdict(report: Report) -> str:
 
 
 def report_json(report: Report) -> str:
-    """Everything, for programs; `SCHEMA` says when its form changes."""
+    """Return the report as JSON, of version `SCHEMA`."""
     return json.dumps(
         {
             "schema": SCHEMA,

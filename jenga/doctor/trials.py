@@ -1,4 +1,4 @@
-"""Trials of the kernels for one kind of GPU: which were passed on this machine, without a run."""
+"""Report the stored verdicts of trials of specialised kernels on this machine. No trial is run."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -11,14 +11,15 @@ _SEVERAL = "kernels for one kind of GPU"
 
 
 def find_trials(machine: Machine, triton_version: str | None) -> dict[str, list[KeptTrial]]:
-    """Get the verdicts that are kept for GPUs with kernels of their own, by the GPU's name.
+    """Get the stored verdicts for the GPUs with specialised kernels, by the GPU's name.
 
     Args:
-        machine: This one.
-        triton_version: Of the installed Triton; None without one, and no verdict counts then.
+        machine: This machine.
+        triton_version: Version of the installed Triton. None means it is not installed; then
+            there are no verdicts.
 
     Raises:
-        ValueError: The folder that they are in is not known.
+        ValueError: The folder of the verdicts is unknown.
         OSError: The sources of the kernels cannot be read.
     """
     if triton_version is None:
@@ -30,11 +31,11 @@ def find_trials(machine: Machine, triton_version: str | None) -> dict[str, list[
 
 
 def trial_findings(machine: Machine, trials: Mapping[str, list[KeptTrial]]) -> Iterator[Finding]:
-    """Tell what came of them, an operation at a time.
+    """Report the results of trials, one finding per operation.
 
     Args:
-        machine: This one.
-        trials: As `find_trials` gives them.
+        machine: This machine.
+        trials: Verdicts, as `find_trials` returns them.
     """
     if not machine.gpus:
         yield _finding(_SEVERAL, Status.FINE, "none held: no GPU is here")

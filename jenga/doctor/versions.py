@@ -1,4 +1,4 @@
-"""Versions of the packages that an engine needs, read from their files without an import."""
+"""Versions of the packages that an engine needs, read from their files without importing them."""
 
 import ast
 import re
@@ -16,16 +16,16 @@ from jenga.vllm_plugin.patches.patch import SUPPORTED_VERSIONS, series_of
 DISTRIBUTION = "jenga-kv"
 
 PACKAGES = ("vllm", "torch", "triton")
-"""What an engine imports, besides what these bring along."""
+"""Packages that an engine imports, without the dependencies that they install."""
 
 LEAST_VERSIONS = {"torch": (2, 11), "triton": (3, 6)}
-"""Least release of a package, as in pyproject.toml's extra `kernels`."""
+"""Oldest supported release of a package, as in the extra `kernels` of pyproject.toml."""
 
 TESTED_VERSIONS = {"torch": (2, 13), "triton": (3, 7)}
-"""Greatest release of a package that tests ran on: see the Makefile."""
+"""Newest release of a package that tests ran on; see the Makefile."""
 
 PYTHONS = ((3, 11), (3, 14))
-"""Least and greatest release of Python, as in pyproject.toml."""
+"""Oldest and newest supported release of Python, as in pyproject.toml."""
 
 _INSTALL = f"pip install '{DISTRIBUTION}[vllm]' brings it; for CPUs see docs/install.md"
 
@@ -37,9 +37,9 @@ class Package:
     """An installed package.
 
     Attributes:
-        version: Its version, with the local part; empty where its files do not tell.
+        version: Version with the local part; empty if the files do not say it.
         cuda: Version of CUDA that torch is built with; None for other packages and builds.
-        hip: The same of AMD's HIP.
+        hip: Version of AMD's HIP that torch is built with; None for other packages and builds.
     """
 
     version: str
@@ -48,7 +48,7 @@ class Package:
 
 
 def find_packages() -> dict[str, Package | None]:
-    """Look for the packages that an engine needs, by their names; None where one is missing."""
+    """Find the packages that an engine needs, by name; None for a missing one."""
     return {name: _find(name) for name in PACKAGES}
 
 
@@ -70,7 +70,7 @@ def _find(name: str) -> Package | None:
 
 
 def _strings(file: Path, names: set[str]) -> dict[str, str]:
-    """Get the strings that a file of Python assigns to some names at its top level."""
+    """Get the strings that a Python file assigns to these names at its top level."""
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError):
@@ -90,7 +90,7 @@ def _strings(file: Path, names: set[str]) -> dict[str, str]:
 
 
 def own_version() -> str:
-    """Get the version of this package; empty where it is on the path and not installed."""
+    """Get the version of this package; empty if it is on the path but not installed."""
     try:
         return version(DISTRIBUTION)
     except PackageNotFoundError:
@@ -101,7 +101,7 @@ def package_findings(packages: Mapping[str, Package | None]) -> Iterator[Finding
     """Judge the versions of Python and of the packages.
 
     Args:
-        packages: As `find_packages` gives them.
+        packages: Packages, as `find_packages` returns them.
     """
     yield python_finding(sys.version_info[:3])
     for name in PACKAGES:
@@ -117,10 +117,10 @@ def package_findings(packages: Mapping[str, Package | None]) -> Iterator[Finding
 
 
 def import_findings(torch: TorchAnswer | str | None) -> Iterator[Finding]:
-    """Tell where torch or Triton is installed and cannot be imported.
+    """Report when torch or Triton is installed but cannot be imported.
 
     Args:
-        torch: Torch's answer, or why there is none; None where it was not asked.
+        torch: Torch's answer, or the reason why there is none; None if it was not asked.
     """
     if isinstance(torch, str):
         yield _finding("import", Status.REFUSED, "torch and Triton cannot be imported", torch)
