@@ -1,24 +1,36 @@
 """A GPU in software: it runs the PTX that Triton compiles, on tensors in this machine's memory.
 
-The interpreter of Triton runs a kernel's Python; this runs what the compiler made of it: layouts,
-shared memory and its barriers, copies that land late, matrix instructions, 16-bit arithmetic. It
-tells whether a kernel is right on a GPU, not how fast it is there.
+Triton's interpreter runs the Python code of a kernel. The emulator runs the compiler's output:
+layouts, shared memory and its barriers, asynchronous copies, matrix instructions and 16-bit
+arithmetic. It shows whether a kernel is correct on a GPU, and not how fast it is there.
 
     from perf.emulator.driver import EmulatedGpu
     from triton.runtime import driver
 
     driver.set_active(EmulatedGpu(90))  # launches on CPU tensors run from here on
 
-What a GPU leaves undefined is made to show. Registers, shared memory and copies that are not waited
-for hold garbage. An `EmulationError` is: a load or store outside every tensor; two threads at one
-address of shared memory, or two warps at one of a tensor, without a barrier between them; what
-tensor cores read, of shared memory or registers, without the fences and waits that PTX asks for.
+Undefined behaviour becomes visible. Registers and shared memory hold garbage until they are
+written, and targets of asynchronous copies until a wait. An `EmulationError` is raised for:
 
-Warps of a program may go ways of their own: meet at barriers with numbers, wait for barriers in
-shared memory and for the boxes that the copy engine brings, trade registers. What one may then know
-of another's accesses is followed with vector clocks. Who waits goes on as late as possible; where
-nobody can go on it is an error that says who waits for what.
+- a load or store outside of every tensor;
+- accesses of two threads to one address of shared memory, one of them a store, without a barrier
+  between them;
+- such accesses of two warps to one address of a tensor;
+- tensor cores that read shared memory or registers without the fences and waits that PTX requires.
 
-Source: PTX ISA 8.7, also its memory consistency model; CUTLASS `cute/arch/mma_sm90_desc.hpp` for
-descriptors of matrices; CUDA's `cuTensorMapEncodeTiled` for those of tensors.
+Warps of a program may be specialised, that is, run different code. They then meet at numbered
+barriers, wait for barriers in shared memory (mbarriers) and for boxes that the copy engine brings,
+and exchange registers. Vector clocks track which accesses of other warps a warp can rely on. A
+waiting warp goes on as late as possible. If no warp can go on, an error names what each waits for.
+
+Words that the modules share:
+
+- Program: a thread block, as in Triton.
+- Wave: programs of a launch that are emulated in step.
+- Lane: one thread of a wave, counted over all its programs.
+- Step: function that carries out one instruction for some lanes.
+- Party: origin of an access to global memory, that is, a program, a time and a warp in one number.
+
+Source: PTX ISA 8.7 with its memory consistency model. CUTLASS `cute/arch/mma_sm90_desc.hpp` for
+descriptors of matrices. CUDA's `cuTensorMapEncodeTiled` for descriptors of tensors.
 """

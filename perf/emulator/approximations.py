@@ -1,8 +1,8 @@
-"""Instructions that are not rounded to nearest: they err as far as the manual lets GPUs.
+"""Instructions that are not rounded to nearest: they err by as much as the manual allows.
 
-A GPU's own errors are not published. These are drawn from an operand's bits, evenly from all that
-is allowed, so that the same operands always give the same result. What holds for them holds for
-every GPU; that a result is exact where the manual does not say so does not.
+The errors of real GPUs are not published. Here an error is drawn from the operand's bits, uniformly
+over the allowed range, so that the same operands always give the same result. A kernel must not
+rely on an exact result where the manual promises none, because other GPUs may differ.
 
 Source: PTX ISA, floating point instructions.
 """
@@ -16,16 +16,16 @@ from perf.emulator.numbers import Array
 Exact = Callable[..., Array]
 
 ROUNDING_ULPS = 0.5
-"""What rounding to float32 adds to an error, in units in the last place."""
+"""Error that rounding to float32 adds, in units in the last place."""
 
 
 LOG_RANGE = (0.5, 2.0)
 LOG_ERROR = 2.0**-22
-"""Of logarithms: an absolute one between these, a share of them elsewhere."""
+"""Largest error of logarithms: absolute for operands within `LOG_RANGE`, relative elsewhere."""
 
 
 def errors(*operands: Array) -> Array:
-    """Numbers of -1 to 1, the same for the same bits of float32 operands."""
+    """Return numbers from -1 to 1 that are a function of the bits of float32 operands."""
     word = np.zeros(operands[0].shape, dtype=np.uint32)
     for operand in operands:
         word = (word ^ np.ascontiguousarray(operand).view(np.uint32)) * np.uint32(0x9E3779B1)
@@ -36,7 +36,7 @@ def errors(*operands: Array) -> Array:
 
 
 def exactly(function: Exact) -> Exact:
-    """A function of float64, rounded to its operands' type at the end."""
+    """Turn a function of float64 into one that rounds its result to the type of its operands."""
 
     def rounded(*operands: Array) -> Array:
         return function(*(each.astype(np.float64) for each in operands)).astype(operands[0].dtype)
@@ -45,9 +45,10 @@ def exactly(function: Exact) -> Exact:
 
 
 def within_ulps(function: Exact, ulps: float) -> Exact:
-    """A function of float64 as an instruction on float32 gives it, off by up to so many units.
+    """Turn a function of float64 into one of float32 with errors of up to `ulps` units.
 
-    Results of zero, infinity and what is no number stay, and so does what zero gives.
+    A result that is zero, infinite or NaN gets no error, and neither does a result for zero. The
+    function stays exact for other types.
     """
 
     def approximate(*operands: Array) -> Array:
@@ -64,13 +65,13 @@ def within_ulps(function: Exact, ulps: float) -> Exact:
 
 
 def _logarithm(values: Array) -> Array:
-    """Logarithms; bounded otherwise than in units in the last place."""
+    """Return logarithms to base 2, whose error is not bounded in units in the last place."""
     if values.dtype != np.float32:
         return exactly(np.log2)(values)
     exact = np.log2(values.astype(np.float64))
     near = (values > LOG_RANGE[0]) & (values < LOG_RANGE[1])
     finite = np.where(np.isfinite(exact), exact, 0.0)
-    # Rounding takes its part of the bound.
+    # Leave room for the error of rounding.
     bound = np.where(near, LOG_ERROR, np.abs(finite) * LOG_ERROR) - np.abs(finite) * 2.0**-24
     return (exact + errors(values) * bound).astype(np.float32)
 
@@ -85,11 +86,11 @@ UNARY: dict[str, Exact] = {
 }
 
 quotient = within_ulps(np.divide, 2.0)
-"""`div.full` and `div.approx`."""
+"""Function for `div.full` and `div.approx`."""
 
 ROUNDED: dict[str, Exact] = {
     "rcp": exactly(np.reciprocal),
     "sqrt": exactly(np.sqrt),
     "div": exactly(np.divide),
 }
-"""What `rn` makes of them."""
+"""Functions for instructions with `rn`, which are rounded to nearest."""

@@ -1,4 +1,4 @@
-"""Instructions on registers alone."""
+"""Instructions that read and write registers only."""
 
 from collections.abc import Callable
 
@@ -11,20 +11,23 @@ from perf.emulator.ptx import Instruction, Vector
 from perf.emulator.waves import Lanes, Step, Wave, reader, writer
 
 PACKED = {"f16x2": "f16", "bf16x2": "bf16", "s16x2": "s16", "u16x2": "u16"}
-"""Type of a pair -> type of each."""
+"""Type of a pair in one register -> type of each element."""
 
 ROUNDINGS = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
-"""Roundings to whole numbers."""
+"""Part of an instruction's name -> rounding to whole numbers."""
 
 
 def arithmetic(instruction: Instruction) -> Step | None:
-    """What an instruction does; None if it is of another family."""
+    """Return the step of an instruction; None if it is of another family."""
     name, *flags = instruction.opcode.split(".")
     return BUILDERS.get(name, _plain)(instruction, name, flags)
 
 
 def _step(instruction: Instruction, kind: str, *kinds: str):  # noqa: ANN202
-    """For a function of operands of `kinds` with one result: what makes a step of it."""
+    """Return a function that turns a numpy function into the step of an instruction.
+
+    The numpy function takes operands of types `kinds` and returns one result of type `kind`.
+    """
     write = writer(instruction.operands[0], kind)
     sources = instruction.operands[1:]
     if len(sources) != len(kinds):
@@ -42,7 +45,7 @@ def _step(instruction: Instruction, kind: str, *kinds: str):  # noqa: ANN202
 
 
 def _elementwise(kind: str, flags: list[str], function):  # noqa: ANN001, ANN202
-    """A function with its subnormals flushed, if the flags say so; of pairs, on both halves."""
+    """Apply a function to both elements of pairs, or flush subnormals if the flags say so."""
     if kind in PACKED:
         each = PACKED[kind]
 
@@ -61,7 +64,7 @@ def _elementwise(kind: str, flags: list[str], function):  # noqa: ANN001, ANN202
 
 
 def _raw(kind: str) -> str:
-    """How operands of a type are read."""
+    """Return the type that operands are read as: pairs are read as the bits of a register."""
     return "b32" if kind in PACKED else kind
 
 
@@ -217,7 +220,7 @@ def _convert(instruction: Instruction, _name: str, flags: list[str]) -> Step:
     to, of = flags[-2:]
     if to in PACKED and of == "f32":
         each = PACKED[to]
-        # The first operand goes into the upper half.
+        # The first operand becomes the upper half.
         return _step(instruction, "b32", "f32", "f32")(
             lambda high, low: joined(numbers.bits(low, each, 16), numbers.bits(high, each, 16))
         )
@@ -258,7 +261,7 @@ def _convert(instruction: Instruction, _name: str, flags: list[str]) -> Step:
         if values.dtype.kind == "f" and target.kind in "iu":
             limits = np.iinfo(target)
             inside = np.clip(values.astype(np.float64), float(limits.min), float(limits.max))
-            # In float64 the greatest 64-bit integer is one too many.
+            # float64 rounds the largest 64-bit integer up by one, so that value is set apart.
             top = values >= float(limits.max)
             cast = np.where(np.isnan(values) | top, 0, inside).astype(target)
             return np.where(top, target.type(limits.max), cast)
@@ -268,7 +271,7 @@ def _convert(instruction: Instruction, _name: str, flags: list[str]) -> Step:
 
 
 def _to_generic(instruction: Instruction, name: str, flags: list[str]) -> Step:
-    """Addresses of parameters are generic ones here."""
+    """Convert an address to a generic one: for parameters, which the emulator leaves unchanged."""
     if flags[0] != "param":
         raise EmulationError(instruction.opcode)
     return _move(instruction, name, flags)
@@ -289,4 +292,4 @@ BUILDERS: dict[str, Callable[[Instruction, str, list[str]], Step | None]] = {
     "shf": _bits,
     "popc": _bits,
 }
-"""Name of an instruction -> what makes its step; others are plain functions of their operands."""
+"""Name of an instruction -> function that returns its step. `_plain` serves all other names."""

@@ -1,4 +1,4 @@
-"""What warps of a program wait for: each other, barriers in shared memory, registers."""
+"""Barriers and registers of specialised warps: things that warps of a program wait for."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,15 +12,15 @@ from perf.emulator.memory import WARP, Lanes
 from perf.emulator.ordered_memory import OrderedMemory
 
 MAX_ARRIVALS = (1 << 20) - 1
-"""That a barrier in shared memory counts."""
+"""Largest number of arrivals that an mbarrier counts."""
 
 MBARRIER_BYTES = 8
 
 MAX_MBARRIERS = 64
-"""Of a program."""
+"""Largest number of mbarriers of a program. Each has a column in the vector clocks."""
 
 REGISTER_FILE = 1 << 16
-"""Registers of a processor."""
+"""Number of 32-bit registers of a streaming multiprocessor."""
 
 ALL = np.ones(WARP, dtype=bool)
 
@@ -30,18 +30,19 @@ class Mbarrier:
     """A barrier in shared memory.
 
     Attributes:
-        address: Where it lies.
-        index: Its place in clocks.
-        num_arrivals: After which a phase may end.
-        made_by: Warp that made it, and the clock at that.
-        made_by_clock: See there.
-        phase: How many phases have ended.
-        pending: Arrivals that are missing.
-        awaited_bytes: That the phase waits for besides.
-        copies: What brings some: bytes, and what lands them.
-        epoch: How many phases have ended of all barriers that had this place in clocks.
-        gathered: What those who arrived in this phase passed on.
-        published: What those get to know who wait for the last phase.
+        address: Address in shared memory.
+        index: Column in the vector clocks.
+        num_arrivals: Number of arrivals that end a phase.
+        made_by: Warp that initialised the barrier.
+        made_by_clock: Clock of that warp at the time.
+        phase: Number of phases that have ended.
+        pending: Number of arrivals that the current phase still lacks.
+        awaited_bytes: Bytes of copies that the current phase waits for in addition.
+        copies: Copies under way that report to this barrier: the number of bytes, and the function
+            that writes them.
+        epoch: Number of phases that have ended, over all barriers that had this column in clocks.
+        gathered: Clocks that warps passed on when they arrived in the current phase.
+        published: Clocks that a warp learns when it waits for the last phase.
     """
 
     address: int
@@ -58,11 +59,11 @@ class Mbarrier:
     copies: list[tuple[int, Callable[[], None]]] = field(default_factory=list)
 
     def has_ended(self, parity: int) -> bool:
-        """Whether the phase of a parity has."""
+        """Whether the phase with this parity has ended."""
         return self.phase % 2 != parity
 
     def __str__(self) -> str:
-        """Where it is and what it lacks."""
+        """Describe the barrier, and what it still waits for."""
         under_way = sum(num_bytes for num_bytes, _ in self.copies)
         return (
             f"mbarrier at {self.address}, in phase {self.phase}, lacks {self.pending} of "
@@ -72,7 +73,7 @@ class Mbarrier:
 
 @dataclass
 class _Meeting:
-    """Warps at a barrier with a number: how many it takes, those waiting, what all passed on."""
+    """State of a numbered barrier: the warps it needs, those that came, and what they passed on."""
 
     num_warps: int
     news: News
@@ -81,20 +82,20 @@ class _Meeting:
 
 
 class Barriers:
-    """Of the programs of a wave.
+    """Barriers and registers of the programs of a wave whose warps are specialised.
 
     Args:
-        program_ids: Of the programs, in the grid.
-        num_warps: Of each.
-        max_registers: Of a thread at launch; None where nobody said.
-        shared_bytes: Of each program.
+        program_ids: Index of each program in the grid.
+        num_warps: Warps of each program.
+        max_registers: Registers of a thread at launch; None if the kernel does not say.
+        shared_bytes: Shared memory of each program.
 
     Attributes:
-        clocks: What warps know of each other.
-        memory: What they share.
-        has_failed: Lanes that were told that a phase has not ended.
-        registers: Of a thread of each warp, [programs, warps].
-        stalls: Warp of all -> what it waits for.
+        clocks: Vector clocks of the warps.
+        memory: Shared memory of the programs.
+        has_failed: Lanes whose last `try_wait` was answered that the phase has not ended.
+        registers: Registers of a thread of each warp, [programs, warps].
+        stalls: Warp, counted over all programs -> description of what it waits for.
     """
 
     def __init__(
@@ -119,18 +120,27 @@ class Barriers:
         self._has_arrived = np.zeros((num_programs, num_warps), dtype=bool)
         self._may_go = np.zeros((num_programs, num_warps), dtype=bool)
         self._mbarriers: dict[tuple[int, int], Mbarrier] = {}
-        # Of barriers that were, for others at their addresses.
+        # Program and address of an mbarrier -> its index and epoch. The entry outlives the
+        # mbarrier, for the next one at the same address.
         self._epochs: dict[tuple[int, int], tuple[int, int]] = {}
 
-    # Barriers with numbers.
+    # Numbered barriers.
 
     def arrive(
         self, program: int, warp: int, number: int, num_threads: int, *, waits: bool
     ) -> None:
-        """Bring a warp to a barrier, unless it is there already.
+        """Let a warp arrive at a numbered barrier, unless it already waits there.
+
+        Args:
+            program: Program of the warp.
+            warp: Warp in its program.
+            number: Number of the barrier.
+            num_threads: Threads that the barrier waits for.
+            waits: Whether the warp waits there until all have arrived.
 
         Raises:
-            EmulationError: Others expect another number of threads there.
+            EmulationError: The numbers are not valid, or other warps at this barrier expect
+                another number of threads.
         """
         if waits and self._has_arrived[program, warp]:
             return
@@ -155,7 +165,7 @@ class Barriers:
                 self._may_go[program, each] = True
 
     def leaves(self, program: int, warp: int, number: int) -> bool:
-        """Whether a warp goes on from the barrier where it waits."""
+        """Return whether a warp may leave the barrier where it waits; if not, record the reason."""
         if not self._may_go[program, warp]:
             meeting = self._meetings[program, number]
             lacks = meeting.num_warps - meeting.num_arrived
@@ -164,13 +174,14 @@ class Barriers:
         self._may_go[program, warp] = self._has_arrived[program, warp] = False
         return True
 
-    # Barriers in shared memory.
+    # Barriers in shared memory (mbarriers).
 
     def make(self, program: int, warp: int, address: int, num_arrivals: int) -> Mbarrier:
-        """Make a barrier.
+        """Initialise a barrier in shared memory.
 
         Raises:
-            EmulationError: There is one already, or it cannot be.
+            EmulationError: There is one at this address already, the address or the number of
+                arrivals is not valid, or the program has too many barriers.
         """
         if address % MBARRIER_BYTES or not 0 < num_arrivals <= MAX_ARRIVALS:
             msg = f"an mbarrier at {address} of {num_arrivals} arrivals"
@@ -200,7 +211,7 @@ class Barriers:
         return made
 
     def unmake(self, program: int, warp: int, address: int) -> None:
-        """Give a barrier's place free."""
+        """Invalidate a barrier, so that its place can be used again."""
         gone = self.find(program, warp, address)
         if gone.copies:
             msg = f"invalid while copies are under way: {gone}"
@@ -209,10 +220,11 @@ class Barriers:
         self._epochs[program, address] = gone.index - self.num_warps, gone.epoch
 
     def find(self, program: int, warp: int, address: int) -> Mbarrier:
-        """The barrier at an address.
+        """Return the barrier at an address.
 
         Raises:
-            EmulationError: There is none, so far as this warp knows.
+            EmulationError: There is none, or another warp made it and this warp has not
+                synchronised with that one since.
         """
         found = self._mbarriers.get((program, address))
         if found is None:
@@ -231,7 +243,7 @@ class Barriers:
         """Let threads of a warp arrive at a barrier.
 
         Raises:
-            EmulationError: More arrive than it waits for.
+            EmulationError: More threads arrive than the barrier waits for.
         """
         if count > mbarrier.pending:
             msg = f"{count} arrivals more: {mbarrier}"
@@ -242,10 +254,10 @@ class Barriers:
             self.settle(mbarrier)
 
     def settle(self, mbarrier: Mbarrier) -> None:
-        """End a barrier's phase if copies under way are all that it waits for.
+        """End a barrier's phase, and its copies, if it waits for nothing but copies under way.
 
         Raises:
-            EmulationError: They bring more.
+            EmulationError: The copies bring more bytes than the barrier expects.
         """
         if mbarrier.pending:
             return
@@ -266,10 +278,10 @@ class Barriers:
         mbarrier.gathered = self.clocks.nothing
 
     def check_over(self, programs: npt.NDArray[np.int64]) -> None:
-        """Check that nothing is under way of programs that have ended.
+        """Check that programs that have ended have no copies under way.
 
         Raises:
-            EmulationError: Something is.
+            EmulationError: A copy is under way.
         """
         for (program, _), mbarrier in self._mbarriers.items():
             if mbarrier.copies and program in programs:
@@ -279,10 +291,21 @@ class Barriers:
     # Registers.
 
     def takes(self, program: int, warps: list[int], num_registers: int, *, more: bool) -> bool:
-        """Whether warps get so many registers a thread; without a number at launch all do.
+        """Change the registers per thread of some warps if the program has enough of them.
+
+        Args:
+            program: Program of the warps.
+            warps: Warps that ask together.
+            num_registers: Registers per thread that they ask for.
+            more: Whether they ask for more registers, and do not give some back.
+
+        Returns:
+            Whether the warps got them. Always true if the kernel has no number at launch. If not,
+            the warps have to wait, and the reason is recorded.
 
         Raises:
-            EmulationError: They have more already, or fewer where they were to give some back.
+            EmulationError: The number is not valid, or the warps have more already, or fewer if
+                they were to give some back.
         """
         if not self._room:
             return True

@@ -1,8 +1,9 @@
-"""What each warp of a program knows of what others have done: vector clocks.
+"""Vector clocks: which accesses of other warps each warp of a program knows of.
 
-An access is numbered by the clock of its warp. Whoever meets the warp at a barrier later, or waits
-for what it arrived at, knows of it; two accesses race if neither's warp knew of the other's. What
-the copy engine brings is numbered by the phases of the barrier that tells of it.
+An access is numbered by the clock of its warp. Another warp knows of it after it has met that warp
+at a later barrier, or waited for an mbarrier at which that warp arrived. Two accesses race if
+neither warp knew of the other's access. Data of the copy engine are numbered by the phase of the
+mbarrier that reports them.
 
 Source: Flanagan and Freund, FastTrack (PLDI 2009).
 """
@@ -19,35 +20,35 @@ Row = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What somebody knows and passes on.
+    """Clocks that a warp passes on at a barrier.
 
     Attributes:
-        known: Clock of each warp, and phase of each barrier.
-        fenced: The same, of what came before a proxy fence, so that tensor cores see it too.
+        known: Latest clock of each warp, and latest phase of each mbarrier, that is known.
+        fenced: The same, but only up to a proxy fence: tensor cores see these accesses too.
     """
 
     known: Row
     fenced: Row
 
     def __or__(self, other: "News") -> "News":
-        """What both know."""
+        """Return everything that at least one of the two knows."""
         return News(np.maximum(self.known, other.known), np.maximum(self.fenced, other.fenced))
 
 
 class Clocks:
-    """Of the warps of several programs.
+    """Vector clocks of the warps of several programs.
 
     Args:
-        program_ids: Of the programs, in the grid.
-        num_warps: Of each program.
-        num_barriers: Barriers in shared memory that each may have.
+        program_ids: Index of each program in the grid.
+        num_warps: Warps of each program.
+        num_barriers: Largest number of mbarriers of each program.
 
     Attributes:
-        known: What each warp knows, i32[programs, warps, warps + barriers].
-        fenced: The same, of what came before a proxy fence.
-        synced: Clock of each warp when its threads met last, i32[programs, warps].
-        touched: Lanes that accessed shared memory since.
-        histories: What warps knew when they accessed global memory.
+        known: Clocks that each warp knows, i32[programs, warps, warps + barriers].
+        fenced: The same, but only up to a proxy fence.
+        synced: Clock of each warp when its threads last synchronised, i32[programs, warps].
+        touched: Lanes that have accessed shared memory since then.
+        histories: Clocks that warps knew when they accessed global memory, by party.
     """
 
     def __init__(
@@ -65,12 +66,12 @@ class Clocks:
 
     @property
     def nothing(self) -> News:
-        """What one knows who knows nothing."""
+        """Clocks of a party that knows of no access."""
         row = np.zeros(self.known.shape[2], dtype=np.int32)
         return News(row, row)
 
     def parties(self, programs: npt.NDArray, warps: npt.NDArray) -> npt.NDArray[np.int64]:
-        """Who warps are to global memory, which they access now."""
+        """Return the parties of warps that access global memory now, and record their clocks."""
         clocks = self.known[programs, warps, warps].astype(np.int64)
         parties = self.program_ids[programs] << PROGRAM_BIT | clocks << BARRIER_BIT | warps
         new, first = np.unique(parties, return_index=True)
@@ -81,11 +82,11 @@ class Clocks:
         return parties
 
     def advance(self, program: int, warp: int) -> None:
-        """Number what a warp does from here on anew."""
+        """Advance the clock of a warp, so that its later accesses have a new number."""
         self.known[program, warp, warp] += 1
 
     def meet(self, program: int, warp: int) -> None:
-        """Let the threads of a warp know of each other."""
+        """Synchronise the threads of a warp, so that each knows of the others' accesses."""
         touched = self._touched(program, warp)
         if touched.any():
             touched[:] = False
@@ -93,7 +94,7 @@ class Clocks:
             self.advance(program, warp)
 
     def release(self, program: int, warp: int, lanes: Lanes) -> News:
-        """What some threads of a warp, bool[32], pass on of what has been."""
+        """Return the clocks that some threads of a warp, bool[32], pass on; advance the warp."""
         known, fenced = self.known[program, warp].copy(), self.fenced[program, warp].copy()
         known[warp] = self._own(program, warp, lanes)
         fenced[warp] = min(fenced[warp], known[warp])
@@ -101,7 +102,7 @@ class Clocks:
         return News(known, fenced)
 
     def acquire(self, program: int, warp: int, news: News) -> None:
-        """Let a warp know what others have passed on."""
+        """Add clocks that others have passed on to those that a warp knows."""
         known = self.known[program, warp]
         np.maximum(known, news.known, out=known)
         fenced = self.fenced[program, warp]
@@ -109,7 +110,7 @@ class Clocks:
         self.advance(program, warp)
 
     def fence(self, program: int, warp: int, lanes: Lanes) -> None:
-        """Show tensor cores what some threads of a warp know of."""
+        """Record a proxy fence: tensor cores see the accesses that these threads know of."""
         fenced = self.known[program, warp].copy()
         fenced[warp] = self._own(program, warp, lanes)
         np.maximum(self.fenced[program, warp], fenced, out=self.fenced[program, warp])
@@ -119,7 +120,7 @@ class Clocks:
         return self.touched.reshape(-1, WARP)[program * self.num_warps + warp]
 
     def _own(self, program: int, warp: int, lanes: Lanes) -> int:
-        """Up to where these threads know of what their whole warp did."""
+        """Return the clock up to which these threads know of all accesses of their own warp."""
         if (self._touched(program, warp) & ~lanes).any():
             return int(self.synced[program, warp])
         return int(self.known[program, warp, warp])

@@ -1,4 +1,4 @@
-"""Count what launches ask of memory: sectors of global memory, turns at banks of shared memory."""
+"""Count memory traffic of launches: sectors of global memory, turns at banks of shared memory."""
 
 from dataclasses import dataclass, field
 
@@ -8,10 +8,10 @@ import numpy.typing as npt
 Whole = npt.NDArray[np.int64]
 
 SECTOR_BYTES = 32
-"""What a GPU moves at once between its caches."""
+"""Bytes that a GPU moves at once between its caches."""
 
 NUM_BANKS = 32
-"""Of shared memory, 4 bytes wide: each serves one word in a turn."""
+"""Number of banks of shared memory, 4 bytes wide. Each serves one word per turn."""
 
 WORD_BYTES = 4
 TURN_BYTES = NUM_BANKS * WORD_BYTES
@@ -20,13 +20,13 @@ WARP = 32
 
 @dataclass
 class Traffic:
-    """What went to or from global memory.
+    """Traffic to or from global memory.
 
     Attributes:
-        requests: Instructions of warps.
-        sectors: That these asked for, one asked for by two instructions counted twice.
-        asked_bytes: That threads wanted; of one request a byte counts once.
-        seen: Sectors, for each time that one was asked for.
+        requests: Number of instructions, counted for each warp.
+        sectors: Number of sectors that the requests touched. A sector counts once per request.
+        asked_bytes: Bytes that threads asked for. A byte counts once per request.
+        seen: Index of each sector that a request touched, with repetitions.
     """
 
     requests: int = 0
@@ -36,16 +36,16 @@ class Traffic:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes of all sectors that were asked for."""
+        """Bytes of all sectors that the requests touched."""
         return self.sectors * SECTOR_BYTES
 
     @property
     def distinct_bytes(self) -> int:
-        """Bytes of the sectors, each counted once: what comes from outside of the caches."""
+        """Bytes of all distinct sectors: the least that has to come from outside of the caches."""
         return len(np.unique(np.concatenate(self.seen))) * SECTOR_BYTES if self.seen else 0
 
     def note(self, addresses: Whole, num_bytes: int, warps: Whole) -> None:
-        """Count an instruction of some lanes, each in one of `warps`."""
+        """Count an instruction of some lanes; `warps` has the warp of each lane."""
         places = np.unique(_keys(warps, addresses // num_bytes))
         sectors = np.unique(_keys(warps, addresses // SECTOR_BYTES))
         self.requests += len(np.unique(warps))
@@ -59,18 +59,18 @@ class Turns:
     """Accesses to shared memory.
 
     Attributes:
-        taken: Turns that the banks needed: where threads of a warp ask one bank for several words,
-            they wait for each other.
-        needed: The fewest in which as many bytes can be moved.
+        taken: Number of turns that the banks took. If threads of a warp ask one bank for several
+            words, the words take several turns (a bank conflict).
+        needed: Least number of turns in which so many bytes can be moved.
     """
 
     taken: int = 0
     needed: int = 0
 
     def note(self, addresses: Whole, num_bytes: int, lanes: Whole) -> None:
-        """Count an instruction; `lanes` are counted through all warps."""
+        """Count an instruction; `lanes` are numbered across all warps."""
         num_words = max(1, num_bytes // WORD_BYTES)
-        # Wide accesses are served by halves or quarters of a warp.
+        # Wide accesses are served for half a warp, or a quarter, at a time.
         part = lanes // (WARP // num_words)
         words = addresses[:, None] // WORD_BYTES + np.arange(num_words)
         asked = np.unique(_keys(np.broadcast_to(part[:, None], words.shape), words))
@@ -91,20 +91,20 @@ _LOW = (1 << _BITS) - 1
 
 
 def _keys(owners: Whole, places: Whole) -> Whole:
-    """Pairs as one number each, so that different ones can be counted."""
+    """Return each pair as one number, so that distinct pairs can be counted."""
     return (owners.astype(np.int64) << _BITS) | places
 
 
 @dataclass
 class Counters:
-    """What the launches of a kernel asked for.
+    """Counters of the launches of a kernel.
 
     Attributes:
-        launches: How many.
-        instructions: Of PTX, by all warps.
-        loads: From global memory, asynchronous copies included.
-        stores: To global memory.
-        shared: Loads and stores of shared memory by threads; not what matrix products read there.
+        launches: Number of launches.
+        instructions: Number of PTX instructions, over all warps.
+        loads: Loads from global memory, including asynchronous copies.
+        stores: Stores to global memory.
+        shared: Loads and stores of shared memory by threads, without reads of matrix products.
     """
 
     launches: int = 0

@@ -1,9 +1,9 @@
-"""A launch that may begin before the one ahead of it has ended: a programmatic dependent launch.
+"""Programmatic dependent launches: a launch that may begin before the launch ahead has ended.
 
-Programs may do as they like with what is theirs alone, and load what the launch ahead of theirs
-does not store. All else has to come behind `griddepcontrol.wait`, which every program has to run:
-else the launch could end before the one ahead of it, and what follows both would take both for
-done.
+Before `griddepcontrol.wait`, a program may use its registers and shared memory, and load what the
+launch ahead does not store. Everything else has to come after the wait. Every program has to run
+the wait. Otherwise the launch could end before the launch ahead, and a third launch would assume
+that both have ended.
 
 Source: CUDA C++ programming guide, programmatic dependent launch.
 """
@@ -19,10 +19,10 @@ WAIT = "griddepcontrol.wait"
 
 
 class Dependence:
-    """What the programs of such a launch may do, and which have waited.
+    """Checks of the programs of a dependent launch, and record of those that have waited.
 
     Args:
-        ahead: The memory of the launch ahead, with what that stored; None where there was none.
+        ahead: Memory of the launch ahead, with the record of its stores; None if there was none.
     """
 
     def __init__(self, ahead: GlobalMemory | None) -> None:
@@ -30,14 +30,14 @@ class Dependence:
         self._have_waited: set[int] = set()
 
     def note_wait(self, programs: Iterable[int]) -> None:
-        """Note programs whose threads wait."""
+        """Record programs whose threads have waited."""
         self._have_waited.update(programs)
 
     def check_load(self, addresses: Addresses, num_bytes: int) -> None:
         """Check a load by threads that have not waited.
 
         Raises:
-            EmulationError: The launch ahead stores what it loads.
+            EmulationError: The launch ahead stores some of the bytes.
         """
         bytes_read = (addresses[:, None] + np.arange(num_bytes)).ravel()
         places = np.searchsorted(self._stored, bytes_read)
@@ -59,7 +59,7 @@ class Dependence:
         """Check that all programs have waited.
 
         Raises:
-            EmulationError: Some have not.
+            EmulationError: Some programs have not.
         """
         if len(self._have_waited) < num_programs:
             msg = f"{num_programs - len(self._have_waited)} programs end without {WAIT}"

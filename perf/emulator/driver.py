@@ -1,4 +1,4 @@
-"""A driver for Triton whose launches run in the emulator."""
+"""Driver for Triton that runs launches in the emulator."""
 
 import re
 from collections.abc import Sequence
@@ -17,37 +17,38 @@ from perf.emulator.tensor_maps import TensorMap
 from perf.harness.machine_code import PretendedGpu
 
 MAX_THREADS = 1024
-"""Of a program."""
+"""Largest number of threads of a program."""
 
 SCRATCH_BYTES = 16
-"""Of each of the scratch memories that Triton passes besides, and our kernels do not use."""
+"""Bytes of each scratch memory that Triton passes to a kernel. Our kernels do not use them."""
 
 
 FENCES_COPIES = (3, 7, 1)
-"""Triton from which on a fence stands between asynchronous copies and tensor cores that read them.
+"""First release of Triton that puts a fence between asynchronous copies and tensor cores.
 
-No kernel can place one where the compiler's pipelines need it. Hopper does without, so far as is
-known; Blackwell does not. Source: triton-lang/triton#9610 and #10537.
+A kernel cannot place this fence itself, because the compiler builds the pipeline. As far as is
+known, Hopper works without the fence, and Blackwell does not.
+Source: triton-lang/triton#9610 and #10537.
 """
 
 ROUNDED_APART = ("_replayssm_output_only_kernel",)
-"""Kernels of vLLM whose threads store sums at one place that differ in the last digit.
+"""Kernels of vLLM in which threads store sums at one place that differ in the last digit.
 
-The compiler makes one instruction of a product and the sum with what another thread has for it. Of
-the two products that are added each thread then rounds the other's alone.
+Each thread adds its own product and that of another thread. The compiler fuses the thread's own
+product and the sum into one instruction. Each thread therefore rounds only the other's product.
 """
 
 
 class EmulatedGpu(PretendedGpu):
-    """Triton's driver of an emulated GPU: compiles as for a real one, runs on tensors of the CPU.
+    """Triton's driver of an emulated GPU: it compiles as for a real one, and runs on CPU tensors.
 
     Args:
-        capability: Compute capability, such as 90.
-        counts: Whether to count what launches ask for.
+        capability: Compute capability times ten, such as 90.
+        counts: Whether to count the memory traffic of launches.
 
     Attributes:
-        counters: Name of a kernel -> what its launches asked for.
-        ahead: Memory of the last launch, with what that stored.
+        counters: Name of a kernel -> counters of its launches.
+        ahead: Memory of the last launch, with the record of its stores.
     """
 
     def __init__(self, capability: int, *, counts: bool = False) -> None:
@@ -57,25 +58,30 @@ class EmulatedGpu(PretendedGpu):
         self._counts = counts
 
     def launcher_cls(self, source: Any, metadata: Any) -> "Launcher":  # noqa: ANN401
-        """What launches a kernel, by the name that Triton asks for."""
+        """Return the object that launches a kernel. Triton expects a method of this name."""
         return Launcher(source, metadata, self)
 
     def counters_of(self, name: str) -> Counters | None:
-        """What to count a launch of a kernel in."""
+        """Return the counters for launches of a kernel; None if launches are not counted."""
         return self.counters.setdefault(name, Counters()) if self._counts else None
 
     def load_binary(self, *_: object) -> tuple[object, object, int, int, int]:
-        """What Triton asks of a loaded kernel: its handles, registers, spills, threads at most."""
+        """Return a loaded kernel as Triton expects it.
+
+        Returns:
+            Handles of the module and of the function, registers, spills, and the largest number
+            of threads.
+        """
         return self, self, 0, 0, MAX_THREADS
 
 
 class Launcher:
-    """What Triton calls to launch a kernel.
+    """Object that Triton calls to launch a kernel.
 
     Args:
-        source: What was compiled; knows the types of arguments.
-        metadata: What the compiler says of it.
-        gpu: Where launches are counted.
+        source: Source that was compiled, with the types of the arguments.
+        metadata: The compiler's metadata of the kernel.
+        gpu: GPU that counts the launches.
     """
 
     def __init__(self, source: Any, metadata: Any, gpu: EmulatedGpu) -> None:  # noqa: ANN401
@@ -95,10 +101,10 @@ class Launcher:
         """Run every program of a grid.
 
         Args:
-            width: Programs in the first dimension.
-            height: In the second.
-            depth: In the third.
-            arguments: Six that concern the driver, then the kernel's.
+            width: Programs in the first dimension of the grid.
+            height: Programs in the second dimension.
+            depth: Programs in the third dimension.
+            arguments: Six arguments for the driver, then those of the kernel.
         """
         given = self._expanded(arguments[6:])
         num_missing = len(self._kernel.kernel.parameters) - len(given)
@@ -112,7 +118,10 @@ class Launcher:
         )
 
     def _expanded(self, arguments: Sequence[Any]) -> list[Any]:
-        """What the kernel's parameters hold: of a tensor's descriptor its shape and strides too."""
+        """Return the values of the kernel's parameters.
+
+        A tensor descriptor takes several parameters: the tensor map, the shape and the strides.
+        """
         given, layouts = [], iter(self._maps or ())
         for argument, kind in zip(arguments, self._kinds, strict=True):
             if str(kind).startswith("tensordesc"):
@@ -127,7 +136,7 @@ class Launcher:
 
 
 def _ptx_of(metadata: Any) -> Path:  # noqa: ANN401
-    """The compiler's text of a kernel, in Triton's cache."""
+    """Return the file with a kernel's PTX in Triton's cache."""
     from triton.runtime.cache import get_cache_manager
 
     files = get_cache_manager(metadata.hash).get_group(f"{metadata.name}.json") or {}

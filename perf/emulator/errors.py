@@ -1,5 +1,5 @@
-"""What goes wrong in an emulated GPU."""
+"""Error of the emulated GPU."""
 
 
 class EmulationError(RuntimeError):
-    """A kernel does what a GPU would not, or what nobody taught the emulator."""
+    """A kernel does something that is an error on a GPU, or that the emulator does not know."""
