@@ -1,8 +1,9 @@
 """Instructions that are not rounded to nearest: they err by as much as the manual allows.
 
 The errors of real GPUs are not published. Here an error is drawn from the operand's bits, uniformly
-over the allowed range, so that the same operands always give the same result. A kernel must not
-rely on an exact result where the manual promises none, because other GPUs may differ.
+over the allowed range, so that the same operands always give the same result. Bounds on errors that
+hold here hold on every GPU. A result that is exact here need not be exact on a GPU, unless the
+manual says so.
 
 Source: PTX ISA, floating point instructions.
 """

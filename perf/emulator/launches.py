@@ -1,4 +1,4 @@
-"""Launch a kernel of PTX: every program of a grid, several of them in step."""
+"""Launch a PTX kernel: run every program of a grid, several programs in step."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -31,10 +31,13 @@ from perf.emulator.tensor_maps import TensorMap
 from perf.emulator.waves import Launch, Place, Step, Wave, reader
 
 MAX_LANES = 4096
-"""Threads that run in step; more share the cost of an instruction, fewer fit into caches."""
+"""Number of threads that run in step.
+
+More threads share the overhead of an instruction. The data of fewer threads fit into CPU caches.
+"""
 
 TYPES = {"u64": np.uint64, "u32": np.uint32, "u16": np.uint16, "u8": np.uint8, "f32": np.float32}
-"""Type of a parameter -> how its value is held."""
+"""Type of a parameter -> numpy type of its value."""
 
 FAMILIES: Sequence[Callable[[Instruction], Step | None]] = (
     synchronization,
@@ -51,21 +54,21 @@ MAPS_START = 1 << 12
 """Address of a kernel's first tensor map. They are parameters, whose addresses have 32 bits."""
 
 MAP_BYTES = 128
-"""Of a tensor map."""
+"""Bytes of a tensor map."""
 
 
 class EmulatedKernel:
-    """A kernel made ready to run.
+    """A kernel that is ready to run.
 
     Args:
         text: PTX with one kernel, as Triton writes it.
-        are_copies_fenced: Whether tensor cores may read what was copied behind a fence only, as
-            PTX asks for; some compilers do without.
+        are_copies_fenced: Whether tensor cores may read copied data only after a fence, as PTX
+            requires. Some compilers omit the fence.
         may_stores_differ: Whether threads may store different values at one place of shared memory
-            at once; on a GPU one of them is there then.
+            at once. On a GPU one of the values then remains.
 
     Raises:
-        EmulationError: An instruction is not known; names it.
+        EmulationError: An instruction is unknown. The message names it.
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class EmulatedKernel:
             may_stores_differ=may_stores_differ,
         )
         self._code = [_decoded(each, self.kernel) for each in self.kernel.instructions]
-        # Where threads that parted may meet again.
+        # Targets of branches, where threads that took different paths may meet again.
         self._leaders = frozenset(target for each in self._code for target in each.targets)
 
     def launch(
@@ -92,18 +95,18 @@ class EmulatedKernel:
 
         Args:
             grid: Programs in each dimension.
-            arguments: Of the kernel's parameters, in order; tensors lie on the CPU, what describes
-                one to the copy engine is a `TensorMap`.
-            shared_bytes: Of each program.
-            counters: What to count in; None for nowhere.
-            dependence: What programs may do before they wait for the launch ahead; None where that
-                has ended.
+            arguments: Values of the kernel's parameters, in order. Tensors are on the CPU. A
+                tensor descriptor for the copy engine is a `TensorMap`.
+            shared_bytes: Shared memory of each program.
+            counters: Counters to update; None for no counting.
+            dependence: Checks of programs that begin before the launch ahead has ended; None if
+                it has ended.
 
         Returns:
-            Memory, with what was loaded and stored.
+            Global memory, with the record of all loads and stores.
 
         Raises:
-            EmulationError: The kernel does what is an error, or undefined, on a GPU.
+            EmulationError: The kernel does something that is an error, or undefined, on a GPU.
         """
         parameters = self.kernel.parameters
         addresses = {
@@ -131,7 +134,7 @@ class EmulatedKernel:
         width, height, depth = grid
         places = [(x, y, z) for z, y, x in np.ndindex(depth, height, width)]
         together = max(1, MAX_LANES // self.kernel.num_threads)
-        # Sums overflow as registers do, and garbage is not a number.
+        # No warnings: integer sums wrap around as in registers, and garbage is often NaN.
         with np.errstate(all="ignore"):
             for first in range(0, len(places), together):
                 wave = Wave(launch, places[first : first + together])
@@ -145,7 +148,7 @@ class EmulatedKernel:
 
 
 def _held(kind: str, argument: Argument, addresses: Mapping[int, int]) -> np.ndarray:
-    """A parameter's bits, one value; of a tensor map its address, which its `id` tells."""
+    """Return the bits of a parameter; for a tensor map its address, which is found by its `id`."""
     if isinstance(argument, TensorMap) and kind == DESCRIPTOR:
         return np.array([addresses[id(argument)]], dtype=np.uint64)
     dtype = TYPES.get(kind)

@@ -1,4 +1,4 @@
-"""Matrix instructions: `mma` of a warp, `wgmma` of four warps with matrices in shared memory."""
+"""Matrix instructions: `mma` of one warp, and `wgmma` of four warps, which reads shared memory."""
 
 import re
 from collections.abc import Callable
@@ -14,13 +14,13 @@ from perf.emulator.waves import GROUP, WARP, Lanes, Reader, Step, Wave, reader, 
 
 LANES = np.arange(WARP)
 ROWS, COLUMNS = LANES // 4, LANES % 4
-"""Of a thread in each 8 x 4 part of a fragment."""
+"""Row and column of each thread of a warp in an 8 x 4 part of a fragment."""
 
 ELEMENT_BYTES = {"f16": 2, "bf16": 2, "tf32": 4}
 
 
 def matrices(instruction: Instruction) -> Step | None:
-    """What an instruction does; None if it is of another family."""
+    """Return the step of an instruction; None if it is of another family."""
     name, *flags = instruction.opcode.split(".")
     if name == "mma":
         return _of_warp(instruction, flags)
@@ -48,7 +48,10 @@ def _fence_registers(wave: Wave, lanes: Lanes | None) -> None:
 
 
 def _check_fenced(wave: Wave, registers: frozenset[int], groups: Array) -> None:
-    """Refuse registers that something but a product has written since the last fence of a group."""
+    """Refuse a product whose registers have changed since its group's last `wgmma.fence`.
+
+    Products that are under way have not changed their registers yet.
+    """
     for group in groups.tolist():
         fenced = wave.fenced[group]
         if not fenced:
@@ -56,7 +59,7 @@ def _check_fenced(wave: Wave, registers: frozenset[int], groups: Array) -> None:
             raise EmulationError(msg)
         changed = [index for index in registers if wave.registers[index] is not fenced[index]]
         if wave.barriers:
-            # Other groups have written meanwhile what are registers of theirs.
+            # Other groups may have written their own lanes of a register. Compare this group's.
             mine = slice(group * GROUP, (group + 1) * GROUP)
             changed = [
                 index
@@ -70,14 +73,14 @@ def _check_fenced(wave: Wave, registers: frozenset[int], groups: Array) -> None:
 
 
 def _elements(registers: Array, kind: str) -> Array:
-    """Values [..., elements] of registers u32[...]."""
+    """Return the values [..., elements] that registers u32[...] hold."""
     if kind == "tf32":
         return to_tf32(registers.view(np.float32))[..., None]
     return np.stack([meaning(half, kind).astype(np.float32) for half in halves(registers)], axis=-1)
 
 
 def _left(registers: Array, kind: str) -> Array:
-    """Rows [warps, 16, k] of A's fragment u32[4, warps, 32]."""
+    """Return the rows [warps, 16, k] of A from its fragment u32[4, warps, 32]."""
     values = _elements(registers, kind)  # [4, warps, 32, elements]
     each = values.shape[-1]
     matrix = np.empty((values.shape[1], 16, 8 * each), dtype=np.float32)
@@ -90,7 +93,7 @@ def _left(registers: Array, kind: str) -> Array:
 
 
 def _right(registers: Array, kind: str) -> Array:
-    """Columns [warps, k, 8] of B's fragment u32[2, warps, 32]."""
+    """Return the columns [warps, k, 8] of B from its fragment u32[2, warps, 32]."""
     values = _elements(registers, kind)
     each = values.shape[-1]
     matrix = np.empty((values.shape[1], 8 * each, 8), dtype=np.float32)
@@ -102,7 +105,7 @@ def _right(registers: Array, kind: str) -> Array:
 
 
 def _scattered(fragment: Array) -> Array:
-    """Matrix [warps, 16, n] of an accumulator f32[n / 2, warps, 32]."""
+    """Return the matrix [warps, 16, n] of an accumulator f32[n / 2, warps, 32]."""
     parts = fragment.reshape(-1, 2, 2, *fragment.shape[1:])  # [n / 8, halves, 2, warps, 32]
     matrix = np.empty((fragment.shape[1], 16, 8 * len(parts)), dtype=np.float32)
     for block in range(len(parts)):
@@ -114,7 +117,7 @@ def _scattered(fragment: Array) -> Array:
 
 
 def _gathered(matrix: Array) -> Array:
-    """Accumulator f32[n / 2, warps * 32] of a matrix [warps, 16, n]."""
+    """Return the accumulator f32[n / 2, warps * 32] of a matrix [warps, 16, n]."""
     registers = [
         matrix[:, ROWS + 8 * half, 8 * block + 2 * COLUMNS + element]
         for block in range(matrix.shape[2] // 8)
@@ -129,7 +132,7 @@ def _multiply(left: Array, right: Array) -> Array:
 
 
 def _stacked(reads: list[Reader], wave: Wave, groups: Lanes | None = None) -> Array:
-    """Registers u32 or f32 [registers, warps, 32], of some groups of warps."""
+    """Return registers, u32 or f32 [registers, warps, 32], of some groups or of all (None)."""
     every = (wave.of(read(wave)) for read in reads)
     if groups is not None and not groups.all():
         every = (each.reshape(-1, GROUP)[groups] for each in every)
@@ -165,18 +168,18 @@ def _of_warp(instruction: Instruction, flags: list[str]) -> Step:
 
 
 SWIZZLES = {0: 16, 1: 128, 2: 64, 3: 32}
-"""Code in a descriptor -> bytes that a row of a pattern has."""
+"""Code in a descriptor -> bytes of a row of the swizzle pattern; 16 means no swizzling."""
 
 
 @dataclass(frozen=True, slots=True)
 class Descriptor:
-    """Where a matrix lies in shared memory.
+    """Layout of a matrix in shared memory.
 
     Attributes:
-        start: First byte.
-        leading_bytes: From one pattern to the next, along the rows in memory.
-        stride_bytes: From eight rows to the next eight.
-        row_bytes: Of a pattern's row; its chunks of 16 bytes change places.
+        start: Address of the first byte.
+        leading_bytes: Bytes from one pattern to the next, along the rows in memory.
+        stride_bytes: Bytes from eight rows to the next eight.
+        row_bytes: Bytes of a row of the swizzle pattern, in which chunks of 16 bytes change places.
     """
 
     start: int
@@ -186,10 +189,10 @@ class Descriptor:
 
     @classmethod
     def of(cls, bits: int) -> "Descriptor":
-        """Read the 64 bits.
+        """Read the 64 bits of a descriptor.
 
         Raises:
-            EmulationError: There is a base offset.
+            EmulationError: It has a base offset, because its patterns are not aligned.
         """
         if (bits >> 49) & 7:
             msg = "a matrix whose patterns are not aligned"
@@ -204,19 +207,19 @@ class Descriptor:
     def addresses(
         self, outer: int, inner: int, element_bytes: int, *, is_transposed: bool
     ) -> Array:
-        """Of the elements [outer, k]: rows of A, columns of B.
+        """Return the addresses of the elements [outer, k] of A or B.
 
         Args:
-            outer: Rows of A or columns of B.
-            inner: Elements along k.
-            element_bytes: Of an element.
-            is_transposed: Whether neighbours in memory are neighbours in `outer`, not along k.
+            outer: Number of rows of A, or of columns of B.
+            inner: Number of elements along k.
+            element_bytes: Bytes of an element.
+            is_transposed: Whether neighbours in memory are neighbours along `outer`, not along k.
         """
         outers, inners = np.arange(outer)[:, None], np.arange(inner)[None, :]
         along, across = (outers, inners) if is_transposed else (inners, outers)
         bytes_along = along * element_bytes
         if self.row_bytes == SWIZZLES[0] and is_transposed:
-            # Without patterns the two strides change their parts.
+            # Without swizzling, the two strides swap their roles.
             jumps = bytes_along // 16 * self.stride_bytes + across // 8 * self.leading_bytes
         else:
             jumps = bytes_along // self.row_bytes * self.leading_bytes
@@ -243,7 +246,7 @@ def _of_group(instruction: Instruction, flags: list[str]) -> Step:
     if signs != [1, 1]:
         raise EmulationError(instruction.text)
     in_registers = isinstance(a, Vector)
-    # Only matrices in shared memory may be transposed.
+    # An operand may be transposed only if it is in shared memory.
     transposed_a = transposed[0] if len(transposed) > 1 else False
     transposed_b = transposed[-1] if transposed else False
     right_of = _matrix(b, n, k, kind, is_transposed=transposed_b)
@@ -284,7 +287,11 @@ def _of_group(instruction: Instruction, flags: list[str]) -> Step:
 def _matrix(
     operand: Operand, outer: int, k: int, kind: str, *, is_transposed: bool
 ) -> Callable[[Wave, Array], Callable[[Lanes], Array]]:
-    """What makes, of a wave and groups now, what reads matrices [groups, outer, k] later."""
+    """Return a function to call with a wave and groups of warps when their product starts.
+
+    That function finds the matrices and returns a second one. The second is called when the product
+    ends, and reads the matrices [groups, outer, k] of the groups that it is given.
+    """
     descriptors = reader(operand, "u64")
     size = ELEMENT_BYTES[kind]
 

@@ -1,4 +1,4 @@
-"""Global memory of an emulated GPU: tensors of this process."""
+"""Global memory of an emulated GPU: the tensors of this process."""
 
 from collections.abc import Iterable
 from itertools import product
@@ -15,44 +15,47 @@ Places = npt.NDArray[np.int64]
 Parties = npt.NDArray[np.integer]
 Bytes = npt.NDArray[np.uint8]
 Histories = dict[int, npt.NDArray[np.int32]]
-"""A party of `GlobalMemory` -> what it knew: a clock of each warp of its program."""
+"""Party of `GlobalMemory` -> the clock of each warp of its program that the party knew."""
 
 Accesses = tuple[Addresses, Parties, int]
-"""Offsets in a region, who accessed them, bytes of each access."""
+"""Offsets in a region, the party of each, and the bytes of each access."""
 
 WARP = 32
-"""Threads."""
+"""Threads of a warp."""
 
 GROUP = 4 * WARP
 """Threads that run a `wgmma` together."""
 
 PROGRAM_BIT, BARRIER_BIT = 40, 8
-"""Where in a party its program begins, and the barriers behind it; below them is its warp."""
+"""Lowest bit of the program in a party, and of the barriers that it has passed.
+
+The warp is in the bits below. For specialised warps, the clock of the warp replaces the barriers.
+"""
 
 GARBAGE = 0xFF
-"""Of what every byte consists that nobody wrote: NaN, or -1."""
+"""Value of every byte that no instruction has written. Elements are then NaN, or -1."""
 
 
 def bytes_of(tensor: torch.Tensor) -> tuple[int, Bytes]:
-    """First address of a tensor's storage, and its bytes."""
+    """Return the first address of a tensor's storage, and its bytes."""
     storage = tensor.untyped_storage()
     flat = torch.empty(0, dtype=torch.uint8).set_(storage)
     return storage.data_ptr(), flat.numpy()
 
 
 def unit_of(num_bytes: int) -> int:
-    """Bytes that are read and written at once."""
+    """Return the bytes that numpy reads or writes at once for an access: at most 8."""
     return min(num_bytes, 8)
 
 
 def elements_of(data: Bytes, num_bytes: int) -> npt.NDArray[np.unsignedinteger]:
-    """Memory as elements of the unit of such accesses."""
+    """Return memory as elements of `unit_of(num_bytes)` bytes."""
     unit = unit_of(num_bytes)
     return data[: len(data) // unit * unit].view(f"u{unit}")
 
 
 def units_of(offsets: Addresses, num_bytes: int, unit: int) -> Places:
-    """Indices [len(offsets), num_bytes / unit] of the units of accesses."""
+    """Return the indices [len(offsets), num_bytes / unit] of the units that accesses touch."""
     first = offsets // unit
     if num_bytes <= unit:
         return first[:, None]
@@ -60,19 +63,21 @@ def units_of(offsets: Addresses, num_bytes: int, unit: int) -> Places:
 
 
 def refuse_race(wrong: Lanes, places: Places, what: str) -> None:
-    """Raise `EmulationError` if something is wrong at a place."""
+    """Raise an `EmulationError` if an access is wrong, with the first such place."""
     if wrong.any():
         msg = f"race: threads {what}, at {int(places[wrong][0])}, with no barrier between"
         raise EmulationError(msg)
 
 
 class GlobalMemory:
-    """The storages of the tensors that a launch was given.
+    """The storages of the tensors that are a launch's arguments.
 
-    Programs may not depend on one another, nor a warp on another of its program without a barrier
-    between them: `check_races` refuses a launch where one stored what another loaded, or stored
-    something else there. Who accessed memory is a party: a program, how many barriers it has
-    passed, a warp of it; see `PROGRAM_BIT`.
+    Programs must not depend on one another. A warp must not depend on another warp of its program
+    without a barrier between them. `check_races` refuses a launch in which one stores at a place
+    where another loads or stores.
+
+    Each access is recorded with its party: a program, the number of barriers it has passed, and a
+    warp; see `PROGRAM_BIT`.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -84,11 +89,11 @@ class GlobalMemory:
         self._stores: list[list[Accesses]] = [[] for _ in self._regions]
 
     def read(self, addresses: Addresses, num_bytes: int, parties: Parties) -> Bytes:
-        """Bytes u8[len(addresses), num_bytes] for lanes of `parties`.
+        """Return the bytes u8[len(addresses), num_bytes] that lanes of `parties` load.
 
         Raises:
-            EmulationError: Some lie outside every tensor, or an address is no multiple of
-                `num_bytes`.
+            EmulationError: Some bytes are outside of every tensor, or an address is not a
+                multiple of `num_bytes`.
         """
         data = np.empty((len(addresses), num_bytes), dtype=np.uint8)
         for lanes, region, offsets in self._places(addresses, num_bytes, "load"):
@@ -98,7 +103,11 @@ class GlobalMemory:
         return data
 
     def write(self, addresses: Addresses, data: Bytes, parties: Parties) -> None:
-        """Write rows of `data`; see `read`."""
+        """Write rows of `data`, u8[len(addresses), num_bytes]; `read` lists the errors.
+
+        Stores of different values at one place at once are an error too. A store that changes
+        nothing is not recorded.
+        """
         num_bytes = data.shape[1]
         for lanes, region, offsets in self._places(addresses, num_bytes, "store"):
             held = elements_of(self._regions[region], num_bytes)
@@ -107,19 +116,20 @@ class GlobalMemory:
             changed = (held[rows] != words).any(axis=1)
             held[rows] = words
             refuse_race(held[rows] != words, rows, "store different values at once")
-            # Of those who store the same at once, one did.
+            # If several lanes store the same value at one place, record one of them.
             once, one = np.unique(offsets[changed], return_index=True)
             self._stores[region].append((once, parties[lanes][changed][one], num_bytes))
 
     def check_races(self, histories: Histories | None = None) -> None:
-        """Check that no program depends on another's stores, nor a warp where no barrier is.
+        """Check that programs, and warps without a barrier between them, do not depend on others.
 
         Args:
-            histories: What parties knew of the other warps of their program, where these meet
-                without all the others; the barriers in a party are a clock then.
+            histories: Clocks that each party knew, for kernels with specialised warps. A party
+                then has the clock of its warp instead of a number of barriers. None for other
+                kernels.
 
         Raises:
-            EmulationError: One does.
+            EmulationError: There is a race.
         """
         for data, loads, stores in zip(self._regions, self._loads, self._stores, strict=True):
             if not stores or len(data) > MAX_TRACED_BYTES:
@@ -151,7 +161,7 @@ class GlobalMemory:
     def _places(
         self, addresses: Addresses, num_bytes: int, what: str
     ) -> Iterable[tuple[Lanes | slice, int, Addresses]]:
-        """Lanes, region and offsets there."""
+        """Yield each region that is accessed: the lanes, the region, and their offsets in it."""
         if not len(addresses):
             return
         if (addresses % num_bytes).any():
@@ -178,7 +188,7 @@ def _check_warps(
     region_bytes: int,
     histories: Histories | None,
 ) -> None:
-    """Refuse a store of one warp where another of the program accesses, with no barrier between."""
+    """Refuse accesses of two warps of a program to one place, one a store, without a barrier."""
     unit = min(num_bytes for _, _, num_bytes in (*loads, *stores))
     is_stored = np.zeros(-(-region_bytes // unit), dtype=bool)
     for offsets, _, num_bytes in stores:
@@ -203,18 +213,19 @@ def _check_warps(
     starts[1:] = (np.diff(place) != 0) | (np.diff(party >> BARRIER_BIT) != 0)
     first = np.flatnonzero(starts)
     last = np.append(first[1:], len(place)) - 1
-    # Warps ascend among those that access a place between two barriers.
+    # The accesses to a place between two barriers are sorted by warp, so the first and last tell
+    # whether there are two warps.
     is_shared = party[first] != party[last]
     wrong = is_shared & np.logical_or.reduceat(by_store[order], first)
     refuse_race(wrong, place[first] * unit, BETWEEN_WARPS)
 
 
 MAX_TRACED_BYTES = 1 << 26
-"""Larger tensors are not watched for races, for the sake of memory."""
+"""Bytes of the largest tensor that is checked for races. Larger ones would take too much memory."""
 
 
 def _check_clocks(place: Places, party: Parties, by_store: Lanes, histories: Histories) -> None:
-    """Refuse accesses of two warps to a place, one a store, of which neither knew of the other."""
+    """Refuse accesses of two warps to one place, one a store, if neither knew of the other."""
     order = np.lexsort((party, place))
     place, party, by_store = place[order], party[order], by_store[order]
     starts = np.ones(len(place), dtype=bool)
@@ -223,7 +234,7 @@ def _check_clocks(place: Places, party: Parties, by_store: Lanes, histories: His
     last = np.append(first[1:], len(place))
     is_shared = party[first] != party[last - 1]
     is_shared &= np.logical_or.reduceat(by_store, first)
-    # Most places are accessed by the same parties as others.
+    # Many places have the same set of parties, so each set is checked once.
     groups = {}
     for start, end in zip(first[is_shared].tolist(), last[is_shared].tolist(), strict=True):
         stored = by_store[start:end]
@@ -236,7 +247,7 @@ def _check_clocks(place: Places, party: Parties, by_store: Lanes, histories: His
 
 
 def _knows(one: int, other: int, histories: Histories) -> bool:
-    """Whether a party knew of another of its program."""
+    """Return whether a party knew of the access of another party of its program."""
     warp = other & ((1 << BARRIER_BIT) - 1)
     clock = (other & ((1 << PROGRAM_BIT) - 1)) >> BARRIER_BIT
     return bool(histories[one][warp] >= clock)

@@ -1,4 +1,4 @@
-"""Instructions that move data: to and from memory, and between the threads of a warp."""
+"""Instructions that move data to and from memory, and between the threads of a warp."""
 
 from collections.abc import Callable
 
@@ -22,16 +22,17 @@ from perf.emulator.waves import (
 
 
 def movement(instruction: Instruction) -> Step | None:
-    """What an instruction does; None if it is of another family."""
+    """Return the step of an instruction; None if it is of another family."""
     name, *flags = instruction.opcode.replace("::cta", "").split(".")
     build = BUILDERS.get(name)
     return build(instruction, flags) if build else None
 
 
 def address_of(operand: Operand) -> Reader:
-    """What gives the addresses that an operand names, one for each lane.
+    """Return a reader of the addresses that an operand names, one for each lane.
 
-    Those of 32 bits wrap around: a compiler may take an offset off a register and add it again.
+    Addresses of 32 bits wrap around, because a compiler may subtract an offset from a register and
+    add it in the address.
     """
     if not isinstance(operand, Address):
         msg = f"{operand} is no address"
@@ -141,7 +142,7 @@ def _store(instruction: Instruction, flags: list[str]) -> Step:
 
 
 def _copy(instruction: Instruction, flags: list[str]) -> Step:
-    """`cp.async`: copies from global to shared memory."""
+    """Return the step of `cp.async`, which copies from global to shared memory."""
     if flags[1] == "commit_group":
         return lambda wave, lanes: wave.copies.commit(wave.whole_programs(lanes, "a commit"))
     if flags[1] in {"wait_group", "wait_all"}:
@@ -186,7 +187,7 @@ def _copy(instruction: Instruction, flags: list[str]) -> Step:
                 places[some], rows, owners[some], threads[some], needs_fence=needs_fence
             )
 
-        # Until somebody has waited, what lies there is of no use.
+        # The target holds garbage until a wait.
         put(np.ones(len(active), dtype=bool), np.full_like(data, GARBAGE))
 
         def land(programs: Lanes) -> None:
@@ -206,11 +207,11 @@ def _copy(instruction: Instruction, flags: list[str]) -> Step:
 
 
 MATRIX_ROWS = 8
-"""Rows of 16 bytes of a matrix that `ldmatrix` reads."""
+"""Number of rows, of 16 bytes each, of a matrix that `ldmatrix` reads."""
 
 
 def _rows_named(wave: Wave, num_matrices: int, lanes: Lanes | None) -> Array:
-    """Lanes that name a row of a matrix."""
+    """Return the indices of the lanes whose addresses name a row of a matrix."""
     named = wave.lane_of_warp < MATRIX_ROWS * num_matrices
     return np.flatnonzero(named if lanes is None else named & lanes)
 
@@ -229,7 +230,7 @@ def _load_matrix(instruction: Instruction, flags: list[str]) -> Step:
         matrices = rows.view(np.uint16).reshape(-1, len(results), MATRIX_ROWS, 8)
         if is_transposed:
             matrices = matrices.transpose(0, 1, 3, 2)
-        # A thread gets two neighbours of a row.
+        # A thread gets two neighbouring elements of a row.
         pairs = np.ascontiguousarray(matrices).view(np.uint32)
         for index, write in enumerate(writes):
             held = np.zeros(wave.num_lanes, dtype=np.uint32)
@@ -328,7 +329,7 @@ def _reduce(instruction: Instruction, flags: list[str]) -> Step:
 
 
 def _policy(_instruction: Instruction, _flags: list[str]) -> Step:
-    """There are no caches here that a policy would be for."""
+    """Return a step that does nothing, because there are no caches to which a policy applies."""
     return lambda _wave, _lanes: None
 
 
@@ -342,4 +343,4 @@ BUILDERS: dict[str, Callable[[Instruction, list[str]], Step]] = {
     "redux": _reduce,
     "createpolicy": _policy,
 }
-"""Name of an instruction -> what makes its step."""
+"""Name of an instruction -> function that returns its step."""

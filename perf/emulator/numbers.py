@@ -1,4 +1,4 @@
-"""Types of PTX in numpy: registers hold bits, instructions say what they mean."""
+"""Types of PTX in numpy. Registers hold bits, and an instruction says which type they have."""
 
 from collections.abc import Callable
 
@@ -18,12 +18,12 @@ LEAST_NORMAL = np.finfo(np.float32).tiny
 
 
 def bits_of(kind: str) -> int:
-    """Bits of a type such as `s32` or `bf16`."""
+    """Return the number of bits of a type such as `s32` or `bf16`."""
     return 1 if kind == "pred" else int(kind.lstrip("suef").lstrip("b").lstrip("f"))
 
 
 def meaning(register: Array, kind: str) -> Array:
-    """A register's bits, as values of type `kind`; of a wider register the low ones."""
+    """Return a register's bits as values of type `kind`; a wider register gives its low bits."""
     if kind == "pred":
         return register
     bits = bits_of(kind)
@@ -37,7 +37,7 @@ def meaning(register: Array, kind: str) -> Array:
 
 
 def bits(values: Array, kind: str, register_bits: int) -> Array:
-    """What a register of so many bits holds of values of type `kind`."""
+    """Return values of type `kind` as the bits of a register of `register_bits` bits."""
     if kind == "pred":
         return values
     if kind == "bf16":
@@ -47,38 +47,38 @@ def bits(values: Array, kind: str, register_bits: int) -> Array:
         values = values.view(UNSIGNED[bits_of(kind)])
     if values.dtype.itemsize * 8 == register_bits:
         return values.view(UNSIGNED[register_bits])
-    # Signed values widen with their sign.
+    # Signed values are extended with their sign.
     wide = (SIGNED if values.dtype.kind == "i" else UNSIGNED)[register_bits]
     return values.astype(wide).view(UNSIGNED[register_bits])
 
 
 def to_bfloat(values: Array) -> Array:
-    """Bits u16 of float32 values rounded to bfloat16, to nearest even."""
+    """Round float32 values to bfloat16, to nearest even, and return their bits u16."""
     word = values.astype(np.float32, copy=False).view(np.uint32)
     rounded = (word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     return np.where(np.isnan(values), np.uint32(0x7FFF), rounded).astype(np.uint16)
 
 
 def to_tf32(values: Array) -> Array:
-    """float32 values as tensor cores take them: of the mantissa the upper 10 bits."""
+    """Return float32 values as tensor cores read them: with the upper 10 bits of the mantissa."""
     return (values.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
 def rounded_to_tf32(values: Array) -> Array:
-    """float32 values with 10 bits of mantissa, to nearest, ties away from zero."""
+    """Round float32 values to 10 bits of mantissa, to nearest, ties away from zero."""
     word = values.astype(np.float32, copy=False).view(np.uint32)
     rounded = (word + np.uint32(0x1000)) & np.uint32(0xFFFFE000)
     return np.where(np.isfinite(values), rounded, word).view(np.float32)
 
 
 FLOAT8 = {"e4m3x2": torch.float8_e4m3fn, "e5m2x2": torch.float8_e5m2}
-"""PTX's names of pairs of float8, and what one of them is."""
+"""PTX's name of a pair of float8 elements -> torch's type of one element."""
 
 
 def to_float8(values: Array, dtype: torch.dtype) -> Array:
-    """Bits u8 of float32 values as float8; out of range they become the greatest number.
+    """Convert float32 values to float8, and return their bits u8.
 
-    What is not a number loses its sign.
+    Values out of range become the largest finite number of their sign. NaN loses its sign.
     """
     most = torch.finfo(dtype).max
     held = torch.from_numpy(np.clip(np.abs(values), 0.0, most).astype(np.float32))
@@ -87,28 +87,28 @@ def to_float8(values: Array, dtype: torch.dtype) -> Array:
 
 
 def from_float8(register: Array, dtype: torch.dtype) -> Array:
-    """float32 values of bits u8 of float8."""
+    """Return float8 elements, given as bits u8, as float32 values."""
     held = torch.from_numpy(np.ascontiguousarray(register, dtype=np.uint8))
     return held.view(dtype).float().numpy()
 
 
 def halves(register: Array) -> tuple[Array, Array]:
-    """Lower and upper 16 bits u16 of u32."""
+    """Split u32 into its lower and upper half, u16 each."""
     return register.astype(np.uint16), (register >> np.uint32(16)).astype(np.uint16)
 
 
 def joined(low: Array, high: Array) -> Array:
-    """u32 of u16 halves."""
+    """Join two halves u16 to u32."""
     return low.astype(np.uint32) | (high.astype(np.uint32) << np.uint32(16))
 
 
 def flush(values: Array) -> Array:
-    """float32 values, those below the least normal one as zeros."""
+    """Return float32 values with subnormal ones replaced by zeros of the same sign."""
     return np.where(np.abs(values) < LEAST_NORMAL, np.copysign(np.float32(0), values), values)
 
 
 def _divide_whole(dividend: Array, divisor: Array) -> Array:
-    # Towards zero; of what a GPU makes of zero divisors nothing is known.
+    # Round towards zero. A GPU's result for a zero divisor is not known.
     safe = np.where(divisor == 0, divisor.dtype.type(1), divisor)
     if dividend.dtype.kind == "u":
         return dividend // safe
@@ -137,7 +137,7 @@ def _shift_right(values: Array, count: Array) -> Array:
 
 
 def high_product(left: Array, right: Array) -> Array:
-    """The upper half of products."""
+    """Return the upper half of the bits of integer products."""
     size = 8 * left.dtype.itemsize
     if size < 64:
         wide = np.int64 if left.dtype.kind == "i" else np.uint64
@@ -148,13 +148,13 @@ def high_product(left: Array, right: Array) -> Array:
     other = (a >> half) * (b & low) + (middle & low)
     product = (a >> half) * (b >> half) + (middle >> half) + (other >> half)
     if left.dtype.kind == "i":
-        # Read as unsigned a negative factor is 2**64 too great.
+        # Read as unsigned, a negative factor is 2**64 too large.
         product -= np.where(left < 0, b, np.uint64(0)) + np.where(right < 0, a, np.uint64(0))
     return product.astype(left.dtype)
 
 
 def select_bytes(low: Array, high: Array, selector: Array) -> Array:
-    """`prmt`: each nibble of the selector picks one of eight bytes, or spreads its sign."""
+    """Carry out `prmt`: each nibble of the selector picks one of eight bytes, or a byte's sign."""
     both = low.astype(np.uint64) | (high.astype(np.uint64) << np.uint64(32))
     result = np.zeros_like(both)
     for byte in range(4):
@@ -167,7 +167,7 @@ def select_bytes(low: Array, high: Array, selector: Array) -> Array:
 
 
 def look_up_bits(a: Array, b: Array, c: Array, table: Array) -> Array:
-    """Bits of `table`, eight of each number, that the bits of a, b and c are the place of."""
+    """Carry out `lop3`: bits of a, b and c select one of the lowest eight bits of `table`."""
     result = np.zeros_like(a)
     for place in range(8):
         sides = (word if place & bit else ~word for word, bit in ((a, 4), (b, 2), (c, 1)))
@@ -177,7 +177,7 @@ def look_up_bits(a: Array, b: Array, c: Array, table: Array) -> Array:
 
 
 def extract_bits(values: Array, start: Array, count: Array) -> Array:
-    """`bfe`: `count` bits from bit `start` on, with their sign for signed types."""
+    """Carry out `bfe`: extract `count` bits from bit `start` on, with their sign if signed."""
     most = values.dtype.itemsize * 8
     start = np.minimum(start, most).astype(np.int64)
     count = np.minimum(count, most - start).astype(np.int64)
@@ -189,7 +189,7 @@ def extract_bits(values: Array, start: Array, count: Array) -> Array:
 
 
 def smaller_magnitude(left: Array, right: Array) -> Array:
-    """`min.xorsign.abs`: the smaller magnitude, negative where signs differ."""
+    """Carry out `min.xorsign.abs`: the smaller magnitude, negative if the signs differ."""
     least = np.fmin(np.abs(left), np.abs(right))
     return np.where(np.signbit(left) != np.signbit(right), -least, least)
 
@@ -204,7 +204,7 @@ BINARY: dict[str, Callable[[Array, Array], Array]] = {
     "shl": _shift_left,
     "shr": _shift_right,
 }
-"""Of any type. Sums and products of integers wrap around."""
+"""Functions of two operands of any type. Sums and products of integers wrap around."""
 
 WHOLE_BINARY: dict[str, Callable[[Array, Array], Array]] = {
     "min": np.minimum,
@@ -236,7 +236,7 @@ COMPARISONS: dict[str, Callable[[Array, Array], Array]] = {
 
 
 def compare(name: str, left: Array, right: Array) -> Array:
-    """Whether values compare so: `lt`, or `ltu`, which is true where one is NaN.
+    """Compare values, for example by `lt`, or by `ltu`, which is also true if a value is NaN.
 
     Raises:
         EmulationError: There is no such comparison.

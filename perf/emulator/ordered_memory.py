@@ -1,4 +1,4 @@
-"""Shared memory of programs whose warps go ways of their own: who knew of whose accesses."""
+"""Shared memory of programs with specialised warps, checked for races with vector clocks."""
 
 from collections.abc import Callable
 
@@ -24,17 +24,18 @@ from perf.emulator.shared_memory import TRACED, UNFENCED, SharedBytes
 from perf.emulator.tensor_maps import CHUNK_BYTES
 
 NOBODY = -1
-"""Has written there."""
+"""Writer or thread of a place that nothing has accessed."""
 
 MBARRIER = -2
-"""Is what lies there, which loads and stores must leave alone."""
+"""Writer of a place that holds an mbarrier, which loads and stores must not touch."""
 
 
 class OrderedMemory(SharedBytes):
-    """What the warps of each program share, and the clocks of who accessed it.
+    """Shared memory of each program, and for each place the clocks of its last accesses.
 
-    Two warps race where one stores what the other stored or loads, and neither knew of the other.
-    Threads of a warp race where it did not meet in between. See `SharedMemory`.
+    Two warps race if one stores at a place where the other loads or stores, and neither knew of the
+    other's access. Two threads of a warp race if the warp did not synchronise in between. See
+    `SharedMemory`.
     """
 
     def __init__(self, clocks: Clocks, num_bytes: int) -> None:
@@ -42,22 +43,24 @@ class OrderedMemory(SharedBytes):
         super().__init__(num_programs, num_bytes)
         self._clocks, self._num_warps = clocks, clocks.num_warps
         count = len(self._data) // TRACED
-        # The last store: by which warp, or barrier of copies; at which clock; by which thread.
+        # The last store to each place: the warp, or the mbarrier of a copy; its clock; the thread.
         self._writer = np.full(count, NOBODY, dtype=np.int16)
         self._stored = np.zeros(count, dtype=np.int32)
         self._storer = np.zeros(count, dtype=np.int16)
         self._needs_fence = np.zeros(count, dtype=bool)
-        # The last load of each warp, and the threads of the last warp that loaded.
+        # Clock of the last load by each warp; lowest and highest thread of the last warp that
+        # loaded.
         self._loaded = np.zeros((count, self._num_warps), dtype=np.int32)
         self._least, self._most = (np.full(count, NOBODY, dtype=np.int16) for _ in range(2))
 
     def read(
         self, addresses: Addresses, num_bytes: int, programs: Parties, threads: Parties
     ) -> Bytes:
-        """Bytes u8[len(addresses), num_bytes] for lanes that are `threads` of `programs`.
+        """Return the bytes u8[len(addresses), num_bytes] that `threads` of `programs` load.
 
         Raises:
-            EmulationError: An address is outside or no multiple of `num_bytes`, or there is a race.
+            EmulationError: An address is outside of shared memory or not a multiple of
+                `num_bytes`, or there is a race.
         """
         offsets = self._offsets(addresses, num_bytes, programs, "load")
         traced = units_of(offsets, num_bytes, TRACED)
@@ -70,7 +73,8 @@ class OrderedMemory(SharedBytes):
         refuse_race(is_near, self._at(traced, programs), "load what others of their warp stored")
         least, most = self._least[traced], self._most[traced]
         is_past = (least // WARP != warps) | (self._loaded[traced, warps] <= synced)
-        # Of lanes at one place the last counts: threads ascend, and descend in reverse.
+        # If several lanes have one place, numpy keeps the last assignment. Lanes are sorted by
+        # thread, so this is the highest thread, and in reverse order the lowest.
         first = np.where(is_past, threads, np.minimum(least, threads))
         last = np.where(is_past, threads, np.maximum(most, threads))
         self._least[traced[::-1]], self._most[traced] = first[::-1], last
@@ -88,7 +92,10 @@ class OrderedMemory(SharedBytes):
         *,
         needs_fence: bool = True,
     ) -> None:
-        """Write rows of `data`, for tensor cores behind a fence or not; see `read`."""
+        """Write rows of `data`; `read` lists the errors.
+
+        `needs_fence` says whether tensor cores may read the data only after a proxy fence.
+        """
         num_bytes = data.shape[1]
         offsets = self._offsets(addresses, num_bytes, programs, "store")
         held = elements_of(self._data, num_bytes)
@@ -119,13 +126,14 @@ class OrderedMemory(SharedBytes):
     def for_products(
         self, addresses: Addresses, num_bytes: int, lanes: Places
     ) -> Callable[[Lanes], Bytes]:
-        """What reads what tensor cores multiply; see `SharedMemory`.
+        """Return a function that reads the operands of tensor cores; see `SharedMemory`.
 
-        They may read as soon as now, and as late as they are waited for.
+        Tensor cores may read at any time between now and the wait for the product. Accesses are
+        therefore checked both now and when the function is called.
         """
         programs, threads = np.divmod(lanes, self._num_warps * WARP)
         warps = threads[:, None] // GROUP * (GROUP // WARP) + np.arange(GROUP // WARP)
-        # What all four warps know, of each other too; not what they do from here on.
+        # Clocks that all four warps know, also of each other. Their later accesses get new clocks.
         known = self._clocks.known[programs[:, None], warps].min(axis=1)
         fenced = self._clocks.fenced[programs[:, None], warps].min(axis=1)
         for program, group in zip(programs.tolist(), warps.tolist(), strict=True):
@@ -141,7 +149,7 @@ class OrderedMemory(SharedBytes):
             self._check_known(places, of, known[matrices])
             for warp in warps[matrices].T[..., None]:
                 self._loaded[places, warp] = self._clocks.known[of, warp, warp]
-            # A warp waits for its products as one.
+            # All threads of a warp wait for its products together, so no single thread loads.
             self._least[places] = self._most[places] = NOBODY
             offsets = addresses[matrices].reshape(-1)
             owners = np.repeat(programs[matrices], addresses.shape[1])
@@ -154,20 +162,22 @@ class OrderedMemory(SharedBytes):
     def start_copy(
         self, addresses: Addresses, program: int, known: Places, barrier: int, epoch: int
     ) -> Callable[[Bytes], None]:
-        """Let the copy engine write chunks at addresses: garbage for now, and later data.
+        """Start a copy by the copy engine: write garbage to the target until the data land.
 
         Args:
-            addresses: Of the chunks.
-            program: Whose.
-            known: What the thread knows that asks for it, and what tensor cores would see.
-            barrier: Place in clocks of the barrier that tells of the copy.
-            epoch: Phase in which it does.
+            addresses: Addresses of the chunks in shared memory.
+            program: Program that the memory belongs to.
+            known: Clocks that the thread that asks for the copy knows, and those up to its proxy
+                fences, i32[2, warps + barriers].
+            barrier: Column in the clocks of the mbarrier that reports the copy.
+            epoch: Phase of the mbarrier that reports it.
 
         Returns:
-            What writes the data, u8[chunks, CHUNK_BYTES].
+            Function that writes the data, u8[chunks, CHUNK_BYTES].
 
         Raises:
-            EmulationError: Others may access what is there still, or stored without a fence.
+            EmulationError: Other warps may still access the target, or threads stored there
+                without a proxy fence since.
         """
         programs = np.full(len(addresses), program)
         offsets = self._offsets(addresses, CHUNK_BYTES, programs, "copy")
@@ -189,7 +199,7 @@ class OrderedMemory(SharedBytes):
         return land
 
     def hold(self, address: int, num_bytes: int, program: int, warp: int) -> None:
-        """Keep loads and stores from where a warp makes a barrier."""
+        """Reserve the place at which a warp initialises an mbarrier: refuse loads and stores."""
         programs, known = np.array([[program]]), self._clocks.known[program, warp][None]
         traced = self._units(address, num_bytes, program)
         changes = np.ones((1, 1), dtype=bool)
@@ -197,7 +207,7 @@ class OrderedMemory(SharedBytes):
         self._writer[traced] = MBARRIER
 
     def give_back(self, address: int, num_bytes: int, program: int, warp: int) -> None:
-        """Let a place be used again by those who know of it."""
+        """Free the place of an mbarrier, for warps that know that it is gone."""
         traced = self._units(address, num_bytes, program)
         self._writer[traced], self._storer[traced] = warp, NOBODY
         self._needs_fence[traced] = False
@@ -208,14 +218,14 @@ class OrderedMemory(SharedBytes):
         return units_of(offsets, num_bytes, TRACED)
 
     def _is_unfenced(self, traced: Places, fenced: Places) -> bool:
-        """Whether threads stored something [parties, units] that `fenced` has nothing of."""
+        """Return whether threads stored to places [parties, units] later than `fenced` says."""
         writer = self._writer[traced]
         is_of_warp = (writer >= 0) & (writer < self._num_warps) & self._needs_fence[traced]
         seen = np.take_along_axis(fenced, np.where(is_of_warp, writer, 0), axis=1)
         return bool((is_of_warp & (self._stored[traced] > seen)).any())
 
     def _check_known(self, traced: Places, programs: Places, known: Places) -> None:
-        """Refuse loads [parties, units] of what others stored and `known` has nothing of."""
+        """Refuse loads of places [parties, units] that others stored to later than `known` says."""
         writer, places = self._writer[traced], self._at(traced, programs)
         if (writer == MBARRIER).any():
             msg = f"load of an mbarrier, at {int(places[writer == MBARRIER][0])}"
@@ -234,7 +244,7 @@ class OrderedMemory(SharedBytes):
         warps: Places | None,
         changes: Lanes,
     ) -> None:
-        """Refuse stores [parties, units] over what others access and `known` has nothing of."""
+        """Refuse stores to places [parties, units] that others accessed later than `known` says."""
         writer, places = self._writer[traced], self._at(traced, programs)
         if (writer == MBARRIER).any():
             msg = f"store over an mbarrier, at {int(places[writer == MBARRIER][0])}"
@@ -251,5 +261,5 @@ class OrderedMemory(SharedBytes):
         refuse_race(is_new.any(axis=2) & changes, places, "store where others load")
 
     def _at(self, traced: Places, programs: Places) -> Places:
-        """Bytes from the start of a program's shared memory."""
+        """Return the address of each place, in bytes from the start of its program's memory."""
         return traced * TRACED - programs * self._stride

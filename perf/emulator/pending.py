@@ -1,4 +1,4 @@
-"""What runs on while programs do: it counts once somebody waits for it, and no earlier."""
+"""Asynchronous operations. They take effect when a program waits for them, and no earlier."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ Finish = Callable[[Programs], None]
 
 @dataclass
 class _Entry:
-    """Something under way.
+    """An operation under way.
 
     Attributes:
-        finish: What happens at the end, for some programs.
-        programs: Those for which it has not ended.
-        groups: Which group of a program's it is in.
-        registers: What it reads and writes until then.
+        finish: Function that ends the operation for some programs.
+        programs: Programs for which it has not ended.
+        groups: Index of the commit group that it is in, for each program.
+        registers: Registers that it reads and writes until it ends.
     """
 
     finish: Finish
@@ -28,7 +28,7 @@ class _Entry:
 
 
 class Pending:
-    """Asynchronous operations of several programs; each closes its own groups."""
+    """Asynchronous operations of several programs, or groups of warps; each commits its own."""
 
     def __init__(self, num_programs: int) -> None:
         self._num_groups = np.zeros(num_programs, dtype=np.int64)
@@ -36,11 +36,11 @@ class Pending:
 
     @property
     def is_busy(self) -> bool:
-        """Whether something has not ended."""
+        """Whether an operation has not ended."""
         return bool(self._entries)
 
     def uses(self, registers: frozenset[int], programs: Programs) -> bool:
-        """Whether an operation of some of these programs reads or writes such registers."""
+        """Return whether an operation of one of these programs uses one of these registers."""
         return any(
             not entry.registers.isdisjoint(registers) and (entry.programs & programs).any()
             for entry in self._entries
@@ -49,17 +49,17 @@ class Pending:
     def start(
         self, programs: Programs | None, finish: Finish, registers: frozenset[int] = frozenset()
     ) -> None:
-        """Start an operation of some programs on registers; None for all."""
+        """Start an operation of some programs, or of all if None, that uses these registers."""
         if programs is None:
             programs = np.ones(len(self._num_groups), dtype=bool)
         self._entries.append(_Entry(finish, programs.copy(), self._num_groups.copy(), registers))
 
     def commit(self, programs: Programs | None) -> None:
-        """Make a group of what these programs started since their last one."""
+        """Close a group: operations that these programs started since their last group."""
         self._num_groups += 1 if programs is None else programs
 
     def wait(self, programs: Programs | None, num_groups: int) -> None:
-        """End all groups of these programs but their last `num_groups`."""
+        """End all groups of these programs except their last `num_groups`."""
         for entry in self._entries:
             ended = entry.programs & (entry.groups < self._num_groups - num_groups)
             if programs is not None:

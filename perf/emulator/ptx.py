@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from perf.emulator.errors import EmulationError
 
 WIDTHS = {"pred": 1} | {f"{kind}{bits}": bits for kind in "bsuf" for bits in (8, 16, 32, 64)}
-"""Type of a declared register -> its bits."""
+"""Type of a declared register -> number of its bits."""
 
 SPECIAL = ("%tid.x", "%ctaid.x", "%ctaid.y", "%ctaid.z", "%nctaid.x", "%nctaid.y", "%nctaid.z")
-"""Registers that hold where a thread is."""
+"""Special registers: place of a thread in its program, and of its program in the grid."""
 
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """A register: its number among all of a kernel, and its bits."""
+    """A register: its index among all registers of the kernel, and the number of its bits."""
 
     index: int
     bits: int
@@ -30,14 +30,14 @@ class Immediate:
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """A special register, or the start of shared memory."""
+    """A name: a special register, a parameter, a label, or the start of shared memory."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A register or parameter and bytes behind it."""
+    """A register or parameter, plus an offset in bytes."""
 
     base: "Register | Symbol"
     offset_bytes: int
@@ -52,7 +52,7 @@ class Vector:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A descriptor of a tensor, and coordinates in it, the innermost first."""
+    """A tensor descriptor, and coordinates in the tensor, innermost dimension first."""
 
     descriptor: "Operand"
     coordinates: tuple["Operand", ...]
@@ -61,7 +61,7 @@ class Box:
 Operand = Register | Immediate | Symbol | Address | Vector | Box
 
 DESCRIPTOR = "b8[128]"
-"""Type of a parameter that describes a tensor to the copy engine."""
+"""Type of a parameter that is a tensor map, which describes a tensor to the copy engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +69,11 @@ class Instruction:
     """One instruction.
 
     Attributes:
-        opcode: As written, such as `add.s32`.
-        operands: Results first.
-        predicate: Threads that take part; None for all.
-        is_negated: Whether those take part where the predicate is false.
-        text: As written, for messages.
+        opcode: Name as written, such as `add.s32`.
+        operands: Operands, results first.
+        predicate: Register that selects the threads that take part; None for all.
+        is_negated: Whether threads take part if the predicate is false.
+        text: The whole instruction as written, for messages.
     """
 
     opcode: str
@@ -88,19 +88,19 @@ class Kernel:
     """A kernel's code.
 
     Attributes:
-        name: Of the entry.
-        parameters: Name and type of each, such as `("k_param_0", "u64")`.
-        num_threads: Of a program.
-        max_registers: Of a thread at launch; None where the compiler chooses.
-        capability: Of the GPU it is compiled for, such as 90.
-        instructions: In order.
+        name: Name of the entry.
+        parameters: Name and type of each parameter, such as `("k_param_0", "u64")`.
+        num_threads: Threads of a program.
+        max_registers: Registers of a thread at launch; None if the compiler chooses.
+        capability: Compute capability, times ten, that it is compiled for, such as 90.
+        instructions: Instructions in order.
         register_bits: Bits of each register.
-        targets: Label -> index of the instruction behind it.
+        targets: Label -> index of the instruction after it.
         tables: Name of a list of labels that a branch chooses from -> the labels.
         is_specialised: Whether some warps may meet or wait without the others of their program.
-        are_copies_fenced: Whether tensor cores may read what was copied behind a fence only.
+        are_copies_fenced: Whether tensor cores may read copied data only after a fence.
         may_stores_differ: Whether threads may store different values at one place of shared memory
-            at once, so that one of them is there.
+            at once, so that one of the values remains.
     """
 
     name: str
@@ -119,13 +119,13 @@ class Kernel:
 
 @dataclass
 class _Names:
-    """Registers and labels by name, in nested scopes; labels may be used before they are met.
+    """Registers and labels by name, in nested scopes. Labels may be used before they are defined.
 
     Attributes:
-        labels: Of each scope of the kernel, in the order in which scopes begin.
-        scopes: Registers of each scope that is open.
-        open_scopes: Which those are.
-        bits: Of each register.
+        labels: Labels of each scope of the kernel, in the order in which scopes begin.
+        scopes: Registers of each open scope, outermost first.
+        open_scopes: Indices of the open scopes, outermost first.
+        bits: Bits of each register.
     """
 
     labels: list[frozenset[str]]
@@ -144,7 +144,7 @@ class _Names:
         self.open_scopes.pop()
 
     def label(self, name: str) -> str:
-        """A label's name, made different from those of other scopes."""
+        """Return a label's name, made distinct from the same name in other scopes."""
         for scope in reversed(self.open_scopes):
             if name in self.labels[scope]:
                 return f"{name}@{scope}" if scope else name
@@ -166,10 +166,10 @@ def read_kernel(text: str) -> Kernel:
     """Read the only kernel of a module.
 
     Raises:
-        EmulationError: Something is not of the subset that Triton writes.
+        EmulationError: The text is not in the subset of PTX that Triton writes.
     """
     text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
-    # Where in the source code something comes from.
+    # Drop the directives that name lines of the source code.
     text = re.sub(r"^\s*\.(?:loc|file)\b[^\n]*", "", text, flags=re.MULTILINE)
     head = re.search(r"\.entry\s+([\w$]+)\s*\((.*?)\)\s*((?:\.\w+[^{]*)?)\{", text, re.DOTALL)
     target = re.search(r"\.target\s+sm_(\d+)", text)
@@ -213,7 +213,11 @@ def read_kernel(text: str) -> Kernel:
 
 
 def _parameter(declaration: str) -> tuple[str, str]:
-    """Name and type of `.param .u64 .ptr .global name`, or of `.param .align 64 .b8 name[128]`."""
+    """Return name and type of a parameter.
+
+    Its declaration has the form `.param .u64 .ptr .global name`, or
+    `.param .align 64 .b8 name[128]`.
+    """
     found = re.fullmatch(
         r"\s*\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s.*?([\w$]+)(\[\d+\])?\s*",
         declaration,
@@ -226,7 +230,7 @@ def _parameter(declaration: str) -> tuple[str, str]:
 
 
 def _parts_warps(instruction: Instruction) -> bool:
-    """Whether warps may meet or wait here without the others of their program."""
+    """Return whether warps may meet or wait here without the others of their program."""
     name = instruction.opcode.split(".")[0]
     if name not in {"bar", "barrier"} or ".warp." in instruction.opcode:
         return name == "mbarrier"
@@ -234,7 +238,7 @@ def _parts_warps(instruction: Instruction) -> bool:
 
 
 def _body(text: str) -> list[str]:
-    """Statements up to the brace that ends the kernel."""
+    """Return the statements up to the brace that ends the kernel."""
     statements, depth = [], 0
     for statement in _statements(text):
         depth += (statement == "{") - (statement == "}")
@@ -245,7 +249,7 @@ def _body(text: str) -> list[str]:
 
 
 def _labels(statements: list[str]) -> list[frozenset[str]]:
-    """Labels of each scope, in the order in which scopes begin."""
+    """Return the labels of each scope, in the order in which scopes begin."""
     labels: list[set[str]] = [set()]
     stack = [labels[0]]
     for statement in statements:
@@ -260,7 +264,7 @@ def _labels(statements: list[str]) -> list[frozenset[str]]:
 
 
 def _statements(body: str) -> Iterator[str]:
-    """Instructions, declarations, labels, and the braces around scopes."""
+    """Yield instructions, declarations, labels, and the braces around scopes."""
     start = depth = 0
     for match in re.finditer(r"[;{}]", body):
         mark, before = match[0], body[start : match.start()]
@@ -301,7 +305,7 @@ def _instruction(statement: str, names: _Names) -> Instruction:
 
 
 def _split(text: str) -> list[str]:
-    """Operands between commas that are in no braces, and between the two of `a|b`."""
+    """Split operands at commas outside of braces, and pairs such as `a|b`."""
     parts = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,|{}\[\]\s][^,|{}\[\]]*", text)
     return [part.strip() for part in parts if part.strip()]
 

@@ -1,8 +1,8 @@
-"""How the programs of a wave go through code.
+"""Schedule of a wave: the order in which its threads run instructions.
 
-All threads run an instruction together. Where they part, those that are furthest behind go first,
-so they meet again where their paths do. Who must wait tries again once nobody else can go on:
-others are as far ahead as they can be by then.
+All threads run an instruction together. If their paths part, the threads furthest behind in the
+code go first, so that threads meet again where their paths do. A thread that must wait tries again
+only when no other thread can go on. The others are then as far ahead as they can be.
 """
 
 from collections.abc import Sequence
@@ -16,30 +16,31 @@ from perf.emulator.ptx import Instruction
 from perf.emulator.waves import Reader, Step, Wave
 
 MAX_STEPS = 5_000_000
-"""Instructions after which programs count as ones that do not end."""
+"""Number of instructions after which a wave is taken to run forever."""
 
 MAX_TEXT = 100
-"""Characters of an instruction where several are named."""
+"""Characters to which a message that names several instructions cuts each."""
 
 WARP_INSTRUCTIONS = frozenset(
     {"bar", "barrier", "elect", "ldmatrix", "mma", "redux", "setmaxnreg", "shfl", "stmatrix"}
 )
-"""That all threads of a warp run together."""
+"""Instructions that all threads of a warp must run together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """An instruction, made ready to run.
+    """An instruction that is ready to run.
 
     Attributes:
-        step: What it does; None for a branch or a return.
-        targets: Where a branch goes; -1 is the end.
-        choice: Which of these, for each thread; None where there is one.
-        predicate: Index of the register that says which threads take part.
-        is_negated: Whether those take part where it is false.
-        registers: What it reads or writes at once; none for what fences and waits order.
-        together: Threads that must run it together; 1 where each may alone.
-        text: As written.
+        step: Function that carries it out; None for a branch or a return.
+        targets: Indices of the instructions that a branch may go to; -1 is the end.
+        choice: Reader of the index into `targets` of each thread; None if there is one target.
+        predicate: Index of the register that selects the threads that take part; None for all.
+        is_negated: Whether threads take part if that register is false.
+        registers: Registers that it uses at once. Empty for `wgmma`, whose use of registers is
+            ordered by fences and waits.
+        together: Number of threads that must run it together; 1 if each may run it alone.
+        text: The instruction as written.
     """
 
     step: Step | None
@@ -53,7 +54,7 @@ class Decoded:
 
 
 def together(instruction: Instruction) -> int:
-    """How many threads must run an instruction together."""
+    """Return the number of threads that must run an instruction together."""
     name = instruction.opcode.split(".")[0]
     if name == "wgmma":
         return GROUP
@@ -61,7 +62,7 @@ def together(instruction: Instruction) -> int:
 
 
 class _Schedule:
-    """Where the lanes of a wave are: those that may go on, and those that wait."""
+    """Place of each lane of a wave in the code, for lanes that may go on and lanes that wait."""
 
     def __init__(self, wave: Wave, code: Sequence[Decoded], leaders: frozenset[int]) -> None:
         self._wave, self._code, self._leaders = wave, code, leaders
@@ -86,7 +87,7 @@ class _Schedule:
             self._wave.barriers.check_over(np.arange(self._wave.num_programs))
 
     def _go_on(self, index: int, lanes: Lanes) -> None:
-        """Run lanes from an instruction up to where they part, meet others or wait."""
+        """Run lanes from an instruction on until they part, meet others or wait."""
         wave = self._wave
         every = None if lanes.all() else lanes
         while True:
@@ -131,7 +132,7 @@ class _Schedule:
         _send(self._ready, index + 1, lanes & ~taken)
 
     def _execute(self, decoded: Decoded, step: Step, active: Lanes | None) -> Lanes | None:
-        """Run an instruction; who must try again."""
+        """Run an instruction, and return the lanes that must try again; None for no lanes."""
         wave = self._wave
         alone = None
         if wave.barriers and active is not None and decoded.together > 1:
@@ -154,7 +155,7 @@ class _Schedule:
         return alone if held is None else alone | held
 
     def _deadlock(self) -> str:
-        """Who waits for what, where nobody can go on."""
+        """Describe what each warp waits for, when no warp can go on."""
         wave, lines = self._wave, []
         stalls = wave.barriers.stalls if wave.barriers else {}
         for index, lanes in sorted(self._waiting.items()):
@@ -171,7 +172,7 @@ class _Schedule:
         return f"{wave.kernel.name}: deadlock: " + "; ".join(lines)
 
     def _drop_ended(self) -> None:
-        """Drop programs that have ended, if they are half of all and nothing is under way."""
+        """Drop programs that have ended, if they are at least half and nothing is under way."""
         wave = self._wave
         if wave.barriers or wave.copies.is_busy or wave.products.is_busy:
             return
@@ -188,13 +189,13 @@ def run(wave: Wave, code: Sequence[Decoded], leaders: frozenset[int]) -> None:
     """Run programs to their end.
 
     Raises:
-        EmulationError: What the kernel does is an error; names the instruction.
+        EmulationError: The kernel does something wrong. The message names the instruction.
     """
     _Schedule(wave, code, leaders).run()
 
 
 def _alone(lanes: Lanes, num_threads: int) -> Lanes | None:
-    """Lanes whose neighbours are not all there; None where there are none."""
+    """Return the lanes of incomplete units of `num_threads` lanes; None if all are complete."""
     units = lanes.reshape(-1, num_threads)
     is_part = units.any(axis=1) & ~units.all(axis=1)
     if not is_part.any():
@@ -203,7 +204,7 @@ def _alone(lanes: Lanes, num_threads: int) -> Lanes | None:
 
 
 def _check_free(wave: Wave, registers: frozenset[int], lanes: Lanes | None) -> None:
-    """Refuse registers of products that are under way."""
+    """Refuse an instruction that uses registers of products under way."""
     active = np.ones(wave.num_lanes, dtype=bool) if lanes is None else lanes
     if wave.products.uses(registers, active.reshape(wave.num_groups, -1).any(axis=1)):
         msg = "a register of a product that nobody has waited for"

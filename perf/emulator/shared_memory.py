@@ -1,4 +1,4 @@
-"""Shared memory of an emulated GPU, where whole programs meet at barriers and nowhere else."""
+"""Shared memory of programs whose warps meet only at barriers of the whole program."""
 
 from collections.abc import Callable
 
@@ -25,14 +25,14 @@ UNFENCED = "tensor cores read what was written to shared memory since the last p
 NOBODY = np.iinfo(np.int32).max
 
 TRACED = 2
-"""Bytes whose accesses are remembered together: no store of a single byte is known."""
+"""Bytes that share one record of accesses. No kernel is known to store a single byte."""
 
 
 class SharedBytes:
     """Shared memory of several programs."""
 
     def __init__(self, num_programs: int, num_bytes: int) -> None:
-        # Matrices of several programs are aligned as those of one.
+        # Each program begins at a multiple of 1024 bytes, so that its matrices stay aligned.
         self.num_bytes = num_bytes
         self._stride = -(-num_bytes // 1024) * 1024
         self._data = np.full(num_programs * self._stride, GARBAGE, dtype=np.uint8)
@@ -52,13 +52,14 @@ class SharedBytes:
 
 
 class SharedMemory(SharedBytes):
-    """What the warps of each program share, and who accessed it since the last barrier.
+    """Shared memory of each program, and for each place its accesses since the last barrier.
 
-    Two threads race where one stores what the other stored or loads, with no barrier in between, of
-    their warp if both are of one. A store of what is there already is no race.
+    Two threads race if one stores at a place where the other loads or stores, without a barrier in
+    between. For two threads of one warp, a barrier of the warp is enough. A store that changes
+    nothing is no race.
 
-    Tensor cores read through another proxy: what threads or their copies wrote there needs a fence
-    in between, by all of them.
+    Tensor cores read through another proxy. After threads, or their copies, have written, all
+    threads of the program must run a proxy fence before tensor cores read there.
     """
 
     def __init__(
@@ -76,8 +77,9 @@ class SharedMemory(SharedBytes):
         self._writer = np.full(count, NOBODY, dtype=np.int32)
         self._least = np.full(count, NOBODY, dtype=np.int32)
         self._most = np.full(count, -1, dtype=np.int32)
-        # Accesses are numbered: the last store and load of each place, the last store that needs a
-        # fence, and the last access before a fence of each program or a barrier of each warp.
+        # Accesses are numbered. `_stored`, `_loaded` and `_unfenced` have the last store, load, and
+        # store that needs a fence, of each place. `_fenced` has the last access before a fence of
+        # each program, and `_synced` the last access before a barrier of each warp.
         self._stored = np.zeros(count, dtype=np.int32)
         self._loaded, self._unfenced = np.zeros_like(self._stored), np.zeros_like(self._stored)
         self._num_accesses = 0
@@ -91,22 +93,23 @@ class SharedMemory(SharedBytes):
     def for_products(
         self, addresses: Addresses, num_bytes: int, lanes: Places
     ) -> Callable[[Lanes], Bytes]:
-        """What reads, for some matrices and later, what tensor cores multiply.
+        """Return a function that reads some of these matrices for tensor cores, later.
 
         Args:
-            addresses: Of the elements, [matrices, elements].
-            num_bytes: Of an element.
-            lanes: First one of the group of warps that has each matrix.
+            addresses: Addresses of the elements, [matrices, elements].
+            num_bytes: Bytes of an element.
+            lanes: First lane of the group of warps that multiplies each matrix.
 
         Raises:
-            EmulationError: Something there was written after the last fence; the function raises it
-                as `read` does.
+            EmulationError: An element was written after the last proxy fence. The function itself
+                raises the errors of `read`.
         """
         programs, threads = np.divmod(lanes, self._num_warps * WARP)
         traced = (addresses + (programs * self._stride)[:, None]) // TRACED
         if (self._unfenced[traced] > self._fenced[programs][:, None]).any():
             raise EmulationError(UNFENCED)
-        # No barrier of a warp orders what tensor cores read.
+        # A barrier of a warp does not order reads of tensor cores, so they get a thread number
+        # that no warp has.
         readers = -WARP * (1 + threads // GROUP)
 
         def read(matrices: Lanes) -> Bytes:
@@ -118,11 +121,11 @@ class SharedMemory(SharedBytes):
         return read
 
     def warp_barrier(self, warps: Lanes | None) -> None:
-        """What these warps accessed before is apart from what they will; None for all."""
+        """Separate earlier accesses of these warps from their later ones; None for all warps."""
         self._synced[slice(None) if warps is None else warps] = self._num_accesses
 
     def barrier(self, programs: Lanes | None) -> None:
-        """What these programs accessed before is apart from what comes; None for all."""
+        """Separate earlier accesses of these programs from later ones; None for all programs."""
         for traces, nobody in ((self._writer, NOBODY), (self._least, NOBODY), (self._most, -1)):
             if programs is None:
                 traces.fill(nobody)
@@ -130,7 +133,7 @@ class SharedMemory(SharedBytes):
                 traces.reshape(len(programs), -1)[programs] = nobody
 
     def keep(self, programs: Lanes) -> None:
-        """Forget the others."""
+        """Keep only the memory of these programs, because the others have ended."""
         for name in (
             "_data", "_writer", "_least", "_most", "_stored", "_loaded", "_unfenced", "_fenced",
             "_synced",
@@ -141,10 +144,11 @@ class SharedMemory(SharedBytes):
     def read(
         self, addresses: Addresses, num_bytes: int, programs: Parties, threads: Parties
     ) -> Bytes:
-        """Bytes u8[len(addresses), num_bytes] for lanes that are `threads` of `programs`.
+        """Return the bytes u8[len(addresses), num_bytes] that `threads` of `programs` load.
 
         Raises:
-            EmulationError: An address is outside or no multiple of `num_bytes`, or there is a race.
+            EmulationError: An address is outside of shared memory or not a multiple of
+                `num_bytes`, or there is a race.
         """
         offsets = self._offsets(addresses, num_bytes, programs, "load")
         traced, threads = units_of(offsets, num_bytes, TRACED), threads[:, None]
@@ -156,11 +160,12 @@ class SharedMemory(SharedBytes):
         synced = self._synced[programs[:, None] * self._num_warps + warps]
         near = (writer != NOBODY) & (writer != threads) & (self._stored[traced] > synced)
         refuse_race(near, traced, "load what others of their warp stored")
-        # What threads of this warp alone loaded before its last barrier is forgotten.
+        # Forget loads by this warp alone that came before its last barrier.
         is_past = (least // WARP == warps) & (most // WARP == warps)
         is_past &= self._loaded[traced] <= synced
         least, most = np.where(is_past, NOBODY, least), np.where(is_past, -1, most)
-        # Of lanes at one place the last counts: threads ascend, and descend in reverse.
+        # If several lanes have one place, numpy keeps the last assignment. Lanes are sorted by
+        # thread, so this is the highest thread, and in reverse order the lowest.
         self._least[traced[::-1]] = np.minimum(least, threads)[::-1]
         self._most[traced] = np.maximum(most, threads)
         self._num_accesses += 1
@@ -177,7 +182,10 @@ class SharedMemory(SharedBytes):
         *,
         needs_fence: bool = True,
     ) -> None:
-        """Write rows of `data`, for tensor cores behind a fence or not; see `read`."""
+        """Write rows of `data`; `read` lists the errors.
+
+        `needs_fence` says whether tensor cores may read the data only after a proxy fence.
+        """
         num_bytes = data.shape[1]
         offsets = self._offsets(addresses, num_bytes, programs, "store")
         held = elements_of(self._data, num_bytes)

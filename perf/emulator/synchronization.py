@@ -1,4 +1,4 @@
-"""Instructions by which threads wait for each other, and for what others bring."""
+"""Instructions by which threads wait for each other, and for data."""
 
 from collections.abc import Callable, Iterator
 
@@ -14,7 +14,7 @@ from perf.emulator.waves import Reader, Step, Wave, active_of, reader, writer
 
 
 def synchronization(instruction: Instruction) -> Step | None:
-    """What an instruction does; None if it is of another family."""
+    """Return the step of an instruction; None if it is of another family."""
     name, *flags = instruction.opcode.replace("::cta", "").split(".")
     if name == "mbarrier":
         build = MBARRIERS.get(".".join(flag for flag in flags if flag in MBARRIER_FLAGS))
@@ -26,7 +26,11 @@ def synchronization(instruction: Instruction) -> Step | None:
 
 
 def barriers_of(wave: Wave) -> Barriers:
-    """What the warps of a wave wait for, if they go ways of their own."""
+    """Return the barriers of a wave; its warps must be specialised.
+
+    Raises:
+        EmulationError: They are not.
+    """
     if wave.barriers is None:
         msg = "an instruction for warps that go ways of their own"
         raise EmulationError(msg)
@@ -34,7 +38,7 @@ def barriers_of(wave: Wave) -> Barriers:
 
 
 def _warps(wave: Wave, lanes: Lanes | None) -> Iterator[tuple[int, int, int, Lanes]]:
-    """Of each warp that takes part: its first lane, program, number there, threads bool[32]."""
+    """Yield for each warp that takes part: first lane, program, warp in it, threads bool[32]."""
     num_warps = wave.num_threads // WARP
     if lanes is None:
         lanes = np.ones(wave.num_lanes, dtype=bool)
@@ -44,7 +48,7 @@ def _warps(wave: Wave, lanes: Lanes | None) -> Iterator[tuple[int, int, int, Lan
 
 
 def _held(wave: Wave, firsts: list[int]) -> Lanes | None:
-    """Lanes of whole warps that must try again."""
+    """Return all lanes of the warps with these first lanes, which must try again; None if none."""
     if not firsts:
         return None
     held = np.zeros(wave.num_lanes, dtype=bool)
@@ -106,7 +110,10 @@ def _await_launch(_instruction: Instruction, flags: list[str]) -> Step:
 
 
 def _fence(_instruction: Instruction, flags: list[str]) -> Step:
-    """Everything is seen by everyone at once here, but for what tensor cores read themselves."""
+    """Return the step of a fence, which has an effect only on reads by tensor cores.
+
+    Everything else that a thread stores is visible to all threads at once in the emulator.
+    """
     if flags[:2] != ["proxy", "async"]:
         return lambda _wave, _lanes: None
 
@@ -161,7 +168,7 @@ def _set_registers(instruction: Instruction, flags: list[str]) -> Step:
 def _each(
     wave: Wave, lanes: Lanes | None, addresses: Array
 ) -> Iterator[tuple[int, int, Lanes, int]]:
-    """Of each warp and address it has: program, warp, threads bool[32], address."""
+    """Yield for each warp, and each address it has: program, warp, threads bool[32], address."""
     for first, program, warp, threads in _warps(wave, lanes):
         places = addresses[first : first + WARP]
         for address in np.unique(places[threads]).tolist():
@@ -237,9 +244,10 @@ def _amount(operands: object) -> Reader:
 
 
 def _try_wait(instruction: Instruction) -> Step:
-    """Answers no once, where the phase has not ended; who asks again waits.
+    """Return the step of a wait for a phase of an mbarrier.
 
-    Of threads that ask without the others of their warp these know at once what they get to know.
+    If the phase has not ended, the first try is answered "no", and the second waits. If only some
+    threads of a warp ask, the other threads of the warp learn the same clocks at once.
     """
     result, address, parity, *_ = instruction.operands
     write, place_of = writer(result, "pred"), address_of(address)
@@ -280,7 +288,7 @@ MBARRIER_FLAGS = frozenset(
     {"init", "inval", "arrive", "expect_tx", "try_wait", "test_wait", "parity", "noComplete"}
     | {"arrive_drop", "complete_tx", "pending_count", "cluster"}
 )
-"""Parts of such an instruction's name that say what it does."""
+"""Parts of the name of an mbarrier instruction that say what it does."""
 
 MBARRIERS: dict[str, Callable[[Instruction], Step]] = {
     "init": _init,
@@ -291,7 +299,7 @@ MBARRIERS: dict[str, Callable[[Instruction], Step]] = {
     "try_wait.parity": _try_wait,
     "test_wait.parity": _try_wait,
 }
-"""Parts of the name -> what makes the step."""
+"""Parts of the name of an mbarrier instruction -> function that returns its step."""
 
 BUILDERS: dict[str, Callable[[Instruction, list[str]], Step]] = {
     "bar": _barrier,
@@ -302,4 +310,4 @@ BUILDERS: dict[str, Callable[[Instruction, list[str]], Step]] = {
     "elect": _elect,
     "setmaxnreg": _set_registers,
 }
-"""Name of an instruction -> what makes its step."""
+"""Name of an instruction -> function that returns its step."""

@@ -1,4 +1,4 @@
-"""Copies of boxes of a tensor to shared memory, which tell a barrier when they have landed."""
+"""Copies of boxes of a tensor to shared memory, which report to an mbarrier when they land."""
 
 import re
 
@@ -14,7 +14,7 @@ from perf.emulator.waves import Step, Wave, active_of, reader
 
 
 def tensor_copies(instruction: Instruction) -> Step | None:
-    """What an instruction does; None if it is of another family."""
+    """Return the step of an instruction; None if it is of another family."""
     name = instruction.opcode
     if not name.startswith("cp.async.bulk"):
         return None

@@ -1,4 +1,4 @@
-"""Tensors as the copy engine is told of them: their boxes, and where these lie when copied."""
+"""Tensor maps: descriptions of tensors for the copy engine, and the layout of copied boxes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,31 +11,31 @@ from perf.emulator.errors import EmulationError
 from perf.emulator.memory import GARBAGE, Addresses, Bytes
 
 CHUNK_BYTES = 16
-"""That keep together when rows are swizzled; also of what strides are multiples."""
+"""Bytes that stay together when rows are swizzled. Strides are multiples of this."""
 
 SWIZZLES = {0: 16, 1: 32, 2: 64, 3: 128}
-"""Code in CUDA's `CUtensorMapSwizzle` -> bytes whose chunks change places."""
+"""Code in CUDA's `CUtensorMapSwizzle` -> bytes of a row whose chunks change places; 16 for none."""
 
 MAX_DIMS = 5
 MAX_BOX = 256
-"""Elements of a box, in each dimension."""
+"""Largest number of elements of a box in each dimension."""
 
 BOX_ALIGNMENT_BYTES = 128
-"""In shared memory."""
+"""Alignment of a box in shared memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorMap:
-    """A tensor that boxes are copied from; the innermost dimension comes first.
+    """A tensor from which boxes are copied. The innermost dimension comes first.
 
     Attributes:
-        base: The tensor's start.
-        element_bytes: Of an element.
-        shape: Elements in each dimension.
-        stride_bytes: From one to the next.
-        box: Elements of a box in each dimension.
+        base: Tensor that begins where the described one does.
+        element_bytes: Bytes of an element.
+        shape: Number of elements in each dimension.
+        stride_bytes: Bytes from one element to the next in each dimension.
+        box: Number of elements of a box in each dimension.
         swizzle_bytes: Bytes of a row whose chunks change places; 16 for none.
-        fill: Every byte of what lies outside of the tensor.
+        fill: Value of every byte of a box that is outside of the tensor.
     """
 
     base: torch.Tensor
@@ -48,7 +48,7 @@ class TensorMap:
 
     @classmethod
     def of(cls, descriptor: Any, layout: dict[str, Any]) -> "TensorMap":  # noqa: ANN401
-        """Make it of a descriptor of Triton and what the compiler says of the boxes."""
+        """Make a tensor map from Triton's descriptor and the compiler's layout of the boxes."""
         element_bytes = layout["elem_size"]
         if layout["fp4_padded"] or getattr(descriptor, "round_f32_to_tf32", False):
             msg = "a tensor descriptor of 4-bit or tf32 elements"
@@ -64,7 +64,7 @@ class TensorMap:
         )
 
     def __post_init__(self) -> None:
-        """Check what a GPU's driver checks."""
+        """Check the rules that a GPU's driver checks."""
         num_dims, row_bytes = len(self.shape), self.box[0] * self.element_bytes
         rules = {
             f"1 to {MAX_DIMS} dimensions": 0 < num_dims <= MAX_DIMS,
@@ -91,14 +91,14 @@ class TensorMap:
 
     @property
     def box_bytes(self) -> int:
-        """Of a box."""
+        """Bytes of a box."""
         return int(np.prod(self.box)) * self.element_bytes
 
     def places(self, start: int) -> Addresses:
-        """Where the chunks of a box that begins at `start` of shared memory go.
+        """Return the addresses of the chunks of a box that begins at `start` of shared memory.
 
         Raises:
-            EmulationError: It may not begin there.
+            EmulationError: A box may not begin there.
         """
         if start % BOX_ALIGNMENT_BYTES:
             msg = f"a box at {start}, no multiple of {BOX_ALIGNMENT_BYTES}"
@@ -107,11 +107,11 @@ class TensorMap:
         return places ^ (((places >> 7) & (self.swizzle_bytes // CHUNK_BYTES - 1)) << 4)
 
     def fetch(self, first: list[int], read: Callable[[Addresses, int], Bytes]) -> Bytes:
-        """Chunks u8[chunks, CHUNK_BYTES] of the box whose first element is at `first`.
+        """Return the chunks u8[chunks, CHUNK_BYTES] of the box whose first element is at `first`.
 
         Args:
-            first: Coordinates; they may lie outside of the tensor.
-            read: Of addresses and a number of bytes, what lies there.
+            first: Coordinates of the first element. They may lie outside of the tensor.
+            read: Function that reads a number of bytes at each of some addresses.
         """
         inner, *outer = self.box
         rows = np.full(1, self.base.data_ptr(), dtype=np.int64)
@@ -127,7 +127,7 @@ class TensorMap:
         taken = (columns >= 0) & (columns < self.shape[0])
         each = self.element_bytes
         if taken.all() and first[0] * each % CHUNK_BYTES == 0:
-            # Whole chunks, which is the same and quicker.
+            # Read whole chunks instead of elements: the result is the same, and it is faster.
             each = CHUNK_BYTES
             columns = first[0] * self.element_bytes // each + np.arange(data.shape[1] // each)
             taken = np.ones(len(columns), dtype=bool)

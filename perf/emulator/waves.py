@@ -1,4 +1,4 @@
-"""Programs of a launch that run in step: their threads' registers."""
+"""Waves: programs of a launch that run in step, and the registers of their threads."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -31,19 +31,20 @@ Place = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What the programs of a launch have in common.
+    """Things that all programs of a launch share.
 
     Attributes:
-        kernel: What they run.
-        grid: Programs in each dimension.
-        arguments: Parameter -> its bits.
-        memory: The tensors.
+        kernel: The kernel.
+        grid: Number of programs in each dimension.
+        arguments: Name of a parameter -> its bits.
+        memory: Global memory, that is, the tensors.
         shared_bytes: Shared memory of each program.
-        counters: What to count in; None for nowhere.
-        maps: Address of a parameter that describes a tensor -> what it describes.
-        dependence: What programs may do before they wait for the launch ahead; None where that has
-            ended before this one began.
-        histories: What warps knew of each other, where that matters; filled as they run.
+        counters: Counters to update; None for no counting.
+        maps: Address of a parameter that is a tensor map -> the tensor map.
+        dependence: Checks of programs that begin before the launch ahead has ended; None if it
+            ended before this launch began.
+        histories: Clocks that parties knew when they accessed global memory, for kernels with
+            specialised warps. Filled while programs run.
     """
 
     kernel: Kernel
@@ -58,19 +59,20 @@ class Launch:
 
 
 class Wave:
-    """Programs that run in step; a lane is one thread of one of them.
+    """Programs that run in step. A lane is one thread of one of them.
 
     Args:
-        launch: Theirs.
+        launch: Launch of the programs.
         places: Index of each program in the dimensions of the grid.
 
     Attributes:
         registers: Bits of each register, one value per lane.
         copies: Asynchronous copies that have not landed.
-        products: Asynchronous matrix products that are not finished.
-        num_barriers: How many each program has passed.
-        barriers: What warps wait for that go ways of their own; None where programs stay together.
-        dependence: As that of the launch.
+        products: Asynchronous matrix products that have not ended.
+        num_barriers: Number of barriers that each program has passed.
+        barriers: Barriers and registers of specialised warps; None if all warps of a program run
+            the same code.
+        dependence: Checks of a dependent launch, as in `Launch`.
         has_waited: Lanes that have waited for the launch ahead.
         fenced: The registers as they were at the last `wgmma.fence` of each group of warps.
     """
@@ -113,7 +115,7 @@ class Wave:
     def _set_lanes(self) -> None:
         self.num_programs = len(self._places)
         self.num_lanes = self.num_programs * self.num_threads
-        # Programs of no groups multiply nothing, or by warps.
+        # A program that is not made of whole groups of four warps runs no `wgmma`.
         self.group_threads = GROUP if self.num_threads % GROUP == 0 else self.num_threads
         self.num_groups = self.num_lanes // self.group_threads
         lanes = np.arange(self.num_lanes)
@@ -128,13 +130,13 @@ class Wave:
         self.program_ids = place[:, 0] + width * (place[:, 1] + height * place[:, 2])
 
     def of(self, values: Array) -> Array:
-        """One value for each lane."""
+        """Return one value for each lane."""
         if values.shape == (self.num_lanes,):
             return values
         return np.broadcast_to(values, (self.num_lanes,))
 
     def parties(self, active: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Who some lanes are to global memory."""
+        """Return the parties of some lanes that access global memory now."""
         programs = self.programs[active]
         if self.barriers:
             return self.barriers.clocks.parties(programs, active % self.num_threads // WARP)
@@ -142,29 +144,29 @@ class Wave:
         return codes[programs] | active % self.num_threads // WARP
 
     def whole_programs(self, lanes: Lanes | None, what: str) -> Lanes | None:
-        """Which programs take part in what all their threads must do; None for all.
+        """Return the programs that take part in an instruction for whole programs; None for all.
 
         Raises:
-            EmulationError: Some threads of a program do not.
+            EmulationError: Only some threads of a program take part.
         """
         return _whole(lanes, self.num_threads, what)
 
     def whole_groups(self, lanes: Lanes | None, what: str) -> Lanes | None:
-        """Which groups of four warps take part in what all must do; see `whole_programs`."""
+        """Return the groups of four warps that take part, as `whole_programs` does."""
         return _whole(lanes, self.group_threads, what)
 
     def num_warps(self, lanes: Lanes | None) -> int:
-        """How many warps these lanes are of."""
+        """Return the number of warps that these lanes belong to."""
         if lanes is None:
             return self.num_lanes // WARP
         return int(lanes.reshape(-1, WARP).any(axis=1).sum())
 
     def whole_warps(self, lanes: Lanes | None, what: str) -> Lanes | None:
-        """Which warps take part in what all their threads must do; see `whole_programs`."""
+        """Return the warps that take part, as `whole_programs` does."""
         return _whole(lanes, WARP, what)
 
     def keep(self, programs: Lanes) -> None:
-        """Go on with some programs; the others have ended."""
+        """Keep only these programs, because the others have ended."""
         lanes = programs[self.programs]
         groups = lanes[:: self.group_threads]
         self._places = self._places[programs]
@@ -180,7 +182,7 @@ class Wave:
             ]
             for each in fenced
         }
-        # Most registers hold what others do.
+        # Many registers share one array, for example that of garbage. Copy each array once.
         kept: dict[int, Array] = {}
         for index, register in enumerate(self.registers):
             if id(register) not in kept:
@@ -209,7 +211,10 @@ def _whole(lanes: Lanes | None, num_threads: int, what: str) -> Lanes | None:
 
 
 Step = Callable[[Wave, Lanes | None], Lanes | None]
-"""What an instruction does for some of the lanes, or None for all; of them, who must try again."""
+"""Function that carries out an instruction for some lanes (None for all).
+
+It returns the lanes that must try again, or None for no lanes.
+"""
 
 
 Reader = Callable[[Wave], Array]
@@ -217,7 +222,7 @@ Writer = Callable[[Wave, Array, Lanes | None], None]
 
 
 def reader(operand: Operand, kind: str) -> Reader:
-    """What gives an operand's values of type `kind`: one, or one for each lane."""
+    """Return a function that reads an operand as type `kind`: one value, or one for each lane."""
     match operand:
         case Register(index, size):
             is_plain = kind[0] in {"b", "u"} and kind != "bf16" and size == bits_of(kind)
@@ -247,7 +252,7 @@ def _constant(value: int, kind: str) -> Array:
 
 
 def writer(operand: Operand, kind: str) -> Writer:
-    """What puts values of type `kind` into a register, for some of the threads."""
+    """Return a function that writes values of type `kind` to a register, for some of the lanes."""
     if operand == Symbol("_"):
         return lambda _program, _values, _lanes: None
     if not isinstance(operand, Register):
@@ -265,5 +270,5 @@ def writer(operand: Operand, kind: str) -> Writer:
 
 
 def active_of(lanes: Lanes | None, num_lanes: int) -> npt.NDArray[np.int64]:
-    """Indices of lanes."""
+    """Return the indices of some lanes (None for all)."""
     return np.arange(num_lanes) if lanes is None else np.flatnonzero(lanes)
