@@ -45,7 +45,7 @@ def _step(instruction: Instruction, kind: str, *kinds: str):  # noqa: ANN202
 
 
 def _elementwise(kind: str, flags: list[str], function):  # noqa: ANN001, ANN202
-    """Apply a function to both elements of pairs, or flush subnormals if the flags say so."""
+    """Extend a function to both elements of a pair, or flush subnormals if the flags say so."""
     if kind in PACKED:
         each = PACKED[kind]
 

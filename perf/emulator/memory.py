@@ -18,7 +18,7 @@ Histories = dict[int, npt.NDArray[np.int32]]
 """Party of `GlobalMemory` -> the clock of each warp of its program that the party knew."""
 
 Accesses = tuple[Addresses, Parties, int]
-"""Offsets in a region, the party of each, and the bytes of each access."""
+"""Offsets in a region (the storage of a tensor), the party of each, and bytes of an access."""
 
 WARP = 32
 """Threads of a warp."""
@@ -121,7 +121,7 @@ class GlobalMemory:
             self._stores[region].append((once, parties[lanes][changed][one], num_bytes))
 
     def check_races(self, histories: Histories | None = None) -> None:
-        """Check that programs, and warps without a barrier between them, do not depend on others.
+        """Check for races between programs, and between warps without a barrier between them.
 
         Args:
             histories: Clocks that each party knew, for kernels with specialised warps. A party

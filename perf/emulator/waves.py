@@ -70,8 +70,8 @@ class Wave:
         copies: Asynchronous copies that have not landed.
         products: Asynchronous matrix products that have not ended.
         num_barriers: Number of barriers that each program has passed.
-        barriers: Barriers and registers of specialised warps; None if all warps of a program run
-            the same code.
+        barriers: Barriers and registers of specialised warps; None if warps meet only at barriers
+            of their whole program.
         dependence: Checks of a dependent launch, as in `Launch`.
         has_waited: Lanes that have waited for the launch ahead.
         fenced: The registers as they were at the last `wgmma.fence` of each group of warps.
