@@ -1,4 +1,4 @@
-"""Whether the books of requests, allocator and prefix cache agree."""
+"""Checks that the records of requests, allocator and prefix cache agree."""
 
 from collections.abc import Iterable, Sequence
 
