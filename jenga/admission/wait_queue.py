@@ -187,7 +187,7 @@ class Waiting:
             self._leave_queue(request_id, waiter)
 
     def shared_tokens(self, request_id: str) -> int:
-        """Tokens that a request shares with what was cached or came before it, as far as known."""
+        """First tokens that a request shares with cached content or earlier requests, if known."""
         waiter = self._waiters.get(request_id)
         return waiter.branch_tokens if waiter is not None else 0
 
@@ -316,7 +316,7 @@ class Waiting:
         waiter.keys = []
 
     def check(self) -> None:
-        """Raise `InvariantError` unless page tables know exactly who waits for what."""
+        """Raise `InvariantError` unless the tree knows which requests wait for which points."""
         expected: dict[Hashable, list[int]] = {}
         for waiter in self._followed.values():
             for key in waiter.keys:

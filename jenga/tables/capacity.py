@@ -22,15 +22,15 @@ class Capacity:
     def peak_pages(
         self, num_tokens: int, *, chunk_tokens: int, facts: RequestFacts | None = None
     ) -> tuple[int, ...]:
-        """Most small pages of each page table that a request holds on its way to so many tokens.
+        """Return the most small pages of each page table that a request holds at a time.
 
         Args:
-            num_tokens: Tokens it ends with.
-            chunk_tokens: Tokens a step computes at most.
-            facts: Of the request; by default that all its tokens are prompt.
+            num_tokens: Number of tokens that the request ends with.
+            chunk_tokens: Most tokens that a step computes.
+            facts: Facts of the request. By default, all its tokens are prompt.
 
         Raises:
-            ValueError: A number is no integer of at least 0.
+            ValueError: A number is not an integer of at least 0.
         """
         check_count("num_tokens", num_tokens)
         check_count("chunk_tokens", chunk_tokens)

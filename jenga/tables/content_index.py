@@ -19,8 +19,8 @@ class CacheChange:
     Attributes:
         table_index: Page table in which the content lies.
         is_found: Whether it can be found from now on.
-        keys: Keys of the content. For content that can now be found in the arena, these are keys of
-            consecutive pages.
+        keys: Keys of the content. For content that can now be found in the arena, they are in the
+            order of its page table, without gaps.
         is_on_host: Whether the change is in host memory, and not in the arena.
     """
 

@@ -45,7 +45,7 @@ class Growth:
         self._long_pages = [APART_LARGE_PAGES * pages or NEVER for pages in self._apart_pages]
 
     def give_up(self, request: Request, num_processed_tokens: int) -> None:
-        """Give up pages that are outside every future window, at the time of the step before.
+        """Give up pages that are outside every future window. They count as last used a step ago.
 
         No page is given up before `request.shrinks_at` processed tokens.
         """
@@ -90,7 +90,7 @@ class Growth:
         request.grows_at = min(request.max_tokens) + 1
 
     def needs(self, request: Request, num_tokens: int) -> list[int]:
-        """Small pages to take in each page table for so many tokens."""
+        """Return the small pages to take in each page table for `num_tokens` tokens."""
         needs = [0] * len(self._tables)
         for index, max_tokens in enumerate(request.max_tokens):
             if num_tokens > max_tokens:
@@ -119,7 +119,7 @@ class Growth:
         return expected
 
     def _is_apart(self, request: Request, index: int, need: int) -> bool:
-        """Whether a request is long, and has or takes enough pages of its own for a large page."""
+        """Whether a request is long, and has or takes enough own pages to fill a large page."""
         num_pages = len(request.pages[index])
         num_own = num_pages - request.found[index] + need
         return num_pages >= self._long_pages[index] and num_own >= self._apart_pages[index]
@@ -155,10 +155,18 @@ class Growth:
         chunk_tokens: int,
         full_tokens: int,
     ) -> list[int]:
-        """Small pages to take beyond those held until `full_tokens` tokens, at the peak.
+        """Return the small pages still to take before `full_tokens` tokens, at the peak.
 
-        A page held counts against the peak if it will be touched to the end, or if giving it up
-        makes room for another: not if someone else goes on using it.
+        A held page counts against the peak if the request touches it until the end, or if giving it
+        up makes room for another page. It makes no room if another request goes on using it.
+
+        Args:
+            request: The request.
+            found: At admission, for each page table, the small pages of the hit. None for a running
+                request.
+            needs: Small pages that it takes in this step.
+            chunk_tokens: Most tokens that a step computes.
+            full_tokens: Number of tokens to reach.
         """
         facts = request.facts
         peaks = self._capacity.peak_pages(full_tokens, chunk_tokens=chunk_tokens, facts=facts)

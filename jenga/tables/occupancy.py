@@ -85,10 +85,11 @@ class Holdings:
 
     @property
     def growth_large_pages(self) -> int:
-        """Large pages from which every running request could take one more page of each table.
+        """Number of large pages that let every running request take one more page of each table.
 
-        To leave to them when a request comes in again that was preempted: where it takes the last
-        large page, the next request to grow sends it away, and all it computed is lost once more.
+        Leave this many free when a preempted request is admitted again. If it took the last large
+        page, the next request to grow would preempt it, and all that it computed would be lost once
+        more.
         """
         num_requests = len(self._requests)
         return sum(
