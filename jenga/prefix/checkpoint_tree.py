@@ -439,8 +439,8 @@ class CheckpointTree:
             point = self.history.get(key)
             if point is not None:
                 self.history.read(point)
-            # An image that is shown twice is found twice. The end of an image is found if its rest
-            # was read before.
+            # An image that is shown twice is found twice. Only the end of an image is found if the
+            # hit ends within it.
             numbers = {
                 page: cast("tuple[bytes, int]", table.keys_of([page])[0])[1] for page in some
             }
@@ -591,13 +591,13 @@ class CheckpointTree:
         keys: Sequence[Hashable],
         prefix_hashes: Sequence[bytes],
     ) -> Checkpoint:
-        """A node as far as a text goes with it: itself, or one at which it is divided.
+        """Return a node that ends where a text leaves `owner`: `owner` itself, or its split.
 
         Args:
-            owner: The node, of which the text has the beginning.
-            guide: The page table that is compared.
-            keys: Of the text's pages from the beginning of the node's segment.
-            prefix_hashes: Of the text.
+            owner: The node. The text has at least the beginning of its segment.
+            guide: Page table whose keys are compared.
+            keys: Keys of the text's pages, from the beginning of the node's segment.
+            prefix_hashes: Prefix hashes of the text.
         """
         pages = owner.segment[0]
         align, slots = self.align_tokens, guide.grain.page_slots
@@ -836,7 +836,7 @@ class CheckpointTree:
                 yield node
 
     def protect(self, node: Checkpoint | None) -> None:
-        """Let a checkpoint be the last to go until another call, since it is about to be read."""
+        """Make a checkpoint the last to be evicted, until the next call: a hit will read it."""
         self._protected = node
 
     # Eviction
@@ -936,7 +936,10 @@ class CheckpointTree:
 
     @staticmethod
     def _leaving(node: Checkpoint) -> Iterator[Checkpoint]:
-        """Nodes whose segments go with a checkpoint: its own, and those before it likewise."""
+        """Yield the nodes whose segments go with a checkpoint.
+
+        These are the node itself, if it has no children, and the parents that nothing else needs.
+        """
         num_others = 0
         while node.parent is not None and node.num_children == num_others:
             yield node
@@ -995,7 +998,7 @@ class CheckpointTree:
                 break
 
     def evict(self, node: Checkpoint) -> None:
-        """Evict a checkpoint: what no other one needs becomes empty, if no request uses it."""
+        """Evict a checkpoint. Unused pages that no other checkpoint needs become empty."""
         self.num_evicted += 1
         heir = node.kept_before
         if heir is not None:
