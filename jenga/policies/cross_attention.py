@@ -30,5 +30,5 @@ class CrossAttentionPolicy(ImageSlots):
     def reused_pages(
         self, facts: RequestFacts, is_hit: Sequence[object], _grain: Grain, _num_tokens: int, /
     ) -> Sequence[int]:
-        """Every image that is there whole, before the prefix's end or after it."""
+        """Return the pages of every image cached whole, before the prefix's end or after it."""
         return self.complete_images(facts, is_hit, 0)

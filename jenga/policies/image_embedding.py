@@ -61,7 +61,7 @@ class ImageEmbeddingPolicy(ImageSlots):
         return NEVER
 
     def peak_slots(self, facts: RequestFacts, num_tokens: int, chunk_tokens: int, /) -> int:
-        """The most that a chunk finds begun and not consumed, wherever chunks begin."""
+        """Return the most slots begun and not consumed in a chunk, wherever chunks begin."""
         # The kept slots grow only where an image begins. The chunk's last token is its first one
         # there.
         starts = [

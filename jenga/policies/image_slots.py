@@ -86,7 +86,7 @@ class ImageSlots:
     def content_keys(
         self, facts: RequestFacts, _prefix_hashes: Sequence[bytes], _grain: Grain, pages: range, /
     ) -> Sequence[Hashable]:
-        """The image's content and which of its pages; None for an image without a name."""
+        """Return the image's content and the page's number in it, or None without a name."""
         keys = [
             None if image.content is None else (image.content, page)
             for image in facts.images
@@ -103,7 +103,7 @@ class ImageSlots:
     def complete_images(
         self, facts: RequestFacts, is_hit: Sequence[object], first_page: int
     ) -> list[int]:
-        """Pages from `first_page` on of the images of which none of those is missing."""
+        """Return pages from `first_page` on, of images of which all such pages are cached."""
         complete: list[int] = []
         start = 0
         for image in facts.images:

@@ -45,7 +45,7 @@ class TokenBudgetPolicy(TokenSlots):
         return num_slots + self._dropped_tokens(facts)
 
     def peak_slots(self, facts: RequestFacts, num_tokens: int, _chunk_tokens: int, /) -> int:
-        """The prompt, or what is kept of it and the tokens after it."""
+        """Return the tokens of the prompt, or its kept tokens and those after it if more."""
         if num_tokens <= facts.prompt_tokens:
             return num_tokens
         return max(facts.prompt_tokens, num_tokens - self._dropped_tokens(facts))
