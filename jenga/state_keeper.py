@@ -110,8 +110,8 @@ class StateKeeper:
             manager: Allocates the pages.
             hash_tokens: Number of tokens that each further hash of a request covers.
             on_keep: Called with a request when a state of it was to be kept, or can be found now.
-            history_query_tokens: Most tokens of a decode step if a history is kept beside the
-                states, so that a page has the state after any token of its last step. 0 without
+            history_query_tokens: Most tokens of a decode step, if a history is kept beside the
+                states. A page then has the state after any token of its last step. 0 without
                 histories.
         """
         self._manager = manager
@@ -131,7 +131,10 @@ class StateKeeper:
         self._passed: dict[str, tuple[EngineRequest, list[int]]] = {}
 
     def step_ends(self) -> None:
-        """Tell of the states that the last step wrote on its way; before `Manager.new_step`."""
+        """Report the states that the last step wrote on its way.
+
+        Call this before `Manager.new_step`.
+        """
         if self._on_keep is None:
             return
         for request_id, passage in self._passages.items():

@@ -21,7 +21,10 @@ from jenga.spec import (
 )
 
 TYPICAL_TOKENS = (512, 1024, 2048, 4096, 8192, 32768)
-"""Request lengths a plan is averaged over: short ones weigh the states, long ones the padding."""
+"""Request lengths over which a plan is averaged.
+
+Short requests give weight to the states, long ones to the padding.
+"""
 
 UNSHARED_TAIL = 0.02
 """Share of a request's last, partly filled large page that no other request fills.

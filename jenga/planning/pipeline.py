@@ -19,7 +19,7 @@ from jenga.geometry import ALIGNMENT_BYTES, Geometry, PageTable, place_layers, r
 from jenga.spec import Layer, LayerType, ModelSpec
 
 _STRIDE_ALIGNMENTS = (128, ALIGNMENT_BYTES)
-"""Of small pages, in bytes: a cache line where the plan has one."""
+"""Alignments of small pages in bytes. The first, a cache line, is used if the plan has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +133,7 @@ def _check_stages(model: ModelSpec, stages: Sequence[Collection[str]]) -> None:
 
 
 def _placed_layers(layer_type: LayerType, names: Collection[str]) -> tuple[Layer, ...]:
-    """A rank's layers of a type, the widest first: so they meet the widest ones of others."""
+    """Return a rank's layers of a type, widest first, so that wide layers share their places."""
     layers = [layer for layer in layer_type.layers if layer.name in names]
     return tuple(sorted(layers, key=lambda layer: layer.slot_bytes, reverse=True))
 

@@ -52,7 +52,10 @@ from jenga.planning.demand import (
 from jenga.spec import ModelSpec, State
 
 TYPICAL_ARENA_BYTES = 8 << 30
-"""The arena planned for where none is given: what a model leaves free on a GPU it barely fits."""
+"""Size of the arena that is planned for by default.
+
+It is the memory that a model leaves free on a GPU that it barely fits.
+"""
 
 MAX_PADDING = 0.01
 """Share of held bytes that may be padding, at every typical length."""
@@ -61,7 +64,7 @@ MAX_PAGE_PADDING = 0.125
 """Most padding of a small page, as a share of its content, however few bytes of it are held."""
 
 PAGE_TABLE_COST = 0.002
-"""Waste worth one page table less: a page table costs the engine host time in every step."""
+"""Waste that one page table less is worth, since each costs the engine host time in every step."""
 
 _STRIDE_ALIGNMENT_BYTES = 128
 """Size of a cache line. Small pages begin on one if that costs no padding."""
@@ -358,7 +361,10 @@ class _Search:
         return cost
 
     def _cost(self, large_page_bytes: int, counts: Sequence[int]) -> float | None:
-        """Expected waste of a large page cut into these counts; None if padded beyond the bound."""
+        """Return the expected waste of a large page cut into these counts.
+
+        It is None if there is more padding than allowed.
+        """
         cost = self._fixed_cost + self._per_large_page_byte * large_page_bytes
         paddings: list[int] = []
         for index, num_pages in enumerate(counts):
@@ -375,10 +381,11 @@ class _Search:
         return cost
 
     def _counts(self, least_bytes: int) -> Iterator[list[int]]:
-        """Small pages per large page, per size: as many as fit, and some with fewer primes.
+        """Yield small pages per large page, for each size.
 
-        A large page is a multiple of the counts' least common multiple, so counts that share their
-        prime factors keep the rounding small where there are many sizes.
+        The first answer is as many as fit. The second, if it differs, has counts with fewer
+        different prime factors. A large page is a multiple of the counts' least common multiple. If
+        counts share their prime factors, rounding stays small even for many sizes.
         """
         most: list[int] = []
         for size, limit_bytes in zip(self._sizes, self._limits, strict=True):

@@ -126,10 +126,10 @@ class LayerPolicy(Protocol):
     def update_last_access(
         self, facts: RequestFacts, num_processed_tokens: int, num_tokens: int, /
     ) -> range:
-        """Slots that the step computing tokens `num_processed_tokens..num_tokens` touches.
+        """Return the slots that the step of tokens `num_processed_tokens..num_tokens` touches.
 
-        Their pages carry that step's time. No later step touches a slot outside the range that
-        was there before: such pages keep the time of the step before and are given up.
+        Their pages get the time of that step. No later step touches an earlier slot that is outside
+        the range. The pages of such slots keep the time of the step before, and are given up.
         """
         ...
 

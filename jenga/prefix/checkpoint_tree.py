@@ -289,7 +289,7 @@ class CheckpointTree:
             middle = (low + high + 1) // 2
         return found, low * self.align_tokens
 
-    def keep(  # noqa: PLR0913  a place, and all that is known of it
+    def keep(  # noqa: PLR0913 a place, and all facts about it
         self,
         stand: Checkpoint,
         prefix_hashes: Sequence[bytes],
@@ -965,7 +965,7 @@ class CheckpointTree:
         least = max(1, self._unit_bytes)
         while left >= least:
             node = self._draw(found)
-            # One that goes whole is not next if far less is likely to go.
+            # A checkpoint that is evicted whole is not next if far fewer bytes will probably go.
             if node is None or (self.has_alone and node.own_bytes > UPCOMING_SLACK * left):
                 break
             found.add(id(node))

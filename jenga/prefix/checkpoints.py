@@ -64,7 +64,7 @@ class Checkpoints:
         "states",
     )
 
-    def __init__(  # noqa: PLR0913  all that says what is kept, and where
+    def __init__(  # noqa: PLR0913 all parts that keep checkpoints
         self,
         tables: Sequence[Table],
         allocator: Allocator,

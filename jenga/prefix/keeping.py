@@ -20,7 +20,7 @@ from jenga.tables.stats import CacheReport, MemoryReport, check_memory, host_tab
 class Keeping(Holdings):
     """Running requests, and content that is cached for other requests."""
 
-    def __init__(  # noqa: PLR0913  all that is kept, and where
+    def __init__(  # noqa: PLR0913 all parts that keep content
         self,
         geometry: Geometry,
         allocator: Allocator,

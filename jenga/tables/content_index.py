@@ -44,8 +44,8 @@ class PrefixCache:
 
         Args:
             num_pages: Number of small pages, held by the page table or not.
-            row: Returns the numbers of consecutive held pages. It is fastest if these are the same
-                int objects as the allocator hands out.
+            row: Returns the numbers of consecutive held pages. It should return the same int
+                objects as the allocator hands out, which makes comparing fast.
         """
         self._pages: dict[Hashable, int] = {}
         self._row = row
