@@ -52,7 +52,7 @@ def check_bytes(name: str, value: object) -> None:
     """
     if not isinstance(value, bytes):
         msg = f"{name} must be bytes, got {value!r}"
-        raise ValueError(msg)  # noqa: TRY004 every mistake of a caller is one kind of error
+        raise ValueError(msg)  # noqa: TRY004  every mistake of a caller is one kind of error
 
 
 def check_number(name: str, value: object, *, below: float = math.inf) -> None:

@@ -32,7 +32,7 @@ from jenga.tables.request import PageCopy, PrefixHit, Request, new_facts
 class Manager(Keeping):
     """Gives running requests their page tables out of one arena."""
 
-    def __init__(  # noqa: PLR0913 all options of an arena
+    def __init__(  # noqa: PLR0913  all options of an arena
         self,
         geometry: Geometry,
         *,
@@ -304,7 +304,7 @@ class Manager(Keeping):
             version=self._version,
         )
 
-    def allocate(  # noqa: PLR0913 one call of the engine with all facts of a step
+    def allocate(  # noqa: PLR0913  one call of the engine with all facts of a step
         self,
         request_id: str,
         *,

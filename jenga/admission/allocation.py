@@ -33,7 +33,7 @@ class Taking:
         "nothing",
     )
 
-    def __init__(  # noqa: PLR0913 all parts of one arena
+    def __init__(  # noqa: PLR0913  all parts of one arena
         self,
         allocator: Allocator,
         growth: Growth,
@@ -72,7 +72,7 @@ class Taking:
         self._no_pages = [0] * len(allocator.tables)
         self.nothing: tuple[list[int], ...] = tuple([] for _ in allocator.tables)
 
-    def take(  # noqa: PLR0913 all facts of a step
+    def take(  # noqa: PLR0913  all facts of a step
         self,
         request_id: str,
         request: Request,

@@ -1,4 +1,4 @@
-"""The rules of admission besides room for pages.
+"""Rules of admission, apart from room for pages.
 
 They say when an admission is too early, how much it leaves to the cache, and which requests count
 as running.

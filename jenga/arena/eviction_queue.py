@@ -193,7 +193,7 @@ class VictimQueue:
         self._num_entries = len(valid)
 
     def check(self) -> None:
-        """Raise `InvariantError` unless exactly the stamped items have a valid entry."""
+        """Raise `InvariantError` unless valid entries are exactly those of the stamped items."""
         entries = [*chain.from_iterable(self._lanes), *self._heap]
         if len(entries) != self._num_entries:
             msg = f"the queue has {len(entries)} entries, {self._num_entries} are counted"

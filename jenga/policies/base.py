@@ -128,8 +128,9 @@ class LayerPolicy(Protocol):
     ) -> range:
         """Return the slots that the step of tokens `num_processed_tokens..num_tokens` touches.
 
-        Their pages get the time of that step. No later step touches an earlier slot that is outside
-        the range. The pages of such slots keep the time of the step before, and are given up.
+        Their pages get the time of that step. No later step touches a slot that existed before and
+        is outside the range. Pages of such slots keep the time of the step before, and are given
+        up.
         """
         ...
 
@@ -261,7 +262,10 @@ class TokenSlots:
 
 
 _SCAN_PAGES = 64
-"""Number of pages searched together at first, few in case one is missing. It doubles each time."""
+"""Number of pages searched together at first, few in case one is missing.
+
+It doubles each time, for long windows.
+"""
 
 
 def last_gapless_end(is_hit: Sequence[object], end: int, first_needed: Callable[[int], int]) -> int:

@@ -43,7 +43,7 @@ class ChunkedLocalPolicy(TokenSlots):
     def get_possible_prefix(
         self, _facts: RequestFacts, is_hit: Sequence[object], grain: Grain, at_most_tokens: int, /
     ) -> int:
-        """Return the last place where no page before it in its chunk is missing."""
+        """Return the longest prefix whose last chunk has no missing page."""
         page_slots = grain.page_slots
         end = last_gapless_end(
             is_hit,

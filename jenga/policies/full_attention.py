@@ -29,7 +29,7 @@ class FullAttentionPolicy(TokenSlots):
     def get_possible_prefix(
         self, _facts: RequestFacts, is_hit: Sequence[object], grain: Grain, at_most_tokens: int, /
     ) -> int:
-        """Return the tokens of the pages before the first missing one."""
+        """Return the longest prefix without a missing page."""
         try:
             num_hit = is_hit.index(None)
         except ValueError:

@@ -41,7 +41,7 @@ class SlidingWindowPolicy(TokenSlots):
     def get_possible_prefix(
         self, _facts: RequestFacts, is_hit: Sequence[object], grain: Grain, at_most_tokens: int, /
     ) -> int:
-        """Return the last place whose window has no page missing."""
+        """Return the longest prefix whose window has no missing page."""
         page_slots = grain.page_slots
         end = last_gapless_end(
             is_hit,

@@ -77,7 +77,7 @@ class StatePolicy:
     def get_possible_prefix(
         self, _facts: RequestFacts, is_hit: Sequence[object], grain: Grain, at_most_tokens: int, /
     ) -> int:
-        """Return the tokens of the last prefix hash at which a state was kept."""
+        """Return the longest prefix after which a state was kept."""
         end = min(len(is_hit), at_most_tokens // grain.hash_tokens)
         while end and is_hit[end - 1] is None:
             end -= 1

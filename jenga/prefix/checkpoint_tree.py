@@ -51,7 +51,7 @@ only by the third.
 """
 
 UPCOMING_SLACK = 1.25
-"""Factor by which a checkpoint may exceed the bytes expected to go and still count as next."""
+"""Factor by which a checkpoint may exceed the bytes expected to be evicted, and still be next."""
 
 PRICE_SHARE = 1 / 16
 """Share of the arena that sets how long the worth of the last evicted checkpoint is used.
@@ -63,7 +63,10 @@ CUT_TOKENS = 1024
 """Number of tokens taken at a time from the end of a checkpoint without windows and states."""
 
 CUT_SHARE = 1 / 32
-"""Largest share of the arena taken at a time. In a small arena, more than needed would be lost."""
+"""Largest share of the arena that is cut from a checkpoint at a time.
+
+In a small arena, more than needed would be lost otherwise.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,7 +292,7 @@ class CheckpointTree:
             middle = (low + high + 1) // 2
         return found, low * self.align_tokens
 
-    def keep(  # noqa: PLR0913 a place, and all facts about it
+    def keep(  # noqa: PLR0913  a place, and all facts about it
         self,
         stand: Checkpoint,
         prefix_hashes: Sequence[bytes],
@@ -488,7 +491,7 @@ class CheckpointTree:
             and deepest.num_tokens >= hit_tokens
             and (node is None or deepest is not node.point)
         ):
-            # The request asked for an evicted point. A checkpoint before it only stood in.
+            # The request asked for an evicted point. A checkpoint before it only stood in for it.
             history.read(deepest)
             if node is not None:
                 self._spare(node)
@@ -764,7 +767,7 @@ class CheckpointTree:
 
         Returns:
             Index of a page table, and its page, which has one user then, for each state. Empty if
-            the checkpoint is gone, was read, or shares its states or has them in use.
+            the checkpoint is gone or was read, or if its states are in use or shared.
         """
         if not node.is_kept or node.point.past == Past.READ:
             return []
@@ -1035,7 +1038,10 @@ class CheckpointTree:
             node = node.parent
 
     def _cut(self, node: Checkpoint) -> bool:
-        """Cut tokens from the end of a checkpoint. Return False if it is too short."""
+        """Cut tokens from the end of a checkpoint. Return False if none can be cut.
+
+        That is so if the checkpoint is too short, has children, or is an image.
+        """
         num_tokens = node.num_tokens - self._cut_tokens
         num_tokens -= num_tokens % self.align_tokens
         parent = node.parent

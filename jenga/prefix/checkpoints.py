@@ -64,7 +64,7 @@ class Checkpoints:
         "states",
     )
 
-    def __init__(  # noqa: PLR0913 all parts that keep checkpoints
+    def __init__(  # noqa: PLR0913  all parts that keep checkpoints
         self,
         tables: Sequence[Table],
         allocator: Allocator,
@@ -417,7 +417,8 @@ class Checkpoints:
                 ):
                     break
             else:
-                # Each part would be written over another one. One of them waits in the null page.
+                # Each part would be written over another one. One of them is saved in the null
+                # page.
                 table, source, target = moves[0]
                 self._copy(table, source, NULL_PAGE)
                 moves[0] = table, NULL_PAGE, target

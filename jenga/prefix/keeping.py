@@ -20,7 +20,7 @@ from jenga.tables.stats import CacheReport, MemoryReport, check_memory, host_tab
 class Keeping(Holdings):
     """Running requests, and content that is cached for other requests."""
 
-    def __init__(  # noqa: PLR0913 all parts that keep content
+    def __init__(  # noqa: PLR0913  all parts that keep content
         self,
         geometry: Geometry,
         allocator: Allocator,
@@ -103,7 +103,8 @@ class Keeping(Holdings):
         Args:
             request_id: The request that has the states. One of these must hold:
                 - Its last step ended at exactly `num_tokens` tokens.
-                - Its last step passed `num_tokens` by no more tokens than a state has slots.
+                - Its last step passed `num_tokens`, and computed no more tokens than a state has
+                  slots.
                 - The step about to run passes `num_tokens` and writes the states on its way. The
                   copies within the arena are then not made.
             prefix_hash: Hash of those tokens.

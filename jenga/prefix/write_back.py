@@ -27,7 +27,8 @@ class _Expected:
     def after_step(self, evicted_bytes: int) -> int:
         """Return the bytes to copy ahead after a step.
 
-        It is 0 if little was evicted since the last other answer, which is some steps old at most.
+        It is 0 if less than a quarter of these bytes was evicted since the last other answer, and
+        that is fewer than `_STEPS_BETWEEN` steps old.
 
         Args:
             evicted_bytes: Bytes evicted in all steps so far.

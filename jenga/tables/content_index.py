@@ -74,8 +74,8 @@ class PrefixCache:
         Null pages and keys that are None are skipped. A key may occur several times.
 
         Returns:
-            For each page that was already found under one of the keys: the first page that was not
-                entered because of it, and the key.
+            A dictionary with the pages that were already found under one of the keys. Its values
+            are the first page that was not entered because of that page, and the key.
         """
         page_of, key_of = self._pages.setdefault, self.keys
         others: dict[int, tuple[int, Hashable]] = {}

@@ -128,9 +128,9 @@ class Growth:
         """Return the answers of `needs` and `apart` if no page table needs more than one page.
 
         Returns:
-            One entry for each page table that needs a page: its index, the expected small pages,
-                and the tokens for which its pages then suffice. None if more pages are needed, or
-                if one is missing.
+            For each page table that needs a page, its index, the expected small pages, and the
+            tokens for which its pages then suffice. None if more pages are needed, or if one is
+            missing.
         """
         found: list[tuple[int, int, int]] = []
         for index, max_tokens in enumerate(request.max_tokens):
