@@ -83,7 +83,7 @@ class TooEarlyError(PutOffError):
 
 
 class NotLoadedError(PutOffError):
-    """A request reads many bytes from host memory, which are loaded beside earlier steps first.
+    """A request reads many bytes from host memory, which are first loaded during earlier steps.
 
     Attributes:
         host_bytes: Number of bytes to load.

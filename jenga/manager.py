@@ -79,7 +79,7 @@ class Manager(Keeping):
             num_host_large_pages: Number of large pages of host memory, including one that is never
                 used. Evicted content can still be found there. 0 means no host memory.
             load_at_once_bytes: Most bytes that an admission may load from host memory while other
-                requests run and wait for it. Larger loads are copied beside earlier steps, before
+                requests run and wait for it. Larger loads are copied during earlier steps, before
                 the admission.
 
         Raises:

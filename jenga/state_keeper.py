@@ -73,8 +73,8 @@ class StepCopies:
     Attributes:
         copies: Copies to make in this order before any layer runs.
         kept: States that layers write on their way.
-        ahead: Copies to and from host memory. They begin after the other copies, run beside the
-            layers, and end before the next step's copies.
+        ahead: Copies to and from host memory. They begin after the other copies, run concurrently
+            with the layers, and end before the next step's copies.
     """
 
     copies: tuple[PageCopy, ...] = ()

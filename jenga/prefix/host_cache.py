@@ -8,8 +8,8 @@ for.
 
 Copies are orders. The engine makes them before the kernels of a step run, one after the other.
 Content may therefore be copied out of a page that is given away in the same step. Copies of content
-that will probably be evicted in the next step are separate (`store_ahead`). They run beside the
-kernels.
+that will probably be evicted in the next step are separate (`store_ahead`). They run concurrently
+with the kernels.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -50,7 +50,7 @@ class HostReport:
         cached_bytes: Bytes that can be found there now.
         stored_bytes: Bytes copied there since start-up.
         loaded_bytes: Bytes copied from there since start-up.
-        ahead_bytes: Part of both that was copied beside a step, before it was necessary.
+        ahead_bytes: Part of both that was copied during a step, before it was necessary.
         lost_bytes: Bytes evicted from there since start-up.
     """
 

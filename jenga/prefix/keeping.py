@@ -178,12 +178,12 @@ class Keeping(Holdings):
         return copies
 
     def load_ahead(self, num_tokens: int) -> list[PageCopy]:
-        """Return copies from host memory that may run beside the kernels of the step about to run.
+        """Return copies from host memory that may run during the kernels of the step about to run.
 
         They bring pages for an admission that was put off (`NotLoadedError`), as many as can
-        probably be copied beside so many tokens. Call this at most once per step, when the whole
-        step is known. Call it before `take_copies`, which returns the copies that make room for
-        these. Make these copies in the same way as those of `save_ahead`, and before them.
+        probably be copied while so many tokens are computed. Call this at most once per step, when
+        the whole step is known. Call it before `take_copies`, which returns the copies that make
+        room for these. Make these copies in the same way as those of `save_ahead`, and before them.
 
         Args:
             num_tokens: Number of tokens that the step computes.
@@ -195,7 +195,7 @@ class Keeping(Holdings):
         return self._loading.order(num_tokens) if self._loading is not None else []
 
     def save_ahead(self) -> list[PageCopy]:
-        """Return copies to host memory that may run beside the kernels of the step about to run.
+        """Return copies to host memory that may run during the kernels of the step about to run.
 
         They copy content that the step after it will probably evict. Call this at most once per
         step, when the whole step is known. Content that is not copied now is copied when it is

@@ -2,8 +2,8 @@
 
 If pages are loaded in the step that admits a request, the copies come before the kernels of that
 step, and all running requests wait for them. An admission that would load much is therefore put off
-while other requests run. Its pages are copied beside the kernels of their steps. They are cached in
-the arena, where the request finds them. In each step, as many are copied as its kernels will
+while other requests run. Its pages are copied while the kernels of their steps run. They are cached
+in the arena, where the request finds them. In each step, as many are copied as its kernels will
 probably cover.
 """
 
@@ -23,7 +23,7 @@ from jenga.tables.request import PageCopy, PrefixHit, is_on_host
 STEP_BYTES = 256 << 20
 """Bytes that a bus moves in ten milliseconds, which few steps are shorter than.
 
-So many bytes are loaded beside any step. Fewer bytes are not worth delaying an admission by a step.
+So many bytes are loaded during any step. Fewer bytes are not worth delaying an admission by a step.
 """
 
 WAITING_STEPS = 16

@@ -1,8 +1,9 @@
 """Write-back: pages that will be evicted soon are copied to host memory beforehand.
 
 A copy that is made when its page is taken comes between the step and its kernels. A copy that is
-made a step ahead runs beside the kernels of that step, over a bus that is idle then. Pages stay
-cached in the arena until they are evicted. If a page is hit before that, its copy was in vain.
+made a step ahead runs concurrently with the kernels of that step, over a bus that is idle then.
+Pages stay cached in the arena until they are evicted. If a page is hit before that, its copy was in
+vain.
 """
 
 from collections.abc import Sequence
