@@ -1,9 +1,11 @@
 """Large pages, small pages, offsets and strides, by arithmetic only.
 
-The address of layer l of small page p of page table g, from the arena's base, is `p *
-small_page_bytes_g + layer_offset_bytes_l`. Every `small_page_bytes` divides `large_page_bytes`. The
-page ids of a page table therefore run over the whole arena, and a kernel needs only a plain strided
-view per layer.
+The address, from the arena's base, of layer l of small page p of page table g is
+
+    p * small_page_bytes_g + layer_offset_bytes_l
+
+Every `small_page_bytes` divides `large_page_bytes`. The page ids of a page table therefore run over
+the whole arena, and a kernel needs only a plain strided view per layer.
 
 Source: Jenga paper, sections 4.1, 4.2 and 4.4.
 """

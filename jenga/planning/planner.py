@@ -238,9 +238,9 @@ def _cut_contents(
 def _runs(num_layers: int, largest: int) -> tuple[int, ...]:
     """Cut a number of layers into runs whose sizes all divide the largest of them.
 
-    Most runs have one size. The rest is cut into ever smaller divisors of it: 29 layers are 14 + 14
-    + 1. A large page of a whole number of largest runs then holds a whole number of every run, even
-    if the number of layers is prime.
+    Most runs have one size, and the rest is cut into ever smaller divisors of it. For example, 14 +
+    14 + 1 are 29 layers. A large page of a whole number of largest runs then holds a whole number
+    of every run, even if the number of layers is prime.
     """
     largest = min(largest, num_layers)
     runs = [largest] * (num_layers // largest)
