@@ -1,8 +1,8 @@
 """Memory management for serving hybrid large language models.
 
-The floors, each importing only from below: `spec`, `arena` and `eviction`, then `geometry` and
-`models`, `planning` and `policies`, `tables`, `prefix`, `admission`, then `manager`, and on top the
-engines that use it, `vllm_plugin` and `sim`.
+The package has floors, and each imports only from those below. From the bottom they are: `spec`,
+`arena` and `eviction`, then `geometry` and `models`, `planning` and `policies`, `tables`, `prefix`,
+`admission`, `manager`. The engines that use it, `vllm_plugin` and `sim`, are on top.
 """
 
 from importlib import import_module

@@ -1,19 +1,19 @@
-"""Checks of numbers that callers pass: what is refused, in the same words everywhere.
+"""Checks of numbers that callers pass, with the same error messages everywhere.
 
-Types are checked too: a float that counts tokens, or NaN, passes comparisons and spoils the books
-later.
+Types are checked too. A float that counts tokens, or NaN, would pass comparisons and corrupt the
+manager's counts later.
 """
 
 import math
 
 
 def check_count(name: str, value: object, *, least: int = 0) -> None:
-    """Refuse what is not an integer of at least `least`; True and False are none.
+    """Refuse a value that is not an integer of at least `least`. True and False are refused too.
 
     Args:
-        name: What the value is called in the message.
-        value: To check.
-        least: The lowest that is taken.
+        name: Name of the value in the message.
+        value: Value to check.
+        least: Lowest value that is accepted.
 
     Raises:
         ValueError: The message has the name, the bound and the value.
@@ -25,7 +25,7 @@ def check_count(name: str, value: object, *, least: int = 0) -> None:
 
 
 def check_positive(owner: str, field: str, value: object) -> None:
-    """Refuse what is not a positive integer.
+    """Refuse a value that is not a positive integer.
 
     Raises:
         ValueError: The message has the owner, the field and the value.
@@ -34,7 +34,7 @@ def check_positive(owner: str, field: str, value: object) -> None:
 
 
 def check_multiple(name: str, value: object, *, unit_name: str, unit: int) -> None:
-    """Refuse what is neither 0 nor a positive multiple of another number; False is no number.
+    """Refuse a value that is neither 0 nor a positive multiple of `unit`. False is refused too.
 
     Raises:
         ValueError: The message has the names, the unit and the value.
@@ -45,18 +45,18 @@ def check_multiple(name: str, value: object, *, unit_name: str, unit: int) -> No
 
 
 def check_bytes(name: str, value: object) -> None:
-    """Refuse what is not bytes.
+    """Refuse a value that is not bytes.
 
     Raises:
         ValueError: The message has the name and the value.
     """
     if not isinstance(value, bytes):
         msg = f"{name} must be bytes, got {value!r}"
-        raise ValueError(msg)  # noqa: TRY004  all that a caller does wrong is one kind of error
+        raise ValueError(msg)  # noqa: TRY004  every mistake of a caller is one kind of error
 
 
 def check_number(name: str, value: object, *, below: float = math.inf) -> None:
-    """Refuse what is not a number of at least 0 and less than `below`; NaN is none.
+    """Refuse a value that is not a number of at least 0 and less than `below`, such as NaN.
 
     Raises:
         ValueError: The message has the name, the bounds and the value.

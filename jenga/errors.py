@@ -1,24 +1,24 @@
-"""The errors this package raises on purpose, besides `ValueError` for a caller's mistake."""
+"""Errors that this package raises on purpose, except `ValueError` for a caller's mistake."""
 
 from collections.abc import Sequence
 
 
 class InvariantError(Exception):
-    """A bug of this package: the books of a stateful object do not add up."""
+    """A bug of this package: the counts or references of a stateful object do not agree."""
 
 
 class OutOfPagesError(Exception):
-    """A request's need cannot be met by what is empty or evictable; nothing was changed.
+    """Empty and evictable pages do not meet a request's need. Nothing was changed.
 
     Attributes:
-        request_id: Who asked.
-        needed_pages: Small pages asked for, per page table.
-        available_pages: Small pages that page table could still get in large pages it already
-            holds, per page table.
-        needed_large_pages: Large pages required beyond those.
-        available_large_pages: Large pages that are empty or could be emptied by eviction, less the
-            reserve.
-        reserved_large_pages: Of large pages, those that had to be left to others.
+        request_id: The request.
+        needed_pages: Number of small pages that it needs, for each page table.
+        available_pages: Number of small pages that it could still get in large pages held already,
+            for each page table.
+        needed_large_pages: Number of large pages required in addition to those.
+        available_large_pages: Number of large pages that are empty or could be emptied by eviction,
+            less the reserve.
+        reserved_large_pages: Number of large pages that had to be left to others.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class OutOfPagesError(Exception):
 
 
 class PutOffError(OutOfPagesError):
-    """An admission for which there is room is better made in a later step."""
+    """There is room for an admission, but it is better made in a later step."""
 
     def __init__(self, request_id: str) -> None:
         super().__init__(
@@ -60,13 +60,14 @@ class PutOffError(OutOfPagesError):
 
 
 class TooEarlyError(PutOffError):
-    """A request would start from more in the next step, and compute the same as another in this.
+    """In the next step, a request could start from more tokens than now.
 
-    States cannot be read in the step that writes them.
+    If it started now, it would compute the same tokens as another request in the same step, because
+    states cannot be read in the step that writes them.
 
     Attributes:
-        hit_tokens: Where it would start from now.
-        other_id: Who leaves a state of more.
+        hit_tokens: Number of tokens that it would start from now.
+        other_id: Running request that will leave a state of more tokens.
     """
 
     def __init__(self, request_id: str, *, hit_tokens: int, other_id: str) -> None:
@@ -82,10 +83,10 @@ class TooEarlyError(PutOffError):
 
 
 class NotLoadedError(PutOffError):
-    """A request reads much from host memory: that is loaded beside a step of others first.
+    """A request reads many bytes from host memory, which are first loaded during earlier steps.
 
     Attributes:
-        host_bytes: How much.
+        host_bytes: Number of bytes to load.
     """
 
     def __init__(self, request_id: str, *, host_bytes: int) -> None:

@@ -1,9 +1,11 @@
-"""Large pages, small pages, offsets and strides: arithmetic only.
+"""Large pages, small pages, offsets and strides, by arithmetic only.
 
-The address of layer l of small page p of page table g, from the arena's base, is
-`p * small_page_bytes_g + layer_offset_bytes_l`. Because every `small_page_bytes` divides
-`large_page_bytes`, the page ids of a page table run over the whole arena and a plain strided view
-per layer is all a kernel needs.
+The address, from the arena's base, of layer l of small page p of page table g is
+
+    p * small_page_bytes_g + layer_offset_bytes_l
+
+Every `small_page_bytes` divides `large_page_bytes`. The page ids of a page table therefore run over
+the whole arena, and a kernel needs only a plain strided view per layer.
 
 Source: Jenga paper, sections 4.1, 4.2 and 4.4.
 """
@@ -23,10 +25,13 @@ from jenga.spec import (
 )
 
 TOKENS_PER_PAGE = 16
-"""Tokens of a small page where nobody asks otherwise: the grain of a prefix hit."""
+"""Default number of tokens of a small page, which is also the step of prefix hits."""
 
 ALIGNMENT_BYTES = 64
-"""Kernels read whole vectors when strides are multiples of 16 elements: 64 bytes in float32."""
+"""Default alignment of layers and small pages.
+
+Kernels read whole vectors if strides are multiples of 16 elements, which are 64 bytes in float32.
+"""
 
 _LEAST_ALIGNMENT_BYTES = 16
 
@@ -35,19 +40,19 @@ _LEAST_ALIGNMENT_BYTES = 16
 class PageTable:
     """How one layer type, or a run of a state type's layers, is cut into small pages.
 
-    Requests hold one page table of each. A state type may be cut into several: its layers
-    `layer_start` to `layer_end` lie in the small pages of this one.
+    A request holds one page table of each. A state type may be cut into several. This one then has
+    its layers `layer_start` to `layer_end`.
 
     Attributes:
-        layer_type: The layer type stored.
+        layer_type: Layer type that is stored.
         layer_start: First layer of the type stored here.
-        layer_end: One past the last.
-        tokens_per_page: Tokens of a small page; 1 for a state type.
+        layer_end: One past the last layer.
+        tokens_per_page: Number of tokens of a small page, 1 for a state type.
         small_page_bytes: Distance between two small pages, padding included.
-        layer_offset_bytes: Where each stored layer begins within the small page.
-        small_pages_per_large_page: Small pages in one large page.
-        part_offset_bytes: Where each part of each stored layer begins within the small page; a
-            layer without parts has one, its own offset.
+        layer_offset_bytes: Start of each stored layer within the small page.
+        small_pages_per_large_page: Number of small pages in one large page.
+        part_offset_bytes: Start of each part of each stored layer within the small page. A layer
+            without parts has one entry, its own offset.
     """
 
     layer_type: LayerType
@@ -81,14 +86,14 @@ class PageTable:
 
     @property
     def name(self) -> str:
-        """The layer type's name, with the range of layers where the type is cut."""
+        """Name of the layer type, with the range of layers if the type is cut."""
         if self.layer_start == 0 and self.layer_end == len(self.layer_type.layers):
             return self.layer_type.name
         return f"{self.layer_type.name}[{self.layer_start}:{self.layer_end}]"
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """The layers stored here, in the order of `layer_offset_bytes`."""
+        """Layers stored here, in the order of `layer_offset_bytes`."""
         return self.layer_type.layers[self.layer_start : self.layer_end]
 
     @property
@@ -98,7 +103,7 @@ class PageTable:
 
     @property
     def slots_per_page(self) -> int:
-        """Slots of a small page; fewer than its tokens where several tokens share a slot."""
+        """Number of slots of a small page, below its tokens if several tokens share a slot."""
         return self.tokens_per_page // tokens_per_slot(self.layer_type)
 
     @property
@@ -122,10 +127,10 @@ class Geometry:
     """One way to cut the arena for a model.
 
     Attributes:
-        name: The rule that made it: "planned", "lcm", ...
-        large_page_bytes: The unit the arena is cut into.
-        page_tables: One per layer type, or several where a state type is cut. An image embedding
-            that lives in its host's pages has none.
+        name: Name of the rule that made it: "planned", "lcm", ...
+        large_page_bytes: Size of the large pages that the arena is cut into.
+        page_tables: One page table per layer type, or several if a state type is cut. An image
+            embedding that lives in its host's pages has none.
     """
 
     name: str
@@ -133,8 +138,8 @@ class Geometry:
     page_tables: tuple[PageTable, ...]
 
     def __post_init__(self) -> None:
-        # Whether page tables tile the large page is for `check_geometry`: a rank of a pipeline has
-        # the page tables of all ranks, and large pages of its own.
+        # `check_geometry` checks whether page tables tile the large page. This class does not,
+        # because a rank of a pipeline has the page tables of all ranks, and large pages of its own.
         check_positive(f"geometry {self.name!r}", "large_page_bytes", self.large_page_bytes)
         names = [table.name for table in self.page_tables]
         if not names or len(set(names)) != len(names):
@@ -142,10 +147,10 @@ class Geometry:
             raise ValueError(msg)
 
     def num_large_pages(self, arena_bytes: int) -> int:
-        """Large pages that fit in an arena, the null page included.
+        """Return the number of large pages that fit in an arena, including the null page.
 
         Raises:
-            ValueError: The bytes are no integer of at least 0.
+            ValueError: `arena_bytes` is not an integer of at least 0.
         """
         check_count("arena_bytes", arena_bytes)
         return arena_bytes // self.large_page_bytes
@@ -153,11 +158,11 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageContent:
-    """A small page before its stride is chosen: what lies where, and how many bytes that takes.
+    """A small page before its stride is chosen: its layers, their offsets, and their bytes.
 
     Attributes:
-        content_bytes: The least `small_page_bytes`: all layers, each at its aligned offset.
-        layer_type: As in `PageTable`, likewise the fields below.
+        content_bytes: Smallest possible `small_page_bytes`: all layers, each at its aligned offset.
+        layer_type: As in `PageTable`, like the fields after it.
     """
 
     layer_type: LayerType
@@ -169,10 +174,10 @@ class PageContent:
     content_bytes: int
 
     def page_table(self, *, large_page_bytes: int, small_pages_per_large_page: int) -> PageTable:
-        """The page table with the stride that puts this many small pages in a large one.
+        """Make the page table whose stride puts this many small pages in a large page.
 
         Raises:
-            ValueError: The large page is no multiple of the number, or a part of it is too small.
+            ValueError: The large page is not a multiple of the number, or its parts are too small.
         """
         check_count("large_page_bytes", large_page_bytes, least=1)
         check_count("small_pages_per_large_page", small_pages_per_large_page, least=1)
@@ -197,17 +202,17 @@ class PageContent:
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The least multiple of `multiple` that is not below `value`."""
+    """Return the least multiple of `multiple` that is not below `value`."""
     return -(-value // multiple) * multiple
 
 
 def tokens_per_slot(layer_type: LayerType) -> int:
-    """Tokens that share a slot of this type."""
+    """Return the number of tokens that share a slot of this type."""
     return layer_type.tokens_per_slot if isinstance(layer_type, FullAttention) else 1
 
 
 def has_pages(layer_type: LayerType) -> bool:
-    """Whether the type has small pages of its own, not those of a host."""
+    """Whether the type has small pages of its own, and does not use those of a host."""
     return not isinstance(layer_type, ImageEmbedding) or layer_type.host is None
 
 
@@ -219,18 +224,18 @@ def place_layers(
     layer_start: int = 0,
     layer_end: int | None = None,
 ) -> PageContent:
-    """Lay layers of a type side by side in a small page, every layer and part aligned.
+    """Lay layers of a type side by side in a small page, with every layer and part aligned.
 
     Args:
-        layer_type: Where the layers come from.
-        tokens_per_page: Tokens of a small page. A state always takes one slot, a type with
-            its own page length keeps that, and tokens that share a slot are never parted.
-        alignment_bytes: Every offset is a multiple of it.
-        layer_start: First layer placed.
-        layer_end: One past the last; the type's end where None.
+        layer_type: Layer type that has the layers.
+        tokens_per_page: Number of tokens of a small page. A state always takes one slot. A type
+            with its own page length keeps that. Tokens that share a slot are never separated.
+        alignment_bytes: Unit of every offset.
+        layer_start: First layer to place.
+        layer_end: One past the last layer. None means all layers from the first on.
 
     Raises:
-        ValueError: A number is not positive, or the layers are none of the type's.
+        ValueError: A number is not positive, or the type does not have these layers.
     """
     layer_end = len(layer_type.layers) if layer_end is None else layer_end
     owner = f"layer type {layer_type.name!r}"
@@ -287,8 +292,8 @@ def check_page_options(*, tokens_per_page: int, alignment_bytes: int) -> None:
     """Refuse page lengths and alignments that no kernel can read.
 
     Raises:
-        ValueError: `tokens_per_page` is no multiple of 16, or `alignment_bytes` no power of two of
-            at least 16.
+        ValueError: `tokens_per_page` is not a multiple of 16, or `alignment_bytes` is not a power
+            of two of at least 16.
     """
     check_positive("geometry", "tokens_per_page", tokens_per_page)
     if tokens_per_page % TOKENS_PER_PAGE:
@@ -304,10 +309,10 @@ def check_page_options(*, tokens_per_page: int, alignment_bytes: int) -> None:
 def place_whole_types(
     model: ModelSpec, *, tokens_per_page: int, alignment_bytes: int
 ) -> tuple[PageContent, ...]:
-    """The paper's small pages: every type's layers all in one.
+    """Return the paper's small pages, each with all layers of a type.
 
     Raises:
-        ValueError: See `check_page_options`; 1 is accepted as well, for the paper's examples.
+        ValueError: See `check_page_options`. 1 is accepted as well, for the paper's examples.
     """
     check_positive("geometry", "tokens_per_page", tokens_per_page)
     check_positive("geometry", "alignment_bytes", alignment_bytes)
@@ -328,15 +333,16 @@ def exact_lcm(
     tokens_per_page: int = TOKENS_PER_PAGE,
     alignment_bytes: int = ALIGNMENT_BYTES,
 ) -> Geometry:
-    """The paper's geometry: the large page is the least common multiple of the small pages.
+    """Return the paper's geometry: the large page is the least common multiple of the small pages.
 
-    A small page holds all layers of its type and no padding, except what `alignment_bytes` asks of
-    odd sizes. On models with recurrent layers the large page can be larger than any GPU.
+    A small page holds all layers of its type. It has no padding, except what `alignment_bytes` adds
+    to odd sizes. On models with recurrent layers, the large page can be larger than any GPU.
 
     Args:
         model: The layer types.
-        tokens_per_page: A multiple of 16; 1 reproduces the paper's worked examples.
-        alignment_bytes: Alignment of every layer and small page; 1 for none.
+        tokens_per_page: Number of tokens of a small page, a multiple of 16. 1 reproduces the
+            paper's worked examples.
+        alignment_bytes: Alignment of every layer and small page. 1 means none.
 
     Raises:
         ValueError: See `place_whole_types`.
@@ -361,13 +367,13 @@ def exact_lcm(
 
 
 def check_arena(geometry: Geometry, arena_bytes: int) -> int:
-    """Refuse an arena too small to start.
+    """Refuse an arena that is too small to start.
 
     Returns:
-        Its large pages, the null page included.
+        Number of its large pages, including the null page.
 
     Raises:
-        ValueError: There is not one large page per page table and one for the null page.
+        ValueError: It has fewer large pages than the null page and one per page table.
     """
     check_positive("arena", "arena_bytes", arena_bytes)
     needed_large_pages = 1 + len(geometry.page_tables)
@@ -388,7 +394,7 @@ def check_geometry(geometry: Geometry) -> None:
     """Refuse a geometry whose page tables do not tile its large page.
 
     Raises:
-        ValueError: Names the page table and the rule it breaks.
+        ValueError: A page table breaks a rule. The message names both.
     """
     for table in geometry.page_tables:
         covered_bytes = table.small_page_bytes * table.small_pages_per_large_page

@@ -1,4 +1,7 @@
-"""Requests in, page tables out: the one place that knows allocator, prefix cache and policies."""
+"""The manager: requests come in, page tables go out.
+
+It is the only module that knows the allocator, the prefix cache and the policies at once.
+"""
 
 from collections.abc import Sequence
 
@@ -27,9 +30,9 @@ from jenga.tables.request import PageCopy, PrefixHit, Request, new_facts
 
 
 class Manager(Keeping):
-    """Gives requests their page tables out of one arena."""
+    """Gives running requests their page tables out of one arena."""
 
-    def __init__(  # noqa: PLR0913  one arena, all that may differ between two
+    def __init__(  # noqa: PLR0913  all options of an arena
         self,
         geometry: Geometry,
         *,
@@ -46,41 +49,47 @@ class Manager(Keeping):
         num_host_large_pages: int = 0,
         load_at_once_bytes: int = STEP_BYTES,
     ) -> None:
-        """An empty arena.
+        """Create the manager of an empty arena.
 
         Args:
-            geometry: How the arena is cut.
-            num_large_pages: Large pages of the arena, the null page included.
-            prefix_caching: Whether pages of finished requests are kept for others.
-            hash_tokens: Tokens that each further prefix hash covers.
-            eviction_policy: Tells which cached prefix is worth least; by default one that learns
-                it (`jenga.eviction.learned`).
-            answer_interval_tokens: Distance between states kept within what a request generates,
-                each in place of the one before, a multiple of `hash_tokens`; 0 for none, by default
-                64 or a little more.
-            left_share: Of the arena, how much an admission leaves at most, while others run, to
-                cached content if prompts are read again; 0 for nothing, as by default where
-                there is host memory, else `LEFT_SHARE`.
-            step_tokens: Tokens of a prompt that are computed in the time a step takes to read the
-                weights, by which an admission knows what a running request is worth.
-            in_flight_tokens: Most tokens of a request that steps in flight compute, by which an
-                admission knows what windows will hold: those of a step, for each step that is
-                scheduled at a time. 0: as many as the step in which it comes in.
-            ahead_tokens: Tokens after a prefix that its cached pages depend on, as where a draft's
-                slots are made of the token after theirs: they must be found too, and states are
-                kept as much before where they are wanted.
-            records_changes: Whether `take_changes` is asked what can be found; it must be asked
-                often, since changes are kept until then.
-            num_host_large_pages: Large pages of host memory, one that is never used included, where
-                what is evicted stays to be found; 0 for none.
-            load_at_once_bytes: What an admission may load from there while others run, and wait;
-                more is loaded beside their steps before it.
+            geometry: Sizes of large and small pages, and the page tables.
+            num_large_pages: Number of large pages of the arena, including the null page.
+            prefix_caching: Whether pages of finished requests stay cached for other requests.
+            hash_tokens: Number of tokens that each further prefix hash covers.
+            eviction_policy: Rule that says which cached prefix is worth least. By default, a policy
+                that learns this (`jenga.eviction.learned`).
+            answer_interval_tokens: Distance in tokens between states that are kept within the
+                output of a request, a multiple of `hash_tokens`. Each state replaces the one before
+                it. 0 keeps none. By default, 64 rounded up to a multiple of `hash_tokens`.
+            left_share: Largest share of the arena, from 0 to below 1, that an admission leaves to
+                cached content while other requests run. Less is left if prompts are seldom read
+                again. By default, 0 with host memory, else `LEFT_SHARE`.
+            step_tokens: Number of prompt tokens whose computation takes as long as a step takes to
+                read the weights. An admission uses it to weigh what a running request is worth.
+            in_flight_tokens: Most tokens of one request that all steps in flight compute together:
+                the tokens of a step, times the steps that are scheduled at a time. An admission
+                uses it to know what windows will hold. 0 means the tokens of the step that admits
+                the request.
+            ahead_tokens: Number of tokens after a prefix that its cached pages depend on. For
+                example, the slots of a draft layer are computed from the following token. A hit
+                must find these tokens as well, and states are kept as many tokens before the point
+                where they are wanted.
+            records_changes: Whether cache changes are recorded for `take_changes`. Call it often
+                then, since changes are kept until that call.
+            num_host_large_pages: Number of large pages of host memory, including one that is never
+                used. Evicted content can still be found there. 0 means no host memory.
+            load_at_once_bytes: Most bytes that an admission may load from host memory while other
+                requests run and wait for it. Larger loads are copied during earlier steps, before
+                the admission.
 
         Raises:
-            ValueError: A number is out of its range, page tables do not tile their large page, the
-                arena, or host memory, is too small for the null page and one large page per page
-                table, pages and prefix hashes do not divide each other, or nothing is cached that
-                host memory could be for.
+            ValueError: One of these holds:
+                - A number is out of its range.
+                - Page tables do not tile their large page.
+                - The arena, or host memory, is smaller than the null page and one large page for
+                  each page table.
+                - Neither of page size and `hash_tokens` divides the other.
+                - Host memory is given, but prefix caching is off.
         """
         check_geometry(geometry)
         specs = geometry.page_tables
@@ -192,7 +201,10 @@ class Manager(Keeping):
         self._num_owners = 0
 
     def new_step(self) -> None:
-        """Note that a step of the engine begins: what it touches is younger than all before."""
+        """Record that the engine begins a step.
+
+        Pages that this step touches are younger than all pages touched before.
+        """
         self._step += 1
         self._checkpoints.begin_step()
         self._waiting.begin_step(self._step)
@@ -211,21 +223,23 @@ class Manager(Keeping):
         facts: RequestFacts | None = None,
         first: bool = False,
     ) -> None:
-        """Note that a request waits, so that what it will read is kept if anything is.
+        """Record that a request waits, so that the cached pages it will read are evicted last.
 
-        Nothing depends on it but which pages are evicted, and where states are kept. A request is
-        announced once, in the order of the queue; it leaves it by being admitted, or `withdraw`.
+        Announcing affects only which pages are evicted, and where states are kept. Announce each
+        request once, in the order of the wait queue. It leaves the queue when it is admitted or
+        withdrawn (`withdraw`).
 
         Args:
-            request_id: Who waits.
-            prefix_hashes: Hash i is of the request's first `(i + 1) * hash_tokens` tokens.
-            num_tokens: Its tokens.
-            facts: Of the request; by default that they are its prompt.
-            first: Whether it waits at the head of the queue, as after a preemption.
+            request_id: The waiting request.
+            prefix_hashes: Hash i covers the request's first `(i + 1) * hash_tokens` tokens.
+            num_tokens: Number of tokens of the request.
+            facts: Facts of the request. By default, its prompt has `num_tokens` tokens and no
+                images.
+            first: Whether the request waits at the head of the queue, as after a preemption.
 
         Raises:
-            ValueError: It was announced before, or runs, `num_tokens` is not a positive integer, or
-                a layer type cannot serve its images.
+            ValueError: The request was announced before or is running, `num_tokens` is not a
+                positive integer, or a layer type cannot serve its images.
         """
         if request_id in self._requests:
             msg = f"request_id must not name a running request, got {request_id!r}"
@@ -235,7 +249,7 @@ class Manager(Keeping):
         self._waiting.announce(request_id, prefix_hashes, num_tokens, facts, first=first)
 
     def _served(self, facts: RequestFacts | None, prompt_tokens: int) -> RequestFacts:
-        """The facts given, or those of a prompt of text alone.
+        """Return the given facts, or by default those of a prompt of text alone.
 
         Raises:
             ValueError: A layer type cannot serve the images.
@@ -248,16 +262,16 @@ class Manager(Keeping):
         return facts
 
     def starts_over(self, request_id: str) -> bool:
-        """Whether a request is to come in without a hit, since it would not fit with one.
+        """Whether to admit a request without a hit, because it would not fit with one.
 
-        It was refused while it had the arena to itself, where nothing changes by waiting. Admitted
-        without a hit it opens no large page that it can do without, so that what `can_ever_fit`
-        says of it holds.
+        This is so if it was refused while it had the arena to itself, where waiting changes
+        nothing. If admitted without a hit, it opens no large page that it can do without. The
+        answer of `can_ever_fit` then holds for it.
         """
         return not self._requests and self._entry.was_refused_alone(request_id)
 
     def withdraw(self, request_id: str) -> None:
-        """Note that a request waits no longer and was not admitted, if it was announced."""
+        """Remove a request from the wait queue, if it is there. A running request is left alone."""
         if request_id not in self._requests:
             self._waiting.forget(request_id)
 
@@ -268,16 +282,16 @@ class Manager(Keeping):
         max_tokens: int,
         facts: RequestFacts | None = None,
     ) -> PrefixHit:
-        """The longest cached prefix that every page table can go on from; changes nothing.
+        """Find the longest cached prefix from which every page table can go on. Nothing is changed.
 
         Args:
-            prefix_hashes: Hash i is of the request's first `(i + 1) * hash_tokens` tokens.
-            max_tokens: The answer is no longer.
-            facts: Of the request; by default that its prompt has one token more.
+            prefix_hashes: Hash i covers the request's first `(i + 1) * hash_tokens` tokens.
+            max_tokens: Upper limit of the prefix, in tokens.
+            facts: Facts of the request. By default, its prompt has `max_tokens + 1` tokens.
 
         Raises:
-            ValueError: `max_tokens` is no integer of at least 0, or a layer type cannot serve the
-                images.
+            ValueError: `max_tokens` is not an integer of at least 0, or a layer type cannot serve
+                the images.
         """
         check_count("max_tokens", max_tokens)
         return longest_prefix(
@@ -290,7 +304,7 @@ class Manager(Keeping):
             version=self._version,
         )
 
-    def allocate(  # noqa: PLR0913  one question of the engine, all facts of one step
+    def allocate(  # noqa: PLR0913  one call of the engine with all facts of a step
         self,
         request_id: str,
         *,
@@ -301,32 +315,33 @@ class Manager(Keeping):
         full_tokens: int = 0,
         reserve_large_pages: int = 0,
     ) -> tuple[list[int], ...]:
-        """Give a request slots for its first `num_tokens` tokens; the first call admits it.
+        """Give a request slots for its first `num_tokens` tokens. The first call admits it.
 
         Pages that no token from `num_processed_tokens` on reads are given up first, even if the
-        request is then refused. Tokens may be rejected: a request that asks for slots of fewer
-        tokens than it has keeps those it has.
+        request is then refused. Drafted tokens may be rejected. A request that asks for slots of
+        fewer tokens than it has therefore keeps its slots.
 
         Args:
-            request_id: Who asks.
-            num_tokens: Tokens to have slots for, those already there included.
-            num_processed_tokens: Tokens whose step is over; they never become fewer.
-            hit: At admission, the prefix to start from; its tokens count as processed.
-            facts: At admission, of the request; by default those of the hit, or that its prompt
-                has `full_tokens` or `num_tokens` tokens, whichever are more.
-            full_tokens: If positive, refuse unless so many tokens could be held now, in steps of
-                `in_flight_tokens` or as large as this one, beside all that other requests will take
-                for their prompts. Where further steps are needed, others must be able to grow too.
-            reserve_large_pages: Large pages that must stay empty or reclaimable.
+            request_id: The request.
+            num_tokens: Number of tokens to have slots for, including those that have slots already.
+            num_processed_tokens: Number of tokens whose step is over. It never decreases.
+            hit: At admission, the prefix to start from. Its tokens count as processed.
+            facts: At admission, the facts of the request. By default, those of the hit. Without a
+                hit, the prompt has the larger of `full_tokens` and `num_tokens` tokens.
+            full_tokens: If positive, refuse unless this many tokens could be held now, together
+                with the pages that all other requests will take for their prompts. Tokens come in
+                steps of `in_flight_tokens`, or of this step's size if that is larger. If the
+                request needs further steps, the others must be able to grow too.
+            reserve_large_pages: Number of large pages that must stay empty or reclaimable.
 
         Returns:
-            Page ids appended to each page table; at admission with a hit, those not of the hit.
-            Not to be written.
+            Page ids appended to each page table, without the pages of the hit. The lists must not
+            be changed.
 
         Raises:
-            OutOfPagesError: They cannot be had, or an admission should leave them to others;
-                nothing else was changed. `TooEarlyError` if a step later there is more to hit,
-                `NotLoadedError` if what is hit should be loaded before.
+            OutOfPagesError: There are not enough pages, or the admission should leave them to
+                others. Nothing else was changed. It is `TooEarlyError` if a longer prefix can be
+                hit a step later, and `NotLoadedError` if pages of the hit should be loaded first.
             ValueError: An argument contradicts the others or what is known of the request.
         """
         try:
@@ -335,7 +350,7 @@ class Manager(Keeping):
             request = None
         if (
             request is not None
-            # Most steps do little else, so this is `_check_step` in the cheapest words.
+            # Most steps end here, so these are the checks of `_check_step` in their fastest form.
             and type(num_tokens) is int
             and type(num_processed_tokens) is int
             and num_processed_tokens >= request.num_processed_tokens
@@ -394,7 +409,7 @@ class Manager(Keeping):
         full_tokens: int,
         reserve_large_pages: int,
     ) -> tuple[list[int], ...]:
-        """As `allocate` for a request that does not run; its arguments are checked."""
+        """Do the work of `allocate` for a request that is not running, with checked arguments."""
         facts = new_facts(hit, facts, prompt_tokens=max(full_tokens, num_tokens))
         request = Request(self._served(facts, 0), len(self._tables))
         request.owner = self._num_owners + 1
@@ -403,7 +418,7 @@ class Manager(Keeping):
             self._entry.check_time(request_id, hit, self._step)
             found = self._hits.start_from(request, hit, num_tokens)
         if full_tokens > num_tokens and self._requests:
-            # While its prompt is read, others go on.
+            # Other requests grow while this prompt is computed.
             reserve_large_pages = max(reserve_large_pages, self.growth_large_pages)
         reserve_large_pages += self._entry.reserve(found, self._step)
         request.is_packed = self._entry.was_refused_alone(request_id)
@@ -443,7 +458,7 @@ class Manager(Keeping):
         full_tokens: int,
         reserve_large_pages: int,
     ) -> None:
-        """Refuse what `allocate` says that it refuses, before anything is changed."""
+        """Raise the `ValueError` of `allocate` for bad arguments, before anything is changed."""
         check_count("num_tokens", num_tokens, least=int(request is None))
         check_count("num_processed_tokens", num_processed_tokens)
         check_count("full_tokens", full_tokens)
@@ -486,7 +501,7 @@ class Manager(Keeping):
 
     @staticmethod
     def _check_processed(request_id: str, request: Request, num_processed_tokens: int) -> None:
-        """Refuse processed tokens that a running request cannot have."""
+        """Refuse a number of processed tokens that a running request cannot have."""
         least_tokens, most_tokens = request.num_processed_tokens, request.num_tokens
         if not least_tokens <= num_processed_tokens <= most_tokens:
             msg = (
@@ -500,8 +515,8 @@ class Manager(Keeping):
         """Give up the pages that no token from `num_processed_tokens` on reads.
 
         Raises:
-            ValueError: The request is not running, has slots for fewer tokens, or more of its
-                tokens were said to be processed before.
+            ValueError: The request is not running, has slots for fewer tokens, or was given a
+                larger number of processed tokens before.
         """
         request = self._running(request_id)
         check_count("num_processed_tokens", num_processed_tokens)
@@ -511,15 +526,17 @@ class Manager(Keeping):
         request.num_processed_tokens = num_processed_tokens
 
     def commit(self, request_id: str, prefix_hashes: Sequence[bytes], num_tokens: int) -> None:
-        """Let others find the full pages of a request's first tokens.
+        """Make the full pages of a request's first tokens available to other requests.
 
-        The first call for a request that came in without a hit also plans its checkpoints: before
-        its first step, with no tokens, it leaves those of that step too.
+        The first call for a request that was admitted without a hit also plans its checkpoints.
+        Make that call with 0 tokens before the first step, so that checkpoints within that step are
+        planned too.
 
         Args:
-            request_id: Whose pages.
-            prefix_hashes: Hash i is of the request's first `(i + 1) * hash_tokens` tokens.
-            num_tokens: Tokens whose content is final, at the latest when the next step reads it.
+            request_id: The request that has the pages.
+            prefix_hashes: Hash i covers the request's first `(i + 1) * hash_tokens` tokens.
+            num_tokens: Number of tokens whose content is final, at the latest when the next step
+                reads it.
 
         Raises:
             ValueError: The request is not running, or has slots for fewer tokens.
@@ -541,7 +558,7 @@ class Manager(Keeping):
             return
         hashed_tokens = len(prefix_hashes) * self._hash_tokens
         if request.stand is None:
-            # It came in without a look at the cache.
+            # The request was admitted without a lookup.
             asked_tokens = min(hashed_tokens, request.facts.prompt_tokens - 1)
             self._checkpoints.begin(request, prefix_hashes, asked_tokens=asked_tokens)
         if not num_tokens:
@@ -551,7 +568,7 @@ class Manager(Keeping):
         request.commits_at = (hashed_tokens // self._commit_tokens + 1) * self._commit_tokens
         request.committed_tokens = max(request.committed_tokens, hashed_tokens)
         request.prefix_hashes = prefix_hashes
-        # Images have names of their own: they are found however few tokens are hashed.
+        # Images have keys of their own. They are found even if few tokens are hashed.
         facts, committed = request.facts, request.committed
         for index, table in enumerate(self._tables):
             end = table.policy.final_pages(facts, num_tokens, table.grain)
@@ -566,7 +583,7 @@ class Manager(Keeping):
             self._checkpoints.pass_by(request, request.committed_tokens, branches)
 
     def free(self, request_id: str) -> None:
-        """End a request: it finished, was aborted or is preempted."""
+        """End a request that finished, was aborted or is preempted."""
         request = self._running(request_id)
         if self._prefix_caching:
             self._checkpoints.end(request, self._waiting.branch_tokens(request_id))
@@ -578,12 +595,16 @@ class Manager(Keeping):
         self._waiting.forget(request_id)
 
     def checkpoint_tokens(self, request_id: str) -> tuple[int, ...]:
-        """Where states of a prompt are worth keeping: steps end there, or write them on their way.
+        """Return token counts at which this prompt's states are worth keeping.
 
-        A prompt has one at its end, so that it can be asked again or continued. It has one some
-        hundred tokens before that, since the next prompt may end with another question. It has
-        one wherever it leaves what others have computed, or will: a third request may leave it
-        there too. States of what is generated then are kept every `answer_interval_tokens`.
+        Steps end there, or write the states on their way. A prompt has such points in three places:
+
+        - At its end, because it may be sent again or continued.
+        - Some hundred tokens before its end, because the next prompt may end with another question.
+        - At the points where its text parts from texts that others have computed or will compute. A
+          third request may part there too.
+
+        States of the generated output are then kept every `answer_interval_tokens`.
         """
         request = self._running(request_id)
         if not self._prefix_caching:
@@ -591,7 +612,7 @@ class Manager(Keeping):
         return tuple(self._entry.checkpoint_tokens(request_id, request))
 
     def check(self) -> None:
-        """Raise `InvariantError` unless the books of requests, allocator, cache and queue agree."""
+        """Raise `InvariantError` unless requests, allocator, cache and queue agree."""
         super().check()
         self._taking.check(self._requests)
         if self._prefix_caching:

@@ -1,10 +1,11 @@
-"""What each layer type of a model stores: bytes and tokens, nothing else.
+"""The bytes and tokens that each layer type of a model stores, and nothing else.
 
 A *slot* is one token's place in a token type, or one whole state in a state type. Every layer type
-is one flat frozen dataclass; a model is a tuple of them. Nothing here knows pages, torch or vLLM.
+is one flat frozen dataclass, and a model is a tuple of them. Nothing here knows pages, torch or
+vLLM.
 
-Multi-head latent attention needs no type of its own: a slot of `FullAttention` is then the latent
-vector with its rotary part, and an indexer that keeps its own keys is one more layer of that type.
+Multi-head latent attention needs no type of its own. A slot of `FullAttention` is then the latent
+vector with its rotary part. An indexer that keeps its own keys is one more layer of that type.
 """
 
 from collections import Counter
@@ -23,7 +24,7 @@ ELEMENT_BYTES = {
     "int8": 1,
     "uint8": 1,
 }
-"""Bytes of one element, by dtype name as torch and Hugging Face spell it."""
+"""Bytes of one element, by dtype name as in torch and Hugging Face."""
 
 
 def _check_distinct(owner: str, what: str, names: Sequence[str]) -> None:
@@ -38,9 +39,9 @@ class StatePart:
     """One tensor of a recurrent layer's state.
 
     Attributes:
-        name: "conv", "ssm", ...
-        shape: Elements per dimension on this rank.
-        dtype: A key of `ELEMENT_BYTES`.
+        name: Name of the part: "conv", "ssm", ...
+        shape: Number of elements of each dimension on this rank.
+        dtype: Element type, a key of `ELEMENT_BYTES`.
     """
 
     name: str
@@ -66,14 +67,15 @@ class StatePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One layer's storage.
+    """The storage of one layer.
 
     Attributes:
         name: The layer's name in its model, unique within the layer type.
-        slot_bytes: Bytes one slot takes in this layer (keys and values of one token with their
-            scales where these are stored inline, or one state), on this rank.
-        readers: Names of other layers that read these same bytes (KV sharing); they store nothing.
-        parts: The tensors of a state, in the order they are stored; empty where a slot is one
+        slot_bytes: Bytes of one slot in this layer, on this rank: keys and values of one token,
+            with their scales if these are stored inline, or one state.
+        readers: Names of other layers that read these same bytes (KV sharing). They store nothing
+            themselves.
+        parts: Tensors of a state, in the order in which they are stored. Empty if a slot is one
             piece. Their bytes add up to `slot_bytes`.
     """
 
@@ -110,13 +112,13 @@ def _check_layers(name: str, layers: Sequence[Layer]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullAttention:
-    """Causal attention over the whole prefix: every token is kept.
+    """Causal attention over the whole prefix. Every token is kept.
 
     Attributes:
-        tokens_per_slot: Tokens that share one slot; more than 1 where keys are compressed along
-            the sequence.
-        tokens_per_page: The page length its kernel asks for, a multiple of `tokens_per_slot`; None
-            leaves it to the planner.
+        tokens_per_slot: Number of tokens that share one slot. It is above 1 if keys are compressed
+            along the sequence.
+        tokens_per_page: Page length that its kernel requires, a multiple of `tokens_per_slot`. None
+            leaves the choice to the planner.
     """
 
     name: str
@@ -144,9 +146,11 @@ class SlidingWindow:
     """Causal attention over a window.
 
     Attributes:
-        window_tokens: Tokens a query reads: itself and the `window_tokens - 1` before it.
-        tokens_per_page: The page length its kernel asks for; windows of a few tokens (those of
-            DeepSeek-V4's compressors) would waste a page of 16. None leaves it to the planner.
+        window_tokens: Number of tokens that a query reads: its own and the `window_tokens - 1`
+            before it.
+        tokens_per_page: Page length that its kernel requires. Windows of a few tokens (those of
+            DeepSeek-V4's compressors) would waste a page of 16. None leaves the choice to the
+            planner.
     """
 
     name: str
@@ -167,7 +171,8 @@ class ChunkedLocal:
     """Causal attention within chunks of the sequence.
 
     Attributes:
-        chunk_tokens: Token i is read by the tokens j >= i of its own chunk, `i // chunk_tokens`.
+        chunk_tokens: Number of tokens of a chunk. Token i is read by the tokens j >= i of its own
+            chunk, `i // chunk_tokens`.
     """
 
     name: str
@@ -181,10 +186,11 @@ class ChunkedLocal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossAttention:
-    """Attention over an encoder's tokens: a slot belongs to a token of an image or of audio.
+    """Attention over an encoder's tokens. A slot belongs to a token of an image or of audio.
 
     Attributes:
-        typical_tokens: Encoder tokens of one request; only the planner's expectation reads it.
+        typical_tokens: Number of encoder tokens of a typical request. Only the planner's
+            expectation reads it.
     """
 
     name: str
@@ -198,13 +204,14 @@ class CrossAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """A recurrent layer's memory of fixed size: one slot per request and layer.
+    """A recurrent layer's memory of fixed size, with one slot per request and layer.
 
     Attributes:
-        layers: `slot_bytes` of a layer is one whole state, convolution and recurrent part together.
-        draft_tokens: Tokens of a step that may be rejected: a request has as many further slots.
-            The state after `n` tokens is in slot `n % slots_per_request`, so that the next step
-            finds that of the last token accepted.
+        layers: The layers. `slot_bytes` of a layer is one whole state, convolution and recurrent
+            part together.
+        draft_tokens: Number of tokens of a step that may be rejected. A request has as many further
+            slots. The state after `n` tokens is in slot `n % slots_per_request`, so that the next
+            step finds the state after the last accepted token.
     """
 
     name: str
@@ -217,22 +224,23 @@ class State:
 
     @property
     def slots_per_request(self) -> int:
-        """Slots that a running request holds."""
+        """Number of slots that a running request holds."""
         return 1 + self.draft_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBudget:
-    """Attention that keeps a number of prompt tokens falling from layer to layer.
+    """Attention that keeps a number of prompt tokens, which falls from layer to layer.
 
-    The tokens generated after the prompt are all kept. Layers of one budget are one layer type.
+    All tokens generated after the prompt are kept. Layers of one budget are one layer type.
 
     Attributes:
-        mean_budget_tokens: Prompt tokens kept, averaged over the model's layers.
-        recent_tokens: Last tokens of the prompt that every layer keeps; part of its budget.
-        steepness: The last layer keeps about `1 / steepness` of the mean.
-        layer_index: Place of these layers among the model's, from 0.
-        num_layers: Layers of the model that have a budget.
+        mean_budget_tokens: Number of prompt tokens kept, averaged over the model's layers.
+        recent_tokens: Number of last prompt tokens that every layer keeps. They are part of its
+            budget.
+        steepness: Divisor of the mean: the last layer keeps about `1 / steepness` of it.
+        layer_index: Place of these layers among the model's layers, from 0.
+        num_layers: Number of layers of the model that have a budget.
 
     Source: PyramidKV (arXiv 2406.02069), the arithmetic of its reference code.
     """
@@ -262,7 +270,7 @@ class TokenBudget:
             raise ValueError(msg)
 
     def budget_tokens(self, prompt_tokens: int) -> int:
-        """Tokens of a prompt that these layers keep."""
+        """Return the number of prompt tokens that these layers keep."""
         if prompt_tokens <= self.mean_budget_tokens:
             return prompt_tokens
         chosen = self.mean_budget_tokens - self.recent_tokens
@@ -280,11 +288,13 @@ class ImageEmbedding:
     """The vision encoder's output, kept until the language model has read it.
 
     Attributes:
-        layers: One layer; `slot_bytes` is one token's embedding.
-        host: The `FullAttention` type in whose pages the embeddings live until the KV of the same
-            tokens is written there (KV allocated in full before the first chunk); the type then has
-            no pages of its own. None: own pages, freed as tokens are consumed (KV on demand).
-        typical_tokens: Image tokens of one request; only the planner's expectation reads it.
+        layers: One layer. Its `slot_bytes` is one token's embedding.
+        host: Name of the `FullAttention` type in whose pages the embeddings live until the KV of
+            the same tokens is written there (KV allocated in full before the first chunk). The
+            embedding then has no pages of its own. None means own pages, freed as tokens are
+            consumed (KV on demand).
+        typical_tokens: Number of image tokens of a typical request. Only the planner's expectation
+            reads it.
 
     Source: Jenga paper, section 6.2.
     """
@@ -311,7 +321,7 @@ LayerType = (
     | TokenBudget
     | ImageEmbedding
 )
-"""Every layer type the package knows."""
+"""Any layer type that the package knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,15 +359,15 @@ class ModelSpec:
 
 
 def combine(name: str, models: Iterable[ModelSpec]) -> ModelSpec:
-    """One spec of several models that share an arena: draft and target, or models served together.
+    """Combine several models that share an arena: draft and target, or models served together.
 
     Args:
-        name: Name of the whole.
-        models: Names must differ: every layer type `t` of model `m` becomes `m/t`, likewise every
-            layer and reader.
+        name: Name of the combination.
+        models: The models, with different names. Every layer type `t` of model `m` becomes `m/t`,
+            and so does every layer and reader.
 
     Raises:
-        ValueError: No model, or two of one name.
+        ValueError: There is no model, or two have one name.
     """
     models = tuple(models)
     if not models:

@@ -1,11 +1,11 @@
-"""Which states of recurrent layers are kept for other requests, decided for each step of an engine.
+"""Decides for each step of an engine which states of recurrent layers are kept for other requests.
 
-A state is kept in the pass that computes it: the layers write it to a page of its own on their way
-through a prompt. Of an answer, a copy of the running state is kept now and then, before a step goes
-on from it. A request that starts from a kept state starts with a copy of it. All of this is decided
-when every request of the step is known.
+A state of a prompt is kept in the pass that computes it: the layers write it to a page of its own
+on their way through the prompt. A state of an answer is a copy of the running state. It is made now
+and then, before a step goes on from that state. A request that starts from a kept state starts with
+a copy of it. All of this is decided when every request of the step is known.
 
-The plugin and the simulator decide here, so that a replay keeps what an engine keeps.
+The plugin and the simulator both decide here, so that a replay keeps the same states as an engine.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,26 +18,26 @@ from jenga.tables.request import CopyPath, PageCopy
 
 
 class EngineRequest(Protocol):
-    """A request as a scheduler knows it, in vLLM's words."""
+    """A request as a scheduler knows it, with vLLM's names."""
 
     @property
     def request_id(self) -> str:
-        """Its name."""
+        """Name of the request."""
         ...
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known: the prompt and what was generated so far."""
+        """Number of known tokens: the prompt and the tokens generated so far."""
         ...
 
     @property
     def num_in_flight_tokens(self) -> int:
-        """Tokens of steps that are not over."""
+        """Number of tokens of steps that are not over."""
         ...
 
     @property
     def block_hashes(self) -> Sequence[bytes]:
-        """Hash i is of the first `(i + 1) * hash_tokens` known tokens."""
+        """Hash i covers the first `(i + 1) * hash_tokens` known tokens."""
         ...
 
 
@@ -52,12 +52,13 @@ class _Passage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptInPassing:
-    """A state that layers write on their way, if its page is not given to others before.
+    """A state that layers write on their way, unless its page is given to others before.
 
     Attributes:
-        prefix_hash: Of the tokens that went into it.
-        copy: From the request's running page to the page it is kept in; not to be made.
-        after_tokens: Tokens of the step after which it is there.
+        prefix_hash: Hash of the tokens that the state contains.
+        copy: Copy from the request's running page to the page of the kept state. It must not be
+            made.
+        after_tokens: Number of tokens of the step after which the state is there.
     """
 
     prefix_hash: bytes
@@ -67,13 +68,13 @@ class KeptInPassing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCopies:
-    """Copies and states of a step, decided once all requests of it are known.
+    """Copies and states of a step, decided once all requests of the step are known.
 
     Attributes:
-        copies: To be made in this order before any layer runs.
+        copies: Copies to make in this order before any layer runs.
         kept: States that layers write on their way.
-        ahead: Copies to host memory and from there, to be begun after the others beside the
-            layers, and to be over before the next step's.
+        ahead: Copies to and from host memory. They begin after the other copies, run concurrently
+            with the layers, and end before the next step's copies.
     """
 
     copies: tuple[PageCopy, ...] = ()
@@ -82,7 +83,7 @@ class StepCopies:
 
 
 class StateKeeper:
-    """Decides at the end of each step which states it keeps."""
+    """Decides at the end of each step's scheduling which states the step keeps."""
 
     __slots__ = (
         "_answer_tokens",
@@ -103,32 +104,37 @@ class StateKeeper:
         on_keep: Callable[[Any], None] | None = None,
         history_query_tokens: int = 0,
     ) -> None:
-        """Nothing to keep.
+        """Start without states to keep.
 
         Args:
-            manager: Gives the pages.
-            hash_tokens: Tokens that each further hash of a request covers.
-            on_keep: Called with a request of which a state was to be kept, or can be found now.
-            history_query_tokens: Most tokens of a decoding step where these are kept beside the
-                states, and a page has the state after any of its last step's; 0 where none are.
+            manager: Allocates the pages.
+            hash_tokens: Number of tokens that each further hash of a request covers.
+            on_keep: Called with a request when a state of it was to be kept, or can be found now.
+            history_query_tokens: Most tokens of a decode step, if a history is kept beside the
+                states. A page then has the state after any token of its last step. 0 without
+                histories.
         """
         self._manager = manager
         self._on_keep = on_keep
         self._hash_tokens = hash_tokens
-        # Steps of so many tokens leave the state after each of them in a slot of the request.
+        # A step of at most this many tokens leaves the state after each token in a slot of the
+        # request.
         self._slots = history_query_tokens or max(
             table.layer_type.slots_per_request
             for table in manager.geometry.page_tables
             if isinstance(table.layer_type, State)
         )
         self._answer_tokens = manager.answer_interval_tokens
-        # Request -> tokens after which its last step left each state that it computed in a slot.
+        # Request -> number of tokens from which on its slots have each state of its last step.
         self._answers: dict[str, int] = {}
         self._passages: dict[str, _Passage] = {}
         self._passed: dict[str, tuple[EngineRequest, list[int]]] = {}
 
     def step_ends(self) -> None:
-        """Tell of the states that the last step wrote on its way; before `Manager.new_step`."""
+        """Report the states that the last step wrote on its way.
+
+        Call this before `Manager.new_step`.
+        """
         if self._on_keep is None:
             return
         for request_id, passage in self._passages.items():
@@ -137,7 +143,7 @@ class StateKeeper:
                 self._on_keep(passage.request)
 
     def step_starts(self) -> None:
-        """Begin a step: keep what the last one could not write on its way."""
+        """Begin a step. Keep the states that the last step could not write on its way."""
         for request_id, (request, states) in self._passed.items():
             if self._manager.is_running(request_id):
                 for num_tokens in states:
@@ -146,13 +152,15 @@ class StateKeeper:
         self._passages.clear()
 
     def schedule(self, request: EngineRequest, start_tokens: int, end_tokens: int) -> None:
-        """Record that the step computes these tokens of a request, and keep what it starts from."""
-        # A step of the request's last token and drafts is a decoding one: its prompt is kept.
+        """Record that the step computes tokens of a request, and keep the state it starts from."""
+        # A step of the request's last token and drafts is a decode step. Its prompt is kept
+        # already.
         if start_tokens < request.num_tokens - 1:
             self._passages[request.request_id] = _Passage(
                 request=request, start_tokens=start_tokens, end_tokens=end_tokens
             )
-            # The next prompt of a session: of the states that it passes slots have only the last.
+            # This is the next prompt of a session. Slots have only the last of the states that it
+            # passes.
             self._answers.pop(request.request_id, None)
         elif self._answer_tokens:
             slots, past_tokens = self._slots, start_tokens % self._answer_tokens
@@ -161,13 +169,14 @@ class StateKeeper:
             if past_tokens < slots:
                 self._keep_answer(request, start_tokens - past_tokens)
             if slots > 1:
-                # As many tokens as there are slots leave nothing of what the step starts from.
+                # If a step has as many tokens as there are slots, it writes over the state it
+                # starts from.
                 self._answers[request.request_id] = start_tokens + 1
 
     def _keep_answer(self, request: EngineRequest, num_tokens: int) -> None:
-        """Keep a state of what a request generates, if its slots have it and its tokens are known.
+        """Keep a state of a request's output, if a slot has the state and its tokens are known.
 
-        Where a step is still to say which of its drafts it accepts, slots have what it writes.
+        While a step has not reported which drafts it accepts, slots have the states that it writes.
         """
         is_known = num_tokens <= len(request.block_hashes) * self._hash_tokens
         is_there = self._slots == 1 or (
@@ -177,16 +186,17 @@ class StateKeeper:
             self._keep_state(request, num_tokens)
 
     def forget(self, request_id: str) -> None:
-        """Record that a request has ended or lost its place in the step."""
+        """Record that a request has ended, or was removed from the step."""
         self._passages.pop(request_id, None)
         self._passed.pop(request_id, None)
         self._answers.pop(request_id, None)
 
     def keep_passed(self, copies: list[PageCopy]) -> list[KeptInPassing]:
-        """Give pages to the states that the step passes, once all of it is known.
+        """Give pages to the states that the step passes, once the whole step is known.
 
         Args:
-            copies: To be made before the step; those are added that save what was in these pages.
+            copies: Copies to make before the step. Copies that save the old content of these pages
+                are appended.
         """
         return [
             kept
@@ -200,9 +210,9 @@ class StateKeeper:
         """Give pages to a request's states.
 
         Args:
-            request_id: Its name.
-            passage: The tokens of it that the step computes.
-            copies: To which those are added that save what was in these pages.
+            request_id: Name of the request.
+            passage: Its tokens that the step computes.
+            copies: List to which copies that save the old content of these pages are appended.
         """
         kept: list[KeptInPassing] = []
         start_tokens, end_tokens = passage.start_tokens, passage.end_tokens
@@ -210,7 +220,7 @@ class StateKeeper:
             if not start_tokens < num_tokens <= end_tokens:
                 continue
             if end_tokens - start_tokens <= self._slots:
-                # Layers take so few tokens for decoding, which writes running states only.
+                # Layers treat so few tokens as decoding, which writes running states only.
                 self._passed.setdefault(request_id, (passage.request, []))[1].append(num_tokens)
             elif self._keep_state(passage.request, num_tokens, in_passing=True):
                 prefix_hash = self._hash(passage.request, num_tokens)
@@ -242,17 +252,17 @@ class StateKeeper:
 
 
 def end_step(manager: Manager, keeper: StateKeeper | None, *, num_tokens: int) -> StepCopies:
-    """Decide what is copied and kept in a step, once all requests of it are known.
+    """Decide which copies and states a step has, once all requests of the step are known.
 
     Args:
-        manager: Gives pages, and says what is copied.
-        keeper: Of the step; None where no states are kept.
-        num_tokens: That the step computes.
+        manager: Allocates pages, and returns copies.
+        keeper: State keeper of the engine. None if no states are kept.
+        num_tokens: Number of tokens that the step computes.
     """
     copies = manager.take_copies()
     kept = keeper.keep_passed(copies) if keeper is not None else []
     loaded = manager.load_ahead(num_tokens)
-    copies += manager.take_copies()  # what makes room for that
-    # What is saved may take the place of what was loaded.
+    copies += manager.take_copies()  # copies that make room for these
+    # Loads come first, because saved content may overwrite host pages that they read.
     ahead = [*loaded, *manager.save_ahead()]
     return StepCopies(copies=tuple(copies), kept=tuple(kept), ahead=tuple(ahead))

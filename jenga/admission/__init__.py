@@ -1,1 +1,1 @@
-"""How requests come in: the queue that waits, what is left to the cache, pages taken or refused."""
+"""Admission: the wait queue, the reserve for the cache, and the allocation of pages for a step."""

@@ -1,4 +1,4 @@
-"""What a request needs for one step more: taken and put into its page tables, or refused."""
+"""Allocation of the pages that a request needs for its next step: all of them, or a refusal."""
 
 from collections.abc import Mapping, Sequence
 from operator import sub
@@ -17,7 +17,7 @@ from jenga.tables.request import PrefixHit, Request
 
 
 class Taking:
-    """Takes small pages for requests, all that a step needs or none."""
+    """Takes small pages for requests: all that a step needs, or none."""
 
     __slots__ = (
         "_allocator",
@@ -33,7 +33,7 @@ class Taking:
         "nothing",
     )
 
-    def __init__(  # noqa: PLR0913  one arena, and all who have a part in it
+    def __init__(  # noqa: PLR0913  all parts of one arena
         self,
         allocator: Allocator,
         growth: Growth,
@@ -45,17 +45,18 @@ class Taking:
         host: HostCache | None = None,
         loading: LoadingAhead | None = None,
     ) -> None:
-        """From one arena.
+        """Create the allocation of one arena.
 
         Args:
-            allocator: Where pages come from.
-            growth: What requests need.
-            hits: Where the pages of hits are shared.
-            checkpoints: What requests start from.
-            evictions: Told of what makes room.
-            in_flight_tokens: Most tokens of a request that steps in flight compute.
-            host: Where pages of hits are that are not in the arena, if anywhere.
-            loading: Brings those to the arena before, if anything does.
+            allocator: Source of the pages.
+            growth: Computes how many pages a request needs, and appends them to its page tables.
+            hits: Shares the pages of prefix hits.
+            checkpoints: Checkpoints that requests start from.
+            evictions: Told when an allocation has evicted pages.
+            in_flight_tokens: Most tokens of one request that all steps in flight compute together.
+            host: Host memory, which holds pages of hits that are not in the arena. None if there is
+                none.
+            loading: Loads such pages into the arena before the admission. None if nothing does.
         """
         self._allocator = allocator
         self._growth = growth
@@ -65,13 +66,13 @@ class Taking:
         self._in_flight_tokens = in_flight_tokens
         self._host = host
         self._loading = loading
-        # Name of a request -> the request, and the small pages of each page table that it will
-        # still take for its expected tokens. They count until it has slots for those tokens.
+        # Request id -> the request, and the small pages of each page table that it will still take
+        # for its expected tokens. They count until it has slots for those tokens.
         self._promises: dict[str, tuple[Request, list[int]]] = {}
         self._no_pages = [0] * len(allocator.tables)
         self.nothing: tuple[list[int], ...] = tuple([] for _ in allocator.tables)
 
-    def take(  # noqa: PLR0913  all that a step may need
+    def take(  # noqa: PLR0913  all facts of a step
         self,
         request_id: str,
         request: Request,
@@ -82,24 +83,24 @@ class Taking:
         hit: PrefixHit | None = None,
         found: Sequence[Sharing | None] | None = None,
     ) -> Sequence[list[int]]:
-        """Give a request the pages for so many tokens.
+        """Give a request the pages for `num_tokens` tokens.
 
         Args:
-            request_id: Its name.
-            request: Who takes; its processed tokens are those of this step.
-            num_tokens: To have slots for.
-            full_tokens: If positive, refuse unless so many could be held now, beside all that
-                others will take for their prompts.
-            reserve_large_pages: Large pages that must stay empty or reclaimable.
-            hit: At admission, where the request starts from.
-            found: Per page table, the small pages of the hit, still to be shared.
+            request_id: Name of the request.
+            request: The request. Its number of processed tokens is that of this step.
+            num_tokens: Number of tokens to have slots for.
+            full_tokens: If positive, refuse unless this many tokens could be held now, together
+                with the pages that other requests will take for their prompts.
+            reserve_large_pages: Number of large pages that must stay empty or reclaimable.
+            hit: At admission, the prefix that the request starts from.
+            found: For each page table, the small pages of the hit, which are not shared yet.
 
         Returns:
-            The pages taken, per page table.
+            The pages taken, for each page table.
 
         Raises:
-            OutOfPagesError: They cannot be had, or what they hold is to be loaded first; nothing
-                was changed.
+            OutOfPagesError: There are not enough pages, or pages of the hit are to be loaded first.
+                Nothing was changed.
         """
         growth = self._growth
         if not full_tokens and found is None and not request.is_packed:
@@ -118,7 +119,7 @@ class Taking:
             self._require(request_id, needs, found, reserve_large_pages)
             if self._loading is not None:
                 self._loading.check(request_id, hit, reserve_large_pages)
-            # To share is to use: from here on nothing may be refused.
+            # Sharing makes pages used. From here on nothing may be refused.
             self._hits.share(found, hit)
             if self._host is not None:
                 self._host.pin(hit)
@@ -139,7 +140,7 @@ class Taking:
             self._evictions.note()
             growth.append(request, taken)
         if hit is not None:
-            # First: what is loaded may take the place of a state that was kept.
+            # This comes first, because a loaded page may overwrite a state that was kept.
             self._checkpoints.start_from(request, hit)
             if self._host is not None:
                 self._host.load(hit, request)
@@ -158,14 +159,14 @@ class Taking:
         num_tokens: int,
         expected_tokens: int,
     ) -> list[int]:
-        """Small pages of each page table that a request will take after those of this step.
+        """Return the small pages of each page table that a request will take after this step.
 
         Args:
-            request: Who takes.
-            found: As of `take`.
+            request: The request.
+            found: The argument of `take`.
             needs: Small pages that it takes in this step.
-            num_tokens: Tokens that it has slots for then.
-            expected_tokens: Tokens that it is certain to reach.
+            num_tokens: Number of tokens that it has slots for after this step.
+            expected_tokens: Number of tokens that it is certain to reach.
         """
         if expected_tokens <= num_tokens:
             return self._no_pages
@@ -177,14 +178,14 @@ class Taking:
         return list(map(sub, further, needs))
 
     def forget(self, request_id: str) -> None:
-        """Record that a request has ended: nothing is promised to it any more."""
+        """Record that a request has ended: no pages are promised to it any more."""
         self._promises.pop(request_id, None)
 
     def promised_beside(self, request_id: str | None) -> list[list[int]]:
-        """Small pages of each page table that other requests will still take for their prompts.
+        """Return the small pages, per page table, that other requests will take for their prompts.
 
         Args:
-            request_id: The request that is left out; None to leave out none.
+            request_id: The request that is left out. None leaves out none.
         """
         return [
             pages
@@ -196,7 +197,7 @@ class Taking:
         """Raise `InvariantError` unless pages are promised to running requests only.
 
         Args:
-            requests: Those that run, by name.
+            requests: Running requests, by name.
         """
         for name, (request, pages) in self._promises.items():
             if requests.get(name) is not request:
@@ -209,10 +210,12 @@ class Taking:
     def _take_next(
         self, request: Request, num_tokens: int, reserve_large_pages: int
     ) -> Sequence[list[int]] | None:
-        """As `take`, where page tables need one page more at most and there is room for all.
+        """Do the work of `take` in the common case: few new pages, and room for all of them.
+
+        That is, each page table needs at most one page, and each could open a large page for it.
 
         Returns:
-            The pages taken; None, and nothing changed, where it is not as simple as that.
+            The pages taken. None, with nothing changed, in any other case.
         """
         tables = self._allocator.tables
         slack = self._allocator.large_pages.num_available - reserve_large_pages
@@ -222,7 +225,7 @@ class Taking:
         if needs is None:
             return None
         taken = [*self.nothing]
-        # However many large pages the first ones open, enough are left for the others.
+        # Even if the first page tables open large pages, enough are left for the others.
         budget = Budget(slack)
         for index, expected_pages, max_tokens in needs:
             pages = request.pages[index]
@@ -242,7 +245,7 @@ class Taking:
         found: Sequence[Sharing | None] | None,
         reserve_large_pages: int,
     ) -> None:
-        """Refuse unless the needs can be met once the pages found are shared."""
+        """Raise `OutOfPagesError` unless the needs can be met once the pages found are shared."""
         room = self._allocator.room(needs, hits=found, reserve_large_pages=reserve_large_pages)
         if not room.suffices:
             raise OutOfPagesError(

@@ -1,4 +1,8 @@
-"""How requests come in: when it is too early, what is left to others, and who counts as running."""
+"""Rules of admission, apart from room for pages.
+
+They say when an admission is too early, how much it leaves to the cache, and which requests count
+as running.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,14 +15,17 @@ from jenga.prefix.checkpoints import Checkpoints
 from jenga.tables.request import PrefixHit, Request
 
 IDLE_STEPS = 16
-"""Steps after which a request that took part in none is idle; more than a pipeline has ranks."""
+"""Number of steps after which a request that took part in none of them is idle.
+
+It is larger than the number of ranks of a pipeline.
+"""
 
 
 class Entry:
-    """What an admission looks at besides room, and tells the queue and the kept states.
+    """Applies the rules of admission, and informs the wait queue and the checkpoints.
 
     Attributes:
-        waiting: The engine's queue.
+        waiting: The engine's wait queue.
     """
 
     __slots__ = ("_admission", "_checkpoints", "_refused_alone", "_requests", "waiting")
@@ -30,13 +37,13 @@ class Entry:
         waiting: Waiting,
         admission: Admission,
     ) -> None:
-        """For requests of one arena.
+        """Create the rules for the requests of one arena.
 
         Args:
-            requests: Those that run.
-            checkpoints: Where requests leave checkpoints.
-            waiting: The engine's queue.
-            admission: What is left to others.
+            requests: Running requests, by name.
+            checkpoints: Plans and makes the checkpoints of requests.
+            waiting: The engine's wait queue.
+            admission: Computes how many large pages an admission leaves to the cache.
         """
         self._requests = requests
         self._checkpoints = checkpoints
@@ -45,15 +52,15 @@ class Entry:
         self.waiting = waiting
 
     def begin_step(self) -> None:
-        """Note that a step of the engine begins."""
+        """Record that the engine begins a step."""
         if self.waiting.asked_tokens:
             self._admission.count_step()
 
     def check_time(self, request_id: str, hit: PrefixHit, step: int) -> None:
-        """Refuse if a running request is about to leave a state of more of the same tokens.
+        """Refuse an admission if a running request will soon leave a state of more shared tokens.
 
         Raises:
-            TooEarlyError: It does.
+            TooEarlyError: A running request will leave such a state.
         """
         if not self._checkpoints.states:
             return
@@ -70,14 +77,18 @@ class Entry:
                 raise TooEarlyError(request_id, hit_tokens=start_tokens, other_id=other_id)
 
     def checkpoint_tokens(self, request_id: str, request: Request) -> list[int]:
-        """Where a request leaves its next checkpoints, by its plan and by those that wait."""
+        """Return where a request leaves its next checkpoints, in tokens, rising.
+
+        Some are planned for the request itself, others for requests that wait.
+        """
         return sorted(self._checkpoints.planned(request, self.waiting.branch_tokens(request_id)))
 
     def reserve(self, found: Sequence[Sharing | None] | None, step: int) -> int:
-        """Large pages that an admission leaves to others.
+        """Return the number of large pages that this admission must leave free.
 
-        None where nobody runs: an admission waits for one of them to end. Who has pages and is
-        idle, as a session is between its turns, does not end by itself.
+        It is 0 when no request is running. A request that took part in no step for `IDLE_STEPS`
+        steps, as a session between two turns, counts as not running. It will not free anything by
+        itself.
         """
         if all(request.step < step - IDLE_STEPS for request in self._requests.values()):
             return 0
@@ -87,24 +98,25 @@ class Entry:
         )
 
     def note_refusal(self, request_id: str) -> None:
-        """Note that there are not the pages that a request needs."""
+        """Record that there are not enough pages for a request."""
         if not self._requests.keys() - {request_id}:
             self._refused_alone = request_id
 
     def was_refused_alone(self, request_id: str) -> bool:
-        """Whether that happened last to this request while it had the arena to itself.
+        """Whether this request was the last one refused while it had the arena to itself.
 
-        Small pages in use can be spread over more large pages than they need: those of a hit lie
-        where others left them, and what a window gave up may stay cached beside what it reads.
+        Even alone, a request can be spread over more large pages than it needs. Pages of a hit lie
+        where other requests left them. Pages that its windows gave up may stay cached in the large
+        pages that it still reads.
         """
         return request_id == self._refused_alone
 
     def complete(self, request_id: str, hit: PrefixHit | None) -> None:
-        """Note that a request was admitted."""
+        """Record that a request was admitted."""
         if hit is not None:
             waiting = self.waiting
             if self._requests[request_id].past == Past.TURN:
-                # What a conversation goes on from, no other request reads.
+                # No other request reads the prefix that a conversation continues.
                 reread_tokens = waiting.reread_by(request_id)
             else:
                 reread_tokens = max(hit.branch_tokens, waiting.shared_tokens(request_id))

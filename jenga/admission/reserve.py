@@ -1,17 +1,19 @@
-"""What an admission leaves alone: part of the cache, if prompts are read again.
+"""The reserve: cached content that an admission leaves alone if prompts are read again.
 
 An engine admits what fits, and all cached content counts as room. Under load that empties the
-cache: running requests take it all, and what the next requests were about to hit is computed again.
-So while others run, an admission leaves a share of the arena to cached content and waits for one of
-them to end; the order of admission stays the engine's.
+cache. Running requests take all of it, and prefixes that the next requests were about to hit are
+computed again. So while other requests run, an admission leaves a share of the arena to cached
+content. It waits for a running request to end. The order of admission stays the engine's.
 
-Memory kept from running requests costs throughput. So no more is left than prompts, recent ones and
-those of the queue, have in common with other requests: without prompts that are read again, nothing
-is left. A conversation that goes on does not count: no other request reads what it reads. And the
-less of the work prompts are, the less is left: a step reads the weights however few requests it
-decodes for, which takes as long as some hundreds of tokens of a prompt, of a model of experts some
-thousands; where outputs take most of the time, a request that runs is worth more than a prompt that
-is found.
+Memory kept from running requests costs throughput, so the reserve is limited in two ways:
+
+- It is scaled by the share of prompt tokens that other requests have in common, among recent
+  requests and those of the queue. If prompts are not read again, nothing is left. A conversation
+  that continues does not count, because no other request reads its prefix.
+- It shrinks with the share of prompts in the engine's work. A step reads the weights even if it
+  decodes for few requests. That takes as long as some hundred tokens of a prompt, or some thousand
+  for a mixture of experts. If decoding takes most of the time, a running request is worth more than
+  a prompt that is found.
 """
 
 from collections.abc import Sequence
@@ -21,26 +23,29 @@ from jenga.arena.small_pages import Sharing
 from jenga.checks import check_number
 
 LEFT_SHARE = 0.6
-"""Of the arena, left to the cache if all that is asked was asked before and little decoded."""
+"""Share of the arena left to the cache if all prompts are read again and little is decoded."""
 
 STEP_TOKENS = 256
-"""What a step of a dense model costs, in tokens of a prompt: by their peaks an A100 computes 153 of
-them in the time in which it reads the weights, an H100 295."""
+"""Number of prompt tokens that cost as much as one step of a dense model costs by itself.
+
+By their peaks, an A100 computes 153 tokens in the time in which it reads the weights, an H100 295.
+"""
 
 REMEMBERED_REQUESTS = 64
-"""Admissions by which the weight of one falls to a third."""
+"""Number of admissions after which the weight of an admission has fallen to about a third."""
 
 
 def default_left_share(*, has_host: bool) -> float:
-    """What is left at most where nobody says otherwise: nothing where what is evicted is not lost.
+    """Return the default of `left_share`: 0 if evicted content goes to host memory.
 
-    To load it again takes a fraction of computing it, while those who wait could run.
+    Loading content again takes a fraction of the time of computing it, while waiting requests could
+    run.
     """
     return 0.0 if has_host else LEFT_SHARE
 
 
 class Admission:
-    """How many large pages an admission leaves to the cache."""
+    """Computes how many large pages an admission leaves to the cache."""
 
     __slots__ = (
         "_asked_tokens",
@@ -57,15 +62,15 @@ class Admission:
         left_share: float,
         step_tokens: float = STEP_TOKENS,
     ) -> None:
-        """Nothing was admitted.
+        """Create the rule before any admission.
 
         Args:
-            allocator: Books of the arena.
-            left_share: Of the arena, left at most.
-            step_tokens: Tokens of a prompt that take as long as what a step costs by itself.
+            allocator: Page counts of the arena.
+            left_share: Largest share of the arena that is left, from 0 to below 1.
+            step_tokens: Number of prompt tokens that take as long as the fixed cost of a step.
 
         Raises:
-            ValueError: The share is none, or the tokens are negative or not finite.
+            ValueError: The share is out of its range, or the tokens are negative or not finite.
         """
         check_number("left_share", left_share, below=1)
         check_number("step_tokens", step_tokens)
@@ -75,15 +80,15 @@ class Admission:
         self._reread_tokens = self._asked_tokens = self._num_steps = 0.0
 
     def count_step(self) -> None:
-        """Note a step while requests wait."""
+        """Count a step that runs while requests wait."""
         self._num_steps += 1
 
     def note(self, reread_tokens: int, asked_tokens: int) -> None:
         """Count an admitted request.
 
         Args:
-            reread_tokens: Of its tokens, those with which another request begins that came before.
-            asked_tokens: Those that could be.
+            reread_tokens: Number of its first tokens that an earlier request has in common with it.
+            asked_tokens: Number of its tokens that could be in common.
         """
         kept = 1 - 1 / REMEMBERED_REQUESTS
         self._reread_tokens = kept * self._reread_tokens + reread_tokens
@@ -92,7 +97,7 @@ class Admission:
 
     @property
     def prompt_share(self) -> float:
-        """Of the work while requests wait, that of prompts, if all of them were computed."""
+        """Share of prompts in the work done while requests wait, as if no prompt had a hit."""
         steps = self._num_steps * self._step_tokens
         return self._asked_tokens / (self._asked_tokens + steps) if self._asked_tokens else 1.0
 
@@ -103,12 +108,12 @@ class Admission:
         reread_tokens: int = 0,
         asked_tokens: int = 0,
     ) -> int:
-        """Large pages that an admission leaves, beyond those of its own hit.
+        """Return the number of large pages that an admission leaves, beyond those of its own hit.
 
         Args:
-            hits: Per page table, the cached small pages that it will share, if any.
-            reread_tokens: As `note` has it, of requests that wait.
-            asked_tokens: Likewise.
+            hits: For each page table, the cached small pages that the request will share, if any.
+            reread_tokens: The number that `note` takes, for all waiting requests together.
+            asked_tokens: The number that `note` takes, for all waiting requests together.
         """
         asked = self._asked_tokens + asked_tokens
         if not asked:

@@ -1,8 +1,8 @@
-"""Requests that wait for admission: what they will read of what is cached, and who reads it first.
+"""The wait queue: which cached content the waiting requests will read, and in which order.
 
-An engine serves its queue in order, so as far as the queue goes the next reader of a cached page is
-known. What comes in later is served later: pages that the queue reads are worth more than any
-others, and those of its first requests most.
+An engine serves its queue in order, so the next reader of a cached page is known as far as the
+queue goes. Requests that arrive later are served later. Pages that the queue reads are therefore
+worth more than all others, and those of its first requests are worth most.
 
 Source: Belady, "A study of replacement algorithms for a virtual-storage computer" (1966).
 """
@@ -19,16 +19,19 @@ from jenga.prefix.lookup import longest_prefix
 from jenga.tables.page_table import Table
 
 FIRST_POSITION = 1 << 35
-"""Position of the first request that waits: as many can be put before it as after it."""
+"""Position of the first waiting request. As many requests can be put before it as after it."""
 
 MOST_LOOKED_UP = 4
-"""Requests looked up in one step: with prompts of 30k tokens each takes a few milliseconds."""
+"""Most requests looked up in one step. Each takes a few milliseconds for a prompt of 30k tokens."""
 
 MOST_FOLLOWED = 512
-"""Requests whose pages are known at a time: what is further behind is read too late to keep."""
+"""Most requests whose pages are known at a time.
+
+Requests further behind read their pages too late for these to be kept.
+"""
 
 WAITED_STEPS = 2
-"""Steps that begin before a request counts as waiting: the first may admit it."""
+"""Steps that begin before a request counts as waiting. The first of them may admit it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,14 +39,15 @@ class Waiter:
     """A request that was announced and has not ended.
 
     Attributes:
-        position: Its place in the queue, the lowest first.
-        step: When it was announced.
-        prefix_hashes: Hash i is of its first `(i + 1) * hash_tokens` tokens.
-        num_tokens: Its tokens.
-        facts: What is known of it.
-        branch_tokens: Tokens it shares with what is cached or comes before it.
-        reread_tokens: Tokens it shares with requests that run or come in before it.
-        keys: Names of the points that it will read; empty until it was looked up.
+        position: Place in the queue. The lowest is served first.
+        step: Step in which it was announced.
+        prefix_hashes: Hash i covers its first `(i + 1) * hash_tokens` tokens.
+        num_tokens: Number of its tokens.
+        facts: Facts of the request.
+        branch_tokens: Number of first tokens shared with cached content or with a request before
+            it.
+        reread_tokens: Number of first tokens shared with a running request or a request before it.
+        keys: Names of the points that it will read. Empty until the request was looked up.
     """
 
     position: int
@@ -57,11 +61,11 @@ class Waiter:
 
 
 class Waiting:
-    """The queue of an engine, as far ahead as the arena could keep what is read.
+    """The engine's wait queue, followed as far ahead as the arena could keep what it reads.
 
     Attributes:
-        reread_tokens: Of all requests of the queue together, those of `Waiter`.
-        asked_tokens: All their tokens but for the last ones.
+        reread_tokens: Sum of `Waiter.reread_tokens` over all requests that were looked up and wait.
+        asked_tokens: Number of tokens of these requests, without the last token of each.
     """
 
     __slots__ = (
@@ -93,14 +97,14 @@ class Waiting:
         arena_bytes: int,
         is_on: bool,
     ) -> None:
-        """Nobody waits.
+        """Create an empty queue.
 
         Args:
             tables: All page tables.
-            tree: Told which checkpoints are waited for.
-            hash_tokens: Tokens that each further prefix hash covers.
-            arena_bytes: Of which more need not be known.
-            is_on: Whether what requests will read matters: else only their names are known.
+            tree: Told which checkpoints waiting requests will read.
+            hash_tokens: Number of tokens that each further prefix hash covers.
+            arena_bytes: Size of the arena. Requests are looked up until they read this many bytes.
+            is_on: Whether to look up what requests will read. If not, only their names are kept.
         """
         self._tables = tables
         self._tree = tree
@@ -109,10 +113,10 @@ class Waiting:
         self._horizon_bytes = arena_bytes
         self._is_on = is_on
         self._waiters: dict[str, Waiter] = {}
-        self._unknown: dict[str, Waiter] = {}  # not looked up yet, in order
+        self._unknown: dict[str, Waiter] = {}  # announced and not looked up yet, in order
         self._followed: dict[str, Waiter] = {}  # looked up and not admitted
         self._running: dict[str, Waiter] = {}
-        self._bytes: dict[Hashable, float] = {}  # about those of each point that is waited for
+        self._bytes: dict[Hashable, float] = {}  # estimate for each awaited point
         self.reread_tokens = self.asked_tokens = 0
         self._first = self._last = FIRST_POSITION
         self._step = 0
@@ -126,10 +130,10 @@ class Waiting:
         *,
         first: bool = False,
     ) -> None:
-        """Put a request at the end of the queue, or at its head; see `Manager.announce`.
+        """Put a request at the end of the queue, or at its head. See `Manager.announce`.
 
         Raises:
-            ValueError: It waits already, or runs.
+            ValueError: The request waits already, or is running.
         """
         if request_id in self._waiters:
             msg = f"request_id must name a request that was not announced, got {request_id!r}"
@@ -150,7 +154,11 @@ class Waiting:
             self._unknown[request_id] = waiter
 
     def begin_step(self, step: int) -> None:
-        """Look up what has waited for more than a step, as far as it matters."""
+        """Look up requests that have waited for more than a step.
+
+        Requests behind them are not looked up once the known ones read as many bytes as the arena
+        has.
+        """
         self._step = step
         for _ in range(MOST_LOOKED_UP):
             if not self._unknown or len(self._followed) >= MOST_FOLLOWED:
@@ -165,35 +173,38 @@ class Waiting:
             self._follow(request_id, waiter)
 
     def admit(self, request_id: str) -> None:
-        """Note that a request runs: what it reads, it uses."""
+        """Record that a request is running. Its own use protects the pages that it reads."""
         waiter = self._waiters.get(request_id)
         if waiter is not None and self._is_on:
             self._leave_queue(request_id, waiter)
             self._running[request_id] = waiter
 
     def forget(self, request_id: str) -> None:
-        """Note that a request has ended, or waits no longer."""
+        """Record that a request has ended, or does not wait any more."""
         waiter = self._waiters.pop(request_id, None)
         self._running.pop(request_id, None)
         if waiter is not None:
             self._leave_queue(request_id, waiter)
 
     def shared_tokens(self, request_id: str) -> int:
-        """Tokens that a request shares with what was cached or came before it, as far as known."""
+        """First tokens that a request shares with cached content or earlier requests, if known."""
         waiter = self._waiters.get(request_id)
         return waiter.branch_tokens if waiter is not None else 0
 
     def reread_by(self, request_id: str) -> int:
-        """Tokens that a request shares with others that ran or waited when it was looked up."""
+        """First tokens that a request shared with running or waiting requests at its lookup."""
         waiter = self._waiters.get(request_id)
         return waiter.reread_tokens if waiter is not None else 0
 
     def sharers(self, request_id: str, num_tokens: int) -> Iterator[tuple[str, int]]:
-        """Running requests with which one begins for more than some tokens, and for how many.
+        """Yield running requests that share more than `num_tokens` tokens with a waiting request.
 
         Args:
-            request_id: Who waits; of others nothing is known.
-            num_tokens: A multiple of `hash_tokens`.
+            request_id: The waiting request. If it was not announced, nothing is yielded.
+            num_tokens: Number of tokens, a multiple of `hash_tokens`.
+
+        Yields:
+            Name of the running request, and the number of tokens that both begin with.
         """
         waiter = self._waiters.get(request_id)
         if waiter is not None:
@@ -203,7 +214,7 @@ class Waiting:
                     yield other_id, shared * self._hash_tokens
 
     def branch_tokens(self, request_id: str) -> set[int]:
-        """Tokens of a request after which one that waits goes another way."""
+        """Return token counts at which waiting requests part from the text of a request."""
         waiter = self._waiters.get(request_id)
         if waiter is None:
             return set()
@@ -222,7 +233,7 @@ class Waiting:
         return found
 
     def _follow(self, request_id: str, waiter: Waiter) -> None:
-        """Find what a request will read, and keep it until then."""
+        """Look up what a request will read, and let the tree keep it until then."""
         self._followed[request_id] = waiter
         asked_tokens = waiter.num_tokens - 1
         hit = longest_prefix(
@@ -242,9 +253,10 @@ class Waiting:
                 self._bytes[key] = self._fixed_bytes + self._token_bytes * waiter.branch_tokens
 
     def _keys(self, waiter: Waiter, hit_tokens: int) -> list[Hashable]:
-        """Names of the points that a request may go on from when it comes in.
+        """Return names of the points that a request may go on from when it is admitted.
 
-        It is where its text parts from others by then, or only where it could go on from now.
+        One is where its text parts from other texts by then. The other is the checkpoint that it
+        could go on from now. Its images come in addition.
         """
         tree, hashes = self._tree, waiter.prefix_hashes
         names: dict[Hashable, None] = {}
@@ -262,24 +274,27 @@ class Waiting:
         return list(names)
 
     def _shared_tokens(self, waiter: Waiter) -> int:
-        """Tokens shared with a request that runs, or comes in before."""
+        """Return the most first tokens shared with a running request or a request before it."""
         num_shared = 0
         has_states = any(table.policy.is_overwritten for table in self._tables)
         ahead = (each for each in self._followed.values() if each.position < waiter.position)
         for other in chain(self._running.values(), ahead):
             more = self._shared_hashes(waiter, other, num_shared)
-            # Of states none is kept behind the end of a prompt.
+            # No state is kept after the end of a prompt.
             end = (other.num_tokens - 1) // self._hash_tokens
             num_shared = max(num_shared, min(more, end) if has_states else more)
         return num_shared * self._hash_tokens
 
     def _shared_hashes(self, waiter: Waiter, other: Waiter, at_least: int) -> int:
-        """Hashes that two requests begin with, but for the last token; 0 if not more than these."""
+        """Number of hashes that two requests begin with, without those of the last token.
+
+        It is 0 if there are no more than `at_least`.
+        """
         hashes, theirs = waiter.prefix_hashes, other.prefix_hashes
         most = min((waiter.num_tokens - 1) // self._hash_tokens, len(hashes), len(theirs))
         if at_least >= most or theirs[at_least] != hashes[at_least]:
             return 0
-        # Equal hashes mean equal hashes before.
+        # Equal hashes mean that all hashes before them are equal, so bisection finds the last.
         low, high = at_least + 1, most
         while low < high:
             middle = (low + high + 1) // 2
@@ -301,7 +316,7 @@ class Waiting:
         waiter.keys = []
 
     def check(self) -> None:
-        """Raise `InvariantError` unless page tables know exactly who waits for what."""
+        """Raise `InvariantError` unless the tree knows which requests wait for which points."""
         expected: dict[Hashable, list[int]] = {}
         for waiter in self._followed.values():
             for key in waiter.keys:

@@ -1,1 +1,1 @@
-"""The two-level allocator: large pages of one arena, cut into small pages of every page table."""
+"""The two-level allocator: large pages of one arena, cut into small pages of page tables."""

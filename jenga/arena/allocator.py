@@ -1,15 +1,18 @@
 """Two-level allocation: small pages of every page table out of large pages of one arena.
 
-A large page is *empty*, or held by one page table, which cuts it into its small pages. A held
-large page is *pinned* while a small page of it is used, and *reclaimable* otherwise: whatever mix
-of evictable and empty small pages it has, it can be emptied and given to any page table. So a need
-can be met exactly if the large pages it takes beyond the unused small pages of pinned large pages
-do not outnumber the empty and the reclaimable ones. `Allocator.room` says so without a change.
+A large page is *empty*, or held by one page table, which cuts it into its small pages. A held large
+page is *pinned* while one of its small pages is used, else *reclaimable*. A reclaimable large page
+has only evictable and empty small pages. It can be emptied and given to any page table.
 
-Source: Jenga paper, sections 4.3 and 5.4. Its five steps are kept with their price in view: a
-large page is opened for one request only if the request is sure to fill it; otherwise empty small
-pages are packed, best fit, before anything is opened or evicted; and what is evicted, a small page
-or a large one, is what is oldest.
+Small pages that are needed beyond the unused ones in pinned large pages take further large pages. A
+need can be met exactly if these are no more than the empty and the reclaimable large pages.
+`Allocator.room` answers that without a change.
+
+Source: Jenga paper, sections 4.3 and 5.4. Its five steps are kept, and their cost is limited:
+
+- A large page is opened for one request only if the request is sure to fill it.
+- Otherwise empty small pages are packed, best fit, before anything is opened or evicted.
+- The oldest page is evicted, be it small or large.
 """
 
 from collections.abc import Sequence
@@ -24,12 +27,13 @@ from jenga.checks import check_count
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """Whether a need can be met, in numbers.
+    """Result of asking whether a need can be met.
 
     Attributes:
-        spare_pages: Small pages to be had in pinned large pages, per page table.
-        needed_large_pages: Large pages needed beyond those.
-        available_large_pages: Large pages empty or reclaimable, less the reserve.
+        spare_pages: Number of small pages available in pinned large pages, for each page table.
+        needed_large_pages: Number of large pages needed in addition.
+        available_large_pages: Number of large pages that are empty or reclaimable, less the
+            reserve.
     """
 
     spare_pages: tuple[int, ...]
@@ -43,11 +47,11 @@ class Room:
 
 
 class Allocator:
-    """Books of which page is used, evictable or empty.
+    """Records which page is used, evictable or empty.
 
     Attributes:
-        large_pages: The arena's large pages.
-        tables: The small pages of each page table.
+        large_pages: Large pages of the arena.
+        tables: Small pages of each page table.
     """
 
     __slots__ = ("large_pages", "tables")
@@ -57,11 +61,11 @@ class Allocator:
         small_pages_per_large_page: Sequence[int],
         num_large_pages: int,
     ) -> None:
-        """All pages empty.
+        """Start with all pages empty.
 
         Args:
-            small_pages_per_large_page: Of each page table.
-            num_large_pages: Large pages of the arena, the null page included.
+            small_pages_per_large_page: Number of small pages in a large page, for each page table.
+            num_large_pages: Number of large pages of the arena, including the null page.
 
         Raises:
             ValueError: A number of pages is not a positive integer.
@@ -85,12 +89,12 @@ class Allocator:
         hits: Sequence[Sharing | None] | None = None,
         reserve_large_pages: int = 0,
     ) -> Room:
-        """Whether so many small pages can be taken, evicting where it must be.
+        """Return whether small pages can be taken, with eviction if necessary.
 
         Args:
-            needs: Small pages of each page table.
-            hits: Per page table, the cached small pages that will be shared first, if any.
-            reserve_large_pages: Large pages that must be left empty or reclaimable.
+            needs: Number of small pages of each page table.
+            hits: For each page table, the cached small pages that will be shared first, if any.
+            reserve_large_pages: Number of large pages that must be left empty or reclaimable.
 
         Raises:
             ValueError: There is not one need for each page table, or a number is negative.
@@ -127,22 +131,22 @@ class Allocator:
         held: Sequence[Sequence[int]] | None = None,
         is_packed: bool = False,
     ) -> list[list[int]] | None:
-        """Take small pages in every page table, or none if not all can be had.
+        """Take small pages in every page table, or none if not all are available.
 
         Args:
-            needs: Small pages of each page table.
-            expected: Small pages that the owner will take for certain, these included.
-            owner: For whom; any positive number.
-            reserve_large_pages: Large pages to leave empty or reclaimable.
-            held: Small pages of each page table that the owner uses, in order, if it does.
-            is_packed: Whether no large page is opened that the needs do not require.
+            needs: Number of small pages of each page table.
+            expected: Number of small pages that the owner will certainly take, including these.
+            owner: Owner of the pages, any positive number.
+            reserve_large_pages: Number of large pages to leave empty or reclaimable.
+            held: Small pages of each page table that the owner uses, in order, if it uses any.
+            is_packed: Whether to open no large page that the needs do not require.
 
         Returns:
-            Page ids per page table; None if `room` would say that they do not suffice.
+            Page ids for each page table. None if `room` would say that the need cannot be met.
 
         Raises:
             ValueError: There is not one need for each page table, a number is negative, or the
-                owner is no positive integer.
+                owner is not a positive integer.
         """
         tables = self.tables
         if not len(needs) == len(expected) == len(tables) or reserve_large_pages < 0:
@@ -173,12 +177,12 @@ class Allocator:
         return taken
 
     def disown(self, owner: int) -> None:
-        """Let others have what the owner has claimed."""
+        """Release the large pages that an owner has claimed, so that others may take from them."""
         for table in self.tables:
             table.disown(owner)
 
     def check(self) -> None:
-        """Raise `InvariantError` unless the books of both levels agree."""
+        """Raise `InvariantError` unless the records of both levels agree."""
         self.large_pages.check()
         for table in self.tables:
             table.check()

@@ -1,15 +1,15 @@
-"""Best fit in constant time: large pages binned by how many of their small pages are empty."""
+"""Best fit in constant time: large pages in bins, by their number of empty small pages."""
 
 from collections.abc import Iterator
 
 from jenga.errors import InvariantError
 
 NO_PAGE = 0
-"""What a search gives when no bin holds a page: the null page is never in one."""
+"""Result of a search when no bin holds a page. The null page is never in a bin."""
 
 
 class Bins:
-    """Large pages by their number of empty small pages, at least one."""
+    """Large pages by their number of empty small pages, which is at least one."""
 
     __slots__ = ("_bins", "_mask")
 
@@ -18,13 +18,13 @@ class Bins:
         self._mask = 0
 
     def add(self, large: int, num_empty: int) -> None:
-        """Put a large page in; one without empty small pages is left out."""
+        """Add a large page. A page without empty small pages is left out."""
         if num_empty:
             self._bins.setdefault(num_empty, {})[large] = None
             self._mask |= 1 << num_empty
 
     def remove(self, large: int, num_empty: int) -> None:
-        """Take out a large page that was added with that number."""
+        """Remove a large page that was added with that number."""
         if num_empty:
             pages = self._bins[num_empty]
             del pages[large]
@@ -32,7 +32,7 @@ class Bins:
                 self._mask ^= 1 << num_empty
 
     def move(self, large: int, num_before: int, num_empty: int) -> None:
-        """Count another number of empty small pages in a large page, none to take it out."""
+        """Change the number of empty small pages of a large page. 0 removes the page."""
         bins = self._bins
         pages = bins[num_before]
         del pages[large]
@@ -46,7 +46,7 @@ class Bins:
             self._mask |= 1 << num_empty
 
     def take_fullest(self) -> int:
-        """What `fullest` says, with one empty small page less from now on."""
+        """Return the page of `fullest`, and count one empty small page less in it."""
         mask = self._mask
         if not mask:
             return NO_PAGE
@@ -62,22 +62,22 @@ class Bins:
         return large
 
     def fullest(self) -> int:
-        """A large page with the fewest empty small pages, or `NO_PAGE`."""
+        """Return a large page with the fewest empty small pages, or `NO_PAGE`."""
         mask = self._mask
         return next(reversed(self._bins[(mask & -mask).bit_length() - 1])) if mask else NO_PAGE
 
     def emptiest(self) -> int:
-        """A large page with the most empty small pages, or `NO_PAGE`."""
+        """Return a large page with the most empty small pages, or `NO_PAGE`."""
         mask = self._mask
         return next(reversed(self._bins[mask.bit_length() - 1])) if mask else NO_PAGE
 
     def in_order(self) -> Iterator[int]:
-        """All large pages, as `fullest` would give them if each were taken out."""
+        """Yield all large pages in the order in which `fullest` would return them."""
         for num_empty in sorted(self._bins):
             yield from reversed(self._bins[num_empty])
 
     def contents(self) -> dict[int, int]:
-        """Large page -> its number of empty small pages."""
+        """Return each large page with its number of empty small pages."""
         return {large: count for count, pages in self._bins.items() for large in pages}
 
     def check(self, expected: dict[int, int]) -> None:

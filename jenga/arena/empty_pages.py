@@ -1,4 +1,4 @@
-"""Empty small pages of the large pages that one page table holds, and who may take them."""
+"""Empty small pages of the large pages that one page table holds, and the claims on them."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,22 +6,23 @@ from jenga.arena.best_fit import NO_PAGE, Bins
 from jenga.errors import InvariantError
 
 NO_PAGES: list[int] = []
-"""Stands for the lists of a large page that is not held; never written."""
+"""Placeholder for the lists of a large page that is not held. It is never written."""
 
 
 class Vacancies:
-    """Which small pages are empty, by large page.
+    """Empty small pages, by large page.
 
-    A pinned large page is free for all, or claimed: then others take its empty small pages only
-    when nothing else is empty. A reclaimable one is idle, and taken from when it is pinned again.
+    A pinned large page is free or claimed. If an owner claims it, others take its empty small pages
+    only when no other small page is empty. A reclaimable large page is idle. Its small pages are
+    taken when it is pinned again.
 
     Attributes:
-        numbers: Large page -> its small pages in a row.
-        empties: Large page -> its empty small pages, the last one the next to be taken.
-        free: Pinned large pages with empty small pages that nobody claims.
-        claimed: Those that somebody claims.
+        numbers: Large page -> the numbers of its small pages.
+        empties: Large page -> its empty small pages. The last one is taken next.
+        free: Pinned large pages with empty small pages that no owner claims.
+        claimed: Pinned large pages with empty small pages that an owner claims.
         idle: Reclaimable large pages with empty small pages.
-        claims: Owner -> the large page it claims.
+        claims: Owner -> the large page that it claims.
         owners: Large page -> the owner that claims it.
     """
 
@@ -45,7 +46,7 @@ class Vacancies:
         self.owners: dict[int, int] = {}
 
     def open(self, large: int) -> None:
-        """Note a pinned large page, all of it empty."""
+        """Add a pinned large page, all of it empty."""
         k = self._pages_per_large
         numbers = list(range(large * k, (large + 1) * k))
         self.numbers[large] = numbers
@@ -53,7 +54,7 @@ class Vacancies:
         self.free.add(large, k)
 
     def open_taken(self, larges: Sequence[int]) -> list[int]:
-        """Note pinned large pages of which all small pages are taken; these, in order."""
+        """Add pinned large pages whose small pages are all taken. Return these, in order."""
         k, pages = self._pages_per_large, list[int]()
         for large in larges:
             numbers = list(range(large * k, (large + 1) * k))
@@ -67,7 +68,7 @@ class Vacancies:
         self.numbers[large] = self.empties[large] = NO_PAGES
 
     def take(self, large: int, most: int, pages: list[int]) -> int:
-        """Move empty small pages of a pinned large page to a list; how many there were."""
+        """Move empty small pages of a pinned large page to `pages`. Return how many were moved."""
         empties = self.empties[large]
         num_before = len(empties)
         num_taken = min(most, num_before)
@@ -85,22 +86,25 @@ class Vacancies:
         return num_taken
 
     def take_packed(self) -> int:
-        """One small page of the fullest large page that is free for all, or the null page."""
+        """Take one small page of the fullest free large page, or the null page if there is none."""
         large = self.free.take_fullest()
         return self.empties[large].pop() if large != NO_PAGE else NO_PAGE
 
     def put_back(self, large: int, pages: Sequence[int]) -> int:
-        """Note small pages of a pinned large page that became empty; how many are empty then."""
+        """Add emptied small pages of a pinned large page. Return how many are empty then."""
         empties = self.empties[large]
         bins = self.claimed if large in self.owners else self.free
         bins.remove(large, len(empties))
-        # Backwards, so that a row is taken as a row.
+        # Backwards, so that consecutive pages are taken in rising order.
         empties.extend(reversed(pages))
         bins.add(large, len(empties))
         return len(empties)
 
     def put_back_idle(self, large: int, pages: Sequence[int]) -> int:
-        """As `put_back`, of a large page that is not pinned; one that is all empty is in no bin."""
+        """Do the work of `put_back` for a large page that is not pinned.
+
+        A large page that is all empty is left in no bin.
+        """
         empties = self.empties[large]
         self.idle.remove(large, len(empties))
         empties.extend(reversed(pages))
@@ -109,7 +113,7 @@ class Vacancies:
         return len(empties)
 
     def claim(self, large: int, owner: int) -> None:
-        """Give what is empty in a pinned large page to an owner, if anything is."""
+        """Reserve the empty small pages of a pinned large page, if there are any, for an owner."""
         num_empty = len(self.empties[large])
         if num_empty:
             self.free.remove(large, num_empty)
@@ -127,13 +131,13 @@ class Vacancies:
             self.free.add(large, num_empty)
 
     def pin(self, large: int) -> None:
-        """Note that an idle large page becomes pinned."""
+        """Record that an idle large page becomes pinned."""
         num_empty = len(self.empties[large])
         self.idle.remove(large, num_empty)
         self.free.add(large, num_empty)
 
     def unpin(self, large: int) -> None:
-        """Note that a pinned large page becomes idle, or closes if all of it is empty."""
+        """Record that a pinned large page becomes idle. If all of it is empty, it is in no bin."""
         num_empty = len(self.empties[large])
         if large in self.owners:
             self.claimed.remove(large, num_empty)
@@ -144,10 +148,10 @@ class Vacancies:
             self.idle.add(large, num_empty)
 
     def check(self, pinned: Mapping[int, bool]) -> None:
-        """Raise `InvariantError` unless bins and claims are those of the large pages.
+        """Raise `InvariantError` unless bins and claims agree with the large pages.
 
         Args:
-            pinned: Of each large page held, whether it is pinned.
+            pinned: Held large page -> whether it is pinned.
         """
         bins: dict[str, dict[int, int]] = {"free": {}, "claimed": {}, "idle": {}}
         for large, is_pinned in pinned.items():

@@ -1,11 +1,13 @@
-"""Evictable small pages of the large pages that one page table holds, and which of them goes next.
+"""Evictable small pages of the large pages that one page table holds, in eviction order.
 
-A large page without a user goes as a whole, so an order among small pages matters only in pinned
-ones. It is made when it is first asked for: most large pages are given away without one.
+A large page without a user is evicted as a whole. The order of small pages therefore matters only
+in pinned large pages. It is built on the first request for it, because most large pages are given
+away without one.
 
-A small page that no checkpoint needs is *loose*. Loose pages of pinned large pages go before
-everything else, and those of the fullest large page first. By age alone the pages that a request
-takes would be strewn over many large pages, and each of these would stay pinned for its sake.
+A small page that no checkpoint needs is *loose*. Loose pages of pinned large pages are evicted
+before everything else, and those of the fullest large page first. By age alone, the pages that a
+request takes would be scattered over many large pages, and each of these would stay pinned because
+of it.
 """
 
 from collections.abc import Sequence
@@ -16,19 +18,19 @@ from jenga.arena.ranks import KEPT_RANK
 from jenga.errors import InvariantError
 
 NO_ORDER: list[int] = []
-"""Stands for an order that was not asked for; never written."""
+"""Placeholder for an order that was not built. It is never written."""
 
 
 class Evictables:
-    """Ranks of evictable small pages.
+    """Ranks of evictable small pages. The lowest rank is evicted first.
 
     Attributes:
-        stamps: Of an evictable small page its rank, else `NOT_QUEUED`.
-        eldest: Large page -> a lower bound of the ranks of its evictable small pages.
-        youngest: Large page -> the rank at which it last had a user.
-        pinned: Pinned large pages with evictable small pages, by a lower bound of their ranks; but
-            for those in `loose`.
-        loose: Pinned large page with loose small pages -> its small pages without a user.
+        stamps: Small page -> its rank if it is evictable, else `NOT_QUEUED`.
+        eldest: Large page -> lower bound of the ranks of its evictable small pages.
+        youngest: Large page -> upper bound of these ranks, which is the rank of its last use.
+        pinned: Pinned large pages with evictable small pages, by a lower bound of their ranks,
+            except those in `loose`.
+        loose: Pinned large page with loose small pages -> number of its small pages without a user.
     """
 
     __slots__ = (
@@ -49,12 +51,12 @@ class Evictables:
         self.youngest = [0] * num_larges
         self.pinned = VictimQueue(num_larges)
         self.loose: dict[int, int] = {}
-        self._fullest = Bins()  # the same, by that number
-        # Per large page, entries of its evictable small pages in order, with stale ones.
+        self._fullest = Bins()  # the pages of `loose`, by that number
+        # For each large page, entries of its evictable small pages in order. Some may be stale.
         self._orders = [NO_ORDER] * num_larges
 
     def open(self, larges: Sequence[int]) -> None:
-        """Note large pages without evictable small pages."""
+        """Add large pages without evictable small pages."""
         for large in larges:
             self.youngest[large] = 0
 
@@ -63,30 +65,30 @@ class Evictables:
         self._orders[large] = NO_ORDER
 
     def pin(self, large: int) -> None:
-        """Let evictable small pages of a large page go one by one."""
+        """Allow evictable small pages of a large page to be evicted one by one."""
         if large not in self.loose:
             self.pinned.push(large, self.eldest[large])
 
     def unpin(self, large: int) -> None:
-        """Note that no small page of a large page goes by itself, if any did."""
+        """Record that small pages of a large page are not evicted one by one, if any were."""
         if large in self.loose:
             self._fullest.remove(large, self.loose.pop(large))
         else:
             self.pinned.drop(large)
 
     def recount(self, large: int, num_unused: int) -> None:
-        """Record how many small pages of a large page with loose ones have no user."""
+        """Record how many small pages of a large page in `loose` have no user."""
         self._fullest.move(large, self.loose[large], num_unused)
         self.loose[large] = num_unused
 
     def add(self, large: int, page: int, rank: int, *, is_first: bool, goes_alone: bool) -> None:
-        """Note that one small page became evictable.
+        """Record that one small page became evictable.
 
         Args:
             large: Its large page.
             page: The small page.
             rank: Its rank.
-            is_first: Whether no other one of its large page is evictable.
+            is_first: Whether no other small page of its large page is evictable.
             goes_alone: Whether its large page stays pinned.
         """
         self.stamps[page] = rank
@@ -104,7 +106,7 @@ class Evictables:
         Args:
             large: Its large page.
             page: The small page.
-            rank: The rank.
+            rank: Its new rank.
             goes_alone: Whether its large page is pinned.
         """
         old, k = self.stamps[page], self._pages_per_large
@@ -120,25 +122,31 @@ class Evictables:
             self.pin(large)
 
     def note_whole(self, large: int, lowest: int, highest: int) -> None:
-        """Note that all small pages of a large page became evictable at once, with such ranks."""
+        """Record that all small pages of a large page became evictable at once.
+
+        Args:
+            large: The large page.
+            lowest: Lowest of their ranks.
+            highest: Highest of their ranks.
+        """
         self.eldest[large], self.youngest[large] = lowest, highest
         self._orders[large] = NO_ORDER
 
     def note_row(self, larges: range, lowest: Sequence[int], highest: Sequence[int]) -> None:
-        """As `note_whole` for large pages in a row, with the ranks of each."""
+        """Do the work of `note_whole` for consecutive large pages, with the ranks of each."""
         first, end = larges.start, larges.stop
         self.eldest[first:end], self.youngest[first:end] = lowest, highest
         self._orders[first:end] = [NO_ORDER] * len(larges)
 
     def note(self, large: int, page: int, num_pages: int, lowest: int, highest: int) -> None:
-        """Note that small pages of a large page, of which others are evictable, became so too.
+        """Record that small pages of a large page became evictable, in addition to others.
 
         Args:
             large: The large page.
-            page: The small page, if it is one.
-            num_pages: How many.
-            lowest: Of their ranks.
-            highest: Of their ranks.
+            page: The small page, if it is only one.
+            num_pages: Number of small pages.
+            lowest: Lowest of their ranks.
+            highest: Highest of their ranks.
         """
         self.eldest[large] = min(self.eldest[large], lowest)
         self.youngest[large] = max(self.youngest[large], highest)
@@ -148,7 +156,10 @@ class Evictables:
             self._orders[large] = NO_ORDER
 
     def _go_on(self, large: int, page: int, rank: int) -> None:
-        """Add a small page to the order of a large page that has one, or give that up."""
+        """Append a small page to the order of a large page, or drop the order.
+
+        It is dropped if the rank is too low for its end, or if it has too many entries.
+        """
         order = self._orders[large]
         entry = rank * len(self.stamps) + page
         if entry > order[-1] and len(order) < 2 * self._pages_per_large:
@@ -157,10 +168,10 @@ class Evictables:
             self._orders[large] = NO_ORDER
 
     def find_loose(self, used: Sequence[int]) -> int:
-        """The fullest pinned large page with loose small pages, or the null page.
+        """Return the fullest pinned large page with loose small pages, or the null page.
 
         Args:
-            used: Of each large page, small pages that have a user.
+            used: Large page -> number of its small pages that have a user.
         """
         pinned, loose, k = self.pinned, self.loose, self._pages_per_large
         while 0 <= pinned.peek_rank() < KEPT_RANK:
@@ -177,16 +188,19 @@ class Evictables:
         return large
 
     def take_loose(self, large: int) -> int:
-        """The small page of `find_loose` that goes next, evictable no longer."""
+        """Take the first small page of the order of the large page that `find_loose` returned.
+
+        It is not evictable any more.
+        """
         page = self._orders[large].pop(0) % len(self.stamps)
         self.stamps[page] = NOT_QUEUED
         return page
 
     def take_first(self) -> int:
-        """The evictable small page in a pinned large page that goes next, evictable no longer.
+        """Take the small page of pinned large pages that is next. It is not evictable any more.
 
-        Large pages are in the order of a lower bound. Where that of the first one is too low it is
-        corrected instead, and the null page returned.
+        Large pages are ordered by a lower bound of their ranks. If the first bound is too low, it
+        is corrected and the null page is returned.
         """
         large = self.pinned.peek()
         order = self._valid_order(large)
@@ -199,7 +213,7 @@ class Evictables:
         return page
 
     def _valid_order(self, large: int) -> list[int]:
-        """Entries of a large page's evictable small pages in order; the first is not stale."""
+        """Return the order of a large page's evictable small pages, without stale first entries."""
         stamps, num_stamps, k = self.stamps, len(self.stamps), self._pages_per_large
         order = self._orders[large]
         if not order:
@@ -213,12 +227,12 @@ class Evictables:
         return order
 
     def pages_of(self, large: int) -> list[int]:
-        """The evictable small pages of a large page."""
+        """Return the evictable small pages of a large page."""
         stamps, k = self.stamps, self._pages_per_large
         return [page for page in range(large * k, (large + 1) * k) if stamps[page] >= 0]
 
     def next_alone(self, most: int) -> list[int]:
-        """Small pages of pinned large pages, about those that go next, up to so many."""
+        """Return up to `most` small pages of pinned large pages that are evicted next, roughly."""
         rank_of = self.stamps.__getitem__
         first: list[int] = []
         for large in self._fullest.in_order():
@@ -228,21 +242,22 @@ class Evictables:
         pages: list[int] = []
         for large in self.pinned.in_order():
             pages += self.pages_of(large)
-            # Large pages are in the order of a lower bound: the next one's may go before these.
+            # Large pages are ordered by a lower bound. Pages of the next one may be evicted before
+            # these.
             if len(pages) >= 2 * (most - len(first)):
                 break
         pages.sort(key=rank_of)
         return (first + pages)[:most]
 
     def take_all(self, large: int) -> list[int]:
-        """The evictable small pages of a large page, evictable no longer."""
+        """Return the evictable small pages of a large page. They are not evictable any more."""
         stamps, pages = self.stamps, self.pages_of(large)
         for page in pages:
             stamps[page] = NOT_QUEUED
         return pages
 
     def remove(self, large: int, pages: Sequence[int]) -> int:
-        """Record that some pages of a large page became empty; how many are left evictable."""
+        """Record that pages of a large page became empty. Return how many are left evictable."""
         stamps, k = self.stamps, self._pages_per_large
         lost_youngest = False
         for page in pages:
@@ -255,13 +270,13 @@ class Evictables:
         return len(left)
 
     def check_queues(self, used: Sequence[int]) -> None:
-        """Raise `InvariantError` unless the queues agree with themselves and with what is used."""
+        """Raise `InvariantError` unless the queues are consistent and agree with the used pages."""
         self.pinned.check()
         self._fullest.check({large: self._pages_per_large - used[large] for large in self.loose})
         self._fullest.check(self.loose)
 
     def check(self, large: int, *, is_pinned: bool) -> None:
-        """Raise `InvariantError` unless bounds and order of a large page are those of its pages."""
+        """Raise `InvariantError` unless bounds and order of a large page agree with its pages."""
         k, order = self._pages_per_large, self._orders[large]
         pages = range(large * k, (large + 1) * k)
         ranks = {page: self.stamps[page] for page in pages if self.stamps[page] >= 0}

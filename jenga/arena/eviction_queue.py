@@ -1,6 +1,6 @@
-"""Which cached page goes next: a queue that keeps victims in order.
+"""The eviction queue: cached pages in the order in which they are evicted.
 
-A *rank* is a non-negative integer; the lowest goes first.
+A *rank* is a non-negative integer. The lowest rank is evicted first.
 """
 
 from collections import deque
@@ -11,26 +11,30 @@ from itertools import accumulate, chain, pairwise, repeat
 from jenga.errors import InvariantError
 
 NOT_QUEUED = -1
-"""Stamp of an item that is not in a queue, and what `VictimQueue.peek` gives when nothing is."""
+"""Stamp of an item that is not in a queue. `VictimQueue.peek` returns it if the queue is empty."""
 
 SLACK_ENTRIES = 64
-"""Stale entries a queue may always hold; below this a rebuild costs more than it frees."""
+"""Number of stale entries that a queue may always hold.
+
+Below this, a rebuild costs more than it frees.
+"""
 
 
 NUM_LANES = 4
-"""Orders rank by a few levels, each of which rises with time."""
+"""Number of lanes. Ranks come in a few levels, each of which rises with time."""
 
 
 class VictimQueue:
     """Items `0..num_items - 1` by rank, lowest first, with lazy removal.
 
-    An entry is `rank * num_items + item`. `stamps[item]` holds the item's valid entry, any other
-    entry of it is stale and skipped. Entries that come in rising order, as those of least
-    recently used do, cost O(1); others go through a heap. Stale entries never outnumber the
-    valid ones by more than a constant: the queue is rebuilt before.
+    An entry is `rank * num_items + item`. `stamps[item]` is the item's valid entry. Any other entry
+    of the item is stale and skipped. Entries that arrive in rising order, as under LRU, cost O(1).
+    Other entries go through a heap. Stale entries never outnumber the valid ones by more than a
+    constant, because the queue is rebuilt before that.
 
     Attributes:
-        num_queued: Items in the queue.
+        num_queued: Number of items in the queue.
+        stamps: Item -> its valid entry, or `NOT_QUEUED`.
     """
 
     __slots__ = (
@@ -43,16 +47,16 @@ class VictimQueue:
     )
 
     def __init__(self, num_items: int) -> None:
-        """Nothing queued; items are `0..num_items - 1`."""
+        """Create an empty queue for items `0..num_items - 1`."""
         self._num_items = num_items
         self._lanes: tuple[deque[int], ...] = tuple(deque() for _ in range(NUM_LANES))
         self._heap: list[int] = []
-        self._num_entries = 0  # in lanes and heap, stale ones included
+        self._num_entries = 0  # in lanes and heap, including stale ones
         self.stamps = [NOT_QUEUED] * num_items
         self.num_queued = 0
 
     def push(self, item: int, rank: int) -> None:
-        """Queue an item, or give a queued one another rank."""
+        """Queue an item, or change the rank of a queued one."""
         entry = rank * self._num_items + item
         stamps = self.stamps
         old = stamps[item]
@@ -72,14 +76,14 @@ class VictimQueue:
             self._shrink()
 
     def _lane(self, entry: int) -> deque[int] | None:
-        """A lane that an entry goes on rising, or None."""
+        """Return a lane whose entries are all below an entry, or None."""
         for lane in self._lanes:
             if not lane or entry > lane[-1]:
                 return lane
         return None
 
     def extend(self, items: Sequence[int], ranks: Sequence[int]) -> None:
-        """Queue items, none of which is queued; a range of them rises by one."""
+        """Queue items, none of which is queued yet. A range of them must rise by one."""
         if not items:
             return
         num_items, stamps = self._num_items, self.stamps
@@ -107,13 +111,13 @@ class VictimQueue:
             self._shrink()
 
     def drop(self, item: int) -> None:
-        """Take an item out; nothing happens if it is not queued."""
+        """Remove an item. Do nothing if it is not queued."""
         if self.stamps[item] >= 0:
             self.stamps[item] = NOT_QUEUED
             self.num_queued -= 1
 
     def drop_many(self, items: Sequence[int]) -> None:
-        """Take out items, all of which are queued; a range of them rises by one."""
+        """Remove items, all of which are queued. A range of them must rise by one."""
         stamps = self.stamps
         if isinstance(items, range):
             stamps[items.start : items.stop] = [NOT_QUEUED] * len(items)
@@ -123,21 +127,21 @@ class VictimQueue:
         self.num_queued -= len(items)
 
     def peek(self) -> int:
-        """The item that goes next, or `NOT_QUEUED`."""
+        """Return the item that is evicted next, or `NOT_QUEUED`."""
         entry = self._first()
         return entry % self._num_items if entry >= 0 else NOT_QUEUED
 
     def peek_rank(self) -> int:
-        """The rank of the item that goes next, or `NOT_QUEUED`."""
+        """Return the rank of the item that is evicted next, or `NOT_QUEUED`."""
         entry = self._first()
         return entry // self._num_items if entry >= 0 else NOT_QUEUED
 
     def rank(self, item: int) -> int:
-        """The rank of a queued item."""
+        """Return the rank of a queued item."""
         return self.stamps[item] // self._num_items
 
     def in_order(self) -> Iterator[int]:
-        """The items, that which goes next first; nothing may change meanwhile."""
+        """Yield the items in eviction order. The queue must not change meanwhile."""
         self._first()
         num_items, stamps, last = self._num_items, self.stamps, NOT_QUEUED
         for entry in merge(*self._lanes, _rising(self._heap)):
@@ -148,7 +152,7 @@ class VictimQueue:
                 yield item
 
     def clear(self) -> None:
-        """Take every item out."""
+        """Remove every item."""
         for lane in self._lanes:
             lane.clear()
         self._heap.clear()
@@ -171,7 +175,10 @@ class VictimQueue:
         return heap[0] if heap and (first < 0 or heap[0] < first) else first
 
     def _shrink(self) -> None:
-        """Drop stale entries: those that would have gone next, which most are, else all."""
+        """Drop the stale entries at the front, or all of them if too many are left after that.
+
+        Most stale entries are at the front.
+        """
         self._first()
         if self._num_entries <= 2 * self.num_queued + SLACK_ENTRIES:
             return
@@ -186,7 +193,7 @@ class VictimQueue:
         self._num_entries = len(valid)
 
     def check(self) -> None:
-        """Raise `InvariantError` unless exactly the stamped items have a valid entry."""
+        """Raise `InvariantError` unless valid entries are exactly those of the stamped items."""
         entries = [*chain.from_iterable(self._lanes), *self._heap]
         if len(entries) != self._num_entries:
             msg = f"the queue has {len(entries)} entries, {self._num_entries} are counted"
@@ -205,7 +212,7 @@ class VictimQueue:
 
 
 def _rising(heap: Sequence[int]) -> Iterator[int]:
-    """The entries of a heap from the lowest on, which takes time only for those that are read."""
+    """Yield the entries of a heap in rising order. Only entries that are read take time."""
     reachable = [(heap[0], 0)] if heap else []
     while reachable:
         entry, place = heappop(reachable)

@@ -1,4 +1,4 @@
-"""The upper level of the allocator: which large pages are empty, held and reclaimable."""
+"""The upper level of the allocator: large pages that are empty, held or reclaimable."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -11,16 +11,16 @@ NOT_HELD = -1
 """Holder of a large page that no page table holds."""
 
 NULL_PAGE = 0
-"""The large page, and in every page table the small page, that is never handed out."""
+"""Number of the large page, and of the small page in every page table, that is never handed out."""
 
 
 class Holder(Protocol):
-    """A page table's side of the bargain: what it holds can be taken from it.
+    """A page table as the upper level sees it: large pages can be taken from it.
 
     Attributes:
-        evicted: Small pages evicted, until someone takes note and clears the list.
-        num_evicted_own: Small pages evicted with their large page for this page table.
-        num_evicted_foreign: Small pages evicted with their large page for another one.
+        evicted: Evicted small pages, until the caller handles them and clears the list.
+        num_evicted_own: Number of small pages evicted with their large page for this page table.
+        num_evicted_foreign: Number of small pages evicted with their large page for another one.
     """
 
     evicted: list[int]
@@ -28,25 +28,28 @@ class Holder(Protocol):
     num_evicted_foreign: int
 
     def surrender(self, large: int) -> list[int]:
-        """Close a reclaimable large page; the small pages whose cached content is lost."""
+        """Close a reclaimable large page. Return the small pages whose cached content is lost."""
         ...
 
     def evictable_pages(self, large: int) -> list[int]:
-        """The small pages whose cached content would be lost with a large page."""
+        """Return the small pages whose cached content would be lost with a large page."""
         ...
 
 
 class LargePages:
-    """The arena's large pages.
+    """Large pages of the arena.
 
     Attributes:
         holders: Large page -> index of the page table that holds it, or `NOT_HELD`.
-        reclaimable: Held large pages without a used small page, by the rank of the youngest.
-        evictor: Evicts what a rank of `KEPT_RANK` or more stands for; None where nothing has one.
-        num_evicted: Small pages evicted so far, in all page tables.
-        num_emptied: Large pages evicted so far.
-        num_empty: Large pages that nobody holds, the null page not counted.
-        numbers: The null page and all large pages ever opened, in a row.
+        reclaimable: Held large pages without a used small page, by the rank of the youngest small
+            page.
+        evictor: Evicts a checkpoint when the lowest rank is `KEPT_RANK` or more. None if no page
+            has such a rank.
+        num_evicted: Number of small pages evicted so far, in all page tables.
+        num_emptied: Number of large pages evicted so far.
+        num_empty: Number of large pages that no page table holds, without the null page.
+        num_pages: Number of large pages, including the null page.
+        numbers: Numbers of the null page and of all large pages ever opened, consecutive.
         tables: The page tables, in the order of their indices.
     """
 
@@ -64,10 +67,10 @@ class LargePages:
     )
 
     def __init__(self, num_pages: int) -> None:
-        """All large pages empty.
+        """Start with all large pages empty.
 
         Args:
-            num_pages: The null page included.
+            num_pages: Number of large pages, including the null page.
         """
         self.num_pages = num_pages
         self.tables: list[Holder] = []
@@ -81,11 +84,11 @@ class LargePages:
 
     @property
     def num_available(self) -> int:
-        """Large pages that are empty or can be made so."""
+        """Number of large pages that are empty or can be emptied."""
         return self.num_empty + self.reclaimable.num_queued
 
     def open(self, holder: int) -> int:
-        """Give one empty large page to a page table; there must be one."""
+        """Give an empty large page to a page table. There must be one."""
         self.num_empty -= 1
         if self._free:
             large = self._free.pop()
@@ -96,7 +99,7 @@ class LargePages:
         return large
 
     def open_many(self, holder: int, num_pages: int) -> list[int]:
-        """Give several empty large pages to a page table; there must be so many."""
+        """Give several empty large pages to a page table. There must be enough."""
         self.num_empty -= num_pages
         free = self._free
         from_free = min(num_pages, len(free))
@@ -124,14 +127,15 @@ class LargePages:
         holders = self.holders
         for large in larges:
             holders[large] = NOT_HELD
-        # Backwards, so that a row is opened as a row.
+        # Backwards, so that consecutive pages are opened in rising order.
         self._free.extend(reversed(larges))
         self.num_empty += len(larges)
 
     def make_empty(self, num_pages: int, taker: int) -> None:
-        """Evict until so many large pages are empty, for a page table; so many must be available.
+        """Evict for a page table until `num_pages` large pages are empty.
 
-        Pages that no checkpoint needs go first, then checkpoints.
+        As many must be available. Pages that no checkpoint needs are evicted first, then
+        checkpoints.
         """
         while self.num_empty < num_pages:
             if self.evicts_checkpoint(self.reclaimable.peek_rank()):
@@ -139,15 +143,15 @@ class LargePages:
             self._evict_oldest(taker)
 
     def evicts_checkpoint(self, rank: int) -> bool:
-        """Evict a checkpoint if it is the turn of one; whether one was evicted.
+        """Evict a checkpoint if it is next. Return whether one was evicted.
 
         Args:
-            rank: The lowest rank among the pages that could be evicted, or `NOT_QUEUED`.
+            rank: Lowest rank among the pages that could be evicted, or `NOT_QUEUED`.
         """
         return (rank >= KEPT_RANK or rank < 0) and self.evictor is not None and self.evictor()
 
     def _evict_oldest(self, taker: int) -> None:
-        """Empty the reclaimable large page of the lowest rank; there must be one."""
+        """Empty the reclaimable large page of the lowest rank. There must be one."""
         large = self.reclaimable.peek()
         if large == NOT_QUEUED:
             msg = "no large page is empty or reclaimable"
@@ -164,7 +168,11 @@ class LargePages:
             table.num_evicted_foreign += len(pages)
 
     def surrender_all(self) -> None:
-        """Close all reclaimable large pages; whoever asks knows that all cached content is lost."""
+        """Close all reclaimable large pages.
+
+        Nothing records their pages as evicted. The caller must know that all cached content is
+        lost.
+        """
         while self.reclaimable.num_queued:
             large = self.reclaimable.peek()
             self.tables[self.holders[large]].surrender(large)

@@ -1,8 +1,8 @@
-"""Pages in a row: numbers that rise by one, as those of what was taken together do.
+"""Rows: consecutive page numbers, as pages that were taken together usually have.
 
-What is asked or noted of each page of a list takes a turn of Python's loop; of a row it takes a
-slice. Rows are found by comparing with lists of numbers in a row, which is quickest where both hold
-the same objects: so whoever hands pages out takes them from such a list.
+Asking or storing something for each page of a list takes an iteration of Python's loop. For a row
+it takes one slice. Rows are found by comparison with lists of consecutive numbers, which is fastest
+if both hold the same int objects. The allocator therefore hands out pages from such lists.
 """
 
 from collections.abc import Sequence
@@ -10,17 +10,17 @@ from itertools import compress, count, groupby
 from operator import ne
 
 FIRST_COMPARED = 16
-"""Elements compared at once to begin with; twice as many while all are equal."""
+"""Number of elements compared at once at first. It doubles while all are equal."""
 
 LEAST_ROW = 8
-"""Pages of a row worth a slice: shorter ones count as scattered."""
+"""Number of pages of the shortest row that is worth a slice. Shorter ones count as scattered."""
 
 LONG_ROW = 32
-"""Pages of rows that are looked for where large pages have less than `LEAST_ROW` small pages."""
+"""Shortest row that is searched if large pages have fewer than `LEAST_ROW` small pages."""
 
 
 def num_equal(these: Sequence[object], others: Sequence[object]) -> int:
-    """With how many equal elements two lists begin."""
+    """Return the number of equal elements with which two lists begin."""
     if these == others:
         return len(these)
     return next(compress(count(), map(ne, these, others)), min(len(these), len(others)))
@@ -33,14 +33,14 @@ def row_end(
     place: int,
     end: int | None = None,
 ) -> int:
-    """One past the last page of the row that begins at `start`.
+    """Return one past the last page of the row that begins at `start`.
 
     Args:
-        pages: Of which some are in a row.
-        start: Where.
-        numbers: Numbers in a row.
-        place: Where the first page's number is in these.
-        end: The answer is no more; by default all pages.
+        pages: Pages, some of which are consecutive.
+        start: Index of the first page of the row.
+        numbers: Consecutive numbers.
+        place: Index of the first page's number in `numbers`.
+        end: Upper limit of the answer. By default, all pages.
     """
     most = len(pages) if end is None else end
     num_compared = FIRST_COMPARED
@@ -56,11 +56,11 @@ def row_end(
 
 
 def stretches_of(pages: Sequence[int], numbers: Sequence[int]) -> list[tuple[int, int, bool]]:
-    """Divide pages into rows and what is scattered between, as (start, end, whether a row).
+    """Divide pages into rows and scattered pages, as (start, end, whether a row).
 
     Args:
-        pages: To divide.
-        numbers: All numbers up to the greatest of them, each at its own place.
+        pages: Pages to divide.
+        numbers: All numbers up to the greatest page, each at its own index.
     """
     stretches: list[tuple[int, int, bool]] = []
     scattered = end = 0
@@ -83,12 +83,12 @@ def stretches_of(pages: Sequence[int], numbers: Sequence[int]) -> list[tuple[int
 def runs_of(
     pages: Sequence[int], pages_per_large: int, numbers: Sequence[Sequence[int]]
 ) -> list[tuple[int, int, int, bool]]:
-    """Stretches of pages in one large page, as (large page, start, end, whether a row).
+    """Divide pages by large page, as (large page, start, end, whether a row).
 
     Args:
-        pages: To divide.
-        pages_per_large: Small pages of a large page.
-        numbers: Large page -> its small pages in a row.
+        pages: Pages to divide.
+        pages_per_large: Number of small pages of a large page.
+        numbers: Large page -> the numbers of its small pages.
     """
     runs: list[tuple[int, int, int, bool]] = []
     end, num_pages = 0, len(pages)
@@ -117,15 +117,15 @@ def runs_of(
 def large_rows_of(
     pages: Sequence[int], pages_per_large: int, numbers: Sequence[Sequence[int]]
 ) -> list[tuple[int, int, bool]]:
-    """Divide pages into rows, in one large page or of whole ones, and what is between.
+    """Divide pages into rows, within one large page or of whole large pages, and others.
 
-    Where large pages have a few small pages it would take too long to look at each: then only long
-    rows of whole ones are found, and what is between may be in several.
+    If large pages have few small pages, examining each would take too long. Then only long rows of
+    whole large pages are found, and the pages between them may be in several large pages.
 
     Args:
-        pages: To divide.
-        pages_per_large: Small pages of a large page.
-        numbers: Large page -> its small pages in a row.
+        pages: Pages to divide.
+        pages_per_large: Number of small pages of a large page.
+        numbers: Large page -> the numbers of its small pages.
 
     Returns:
         (start, end, whether a row) in order.
@@ -133,7 +133,7 @@ def large_rows_of(
     if pages_per_large < LEAST_ROW:
         return _long_rows_of(pages, pages_per_large)
     stretches: list[tuple[int, int, bool]] = []
-    next_large = row_start = 0  # of whole large pages in a row, the one that would go on
+    next_large = row_start = 0  # next large page, and start, of the present row of whole ones
     for large, start, end, in_row in runs_of(pages, pages_per_large, numbers):
         is_whole = in_row and end - start == pages_per_large
         if is_whole and large == next_large:
@@ -146,7 +146,7 @@ def large_rows_of(
 
 
 def _long_rows_of(pages: Sequence[int], pages_per_large: int) -> list[tuple[int, int, bool]]:
-    """As `large_rows_of`, where large pages have a few small pages."""
+    """Do the work of `large_rows_of` if large pages have few small pages."""
     stretches: list[tuple[int, int, bool]] = []
     scattered = start = 0
     num_pages = len(pages)
@@ -170,7 +170,7 @@ def _long_rows_of(pages: Sequence[int], pages_per_large: int) -> list[tuple[int,
 
 
 def row_length(pages: Sequence[int], start: int) -> int:
-    """Pages of the row that begins at a place."""
+    """Return the number of pages of the row that begins at an index."""
     first, length, num_compared = pages[start], 0, LONG_ROW
     while start + length < len(pages):
         some = pages[start + length : start + length + num_compared]

@@ -1,8 +1,8 @@
-"""What both kinds of small pages share.
+"""Common parts of both kinds of small pages.
 
 A small page is *used* by one request or more, *evictable* (cached content, no user) or *empty*.
-`WholePages` serves page tables whose small pages are large pages, `SplitPages` all others; the
-allocator asks both the same questions.
+`WholePages` serves page tables whose small pages are whole large pages, and `SplitPages` serves all
+others. The allocator asks both the same questions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,11 +14,11 @@ from jenga.errors import InvariantError
 
 
 class Budget:
-    """How many large pages a page table may open while others still have needs.
+    """Number of large pages that a page table may open while others still have needs.
 
     Attributes:
-        required: Large pages this page table must open to meet its need.
-        slack: Large pages that nobody's need requires.
+        required: Large pages that this page table must open to meet its need.
+        slack: Large pages that no page table's need requires.
     """
 
     __slots__ = ("required", "slack")
@@ -33,7 +33,7 @@ class Budget:
         return self.required > 0 or self.slack > 0
 
     def spend(self, num_opened: int = 1) -> None:
-        """Count large pages opened."""
+        """Count large pages that were opened."""
         num_required = min(self.required, num_opened)
         self.required -= num_required
         self.slack -= num_opened - num_required
@@ -41,16 +41,17 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """What it takes to give cached small pages one user more, worked out before it is decided.
+    """Result of preparing to add a user to cached small pages. Nothing is changed yet.
 
     Attributes:
         pages: The small pages, each used or evictable.
-        revived: Those that are evictable, in stretches; a range where they are in a row.
-        revived_of: Large page -> how many of them it has; empty where it has but one.
-        whole: Large pages in a row that have no others, which are not in `revived_of`.
-        num_pinned: Large pages that would be pinned.
-        added_spare: What would be added to `num_spare`.
-        repeated: Small pages that get another user besides, each time they are in it.
+        revived: Evictable ones among them, in stretches. A stretch is a range if it is a row.
+        revived_of: Large page -> number of its evictable small pages. Empty if each large page has
+            only one small page.
+        num_pinned: Number of large pages that sharing would pin.
+        added_spare: Number that sharing would add to `num_spare`.
+        whole: Rows of large pages with all small pages evictable. They are not in `revived_of`.
+        repeated: Small pages that get a further user for each time they are in this list.
     """
 
     pages: Sequence[int]
@@ -63,12 +64,12 @@ class Sharing:
 
     @property
     def num_revived(self) -> int:
-        """How many are evictable."""
+        """Number of evictable small pages among them."""
         return sum(map(len, self.revived))
 
 
 def unused_of(pages: Sequence[int], stamps: Sequence[int], *, in_row: bool) -> Sequence[int]:
-    """The evictable ones of pages that are used or evictable, a range of a whole row."""
+    """Return the evictable pages among used or evictable ones, as a range for a whole row."""
     if in_row:
         first, end = pages[0], pages[-1] + 1
         if NOT_QUEUED not in stamps[first:end]:
@@ -77,7 +78,7 @@ def unused_of(pages: Sequence[int], stamps: Sequence[int], *, in_row: bool) -> S
 
 
 def set_stamps(stamps: list[int], pages: Sequence[int], stamp: int) -> None:
-    """Give pages one stamp, a range of them at once."""
+    """Set one stamp for all pages, by one slice if they are a range."""
     if isinstance(pages, range):
         stamps[pages.start : pages.stop] = [stamp] * len(pages)
     else:
@@ -86,14 +87,14 @@ def set_stamps(stamps: list[int], pages: Sequence[int], stamp: int) -> None:
 
 
 def add_users(shares: dict[int, int], pages: Sequence[int], stamps: Sequence[int]) -> None:
-    """Give the used ones of some pages one user more."""
+    """Add a user to those of the pages that are used."""
     for page in pages:
         if stamps[page] < 0:
             shares[page] = shares.get(page, 0) + 1
 
 
 def unshare(shares: dict[int, int], pages: Sequence[int]) -> list[int]:
-    """Take one user from each page; the pages that have none left, in order."""
+    """Remove one user from each page. Return the pages that have none left, in order."""
     unused: list[int] = []
     for page in pages:
         others = shares.get(page, 0)
@@ -114,12 +115,12 @@ def check_shares(shares: dict[int, int], used: set[int]) -> None:
 
 
 def rising(ranks: range) -> list[int]:
-    """The ranks of a range; numbers of this size are added quicker than a range gives them."""
+    """Return a range's ranks as a list. Adding large numbers is faster than iterating the range."""
     return list(accumulate(repeat(ranks.step, len(ranks) - 1), initial=ranks.start))
 
 
 def extremes(ranks: Sequence[int]) -> tuple[int, int]:
-    """The lowest and the highest of some ranks."""
+    """Return the lowest and the highest of some ranks."""
     if isinstance(ranks, range):
         first, last = ranks[0], ranks[-1]
         return (first, last) if first < last else (last, first)
@@ -129,7 +130,10 @@ def extremes(ranks: Sequence[int]) -> tuple[int, int]:
 def extremes_of_parts(
     ranks: list[int], num_ranks: int, *, is_even: bool
 ) -> tuple[list[int], list[int]]:
-    """The lowest and the highest ranks of parts of so many; at their ends where steps are even."""
+    """Return the lowest and the highest rank of each part of `num_ranks` ranks.
+
+    If steps between ranks are even, these are at the ends of each part.
+    """
     if not is_even:
         parts = [ranks[start : start + num_ranks] for start in range(0, len(ranks), num_ranks)]
         return list(map(min, parts)), list(map(max, parts))

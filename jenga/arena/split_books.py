@@ -1,4 +1,4 @@
-"""What is known of small pages that are parts of large ones: all that changes nothing."""
+"""Small pages that are parts of large pages: their records, and all questions about them."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,22 +13,23 @@ from jenga.errors import InvariantError
 
 
 class SplitBooks:
-    """Books of the small pages of a page table that has several per large page.
+    """Records of a page table that has several small pages per large page.
 
     Attributes:
-        index: The page table's index.
-        pages_per_large: Small pages per large page.
-        stamps: Of an evictable small page its rank, else `NOT_QUEUED`.
-        shares: Used small page -> its users beyond the first.
-        evicted: Small pages evicted, until the caller takes note and clears the list.
-        num_used: Small pages used.
-        num_evictable: Small pages evictable.
-        num_large: Large pages held.
-        num_spare: Unused small pages in pinned large pages.
-        num_evicted_alone: Small pages evicted one by one so far.
-        num_evicted_own: Small pages evicted with their large page for this page table.
-        num_evicted_foreign: Small pages evicted with their large page for another one.
-        num_evicted_whole: Small pages evicted with the last checkpoint that needed them so far.
+        index: Index of the page table.
+        pages_per_large: Number of small pages per large page.
+        stamps: Small page -> its rank in the eviction queue if it is evictable, else `NOT_QUEUED`.
+        shares: Used small page -> number of its users beyond the first.
+        evicted: Evicted small pages, until the caller handles them and clears the list.
+        num_used: Number of used small pages.
+        num_evictable: Number of evictable small pages.
+        num_large: Number of large pages held.
+        num_spare: Number of unused small pages in pinned large pages.
+        num_evicted_alone: Number of small pages evicted one by one so far.
+        num_evicted_own: Number of small pages evicted with their large page for this page table.
+        num_evicted_foreign: Number of small pages evicted with their large page for another one.
+        num_evicted_whole: Number of small pages emptied so far with the last checkpoint that needed
+            them.
     """
 
     __slots__ = (
@@ -59,7 +60,7 @@ class SplitBooks:
         self.pages_per_large = pages_per_large
         self._vacancies = Vacancies(num_larges, pages_per_large)
         self._evictables = Evictables(num_larges, pages_per_large)
-        self._used = [0] * num_larges  # large page -> used small pages
+        self._used = [0] * num_larges  # large page -> number of used small pages
         self.stamps = self._evictables.stamps
         self._loose = self._evictables.loose
         self.shares: dict[int, int] = {}
@@ -69,26 +70,26 @@ class SplitBooks:
         self.num_evicted_whole = 0
 
     def rank(self, page: int) -> int:
-        """The rank of an evictable page."""
+        """Return the rank of an evictable page."""
         return self.stamps[page]
 
     def evictable_pages(self, large: int) -> list[int]:
-        """The small pages whose cached content would be lost with a large page."""
+        """Return the small pages whose cached content would be lost with a large page."""
         return self._evictables.pages_of(large)
 
     def next_alone(self, most: int) -> list[int]:
-        """About the small pages that are evicted next one by one, up to so many."""
+        """Return up to `most` small pages that are evicted next one by one, roughly."""
         return self._evictables.next_alone(most)
 
     def row(self, start: int, end: int) -> list[int]:
-        """The numbers of held small pages in a row, the same objects as handed out."""
+        """Return the numbers of consecutive held small pages, as the same objects as handed out."""
         k = self.pages_per_large
         first = start // k
         pages = list(chain.from_iterable(self._vacancies.numbers[first : (end - 1) // k + 1]))
         return pages[start - first * k : end - first * k]
 
     def sharing(self, pages: Sequence[int]) -> Sharing:
-        """What it takes to share pages; nothing may change before they are."""
+        """Prepare the sharing of pages. Nothing may change before they are shared."""
         used, stamps, k = self._used, self.stamps, self.pages_per_large
         revived: list[Sequence[int]] = []
         revived_of: Counter[int] = Counter()
@@ -119,7 +120,7 @@ class SplitBooks:
         )
 
     def check(self) -> None:
-        """Raise `InvariantError` unless counts, bins and orders are those of the pages."""
+        """Raise `InvariantError` unless counts, bins and orders agree with the pages."""
         k, index = self.pages_per_large, self.index
         held = [p for p, holder in enumerate(self._large_pages.holders) if holder == index]
         num_evictable = num_spare = 0

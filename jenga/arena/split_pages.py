@@ -1,6 +1,6 @@
 """Small pages of page tables that have several in a large page.
 
-A large page that is held is *pinned* while one of its small pages is used, else *reclaimable*.
+A held large page is *pinned* while one of its small pages is used, else *reclaimable*.
 """
 
 from collections.abc import Sequence
@@ -25,8 +25,9 @@ from jenga.errors import InvariantError
 class SplitPages(SplitBooks):
     """Small pages of a page table that has several per large page.
 
-    A request that is certain to fill a whole large page claims the one it opens: others take its
-    empty small pages only when nothing else is empty. All other needs are packed, best fit.
+    A request that will certainly fill a whole large page claims the one it opens. Others then take
+    its empty small pages only when no other small page is empty. All other needs are packed, best
+    fit.
     """
 
     __slots__ = ()
@@ -34,11 +35,11 @@ class SplitPages(SplitBooks):
     # Sharing
 
     def share(self, pages: Sequence[int]) -> None:
-        """Give each page, used or evictable, one user more."""
+        """Add a user to each page, which is used or evictable."""
         self.use(self.sharing(pages))
 
     def use(self, sharing: Sharing) -> None:
-        """Share pages."""
+        """Add a user to pages, as prepared by `sharing`."""
         stamps, num_revived = self.stamps, sharing.num_revived
         if num_revived < len(sharing.pages):
             add_users(self.shares, sharing.pages, stamps)
@@ -74,20 +75,21 @@ class SplitPages(SplitBooks):
     def take(
         self, num_pages: int, expected_pages: int, owner: int, budget: Budget, beside: int
     ) -> list[int]:
-        """Small pages that were empty or evictable, each with one user.
+        """Take small pages that were empty or evictable. Each has one user then.
 
         Args:
-            num_pages: How many.
-            expected_pages: Small pages the owner will take for certain, these included.
-            owner: For whom; any positive number.
-            budget: Large pages that may be opened; written.
-            beside: A small page that the owner uses, whose large page is filled before another one
-                is opened, or the null page.
+            num_pages: Number of small pages.
+            expected_pages: Number of small pages that the owner will certainly take, including
+                these.
+            owner: Owner of the pages, any positive number.
+            budget: Number of large pages that may be opened. It is updated.
+            beside: Small page that the owner uses, whose large page is filled before another one is
+                opened, or the null page.
         """
         pages: list[int] = []
         claims = self._vacancies.claims
         if num_pages == 1 and expected_pages < self.pages_per_large and owner not in claims:
-            # What decoding asks for all the time is packed, mostly into what is open.
+            # The common need of decoding is packed, mostly into large pages that are open.
             page = self._vacancies.take_packed()
             if page != NO_PAGE:
                 self._count_packed(page // self.pages_per_large)
@@ -111,7 +113,7 @@ class SplitPages(SplitBooks):
             self._large_pages.make_empty(1, self.index)
             self._claim(self._open_empty(budget), num_pages, owner, pages)
         while len(pages) < num_pages:
-            num_used = self._used[self._vacancies.free.fullest()]  # of the null page, none
+            num_used = self._used[self._vacancies.free.fullest()]  # 0 for the null page
             if not self._large_pages.num_empty and self._take_loose(num_used, pages):
                 continue
             large = self._best_fit(budget)
@@ -130,7 +132,7 @@ class SplitPages(SplitBooks):
         self.num_used += 1
 
     def _open_whole(self, num_larges: int, budget: Budget, pages: list[int]) -> None:
-        """Open large pages of which all small pages are taken, as far as the budget allows."""
+        """Open large pages and take all their small pages, as far as the budget allows."""
         num_available = self._large_pages.num_available
         num_opened = min(num_larges, num_available, budget.required + budget.slack)
         if num_opened <= 0:
@@ -146,12 +148,15 @@ class SplitPages(SplitBooks):
         self.num_used += num_opened * self.pages_per_large
 
     def _claim(self, large: int, num_pages: int, owner: int, pages: list[int]) -> None:
-        """Fill an empty large page; what is left of it is the owner's."""
+        """Fill an empty large page. Its remaining small pages are claimed by the owner."""
         self._fill(large, num_pages - len(pages), pages)
         self._vacancies.claim(large, owner)
 
     def _best_fit(self, budget: Budget) -> int:
-        """A pinned large page with empty small pages, opened or pinned if need be, or `NO_PAGE`."""
+        """Return a pinned large page with empty small pages, opened or pinned if necessary.
+
+        It is `NO_PAGE` if there is none.
+        """
         large = self._vacancies.free.fullest()
         if large != NO_PAGE:
             return large
@@ -166,9 +171,9 @@ class SplitPages(SplitBooks):
         return self._vacancies.claimed.emptiest()
 
     def _evict(self, num_pages: int, budget: Budget, pages: list[int]) -> None:
-        """Evict a loose page, else what goes first: a small page, a large page or a checkpoint.
+        """Evict a loose page, or else the first of a small page, a large page or a checkpoint.
 
-        What a checkpoint leaves empty is found by whoever asks for empty small pages next.
+        Small pages that a checkpoint leaves empty are found in the caller's next search.
         """
         if self._take_loose(-1, pages):
             return
@@ -186,14 +191,14 @@ class SplitPages(SplitBooks):
             msg = f"page table {self.index}: a small page promised cannot be had"
             raise InvariantError(msg)
         elif self._oldest_is_own() and num_pages - len(pages) < self.pages_per_large:
-            # Only some of its pages are needed: the others may stay cached.
+            # Only some of its pages are needed. The others may stay cached.
             budget.spend()
             self._pin(large_pages.reclaimable.peek())
         else:
             large_pages.make_empty(1, self.index)
 
     def _take_loose(self, num_used: int, pages: list[int]) -> bool:
-        """Take a loose page of a large page of which more than `num_used` small pages are used."""
+        """Take a loose page of a large page with more than `num_used` used small pages."""
         large = self._evictables.find_loose(self._used)
         if large == NO_PAGE or self._used[large] <= num_used:
             return False
@@ -225,7 +230,7 @@ class SplitPages(SplitBooks):
         self._evictables.recount(large, self.pages_per_large - self._used[large])
 
     def _open_empty(self, budget: Budget) -> int:
-        """Open an empty large page; the caller fills at least one small page of it."""
+        """Open an empty large page. The caller must take at least one small page of it."""
         budget.spend()
         large = self._large_pages.open(self.index)
         self._vacancies.open(large)
@@ -235,7 +240,7 @@ class SplitPages(SplitBooks):
         return large
 
     def _pin(self, large: int) -> None:
-        """Make a reclaimable large page pinned; the caller uses at least one small page of it."""
+        """Pin a reclaimable large page. The caller must use at least one small page of it."""
         self._large_pages.reclaimable.drop(large)
         self.num_spare += self.pages_per_large
         self._vacancies.pin(large)
@@ -254,7 +259,7 @@ class SplitPages(SplitBooks):
     # Leaving
 
     def release(self, pages: Sequence[int]) -> None:
-        """Take one user from each page; what has none left becomes empty."""
+        """Remove one user from each page. Pages without a user become empty."""
         if self.shares:
             pages = unshare(self.shares, pages)
         self.num_used -= len(pages)
@@ -269,7 +274,7 @@ class SplitPages(SplitBooks):
                 self._large_pages.reclaimable.push(large, self._evictables.youngest[large])
 
     def retire_page(self, page: int, rank: int) -> None:
-        """As `retire` for one page."""
+        """Do the work of `retire` for one page."""
         if page in self.shares:
             unshare(self.shares, [page])
             return
@@ -289,7 +294,7 @@ class SplitPages(SplitBooks):
             self._large_pages.reclaimable.push(large, self._evictables.youngest[large])
 
     def rerank(self, pages: Sequence[int], ranks: Sequence[int]) -> None:
-        """Give evictable pages other ranks."""
+        """Change the ranks of evictable pages."""
         for page, rank in zip(reversed(pages), reversed(ranks), strict=True):
             large = page // self.pages_per_large
             is_pinned = self._used[large] > 0
@@ -298,7 +303,7 @@ class SplitPages(SplitBooks):
                 self._large_pages.reclaimable.push(large, self._evictables.youngest[large])
 
     def discard(self, pages: Sequence[int]) -> None:
-        """Let evictable pages be empty."""
+        """Make evictable pages empty."""
         k, evictables, vacancies = self.pages_per_large, self._evictables, self._vacancies
         self.num_evictable -= len(pages)
         for large, start, end, _ in runs_of(pages, k, vacancies.numbers):
@@ -315,7 +320,7 @@ class SplitPages(SplitBooks):
                 self._large_pages.reclaimable.push(large, evictables.youngest[large])
 
     def retire(self, pages: Sequence[int], ranks: Sequence[int]) -> None:
-        """Take one user from each page; what has none left becomes evictable, with that rank."""
+        """Remove one user from each page. Unused pages become evictable with their ranks."""
         if self.shares and not self.shares.keys().isdisjoint(pages):
             rank_of = dict(zip(pages, ranks, strict=True))
             pages = unshare(self.shares, pages)
@@ -325,7 +330,7 @@ class SplitPages(SplitBooks):
         k, evictables = self.pages_per_large, self._evictables
         all_ranks = rising(ranks) if isinstance(ranks, range) else list(ranks)
         unused: list[int] = []
-        # From the last on, since that goes first: ranks rise then.
+        # Start with the last page, which is evicted first, so that ranks rise.
         for large, start, end in reversed(self._set_ranks(pages, all_ranks)):
             if end - start > k:
                 larges = range(large, large + (end - start) // k)
@@ -338,7 +343,7 @@ class SplitPages(SplitBooks):
                 continue
             lowest, highest = extremes(ranks[start:end])
             if end - start == k:
-                # Nothing else is in it, so only its ranks are to be noted.
+                # The large page has no other small pages, so only its ranks are recorded.
                 self._used[large] = 0
                 evictables.note_whole(large, lowest, highest)
                 unused.append(large)
@@ -348,11 +353,11 @@ class SplitPages(SplitBooks):
         self._large_pages.reclaimable.extend(unused, [youngest[large] for large in unused])
 
     def _set_ranks(self, pages: Sequence[int], ranks: list[int]) -> list[tuple[int, int, int]]:
-        """Note the ranks of pages that become evictable.
+        """Store the ranks of pages that become evictable.
 
         Returns:
-            The pages by large page, (large page, start, end); where these are more than a large
-            page has, they are whole large pages in a row.
+            The pages by large page, as (large page, start, end). An entry with more pages than a
+            large page has stands for consecutive whole large pages.
         """
         stamps, k, numbers = self.stamps, self.pages_per_large, self._vacancies.numbers
         runs: list[tuple[int, int, int]] = []
@@ -370,21 +375,21 @@ class SplitPages(SplitBooks):
         return runs
 
     def _retire_some(self, large: int, page: int, num_left: int, lowest: int, highest: int) -> bool:
-        """Settle the books of a large page of which some small pages became evictable.
+        """Update the records of a large page when some of its small pages became evictable.
 
         Args:
             large: The large page.
-            page: The small page, if it is one.
-            num_left: How many.
-            lowest: Of their ranks.
-            highest: Of their ranks.
+            page: The small page, if it is only one.
+            num_left: Number of small pages that became evictable.
+            lowest: Lowest of their ranks.
+            highest: Highest of their ranks.
 
         Returns:
-            Whether they were the last ones used.
+            Whether they were the last used ones.
         """
         evictables = self._evictables
         if self._used[large] + len(self._vacancies.empties[large]) == self.pages_per_large:
-            # No other is evictable.
+            # No other small page of it is evictable.
             evictables.eldest[large] = lowest
         evictables.note(large, page, num_left, lowest, highest)
         if self._leave(large, num_left):
@@ -394,9 +399,9 @@ class SplitPages(SplitBooks):
         return False
 
     def _leave(self, large: int, num_left: int) -> bool:
-        """Note that small pages of a pinned large page are used no longer; whether it is unpinned.
+        """Record that small pages of a pinned large page are unused. Return whether it is unpinned.
 
-        Then it is neither closed nor reclaimable yet.
+        An unpinned large page is then neither closed nor reclaimable yet.
         """
         num_used = self._used[large] - num_left
         self._used[large] = num_used
@@ -417,7 +422,7 @@ class SplitPages(SplitBooks):
         self._large_pages.close(large)
 
     def surrender(self, large: int) -> list[int]:
-        """Close a reclaimable large page; the small pages whose cached content is lost."""
+        """Close a reclaimable large page. Return the small pages whose cached content is lost."""
         self._large_pages.reclaimable.drop(large)
         self._vacancies.idle.remove(large, len(self._vacancies.empties[large]))
         lost = self._evictables.take_all(large)

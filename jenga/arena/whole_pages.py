@@ -12,18 +12,20 @@ class WholePages:
     """Small pages of a page table that has one per large page.
 
     Attributes:
-        index: The page table's index.
-        pages_per_large: 1.
-        stamps: Of an evictable small page its place in the order, else `NOT_QUEUED`.
-        shares: Used small page -> its users beyond the first.
-        evicted: Small pages evicted, until the caller takes note and clears the list.
-        num_used: Small pages used.
-        num_evictable: Small pages evictable.
-        num_spare: Unused small pages in pinned large pages: there are none.
-        num_evicted_alone: Small pages evicted one by one: none, they go as large pages.
-        num_evicted_own: Small pages evicted with their large page for this page table.
-        num_evicted_foreign: Small pages evicted with their large page for another one.
-        num_evicted_whole: Small pages evicted with the last checkpoint that needed them so far.
+        index: Index of the page table.
+        pages_per_large: Always 1.
+        stamps: Small page -> its entry in the eviction queue if it is evictable, else `NOT_QUEUED`.
+        shares: Used small page -> number of its users beyond the first.
+        evicted: Evicted small pages, until the caller handles them and clears the list.
+        num_used: Number of used small pages.
+        num_evictable: Number of evictable small pages.
+        num_spare: Number of unused small pages in pinned large pages. Always 0.
+        num_evicted_alone: Number of small pages evicted one by one. Always 0, since they are
+            evicted as large pages.
+        num_evicted_own: Number of small pages evicted with their large page for this page table.
+        num_evicted_foreign: Number of small pages evicted with their large page for another one.
+        num_evicted_whole: Number of small pages emptied so far with the last checkpoint that needed
+            them.
     """
 
     __slots__ = (
@@ -55,19 +57,19 @@ class WholePages:
 
     @property
     def num_large(self) -> int:
-        """Large pages held."""
+        """Number of large pages held."""
         return self.num_used + self.num_evictable
 
     def rank(self, page: int) -> int:
-        """The rank of an evictable page."""
+        """Return the rank of an evictable page."""
         return self._large_pages.reclaimable.rank(page)
 
     def row(self, start: int, end: int) -> list[int]:
-        """The numbers of pages in a row, the same objects as handed out."""
+        """Return the numbers of consecutive pages, as the same objects as handed out."""
         return self._large_pages.numbers[start:end]
 
     def sharing(self, pages: Sequence[int]) -> Sharing:
-        """What it takes to share pages; nothing may change before they are."""
+        """Prepare the sharing of pages. Nothing may change before they are shared."""
         revived = [
             unused_of(pages[start:end], self.stamps, in_row=in_row)
             for start, end, in_row in stretches_of(pages, self._large_pages.numbers)
@@ -78,11 +80,11 @@ class WholePages:
         )
 
     def share(self, pages: Sequence[int]) -> None:
-        """Give each page, used or evictable, one user more."""
+        """Add a user to each page, which is used or evictable."""
         self.use(self.sharing(pages))
 
     def use(self, sharing: Sharing) -> None:
-        """Share pages."""
+        """Add a user to pages, as prepared by `sharing`."""
         num_revived = sharing.num_pinned
         if num_revived < len(sharing.pages):
             add_users(self.shares, sharing.pages, self.stamps)
@@ -94,7 +96,7 @@ class WholePages:
     def take(
         self, num_pages: int, _expected_pages: int, _owner: int, _budget: Budget, _beside: int
     ) -> list[int]:
-        """Small pages that were empty or evictable, each with one user."""
+        """Take small pages that were empty or evictable. Each has one user then."""
         large_pages = self._large_pages
         if num_pages == 1 and large_pages.num_empty:
             self.num_used += 1
@@ -104,13 +106,13 @@ class WholePages:
         return large_pages.open_many(self.index, num_pages)
 
     def release(self, pages: Sequence[int]) -> None:
-        """Take one user from each page; what has none left becomes empty."""
+        """Remove one user from each page. Pages without a user become empty."""
         unused = unshare(self.shares, pages) if self.shares else list(pages)
         self.num_used -= len(unused)
         self._large_pages.close_many(unused)
 
     def retire_page(self, page: int, rank: int) -> None:
-        """As `retire` for one page."""
+        """Do the work of `retire` for one page."""
         if page in self.shares:
             unshare(self.shares, [page])
             return
@@ -119,46 +121,46 @@ class WholePages:
         self._large_pages.reclaimable.push(page, rank)
 
     def rerank(self, pages: Sequence[int], ranks: Sequence[int]) -> None:
-        """Give evictable pages other ranks."""
+        """Change the ranks of evictable pages."""
         for page, rank in zip(reversed(pages), reversed(ranks), strict=True):
             self._large_pages.reclaimable.push(page, rank)
 
     def discard(self, pages: Sequence[int]) -> None:
-        """Let evictable pages be empty."""
+        """Make evictable pages empty."""
         self._large_pages.reclaimable.drop_many(pages)
         self._large_pages.close_many(list(pages))
         self.num_evictable -= len(pages)
 
     def retire(self, pages: Sequence[int], ranks: Sequence[int]) -> None:
-        """Take one user from each page; what has none left becomes evictable, with that rank."""
+        """Remove one user from each page. Unused pages become evictable with their ranks."""
         if self.shares and not self.shares.keys().isdisjoint(pages):
             rank_of = dict(zip(pages, ranks, strict=True))
             pages = unshare(self.shares, pages)
             ranks = [rank_of[page] for page in pages]
         self.num_used -= len(pages)
         self.num_evictable += len(pages)
-        # From the last on, since that goes first: ranks rise then.
+        # Start with the last page, which is evicted first, so that ranks rise.
         for start, end, in_row in reversed(stretches_of(pages, self._large_pages.numbers)):
             some = range(pages[start], pages[end - 1] + 1) if in_row else pages[start:end]
             self._large_pages.reclaimable.extend(some, ranks[start:end])
 
     def surrender(self, large: int) -> list[int]:
-        """Close an evictable page; the page."""
+        """Close an evictable page, and return it."""
         self._large_pages.reclaimable.drop(large)
         self.num_evictable -= 1
         self._large_pages.close(large)
         return [large]
 
     def evictable_pages(self, large: int) -> list[int]:
-        """The small pages whose cached content would be lost with a large page."""
+        """Return the small pages whose cached content would be lost with a large page."""
         return [large] if self.stamps[large] >= 0 else []
 
     def next_alone(self, _most: int) -> list[int]:
-        """None: they go as large pages."""
+        """Return nothing. These pages are evicted as large pages."""
         return []
 
     def disown(self, owner: int) -> None:
-        """Give up the owner's claim; there is never one."""
+        """Do nothing. An owner never has a claim."""
 
     def check(self) -> None:
         """Raise `InvariantError` unless the counts are those of the pages."""

@@ -1,1 +1,1 @@
-"""What is kept for other requests, and which of it goes first when memory is needed."""
+"""Eviction: the worth of checkpoints, and the order in which they go."""

@@ -1,41 +1,46 @@
-"""A checkpoint: a point of a text with all that a request needs to go on from there."""
+"""A checkpoint: a point of a text with everything that a request needs to go on from there."""
 
 from collections.abc import Hashable
 
 from jenga.eviction.points import NO_POINT, Point
 
 NOT_IN_POOL = -1
-"""Place of a checkpoint that is not among those that may be evicted."""
+"""Place of a checkpoint that is not in the pool of those that may be evicted."""
 
 
 class Checkpoint:
     """A node of the tree of cached texts.
 
-    A node is at a point of a text. It has the keys and values from its parent's point to its own,
-    which everything beyond needs as well. If it is *kept*, it also has what only a request needs
-    that goes on exactly from there: windows and states. A node that is not kept is one where texts
-    part.
+    A node is at a point of a text. It has the keys and values between its parent's point and its
+    own. All nodes below it need them too. A node is *kept* if a request can go on from exactly its
+    point. It then also has the windows and states that only such a request needs. A node that is
+    not kept is one where texts part.
 
     Attributes:
         key: Hash of the tokens up to `end_tokens`, or the name of an image.
-        name: The key under which it was made; it has another one since if its end was cut off.
-        num_tokens: Tokens of the prefix.
-        end_tokens: Tokens whose keys and values it has, with those of its parents: some more than
-            the prefix where layers read ahead.
-        parent: The node before it on the same text; None of the root.
-        first_pages: Per page table of whole prefixes, the number of its first page in `segment`.
-        segment: Per such page table, the pages from the parent's point to this one's.
-        alone: Windows and states of this point: index of a page table, and pages of it.
-        num_children: Nodes whose parent this is.
+        name: Key under which the node was made. It differs from `key` if the node's end was cut
+            off.
+        num_tokens: Number of tokens of the prefix.
+        end_tokens: Number of tokens whose keys and values the node and its parents have. It is
+            larger than `num_tokens` where layers read ahead.
+        parent: Node before it on the same text. None for the root.
+        first_pages: For each page table of whole prefixes, the number of the first page in
+            `segment`.
+        segment: For each such page table, the pages between the parent's point and this one.
+        alone: Windows and states of this point. Each entry is the index of a page table, and its
+            pages.
+        num_children: Number of nodes whose parent this is.
         is_kept: Whether a request can go on from here.
-        is_removed: Whether it was removed from the tree; requests may still name it.
-        point: What is remembered of this point; of a node that is kept.
-        heir_of: An evicted point whose readers will come here instead, if any.
+        is_removed: Whether the node was removed from the tree. Requests may still refer to it.
+        point: History of this point, if the node is kept, else `NO_POINT`.
+        heir_of: Evicted point whose readers will start from here instead, if any.
         segment_bytes: Bytes of the segment.
-        alone_bytes: Bytes of the pages that are this point's alone.
-        own_bytes: Bytes that come free when it goes, as counted when it was drawn last.
-        saved_tokens: Tokens that its next reader would have to compute again without it, likewise.
-        place: Its place among those that may be evicted, or `NOT_IN_POOL`.
+        alone_bytes: Bytes of the pages in `alone` that no other checkpoint needed when this one
+            took them.
+        own_bytes: Bytes that eviction of the checkpoint frees, as of its last measurement.
+        saved_tokens: Number of tokens that its next reader would have to compute again without it,
+            as of its last measurement.
+        place: Index in the pool of checkpoints that may be evicted, or `NOT_IN_POOL`.
     """
 
     __slots__ = (
@@ -78,7 +83,7 @@ class Checkpoint:
 
     @property
     def kept_before(self) -> "Checkpoint | None":
-        """The kept node before it on the same text, if there is one."""
+        """The last kept node before it on the same text, if there is one."""
         node = self.parent
         while node is not None and not node.is_kept:
             node = node.parent
@@ -86,7 +91,7 @@ class Checkpoint:
 
     @property
     def still_there(self) -> "Checkpoint":
-        """This node, or the first one before it on the same text that was not removed."""
+        """This node, or the last node before it on the same text that is still in the tree."""
         node = self
         while node.is_removed and node.parent is not None:
             node = node.parent

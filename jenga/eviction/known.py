@@ -6,7 +6,7 @@ from jenga.eviction.learned import LearnedReuse
 from jenga.eviction.policy import EvictionPolicy, LeastRecentlyUsed
 
 DEFAULT_POLICY = "learned"
-"""What is used where nobody asks for another."""
+"""Name of the default eviction policy."""
 
 EVICTION_POLICIES: Mapping[str, Callable[[], EvictionPolicy]] = {
     "learned": LearnedReuse,

@@ -1,15 +1,15 @@
-"""The default eviction policy: tokens that a checkpoint is expected to save, for its bytes.
+"""The default eviction policy: expected tokens that a checkpoint saves, per byte it takes.
 
-Points are of a class, by where in their text they are and by what is known of their readers. For
-each class it is counted after how long its points are read, evicted ones included. From that
-follows the rate at which a point of some age is read: reads between now and some horizon, divided
-by the time that points of this class and age wait until they are read or the horizon comes. The
-horizon is the one with the highest rate.
+Points fall into classes, by their place in the text and by what is known about their readers. For
+each class, the policy counts after how long its points are read, evicted points included. The rate
+at which a point of some age is read follows from that. It is the number of reads between now and a
+horizon, divided by the time that points of this class and age wait for them. A wait ends with the
+read or at the horizon. The horizon is the one that gives the highest rate.
 
-    worth = rate(class, age) * tokens that a reader saves / bytes that come free
+    worth = rate(class, age) * tokens that a reader saves / bytes that are freed
 
-Where others are read in turn, as texts that are asked about round and round, old points are worth
-more than young ones; where conversations go on, young ones are.
+If texts are read in turn, round after round, old points are worth more than young ones. If
+conversations continue, young points are worth more.
 
 Sources: the least hit density of Beckmann, Chen and Cidon, "LHD: Improving Cache Hit Rate by
 Maximizing Hit Density" (NSDI 2018), for rates by class and age; Gittins' index for the horizon.
@@ -23,22 +23,25 @@ from jenga.eviction.points import Kind, Past, Point
 from jenga.eviction.policy import Candidate
 
 AGES_PER_DOUBLING = 2
-"""Ranges of ages: each is 1.41 times as long as the one before."""
+"""Number of ranges of ages per doubling. Each range is 1.41 times as long as the one before."""
 
 YOUNGEST_SHARE = 1 / 256
-"""Of an arena: what is younger, in bytes computed since, is of the first range of ages."""
+"""Share of an arena that sets the first range of ages.
+
+A point is in that range until about so many bytes of cache were computed after it.
+"""
 
 NUM_AGES = 11 * AGES_PER_DOUBLING + 2
-"""Ranges up to the age at which points are forgotten, eight arenas."""
+"""Number of ranges, up to the age at which points are forgotten, which is eight arenas."""
 
 KEPT_SHARE = 0.97
-"""Of what was counted, how much still counts after the next admissions were taken in."""
+"""Factor by which counts shrink whenever the policy learns, so that old observations fade."""
 
 COMMON_WEIGHT = 8.0
-"""Observations that count as much as what is known of all classes together."""
+"""Number of observations that weigh as much as the knowledge of all classes together."""
 
 PRIOR = 0.02
-"""Reads and waits that every class is taken to have had at every age."""
+"""Number of reads and of waits that every class is assumed to have at every age."""
 
 NUM_PASTS = len(Past)
 NUM_CLASSES = len(Kind) * NUM_PASTS
@@ -62,15 +65,15 @@ class LearnedReuse:
     weighs_guesses = True
 
     def __init__(self) -> None:
-        """Nothing was observed: all classes are read alike, young points rather than old ones."""
+        """Start without observations: all classes are alike, and young points are worth more."""
         self._bytes_scale = 1.0
-        # Class -> range of ages -> reads, and waits that ended without one.
+        # Class -> range of ages -> number of reads, and of waits that ended without a read.
         self._num_read = [[0.0] * NUM_AGES for _ in range(NUM_CLASSES)]
         self._num_lost = [[0.0] * NUM_AGES for _ in range(NUM_CLASSES)]
         self._rates = [_best_rates([PRIOR] * NUM_AGES, [PRIOR] * NUM_AGES)] * NUM_CLASSES
 
     def begin(self, *, arena_bytes: int) -> None:
-        """Learn the size of the arena, which is the unit of ages."""
+        """Store the size of the arena, which is the unit of ages."""
         self._bytes_scale = 1 / (YOUNGEST_SHARE * max(1, arena_bytes))
 
     def observe(self, point: Point, waited_bytes: float, *, was_read: bool) -> None:
@@ -79,9 +82,10 @@ class LearnedReuse:
         counts[_class_of(point)][self._age(waited_bytes)] += 1
 
     def learn(self, waiting: Iterable[Point], time: float) -> None:
-        """Make rates of what was counted; what still waits counts as waits of its age so far."""
+        """Compute rates from the counts. A point that still waits counts as a wait of its age."""
         waits = [counts[:] for counts in self._num_lost]
-        # Points come in the order of their time, so that ages are found without a logarithm each.
+        # Points come in the order of their time, which gives ages without a logarithm for each
+        # point.
         edges = [
             2 ** ((age - 1) / AGES_PER_DOUBLING) / self._bytes_scale for age in range(NUM_AGES - 1)
         ]
@@ -112,14 +116,14 @@ class LearnedReuse:
             counts[:] = [KEPT_SHARE * count for count in counts]
 
     def worth(self, candidate: Candidate, time: float) -> float:
-        """Tokens expected to be saved, for the time and the bytes that it takes."""
+        """Return the tokens expected to be saved per unit of time and byte."""
         rate = self._rate(candidate.point, time)
         if candidate.heir_of is not None:
             rate = max(rate, self._rate(candidate.heir_of, time))
         return rate * candidate.saved_tokens / max(1, candidate.own_bytes)
 
     def heir_of(self, candidate: Candidate, heir: Candidate, time: float, /) -> Point | None:
-        """The point that is read most often, of those that the heir stands in for."""
+        """Return the point with the highest read rate among those that the heir stands in for."""
         points = [
             point
             for point in (candidate.point, candidate.heir_of, heir.heir_of)
@@ -131,7 +135,7 @@ class LearnedReuse:
         return self._rates[_class_of(point)][self._age(time - point.last_kept)]
 
     def _age(self, num_bytes: float) -> int:
-        """The range of ages that so many bytes fall in."""
+        """Return the range of ages that an age in bytes falls into."""
         scaled = num_bytes * self._bytes_scale
         if scaled < 1 / 2:
             return 0
@@ -143,14 +147,14 @@ def _class_of(point: Point) -> int:
 
 
 def _best_rates(read: Sequence[float], lost: Sequence[float]) -> list[float]:
-    """Reads for the time, by age: at the horizon that gives most.
+    """Return reads per time for each age, at the horizon that gives most.
 
     Args:
-        read: By age, waits that ended with a read.
-        lost: By age, other waits that ended, or have come so far.
+        read: For each age, the number of waits that ended with a read.
+        lost: For each age, the number of other waits that ended or last until now.
     """
     ends = [a + b + PRIOR for a, b in zip(read, lost, strict=True)]
-    # Points that reach each age, and the time that they spend there.
+    # Number of points that reach each age, and the time that they spend there.
     survivors = list(accumulate(reversed(ends)))[::-1]
     stays = [count * width for count, width in zip(survivors, _WIDTHS, strict=True)]
     rates: list[float] = []

@@ -1,10 +1,10 @@
-"""Points of texts from which requests may go on, and when each was read, whether kept or not.
+"""Points of texts from which requests may go on, and the times of their reads.
 
-A point is a prefix of a text, named by its hash. It is remembered for some time after it was
-evicted, because only then it shows whether the eviction was right.
+A point is a prefix of a text, named by its hash. It may be kept or evicted. It is remembered for
+some time after its eviction, because only then can it show whether the eviction was right.
 
-Time is counted in bytes of cache that requests computed. It stands still while nothing is
-computed, and points grow old as fast as others could take their place.
+Time is measured in bytes of cache that requests compute. It stands still while nothing is computed.
+Points therefore age as fast as other points could replace them.
 """
 
 from collections import OrderedDict
@@ -13,24 +13,24 @@ from enum import IntEnum
 from typing import Protocol
 
 REMEMBERED_ARENAS = 8.0
-"""Arenas full of computed bytes for which a point is remembered after it was last read.
+"""Time for which a point is remembered after its last read, in sizes of the arena.
 
 With one arena, learning loses a ninth of the hits that are possible; two do nearly as well.
 """
 
 LEARN_EVERY = 16
-"""Admissions after which a policy takes in what was observed."""
+"""Number of admissions after which the policy learns from the observations."""
 
 
 class Kind(IntEnum):
-    """Where in a text a point is.
+    """Place of a point in its text.
 
     Attributes:
         PROMPT_END: The end of a prompt.
         BEFORE_END: Some hundred tokens before the end of a prompt, where a question may begin.
-        ANSWER_END: The end of what a request generated.
-        BRANCH: Where two requests went different ways.
-        IMAGE: An encoder's output for one image; it belongs to no text.
+        ANSWER_END: The end of the output that a request generated.
+        BRANCH: The point where the texts of two requests part.
+        IMAGE: An encoder's output for one image. It belongs to no text.
     """
 
     PROMPT_END = 0
@@ -41,16 +41,16 @@ class Kind(IntEnum):
 
 
 GUESSES = (Kind.PROMPT_END, Kind.BEFORE_END)
-"""Points of a request that still runs, left without knowing that another request goes on there."""
+"""Kinds of points that a running request leaves without knowing of any later reader."""
 
 
 class Past(IntEnum):
-    """What is known of a point's readers.
+    """Knowledge about the readers of a point.
 
     Attributes:
-        NEW_TEXT: Not read yet; left by a request whose text nobody had sent before.
-        KNOWN_TEXT: Not read yet; left by a request that went on from within a known text.
-        TURN: Not read yet; left by a request that was the first to go on from the end of a prompt
+        NEW_TEXT: Not read yet. Left by a request whose text was new.
+        KNOWN_TEXT: Not read yet. Left by a request that went on from within a known text.
+        TURN: Not read yet. Left by a request that was the first to go on from the end of a prompt
             or an answer.
         READ: Read at least once.
     """
@@ -62,13 +62,13 @@ class Past(IntEnum):
 
 
 class Point:
-    """What is remembered of one point.
+    """The history of one point.
 
     Attributes:
         key: Hash of the prefix, or the name of an image.
-        num_tokens: Tokens of the prefix.
-        kind: Where in its text it is.
-        past: What is known of its readers.
+        num_tokens: Number of tokens of the prefix.
+        kind: Place in its text.
+        past: Knowledge about its readers.
         waits_since: Time at which it was left or read last.
         last_kept: Time at which it was kept or read last.
     """
@@ -84,7 +84,7 @@ class Point:
 
 
 NO_POINT = Point(None, 0, Kind.BRANCH, Past.NEW_TEXT, 0.0)
-"""Stands for the point of what is not kept."""
+"""Placeholder for the point of a node that is not kept."""
 
 
 class Observer(Protocol):
@@ -94,14 +94,19 @@ class Observer(Protocol):
         """Record that a point's wait ended, with a reader or because it was forgotten.
 
         Args:
-            point: As it was until then.
-            waited_bytes: How long it had waited.
-            was_read: Whether a request asked for it.
+            point: The point, as it was during the wait.
+            waited_bytes: Length of the wait, in bytes of cache computed.
+            was_read: Whether a request asked for the point.
         """
         ...
 
     def learn(self, waiting: Iterable[Point], time: float) -> None:
-        """Take in what was observed, and how long the points that still wait have waited."""
+        """Learn from the observations, and from the waits so far of points that still wait.
+
+        Args:
+            waiting: Points that still wait, by `waits_since`, oldest first.
+            time: Now, in bytes of cache computed.
+        """
         ...
 
 
@@ -109,17 +114,17 @@ class ReuseHistory:
     """All points that are remembered, and the time.
 
     Attributes:
-        time: Bytes of cache that requests computed so far.
+        time: Bytes of cache that requests have computed so far.
     """
 
     __slots__ = ("_horizon_bytes", "_num_admitted", "_observer", "_points", "time")
 
     def __init__(self, observer: Observer, *, arena_bytes: int) -> None:
-        """Nothing is known.
+        """Create an empty history.
 
         Args:
             observer: Told of every wait that ends.
-            arena_bytes: Size of the arena, by which time is measured.
+            arena_bytes: Size of the arena, the unit of the time for which points are remembered.
         """
         self._observer = observer
         self._horizon_bytes = REMEMBERED_ARENAS * arena_bytes
@@ -131,19 +136,19 @@ class ReuseHistory:
         return len(self._points)
 
     def get(self, key: Hashable) -> Point | None:
-        """The point of a key, if it is remembered."""
+        """Return the point of a key, if it is remembered."""
         return self._points.get(key)
 
     def path(self, prefix_hashes: Sequence[bytes]) -> list[Point]:
-        """The points that a text passes, in order."""
+        """Return the remembered points on a text, in order."""
         return [point for point in map(self._points.get, prefix_hashes) if point is not None]
 
     def deepest(self, prefix_hashes: Sequence[bytes]) -> Point | None:
-        """The last point that a text passes."""
+        """Return the last remembered point on a text."""
         return next(filter(None, map(self._points.get, reversed(prefix_hashes))), None)
 
     def leave(self, key: Hashable, num_tokens: int, kind: Kind, past: Past) -> Point:
-        """Record that a request leaves a point; a point that is known only grows young again."""
+        """Record that a request leaves a point. A known point only becomes young again."""
         point = self._points.get(key)
         if point is None:
             point = Point(key, num_tokens, kind, past, self.time)
@@ -157,17 +162,17 @@ class ReuseHistory:
         return point
 
     def read(self, point: Point) -> None:
-        """Record that a request asks for a point, whether it is kept or not."""
+        """Record that a request asks for a point, whether the point is kept or evicted."""
         self._observer.observe(point, self.time - point.waits_since, was_read=True)
         point.past = Past.READ
         self._wait_again(point)
 
     def renew(self, point: Point) -> None:
-        """Let a point that is kept be as young as one that was just left."""
+        """Make a kept point as young as one that was just left."""
         point.last_kept = self.time
 
     def forget(self, point: Point) -> None:
-        """Forget a point that was replaced by a later one; nothing is learnt from it."""
+        """Forget a point that a later one replaced. The policy learns nothing from it."""
         self._points.pop(point.key, None)
 
     def _wait_again(self, point: Point) -> None:
@@ -176,7 +181,11 @@ class ReuseHistory:
         self._points.move_to_end(point.key)
 
     def admit(self, computed_bytes: float) -> None:
-        """Let time pass, as a request comes in that computes so much; forget what is too old."""
+        """Record that a request is admitted: advance the time and forget points that are too old.
+
+        Args:
+            computed_bytes: Bytes of cache that the request computes.
+        """
         self.time += computed_bytes
         points, oldest = self._points, self.time - self._horizon_bytes
         while points and (first := next(iter(points.values()))).waits_since < oldest:
@@ -188,7 +197,11 @@ class ReuseHistory:
 
 
 def past_of(deepest: Point | None) -> Past:
-    """The past of the points that a request leaves, by the deepest point that its text passes."""
+    """Return the past of the points that a request leaves.
+
+    Args:
+        deepest: The last remembered point on the request's text, if any.
+    """
     if deepest is None:
         return Past.NEW_TEXT
     is_end = deepest.kind in (Kind.PROMPT_END, Kind.ANSWER_END)

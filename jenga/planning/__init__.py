@@ -1,1 +1,1 @@
-"""What requests need, and the cut of an arena that is expected to waste least."""
+"""Planning: what requests need, and the geometry that is expected to waste least."""

@@ -1,6 +1,6 @@
-"""What a request of a given length holds of each layer type, and how much of that is waste.
+"""Expected memory of a request of a given length, per layer type, and the waste in it.
 
-These are expectations for planning and for tables; the manager counts what is really held.
+These are expectations for planning and for tables. The manager counts the real pages.
 """
 
 from collections.abc import Sequence
@@ -21,24 +21,27 @@ from jenga.spec import (
 )
 
 TYPICAL_TOKENS = (512, 1024, 2048, 4096, 8192, 32768)
-"""Request lengths a plan is averaged over: short ones weigh the states, long ones the padding."""
+"""Request lengths over which a plan is averaged.
+
+Short requests give weight to the states, long ones to the padding.
+"""
 
 UNSHARED_TAIL = 0.02
 """Share of a request's last, partly filled large page that no other request fills.
 
-Measured in full arenas (perf/sweeps/table_waste.py): 0.01 in full attention, 0.05 in sliding
+It was measured in full arenas (perf/sweeps/table_waste.py): 0.01 in full attention, 0.05 in sliding
 windows. Plans made for 0.05 waste as much and have more page tables.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waste:
-    """Shares of the bytes held by requests of one length that hold no data.
+    """Shares, 0 to 1, of the bytes held by requests of one length that hold no data.
 
     Attributes:
         padding: Bytes of small pages that no slot covers.
-        last_page: Slots held that the next token does not need.
-        tail: Empty small pages in large pages that a request shares with nobody.
+        last_page: Held slots that the next token does not need.
+        tail: Empty small pages in large pages that a request shares with no other request.
     """
 
     padding: float
@@ -47,15 +50,15 @@ class Waste:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Sum of all shares."""
         return self.padding + self.last_page + self.tail
 
 
 def check_lengths(typical_tokens: Sequence[int]) -> None:
-    """Refuse request lengths over which nothing can be averaged.
+    """Refuse request lengths that cannot be averaged over.
 
     Raises:
-        ValueError: There is none, or one is not a positive integer.
+        ValueError: There is no length, or one is not a positive integer.
     """
     if not typical_tokens:
         msg = "typical_tokens must name at least one length"
@@ -65,7 +68,7 @@ def check_lengths(typical_tokens: Sequence[int]) -> None:
 
 
 def needed_tokens(layer_type: LayerType, num_tokens: int) -> int:
-    """Tokens that the next token of a request of this length reads; slots of a state."""
+    """Return the number of tokens that the next token of a request reads, or a state's slots."""
     match layer_type:
         case FullAttention():
             return num_tokens
@@ -85,7 +88,7 @@ def needed_tokens(layer_type: LayerType, num_tokens: int) -> int:
 
 
 def held_pages(layer_type: LayerType, tokens_per_page: int, num_tokens: int) -> int:
-    """Small pages that hold those tokens."""
+    """Return the number of small pages that hold the tokens of `needed_tokens`."""
     read_tokens = needed_tokens(layer_type, num_tokens)
     if isinstance(layer_type, SlidingWindow | ChunkedLocal):
         first_page = (num_tokens - read_tokens) // tokens_per_page
@@ -94,7 +97,7 @@ def held_pages(layer_type: LayerType, tokens_per_page: int, num_tokens: int) -> 
 
 
 def is_packed(layer_type: LayerType) -> bool:
-    """Whether pages of this type never keep a large page to one request.
+    """Whether small pages of this type never reserve a large page for one request.
 
     A state is one page, and an image's embeddings come and go together.
     """
@@ -102,7 +105,7 @@ def is_packed(layer_type: LayerType) -> bool:
 
 
 def expected_waste(geometry: Geometry, typical_tokens: Sequence[int] = TYPICAL_TOKENS) -> Waste:
-    """Waste of requests in mid decode, averaged over their lengths.
+    """Return the waste of requests in the middle of decoding, averaged over their lengths.
 
     Args:
         geometry: Any geometry.

@@ -1,12 +1,13 @@
 """One geometry for the ranks of a pipeline, each of which stores its own layers.
 
-One manager serves them all, so what it hands out means the same on every rank: page tables, tokens
-of a page, and small pages of a large page. Only bytes differ: a rank's small page holds its share
-of the layers, and its large page is as long as that takes. There are as many large pages as the
-rank has room for that has room for the fewest.
+One manager serves all ranks. Page tables, tokens of a page, and small pages of a large page are
+therefore the same on every rank. Only bytes differ. A rank's small page holds its share of the
+layers, and its large page is as long as necessary for that. The number of large pages is that of
+the rank with room for the fewest.
 
-Layers of a type are placed by their number on their rank: the n-th of each lie at one place. What
-is planned is the rank that had at each place the widest layer of any.
+Layers of a type are placed by their number on their rank: the n-th layer of each rank has the same
+place. The plan is made for an imaginary rank, which has at each place the widest layer of all
+ranks.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -18,17 +19,17 @@ from jenga.geometry import ALIGNMENT_BYTES, Geometry, PageTable, place_layers, r
 from jenga.spec import Layer, LayerType, ModelSpec
 
 _STRIDE_ALIGNMENTS = (128, ALIGNMENT_BYTES)
-"""Of small pages, in bytes: a cache line where the plan has one."""
+"""Alignments of small pages in bytes. The first, a cache line, is used if the plan has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What one rank stores in the small pages of a page table.
+    """The layers that one rank stores in the small pages of a page table.
 
     Attributes:
-        layers: Its layers, none of them where the rank has none of the type.
+        layers: Layers of the rank, none if the rank has none of the type.
         small_page_bytes: Distance between two of its small pages.
-        layer_offset_bytes: Where each layer begins within the small page.
+        layer_offset_bytes: Start of each layer within the small page.
         payload_bytes: Bytes of its small page that can hold data.
     """
 
@@ -45,11 +46,11 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """What one rank stores.
+    """The memory layout of one rank.
 
     Attributes:
-        large_page_bytes: The unit its arena is cut into.
-        shares: One per page table, in the geometry's order.
+        large_page_bytes: Size of the large pages that its arena is cut into.
+        shares: One share per page table, in the geometry's order.
     """
 
     large_page_bytes: int
@@ -63,12 +64,12 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """How a model that is spread over ranks is stored.
+    """The memory layout of a model that is spread over ranks.
 
     Attributes:
-        geometry: What the manager hands out. A page of it is those of all ranks, one after another,
-            so that its bytes are those of all ranks together.
-        stages: One per rank.
+        geometry: Geometry for the manager. A page of it is the pages of all ranks, one after
+            another, so that its bytes are those of all ranks together.
+        stages: One stage per rank.
     """
 
     geometry: Geometry
@@ -81,13 +82,13 @@ def plan_pipeline(
     """Plan for a model whose layers are spread over ranks.
 
     Args:
-        model: All its layer types.
+        model: All layer types of the model.
         stages: Names of the layers of each rank.
-        plan: Makes the geometry of a model that lies on one rank.
+        plan: Makes the geometry of a model on one rank.
 
     Raises:
         ValueError: A layer is on no rank or on several, a rank has no layer that stores anything,
-            or the model is refused by `plan`.
+            or `plan` refuses the model.
     """
     _check_stages(model, stages)
     if len(stages) == 1:
@@ -108,7 +109,7 @@ def plan_pipeline(
     shared = [
         [layers[table.layer_start : table.layer_end] for layers in placed[table.layer_type.name]]
         for table in geometry.page_tables
-    ]  # of each page table the layers of each rank
+    ]  # page table -> rank -> layers
     made = tuple(
         _stage(geometry, [of_table[rank] for of_table in shared]) for rank in range(len(stages))
     )
@@ -132,7 +133,7 @@ def _check_stages(model: ModelSpec, stages: Sequence[Collection[str]]) -> None:
 
 
 def _placed_layers(layer_type: LayerType, names: Collection[str]) -> tuple[Layer, ...]:
-    """A rank's layers of a type, the widest first: so they meet the widest ones of others."""
+    """Return a rank's layers of a type, widest first, so that wide layers share their places."""
     layers = [layer for layer in layer_type.layers if layer.name in names]
     return tuple(sorted(layers, key=lambda layer: layer.slot_bytes, reverse=True))
 
@@ -160,7 +161,7 @@ def _only_stage(geometry: Geometry) -> Stage:
 
 
 def _stage(geometry: Geometry, layers_of_tables: Sequence[tuple[Layer, ...]]) -> Stage:
-    """Lay a rank's layers out in pages as long as they take."""
+    """Lay out a rank's layers in pages of the size that they need."""
     contents = [
         place_layers(
             replace(table.layer_type, layers=layers), tokens_per_page=table.tokens_per_page
@@ -190,7 +191,7 @@ def _stage(geometry: Geometry, layers_of_tables: Sequence[tuple[Layer, ...]]) ->
 
 
 def _stride_unit_bytes(geometry: Geometry) -> int:
-    """Of what a rank's large page must be a multiple: every small page is then aligned."""
+    """Return the unit of a rank's large page, which aligns every small page of the rank."""
     alignment_bytes = next(
         each
         for each in _STRIDE_ALIGNMENTS
@@ -202,7 +203,7 @@ def _stride_unit_bytes(geometry: Geometry) -> int:
 
 
 def _joined(geometry: Geometry, model: ModelSpec, stages: Sequence[Stage]) -> Geometry:
-    """The geometry whose pages are those of all ranks, one after another."""
+    """Return the geometry whose pages are those of all ranks, one after another."""
     whole_types: dict[str, LayerType] = {}
     for layer_type in model.layer_types:
         indices = [
@@ -211,11 +212,11 @@ def _joined(geometry: Geometry, model: ModelSpec, stages: Sequence[Stage]) -> Ge
             if table.layer_type.name == layer_type.name
         ]
         layers = [layer for i in indices for stage in stages for layer in stage.shares[i].layers]
-        if layers:  # else in the pages of another type
+        if layers:  # a type without layers here lives in the pages of another type
             whole_types[layer_type.name] = replace(layer_type, layers=tuple(layers))
     large_page_bytes = sum(stage.large_page_bytes for stage in stages)
     tables: list[PageTable] = []
-    ends = dict.fromkeys(whole_types, 0)  # layer type -> its layers in page tables so far
+    ends = dict.fromkeys(whole_types, 0)  # layer type -> number of its layers in page tables so far
     for index, table in enumerate(geometry.page_tables):
         offsets: list[int] = []
         start_bytes = 0

@@ -1,23 +1,24 @@
-"""The planned geometry: the cut of an arena that is expected to waste least.
+"""The planner: it chooses the geometry that is expected to waste least of an arena.
 
-The paper's rule (all layers of a type in one small page, the large page their exact least common
-multiple) gives large pages of gigabytes on models with recurrent layers: layer counts such as 27,
-29 or 81 multiply into it. The planner turns two knobs instead: how a state type's layers are cut
-into runs, each with a page table of its own, and a bounded padding of small pages so that all of
-them divide a large page of moderate size.
+The paper's rule puts all layers of a type into one small page, and makes the large page the exact
+least common multiple. On models with recurrent layers this gives large pages of gigabytes, because
+layer counts such as 27, 29 or 81 multiply into it. The planner varies two things instead:
 
-What is minimised is the share of held bytes that holds no data, averaged over request lengths, and
-what costs a share of the arena:
+- It cuts a state type's layers into runs, each with a page table of its own.
+- It allows small pages a bounded padding, so that all of them divide a large page of moderate size.
+
+It minimises the share of held bytes that holds no data, averaged over request lengths, plus
+everything that costs a share of the arena:
 
 - padding of small pages, and slots of a request's last page beyond its last token;
 - a large page of n > 1 small pages that a request fills partly. The allocator packs requests into
-  shared large pages, so only `UNSHARED_TAIL` of the (n - 1) / 2 small pages expected empty is
-  counted per request, and one whole such tail per page table in the arena;
-- a large page for the null page and half of one lost at the arena's end;
+  shared large pages. Of the (n - 1) / 2 small pages expected empty, only `UNSHARED_TAIL` is
+  therefore counted per request, and one whole such tail per page table in the arena;
+- a large page for the null page, and half of one lost at the arena's end;
 - `PAGE_TABLE_COST` for every page table beyond one per layer type.
 
-States kept one to a large page (n = 1) have no tail at all, which is why plans of hybrid models
-tend to make the large page one run of states.
+States kept one to a large page (n = 1) have no such tail. Plans of hybrid models therefore tend to
+make the large page one run of states.
 
 Source: Jenga paper, section 4.4, whose rule this replaces.
 """
@@ -51,31 +52,34 @@ from jenga.planning.demand import (
 from jenga.spec import ModelSpec, State
 
 TYPICAL_ARENA_BYTES = 8 << 30
-"""The arena planned for where none is given: what a model leaves free on a GPU it barely fits."""
+"""Size of the arena that is planned for by default.
+
+It is the memory that a model leaves free on a GPU that it barely fits.
+"""
 
 MAX_PADDING = 0.01
 """Share of held bytes that may be padding, at every typical length."""
 
 MAX_PAGE_PADDING = 0.125
-"""Padding a small page may get, as a share of its content, however little of it is held."""
+"""Most padding of a small page, as a share of its content, however few bytes of it are held."""
 
 PAGE_TABLE_COST = 0.002
-"""Waste worth one page table less: a page table costs the engine host time in every step."""
+"""Waste that one page table less is worth, since each costs the engine host time in every step."""
 
 _STRIDE_ALIGNMENT_BYTES = 128
-"""A cache line: small pages begin on one where that costs no padding."""
+"""Size of a cache line. Small pages begin on one if that costs no padding."""
 
 _ARENA_LARGE_PAGES = 1.5
-"""Large pages an arena loses: the null page, and half a one at its end."""
+"""Number of large pages that an arena loses: the null page, and half a page at its end."""
 
 _MAX_TRIALS = 2048
-"""Large pages tried per way to cut; plans of one model settle within far fewer."""
+"""Most large pages tried per way to cut. Plans of one model settle within far fewer."""
 
 _MAX_WAYS = 48
-"""Ways to cut that are tried, those with fewest page tables first."""
+"""Most ways to cut that are tried, those with fewest page tables first."""
 
 _MAX_FEWER_PAGES = 8
-"""How far below what fits a count is lowered in search of a smaller common multiple."""
+"""Most by which a page count is lowered below the one that fits, for a smaller common multiple."""
 
 
 def plan(
@@ -87,21 +91,21 @@ def plan(
     max_padding: float = MAX_PADDING,
     alignment_bytes: int = ALIGNMENT_BYTES,
 ) -> Geometry:
-    """The geometry that is expected to waste least; the same for the same arguments.
+    """Return the geometry that is expected to waste least. Equal arguments give equal plans.
 
     Args:
         model: The layer types.
-        arena_bytes: Bytes of the arena; a large page is a smaller part of a larger arena, so the
-            plan may differ. None plans for `TYPICAL_ARENA_BYTES`.
-        tokens_per_page: Tokens of a small page of every token type, a multiple of 16.
-        typical_tokens: Request lengths the expected waste is averaged over.
-        max_padding: Share of held bytes that may be padding, at each of those lengths; no single
-            small page gets more than `MAX_PAGE_PADDING` of its content. Where no large page of a
-            reasonable size keeps to it, it is doubled until one does.
+        arena_bytes: Size of the arena. A large page is a smaller part of a larger arena, so plans
+            for different sizes may differ. None plans for `TYPICAL_ARENA_BYTES`.
+        tokens_per_page: Number of tokens of a small page of every token type, a multiple of 16.
+        typical_tokens: Request lengths over which the expected waste is averaged.
+        max_padding: Share of held bytes that may be padding, at each of those lengths. No single
+            small page gets more than `MAX_PAGE_PADDING` of its content. If no large page of a
+            reasonable size keeps to the limit, the limit is doubled until one does.
         alignment_bytes: Alignment of every layer and small page, a power of two of at least 16.
 
     Raises:
-        ValueError: An argument out of its range, or an arena that holds no geometry of the model.
+        ValueError: An argument is out of its range, or the arena holds no geometry of the model.
     """
     check_page_options(tokens_per_page=tokens_per_page, alignment_bytes=alignment_bytes)
     check_lengths(typical_tokens)
@@ -142,7 +146,7 @@ def plan(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
-    """A geometry that the search found, with the expected waste that it minimises."""
+    """A geometry that the search found, with the expected waste that the search minimises."""
 
     cost: float
     large_page_bytes: int
@@ -159,7 +163,7 @@ def _best_candidate(
     max_padding: float,
     alignment_bytes: int,
 ) -> _Candidate | None:
-    """The cheapest candidate over all ways to cut the model's states; None if none fits."""
+    """Return the cheapest candidate over all ways to cut the model's states. None if none fits."""
     best: _Candidate | None = None
     num_types = sum(has_pages(layer_type) for layer_type in model.layer_types)
     ways = _cut_contents(model, tokens_per_page, alignment_bytes)
@@ -181,7 +185,7 @@ def _best_candidate(
 
 
 def _stride_alignment(contents: Sequence[PageContent], alignment_bytes: int) -> int:
-    """The alignment of small pages: a cache line where every content ends on one anyway."""
+    """Return the alignment of small pages: a cache line if every content ends on one anyway."""
     free = all(content.content_bytes % _STRIDE_ALIGNMENT_BYTES == 0 for content in contents)
     return max(alignment_bytes, _STRIDE_ALIGNMENT_BYTES) if free else alignment_bytes
 
@@ -189,10 +193,10 @@ def _stride_alignment(contents: Sequence[PageContent], alignment_bytes: int) -> 
 def _cut_contents(
     model: ModelSpec, tokens_per_page: int, alignment_bytes: int
 ) -> Iterator[tuple[PageContent, ...]]:
-    """Ways to cut the model's state types, fewest page tables first.
+    """Yield ways to cut the model's state types, fewest page tables first.
 
-    Where there are several state types their largest runs are about the same size, so the number of
-    ways grows with the sum of their layers and not with the product.
+    If there are several state types, their largest runs have about the same size. The number of
+    ways then grows with the sum of their layers, and not with the product.
     """
     layer_types = [layer_type for layer_type in model.layer_types if has_pages(layer_type)]
     layer_bytes = [
@@ -234,9 +238,9 @@ def _cut_contents(
 def _runs(num_layers: int, largest: int) -> tuple[int, ...]:
     """Cut a number of layers into runs whose sizes all divide the largest of them.
 
-    Runs of one size and, for the rest, ever smaller divisors of it: 29 layers as 14 + 14 + 1. So a
-    large page of a whole number of largest runs holds a whole number of every run, also where the
-    number of layers is prime.
+    Most runs have one size, and the rest is cut into ever smaller divisors of it. For example, 14 +
+    14 + 1 are 29 layers. A large page of a whole number of largest runs then holds a whole number
+    of every run, even if the number of layers is prime.
     """
     largest = min(largest, num_layers)
     runs = [largest] * (num_layers // largest)
@@ -251,7 +255,7 @@ def _runs(num_layers: int, largest: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _SizeCost:
-    """What small pages of one size cost, all page tables of that size together."""
+    """Cost of small pages of one size, for all page tables of that size together."""
 
     content_bytes: int
     per_padding_byte: tuple[float, ...]  # share of held bytes, per typical length
@@ -263,7 +267,7 @@ class _SizeCost:
         return sum(self.per_padding_byte) / len(self.per_padding_byte)
 
     def padding_limit_bytes(self, max_padding: float) -> int:
-        """The padding that this size alone may have."""
+        """Return the most padding that this size alone may have."""
         share_limit = max_padding / max(self.per_padding_byte)
         return int(min(share_limit, max(max_padding, MAX_PAGE_PADDING) * self.content_bytes))
 
@@ -271,7 +275,7 @@ class _SizeCost:
 def _size_costs(
     contents: Sequence[PageContent], *, arena_bytes: int, typical_tokens: Sequence[int]
 ) -> list[_SizeCost]:
-    """Costs per size, largest first."""
+    """Return the costs of each size, largest first."""
     num_pages = [
         [held_pages(each.layer_type, each.tokens_per_page, length) for each in contents]
         for length in typical_tokens
@@ -299,7 +303,7 @@ def _size_costs(
 
 
 class _Search:
-    """The large pages worth trying for one way to cut the states."""
+    """Searches the large pages worth trying for one way to cut the states."""
 
     def __init__(
         self,
@@ -323,7 +327,7 @@ class _Search:
         self._mean_per_padding_byte = [size.mean_per_padding_byte for size in sizes]
 
     def better_than(self, best: _Candidate | None) -> _Candidate | None:
-        """The cheapest candidate, or the one given where none is cheaper."""
+        """Return the cheapest candidate, or the given one if none is cheaper."""
         largest = self._sizes[0].content_bytes
         multiples = merge(
             *(
@@ -350,14 +354,17 @@ class _Search:
         return best
 
     def _least_cost(self, large_page_bytes: int) -> float:
-        """A lower bound that only grows with the large page."""
+        """Return a lower bound of the cost, which never falls as the large page grows."""
         cost = self._fixed_cost + self._per_large_page_byte * large_page_bytes
         for size, limit_bytes in zip(self._sizes, self._limits, strict=True):
             cost += size.per_tail_byte * max(0, large_page_bytes - limit_bytes)
         return cost
 
     def _cost(self, large_page_bytes: int, counts: Sequence[int]) -> float | None:
-        """Expected waste of a large page cut into these counts; None if padded beyond the bound."""
+        """Return the expected waste of a large page cut into these counts.
+
+        It is None if there is more padding than allowed.
+        """
         cost = self._fixed_cost + self._per_large_page_byte * large_page_bytes
         paddings: list[int] = []
         for index, num_pages in enumerate(counts):
@@ -374,10 +381,11 @@ class _Search:
         return cost
 
     def _counts(self, least_bytes: int) -> Iterator[list[int]]:
-        """Small pages per large page, per size: as many as fit, and some with fewer primes.
+        """Yield small pages per large page, for each size.
 
-        A large page is a multiple of the counts' least common multiple, so counts that share their
-        prime factors keep the rounding small where there are many sizes.
+        The first answer is as many as fit. The second, if it differs, has counts with fewer
+        different prime factors. A large page is a multiple of the counts' least common multiple. If
+        counts share their prime factors, rounding stays small even for many sizes.
         """
         most: list[int] = []
         for size, limit_bytes in zip(self._sizes, self._limits, strict=True):

@@ -23,7 +23,7 @@ __all__ = ["ALL_PAGES", "NEVER", "Grain", "Image", "LayerPolicy", "RequestFacts"
 
 
 def policy_of(page_table: PageTable) -> LayerPolicy:  # noqa: PLR0911  one row per layer type
-    """The policy of a page table's layer type; a new type is one more row."""
+    """Return the policy of a page table's layer type. A new layer type is one more row."""
     match page_table.layer_type:
         case FullAttention():
             return FullAttentionPolicy()

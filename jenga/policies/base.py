@@ -1,9 +1,9 @@
-"""The questions a layer type answers about its slots and their cached content.
+"""The questions that a layer type answers about its slots and their cached content.
 
-A policy is pure: same question, same answer. It knows tokens and the slots of one page table
-(slot 0 is the first of page 0) and counts pages, but knows no page ids. "Processed" tokens are
-those whose step is over; the next query is token number `num_processed_tokens`. Ranges are
-half-open.
+A policy is pure: the same question has the same answer. It knows tokens and the slots of one page
+table, where slot 0 is the first of page 0. It counts pages, but knows no page ids. "Processed"
+tokens are those whose step is over. The next query is token number `num_processed_tokens`. Ranges
+are half-open.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -14,17 +14,18 @@ from typing import Protocol
 from jenga.checks import check_bytes, check_count
 
 NEVER = 1 << 62
-"""A number of tokens that no request reaches."""
+"""Number of tokens that no request reaches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Image:
-    """Tokens that an encoder makes of one image, or of one stretch of audio.
+    """The tokens that an encoder makes of one image, or of one stretch of audio.
 
     Attributes:
-        start_token: The token of the request at which they are first wanted.
-        num_tokens: How many.
-        content: Names the image: equal contents give equal embeddings. None: never cached.
+        start_token: Token of the request at which they are first needed.
+        num_tokens: Number of tokens.
+        content: Name of the image. Equal names mean equal embeddings. None means that the image is
+            never cached.
 
     Raises:
         ValueError: A number is out of its range, or the content is not bytes.
@@ -42,22 +43,23 @@ class Image:
 
     @property
     def end_token(self) -> int:
-        """One past the last token, where the image's tokens are tokens of the request."""
+        """One past the last token, if the image's tokens are tokens of the request."""
         return self.start_token + self.num_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFacts:
-    """What is known of a request from its arrival on.
+    """Facts about a request that are known from its arrival on.
 
     Attributes:
-        prompt_tokens: Tokens of its prompt.
-        images: Its images, in the order of their first tokens. Where an encoder's tokens are not
-            those of the request, as in cross attention, one may begin before another's end.
+        prompt_tokens: Number of tokens of its prompt.
+        images: Its images, in the order of their first tokens. In cross attention, an encoder's
+            tokens are not tokens of the request. There an image may begin before the one before it
+            ends.
 
     Raises:
-        ValueError: The tokens are no integer of at least 0, images are out of order, or two of one
-            content have different numbers of tokens.
+        ValueError: The number of tokens is not an integer of at least 0, images are out of order,
+            or two images of one content have different numbers of tokens.
     """
 
     prompt_tokens: int = 0
@@ -92,9 +94,9 @@ class Grain:
     """The units in which a page table is filled and cached.
 
     Attributes:
-        page_slots: Slots of a page.
-        hash_tokens: Tokens that each further prefix hash covers; divides `page_slots`, or is a
-            multiple of it.
+        page_slots: Number of slots of a page.
+        hash_tokens: Number of tokens that each further prefix hash covers. It divides `page_slots`,
+            or is a multiple of it.
     """
 
     page_slots: int
@@ -109,102 +111,108 @@ class LayerPolicy(Protocol):
     """How requests use, keep and find again the slots of one layer type.
 
     Source: Jenga paper, section 5 (`update_last_access`, `set_prefix_length`,
-    `get_possible_prefix`). There they change the evictor's books; here they say what to change.
+    `get_possible_prefix`). There these methods change the evictor's data. Here they return what to
+    change.
     """
 
     def check_facts(self, facts: RequestFacts, /) -> None:
         """Refuse a request that the layer type cannot serve.
 
         Raises:
-            ValueError: Says why.
+            ValueError: The layer type cannot serve it. The message says why.
         """
         ...
 
     def update_last_access(
         self, facts: RequestFacts, num_processed_tokens: int, num_tokens: int, /
     ) -> range:
-        """Slots that the step computing tokens `num_processed_tokens..num_tokens` touches.
+        """Return the slots that the step of tokens `num_processed_tokens..num_tokens` touches.
 
-        Their pages carry that step's time. No later step touches a slot outside the range that
-        was there before: such pages keep the time of the step before and are given up.
+        Their pages get the time of that step. No later step touches a slot that existed before and
+        is outside the range. Pages of such slots keep the time of the step before, and are given
+        up.
         """
         ...
 
     def next_release(
         self, facts: RequestFacts, num_processed_tokens: int, page_slots: int, /
     ) -> int:
-        """Processed tokens at which the touched slots next leave a page, or `NEVER`."""
+        """Return the processed tokens at which the touched slots next leave a page, or `NEVER`."""
         ...
 
     def max_tokens(self, facts: RequestFacts, num_processed_tokens: int, num_slots: int, /) -> int:
-        """Most tokens for which so many slots suffice, or `NEVER`."""
+        """Return the most tokens for which `num_slots` slots suffice, or `NEVER`."""
         ...
 
     def peak_slots(self, facts: RequestFacts, num_tokens: int, chunk_tokens: int, /) -> int:
-        """Most slots touched by one step until `num_tokens` tokens are computed, in such chunks."""
+        """Return the most slots touched by one step until `num_tokens` tokens are computed.
+
+        Each step computes at most `chunk_tokens` tokens.
+        """
         ...
 
     def unfilled_slots(self, facts: RequestFacts, pages: range, /) -> Mapping[int, int]:
-        """Pages between the first and the last touched slot -> slots there that nothing fills."""
+        """Return pages in the given range -> number of their slots that nothing fills."""
         ...
 
     def set_prefix_length(
         self, facts: RequestFacts, pages: range, grain: Grain, /
     ) -> Sequence[int]:
-        """Place of each page among those of equal time, in tokens; the greatest goes first.
+        """Return the place of each page among those of equal time, in tokens.
 
-        Pages of the same tokens agree in every layer type, so that they go together.
+        The page with the greatest number is evicted first. Pages of the same tokens have the same
+        number in every layer type, so that they are evicted together.
         """
         ...
 
     def final_pages(self, facts: RequestFacts, num_tokens: int, grain: Grain, /) -> int:
-        """Pages from the first on whose content is final once so many tokens are computed."""
+        """Return the number of first pages whose content is final after `num_tokens` tokens."""
         ...
 
     def content_keys(
         self, facts: RequestFacts, prefix_hashes: Sequence[bytes], grain: Grain, pages: range, /
     ) -> Sequence[Hashable]:
-        """Keys of the content of pages, as far as the hashes go."""
+        """Return the keys of the content of pages, as far as the hashes go."""
         ...
 
     def get_possible_prefix(
         self, facts: RequestFacts, is_hit: Sequence[object], grain: Grain, at_most_tokens: int, /
     ) -> int:
-        """Longest prefix, in tokens, from which a request can go on with what is cached.
+        """Return the longest prefix, in tokens, from which a request can go on with cached content.
 
-        Every possible prefix is found by asking again for less than the last answer.
+        Ask again for less than the last answer to find every possible prefix.
 
         Args:
-            facts: Of the request.
-            is_hit: Of each key of `content_keys`, None if it is not cached.
-            grain: Of the page table.
-            at_most_tokens: The answer is no longer.
+            facts: Facts of the request.
+            is_hit: For each key of `content_keys`, None if it is not cached.
+            grain: Units of the page table.
+            at_most_tokens: Upper limit of the answer.
         """
         ...
 
     def reused_pages(
         self, facts: RequestFacts, is_hit: Sequence[object], grain: Grain, num_tokens: int, /
     ) -> Sequence[int]:
-        """Numbers of the cached pages with which a request goes on from such a prefix."""
+        """Return the numbers of the cached pages with which a request goes on from a prefix."""
         ...
 
     @property
     def is_overwritten(self) -> bool:
-        """Whether requests write over their pages, so that cached ones must be copied first."""
+        """Whether requests write over their pages, so that cached pages must be copied first."""
         ...
 
     @property
     def names_images(self) -> bool:
-        """Whether content is named by images, and found again behind any text."""
+        """Whether content is named by images, and found again after any text."""
         ...
 
 
 ALL_PAGES = range(NEVER)
-"""Asks `content_keys` for as many keys as the hashes give."""
+"""Range that asks `content_keys` for as many keys as the hashes give."""
 
 
 class TokenSlots:
-    """What holds for every layer type with one slot for each token of the request."""
+    """Common answers of the layer types with one slot for each token of the request."""
 
     __slots__ = ()
 
@@ -212,33 +220,36 @@ class TokenSlots:
     names_images = False
 
     def check_facts(self, _facts: RequestFacts, /) -> None:
-        """Any request is served."""
+        """Do nothing. Any request is served."""
 
     def unfilled_slots(self, _facts: RequestFacts, _pages: range, /) -> Mapping[int, int]:
-        """Every slot is filled."""
+        """Return nothing, since every slot is filled."""
         return {}
 
     def max_tokens(
         self, _facts: RequestFacts, _num_processed_tokens: int, num_slots: int, /
     ) -> int:
-        """One token for each slot, given up or not."""
+        """Return one token for each slot, given up or not."""
         return num_slots
 
     def set_prefix_length(
         self, _facts: RequestFacts, pages: range, grain: Grain, /
     ) -> Sequence[int]:
-        """Tokens up to the end of the page."""
+        """Return the number of tokens up to the end of each page."""
         slots = grain.page_slots
         return range((pages.start + 1) * slots, (pages.stop + 1) * slots, slots)
 
     def final_pages(self, _facts: RequestFacts, num_tokens: int, grain: Grain, /) -> int:
-        """The full pages."""
+        """Return the number of full pages."""
         return num_tokens // grain.page_slots
 
     def content_keys(
         self, _facts: RequestFacts, prefix_hashes: Sequence[bytes], grain: Grain, pages: range, /
     ) -> Sequence[Hashable]:
-        """The hash of all tokens up to the end of the page; with a number where pages share it."""
+        """Return the hash of all tokens up to the end of each page.
+
+        Pages that share a hash are numbered in addition.
+        """
         page_slots, hash_tokens = grain.page_slots, grain.hash_tokens
         if page_slots == hash_tokens:
             return prefix_hashes[pages.start : pages.stop]
@@ -251,16 +262,20 @@ class TokenSlots:
 
 
 _SCAN_PAGES = 64
-"""Pages looked at together at first: few where one is missing; then more, in a long window."""
+"""Number of pages searched together at first, few in case one is missing.
+
+It doubles each time, for long windows.
+"""
 
 
 def last_gapless_end(is_hit: Sequence[object], end: int, first_needed: Callable[[int], int]) -> int:
-    """The last number of pages, at most `end`, before which no page needed is missing.
+    """Return the last number of pages, at most `end`, before which no needed page is missing.
 
     Args:
-        is_hit: Of each page, None if it is not cached.
-        end: Where to begin.
-        first_needed: The first page needed by a request that goes on after so many pages.
+        is_hit: For each page, None if it is not cached.
+        end: Number of pages to begin with.
+        first_needed: Returns the first page that a request needs if it goes on after a number of
+            pages.
     """
     checked, num_scanned = end, _SCAN_PAGES  # pages from `checked` to `end` are there
     while checked > (needed := first_needed(end)):

@@ -1,4 +1,4 @@
-"""Chunked local attention: a token reads those before it in its own chunk."""
+"""Chunked local attention: a token reads itself and the tokens before it in its own chunk."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from jenga.policies.base import Grain, RequestFacts, TokenSlots, last_gapless_en
 
 @dataclass(frozen=True, slots=True)
 class ChunkedLocalPolicy(TokenSlots):
-    """Keeps the tokens of the current chunk; a prefix is hit if those of its last chunk are.
+    """Keeps the tokens of the current chunk. A prefix is hit if the tokens of its last chunk are.
 
     Attributes:
-        chunk_tokens: Tokens of a chunk of the attention (not of a prefill).
+        chunk_tokens: Number of tokens of a chunk of the attention, not of a chunked prefill.
     """
 
     chunk_tokens: int
@@ -26,24 +26,24 @@ class ChunkedLocalPolicy(TokenSlots):
     def update_last_access(
         self, _facts: RequestFacts, num_processed_tokens: int, num_tokens: int, /
     ) -> range:
-        """From the start of the next query's chunk on."""
+        """Return the slots from the start of the next query's chunk on."""
         return range(self._chunk_start(num_processed_tokens), num_tokens)
 
     def next_release(
         self, _facts: RequestFacts, num_processed_tokens: int, page_slots: int, /
     ) -> int:
-        """The first start of a chunk at or after the end of the page where this one begins."""
+        """Return the first chunk start at or after the end of the page where this chunk begins."""
         end_of_page = (self._chunk_start(num_processed_tokens) // page_slots + 1) * page_slots
         return -(-end_of_page // self.chunk_tokens) * self.chunk_tokens
 
     def peak_slots(self, _facts: RequestFacts, num_tokens: int, chunk_tokens: int, /) -> int:
-        """A chunk of the prefill and what its first token reads."""
+        """Return the tokens of a prefill chunk and those that its first token reads."""
         return min(num_tokens, self.chunk_tokens - 1 + chunk_tokens)
 
     def get_possible_prefix(
         self, _facts: RequestFacts, is_hit: Sequence[object], grain: Grain, at_most_tokens: int, /
     ) -> int:
-        """The last place whose chunk has no page missing before it."""
+        """Return the longest prefix whose last chunk has no missing page."""
         page_slots = grain.page_slots
         end = last_gapless_end(
             is_hit,
@@ -55,6 +55,6 @@ class ChunkedLocalPolicy(TokenSlots):
     def reused_pages(
         self, _facts: RequestFacts, _is_hit: Sequence[object], grain: Grain, num_tokens: int, /
     ) -> Sequence[int]:
-        """The pages of the next token's chunk."""
+        """Return the pages of the next token's chunk."""
         end = num_tokens // grain.page_slots
         return range(min(self._chunk_start(num_tokens) // grain.page_slots, end), end)

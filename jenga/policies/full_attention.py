@@ -1,4 +1,4 @@
-"""Full attention: every token reads all before it."""
+"""Full attention: every token reads itself and all tokens before it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,28 +8,28 @@ from jenga.policies.base import NEVER, Grain, RequestFacts, TokenSlots
 
 @dataclass(frozen=True, slots=True)
 class FullAttentionPolicy(TokenSlots):
-    """Keeps every token; a prefix is hit if all of it is."""
+    """Keeps every token. A prefix is hit if all of it is cached."""
 
     def update_last_access(
         self, _facts: RequestFacts, _num_processed_tokens: int, num_tokens: int, /
     ) -> range:
-        """All tokens."""
+        """Return the slots of all tokens."""
         return range(num_tokens)
 
     def next_release(
         self, _facts: RequestFacts, _num_processed_tokens: int, _page_slots: int, /
     ) -> int:
-        """Never."""
+        """Return `NEVER`."""
         return NEVER
 
     def peak_slots(self, _facts: RequestFacts, num_tokens: int, _chunk_tokens: int, /) -> int:
-        """All tokens."""
+        """Return the number of all tokens."""
         return num_tokens
 
     def get_possible_prefix(
         self, _facts: RequestFacts, is_hit: Sequence[object], grain: Grain, at_most_tokens: int, /
     ) -> int:
-        """The pages before the first one missing."""
+        """Return the longest prefix without a missing page."""
         try:
             num_hit = is_hit.index(None)
         except ValueError:
@@ -39,5 +39,5 @@ class FullAttentionPolicy(TokenSlots):
     def reused_pages(
         self, _facts: RequestFacts, _is_hit: Sequence[object], grain: Grain, num_tokens: int, /
     ) -> Sequence[int]:
-        """All pages."""
+        """Return all pages of the prefix."""
         return range(num_tokens // grain.page_slots)

@@ -1,4 +1,4 @@
-"""Image embeddings in pages of their own: kept until the language model has read them."""
+"""Image embeddings in pages of their own, kept until the language model has read them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,13 +10,17 @@ from jenga.policies.image_slots import ImageSlots
 
 @dataclass(frozen=True, slots=True)
 class ImageEmbeddingPolicy(ImageSlots):
-    """Keeps what is not consumed yet of the images that have begun.
+    """Keeps embeddings that are not consumed yet, of the images that have begun.
 
     Source: Jenga paper, section 6.2 (KV allocated on demand, embeddings freed on demand).
     """
 
     def check_facts(self, facts: RequestFacts, /) -> None:
-        """Images are tokens of the request, so they must not overlap."""
+        """Refuse images that overlap, because they are tokens of the request.
+
+        Raises:
+            ValueError: Two images overlap.
+        """
         for image, after in pairwise(facts.images):
             if after.start_token < image.end_token:
                 msg = (
@@ -27,7 +31,7 @@ class ImageEmbeddingPolicy(ImageSlots):
                 raise ValueError(msg)
 
     def _first_slot(self, facts: RequestFacts, num_processed_tokens: int) -> int:
-        """The first slot that is not consumed."""
+        """Return the first slot that is not consumed."""
         first = 0
         for image in facts.images:
             if num_processed_tokens < image.end_token:
@@ -38,14 +42,17 @@ class ImageEmbeddingPolicy(ImageSlots):
     def update_last_access(
         self, facts: RequestFacts, num_processed_tokens: int, num_tokens: int, /
     ) -> range:
-        """From the first embedding not consumed to the images that begin before the step's end."""
+        """Return the slots from the first unconsumed embedding on.
+
+        They end with the images that begin before the step's end.
+        """
         end = self.slots_wanted(facts, num_tokens)
         return range(min(self._first_slot(facts, num_processed_tokens), end), end)
 
     def next_release(
         self, facts: RequestFacts, num_processed_tokens: int, page_slots: int, /
     ) -> int:
-        """Where the next page, or the rest of the image, is consumed."""
+        """Return the token at which the next page, or the rest of the image, is consumed."""
         for image in facts.images:
             if num_processed_tokens < image.end_token:
                 consumed = max(0, num_processed_tokens - image.start_token)
@@ -54,8 +61,9 @@ class ImageEmbeddingPolicy(ImageSlots):
         return NEVER
 
     def peak_slots(self, facts: RequestFacts, num_tokens: int, chunk_tokens: int, /) -> int:
-        """The most that a chunk finds begun and not consumed, wherever chunks begin."""
-        # What is kept grows only where an image begins: there the chunk's last token is its first.
+        """Return the most slots begun and not consumed in a chunk, wherever chunks begin."""
+        # The kept slots grow only where an image begins. The chunk's last token is its first one
+        # there.
         starts = [
             max(0, image.start_token + 1 - chunk_tokens)
             for image in facts.images
@@ -72,6 +80,6 @@ class ImageEmbeddingPolicy(ImageSlots):
     def reused_pages(
         self, facts: RequestFacts, is_hit: Sequence[object], _grain: Grain, num_tokens: int, /
     ) -> Sequence[int]:
-        """What is not consumed of every image, if it is there whole."""
+        """Return the unconsumed pages of every image, if all of them are cached."""
         first_page = self._first_slot(facts, num_tokens) // self.page_slots
         return self.complete_images(facts, is_hit, first_page)

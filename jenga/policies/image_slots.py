@@ -1,7 +1,7 @@
-"""What layer types share whose slots belong to images and not to tokens of the request.
+"""Common part of the layer types whose slots belong to images, not to tokens of the request.
 
-Each image begins on a page of its own, so that its pages hold nothing else and can be found again
-by its content alone, in whatever request.
+Each image begins on a page of its own. Its pages then hold nothing else, and any request can find
+them by the image's content alone.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -14,10 +14,10 @@ from jenga.policies.base import NEVER, Grain, Image, RequestFacts
 
 @dataclass(frozen=True, slots=True)
 class ImageSlots:
-    """Slots of images, one after another.
+    """Slots of images, one image after another.
 
     Attributes:
-        page_slots: Slots of a page.
+        page_slots: Number of slots of a page.
     """
 
     page_slots: int
@@ -29,20 +29,20 @@ class ImageSlots:
         check_count("page_slots", self.page_slots, least=1)
 
     def check_facts(self, _facts: RequestFacts, /) -> None:
-        """Any request is served: an encoder's tokens need not be those of the request."""
+        """Do nothing. Any request is served, since an encoder's tokens need not be its tokens."""
 
     def num_pages(self, image: Image) -> int:
-        """Pages of one image."""
+        """Return the number of pages of one image."""
         return -(-image.num_tokens // self.page_slots)
 
     def slots_wanted(self, facts: RequestFacts, num_tokens: int) -> int:
-        """Slots of the images that begin before so many tokens."""
+        """Return the number of slots of the images that begin before `num_tokens` tokens."""
         return self.page_slots * sum(
             self.num_pages(image) for image in facts.images if image.start_token < num_tokens
         )
 
     def max_tokens(self, facts: RequestFacts, _num_processed_tokens: int, num_slots: int, /) -> int:
-        """Tokens up to the first image without slots."""
+        """Return the number of tokens before the first image without slots."""
         for image in facts.images:
             num_slots -= self.num_pages(image) * self.page_slots
             if num_slots < 0:
@@ -50,7 +50,7 @@ class ImageSlots:
         return NEVER
 
     def unfilled_slots(self, facts: RequestFacts, pages: range, /) -> Mapping[int, int]:
-        """The rest of each image's last page."""
+        """Return the last page of each image -> its unfilled slots."""
         unfilled: dict[int, int] = {}
         end = 0
         for image in facts.images:
@@ -62,10 +62,11 @@ class ImageSlots:
     def set_prefix_length(
         self, facts: RequestFacts, pages: range, _grain: Grain, /
     ) -> Sequence[int]:
-        """One random length for all pages of an image, so that images go whole.
+        """Return one random length for all pages of an image, so that images are evicted whole.
 
-        One missing page costs the encoder's whole run. The length is drawn from the content, no
-        longer than the prompt: images go neither before nor after all text of their request.
+        One missing page costs a whole run of the encoder. The length is drawn from the content, and
+        is at most the length of the prompt. Images are then evicted neither before nor after all
+        text of their request.
 
         Source: Jenga paper, section 5.3.
         """
@@ -77,7 +78,7 @@ class ImageSlots:
         return lengths[pages.start : pages.stop]
 
     def final_pages(self, facts: RequestFacts, num_tokens: int, _grain: Grain, /) -> int:
-        """The pages of every image whose first token is computed."""
+        """Return the number of pages of all images whose first token is computed."""
         if not facts.images:
             return 0
         return self.slots_wanted(facts, num_tokens) // self.page_slots
@@ -85,7 +86,7 @@ class ImageSlots:
     def content_keys(
         self, facts: RequestFacts, _prefix_hashes: Sequence[bytes], _grain: Grain, pages: range, /
     ) -> Sequence[Hashable]:
-        """The image's content and which of its pages; None for an image without a name."""
+        """Return the image's content and the page's number in it, or None without a name."""
         keys = [
             None if image.content is None else (image.content, page)
             for image in facts.images
@@ -96,13 +97,13 @@ class ImageSlots:
     def get_possible_prefix(
         self, _facts: RequestFacts, _is_hit: Sequence[object], _grain: Grain, at_most_tokens: int, /
     ) -> int:
-        """Any: the encoder can run again without the text before the image."""
+        """Return `at_most_tokens`. The encoder can run again without the text before the image."""
         return at_most_tokens
 
     def complete_images(
         self, facts: RequestFacts, is_hit: Sequence[object], first_page: int
     ) -> list[int]:
-        """Pages from `first_page` on of the images of which none of those is missing."""
+        """Return pages from `first_page` on, of images of which all such pages are cached."""
         complete: list[int] = []
         start = 0
         for image in facts.images:

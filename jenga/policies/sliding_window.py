@@ -1,4 +1,4 @@
-"""Sliding window: a token reads itself and a fixed number before it."""
+"""Sliding window: a token reads itself and a fixed number of tokens before it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from jenga.policies.base import Grain, RequestFacts, TokenSlots, last_gapless_en
 
 @dataclass(frozen=True, slots=True)
 class SlidingWindowPolicy(TokenSlots):
-    """Keeps the tokens of the window; a prefix is hit if the next token's window is.
+    """Keeps the tokens of the window. A prefix is hit if the next token's window is cached.
 
     Attributes:
-        window_tokens: Tokens a query reads, itself included.
+        window_tokens: Number of tokens that a query reads, including its own.
     """
 
     window_tokens: int
@@ -23,25 +23,25 @@ class SlidingWindowPolicy(TokenSlots):
     def update_last_access(
         self, _facts: RequestFacts, num_processed_tokens: int, num_tokens: int, /
     ) -> range:
-        """The next query's window, and all tokens after it."""
+        """Return the slots of the next query's window and of all tokens after it."""
         return range(max(0, num_processed_tokens - self.window_tokens + 1), num_tokens)
 
     def next_release(
         self, _facts: RequestFacts, num_processed_tokens: int, page_slots: int, /
     ) -> int:
-        """Where the window leaves the page in which it begins."""
+        """Return the number of processed tokens at which the window leaves its first page."""
         start = max(0, num_processed_tokens - self.window_tokens + 1)
         end_of_page = (start // page_slots + 1) * page_slots
         return end_of_page + self.window_tokens - 1
 
     def peak_slots(self, _facts: RequestFacts, num_tokens: int, chunk_tokens: int, /) -> int:
-        """A chunk and the window of its first token."""
+        """Return the tokens of a chunk and of the window of its first token."""
         return min(num_tokens, self.window_tokens - 1 + chunk_tokens)
 
     def get_possible_prefix(
         self, _facts: RequestFacts, is_hit: Sequence[object], grain: Grain, at_most_tokens: int, /
     ) -> int:
-        """The last place whose window has no page missing."""
+        """Return the longest prefix whose window has no missing page."""
         page_slots = grain.page_slots
         end = last_gapless_end(
             is_hit,
@@ -53,6 +53,6 @@ class SlidingWindowPolicy(TokenSlots):
     def reused_pages(
         self, _facts: RequestFacts, _is_hit: Sequence[object], grain: Grain, num_tokens: int, /
     ) -> Sequence[int]:
-        """The pages of the next token's window."""
+        """Return the pages of the next token's window."""
         end = num_tokens // grain.page_slots
         return range(min(max(0, num_tokens - self.window_tokens + 1) // grain.page_slots, end), end)

@@ -9,15 +9,15 @@ from jenga.policies.base import NEVER, Grain, RequestFacts
 
 @dataclass(frozen=True, slots=True)
 class StatePolicy:
-    """Keeps the running state; a prefix is hit where a state was kept.
+    """Keeps the running state. A prefix is hit where a state was kept.
 
-    What is cached is not the running state but copies of it, one for each prefix hash at which
-    one was kept.
+    Cached pages do not hold the running state but copies of it, one for each prefix hash at which a
+    copy was kept.
 
     Attributes:
-        num_slots: Slots of a request, a page each. The state after so many tokens is in that of
-            their number modulo the slots: where tokens of a step may be rejected, the next one
-            finds the state after the last token accepted, whichever that is.
+        num_slots: Number of slots of a request, each on a page of its own. The state after n tokens
+            is in slot `n % num_slots`. If tokens of a step are rejected, the next step finds the
+            state after the last accepted token.
     """
 
     num_slots: int = 1
@@ -29,55 +29,55 @@ class StatePolicy:
         check_count("num_slots", self.num_slots, least=1)
 
     def check_facts(self, _facts: RequestFacts, /) -> None:
-        """Any request is served."""
+        """Do nothing. Any request is served."""
 
     def update_last_access(
         self, _facts: RequestFacts, _num_processed_tokens: int, _num_tokens: int, /
     ) -> range:
-        """All slots: the step reads one of them, and may write each."""
+        """Return all slots. The step reads one of them, and may write each."""
         return range(self.num_slots)
 
     def next_release(
         self, _facts: RequestFacts, _num_processed_tokens: int, _page_slots: int, /
     ) -> int:
-        """Never."""
+        """Return `NEVER`."""
         return NEVER
 
     def max_tokens(
         self, _facts: RequestFacts, _num_processed_tokens: int, num_slots: int, /
     ) -> int:
-        """The slots serve any number of tokens."""
+        """Return `NEVER` if there are all slots, else 0: they serve any number of tokens."""
         return NEVER if num_slots >= self.num_slots else 0
 
     def peak_slots(self, _facts: RequestFacts, _num_tokens: int, _chunk_tokens: int, /) -> int:
-        """All slots."""
+        """Return the number of all slots."""
         return self.num_slots
 
     def unfilled_slots(self, _facts: RequestFacts, _pages: range, /) -> Mapping[int, int]:
-        """All may be filled."""
+        """Return nothing, since all slots may be filled."""
         return {}
 
     def set_prefix_length(
         self, _facts: RequestFacts, pages: range, grain: Grain, /
     ) -> Sequence[int]:
-        """Tokens that went into the state kept at that prefix hash."""
+        """Return the number of tokens in the state kept at each prefix hash."""
         step = grain.hash_tokens
         return range((pages.start + 1) * step, (pages.stop + 1) * step, step)
 
     def final_pages(self, _facts: RequestFacts, _num_tokens: int, _grain: Grain, /) -> int:
-        """The running state is never final."""
+        """Return 0. The running state is never final."""
         return 0
 
     def content_keys(
         self, _facts: RequestFacts, prefix_hashes: Sequence[bytes], _grain: Grain, pages: range, /
     ) -> Sequence[Hashable]:
-        """One for each prefix hash."""
+        """Return one key for each prefix hash."""
         return prefix_hashes[pages.start : pages.stop]
 
     def get_possible_prefix(
         self, _facts: RequestFacts, is_hit: Sequence[object], grain: Grain, at_most_tokens: int, /
     ) -> int:
-        """The last prefix hash at which a state was kept."""
+        """Return the longest prefix after which a state was kept."""
         end = min(len(is_hit), at_most_tokens // grain.hash_tokens)
         while end and is_hit[end - 1] is None:
             end -= 1
@@ -86,6 +86,6 @@ class StatePolicy:
     def reused_pages(
         self, _facts: RequestFacts, _is_hit: Sequence[object], grain: Grain, num_tokens: int, /
     ) -> Sequence[int]:
-        """The state kept there."""
+        """Return the page of the state kept at the prefix's end."""
         end = num_tokens // grain.hash_tokens
         return range(max(0, end - 1), end)

@@ -1,4 +1,4 @@
-"""Token budgets: after the prompt only some of its tokens are kept."""
+"""Token budgets: after the prompt, only some of its tokens are kept."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from jenga.spec import TokenBudget
 class TokenBudgetPolicy(TokenSlots):
     """Keeps the whole prompt until it is processed, then its budget, moved to the first slots.
 
-    Which tokens stay depends on the end of the prompt, and their move writes over the pages. So a
-    prompt beyond the budget neither leaves pages to others nor takes theirs.
+    The end of the prompt decides which tokens stay, and their move writes over the pages. A prompt
+    beyond the budget therefore leaves no pages for other requests, and takes none of theirs.
 
     Attributes:
         spec: The layer type.
@@ -27,7 +27,7 @@ class TokenBudgetPolicy(TokenSlots):
     def update_last_access(
         self, facts: RequestFacts, num_processed_tokens: int, num_tokens: int, /
     ) -> range:
-        """All tokens of the prompt, later the budget and all tokens after the prompt."""
+        """Return all tokens of the prompt, or later the budget and all tokens after the prompt."""
         if num_processed_tokens < facts.prompt_tokens:
             return range(num_tokens)
         return range(num_tokens - self._dropped_tokens(facts))
@@ -35,29 +35,29 @@ class TokenBudgetPolicy(TokenSlots):
     def next_release(
         self, facts: RequestFacts, num_processed_tokens: int, _page_slots: int, /
     ) -> int:
-        """The end of the prompt."""
+        """Return the end of the prompt, or `NEVER` after it."""
         return facts.prompt_tokens if num_processed_tokens < facts.prompt_tokens else NEVER
 
     def max_tokens(self, facts: RequestFacts, num_processed_tokens: int, num_slots: int, /) -> int:
-        """One token for each slot, and the dropped ones."""
+        """Return one token for each slot, plus the dropped tokens."""
         if num_processed_tokens < facts.prompt_tokens:
             return num_slots
         return num_slots + self._dropped_tokens(facts)
 
     def peak_slots(self, facts: RequestFacts, num_tokens: int, _chunk_tokens: int, /) -> int:
-        """The prompt, or what is kept of it and the tokens after it."""
+        """Return the tokens of the prompt, or its kept tokens and those after it if more."""
         if num_tokens <= facts.prompt_tokens:
             return num_tokens
         return max(facts.prompt_tokens, num_tokens - self._dropped_tokens(facts))
 
     def final_pages(self, facts: RequestFacts, num_tokens: int, grain: Grain, /) -> int:
-        """The full pages, if none will be written over."""
+        """Return the number of full pages if none will be written over, else 0."""
         return 0 if self._dropped_tokens(facts) else num_tokens // grain.page_slots
 
     def get_possible_prefix(
         self, facts: RequestFacts, is_hit: Sequence[object], grain: Grain, at_most_tokens: int, /
     ) -> int:
-        """As full attention, if no page will be written over."""
+        """Return the answer of full attention if no page will be written over, else 0."""
         if self._dropped_tokens(facts):
             return 0
         return FullAttentionPolicy().get_possible_prefix(facts, is_hit, grain, at_most_tokens)
@@ -65,5 +65,5 @@ class TokenBudgetPolicy(TokenSlots):
     def reused_pages(
         self, _facts: RequestFacts, _is_hit: Sequence[object], grain: Grain, num_tokens: int, /
     ) -> Sequence[int]:
-        """All pages."""
+        """Return all pages of the prefix."""
         return range(num_tokens // grain.page_slots)

@@ -1,1 +1,1 @@
-"""Prefix caching: what is kept for other requests, in the arena and in host memory."""
+"""Prefix caching: content kept for other requests, in the arena and in host memory."""

@@ -1,13 +1,17 @@
-"""The tree of cached texts: what is kept for other requests, and how the least of it goes.
+"""The tree of cached texts: checkpoints kept for other requests, and their eviction.
 
-A request can go on from a point of a text only where it finds all that it needs: keys and values of
-the whole prefix, the windows before the point, the states after it. Kept in part it is worth
-nothing. So points are kept whole and evicted whole, as checkpoints (`jenga.eviction.checkpoint`).
+A request can go on from a point of a text only if it finds all that it needs. These are the keys
+and values of the whole prefix, the windows before the point, and the states after it. A part of
+them is worth nothing. Points are therefore kept whole and evicted whole, as checkpoints
+(`jenga.eviction.checkpoint`).
 
-Cached pages are of two kinds. Those that a checkpoint needs are *pinned* by it, and stay until all
-checkpoints that need them are evicted. All others are *loose*, as windows are that a prompt has
-passed: they stay as long as nobody needs the memory, and go before any checkpoint, the oldest
-first. A hit on loose pages makes a checkpoint of them.
+Cached pages are of two kinds:
+
+- Pages that a checkpoint needs are *pinned* by it. They stay until all checkpoints that need them
+  are evicted.
+- All other pages are *loose*, such as windows that a prompt has passed. They stay as long as the
+  memory is not needed elsewhere. They are evicted before any checkpoint, the oldest first. A hit on
+  loose pages makes a checkpoint of them.
 """
 
 from bisect import bisect_left, insort
@@ -27,42 +31,51 @@ from jenga.prefix.host_cache import HostCache
 from jenga.tables.page_table import Table
 
 IMAGE = "image"
-"""First part of the names of images, among names of points."""
+"""First element of the names of images among names of points."""
 
 NUM_DRAWN = 64
-"""Checkpoints among which the one that is worth least is evicted.
+"""Number of checkpoints that are drawn at random, of which the one worth least is evicted.
 
-All of them would be a little better at telling, and take longer the more there are.
+Comparing all checkpoints would choose slightly better, and takes longer the more there are.
 """
 
 
 WINDOW_AFTER_TOKENS = (1 << 20) - 16
-"""A place of a text, after which the bytes of windows are counted."""
+"""Place in a text at which the bytes of windows are counted."""
 
 QUESTION_TOKENS = 512
-"""Tokens before the end of a prompt at which a checkpoint is left besides: most questions are
-shorter, and their texts are found by the second question then, not by the third."""
+"""Distance from the end of a prompt at which an additional checkpoint is left.
+
+Most questions are shorter. The text before a question is then found by the second question, and not
+only by the third.
+"""
 
 UPCOMING_SLACK = 1.25
-"""How much more a checkpoint may have than is likely to go next, and be thought to go."""
+"""Factor by which a checkpoint may exceed the bytes expected to be evicted, and still be next."""
 
 PRICE_SHARE = 1 / 16
-"""Of an arena: the worth of what was evicted is known until so many more bytes are computed."""
+"""Share of the arena that sets how long the worth of the last evicted checkpoint is used.
+
+It is used until so many more bytes are computed.
+"""
 
 CUT_TOKENS = 1024
-"""Tokens taken at a time from the end of a checkpoint that has neither windows nor states."""
+"""Number of tokens taken at a time from the end of a checkpoint without windows and states."""
 
 CUT_SHARE = 1 / 32
-"""Of the arena, most that is taken at a time: in a small one, more would be lost than needed."""
+"""Largest share of the arena that is cut from a checkpoint at a time.
+
+In a small arena, more than needed would be lost otherwise.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
-    """What the tree knows of a request that came in.
+    """The tree's findings about an admitted request.
 
     Attributes:
-        past: Of the points that it will leave.
-        branches: Tokens after which requests went different ways on its text, beyond its hit.
+        past: Past of the points that it will leave.
+        branches: Numbers of tokens after which requests parted on its text, beyond its hit.
     """
 
     past: Past
@@ -74,11 +87,12 @@ class CheckpointTree:
 
     Attributes:
         history: Points that are remembered, and the time.
-        num_evicted: Checkpoints evicted so far.
+        num_evicted: Number of checkpoints evicted so far.
         num_lost_bytes: Bytes of pages emptied so far because no checkpoint needs them any more.
-        align_tokens: Checkpoints are at multiples of so many tokens.
-        ahead_tokens: Tokens after a checkpoint that are cached with it.
-        awaited: Points that waiting requests will read -> their places in the queue, rising.
+        align_tokens: Checkpoints are at multiples of this number of tokens.
+        ahead_tokens: Number of tokens after a checkpoint that are cached with it.
+        awaited: Points that waiting requests will read -> positions of these requests in the wait
+            queue, rising.
     """
 
     __slots__ = (
@@ -119,15 +133,15 @@ class CheckpointTree:
         arena_bytes: int,
         host: HostCache | None,
     ) -> None:
-        """Nothing is kept.
+        """Create an empty tree.
 
         Args:
             tables: All page tables.
-            policy: Tells what checkpoints are worth.
-            hash_tokens: Tokens that each further prefix hash covers.
-            ahead_tokens: Tokens after a checkpoint that must be cached with it.
+            policy: Says what checkpoints are worth.
+            hash_tokens: Number of tokens that each further prefix hash covers.
+            ahead_tokens: Number of tokens after a checkpoint that must be cached with it.
             arena_bytes: Size of the arena.
-            host: Host memory, where evicted pages can still be found, if there is any.
+            host: Host memory, where evicted pages can still be found. None if there is none.
         """
         self._tables = tables
         self._host = host
@@ -156,7 +170,7 @@ class CheckpointTree:
         self._cut_tokens = self._cut_size(arena_bytes)
         self._policy = policy
         policy.begin(arena_bytes=arena_bytes)
-        # What the checkpoint that was evicted last was worth, and the time until which that counts.
+        # Worth of the checkpoint that was evicted last, and the time until which it is used.
         self._price = self._price_ends = 0.0
         self._price_bytes = PRICE_SHARE * arena_bytes
         self.history = ReuseHistory(policy, arena_bytes=arena_bytes)
@@ -164,7 +178,7 @@ class CheckpointTree:
         self._root.segment = [[] for _ in self._lasting]
         self._root.first_pages = [0] * len(self._lasting)
         self._by_key: dict[Hashable, Checkpoint] = {}
-        # Those that have lost their end, by the names under which they were made.
+        # Nodes whose end was cut off, by the names under which they were made.
         self._cut_nodes: dict[Hashable, Checkpoint] = {}
         self._pool: list[Checkpoint] = []
         self.awaited: dict[Hashable, list[int]] = {}
@@ -174,7 +188,7 @@ class CheckpointTree:
         self.num_evicted = self.num_lost_bytes = 0
 
     def _cut_size(self, arena_bytes: int) -> int:
-        """Tokens taken at a time from the end of a checkpoint: no less than a large page's."""
+        """Return the tokens cut at a time from a checkpoint, at least those of a large page."""
         large_pages_tokens = [
             table.pages.pages_per_large * table.grain.page_slots for table in self._lasting
         ]
@@ -184,11 +198,11 @@ class CheckpointTree:
 
     @property
     def has_alone(self) -> bool:
-        """Whether a checkpoint takes more than the keys and values of its prefix."""
+        """Whether a checkpoint needs more than the keys and values of its prefix."""
         return bool(self._alone or self._states)
 
     def bytes_of_points(self) -> tuple[float, int]:
-        """Bytes that a point takes for each token before it, and those that it takes besides."""
+        """Return the bytes of a point per token before it, and its fixed bytes in addition."""
         token_bytes = sum(
             table.spec.small_page_bytes / table.grain.page_slots for table in self._lasting
         )
@@ -201,19 +215,19 @@ class CheckpointTree:
         return token_bytes, alone_bytes + state_bytes
 
     def at(self, prefix_hashes: Sequence[bytes], num_tokens: int) -> Checkpoint | None:
-        """The node at a point of a text, if there is one."""
+        """Return the node at a point of a text, if there is one."""
         last = (num_tokens + self.ahead_tokens) // self._hash_tokens - 1
         return self._by_key.get(prefix_hashes[last]) if last < len(prefix_hashes) else None
 
     def image(self, table: Table, content: Hashable) -> Checkpoint | None:
-        """The node of an image, if there is one."""
+        """Return the node of an image, if there is one."""
         return self._by_key.get((IMAGE, table.index, content))
 
     def has_states(self, point_key: Hashable) -> bool:
         """Whether the states of a point are cached.
 
         Args:
-            point_key: Hash of the tokens that went into them.
+            point_key: Hash of the tokens that the states contain.
         """
         return all(table.page_of(point_key) is not None for table in self._states)
 
@@ -222,18 +236,18 @@ class CheckpointTree:
     def stand_of(
         self, prefix_hashes: Sequence[bytes], facts: RequestFacts, num_tokens: int
     ) -> Checkpoint:
-        """The last node on a text within its first tokens.
+        """Return the last node on a text within its first `num_tokens` tokens.
 
         Args:
-            prefix_hashes: Hash i is of the text's first `(i + 1) * hash_tokens` tokens.
-            facts: Of the request.
-            num_tokens: The node is not beyond so many.
+            prefix_hashes: Hash i covers the text's first `(i + 1) * hash_tokens` tokens.
+            facts: Facts of the request.
+            num_tokens: Largest number of tokens of the node.
         """
         here = self.at(prefix_hashes, num_tokens) if num_tokens else None
         if here is not None:
             return here
         node, shared_tokens = self._owner(prefix_hashes, facts, num_tokens + self.ahead_tokens)
-        # It may go on with another text from there.
+        # The node may continue with another text from there.
         while node.end_tokens > shared_tokens and node.parent is not None:
             node = node.parent
         return node
@@ -241,15 +255,15 @@ class CheckpointTree:
     def _owner(
         self, prefix_hashes: Sequence[bytes], facts: RequestFacts, end_tokens: int
     ) -> tuple[Checkpoint, int]:
-        """The node that has the last keys and values of a text that any node has.
+        """Return the node that has the last cached keys and values of a text.
 
         Args:
-            prefix_hashes: Hash i is of the text's first `(i + 1) * hash_tokens` tokens.
-            facts: Of the request.
-            end_tokens: No more of the text is looked up.
+            prefix_hashes: Hash i covers the text's first `(i + 1) * hash_tokens` tokens.
+            facts: Facts of the request.
+            end_tokens: Number of tokens of the text that are looked up.
 
         Returns:
-            The node, and the tokens of the text that it and those before it have.
+            The node, and the number of tokens of the text that it and the nodes before it have.
         """
         if not self._lasting:
             for index in range(
@@ -264,7 +278,7 @@ class CheckpointTree:
         num_pages = end_tokens // self.align_tokens * unit
         keys = guide.policy.content_keys(facts, prefix_hashes, guide.grain, range(num_pages))
         get = guide.page_of
-        # Where a node has a page, nodes have all pages before it.
+        # If a node has a page, nodes have all pages before it.
         low, high = 0, len(keys) // unit
         found = self._root
         middle = high
@@ -278,7 +292,7 @@ class CheckpointTree:
             middle = (low + high + 1) // 2
         return found, low * self.align_tokens
 
-    def keep(  # noqa: PLR0913  a place, and all that is known of it
+    def keep(  # noqa: PLR0913  a place, and all facts about it
         self,
         stand: Checkpoint,
         prefix_hashes: Sequence[bytes],
@@ -289,21 +303,21 @@ class CheckpointTree:
         *,
         state_pages: Sequence[tuple[int, int]] = (),
     ) -> Checkpoint | None:
-        """Keep all that a request needs to go on from a point of a text.
+        """Keep all pages that a request needs to go on from a point of a text.
 
         Args:
-            stand: A node before it on the same text.
-            prefix_hashes: Hash i is of the text's first `(i + 1) * hash_tokens` tokens.
-            facts: Of the request.
-            num_tokens: Where the point is; a multiple of `align_tokens`.
-            kind: Of the point.
-            past: Of the request that leaves it.
-            state_pages: States after so many tokens: index of a page table, and its page, which
-                has one user; of every such page table, or none where these states are cached. They
-                are given to the checkpoint, or become empty.
+            stand: A node before the point on the same text.
+            prefix_hashes: Hash i covers the text's first `(i + 1) * hash_tokens` tokens.
+            facts: Facts of the request.
+            num_tokens: Place of the point, a multiple of `align_tokens`.
+            kind: Kind of the point.
+            past: Past of the points that the request leaves.
+            state_pages: States after `num_tokens` tokens. Each is the index of a page table and a
+                page with one user. There is one for every page table of states, or none at all if
+                these states are cached. The pages are given to the checkpoint, or become empty.
 
         Returns:
-            The checkpoint; None, and nothing was done, if part of it is not cached.
+            The checkpoint. None, with nothing changed, if a part of it is not cached.
         """
         if num_tokens + self.ahead_tokens > len(prefix_hashes) * self._hash_tokens:
             return None
@@ -312,7 +326,7 @@ class CheckpointTree:
         if node is not None and node.is_kept:
             self._release(state_pages)
         else:
-            # First of all: a node that is made and not kept would take loose pages with it.
+            # This comes first: a node that is made and not kept would take loose pages with it.
             windows = self._windows(prefix_hashes, facts, num_tokens)
             has_states = len(state_pages) == len(self._states) or self.has_states(point_key)
             if windows is None or not has_states:
@@ -339,20 +353,20 @@ class CheckpointTree:
         kind: Kind,
         past: Past,
     ) -> bool:
-        """Remember a point without a checkpoint, if that is a guess and not worth its memory.
+        """Remember a point without a checkpoint, if it is a guess and not worth its memory.
 
-        Only windows can wait like this: while their pages are cached, a hit makes a checkpoint of
+        Only windows can wait like this. While their pages are cached, a hit makes a checkpoint of
         them. States that are not kept are lost.
 
         Args:
-            stand: As of `keep`, likewise the others.
-            prefix_hashes: Of the text.
-            num_tokens: Where the point is.
-            kind: Of the point.
-            past: Of the request that leaves it.
+            stand: A node before the point on the same text.
+            prefix_hashes: Prefix hashes of the text.
+            num_tokens: Place of the point.
+            kind: Kind of the point.
+            past: Past of the points that the request leaves.
 
         Returns:
-            Whether it is so, and the point is remembered.
+            Whether the point is remembered without a checkpoint.
         """
         time = self.history.time
         if (
@@ -381,7 +395,7 @@ class CheckpointTree:
         return True
 
     def _drop_guess(self, node: Checkpoint) -> None:
-        """Drop a guess of where a text would be left, now that it is known for a branch."""
+        """Drop a guessed point before the end of a prompt, now that the real branch is known."""
         guess = node.kept_before
         if (
             guess is not None
@@ -396,9 +410,9 @@ class CheckpointTree:
         """Keep an encoder's output for images.
 
         Args:
-            table: Page table in which it is cached.
+            table: Page table in which the output is cached.
             pages: All pages of some images, in order.
-            past: Of the request that leaves them.
+            past: Past of the points that the request leaves.
         """
         for key, some in self._images_in(table, pages):
             if key not in self._by_key:
@@ -416,7 +430,7 @@ class CheckpointTree:
         node.point = self.history.leave(key, num_tokens, Kind.IMAGE, past)
 
     def read_images(self, table: Table, pages: Sequence[int]) -> None:
-        """Record that a request reads images, of which it found these pages.
+        """Record that a request reads images, of which it found the given pages.
 
         An image that is found whole and has lost its checkpoint is kept again.
         """
@@ -428,7 +442,8 @@ class CheckpointTree:
             point = self.history.get(key)
             if point is not None:
                 self.history.read(point)
-            # An image shown twice is found twice; the end of one is found where the rest was read.
+            # An image that is shown twice is found twice. Only the end of an image is found if the
+            # hit ends within it.
             numbers = {
                 page: cast("tuple[bytes, int]", table.keys_of([page])[0])[1] for page in some
             }
@@ -439,7 +454,7 @@ class CheckpointTree:
     def _images_in(
         self, table: Table, pages: Sequence[int]
     ) -> Iterator[tuple[Hashable, list[int]]]:
-        """Names of images and their pages; those that are not cached under a name are left out."""
+        """Yield names of images and their pages. Pages without a cached name are left out."""
         names = ((key[0] if isinstance(key, tuple) else None) for key in table.keys_of(pages))
         named = zip(names, pages, strict=True)
         for content, some in groupby(named, lambda each: each[0]):
@@ -455,13 +470,13 @@ class CheckpointTree:
         asked_tokens: int,
         computed_bytes: float,
     ) -> Admitted:
-        """Record which points a request that comes in reads, or would have read.
+        """Record which points an admitted request reads, or would have read.
 
         Args:
-            prefix_hashes: Of its text.
-            facts: Of the request.
-            hit_tokens: Where it starts from.
-            asked_tokens: Tokens that it could have started from.
+            prefix_hashes: Prefix hashes of its text.
+            facts: Facts of the request.
+            hit_tokens: Number of tokens that it starts from.
+            asked_tokens: Number of tokens that it could have started from.
             computed_bytes: Bytes of cache that it computes.
         """
         history = self.history
@@ -476,7 +491,7 @@ class CheckpointTree:
             and deepest.num_tokens >= hit_tokens
             and (node is None or deepest is not node.point)
         ):
-            # Of what was evicted: a checkpoint before it only stood in.
+            # The request asked for an evicted point. A checkpoint before it only stood in for it.
             history.read(deepest)
             if node is not None:
                 self._spare(node)
@@ -496,7 +511,7 @@ class CheckpointTree:
         self._spare(node)
 
     def _spare(self, node: Checkpoint) -> None:
-        """Rank a checkpoint anew, whose reader has come."""
+        """Rank a checkpoint anew, now that its reader has come."""
         node.heir_of = None
         if node in self._upcoming:
             self._upcoming.remove(node)
@@ -504,19 +519,19 @@ class CheckpointTree:
     def _read_at(
         self, prefix_hashes: Sequence[bytes], facts: RequestFacts, hit_tokens: int
     ) -> Checkpoint | None:
-        """The checkpoint that a hit reads, if it reads one."""
+        """Return the checkpoint that a hit reads, if it reads one."""
         if not hit_tokens:
             return None
         node = self.at(prefix_hashes, hit_tokens)
         if (node is None or not node.is_kept) and not self.has_alone:
-            # Any beginning of it will do.
+            # Without windows and states, any node that covers the hit serves as its checkpoint.
             node, _ = self._owner(prefix_hashes, facts, hit_tokens + self.ahead_tokens)
         return node if node is not None and node.is_kept else None
 
     def covering(
         self, prefix_hashes: Sequence[bytes], facts: RequestFacts, num_tokens: int
     ) -> Hashable | None:
-        """Name of the checkpoint that a hit of so many tokens would read, if there is one."""
+        """Return the name of the checkpoint that a hit of `num_tokens` would read, if any."""
         node = self._read_at(prefix_hashes, facts, num_tokens)
         return node.name if node is not None else None
 
@@ -527,13 +542,13 @@ class CheckpointTree:
         facts: RequestFacts,
         num_tokens: int,
     ) -> Checkpoint | None:
-        """The node at a point of a text, made if need be; None if keys and values are missing.
+        """Return the node at a point of a text, made if necessary. None if a page is missing.
 
         Args:
-            node: One before it on the same text.
-            prefix_hashes: Of the text.
-            facts: Of the request.
-            num_tokens: Where.
+            node: A node before the point on the same text.
+            prefix_hashes: Prefix hashes of the text.
+            facts: Facts of the request.
+            num_tokens: Place of the point.
         """
         while node.num_tokens < num_tokens:
             end_tokens = num_tokens + self.ahead_tokens
@@ -579,13 +594,13 @@ class CheckpointTree:
         keys: Sequence[Hashable],
         prefix_hashes: Sequence[bytes],
     ) -> Checkpoint:
-        """A node as far as a text goes with it: itself, or one at which it is divided.
+        """Return a node that ends where a text leaves `owner`: `owner` itself, or its split.
 
         Args:
-            owner: The node, of which the text has the beginning.
-            guide: The page table that is compared.
-            keys: Of the text's pages from the beginning of the node's segment.
-            prefix_hashes: Of the text.
+            owner: The node. The text has at least the beginning of its segment.
+            guide: Page table whose keys are compared.
+            keys: Keys of the text's pages, from the beginning of the node's segment.
+            prefix_hashes: Prefix hashes of the text.
         """
         pages = owner.segment[0]
         align, slots = self.align_tokens, guide.grain.page_slots
@@ -609,7 +624,7 @@ class CheckpointTree:
     def _split(
         self, node: Checkpoint, end_tokens: int, prefix_hashes: Sequence[bytes]
     ) -> Checkpoint:
-        """Divide a node's segment; the new node before it."""
+        """Split a node's segment in two, and return the new node, which is the first part."""
         num_tokens = end_tokens - self.ahead_tokens
         key = prefix_hashes[end_tokens // self._hash_tokens - 1]
         before = Checkpoint(key, num_tokens, end_tokens, node.parent)
@@ -634,13 +649,15 @@ class CheckpointTree:
     def _extend(
         self, node: Checkpoint, key: Hashable, num_tokens: int, segment: list[list[int]]
     ) -> Checkpoint:
-        """A new node, not kept yet, with the pages after a node's; with both if nobody needs that.
+        """Make a node that is not kept yet, with the pages after another node's.
+
+        If nothing needs the other node, the new one replaces it and has the pages of both.
 
         Args:
-            node: The last one before the new one's point.
-            key: Of the new one.
-            num_tokens: Its point.
-            segment: Per page table of whole prefixes, the pages after the node's.
+            node: Last node before the new one's point.
+            key: Key of the new node.
+            num_tokens: Place of the new node.
+            segment: For each page table of whole prefixes, the pages after those of `node`.
         """
         if self._is_needed(node):
             return self._grow(node, key, num_tokens, segment)
@@ -660,13 +677,13 @@ class CheckpointTree:
 
     @staticmethod
     def _is_needed(node: Checkpoint) -> bool:
-        """Whether a node is kept, others begin at it, or it is the root."""
+        """Whether a node is kept, has children, or is the root."""
         return node.is_kept or node.num_children > 0 or node.parent is None
 
     def _grow(
         self, parent: Checkpoint, key: Hashable, num_tokens: int, segment: list[list[int]]
     ) -> Checkpoint:
-        """A new node, not kept yet, with the pages after its parent's."""
+        """Make a child node that is not kept yet, with the pages after its parent's."""
         node = Checkpoint(key, num_tokens, num_tokens + self.ahead_tokens, parent)
         node.segment = segment
         node.first_pages = [parent.end_tokens // table.grain.page_slots for table in self._lasting]
@@ -686,7 +703,7 @@ class CheckpointTree:
         start_tokens: int,
         num_tokens: int,
     ) -> list[int] | None:
-        """Pages of a text between two points; None if one is not cached."""
+        """Return the pages of a text between two points. None if one is not cached."""
         slots = table.grain.page_slots
         numbers = range(start_tokens // slots, (num_tokens + self.ahead_tokens) // slots)
         keys = table.policy.content_keys(facts, prefix_hashes, table.grain, numbers)
@@ -696,7 +713,7 @@ class CheckpointTree:
     def _windows(
         self, prefix_hashes: Sequence[bytes], facts: RequestFacts, num_tokens: int
     ) -> list[tuple[Table, list[int]]] | None:
-        """Pages of the windows before a point; None if one has a gap."""
+        """Return the pages of the windows before a point. None if one has a gap."""
         found: list[tuple[Table, list[int]]] = []
         for table in self._alone:
             numbers = table.policy.reused_pages(facts, (), table.grain, num_tokens)
@@ -711,7 +728,7 @@ class CheckpointTree:
         return found
 
     def _pin(self, node: Checkpoint, table: Table, pages: list[int]) -> None:
-        """Let a node have pages that are its point's alone."""
+        """Give a node pages that belong to its point alone."""
         num_new = table.pin(pages)
         node.alone.append((table.index, pages))
         node.alone_bytes += num_new * table.spec.small_page_bytes
@@ -719,10 +736,10 @@ class CheckpointTree:
     def _pin_states(
         self, node: Checkpoint, point_key: Hashable, given: Sequence[tuple[int, int]]
     ) -> None:
-        """Give a node the states of its point: those cached, which others may need, or else these.
+        """Give a node the states of its point: the cached ones, or else the given ones.
 
-        Texts that part right after a point have its states in common, and what layers read ahead
-        not.
+        Cached states may belong to other nodes as well. Texts that part right after a point share
+        its states, but not the tokens that layers read ahead.
         """
         page_of = dict(given)
         for table in self._states:
@@ -741,16 +758,16 @@ class CheckpointTree:
             self._tables[index].pages.release([page])
 
     def take_states(self, node: Checkpoint, *, next_tokens: int = 0) -> list[tuple[int, int]]:
-        """Take the states of a checkpoint that no request has read, which is kept no more.
+        """Take away the states of a checkpoint that no request has read. It is not kept any more.
 
         Args:
             node: The checkpoint.
-            next_tokens: If positive, where on its text a checkpoint is about to be kept. Its node
-                may stay until then, to be made longer; `prune` must be called afterwards.
+            next_tokens: If positive, the place on its text where a checkpoint is about to be kept.
+                The node may stay until then, to be extended. `prune` must be called afterwards.
 
         Returns:
-            Index of a page table, and its page, which has one user then; nothing if the checkpoint
-            is gone or was read.
+            Index of a page table, and its page, which has one user then, for each state. Empty if
+            the checkpoint is gone or was read, or if its states are in use or shared.
         """
         if not node.is_kept or node.point.past == Past.READ:
             return []
@@ -779,23 +796,23 @@ class CheckpointTree:
         if parent is None or node.num_children:
             return False
         if parent.num_children == 1 and not parent.is_kept and parent is not self._root:
-            # Its parent would be removed as well, and its pages be of one node with these.
+            # Its parent would be removed as well. The pages of both would then form one node.
             return False
-        # Pages that nobody uses would become empty, and a request's own take their place.
+        # Unused pages would become empty, and pages of a request would replace them.
         return all(
             max(map(table.pages.stamps.__getitem__, pages)) < 0
             for table, pages in zip(self._lasting, node.segment, strict=True)
         )
 
     def prune(self, node: Checkpoint) -> None:
-        """Remove a node that nothing needs, if it was not removed."""
+        """Remove a node that nothing needs, unless it was removed before."""
         if not node.is_removed:
             self._prune(node)
 
-    # Those that wait
+    # Waiting requests
 
     def await_point(self, key: Hashable, position: int) -> bool:
-        """Record that a waiting request will read a point; whether it is the first one."""
+        """Record that a waiting request will read a point. Return whether it is the first one."""
         positions = self.awaited.setdefault(key, [])
         insort(positions, position)
         if len(positions) > 1:
@@ -805,7 +822,7 @@ class CheckpointTree:
         return True
 
     def await_no_more(self, key: Hashable, position: int) -> bool:
-        """Record that a request does not wait any more; whether it was the last one."""
+        """Record that a request no longer waits for a point. Return whether it was the last one."""
         positions = self.awaited[key]
         del positions[bisect_left(positions, position)]
         if positions:
@@ -816,13 +833,13 @@ class CheckpointTree:
         return True
 
     def _named(self, name: Hashable) -> Iterator[Checkpoint]:
-        """Checkpoints that were made under a name; two, if one of them has lost its end since."""
+        """Yield checkpoints made under a name. There are two if one has lost its end since."""
         for node in (self._by_key.get(name), self._cut_nodes.get(name)):
             if node is not None and node.is_kept and node.name == name:
                 yield node
 
     def protect(self, node: Checkpoint | None) -> None:
-        """Let a checkpoint be the last to go until another call, since it is about to be read."""
+        """Make a checkpoint the last to be evicted, until the next call: a hit will read it."""
         self._protected = node
 
     # Eviction
@@ -841,7 +858,7 @@ class CheckpointTree:
             node.place = NOT_IN_POOL
 
     def evict_one(self) -> bool:
-        """Evict the checkpoint that is worth least, or the end of it; whether there was any."""
+        """Evict the checkpoint that is worth least, or its end. Return whether there was any."""
         node = self._victim()
         if node is None:
             return False
@@ -860,7 +877,8 @@ class CheckpointTree:
         node = self._draw()
         if node is not None:
             return node
-        # All that would free memory are awaited: the one that is read last goes.
+        # Waiting requests will read all checkpoints that would free memory. The one read last is
+        # evicted.
         awaited = [
             (positions[0], node)
             for name, positions in self.awaited.items()
@@ -871,17 +889,17 @@ class CheckpointTree:
             self._measure(node)
             if node.own_bytes:
                 return node
-        # What is left is in use, or about to be read.
+        # All other checkpoints are in use, or about to be read.
         others = [*self._pool, *(node for _, node in awaited)]
         protected = self._protected
         last = protected if protected is not None and protected.is_kept else None
         return next((each for each in others if each is not protected), last)
 
     def _draw(self, chosen: Collection[int] = ()) -> Checkpoint | None:
-        """The checkpoint that is worth least, of some that are drawn; None if none frees memory.
+        """Return the checkpoint worth least among some drawn ones. None if none frees memory.
 
         Args:
-            chosen: Identities of those that were chosen already.
+            chosen: Values of `id` of the checkpoints that were chosen already.
         """
         pool = self._pool
         if len(pool) > NUM_DRAWN:
@@ -904,13 +922,13 @@ class CheckpointTree:
         return victim
 
     def _measure(self, node: Checkpoint) -> None:
-        """Count what a checkpoint saves, and the bytes that come free when it goes."""
+        """Count the tokens that a checkpoint saves, and the bytes that its eviction frees."""
         before = node.kept_before
         node.saved_tokens = node.num_tokens - (before.num_tokens if before is not None else 0)
         num_bytes = 0
         if node.alone:
             index, pages = node.alone[-1]
-            # A request that goes on from here uses the end of a window longest.
+            # A request that goes on from here uses the end of a window for longest.
             if self._tables[index].pages.stamps[pages[-1]] >= 0:
                 num_bytes = node.alone_bytes
         node.own_bytes = num_bytes + sum(
@@ -921,7 +939,10 @@ class CheckpointTree:
 
     @staticmethod
     def _leaving(node: Checkpoint) -> Iterator[Checkpoint]:
-        """Nodes whose segments go with a checkpoint: its own, and those before it likewise."""
+        """Yield the nodes whose segments go with a checkpoint.
+
+        These are the node itself, if it has no children, and the parents that nothing else needs.
+        """
         num_others = 0
         while node.parent is not None and node.num_children == num_others:
             yield node
@@ -930,13 +951,16 @@ class CheckpointTree:
                 break
 
     def _is_used(self, node: Checkpoint) -> bool:
-        """Whether a request uses the end of a segment, and so all of it."""
+        """Whether a request uses the end of a segment, and therefore all of it."""
         return self._lasting[0].pages.stamps[node.segment[0][-1]] < 0
 
     def upcoming(self, num_bytes: int) -> list[tuple[Checkpoint, int]]:
-        """Checkpoints that go next, of about so many bytes, and how many of each.
+        """Return the checkpoints to be evicted next, and the bytes that each will free.
 
-        They go in this order. Without windows and states a part of one may go.
+        They are evicted in this order. A checkpoint without windows and states may go in part.
+
+        Args:
+            num_bytes: Bytes that the checkpoints have together, about.
         """
         self._upcoming = [node for node in self._upcoming if node.place != NOT_IN_POOL]
         found = set(map(id, self._upcoming))
@@ -944,7 +968,7 @@ class CheckpointTree:
         least = max(1, self._unit_bytes)
         while left >= least:
             node = self._draw(found)
-            # One that goes whole is not next if far less is likely to go.
+            # A checkpoint that is evicted whole is not next if far fewer bytes will probably go.
             if node is None or (self.has_alone and node.own_bytes > UPCOMING_SLACK * left):
                 break
             found.add(id(node))
@@ -958,16 +982,17 @@ class CheckpointTree:
         return chosen
 
     def pages_of(self, node: Checkpoint, num_bytes: int) -> Iterator[tuple[Table, list[int]]]:
-        """Pages of a checkpoint that go with it, by page table.
+        """Yield the pages that go with a checkpoint, by page table.
 
         Args:
             node: The checkpoint.
-            num_bytes: Of what it has with others of its text, no more than these from its end.
+            num_bytes: Without windows and states, bytes at the end of its segment to which the
+                pages are limited.
         """
         for index, pages in node.alone:
             yield self._tables[index], pages
         for each in self._leaving(node):
-            if not each.segment_bytes:  # Of an image.
+            if not each.segment_bytes:  # An image has no segment.
                 break
             share = 1.0 if self.has_alone else min(1.0, num_bytes / each.segment_bytes)
             for table, pages in zip(self._lasting, each.segment, strict=True):
@@ -976,7 +1001,7 @@ class CheckpointTree:
                 break
 
     def evict(self, node: Checkpoint) -> None:
-        """Evict a checkpoint: what no other one needs becomes empty, if no request uses it."""
+        """Evict a checkpoint. Unused pages that no other checkpoint needs become empty."""
         self.num_evicted += 1
         heir = node.kept_before
         if heir is not None:
@@ -984,12 +1009,12 @@ class CheckpointTree:
         self._let_go(node, self._host)
 
     def _let_go(self, node: Checkpoint, host: HostCache | None) -> None:
-        """Let a point be kept no more, and remove its node if nothing needs it."""
+        """Stop keeping a point, and remove its node if nothing needs it."""
         self._stop_keeping(node, host)
         self._prune(node, host)
 
     def _stop_keeping(self, node: Checkpoint, host: HostCache | None) -> None:
-        """Let a point be kept no more."""
+        """Stop keeping a point."""
         self._leave_pool(node)
         node.is_kept = False
         node.heir_of = None
@@ -1000,7 +1025,7 @@ class CheckpointTree:
         node.alone_bytes = 0
 
     def _prune(self, node: Checkpoint, host: HostCache | None = None) -> None:
-        """Remove a node that nothing needs, and then its parents likewise."""
+        """Remove a node that nothing needs, and then its parents if nothing needs them either."""
         while node.parent is not None and not self._is_needed(node):
             for table, pages in zip(self._lasting, node.segment, strict=True):
                 table.own(pages, node, None)
@@ -1013,13 +1038,16 @@ class CheckpointTree:
             node = node.parent
 
     def _cut(self, node: Checkpoint) -> bool:
-        """Take some tokens from the end of a checkpoint; False if it is too short."""
+        """Cut tokens from the end of a checkpoint. Return False if none can be cut.
+
+        That is so if the checkpoint is too short, has children, or is an image.
+        """
         num_tokens = node.num_tokens - self._cut_tokens
         num_tokens -= num_tokens % self.align_tokens
         parent = node.parent
         if node.num_children or parent is None or num_tokens <= parent.num_tokens:
             return False
-        if not node.segment_bytes:  # An image goes whole.
+        if not node.segment_bytes:  # An image is evicted whole.
             return False
         guide = self._lasting[0]
         end_tokens = num_tokens + self.ahead_tokens
@@ -1047,12 +1075,13 @@ class CheckpointTree:
         return True
 
     def _unpin(self, table: Table, pages: list[int], host: HostCache | None) -> None:
-        """Let a node need pages no more; those that nobody needs or uses become empty.
+        """Record that a node no longer needs pages. Pages without need and users become empty.
 
         Args:
-            table: Their page table.
+            table: Page table of the pages.
             pages: The pages.
-            host: Where they go, now or when requests that use them have left them; None if nowhere.
+            host: Host memory to copy the pages to, now or when the requests that use them have
+                released them. None copies nothing.
         """
         unused = table.unpin(pages)
         if unused:
@@ -1065,7 +1094,7 @@ class CheckpointTree:
             table.orphans.update(page for page in pages if not pins[page] and stamps[page] < 0)
 
     def clear(self) -> None:
-        """Forget everything; pages are not touched."""
+        """Forget everything. Pages are not touched."""
         self._pool.clear()
         self._upcoming.clear()
         self._protected = None

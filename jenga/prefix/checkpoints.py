@@ -1,13 +1,17 @@
-"""Where requests leave checkpoints for others, and how they start from them.
+"""The checkpoints that requests leave for others, and how requests start from them.
 
-A request leaves a checkpoint at the end of its prompt, since it may be asked again; some hundred
-tokens before that, since another question may end the next prompt; where it leaves a text that is
-cached; where requests are known to have gone different ways; and at the end of its answer, since a
-conversation goes on from there. Which of those are worth their memory is the eviction policy's
-matter: it learns it.
+A request leaves checkpoints in these places:
 
-A request writes over its running state in every step. So a kept state is a copy, in a page that has
-a user until the tokens before it are final and the checkpoint is made; and a request that starts
+- At the end of its prompt, since the prompt may be sent again.
+- Some hundred tokens before that, since the next prompt may end with another question.
+- At the point where it parts from a cached text.
+- At points where other requests are known to have parted.
+- At the end of its answer, since a conversation goes on from there.
+
+The eviction policy learns which of them are worth their memory.
+
+A request writes over its running state in every step. A kept state is therefore a copy. Its page
+has a user until the tokens before it are final and the checkpoint is made. A request that starts
 from a kept state starts with a copy of it.
 
 Source: Marconi (arXiv 2411.19379), section 4, for states at branches and ends.
@@ -26,7 +30,7 @@ from jenga.tables.page_table import Table
 from jenga.tables.request import CopyPath, PageCopy, PrefixHit, Request, host_page, is_on_host
 
 ANSWER_TOKENS = 64
-"""Tokens of an answer between two states kept: copies then take a 64th of what updates do."""
+"""Tokens of an answer between two kept states. Copies then take a 64th of the time of updates."""
 
 
 class Checkpoints:
@@ -34,10 +38,10 @@ class Checkpoints:
 
     Attributes:
         states: Page tables that requests write over.
-        answer_tokens: Tokens of an answer between two states kept; 0 for none.
-        num_replaced: Checkpoints that made room for a later one of their request so far.
-        num_states_kept: Times so far that the states of a request were copied for others.
-        num_states_read: Times so far that a request started from such a copy.
+        answer_tokens: Number of tokens between two kept states of an answer. 0 keeps none.
+        num_replaced: Number of checkpoints so far that a later one of their request replaced.
+        num_states_kept: Number of times so far that a request's states were copied for others.
+        num_states_read: Number of times so far that a request started from such a copy.
     """
 
     __slots__ = (
@@ -60,7 +64,7 @@ class Checkpoints:
         "states",
     )
 
-    def __init__(  # noqa: PLR0913  all that says what is kept, and where
+    def __init__(  # noqa: PLR0913  all parts that keep checkpoints
         self,
         tables: Sequence[Table],
         allocator: Allocator,
@@ -73,18 +77,18 @@ class Checkpoints:
         ahead_tokens: int,
         host: HostCache | None,
     ) -> None:
-        """No checkpoint.
+        """Start without checkpoints.
 
         Args:
             tables: All page tables.
-            allocator: Where pages for copies come from.
-            tree: Where checkpoints are kept.
-            evictions: Told of what makes room.
-            copies: To which those are added that are to be made.
-            hash_tokens: Tokens that each further prefix hash covers.
-            answer_tokens: Distance between states kept within an answer; 0 for none.
-            ahead_tokens: Tokens after a prefix that must be cached with it.
-            host: Host memory, if there is any.
+            allocator: Source of the pages for copies.
+            tree: Tree that keeps the checkpoints.
+            evictions: Told when an allocation has evicted pages.
+            copies: List to which copies that must be made are appended.
+            hash_tokens: Number of tokens that each further prefix hash covers.
+            answer_tokens: Number of tokens between two kept states of an answer. 0 keeps none.
+            ahead_tokens: Number of tokens after a prefix that must be cached with it.
+            host: Host memory. None if there is none.
         """
         self._tables = tables
         self.states = tuple(table for table in tables if table.policy.is_overwritten)
@@ -96,16 +100,16 @@ class Checkpoints:
         self._align_tokens = tree.align_tokens
         self._ahead_tokens = -(-ahead_tokens // self._align_tokens) * self._align_tokens
         self._host = host
-        # Owner -> request of which a step about to run writes states.
+        # Owner number -> request whose states the step about to run writes.
         self._in_passing: dict[int, Request] = {}
         self.answer_tokens = answer_tokens
         self.num_replaced = self.num_states_kept = self.num_states_read = 0
         self._token_bytes, self._fixed_bytes = tree.bytes_of_points()
 
-    # Where
+    # Places of checkpoints
 
     def admit(self, request: Request, hit: PrefixHit) -> None:
-        """Plan the checkpoints of a request that comes in, whose pages of the hit are shared."""
+        """Plan the checkpoints of an admitted request whose hit pages are shared already."""
         for table in self._tables:
             if table.policy.names_images and hit.pages[table.index]:
                 pages = [page for page in hit.pages[table.index] if page > 0]
@@ -113,12 +117,12 @@ class Checkpoints:
         self.begin(request, hit.prefix_hashes, asked_tokens=hit.asked_tokens)
 
     def begin(self, request: Request, prefix_hashes: Sequence[bytes], *, asked_tokens: int) -> None:
-        """Plan the checkpoints of a request whose text is known from now on.
+        """Plan the checkpoints of a request whose text has just become known.
 
         Args:
-            request: The request; where it came in with a hit, it has the pages of it.
-            prefix_hashes: Hash i is of its first `(i + 1) * hash_tokens` tokens.
-            asked_tokens: Tokens that it could have started from.
+            request: The request. If it was admitted with a hit, it has the pages of the hit.
+            prefix_hashes: Hash i covers its first `(i + 1) * hash_tokens` tokens.
+            asked_tokens: Number of tokens that it could have started from.
         """
         tree, facts = self._tree, request.facts
         hashes = request.prefix_hashes = prefix_hashes
@@ -137,7 +141,7 @@ class Checkpoints:
         is_kept_here = stand.is_kept and stand.num_tokens == hit_tokens
         is_branch = 0 < hit_tokens == branch_tokens
         if is_branch and not is_kept_here and not self.states:
-            # What was found had no checkpoint here, and another text goes on from it.
+            # The hit had no checkpoint here, and now a second text goes on from it.
             here = tree.keep(stand, hashes, facts, hit_tokens, Kind.BRANCH, Past.READ)
             stand = here or stand
         request.stand = stand
@@ -154,51 +158,52 @@ class Checkpoints:
             del plan[tokens]
 
     def _aligned(self, num_tokens: int) -> int:
-        """The last place within some tokens where a checkpoint can be."""
+        """Return the last place within `num_tokens` tokens at which a checkpoint can be."""
         return max(0, num_tokens) // self._align_tokens * self._align_tokens - self._ahead_tokens
 
     @property
     def _least_gap(self) -> int:
-        """Fewer tokens after a kept state are not worth another one."""
+        """Distance in tokens from a kept state below which another one is not worth it."""
         return self.answer_tokens + self._hash_tokens if self.states and self.answer_tokens else 0
 
     def planned(self, request: Request, branches: Collection[int]) -> dict[int, Kind]:
-        """Tokens after which a request leaves its next checkpoints -> of which kind.
+        """Return where a request leaves its next checkpoints: number of tokens -> kind.
 
         Args:
             request: The request.
-            branches: Tokens after which a request that waits goes another way.
+            branches: Numbers of tokens after which a waiting request parts from its text.
         """
         plan, passed = request.plan, request.num_passed
         if branches:
-            # What is generated has states in few places, which nobody can ask for.
+            # Generated tokens have states in few places, for which no request can ask.
             end = request.facts.prompt_tokens if self.states else request.num_tokens
             wanted = {self._aligned(tokens) for tokens in branches if tokens <= end}
             if request.num_tokens < max(branches):
-                # A request that waits to share more than this step reaches may come in next.
+                # A waiting request that shares more than this step reaches may be admitted next.
                 wanted.add(self._aligned(min(request.num_tokens, end)))
             plan = plan | dict.fromkeys(wanted - plan.keys(), Kind.BRANCH)
         return {tokens: kind for tokens, kind in plan.items() if tokens > passed}
 
-    # Making them
+    # Making checkpoints
 
     def enter_images(self, request: Request, table: Table, start: int) -> None:
-        """Keep images whose pages, from one of a request's on, can be found now."""
+        """Keep images whose pages, from the request's page `start` on, can be found now."""
         end = request.committed[table.index]
         if start < end:
             pages = [page for page in request.pages[table.index][start:end] if page > 0]
             self._tree.keep_images(table, pages, request.past)
 
     def begin_step(self) -> None:
-        """Make the checkpoints whose states the step before was to write on its way.
+        """Make the checkpoints whose states the step before has written.
 
-        Not before: an unwritten state that is evicted would go to host memory as if it were there.
+        They are not made earlier. If an unwritten state were evicted, it would be copied to host
+        memory as if it were there.
         """
         for request in list(self._in_passing.values()):
             self.keep_written(request)
 
     def keep_written(self, request: Request) -> None:
-        """As `begin_step` for one request."""
+        """Do the work of `begin_step` for one request."""
         if self._in_passing.pop(request.owner, None) is not None:
             self.pass_by(request, request.committed_tokens)
 
@@ -208,10 +213,12 @@ class Checkpoints:
         """Copy a request's running states to pages of their own, for a checkpoint there.
 
         Args:
-            request: Its slots hold the states after so many tokens, or will at the copy's time.
+            request: The request. Its slots hold the states after `num_tokens` tokens, or will when
+                the copy is made.
             key: Hash of those tokens.
-            num_tokens: What went into the states.
-            in_passing: Whether the step about to run writes them, so that they are not there yet.
+            num_tokens: Number of tokens that the states contain.
+            in_passing: Whether the step about to run writes the states, so that they are not there
+                yet.
 
         Returns:
             Whether there are pages for the copies, or the states are kept already.
@@ -240,7 +247,10 @@ class Checkpoints:
         return True
 
     def _state_pages(self, request: Request, num_tokens: int) -> list[tuple[int, int]] | None:
-        """Pages for states, each with one user: those of the answer's last checkpoint, or new."""
+        """Get pages for states, each with one user.
+
+        They are those of the answer's last checkpoint, or new ones. None if neither can be had.
+        """
         answer = request.answer
         if num_tokens > request.facts.prompt_tokens and answer is not None:
             pages = self._tree.take_states(answer, next_tokens=num_tokens)
@@ -257,7 +267,7 @@ class Checkpoints:
         return [(table.index, taken[table.index][0]) for table in self.states]
 
     def has_to_pass(self, request: Request) -> bool:
-        """Whether a request may leave checkpoints that no state is kept for."""
+        """Whether a request may still leave checkpoints, in a model without states."""
         return not self.states and request.num_passed < request.facts.prompt_tokens
 
     def pass_by(self, request: Request, num_tokens: int, branches: Collection[int] = ()) -> None:
@@ -265,8 +275,8 @@ class Checkpoints:
 
         Args:
             request: The request.
-            num_tokens: Tokens whose content is final and can be found.
-            branches: As for `planned`.
+            num_tokens: Number of tokens whose content is final and can be found.
+            branches: Numbers of tokens after which a waiting request parts from its text.
         """
         final_tokens = num_tokens - self._ahead_tokens
         plan = self.planned(request, branches)
@@ -277,7 +287,8 @@ class Checkpoints:
             self._make(request, tokens, kind)
             request.num_passed = max(request.num_passed, tokens)
         if not self.states:
-            # States may be kept of tokens that are final before their step: those are not passed.
+            # With states, a state may be kept after its tokens are final, so these places are not
+            # passed yet.
             request.num_passed = max(request.num_passed, final_tokens)
 
     def _make(self, request: Request, num_tokens: int, kind: Kind) -> None:
@@ -295,13 +306,13 @@ class Checkpoints:
             return
         if kind == Kind.ANSWER_END and node is not request.answer:
             self._drop_answer(request)
-            # One that another request has kept is left to it.
+            # A checkpoint that another request has kept is left to that request.
             request.answer = node if pages else None
         if request.stand is None or node.num_tokens > request.stand.num_tokens:
             request.stand = node
 
     def _drop_answer(self, request: Request) -> None:
-        """Drop the states of an answer's last checkpoint from host memory: there is a later one.
+        """Drop the states of an answer's last checkpoint from host memory, as a later one exists.
 
         They stay if the checkpoint is still kept, or if another request has read it.
         """
@@ -330,7 +341,7 @@ class Checkpoints:
         )
 
     def _enter_missing(self, request: Request, num_tokens: int) -> bool:
-        """Let others find pages of a request whose content had another page, which is gone by now.
+        """Enter pages of a request whose content was in another page that has been evicted since.
 
         Returns:
             Whether there were any.
@@ -343,11 +354,11 @@ class Checkpoints:
         return has_entered
 
     def end(self, request: Request, branches: Collection[int]) -> None:
-        """Leave the last checkpoints of a request that ends, which still uses its pages.
+        """Leave the last checkpoints of a request that ends. The request still has its pages.
 
         Args:
             request: The request.
-            branches: As for `planned`.
+            branches: Numbers of tokens after which a waiting request parts from its text.
         """
         facts, tree = request.facts, self._tree
         tree.history.time += self._token_bytes * max(
@@ -365,10 +376,10 @@ class Checkpoints:
         request.pending.clear()
         request.answer = request.stand = None
 
-    # Starting from one
+    # Starting from a checkpoint
 
     def protect(self, hit: PrefixHit) -> None:
-        """Let the checkpoint of a hit be the last to be evicted until its states are copied."""
+        """Make the checkpoint of a hit the last to be evicted, until its states are copied."""
         node = None
         if hit.num_tokens and self.states:
             node = self._tree.at(hit.prefix_hashes, hit.num_tokens)
@@ -391,10 +402,10 @@ class Checkpoints:
                 self._copy(table, host_page(source), target, CopyPath.FROM_HOST)
 
     def _move(self, moves: list[tuple[Table, int, int]]) -> None:
-        """Order copies of one state's parts, each read before another one is written over it.
+        """Order copies of one state's parts, so that each is read before it is written over.
 
-        In a full arena a request may have been given the very pages of the state: each is evicted
-        at the last and holds its content until it is written.
+        In a full arena, a request may have been given the very pages of the state. Such a page is
+        already evicted, and holds its content until it is written.
         """
         while moves:
             for move in moves:
@@ -406,7 +417,8 @@ class Checkpoints:
                 ):
                     break
             else:
-                # They stand in each other's place: one waits where nothing is kept.
+                # Each part would be written over another one. One of them is saved in the null
+                # page.
                 table, source, target = moves[0]
                 self._copy(table, source, NULL_PAGE)
                 moves[0] = table, NULL_PAGE, target
@@ -422,6 +434,6 @@ class Checkpoints:
 
 
 def _running_page(request: Request, table: Table, num_tokens: int) -> int:
-    """The page of a request's state after so many tokens."""
+    """Return the page of a request's state after `num_tokens` tokens."""
     pages = request.pages[table.index]
     return pages[num_tokens % len(pages)]

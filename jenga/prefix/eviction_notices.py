@@ -1,4 +1,4 @@
-"""Telling the caches of evicted pages that they hold nothing any more."""
+"""Tells the caches, which index pages by content, which pages were evicted."""
 
 from collections.abc import Sequence
 
@@ -8,19 +8,20 @@ from jenga.tables.page_table import Table
 
 
 class Evictions:
-    """Lets evicted pages no longer be found, unless in host memory."""
+    """Removes evicted pages from the indexes, after copying orphans to host memory."""
 
     __slots__ = ("_host", "_large_pages", "_num_noted", "_tables")
 
     def __init__(
         self, allocator: Allocator, tables: Sequence[Table], host: HostCache | None = None
     ) -> None:
-        """Nothing was evicted.
+        """Start without evictions.
 
         Args:
-            allocator: Books of the arena.
-            tables: Its page tables.
-            host: Where pages go whose checkpoint went there before, if there is host memory.
+            allocator: Allocator of the arena.
+            tables: Page tables of the arena.
+            host: Host memory, which receives evicted pages whose checkpoint went there before. None
+                if there is none.
         """
         self._host = host
         self._large_pages = allocator.large_pages
@@ -28,7 +29,7 @@ class Evictions:
         self._num_noted = 0
 
     def note(self) -> None:
-        """Let what was evicted since the last call no longer be found."""
+        """Make pages that were evicted since the last call impossible to find."""
         num_evicted = self._large_pages.num_evicted
         if num_evicted != self._num_noted:
             self._num_noted = num_evicted

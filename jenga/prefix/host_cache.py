@@ -1,13 +1,15 @@
-"""What the arena evicts, kept in host memory in pages of the same sizes until it is asked for.
+"""Host memory: content that the arena evicts is kept there, in pages of the same sizes.
 
-Host memory is cut as the arena is, and lives by the same two levels: a small page of it holds what
-one of the arena held. Only what checkpoints had is brought there. What a request hits
-there is copied to pages of its own, and stays: if these are evicted again, nothing is copied. What
-goes from there is lost, in the order in which it came or was last asked for.
+Host memory is cut like the arena and managed on the same two levels. Its small pages hold what
+small pages of the arena held. Only pages of checkpoints are copied to it. A request that hits
+content there gets copies in its own pages, and the content stays. If these pages are evicted again,
+nothing is copied. Content is lost from host memory in the order in which it came or was last asked
+for.
 
-Copies are orders: whoever executes a step makes them before its kernels run, one after the other.
-So content may be ordered out of a page that is given away in the same step. Those of what is likely
-to leave in the next step are apart, and are made beside the kernels.
+Copies are orders. The engine makes them before the kernels of a step run, one after the other.
+Content may therefore be copied out of a page that is given away in the same step. Copies of content
+that will probably be evicted in the next step are separate (`store_ahead`). They run concurrently
+with the kernels.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -31,25 +33,25 @@ from jenga.tables.request import (
 )
 
 _OWNER = 1
-"""Whose all pages are while they are filled; any positive number."""
+"""Owner of all pages while they are filled. Any positive number would do."""
 
 _PLACE_BITS = 28
-"""Room for a page's place among those that came together, below the time."""
+"""Low bits of a rank that hold a page's place among pages stored together. Time is above them."""
 
 _SCAN_PAGES = 64
-"""Pages looked at together at first, where one is sought that is nowhere; then twice as many."""
+"""Number of pages searched at first for one that is nowhere. It doubles with each search."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostReport:
-    """What host memory held and brought.
+    """Content and traffic of host memory.
 
     Attributes:
-        cached_bytes: What can be found there now.
-        stored_bytes: Copied there since start-up.
-        loaded_bytes: Copied from there since start-up.
-        ahead_bytes: Of both, what was copied beside a step before it had to be.
-        lost_bytes: Evicted from there since start-up.
+        cached_bytes: Bytes that can be found there now.
+        stored_bytes: Bytes copied there since start-up.
+        loaded_bytes: Bytes copied from there since start-up.
+        ahead_bytes: Part of both that was copied during a step, before it was necessary.
+        lost_bytes: Bytes evicted from there since start-up.
     """
 
     cached_bytes: int
@@ -60,16 +62,16 @@ class HostReport:
 
 
 class EitherPages(Sequence[int | None]):
-    """Pages of keys in the arena or else, by what `is_on_host` knows them by, in host memory."""
+    """Pages of keys in the arena, or else their marks in host memory (`is_on_host`)."""
 
     __slots__ = ("_found", "_hosted", "_num_before_gap")
 
     def __init__(self, found: FoundPages, hosted: FoundPages) -> None:
-        """Nothing looked up.
+        """Create the sequence without looking anything up.
 
         Args:
             found: Pages of the arena.
-            hosted: Pages of host memory, of the same keys.
+            hosted: Pages of host memory, for the same keys.
         """
         self._found = found
         self._hosted = hosted
@@ -87,7 +89,7 @@ class EitherPages(Sequence[int | None]):
             found = self._found[index]
             if None not in found:
                 return found
-            # As `host_page` says, which would be a call for each of thousands.
+            # This is `host_page` written out, since a call for each of thousands would be slow.
             return [
                 page if page is not None or there is None else MISSING - there
                 for page, there in zip(found, self._hosted[index], strict=True)
@@ -98,7 +100,7 @@ class EitherPages(Sequence[int | None]):
         return page
 
     def index(self, value: int | None, start: int = 0, stop: int = maxsize) -> int:
-        """The first place of a page, or of None; keys are looked up as far as that."""
+        """Return the first place of a page, or of None. Keys are looked up as far as that place."""
         if value is not None:
             return super().index(value, start, stop)
         if start:
@@ -126,10 +128,10 @@ class EitherPages(Sequence[int | None]):
 
 
 class HostCache:
-    """Books of host memory: which content lies in which of its pages.
+    """Records which content is in which page of host memory.
 
     Attributes:
-        num_lost: Pages evicted from there so far.
+        num_lost: Number of pages evicted from there so far.
     """
 
     __slots__ = (
@@ -153,16 +155,16 @@ class HostCache:
         num_large_pages: int,
         changes: list[CacheChange] | None = None,
     ) -> None:
-        """All pages empty.
+        """Start with all pages empty.
 
         Args:
             tables: Page tables of the arena.
-            copies: To which those are added that are to be made.
-            num_large_pages: Large pages of host memory, one that is never used included.
-            changes: To which changes of what can be found here are added, if given.
+            copies: List to which copies that must be made are appended.
+            num_large_pages: Number of large pages of host memory, including one that is never used.
+            changes: List to which changes of the content here are appended, if given.
 
         Raises:
-            ValueError: Those are less than that one and one for each page table.
+            ValueError: There are fewer large pages than the unused one and one for each page table.
         """
         if num_large_pages < 1 + len(tables):
             msg = (
@@ -187,27 +189,27 @@ class HostCache:
 
     @property
     def allocator(self) -> Allocator:
-        """Books of its pages."""
+        """Allocator of its pages."""
         return self._allocator
 
     def either(self, table: Table, found: FoundPages, keys: Sequence[Hashable]) -> EitherPages:
-        """Look keys up here too.
+        """Look keys up in the arena and here.
 
         Args:
             table: The page table.
-            found: Their pages in the arena.
-            keys: As for `PrefixCache.find`.
+            found: Pages of the keys in the arena.
+            keys: Keys as for `PrefixCache.find`.
         """
         return EitherPages(found, self._caches[table.index].find(keys))
 
-    # Out of the arena
+    # Copies from the arena
 
     def store(self, table: Table, pages: Sequence[int]) -> None:
-        """Order copies of pages that leave the arena, as far as they are new here.
+        """Order copies of pages that leave the arena, unless their content is here already.
 
         Args:
-            table: Their page table, in whose cache they still have their keys.
-            pages: In the order of their text.
+            table: Page table of the pages. Its cache still has their keys.
+            pages: Pages in the order of their text.
         """
         leaving = pages[::-1]
         if not leaving or table.cache is None:
@@ -219,10 +221,15 @@ class HostCache:
         self._copies += self._bring(table, new)
 
     def store_ahead(self, table: Table, pages: Sequence[int]) -> list[PageCopy]:
-        """Copies of pages that are about to leave the arena, as `store` says, and stay until then.
+        """Return copies of pages that will soon leave the arena. The pages stay there until then.
 
-        When they leave they are here, and only become the last to be lost. What was here before
-        does not yet: it is in both memories still, and would outlast what is here alone.
+        When they leave, their content is here already, and only becomes the last to be lost.
+        Content that was here before does not become the last now. It is still in both memories, and
+        would outlast content that is only here.
+
+        Args:
+            table: Page table of the pages. Its cache has their keys.
+            pages: Pages in the order of their text.
         """
         leaving = pages[::-1]
         if not leaving or table.cache is None:
@@ -237,13 +244,13 @@ class HostCache:
         return copies
 
     def _renew(self, index: int, pages: Sequence[int]) -> None:
-        """Let pages be the last to go, the first of them first."""
+        """Make pages the last to be evicted, the first of them first."""
         own, first = self._allocator.tables[index], self._time << _PLACE_BITS
         unused = [page for page in pages if own.stamps[page] >= 0]
         own.rerank(unused, range(first, first + len(unused)))
 
     def _bring(self, table: Table, leaving: Sequence[int]) -> list[PageCopy]:
-        """Take pages for content that is new here, as much of it as there is room for at all."""
+        """Take pages for content that is new here, as many as there is room for."""
         index = table.index
         own, cache = self._allocator.tables[index], self._caches[index]
         num_large = self._allocator.large_pages.num_available
@@ -258,7 +265,7 @@ class HostCache:
             msg = f"{needs} pages of host memory can be had and cannot"
             raise InvariantError(msg)
         self._forget_evicted()
-        # What lies in a row in the arena is to lie in a row here, so that it is one copy.
+        # Consecutive pages of the arena become consecutive pages here, so that they are one copy.
         page_of = dict(zip(sorted(leaving), taken[index], strict=True))
         pages = [page_of[page] for page in leaving]
         cache.enter(pages, [table.cache.keys[page] for page in leaving])
@@ -280,7 +287,7 @@ class HostCache:
                 own.evicted.clear()
 
     def drop(self, table: Table, key: Hashable) -> None:
-        """Let what lies here under a key, if anything does, be lost: there is a better one."""
+        """Drop the content under a key, if there is any, because better content exists."""
         cache, own = self._caches[table.index], self._allocator.tables[table.index]
         page = cache.get(key)
         if page is not None:
@@ -292,24 +299,24 @@ class HostCache:
         self.num_lost += num_pages
         self._lost_bytes += num_pages * table.spec.small_page_bytes
 
-    # Back into it
+    # Copies to the arena
 
     def page_of(self, table: Table, key: Hashable) -> int | None:
-        """The page that lies here under a key, if one does."""
+        """Return the page under a key here, or None."""
         return self._caches[table.index].get(key)
 
     def hold(self, table: Table, pages: Sequence[int]) -> None:
-        """Let pages stay until they are loaded, whatever is stored before."""
+        """Keep pages until they are loaded, even if others are stored before."""
         self._allocator.tables[table.index].share(pages)
 
     def load_ahead(
         self, table: Table, sources: Sequence[int], targets: Sequence[int]
     ) -> list[PageCopy]:
-        """Copies of pages held, to pages of the arena that will be read in a later step.
+        """Return copies of held pages to arena pages that a later step will read.
 
         Args:
-            table: Their page table.
-            sources: Pages here, in the order of their numbers.
+            table: Page table of the pages.
+            sources: Pages here, in the order of their numbers in the text.
             targets: Pages of the arena.
         """
         self._time += 1
@@ -323,20 +330,21 @@ class HostCache:
         ]
 
     def _let_go(self, index: int, pages: Sequence[int]) -> None:
-        """Let pages that were held be the last to go, of those the first ones."""
+        """Release held pages and make them the last to be evicted, the first page last of all."""
         first = self._time << _PLACE_BITS
         ranks = range(first + len(pages) - 1, first - 1, -1)
         self._allocator.tables[index].retire(pages, ranks)
 
     def pin(self, hit: PrefixHit) -> None:
-        """As `hold`, of all that a hit reads from here."""
+        """Do the work of `hold` for all pages that a hit reads from here."""
         for index, pages in self._hosted(hit):
             self.hold(self._tables[index], pages)
 
     def load(self, hit: PrefixHit, request: Request) -> None:
-        """Order the copies of a pinned hit to the pages that its request has taken for them.
+        """Order copies of a pinned hit to the pages that its request has taken.
 
-        Of states, which go to the request's running ones, whoever knows those orders the copies.
+        Copies of states go to the request's running states, and `Checkpoints.start_from` orders
+        them.
         """
         self._time += 1
         for index, pages in self._hosted(hit):
@@ -358,15 +366,15 @@ class HostCache:
 
     @staticmethod
     def _hosted(hit: PrefixHit) -> Iterable[tuple[int, list[int]]]:
-        """Of each page table that a hit reads from here: its index and the pages of it here."""
+        """Yield each page table that a hit reads from here: its index, and the pages here."""
         for index, marks in enumerate(hit.pages):
             if hit.has_missing[index]:
-                # An image that a request shows twice is there once.
+                # An image that a request shows twice is here once.
                 pages = dict.fromkeys(host_page(mark) for mark in marks if is_on_host(mark))
                 if pages:
                     yield index, list(pages)
 
-    # All of it
+    # Host memory as a whole
 
     def clear(self) -> None:
         """Forget all content."""
@@ -376,7 +384,7 @@ class HostCache:
         self.num_lost += 1
 
     def report(self) -> HostReport:
-        """What lies here, and what was copied since start-up."""
+        """Return the bytes cached here, and the bytes copied since start-up."""
         return HostReport(
             cached_bytes=sum(
                 own.num_evictable * table.spec.small_page_bytes
@@ -389,7 +397,7 @@ class HostCache:
         )
 
     def check(self) -> None:
-        """Raise `InvariantError` unless every page is empty, or found under a key and evictable."""
+        """Raise `InvariantError` unless every page is empty, or has a key and is evictable."""
         self._allocator.check()
         for table, own, cache in zip(
             self._tables, self._allocator.tables, self._caches, strict=True

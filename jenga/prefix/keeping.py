@@ -1,4 +1,4 @@
-"""What an arena keeps for other requests than those that run: states, hits, and what they cost."""
+"""The part of the manager that keeps content for other requests: states, hits and reports."""
 
 from jenga.arena.allocator import Allocator
 from jenga.checks import check_bytes, check_count
@@ -18,9 +18,9 @@ from jenga.tables.stats import CacheReport, MemoryReport, check_memory, host_tab
 
 
 class Keeping(Holdings):
-    """Running requests, and what is cached for others beside them."""
+    """Running requests, and content that is cached for other requests."""
 
-    def __init__(  # noqa: PLR0913  all that is kept, and where
+    def __init__(  # noqa: PLR0913  all parts that keep content
         self,
         geometry: Geometry,
         allocator: Allocator,
@@ -36,21 +36,22 @@ class Keeping(Holdings):
         hash_tokens: int,
         prefix_caching: bool,
     ) -> None:
-        """Nothing kept.
+        """Start with nothing cached.
 
         Args:
-            geometry: How the arena is cut.
-            allocator: Books of its pages.
-            tables: Its page tables.
-            tree: What is kept for others.
-            checkpoints: Where requests leave it.
-            evictions: Told of what makes room.
-            host: Where evicted pages go, if they do not go for good.
-            load_at_once_bytes: What an admission may load from there while others run.
-            copies: To which copies are added that are to be made.
-            changes: To which changes of what can be found are added, if they are.
-            hash_tokens: Tokens that each further prefix hash covers.
-            prefix_caching: Whether anything is kept.
+            geometry: Sizes of large and small pages, and the page tables.
+            allocator: Allocator of the arena.
+            tables: Page tables of the arena.
+            tree: Tree of the checkpoints.
+            checkpoints: Plans and makes the checkpoints of requests.
+            evictions: Told when an allocation has evicted pages.
+            host: Host memory, which receives evicted pages. None if there is none.
+            load_at_once_bytes: Most bytes that an admission may load from host memory while other
+                requests run.
+            copies: List to which copies that must be made are appended.
+            changes: List to which changes of cached content are appended, if they are recorded.
+            hash_tokens: Number of tokens that each further prefix hash covers.
+            prefix_caching: Whether anything is cached.
         """
         super().__init__(geometry, allocator, tables)
         self._tree = tree
@@ -80,7 +81,7 @@ class Keeping(Holdings):
 
     @property
     def _version(self) -> Version:
-        """Changes whenever cached pages are lost, and is no other manager's."""
+        """Value that changes whenever cached pages are lost, and that no other manager has."""
         num_losses = self._num_losses + self._tree.num_lost_bytes + self._checkpoints.num_replaced
         if self._host is not None:
             num_losses += self._host.num_lost
@@ -88,31 +89,38 @@ class Keeping(Holdings):
 
     @property
     def answer_interval_tokens(self) -> int:
-        """Tokens of an answer after which its states are worth keeping again; 0 if never."""
+        """Tokens of an answer after which its states are worth keeping again. 0 means never."""
         has_states = self._prefix_caching and bool(self._checkpoints.states)
         return self._checkpoints.answer_tokens if has_states else 0
 
     def keep_state(
         self, request_id: str, prefix_hash: bytes, num_tokens: int, *, in_passing: bool = False
     ) -> bool:
-        """Keep a copy of a request's running states for others to start from.
+        """Keep a copy of a request's running states for other requests to start from.
 
-        A state of what it generates takes the place of the one before.
+        A state of the request's output replaces the state of its output before.
 
         Args:
-            request_id: Whose states. Its last step ended at exactly `num_tokens` tokens, or passed
-                there with no more tokens than a state has slots, or the one about to run passes
-                there and writes them on its way; then the copies within the arena are not made.
+            request_id: The request that has the states. One of these must hold:
+                - Its last step ended at exactly `num_tokens` tokens.
+                - Its last step passed `num_tokens`, and computed no more tokens than a state has
+                  slots.
+                - The step about to run passes `num_tokens` and writes the states on its way. The
+                  copies within the arena are then not made.
             prefix_hash: Hash of those tokens.
-            num_tokens: A multiple of `hash_tokens`, no more than the request has slots for.
-            in_passing: Whether the step about to run writes them on its way.
+            num_tokens: Number of tokens, a multiple of `hash_tokens`, for which the request has
+                slots.
+            in_passing: Whether the step about to run writes the states on its way.
 
         Returns:
-            Whether there is a page for every copy; `take_copies` has them then.
+            Whether there is a page for every copy. `take_copies` then returns the copies.
 
         Raises:
-            ValueError: The tokens are no multiple of `hash_tokens`, the request has slots for
-                fewer, the hash is not bytes or not that of its tokens, or nothing is cached.
+            ValueError: One of these holds:
+                - `num_tokens` is not a positive multiple of `hash_tokens`.
+                - The request has slots for fewer tokens.
+                - The hash is not bytes, or is not that of its tokens.
+                - Prefix caching is off.
         """
         request = self._running(request_id)
         check_count("num_tokens", num_tokens)
@@ -139,10 +147,10 @@ class Keeping(Holdings):
         return self._checkpoints.keep_state(request, prefix_hash, num_tokens, in_passing=in_passing)
 
     def keep_written(self, request_id: str) -> None:
-        """Let others find a request's states that the step before was to write on its way.
+        """Let other requests find a request's states that the step before has written on its way.
 
-        `Manager.new_step` does so for all requests. Engines ask before it, one request at a time,
-        where they have to know whose content `take_changes` names.
+        `Manager.new_step` does so for all requests. An engine may call this before it, for one
+        request at a time. It then knows to which request the content in `take_changes` belongs.
 
         Raises:
             ValueError: The request is not running.
@@ -150,7 +158,7 @@ class Keeping(Holdings):
         self._checkpoints.keep_written(self._running(request_id))
 
     def keeps_state(self, table_index: int, prefix_hash: bytes, page: int) -> bool:
-        """Whether a page still holds the state kept in it: another one may have taken it since.
+        """Whether a page still holds the state kept in it. Another state may have taken it since.
 
         Raises:
             ValueError: There is no such page table.
@@ -164,49 +172,50 @@ class Keeping(Holdings):
         return is_pending or table.page_of(prefix_hash) == page
 
     def take_copies(self) -> list[PageCopy]:
-        """Copies to make before any kernel of the next step runs, in this order."""
+        """Return copies to make before any kernel of the next step runs, in this order."""
         copies = self._copies[:]
         self._copies.clear()
         return copies
 
     def load_ahead(self, num_tokens: int) -> list[PageCopy]:
-        """Copies from host memory that may be made beside the kernels of the step about to run.
+        """Return copies from host memory that may run during the kernels of the step about to run.
 
-        Of what an admission reads that was put off for it (`NotLoadedError`), as much as is likely
-        to be copied beside so many tokens: asked when all of a step is known, once at most, and
-        before `take_copies`, which has what makes room for it. They are made as those of
-        `save_ahead`, and before them.
+        They bring pages for an admission that was put off (`NotLoadedError`), as many as can
+        probably be copied while so many tokens are computed. Call this at most once per step, when
+        the whole step is known. Call it before `take_copies`, which returns the copies that make
+        room for these. Make these copies in the same way as those of `save_ahead`, and before them.
 
         Args:
-            num_tokens: That the step computes.
+            num_tokens: Number of tokens that the step computes.
 
         Raises:
-            ValueError: They are no integer of at least 0.
+            ValueError: `num_tokens` is not an integer of at least 0.
         """
         check_count("num_tokens", num_tokens)
         return self._loading.order(num_tokens) if self._loading is not None else []
 
     def save_ahead(self) -> list[PageCopy]:
-        """Copies to host memory that may be made beside the kernels of the step about to run.
+        """Return copies to host memory that may run during the kernels of the step about to run.
 
-        Of what the step after it is likely to evict: asked when all of a step is known, once at
-        most; what is not copied then is copied when it is evicted. They are to begin when the
-        copies of `take_copies` are made, and to be over before those of the next step begin.
+        They copy content that the step after it will probably evict. Call this at most once per
+        step, when the whole step is known. Content that is not copied now is copied when it is
+        evicted. Begin these copies when the copies of `take_copies` are made, and finish them
+        before those of the next step begin.
         """
         return self._saving.order() if self._saving is not None else []
 
     def take_changes(self) -> list[CacheChange]:
-        """What can be found since the last call, and what no longer, in order.
+        """Return which content can be found, or no longer found, since the last call, in order.
 
-        Content counts as found as soon as a request that comes in now could hit it. Where none is
-        recorded, none is said to have changed.
+        Content counts as found as soon as a new request could hit it. The list is empty if changes
+        are not recorded.
         """
         changes = self._changes[:]
         self._changes.clear()
         return changes
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached content; False, and nothing forgotten, while requests run."""
+        """Forget all cached content. While requests run, return False and forget nothing."""
         if self._requests:
             return False
         for table in self._tables:
@@ -221,15 +230,15 @@ class Keeping(Holdings):
         return True
 
     def cache_report(self) -> CacheReport:
-        """What prefix hits brought since start-up."""
+        """Return the use of the prefix cache since start-up."""
         return self._hits.report()
 
     def host_report(self) -> HostReport | None:
-        """What host memory holds and brought; None where there is none."""
+        """Return the content and traffic of host memory. None if there is none."""
         return self._host.report() if self._host is not None else None
 
     def host_memory(self) -> MemoryReport | None:
-        """Where every byte of host memory is; None where there is none."""
+        """Return where every byte of host memory is. None if there is none."""
         if self._host is None:
             return None
         allocator, large_page_bytes = self._host.allocator, self.geometry.large_page_bytes
@@ -240,7 +249,7 @@ class Keeping(Holdings):
         )
 
     def check(self) -> None:
-        """Raise `InvariantError` unless the books of the arena agree, and those of host memory."""
+        """Raise `InvariantError` unless the records agree, of the arena and of host memory."""
         super().check()
         if self._host is not None and (memory := self.host_memory()) is not None:
             self._host.check()

@@ -1,4 +1,4 @@
-"""The longest cached prefix of a request that every page table can go on from."""
+"""Lookup of the longest cached prefix from which every page table can go on."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -23,16 +23,18 @@ def longest_prefix(  # noqa: PLR0913  one question, all it depends on
     host: HostCache | None = None,
     version: Version,
 ) -> PrefixHit:
-    """The longest prefix possible in all page tables.
+    """Find the longest cached prefix from which all page tables can go on.
 
     Args:
         tables: All page tables.
-        prefix_hashes: Hash i is of the request's first `(i + 1) * hash_tokens` tokens.
-        facts: Of the request.
-        max_tokens: The answer is no longer.
-        ahead_tokens: Tokens after the prefix that must be cached too: its pages depend on them.
-        host: Where pages are looked up that are not in the arena, if anywhere.
-        version: The state of the cache that the answer holds for.
+        prefix_hashes: Hash i covers the request's first `(i + 1) * hash_tokens` tokens.
+        facts: Facts of the request.
+        max_tokens: Upper limit of the prefix, in tokens.
+        ahead_tokens: Number of tokens after the prefix that must be cached too, because its pages
+            depend on them.
+        host: Host memory, where pages are looked up that are not in the arena. None if there is
+            none.
+        version: State of the cache for which the answer holds.
     """
     hash_tokens = tables[0].grain.hash_tokens
     num_hashes = max(0, min(max_tokens // hash_tokens, len(prefix_hashes)))
@@ -46,8 +48,8 @@ def longest_prefix(  # noqa: PLR0913  one question, all it depends on
             found.append(table.cache.find(keys))
         else:
             found.append(host.either(table, table.cache.find(keys), keys))
-    # What would be hit if states and windows were kept everywhere is where the request leaves a
-    # known path.
+    # The hit that would be possible if states and windows were kept everywhere. There the request
+    # leaves a known path.
     kept = [table for table in tables if not table.policy.is_overwritten]
     lasting = [table for table in kept if _keeps_all(table, facts)]
     asked_tokens = num_hashes * hash_tokens
@@ -69,7 +71,7 @@ def longest_prefix(  # noqa: PLR0913  one question, all it depends on
 
 
 def _keeps_all(table: Table, facts: RequestFacts) -> bool:
-    """Whether no page is given up before a request ends."""
+    """Whether a page table gives up no page before the request ends."""
     return table.policy.next_release(facts, 0, table.grain.page_slots) == NEVER
 
 
@@ -80,7 +82,7 @@ def _agree(
     num_tokens: int,
     limit: int,
 ) -> tuple[int, int]:
-    """The longest prefix that these page tables agree on, and which of them shortened it last."""
+    """Return the longest prefix that these page tables agree on, and the last one to shorten it."""
     num_agreed = 0
     while num_agreed < len(tables):
         for table in tables:
@@ -99,7 +101,7 @@ def _agree(
 def _reused(
     table: Table, facts: RequestFacts, found: _Found, num_tokens: int
 ) -> tuple[list[int], bool]:
-    """The page table with which a request goes on from a prefix, or the pages to copy from.
+    """Return the page table with which a request goes on from a prefix, or the pages to copy.
 
     Returns:
         The pages, and whether one must be allocated.

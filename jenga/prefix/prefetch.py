@@ -1,9 +1,10 @@
-"""What an admission reads from host memory, brought to the arena before the request comes in.
+"""Prefetch: pages that an admission reads are copied from host memory before the admission.
 
-What is loaded for a request in the step that admits it stands between that step and its kernels,
-and all that run wait for it. So an admission that would load much is put off while others run. Its
-pages are copied beside the kernels of their steps, to where they are cached and the request finds
-them; as many in each step as its kernels are likely to take the time for.
+If pages are loaded in the step that admits a request, the copies come before the kernels of that
+step, and all running requests wait for them. An admission that would load much is therefore put off
+while other requests run. Its pages are copied while the kernels of their steps run. They are cached
+in the arena, where the request finds them. In each step, as many are copied as its kernels will
+probably cover.
 """
 
 from collections import deque
@@ -20,30 +21,33 @@ from jenga.tables.page_table import Table
 from jenga.tables.request import PageCopy, PrefixHit, is_on_host
 
 STEP_BYTES = 256 << 20
-"""What a bus moves in ten milliseconds, which few steps take less than.
+"""Bytes that a bus moves in ten milliseconds, which few steps are shorter than.
 
-So much is loaded beside any step, and less than that is not worth a step's delay.
+So many bytes are loaded during any step. Fewer bytes are not worth delaying an admission by a step.
 """
 
 WAITING_STEPS = 16
-"""Steps after which loaded pages that no request has read are not kept for one any more."""
+"""Number of steps after which loaded pages that no request has read lose their high rank."""
 
 LOADED_TOKENS = 4
-"""Tokens whose pages are loaded while one is computed: to read what layers store is cheaper."""
+"""Number of tokens whose pages are loaded while one token is computed.
+
+Reading stored keys and values is cheaper than computing them.
+"""
 
 _OWNER = 1 << 62
-"""For whom pages are taken: no request, which have small numbers."""
+"""Owner for which pages are taken. It is no request, since requests have small numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Load:
-    """What is loaded of one page table.
+    """Pages of one page table to load.
 
     Attributes:
         table: The page table.
-        numbers: Of the pages, rising.
-        keys: Of their content.
-        sources: The pages of host memory.
+        numbers: Numbers of the pages in the page table, rising.
+        keys: Keys of their content.
+        sources: Pages of host memory.
     """
 
     table: Table
@@ -53,7 +57,7 @@ class _Load:
 
 
 class LoadingAhead:
-    """Puts admissions off, and orders what they would load."""
+    """Puts admissions off, and orders the copies of pages that they would load."""
 
     __slots__ = (
         "_allocator",
@@ -80,15 +84,15 @@ class LoadingAhead:
         *,
         at_once_bytes: int,
     ) -> None:
-        """Nobody was put off.
+        """Start without an admission that is put off.
 
         Args:
-            allocator: Books of the arena.
-            tables: Its page tables.
-            host: What is loaded from.
-            evictions: Told of what makes room.
-            requests: Those that run.
-            at_once_bytes: What an admission may load while others run.
+            allocator: Allocator of the arena.
+            tables: Page tables of the arena.
+            host: Host memory to load from.
+            evictions: Told when an allocation has evicted pages.
+            requests: Running requests, by name.
+            at_once_bytes: Most bytes that an admission may load while other requests run.
         """
         self._allocator = allocator
         self._tables = [table for table in tables if not table.policy.is_overwritten]
@@ -99,23 +103,23 @@ class LoadingAhead:
         self._token_bytes = sum(table.spec.slot_bytes for table in self._tables)
         self._hit: PrefixHit | None = None
         self._step = 0
-        # What was loaded lately, and in which step.
+        # Step in which pages were loaded, their page table, and the pages, oldest first.
         self._loaded: deque[tuple[int, Table, list[int]]] = deque()
         self._reserve_large_pages = 0
-        self._last: tuple[str, int] = "", 0  # who was put off last, and how much it was to load
+        self._last: tuple[str, int] = "", 0  # request put off last, and its bytes
 
     def check(self, request_id: str, hit: PrefixHit, reserve_large_pages: int) -> None:
-        """Put an admission off for which there is room, if others would wait for what it loads.
+        """Put off an admission that has room, if running requests would wait for its loads.
 
-        One that was put off and has no less to load now is not put off again.
+        A request that was put off last, and has no less to load now, is not put off again.
 
         Args:
-            request_id: Who comes in.
-            hit: What it starts from.
-            reserve_large_pages: Large pages left to others.
+            request_id: The request to admit.
+            hit: Prefix that it starts from.
+            reserve_large_pages: Number of large pages left to other requests.
 
         Raises:
-            NotLoadedError: It is put off.
+            NotLoadedError: The admission is put off.
         """
         if not self._requests or not any(hit.has_missing):
             return
@@ -134,14 +138,15 @@ class LoadingAhead:
         raise NotLoadedError(request_id, host_bytes=num_bytes)
 
     def begin_step(self) -> None:
-        """Record that a step begins, for which nobody was put off."""
+        """Record that a step begins. No admission has been put off in it yet."""
         self._hit = None
         self._step += 1
         while self._loaded and self._loaded[0][0] < self._step - WAITING_STEPS:
             _, table, pages = self._loaded.popleft()
             stamps, rank_of = table.pages.stamps, table.pages.rank
             pages = list(dict.fromkeys(pages))
-            # A page without a key was given away since: its number may be of another page table.
+            # A page without a key was given away since. Its number may belong to another page
+            # table.
             left = [
                 page
                 for page, key in zip(pages, table.keys_of(pages), strict=True)
@@ -150,10 +155,10 @@ class LoadingAhead:
             table.pages.rerank(left, table.clock.loose(len(left)))
 
     def order(self, num_tokens: int) -> list[PageCopy]:
-        """Copies of what was put off in this step, or of a part of it; cached from now on.
+        """Return copies for the admission put off in this step. Their content counts as cached now.
 
         Args:
-            num_tokens: That the step computes.
+            num_tokens: Number of tokens that the step computes.
         """
         hit, self._hit = self._hit, None
         if hit is None:
@@ -178,7 +183,7 @@ class LoadingAhead:
             table, pages = load.table, taken[load.table.index]
             copies += self._host.load_ahead(table, load.sources, pages)
             if table.cache is not None:
-                # One by one: they need not be pages in a row.
+                # One by one, because they need not follow each other in the page table.
                 for page, key in zip(pages, load.keys, strict=True):
                     table.cache.enter_page(page, key)
             pages = [page for page in pages if table.keys_of([page])[0] is not None]
@@ -187,7 +192,12 @@ class LoadingAhead:
         return copies
 
     def _choose(self, hit: PrefixHit, most_bytes: int) -> list[_Load]:
-        """What to load of a hit: what is still there, and nowhere else by now."""
+        """Choose the pages of a hit to load, which are still only in host memory.
+
+        Args:
+            hit: Prefix of the admission that was put off.
+            most_bytes: Limit of the bytes to load.
+        """
         loads: list[_Load] = []
         for table in self._tables:
             marks = hit.pages[table.index]

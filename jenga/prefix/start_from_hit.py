@@ -1,4 +1,4 @@
-"""Prefix hits: how a request starts from one, and what they brought."""
+"""Prefix hits: requests start from them, and their tokens are counted."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,11 +23,11 @@ class Hits:
     )
 
     def __init__(self, tables: Sequence[Table], checkpoints: Checkpoints) -> None:
-        """No hit.
+        """Start without hits.
 
         Args:
             tables: All page tables.
-            checkpoints: What requests start from.
+            checkpoints: Checkpoints that requests start from.
         """
         self._tables = tables
         self._checkpoints = checkpoints
@@ -38,7 +38,7 @@ class Hits:
         """Give a new request the page tables of its hit, as far as this step touches them.
 
         Returns:
-            Per page table, the small pages found, still to be shared.
+            For each page table, the small pages found, which are not shared yet.
         """
         request.hit_tokens = hit.num_tokens
         request.branch_tokens = hit.branch_tokens
@@ -48,7 +48,7 @@ class Hits:
                 touched = table.policy.update_last_access(request.facts, hit.num_tokens, num_tokens)
                 pages = list(hit.pages[table.index][: table.pages_for(touched).stop])
                 if hit.has_missing[table.index] and min(pages, default=0) < 0:
-                    # What is to be loaded is missing as well.
+                    # Pages to be loaded are missing as well.
                     pages = [max(page, MISSING) for page in pages]
                     request.has_missing[table.index] = True
                     cached = [page for page in pages if page > 0]
@@ -63,7 +63,7 @@ class Hits:
         return found
 
     def share(self, found: Sequence[Sharing | None], hit: PrefixHit) -> None:
-        """Use the pages found, and let those to copy from be the last to be evicted."""
+        """Add a user to the pages found, and make states to copy from the last to be evicted."""
         for table, sharing in zip(self._tables, found, strict=True):
             if sharing is not None:
                 table.pages.use(sharing)
@@ -76,7 +76,7 @@ class Hits:
             self._limited_tokens[hit.limit] += hit.asked_tokens - hit.num_tokens
 
     def report(self) -> CacheReport:
-        """What prefix hits brought since start-up."""
+        """Return the use of the prefix cache since start-up."""
         names = [table.spec.name for table in self._tables]
         return CacheReport(
             asked_tokens=self._asked_tokens,
@@ -89,7 +89,7 @@ class Hits:
 
 
 def _sharing(table: Table, pages: Sequence[int], *, may_repeat: bool) -> Sharing:
-    """What it takes to share pages, of which an image that a request shows twice has each twice."""
+    """Prepare the sharing of pages. If an image is shown twice, its pages occur twice."""
     if not may_repeat:
         return table.pages.sharing(pages)
     seen: set[int] = set()

@@ -1,8 +1,9 @@
-"""What goes next from the arena, copied to host memory before it has to go.
+"""Write-back: pages that will be evicted soon are copied to host memory beforehand.
 
-A copy that is made when a page is taken stands between the step and its kernels. One that is made
-a step ahead runs beside the kernels of that step, over a bus that nothing else uses then. Pages
-stay cached in the arena until they are evicted; whoever hits one before that has it copied in vain.
+A copy that is made when its page is taken comes between the step and its kernels. A copy that is
+made a step ahead runs concurrently with the kernels of that step, over a bus that is idle then.
+Pages stay cached in the arena until they are evicted. If a page is hit before that, its copy was in
+vain.
 """
 
 from collections.abc import Sequence
@@ -13,11 +14,11 @@ from jenga.tables.page_table import Table
 from jenga.tables.request import PageCopy
 
 _STEPS_BETWEEN = 8
-"""Steps after which it is looked again at what goes next, however little went."""
+"""Number of steps after which the next evictions are predicted again, however few there were."""
 
 
 class _Expected:
-    """How many bytes the next step is likely to evict: as many as one did lately."""
+    """Estimates the bytes that the next step will evict: as many as a recent step did."""
 
     __slots__ = ("_evicted_bytes", "_most_bytes", "_num_steps", "_since_bytes")
 
@@ -25,15 +26,19 @@ class _Expected:
         self._evicted_bytes = self._since_bytes = self._num_steps = self._most_bytes = 0
 
     def after_step(self, evicted_bytes: int) -> int:
-        """Bytes to look at after a step; 0 if few went since it was looked a few steps ago.
+        """Return the bytes to copy ahead after a step.
+
+        It is 0 if less than a quarter of these bytes was evicted since the last other answer, and
+        that is fewer than `_STEPS_BETWEEN` steps old.
 
         Args:
-            evicted_bytes: In all steps.
+            evicted_bytes: Bytes evicted in all steps so far.
         """
         in_step = evicted_bytes - self._evicted_bytes
         self._evicted_bytes = evicted_bytes
-        # Prompts come by turns, so what a step takes is expected for some time; but not for ever,
-        # since what lies there alone would give way to copies of what lies here.
+        # Prompts come at intervals, so the bytes of one step are expected for some time. They are
+        # not expected forever. Otherwise copies of content in the arena would displace content that
+        # is only in host memory.
         self._most_bytes = max(in_step, self._most_bytes - -(-self._most_bytes // 32))
         self._since_bytes += in_step
         self._num_steps += 1
@@ -44,17 +49,17 @@ class _Expected:
 
 
 class SavingAhead:
-    """Orders copies of what goes next."""
+    """Orders copies of pages that will be evicted next."""
 
     __slots__ = ("_expected", "_host", "_tables", "_tree")
 
     def __init__(self, tables: Sequence[Table], tree: CheckpointTree, host: HostCache) -> None:
-        """Nothing was evicted.
+        """Start before any eviction.
 
         Args:
             tables: Page tables of the arena.
-            tree: Tells which checkpoints go next.
-            host: Where what is evicted goes.
+            tree: Says which checkpoints are evicted next.
+            host: Host memory, which receives evicted pages.
         """
         self._tables = tables
         self._tree = tree
@@ -62,9 +67,9 @@ class SavingAhead:
         self._expected = _Expected()
 
     def order(self) -> list[PageCopy]:
-        """Copies of what the next step is likely to evict, as far as it is new there.
+        """Return copies of pages that the next step will probably evict, if new in host memory.
 
-        Asked once in every step.
+        Call this once in every step.
         """
         most_bytes = self._expected.after_step(self._tree.num_lost_bytes)
         if not most_bytes:

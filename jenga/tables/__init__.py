@@ -1,1 +1,1 @@
-"""What the manager keeps of running requests, of page tables, and of the content of their pages."""
+"""The manager's records of running requests, page tables, and the content of pages."""

@@ -1,4 +1,4 @@
-"""What an arena can hold at all, before any request runs."""
+"""The capacity of an arena: the largest requests it can hold with no other request running."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from jenga.policies import LayerPolicy, RequestFacts
 
 
 class Capacity:
-    """How much of the arena one request takes at its peak."""
+    """Computes how much of the arena one request takes at its peak."""
 
     __slots__ = ("_geometry", "_num_large_pages", "_policies")
 
@@ -22,15 +22,15 @@ class Capacity:
     def peak_pages(
         self, num_tokens: int, *, chunk_tokens: int, facts: RequestFacts | None = None
     ) -> tuple[int, ...]:
-        """Most small pages of each page table that a request holds on its way to so many tokens.
+        """Return the most small pages of each page table that a request holds at a time.
 
         Args:
-            num_tokens: Tokens it ends with.
-            chunk_tokens: Tokens a step computes at most.
-            facts: Of the request; by default that all its tokens are prompt.
+            num_tokens: Number of tokens that the request ends with.
+            chunk_tokens: Most tokens that a step computes.
+            facts: Facts of the request. By default, all its tokens are prompt.
 
         Raises:
-            ValueError: A number is no integer of at least 0.
+            ValueError: A number is not an integer of at least 0.
         """
         check_count("num_tokens", num_tokens)
         check_count("chunk_tokens", chunk_tokens)
@@ -46,7 +46,7 @@ class Capacity:
         return tuple(peaks)
 
     def large_pages(self, small_pages: Sequence[int]) -> int:
-        """Large pages that hold so many small pages of each page table."""
+        """Return the number of large pages that hold the given small pages of each page table."""
         return sum(
             -(-count // table.small_pages_per_large_page)
             for count, table in zip(small_pages, self._geometry.page_tables, strict=True)
@@ -55,7 +55,7 @@ class Capacity:
     def can_ever_fit(
         self, num_tokens: int, *, chunk_tokens: int, facts: RequestFacts | None = None
     ) -> bool:
-        """Whether a request could reach so many tokens with the arena to itself."""
+        """Whether a request could reach `num_tokens` tokens with the arena to itself."""
         peaks = self.peak_pages(num_tokens, chunk_tokens=chunk_tokens, facts=facts)
         return self.large_pages(peaks) < self._num_large_pages
 
@@ -65,7 +65,8 @@ class Capacity:
         """Refuse a request that could never be held.
 
         Raises:
-            ValueError: It could not, even with the arena to itself; the message says by how much.
+            ValueError: The request would not fit even with the arena to itself. The message says by
+                how much.
         """
         peaks = self.peak_pages(num_tokens, chunk_tokens=chunk_tokens, facts=facts)
         needed = self.large_pages(peaks)
@@ -83,7 +84,11 @@ class Capacity:
         raise ValueError(msg)
 
     def max_tokens(self, *, chunk_tokens: int, limit_tokens: int) -> int:
-        """The longest request, all prompt and up to a limit, that the arena could hold.
+        """Return the length of the longest request, all of it prompt, that the arena could hold.
+
+        Args:
+            chunk_tokens: Most tokens that a step computes.
+            limit_tokens: Upper limit of the answer.
 
         Raises:
             ValueError: A number is not a positive integer.

@@ -1,4 +1,4 @@
-"""Whether the books of requests, allocator and prefix cache agree."""
+"""Checks that the records of requests, allocator and prefix cache agree."""
 
 from collections.abc import Iterable, Sequence
 
@@ -39,7 +39,7 @@ def check_request(request: Request, tables: Sequence[Table]) -> None:
 
 
 def check_table(table: Table, requests: Iterable[Request]) -> None:
-    """Raise `InvariantError` unless used pages are those of the requests, and cached ones live.
+    """Raise `InvariantError` unless requests use exactly the used pages, and cached ones are live.
 
     Args:
         table: The page table.

@@ -1,7 +1,7 @@
-"""Which content lies in which small page of one page table.
+"""The index from content to small pages, for one page table.
 
-A key names content: the hash of the tokens up to the end of a page, or of an image and a part of
-it. Equal keys mean equal bytes, in every layer stored there.
+A key names content: the hash of the tokens up to the end of a page, or the hash of an image and the
+number of a part of it. Equal keys mean equal bytes in every layer stored there.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -14,13 +14,14 @@ from jenga.tables.found_pages import FoundPages, PageRow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheChange:
-    """Content that can be found from now on, or no longer.
+    """Content that can be found from now on, or can no longer be found.
 
     Attributes:
-        table_index: The page table in which it lies.
-        is_found: Whether it can be found.
-        keys: Of the content; of what can be found from now on in the arena, keys of pages in a row.
-        is_on_host: Whether that is in host memory, and not in the arena.
+        table_index: Page table in which the content lies.
+        is_found: Whether it can be found from now on.
+        keys: Keys of the content. For content that can now be found in the arena, they are in the
+            order of its page table, without gaps.
+        is_on_host: Whether the change is in host memory, and not in the arena.
     """
 
     table_index: int
@@ -30,20 +31,21 @@ class CacheChange:
 
 
 class PrefixCache:
-    """Content keys of one page table's small pages, one page per key.
+    """Content keys of one page table's small pages. Each key has one page.
 
     Attributes:
-        keys: Small page -> key of its content, or None if nobody may find it.
+        keys: Small page -> key of its content, or None if no request may find it.
     """
 
     __slots__ = ("_pages", "_row", "keys")
 
     def __init__(self, num_pages: int, row: PageRow = range) -> None:
-        """Nothing cached.
+        """Create an empty index.
 
         Args:
-            num_pages: Small pages, whether held or not.
-            row: Gives the numbers of held pages in a row; best the same objects as handed out.
+            num_pages: Number of small pages, held by the page table or not.
+            row: Returns the numbers of consecutive held pages. It should return the same int
+                objects as the allocator hands out, which makes comparing fast.
         """
         self._pages: dict[Hashable, int] = {}
         self._row = row
@@ -53,14 +55,14 @@ class PrefixCache:
         return len(self._pages)
 
     def get(self, key: Hashable) -> int | None:
-        """The page of a key, None if there is none."""
+        """Return the page of a key, or None."""
         return self._pages.get(key)
 
     def find(self, keys: Sequence[Hashable]) -> FoundPages:
-        """The page of each key, None where there is none; looked up when asked for.
+        """Return the page of each key, or None, looked up only when an item is read.
 
         Args:
-            keys: Hashes, or else names of other types, None where there is no name.
+            keys: Hashes, or names of other types. None stands for a page without a name.
         """
         return FoundPages(self._pages, self.keys, self._row, keys)
 
@@ -69,11 +71,11 @@ class PrefixCache:
     ) -> dict[int, tuple[int, Hashable]]:
         """Let pages be found under keys.
 
-        Null pages, and keys that are None, are passed over. A key may come several times.
+        Null pages and keys that are None are skipped. A key may occur several times.
 
         Returns:
-            Pages that were found before -> the first page not entered under the same key, and the
-            key.
+            A dictionary with the pages that were already found under one of the keys. Its values
+            are the first page that was not entered because of that page, and the key.
         """
         page_of, key_of = self._pages.setdefault, self.keys
         others: dict[int, tuple[int, Hashable]] = {}
@@ -87,30 +89,30 @@ class PrefixCache:
         return others
 
     def enter_page(self, page: int, key: Hashable) -> bool:
-        """As `enter` for one page; whether it was entered."""
+        """Do the work of `enter` for one page. Return whether it was entered."""
         if page <= 0 or key is None or self._pages.setdefault(key, page) != page:
             return False
         self.keys[page] = key
         return True
 
     def move(self, key: Hashable, old: int, new: int) -> None:
-        """Let another page be found under a key; nobody finds the old one any more."""
+        """Let another page be found under a key. The old page is not found any more."""
         self._pages[key] = new
         self.keys[new], self.keys[old] = key, None
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Let cached pages no longer be found."""
+        """Make cached pages impossible to find."""
         page_of, key_of = self._pages, self.keys
         for page in pages:
             del page_of[key_of[page]]
             key_of[page] = None
 
     def clear(self) -> None:
-        """Let no page be found."""
+        """Make all pages impossible to find."""
         self.forget(list(self._pages.values()))
 
     def check(self) -> None:
-        """Raise `InvariantError` unless keys and pages name each other."""
+        """Raise `InvariantError` unless keys and pages refer to each other."""
         keyed = {key: page for page, key in enumerate(self.keys) if key is not None}
         if keyed != self._pages:
             msg = f"{len(self._pages)} keys lead to pages, {len(keyed)} pages have keys"
@@ -118,7 +120,7 @@ class PrefixCache:
 
 
 class RecordingCache(PrefixCache):
-    """A prefix cache that says what changes in it, in order."""
+    """A prefix cache that records its changes, in order."""
 
     __slots__ = ("_changes", "_is_on_host", "_table_index")
 
@@ -131,14 +133,14 @@ class RecordingCache(PrefixCache):
         *,
         is_on_host: bool = False,
     ) -> None:
-        """As `PrefixCache`.
+        """Create an empty index.
 
         Args:
-            num_pages: Small pages, whether held or not.
-            row: Gives the numbers of held pages in a row.
+            num_pages: Number of small pages, held by the page table or not.
+            row: Returns the numbers of consecutive held pages.
             table_index: The page table.
-            changes: Where to note them.
-            is_on_host: Whether its pages are of host memory.
+            changes: List to which changes are appended.
+            is_on_host: Whether the pages are those of host memory.
         """
         super().__init__(num_pages, row)
         self._table_index = table_index
@@ -148,7 +150,7 @@ class RecordingCache(PrefixCache):
     def enter(
         self, pages: Sequence[int], keys: Sequence[Hashable]
     ) -> dict[int, tuple[int, Hashable]]:
-        """See `PrefixCache`; what had a page under its key was found before."""
+        """See `PrefixCache`. A key that had a page before is no change."""
         known = {None, *(key for key in keys if key in self._pages)}
         is_new: list[bool] = []
         for page, key in zip(pages, keys, strict=True):
@@ -162,7 +164,7 @@ class RecordingCache(PrefixCache):
         return others
 
     def enter_page(self, page: int, key: Hashable) -> bool:
-        """See `PrefixCache`; what had a page under its key was found before."""
+        """See `PrefixCache`. A key that had a page before is no change."""
         was_found = key in self._pages
         is_entered = super().enter_page(page, key)
         if is_entered and not was_found:

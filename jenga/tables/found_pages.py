@@ -1,4 +1,4 @@
-"""Pages of content keys, looked up as far as somebody asks."""
+"""Pages of content keys, looked up only as far as they are read."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from sys import maxsize
@@ -7,21 +7,27 @@ from typing import overload
 from jenga.arena.page_runs import row_end
 
 PageRow = Callable[[int, int], Sequence[int]]
-"""Gives the numbers of pages in a row, from the first to one past the last."""
+"""Function that returns the numbers of consecutive pages, from the first to one past the last."""
 
 FIRST_LOOKED_UP = 4
-"""Keys looked up together at first; then twice as many, until their pages are in a long row."""
+"""Number of keys looked up together at first.
+
+It doubles with each further lookup, until the pages found are in a long row.
+"""
 
 LONG_ROW = 64
-"""Pages of a row that is followed in less time than its keys are looked up, even just used ones."""
+"""Number of consecutive pages from which comparing keys takes less time than looking them up.
+
+This holds even for keys that were used just before.
+"""
 
 
 class FoundPages(Sequence[int | None]):
-    """Pages of keys, looked up when asked for: a window needs the last few of many.
+    """Pages of keys, looked up when they are read. A window needs only the last few of many.
 
-    What was computed together lies in a row, mostly. So keys that follow those of a row are
-    compared with the keys of the pages that follow: these lie side by side, while a dictionary of
-    all that is cached is read here and there.
+    Pages that were computed together are usually consecutive. The keys after such a row are
+    therefore compared with the keys of the pages that follow. These lie side by side in memory,
+    while a lookup in the dictionary of all cached content reads scattered addresses.
     """
 
     __slots__ = ("_get", "_key_of", "_keys", "_known", "_known_start", "_num_before_gap", "_row")
@@ -33,13 +39,13 @@ class FoundPages(Sequence[int | None]):
         row: PageRow,
         keys: Sequence[Hashable],
     ) -> None:
-        """Nothing looked up.
+        """Create the sequence without looking anything up.
 
         Args:
             pages: Key -> page.
             key_of: Page -> key, or None.
-            row: Gives the numbers of pages in a row.
-            keys: To look up: hashes, or else names of other types, None where there is no name.
+            row: Returns the numbers of consecutive pages.
+            keys: Keys to look up: hashes, or names of other types. None stands for no name.
         """
         self._get = pages.get
         self._key_of = key_of
@@ -66,7 +72,7 @@ class FoundPages(Sequence[int | None]):
         return self._known[start - self._known_start : end - self._known_start]
 
     def index(self, value: int | None, start: int = 0, stop: int = maxsize) -> int:
-        """The first place of a page, or of None; keys are looked up as far as that."""
+        """Return the first place of a page, or of None. Keys are looked up as far as that place."""
         if value is not None:
             return super().index(value, start, stop)
         if start:
@@ -88,12 +94,12 @@ class FoundPages(Sequence[int | None]):
         return len(found)
 
     def _look_up(self, start: int, end: int) -> Iterator[tuple[Sequence[int | None], bool]]:
-        """Pages of keys in order, with whether they are in a row, so that none is missing."""
+        """Yield pages of keys in order, and whether they are consecutive, with none missing."""
         keys = self._keys
         num_asked, row_pages = FIRST_LOOKED_UP, LONG_ROW
         while start < end:
             if row_pages >= LONG_ROW and (page := self._get(keys[start])) is not None:
-                # Where one long row ends another begins, mostly.
+                # Usually another long row begins where one ends.
                 row_pages = self._row_pages(start, page, end, row_pages)
                 if row_pages > 1:
                     yield self._row(page, page + row_pages), True
@@ -113,17 +119,18 @@ class FoundPages(Sequence[int | None]):
                 start += row_pages
 
     def _row_pages(self, start: int, page: int, end: int, guess: int) -> int:
-        """How many pages from one on have the keys from one on.
+        """Count the consecutive pages whose keys are the given ones.
 
         Args:
-            start: The first key.
-            page: The first page, the one of that key if there is any.
-            end: One past the last key.
-            guess: How many keys to compare at once, at first: rows are often as long as before.
+            start: Index of the first key.
+            page: The first page, which is the page of that key if the key has one.
+            end: Index past the last key.
+            guess: Number of keys to compare at once at first. Rows are often as long as the one
+                before.
         """
         keys, key_of = self._keys, self._key_of
         if start == end or not isinstance(keys[start], bytes):
-            # Names may be None, as that of a page without content is: hashes never are.
+            # Names may be None, as for a page without content. Hashes never are.
             return 0
         known = min(guess, end - start)
         if keys[start : start + known] != key_of[page : page + known]:
@@ -131,7 +138,7 @@ class FoundPages(Sequence[int | None]):
         return row_end(keys, start + known, key_of, page + known, end) - start
 
     def _learn(self, start: int, end: int) -> None:
-        """Look keys up and keep what is found, with what is known already if that is next to it."""
+        """Look keys up and store their pages, joined to the stored ones if these are adjacent."""
         known_start, known_end = self._known_start, self._known_start + len(self._known)
         if known_start <= start <= known_end:
             if end > known_end:
@@ -144,7 +151,7 @@ class FoundPages(Sequence[int | None]):
             self._known_start = start
 
     def _pages(self, start: int, end: int) -> list[int | None]:
-        """As `_look_up`, in one list."""
+        """Return the pages of `_look_up` in one list."""
         found: list[int | None] = []
         for pages, _ in self._look_up(start, end):
             found += pages

@@ -1,7 +1,7 @@
-"""How a request's page tables grow with its tokens, and shrink as windows pass.
+"""Growth of a request's page tables with its tokens, and their shrinking as windows pass.
 
-A request notes for how many tokens its pages suffice and when the next of them is given up, so that
-most steps of decoding ask no page table at all.
+A request stores how many tokens its pages suffice for, and when its next page is given up. Most
+decode steps therefore query no page table at all.
 """
 
 from collections.abc import Sequence
@@ -14,41 +14,44 @@ from jenga.tables.page_table import Table
 from jenga.tables.request import MISSING, Request
 
 APART_LARGE_PAGES = 32
-"""Large pages of a request beside which one that is half empty does not matter."""
+"""Size in large pages from which a request may open large pages of its own.
+
+For such a request, one large page that is half empty hardly matters.
+"""
 
 
 class Growth:
-    """What requests need, put into their page tables and give up."""
+    """Computes how many pages requests need, appends new pages, and gives up old ones."""
 
     __slots__ = ("_apart_pages", "_capacity", "_long_pages", "_tables")
 
     def __init__(self, tables: Sequence[Table], capacity: Capacity) -> None:
-        """For requests of one arena.
+        """Create it for the requests of one arena.
 
         Args:
             tables: All page tables.
-            capacity: What the arena can hold at all.
+            capacity: Computes the peak of a request.
         """
         self._tables = tables
         self._capacity = capacity
-        # Per page table its small pages in a large page, where long requests open their own.
+        # For each page table, its small pages in a large page, where long requests open their own.
         self._apart_pages = [
             table.pages.pages_per_large
             if table.pages.pages_per_large > 1 and table.cache is not None
             else 0
             for table in tables
         ]
-        # How many a request has from which on it counts as long.
+        # Number of small pages from which a request counts as long.
         self._long_pages = [APART_LARGE_PAGES * pages or NEVER for pages in self._apart_pages]
 
     def give_up(self, request: Request, num_processed_tokens: int) -> None:
-        """Give up pages out of every future window, at the time of the step before.
+        """Give up pages that are outside every future window. They count as last used a step ago.
 
-        There are none before the request's `shrinks_at`.
+        No page is given up before `request.shrinks_at` processed tokens.
         """
         request.num_processed_tokens = num_processed_tokens
         facts = request.facts
-        # More are processed than there are slots for only when a request comes in with a hit.
+        # Only a request that is admitted with a hit has more processed tokens than slots.
         num_tokens = request.num_tokens or num_processed_tokens
         for index, release in enumerate(request.releases):
             if num_processed_tokens < release:
@@ -60,7 +63,7 @@ class Growth:
             pages, first = request.pages[index], request.first[index]
             num_pages = len(pages)
             if first < start:
-                # A request may come in with its first tokens out of the window already.
+                # A request may start with its first tokens already outside the window.
                 if num_pages < start:
                     pages.extend([NULL_PAGE] * (start - num_pages))
                 if pages[start - 1] != NULL_PAGE:
@@ -77,7 +80,7 @@ class Growth:
         request.shrinks_at = min(request.releases)
 
     def _measure(self, request: Request, table: Table) -> None:
-        """Note for how many tokens a page table's pages suffice."""
+        """Store for how many tokens the pages of a page table suffice."""
         pages = request.pages[table.index]
         request.max_tokens[table.index] = table.policy.max_tokens(
             request.facts, request.num_processed_tokens, len(pages) * table.grain.page_slots
@@ -87,7 +90,7 @@ class Growth:
         request.grows_at = min(request.max_tokens) + 1
 
     def needs(self, request: Request, num_tokens: int) -> list[int]:
-        """Small pages to take in each page table for so many tokens."""
+        """Return the small pages to take in each page table for `num_tokens` tokens."""
         needs = [0] * len(self._tables)
         for index, max_tokens in enumerate(request.max_tokens):
             if num_tokens > max_tokens:
@@ -103,11 +106,11 @@ class Growth:
     def apart(
         self, request: Request, needs: Sequence[int], expected: Sequence[int]
     ) -> Sequence[int]:
-        """Small pages expected, so many that a long request opens large pages of its own.
+        """Raise the expected small pages, so that a long request opens large pages of its own.
 
-        Pages that several requests have in one large page leave the cache together, and then most
-        of them too early or too late. Samples of one prompt share large pages all the same, until
-        each has filled one with pages of its own.
+        Pages of several requests in one large page are evicted together, and then most of them too
+        early or too late. Parallel samples of one prompt still share large pages, until each sample
+        has filled one with its own pages.
         """
         for index, need in enumerate(needs):
             if need and self._is_apart(request, index, need):
@@ -116,17 +119,18 @@ class Growth:
         return expected
 
     def _is_apart(self, request: Request, index: int, need: int) -> bool:
-        """Whether a request is long, and has or takes enough pages of its own for a large page."""
+        """Whether a request is long, and has or takes enough own pages to fill a large page."""
         num_pages = len(request.pages[index])
         num_own = num_pages - request.found[index] + need
         return num_pages >= self._long_pages[index] and num_own >= self._apart_pages[index]
 
     def next_needs(self, request: Request, num_tokens: int) -> list[tuple[int, int, int]] | None:
-        """What `needs` and `apart` say where no page table needs more than one page.
+        """Return the answers of `needs` and `apart` if no page table needs more than one page.
 
         Returns:
-            Of each page table that needs one: its index, the small pages expected, and the tokens
-            for which its pages suffice then. None if more pages are needed, or missing.
+            For each page table that needs a page, its index, the expected small pages, and the
+            tokens for which its pages then suffice. None if more pages are needed, or if one is
+            missing.
         """
         found: list[tuple[int, int, int]] = []
         for index, max_tokens in enumerate(request.max_tokens):
@@ -151,10 +155,18 @@ class Growth:
         chunk_tokens: int,
         full_tokens: int,
     ) -> list[int]:
-        """Small pages to take beyond those held until `full_tokens` tokens, at the peak.
+        """Return the small pages still to take before `full_tokens` tokens, at the peak.
 
-        A page held counts against the peak if it will be touched to the end, or if giving it up
-        makes room for another: not if someone else goes on using it.
+        A held page counts against the peak if the request touches it until the end, or if giving it
+        up makes room for another page. It makes no room if another request goes on using it.
+
+        Args:
+            request: The request.
+            found: At admission, for each page table, the small pages of the hit. None for a running
+                request.
+            needs: Small pages that it takes in this step.
+            chunk_tokens: Most tokens that a step computes.
+            full_tokens: Number of tokens to reach.
         """
         facts = request.facts
         peaks = self._capacity.peak_pages(full_tokens, chunk_tokens=chunk_tokens, facts=facts)
@@ -176,7 +188,7 @@ class Growth:
         return further
 
     def append(self, request: Request, taken: Sequence[list[int]]) -> None:
-        """Put pages taken where they are missing, the others at the end."""
+        """Put new pages into the gaps of the page tables first, and append the others."""
         for index, new_pages in enumerate(taken):
             if not new_pages:
                 continue

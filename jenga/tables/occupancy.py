@@ -1,4 +1,4 @@
-"""What running requests hold of an arena: every question whose answer changes nothing."""
+"""The memory that running requests hold: all questions that change nothing."""
 
 from jenga.arena.allocator import Allocator
 from jenga.checks import check_count
@@ -11,21 +11,21 @@ from jenga.tables.stats import LargePageCounts, MemoryReport, check_memory, tabl
 
 
 class Holdings:
-    """Running requests with their page tables, as they are.
+    """Running requests and their page tables, read only.
 
     Attributes:
-        geometry: How the arena is cut.
-        num_large_pages: Large pages of the arena, the null page included.
-        capacity: What the arena can hold at all.
+        geometry: Sizes of large and small pages, and the page tables.
+        num_large_pages: Number of large pages of the arena, including the null page.
+        capacity: Computes the largest requests that the arena can hold.
     """
 
     def __init__(self, geometry: Geometry, allocator: Allocator, tables: tuple[Table, ...]) -> None:
-        """No request.
+        """Create it without requests.
 
         Args:
-            geometry: How the arena is cut.
-            allocator: Books of its pages.
-            tables: Its page tables.
+            geometry: Sizes of large and small pages, and the page tables.
+            allocator: Allocator of the arena.
+            tables: Page tables of the arena.
         """
         self.geometry = geometry
         self.num_large_pages = allocator.large_pages.num_pages
@@ -49,7 +49,7 @@ class Holdings:
         return self._tables[table_index]
 
     def page_table(self, request_id: str, table_index: int) -> list[int]:
-        """A request's small pages in order; the null page where given up.
+        """Return a request's small pages in order, with the null page where a page was given up.
 
         Raises:
             ValueError: There is no such request or page table.
@@ -57,7 +57,7 @@ class Holdings:
         return list(self._running(request_id).pages[self._table(table_index).index])
 
     def page_tables(self, request_id: str) -> tuple[list[int], ...]:
-        """All page tables of a request."""
+        """Return all page tables of a request."""
         return tuple(list(pages) for pages in self._running(request_id).pages)
 
     def is_running(self, request_id: str) -> bool:
@@ -65,7 +65,7 @@ class Holdings:
         return request_id in self._requests
 
     def request_tokens(self) -> dict[str, int]:
-        """Running request -> tokens it has slots for."""
+        """Return the number of tokens that each running request has slots for."""
         return {request_id: request.num_tokens for request_id, request in self._requests.items()}
 
     @property
@@ -74,21 +74,22 @@ class Holdings:
         return not self._requests
 
     def committed_tokens(self, request_id: str) -> int:
-        """Tokens of a request whose full pages others may find."""
+        """Return the number of tokens of a request whose full pages other requests can find."""
         return self._running(request_id).committed_tokens
 
     @property
     def usage(self) -> float:
-        """Share of the arena's large pages that hold something a running request uses."""
+        """Share of the arena's large pages in which a running request uses a small page."""
         usable = self.num_large_pages - 1
         return (usable - self._allocator.large_pages.num_available) / usable
 
     @property
     def growth_large_pages(self) -> int:
-        """Large pages from which every running request could take one more page of each table.
+        """Number of large pages that let every running request take one more page of each table.
 
-        To leave to them when a request comes in again that was preempted: where it takes the last
-        large page, the next request to grow sends it away, and all it computed is lost once more.
+        Leave this many free when a preempted request is admitted again. If it took the last large
+        page, the next request to grow would preempt it, and all that it computed would be lost once
+        more.
         """
         num_requests = len(self._requests)
         return sum(
@@ -98,15 +99,15 @@ class Holdings:
         )
 
     def can_ever_fit(self, num_tokens: int, *, chunk_tokens: int) -> bool:
-        """Whether a request could reach so many tokens with the arena to itself.
+        """Whether a request could reach `num_tokens` tokens with the arena to itself.
 
         Raises:
-            ValueError: A number is no integer of at least 0.
+            ValueError: A number is not an integer of at least 0.
         """
         return self.capacity.can_ever_fit(num_tokens, chunk_tokens=chunk_tokens)
 
     def memory(self) -> MemoryReport:
-        """Where every byte of the arena is."""
+        """Return where every byte of the arena is."""
         large_page_bytes = self.geometry.large_page_bytes
         return MemoryReport(
             tables=tuple(table_memory(table, self._requests.values()) for table in self._tables),
@@ -115,14 +116,14 @@ class Holdings:
         )
 
     def large_page_counts(self) -> LargePageCounts:
-        """Large pages by state, the null page left out."""
+        """Return the number of large pages in each state, without the null page."""
         large_pages = self._allocator.large_pages
         num_free, num_cached = large_pages.num_empty, large_pages.reclaimable.num_queued
         num_held = self.num_large_pages - 1 - num_free - num_cached
         return LargePageCounts(free=num_free, held=num_held, cached=num_cached)
 
     def check(self) -> None:
-        """Raise `InvariantError` unless the books of requests, allocator and cache agree."""
+        """Raise `InvariantError` unless requests, allocator and cache agree."""
         self._allocator.check()
         for request in self._requests.values():
             check_request(request, self._tables)

@@ -1,4 +1,4 @@
-"""One page table with everything the manager keeps for it."""
+"""A page table with the manager's data about it: policy, small pages, content and pins."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,17 +20,18 @@ class Table:
     """A page table: its geometry, its layer type's policy, its small pages and their content.
 
     Attributes:
-        index: Its place in the geometry.
-        spec: Its geometry.
-        policy: What its layer type answers.
-        grain: The units it is filled and cached in.
-        pages: Which of its small pages are used, evictable and empty.
-        cache: What lies in them; None where nothing is kept for others.
-        clock: Gives ranks to pages that lose their last user.
-        pins: Small page -> checkpoints that need it.
-        owners: Small page -> the checkpoint whose segment has it, in page tables of whole prefixes.
-        orphans: Small pages that requests used when their checkpoint was evicted to host memory;
-            they are copied there when they are evicted themselves.
+        index: Place of the page table in the geometry.
+        spec: Geometry of the page table.
+        policy: Rules of its layer type.
+        grain: Units in which it is filled and cached: slots of a page, tokens of a hash.
+        pages: Records which of its small pages are used, evictable or empty.
+        cache: Index of the content of its small pages. None without prefix caching.
+        clock: Gives ranks in the eviction queue to pages that lose their last user.
+        pins: Small page -> number of checkpoints that need it.
+        owners: Small page -> the checkpoint whose segment contains it, or None. Filled only in page
+            tables that keep whole prefixes.
+        orphans: Small pages that requests still used when their checkpoint was evicted to host
+            memory. They are copied there when they are evicted themselves.
     """
 
     index: int
@@ -46,29 +47,29 @@ class Table:
     _slot: list[int] = field(default_factory=list[int])
 
     def pages_for(self, slots: range) -> range:
-        """Numbers of the pages in which slots lie."""
+        """Return the numbers of the pages that contain the given slots."""
         page_slots = self.grain.page_slots
         return range(slots.start // page_slots, -(-slots.stop // page_slots))
 
     # Content
 
     def page_of(self, key: Hashable) -> int | None:
-        """The page that is cached under a key, if there is one."""
+        """Return the page that is cached under a key, or None."""
         return self.cache.get(key) if self.cache is not None else None
 
     def keys_of(self, pages: Sequence[int]) -> list[Hashable]:
-        """Keys of the content of pages, None where nobody may find it."""
+        """Return the key of each page's content, None where no request may find it."""
         keys = self.cache.keys if self.cache is not None else ()
         return [keys[page] for page in pages]
 
     def enter(self, request: Request, prefix_hashes: Sequence[bytes], end: int) -> bool:
-        """Let others find the pages of a request that are not committed yet, up to one of them.
+        """Let other requests find a request's pages from its first uncommitted one up to `end`.
 
-        Where an older page has the same content and nobody uses it, the new page takes its place
-        and the older one becomes empty. Pages that no hash names yet wait for theirs.
+        If another, unused page already holds the same content, the index points to the new page
+        from now on, and the old one becomes empty. Pages without a hash yet are committed later.
 
         Returns:
-            Whether older pages went.
+            Whether older pages were replaced.
         """
         start = request.committed[self.index]
         if self.cache is None or start >= end:
@@ -83,7 +84,7 @@ class Table:
             return False
         number_of = dict(zip(pages, range(start, start + len(pages)), strict=True))
         replaced: list[int] = []
-        # One content may occur twice in a request: its older page is replaced once.
+        # The same content may occur twice in a request. Its older page is replaced once.
         for old, (page, key) in others.items():
             if self.pages.stamps[old] >= 0:
                 if self.pins[old] and not self._replace_owned(old, page, number_of[page]):
@@ -98,7 +99,7 @@ class Table:
         return bool(replaced)
 
     def enter_missing(self, request: Request, end: int) -> bool:
-        """As `enter`, for pages up to one that others cannot find although they are committed.
+        """Let other requests find committed pages before `end` that they cannot find so far.
 
         Returns:
             Whether there were any.
@@ -122,7 +123,10 @@ class Table:
         return bool(missing)
 
     def _replace_owned(self, old: int, page: int, number: int) -> bool:
-        """Let a checkpoint have another page of the same content; False if others need the old."""
+        """Replace a checkpoint's page by another page of the same content.
+
+        Return False if other checkpoints need the old page, or if it belongs to no segment.
+        """
         owner = self.owners[old] if self.owners else None
         if owner is None or self.pins[old] > 1:
             return False
@@ -133,18 +137,18 @@ class Table:
         return True
 
     def enter_state(self, page: int, key: Hashable) -> None:
-        """Let others find a state that was kept in a page of its own."""
+        """Let other requests find a state that was kept in a page of its own."""
         if self.cache is not None:
             self.cache.enter_page(page, key)
 
     def forget(self, page: int) -> None:
-        """Let a cached page no longer be found."""
+        """Make a cached page impossible to find."""
         if self.cache is not None:
             self.cache.forget([page])
             self.orphans.discard(page)
 
     def discard(self, pages: Sequence[int]) -> None:
-        """Let cached pages be empty that nobody uses and no checkpoint needs any more."""
+        """Empty cached pages that no request uses and no checkpoint needs any more."""
         if self.cache is not None:
             self.cache.forget(pages)
             self.orphans.difference_update(pages)
@@ -152,12 +156,12 @@ class Table:
             self.pages.num_evicted_whole += len(pages)
 
     def evicted_orphans(self) -> list[int]:
-        """Evicted pages that can still be found and are to go to host memory, in text order."""
-        # Of pages that lost their user together, the end of the text is evicted first.
+        """Return evicted orphans that can still be found, in text order, to copy to host memory."""
+        # Pages that lost their user together are evicted from the end of the text.
         return [page for page in reversed(self.pages.evicted) if page in self.orphans]
 
     def forget_evicted(self) -> None:
-        """Let evicted pages no longer be found."""
+        """Make evicted pages impossible to find."""
         if self.pages.evicted and self.cache is not None:
             self.cache.forget(self.pages.evicted)
             self.orphans.difference_update(self.pages.evicted)
@@ -166,14 +170,14 @@ class Table:
     # Users
 
     def end(self, request: Request) -> None:
-        """Take a request that ends from the pages it has left."""
+        """Release the pages that an ending request still has."""
         index = self.index
         first = request.first[index]
         num_found = max(0, request.found[index] - first)
         self.leave_pages(request.pages[index][first:], num_cached=num_found)
 
     def leave_pages(self, pages: Sequence[int], *, num_cached: int = 0) -> None:
-        """Take one user from each page; cached ones become evictable then, others empty.
+        """Remove one user from each page. Unused pages become evictable if cached, else empty.
 
         Args:
             pages: The pages.
@@ -207,21 +211,27 @@ class Table:
     # Checkpoints
 
     def begin_segments(self, slot: int) -> None:
-        """Let checkpoints have segments of this page table, at a place in their lists."""
+        """Let checkpoints have segments of this page table, at index `slot` of their lists."""
         self._slot.append(slot)
         self.owners.extend([None] * len(self.pins))
 
     def own(
         self, pages: Sequence[int], before: Checkpoint | None, owner: Checkpoint | None
     ) -> None:
-        """Record whose segment has pages, for those that were of one checkpoint, or of none."""
+        """Change the checkpoint whose segment contains pages, for pages that belong to `before`.
+
+        Args:
+            pages: The pages.
+            before: The checkpoint that they belong to so far. None for pages of no segment.
+            owner: The checkpoint that they belong to from now on, or None.
+        """
         owners = self.owners
         for page in pages:
             if owners[page] is before:
                 owners[page] = owner
 
     def pin(self, pages: Sequence[int]) -> int:
-        """Record that a checkpoint needs pages; how many of them no other one needs."""
+        """Record that a checkpoint needs pages. Return how many no other checkpoint needs."""
         pins, stamps = self.pins, self.pages.stamps
         new: list[int] = []
         for page in pages:
@@ -234,7 +244,11 @@ class Table:
         return len(new)
 
     def unpin(self, pages: Sequence[int]) -> list[int]:
-        """Record that a checkpoint needs pages no more; those that nobody needs or uses now."""
+        """Record that a checkpoint no longer needs pages.
+
+        Returns:
+            The pages that no checkpoint needs and no request uses now.
+        """
         pins, stamps = self.pins, self.pages.stamps
         unused: list[int] = []
         for page in pages:
@@ -244,16 +258,16 @@ class Table:
         return unused
 
     def unpin_all(self) -> None:
-        """Forget which checkpoints need pages; their ranks are not touched."""
+        """Forget which checkpoints need pages. Ranks in the eviction queue stay as they are."""
         self.pins[:] = [0] * len(self.pins)
         self.owners[:] = [None] * len(self.owners)
         self.orphans.clear()
 
     def check_pins(self, expected: Mapping[int, int]) -> None:
-        """Raise `InvariantError` unless pages are needed so, and ranked by it.
+        """Raise `InvariantError` unless pins are as expected, and ranks agree with them.
 
         Args:
-            expected: Page -> checkpoints that need it, for those that any needs.
+            expected: Page -> number of checkpoints that need it, for all needed pages.
         """
         pinned = {page: count for page, count in enumerate(self.pins) if count}
         if pinned != expected:
@@ -280,17 +294,17 @@ def build_tables(
     prefix_caching: bool,
     changes: list[CacheChange] | None = None,
 ) -> tuple[Table, ...]:
-    """The page tables of a geometry.
+    """Build the page tables of a geometry.
 
     Args:
-        geometry: How the arena is cut.
-        allocator: Where their pages come from.
-        hash_tokens: Tokens that each further prefix hash covers.
-        prefix_caching: Whether content is kept for others.
-        changes: Where to note what can be found and what no longer; None not to.
+        geometry: Sizes of large and small pages, and the page tables.
+        allocator: Allocator of their pages.
+        hash_tokens: Number of tokens that each further prefix hash covers.
+        prefix_caching: Whether content stays cached for other requests.
+        changes: List to which changes of cached content are appended. None records no changes.
 
     Raises:
-        ValueError: Pages and prefix hashes do not divide each other, with prefix caching on.
+        ValueError: With prefix caching, neither of page size and `hash_tokens` divides the other.
     """
     tables: list[Table] = []
     clock = RankClock()

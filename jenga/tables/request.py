@@ -1,4 +1,4 @@
-"""What the manager keeps of a running request, and what it hands out."""
+"""A running request as the manager stores it, and the values that the manager hands out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,24 +9,24 @@ from jenga.eviction.points import Kind, Past
 from jenga.policies import RequestFacts
 
 MISSING = -1
-"""In a page table: a page still to be allocated, among pages that were found in the cache."""
+"""Entry of a page table whose page must still be allocated, among pages found in the cache."""
 
 
 def host_page(page: int) -> int:
-    """What a page of host memory is known by where other pages are the arena's, and the reverse."""
+    """Convert a page of host memory to its mark in a page table of arena pages, or back."""
     return MISSING - page
 
 
 def is_on_host(page: int) -> bool:
-    """Whether what is in a hit's page table stands for a page of host memory."""
+    """Whether an entry of a hit's page table stands for a page of host memory."""
     return page < MISSING
 
 
 Version = tuple[object, int, int]
-"""A state of a cache: whose it is, and how often that has lost pages in two ways."""
+"""State of a cache: an object that identifies its manager, and two counts of lost pages."""
 
 NO_LIMIT = -1
-"""Index of the page table that limits a prefix hit, where none does."""
+"""Value of `PrefixHit.limit` if no page table limits the hit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,17 +34,20 @@ class PrefixHit:
     """The longest cached prefix of a request, valid until pages are evicted.
 
     Attributes:
-        num_tokens: Its tokens.
-        asked_tokens: Tokens it could have had.
-        branch_tokens: Tokens it would have if windows and states were kept everywhere.
-        limit: Index of the page table that allows no more, or `NO_LIMIT`.
-        pages: Its small pages per page table: the null page where no later token reads, `MISSING`
-            where one must be allocated; `is_on_host` tells of those that must be allocated and
-            loaded. Of page tables whose pages are written over, the pages to copy from.
-        has_missing: Per page table, whether one must be allocated.
-        facts: Of the request.
-        prefix_hashes: Of the request.
-        version: The state of the cache in which this was found.
+        num_tokens: Number of tokens of the prefix.
+        asked_tokens: Number of tokens that it could have had.
+        branch_tokens: Number of tokens that it would have if windows and states were kept
+            everywhere.
+        limit: Index of the page table that allows no longer prefix, or `NO_LIMIT`.
+        pages: Small pages of the prefix, for each page table. In page tables that requests write
+            over, these are the pages to copy from. Other entries are:
+            - the null page, where no later token reads;
+            - `MISSING`, where a page must be allocated;
+            - a mark for which `is_on_host` is true, where a page must be allocated and loaded.
+        has_missing: For each page table, whether a page must be allocated.
+        facts: Facts of the request.
+        prefix_hashes: Prefix hashes of the request.
+        version: State of the cache in which this was found.
     """
 
     num_tokens: int
@@ -59,7 +62,7 @@ class PrefixHit:
 
 
 class CopyPath(Enum):
-    """From where to where a copy goes."""
+    """Source and target memory of a copy."""
 
     IN_ARENA = auto()
     TO_HOST = auto()
@@ -68,13 +71,13 @@ class CopyPath(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageCopy:
-    """A copy to make, before any kernel of the next step runs and in the order of their issue.
+    """A copy to make before any kernel of the next step runs, in the order of issue.
 
     Attributes:
         table_index: Page table of both pages.
         source: Page to copy from.
         target: Page to copy to.
-        path: Which of them is in host memory, if one is.
+        path: Whether one of the pages is in host memory, and which one.
     """
 
     table_index: int
@@ -87,34 +90,37 @@ class Request:
     """A running request.
 
     Attributes:
-        owner: Its number as an owner of pages.
-        facts: What is known of it from its arrival on.
-        num_tokens: Tokens it has slots for.
-        num_processed_tokens: Tokens whose step is over.
-        expected_tokens: Tokens it is certain to reach.
-        step: The last step it took part in.
-        pages: Per page table, its small pages in order; the null page where given up.
-        has_missing: Per page table, whether pages are still `MISSING`.
-        first: Per page table, its first page not given up.
-        found: Per page table, its first pages that were found in the cache; 0 if not all were.
-        committed: Per page table, pages entered into the cache, or too late for it.
-        committed_tokens: Tokens whose content is final.
-        prefix_hashes: Hash i is of its first `(i + 1) * hash_tokens` tokens, as far as known.
-        hit_tokens: Where it started from.
-        branch_tokens: Where it left what others have computed.
+        owner: Number under which the allocator knows it as an owner of pages.
+        facts: Facts that are known from its arrival on.
+        num_tokens: Number of tokens it has slots for.
+        num_processed_tokens: Number of tokens whose step is over.
+        expected_tokens: Number of tokens it is certain to reach.
+        step: Last step it took part in.
+        pages: For each page table, its small pages in order, with the null page where given up.
+        has_missing: For each page table, whether some pages are still `MISSING`.
+        first: For each page table, the number of its first page that is not given up.
+        found: For each page table, the number of first pages that were found in the cache. 0 if
+            some were missing.
+        committed: For each page table, the number of pages that were entered into the cache, or are
+            too late for it.
+        committed_tokens: Number of tokens whose content is final.
+        prefix_hashes: Hash i covers its first `(i + 1) * hash_tokens` tokens, as far as known.
+        hit_tokens: Number of tokens of the hit it started from.
+        branch_tokens: Number of tokens after which it parts from what others have computed.
         is_packed: Whether it opens no large page that it can do without.
-        stand: The last checkpoint on its text, which it keeps in the tree; None before admission.
-        past: Of the points that it leaves.
-        plan: Tokens after which it leaves checkpoints -> of which kind.
-        num_passed: Tokens up to which it has left its checkpoints, or can leave none any more.
-        pending: Tokens -> states kept there for a checkpoint that is not made yet: index of a page
-            table, and the page.
-        answer: The checkpoint that it left last in what it generated.
-        max_tokens: Per page table, tokens its pages suffice for.
-        releases: Per page table, processed tokens at which a page is given up.
-        grows_at: Tokens for which a page table needs a page more.
-        shrinks_at: Processed tokens at which a page table gives up a page.
-        commits_at: Final tokens at which a page table may have a page more to commit.
+        stand: Last checkpoint on its text, which it keeps in the tree. None before admission.
+        past: Past of the points that it leaves, which says what is known about their readers.
+        plan: Number of tokens after which it leaves a checkpoint -> kind of the checkpoint.
+        num_passed: Number of tokens up to which its checkpoints were made, or can no longer be
+            made.
+        pending: Number of tokens -> states kept there for a checkpoint that is not made yet. Each
+            is the index of a page table, and a page.
+        answer: Checkpoint that it left last in its generated tokens.
+        max_tokens: For each page table, the number of tokens that its pages suffice for.
+        releases: For each page table, the number of processed tokens at which a page is given up.
+        grows_at: Number of tokens from which some page table needs another page.
+        shrinks_at: Number of processed tokens at which some page table gives up a page.
+        commits_at: Number of final tokens at which some page table may have another page to commit.
     """
 
     __slots__ = (
@@ -173,10 +179,10 @@ class Request:
 def new_facts(
     hit: PrefixHit | None, facts: RequestFacts | None, *, prompt_tokens: int
 ) -> RequestFacts:
-    """Facts of a request that comes in: those given, those of its hit, or of text alone.
+    """Return the facts of a new request: those given, those of its hit, or those of text alone.
 
     Raises:
-        ValueError: Those given are not those of the hit.
+        ValueError: The given facts differ from those of the hit.
     """
     if facts is None:
         return RequestFacts(prompt_tokens=prompt_tokens) if hit is None else hit.facts

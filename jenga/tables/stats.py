@@ -1,4 +1,4 @@
-"""What the manager reports: where every byte of the arena is, and what the cache was worth."""
+"""Reports of the manager: where every byte of the arena is, and what the cache saved."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ class TableMemory:
     """Bytes of the large pages that one page table holds.
 
     Attributes:
-        name: The page table's name.
+        name: Name of the page table.
         used_bytes: Slots that the next token of a running request reads or writes.
-        useless_bytes: The rest of used small pages: padding, slots not yet written, slots out of
-            every window.
+        useless_bytes: Rest of the used small pages: padding, slots not written yet, and slots
+            outside every window.
         evictable_bytes: Cached small pages that no running request uses.
         empty_bytes: Small pages that hold nothing.
     """
@@ -30,18 +30,18 @@ class TableMemory:
 
     @property
     def held_bytes(self) -> int:
-        """All large pages of the page table."""
+        """Bytes of all large pages that the page table holds."""
         return self.used_bytes + self.useless_bytes + self.evictable_bytes + self.empty_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryReport:
-    """Bytes of the arena; they add up to `arena_bytes` exactly.
+    """Bytes of the arena. They add up to `arena_bytes` exactly.
 
     Attributes:
-        tables: What each page table holds.
+        tables: Bytes that each page table holds.
         empty_large_bytes: Large pages that no page table holds.
-        null_bytes: The large page that is never handed out.
+        null_bytes: The null page, which is never handed out.
     """
 
     tables: tuple[TableMemory, ...]
@@ -50,24 +50,25 @@ class MemoryReport:
 
     @property
     def arena_bytes(self) -> int:
-        """All large pages."""
+        """Bytes of all large pages."""
         held_bytes = sum(table.held_bytes for table in self.tables)
         return held_bytes + self.empty_large_bytes + self.null_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Slots that the next tokens need, in all page tables."""
+        """Bytes of the slots that the next tokens need, in all page tables."""
         return sum(table.used_bytes for table in self.tables)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargePageCounts:
-    """Large pages by state; with the null page they are all of the arena.
+    """Number of large pages in each state. With the null page they make up the arena.
 
     Attributes:
-        free: No page table holds them.
-        held: A running request uses a small page of each.
-        cached: A page table holds them, and no running request uses a small page of them.
+        free: Large pages that no page table holds.
+        held: Large pages in which a running request uses a small page.
+        cached: Large pages that a page table holds, and in which no running request uses a small
+            page.
     """
 
     free: int
@@ -77,14 +78,14 @@ class LargePageCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evictions:
-    """Small pages of one page table that lost their cached content, by cause.
+    """Number of small pages of one page table that lost their cached content, by cause.
 
     Attributes:
-        name: The page table's name.
-        alone: One by one, for a page of the same page table.
-        own_large: With their large page, for the same page table.
-        foreign_large: With their large page, for another page table.
-        with_checkpoint: With the last checkpoint that needed them.
+        name: Name of the page table.
+        alone: Evicted one by one, for a page of the same page table.
+        own_large: Evicted with their large page, for the same page table.
+        foreign_large: Evicted with their large page, for another page table.
+        with_checkpoint: Emptied with the last checkpoint that needed them.
     """
 
     name: str
@@ -95,21 +96,21 @@ class Evictions:
 
     @property
     def num_pages(self) -> int:
-        """Small pages of all causes."""
+        """Number of small pages of all causes."""
         return self.alone + self.own_large + self.foreign_large + self.with_checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheReport:
-    """What prefix hits brought since start-up.
+    """Use of the prefix cache since start-up.
 
     Attributes:
-        asked_tokens: Tokens that admitted requests looked for.
-        hit_tokens: Tokens they found.
-        limited_tokens: Page table -> tokens missed where it allowed no longer prefix.
-        kept_states: Times that the states of a request were copied for others.
-        read_states: Times that a request started from such a copy.
-        evictions: Per page table.
+        asked_tokens: Number of tokens that admitted requests looked up.
+        hit_tokens: Number of these tokens that were found.
+        limited_tokens: Name of a page table -> tokens missed because it allowed no longer prefix.
+        kept_states: Number of times that a request's states were copied for other requests.
+        read_states: Number of times that a request started from such a copy.
+        evictions: Evicted small pages of each page table.
     """
 
     asked_tokens: int
@@ -125,7 +126,7 @@ def check_memory(memory: MemoryReport, arena_bytes: int) -> None:
 
     Args:
         memory: The report.
-        arena_bytes: Of the whole arena.
+        arena_bytes: Bytes of the whole arena.
     """
     parts = [memory.empty_large_bytes, memory.null_bytes]
     for table in memory.tables:
@@ -136,7 +137,7 @@ def check_memory(memory: MemoryReport, arena_bytes: int) -> None:
 
 
 def table_memory(table: Table, requests: Iterable[Request]) -> TableMemory:
-    """Where the bytes of a page table's large pages are.
+    """Return where the bytes of a page table's large pages are.
 
     Args:
         table: The page table.
@@ -156,13 +157,13 @@ def table_memory(table: Table, requests: Iterable[Request]) -> TableMemory:
 
 
 def host_table_memory(table: Table, allocator: Allocator) -> TableMemory:
-    """Where the bytes of a page table's large pages of host memory are.
+    """Return where the bytes of a page table's large pages in host memory are.
 
-    What waits there to be loaded counts as used.
+    Pages that wait there to be loaded count as used.
 
     Args:
         table: The page table.
-        allocator: Books of the pages of host memory.
+        allocator: Allocator of host memory.
     """
     pages, page_bytes = allocator.tables[table.index], table.spec.small_page_bytes
     num_empty = pages.num_large * pages.pages_per_large - pages.num_used - pages.num_evictable
@@ -176,10 +177,10 @@ def host_table_memory(table: Table, allocator: Allocator) -> TableMemory:
 
 
 def _count_dead_slots(table: Table, requests: Iterable[Request]) -> int:
-    """Slots of used small pages that no running request touches.
+    """Count the slots of used small pages that no running request touches.
 
-    Only pages at the ends of a page table, and those its policy leaves unfilled, have any; a shared
-    page is touched wherever one of its users touches it.
+    Only the pages at both ends of a page table, and those that its policy leaves unfilled, have
+    such slots. A slot of a shared page is touched if one of the page's users touches it.
     """
     page_slots, shares = table.grain.page_slots, table.pages.shares
     dead_slots: dict[int, list[int]] = {}
@@ -202,7 +203,7 @@ def _count_dead_slots(table: Table, requests: Iterable[Request]) -> int:
 
 
 def table_evictions(table: Table) -> Evictions:
-    """What a page table lost of its cached content."""
+    """Return how many small pages of a page table lost their cached content."""
     pages = table.pages
     return Evictions(
         name=table.spec.name,
