@@ -1,4 +1,4 @@
-"""An eviction policy that knows the trace, to compare other policies with the same checkpoints to.
+"""An eviction policy that knows the trace: a goal for all policies with the same checkpoints.
 
 It evicts the checkpoint with the least worth: the tokens that it saves, divided by its bytes and by
 the time until it is next read. A request reads only the last checkpoint on its text. A checkpoint
