@@ -49,8 +49,8 @@ class StockOptions:
 
     Attributes:
         retention_tokens: Distance in tokens between the windows and states that are kept within a
-            prompt, a multiple of the block size. 0 keeps only those at the prompt's end and at
-            branches. None keeps all. vLLM's `--prefix-cache-retention-interval`.
+            prompt. It is a multiple of the block size. 0 keeps only those at the prompt's end and
+            at branches. None keeps all. vLLM's `--prefix-cache-retention-interval`.
         match_tokens: Tokens of a prefix hash. A prefix can be found at multiples of it. None for
             the tokens of a block. vLLM's `--prefix-match-unit`.
         is_hybrid: Whether windows and states have blocks of their own. False for vLLM's
