@@ -39,7 +39,7 @@ def user_key() -> bytes:
 
     Raises:
         OSError: The key can be neither read nor made.
-        ValueError: The key's file is not of this user alone.
+        ValueError: Other users could read or write the key's file, or its size is wrong.
     """
     path = key_path()
     path.parent.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
@@ -49,7 +49,7 @@ def user_key() -> bytes:
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
         key = file.read(KEY_BYTES + 1)
-    # Windows keeps permissions elsewhere, and a user's folder from other users.
+    # Windows keeps permissions elsewhere, and keeps other users out of a user's folder.
     is_private = os.name == "nt" or (
         status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & _OTHERS
     )

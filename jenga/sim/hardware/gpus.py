@@ -139,7 +139,7 @@ GPUS = {
         _gpu("H100-NVL", mib=95_830, tb_per_s=3.9, tflops=835, tflops_8_bit=1671),
         _gpu("H20", mib=97_871, tb_per_s=4.0, tflops=148, tflops_8_bit=296),
         _gpu("H200", mib=143_771, tb_per_s=4.8, tflops=989.4, tflops_8_bit=1978.9),
-        # A bus of 7,680 bits at 3,996 MHz: pytorch/ao#4002.
+        # Bandwidth of a bus of 7,680 bits at 3,996 MHz: pytorch/ao#4002.
         _gpu("B200", mib=183_359, tb_per_s=7.672, tflops=2250, tflops_8_bit=4500),
     )
 }

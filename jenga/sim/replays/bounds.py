@@ -87,10 +87,13 @@ def best_eviction(requests: Iterable[Request], model: ModelSpec, arena_bytes: in
     - in recurrent layers, the states at the end of the hit.
 
     While other requests run in between, these bytes share the arena with the bytes that the running
-    request needs at its end. The bound is loose in one way: it sums up both sides over all
-    requests. Kept bytes, each counted for every request that they wait for, may be as many as the
-    free bytes beside all running requests. The bound spends that budget where it brings the most
-    tokens. No bytes are lost to pages.
+    request needs at its end. The bound relaxes this in two ways:
+
+    - Bytes may be kept during only a part of the requests in between.
+    - Only the sum over all requests is limited. Kept bytes, times the requests for which they are
+      kept, are at most the bytes that the running requests leave free, added up.
+
+    The bound spends this budget where it brings the most tokens. No bytes are lost to pages.
 
     No cache that serves the requests one after another in this order has more hits.
 
@@ -208,9 +211,9 @@ class _Costs:
     def of_hits(self, runs: Sequence[_Run]) -> list[tuple[float, int]]:
         """Return the costs of hits, shorter hits first: (bytes times requests, tokens) of each.
 
-        Within a run, the cost of a further token only falls. In chunked attention it also falls at
-        the end of a chunk, because a new chunk costs nothing. So only hits that end with a run or
-        with a chunk can be the best.
+        Within a run, each further token costs no more than the one before it. In chunked attention
+        the cost also drops at the end of a chunk, because a new chunk needs no kept bytes. So only
+        hits that end with a run or with a chunk can be the best.
         """
         ends = {run.end * HASH_TOKENS for run in runs}
         last = runs[-1].end * HASH_TOKENS if runs else 0

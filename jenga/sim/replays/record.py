@@ -18,7 +18,7 @@ class Recording:
 
     Attributes:
         run: Name of the run, which all its rows have.
-        every: Steps between two step rows. Waste is the mean over these rows.
+        every: Steps between two step rows. These steps are also the sample for waste.
         check_every: Steps between two checks of the manager's records. 0 for no checks.
         keep_requests: Whether each request gets a row.
     """

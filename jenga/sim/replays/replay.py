@@ -38,7 +38,8 @@ class Step:
     Attributes:
         number: Number of the step, from 1.
         time_s: Time at which it begins, in seconds.
-        num_decoding: Number of requests that compute one token after their prompt, and drafts.
+        num_decoding: Number of requests that compute one token after all of their prompt, and
+            drafts.
         prefill_tokens: Number of prompt tokens that it computes.
         num_running: Number of requests that have pages.
         num_waiting: Number of requests that have arrived and have no pages, at most `MOST_WAITING`.
@@ -174,10 +175,10 @@ class Replay:
         self._max_model_tokens = max_model_tokens
         self._most_in_flight = STEPS_IN_FLIGHT[is_asynchronous]
         self._in_flight: deque[tuple[Batch, float]] = deque()  # steps, and when each ends
-        self._is_scheduled = False  # whether the newest of them was handed out and not yet handled
+        self._is_scheduled = False  # whether the caller still looks at the newest of them
         self._ends_s = 0.0  # when the last of them ends
         self._is_stalled = False  # whether the last step computes nothing although requests run
-        self._lost_alone: tuple[str, int] | None = None  # last one preempted alone; its tokens
+        self._lost_alone: tuple[str, int] | None = None  # last preempted alone: name, tokens
         self.num_steps = self.num_finished = self.num_refused = 0
         self.prompt_tokens = self.output_tokens = self.hit_tokens = 0
         self.time_s = 0.0

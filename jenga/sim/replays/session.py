@@ -58,7 +58,7 @@ class Settings:
         left_share: Largest share of the arena, 0 to 1, that admissions leave to cached content that
             waiting requests will read. Only for our manager. None for its default.
         prefix_caching: Whether pages are kept for later requests.
-        host_bytes: Bytes of host memory that extend the arena of one rank. Only for our manager.
+        host_bytes: Bytes of host memory for evicted pages, of one rank. Only for our manager.
         host_bytes_per_s: Bandwidth of copies to and from host memory.
         chunk_tokens: Most tokens that a step computes, of all requests together.
         max_requests: Most requests that run at once.

@@ -16,7 +16,7 @@ from jenga.sim.workload.records import Record, records_of
 from jenga.sim.workload.requests import Piece, Request
 
 BYTES_PER_TOKEN = 4.0
-"""Bytes of UTF-8 that count as one token: about the mean of English with 100,000 tokens or more."""
+"""Bytes of UTF-8 that count as one token: about the mean of vocabularies of 100,000 for English."""
 
 PIECE_TOKENS = 16
 """Tokens of a piece of text: as many as a hash covers in most engines."""

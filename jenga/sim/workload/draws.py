@@ -46,7 +46,7 @@ def check_arguments(**arguments: float | tuple[float, float]) -> None:
 
 
 def wait_s(draw: random.Random, per_s: float) -> float:
-    """Draw the seconds to the next of `per_s` random arrivals a second. 0 if all come at once."""
+    """Draw the seconds to the next arrival, of `per_s` a second at random. 0 if `per_s` is 0."""
     return -math.log(1 - draw.random()) / per_s if per_s else 0.0
 
 

@@ -116,7 +116,7 @@ class _Reader:
         self._at = end
 
     def _read(self) -> bool:
-        """Read at least as much again as is not parsed yet. Return False at the end of the file."""
+        """Read more text, at least as much as is not parsed yet. Return False at the file's end."""
         if self._is_whole:
             return False
         rest = self._text[self._at :]

@@ -25,7 +25,7 @@ MOST_REQUESTS_PER_S = 1000.0
 """Most requests a second of one client. ServeGen's busiest client sends 19."""
 
 LEAST_SHAPE, MOST_SHAPE = 1 / 128, 1e6
-"""Smallest and largest shape of a distribution of waits. Some waits of others overflow a float."""
+"""Smallest and largest shape of a distribution of waits. Other waits may not fit in a float."""
 
 LEAST_SCALE_S, MOST_SCALE_S = 1e-9, 1e9
 """Smallest and largest scale of a distribution of waits, in seconds. ServeGen has 9e-4 to 500."""

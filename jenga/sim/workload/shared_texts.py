@@ -25,7 +25,7 @@ def rag(  # noqa: PLR0913  one workload, all that describes it
     arrivals_per_s: float = 0.0,
     seed: int = 0,
 ) -> Iterator[Request]:
-    """Retrieval: a head that all prompts share, then some of many chunks in any order, a question.
+    """Retrieval: a head that all prompts share, some of many chunks in any order, then a question.
 
     Two prompts share the head, and chunks as far as they have the same ones in the same order.
 

@@ -23,10 +23,10 @@ _SUFFIXES = (".json", ".jsonl", ".parquet")
 _ASYNC = "async_launched"
 
 _WHOLE_S, _EXACT_S = 1.0, 0.01
-"""Tolerance of recorded times: for agents whose times are all whole seconds, and for all others."""
+"""Tolerance of recorded times in seconds: for agents with whole seconds only, and for others."""
 
 Session = tuple[Request, ...]
-"""The first request, which follows none, and those that come after it.
+"""Requests of a session: the first one, which follows none, and then those after it.
 
 Times count from the session's beginning.
 """
@@ -181,7 +181,7 @@ class _Blocks:
         self.block_tokens = block_tokens
         self.ends: dict[int, _Call] = {}  # node -> the last call whose whole blocks end there
         self._children: dict[tuple[int, object], int] = {}
-        self._prompts: list[tuple[Piece, ...]] = [()]  # node -> a prompt that begins so
+        self._prompts: list[tuple[Piece, ...]] = [()]  # node -> a prompt through it
 
     def child(self, node: int, block: object) -> int | None:
         """Return the node that a block leads to, or None if no prompt has that block there."""
