@@ -1,1 +1,1 @@
-"""The memory managers to compare, behind one interface."""
+"""Memory managers to compare, behind one interface."""

@@ -1,9 +1,10 @@
-"""The other ways to cut an arena that the planned geometry is compared with.
+"""Other ways to cut an arena, with which the planned geometry is compared.
 
-Where every small page lies at a multiple of one stride, a baseline is a `Geometry` and the manager
-itself can run on it: `max_page` and `homogeneous`. The other two are not affine and are records of
-their own, for the simulator alone: it takes `GcdPages` as a pool of pieces of which a small page
-needs a fixed number anywhere, and `StaticPartition` as one independent pool per layer type.
+If every small page lies at a multiple of one stride, a baseline is a `Geometry`, and the manager
+itself can run on it: `max_page` and `homogeneous`. The other two do not fit in a `Geometry`. They
+are records of their own, which only the simulator uses. It treats `GcdPages` as a pool of pieces,
+of which a small page needs a fixed number anywhere. It treats `StaticPartition` as one independent
+pool for each layer type.
 """
 
 from collections.abc import Sequence
@@ -35,20 +36,20 @@ from jenga.spec import (
 )
 
 GEOMETRY_NAMES = ("planned", "lcm", "max", "homogeneous")
-"""Names that `geometry_by_name` knows."""
+"""All names that `geometry_by_name` knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GcdPages:
-    """Pages of the greatest common divisor of all small pages.
+    """Pieces whose size is the greatest common divisor of all small pages.
 
-    Nothing is padded and any page serves any type, but a small page is scattered over its pieces,
-    so no kernel for contiguous pages can read it.
+    Nothing is padded, and any piece serves any layer type. A small page is scattered over its
+    pieces, so no kernel for contiguous pages can read it.
 
     Attributes:
         piece_bytes: The greatest common divisor.
         contents: Small pages of the layer types.
-        pieces_per_small_page: Pieces that make one small page, per content.
+        pieces_per_small_page: Number of pieces in one small page, for each of `contents`.
 
     Source: Jenga paper, section 4.4, "GCD page".
     """
@@ -60,14 +61,14 @@ class GcdPages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """The part of an arena that one layer type keeps for itself.
+    """The part of an arena that belongs to one layer type alone.
 
     Small page p begins at `offset_bytes + p * content.content_bytes`.
 
     Attributes:
-        content: The type's small page.
-        offset_bytes: Where the region begins.
-        num_pages: Small pages in it.
+        content: Small page of the layer type.
+        offset_bytes: Offset of the region in the arena.
+        num_pages: Number of small pages in the region.
     """
 
     content: PageContent
@@ -77,11 +78,11 @@ class Region:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaticPartition:
-    """An arena divided once among the layer types; no type can use another's part.
+    """An arena divided once among the layer types. No type can use another's part.
 
     Attributes:
-        arena_bytes: The arena divided.
-        regions: One per layer type.
+        arena_bytes: Bytes of the arena.
+        regions: One region per layer type.
     """
 
     arena_bytes: int
@@ -94,11 +95,11 @@ def max_page(
     tokens_per_page: int = TOKENS_PER_PAGE,
     alignment_bytes: int = ALIGNMENT_BYTES,
 ) -> Geometry:
-    """Every small page padded to the largest, smaller types with as many tokens as fill it.
+    """Pad every small page to the largest one. Smaller types get as many tokens as fit in it.
 
     Args:
-        model: The layer types.
-        tokens_per_page: Tokens of the largest type's page; the others hold multiples of it.
+        model: Model with the layer types.
+        tokens_per_page: Tokens of the largest type's page. Pages of other types have multiples.
         alignment_bytes: Alignment of every layer and small page.
 
     Raises:
@@ -123,7 +124,7 @@ def max_page(
 
 
 def _widened(content: PageContent, page_bytes: int, alignment_bytes: int) -> PageContent:
-    """The same layers with the most tokens that the bytes hold."""
+    """Return a page of the same layers, with the most tokens that fit in `page_bytes`."""
     layer_type = content.layer_type
     keeps_length = isinstance(layer_type, FullAttention | SlidingWindow) and (
         layer_type.tokens_per_page is not None
@@ -144,13 +145,14 @@ def homogeneous(
     tokens_per_page: int = TOKENS_PER_PAGE,
     alignment_bytes: int = ALIGNMENT_BYTES,
 ) -> Geometry:
-    """PagedAttention's layout: one page table, every layer keeps every token in the largest slot.
+    """Lay out one page table in which every layer keeps every token: PagedAttention's layout.
 
-    Layers that read another's keys and values get slots of their own, and so do recurrent layers:
-    the layout knows nothing but tokens. Image embeddings have no place in it.
+    All slots have the size of the largest one. Layers that read another layer's keys and values get
+    slots of their own, and so do recurrent layers, because the layout knows only tokens. Image
+    embeddings have no place in it.
 
     Args:
-        model: The layer types.
+        model: Model with the layer types.
         tokens_per_page: Tokens of a small page.
         alignment_bytes: Alignment of every layer and small page.
 
@@ -196,10 +198,10 @@ def gcd_pages(
     tokens_per_page: int = TOKENS_PER_PAGE,
     alignment_bytes: int = ALIGNMENT_BYTES,
 ) -> GcdPages:
-    """Small pages made of pieces of their greatest common divisor.
+    """Cut small pages into pieces of their greatest common divisor.
 
     Args:
-        model: The layer types.
+        model: Model with the layer types.
         tokens_per_page: Tokens of a small page.
         alignment_bytes: Alignment of every layer and small page.
 
@@ -225,12 +227,12 @@ def static_partition(
     tokens_per_page: int = TOKENS_PER_PAGE,
     alignment_bytes: int = ALIGNMENT_BYTES,
 ) -> StaticPartition:
-    """Divide an arena among the layer types by what requests of typical lengths hold of each.
+    """Divide an arena among the layer types, by the bytes that typical requests hold of each.
 
     Args:
-        model: The layer types.
-        arena_bytes: The arena.
-        typical_tokens: Request lengths; one request of each is the mix divided for.
+        model: Model with the layer types.
+        arena_bytes: Bytes of the arena.
+        typical_tokens: Request lengths. The arena is divided for one request of each length.
         tokens_per_page: Tokens of a small page.
         alignment_bytes: Alignment of every layer and small page.
 
@@ -267,9 +269,9 @@ def static_partition(
 
 
 def needed_bytes(model: ModelSpec, num_tokens: int) -> int:
-    """Bytes that the next token of a request of this length reads: what no layout can undercut.
+    """Return the bytes that a request's next token reads: the least that any layout can need.
 
-    An embedding that lives in its host's pages needs none of its own.
+    Image embeddings that live in another layer type's pages need no bytes of their own.
 
     Raises:
         ValueError: The length is not a positive integer.
@@ -284,13 +286,13 @@ def needed_bytes(model: ModelSpec, num_tokens: int) -> int:
 
 
 def geometry_by_name(name: str, model: ModelSpec, *, arena_bytes: int | None = None) -> Geometry:
-    """The geometry of a rule, of `GEOMETRY_NAMES`.
+    """Return the geometry of a rule.
 
     Args:
-        name: "planned", or "lcm", "max" and "homogeneous" for comparison.
-        model: The layer types.
-        arena_bytes: The arena that must hold the geometry; None checks nothing. It is not planned
-            for: an engine plans before it knows its memory.
+        name: One of `GEOMETRY_NAMES`: "planned", or "lcm", "max" and "homogeneous" for comparison.
+        model: Model with the layer types.
+        arena_bytes: Bytes of the arena that must hold the geometry. None for no check. The plan
+            does not depend on it, because an engine plans before it knows its memory.
 
     Raises:
         ValueError: No rule has this name, or the rule refuses the model or the arena.

@@ -1,4 +1,4 @@
-"""The managers to compare, by name."""
+"""Memory managers to compare, by name."""
 
 from collections.abc import Callable
 
@@ -17,13 +17,13 @@ from jenga.spec import ModelSpec
 _GEOMETRIES = {"jenga": "planned", "paged": "homogeneous", "max": "max", "lcm": "lcm"}
 
 EVICTING = (*_GEOMETRIES, "static")
-"""Managers that evict by a policy of `jenga.eviction`: ours, whatever its geometry."""
+"""Managers with a policy of `jenga.eviction`: those that are ours, with any geometry."""
 
 HOSTING = tuple(_GEOMETRIES)
-"""Managers that may have host memory beside the arena: ours, in one piece."""
+"""Managers that may have host memory in addition to the arena: ours, without a static partition."""
 
 MANAGER_NAMES = (*EVICTING, "gcd", "vllm")
-"""Managers that `make_arena` knows."""
+"""All names that `make_arena` knows."""
 
 
 def make_arena(  # noqa: PLR0913  all in which two arenas may differ
@@ -40,22 +40,27 @@ def make_arena(  # noqa: PLR0913  all in which two arenas may differ
     host_bytes: int = 0,
     stock: StockOptions = DEFAULT_STOCK,
 ) -> Arena:
-    """An empty arena.
+    """Make an empty arena.
 
     Args:
-        manager: "jenga"; our manager with the geometry of another rule: "lcm", "max", "paged" (all
-            layers alike, PagedAttention's); "static", our manager in parts of fixed size, one per
-            layer type; "gcd", pages scattered over pieces of their greatest common divisor, which
-            keeps nothing for others and so refuses to; "vllm", vLLM's manager and planner.
-        model: Its layers, of one rank.
-        arena_bytes: Of one rank.
-        prefix_caching: Whether pages are kept for others.
-        eviction_policy: Of our manager.
-        left_share: Of our manager; see `jenga.manager.Manager`.
-        step_tokens: Likewise.
-        chunk_tokens: Tokens computed in a step, of all requests together.
-        steps_in_flight: Steps that are scheduled at a time.
-        host_bytes: Of host memory beside the arena, of one rank; only for managers of `HOSTING`.
+        manager: One of these names:
+
+            - "jenga": our manager with the planned geometry,
+            - "lcm" or "max": our manager with the geometry of that rule,
+            - "paged": our manager with all layers alike, as in PagedAttention,
+            - "static": our manager, with a part of fixed size for each layer type,
+            - "gcd": pages scattered over pieces of their greatest common divisor, without prefix
+              caching, which it refuses,
+            - "vllm": vLLM's manager and planner.
+        model: Layers of one rank.
+        arena_bytes: Bytes of the arena of one rank.
+        prefix_caching: Whether pages are kept for later requests.
+        eviction_policy: Function that makes the policy of our manager.
+        left_share: Argument of our manager; see `jenga.manager.Manager`.
+        step_tokens: Argument of our manager; see `jenga.manager.Manager`.
+        chunk_tokens: Most tokens that a step computes, of all requests together.
+        steps_in_flight: Number of steps that are scheduled at a time.
+        host_bytes: Bytes of host memory of one rank. Only for managers in `HOSTING`.
         stock: Options of manager "vllm".
 
     Raises:
@@ -115,7 +120,7 @@ def make_arena(  # noqa: PLR0913  all in which two arenas may differ
                     options=stock,
                 )
             except NotImplementedError as error:
-                # Of vLLM's own managers: that of cross attention caches no prefix.
+                # vLLM's manager of cross attention raises it, because it caches no prefix.
                 msg = f"model must be one that vLLM's manager takes, got {model.name!r}: {error}"
                 if prefix_caching:
                     msg += "; without prefix caching it may take it"

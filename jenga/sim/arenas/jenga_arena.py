@@ -1,4 +1,4 @@
-"""Arenas under `jenga.manager.Manager`: on one geometry, or divided among the layer types."""
+"""Arenas under `jenga.manager.Manager`: on a geometry, or with one page table for all layers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,11 +18,11 @@ from jenga.state_keeper import StateKeeper, end_step
 from jenga.tables.request import PrefixHit
 
 HASH_TOKENS = 16
-"""Tokens of each further prefix hash, as in the plugin."""
+"""Tokens between two prefix hashes, as in the plugin."""
 
 
 class _Hashes(Sequence[bytes]):
-    """Hashes of the tokens that a request has so far, made when they are read, as few ever are."""
+    """Hashes of a request's known tokens. They are made when read, because few ever are."""
 
     __slots__ = ("_active",)
 
@@ -41,7 +41,7 @@ class _Hashes(Sequence[bytes]):
 
 
 class _Request:
-    """A request as `jenga.state_keeper` knows it."""
+    """A request with the attributes that `jenga.state_keeper` reads."""
 
     __slots__ = ("_active", "block_hashes")
 
@@ -63,10 +63,10 @@ class _Request:
 
 
 class ManagedMemory:
-    """Where the bytes are of an arena under `jenga.manager.Manager`.
+    """Account of the bytes of an arena under `jenga.manager.Manager`.
 
     Attributes:
-        manager: The manager, for questions.
+        manager: The manager, for further questions.
     """
 
     def __init__(self, manager: Manager) -> None:
@@ -99,7 +99,7 @@ class ManagedMemory:
 class ManagedArena(ManagedMemory):
     """An arena on one geometry, driven as `jenga.vllm_plugin.scheduler.cache_manager` drives it.
 
-    Pages become known to others once their step can lose no request any more.
+    Pages of a step are committed once that step can no longer preempt a request.
     """
 
     def __init__(  # noqa: PLR0913  all in which two arenas may differ
@@ -114,7 +114,7 @@ class ManagedArena(ManagedMemory):
         in_flight_tokens: int = 0,
         host_bytes: int = 0,
     ) -> None:
-        """An empty arena, with so many bytes of host memory beside it; see `Manager`."""
+        """Make an empty arena with `host_bytes` of host memory; see `Manager` for the others."""
         num_host_large_pages = host_bytes // geometry.large_page_bytes
         if host_bytes and not num_host_large_pages:
             msg = (
@@ -123,7 +123,7 @@ class ManagedArena(ManagedMemory):
             )
             raise ValueError(msg)
         self._prefix_caching = prefix_caching
-        self._requests: dict[ActiveRequest, _Request] = {}  # that run
+        self._requests: dict[ActiveRequest, _Request] = {}  # running requests
         self._scheduled: dict[ActiveRequest, int] = {}  # of this step -> tokens it will have
         self._step_tokens = 0
         manager = Manager(
@@ -174,12 +174,12 @@ class ManagedArena(ManagedMemory):
         self._scheduled.clear()
         most_tokens = 0 if self.manager.starts_over(active.name) else active.num_tokens - 1
         hit = self.manager.lookup(_Hashes(active), max_tokens=most_tokens, facts=active.facts)
-        # A hit of no tokens says all the same where a state is worth keeping.
+        # Even a hit of no tokens says where a state is worth keeping, so it is kept, too.
         active.found = hit
         return hit.num_tokens
 
     def chunk_tokens(self, _active: ActiveRequest, _start: int, num_tokens: int) -> int:
-        """See `Arena`: any chunk will do."""
+        """See `Arena`. A chunk may have any length."""
         return num_tokens
 
     def admit(
@@ -210,7 +210,7 @@ class ManagedArena(ManagedMemory):
     def grow(self, active: ActiveRequest, num_tokens: int, lookahead_tokens: int = 0) -> bool:
         """See `Arena`."""
         start_tokens = active.num_computed
-        # Before windows give up pages of the step before.
+        # Commit pages of the step before, while windows still hold them.
         self.settle(active, min(start_tokens, active.num_tokens))
         if not self._allocates(
             active,
@@ -232,7 +232,7 @@ class ManagedArena(ManagedMemory):
         """Record that the step computes these tokens of a request."""
         self._step_tokens += end_tokens - start_tokens
         self.settle(active, min(start_tokens, active.num_tokens))
-        # The step's own tokens wait: while it serves who runs, it may lose a request again.
+        # This step's own tokens are committed later, because the step may still preempt a request.
         self._scheduled[active] = min(end_tokens, active.num_tokens)
         if self._states is not None:
             self._states.schedule(self._requests[active], start_tokens, end_tokens)
@@ -259,12 +259,14 @@ class ManagedArena(ManagedMemory):
 
 
 class PagedArena(ManagedArena):
-    """An arena of one page table that keeps every token of every layer.
+    """An arena with one page table, which keeps every token in every layer.
 
-    The manager knows no window and no state here, so what is of use is counted by the model's
-    layers: tokens outside of a window are held for nothing. It knows no encoder either: where
-    layers attend to an encoder's tokens, these take slots in every layer as all tokens do, and
-    prefixes are not cached, as in the engine that the paper compares with.
+    The manager knows no window and no state here. Used bytes are therefore counted by the model's
+    layers, and tokens outside of a window count as useless.
+
+    The manager knows no encoder either. If layers attend to an encoder's tokens, these take slots
+    in every layer as all tokens do, and prefixes are not cached. The engine that the paper compares
+    with does the same.
     """
 
     def __init__(  # noqa: PLR0913  all in which two arenas may differ
@@ -280,7 +282,7 @@ class PagedArena(ManagedArena):
         in_flight_tokens: int = 0,
         host_bytes: int = 0,
     ) -> None:
-        """An empty arena; the geometry is `jenga.sim.arenas.baseline_geometries.homogeneous`."""
+        """Make an empty arena, for `jenga.sim.arenas.baseline_geometries.homogeneous`."""
         has_encoder = any(isinstance(each, CrossAttention) for each in model.layer_types)
         super().__init__(
             geometry,
@@ -328,7 +330,7 @@ class PagedArena(ManagedArena):
         """See `Arena`."""
         memory = super().memory(running)
         held_bytes = memory.used_bytes + memory.useless_bytes
-        # A page shared by several requests is used once, and can only be counted by its bytes.
+        # A page that several requests share is used once. It is counted by its bytes.
         needed = sum(map(self._needed_bytes, running))
         used_bytes = min(held_bytes, round(needed))
         useless_bytes = held_bytes - used_bytes
@@ -345,7 +347,7 @@ class PagedArena(ManagedArena):
 
 
 def bytes_of(managers: Sequence[Manager]) -> ArenaBytes:
-    """What several managers, each with an arena of its own, hold together."""
+    """Return the bytes that several managers, each with an arena of its own, hold together."""
     reports = [manager.memory() for manager in managers]
     tables = {
         table.name: TableBytes(

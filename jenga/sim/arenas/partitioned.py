@@ -1,4 +1,4 @@
-"""The baseline of an arena divided once among the layer types."""
+"""The baseline in which an arena is divided once among the layer types."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,9 +15,9 @@ from jenga.tables.request import PrefixHit
 
 
 class PartitionedArena:
-    """One manager per layer type, each with a part of the arena that no other can use.
+    """One manager per layer type, each with a part of the arena that no other manager can use.
 
-    A prefix is hit as far as all of them have it; a request runs if each of them takes it.
+    A prefix hit is as long as all managers agree on. A request runs if each manager admits it.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class PartitionedArena:
         step_tokens: float = STEP_TOKENS,
         in_flight_tokens: int = 0,
     ) -> None:
-        """Empty parts."""
+        """Make all parts, empty."""
         self._prefix_caching = prefix_caching
         self._scheduled: dict[ActiveRequest, int] = {}  # of this step -> tokens it will have
         self._passages: dict[ActiveRequest, range] = {}  # of this step -> tokens that it computes
@@ -64,7 +64,7 @@ class PartitionedArena:
 
     @property
     def moved_bytes(self) -> MovedBytes:
-        """See `Arena`: there is no host memory."""
+        """See `Arena`. There is no host memory."""
         return NOTHING_MOVED
 
     def new_step(self) -> None:
@@ -75,10 +75,10 @@ class PartitionedArena:
             manager.new_step()
 
     def waits(self, active: ActiveRequest, *, first: bool = False) -> None:
-        """See `Arena`: nothing depends on it."""
+        """See `Arena`. Nothing depends on it."""
 
     def refuse(self, active: ActiveRequest) -> None:
-        """See `Arena`: nothing depends on it."""
+        """See `Arena`. Nothing depends on it."""
 
     def find(self, active: ActiveRequest) -> int:
         """See `Arena`."""
@@ -88,7 +88,8 @@ class PartitionedArena:
         for scheduled, num_tokens in self._scheduled.items():
             self.settle(scheduled, num_tokens)
         self._scheduled.clear()
-        # States are worth keeping where the others part: they are asked for no more than that.
+        # A state is worth keeping at the branch, where the other layer types' longest hit ends. A
+        # longer prefix of states is of no use, so they are looked up only to there.
         branch_tokens = self._agreed(active, self._others, active.num_tokens - 1)
         hit_tokens = self._agreed(active, self._managers, branch_tokens)
         hashes = active.hashes(HASH_TOKENS)
@@ -103,7 +104,7 @@ class PartitionedArena:
         return hit_tokens
 
     def _agreed(self, active: ActiveRequest, managers: Sequence[Manager], most_tokens: int) -> int:
-        """The longest prefix that some managers can all go on from."""
+        """Return the longest prefix that all of some managers can go on from."""
         num_tokens, num_agreed = most_tokens, 0
         while num_agreed < len(managers):
             for manager in managers:
@@ -119,7 +120,7 @@ class PartitionedArena:
         return num_tokens
 
     def chunk_tokens(self, _active: ActiveRequest, _start: int, num_tokens: int) -> int:
-        """See `Arena`: any chunk will do."""
+        """See `Arena`. A chunk may have any length."""
         return num_tokens
 
     def admit(
@@ -210,6 +211,6 @@ class PartitionedArena:
 
 
 def _one_type(content: PageContent) -> Geometry:
-    """Large pages of one small page."""
+    """Return a geometry whose large pages hold one small page each."""
     table = content.page_table(large_page_bytes=content.content_bytes, small_pages_per_large_page=1)
     return Geometry(name="static", large_page_bytes=content.content_bytes, page_tables=(table,))

@@ -1,4 +1,4 @@
-"""The baseline of small pages scattered over pieces of their greatest common divisor."""
+"""The baseline in which small pages are scattered over pieces of their greatest common divisor."""
 
 from dataclasses import dataclass
 
@@ -14,11 +14,11 @@ class _Kind:
     """Small pages of one layer type.
 
     Attributes:
-        name: Of the layer type.
-        policy: Which slots a request touches.
+        name: Name of the layer type.
+        policy: Policy that says which slots a request touches.
         page_slots: Slots of a page.
-        slot_bytes: Of all its layers.
-        pieces: That make a page, lying anywhere.
+        slot_bytes: Bytes of a slot in all layers of the type.
+        pieces: Number of pieces in a page. They may lie anywhere.
     """
 
     name: str
@@ -29,22 +29,22 @@ class _Kind:
 
 
 class ScatteredArena:
-    """A pool of pieces: nothing is padded, no large page is shared, no kernel could read it.
+    """A pool of pieces without padding and without large pages. No kernel could read its pages.
 
-    It says what memory alone would allow, and keeps nothing for others.
+    It shows what memory alone would allow. It keeps nothing for later requests.
     """
 
     def __init__(self, gcd_pages: GcdPages, arena_bytes: int, *, in_flight_tokens: int = 0) -> None:
-        """Every piece free.
+        """Begin with all pieces free.
 
         Args:
             gcd_pages: Pieces, and the small pages made of them.
-            arena_bytes: Of all pieces.
-            in_flight_tokens: Most tokens of a request that steps in flight compute, if more than
-                those of the step in which it comes in.
+            arena_bytes: Bytes of all pieces.
+            in_flight_tokens: Most tokens of a request that steps in flight compute, if these are
+                more than the tokens of the step that admits the request.
 
         Raises:
-            ValueError: The arena holds no page of some layer type.
+            ValueError: The arena cannot hold one page of each layer type.
         """
         self._piece_bytes = gcd_pages.piece_bytes
         self._in_flight_tokens = in_flight_tokens
@@ -76,29 +76,29 @@ class ScatteredArena:
 
     @property
     def num_evicted(self) -> int:
-        """See `Arena`: nothing is cached."""
+        """See `Arena`. Nothing is cached."""
         return 0
 
     @property
     def moved_bytes(self) -> MovedBytes:
-        """See `Arena`: there is no host memory."""
+        """See `Arena`. There is no host memory."""
         return NOTHING_MOVED
 
     def new_step(self) -> None:
         """See `Arena`."""
 
     def waits(self, active: ActiveRequest, *, first: bool = False) -> None:
-        """See `Arena`: nothing depends on it."""
+        """See `Arena`. Nothing depends on it."""
 
     def refuse(self, active: ActiveRequest) -> None:
-        """See `Arena`: nothing depends on it."""
+        """See `Arena`. Nothing depends on it."""
 
     def find(self, _active: ActiveRequest) -> int:
         """See `Arena`."""
         return 0
 
     def chunk_tokens(self, _active: ActiveRequest, _start: int, num_tokens: int) -> int:
-        """See `Arena`: any chunk will do."""
+        """See `Arena`. A chunk may have any length."""
         return num_tokens
 
     def admit(
@@ -116,7 +116,7 @@ class ScatteredArena:
         return self.grow(active, num_tokens)
 
     def _peak_pieces(self, active: ActiveRequest, chunk_tokens: int) -> int:
-        """Most pieces held on the way through all that is known of a request."""
+        """Return the most pieces that a request holds until all its known tokens are computed."""
         facts, num_tokens = active.facts, active.num_tokens
         chunk_tokens = max(chunk_tokens, min(self._in_flight_tokens, num_tokens))
         num_pieces = 0
@@ -145,7 +145,7 @@ class ScatteredArena:
         """See `Arena`."""
 
     def settle(self, active: ActiveRequest, num_tokens: int, *, ends_prompt: bool = False) -> None:
-        """See `Arena`: nothing is kept."""
+        """See `Arena`. Nothing is kept."""
 
     def free(self, active: ActiveRequest) -> None:
         """See `Arena`."""

@@ -1,11 +1,12 @@
 """The arena of vLLM's own KVCacheManager and planner, for the layers of one of our models.
 
-Everything that decides is vLLM's code: the planner, the manager with its prefix cache, the split of
-prefill chunks at which states of recurrent layers are cached. What is ours is the description of
-the layers by their bytes, and the scheduler around it.
+All decisions are made by vLLM's code: the planner, the manager with its prefix cache, and the split
+of prefill chunks at which states of recurrent layers are cached. Ours are only the description of
+the layers by their bytes, and the scheduler around the manager.
 
-Not as in vLLM: image embeddings are left out, since it keeps them in a cache of their own outside
-of the arena, and so are token budgets, which it does not know: such layers keep every token.
+Two things differ from vLLM. Image embeddings are left out, because vLLM keeps them in a cache of
+their own outside of the arena. Token budgets are left out, because vLLM does not know them: such
+layers keep every token.
 """
 
 import os
@@ -30,11 +31,11 @@ from jenga.sim.results.rows import TableBytes
 from jenga.spec import CrossAttention, ModelSpec, State
 
 _GROUP_BYTES = 4
-"""Of the number of a group, at the end of the key of a cached block."""
+"""Bytes of the number of a group, at the end of the key of a cached block."""
 
 
 class _StockRequest:
-    """A request as vLLM's manager reads it."""
+    """A request with the attributes that vLLM's manager reads."""
 
     lora_request = None
     skip_reading_prefix_cache = False
@@ -73,7 +74,7 @@ class _StockRequest:
 
 
 class _Evictions:
-    """Counts evicted blocks, where vLLM has a collector of metrics."""
+    """Counter of evicted blocks, in the place where vLLM has a collector of metrics."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -89,24 +90,24 @@ class _Evictions:
         self.count += 1
 
     def reset(self) -> None:
-        """Count from 0."""
+        """Count from 0 again."""
         self.count = 0
 
 
 class StockMemory:
-    """Where the bytes are of an arena under vLLM's manager.
+    """Account of the bytes of an arena under vLLM's manager.
 
     Attributes:
-        plan: How it is cut.
+        plan: vLLM's plan of the arena.
     """
 
     def __init__(self, model: ModelSpec, plan: StockPlan, manager: Any) -> None:  # noqa: ANN401
-        """Nothing was evicted.
+        """Begin without evictions.
 
         Args:
-            model: The layers.
-            plan: How the arena is cut.
-            manager: A `KVCacheManager` of vLLM. Its evictions are counted from here on.
+            model: Model with the layers.
+            plan: vLLM's plan of the arena.
+            manager: A `KVCacheManager` of vLLM. Its evictions are counted from now on.
         """
         self.plan = plan
         self._manager = manager
@@ -122,13 +123,13 @@ class StockMemory:
 
     @property
     def moved_bytes(self) -> MovedBytes:
-        """See `Memory`: there is no host memory."""
+        """See `Memory`. There is no host memory."""
         return NOTHING_MOVED
 
     def memory(self, running: list[ActiveRequest]) -> ArenaBytes:
-        """See `Memory`; whole blocks are held, and what is not used of them is useless.
+        """See `Memory`. Whole blocks are held, and their unused bytes are useless.
 
-        A block of keys and values that several requests share is used once.
+        A block of keys and values that several requests share is counted as used once.
         """
         pool = self._manager.block_pool
         num_cached = 0
@@ -162,7 +163,7 @@ class StockMemory:
         )
 
     def check(self) -> None:
-        """See `Memory`: vLLM has no check."""
+        """See `Memory`. vLLM has no such check."""
 
 
 class StockArena(StockMemory):
@@ -178,21 +179,21 @@ class StockArena(StockMemory):
         steps_in_flight: int = 1,
         options: StockOptions = DEFAULT_STOCK,
     ) -> None:
-        """An empty arena.
+        """Make an empty arena.
 
         Args:
-            model: The layers.
-            arena_bytes: For all blocks.
-            prefix_caching: Whether blocks are kept for others; states of recurrent layers are then
-                kept as in vLLM's mode "align", its default.
-            chunk_tokens: Tokens computed in a step, of all requests together.
-            steps_in_flight: Steps that are scheduled at a time.
-            options: Of vLLM.
+            model: Model with the layers.
+            arena_bytes: Bytes of all blocks.
+            prefix_caching: Whether blocks are kept for later requests. States of recurrent layers
+                are then kept as in vLLM's mode "align", its default.
+            chunk_tokens: Most tokens that a step computes, of all requests together.
+            steps_in_flight: Number of steps that are scheduled at a time.
+            options: Options of vLLM.
 
         Raises:
             ValueError: vLLM is not installed, or see `plan_stock`.
         """
-        # vLLM says on standard error what its GPU build would do here. Errors are raised anyway.
+        # vLLM logs to standard error what its GPU build would do here. Errors are raised anyway.
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         try:
             from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -223,7 +224,7 @@ class StockArena(StockMemory):
         self._split = self._state_splitter(chunk_tokens) if prefix_caching else None
 
     def _state_splitter(self, chunk_tokens: int) -> "Callable[..., int] | None":
-        """VLLM's own rule for where chunks end; None without states."""
+        """Return vLLM's own rule for the ends of chunks, or None if the model has no states."""
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -232,7 +233,7 @@ class StockArena(StockMemory):
         states = [spec for spec in specs if isinstance(spec, MambaSpec)]
         if not states:
             return None
-        # What the method reads of the scheduler that it belongs to.
+        # Attributes that the method reads of the scheduler to which it belongs.
         scheduler = SimpleNamespace(
             cache_config=plan.vllm_config.cache_config,
             block_size=plan.scheduler_tokens,
@@ -257,10 +258,10 @@ class StockArena(StockMemory):
         self._manager.new_step_starts()
 
     def waits(self, active: ActiveRequest, *, first: bool = False) -> None:
-        """See `Arena`: nothing depends on it."""
+        """See `Arena`. Nothing depends on it."""
 
     def refuse(self, active: ActiveRequest) -> None:
-        """See `Arena`: nothing depends on it."""
+        """See `Arena`. Nothing depends on it."""
 
     def find(self, active: ActiveRequest) -> int:
         """See `Arena`."""
@@ -271,7 +272,7 @@ class StockArena(StockMemory):
         return num_tokens
 
     def chunk_tokens(self, active: ActiveRequest, start: int, num_tokens: int) -> int:
-        """See `Arena`: with states, chunks end where vLLM caches them."""
+        """See `Arena`. In models with states, chunks end where vLLM caches a state."""
         if self._split is None:
             return num_tokens
         stock = self._requests.get(active.name)
@@ -315,7 +316,7 @@ class StockArena(StockMemory):
         return slots is not None
 
     def end_step(self) -> None:
-        """See `Arena`: what vLLM's scheduler asks of its manager at the end of `schedule`."""
+        """See `Arena`. Take what vLLM's scheduler takes from its manager after `schedule`."""
         self._manager.take_boundary_state_offloads()
         _, retained_blocks = self._manager.take_kv_cache_block_copies()
         self._manager.block_pool.free_blocks(retained_blocks)
@@ -338,7 +339,7 @@ class StockArena(StockMemory):
 
 
 def _group_bytes(model: ModelSpec, plan: StockPlan) -> list[float]:
-    """Bytes of keys and values that the layers of each group have in a block; 0 of states."""
+    """Bytes of keys and values of each group's layers in a block. States count as 0."""
     token_bytes = {
         layer_name(layer_type, layer): (
             0.0 if isinstance(layer_type, State) else layer.slot_bytes / tokens_per_slot(layer_type)

@@ -1,4 +1,4 @@
-"""The layers of one of our models in vLLM's words, and the arena that vLLM's planner cuts."""
+"""Layers of one of our models as vLLM describes them, and the arena that vLLM's planner cuts."""
 
 import importlib
 import math
@@ -22,25 +22,25 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 BLOCK_TOKENS = 16
-"""Of vLLM on a GPU, and the multiple its attention kernels ask for."""
+"""Tokens of a block in vLLM on a GPU. Its attention kernels ask for multiples of it."""
 
 LAYER_OUTERMOST = "LBNHC"
-"""What vLLM's attention backends prefer."""
+"""Layout that vLLM's attention backends prefer."""
 
 BLOCK_OUTERMOST = "BLHNC"
-"""What vLLM wants for pages of mixed sizes, side by side in one block."""
+"""Layout that vLLM wants for pages of mixed sizes, which lie side by side in one block."""
 
 NEVER = 1 << 24
-"""A length that no request reaches."""
+"""A number of tokens that no request reaches."""
 
 _MAMBA2_DIMENSIONS = 3
-"""Of a Mamba-2 state: heads, their width, the state's. Mamba-1 has channels for the first two."""
+"""Dimensions of a Mamba-2 state: heads, head width, state size. Mamba-1: channels, state size."""
 
 _VALUE_BYTES = 16
-"""Of the values of a token: the least that kernels take. All else is declared to be keys."""
+"""Bytes of the values of a token: the least that kernels take. All others are declared as keys."""
 
 _LEAST_BLOCKS = 2
-"""The null block and another."""
+"""Fewest blocks of an arena: the null block and another one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +48,13 @@ class StockOptions:
     """Options of vLLM that decide what its manager keeps and finds.
 
     Attributes:
-        retention_tokens: Distance between the windows and states that are kept within a prompt, a
-            multiple of the block size; 0 for none but those at its end and where requests part,
-            None for all. vLLM's `--prefix-cache-retention-interval`.
-        match_tokens: Tokens of a prefix hash, to multiples of which a prefix can be found; None for
-            a block. vLLM's `--prefix-match-unit`.
-        is_hybrid: Whether windows and states are blocks of their own. vLLM's
-            `--disable-hybrid-kv-cache-manager` is the contrary.
+        retention_tokens: Distance in tokens between the windows and states that are kept within a
+            prompt. It is a multiple of the block size. 0 keeps only those at the prompt's end and
+            at branches. None keeps all. vLLM's `--prefix-cache-retention-interval`.
+        match_tokens: Tokens of a prefix hash. A prefix can be found at multiples of it. None for
+            the tokens of a block. vLLM's `--prefix-match-unit`.
+        is_hybrid: Whether windows and states have blocks of their own. False for vLLM's
+            `--disable-hybrid-kv-cache-manager`.
     """
 
     retention_tokens: int | None = 0
@@ -70,7 +70,7 @@ class StockOptions:
 
     @property
     def text(self) -> str:
-        """The options that are not vLLM's defaults, as `read_stock_options` reads them."""
+        """Options that differ from vLLM's defaults, in the format of `read_stock_options`."""
         parts: list[str] = []
         if self.retention_tokens is None:
             parts.append(f"retention={_DENSE}")
@@ -84,7 +84,7 @@ class StockOptions:
 
 
 DEFAULT_STOCK = StockOptions()
-"""What vLLM does unless it is told otherwise."""
+"""vLLM's defaults."""
 
 _DEFAULT, _DENSE, _OFF = "default", "dense", "off"
 
@@ -119,12 +119,12 @@ class StockPlan:
     """An arena as vLLM cuts it.
 
     Attributes:
-        vllm_config: vLLM's configuration, as the planner left it.
-        kv_cache_config: What vLLM's manager is made for.
-        block_bytes: Of one block, all its layers together.
-        group_layers: Per group, its layers.
-        scheduler_tokens: Multiple of tokens at which vLLM's scheduler works.
-        hash_tokens: Tokens that each further prefix hash covers.
+        vllm_config: vLLM's configuration, with the planner's changes.
+        kv_cache_config: Configuration for vLLM's manager.
+        block_bytes: Bytes of one block in all its layers.
+        group_layers: Number of layers of each group.
+        scheduler_tokens: Number of tokens in whose multiples vLLM's scheduler works.
+        hash_tokens: Tokens between two prefix hashes.
     """
 
     vllm_config: Any
@@ -136,7 +136,7 @@ class StockPlan:
 
 
 def stock_planner() -> Any:  # noqa: ANN401 (a module of vLLM)
-    """Get the module of vLLM's planner, which 0.33 has moved."""
+    """Return the module of vLLM's planner. vLLM 0.33 has moved it."""
     try:
         return importlib.import_module("vllm.v1.core.kv_cache_planning")
     except ModuleNotFoundError:
@@ -150,13 +150,13 @@ def plan_stock(
     prefix_caching: bool,
     options: StockOptions = DEFAULT_STOCK,
 ) -> StockPlan:
-    """Cut an arena by vLLM's planner.
+    """Cut an arena with vLLM's planner.
 
     Args:
-        model: The layers.
-        arena_bytes: For all blocks.
-        prefix_caching: Whether blocks are kept for others.
-        options: Of vLLM.
+        model: Model with the layers.
+        arena_bytes: Bytes of all blocks.
+        prefix_caching: Whether blocks are kept for later requests.
+        options: Options of vLLM.
 
     Raises:
         ValueError: The planner refuses the layers or an option, or the arena does not hold two
@@ -211,7 +211,10 @@ def plan_stock(
 
 
 def layouts(model: ModelSpec) -> tuple[str, str]:
-    """Layouts to try; compressed keys are declared to be block-outermost, as DeepSeek-V4's are."""
+    """Return the layouts to try, in order.
+
+    Compressed keys are declared to be block-outermost, as DeepSeek-V4's are.
+    """
     is_compressed = any(
         isinstance(each, FullAttention) and each.tokens_per_slot > 1 for each in model.layer_types
     )
@@ -230,7 +233,7 @@ def _stored(model: ModelSpec) -> list[tuple[LayerType, Layer]]:
 
 
 def attention_block_tokens(model: ModelSpec) -> int:
-    """Tokens of an attention block: as many as make its page no smaller than a state.
+    """Return the tokens of an attention block: enough that its page is no smaller than a state.
 
     Source: vLLM 0.32, `Platform._align_hybrid_block_size`.
     """
@@ -247,12 +250,12 @@ def attention_block_tokens(model: ModelSpec) -> int:
 
 
 def layer_name(layer_type: LayerType, layer: Layer) -> str:
-    """What vLLM is told as the name of a layer."""
+    """Return the name of a layer that vLLM is given."""
     return f"{layer_type.name}.{layer.name}"
 
 
 def specs(model: ModelSpec, *, prefix_caching: bool) -> "dict[str, KVCacheSpec]":
-    """Describe each layer in vLLM's words."""
+    """Describe each layer by a cache spec of vLLM."""
     stored = _stored(model)
     block_tokens = attention_block_tokens(model)
     token_bytes = max(
@@ -298,7 +301,7 @@ def _spec(layer_type: LayerType, layer: Layer, block_tokens: int) -> "KVCacheSpe
         SlidingWindowSpec,
     )
 
-    # Heads, their size and their dtype enter only through the bytes of a token.
+    # Heads, their size and their dtype matter only through the bytes of a token.
     shape: dict[str, Any] = {
         "block_size": getattr(layer_type, "tokens_per_page", None) or block_tokens,
         "num_kv_heads": 1,
@@ -319,10 +322,10 @@ def _spec(layer_type: LayerType, layer: Layer, block_tokens: int) -> "KVCacheSpe
 
 
 def attention_specs(model: ModelSpec) -> "dict[str, KVCacheSpec]":
-    """Describe each layer in vLLM's words as its model does, before vLLM pads any page.
+    """Describe each layer by a cache spec as its model gives it, before vLLM pads any page.
 
     Raises:
-        ValueError: vLLM has no words for a layer.
+        ValueError: vLLM cannot describe a layer.
     """
     import torch
     from vllm.v1.kv_cache_interface import MambaSpec

@@ -1,4 +1,4 @@
-"""A memory manager and its arena as the scheduler sees them."""
+"""A memory manager and its arena, as the scheduler of a replay sees them."""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -9,28 +9,28 @@ from jenga.sim.workload.requests import Request, prefix_hashes
 
 
 class ActiveRequest:
-    """A request that has arrived, and how far it is.
+    """A request that has arrived, and its progress.
 
     Attributes:
-        request: As it came.
-        name: Of the request.
-        arrival_s: When it arrived.
-        prompt_tokens: Tokens of its prompt.
-        total_tokens: Tokens with which it ends.
-        num_tokens: Tokens known: the prompt and what is generated so far.
-        num_computed: Tokens computed, those of steps in flight included.
-        num_in_flight: Tokens of steps that were scheduled and are not over.
-        num_stale: Of those, tokens scheduled before the request lost its pages.
-        num_expected: Tokens that steps in flight generate at most, drafted ones included.
-        num_drafted: Tokens drafted for its next step.
+        request: The request of the trace.
+        name: Name of the request.
+        arrival_s: Arrival time in seconds.
+        prompt_tokens: Number of tokens of its prompt.
+        total_tokens: Number of tokens with which it ends.
+        num_tokens: Number of known tokens: the prompt and the tokens generated so far.
+        num_computed: Number of computed tokens, those of steps in flight included.
+        num_in_flight: Number of tokens in steps that were scheduled and have not ended.
+        num_stale: Number of tokens in flight that were scheduled before the request was preempted.
+        num_expected: Most tokens that steps in flight generate, drafted ones included.
+        num_drafted: Number of tokens drafted for its next step.
         is_prefilling: Whether known tokens are left to compute after the steps in flight.
-        facts: What a manager is told of it; after a preemption what was generated is prompt.
-        found: What the arena found when it was asked for a prefix.
-        hit_tokens: Tokens found at its first admission; None before.
-        num_preemptions: How often it lost its pages.
-        first_token_s: When its first token was there.
-        finished_s: When its last token was there.
-        refusal: Why it never runs; empty for a request that may.
+        facts: Facts that a manager is given. After a preemption, generated tokens are prompt.
+        found: Result of the arena's last prefix lookup.
+        hit_tokens: Tokens of the prefix hit at its first admission. None before the admission.
+        num_preemptions: Number of times it was preempted.
+        first_token_s: Time of its first generated token. -1 before.
+        finished_s: Time of its last generated token. -1 before.
+        refusal: Reason why it never runs. Empty for a request that may run.
     """
 
     __slots__ = (
@@ -58,11 +58,11 @@ class ActiveRequest:
     )
 
     def __init__(self, request: Request, *, arrival_s: float | None = None) -> None:
-        """Nothing is computed.
+        """Begin without computed tokens.
 
         Args:
-            request: As it came.
-            arrival_s: When it arrived; None for the time that the request says.
+            request: The request of the trace.
+            arrival_s: Arrival time in seconds. None for the time in the request.
         """
         self.request = request
         self.name = request.name
@@ -82,25 +82,25 @@ class ActiveRequest:
 
     @property
     def num_processed(self) -> int:
-        """Tokens of its pages whose step is over."""
+        """Number of tokens in its pages whose step has ended."""
         return self.num_computed - (self.num_in_flight - self.num_stale)
 
     def hashes(self, hash_tokens: int) -> list[bytes]:
-        """Hash i is of the first `(i + 1) * hash_tokens` tokens, those to come included."""
+        """Hash `i` is that of the first `(i + 1) * hash_tokens` tokens, future ones included."""
         if hash_tokens != self._hash_tokens:
             self._hashes = prefix_hashes(self.request.pieces, hash_tokens)
             self._hash_tokens = hash_tokens
         return self._hashes
 
     def begin(self, num_tokens: int) -> None:
-        """Record that a step which computes so many further tokens was scheduled."""
+        """Record that a step which computes `num_tokens` further tokens was scheduled."""
         self.num_computed += num_tokens
         self.num_in_flight += num_tokens
 
     def restart(self) -> None:
-        """Record that all pages are lost, and what was generated is prompt.
+        """Record that the request lost all its pages. Generated tokens become part of its prompt.
 
-        Steps in flight still bring the tokens that they generate.
+        Steps in flight still deliver the tokens that they generate.
         """
         self.num_computed = self.num_drafted = self.num_expected = 0
         self.num_stale = self.num_in_flight
@@ -115,11 +115,12 @@ class Chunk:
 
     Attributes:
         active: The request.
-        start: Its tokens computed before.
-        num_tokens: Tokens that the step computes.
-        num_drafted: Those of them that were drafted.
-        is_padded: Whether these stand for no drafts, but make the step as long as that of others.
-        generates: Whether the step computes the last known token, and so generates further ones.
+        start: Number of its tokens that were computed before.
+        num_tokens: Number of tokens that the step computes.
+        num_drafted: Number of drafted tokens among them.
+        is_padded: Whether the drafted tokens are padding instead of drafts. Padding makes the
+            request's part of the step as long as that of decoding requests.
+        generates: Whether the step computes the last known token, and so generates further tokens.
     """
 
     active: ActiveRequest
@@ -131,17 +132,17 @@ class Chunk:
 
     @property
     def end(self) -> int:
-        """Its tokens computed after the step, if all drafts are right."""
+        """Number of its tokens that are computed after the step, if all drafts are right."""
         return self.start + self.num_tokens
 
 
 class MovedBytes(NamedTuple):
-    """Bytes copied between an arena and host memory so far.
+    """Bytes that were copied between an arena and host memory so far.
 
     Attributes:
-        stored: To host memory.
-        ahead: Of both, what was copied beside the kernels of a step.
-        loaded: From host memory.
+        stored: Bytes copied to host memory.
+        ahead: Bytes of both directions that were copied while the kernels of a step ran.
+        loaded: Bytes copied from host memory.
     """
 
     stored: int = 0
@@ -154,7 +155,7 @@ NOTHING_MOVED = MovedBytes()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaBytes:
-    """Where the bytes of an arena are; see `jenga.sim.results.rows.StepRow`."""
+    """Bytes of an arena by use; see `jenga.sim.results.rows.StepRow`."""
 
     used_bytes: int
     useless_bytes: int
@@ -165,67 +166,74 @@ class ArenaBytes:
 
     @property
     def waste(self) -> float:
-        """The share of bytes held that no next token uses; cached bytes are not held."""
+        """Share of held bytes that no next token uses. Cached bytes are not held."""
         held = self.used_bytes + self.useless_bytes + self.empty_bytes
         return 1 - self.used_bytes / held if held else 0.0
 
 
 class Memory(Protocol):
-    """Tells where the bytes of an arena are."""
+    """Account of the bytes of an arena."""
 
     @property
     def num_evicted(self) -> int:
-        """Cached small pages given to others so far."""
+        """Number of cached small pages that were evicted so far."""
         ...
 
     @property
     def moved_bytes(self) -> MovedBytes:
-        """Bytes that were copied to host memory and from there so far."""
+        """Bytes that were copied to and from host memory so far."""
         ...
 
     def memory(self, running: list[ActiveRequest], /) -> ArenaBytes:
-        """Where the bytes are."""
+        """Return the bytes of the arena by use."""
         ...
 
     def check(self) -> None:
-        """Raise `InvariantError` unless the books agree."""
+        """Raise `InvariantError` unless the manager's records agree with each other."""
         ...
 
 
 class Arena(Memory, Protocol):
-    """Gives requests memory, and keeps what others may need again."""
+    """Memory for requests, and a cache of content that later requests may need."""
 
     def new_step(self) -> None:
         """Record that the scheduler begins a step."""
         ...
 
     def waits(self, active: ActiveRequest, /, *, first: bool = False) -> None:
-        """Record that a request waits, at the end of the queue or at its head."""
+        """Record that a request waits, at the end of the queue or, with `first`, at its head."""
         ...
 
     def find(self, active: ActiveRequest, /) -> int:
-        """Tokens of the longest cached prefix of a waiting request; changes nothing."""
+        """Return the tokens of a waiting request's longest cached prefix. Nothing changes."""
         ...
 
     def chunk_tokens(self, active: ActiveRequest, start: int, num_tokens: int, /) -> int:
-        """Tokens to compute next, of those that the scheduler would have; 0 to wait."""
+        """Return how many of `num_tokens` tokens to compute next. 0 means that it must wait."""
         ...
 
     def admit(
         self, active: ActiveRequest, hit_tokens: int, num_tokens: int, lookahead_tokens: int = 0, /
     ) -> bool:
-        """Give a waiting request slots for its first tokens, if all it knows could be held.
+        """Give a waiting request slots for its first tokens, if all its known tokens would fit.
 
         Args:
             active: The request.
-            hit_tokens: Tokens that were found.
-            num_tokens: Tokens to have slots for, those of the hit included.
+            hit_tokens: Tokens of the prefix hit.
+            num_tokens: Tokens that need slots, those of the hit included.
             lookahead_tokens: Further slots, for a model that drafts.
+
+        Returns:
+            Whether the request was admitted.
         """
         ...
 
     def grow(self, active: ActiveRequest, num_tokens: int, lookahead_tokens: int = 0, /) -> bool:
-        """Give a running request slots for its first tokens, drafted ones among them."""
+        """Give a running request slots for its first tokens, drafted ones included.
+
+        Returns:
+            Whether there was room for them.
+        """
         ...
 
     def end_step(self) -> None:
@@ -239,15 +247,15 @@ class Arena(Memory, Protocol):
 
         Args:
             active: The request.
-            num_tokens: How many.
-            ends_prompt: Whether its prompt ended with the step that is over.
+            num_tokens: Number of known tokens.
+            ends_prompt: Whether the step that has ended computed the end of its prompt.
         """
         ...
 
     def free(self, active: ActiveRequest, /) -> None:
-        """End a running request: it finished or is preempted."""
+        """Free the pages of a running request that has finished or is preempted."""
         ...
 
     def refuse(self, active: ActiveRequest, /) -> None:
-        """Record that a waiting request was sent away."""
+        """Record that a waiting request was refused or leaves the queue."""
         ...

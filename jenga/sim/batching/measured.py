@@ -1,4 +1,4 @@
-"""What share of a GPU's peaks was measured on it, from the rows of this repository's benchmarks."""
+"""Measured shares of a GPU's peaks, from the rows of this repository's benchmarks."""
 
 import json
 from collections.abc import Iterator
@@ -11,11 +11,11 @@ from jenga.sim.batching.step_time import Achieved
 from jenga.sim.hardware.gpus import Gpu
 
 RESULTS = Path(jenga.__path__[0]).parent / "perf" / "results"
-"""Folder of the rows, one folder in it for each GPU; a checkout has it, and no wheel."""
+"""Folder with one folder of rows for each GPU. A checkout has it; a wheel does not."""
 
 _ROOFLINE = ("roofline",)
 _ATTENTION = ("bench_specialized_prefill", "bench_paged_attention")
-"""Files of rows; where two have a shape, the later one's counts."""
+"""Files of rows. If two files have rows of one shape, the row of the later file counts."""
 
 _READ, _MATMUL = "read", "matmul"
 
@@ -25,10 +25,10 @@ class _Row:
     """One measurement.
 
     Attributes:
-        shape: What was measured.
-        seconds: Of one launch, median.
-        num_bytes: Fewest bytes it must move.
-        num_flops: Operations it must do.
+        shape: Name of the measured shape.
+        seconds: Median time of one launch.
+        num_bytes: Fewest bytes that a launch must move.
+        num_flops: Number of operations that a launch must do.
     """
 
     shape: str
@@ -38,20 +38,22 @@ class _Row:
 
 
 def measured(gpu: Gpu, results: Path) -> Achieved:
-    """Shares of a GPU's peaks, each 1 where no row says otherwise.
+    """Return the measured shares of a GPU's peaks. A share without rows is 1.
 
-    Reading weights gets the best rate of `perf.harness.roofline`'s "read", matrix products that of
-    its "matmul". Attention gets what our kernels reached over all shapes of
-    `perf.kernels.bench_paged_attention` and `perf.kernels.bench_specialized_prefill` that their
-    traffic limits, or their arithmetic: the least time of them all over the time they took.
-    Of several rows of one shape the last one counts.
+    Shares of products with weights are the best rates in the rows of `perf.harness.roofline`: those
+    of "read" for bandwidth, and those of "matmul" for arithmetic. Shares of attention come from our
+    kernels' rows of `perf.kernels.bench_paged_attention` and
+    `perf.kernels.bench_specialized_prefill`. One share is over all shapes that traffic limits, the
+    other over all shapes that arithmetic limits. Each is the sum of the least possible times over
+    the sum of the measured times. If a shape has several rows, the last one counts.
 
     Args:
-        gpu: Known by name.
-        results: As `RESULTS`.
+        gpu: A GPU that is known by name.
+        results: A folder such as `RESULTS`.
 
     Raises:
-        ValueError: A row is not one; file, line and field are named. Or the GPU has no peaks.
+        ValueError: A row has a wrong value, and the message names file, line and field. Or the
+            peaks of the GPU are unknown.
     """
     if gpu.bytes_per_s is None:
         msg = f"gpu must be known by name where time is modelled, got {gpu.name!r}"
@@ -76,14 +78,14 @@ def measured(gpu: Gpu, results: Path) -> Achieved:
 
 
 def _together(rows: list[_Row], what: str, per_s: float) -> list[float]:
-    """The share of a peak that rows reach together; none of none."""
+    """Share of a peak that rows reach together. The list is empty if there are no rows."""
     if not rows:
         return []
     return [sum(getattr(row, what) for row in rows) / per_s / sum(row.seconds for row in rows)]
 
 
 def _rows(folders: list[Path], names: tuple[str, ...], implementation: str) -> list[_Row]:
-    """The last row of each shape."""
+    """Return the last row of each shape."""
     found: dict[str, _Row] = {}
     for path in (folder / f"{name}.jsonl" for folder in folders for name in names):
         if not path.is_file():

@@ -1,4 +1,4 @@
-"""What the next tokens of requests need, whatever holds it."""
+"""Bytes that the next tokens of requests need, whatever memory manager holds them."""
 
 from jenga.geometry import exact_lcm, has_pages, tokens_per_slot
 from jenga.planning.demand import needed_tokens
@@ -10,7 +10,7 @@ ENCODER_TYPES = (CrossAttention, ImageEmbedding)
 
 
 def encoder_tokens(model: ModelSpec) -> int:
-    """Tokens of the one image, or stretch of audio, of each request; 0 without an encoder."""
+    """Tokens of the one image, or stretch of audio, of each request. 0 without an encoder."""
     return max(
         (each.typical_tokens for each in model.layer_types if isinstance(each, ENCODER_TYPES)),
         default=0,
@@ -21,11 +21,11 @@ class Need:
     """Bytes that the next tokens of a request read or write.
 
     Attributes:
-        types: Per layer type, its layers' bytes of one token.
+        types: Layer types, each with the bytes of one token in all its layers.
     """
 
     def __init__(self, model: ModelSpec) -> None:
-        """Image embeddings are left out."""
+        """Collect the layer types of a model. Image embeddings are left out."""
         self.types = [
             (
                 each,
@@ -44,14 +44,14 @@ class Need:
         ]
 
     def of_tokens(self, num_tokens: int) -> float:
-        """Of the token after so many, of a request like any other."""
+        """Bytes that the token after `num_tokens` tokens needs, in a typical request."""
         return sum(
             needed_tokens(layer_type, num_tokens) * token_bytes
             for layer_type, token_bytes in self.types
         )
 
     def of_step(self, active: ActiveRequest) -> float:
-        """Of all tokens that steps in flight compute of a request."""
+        """Bytes that all tokens of a request in steps in flight need."""
         start, end = active.num_processed, active.num_computed
         return sum(
             len(policy.update_last_access(active.facts, start, end)) * token_bytes

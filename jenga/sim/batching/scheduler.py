@@ -1,13 +1,14 @@
-"""Continuous batching as vLLM's scheduler does it: what runs goes on, then what waits comes in.
+"""Continuous batching as vLLM's scheduler does it: running requests first, then waiting ones.
 
-A step has a budget of tokens. Running requests take theirs first, oldest first: one token each and
-those drafted, or a chunk of their prompt. Where there is no memory for one, the youngest loses its
-pages and waits again, at the head of the queue. If none did, waiting requests come in, first come
-first served, as long as the budget lasts and the whole of what they know fits.
+A step has a budget of tokens. Running requests use it first, oldest first. Each computes one token
+and its drafted tokens, or a chunk of its prompt. If there is no memory for one of them, the
+youngest request is preempted: it loses its pages and waits again, at the head of the queue. If the
+step preempted no request, waiting requests are admitted in the order of their arrival. Admission
+goes on as long as the budget lasts and all known tokens of the next request fit.
 
-Asynchronously, a step is scheduled while the one before it runs, and counts on the tokens that
-this one will generate. A request that loses its pages meanwhile gets those tokens all the same, and
-comes in again when they are there.
+With asynchronous scheduling, a step is scheduled while the step before it runs. It counts on the
+tokens that the running step will generate. A request that is preempted meanwhile still gets those
+tokens, and is admitted again when they are known.
 
 `tests/sim/test_engine_equality.py` compares the steps with those of vLLM's own scheduler.
 
@@ -25,13 +26,16 @@ from jenga.sim.batching.speculation import Speculation
 from jenga.spec import check_positive
 
 CHUNK_TOKENS = 8192
-"""Tokens computed in a step, of all requests together: vLLM's default on an H100."""
+"""Most tokens that a step computes, of all requests together: vLLM's default on an H100."""
 
 MAX_REQUESTS = 1024
-"""Requests running at once: vLLM's default on an H100."""
+"""Most requests that run at once: vLLM's default on an H100."""
 
 STEPS_IN_FLIGHT = {False: 1, True: 2}
-"""Whether scheduling is asynchronous -> steps scheduled at a time, as vLLM has them on a GPU."""
+"""Number of steps that are scheduled at a time, as in vLLM on a GPU.
+
+The key is whether scheduling is asynchronous.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +43,8 @@ class Batch:
     """A step that was scheduled.
 
     Attributes:
-        chunks: What it computes, in the order in which it was scheduled.
-        source: Whatever the scheduler wants back when the step is over.
+        chunks: Tokens that it computes, in the order in which they were scheduled.
+        source: An object that the scheduler gets back when the step has ended.
     """
 
     chunks: list[Chunk]
@@ -48,7 +52,7 @@ class Batch:
 
 
 class StepScheduler(Protocol):
-    """Decides what every step computes, as a replay asks it."""
+    """Interface of a scheduler for a replay. It decides what each step computes."""
 
     @property
     def running(self) -> list[ActiveRequest]:
@@ -57,48 +61,51 @@ class StepScheduler(Protocol):
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait."""
+        """Number of waiting requests."""
         ...
 
     @property
     def next_waiting(self) -> ActiveRequest:
-        """The request that comes in next; there must be one."""
+        """The waiting request that is admitted next. There must be one."""
         ...
 
     @property
     def num_preemptions(self) -> int:
-        """How often requests lost their pages so far."""
+        """Number of preemptions so far."""
         ...
 
     @property
     def has_requests(self) -> bool:
-        """Whether there is anything to schedule, or a request that ended since the last step."""
+        """Whether a request waits or runs, or has ended since the last step."""
         ...
 
     def arrive(self, active: ActiveRequest, /) -> None:
-        """Let a request wait behind all others."""
+        """Put a request at the end of the wait queue."""
         ...
 
     def schedule(self) -> Batch:
-        """Schedule a step; it computes nothing where nothing can be computed."""
+        """Schedule a step. It has no chunks if nothing can be computed."""
         ...
 
     def finish(self, batch: Batch, time_s: float, /) -> list[ActiveRequest]:
-        """Take what the oldest step in flight computed, as of a time; the requests that ended."""
+        """Apply the results of the oldest step in flight, and return the requests that ended.
+
+        `time_s` is the time at which the step ended.
+        """
         ...
 
     def refuse_next(self) -> ActiveRequest:
-        """Send the next waiting request away: it does not fit the arena alone."""
+        """Refuse the next waiting request, because it does not fit in the empty arena."""
         ...
 
 
 class Scheduler:
-    """Decides what every step computes.
+    """Scheduler that decides what each step computes.
 
     Attributes:
-        waiting: Requests that arrived, the next one first.
+        waiting: Requests in the wait queue, the next one first.
         running: Requests that have pages, oldest first.
-        num_preemptions: How often requests lost their pages so far.
+        num_preemptions: Number of preemptions so far.
     """
 
     def __init__(
@@ -110,14 +117,14 @@ class Scheduler:
         speculation: Speculation | None = None,
         is_asynchronous: bool = False,
     ) -> None:
-        """Nothing has arrived.
+        """Begin without requests.
 
         Args:
-            arena: The memory.
-            chunk_tokens: Tokens computed in a step, of all requests together.
-            max_requests: Requests running at once.
-            speculation: What is drafted; None for nothing.
-            is_asynchronous: Whether a step may be scheduled before the one before it is over.
+            arena: Memory for the requests.
+            chunk_tokens: Most tokens that a step computes, of all requests together.
+            max_requests: Most requests that run at once.
+            speculation: Drafts for decoding requests. None for no drafts.
+            is_asynchronous: Whether a step may be scheduled before the one before it has ended.
         """
         check_positive("scheduler", "chunk_tokens", chunk_tokens)
         check_positive("scheduler", "max_requests", max_requests)
@@ -146,7 +153,7 @@ class Scheduler:
 
     @property
     def has_requests(self) -> bool:
-        """See `StepScheduler`: vLLM tells its workers of requests that ended in a further step."""
+        """See `StepScheduler`. vLLM needs a further step to tell its workers of ended requests."""
         return bool(self.waiting or self.running or self._has_ended)
 
     def arrive(self, active: ActiveRequest) -> None:
@@ -177,7 +184,7 @@ class Scheduler:
             start = active.num_computed
             known_tokens = active.num_tokens + active.num_expected
             num_tokens = min(known_tokens + active.num_drafted - start, step.most_tokens)
-            # Steps in flight may be all that a request needs, even if no draft of theirs is right.
+            # Steps in flight may generate all that a request needs, even if all drafts are wrong.
             is_over = (
                 active.num_expected > 0 and start + 2 - active.num_expected >= active.total_tokens
             )
@@ -198,7 +205,7 @@ class Scheduler:
             index += 1
 
     def _make_room(self, active: ActiveRequest, num_tokens: int) -> bool:
-        """Preempt until a running request has its slots; False if it lost its own."""
+        """Preempt until a running request has its slots. Return False if it is preempted itself."""
         while True:
             youngest = self.running.pop()
             self._arena.free(youngest)
@@ -212,14 +219,14 @@ class Scheduler:
                 return True
 
     def _admit(self, step: "_Step") -> None:
-        """Let waiting requests come in."""
+        """Admit waiting requests."""
         arena = self._arena
         passed_over: list[ActiveRequest] = []
         num_running = len(step.chunks)
         while self.waiting and step.most_tokens > 0 and len(self.running) < self._max_requests:
             active = self.waiting[0]
             if active.num_stale:
-                # What it has generated is not known yet.
+                # The tokens that its steps in flight generate are not known yet.
                 passed_over.append(self.waiting.popleft())
                 continue
             hit_tokens = arena.find(active)
@@ -246,11 +253,11 @@ class Scheduler:
         self.waiting.extendleft(reversed(passed_over))
 
     def _pads(self, num_tokens: int, step: "_Step", *, is_beside: bool) -> bool:
-        """Whether a request with one token left comes in with rows for drafts, as decoding ones."""
+        """Whether a request with one token left to compute is admitted with padding for drafts."""
         return bool(self._draft_tokens) and num_tokens == 1 and not step.has_prefill and is_beside
 
     def _count_on(self, chunk: Chunk) -> None:
-        """Take a chunk as computed, though its step is still to run."""
+        """Treat a chunk as computed, although its step has yet to run."""
         active = chunk.active
         active.begin(chunk.num_tokens)
         active.is_prefilling = active.num_computed < active.num_tokens + active.num_expected
@@ -279,7 +286,7 @@ class Scheduler:
         return ended
 
     def _generate(self, chunk: Chunk, time_s: float, *, is_stale: bool) -> None:
-        """Give a request the tokens that a step generated, and end it if it has all of them."""
+        """Give a request the tokens that a step generated. End it if it then has all of them."""
         active = chunk.active
         num_generated = 1
         if chunk.num_drafted and self._speculation is not None:
@@ -297,7 +304,7 @@ class Scheduler:
         if active.num_tokens == active.total_tokens:
             active.finished_s = time_s
         if is_stale:
-            # It waits to come in again.
+            # The request was preempted and waits for its next admission.
             active.facts = RequestFacts(prompt_tokens=active.num_tokens, images=active.facts.images)
         elif self._is_asynchronous:
             active.num_expected -= num_generated
@@ -307,7 +314,7 @@ class Scheduler:
         else:
             active.num_drafted = self._draft_tokens
             if ends_prompt and active.finished_s < 0:
-                # vLLM counts here how much of a prompt later ones can hit.
+                # vLLM determines here how much of the prompt later requests can hit.
                 self._arena.settle(
                     active, min(active.num_computed, active.num_tokens), ends_prompt=True
                 )
@@ -328,11 +335,11 @@ class Scheduler:
 
 
 class _Step:
-    """A step as far as it is scheduled.
+    """A step while it is being scheduled.
 
     Attributes:
-        chunks: What it computes.
-        has_prefill: Whether it goes on with a prompt that it does not begin.
+        chunks: Tokens that it computes.
+        has_prefill: Whether it continues a prompt that an earlier step began.
     """
 
     def __init__(self, budget_tokens: int, draft_queries: int) -> None:
@@ -343,10 +350,10 @@ class _Step:
 
     @property
     def most_tokens(self) -> int:
-        """Most tokens that a further request may compute."""
+        """Most tokens that the next request may compute."""
         return self._budget_tokens - self._draft_queries
 
     def add(self, chunk: Chunk) -> None:
-        """Let a request compute some tokens."""
+        """Add the tokens of one request to the step."""
         self.chunks.append(chunk)
         self._budget_tokens -= chunk.num_tokens + self._draft_queries

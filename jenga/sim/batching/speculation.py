@@ -1,4 +1,4 @@
-"""Speculative decoding in a replay: how many tokens a step drafts, and how many are right."""
+"""Speculative decoding in a replay: how many tokens a step drafts, and how many are accepted."""
 
 from dataclasses import dataclass
 from math import log
@@ -11,15 +11,15 @@ _DRAWS = 1 << 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
-    """Tokens drafted for each step of a decoding request.
+    """Drafts for each step of a decoding request.
 
     Attributes:
-        draft_tokens: How many.
-        acceptance: Probability that a drafted token is what the model says, if those before it are.
-        lookahead_tokens: Slots beyond the step's own that whatever drafts writes to: as many as it
-            drafts where it is a model, none for n-grams.
-        draft_queries: Tokens of the step's budget that drafting takes for each request beside the
-            request's own: one where a model drafts, none for n-grams.
+        draft_tokens: Number of tokens drafted for a step.
+        acceptance: Probability that a drafted token is accepted, given that all before it are.
+        lookahead_tokens: Slots beyond the step's own that the drafter writes to: `draft_tokens` if
+            a model drafts, 0 for n-grams.
+        draft_queries: Tokens of the step's budget that drafting takes for each request, in addition
+            to the request's own: 1 if a model drafts, 0 for n-grams.
     """
 
     draft_tokens: int
@@ -36,14 +36,14 @@ class Speculation:
             raise ValueError(msg)
 
     def accepted(self, name: str, num_tokens: int, num_drafted: int) -> int:
-        """Get how many drafted tokens are right.
+        """Return how many drafted tokens are accepted.
 
-        The same request at the same length always has the same answer, whatever manager runs it.
+        The answer for a request at a given length is always the same, whatever manager runs it.
 
         Args:
-            name: Of the request.
-            num_tokens: Tokens that it has.
-            num_drafted: Tokens drafted.
+            name: Name of the request.
+            num_tokens: Number of tokens that it has.
+            num_drafted: Number of drafted tokens.
         """
         if self.acceptance in (0, 1):
             return round(self.acceptance) * num_drafted
@@ -51,13 +51,13 @@ class Speculation:
         return min(num_drafted, int(log(draw) / log(self.acceptance)))
 
     def num_right(self, chunk: Chunk) -> int:
-        """Get how many of the tokens drafted for a step are right; those of padding never are."""
+        """Return how many tokens drafted for a step are accepted. Padding never is."""
         if chunk.is_padded:
             return 0
         return self.accepted(chunk.active.name, chunk.active.num_tokens, chunk.num_drafted)
 
     @property
     def mean_tokens(self) -> float:
-        """Tokens that a step of a decoding request yields on average."""
+        """Number of tokens that a step of a decoding request yields on average."""
         p = self.acceptance
         return sum(p**number for number in range(self.draft_tokens + 1))

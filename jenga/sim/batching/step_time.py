@@ -1,13 +1,15 @@
-"""How long a step would take: a roofline, not a measurement.
+"""Modelled duration of a step: a roofline, not a measurement.
 
-A step is as slow as its arithmetic at the GPU's peak, or as its memory traffic at the peak
-bandwidth, whichever is slower. Kernels reach a part of the peaks and an engine adds time of its
-own: where these were measured they are given (`Achieved`, of `jenga.sim.batching.measured`), by
-default as 1 and 0, so that seconds are the least that the GPU allows.
+A step takes as long as its arithmetic at the GPU's peak, or as its memory traffic at the peak
+bandwidth, whichever is slower. Real kernels reach only a share of the peaks, and an engine adds
+time of its own. `Achieved` has the shares and the time where they were measured
+(`jenga.sim.batching.measured`). Its defaults are 1 and 0, so that seconds are the least that the
+GPU allows.
 
-Arithmetic: two operations for each active parameter and token; four for each query element and key
-that attention pairs. Traffic: the weights that the step's tokens touch (with experts, as many as
-that many tokens choose at random), and the slots that the last token of each request reads.
+Arithmetic is two operations for each active parameter and token, and four for each query element
+and key that attention pairs. Traffic is the weights that the step's tokens touch, and the slots
+that the last token of each request reads. With experts, the touched weights are as many as that
+many tokens choose at random.
 """
 
 import math
@@ -22,7 +24,7 @@ from jenga.sim.hardware.gpus import Gpu
 from jenga.spec import ChunkedLocal, FullAttention, ModelSpec, SlidingWindow, State, TokenBudget
 
 HOST_BYTES_PER_S = 25e9
-"""Between a GPU and host memory, either way: sixteen lanes of PCIe 4.0 carry about as much."""
+"""Bandwidth between a GPU and host memory in each direction: about 16 lanes of PCIe 4.0."""
 
 _OPERATIONS_PER_PARAMETER = 2
 _OPERATIONS_PER_PAIR = 4
@@ -30,14 +32,14 @@ _OPERATIONS_PER_PAIR = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Achieved:
-    """What was measured on a GPU; by default its peaks and no time besides.
+    """Measured performance of a GPU. The defaults are its peaks, and no overhead.
 
     Attributes:
-        arithmetic_share: Of the peak of arithmetic, by products with weights.
-        bandwidth_share: Of the peak of bandwidth, by reading weights.
-        attention_arithmetic_share: The first, by attention.
-        attention_bandwidth_share: The second, by reading what is stored of tokens.
-        overhead_s: Of each step, whatever it computes.
+        arithmetic_share: Share of peak arithmetic that products with weights reach.
+        bandwidth_share: Share of peak bandwidth that reading weights reaches.
+        attention_arithmetic_share: Share of peak arithmetic that attention reaches.
+        attention_bandwidth_share: Share of peak bandwidth that reading the cache reaches.
+        overhead_s: Seconds that each step takes in addition, whatever it computes.
     """
 
     arithmetic_share: float = 1.0
@@ -63,21 +65,21 @@ SHARES = (
     "attention_arithmetic_share",
     "attention_bandwidth_share",
 )
-"""Fields of `Achieved` that are shares of a peak."""
+"""Names of the fields of `Achieved` that are shares of a peak."""
 
 PEAKS = Achieved()
-"""Nothing was measured."""
+"""The peaks, for a GPU without measurements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What a step costs however fast the GPU is, of one rank.
+    """Work of a step on one rank. It does not depend on the speed of the GPU.
 
     Attributes:
         product_operations: Floating point operations of products with weights.
-        attention_operations: Those of attention.
-        weight_bytes: Bytes of weights read.
-        cache_bytes: Bytes read of what is stored of tokens.
+        attention_operations: Floating point operations of attention.
+        weight_bytes: Bytes of weights that are read.
+        cache_bytes: Bytes of cached tokens and states that are read.
     """
 
     product_operations: float
@@ -87,26 +89,26 @@ class Work:
 
     @property
     def operations(self) -> float:
-        """All floating point operations."""
+        """Number of all floating point operations."""
         return self.product_operations + self.attention_operations
 
     @property
     def traffic_bytes(self) -> float:
-        """All bytes read."""
+        """Number of all bytes that are read."""
         return self.weight_bytes + self.cache_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """The parameters of one rank.
+    """Parameters of one rank.
 
     Attributes:
-        num_bytes: Of all.
-        total: Parameters.
-        active: Those that one token is multiplied with.
-        query_elements: Heads times their size, of one attention layer; 0 leaves attention's
-            arithmetic out.
-        dtype: In which products are computed; a key of `jenga.spec.ELEMENT_BYTES`.
+        num_bytes: Bytes of all parameters.
+        total: Number of parameters.
+        active: Number of parameters that one token is multiplied with.
+        query_elements: Number of query heads times their size, in one attention layer. 0 leaves
+            the arithmetic of attention out.
+        dtype: Type in which products are computed, a key of `jenga.spec.ELEMENT_BYTES`.
     """
 
     num_bytes: float
@@ -116,16 +118,16 @@ class Weights:
     dtype: str = "bfloat16"
 
     def touched_bytes(self, num_tokens: int) -> float:
-        """Bytes of the weights that so many tokens are multiplied with."""
+        """Return the expected bytes of the weights that `num_tokens` tokens are multiplied with."""
         untouched = (1 - self.active / self.total) ** num_tokens
         return self.num_bytes * (1 - untouched)
 
 
 def weights_of(facts: ModelFacts, *, ranks: int = 1) -> Weights:
-    """Parameters as published, divided evenly over some ranks.
+    """Return a model's published parameters, divided evenly over its ranks.
 
     Raises:
-        ValueError: Nothing says how many there are.
+        ValueError: The number of parameters is unknown.
     """
     if facts.total_parameters is None or facts.weight_bytes is None:
         msg = f"parameters of {facts.name!r} must be known for a model of time"
@@ -148,7 +150,7 @@ def weights_of(facts: ModelFacts, *, ranks: int = 1) -> Weights:
 
 
 class StepTime:
-    """A clock for `Replay`: seconds of a step by the roofline of a GPU."""
+    """A clock for `Replay`: the seconds of a step by the roofline of a GPU."""
 
     def __init__(
         self,
@@ -158,16 +160,16 @@ class StepTime:
         *,
         achieved: Achieved = PEAKS,
     ) -> None:
-        """A roofline.
+        """Build the roofline.
 
         Args:
-            model: Its layers, of one rank.
-            weights: Of one rank.
-            gpu: Of each rank.
-            achieved: What was measured on it.
+            model: Layers of one rank.
+            weights: Parameters of one rank.
+            gpu: GPU of each rank.
+            achieved: Measured performance of the GPU.
 
         Raises:
-            ValueError: The GPU is known by its memory only.
+            ValueError: Only the memory of the GPU is known.
         """
         if gpu.bytes_per_s is None:
             msg = f"gpu must be known by name where time is modelled, got {gpu.name!r}"
@@ -181,9 +183,9 @@ class StepTime:
         self._overhead_s = achieved.overhead_s
         need = Need(model)
         self._token_bytes = self._fixed_bytes = 0.0
-        self._limited: list[tuple[int, float]] = []  # (most tokens, bytes of one)
+        self._limited: list[tuple[int, float]] = []  # (most tokens read, bytes of one token)
         num_full = 0
-        self._limits: list[tuple[int, int]] = []  # (most tokens paired, layers)
+        self._limits: list[tuple[int, int]] = []  # (most keys that a query pairs with, layers)
         for layer_type, token_bytes in need.types:
             num_layers = sum(1 + len(layer.readers) for layer in layer_type.layers)
             match layer_type:
@@ -204,21 +206,25 @@ class StepTime:
 
     @property
     def step_tokens(self) -> float:
-        """Tokens of a prompt multiplied with weights in the time it takes to read all of these."""
+        """Number of prompt tokens whose products take as long as the overhead and all weights.
+
+        The latter is the time to read the weights once.
+        """
         weights = self._weights
         token_s = _OPERATIONS_PER_PARAMETER * weights.active / self._products_per_s
         return (self._overhead_s + weights.num_bytes / self._weight_bytes_per_s) / token_s
 
     def work(self, chunks: Sequence[Chunk], each_tokens: int | None = None) -> Work:
-        """What a step costs that computes some chunks, or so many tokens of each of their requests.
+        """Return the work of a step that computes some chunks.
 
         Args:
-            chunks: Of the step.
-            each_tokens: In place of those of the chunks, if given.
+            chunks: Chunks of the step.
+            each_tokens: Number of tokens of each request, instead of those of its chunk. None for
+                those of the chunks.
         """
         num_tokens = 0
         end_tokens = 0
-        pairs = 0.0  # of queries and keys, times layers
+        pairs = 0.0  # pairs of a query and a key, times layers
         limited_bytes = 0.0
         for chunk in chunks:
             chunk_tokens = each_tokens or chunk.num_tokens
@@ -241,7 +247,7 @@ class StepTime:
         )
 
     def __call__(self, chunks: Sequence[Chunk], each_tokens: int | None = None) -> float:
-        """Seconds of the step; see `work`."""
+        """Return the seconds of a step; see `work` for the arguments."""
         work = self.work(chunks, each_tokens)
         arithmetic_s = work.product_operations / self._products_per_s
         arithmetic_s += work.attention_operations / self._attention_per_s
@@ -251,26 +257,27 @@ class StepTime:
 
 
 class DraftedTime:
-    """A clock where one model drafts for another: the target's steps, and the draft's between them.
+    """A clock for a model and a second one that drafts for it.
 
-    The draft reads what the target reads, and then one token of each decoding request after the
-    other; the target's step has all of them. What neither does at once is added.
+    In each step the draft model computes the same chunks as the target. It then computes one token
+    of each decoding request in further passes, one after another. The target checks all drafts in
+    one step. The models do not run at the same time, so their times are added.
     """
 
     def __init__(self, target: StepTime, draft: StepTime, *, draft_tokens: int) -> None:
-        """Two rooflines.
+        """Combine two rooflines.
 
         Args:
-            target: Of the model that is drafted for.
-            draft: Of the one that drafts.
-            draft_tokens: Tokens drafted for a step.
+            target: Clock of the model that is drafted for.
+            draft: Clock of the model that drafts.
+            draft_tokens: Number of tokens drafted for a step.
         """
         self._target = target
         self._draft = draft
         self._num_passes = draft_tokens - 1
 
     def __call__(self, chunks: Sequence[Chunk]) -> float:
-        """Seconds of a step of both."""
+        """Return the seconds of a step of both models."""
         seconds = self._target(chunks) + self._draft(chunks)
         drafting = [chunk for chunk in chunks if chunk.num_drafted]
         if drafting and self._num_passes:
@@ -279,19 +286,20 @@ class DraftedTime:
 
     @property
     def step_tokens(self) -> float:
-        """See `StepTime`, of the target."""
+        """The target's `StepTime.step_tokens`."""
         return self._target.step_tokens
 
 
 def step_tokens_of(clock: Callable[[Sequence[Chunk]], float]) -> float:
-    """What a manager is told a step costs (`jenga.manager.Manager`), as far as a clock says."""
+    """Return the cost of a step for `jenga.manager.Manager`: the clock's, or else the default."""
     return clock.step_tokens if isinstance(clock, StepTime | DraftedTime) else STEP_TOKENS
 
 
 class HostedTime:
-    """A clock where pages go to host memory and come back.
+    """A clock for an arena with host memory.
 
-    What is copied ahead is copied beside the kernels of a step, all else before them.
+    Pages that are copied ahead are copied while the kernels of a step run. All other copies come
+    before the kernels.
     """
 
     def __init__(
@@ -302,16 +310,16 @@ class HostedTime:
         *,
         moved_bytes: MovedBytes = NOTHING_MOVED,
     ) -> None:
-        """Copies take their time beside that of another clock.
+        """Add the time of copies to that of another clock.
 
         Args:
-            clock: Seconds of a step without them.
-            arena: Says how many bytes were moved.
-            bytes_per_s: At which they are.
-            moved_bytes: Those of steps that were scheduled before.
+            clock: Clock of a step without copies.
+            arena: Arena that counts the copied bytes.
+            bytes_per_s: Bandwidth of the copies.
+            moved_bytes: Bytes that were copied for steps scheduled before.
 
         Raises:
-            ValueError: No byte is ever moved at that rate.
+            ValueError: The bandwidth is not positive, or not finite.
         """
         if not 0 < bytes_per_s < math.inf:
             msg = f"bytes_per_s must be positive and finite, got {bytes_per_s}"
@@ -322,7 +330,7 @@ class HostedTime:
         self._moved_bytes = moved_bytes
 
     def __call__(self, chunks: Sequence[Chunk]) -> float:
-        """Seconds of a step with the copies ordered since the last one."""
+        """Return the seconds of a step with the copies that were ordered since the last one."""
         before, moved = self._moved_bytes, self._arena.moved_bytes
         self._moved_bytes = moved
         ahead_bytes = moved.ahead - before.ahead
@@ -340,18 +348,18 @@ def drafted_time(
     weights: Weights,
     achieved: Achieved = PEAKS,
 ) -> DraftedTime:
-    """The clock of a model and the one that drafts for it.
+    """Return the clock of a model and of a second one that drafts for it.
 
     Args:
-        models: Those two, the draft last.
-        options: How the first is run; the draft is run alike.
-        gpu: Of each rank.
-        weights: Of the first.
-        achieved: What was measured on the GPU.
+        models: The two models, the draft last.
+        options: Options with which both models are run.
+        gpu: GPU of each rank.
+        weights: Parameters of the first model.
+        achieved: Measured performance of the GPU.
 
     Raises:
-        ValueError: Nothing says how many parameters the draft has, or the GPU is known by its
-            memory only.
+        ValueError: The number of parameters of the draft is unknown, or only the memory of the GPU
+            is known.
     """
     target, draft = models
     of_draft = weights_of(draft, ranks=options.tensor_parallel)

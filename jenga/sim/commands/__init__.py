@@ -1,1 +1,1 @@
-"""The commands of the simulator, their arguments and what they print."""
+"""Commands of the simulator, with their arguments and their output."""

@@ -1,4 +1,4 @@
-"""`jenga plan`: its arguments, and what it prints."""
+"""`jenga plan`: its arguments and its output."""
 
 import argparse
 from contextlib import ExitStack
@@ -180,7 +180,7 @@ def _plan(options: argparse.Namespace) -> Plan:
         draft_tokens=options.draft_tokens,
         history_tokens=options.history_tokens,
     )
-    # A model that is not understood is said first: no option mends that.
+    # Refuse a model that is not understood first, because no option can change that.
     served_model(models, read)
     arena = options.arena or memory_budget(
         models,
@@ -217,7 +217,7 @@ def _plan(options: argparse.Namespace) -> Plan:
 
 
 def _is_compared(facts: ModelFacts) -> bool:
-    """Whether vLLM can be asked for the layers of a model: of models known by name fields lack."""
+    """Whether vLLM can be asked for a model's layers. Models known by name lack fields for that."""
     return not facts.model_id and facts.reader is not declared_model and is_installed()
 
 
@@ -228,7 +228,7 @@ def _stock_system() -> StockSystem:
 
 
 def _lengths(model: ModelFacts) -> tuple[int, ...]:
-    """The usual lengths, as far as the model reads them."""
+    """Return the default lengths that the model can read."""
     context_tokens = model.context_tokens or LENGTHS[-1]
     return tuple(each for each in LENGTHS if each <= context_tokens) or (context_tokens,)
 

@@ -1,4 +1,4 @@
-"""`jenga plot`: a figure from the rows of replays."""
+"""`jenga plot`: draw a figure from the rows of replays."""
 
 import argparse
 from pathlib import Path
@@ -27,7 +27,7 @@ FIGURES = {
     "waste": "waste of every model and manager",
     "throughput": "tokens a second (or --metric) of every model and manager",
 }
-"""Names of the figures, and what they show."""
+"""Names of the figures, each with a description of what it shows."""
 
 _PARAMETERS = {"hits": "n", "latency": "rate"}
 
@@ -75,7 +75,8 @@ def run(options: argparse.Namespace) -> int:
     """Draw one figure into a file.
 
     Raises:
-        ValueError: Rows that cannot be read or lack what the figure shows, or a file's ending.
+        ValueError: Rows cannot be read or lack the numbers of the figure, or the file's name has an
+            unknown ending.
     """
     save(_figure(options, read_runs(options.rows)), options.out)
     print(options.out)

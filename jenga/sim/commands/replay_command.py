@@ -1,4 +1,4 @@
-"""`jenga replay`: what it replays, and what it prints."""
+"""`jenga replay`: make replays from the command line, and print their results."""
 
 import argparse
 import math
@@ -92,7 +92,7 @@ _WASTE_WORDS = (
 )
 
 _EXIT_REFUSED = 2
-"""Some of several replays were refused; the others are in the table."""
+"""Exit status if some of several replays were refused. The others are in the table."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -102,10 +102,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Replay and print.
+    """Run the replays and print their results.
 
     Raises:
-        ValueError: A model, a trace or an option is refused, or an arena holds no request.
+        ValueError: A model, a trace or an option is refused, or no request fits in an arena.
     """
     for name in ("every", "requests", "chunk_tokens", "max_requests", "step_seconds"):
         value = getattr(options, name)
@@ -155,7 +155,7 @@ def run(options: argparse.Namespace) -> int:
 def _replays(
     machines: Sequence["_Timed"], options: argparse.Namespace
 ) -> Iterator[tuple["_Timed", str, str, StockOptions]]:
-    """Machines, managers, and what a manager has a choice of: eviction, or vLLM's options."""
+    """Yield machine, manager, and the choice of the manager: eviction, or vLLM's options."""
     for machine in machines:
         for manager in options.manager:
             for eviction in options.eviction[: None if manager in EVICTING else 1]:
@@ -164,7 +164,7 @@ def _replays(
 
 
 def _trace_name(options: argparse.Namespace) -> str:
-    """The file's name without its folders, or the workload as it was asked for."""
+    """Return the file's name without its folders, or the workload as the user wrote it."""
     path = Path(options.trace).expanduser()
     return path.name or options.trace if path.exists() else options.trace
 
@@ -209,7 +209,7 @@ def _speculation(options: argparse.Namespace) -> Speculation | None:
 
 
 def _is_asynchronous(options: argparse.Namespace) -> bool:
-    """Whether steps are scheduled ahead: as vLLM does, which does not where n-grams draft."""
+    """Whether steps are scheduled ahead. The default is vLLM's: yes, unless n-grams draft."""
     has_ngrams = options.acceptance is not None and options.draft is None
     if options.async_scheduling and has_ngrams:
         msg = "--async-scheduling is refused by vLLM where n-grams draft: give --draft a model"
@@ -219,7 +219,7 @@ def _is_asynchronous(options: argparse.Namespace) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Timed(Machine):
-    """A machine that says where its seconds come from."""
+    """A machine, and a text that says where its seconds come from."""
 
     seconds: str
 
@@ -271,7 +271,7 @@ def _machine(name: str, options: argparse.Namespace) -> _Timed:
 
 
 def _achieved(gpu: Gpu, options: argparse.Namespace) -> Achieved:
-    """As measured, unless the command line says otherwise."""
+    """Return the measured shares of the peaks, except those that the command line gives."""
     given = {name: share for name in SHARES if (share := getattr(options, name)) is not None}
     return replace(measured(gpu, options.measured), overhead_s=options.overhead_seconds, **given)
 
@@ -302,7 +302,10 @@ def _named(gpu: Gpu) -> Gpu:
 
 
 def _weights(models: Sequence[ModelFacts], options: argparse.Namespace) -> Weights:
-    """Of the first model; where nothing says how many it has, as many in bfloat16 as --weights."""
+    """Return the first model's weights.
+
+    If its number of parameters is unknown, the bytes of `--weights` count as bfloat16.
+    """
     facts = models[0]
     if facts.total_parameters is None and options.weights is not None:
         total = max(1, options.weights // ELEMENT_BYTES["bfloat16"])
@@ -345,7 +348,7 @@ def _replay(
 
 
 class _Progress:
-    """A line on standard error that says how far a replay is."""
+    """A line on standard error with the progress of a replay."""
 
     def __init__(self, label: str, num_requests: int) -> None:
         self._label = label
@@ -354,7 +357,7 @@ class _Progress:
         self._width = 0
 
     def __call__(self, replay: Replay, step: Step) -> None:
-        """Show a step, now and then."""
+        """Show a step if half a second has passed since the last one shown."""
         now_s = time.monotonic()
         if now_s < self._next_s:
             return
@@ -374,13 +377,13 @@ class _Progress:
         print(f"\r{text:<{self._width}}", end="", file=sys.stderr, flush=True)
 
     def clear(self) -> None:
-        """Leave the line empty."""
+        """Clear the line."""
         if self._width:
             print(f"\r{'':<{self._width}}\r", end="", file=sys.stderr, flush=True)
 
 
 def _text(found: Sequence[Outcome], trace: Trace) -> str:
-    """What was counted, and under it what took how long."""
+    """Write a table of counted numbers, and below it a table of modelled times."""
     has_bounds = any("best_eviction_hit_rate" in each.row.options for each in found)
     counted = ["model", "manager", "arena", "hit %"]
     counted += ["unlimited %", "best %"] if has_bounds else []

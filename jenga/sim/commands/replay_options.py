@@ -1,4 +1,4 @@
-"""Arguments of `jenga replay`."""
+"""Command-line arguments of `jenga replay`."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`jenga report`: runs side by side in one HTML file."""
+"""`jenga report`: write runs side by side to one HTML file."""
 
 import argparse
 from pathlib import Path
@@ -29,8 +29,8 @@ def run(options: argparse.Namespace) -> int:
     """Write the page.
 
     Raises:
-        ValueError: Rows that cannot be read.
-        OSError: A file that cannot be read or written.
+        ValueError: Rows cannot be read.
+        OSError: A file cannot be read or written.
     """
     page = report_html(read_runs(options.rows), title=options.title)
     options.out.write_text(page, encoding="utf-8")

@@ -1,1 +1,1 @@
-"""Figures, charts and text that reports are made of."""
+"""Figures, charts and text of which reports are made."""

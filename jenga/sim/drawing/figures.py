@@ -1,6 +1,6 @@
-"""What every figure shares: matplotlib when it is needed, colours, and how a figure is saved.
+"""Shared parts of all figures: matplotlib, loaded when it is needed, colours, and saving.
 
-Colours are Okabe and Ito's, which people with any colour vision tell apart.
+Colours are Okabe and Ito's, which people with any colour vision can tell apart.
 """
 
 from collections.abc import Generator, Mapping
@@ -14,7 +14,7 @@ YELLOW, BLUE, RED, PINK = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
 GREY, PALE = "#999999", "#E8E8E8"
 
 SERIES = (BLUE, ORANGE, GREEN, RED, SKY, PINK, YELLOW, BLACK)
-"""Colours of things that are alike: runs, page tables, models."""
+"""Colours of things of one kind: runs, page tables, models."""
 
 CLASSES: Mapping[str, tuple[str, str]] = {
     "used": ("used by the next tokens", BLUE),
@@ -23,7 +23,7 @@ CLASSES: Mapping[str, tuple[str, str]] = {
     "cached": ("cached", GREEN),
     "unallocated": ("unallocated", PALE),
 }
-"""Classes of an arena's bytes, lowest in a stack first: what they are called, and their colour."""
+"""Classes of an arena's bytes, lowest in a stack first, with their name in figures and colour."""
 
 _FORMATS = (".svg", ".png", ".pdf")
 
@@ -36,18 +36,18 @@ _STYLE = {
     "axes.titlelocation": "left",
     "axes.titlesize": 10,
     "legend.frameon": False,
-    # Names of models and managers are text, dollar signs among them.
+    # Names of models and managers are plain text, even with dollar signs in them.
     "text.parse_math": False,
-    # Text stays text: files are smaller and words can be found in them.
+    # Text stays text, so that files are smaller and words can be found in them.
     "svg.fonttype": "none",
-    # The same figure has the same bytes.
+    # Without a random salt, the same figure has the same bytes.
     "svg.hashsalt": "jenga",
 }
 
 
 @contextmanager
 def plotting() -> Generator[Any]:
-    """matplotlib.pyplot with the figures' style.
+    """Return matplotlib.pyplot with the style of the figures.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -59,10 +59,10 @@ def plotting() -> Generator[Any]:
 
 
 def save(figure: Any, path: Path) -> None:  # noqa: ANN401  matplotlib ships no complete types
-    """Write a figure in the format that its name asks for, and close it.
+    """Write a figure in the format of the file's name, and close it.
 
     Raises:
-        ValueError: The name ends in no format that is known.
+        ValueError: The name does not end in a known format.
         OSError: The file cannot be written.
     """
     if path.suffix.lower() not in _FORMATS:

@@ -1,4 +1,4 @@
-"""Charts as SVG text, with the numbers that a page shows under the pointer."""
+"""Charts as SVG text, with the numbers that a page shows at the mouse pointer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from html import escape
 from math import floor, log10
 
 WIDTH, HEIGHT = 560, 230
-"""Of a chart, in its own units; a page scales it."""
+"""Size of a chart, in units of its own. A page scales it."""
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 10, 38
 
@@ -15,14 +15,14 @@ _TICKS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """Values of one thing along a chart.
+    """One series of values in a chart.
 
     Attributes:
-        name: What the page calls it.
-        colour: As "#0072B2".
-        x: Where the values are, ascending.
+        name: Its name on the page.
+        colour: Its colour, such as "#0072B2".
+        x: Positions of the values, ascending.
         y: The values.
-        css_class: Set on what is drawn, so that a page can hide it.
+        css_class: CSS class of its shapes, with which a page can hide them.
     """
 
     name: str
@@ -37,8 +37,8 @@ class Chart:
     """A chart's picture and its numbers.
 
     Attributes:
-        svg: The element, complete.
-        numbers: What a page needs to show the values under the pointer, ready for JSON.
+        svg: The complete SVG element.
+        numbers: Numbers that a page shows at the mouse pointer, ready for JSON.
     """
 
     svg: str
@@ -47,13 +47,13 @@ class Chart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
-    """What a chart's axes run over.
+    """The axes of a chart. Both begin at 0.
 
     Attributes:
-        x_label: Under the chart.
-        y_label: Beside it, and the unit of its values.
-        x_max: The right end; both axes begin at 0.
-        y_max: The upper end.
+        x_label: Label below the chart.
+        y_label: Label beside the chart. It is also the unit of the values.
+        x_max: Value at the right end.
+        y_max: Value at the upper end.
     """
 
     x_label: str
@@ -62,21 +62,21 @@ class Axes:
     y_max: float
 
     def x(self, value: float) -> float:
-        """Where a value stands, in the chart's units."""
+        """Return the horizontal position of a value, in the chart's units."""
         return _LEFT + (WIDTH - _LEFT - _RIGHT) * value / (self.x_max or 1)
 
     def y(self, value: float) -> float:
-        """Likewise, from the top."""
+        """Return the vertical position of a value from the top, in the chart's units."""
         return HEIGHT - _BOTTOM - (HEIGHT - _TOP - _BOTTOM) * value / (self.y_max or 1)
 
 
 def stacked(name: str, axes: Axes, series: Sequence[Series]) -> Chart:
-    """Areas on top of each other, the first at the bottom.
+    """Draw areas on top of each other, the first one at the bottom.
 
     Args:
-        name: Unique in the page.
-        axes: What they run over.
-        series: All over the same x.
+        name: Name of the chart, unique in the page.
+        axes: Axes of the chart.
+        series: Series of the areas. All have the same x.
     """
     x = series[0].x
     below = [0.0] * len(x)
@@ -92,12 +92,12 @@ def stacked(name: str, axes: Axes, series: Sequence[Series]) -> Chart:
 
 
 def lines(name: str, axes: Axes, series: Sequence[Series]) -> Chart:
-    """A line for each series, each over an x of its own.
+    """Draw a line for each series. Each has an x of its own.
 
     Args:
-        name: Unique in the page.
-        axes: What they run over.
-        series: The last is drawn on top.
+        name: Name of the chart, unique in the page.
+        axes: Axes of the chart.
+        series: Series of the lines. The last one is drawn on top.
     """
     drawn = [
         f'<polyline class="line {one.css_class}" stroke="{one.colour}" points="'
@@ -109,7 +109,7 @@ def lines(name: str, axes: Axes, series: Sequence[Series]) -> Chart:
 
 
 def ticks(top: float) -> list[float]:
-    """A few round values from 0 to a value, which is above 0."""
+    """Return a few round values from 0 up to `top`, which must be positive."""
     step = 10.0 ** floor(log10(top / _TICKS))
     for factor in (1, 2, 5, 10):
         if top / (step * factor) <= _TICKS:
@@ -159,7 +159,7 @@ def _chart(name: str, axes: Axes, series: Sequence[Series], drawn: Sequence[str]
 
 
 def _rounded(value: float) -> float:
-    """Six digits: no page shows more."""
+    """Round to six digits. No page shows more."""
     return float(f"{value:.6g}")
 
 

@@ -1,4 +1,4 @@
-"""Numbers and tables as people read them."""
+"""Numbers and tables in readable text."""
 
 from collections.abc import Sequence
 
@@ -9,12 +9,12 @@ _UNIT = 1000
 
 
 def heading(text: str) -> str:
-    """A line and the line under it."""
+    """Return a line with a rule below it."""
     return f"{text}\n{'-' * len(text)}"
 
 
 def bytes_text(num_bytes: float) -> str:
-    """Bytes with three or four digits and a decimal unit: "34.1 MB"."""
+    """Write bytes with three or four digits and a decimal unit: "34.1 MB"."""
     value = float(num_bytes)
     for unit in _DECIMAL_UNITS:
         if abs(value) < _UNIT or unit == _DECIMAL_UNITS[-1]:
@@ -24,7 +24,7 @@ def bytes_text(num_bytes: float) -> str:
 
 
 def count_text(count: float) -> str:
-    """Parameters in words: "27.4 billion"."""
+    """Write a number of parameters in words: "27.4 billion"."""
     for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
         if count >= size:
             return f"{count / size:.4g} {word}"
@@ -32,18 +32,18 @@ def count_text(count: float) -> str:
 
 
 def share_text(share: float) -> str:
-    """A share as a percentage with one digit, two below a percent."""
+    """Write a share as a percentage with one digit, or with two if it is below one percent."""
     percent = 100 * share
     return f"{percent:.2f} %" if 0 < abs(percent) < 1 else f"{percent:.1f} %"
 
 
 def aligned(rows: Sequence[Sequence[str]], *, alignment: str = "") -> list[str]:
-    """Rows as lines with their columns under each other.
+    """Write rows as lines with aligned columns.
 
     Args:
-        rows: The header first; all of one length.
-        alignment: `LEFT` or `RIGHT` per column; the first to the left, the others to the right
-            where none is given.
+        rows: Rows of equal length, the header first.
+        alignment: `LEFT` or `RIGHT` for each column. By default the first column is aligned to the
+            left, and all others to the right.
     """
     alignment = alignment or LEFT + RIGHT * (len(rows[0]) - 1)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -57,7 +57,7 @@ def aligned(rows: Sequence[Sequence[str]], *, alignment: str = "") -> list[str]:
 
 
 def wrapped(text: str, *, width: int, indent: str = "") -> list[str]:
-    """Words in lines no wider than so many characters, every line indented."""
+    """Break a text into lines of at most `width` characters, all of them indented."""
     lines: list[str] = []
     line = indent
     for word in text.split():

@@ -1,1 +1,1 @@
-"""Files that are read from anyone and written whole."""
+"""Readers of untrusted files, and files that are written whole."""

@@ -1,6 +1,6 @@
-"""Text files of a folder or of a tar archive that anyone may have made.
+"""Text files of an untrusted folder or tar archive.
 
-What is read is bounded: a small archive may unpack to more than any disk holds.
+Sizes are limited, because a small archive may unpack to more than any disk holds.
 """
 
 import bz2
@@ -14,20 +14,20 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO, cast
 
 MOST_FILE_BYTES = 1 << 26
-"""Bytes of the largest file: ServeGen's largest has 2 MiB."""
+"""Most bytes of a file. ServeGen's largest file has 2 MiB."""
 
 MOST_ARCHIVE_BYTES = 1 << 30
-"""Bytes of an archive, unpacked: all that ServeGen publishes is a tenth of it."""
+"""Most bytes of an unpacked archive. All that ServeGen publishes has a tenth of it."""
 
 MOST_MEMBERS = 1 << 16
-"""Files and folders of an archive: what is known of each stays in memory."""
+"""Most files and folders of an archive. The list of them stays in memory."""
 
 _OPENERS: dict[bytes, Callable[[Path], object]] = {
     b"\x1f\x8b": gzip.open,
     b"BZh": bz2.open,
     b"\xfd7zXZ\x00": lzma.open,
 }
-"""How compressed files begin, and what opens them."""
+"""First bytes of compressed files, and the function that opens each kind."""
 
 _DAMAGE = (
     ArithmeticError,
@@ -41,7 +41,7 @@ _DAMAGE = (
     tarfile.TarError,
     zlib.error,
 )
-"""What reading a damaged archive raises."""
+"""Exceptions that reading a damaged archive raises."""
 
 
 def text_files(path: Path, is_wanted: Callable[[PurePosixPath], bool]) -> Iterator[tuple[str, str]]:
@@ -49,14 +49,14 @@ def text_files(path: Path, is_wanted: Callable[[PurePosixPath], bool]) -> Iterat
 
     Args:
         path: The folder or the archive.
-        is_wanted: Called with the name of every file, from the folder or the archive on.
+        is_wanted: Called with the name of each file, relative to the folder or the archive.
 
     Yields:
-        What errors call a file, and its text.
+        The name of a file for error messages, and its text.
 
     Raises:
-        ValueError: A file that is wanted is a link or no regular file, is not UTF-8 or too large;
-            or the archive is damaged or too large.
+        ValueError: A wanted file is a link or no regular file, is not UTF-8, or is too large. Or
+            the archive is damaged or too large.
         OSError: A file cannot be read.
     """
     files = _folder_files if path.is_dir() else _archive_files
@@ -110,7 +110,7 @@ def _archive_files(
 
 
 def _tar(file: "_Bounded") -> tarfile.TarFile:
-    # What it is typed to need includes writing.
+    # The type that `open` asks for includes methods for writing.
     return tarfile.open(fileobj=cast("BinaryIO", file), mode="r:")
 
 
@@ -128,7 +128,7 @@ def _opened(path: Path) -> BinaryIO:
 
 
 class _Bounded:
-    """An unpacked archive that is read no further than its bounds."""
+    """An unpacked archive that cannot be read beyond its limits."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

@@ -1,23 +1,23 @@
-"""Lines of text files that anyone may have written."""
+"""Lines of untrusted text files."""
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
 MOST_LINE_CHARS = 1 << 26
-"""Characters of the longest line read: more than a request of a million tokens takes."""
+"""Most characters of a line: more than a request of a million tokens takes."""
 
 
 def open_text(path: Path) -> TextIO:
-    """Open a file of text; what is not UTF-8 is replaced, for the line's reader to refuse."""
+    """Open a text file. Bytes that are not UTF-8 are replaced, so that readers refuse the line."""
     return path.open(encoding="utf-8-sig", errors="replace", newline="")
 
 
 def lines_of(path: Path) -> Iterator[str]:
-    """Read the lines of a file, their ends included.
+    """Yield the lines of a file, with their line ends.
 
     Raises:
-        ValueError: A line has more than `MOST_LINE_CHARS` characters; its number is named.
+        ValueError: A line has more than `MOST_LINE_CHARS` characters. The message names its number.
         OSError: The file cannot be read.
     """
     with open_text(path) as file:

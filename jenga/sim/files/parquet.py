@@ -1,6 +1,6 @@
 """Parquet files (extra `parquet`): any table, and records with a column for every field.
 
-A column is null in records that lack the field. A mapping to values of any type is kept as JSON.
+A column is null in records without that field. A mapping to values of any type is stored as JSON.
 """
 
 import json
@@ -14,17 +14,17 @@ from typing import Any, get_args, get_origin, get_type_hints
 from jenga.sim.files.whole_files import written_whole
 
 _GROUP_ROWS = 1 << 14
-"""Rows of a row group, which are in memory together."""
+"""Number of rows in a row group. They are in memory together."""
 
 
 def write_records(
     path: Path, records: Iterable[Mapping[str, Any]], columns: Mapping[str, object]
 ) -> None:
-    """Write a file of records, in place of one that may be there.
+    """Write a file of records, and replace an existing one.
 
     Args:
         path: The file.
-        records: Each has values of some columns; what is of a dataclass is a mapping.
+        records: Records with values for some columns. Values of a dataclass type are mappings.
         columns: Column -> type of its values: `str`, `int`, `float`, `float | None`, a dataclass of
             those, or a dictionary from strings to such a dataclass or to anything.
 
@@ -43,14 +43,14 @@ def write_records(
 
 
 def read_records(path: Path, columns: Mapping[str, object]) -> Iterator[dict[str, object]]:
-    """Records of a file, columns that are null left out.
+    """Yield the records of a file, without the columns that are null.
 
     Args:
         path: The file.
-        columns: As it was written with; it may have others.
+        columns: Columns with which the file was written. It may have others, too.
 
     Raises:
-        ValueError: It is no Parquet file, or a column is not of its type.
+        ValueError: The file is not Parquet, or a value does not have its column's type.
         ModuleNotFoundError: pyarrow is not installed.
     """
     for values in read_table(path):
@@ -62,15 +62,15 @@ def read_records(path: Path, columns: Mapping[str, object]) -> Iterator[dict[str
 
 
 def read_table(path: Path, *, batch_rows: int = _GROUP_ROWS) -> Iterator[dict[str, Any]]:
-    """Rows of any Parquet file, as values of Python by the names of their columns.
+    """Yield the rows of any Parquet file, as Python values by column name.
 
     Args:
         path: The file.
-        batch_rows: Rows that are in memory together.
+        batch_rows: Number of rows that are in memory together.
 
     Raises:
-        ValueError: It is no Parquet file, or damaged.
-        OSError: It cannot be opened.
+        ValueError: The file is not Parquet, or is damaged.
+        OSError: The file cannot be opened.
         ModuleNotFoundError: pyarrow is not installed.
     """
     arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
@@ -88,7 +88,7 @@ def _is_json(hint: object) -> bool:
 
 
 def _encoded(record: Mapping[str, Any], columns: Mapping[str, object]) -> dict[str, Any]:
-    """A record's values as Parquet has them."""
+    """Return a record's values as Parquet stores them."""
     values = dict(record)
     for name, value in record.items():
         if _is_json(columns[name]):
@@ -99,11 +99,11 @@ def _encoded(record: Mapping[str, Any], columns: Mapping[str, object]) -> dict[s
 
 
 def _decoded(values: Mapping[str, Any], columns: Mapping[str, object]) -> dict[str, object]:
-    """The values of a record that are not null.
+    """Return the values of a record that are not null.
 
     Raises:
-        TypeError: One is not of the type that is written.
-        ValueError: It is not JSON.
+        TypeError: A value does not have the type that is written.
+        ValueError: A value is not JSON.
     """
     found: dict[str, object] = {}
     for name, value in values.items():
@@ -118,7 +118,7 @@ def _decoded(values: Mapping[str, Any], columns: Mapping[str, object]) -> dict[s
 
 
 def _type(arrow: Any, hint: Any) -> Any:  # noqa: ANN401  pyarrow ships no types
-    """The type of a column."""
+    """Return the Arrow type of a column."""
     if hint is str or _is_json(hint):
         return arrow.string()
     if hint is int:

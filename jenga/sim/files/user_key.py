@@ -1,4 +1,4 @@
-"""A secret key of this user, by which files are known to be its own."""
+"""A secret key of this user, which proves that files are the user's own."""
 
 import os
 import secrets
@@ -8,20 +8,20 @@ from pathlib import Path
 from jenga.sim.files.whole_files import PRIVATE_MODE, written_whole
 
 KEY_BYTES = 32
-"""Bytes of the key: as many as SHA-256 has, more would add nothing."""
+"""Number of bytes of the key: as many as SHA-256 has. More would add nothing."""
 
 _FOLDER_MODE = 0o700
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def key_path() -> Path:
-    """Where the key lies: in the folder for state of the XDG Base Directory Specification.
+    """Return the path of the key, in the state folder of the XDG Base Directory Specification.
 
     Raises:
         OSError: This user has no home folder.
     """
     folder = Path(os.environ.get("XDG_STATE_HOME", ""))
-    # The specification says to ignore what is not absolute.
+    # The specification asks to ignore a path that is not absolute.
     if not folder.is_absolute():
         try:
             folder = Path.home() / ".local" / "state"
@@ -39,7 +39,7 @@ def user_key() -> bytes:
 
     Raises:
         OSError: The key can be neither read nor made.
-        ValueError: The key's file is not of this user alone.
+        ValueError: Other users could read or write the key's file, or its size is wrong.
     """
     path = key_path()
     path.parent.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
@@ -49,7 +49,7 @@ def user_key() -> bytes:
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
         key = file.read(KEY_BYTES + 1)
-    # Windows keeps permissions elsewhere, and a user's folder from other users.
+    # Windows keeps permissions elsewhere, and keeps other users out of a user's folder.
     is_private = os.name == "nt" or (
         status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & _OTHERS
     )

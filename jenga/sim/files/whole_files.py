@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 PUBLIC_MODE = 0o666
-"""Permissions of a file that its user's umask alone restricts."""
+"""Permissions of a file that only the user's umask restricts."""
 
 PRIVATE_MODE = 0o600
 """Permissions of a file that only its user may read or write."""
@@ -15,14 +15,14 @@ PRIVATE_MODE = 0o600
 
 @contextmanager
 def written_whole(path: Path, *, mode: int = PUBLIC_MODE) -> Generator[BinaryIO]:
-    """Open a file that takes the place of `path` when the block ends without an error.
+    """Open a file that replaces `path` when the block ends without an error.
 
-    The bytes are written to a new file beside it. What others left under that name, a link among
-    it, is removed and never followed.
+    The bytes are written to a new file beside it. If something already has the name of that file,
+    for example a link by another user, it is removed and never followed.
 
     Args:
         path: The file to replace or to make.
-        mode: Permissions of the new file, which the umask restricts further.
+        mode: Permissions of the new file. The umask restricts them further.
 
     Raises:
         OSError: The folder cannot be written to.

@@ -1,1 +1,1 @@
-"""GPUs, and what a model's weights leave of one."""
+"""GPUs, and the memory that a model's weights leave for the arena."""

@@ -1,4 +1,4 @@
-"""What a model's weights leave of a GPU's memory for the arena."""
+"""Memory that a model's weights leave for the arena on a GPU."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,10 +8,10 @@ from jenga.sim.hardware.gpus import Gpu
 from jenga.spec import check_positive
 
 UTILIZATION = 0.92
-"""Share of a GPU's memory that the engine takes: vLLM 0.32's default."""
+"""Share of a GPU's memory that the engine takes, 0 to 1: vLLM 0.32's default."""
 
 RESERVED_BYTES = 3 << 29
-"""For activations, CUDA graphs and the runtime: an assumption; vLLM measures it as it starts."""
+"""Bytes for activations, CUDA graphs and the runtime. It is assumed; vLLM measures it at start."""
 
 _MAX_RANKS = 64
 
@@ -21,11 +21,11 @@ class Budget:
     """Memory of one rank.
 
     Attributes:
-        gpu: Of each rank.
-        ranks: Over which the weights are divided evenly.
-        utilization: Share of the GPU's memory that the engine takes.
-        total_weight_bytes: Of all models served, all ranks together.
-        reserved_bytes: For everything that is neither weights nor arena.
+        gpu: GPU of each rank.
+        ranks: Number of ranks over which the weights are divided evenly.
+        utilization: Share of the GPU's memory that the engine takes, 0 to 1.
+        total_weight_bytes: Bytes of the weights of all served models, all ranks together.
+        reserved_bytes: Bytes for everything that is neither weights nor arena.
     """
 
     gpu: Gpu
@@ -36,22 +36,22 @@ class Budget:
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes that the engine takes."""
+        """Number of bytes that the engine takes."""
         return int(self.gpu.memory_bytes * self.utilization)
 
     @property
     def weight_bytes(self) -> int:
-        """Weights of one rank."""
+        """Bytes of the weights of one rank."""
         return -(-self.total_weight_bytes // self.ranks)
 
     @property
     def arena_bytes(self) -> int:
-        """What is left for the arena; below zero where the weights do not fit."""
+        """Bytes left for the arena. Negative if the weights do not fit."""
         return self.usable_bytes - self.weight_bytes - self.reserved_bytes
 
     @property
     def enough_ranks(self) -> int | None:
-        """The least power of two of ranks that leaves an arena at all; None where none does."""
+        """Least power of two of ranks that leaves bytes for an arena. None if no number does."""
         ranks = 1
         while ranks <= _MAX_RANKS:
             if self.total_weight_bytes // ranks + self.reserved_bytes < self.usable_bytes:
@@ -60,10 +60,10 @@ class Budget:
         return None
 
     def require_arena(self) -> int:
-        """The bytes left for the arena.
+        """Return the bytes left for the arena.
 
         Raises:
-            ValueError: None are; the message says which number is too large against which.
+            ValueError: No bytes are left. The message compares the numbers.
         """
         if self.arena_bytes > 0:
             return self.arena_bytes
@@ -89,18 +89,19 @@ def memory_budget(
     utilization: float = UTILIZATION,
     reserved_bytes: int = RESERVED_BYTES,
 ) -> Budget:
-    """What some models, served together, leave of a GPU.
+    """Return the memory of a rank that serves some models together.
 
     Args:
-        models: Their weights are added up.
-        gpu: Of each rank.
-        ranks: Over which all weights are divided.
-        weight_bytes: Of all models and ranks together, in place of what is known of them.
-        utilization: Share of the GPU's memory that the engine takes.
-        reserved_bytes: For everything that is neither weights nor arena.
+        models: Models whose weights are added up.
+        gpu: GPU of each rank.
+        ranks: Number of ranks over which all weights are divided.
+        weight_bytes: Bytes of all models and ranks together. None for the known bytes of the
+            models.
+        utilization: Share of the GPU's memory that the engine takes, 0 to 1.
+        reserved_bytes: Bytes for everything that is neither weights nor arena.
 
     Raises:
-        ValueError: An argument out of its range, or weights of which nothing says the bytes.
+        ValueError: An argument is out of range, or the bytes of a model's weights are unknown.
     """
     check_positive("budget", "ranks", ranks)
     if not 0 < utilization <= 1:

@@ -1,12 +1,13 @@
-"""GPUs by name: memory, bandwidth and arithmetic, as far as a plan or a model of a step needs them.
+"""GPUs by name: memory, bandwidth and arithmetic, for plans and for models of a step.
 
-Memory is what the driver reports (`nvidia-smi`, memory.total), not the figure of the data sheet: an
-"80 GB" H100 has 81,559 MiB = 85.5 GB, a "24 GB" L4 23,034 MiB = 24.2 GB. CUDA keeps about 0.6 % of
-it for itself. Bandwidth and dense FLOP/s are the data sheets' peaks; no kernel reaches them.
+Memory is the amount that the driver reports (`nvidia-smi`, memory.total), not that of the data
+sheet. An "80 GB" H100 has 81,559 MiB = 85.5 GB, a "24 GB" L4 23,034 MiB = 24.2 GB. CUDA keeps about
+0.6 % of it for itself. Bandwidth and dense FLOP/s are the data sheets' peaks; no kernel reaches
+them.
 
-Source: memory of A10, A100, H100, L4, L40S and T4 as listed in modal-labs/modal-client#2797, of
-B200 in NVIDIA/TensorRT-LLM#10278, of the others as `nvidia-smi` prints it on them; the rest from
-NVIDIA's data sheets, whose figures with sparsity are halved.
+Source: the memory of A10, A100, H100, L4, L40S and T4 is listed in modal-labs/modal-client#2797,
+that of B200 in NVIDIA/TensorRT-LLM#10278. For the others it is the output of `nvidia-smi`. All
+other numbers are from NVIDIA's data sheets, whose figures with sparsity are halved.
 """
 
 import re
@@ -38,12 +39,13 @@ class Gpu:
     """One GPU.
 
     Attributes:
-        name: As it is asked for: "H100-80G".
-        memory_bytes: As the driver reports it.
-        bytes_per_s: Peak bandwidth of its memory; None where only a size was given.
-        flops_16_bit: Dense FLOP/s of bfloat16 (float16 on a T4); None likewise.
-        flops_8_bit: Dense FLOP/s of float8; None also where it has no float8.
-        folders: Of rows measured on it, in `perf/results`: what the driver calls it.
+        name: Name that users give: "H100-80G".
+        memory_bytes: Bytes of memory that the driver reports.
+        bytes_per_s: Peak bandwidth of its memory. None if only the size of the memory is known.
+        flops_16_bit: Dense FLOP/s of bfloat16 (float16 on a T4). None if only the size is known.
+        flops_8_bit: Dense FLOP/s of float8. None also for a GPU without float8.
+        folders: Folders in `perf/results` with rows measured on it. They have the driver's name of
+            the GPU.
     """
 
     name: str
@@ -57,14 +59,14 @@ class Gpu:
         check_positive(f"gpu {self.name!r}", "memory_bytes", self.memory_bytes)
 
     def flops(self, dtype: str) -> float:
-        """Dense FLOP/s of matrix products with operands of a dtype.
+        """Return the dense FLOP/s of matrix products with operands of a dtype.
 
         Args:
-            dtype: A key of `jenga.spec.ELEMENT_BYTES` of one or two bytes. One byte counts as 16
-                bits on a GPU without float8: its operands are widened there.
+            dtype: A key of `jenga.spec.ELEMENT_BYTES` with one or two bytes. On a GPU without
+                float8, one byte counts as 16 bits, because operands are widened there.
 
         Raises:
-            ValueError: The GPU is known by its size only, or the dtype is another.
+            ValueError: Only the memory of the GPU is known, or the dtype is another one.
         """
         if self.flops_16_bit is None:
             msg = (
@@ -107,7 +109,7 @@ GPUS = {
         _gpu("T4", mib=15_360, tb_per_s=0.320, tflops=65, folders=("tesla-t4",)),
         _gpu("A10", mib=23_028, tb_per_s=0.600, tflops=125),
         _gpu("L4", mib=23_034, tb_per_s=0.300, tflops=121, tflops_8_bit=242),
-        # Tensor cores that accumulate in float32, as vLLM's kernels ask of them.
+        # Figures of tensor cores that accumulate in float32, as vLLM's kernels do.
         _gpu(
             "RTX-4090",
             mib=24_564,
@@ -137,24 +139,24 @@ GPUS = {
         _gpu("H100-NVL", mib=95_830, tb_per_s=3.9, tflops=835, tflops_8_bit=1671),
         _gpu("H20", mib=97_871, tb_per_s=4.0, tflops=148, tflops_8_bit=296),
         _gpu("H200", mib=143_771, tb_per_s=4.8, tflops=989.4, tflops_8_bit=1978.9),
-        # A bus of 7,680 bits at 3,996 MHz: pytorch/ao#4002.
+        # Bandwidth of a bus of 7,680 bits at 3,996 MHz: pytorch/ao#4002.
         _gpu("B200", mib=183_359, tb_per_s=7.672, tflops=2250, tflops_8_bit=4500),
     )
 }
-"""Every GPU known by name, smallest memory first within a generation."""
+"""All GPUs that are known by name, those with the least memory first within a generation."""
 
 _ALIASES = {"a100": "A100-80G", "h100": "H100-80G", "4090": "RTX-4090"}
 
 
 def parse_bytes(text: str, *, least: int = 1) -> int:
-    """The bytes that a text such as "24GiB", "24 GB" or "25769803776" means.
+    """Return the bytes that a text such as "24GiB", "24 GB" or "25769803776" stands for.
 
     Args:
-        text: As people write sizes.
-        least: No fewer may be meant.
+        text: A size as users write it.
+        least: Fewest bytes that are accepted.
 
     Raises:
-        ValueError: It means none, or fewer.
+        ValueError: The text stands for no size, or for fewer bytes than `least`.
     """
     match = _SIZE.fullmatch(text.strip())
     unit_bytes = _UNIT_BYTES.get(match[2].lower()) if match else None
@@ -170,13 +172,13 @@ def parse_bytes(text: str, *, least: int = 1) -> int:
 
 
 def find_gpu(text: str) -> Gpu:
-    """The GPU of a name, in any case, or one of which only the memory is given.
+    """Return the GPU with a name, in any case, or a GPU of which only the memory is known.
 
     Args:
         text: "H100-80G", "l4", "24GiB", "80 GB", "25769803776".
 
     Raises:
-        ValueError: It is neither; the message lists the names.
+        ValueError: The text is neither a name nor a size. The message lists the names.
     """
     wanted = text.strip().lower().removesuffix("b")
     for name, gpu in GPUS.items():

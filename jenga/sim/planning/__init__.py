@@ -1,1 +1,1 @@
-"""What a model does to the memory of a GPU."""
+"""Plans: how a model uses the memory of a GPU."""

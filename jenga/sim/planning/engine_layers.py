@@ -1,8 +1,8 @@
-"""Layers of a model as vLLM's own classes declare them, asked for in a process of its own.
+"""Layers of a model as vLLM's own classes declare them, determined in a separate process.
 
-The plugin builds the model there without weights or a GPU: see
-`jenga.vllm_plugin.without_engine.declared_layers`, which this runs and does not import. Models that
-`jenga.models` has no reader for are planned by what vLLM says; of others it is compared.
+The process runs `jenga.vllm_plugin.without_engine.declared_layers`, which is not imported here.
+There the plugin builds the model without weights and without a GPU. If `jenga.models` has no reader
+for a model, the plan uses vLLM's layers. For all other models they are compared with the plan.
 """
 
 import functools
@@ -36,7 +36,7 @@ from jenga.spec import (
 )
 
 TIMEOUT_S = 600.0
-"""Of one model: an import of vLLM takes 10 s and a class seldom more, on a machine that is idle."""
+"""Most seconds for one model. On an idle machine vLLM's import takes 10 s, a class seldom more."""
 
 _MODULE = "jenga.vllm_plugin.without_engine.declared_layers"
 _OPTIONS_FILE = "read_options.json"
@@ -44,7 +44,7 @@ _ANSWER_FILE = "declared_layers.json"
 
 
 def find_served_model(text: str) -> ModelFacts:
-    """Find the model that a user names; vLLM is asked for its layers where no reader is for it.
+    """Find the model that a user names. If it has no reader, vLLM is asked for its layers.
 
     Raises:
         ValueError: See `jenga.models.find_model`.
@@ -78,23 +78,23 @@ def _answer(fields: str, options: ReadOptions) -> tuple[LayerType, ...] | str:
 
 
 def is_installed() -> bool:
-    """Whether there is a vLLM to ask."""
+    """Whether vLLM is installed."""
     return find_spec("vllm") is not None
 
 
 class Question:
-    """What vLLM is asked of one model; it is answered while the caller does something else.
+    """A question to vLLM for the layers of one model. The answer comes from a process of its own.
 
     >>> with Question(fields, options) as question:  # doctest: +SKIP
     ...     layer_types = question.answer()
     """
 
     def __init__(self, fields: Mapping[str, object], options: ReadOptions) -> None:
-        """Start the process that will answer.
+        """Start the process that will answer. The caller can do something else meanwhile.
 
         Args:
-            fields: Of the model's `config.json`.
-            options: How the model is run.
+            fields: Fields of the model's `config.json`.
+            options: Options with which the model is run.
         """
         self._folder = tempfile.TemporaryDirectory(prefix="jenga-")
         folder = Path(self._folder.name)
@@ -104,7 +104,7 @@ class Question:
         packages = [str(Path(path).parent) for path in jenga.__path__]
         path = os.pathsep.join([*packages, *filter(None, [os.environ.get("PYTHONPATH")])])
         self._process = subprocess.Popen(
-            # Nothing of the folder that the user is in.
+            # With -P, the process imports nothing from the user's current folder.
             [sys.executable, "-P", "-m", _MODULE, str(folder)],
             env={**os.environ, "PYTHONPATH": path},
             stdin=subprocess.DEVNULL,
@@ -148,7 +148,7 @@ class Question:
 
 
 def comparison(facts: ModelFacts, planned: Iterable[LayerType], question: Question) -> str:
-    """Wait for what vLLM's classes declare, and tell how it compares, in a sentence."""
+    """Wait for the layers that vLLM's classes declare, and compare them in a sentence."""
     declared = question.answer()
     if isinstance(declared, str):
         return f"vLLM's own classes of {facts.name} could not be asked: {declared}"
@@ -159,7 +159,7 @@ def comparison(facts: ModelFacts, planned: Iterable[LayerType], question: Questi
 def difference_text(
     facts: ModelFacts, planned: Iterable[LayerType], declared: Iterable[LayerType]
 ) -> str:
-    """Tell in a sentence what vLLM's classes declare otherwise; an empty text if nothing."""
+    """Describe in a sentence how vLLM's layers differ. The text is empty if they do not."""
     different = _differences(planned, declared, facts.context_tokens)
     if not different:
         return ""
@@ -172,9 +172,9 @@ def difference_text(
 def _differences(
     planned: Iterable[LayerType], declared: Iterable[LayerType], context_tokens: int | None
 ) -> list[str]:
-    """Tell what is declared otherwise than it is planned.
+    """List the kinds of layers that differ between the plan and vLLM's declaration.
 
-    Embeddings of images are no part of what an engine has pages for.
+    Image embeddings are left out, because an engine has no pages for them.
     """
     ours, theirs = (_layers_by_kind(each, context_tokens) for each in (planned, declared))
     return [
@@ -187,7 +187,7 @@ def _differences(
 def _layers_by_kind(
     layer_types: Iterable[LayerType], context_tokens: int | None
 ) -> dict[str, tuple[int, int]]:
-    """Number of layers, and bytes of a slot in all of them, of each kind."""
+    """Return, for each kind, the number of layers and the bytes of a slot in all of them."""
     found: dict[str, tuple[int, int]] = {}
     for each in layer_types:
         if isinstance(each, ImageEmbedding):
@@ -205,7 +205,7 @@ def _kind(layer_type: LayerType, context_tokens: int | None) -> str:
         case FullAttention(tokens_per_slot=1):
             return "full attention"
         case SlidingWindow(window_tokens=window_tokens):
-            # A window that no text is longer than is none.
+            # A window that is no shorter than any text is full attention.
             is_full = context_tokens is not None and window_tokens >= context_tokens
             return "full attention" if is_full else f"windows of {window_tokens:,} tokens"
         case ChunkedLocal(chunk_tokens=chunk_tokens):

@@ -1,7 +1,8 @@
-"""A picture of one large page: which of its bytes belong to which layer, slot and padding.
+"""A picture of one large page, with the layer, slot or padding to which its bytes belong.
 
-Every page table has two bars. The upper one is the large page, cut into small pages; the lower one
-is the first small page enlarged, cut into layers and their slots. Hatched bytes never hold data.
+Every page table has two bars. The upper bar is the large page, cut into small pages. The lower bar
+is the first small page, enlarged and cut into layers and their slots. Hatched bytes never hold
+data.
 """
 
 from collections.abc import Sequence
@@ -13,23 +14,23 @@ from jenga.sim.drawing.figures import GREY, PALE, SERIES, plotting
 from jenga.sim.drawing.text import bytes_text
 
 _MAX_LINES = 128
-"""Small pages, layers or slots that are told apart by lines; more would only blacken the bar."""
+"""Most small pages, layers or slots that lines separate. More lines would blacken the bar."""
 
 _MAX_NAMES = 12
-"""Layers that are named in a bar; of more, the first and the last are named below it."""
+"""Most layers that are named in a bar. If there are more, the first and last are named below it."""
 
 _NAMED_PADDING = 0.04
-"""Share of a small page that padding must take to have room for its name."""
+"""Least share of a small page, 0 to 1, at which its padding has room for a name."""
 
 _HATCH = "////"
 
 
 def draw_layout(geometry: Geometry, *, title: str) -> Any:  # noqa: ANN401  matplotlib
-    """A figure of a geometry's large page.
+    """Draw a figure of a geometry's large page.
 
     Args:
         geometry: Any geometry.
-        title: Stands above, before the large page's bytes.
+        title: Text above the figure, before the large page's bytes.
     """
     groups = [list(group) for _, group in groupby(geometry.page_tables, _alike)]
     with plotting() as plt:
@@ -49,7 +50,7 @@ def draw_layout(geometry: Geometry, *, title: str) -> Any:  # noqa: ANN401  matp
 
 
 def _alike(table: PageTable) -> object:
-    """Page tables that look the same are drawn once."""
+    """Return a key that is equal for page tables that look the same. These are drawn once."""
     return (
         type(table.layer_type),
         table.small_page_bytes,
@@ -67,7 +68,7 @@ def _draw_table(axis: Any, tables: Sequence[PageTable], large_page_bytes: int, c
     table = tables[0]
     _draw_large_page(axis, table, large_page_bytes, colour)
     _draw_small_page(axis, table, colour)
-    # What is enlarged.
+    # Dotted lines show which part is enlarged.
     right = table.small_page_bytes / large_page_bytes
     for upper, lower in ((0, 0), (right, 1)):
         axis.plot((upper, lower), (1.3, 1.0), color=GREY, linewidth=0.7, linestyle=":")
@@ -139,7 +140,7 @@ def _draw_small_page(axis: Any, table: PageTable, colour: str) -> None:  # noqa:
 
 
 def _short(name: str) -> str:
-    """A layer's name without what all of them begin with."""
+    """Return a layer's name without the prefix that all layers share."""
     return name.rsplit("/", 1)[-1].removeprefix("layers.")
 
 
@@ -154,7 +155,7 @@ def _slot_words(table: PageTable) -> str:
 
 
 def _draw_slots(axis: Any, table: PageTable, index: int, left: float, width: float) -> None:  # noqa: ANN401
-    """Lines between the slots of a layer, or between the parts of its state."""
+    """Draw lines between the slots of a layer, or between the parts of its state."""
     total = table.small_page_bytes
     edges: list[float] = []
     parts = table.part_offset_bytes[index] if table.part_offset_bytes else ()
@@ -169,7 +170,7 @@ def _draw_slots(axis: Any, table: PageTable, index: int, left: float, width: flo
 
 
 def _lighter(colour: str, share: float) -> str:
-    """A colour with so much of its strength on white; opaque, so that no hatch shows through."""
+    """Mix a colour with white. The result is opaque, so that no hatch shows through."""
     parts = [int(colour[start : start + 2], 16) for start in (1, 3, 5)]
     return "#" + "".join(f"{round(255 - share * (255 - part)):02x}" for part in parts)
 

@@ -1,6 +1,6 @@
-"""What a model does to the memory of a GPU: its geometry, how many requests fit, what is wasted.
+"""Plans: a model's geometry on a GPU, the number of requests that fit, and the memory wasted.
 
-Everything here is arithmetic on lengths; nothing runs. `jenga replay` runs requests.
+A plan is arithmetic on lengths, and no request runs. `jenga replay` runs requests.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -19,13 +19,13 @@ from jenga.spec import CrossAttention, ImageEmbedding, ModelSpec, check_positive
 from jenga.tables.capacity import Capacity
 
 LENGTHS = (1024, 8192, 32_768, 131_072)
-"""Request lengths that a plan answers for where none are given."""
+"""Default request lengths of a plan, in tokens."""
 
 CHUNK_TOKENS = 8192
-"""Prompt tokens of a step: vLLM's default on an H100."""
+"""Most prompt tokens that a step computes: vLLM's default on an H100."""
 
 LONGEST_TOKENS = 1 << 24
-"""A request that reaches so many tokens counts as without end."""
+"""Number of tokens from which on a request counts as having no limit."""
 
 GEOMETRIES = {
     "planned": "Jenga, planned",
@@ -33,24 +33,23 @@ GEOMETRIES = {
     "max": "MAX page",
     "homogeneous": "PagedAttention",
 }
-"""Rules of `jenga.sim.arenas.baseline_geometries` that are compared, with what a reader calls
-them."""
+"""Rules of `jenga.sim.arenas.baseline_geometries` that are compared, with their names in texts."""
 
 PIPELINE_GEOMETRIES = ("planned", "lcm")
-"""Those that are compared where a model is spread over the ranks of a pipeline."""
+"""Rules that are compared if a model is spread over the ranks of a pipeline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """Requests of one length, all in mid decode.
+    """Requests of one length that fit in an arena, all of them in decode.
 
     Attributes:
-        num_tokens: Of each request.
-        num_requests: How many the arena holds at once.
-        held_bytes: What one of them is expected to hold.
-        waste: Share of that which its next token does not need; None where the layout has less
-            room for such a request than it needs: one that knows tokens alone holds no states of a
-            request that is shorter than they are.
+        num_tokens: Tokens of each request.
+        num_requests: Number of requests that the arena holds at once.
+        held_bytes: Bytes that one of them is expected to hold.
+        waste: Share of the held bytes that its next token does not need, 0 to 1. None if a request
+            needs more bytes than the layout gives it. This occurs if a layout that knows only
+            tokens has less room for a short request than its states take.
     """
 
     num_tokens: int
@@ -65,15 +64,15 @@ class System:
 
     Attributes:
         name: "planned", "lcm", "max", "homogeneous" or "vllm".
-        label: What a reader calls it.
-        unit_bytes: The unit it cuts the arena into.
-        num_units: How many of them.
-        num_page_tables: Page tables of a request.
-        fits: One per length.
-        longest_tokens: The longest request that the arena could hold alone; None where none is
-            too long.
-        refusal: Why it does not start; empty if it does, and the fields above are zero or empty
-            otherwise.
+        label: Its name in texts.
+        unit_bytes: Bytes of the unit into which it cuts the arena.
+        num_units: Number of units in the arena.
+        num_page_tables: Number of page tables of a request.
+        fits: One result for each length.
+        longest_tokens: Tokens of the longest request that fits in the empty arena. None if no
+            request is too long.
+        refusal: Reason why it does not start. Empty if it starts. If it does not, the fields above
+            are zero or empty, except the name and the label.
     """
 
     name: str
@@ -88,22 +87,22 @@ class System:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A model's plan.
+    """The plan of a model.
 
     Attributes:
-        model: The layer types of all models served.
-        facts: Of each of them, the draft last.
-        options: How they are run.
-        budget: Where the arena's bytes come from; None where they were given.
-        arena_bytes: For caches, on one rank.
-        geometry: The planned one, of all ranks of a pipeline; None where it does not start.
-        pipeline: What each rank of a pipeline stores of it; None where there is one, or none
-            starts.
-        pipeline_parallel: Ranks of the pipeline.
-        needed: Bytes that the next token of a request needs, and how many such requests would fill
-            the arena, per length: (num_tokens, bytes, requests).
-        systems: Planned first.
-        notes: Sentences on where its layers come from.
+        model: Layer types of all served models.
+        facts: Facts of each of them, the draft last.
+        options: Options with which they are run.
+        budget: Memory of a rank, from which the arena's bytes follow. None if they were given.
+        arena_bytes: Bytes of the arena of one rank.
+        geometry: The planned geometry, of all ranks of a pipeline. None if it does not start.
+        pipeline: Stages of the pipeline, with what each rank stores. None without a pipeline, or if
+            the planned geometry does not start.
+        pipeline_parallel: Number of ranks of the pipeline.
+        needed: For each length (num_tokens, bytes, requests): bytes that the next token of a
+            request needs, and the number of such requests that would fill the arena.
+        systems: Ways to manage the arena, the planned one first.
+        notes: Sentences on the source of the layers.
     """
 
     model: ModelSpec
@@ -120,18 +119,18 @@ class Plan:
 
 
 StockSystem = Callable[[ModelSpec, int, Sequence[int]], System]
-"""vLLM's planner asked for a model, an arena's bytes and lengths."""
+"""Function that asks vLLM's planner, for a model, an arena's bytes and lengths."""
 
 
 def served_model(models: Sequence[ModelFacts], options: ReadOptions) -> ModelSpec:
-    """The layer types of one model, or of several that share an arena.
+    """Return the layer types of one model, or of several that share an arena.
 
     Args:
-        models: The one that is drafted for comes first.
-        options: How they are run.
+        models: The models. The one that is drafted for comes first.
+        options: Options with which they are run.
 
     Raises:
-        ValueError: A configuration that is not understood, or two models of one name.
+        ValueError: A configuration is not understood, or two models have the same name.
     """
     of_drafts = replace(options, draft_tokens=0, history_tokens=0)
     specs = [model.spec(of_drafts if index else options) for index, model in enumerate(models)]
@@ -149,19 +148,19 @@ def plan_model(
     stock: StockSystem | None = None,
     pipeline_parallel: int = 1,
 ) -> Plan:
-    """Plan for a model and compare with the other ways to manage its arena.
+    """Plan for a model, and compare the plan with other ways to manage the arena.
 
     Args:
         models: The model, and the draft that is served with it.
-        arena: Its bytes on one rank, or the budget that leaves them.
-        options: How the models are run.
-        lengths: Tokens of the requests that capacities are given for.
-        stock: Asks vLLM's planner; left out where None, and for a pipeline.
-        pipeline_parallel: Ranks over which the model's layers are spread, in a row.
+        arena: Bytes of the arena of one rank, or the budget that leaves them.
+        options: Options with which the models are run.
+        lengths: Tokens of the requests for which capacities are given.
+        stock: Function that asks vLLM's planner. None leaves it out, as does a pipeline.
+        pipeline_parallel: Number of pipeline ranks over which the model's layers are spread.
 
     Raises:
-        ValueError: An argument out of its range, weights that do not fit, or a model or geometry
-            that is refused.
+        ValueError: An argument is out of range, the weights do not fit, or a model or a geometry is
+            refused.
     """
     if not lengths:
         msg = "lengths must name at least one"
@@ -208,7 +207,7 @@ def plan_model(
 
 
 def decode_bytes(model: ModelSpec, num_tokens: int) -> int:
-    """Bytes that the next token of a request in mid decode needs: image embeddings are gone."""
+    """Return the bytes that a decoding request's next token needs, without image embeddings."""
     kept = [each for each in model.layer_types if not isinstance(each, ImageEmbedding)]
     return needed_bytes(ModelSpec(name=model.name, layer_types=tuple(kept)), num_tokens)
 
@@ -216,10 +215,10 @@ def decode_bytes(model: ModelSpec, num_tokens: int) -> int:
 def _cut(
     name: str, model: ModelSpec, arena_bytes: int, stages: Sequence[Collection[str]] | None
 ) -> tuple[Geometry, int, Pipeline | None]:
-    """Cut the arena: the geometry, its large pages, and the ranks of a pipeline.
+    """Cut the arena. Return the geometry, its number of large pages, and the pipeline.
 
     Raises:
-        ValueError: The rule has no geometry for the model, or the arena does not hold it.
+        ValueError: The rule has no geometry for the model, or the geometry does not fit the arena.
     """
 
     def rule(model: ModelSpec) -> Geometry:
@@ -257,7 +256,7 @@ def _system(
                 num_large_pages,
                 num_tokens,
                 needed=decode_bytes(model, num_tokens),
-                # A layout of one type knows no encoder: its tokens are tokens like all others.
+                # A layout of one type knows no encoder, so the encoder's tokens take slots, too.
                 further_tokens=_encoder_tokens(model) if name == "homogeneous" else 0,
             )
             for num_tokens in lengths
@@ -271,7 +270,7 @@ def _system(
         unit_bytes=geometry.large_page_bytes,
         num_units=num_large_pages,
         num_page_tables=len(geometry.page_tables),
-        # A prompt that cannot be prefilled is never decoded.
+        # A request whose prompt cannot be computed never decodes.
         fits=tuple(
             replace(fit, num_requests=0)
             if longest_tokens is not None and fit.num_tokens > longest_tokens
@@ -290,17 +289,17 @@ def fit_of(
     needed: int,
     further_tokens: int = 0,
 ) -> Fit:
-    """How many requests of a length an arena holds, all in mid decode.
+    """Return the number of requests of a length that an arena holds, all of them in decode.
 
-    Requests share large pages, but for the part of a tail that the planner expects to be shared
-    with nobody. One large page is the null page.
+    Requests share large pages, except for the part of a tail that the planner expects to be
+    unshared. One large page is the null page.
 
     Args:
-        geometry: How the arena is cut.
-        num_large_pages: The null page included.
-        num_tokens: Of each request.
+        geometry: The way in which the arena is cut.
+        num_large_pages: Number of large pages, the null page included.
+        num_tokens: Tokens of each request.
         needed: Bytes that its next token needs.
-        further_tokens: Tokens that it takes slots for beyond those.
+        further_tokens: Tokens that take slots in addition to `num_tokens`.
     """
     tables = [each for each in geometry.page_tables if not _is_image(each.layer_type)]
     pages = [
@@ -344,12 +343,12 @@ def fit_of(
 
 
 def longest_request(geometry: Geometry, model: ModelSpec, num_large_pages: int) -> int | None:
-    """The longest request, with an image where the model takes them, that fits alone.
+    """Return the longest request that fits in the empty arena.
 
-    Its prompt comes in chunks of `CHUNK_TOKENS`.
+    Its prompt is computed in chunks of `CHUNK_TOKENS`. It has an image if the model takes images.
 
     Returns:
-        Tokens; 0 where not even one image fits, None where no request is too long.
+        Number of tokens. 0 if not even one image fits, None if no request is too long.
     """
     policies = [policy_of(table) for table in geometry.page_tables]
     capacity = Capacity(geometry, policies, num_large_pages)
@@ -374,7 +373,7 @@ def longest_request(geometry: Geometry, model: ModelSpec, num_large_pages: int) 
 
 
 def _facts(model: ModelSpec, prompt_tokens: int) -> RequestFacts:
-    """A prompt that begins with an image where the model takes images."""
+    """Return the facts of a prompt, which begins with an image if the model takes images."""
     encoders = [e for e in model.layer_types if isinstance(e, CrossAttention | ImageEmbedding)]
     image_tokens = max((each.typical_tokens for each in encoders), default=0)
     if any(map(_is_image, encoders)):
@@ -387,7 +386,7 @@ def _facts(model: ModelSpec, prompt_tokens: int) -> RequestFacts:
 
 
 def _encoder_tokens(model: ModelSpec) -> int:
-    """Tokens that cross attention keeps of a request's image or audio."""
+    """Return the tokens that cross attention keeps of a request's image or audio."""
     return max(
         (each.typical_tokens for each in model.layer_types if isinstance(each, CrossAttention)),
         default=0,
@@ -404,14 +403,14 @@ KV_DTYPES: dict[str, tuple[KvFormat, str]] = {
     "float16": (KvFormat.MODEL, "float16"),
     **{each.value: (each, "bfloat16") for each in KvFormat if each is not KvFormat.MODEL},
 }
-"""What `--kv-dtype` takes: the format of keys and values, and the model's dtype."""
+"""Values of `--kv-dtype`: the format of keys and values, and the model's dtype."""
 
 
 def formats_of(kv_dtype: str, facts: ModelFacts) -> tuple[KvFormat, str]:
-    """Get the format of keys and values, and the dtype of a model.
+    """Return the format of keys and values, and the dtype of a model.
 
     Args:
-        kv_dtype: Of `KV_DTYPES`; "auto" is what the checkpoint was made for.
+        kv_dtype: A key of `KV_DTYPES`. "auto" takes the format for which the checkpoint was made.
         facts: The model.
     """
     kv_format, model_dtype = KV_DTYPES[kv_dtype]

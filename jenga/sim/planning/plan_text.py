@@ -1,4 +1,4 @@
-"""A plan as text for people and as JSON for programs."""
+"""A plan as text for people, and as JSON for programs."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -23,20 +23,20 @@ from jenga.spec import (
 )
 
 WIDTH = 100
-"""Characters of the widest line."""
+"""Most characters of a line."""
 
 _LENGTHS_IN_A_TABLE = 4
 
 
 def plan_text(plan: Plan) -> str:
-    """The report that a person reads."""
+    """Write the plan as a report for people."""
     return "\n\n".join(
         [_title(plan), _memory(plan), types_text(plan), geometry_text(plan), *_tables(plan)]
     )
 
 
 def plan_json(plan: Plan) -> str:
-    """Everything the plan holds, bytes and tokens as numbers."""
+    """Write the whole plan as JSON, with bytes and tokens as numbers."""
     geometry = plan.geometry
     return json.dumps(
         {
@@ -135,7 +135,7 @@ def _stage_fields(plan: Plan) -> list[dict[str, Any]]:
 
 
 def known_models_text() -> str:
-    """A line for every model known by name."""
+    """Write a line for every model that is known by name."""
     rows = [("name", "model", "parameters", "layer types")]
     for name in known_names():
         facts = known_model(name)
@@ -153,7 +153,7 @@ def known_models_text() -> str:
 
 
 def keeps(layer_type: LayerType) -> str:  # noqa: PLR0911  a line per layer type
-    """What a layer type keeps of a request, in words."""
+    """Describe in words what a layer type keeps of a request."""
     match layer_type:
         case FullAttention(tokens_per_slot=1):
             return "every token"
@@ -267,7 +267,7 @@ def _article(name: str) -> str:
 
 
 def types_text(plan: Plan) -> str:
-    """Layer types, neighbours that are alike in one row, as a person reads them."""
+    """Write a table of the layer types. Equal neighbours share a row."""
     header = ("layer type", "keeps", "layers", "read by more", "bytes a slot")
     rows: list[tuple[str, ...]] = [header]
     for group in _folded(plan.model.layer_types, _type_key):
@@ -299,7 +299,7 @@ def _type_key(layer_type: LayerType) -> object:
 
 
 def geometry_text(plan: Plan) -> str:
-    """Page tables and large pages, as a person reads them."""
+    """Write the large page and a table of the page tables."""
     geometry = plan.geometry
     if geometry is None:
         return "\n".join([heading("Geometry"), "none: see below"])
@@ -325,7 +325,7 @@ def geometry_text(plan: Plan) -> str:
 
 
 def _stages(plan: Plan) -> list[str]:
-    """What each rank of a pipeline stores."""
+    """Write a table of what each rank of a pipeline stores."""
     if plan.pipeline is None:
         return []
     rows = [("pipeline rank", "layers that store", "large page", "padding", "left of its arena")]
@@ -359,7 +359,7 @@ def _table_key(table: PageTable) -> object:
 
 
 def _folded(items: Sequence[Any], key: Callable[[Any], object]) -> list[list[Any]]:
-    """Neighbours that are alike, together."""
+    """Group neighbours that are alike."""
     return [list(group) for _, group in groupby(items, key)]
 
 
@@ -370,7 +370,7 @@ def _folded_name(names: Sequence[str]) -> str:
 
 
 def _tables(plan: Plan) -> list[str]:
-    """Capacity and waste, a few lengths to a table, and what the numbers mean."""
+    """Write tables of capacity and waste, a few lengths in each, and explain the numbers."""
     texts: list[str] = []
     for start in range(0, len(plan.needed), _LENGTHS_IN_A_TABLE):
         lengths = slice(start, start + _LENGTHS_IN_A_TABLE)
@@ -425,7 +425,7 @@ def _cell(num_requests: int, waste: float | None) -> str:
 
 
 def _shortages(plan: Plan) -> list[str]:
-    """Lengths of which not even one request fits the planned geometry, and against what."""
+    """Explain why not even one request of some lengths fits the planned geometry."""
     planned = plan.systems[0]
     lines: list[str] = []
     for (num_tokens, num_bytes, _), fit in zip(plan.needed, planned.fits, strict=False):

@@ -1,4 +1,4 @@
-"""Which layers each rank of a pipeline has, as vLLM divides them."""
+"""Division of a model's layers among the ranks of a pipeline, as in vLLM."""
 
 import re
 
@@ -9,7 +9,7 @@ _LAYER_NUMBER = re.compile(r"layers\.(\d+)")
 
 
 def layers_per_rank(num_layers: int, num_ranks: int) -> tuple[int, ...]:
-    """Divide a model's layers: what is left over goes to the ranks before the last.
+    """Divide a model's layers evenly. The ranks before the last get the layers that are left over.
 
     Raises:
         ValueError: A number is not positive, or there are more ranks than layers.
@@ -23,22 +23,23 @@ def layers_per_rank(num_layers: int, num_ranks: int) -> tuple[int, ...]:
         raise ValueError(msg)
     even, left_over = divmod(num_layers, num_ranks)
     counts = [even] * num_ranks
-    # None is over where there is one rank; else the last keeps its few, for it has the head too.
+    # One rank leaves no layer over. Of several, the last gets none of them, as it has the head.
     for rank in range(num_ranks - 1 - left_over, num_ranks - 1):
         counts[rank] += 1
     return tuple(counts)
 
 
 def stages_of(facts: ModelFacts, model: ModelSpec, num_ranks: int) -> tuple[frozenset[str], ...]:
-    """Get the names of the layers of each rank; what is not numbered is on the first.
+    """Return the names of the layers of each rank. Layers without a number are on the first rank.
 
     Args:
-        facts: The model, for its number of layers: some store nothing.
-        model: Its layer types.
-        num_ranks: Of the pipeline.
+        facts: The model, for its number of layers, because some layers store nothing.
+        model: The model's layer types.
+        num_ranks: Number of ranks of the pipeline.
 
     Raises:
-        ValueError: See `layers_per_rank`; or a layer has a number beyond those that are divided.
+        ValueError: See `layers_per_rank`. Or a layer's number is beyond the layers that are
+            divided.
     """
     ends = [
         sum(counts[: rank + 1])

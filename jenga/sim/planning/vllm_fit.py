@@ -1,4 +1,4 @@
-"""How many requests vLLM's planner and manager hold, for the comparison of `jenga plan`."""
+"""Number of requests that fit under vLLM's planner and manager, to compare in `jenga plan`."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -13,13 +13,14 @@ LABEL = "vLLM's planner"
 
 
 def stock_system(model: ModelSpec, arena_bytes: int, lengths: Sequence[int]) -> System:
-    """The arena under vLLM's own manager, prefix caching off, one request of each length run in it.
+    """Measure vLLM's own manager, without prefix caching, by one request of each length.
 
-    Blocks are all of one size and belong to nobody, so what one request takes is what each takes.
+    All blocks have the same size, and any request can use any block. So every request takes as many
+    blocks as the one that is run.
 
     Args:
-        model: The layers.
-        arena_bytes: The arena.
+        model: Model with the layers.
+        arena_bytes: Bytes of the arena.
         lengths: Tokens of the requests.
     """
     if find_spec("vllm") is None:
@@ -53,7 +54,7 @@ def _request(num_tokens: int) -> ActiveRequest:
 def _fit(
     arena: StockArena, num_blocks: int, num_tokens: int, needed: int, longest_tokens: int | None
 ) -> Fit:
-    """Run the prompt of one request and count its blocks."""
+    """Run the prompt of one request, and count its blocks."""
     if longest_tokens is not None and num_tokens > longest_tokens:
         return Fit(num_tokens=num_tokens, num_requests=0, held_bytes=0, waste=None)
     active = _request(num_tokens)
@@ -64,7 +65,7 @@ def _fit(
         active.num_computed += CHUNK_TOKENS
         arena.new_step()
         held = arena.grow(active, min(num_tokens, active.num_computed + CHUNK_TOKENS))
-    # The next token: what has left every window goes.
+    # Schedule the next token, so that blocks outside of every window are freed.
     active.num_computed = num_tokens - 1
     arena.new_step()
     held = held and arena.grow(active, num_tokens)
@@ -82,7 +83,7 @@ def _fit(
 
 
 def _longest(arena: StockArena) -> int | None:
-    """The longest prompt that vLLM admits to an empty arena; None where none is too long."""
+    """Return the longest prompt that vLLM admits to an empty arena. None if none is too long."""
 
     def admits(num_tokens: int) -> bool:
         active = _request(num_tokens)

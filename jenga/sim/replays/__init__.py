@@ -1,1 +1,1 @@
-"""Replays: running one, its rows, going on where one was cut, and what none could exceed."""
+"""Replays: run one, write its rows, continue an interrupted one, and bounds on its prefix hits."""

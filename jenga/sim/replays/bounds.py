@@ -1,7 +1,8 @@
-"""What no cache could exceed: prefix hits with memory without end, and with the best eviction.
+"""Upper bounds on prefix hits: with unlimited memory, and with the best possible eviction.
 
-Both take the requests one after another, each finished before the next is looked up. An engine that
-runs several at once finds what is still being computed later, and has less memory to cache in.
+Both take the requests one after another, so that each ends before the next is looked up. An engine
+that runs several requests at once cannot hit tokens that are still being computed, and it has less
+memory for its cache.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,16 +25,16 @@ from jenga.spec import (
 )
 
 HASH_TOKENS = 16
-"""Tokens of the steps in which prefixes are hit."""
+"""Tokens of a block: prefixes are hit in multiples of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """The most tokens of prompts that could be found cached.
+    """Upper bound on the prompt tokens that are found cached.
 
     Attributes:
-        prompt_tokens: Of all requests.
-        hit_tokens: The most of them that could be hit.
+        prompt_tokens: Prompt tokens of all requests.
+        hit_tokens: Largest possible number of them that are hit.
     """
 
     prompt_tokens: int
@@ -41,16 +42,16 @@ class Bound:
 
     @property
     def hit_rate(self) -> float:
-        """The share that could be hit."""
+        """Largest possible share of prompt tokens that are hit."""
         return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
 def unlimited(requests: Iterable[Request], *, hash_tokens: int = HASH_TOKENS) -> Bound:
-    """Hits if nothing were ever evicted.
+    """Return the hits of a cache that never evicts.
 
     Args:
-        requests: In the order of their arrival.
-        hash_tokens: Tokens of the steps in which prefixes are hit.
+        requests: Requests in the order of their arrival.
+        hash_tokens: Tokens of a block: prefixes are hit in multiples of it.
     """
     seen: set[bytes] = set()
     prompt_tokens = hit_tokens = 0
@@ -65,7 +66,7 @@ def unlimited(requests: Iterable[Request], *, hash_tokens: int = HASH_TOKENS) ->
 
 
 def _shared(hashes: Sequence[bytes], seen: "set[bytes] | dict[bytes, int]", most: int) -> int:
-    """How many of the first hashes were seen; those before one that was, were seen too."""
+    """Return how many of the first hashes were seen. All hashes before a seen one were seen too."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
@@ -77,28 +78,36 @@ def _shared(hashes: Sequence[bytes], seen: "set[bytes] | dict[bytes, int]", most
 
 
 def best_eviction(requests: Iterable[Request], model: ModelSpec, arena_bytes: int) -> Bound:
-    """Hits of the best that any eviction could do, knowing all requests.
+    """Return an upper bound on the hits of any eviction that knows all requests.
 
-    To hit some tokens again, a request needs them kept since they were last used: keys and values
-    of all of them in full attention, of a window's or a chunk's in local attention, and states at
-    their end. While other requests run in between, those bytes and what the running one needs at
-    its end share the arena. The bound lets bytes be kept during any part of the requests between,
-    as long as all that is kept, added up over all requests, is no more than the arena has beside
-    what runs; it spends that where it brings most tokens. Nothing is lost to pages.
+    A hit needs content that was kept since its last use:
 
-    No cache that serves one request after another in this order hits more.
+    - in full attention, keys and values of all tokens that are hit,
+    - in local attention, those of the last window or chunk,
+    - in recurrent layers, the states at the end of the hit.
+
+    While other requests run in between, these bytes share the arena with the bytes that the running
+    request needs at its end. The bound relaxes this in two ways:
+
+    - Bytes may be kept during only a part of the requests in between.
+    - Only the sum over all requests is limited. Kept bytes, times the requests for which they are
+      kept, are at most the bytes that the running requests leave free, added up.
+
+    The bound spends this budget where it brings the most tokens. No bytes are lost to pages.
+
+    No cache that serves the requests one after another in this order has more hits.
 
     Args:
-        requests: In the order of their arrival.
-        model: Its layers, of one rank. Cross attention and image embeddings cost nothing here.
-        arena_bytes: Of one rank.
+        requests: Requests in the order of their arrival.
+        model: Layers of one rank. Cross attention and image embeddings cost nothing here.
+        arena_bytes: Bytes of the arena of one rank.
 
     Source: PFOO-L of Berger, Beckmann and Harchol-Balter, "Practical bounds on optimal caching with
         variable object sizes" (SIGMETRICS 2018), over the concave hulls of what requests may hit.
     """
     costs = _Costs(model)
     last_use: dict[bytes, int] = {}
-    segments: list[tuple[float, int]] = []  # (bytes times requests, tokens)
+    segments: list[tuple[float, int]] = []  # (bytes times requests that they wait for, tokens)
     prompt_tokens = free_tokens = 0
     spare_bytes = 0.0
     for number, request in enumerate(requests):
@@ -125,13 +134,13 @@ def best_eviction(requests: Iterable[Request], model: ModelSpec, arena_bytes: in
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Blocks last used by the same request.
+    """Consecutive blocks that the same request used last.
 
     Attributes:
-        start: The first of them.
-        end: One past the last.
-        wait: Requests since.
-        waited: Waits of all blocks before, added up.
+        start: Index of the first block.
+        end: Index after the last block.
+        wait: Number of requests since that last use.
+        waited: Sum of the waits of all blocks before `start`.
     """
 
     start: int
@@ -141,7 +150,7 @@ class _Run:
 
 
 def _waits(hashes: Sequence[bytes], last_use: dict[bytes, int], number: int) -> list[_Run]:
-    """Requests since each block was used: the deeper, the longer ago."""
+    """Group blocks by their last use. The deeper a block is, the longer ago it was used."""
     runs: list[_Run] = []
     start = waited = 0
     while start < len(hashes):
@@ -161,7 +170,7 @@ def _waits(hashes: Sequence[bytes], last_use: dict[bytes, int], number: int) -> 
 
 
 def _waited(runs: Sequence[_Run], num_blocks: float) -> float:
-    """Waits of the first blocks, added up."""
+    """Return the sum of the waits of the first `num_blocks` blocks."""
     for run in reversed(runs):
         if num_blocks > run.start:
             return run.waited + (num_blocks - run.start) * run.wait
@@ -169,13 +178,13 @@ def _waited(runs: Sequence[_Run], num_blocks: float) -> float:
 
 
 class _Costs:
-    """Bytes that tokens take, times the requests for which they are kept."""
+    """Costs of hits: bytes of the tokens, times the number of requests for which they are kept."""
 
     def __init__(self, model: ModelSpec) -> None:
         self._types: list[tuple[LayerType, float]] = []
-        self._full_bytes = self._state_bytes = 0.0  # of a token; of all states
-        self._windows: list[tuple[int, float]] = []  # (tokens before the next, bytes of one)
-        self._chunks: list[tuple[int, float]] = []
+        self._full_bytes = self._state_bytes = 0.0  # bytes of a token; bytes of all states
+        self._windows: list[tuple[int, float]] = []  # (tokens before the next, bytes of one token)
+        self._chunks: list[tuple[int, float]] = []  # (tokens of a chunk, bytes of one token)
         for layer_type in model.layer_types:
             if isinstance(layer_type, CrossAttention | ImageEmbedding):
                 continue
@@ -193,17 +202,18 @@ class _Costs:
                     self._full_bytes += token_bytes
 
     def of_request(self, num_tokens: int) -> float:
-        """Bytes that the next token of a request needs."""
+        """Return the bytes that the next token of a request needs."""
         return sum(
             needed_tokens(layer_type, num_tokens) * token_bytes
             for layer_type, token_bytes in self._types
         )
 
     def of_hits(self, runs: Sequence[_Run]) -> list[tuple[float, int]]:
-        """What it costs to hit so many tokens, longer hits last: (bytes times requests, tokens).
+        """Return the costs of hits, shorter hits first: (bytes times requests, tokens) of each.
 
-        Within a run the cost grows ever slower, but for chunks, of which a new one costs nothing:
-        only the ends of runs and of chunks can be worth it.
+        Within a run, each further token costs no more than the one before it. In chunked attention
+        the cost also drops at the end of a chunk, because a new chunk needs no kept bytes. So only
+        hits that end with a run or with a chunk can be the best.
         """
         ends = {run.end * HASH_TOKENS for run in runs}
         last = runs[-1].end * HASH_TOKENS if runs else 0
@@ -228,10 +238,10 @@ class _Costs:
 
 
 def _hull(points: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Segments of the concave hull over points of growing tokens: (cost, tokens) of each."""
+    """Return the segments of the concave hull over points of growing tokens: (cost, tokens)."""
     hull = [(0.0, 0)]
     for cost, tokens in points:
-        # A longer hit that costs no more makes the shorter one pointless.
+        # A longer hit that costs no more makes the shorter one useless.
         while hull[-1][0] >= cost and len(hull) > 1:
             hull.pop()
         while len(hull) > 1 and _is_under(hull[-2], hull[-1], (cost, tokens)):
@@ -243,7 +253,7 @@ def _hull(points: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
 def _is_under(
     before: tuple[float, int], middle: tuple[float, int], after: tuple[float, int]
 ) -> bool:
-    """Whether the line between two points lies over a third."""
+    """Whether the line from the first point to the last lies on or above the middle point."""
     return (middle[1] - before[1]) * (after[0] - before[0]) <= (after[1] - before[1]) * (
         middle[0] - before[0]
     )

@@ -1,10 +1,11 @@
-"""An eviction policy that knows the trace: what any policy could reach with the same checkpoints.
+"""An eviction policy that knows the trace: a goal for all policies with the same checkpoints.
 
-It evicts the checkpoint that saves fewest tokens for its bytes and the time until it is read next.
-A request reads the last checkpoint on its text and none before it, so a checkpoint is of use to
-those later requests alone that find none beyond it.
+It evicts the checkpoint with the least worth: the tokens that it saves, divided by its bytes and by
+the time until it is next read. A request reads only the last checkpoint on its text. A checkpoint
+is therefore useful only to later requests that find no checkpoint beyond it.
 
-It is a greedy rule that runs, not an upper bound; `jenga.sim.replays.bounds` has one.
+The policy is a greedy rule that can run. It is not an upper bound; `jenga.sim.replays.bounds` has
+one.
 
 Source: Belady's rule of the farthest next use, over tokens for bytes as in the oracle of
 "GreedyDual-Size" comparisons (Cao and Irani, USITS 1997).
@@ -20,26 +21,26 @@ from jenga.sim.batching.arena import ActiveRequest
 from jenga.sim.workload.requests import Request, prefix_hashes
 
 HASH_TOKENS = 16
-"""Tokens of each further prefix hash, as in `jenga.sim.arenas.jenga_arena`."""
+"""Tokens between two prefix hashes, as in `jenga.sim.arenas.jenga_arena`."""
 
 MOST_LOOKED_AT = 64
-"""Later requests that are asked for whether they read a checkpoint; those beyond come late."""
+"""Most later requests that are checked as readers of a checkpoint. Further ones arrive late."""
 
 LEAST_WAIT_S = 0.01
-"""Of a request that is about to come in: no reader is nearer."""
+"""Shortest time in seconds until a checkpoint is read: that of a request about to be admitted."""
 
 
 class _Reader:
-    """A request that has not come in yet.
+    """A request of the trace that may read checkpoints.
 
     Attributes:
         request: The request.
-        session: Name of the first request that it follows, directly or not.
-        arrival_s: When it arrives, as far as known.
-        has_begun: Whether it came in.
-        num_shared: Tokens of its prompt that earlier requests read or generated.
-        hashes: Hash i is of its first `(i + 1) * HASH_TOKENS` tokens.
-        node: The last node on its text that was there at `looked_at`.
+        session: Name of the first request that it follows, directly or indirectly.
+        arrival_s: Its arrival time in seconds, as estimated by the trace.
+        has_begun: Whether it was admitted.
+        num_shared: Number of its prompt tokens that earlier requests read or generated.
+        hashes: Prefix hashes. Hash `i` is that of its first `(i + 1) * HASH_TOKENS` tokens.
+        node: Last node on its text that existed at `looked_at`.
         looked_at: Time of the tree when `node` was looked up.
     """
 
@@ -66,7 +67,7 @@ class _Reader:
 
 
 class Oracle:
-    """Ranks checkpoints by when they will be read, for one replay of one trace."""
+    """Rank checkpoints by the time of their next read, for one replay of one trace."""
 
     __slots__ = ("_delay_s", "_now_s", "_readers", "_readers_of", "_tree")
 
@@ -76,12 +77,12 @@ class Oracle:
         """Read the trace.
 
         Args:
-            requests: All of them, in any order. The arrival of those that follow others is taken to
-                be as late as the turns before it were.
+            requests: All requests, in any order. A request that follows others is assumed to be as
+                late as the last admitted turn of its session was.
         """
         self._tree: CheckpointTree | None = None
         self._now_s = 0.0
-        self._delay_s: dict[str, float] = {}  # session -> how late its last turn was
+        self._delay_s: dict[str, float] = {}  # session -> seconds that its last turn was late
         self._readers: dict[str, _Reader] = {}
         self._readers_of: dict[Hashable, list[_Reader]] = {}
         sessions: dict[str, str] = {}
@@ -101,14 +102,14 @@ class Oracle:
             seen.update(hashes)
 
     def attach(self, tree: CheckpointTree) -> None:
-        """Take the tree whose checkpoints are ranked; it must be given before any is."""
+        """Set the tree whose checkpoints are ranked. It must be set before any is ranked."""
         self._tree = tree
 
     def look(self, time_s: float, running: Sequence[ActiveRequest]) -> None:
-        """Record who has come in.
+        """Record which requests were admitted.
 
         Args:
-            time_s: Now.
+            time_s: Current time in seconds.
             running: Requests that have pages, the youngest last.
         """
         self._now_s = time_s
@@ -122,22 +123,24 @@ class Oracle:
             self._delay_s[reader.session] = active.arrival_s - reader.arrival_s
 
     def begin(self, *, arena_bytes: int) -> None:
-        """Nothing depends on it."""
+        """Do nothing: ranks do not depend on it."""
 
     def observe(self, point: Point, waited_bytes: float, *, was_read: bool) -> None:
-        """Nothing depends on it."""
+        """Do nothing: ranks do not depend on it."""
 
     def learn(self, waiting: Iterable[Point], time: float) -> None:
-        """Nothing depends on it."""
+        """Do nothing: ranks do not depend on it."""
 
     def heir_of(self, candidate: Candidate, heir: Candidate, time: float) -> Point | None:
-        """None: readers are known."""
+        """Return None, because later readers are known and need no guess."""
 
     def worth(self, candidate: Candidate, time: float) -> float:
-        """Tokens saved for the bytes and the seconds until the next reader; negative without one.
+        """Return the saved tokens per byte and per second until the next read.
+
+        A checkpoint that is never read again gets a negative value: minus its bytes.
 
         Raises:
-            ValueError: The tree is not known.
+            ValueError: The tree was not set.
         """
         if self._tree is None:
             msg = "attach must be given the tree before its checkpoints are ranked"
@@ -148,7 +151,7 @@ class Oracle:
         return candidate.saved_tokens / max(1, candidate.own_bytes) / max(LEAST_WAIT_S, wait_s)
 
     def _wait_s(self, candidate: Candidate, time: float) -> float | None:
-        """Seconds until a checkpoint is read next; None if it never is."""
+        """Return the seconds until a checkpoint is next read, or None if it never is."""
         readers = self._readers_of.get(candidate.point.key)
         if readers is None:
             return None
@@ -166,7 +169,7 @@ class Oracle:
         return best_s - self._now_s if best_s is not None else None
 
     def _node_of(self, reader: _Reader, time: float) -> Checkpoint | None:
-        """The checkpoint that a request would read now."""
+        """Return the checkpoint that a request would read now."""
         tree = self._tree
         if tree is not None and (reader.looked_at != time or reader.node is None):
             reader.looked_at = time

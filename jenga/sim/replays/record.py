@@ -1,4 +1,4 @@
-"""What is written of a replay: rows on the way, and a summary at its end."""
+"""Rows of a replay: some while it runs, and a summary at its end."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,18 +9,18 @@ from jenga.sim.results.quantiles import Quantiles
 from jenga.sim.results.rows import RequestRow, Row, StepRow, SummaryRow
 
 SAMPLED_EVERY = 16
-"""Steps between two looks at the arena's bytes, each of which costs as much as several steps."""
+"""Steps between two counts of the arena's bytes. One count costs as much as several steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """What to write, and how often to look.
+    """Settings of the rows of a replay.
 
     Attributes:
-        run: Joins the rows.
-        every: Steps between two step rows; also the steps that waste is the mean of.
-        check_every: Steps between two checks of the manager's books; 0 for none.
-        keep_requests: Whether every request gets a row.
+        run: Name of the run, which all its rows have.
+        every: Steps between two step rows. These steps are also the sample for waste.
+        check_every: Steps between two checks of the manager's records. 0 for no checks.
+        keep_requests: Whether each request gets a row.
     """
 
     run: str
@@ -30,7 +30,7 @@ class Recording:
 
 
 class Recorder:
-    """Runs a replay and makes its rows; memory does not grow with the number of requests."""
+    """Run a replay and make its rows. Memory does not grow with the number of requests."""
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
@@ -40,11 +40,11 @@ class Recorder:
         self._ends_s = Quantiles()
         self._first_arrival_s: float | None = None
         self._num_decode_steps = self._num_decoding = 0
-        # Requests that decoded -> [steps looked at, their wastes, bytes held, bytes held unused].
+        # Number of decoding requests -> [steps sampled, sum of wastes, bytes held, bytes unused].
         self._sampled: dict[int, list[float]] = {}
 
     def on_end(self, active: ActiveRequest) -> None:
-        """Give this to the replay: it notes how each request fared."""
+        """Record times of a request that ended. The replay gets this method as its `on_end`."""
         arrival_s = active.arrival_s
         if self._first_arrival_s is None or arrival_s < self._first_arrival_s:
             self._first_arrival_s = arrival_s
@@ -61,12 +61,12 @@ class Recorder:
     def rows(
         self, replay: Replay, *, on_step: Callable[[Replay, Step], None] | None = None
     ) -> Iterator[Row]:
-        """Run a replay to its end; its rows, the last one its summary.
+        """Run a replay to its end. Yield its rows; the last one is its summary.
 
         Args:
-            replay: Not begun, or read from a snapshot together with this; its `on_end` is this
-                one's.
-            on_step: Called in every step, when all rows up to it were taken.
+            replay: A replay that has not begun, or one loaded from a snapshot together with this
+                recorder. Its `on_end` is this recorder's.
+            on_step: Called in each step, after all rows up to it were taken.
         """
         every, check_every = self._recording.every, self._recording.check_every
         for step in replay:
@@ -98,7 +98,7 @@ class Recorder:
             sums[index] += value
 
     def _waste(self, *, fewest_decoding: int = 0) -> float | None:
-        """Mean waste of the steps looked at in which so many requests decode; None of none."""
+        """Mean waste of sampled steps with at least so many decoding requests. None without any."""
         num_steps = wastes = 0.0
         for num_decoding, (count, waste, _, _) in self._sampled.items():
             if num_decoding >= fewest_decoding:

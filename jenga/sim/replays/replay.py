@@ -1,4 +1,4 @@
-"""Replays requests step by step against an arena."""
+"""Replay requests step by step against an arena."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,28 +20,29 @@ from jenga.sim.workload.requests import Request
 from jenga.spec import check_positive
 
 MOST_WAITING = 4096
-"""Requests taken from a trace before they can run: of more, nobody needs to know."""
+"""Most requests that wait after being taken from a trace. No part of a replay looks at more."""
 
 Clock = Callable[[Sequence[Chunk]], float]
-"""Seconds of a step that computes some chunks."""
+"""Function that returns the seconds of a step that computes some chunks."""
 
 
 def constant_clock(seconds: float) -> Clock:
-    """A clock by which every step takes as long."""
+    """Return a clock by which every step takes the same time."""
     return lambda _chunks: seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step that was scheduled and not finished: the arena holds what it needs.
+    """A step that is scheduled and has not ended. The arena already holds the pages it needs.
 
     Attributes:
-        number: From 1.
-        time_s: When it begins.
-        num_decoding: Requests that compute one token after all of their prompt, and drafts.
-        prefill_tokens: Tokens of prompts computed.
-        num_running: Requests that have pages.
-        num_waiting: Requests that have arrived and have none, counted up to `MOST_WAITING`.
+        number: Number of the step, from 1.
+        time_s: Time at which it begins, in seconds.
+        num_decoding: Number of requests that compute one token after all of their prompt, and
+            drafts.
+        prefill_tokens: Number of prompt tokens that it computes.
+        num_running: Number of requests that have pages.
+        num_waiting: Number of requests that have arrived and have no pages, at most `MOST_WAITING`.
     """
 
     number: int
@@ -60,16 +61,17 @@ class Replay:
     ...     bytes_now = run.memory()
 
     Attributes:
-        arena: Where the bytes are counted.
-        scheduler: The scheduler, for its counters.
-        num_steps: Steps finished.
-        time_s: Modelled time, of the process that schedules.
-        moved_bytes: Copied to host memory or from there by the steps that have been scheduled.
-        num_finished: Requests that have all their tokens.
-        num_refused: Requests that the arena could not hold alone, or the model not read.
-        prompt_tokens: Of requests finished or refused.
-        output_tokens: Of requests finished.
-        hit_tokens: Tokens of prompts found cached at the first admission.
+        arena: Arena whose bytes are counted.
+        scheduler: Scheduler, for its counters.
+        num_steps: Number of steps that have ended.
+        time_s: Modelled time in seconds, of the process that schedules.
+        moved_bytes: Bytes that all scheduled steps copied to and from host memory.
+        num_finished: Number of requests that have all their tokens.
+        num_refused: Number of requests that do not fit in the empty arena, or are too long for the
+            model.
+        prompt_tokens: Prompt tokens of finished and refused requests.
+        output_tokens: Output tokens of finished requests.
+        hit_tokens: Prompt tokens that were found cached at the requests' first admission.
     """
 
     def __init__(  # noqa: PLR0913  one replay, all that may differ between two
@@ -85,19 +87,19 @@ class Replay:
         is_asynchronous: bool = False,
         on_end: Callable[[ActiveRequest], None] | None = None,
     ) -> None:
-        """Nothing has run.
+        """Begin before the first step.
 
         Args:
-            requests: As `Arrivals` takes them.
-            arena: Empty.
-            clock: Seconds of a step.
-            chunk_tokens: Tokens computed in a step, of all requests together.
-            max_requests: Requests running at once.
-            speculation: What is drafted; None for nothing.
-            max_model_tokens: Of the longest request that the model reads, with its answer; longer
-                ones are refused as they arrive. None where no request is too long.
+            requests: Requests in the order that `Arrivals` asks for.
+            arena: An empty arena.
+            clock: Function that returns the seconds of a step.
+            chunk_tokens: Most tokens that a step computes, of all requests together.
+            max_requests: Most requests that run at once.
+            speculation: Drafts for decoding requests. None for no drafts.
+            max_model_tokens: Most tokens of a request that the model reads, its answer included.
+                Longer requests are refused as they arrive. None for no limit.
             is_asynchronous: Whether a step is scheduled while the one before it runs.
-            on_end: Called with each request that finished or was refused; the latter has no
+            on_end: Called with each request that finished or was refused. A refused one has no
                 `finished_s`.
         """
         scheduler = Scheduler(
@@ -129,16 +131,16 @@ class Replay:
         is_asynchronous: bool = False,
         on_end: Callable[[ActiveRequest], None] | None = None,
     ) -> "Replay":
-        """A replay under another scheduler than ours.
+        """Make a replay under another scheduler than ours.
 
         Args:
-            scheduler: Nothing has arrived.
-            requests: As `Arrivals` takes them.
-            memory: Where the bytes are counted.
-            clock: Seconds of a step.
-            max_model_tokens: As of the constructor.
+            scheduler: A scheduler without requests.
+            requests: Requests in the order that `Arrivals` asks for.
+            memory: Arena whose bytes are counted.
+            clock: Function that returns the seconds of a step.
+            max_model_tokens: See the constructor.
             is_asynchronous: Whether a step is scheduled while the one before it runs.
-            on_end: As of the constructor.
+            on_end: See the constructor.
         """
         replay = cls.__new__(cls)
         replay._begin(
@@ -173,17 +175,17 @@ class Replay:
         self._max_model_tokens = max_model_tokens
         self._most_in_flight = STEPS_IN_FLIGHT[is_asynchronous]
         self._in_flight: deque[tuple[Batch, float]] = deque()  # steps, and when each ends
-        self._is_scheduled = False  # whether the newest of them is seen by who iterates
+        self._is_scheduled = False  # whether the caller still looks at the newest of them
         self._ends_s = 0.0  # when the last of them ends
-        self._is_stalled = False  # whether the last step scheduled computes nothing of who runs
-        self._lost_alone: tuple[str, int] | None = None  # the last to lose its pages so; its tokens
+        self._is_stalled = False  # whether the last step computes nothing although requests run
+        self._lost_alone: tuple[str, int] | None = None  # last preempted alone: name, tokens
         self.num_steps = self.num_finished = self.num_refused = 0
         self.prompt_tokens = self.output_tokens = self.hit_tokens = 0
         self.time_s = 0.0
         self.moved_bytes = NOTHING_MOVED
 
     def __getstate__(self) -> dict[str, object]:
-        """What a snapshot keeps: all but the clock and who is told of requests."""
+        """Return the state for a snapshot: everything except the clock and `on_end`."""
         given = ("_clock", "_on_end")
         return {name: value for name, value in self.__dict__.items() if name not in given}
 
@@ -194,12 +196,12 @@ class Replay:
         clock: Clock,
         on_end: Callable[[ActiveRequest], None] | None = None,
     ) -> None:
-        """Give a replay read from a snapshot what it was made with.
+        """Give a replay that was loaded from a snapshot the arguments that it was made with.
 
         Args:
-            requests: The same, from the first on.
-            clock: As in the beginning.
-            on_end: As in the beginning.
+            requests: The same requests, from the first one on.
+            clock: The same clock.
+            on_end: The same function.
 
         Raises:
             ValueError: The requests are others.
@@ -209,11 +211,11 @@ class Replay:
         self._on_end = on_end
 
     def memory(self) -> ArenaBytes:
-        """Where the arena's bytes are."""
+        """Return the arena's bytes by use."""
         return self.arena.memory(self.scheduler.running)
 
     def __iter__(self) -> Iterator[Step]:
-        """Run to the end, step by step; a replay that was cut in a step finishes that one first.
+        """Run to the end, step by step. A replay that was interrupted in a step first finishes it.
 
         Source: vLLM 0.32, `EngineCore.step` and `step_with_batch_queue`.
         """
@@ -235,7 +237,7 @@ class Replay:
                 self._finish_step()
 
     def _schedule(self) -> Step | None:
-        """Schedule a step; None if it computes nothing."""
+        """Schedule a step. Return None if it computes nothing."""
         scheduler = self.scheduler
         num_preemptions = scheduler.num_preemptions
         batch = scheduler.schedule()
@@ -268,14 +270,14 @@ class Replay:
         )
 
     def _unblock(self, *, has_preempted: bool) -> None:
-        """Go on where nothing is computed and no step is in flight.
+        """Go on when a step computes nothing and no other step is in flight.
 
         Raises:
-            InvariantError: Requests run, and none of them is scheduled.
+            InvariantError: Requests run, and twice in a row none of them is scheduled.
         """
         scheduler = self.scheduler
         if scheduler.running:
-            # Every chunk waits to end where its arena wants it: the next step has room.
+            # Every chunk waits to end where its arena wants it. The next step has room for that.
             if self._is_stalled:
                 msg = f"{len(scheduler.running)} requests run, and no step computes any of them"
                 raise InvariantError(msg)
@@ -284,7 +286,7 @@ class Replay:
         if not scheduler.num_waiting:
             return
         if has_preempted:
-            # Its pages lay where others had left them: with the arena to itself it may fit.
+            # Its pages lay in gaps between those of others. Alone in the arena it may fit.
             head = scheduler.next_waiting
             lost_alone = head.name, head.num_tokens
             if self._lost_alone != lost_alone:
@@ -293,7 +295,7 @@ class Replay:
         self._refuse(scheduler.refuse_next(), "does not fit the arena alone")
 
     def _finish_step(self) -> None:
-        """Take what the oldest step in flight computed."""
+        """Apply the results of the oldest step in flight."""
         batch, end_s = self._in_flight.popleft()
         if not batch.chunks:
             return
@@ -303,7 +305,7 @@ class Replay:
             self._end(active)
 
     def _arrive(self) -> None:
-        """Let requests arrive."""
+        """Take all requests that have arrived from the trace."""
         arrivals, scheduler = self._arrivals, self.scheduler
         while (next_s := arrivals.next_s) is not None and scheduler.num_waiting < MOST_WAITING:
             if not scheduler.has_requests and not self._in_flight:
@@ -314,7 +316,7 @@ class Replay:
             self._admit(ActiveRequest(request, arrival_s=arrival_s))
 
     def _admit(self, active: ActiveRequest) -> None:
-        """Let a request wait, if the model reads it: an engine asks that first."""
+        """Put a request in the wait queue if the model can read it. An engine checks that first."""
         most_tokens = self._max_model_tokens
         if most_tokens is None or active.total_tokens <= most_tokens:
             self.scheduler.arrive(active)

@@ -1,4 +1,4 @@
-"""A file of rows: which replays it has, and adding others, from where they were cut."""
+"""A file with the rows of replays: read its rows, add replays, continue interrupted ones."""
 
 import math
 import os
@@ -27,7 +27,7 @@ from jenga.sim.results.rows import (
 )
 
 SNAPSHOT_EVERY_S = 60.0
-"""Between two snapshots of a running replay, each of which takes a second at most."""
+"""Seconds between two snapshots of a running replay. A snapshot takes a second at most."""
 
 _READ_BYTES = 1 << 16
 _ROW_BEGINS = '{"kind": "'
@@ -38,12 +38,13 @@ def _print_warning(text: str) -> None:
 
 
 class RowFile:
-    """A file of rows that replays add to.
+    """A file of rows to which replays are added.
 
-    A replay that was cut leaves rows without a summary, and beside the file a snapshot: it goes on
-    from that one, and rows after it go. Without a snapshot of this user and code it is run again.
+    An interrupted replay leaves rows without a summary, and a snapshot beside the file. It
+    continues from the snapshot, and rows that came after the snapshot are cut off. A replay without
+    a snapshot of this user and this code runs again from its beginning.
 
-    Parquet cannot be added to, so its rows lie in a file of lines beside it until `close`.
+    Parquet files cannot grow, so their rows go to a file of lines beside them until `close`.
     """
 
     def __init__(
@@ -53,21 +54,21 @@ class RowFile:
         snapshot_every_s: float = SNAPSHOT_EVERY_S,
         warn: Callable[[str], None] = _print_warning,
     ) -> None:
-        """Read what is there, and change nothing.
+        """Read the existing rows, and change nothing.
 
         Args:
-            path: Of lines of JSON, or of Parquet if it ends in `.parquet`.
+            path: File of lines of JSON, or of Parquet if the name ends in `.parquet`.
             snapshot_every_s: Seconds between two snapshots of a running replay.
             warn: Called with a sentence when a snapshot cannot be read or written.
 
         Raises:
-            ValueError: The file has something else in it, or is none that can be read again.
-            ModuleNotFoundError: The file is of Parquet, and pyarrow is not installed.
+            ValueError: The file has other content, or is not a regular file that can be read again.
+            ModuleNotFoundError: The file is Parquet, and pyarrow is not installed.
         """
         self.path = path
         self._lines = path.with_name(f"{path.name}.jsonl") if is_parquet(path) else path
         for each in (path, self._lines):
-            # The name of the second is not the user's choice: a link there may be anybody's.
+            # The user did not choose the second name, so a link there may be another user's.
             is_foreign = each is not path and each.is_symlink()
             if is_foreign or (each.exists() and not each.is_file()):
                 msg = f"{each} must be a file of rows or not exist yet: it is read before it grows"
@@ -90,12 +91,12 @@ class RowFile:
         self._broken = runs.keys() - self._done.keys()
 
     def outcome_of(self, run: str) -> Outcome | None:
-        """What a replay came to, if it ended."""
+        """Return the outcome of a replay, or None if it has not ended."""
         return self._done.get(run)
 
     def snapshot_of(self, run: str) -> Snapshot | None:
-        """Where a replay that was cut can go on, if it can; a snapshot that is no use is named."""
-        # Rows of other runs after its own would be lost.
+        """Return the snapshot that a replay can continue from, or None. Warn of an unusable one."""
+        # If rows of other runs follow its own, cutting the file would lose them.
         if run not in self._broken or run != self._last_run:
             return None
         try:
@@ -109,10 +110,12 @@ class RowFile:
     def written(
         self, running: Running, on_step: Callable[[Replay, Step], None] | None = None
     ) -> Iterator[Row]:
-        """Run a replay and write its rows as they come, none if it is refused; see `Running.rows`.
+        """Run a replay and write its rows as they come; see `Running.rows`.
+
+        A refused replay leaves no rows.
 
         Raises:
-            ValueError: Another process writes to the file, or as `Running.rows`.
+            ValueError: Another process writes to the file, or `Running.rows` raises it.
         """
         run = running.row.run
         self._lines.parent.mkdir(parents=True, exist_ok=True)
@@ -127,14 +130,14 @@ class RowFile:
             keep = self._keeper(running, file, on_step)
             try:
                 for row in running.rows(on_step=keep):
-                    # A replay that goes on has the row that it began with.
+                    # A continued replay already has its first row in the file.
                     if running.snapshot is None or not isinstance(row, RunRow):
                         file.write(row_line(row))
                     if isinstance(row, SummaryRow):
                         self._done[run] = Outcome(running.row, row)
                     yield row
             except ValueError:
-                # What is refused has no rows.
+                # A refused replay leaves no rows.
                 file.truncate(begin_bytes)
                 raise
             self._broken.discard(run)
@@ -143,10 +146,10 @@ class RowFile:
 
     @contextmanager
     def _alone(self) -> Generator[TextIO]:
-        """The file of lines to add to, which no other process adds to meanwhile.
+        """Open the file of lines to add rows, and keep other processes from adding meanwhile.
 
         Raises:
-            ValueError: Another one does.
+            ValueError: Another process adds rows.
         """
         with self._lines.open("a", encoding="utf-8") as file:
             if not _is_locked_for_us(file):
@@ -157,7 +160,7 @@ class RowFile:
     def _keeper(
         self, running: Running, file: TextIO, on_step: Callable[[Replay, Step], None] | None
     ) -> Callable[[Replay, Step], None]:
-        """Writes a snapshot in a step, now and then."""
+        """Return a function to call in each step, which writes a snapshot at intervals."""
         next_s = time.monotonic() + self._snapshot_every_s
 
         def keep(replay: Replay, step: Step) -> None:
@@ -185,13 +188,13 @@ class RowFile:
         return keep
 
     def _forget(self, run: str) -> None:
-        """Write the file again without a replay that was cut."""
+        """Write the file again without the rows of an interrupted replay."""
         with written_whole(self._lines) as file:
             kept = (row for row in _rows_of(self._lines) if row.run != run)
             file.writelines(row_line(row).encode() for row in kept)
 
     def close(self) -> None:
-        """Put rows of Parquet where they belong; other rows are there already."""
+        """Write the collected rows to the Parquet file. Rows of other files are already there."""
         if not is_parquet(self.path) or not self._lines.exists():
             return
         with self._alone():
@@ -201,7 +204,7 @@ class RowFile:
 
 
 def _rows_of(path: Path) -> Iterator[Row]:
-    """Rows of a file, but for half a line at its end, which an interrupted replay leaves."""
+    """Read the rows of a file, except half a line at its end that an interrupted replay left."""
     if is_parquet(path):
         return read_rows(path)
     return rows_of_lines(path, (line for line in lines_of(path) if not _is_half_a_row(line)))
@@ -212,7 +215,7 @@ def _is_half_a_row(line: str) -> bool:
 
 
 def _is_locked_for_us(file: TextIO) -> bool:
-    """Lock an open file until it is closed; False if another process has it locked."""
+    """Lock an open file until it is closed. Return False if another process holds the lock."""
     if sys.platform == "win32":
         return True
     import fcntl
@@ -225,7 +228,7 @@ def _is_locked_for_us(file: TextIO) -> bool:
 
 
 def _drop_half_a_line(path: Path) -> None:
-    """Cut off a last line that has no end: the replay that wrote it was interrupted."""
+    """Cut off a last line without an end, which an interrupted replay left."""
     with path.open("rb+") as file:
         size = end = file.seek(0, 2)
         while end:

@@ -1,4 +1,4 @@
-"""Replays as they are asked for: a model on a machine, a trace, settings; and running them."""
+"""Replays as users ask for them: a model on a machine, a trace, settings; and running them."""
 
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
@@ -28,16 +28,16 @@ _ID_BYTES = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A model and where it runs.
+    """A model and the machine that runs it.
 
     Attributes:
-        model: Its layers, of one rank.
-        arena_bytes: Of one rank.
-        clock: Seconds of a step.
-        tp: Ranks.
-        kv_format: How keys and values are stored.
-        gpu: Its name.
-        max_model_tokens: Of the longest request that the model reads; None where none is too long.
+        model: Layers of one rank.
+        arena_bytes: Bytes of the arena of one rank.
+        clock: Function that returns the seconds of a step.
+        tp: Number of ranks.
+        kv_format: Format in which keys and values are stored.
+        gpu: Name of the GPU.
+        max_model_tokens: Most tokens of a request that the model reads. None for no limit.
     """
 
     model: ModelSpec
@@ -51,27 +51,27 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How requests are scheduled and what is written.
+    """Settings of a replay: how requests are scheduled, and what is written.
 
     Attributes:
-        eviction: Of `EVICTION_POLICIES`; only our manager has a choice.
-        left_share: Of the arena, what admissions leave at most to who will read it; ours alone.
-            None for what it takes by default.
-        prefix_caching: Whether pages are kept for others.
-        host_bytes: Of host memory beside the arena, of one rank; ours alone.
-        host_bytes_per_s: At which bytes go there and come back.
-        chunk_tokens: Tokens computed in a step, of all requests together.
-        max_requests: Requests running at once.
-        speculation: What is drafted; None for nothing.
+        eviction: Name in `EVICTION_POLICIES`. Only our manager has a choice.
+        left_share: Largest share of the arena, 0 to 1, that admissions leave to cached content that
+            waiting requests will read. Only for our manager. None for its default.
+        prefix_caching: Whether pages are kept for later requests.
+        host_bytes: Bytes of host memory for evicted pages, of one rank. Only for our manager.
+        host_bytes_per_s: Bandwidth of copies to and from host memory.
+        chunk_tokens: Most tokens that a step computes, of all requests together.
+        max_requests: Most requests that run at once.
+        speculation: Drafts for decoding requests. None for no drafts.
         is_asynchronous: Whether a step is scheduled while the one before it runs.
         stock: Options of manager "vllm".
-        engine: Makes vLLM's own scheduler, and counts the bytes of its arena, in place of ours; see
-            `jenga.engine_scheduler`. None for ours.
+        engine: Function that makes vLLM's own scheduler and counts the bytes of its arena, instead
+            of ours; see `jenga.engine_scheduler`. None for ours.
         every: Steps between two step rows.
-        check_every: Steps between two checks of the manager's books; 0 for none.
-        keep_requests: Whether every request gets a row.
+        check_every: Steps between two checks of the manager's records. 0 for no checks.
+        keep_requests: Whether each request gets a row.
         with_bounds: Whether the run's row has the bounds of `jenga.sim.replays.bounds`.
-        details: Further options, written and not read.
+        details: Further options, which are written to the run's row and not read.
     """
 
     eviction: str = DEFAULT_POLICY
@@ -93,26 +93,26 @@ class Settings:
 
 
 EngineMaker = Callable[[str, Machine, Settings], tuple[StepScheduler, Memory]]
-"""Makes the scheduler of an engine for a manager, a machine and settings."""
+"""Function that makes the scheduler of an engine for a manager, a machine and settings."""
 
 
 class Trace:
-    """Requests that can be read again and again.
+    """Requests that can be read repeatedly.
 
     Attributes:
-        name: What users call it.
-        read: The requests, from the first on.
-        num_requests: How many.
-        shortest_tokens: Of the shortest prompt.
-        digest: Of all of them: two traces may have one name.
+        name: Name that users give the trace.
+        read: Function that returns the requests, from the first one on.
+        num_requests: Number of requests.
+        shortest_tokens: Tokens of the shortest prompt.
+        digest: Digest of all requests. It tells traces with the same name apart.
     """
 
     def __init__(self, name: str, read: Callable[[], Iterator[Request]]) -> None:
-        """Read it once.
+        """Read the trace once.
 
         Raises:
             ValueError: It has no requests, or they are not in the order that
-                `jenga.sim.workload.arrivals.Arrivals` asks for; or see
+                `jenga.sim.workload.arrivals.Arrivals` asks for. See also
                 `jenga.sim.workload.sources.open_source`.
         """
         self.name = name
@@ -143,9 +143,9 @@ class Trace:
             raise ValueError(msg)
 
     def bounds(self, machine: Machine) -> dict[str, float]:
-        """Hit rates of `jenga.sim.replays.bounds`, found once for each machine.
+        """Return the hit rates of `jenga.sim.replays.bounds`, computed once for each machine.
 
-        Requests that follow others take the place that their estimated arrival gives them.
+        Requests that follow others take the place of their estimated arrival.
         """
         key = machine.model.name, machine.tp, machine.arena_bytes
         if key not in self._bounds:
@@ -168,8 +168,8 @@ class Outcome:
     """A replay that ended.
 
     Attributes:
-        row: As it was asked for, with its bounds.
-        summary: What it came to.
+        row: First row of its run, with its bounds.
+        summary: Its summary.
     """
 
     row: RunRow
@@ -177,7 +177,7 @@ class Outcome:
 
 
 def run_row(machine: Machine, manager: str, trace: Trace, settings: Settings) -> RunRow:
-    """The row that names a replay; the same replay has the same row, whenever it is asked for."""
+    """Return the row that names a replay. The same replay always has the same row."""
     options: dict[str, object] = {
         "prefix_caching": settings.prefix_caching,
         "chunk_tokens": settings.chunk_tokens,
@@ -231,12 +231,12 @@ def _host_options(settings: Settings) -> dict[str, object]:
 
 
 class Running:
-    """A replay about to run, from its beginning or from where it was cut.
+    """A replay about to run, from its beginning or from a snapshot.
 
     Attributes:
-        row: As it was asked for; with its bounds, if it has any, when it runs.
-        snapshot: From which it goes on; None from the beginning.
-        recorder: Makes its rows.
+        row: First row of its run. While it runs, the row has the bounds, if they were asked for.
+        snapshot: Snapshot from which it continues. None to run from the beginning.
+        recorder: Recorder that makes its rows.
     """
 
     def __init__(
@@ -266,14 +266,14 @@ class Running:
         )
 
     def rows(self, on_step: Callable[[Replay, Step], None] | None = None) -> Iterator[Row]:
-        """Run it; its rows as they come, its own first and its summary last.
+        """Run the replay. Yield its rows as they come, the run's row first and the summary last.
 
         Args:
-            on_step: Called in every step, when all rows up to it were taken.
+            on_step: Called in each step, after all rows up to it were taken.
 
         Raises:
-            ValueError: The manager refuses the model or the arena, or the arena holds no request.
-            InvariantError: A check found the manager's books wrong.
+            ValueError: The manager refuses the model or the arena, or no request fits in the arena.
+            InvariantError: A check found the manager's records wrong.
         """
         row, machine, trace, settings = self.row, self._machine, self._trace, self._settings
         if self.snapshot is not None:
@@ -292,7 +292,7 @@ class Running:
             yield each
 
     def _replay(self) -> Replay:
-        """Begin."""
+        """Make the replay, before its first step."""
         row, machine, trace, settings = self.row, self._machine, self._trace, self._settings
         if settings.engine is not None:
             with _named(row):
@@ -322,7 +322,7 @@ class Running:
 
 
 def _no_request_text(row: RunRow, machine: Machine, trace: Trace) -> str:
-    """Why none of the requests ran."""
+    """Return the reason why no request ran."""
     of_trace = (
         f"any of the {trace.num_requests} of {trace.name}, whose shortest prompt has "
         f"{trace.shortest_tokens} tokens"
@@ -343,7 +343,7 @@ def replay_rows(row: RunRow, machine: Machine, trace: Trace, settings: Settings)
 
 @contextmanager
 def _named(row: RunRow) -> Generator[None]:
-    """Say in errors of arenas that do not start which they are."""
+    """Name the manager, model and arena in errors of an arena that does not start."""
     try:
         yield
     except ValueError as error:
@@ -386,10 +386,10 @@ def _version() -> str:
 
 
 def outcome_of(rows: Iterable[Row]) -> Outcome:
-    """Run rows of a replay to their end, for what it came to.
+    """Take all rows of a replay, and return its outcome.
 
     Raises:
-        InvariantError: There is no row of the run, or no summary.
+        InvariantError: The row of the run, or the summary, is missing.
     """
     row = summary = None
     for each in rows:

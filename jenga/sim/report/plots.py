@@ -1,4 +1,4 @@
-"""Figures from rows of replays: one function a figure (extra `plots`)."""
+"""Figures from the rows of replays, with one function for each figure (extra `plots`)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,29 +22,29 @@ METRICS: dict[str, tuple[str, Callable[[SummaryRow], float | None]]] = {
     "tpot_s": ("time of a further token, mean s (modelled)", lambda row: row.tpot_s.mean),
     "e2e_s": ("time of a request, mean s (modelled)", lambda row: row.e2e_s.mean),
 }
-"""Numbers of a summary: what an axis calls them, and how they are got."""
+"""Numbers of a summary, with the label of their axis and the function that reads them."""
 
 AXES: dict[str, tuple[str, Callable[[StepRow], float]]] = {
     "steps": ("step", lambda step: float(step.step)),
     "time": ("modelled time, s", lambda step: step.time_s),
 }
-"""What a timeline may run over."""
+"""Possible horizontal axes of a timeline, with their label and the function that reads a step."""
 
 
 _PARAMETERS = {"n": "number of articles", "rate": "requests a second"}
-"""What an axis calls parameters of runs."""
+"""Labels of the axes of run parameters."""
 
 
 def timeline(runs: Sequence[Run], *, over: str = "steps") -> Any:  # noqa: ANN401  matplotlib
-    """Where the bytes of each run's arena are, by class on the left and by page table on the right.
+    """Draw the bytes of each run's arena over time: by class left, by page table right.
 
-    The figure is the paper's 15: used, wasted (held but useless, empty in held large pages) and
-    unallocated; cached bytes are a class of their own. On the right the pale part of each page
-    table is what it holds and does not use.
+    The figure is the paper's 15, with used, wasted (held but useless, empty in held large pages)
+    and unallocated bytes. Cached bytes are a class of their own. On the right, the pale part of
+    each page table is the bytes that it holds and does not use.
 
     Args:
-        runs: One row of the figure each.
-        over: Of `AXES`.
+        runs: Runs to draw. Each gets one row of the figure.
+        over: Name in `AXES`.
 
     Raises:
         ValueError: A run has no steps.
@@ -119,13 +119,13 @@ def _legend_below(figure: Any, axis: Any) -> None:  # noqa: ANN401
 
 
 def decode_batch(runs: Sequence[Run], *, over: str = "steps") -> Any:  # noqa: ANN401
-    """Requests that decode in each step, a line for each run.
+    """Draw the number of decoding requests in each step, a line for each run.
 
     The legend has the mean over steps in which a request decodes, and the number of steps.
 
     Args:
-        runs: With steps.
-        over: Of `AXES`.
+        runs: Runs with steps.
+        over: Name in `AXES`.
     """
     x_label, x_of = AXES[over]
     with plotting() as plt:
@@ -154,15 +154,15 @@ def decode_batch(runs: Sequence[Run], *, over: str = "steps") -> Any:  # noqa: A
 
 
 def against(runs: Sequence[Run], *, parameter: str, metric: str) -> Any:  # noqa: ANN401
-    """A number of the summaries against one that the runs were asked for with.
+    """Draw a number of the summaries against a parameter of the runs.
 
-    Hit rate against the number of articles is the paper's figure 18, latency against the request
-    rate its figure 15. Each model has a panel, each manager a line.
+    The hit rate against the number of articles is the paper's figure 18, latency against the
+    request rate its figure 15. Each model has a panel, each manager a line.
 
     Args:
-        runs: With summaries.
-        parameter: Of `Run.parameter`.
-        metric: Of `METRICS`.
+        runs: Runs with summaries.
+        parameter: Name for `Run.parameter`.
+        metric: Name in `METRICS`.
 
     Raises:
         ValueError: A run has no such parameter or no summary.
@@ -203,13 +203,13 @@ def against(runs: Sequence[Run], *, parameter: str, metric: str) -> Any:  # noqa
 
 
 def bars(runs: Sequence[Run], *, metric: str) -> Any:  # noqa: ANN401
-    """A number of the summaries for every model, a bar for each manager.
+    """Draw a number of the summaries for each model, with a bar for each manager.
 
     Several runs of one model and manager are averaged.
 
     Args:
-        runs: With summaries.
-        metric: Of `METRICS`.
+        runs: Runs with summaries.
+        metric: Name in `METRICS`.
 
     Raises:
         ValueError: A run has no summary.
@@ -254,7 +254,7 @@ def bars(runs: Sequence[Run], *, metric: str) -> Any:  # noqa: ANN401
 
 
 def _value(run: Run, metric: str) -> float:
-    """A number of the run's summary."""
+    """Return a number of the run's summary."""
     value = METRICS[metric][1](run.required_summary())
     if value is None:
         msg = (
@@ -266,7 +266,7 @@ def _value(run: Run, metric: str) -> float:
 
 
 def _width(index: int, count: int) -> float:
-    """Of a line; those drawn first are wider, so that equal ones are all seen."""
+    """Return the width of a line. Lines drawn first are wider, so that equal lines are all seen."""
     return 1.2 + min(1.5 * (count - 1 - index), 6.0)
 
 

@@ -1,4 +1,4 @@
-"""Quantiles of any number of values in bounded memory."""
+"""Quantiles of any number of values, in bounded memory."""
 
 import math
 from array import array
@@ -7,26 +7,27 @@ from collections import Counter
 from jenga.sim.results.rows import Spread
 
 EXACT_VALUES = 1 << 16
-"""Values kept as they are; of more, only how many fall into each bin."""
+"""Number of values that are kept exactly. Beyond it, only the count of each bin is kept."""
 
 _BIN_WIDTH = 0.002
-"""Ends of a bin are so far apart, in parts of the value: its middle is half of it off at most."""
+"""Relative width of a bin. Its middle is off by at most half of it."""
 
 _LEAST = 1e-9
-"""Values below are one bin: a nanosecond is nothing."""
+"""Values below it, in seconds, share one bin: a nanosecond does not matter."""
 
 
 class Quantiles:
-    """Values that are not negative; their quantiles, each value counted when it comes.
+    """Quantiles of values that are not negative. Each value is counted when it is added.
 
-    Up to `EXACT_VALUES` values quantiles are values that occurred. Of more they are within 0.1 % of
-    one: bins grow with the value, so that a few thousand hold every number of seconds there is.
+    Up to `EXACT_VALUES` values, quantiles are values that occurred. With more values they are
+    within 0.1 % of one. The width of a bin grows with the value, so a few thousand bins are enough
+    for all possible seconds.
 
     Source: the bins are DDSketch's (Masson et al., VLDB 2019).
     """
 
     def __init__(self) -> None:
-        """No value."""
+        """Begin without values."""
         self._values = array("d")
         self._bins: Counter[int] = Counter()
         self._sum = 0.0
@@ -45,7 +46,7 @@ class Quantiles:
         self._bins[_bin(value)] += 1
 
     def spread(self) -> Spread:
-        """The quantiles and the mean; all 0 of no values."""
+        """Return the quantiles and the mean. All are 0 if there are no values."""
         if not self._count:
             return Spread()
         p50, p90, p99 = self._at(0.50, 0.90, 0.99)

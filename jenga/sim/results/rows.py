@@ -1,7 +1,8 @@
-"""Rows of a replay: what was run, where the bytes were, how requests fared, and what it came to.
+"""Rows of a replay: its settings, the bytes of the arena in steps, its requests, and its summary.
 
 A file of rows holds one JSON object a line, or is a Parquet file with the same fields as columns.
-Its `kind` names the row, `run` joins the rows of one replay, and a file may hold several runs.
+`kind` names the kind of row. Rows of one replay have the same `run`, and a file may hold several
+runs.
 """
 
 import json
@@ -17,21 +18,21 @@ from jenga.sim.files.parquet import read_records, write_records
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRow:
-    """A replay as it was asked for.
+    """The settings of a replay.
 
     Attributes:
-        run: Joins the rows of a replay.
+        run: Name of the run, which all rows of a replay have.
         model: Name of the model.
-        tp: Ranks over which layers are divided; bytes are of one rank.
+        tp: Number of ranks over which layers are divided. Bytes are those of one rank.
         kv_format: Data type of keys and values.
-        gpu: Name of the GPU, empty where only bytes were given.
-        arena_bytes: Bytes for caches, of one rank.
-        manager: What manages them.
-        eviction: Its eviction order.
-        trace: Where the requests came from.
-        num_requests: How many were replayed.
-        options: Every other argument that changes the outcome.
-        jenga_version: Of this package.
+        gpu: Name of the GPU. Empty if only bytes were given.
+        arena_bytes: Bytes of the arena of one rank.
+        manager: Name of the memory manager.
+        eviction: Name of its eviction policy.
+        trace: Source of the requests.
+        num_requests: Number of requests that were replayed.
+        options: All other settings that change the outcome.
+        jenga_version: Version of this package.
     """
 
     kind: ClassVar[str] = "run"
@@ -52,7 +53,7 @@ class RunRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableBytes:
-    """Bytes of one page table of all requests, as in `StepRow`."""
+    """Bytes of one page table, summed over all requests. Fields are those of `StepRow`."""
 
     used_bytes: int = 0
     useless_bytes: int = 0
@@ -62,22 +63,22 @@ class TableBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRow:
-    """Where every byte of the arena was in one step.
+    """Use of every byte of the arena in one step.
 
     Attributes:
-        run: Joins the rows of a replay.
+        run: Name of the run, which all rows of a replay have.
         step: Number of the step, from 1.
-        time_s: Modelled time at which it begins.
-        num_running: Requests running.
-        num_waiting: Requests that have arrived and wait.
-        num_decoding: Requests that compute one token in this step.
-        prefill_tokens: Tokens of prompts computed in this step.
-        used_bytes: Slots that the next tokens of running requests read or write.
-        useless_bytes: The rest of running requests' small pages.
-        cached_bytes: Small pages kept for other requests, that no running request uses.
-        empty_bytes: Small pages that hold nothing, in large pages that hold something.
-        unallocated_bytes: Large pages that hold nothing.
-        tables: The same per page table.
+        time_s: Modelled time at which it begins, in seconds.
+        num_running: Number of running requests.
+        num_waiting: Number of requests that have arrived and wait.
+        num_decoding: Number of requests that compute one token in this step.
+        prefill_tokens: Number of prompt tokens that this step computes.
+        used_bytes: Bytes of slots that the next tokens of running requests read or write.
+        useless_bytes: All other bytes in the small pages of running requests.
+        cached_bytes: Bytes of small pages that are cached and that no running request uses.
+        empty_bytes: Bytes of empty small pages in large pages that are not empty.
+        unallocated_bytes: Bytes of empty large pages.
+        tables: The same bytes for each page table.
     """
 
     kind: ClassVar[str] = "step"
@@ -99,19 +100,19 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRow:
-    """How one request fared; seconds are modelled.
+    """Times and tokens of one request. Times are modelled.
 
     Attributes:
-        run: Joins the rows of a replay.
+        run: Name of the run, which all rows of a replay have.
         request: Name of the request.
-        prompt_tokens: Tokens of its prompt.
-        output_tokens: Tokens after it.
-        hit_tokens: Tokens of its prompt found cached when it was first admitted.
-        arrival_s: When it arrived.
-        first_token_s: When its first token was there; -1 for none.
-        finished_s: When its last token was there; -1 if it never was.
-        num_preemptions: How often it lost its pages.
-        refused: Why it could never run, empty for those that did.
+        prompt_tokens: Number of tokens of its prompt.
+        output_tokens: Number of tokens that it generated.
+        hit_tokens: Prompt tokens that were found cached at its first admission.
+        arrival_s: Arrival time in seconds.
+        first_token_s: Time of its first generated token in seconds. -1 if there is none.
+        finished_s: Time of its last generated token in seconds. -1 if it did not finish.
+        num_preemptions: Number of times it was preempted.
+        refused: Reason why it could never run. Empty for requests that ran.
     """
 
     kind: ClassVar[str] = "request"
@@ -140,35 +141,35 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SummaryRow:
-    """What a replay came to; seconds are modelled, tokens and bytes are counted.
+    """Summary of a replay. Seconds are modelled; tokens and bytes are counted.
 
     Attributes:
-        run: Joins the rows of a replay.
-        num_steps: Steps.
-        seconds: From the first arrival to the last token.
-        num_requests: Requests that finished.
-        num_refused: Requests that the arena could never hold.
-        prompt_tokens: Of all requests.
-        output_tokens: Of all requests.
-        hit_tokens: Tokens of prompts found cached when their request was first admitted.
-        hit_rate: Hit tokens of all prompt tokens.
-        waste: 1 - used / (used + useless + empty) bytes, mean over the steps looked at in which a
-            request decodes; cached bytes are not held. None where no such step was looked at.
-        busy_waste: The same, mean over those of them with half the requests decoding or more that
-            ever were: without the end of a run, when little is held. None in old rows, too.
-        waste_of_bytes: Bytes held and not used of all bytes held, summed over the same steps as
-            `waste`: a step counts by what it holds.
-        mean_decode_batch: Requests that decode, mean over steps in which one does.
-        num_preemptions: Requests that lost their pages, each time counted.
-        evicted_pages: Cached small pages given to others.
-        stored_bytes: Copied to host memory, of one rank.
-        loaded_bytes: Copied from there.
-        ahead_bytes: Of both, what was copied beside the kernels of a step.
-        requests_per_s: Requests finished.
-        tokens_per_s: Tokens after prompts.
-        ttft_s: From arrival to the first token.
-        tpot_s: From one token to the next, mean of each request with several.
-        e2e_s: From arrival to the last token.
+        run: Name of the run, which all rows of a replay have.
+        num_steps: Number of steps.
+        seconds: Seconds from the first arrival to the last token.
+        num_requests: Number of requests that finished.
+        num_refused: Number of requests that could never run.
+        prompt_tokens: Prompt tokens of all requests.
+        output_tokens: Output tokens of all requests.
+        hit_tokens: Prompt tokens that were found cached at the requests' first admission.
+        hit_rate: Hit tokens as a share of all prompt tokens.
+        waste: 1 - used / (used + useless + empty) bytes. It is the mean over sampled steps in which
+            a request decodes. Cached bytes are not held. None if no such step was sampled.
+        busy_waste: Waste as above, but only of steps in which at least half as many requests decode
+            as ever did. It leaves out the end of a run, when little is held. None also in old rows.
+        waste_of_bytes: Held bytes that are not used, as a share of all held bytes. Both are summed
+            over the same steps as `waste`, so that a step counts by its held bytes.
+        mean_decode_batch: Mean number of decoding requests, over steps in which a request decodes.
+        num_preemptions: Number of preemptions.
+        evicted_pages: Number of cached small pages that were evicted.
+        stored_bytes: Bytes copied to host memory, of one rank.
+        loaded_bytes: Bytes copied from host memory, of one rank.
+        ahead_bytes: Bytes of both directions that were copied while the kernels of a step ran.
+        requests_per_s: Finished requests a second.
+        tokens_per_s: Output tokens a second.
+        ttft_s: Seconds from arrival to the first token.
+        tpot_s: Seconds from one token to the next: the mean of each request with several tokens.
+        e2e_s: Seconds from arrival to the last token.
     """
 
     kind: ClassVar[str] = "summary"
@@ -199,35 +200,35 @@ class SummaryRow:
 
 
 _LEAST = {"first_token_s": -1, "finished_s": -1}
-"""Least values of fields that may be negative: a request that was refused has neither time."""
+"""Least values of fields that may be negative. A refused request has neither time."""
 
 _MOST = (1 << 63) - 1
-"""The largest number of a row: the largest integer that Parquet holds."""
+"""Largest number in a row: the largest integer that Parquet holds."""
 
 _SHOWN = 80
-"""Characters of a wrong value that an error shows."""
+"""Most characters of a wrong value that an error shows."""
 
 Row = RunRow | StepRow | RequestRow | SummaryRow
 
 ROW_KINDS: dict[str, type[Row]] = {
     kind.kind: kind for kind in (RunRow, StepRow, RequestRow, SummaryRow)
 }
-"""Kinds of rows by their names."""
+"""Kinds of rows by name."""
 
 
 def row_line(row: Row) -> str:
-    """A row as one line of JSON, its end of line included."""
+    """Return a row as one line of JSON, with its line end."""
     return json.dumps({"kind": row.kind, **asdict(row)}) + "\n"
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Add rows to the end of a file, which is made if there is none."""
+    """Add rows to the end of a file. The file is made if there is none."""
     with path.open("a", encoding="utf-8") as file:
         file.writelines(map(row_line, rows))
 
 
 def write_parquet(path: Path, rows: Iterable[Row]) -> None:
-    """Write a file of Parquet, in place of one that may be there.
+    """Write a Parquet file, and replace an existing one.
 
     Raises:
         ModuleNotFoundError: pyarrow is not installed.
@@ -236,11 +237,11 @@ def write_parquet(path: Path, rows: Iterable[Row]) -> None:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Rows of a file, one at a time: of lines of JSON, or of Parquet where its name says so.
+    """Yield the rows of a file one at a time. The file is Parquet if its name says so, or JSON.
 
     Raises:
-        ValueError: A line is not a row; the line and the field are named.
-        ModuleNotFoundError: pyarrow is not installed, which reads Parquet.
+        ValueError: A line is not a row. The message names the line and the field.
+        ModuleNotFoundError: The file is Parquet, and pyarrow is not installed.
     """
     if is_parquet(path):
         for number, values in enumerate(read_records(path, _columns()), start=1):
@@ -250,14 +251,14 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 def rows_of_lines(path: Path, lines: Iterable[str]) -> Iterator[Row]:
-    """Rows of lines of JSON.
+    """Yield the rows in lines of JSON.
 
     Args:
-        path: The file they are from, for errors.
-        lines: Its lines, from the first on; empty ones are passed over.
+        path: File of the lines, for error messages.
+        lines: All lines from the first on. Empty ones are skipped.
 
     Raises:
-        ValueError: A line is not a row; the line and the field are named.
+        ValueError: A line is not a row. The message names the line and the field.
     """
     for number, line in enumerate(lines, start=1):
         if line.strip():
@@ -265,7 +266,7 @@ def rows_of_lines(path: Path, lines: Iterable[str]) -> Iterator[Row]:
 
 
 def _columns() -> dict[str, object]:
-    """Columns of Parquet: of equal name, equal type."""
+    """Return the columns of Parquet. Fields of the same name have the same type."""
     columns: dict[str, object] = {"kind": str}
     for kind in ROW_KINDS.values():
         hints = get_type_hints(kind)
@@ -274,7 +275,7 @@ def _columns() -> dict[str, object]:
 
 
 def is_parquet(path: Path) -> bool:
-    """Whether a file of this name holds Parquet."""
+    """Whether a file with this name is a Parquet file."""
     return path.suffix.lower() == ".parquet"
 
 
@@ -305,7 +306,7 @@ _Record = TypeVar("_Record", bound=Row | Spread | TableBytes)
 
 
 def _record(kind: type[_Record], values: dict[str, object], where: str) -> _Record:
-    """A dataclass of plain values, each checked."""
+    """Make a dataclass from plain values, and check each value."""
     hints = get_type_hints(kind)
     names = [each.name for each in fields(kind)]
     if unknown := values.keys() - set(names):
@@ -348,7 +349,7 @@ def _value(hint: Any, value: object, where: str, name: str) -> Any:  # noqa: ANN
 
 
 def _check_text(value: object, where: str, name: str) -> None:
-    """Refuse what cannot be written again: half characters and numbers that are none."""
+    """Refuse values that cannot be written again: lone surrogates, NaN and infinite numbers."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
@@ -357,5 +358,5 @@ def _check_text(value: object, where: str, name: str) -> None:
 
 
 def _shown(value: object) -> str:
-    """A wrong value as far as an error shows it."""
+    """Return a wrong value as an error shows it."""
     return repr(value)[:_SHOWN]

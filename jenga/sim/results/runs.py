@@ -1,4 +1,4 @@
-"""Runs read back from rows, thinned to what a figure can show, named by what tells them apart."""
+"""Runs read back from rows, thinned for figures, with labels that tell them apart."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,27 +8,28 @@ from pathlib import Path
 from jenga.sim.results.rows import Row, RunRow, StepRow, SummaryRow, read_rows
 
 MAX_STEPS = 2048
-"""Steps of a run that are kept: more than a figure has pixels for."""
+"""Most steps of a run that are kept. A figure has fewer pixels."""
 
 _NAMED_FIELDS = ("model", "gpu", "tp", "kv_format", "trace", "arena_bytes")
 
 _MOST_PARAMETER = 1e18
-"""The largest number that a figure is drawn against."""
+"""Largest number of a parameter on the axis of a figure."""
 
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 
 
 @dataclass(slots=True)
 class Run:
-    """One replay's rows.
+    """The rows of one replay.
 
     Attributes:
-        row: As it was asked for.
-        source: The file it was read from.
-        steps: Some of its steps, evenly spread.
-        summary: What it came to; None where the replay was cut short.
-        label: What tells it from the runs it was read with.
-        manager: Its manager, with the eviction order where it was read with another one.
+        row: First row of the run, with the settings of the replay.
+        source: File from which it was read.
+        steps: Some of its steps, at even distances.
+        summary: Its summary. None if the replay did not end.
+        label: Text that tells it from the other runs that were read.
+        manager: Its manager. The name of its eviction policy is added if the runs of this manager
+            have several.
     """
 
     row: RunRow
@@ -41,7 +42,7 @@ class Run:
     _seen: int = 0
 
     def add_step(self, step: StepRow) -> None:
-        """Keep a step, unless it is one too many; steps stay evenly spread."""
+        """Keep a step if its turn comes. If there are too many, every second one is dropped."""
         if self._seen % self._stride == 0:
             self.steps.append(step)
             if len(self.steps) > MAX_STEPS:
@@ -50,10 +51,10 @@ class Run:
         self._seen += 1
 
     def required_summary(self) -> SummaryRow:
-        """Its summary.
+        """Return its summary.
 
         Raises:
-            ValueError: The replay was cut short.
+            ValueError: The replay did not end.
         """
         if self.summary is None:
             msg = f"{self.source}: run {self.row.run!r} has no summary: its replay did not end"
@@ -61,13 +62,13 @@ class Run:
         return self.summary
 
     def parameter(self, name: str) -> float:
-        """A number that the run was asked for with.
+        """Return a number from the settings of the run.
 
         Args:
-            name: Of an option, or as it stands in the trace's own: "n" of "articles:n=24".
+            name: Name of an option, or of an argument of the trace: "n" of "articles:n=24".
 
         Raises:
-            ValueError: The run has none of this name.
+            ValueError: The run has no number with this name.
         """
         value = self.row.options.get(name)
         is_flag = isinstance(value, bool)
@@ -84,11 +85,11 @@ class Run:
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Every run of some files, in their order, each with a label of its own.
+    """Read all runs of some files, in their order, and give each a label of its own.
 
     Raises:
-        ValueError: A row that cannot be read, rows of a run that no row begins, or no run at all.
-        OSError: A file that cannot be read.
+        ValueError: A row cannot be read, comes before the first row of its run, or there is no run.
+        OSError: A file cannot be read.
     """
     runs = [run for path in paths for run in _file_runs(path)]
     if not runs:
@@ -125,7 +126,7 @@ def _add(runs: dict[str, Run], row: Row, source: str) -> None:
 
 
 def _labels(runs: Sequence[Run]) -> list[str]:
-    """What differs between runs, and their number where nothing does."""
+    """Return labels of the differences between runs, with a number if there are none."""
     differing = [
         name for name in _NAMED_FIELDS if len({getattr(run.row, name) for run in runs}) > 1
     ]
@@ -166,5 +167,5 @@ def _words(name: str, value: object) -> str:
 
 
 def of_each(values: Iterable[str]) -> list[str]:
-    """Values without repetitions, in the order of their first."""
+    """Return values without repetitions, in the order of their first occurrence."""
     return list(dict.fromkeys(values))

@@ -1,6 +1,6 @@
-"""When requests arrive: at a time of their own, or some time after others ended.
+"""Arrival of requests: at a time of their own, or some time after others ended.
 
-A trace with sessions is replayed in closed loop: the next turn arrives a given time after the
+A trace with sessions is replayed in closed loop. The next turn arrives a given time after the
 answer before it, however long that answer took.
 """
 
@@ -20,8 +20,8 @@ class _Follower:
 
     Attributes:
         request: The request.
-        number: Its place in the trace.
-        num_awaited: Requests that it follows and that have not ended.
+        number: Its place in the trace, from 1.
+        num_awaited: Number of requests that it follows and that have not ended.
     """
 
     request: Request
@@ -30,38 +30,39 @@ class _Follower:
 
 
 class Arrivals:
-    """Takes requests from a trace as they arrive.
+    """Take requests from a trace as they arrive.
 
-    A trace may be longer than memory: it is read as far as requests have arrived. Requests that
-    follow others are read together with the one that begins their group, and wait here.
+    A trace may be larger than memory, so it is read only as far as requests have arrived. Requests
+    that follow others are read together with the request that begins their group, and wait here.
     """
 
     def __init__(self, requests: Iterable[Request]) -> None:
-        """Nothing has arrived.
+        """Begin before the first arrival.
 
         Args:
-            requests: In the order of their arrival. A request that follows others stands behind
-                them and before the next one that follows none.
+            requests: Requests in the order of their arrival. A request that follows others comes
+                after them, and before the next one that follows none.
         """
         self._requests = iter(requests)
         self._num_read = 0
-        self._last: Request | None = None  # read
+        self._last: Request | None = None  # the last request that was read
         self._followers: dict[str, list[_Follower]] = {}  # name -> requests that follow it
         self._due: list[tuple[float, int, Request]] = []  # heap: (arrival, place, request)
         self._next = self._read()
 
     def __getstate__(self) -> dict[str, object]:
-        """What a snapshot keeps: all but the trace itself."""
+        """Return the state for a snapshot: everything except the trace itself."""
         return {name: value for name, value in self.__dict__.items() if name != "_requests"}
 
     def go_on(self, requests: Iterable[Request]) -> None:
-        """Give arrivals read from a snapshot the trace that they were taken from.
+        """Give the trace back to arrivals that were loaded from a snapshot.
 
         Args:
-            requests: The same, from the first on.
+            requests: The same requests as before the snapshot, from the first one on.
 
         Raises:
-            ValueError: The requests are others.
+            ValueError: The last request that was read before the snapshot is another one in
+                `requests`.
         """
         self._requests = iter(requests)
         *_, last = deque(islice(self._requests, self._num_read), maxlen=1) or (None,)
@@ -71,7 +72,7 @@ class Arrivals:
 
     @property
     def next_s(self) -> float | None:
-        """When the next request arrives; None if none does before another one ends."""
+        """Arrival time of the next request. None if none arrives before another one ends."""
         times = [] if self._next is None else [self._next.arrival_s]
         if self._due:
             times.append(self._due[0][0])
@@ -81,12 +82,12 @@ class Arrivals:
         """Let the next request arrive.
 
         Returns:
-            The request and when it arrives.
+            The request, and its arrival time in seconds.
 
         Raises:
-            InvariantError: None is there to arrive.
-            ValueError: A request does not stand behind those that it follows, or has a name that
-                another one has.
+            InvariantError: No request is there to arrive.
+            ValueError: A request does not come after those that it follows, or two requests have
+                the same name.
         """
         request = self._next
         if self._due and (request is None or self._due[0][0] < request.arrival_s):
@@ -100,11 +101,11 @@ class Arrivals:
         return request, request.arrival_s
 
     def end(self, name: str, time_s: float) -> None:
-        """Note that a request ended: those that follow it may arrive.
+        """Record that a request ended. Requests that follow it may arrive.
 
         Args:
-            name: Of the request.
-            time_s: When it ended.
+            name: Name of the request.
+            time_s: Time of its end, in seconds.
         """
         for follower in self._followers.pop(name):
             follower.num_awaited -= 1
@@ -113,7 +114,7 @@ class Arrivals:
                 heapq.heappush(self._due, (time_s + request.think_s, follower.number, request))
 
     def _read(self) -> Request | None:
-        """Read up to the next request that follows none, and get it."""
+        """Read up to the next request that follows none, and return it."""
         for request in self._requests:
             self._last = request
             self._num_read += 1
@@ -132,7 +133,7 @@ class Arrivals:
         return None
 
     def _await(self, request: Request) -> None:
-        """Let others follow a request."""
+        """Let later requests follow this one."""
         if request.name in self._followers:
             msg = f"names of requests must be unique in a trace, got {request.name!r} twice"
             raise ValueError(msg)

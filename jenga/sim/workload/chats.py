@@ -1,7 +1,7 @@
-"""Requests from the texts of conversations: ShareGPT, WildChat and what has their form.
+"""Requests from the texts of conversations: ShareGPT, WildChat and files of the same form.
 
-Texts become tokens without a tokenizer: a token is taken for some bytes of UTF-8. Prompts share a
-prefix as far as their texts do, to whole pieces of 16 tokens.
+Texts become tokens without a tokenizer: a fixed number of bytes of UTF-8 counts as one token. Two
+prompts share a prefix as far as their texts agree, in whole pieces of 16 tokens.
 """
 
 import math
@@ -16,13 +16,13 @@ from jenga.sim.workload.records import Record, records_of
 from jenga.sim.workload.requests import Piece, Request
 
 BYTES_PER_TOKEN = 4.0
-"""Bytes of UTF-8 of a token: about what vocabularies of 100,000 and more make of English."""
+"""Bytes of UTF-8 that count as one token: about the mean of vocabularies of 100,000 for English."""
 
 PIECE_TOKENS = 16
-"""Tokens of a piece of text: as many as a hash of most engines."""
+"""Tokens of a piece of text: as many as a hash covers in most engines."""
 
 _ANSWERING = frozenset({"assistant", "bard", "bing", "chatgpt", "gpt", "model"})
-"""Who in a conversation is the model, in lower case."""
+"""Roles that stand for the model in a conversation, in lower case."""
 
 _DIGEST_BYTES = 8
 
@@ -35,22 +35,22 @@ def read_sharegpt(
     bytes_per_token: float = BYTES_PER_TOKEN,
     seed: int = 0,
 ) -> Iterator[Request]:
-    """Requests of ShareGPT's conversations, in closed loop.
+    """Read the requests of ShareGPT conversations, to be replayed in closed loop.
 
-    A request makes each message of the model's, and reads all messages before it. A conversation
-    that the model begins has that message in its first prompt.
+    Each message of the model is the output of one request, whose prompt is all messages before it.
+    If the model begins a conversation, its message is part of the first prompt.
 
     Args:
         path: JSON, JSON lines or Parquet of objects with `conversations`: a list of `from` and
             `value`.
         arrivals_per_s: Conversations that begin in a second, at random; 0 for all at once.
-        think_s: From an answer to the next message, on average, at random.
-        bytes_per_token: Bytes of UTF-8 taken for a token.
-        seed: Of the times.
+        think_s: Seconds from an answer to the next message, on average, at random.
+        bytes_per_token: Bytes of UTF-8 that count as one token.
+        seed: Seed of the times.
 
     Raises:
-        ValueError: An argument is out of range, or a conversation is not one; file, line and field
-            are named.
+        ValueError: An argument is out of range, or a conversation is not in this format. The
+            message names file, line and field.
 
     Source: the files of anon8231489123/ShareGPT_Vicuna_unfiltered of Hugging Face.
     """
@@ -66,21 +66,21 @@ def read_wildchat(
     bytes_per_token: float = BYTES_PER_TOKEN,
     seed: int = 0,
 ) -> Iterator[Request]:
-    """Requests of WildChat's conversations, in closed loop; see `read_sharegpt`.
+    """Read the requests of WildChat conversations, as `read_sharegpt` does.
 
-    Recorded times are those of answers, and tell neither arrivals nor think times.
+    Recorded times are those of answers, so they give neither arrivals nor think times.
 
     Args:
         path: JSON, JSON lines or Parquet of objects with `conversation`: a list of `role` and
             `content`.
         arrivals_per_s: Conversations that begin in a second, at random; 0 for all at once.
-        think_s: From an answer to the next message, on average, at random.
-        bytes_per_token: Bytes of UTF-8 taken for a token.
-        seed: Of the times.
+        think_s: Seconds from an answer to the next message, on average, at random.
+        bytes_per_token: Bytes of UTF-8 that count as one token.
+        seed: Seed of the times.
 
     Raises:
-        ValueError: An argument is out of range, or a conversation is not one; file, line and field
-            are named.
+        ValueError: An argument is out of range, or a conversation is not in this format. The
+            message names file, line and field.
 
     Source: allenai/WildChat-1M of Hugging Face (arXiv 2405.01470); lmsys/lmsys-chat-1m has the same
         form.
@@ -91,13 +91,13 @@ def read_wildchat(
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """Names of the fields of a conversation.
+    """Names of the fields of a conversation, and the size of a token.
 
     Attributes:
-        messages: Of the list of messages.
-        role: Of who wrote a message.
-        text: Of its text.
-        bytes_per_token: Bytes of UTF-8 taken for a token.
+        messages: Name of the field with the list of messages.
+        role: Name of the field with the author of a message.
+        text: Name of the field with the text of a message.
+        bytes_per_token: Bytes of UTF-8 that count as one token.
     """
 
     messages: str
@@ -106,7 +106,7 @@ class _Form:
     bytes_per_token: float
 
     def __post_init__(self) -> None:
-        # Fewer bytes than one, and a text had more tokens than bytes.
+        # With less than one byte per token, a text would have more tokens than bytes.
         if not 1 <= self.bytes_per_token < math.inf:
             msg = f"bytes_per_token must be finite and at least 1, got {self.bytes_per_token}"
             raise ValueError(msg)
@@ -144,7 +144,7 @@ def _requests(
 
 
 def _turns(place: Place, record: Record, form: _Form) -> Iterator[tuple[tuple[Piece, ...], Piece]]:
-    """Prompts of a conversation and the answers to them."""
+    """Yield the prompts of a conversation, each with the answer to it."""
     prompt: tuple[Piece, ...] = ()
     for index, value in enumerate(place.items(form.messages, record.get(form.messages))):
         message = place.members(f"{form.messages}[{index}]", value)
@@ -152,7 +152,7 @@ def _turns(place: Place, record: Record, form: _Form) -> Iterator[tuple[tuple[Pi
         role, text = message.get(form.role), message.get(form.text)
         if not isinstance(role, str):
             here.refuse(form.role, "text", role)
-        # Messages that a filter emptied hold nothing.
+        # A filter may have emptied a message. It then has no text.
         if text is not None and not isinstance(text, str):
             here.refuse(form.text, "text", text)
         data = (text or "").encode("utf-8", "surrogatepass")
@@ -167,7 +167,7 @@ def _turns(place: Place, record: Record, form: _Form) -> Iterator[tuple[tuple[Pi
 
 
 def _pieces(data: bytes, bytes_per_token: float) -> Iterator[Piece]:
-    """A text in pieces that are named by what they hold."""
+    """Cut a text into pieces that are named by their content."""
     piece_bytes = max(1, round(PIECE_TOKENS * bytes_per_token))
     for start in range(0, len(data), piece_bytes):
         part = data[start : start + piece_bytes]

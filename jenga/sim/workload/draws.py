@@ -1,4 +1,4 @@
-"""What made-up workloads draw, and the checks of their arguments."""
+"""Random draws of made-up workloads, and the checks of their arguments."""
 
 import math
 import random
@@ -8,25 +8,25 @@ from jenga.sim.workload.fields import MOST_NUMBER, SHOWN_CHARS
 from jenga.sim.workload.requests import MOST_TOKENS
 
 MOST_REQUESTS = 1_000_000
-"""Requests, texts or sessions of a workload: as many as a replay takes days for."""
+"""Most requests, texts or sessions of a workload. A replay of so many takes days."""
 
 MOST_EXPONENT = 8
-"""Of Zipf's law, by which the first text alone is then read."""
+"""Largest exponent of Zipf's law. With it, nearly all requests read the first text."""
 
 Range = tuple[int, int]
-"""Fewest and most, all between as likely."""
+"""Fewest and most. All values between them are equally likely."""
 
 
 def check_arguments(**arguments: float | tuple[float, float]) -> None:
     """Refuse arguments of a workload that are out of range.
 
     Args:
-        arguments: By their names, which say what they are: `num_*` and `*_tokens` are at least 1,
+        arguments: Arguments by name. The name says the kind: `num_*` and `*_tokens` are at least 1,
             `*_share` are probabilities, and rates, seconds and exponents are at least 0. Both ends
-            of a range are, in order.
+            of a range are checked, and must be in order.
 
     Raises:
-        ValueError: One is not; it is named.
+        ValueError: An argument is out of range. The message names it.
     """
     for name, value in arguments.items():
         ends = value if isinstance(value, tuple) else (value,)
@@ -46,12 +46,12 @@ def check_arguments(**arguments: float | tuple[float, float]) -> None:
 
 
 def wait_s(draw: random.Random, per_s: float) -> float:
-    """Seconds until the next of so many a second that come at random; 0 where all come at once."""
+    """Draw the seconds to the next arrival, of `per_s` a second at random. 0 if `per_s` is 0."""
     return -math.log(1 - draw.random()) / per_s if per_s else 0.0
 
 
 def arrivals_s(draw: random.Random, per_s: float) -> Iterator[float]:
-    """Times at random, so many a second, without end; 0 where all come at once."""
+    """Yield random arrival times, `per_s` a second, without end. All are 0 if `per_s` is 0."""
     time_s = 0.0
     while True:
         yield time_s
@@ -59,14 +59,14 @@ def arrivals_s(draw: random.Random, per_s: float) -> Iterator[float]:
 
 
 def popularity(num_texts: int, exponent: float) -> list[float]:
-    """Sums of the popularity of texts, the most popular first: Zipf's law.
+    """Return cumulative weights of texts by Zipf's law, the most popular text first.
 
     Args:
-        num_texts: How many there are.
-        exponent: Text i is asked for in proportion to `(i + 1) ** -exponent`; 0 for all alike.
+        num_texts: Number of texts.
+        exponent: Text `i` is read in proportion to `(i + 1) ** -exponent`; 0 for equally often.
 
     Returns:
-        What `random.Random.choices` takes as `cum_weights`.
+        Sums for the argument `cum_weights` of `random.Random.choices`.
     """
     sums: list[float] = []
     total = 0.0

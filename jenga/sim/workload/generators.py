@@ -1,4 +1,4 @@
-"""Workloads made up: the paper's, and what measures one thing each."""
+"""Made-up workloads: those of the paper, and some that measure one thing each."""
 
 import random
 from collections.abc import Iterator
@@ -11,11 +11,14 @@ QUESTION_TOKENS = 32
 
 MMLU_PRO_LOG_MEAN, MMLU_PRO_LOG_DEVIATION = 7.10, 0.28
 MMLU_PRO_TOKENS = 775, 3076
-"""Prompts of MMLU-Pro with five examples: about 1.3k tokens, lognormal between these."""
+"""Fewest and most tokens of an MMLU-Pro prompt with five examples.
+
+Between them, lengths are lognormal with about 1,300 tokens.
+"""
 
 MMMU_PRO_IMAGE_TOKENS = 6193
 MMMU_PRO_TEXT_TOKENS = 43
-"""Of a request to MMMU-Pro on average: Jenga paper, section 3.2."""
+"""Average tokens of the image and of the text in an MMMU-Pro request (Jenga paper, section 3.2)."""
 
 
 def articles(  # noqa: PLR0913  one workload, all that describes it
@@ -32,15 +35,15 @@ def articles(  # noqa: PLR0913  one workload, all that describes it
     """Questions on long articles.
 
     Args:
-        num_articles: Articles.
-        num_questions: On each of them.
-        article_tokens: Of an article, which comes before the question.
-        question_tokens: Of a question, no two of which are equal.
-        output_tokens: Of an answer.
+        num_articles: Number of articles.
+        num_questions: Number of questions on each article.
+        article_tokens: Tokens of an article, which comes before the question.
+        question_tokens: Tokens of a question. All questions differ.
+        output_tokens: Tokens of an answer.
         arrivals_per_s: Requests a second, at random; 0 for all at once.
         order: "random", "rounds" (the first question on every article, then the second, the
             articles in another order each time), or "cyclic" (in the same order each time).
-        seed: Of the order and the arrivals.
+        seed: Seed of the order and the arrivals.
 
     Raises:
         ValueError: There is no such order, or an argument is out of range.
@@ -92,13 +95,13 @@ def long_documents(
     output_tokens: tuple[int, int] = (50, 100),
     seed: int = 0,
 ) -> Iterator[Request]:
-    """The paper's trace for Ministral: twenty requests, all there from the start.
+    """Requests with long documents, all of which arrive at the start: the paper's Ministral trace.
 
     Args:
-        num_requests: Requests.
-        prompt_tokens: Fewest and most tokens of a prompt, all as likely.
-        output_tokens: Fewest and most tokens after it.
-        seed: Of the lengths.
+        num_requests: Number of requests. The paper has 20.
+        prompt_tokens: Fewest and most tokens of a prompt. All lengths are equally likely.
+        output_tokens: Fewest and most tokens of an output.
+        seed: Seed of the lengths.
 
     Raises:
         ValueError: An argument is out of range.
@@ -127,10 +130,10 @@ def static_lengths(
     """Lengths whose distribution does not change: the paper's static trace.
 
     Args:
-        num_requests: Requests, all there from the start.
-        prompt_tokens: Fewest and most tokens of a prompt, all as likely.
-        output_tokens: Fewest and most tokens after it.
-        seed: Of the lengths.
+        num_requests: Number of requests, all of which arrive at the start.
+        prompt_tokens: Fewest and most tokens of a prompt. All lengths are equally likely.
+        output_tokens: Fewest and most tokens of an output.
+        seed: Seed of the lengths.
 
     Raises:
         ValueError: An argument is out of range.
@@ -156,11 +159,11 @@ def dynamic_lengths(
     """Lengths whose mean goes evenly from the fewest tokens to the most: the paper's dynamic trace.
 
     Args:
-        num_requests: Requests, all there from the start.
-        prompt_tokens: The first and the last mean of a prompt's tokens.
-        spread: Lengths are within this share of the mean, all as likely.
-        output_tokens: Fewest and most tokens after it.
-        seed: Of the lengths.
+        num_requests: Number of requests, all of which arrive at the start.
+        prompt_tokens: Mean tokens of the first prompt and of the last prompt.
+        spread: Largest deviation from the mean, as a share of it. All lengths are equally likely.
+        output_tokens: Fewest and most tokens of an output.
+        seed: Seed of the lengths.
 
     Raises:
         ValueError: An argument is out of range.
@@ -192,13 +195,13 @@ def mmlu_pro(
     arrivals_per_s: float = 0.0,
     seed: int = 0,
 ) -> Iterator[Request]:
-    """Lengths as of MMLU-Pro; no two prompts share anything.
+    """Requests with the lengths of MMLU-Pro. No two prompts share a prefix.
 
     Args:
-        num_requests: Requests.
-        output_tokens: Fewest and most tokens after a prompt.
+        num_requests: Number of requests.
+        output_tokens: Fewest and most tokens of an output.
         arrivals_per_s: Requests a second, at random; 0 for all at once.
-        seed: Of lengths and arrivals.
+        seed: Seed of lengths and arrivals.
 
     Raises:
         ValueError: An argument is out of range.
@@ -230,17 +233,17 @@ def mmmu_pro(  # noqa: PLR0913  one workload, all that describes it
     arrivals_per_s: float = 0.0,
     seed: int = 0,
 ) -> Iterator[Request]:
-    """Lengths as of MMMU-Pro: one image and a short question each.
+    """Requests with the lengths of MMMU-Pro: one image and a short question each.
 
     Args:
-        num_requests: Requests.
-        image_tokens: Of an image.
-        text_tokens: Of a question, on average; half to one and a half of that.
-        output_tokens: Of an answer.
-        image_in_prompt: Whether the image's tokens are tokens of the prompt; not so where they are
-            read by cross attention.
+        num_requests: Number of requests.
+        image_tokens: Tokens of an image.
+        text_tokens: Average tokens of a question. A question has half to one and a half of them.
+        output_tokens: Tokens of an answer.
+        image_in_prompt: Whether the image's tokens are tokens of the prompt. False for models that
+            read them by cross attention.
         arrivals_per_s: Requests a second, at random; 0 for all at once.
-        seed: Of lengths and arrivals.
+        seed: Seed of lengths and arrivals.
 
     Raises:
         ValueError: An argument is out of range.
@@ -279,19 +282,19 @@ def agentic(  # noqa: PLR0913  one workload, all that describes it
     think_s: float = 20.0,
     seed: int = 0,
 ) -> Iterator[Request]:
-    """Sessions that go on: every turn reads all turns before it, what was generated included.
+    """Sessions that go on: every turn reads all turns before it, generated tokens included.
 
-    A turn comes a random time after the one before it, whether or not that has ended by then.
+    A turn arrives a random time after the turn before it arrived, even if that has not ended yet.
 
     Args:
-        num_sessions: Sessions.
-        num_turns: Turns of each.
-        system_tokens: Tokens with which all sessions begin.
+        num_sessions: Number of sessions.
+        num_turns: Number of turns in each session.
+        system_tokens: Tokens of the head with which all sessions begin.
         turn_tokens: Fewest and most tokens that a turn adds before it generates.
         output_tokens: Fewest and most tokens that a turn generates.
         arrivals_per_s: Sessions that begin in a second, at random; 0 for all at once.
-        think_s: Between two turns of a session, on average.
-        seed: Of lengths and times.
+        think_s: Seconds between two turns of a session, on average.
+        seed: Seed of lengths and times.
 
     Raises:
         ValueError: An argument is out of range.

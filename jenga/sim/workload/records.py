@@ -1,7 +1,7 @@
-"""JSON objects of a file that anyone may have written, one after another.
+"""JSON objects of an untrusted file, read one after another.
 
-A file is a list of objects, lines of objects, one object, or Parquet, whose rows are objects. It
-may be larger than memory; no object of it may.
+A file is a list of objects, lines of objects, one object, or Parquet, whose rows are objects. The
+file may be larger than memory, but no single object may be.
 """
 
 import json
@@ -15,15 +15,15 @@ from jenga.sim.files.parquet import read_table
 from jenga.sim.results.rows import is_parquet
 
 MOST_RECORD_CHARS = 1 << 28
-"""Characters of the largest object: the longest sessions of AgentX take half of it."""
+"""Most characters of an object. The longest sessions of AgentX take half of it."""
 
 _BATCH_ROWS = 16
-"""Rows of Parquet in memory together: a row may be a whole session."""
+"""Rows of Parquet that are in memory together. It is small because a row may be a whole session."""
 
 _CHUNK_CHARS = 1 << 16
 _BETWEEN = re.compile(r"[\s,]*")
 _UNSURE_CHARS = 16
-"""Characters before the end of what was read in which an error may be due to that end."""
+"""An error within so many characters of the end of the text read so far may be due to that end."""
 
 _SHOWN = 80
 
@@ -34,12 +34,12 @@ def records_of(path: Path) -> Iterator[tuple[str, Record]]:
     """Read the objects of a file.
 
     Yields:
-        What errors call an object, its file and first line, and its members.
+        The object's place for error messages, which is its file and first line, and its members.
 
     Raises:
-        ValueError: Something is no JSON object, or is too large; its file and line are named.
+        ValueError: Something is no JSON object, or is too large. The message names file and line.
         OSError: The file cannot be read.
-        ModuleNotFoundError: The file is of Parquet, and pyarrow is not installed.
+        ModuleNotFoundError: The file is Parquet, and pyarrow is not installed.
     """
     if is_parquet(path):
         rows = read_table(path, batch_rows=_BATCH_ROWS)
@@ -51,7 +51,7 @@ def records_of(path: Path) -> Iterator[tuple[str, Record]]:
 
 
 class _Reader:
-    """Takes objects from a text that is read in pieces."""
+    """Take objects from a text that is read in chunks."""
 
     def __init__(self, path: Path, file: TextIO) -> None:
         self._path = path
@@ -83,7 +83,7 @@ class _Reader:
             self._refuse("a list that ends in ]")
 
     def _skip(self) -> bool:
-        """Go to the next character that counts; False if there is none."""
+        """Go to the next character that is no space or comma. Return False if there is none."""
         while True:
             found = cast("re.Match[str]", _BETWEEN.match(self._text, self._at))
             self._advance(found.end())
@@ -116,7 +116,7 @@ class _Reader:
         self._at = end
 
     def _read(self) -> bool:
-        """Read as much again as is there; False at the end of the file."""
+        """Read more text, at least as much as is not parsed yet. Return False at the file's end."""
         if self._is_whole:
             return False
         rest = self._text[self._at :]

@@ -1,9 +1,9 @@
-"""Requests to replay: when they come, what they read and write, and by what they are recognised.
+"""Requests to replay: when they arrive, what they read and write, and the hashes of their prefixes.
 
-Nobody needs the tokens themselves. A prompt is a row of pieces, each the beginning of some content:
-a document, a question, an answer. Prompts share a prefix as far as their pieces are the same, and
-the hash of a prefix is made of the names of its pieces and a count, so that a million tokens cost
-a few thousand short strings.
+A replay does not need the tokens themselves. A prompt is a sequence of pieces, and each piece is
+the beginning of some content: a document, a question, an answer. Two prompts share a prefix as far
+as their pieces are equal. The hash of a prefix is made of the names of its pieces and a count of
+tokens. A million tokens therefore cost only a few thousand short strings.
 """
 
 import math
@@ -15,10 +15,10 @@ from hashlib import blake2b
 from jenga.policies import Image, RequestFacts
 
 Content = int | str
-"""Names content: equal names, equal tokens."""
+"""Name of some content. Equal names mean equal tokens."""
 
 MOST_TOKENS = 1 << 24
-"""Tokens of the longest prompt and of the longest output: more than any model reads."""
+"""Most tokens of a prompt, and most tokens of an output: more than any model reads."""
 
 _DIGEST_BYTES = 8
 _COUNT_BYTES = 4
@@ -29,8 +29,8 @@ class Piece:
     """The first tokens of some content.
 
     Attributes:
-        content: Its name.
-        num_tokens: How many of its tokens.
+        content: Name of the content.
+        num_tokens: Number of tokens, counted from the beginning of the content.
     """
 
     content: Content
@@ -48,14 +48,15 @@ class Request:
 
     Attributes:
         name: Unique in its trace.
-        arrival_s: When it arrives, in seconds from the beginning of the trace. For a request that
-            follows others this is an estimate: the recorded time, or the time if answers took none.
-        after: Names of the requests that it follows. It arrives when all of them have ended and
-            `think_s` have passed. By default it follows none.
+        arrival_s: Arrival time in seconds from the beginning of the trace. For a request that
+            follows others it is an estimate: the recorded time, or the time if answers took none.
+        after: Names of the requests that it follows. It arrives `think_s` after the last of them
+            has ended. By default it follows none.
         think_s: Seconds from the end of the last request that it follows to its arrival.
-        prompt: What it reads, in order.
-        output_tokens: Tokens that it generates.
-        output: Names what it generates, for requests that go on from it; by default nobody does.
+        prompt: Pieces that it reads, in order.
+        output_tokens: Number of tokens that it generates.
+        output: Name of the generated content, for later prompts that contain it. None means that
+            no prompt does.
         images: Its images, among the tokens of the prompt.
     """
 
@@ -94,26 +95,29 @@ class Request:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
+        """Number of tokens of the prompt."""
         return sum(piece.num_tokens for piece in self.prompt)
 
     @property
     def facts(self) -> RequestFacts:
-        """What a memory manager is told of it."""
+        """The facts about this request that a memory manager is given."""
         return RequestFacts(prompt_tokens=self.prompt_tokens, images=self.images)
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """The prompt and what is generated after it."""
+        """The prompt and the generated content after it."""
         output: Content = f"\0output of {self.name}" if self.output is None else self.output
         return (*self.prompt, Piece(output, self.output_tokens))
 
 
 def prefix_hashes(pieces: Sequence[Piece], hash_tokens: int) -> list[bytes]:
-    """Hash i is of the first `(i + 1) * hash_tokens` tokens; equal hashes, equal prefixes.
+    """Return the hashes of a text's prefixes. Equal hashes mean equal prefixes.
 
-    A hash is a digest of all pieces that begin before its end, the last one without its length, and
-    the number of tokens of that one.
+    Hash `i` is that of the first `(i + 1) * hash_tokens` tokens. It consists of two parts:
+
+    - a digest of the names of all pieces that begin before the prefix ends, and of the lengths of
+      all of them except the last,
+    - the number of tokens that the prefix has of that last piece.
     """
     hashes: list[bytes] = []
     digest = b""
@@ -135,14 +139,16 @@ def prefix_hashes(pieces: Sequence[Piece], hash_tokens: int) -> list[bytes]:
 
 @cache
 def _table(offset: int, hash_tokens: int, num_counts: int) -> list[bytes]:
-    """`offset`, `offset + hash_tokens`, ... as bytes."""
+    """Return `offset`, `offset + hash_tokens`, ... as bytes."""
     end = offset + num_counts * hash_tokens
     return [count.to_bytes(_COUNT_BYTES, "big") for count in range(offset, end, hash_tokens)]
 
 
 _TABLE_TOKENS = 32
 _TABLE_COUNTS = 1 << 10
-"""Counts kept as bytes for each offset: pieces that are longer make their own."""
+"""Number of counts that are cached as bytes for each offset. Longer pieces, and hashes of more than
+`_TABLE_TOKENS` tokens, make their own.
+"""
 
 
 def _counts(first: int, last: int, hash_tokens: int) -> list[bytes]:

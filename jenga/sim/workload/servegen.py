@@ -22,32 +22,33 @@ _TABLES = {"text_tokens", "input_tokens", "output_tokens", "image_tokens", "imag
 _SHOWN = 80
 
 MOST_REQUESTS_PER_S = 1000.0
-"""Requests a second of one client: ServeGen's busiest sends 19."""
+"""Most requests a second of one client. ServeGen's busiest client sends 19."""
 
 LEAST_SHAPE, MOST_SHAPE = 1 / 128, 1e6
-"""Shapes of a distribution of waits: with smaller or larger ones some do not fit a float."""
+"""Smallest and largest shape of a distribution of waits. Other waits may not fit in a float."""
 
 LEAST_SCALE_S, MOST_SCALE_S = 1e-9, 1e9
-"""Scales of a distribution of waits, in seconds: ServeGen's are from 9e-4 to 500."""
+"""Smallest and largest scale of a distribution of waits, in seconds. ServeGen has 9e-4 to 500."""
 
 MOST_WEIGHT = 1e300
-"""The largest probability, before they are made to add up to one: their sum must fit a float."""
+"""Largest weight in a table of probabilities. The sum of a table must fit in a float."""
 
 MOST_IMAGES = 1024
-"""Images of a request: ServeGen's largest have 49."""
+"""Most images of a request. ServeGen's largest requests have 49."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """How a client's requests come for some minutes.
+    """Arrival process of a client for 10 minutes.
 
     Attributes:
-        where: Its file and line, for errors.
-        start_s: From when.
+        where: File and line, for error messages.
+        start_s: Time at which it begins, in seconds of the day.
         rate: Requests a second.
-        distribution: "Gamma", "Weibull", or nothing for random arrivals of that rate.
-        shape: Of the waits' distribution.
-        scale: Of the waits' distribution, in seconds.
+        distribution: Distribution of the waits: "Gamma", "Weibull", or an empty string for random
+            arrivals at that rate.
+        shape: Shape of the waits' distribution.
+        scale: Scale of the waits' distribution, in seconds.
     """
 
     where: str
@@ -58,7 +59,7 @@ class _Window:
     scale: float
 
     def wait_s(self, draw: random.Random, rate_factor: float) -> float:
-        """Seconds to the next request."""
+        """Draw the seconds to the next request."""
         match self.distribution:
             case "Gamma":
                 wait_s = draw.gammavariate(self.shape, self.scale)
@@ -70,7 +71,7 @@ class _Window:
 
 
 class _Lengths:
-    """Draws from a table of probabilities."""
+    """A table of probabilities from which values are drawn."""
 
     def __init__(self, table: dict[int, float]) -> None:
         self._values = list(table)
@@ -80,14 +81,14 @@ class _Lengths:
         return bool(self._sums) and self._sums[-1] > 0
 
     def draw(self, draw: random.Random) -> int:
-        """A value."""
+        """Draw a value."""
         index = bisect(self._sums, draw.random() * self._sums[-1])
         return self._values[min(index, len(self._values) - 1)]
 
 
 @dataclass(slots=True)
 class _Client:
-    """One client's files."""
+    """The data of one client's files."""
 
     name: str
     windows: list[_Window] = field(default_factory=list[_Window])
@@ -103,21 +104,21 @@ def read_servegen(
     rate: float = 1.0,
     seed: int = 0,
 ) -> Iterator[Request]:
-    """Requests drawn client by client; no two prompts share anything.
+    """Draw requests client by client. No two prompts share a prefix.
 
     Images are tokens of the prompt, before its text.
 
     Args:
         path: ServeGen's folder, or a `.tar.gz` of it.
         workload: A folder of its data: "mm-image", "deepseek-r1", ...
-        seconds: How long requests come.
-        start: From which second of the day on.
-        rate: So many times as many requests.
-        seed: Of everything drawn.
+        seconds: Duration of the arrivals in seconds.
+        start: Second of the day from which requests are drawn.
+        rate: Factor of the number of requests a second.
+        seed: Seed of all random draws.
 
     Raises:
-        ValueError: An argument is out of range, there is no such workload, or a file of it is not
-            what ServeGen's are; file, line and field are named.
+        ValueError: An argument is out of range, there is no such workload, or a file is not in
+            ServeGen's format. The message names file, line and field.
 
     Source: ServeGen (arXiv 2505.09999), alibaba/ServeGen.
     """
@@ -168,7 +169,7 @@ def _arrivals(
 
 
 def _period(client: _Client, time_s: float) -> int:
-    """The hours whose lengths hold at a time."""
+    """Return the start of the part of the day whose lengths apply at a time, or -1 if none do."""
     return max((each for each in client.lengths if each <= time_s), default=-1)
 
 
@@ -244,7 +245,7 @@ def _windows(where: str, text: str) -> list[_Window]:
 
 
 def _window(where: str, cells: list[str]) -> _Window:
-    """A line of a trace."""
+    """Read a line of a trace."""
     try:
         if len(cells) != _COLUMNS or cells[3] not in ("Gamma", "Weibull", ""):
             raise ValueError  # noqa: TRY301  one message for all of it
@@ -268,7 +269,10 @@ def _window(where: str, cells: list[str]) -> _Window:
 
 
 def _tables(where: str, text: str) -> dict[int, dict[str, _Lengths]]:
-    """Per beginning of a part of the day, tables of lengths by name; of empty parts nothing."""
+    """Read tables of lengths by name, for each second at which a part of the day begins.
+
+    Parts without lengths are left out.
+    """
     try:
         parts = cast("object", json.loads(text))
     except (ValueError, RecursionError) as error:
@@ -301,7 +305,7 @@ def _members(where: str, value: object) -> dict[str, object]:
 
 
 def _table(where: str, written: object, name: str) -> _Lengths:
-    """A table as ServeGen writes it: `{value: probability, ...}`, with whole values."""
+    """Read a table as ServeGen writes it: `{value: probability, ...}`, with whole values."""
     most = MOST_IMAGES if name.endswith("_count") else MOST_TOKENS
     table: dict[int, float] = {}
     try:

@@ -1,7 +1,7 @@
-"""Workloads in time whose requests go on from answers: chats beside documents, agents.
+"""Workloads over time whose requests continue after answers: chats beside documents, agents.
 
-What a request generates is the beginning of what the next one adds, so that answers are found
-cached where they are kept.
+The prompt of a later turn contains the generated tokens of earlier turns, so that a cache that
+keeps answers finds them.
 """
 
 import random
@@ -12,7 +12,7 @@ from jenga.sim.workload.draws import Range, arrivals_s, check_arguments, wait_s
 from jenga.sim.workload.requests import Piece, Request
 
 MOST_CONTEXT_TOKENS = 150_000
-"""Tokens with which a session of an agent ends by default: what clients of coding agents allow."""
+"""Tokens at which an agent's session ends by default: the limit of clients of coding agents."""
 
 
 def mixed(  # noqa: PLR0913  one workload, all that describes it
@@ -29,23 +29,23 @@ def mixed(  # noqa: PLR0913  one workload, all that describes it
     arrivals_per_s: float = 0.0,
     seed: int = 0,
 ) -> Iterator[Request]:
-    """Chats that go on, beside bursts of documents that nobody reads again.
+    """Chats that go on, beside bursts of documents that are read only once.
 
-    A chat reads all that was said in it, answers among it. Its turns come whether or not the one
-    before has ended by then.
+    A turn of a chat reads everything said in it before, answers included. It arrives whether or not
+    the turn before it has ended by then.
 
     Args:
-        num_requests: Requests, documents among them.
-        num_chats: Chats at a time, each as likely to go on.
-        head_tokens: Of the head with which all chats begin.
+        num_requests: Number of requests, documents included.
+        num_chats: Number of chats at a time, each equally likely to have the next turn.
+        head_tokens: Tokens of the head with which all chats begin.
         message_tokens: Fewest and most tokens of a message.
-        output_tokens: Fewest and most tokens of an answer, those on documents among them.
-        chat_tokens: A chat that has come to these tokens is replaced by another one.
-        burst_share: Probability that what comes next is a burst and no turn of a chat.
+        output_tokens: Fewest and most tokens of an answer, also of answers on documents.
+        chat_tokens: Tokens at which a chat is replaced by a new one.
+        burst_share: Probability that the next arrival is a burst instead of a turn of a chat.
         num_in_burst: Fewest and most documents of a burst, which arrive together.
         document_tokens: Fewest and most tokens of a document.
         arrivals_per_s: Requests a second on average, at random; 0 for all at once.
-        seed: Of all that is drawn.
+        seed: Seed of all random draws.
 
     Raises:
         ValueError: An argument is out of range.
@@ -97,7 +97,7 @@ def mixed(  # noqa: PLR0913  one workload, all that describes it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Agents:
-    """How agents work; see `agents`."""
+    """The way agents work, with the arguments of `agents`."""
 
     result_tokens: Range
     output_tokens: Range
@@ -134,30 +134,30 @@ def agents(  # noqa: PLR0913  one workload, all that describes it
 ) -> Iterator[Request]:
     """Long sessions of agents that use tools, in closed loop.
 
-    A turn follows the answer before it after a tool's time, or a person's, and reads all turns
-    before it, answers among them. A turn may launch sub-agents: they start together when it has
-    ended, take turns of their own, and the next turn follows when all have ended and reads their
-    last answers.
+    A turn follows the answer before it after the time that a tool or a person takes. It reads all
+    turns before it, answers included. A turn may launch sub-agents, which all start when it has
+    ended and take turns of their own. The next turn follows when all of them have ended, and reads
+    their last answers.
 
     Args:
-        num_sessions: Sessions.
+        num_sessions: Number of sessions.
         num_turns: Fewest and most turns of a session.
-        head_tokens: Of the head, tools and instructions, with which all prompts begin.
-        task_tokens: Fewest and most tokens of what a session reads before its first turn.
-        result_tokens: Fewest and most tokens that a turn adds: what a tool or a person says.
+        head_tokens: Tokens of the head, tools and instructions, with which all prompts begin.
+        task_tokens: Fewest and most tokens of a session's task, which its first turn reads.
+        result_tokens: Fewest and most tokens that a turn adds: the words of a tool or a person.
         output_tokens: Fewest and most tokens of an answer.
-        think_s: From an answer to the next turn, on average, at random.
-        pause_share: Of a session's turns, those before which a person thinks.
-        pause_s: Fewest and most seconds that this takes.
-        subagent_share: Of a session's turns, those that launch sub-agents.
+        think_s: Seconds from an answer to the next turn, on average, at random.
+        pause_share: Share of a session's turns before which a person thinks.
+        pause_s: Fewest and most seconds that the person thinks, in addition to `think_s`.
+        subagent_share: Share of a session's turns that launch sub-agents.
         num_subagents: Fewest and most sub-agents that a turn launches.
         num_subagent_turns: Fewest and most turns of a sub-agent.
         subagent_tokens: Fewest and most tokens of a sub-agent's task.
-        fork_share: Of the turns that launch sub-agents, those whose sub-agents begin with all that
-            the turn read and answered. Those of others begin with the head alone.
-        context_tokens: A session ends before a turn that would read more.
+        fork_share: Share of the launching turns whose sub-agents begin with the turn's whole prompt
+            and answer. All other sub-agents begin with the head alone.
+        context_tokens: Most tokens of a prompt. A session ends before a turn that would read more.
         arrivals_per_s: Sessions that begin in a second, at random; 0 for all at once.
-        seed: Of all that is drawn.
+        seed: Seed of all random draws.
 
     Raises:
         ValueError: An argument is out of range.
@@ -212,7 +212,7 @@ class _Session:
         self._draw = draw
 
     def requests(self, task: Piece, num_turns: int, begin_s: float) -> Iterator[Request]:
-        """Its turns, each behind what it follows."""
+        """Yield the session's turns, each after those that it follows."""
         kind, draw = self._kind, self._draw
         prompt = (self._head, task)
         turn = self._turn(f"{self._name}.0", prompt, begin_s, (), 0.0)
@@ -239,7 +239,7 @@ class _Session:
             yield turn
 
     def _subagents(self, parent: Request) -> Iterator[Request]:
-        """Turns of the sub-agents that a turn launches."""
+        """Yield the turns of the sub-agents that a turn launches."""
         kind, draw = self._kind, self._draw
         begin = parent.pieces if draw.random() < kind.fork_share else (self._head,)
         for number in range(draw.randint(*kind.num_subagents)):

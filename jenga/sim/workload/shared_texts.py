@@ -1,7 +1,7 @@
-"""Workloads in time whose prompts share texts: chunks, samples, heads, whole prompts, articles.
+"""Workloads over time whose prompts share texts: chunks, samples, heads, whole prompts, articles.
 
-Requests arrive at random, so many a second, whatever else runs. What is shared is a text named by
-its kind and number; questions, inputs and answers are no two alike unless a docstring says so.
+Requests arrive at random at a given rate, whatever else runs. A shared text is named by its kind
+and number. Questions, inputs and answers are all different unless a docstring says otherwise.
 """
 
 import random
@@ -25,24 +25,24 @@ def rag(  # noqa: PLR0913  one workload, all that describes it
     arrivals_per_s: float = 0.0,
     seed: int = 0,
 ) -> Iterator[Request]:
-    """Retrieval: a head that all share, then chunks out of many in any order, then a question.
+    """Retrieval: a head that all prompts share, some of many chunks in any order, then a question.
 
     Two prompts share the head, and chunks as far as they have the same ones in the same order.
 
     Args:
-        num_requests: Requests.
-        head_tokens: Of the head with which all prompts begin.
-        num_chunks: Chunks that there are.
-        chunk_tokens: Of a chunk.
-        num_read: Chunks of a prompt, no two of them the same.
-        exponent: Of Zipf's law, by which chunks are asked for; 0 for all alike.
-        question_tokens: Of a question.
-        output_tokens: Of an answer.
+        num_requests: Number of requests.
+        head_tokens: Tokens of the head with which all prompts begin.
+        num_chunks: Number of different chunks.
+        chunk_tokens: Tokens of a chunk.
+        num_read: Number of chunks in a prompt, all different.
+        exponent: Exponent of Zipf's law, by which chunks are chosen; 0 for equally often.
+        question_tokens: Tokens of a question.
+        output_tokens: Tokens of an answer.
         arrivals_per_s: Requests a second, at random; 0 for all at once.
-        seed: Of chunks, their order, and arrivals.
+        seed: Seed of chunks, their order, and arrivals.
 
     Raises:
-        ValueError: An argument is out of range, or a prompt has more chunks than there are.
+        ValueError: An argument is out of range, or `num_read` is more than `num_chunks`.
     """
     check_arguments(
         num_requests=num_requests,
@@ -62,8 +62,8 @@ def rag(  # noqa: PLR0913  one workload, all that describes it
     head = Piece("head", head_tokens)
     times_s = arrivals_s(draw, arrivals_per_s)
     for number in range(num_requests):
-        # Of exponential waits with the chunks' popularity as their rates, the shortest belong to
-        # chunks drawn by popularity, without replacement.
+        # Each chunk draws an exponential wait, with its popularity as the rate. The chunks with the
+        # shortest waits are a draw by popularity without replacement.
         waits = [(draw.expovariate(1.0) * (n + 1) ** exponent, n) for n in range(num_chunks)]
         read = [n for _, n in sorted(waits)[:num_read]]
         draw.shuffle(read)
@@ -85,15 +85,15 @@ def samples(
     arrivals_per_s: float = 0.0,
     seed: int = 0,
 ) -> Iterator[Request]:
-    """Parallel samples: each prompt is asked several times at once, and answered differently.
+    """Parallel samples: several requests with the same prompt arrive at once; answers differ.
 
     Args:
-        num_prompts: Prompts, no two of which share anything.
-        num_samples: Requests of each prompt, which arrive together.
+        num_prompts: Number of prompts, which share no prefix.
+        num_samples: Number of requests of each prompt, which arrive together.
         prompt_tokens: Fewest and most tokens of a prompt.
         output_tokens: Fewest and most tokens of an answer.
         arrivals_per_s: Prompts a second, at random; 0 for all at once.
-        seed: Of lengths and arrivals.
+        seed: Seed of lengths and arrivals.
 
     Raises:
         ValueError: An argument is out of range.
@@ -130,17 +130,17 @@ def zipf(  # noqa: PLR0913  one workload, all that describes it
     arrivals_per_s: float = 0.0,
     seed: int = 0,
 ) -> Iterator[Request]:
-    """Whole prompts of very different popularity, behind a head that all share.
+    """Whole prompts of very different popularity, behind a head that all prompts share.
 
     Args:
-        num_requests: Requests.
-        num_prompts: Prompts that there are; a request asks one of them as it is.
-        exponent: Of Zipf's law, by which prompts are asked for; 0 for all alike.
-        head_tokens: Of the head with which all prompts begin.
+        num_requests: Number of requests.
+        num_prompts: Number of different prompts. A request repeats one of them unchanged.
+        exponent: Exponent of Zipf's law, by which prompts are chosen; 0 for equally often.
+        head_tokens: Tokens of the head with which all prompts begin.
         prompt_tokens: Fewest and most tokens of a prompt behind the head.
         output_tokens: Fewest and most tokens of an answer.
         arrivals_per_s: Requests a second, at random; 0 for all at once.
-        seed: Of lengths, prompts and arrivals.
+        seed: Seed of lengths, prompts and arrivals.
 
     Raises:
         ValueError: An argument is out of range.
@@ -182,19 +182,21 @@ def tools(  # noqa: PLR0913  one workload, all that describes it
     arrivals_per_s: float = 0.0,
     seed: int = 0,
 ) -> Iterator[Request]:
-    """Tools with heads of instructions and examples, each with inputs of its own; and documents.
+    """Tools, and documents that are read once. The prompt of a tool is its head and a new input.
+
+    A tool's head holds its instructions and examples.
 
     Args:
-        num_requests: Requests, documents among them.
-        num_heads: Tools, each of which has a head.
-        exponent: Of Zipf's law, by which tools are used; 0 for all alike.
+        num_requests: Number of requests, documents included.
+        num_heads: Number of tools. Each has one head.
+        exponent: Exponent of Zipf's law, by which tools are chosen; 0 for equally often.
         head_tokens: Fewest and most tokens of a head.
         input_tokens: Fewest and most tokens of an input, which comes after the head.
-        document_share: Of the requests, those that read a document nobody reads again.
+        document_share: Share of requests that read a document, which no other request reads.
         document_tokens: Fewest and most tokens of a document.
         output_tokens: Fewest and most tokens of an answer.
         arrivals_per_s: Requests a second, at random; 0 for all at once.
-        seed: Of lengths, tools and arrivals.
+        seed: Seed of lengths, tools and arrivals.
 
     Raises:
         ValueError: An argument is out of range.
@@ -238,19 +240,18 @@ def loop(  # noqa: PLR0913  one workload, all that describes it
     arrivals_per_s: float = 0.0,
     seed: int = 0,
 ) -> Iterator[Request]:
-    """Articles read round and round in one order: least recently used is always the next one.
+    """Questions on articles in cyclic order: the least recently used article is always read next.
 
-    Where the articles are a little more than the cache holds, a cache that evicts what was used
-    least recently finds none of them.
+    If the articles are a little larger than the cache, a cache with LRU eviction never hits one.
 
     Args:
-        num_articles: Articles.
-        num_rounds: Questions on each of them.
-        article_tokens: Of an article, which comes before the question.
-        question_tokens: Of a question.
-        output_tokens: Of an answer.
+        num_articles: Number of articles.
+        num_rounds: Number of questions on each article.
+        article_tokens: Tokens of an article, which comes before the question.
+        question_tokens: Tokens of a question.
+        output_tokens: Tokens of an answer.
         arrivals_per_s: Requests a second, at random; 0 for all at once.
-        seed: Of the arrivals.
+        seed: Seed of the arrivals.
 
     Raises:
         ValueError: An argument is out of range.
@@ -278,16 +279,16 @@ def shift(  # noqa: PLR0913  one workload, all that describes it
     arrivals_per_s: float = 0.0,
     seed: int = 0,
 ) -> Iterator[Request]:
-    """Questions on articles, all of which are replaced by others half way.
+    """Questions on articles. Other articles replace all of them halfway through.
 
     Args:
-        num_requests: Requests; the second half asks about other articles than the first.
-        num_articles: Articles of each half, all as likely.
-        article_tokens: Of an article, which comes before the question.
-        question_tokens: Of a question.
-        output_tokens: Of an answer.
+        num_requests: Number of requests. The second half asks about other articles than the first.
+        num_articles: Number of articles in each half, all equally likely.
+        article_tokens: Tokens of an article, which comes before the question.
+        question_tokens: Tokens of a question.
+        output_tokens: Tokens of an answer.
         arrivals_per_s: Requests a second, at random; 0 for all at once.
-        seed: Of articles and arrivals.
+        seed: Seed of articles and arrivals.
 
     Raises:
         ValueError: An argument is out of range.
@@ -315,19 +316,19 @@ def alternate(  # noqa: PLR0913  one workload, all that describes it
     arrivals_per_s: float = 0.0,
     seed: int = 0,
 ) -> Iterator[Request]:
-    """Questions on two sets of articles, in turns: what was read last is not read next.
+    """Questions on two sets of articles in turns: after a turn, the other set is read.
 
-    Where each set alone fits the cache, one that is quick to forget has lost it at every turn.
+    If each set alone fits in the cache, a cache that forgets quickly has lost it at every turn.
 
     Args:
-        num_requests: Requests.
-        num_in_turn: Requests that ask about one set before the other one's turn.
-        num_articles: Articles of each set, all as likely.
-        article_tokens: Of an article, which comes before the question.
-        question_tokens: Of a question.
-        output_tokens: Of an answer.
+        num_requests: Number of requests.
+        num_in_turn: Number of requests that ask about one set before the other set's turn.
+        num_articles: Number of articles in each set, all equally likely.
+        article_tokens: Tokens of an article, which comes before the question.
+        question_tokens: Tokens of a question.
+        output_tokens: Tokens of an answer.
         arrivals_per_s: Requests a second, at random; 0 for all at once.
-        seed: Of articles and arrivals.
+        seed: Seed of articles and arrivals.
 
     Raises:
         ValueError: An argument is out of range.
@@ -356,7 +357,7 @@ def _asked(  # noqa: PLR0913  what its callers are asked for
     arrivals_per_s: float,
     seed: int,
 ) -> Iterator[Request]:
-    """Questions on articles at random, each of the set that its number says."""
+    """Yield questions on random articles. `set_of` maps a request's number to its set."""
     check_arguments(
         num_requests=num_requests,
         num_articles=num_articles,

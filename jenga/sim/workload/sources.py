@@ -1,4 +1,4 @@
-"""Where requests come from, in a user's words: a file, or a workload made up by its name."""
+"""The source of requests as a user writes it: a file, or the name of a made-up workload."""
 
 import inspect
 import math
@@ -45,7 +45,7 @@ GENERATORS: dict[str, Callable[..., Iterator[Request]]] = {
     "agents": sessions.agents,
     "servegen": read_servegen,
 }
-"""Workloads by name; their arguments are those of the functions."""
+"""Workloads by name. Their arguments are those of the functions."""
 
 _ARTICLES = "articles", "loop", "shift", "alternate"
 
@@ -75,7 +75,7 @@ _SHORT_NAMES = {
     "think": {"": "think_s"},
     "rate": {"": "arrivals_per_s"},
 }
-"""Short names of arguments; what they are short for, per workload and otherwise."""
+"""Short names of arguments. Each has the full names by workload; "" is for all other workloads."""
 
 FORMATS: dict[str, Callable[..., Iterator[Request]]] = {
     "mooncake": read_mooncake,
@@ -86,24 +86,24 @@ FORMATS: dict[str, Callable[..., Iterator[Request]]] = {
     "burstgpt": read_burstgpt,
     "lengths": read_lengths,
 }
-"""Formats of files by name; their first argument is `path`, the others are those of functions."""
+"""Formats of files by name. The first argument is `path`, the others are those of the functions."""
 
 
 def open_source(
     text: str, *, file_format: str | None = None, limit: int | None = None, speed: float = 1.0
 ) -> Iterator[Request]:
-    """Requests of a trace.
+    """Return the requests of a trace or a workload.
 
     Args:
         text: A path; or the name of a workload or a format with arguments, such as
             `articles:n=24,questions=8` or `weka:path=traces,rate=0.1`. A range of lengths is
             written `tokens=1000-2000`.
-        file_format: Of `FORMATS`; by default what the file begins with tells.
-        limit: No more requests than these.
-        speed: Arrivals come so many times as fast; think times are divided by it, too.
+        file_format: A name in `FORMATS`. By default the beginning of the file decides.
+        limit: Most requests that are returned. None for all.
+        speed: Factor by which arrivals are faster. Arrival times and think times are divided by it.
 
     Raises:
-        ValueError: There is no such file or workload, it has no such argument, or a file is of no
+        ValueError: There is no such file or workload, it has no such argument, or a file has no
             known format.
     """
     if not speed > 0:
@@ -136,7 +136,7 @@ def _requests(text: str, file_format: str | None) -> Iterator[Request]:
 
 
 _FIRST_CHARS = 1 << 12
-"""Characters of a file that tell whether it is JSON."""
+"""Most characters of the first line that are read to decide whether a file is JSON."""
 
 _JSON_FIELDS = (
     ("mooncake", ("timestamp", "input_length", "output_length", "hash_ids")),
@@ -144,14 +144,14 @@ _JSON_FIELDS = (
     ("sharegpt", ("conversations",)),
     ("wildchat", ("conversation",)),
 )
-"""Formats of JSON objects, and the fields by which they are known."""
+"""Formats of JSON objects, and the fields of each. The last field decides about the format."""
 
 
 def format_of(path: Path) -> str:
-    """The format of a file, by its first line or object; a folder is weka's.
+    """Return the format of a file, by its first line or object. A folder has the format `weka`.
 
     Raises:
-        ValueError: It is none of `FORMATS`.
+        ValueError: The format is none of `FORMATS`.
     """
     if path.is_dir():
         return "weka"
@@ -178,7 +178,7 @@ def format_of(path: Path) -> str:
 def _format_of_record(path: Path, first: tuple[str, Record] | None) -> str:
     where, record = first or (f"{path}:1", Record())
     for name, names in _JSON_FIELDS:
-        # The last field alone will do: what lacks another one is told so by its reader.
+        # The last field alone decides. If another one is missing, the format's reader says so.
         if names[-1] in record:
             return name
     expected = "; or ".join(", ".join(names) for _, names in _JSON_FIELDS)
@@ -187,7 +187,7 @@ def _format_of_record(path: Path, first: tuple[str, Record] | None) -> str:
 
 
 def _made(name: str, arguments: str) -> Iterator[Request]:
-    """A workload, or a trace of a format, with arguments `key=value,...`."""
+    """Return the requests of a workload or a format, with arguments `key=value,...`."""
     function = (FORMATS | GENERATORS)[name]
     parameters = inspect.signature(function).parameters
     values: dict[str, object] = {}
@@ -208,7 +208,7 @@ def _made(name: str, arguments: str) -> Iterator[Request]:
 
 
 def _arguments(name: str, parameters: Iterable[str]) -> str:
-    """Names of a workload's arguments, the short ones beside them."""
+    """List the names of a workload's arguments, each with its short name."""
     short = {long.get(name, long.get("", "")): key for key, long in _SHORT_NAMES.items()}
     return ", ".join(f"{each} ({short[each]})" if each in short else each for each in parameters)
 
@@ -223,7 +223,7 @@ _KINDS: dict[object, str] = {
 
 
 def _value(name: str, argument: str, text: str, kind: object) -> object:
-    """An argument of the type that its parameter has."""
+    """Return an argument's value in the type of its parameter."""
     value = _parsed(text, kind)
     if value is None:
         expected = "first-last" if get_origin(kind) is tuple else _KINDS.get(kind, str(kind))
@@ -233,12 +233,12 @@ def _value(name: str, argument: str, text: str, kind: object) -> object:
 
 
 def _shown(text: str) -> str:
-    """A wrong argument as far as an error shows it."""
+    """Return a wrong argument as an error shows it, cut to `SHOWN_CHARS` characters."""
     return repr(text)[:SHOWN_CHARS]
 
 
 def _parsed(text: str, kind: object) -> object:
-    """What a text stands for; None if it stands for nothing of this type."""
+    """Return the value that a text stands for in a type, or None if the text has no such value."""
     if get_origin(kind) is tuple:
         first, _, last = text.partition("-")
         number = get_args(kind)[0]

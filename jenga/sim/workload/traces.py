@@ -1,7 +1,7 @@
 """Requests from traces of real traffic, read line by line.
 
-Every reader takes a path and yields requests in the order of their arrival; a line that is not what
-the format says is an error that names file, line and field.
+Every reader takes a path and yields requests in the order of their arrival. A line in another
+format is an error that names file, line and field.
 """
 
 import csv
@@ -17,23 +17,23 @@ from jenga.sim.workload.fields import Place
 from jenga.sim.workload.requests import Piece, Request
 
 MOONCAKE_BLOCK_TOKENS = 512
-"""Tokens of one hash of a Mooncake trace."""
+"""Number of tokens of one hash in a Mooncake trace."""
 
 _SHOWN = 80
 
 
 def read_mooncake(path: Path) -> Iterator[Request]:
-    """Requests of a trace of Mooncake's.
+    """Read the requests of a Mooncake trace.
 
-    A hash names a block of 512 tokens and all that comes before it, so prompts share a prefix as
-    far as their hashes are equal. Nothing says what was generated: nobody goes on from it unless
-    the hashes of a later prompt happen to, and then it is computed again.
+    A hash names a block of 512 tokens and everything before it, so prompts share a prefix as far as
+    their hashes are equal. The trace does not identify generated tokens. A later prompt may contain
+    them under hashes of its own, and they are then computed again.
 
     Args:
         path: JSON lines of `timestamp` (ms), `input_length`, `output_length`, `hash_ids`.
 
     Raises:
-        ValueError: A line is not one; file, line and field are named.
+        ValueError: A line is not in this format. The message names file, line and field.
 
     Source: Mooncake (FAST 2025), traces of kvcache-ai/Mooncake.
     """
@@ -43,14 +43,16 @@ def read_mooncake(path: Path) -> Iterator[Request]:
 
 
 def read_azure(path: Path) -> Iterator[Request]:
-    """Requests of a trace of Azure's: times and lengths; nothing says what prompts share.
+    """Read the requests of an Azure trace: times and lengths, without shared prefixes.
+
+    The trace does not record which prompts share a prefix.
 
     Args:
-        path: CSV of `TIMESTAMP`, `ContextTokens`, `GeneratedTokens`; a time that names no zone is
+        path: CSV of `TIMESTAMP`, `ContextTokens`, `GeneratedTokens`. A time without a time zone is
             in UTC.
 
     Raises:
-        ValueError: A line is not one; file, line and field are named.
+        ValueError: A line is not in this format. The message names file, line and field.
 
     Source: AzureLLMInferenceTrace of Azure/AzurePublicDataset, with Splitwise (ISCA 2024).
     """
@@ -69,16 +71,17 @@ def read_azure(path: Path) -> Iterator[Request]:
 
 
 def read_burstgpt(path: Path) -> Iterator[Request]:
-    """Requests of a trace of BurstGPT's: times and lengths; nothing says what prompts share.
+    """Read the requests of a BurstGPT trace: times and lengths, without shared prefixes.
 
-    A request that failed has no response tokens; it is passed over, as it was never served.
+    The trace does not record which prompts share a prefix. A failed request has no response tokens.
+    It is skipped, because it was never served.
 
     Args:
-        path: CSV of `Timestamp` (seconds), `Request tokens` and `Response tokens`; other columns
-            are passed over.
+        path: CSV of `Timestamp` (seconds), `Request tokens` and `Response tokens`. Other columns
+            are ignored.
 
     Raises:
-        ValueError: A line is not one; file, line and field are named.
+        ValueError: A line is not in this format. The message names file, line and field.
 
     Source: BurstGPT (arXiv 2401.17644), HPMLL/BurstGPT.
     """
@@ -107,19 +110,19 @@ LENGTH_COLUMNS = (
     ("prompt_len", "output_len"),
     ("input_length", "output_length"),
 )
-"""Names of the two columns of lengths, in files that have only those."""
+"""Possible names of the two columns of lengths, in files that have only lengths."""
 
 
 def read_lengths(path: Path, *, arrivals_per_s: float = 0.0, seed: int = 0) -> Iterator[Request]:
-    """Requests of a file of lengths, such as those of ShareGPT or of arXiv's articles.
+    """Read requests from a file of lengths, such as those of ShareGPT or of arXiv's articles.
 
     Args:
-        path: CSV with one of the pairs of `LENGTH_COLUMNS`; others are passed over.
+        path: CSV with one of the pairs of `LENGTH_COLUMNS`. Other columns are ignored.
         arrivals_per_s: Requests a second, at random; 0 for all at once.
-        seed: Of the arrivals.
+        seed: Seed of the arrivals.
 
     Raises:
-        ValueError: A line is not one; file, line and field are named.
+        ValueError: A line is not in this format. The message names file, line and field.
 
     Source: the lengths published with microsoft/vidur.
     """
@@ -149,17 +152,17 @@ def _length_columns(path: Path) -> tuple[str, str]:
 
 
 def header_of(path: Path) -> list[str]:
-    """The names in the first line of a CSV file.
+    """Return the names in the first line of a CSV file.
 
     Raises:
-        ValueError: It is no line of CSV.
+        ValueError: The line is not CSV.
     """
     _, names = next(_cells(path), (1, list[str]()))
     return names
 
 
 def _cells(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Lines of a CSV file with their numbers."""
+    """Yield the lines of a CSV file with their numbers."""
     reader = csv.reader(lines_of(path))
     try:
         for cells in reader:
@@ -170,7 +173,7 @@ def _cells(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def _csv_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, Place, dict[str, str]]]:
-    """Lines of a CSV file with a header: number, place, and cells by their columns."""
+    """Yield the lines of a CSV file with a header: number, place, and cells by column."""
     lines = _cells(path)
     _, names = next(lines, (1, list[str]()))
     missing = [column for column in columns if column not in names]

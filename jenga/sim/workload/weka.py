@@ -17,16 +17,19 @@ from jenga.sim.workload.records import Record, records_of
 from jenga.sim.workload.requests import Piece, Request
 
 MOST_DEPTH = 8
-"""Levels of sub-agents in sub-agents: published traces have one."""
+"""Most levels of sub-agents in sub-agents. Published traces have one."""
 
 _SUFFIXES = (".json", ".jsonl", ".parquet")
 _ASYNC = "async_launched"
 
 _WHOLE_S, _EXACT_S = 1.0, 0.01
-"""How far recorded times may be off: where all of a session's are whole seconds, and elsewhere."""
+"""Tolerance of recorded times in seconds: for agents with whole seconds only, and for others."""
 
 Session = tuple[Request, ...]
-"""Its first request, which follows none, and those behind it; times count from its beginning."""
+"""Requests of a session: the first one, which follows none, and then those after it.
+
+Times count from the session's beginning.
+"""
 
 
 def read_weka(
@@ -38,26 +41,31 @@ def read_weka(
     answers: bool = True,
     seed: int = 0,
 ) -> Iterator[Request]:
-    """Requests of recorded sessions, in closed loop.
+    """Read the requests of recorded sessions, to be replayed in closed loop.
 
-    Prompts share a prefix as far as the hashes of their whole blocks are equal. Sessions share none
-    unless their `hash_id_scope` is "global". Nothing says what was generated. A turn that begins
-    with all blocks of an earlier one and is longer by its answer's tokens or more is taken to have
-    the answer next. Where it is longer by fewer, its client left out thoughts, or all of it.
+    Prompts share a prefix as far as the hashes of their whole blocks are equal. Sessions share no
+    prefix unless their `hash_id_scope` is "global".
+
+    The recording does not identify generated tokens, so the reader infers them. A turn may begin
+    with all whole blocks of an earlier turn and be longer than that turn's prompt. If it is longer
+    by at least the tokens of the earlier answer, it is assumed to continue with that answer. If it
+    is longer by fewer, its client left out the answer's thoughts, or the whole answer.
 
     Args:
         path: A file of sessions: one JSON object, a list of them, lines of them, or Parquet; or a
             folder of such files.
         arrivals_per_s: Sessions that begin in a second, at random; 0 for all at once.
-        concurrent: Sessions at once. A further one begins when the one has ended that began as many
-            sessions earlier; all are then read before the first begins. 0 for no limit.
-        most_think_s: Longer think times are cut to these seconds; AgentX takes 10.
-        answers: Whether turns go on from answers; otherwise these are computed again, as prompt.
-        seed: Of the arrivals.
+        concurrent: Number of sessions that run at once. Session `n` begins when session
+            `n - concurrent` has ended. All sessions are then read before the first one begins. 0
+            for no limit.
+        most_think_s: Longest think time in seconds. Longer ones are cut to it; AgentX takes 10.
+        answers: Whether prompts contain earlier answers as generated. If False, answers are part of
+            the prompt's new text and are computed again.
+        seed: Seed of the arrivals.
 
     Raises:
-        ValueError: An argument is out of range, or something in the file is not as the format says;
-            file, line and field are named.
+        ValueError: An argument is out of range, or the file is not in this format. The message
+            names file, line and field.
 
     Source: callanjfox/kv-cache-tester, `docs/trace_replay_tester.md`; the data sets
         semianalysisai/cc-traces-weka-* of Hugging Face; AIPerf, `docs/tutorials/weka-trace.md`.
@@ -86,7 +94,7 @@ def read_weka(
 
 
 def _lanes(sessions: Iterator[Session], concurrent: int) -> Iterator[Sequence[Session]]:
-    """Sessions that begin one after another: each alone, or so many rows of them."""
+    """Yield rows of sessions that run in sequence: `concurrent` rows, or one row per session."""
     if not concurrent:
         for session in sessions:
             yield (session,)
@@ -133,21 +141,21 @@ def _files(path: Path) -> list[Path]:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Call:
-    """One request as it was recorded; times count from the session's beginning.
+    """One request as it was recorded. Times are in seconds from the session's beginning.
 
     Attributes:
-        name: Of the request.
+        name: Name of the request.
         agent: Number of the agent whose turn it is.
-        start_s: When it was sent.
-        end_s: When its answer ended.
+        start_s: Time at which it was sent.
+        end_s: Time at which its answer ended.
         blocks: Hashes of its whole blocks.
-        node: Its last whole block in the tree of blocks.
-        prompt: What it reads.
-        prompt_tokens: Tokens of that.
-        output_tokens: Tokens that it generates.
-        after: The calls that it follows.
-        think_s: Time from the last one's end.
-        is_gone_on_from: Whether a call reads its answer.
+        node: Node of its last whole block in the tree of blocks.
+        prompt: Pieces that it reads.
+        prompt_tokens: Number of tokens of the prompt.
+        output_tokens: Number of tokens that it generates.
+        after: Calls that it follows.
+        think_s: Seconds from the end of the last call that it follows to its start.
+        is_gone_on_from: Whether a later call continues its prompt beyond the last whole block.
     """
 
     name: str
@@ -165,7 +173,7 @@ class _Call:
 
 
 class _Blocks:
-    """A tree of blocks: each way from its root is a prefix that some prompt has."""
+    """A tree of blocks. Each path from the root is a prefix of some prompt."""
 
     ROOT = 0
 
@@ -173,18 +181,18 @@ class _Blocks:
         self.block_tokens = block_tokens
         self.ends: dict[int, _Call] = {}  # node -> the last call whose whole blocks end there
         self._children: dict[tuple[int, object], int] = {}
-        self._prompts: list[tuple[Piece, ...]] = [()]  # node -> a prompt that begins so
+        self._prompts: list[tuple[Piece, ...]] = [()]  # node -> a prompt through it
 
     def child(self, node: int, block: object) -> int | None:
-        """The node that a block leads to, if a prompt had it there."""
+        """Return the node that a block leads to, or None if no prompt has that block there."""
         return self._children.get((node, block))
 
     def prefix(self, node: int, num_blocks: int) -> tuple[Piece, ...]:
-        """The tokens of the blocks on the way to a node."""
+        """Return the pieces of the first `num_blocks` blocks on the path to a node."""
         return _cut(self._prompts[node], num_blocks * self.block_tokens)
 
     def add(self, node: int, blocks: Sequence[object], prompt: tuple[Piece, ...]) -> int:
-        """Add what a prompt has behind a node; the node of its last block."""
+        """Add the blocks that a prompt has behind a node. Return the node of the last block."""
         for block in blocks:
             self._children[node, block] = len(self._prompts)
             node = len(self._prompts)
@@ -193,7 +201,7 @@ class _Blocks:
 
 
 def _cut(prompt: tuple[Piece, ...], num_tokens: int) -> tuple[Piece, ...]:
-    """The first tokens of a prompt."""
+    """Return the first tokens of a prompt."""
     kept: list[Piece] = []
     for piece in prompt:
         if piece.num_tokens >= num_tokens:
@@ -205,15 +213,15 @@ def _cut(prompt: tuple[Piece, ...], num_tokens: int) -> tuple[Piece, ...]:
 
 @dataclass(slots=True)
 class _Agent:
-    """One agent's turns.
+    """One agent and its turns.
 
     Attributes:
-        number: Of the agent in its session.
-        offset_s: Added to its times.
-        launched_by: The calls that its first turn follows.
-        slack_s: How far its times may be off.
+        number: Number of the agent in its session.
+        offset_s: Seconds that are added to its recorded times.
+        launched_by: Calls that its first turn follows.
+        slack_s: Tolerance of its recorded times, in seconds.
         calls: Its turns so far.
-        launched: Sub-agents that no turn has waited for: their last calls.
+        launched: Last calls of each launched sub-agent for which no turn has waited yet.
     """
 
     number: int
@@ -225,7 +233,7 @@ class _Agent:
 
 
 class _SessionReader:
-    """Reads one session."""
+    """Reader of one session."""
 
     def __init__(self, number: int, blocks: _Blocks, *, answers: bool) -> None:
         self._number = number
@@ -235,7 +243,7 @@ class _SessionReader:
         self._num_agents = 0
 
     def requests(self, most_think_s: float) -> Session:
-        """Its requests, each behind those that it follows."""
+        """Return the session's requests, each after those that it follows."""
         return tuple(
             Request(
                 name=call.name,
@@ -253,7 +261,7 @@ class _SessionReader:
         """Read a session from its record.
 
         Raises:
-            ValueError: Something in it is not as the format says.
+            ValueError: The record is not in this format.
         """
         entries = place.items("requests", record.get("requests"))
         self._agent(place, entries, 0.0, [])
@@ -269,7 +277,7 @@ class _SessionReader:
         *,
         depth: int = 0,
     ) -> list[_Call]:
-        """Read the turns of one agent; those that no other of its turns follows."""
+        """Read the turns of one agent. Return those that no other turn of it follows."""
         entries = [place.members(f"requests[{index}]", value) for index, value in enumerate(values)]
         times = [each.get("t") for each in entries if each.get("type") != "subagent"]
         is_whole = all(isinstance(each, int | float) and each == each // 1 for each in times)
@@ -297,8 +305,8 @@ class _SessionReader:
         first_s = here.inside("requests[0]").number("t", first.get("t"))
         launched_by = agent.calls[-1:] or agent.launched_by
         launched_s = launched_by[-1].start_s if launched_by else 0.0
-        # Published data sets have the session's time, recordings that of the sub-agent, which
-        # ended at its mark if its duration is known.
+        # Published data sets count times from the session's beginning, recordings from that of the
+        # sub-agent. In recordings, a sub-agent with a known duration ended at its entry's time.
         offset_s = 0.0
         if first_s < launched_s or not first_s:
             ended_s = here.number("duration_ms", entry.get("duration_ms") or 0) / 1000
@@ -310,7 +318,7 @@ class _SessionReader:
     def _call(self, here: Place, entry: Record, agent: _Agent, following: Record | None) -> None:
         start_s = agent.offset_s + here.number("t", entry.get("t"))
         prompt_tokens = here.tokens("in", entry.get("in"))
-        # A request that was broken off generated nothing; an engine generates a token at least.
+        # An aborted request generated no token, but an engine generates at least one.
         output_tokens = max(1, here.tokens("out", entry.get("out"), least=0))
         hashes = here.items("hash_ids", entry.get("hash_ids") or [])
         if len(hashes) > -(-prompt_tokens // self._blocks.block_tokens):
@@ -318,7 +326,7 @@ class _SessionReader:
         for index, each in enumerate(hashes):
             if type(each) is not int:
                 here.refuse(f"hash_ids[{index}]", "an integer", each)
-        # The hash of a block that is not whole says nothing of longer prompts.
+        # The hash of a partial block cannot match that of a longer prompt.
         blocks = hashes[: prompt_tokens // self._blocks.block_tokens]
         node, num_shared, goes_on_from = self._find(blocks, agent, start_s)
         name = f"{self._number}.{len(self._calls)}"
@@ -347,15 +355,16 @@ class _SessionReader:
     def _find(
         self, blocks: list[object], agent: _Agent, start_s: float
     ) -> tuple[int, int, _Call | None]:
-        """How far other prompts have the same blocks, and which call of its agent it goes on from.
+        """Match a call's blocks with those of earlier prompts.
 
         Returns:
-            The last node that is known, the blocks up to it, and the call, which had ended.
+            The last node that earlier prompts share, the number of blocks up to it, and the call of
+            the same agent that this one continues, which had ended. None if there is none.
         """
         node, num_blocks, goes_on_from = _Blocks.ROOT, 0, None
         latest_s = start_s + agent.slack_s
         for last in agent.calls[-1:]:
-            # Nearly every turn goes on from the one before it: no need to walk to there.
+            # Nearly every turn continues the one before it, so that walk can be skipped.
             num_last = len(last.blocks)
             if num_last and last.end_s <= latest_s and blocks[:num_last] == last.blocks:
                 node, num_blocks, goes_on_from = last.node, num_last, last
@@ -375,8 +384,9 @@ class _SessionReader:
         begin = self._blocks.prefix(node, num_shared)
         if goes_on_from is not None and goes_on_from.node == node:
             before = goes_on_from
-            # What is behind its last whole block, and its answer, are in the first new block. Of
-            # two calls that go on from it with different blocks, one has something else there.
+            # The first new block holds the end of its prompt behind the last whole block, and its
+            # answer. If two calls continue it with different blocks, one of them has another text
+            # there. Only the first call is therefore assumed to continue it.
             if not before.is_gone_on_from and num_tokens >= before.prompt_tokens:
                 before.is_gone_on_from = True
                 begin = before.prompt
@@ -389,10 +399,15 @@ class _SessionReader:
     def _cause(
         self, agent: _Agent, start_s: float, goes_on_from: _Call | None
     ) -> tuple[list[_Call], float]:
-        """What a call waited for, and how long after that it came.
+        """Return the calls that a call waited for, and the seconds from their end to its start.
 
-        It waited for the turn that it goes on from, or else the last that had ended; for what came
-        after this turn and had ended; and for sub-agents that had.
+        A call waited for:
+
+        - the turn that it continues, or otherwise the last turn of its agent that had ended,
+        - later turns of its agent that had ended,
+        - sub-agents that had ended and that no earlier turn waited for.
+
+        Calls that another one of them follows are left out.
         """
         latest_s = start_s + agent.slack_s
         before = goes_on_from or next(
@@ -400,7 +415,7 @@ class _SessionReader:
         )
         after = [] if before is None else [before]
         if before is None:
-            # What came while the first turn still ran was launched with it.
+            # A call that came while the first turn still ran was launched together with it.
             after += agent.launched_by or self._calls[:1]
         else:
             for each in reversed(agent.calls):
@@ -418,14 +433,15 @@ class _SessionReader:
 
 
 def _answer(call: _Call) -> str:
-    """Names what a call generates."""
+    """Return the name of a call's generated content."""
     return f"answer of {call.name}"
 
 
 def _api_time(here: Place, entry: Record, following: Record | None) -> float:
-    """Seconds from a call's start to its answer's end.
+    """Return the seconds from a call's start to the end of its answer.
 
-    Where nothing says it, they are what the next turn's think time leaves of the time to it.
+    If the entry does not record them, they are the time to the next turn's start less that turn's
+    think time. If that is unknown too, they are 0.
     """
     if entry.get("api_time") is not None:
         return here.number("api_time", entry.get("api_time"))
