@@ -144,7 +144,7 @@ class JengaMambaMetadataBuilder(BaseMambaAttentionMetadataBuilder[JengaMambaMeta
         step, may_reject = common_attn_metadata, None
         if self.use_spec_decode:
             step = self._in_order_of_writing(step)
-            may_reject = step.query_start_loc.diff()  # vLLM only reads whether it is None
+            may_reject = step.query_start_loc.diff()  # not None: the values are not used
         common = self._compute_common_metadata(step, num_accepted_tokens=may_reject)
         writes = self.mailbox.take_writes(self.ordered_layers)
         slots = common.state_indices_tensor_d
