@@ -162,7 +162,7 @@ class JengaMambaMetadataBuilder(BaseMambaAttentionMetadataBuilder[JengaMambaMeta
         first, end = common.num_decodes, common.num_decodes + common.num_prefills
         pages = step.block_table_tensor[first:end, : self._num_slots]
         last = (starts.diff() - 1) % self._num_slots
-        # All tokens of a short prompt except the first may be drafts.
+        # At the beginning of a prompt, too, all tokens except the first may be drafts.
         counts = step.query_start_loc_cpu[first : end + 1].diff().tolist()
         few_tokens = {
             row: count for row, count in enumerate(counts) if 1 < count <= self._num_slots

@@ -39,7 +39,7 @@ class HeldBack:
             clock: Function that returns the time in seconds.
         """
         self._clock = clock
-        self._waiting: dict[str, tuple[str, float]] = {}  # request -> reason, time in seconds
+        self._waiting: dict[str, tuple[str, float]] = {}  # request -> reason, last refusal in s
         self.num_requests = dict.fromkeys(HELD_BACK_REASONS, 0)
         self.seconds = dict.fromkeys(HELD_BACK_REASONS, 0.0)
 

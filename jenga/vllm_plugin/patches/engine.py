@@ -1,4 +1,4 @@
-"""Names of vLLM's configuration and scheduler that are replaced."""
+"""Replaced names of vLLM's configuration and scheduler."""
 
 import contextlib
 import functools

@@ -189,7 +189,7 @@ def _takes_orders(original: Function) -> Function:
 
         mailbox, orders = mailbox_of(self), scheduler_output.kv_cache_block_copies
         if mailbox is not None and orders:
-            scheduler_output.kv_cache_block_copies = None  # no block copies of vLLM's
+            scheduler_output.kv_cache_block_copies = None  # vLLM must not see our orders there
             for each in orders:
                 mailbox.deliver(self.kv_caches, self.kv_cache_config.num_blocks, each)
         return original(self, scheduler_output)

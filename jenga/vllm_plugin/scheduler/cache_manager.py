@@ -283,7 +283,7 @@ class JengaKVCacheManager:
     def _lookup(self, request: "Request", most_tokens: int) -> PrefixHit:
         """Look up the longest cached prefix that does not end within an image.
 
-        An image may be cut where `keeps_images_whole` of the configuration is false.
+        Images only matter if `keeps_images_whole` of the configuration is true.
         """
         facts = self._facts(request)
         hit = self.manager.lookup(request.block_hashes, max_tokens=most_tokens, facts=facts)

@@ -24,7 +24,7 @@ class UnusedOption:
     reason: str
 
     def text(self) -> str:
-        """Say that the option has no effect, and why."""
+        """Get a sentence that the option has no effect, with the reason."""
         return f"{self.flag} has no effect ({self.reason})"
 
 
