@@ -51,8 +51,8 @@ class JengaMambaMetadata(BaseMambaAttentionMetadata):
         initial_slots_p: State slot that each prompt starts from, i32[num_prefills]. It is the null
             slot at the beginning of a prompt.
         longest_prompt_tokens: Largest number of tokens that a prompt has in the step.
-        has_portable_scans: Whether the generic kernels scan prompts. None means that they do where
-            they are faster.
+        has_portable_scans: Whether the generic kernels scan prompts. None means that they do so
+            only if they are faster.
         checkpoints: States to keep in the middle of prompts.
         replay_d: Number of tokens in the states of decoding requests, and their histories.
         replay_p: The same for states that prompts start from. These are brought up to date first.
