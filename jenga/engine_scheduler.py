@@ -1,9 +1,9 @@
-"""vLLM's own scheduler, asked for steps by a replay in place of the simulator's.
+"""vLLM's own scheduler for replays, used instead of the simulator's.
 
-The scheduler, the manager that it asks for memory and the layout of the arena are those of an
-engine: with manager "jenga" the plugin's, with manager "vllm" vLLM's. The model is made up, and
-with it the time that a step takes and the tokens that come of it. So a replay under this scheduler
-tells what an engine would schedule. `jenga.sim.batching.scheduler` tells the same without vLLM.
+The scheduler, its memory manager and the layout of the arena are those of an engine. With manager
+"jenga" they are the plugin's, and with manager "vllm" they are vLLM's. The model is simulated, and
+so are the duration of a step and the tokens that it generates. A replay under this scheduler shows
+the steps that an engine would schedule. `jenga.sim.batching.scheduler` predicts them without vLLM.
 """
 
 import os
@@ -39,7 +39,7 @@ _LEFT_SHARE = "JENGA_LEFT_SHARE"
 
 
 class _Config:
-    """A configuration of vLLM in which some fields are given, and the others are its defaults."""
+    """A configuration of vLLM with some fields replaced. The others are those of a base."""
 
     def __init__(self, base: Any, **fields: Any) -> None:  # noqa: ANN401
         self._base = base
@@ -53,19 +53,19 @@ class _Config:
 
 
 class EngineScheduler:
-    """vLLM's scheduler, as `jenga.sim.batching.scheduler.StepScheduler` asks it.
+    """vLLM's scheduler, with the interface of `jenga.sim.batching.scheduler.StepScheduler`.
 
     Attributes:
-        scheduler: Of vLLM.
-        num_preemptions: How often requests lost their pages so far.
+        scheduler: vLLM's scheduler.
+        num_preemptions: Number of preemptions so far.
     """
 
     def __init__(self, scheduler: Any, settings: Settings) -> None:  # noqa: ANN401
-        """Nothing has arrived.
+        """Start without requests.
 
         Args:
-            scheduler: Of vLLM, without requests.
-            settings: With which it was made.
+            scheduler: vLLM's scheduler, without requests.
+            settings: Settings that the scheduler was made with.
         """
         self.scheduler = scheduler
         self._hash_tokens: int = scheduler.hash_block_size
@@ -75,7 +75,11 @@ class EngineScheduler:
         self.num_preemptions = 0
 
     def __reduce__(self) -> str:
-        """Refuse: vLLM's scheduler holds what cannot be kept in a file."""
+        """Refuse to pickle: vLLM's scheduler has objects that cannot be stored in a file.
+
+        Raises:
+            ValueError: Always.
+        """
         msg = "vLLM's scheduler cannot be kept"
         raise ValueError(msg)
 
@@ -111,7 +115,7 @@ class EngineScheduler:
 
         stock = Request(
             request_id=active.name,
-            # Nobody reads the tokens: what has equal hashes is equal.
+            # Token ids are never read. Content is identified by its hashes alone.
             prompt_token_ids=[0] * active.prompt_tokens,
             sampling_params=SamplingParams(max_tokens=output_tokens, ignore_eos=True),
             pooling_params=None,
@@ -126,7 +130,10 @@ class EngineScheduler:
         return self.batch_of(self.scheduler.schedule())
 
     def batch_of(self, output: Any) -> Batch:  # noqa: ANN401
-        """Read the output of vLLM's scheduler; of each, once and in order."""
+        """Convert the output of vLLM's scheduler to a batch.
+
+        It must be called once for each output, in order.
+        """
         self.num_preemptions += len(output.preempted_req_ids or ())
         for new in output.scheduled_new_reqs:
             active = self._requests[new.req_id][1]
@@ -160,7 +167,7 @@ class EngineScheduler:
         return self.ended(batch, time_s)
 
     def output_of(self, batch: Batch) -> ModelRunnerOutput:
-        """What workers would hand to vLLM's scheduler when a step is over."""
+        """Make the output that workers would return to vLLM's scheduler after a step."""
         names = [chunk.active.name for chunk in batch.chunks]
         return ModelRunnerOutput(
             req_ids=names,
@@ -169,7 +176,12 @@ class EngineScheduler:
         )
 
     def ended(self, batch: Batch, time_s: float) -> list[ActiveRequest]:
-        """Requests that ended with a step whose output vLLM's scheduler has, as of a time."""
+        """Get the requests that ended with a step, and record its time in them.
+
+        Args:
+            batch: The step. vLLM's scheduler must already have its output.
+            time_s: Time in seconds at which the step ended.
+        """
         ended: list[ActiveRequest] = []
         for chunk in batch.chunks:
             active = chunk.active
@@ -187,7 +199,7 @@ class EngineScheduler:
         return ended
 
     def _num_generated(self, chunk: Chunk) -> int:
-        """Tokens that a step generates for a request; none of one that ended before."""
+        """Get the number of tokens that a step generates for a request. It is 0 if it has ended."""
         if not chunk.generates or chunk.active.name not in self._requests:
             return 0
         if self._speculation is None or not chunk.num_drafted:
@@ -204,7 +216,7 @@ class EngineScheduler:
         return active
 
     def look(self, active: ActiveRequest) -> None:
-        """Take over from vLLM how far a running request is."""
+        """Copy the progress of a running request from vLLM."""
         stock = self._requests[active.name][0]
         active.num_tokens = stock.num_tokens
         active.num_computed = stock.num_computed_tokens
@@ -214,7 +226,7 @@ class EngineScheduler:
 
 
 class _SeenMemory:
-    """An arena's bytes, counted for requests as far as vLLM says that they are."""
+    """An arena whose bytes are counted after the progress of requests is copied from vLLM."""
 
     def __init__(self, memory: Memory, scheduler: EngineScheduler) -> None:
         self._memory = memory
@@ -240,19 +252,19 @@ class _SeenMemory:
 def make_engine(
     manager: str, machine: Machine, settings: Settings
 ) -> tuple[EngineScheduler, Memory]:
-    """Make vLLM's scheduler, and give it a manager and an arena.
+    """Make vLLM's scheduler, with a manager and an arena.
 
     Args:
-        manager: Of `MANAGERS`.
-        machine: The model, and the bytes of the arena.
-        settings: How the engine is run. `eviction` must be the one by default: it is no option of
-            an engine.
+        manager: One of `MANAGERS`.
+        machine: The model, and the size of the arena in bytes.
+        settings: How the engine is run. `eviction` must be the default, because an engine has no
+            such option.
 
     Returns:
-        The scheduler, and where the bytes of its arena are counted.
+        The scheduler, and the memory that counts the bytes of its arena.
 
     Raises:
-        ValueError: The manager is another one, or refuses the model, the arena or a setting.
+        ValueError: The manager is unknown, or refuses the model, the arena or a setting.
     """
     model, arena_bytes = machine.model, machine.arena_bytes
     if manager not in MANAGERS:
@@ -289,7 +301,7 @@ def make_engine(
 
 
 def _configured(base: Any, settings: Settings) -> _Config:  # noqa: ANN401
-    """A configuration of vLLM for a model that nobody runs."""
+    """Make a configuration of vLLM for a simulated model."""
     scheduling, cache = base.scheduler_config, base.cache_config
     scheduling.max_num_batched_tokens = settings.chunk_tokens
     scheduling.max_num_seqs = settings.max_requests
@@ -348,7 +360,7 @@ def _jenga_scheduler(
     machine: Machine,
     settings: Settings,
 ) -> Any:  # noqa: ANN401
-    """A scheduler with the plugin's manager, over the arena that the plugin would cut."""
+    """Make a scheduler with the plugin's manager, and the arena that the plugin would cut."""
     apply_replacements()
     config.cache_config.block_size = TOKENS_PER_PAGE
     groups = get_kv_cache_groups(config, attention_specs(machine.model))
@@ -360,14 +372,18 @@ def _jenga_scheduler(
 
 
 def _block_tokens(planned: Any, config: Any) -> tuple[int, int]:  # noqa: ANN401
-    """Tokens of a block of the scheduler, and of a hash; as the engine's core finds them."""
+    """Get the tokens in a block of the scheduler and of a hash, as vLLM's engine core does."""
     resolve: Any = getattr(core, "resolve_kv_cache_block_sizes")  # noqa: B009  replaced there
     return resolve(planned, config)
 
 
 @contextmanager
 def _left_share(share: float | None) -> Generator[None]:
-    """Tell the plugin's manager what admissions leave at most, where anything is said of it."""
+    """Set the environment variable for the share that admissions leave to cached content.
+
+    Args:
+        share: The share, 0 to 1. None leaves the variable as it is.
+    """
     if share is None:
         yield
         return

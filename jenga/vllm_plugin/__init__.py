@@ -1,14 +1,15 @@
 """The plugin that gives vLLM this package's memory manager and kernels.
 
 vLLM finds `register` through the entry point group `vllm.general_plugins` and calls it in every
-process. It makes the attention backend JENGA_TRITON known by name; nothing else of vLLM changes
-until a configuration selects that name. Options that are mappings are read before that:
-`name_backend`, of the group `vllm.platform_plugins`, makes the name known early enough for these.
+process. It makes the attention backend JENGA_TRITON known by name. Nothing else in vLLM changes
+until a configuration selects that name. vLLM parses options that are mappings before it calls
+`register`. For these, `name_backend` of the group `vllm.platform_plugins` makes the name known
+early enough.
 """
 
 
 def register() -> None:
-    """Make JENGA_TRITON selectable in this process. Called by vLLM; safe to call again."""
+    """Make JENGA_TRITON selectable in this process. vLLM calls it; more than one call is safe."""
     from jenga.vllm_plugin.settings.switch import register_backend
 
     register_backend()
@@ -17,7 +18,7 @@ def register() -> None:
 def name_backend() -> None:
     """Make the name JENGA_TRITON known in this process, and offer vLLM no platform.
 
-    vLLM calls it when it looks for a platform, which it does as it is imported.
+    vLLM calls it while it is imported, when it looks for a platform.
     """
     from jenga.vllm_plugin.settings.switch import backend_member
 

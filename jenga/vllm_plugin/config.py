@@ -1,4 +1,8 @@
-"""What the plugin asks of vLLM's configuration: is it selected, can it serve, what it sets."""
+"""Checks of vLLM's configuration: is the backend selected, can it serve, and which options it sets.
+
+`patches.engine` calls `prepare_config` before vLLM's platform sets options, and `finish_config`
+after it.
+"""
 
 import math
 import os
@@ -28,8 +32,10 @@ if TYPE_CHECKING:
 logger = init_logger(f"vllm.{__name__}")  # under vLLM's logger, so its level and format apply
 
 TOKENS_PER_PAGE = 16
-"""Tokens of an attention layer's small page unless --block-size says otherwise: the finest
-granularity at which vLLM hashes prefixes."""
+"""Number of tokens in a small page of an attention layer, unless --block-size says otherwise.
+
+It is the finest granularity at which vLLM hashes prefixes.
+"""
 
 CACHE_DTYPES = (
     "auto",
@@ -42,15 +48,15 @@ CACHE_DTYPES = (
     "fp8_per_token_head",
     "int4_per_token_head",
 )
-"""Values of --kv-cache-dtype that are served; vLLM's fp8 is float8_e4m3fn.
+"""Values of --kv-cache-dtype that are served. vLLM's fp8 is float8_e4m3fn.
 
-Its own Triton backend takes fp8_e5m2 for that too, which an A100 does not know; here it is what its
-name says.
+vLLM's own Triton backend treats fp8_e5m2 as float8_e4m3fn, which an A100 does not support. Here
+fp8_e5m2 is float8_e5m2.
 """
 
 
 _HOST_BYTES = "jenga_host_bytes"
-"""Of vLLM's additional options, the one that carries --kv-offloading-size to the engine."""
+"""Key in vLLM's `additional_config` that carries --kv-offloading-size to the engine, in bytes."""
 
 
 def is_selected(vllm_config: "VllmConfig") -> bool:
@@ -59,7 +65,7 @@ def is_selected(vllm_config: "VllmConfig") -> bool:
 
 
 def uses_sparse_latents(model: "ModelConfig") -> bool:
-    """Whether a model has latent attention that reads the tokens an indexer chooses."""
+    """Whether a model has latent attention that reads only tokens chosen by an indexer."""
     config = model.hf_text_config
     return model.use_mla and (
         getattr(config, "index_topk", None) is not None or config.model_type in SPARSE_MODEL_TYPES
@@ -67,7 +73,12 @@ def uses_sparse_latents(model: "ModelConfig") -> bool:
 
 
 def _refusals(vllm_config: "VllmConfig") -> dict[Refusal, str | bool]:
-    """Say of each feature that a configuration may ask for and we refuse what was found of it."""
+    """Look for each refused feature in a configuration.
+
+    Returns:
+        For each feature, whether it is asked for, or the value that asks for it. False and the
+        empty string mean that it is not.
+    """
     from vllm.platforms import current_platform
 
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
@@ -126,9 +137,10 @@ def _refusals(vllm_config: "VllmConfig") -> dict[Refusal, str | bool]:
 
 
 def warn_of_options(vllm_config: "VllmConfig") -> None:
-    """Warn of options in use that have no effect, or another one, where the backend is selected.
+    """Warn about options in use that have no effect, or another one, if the backend is selected.
 
-    Called before vLLM sets options of a model by itself, so that all that differ were asked for.
+    It must be called before vLLM itself sets options for the model. Until then, each option that
+    differs from its default was set by the user.
     """
     model = vllm_config.model_config
     is_prepared = model is None or getattr(model, "config_updated", False)
@@ -146,10 +158,10 @@ def warn_of_options(vllm_config: "VllmConfig") -> None:
 
 
 def select_by_environment(vllm_config: "VllmConfig") -> None:
-    """Select the backend where VLLM_ATTENTION_BACKEND does and no argument selects one.
+    """Select the backend if VLLM_ATTENTION_BACKEND names it and no argument selects a backend.
 
     Raises:
-        ValueError: It names a backend of jenga that does not exist.
+        ValueError: The variable names a backend of jenga that does not exist.
     """
     attention = vllm_config.attention_config
     if attention.backend is None and selects_backend(os.environ):
@@ -157,16 +169,17 @@ def select_by_environment(vllm_config: "VllmConfig") -> None:
 
 
 def prepare_config(vllm_config: "VllmConfig") -> bool:
-    """See whether a configuration selects the backend; if so check it and set what we need.
+    """Check a configuration that selects the backend, and set the options that the backend needs.
 
-    Called before vLLM's platform has its say.
+    It is called before vLLM's platform sets options. A configuration that selects another backend
+    stays as it is.
 
     Returns:
         Whether the backend is selected.
 
     Raises:
-        ValueError: The backend is selected together with a feature that is refused, on a version
-            of vLLM it was not written for, or an environment variable is wrong.
+        ValueError: The backend is selected, and the configuration asks for a refused feature, the
+            backend was not written for this version of vLLM, or an environment variable is wrong.
     """
     from jenga.vllm_plugin.patches.all_patches import apply_replacements
 
@@ -176,7 +189,7 @@ def prepare_config(vllm_config: "VllmConfig") -> bool:
         return False
     apply_replacements()
     settings = read_settings(os.environ)
-    if vllm_config.parallel_config.rank == 0:  # other ranks may be on machines without its folder
+    if vllm_config.parallel_config.rank == 0:  # other machines may lack the log's folder
         check_memory_log(settings)
     check_refusals(_refusals(vllm_config))
     _set_cache_options(vllm_config)
@@ -187,7 +200,7 @@ def prepare_config(vllm_config: "VllmConfig") -> bool:
 
 
 def _warn_of_other_choice(vllm_config: "VllmConfig") -> None:
-    """Say that an argument selects another backend than the environment does."""
+    """Warn if an argument selects another backend than the environment does."""
     named = os.environ.get(BACKEND_VARIABLE, "").strip()
     if named.upper().startswith("JENGA"):
         backend = vllm_config.attention_config.backend
@@ -200,7 +213,11 @@ def _warn_of_other_choice(vllm_config: "VllmConfig") -> None:
 
 
 def _take_offloading(vllm_config: "VllmConfig") -> None:
-    """Take on what --kv-offloading-size asks for, before vLLM makes a KV connector of it."""
+    """Move --kv-offloading-size to our own option, before vLLM makes a KV connector from it.
+
+    Raises:
+        ValueError: The additional configuration is not a mapping.
+    """
     size_gib = vllm_config.cache_config.kv_offloading_size
     if size_gib is None:
         return
@@ -210,13 +227,14 @@ def _take_offloading(vllm_config: "VllmConfig") -> None:
             f"{type(vllm_config.additional_config).__name__}"
         )
         raise ValueError(msg)  # noqa: TRY004  as for every other option
-    # Rounded up, so that what is less than a page is refused as such.
+    # Rounded up: a tiny size becomes 1 byte, which is refused later as less than a page. 0 would
+    # mean that no host memory is asked for.
     vllm_config.additional_config[_HOST_BYTES] = math.ceil(size_gib * (1 << 30))
     vllm_config.cache_config.kv_offloading_size = None
 
 
 def host_bytes(vllm_config: "VllmConfig") -> int:
-    """Get the bytes of host memory that evicted pages go to, of all ranks together."""
+    """Get the size of host memory for evicted pages, in bytes, over all ranks. 0 means none."""
     options = vllm_config.additional_config
     return options.get(_HOST_BYTES, 0) if isinstance(options, dict) else 0
 
@@ -227,13 +245,14 @@ def _set_cache_options(vllm_config: "VllmConfig") -> None:
         cache.block_size = TOKENS_PER_PAGE
         cache.user_specified_block_size = True  # keeps platforms from choosing another
     if model is not None:
-        # vLLM turns page tables of their own off for models with it; layers read theirs elsewhere.
+        # vLLM disables separate page tables for models with a chunk size here. Layers read their
+        # chunk size elsewhere.
         model.attention_chunk_size = None
         if model.is_mm_prefix_lm:
-            # A token of an image reads those after it, so they must be there in the same step.
+            # A token of an image reads later tokens of that image, so one step must have them all.
             vllm_config.scheduler_config.disable_chunked_mm_input = True
     if model is not None and (model.is_hybrid or model.is_attention_free):
-        # vLLM's other mode ends steps where states are kept; ours are kept on the way.
+        # vLLM's other modes end a step at each state to keep. Our layers keep states within a step.
         cache.mamba_cache_mode = "none"
         cache.mamba_block_size = model.max_model_len
         cache.mamba_page_size_padded = None
@@ -241,13 +260,15 @@ def _set_cache_options(vllm_config: "VllmConfig") -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedOptions:
-    """Options that vLLM's CPU platform changes for latent attention, which its own cannot serve.
+    """Options that vLLM's CPU platform changes for latent attention.
+
+    vLLM changes them because its own CPU backends cannot serve latent attention.
 
     Attributes:
-        block_size: Tokens of a page.
+        block_size: Number of tokens in a page.
         enable_prefix_caching: Whether pages are kept for other requests.
         enable_chunked_prefill: Whether a prompt may take several steps.
-        max_num_batched_tokens: Most tokens of a step.
+        max_num_batched_tokens: Largest number of tokens in a step.
     """
 
     block_size: int
@@ -257,7 +278,7 @@ class WantedOptions:
 
 
 def wanted_options(vllm_config: "VllmConfig") -> WantedOptions:
-    """Read the options as they are before vLLM's platform has its say."""
+    """Read the options as they are before vLLM's platform changes them."""
     cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
     return WantedOptions(
         block_size=cache.block_size,
@@ -268,7 +289,12 @@ def wanted_options(vllm_config: "VllmConfig") -> WantedOptions:
 
 
 def finish_config(vllm_config: "VllmConfig", wanted: WantedOptions) -> None:
-    """Undo what vLLM's platform does to the options set before."""
+    """Restore the options that vLLM's platform has changed.
+
+    Args:
+        vllm_config: Configuration to write to.
+        wanted: Values to restore for latent attention.
+    """
     cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
     cache.mamba_page_size_padded = None
     if vllm_config.model_config is not None and vllm_config.model_config.use_mla:
@@ -279,10 +305,10 @@ def finish_config(vllm_config: "VllmConfig", wanted: WantedOptions) -> None:
 
 
 def checked_backend_path(attn_selector_config: Any) -> str:  # noqa: ANN401 (a named tuple of vLLM's)
-    """Get the class path of the backend, for a layer it can serve.
+    """Get the class path of the backend for an attention layer.
 
     Raises:
-        ValueError: It cannot; the message lists why.
+        ValueError: The backend cannot serve the layer. The message lists the reasons.
     """
     from vllm.platforms import current_platform
 

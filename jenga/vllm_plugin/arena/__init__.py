@@ -1,1 +1,1 @@
-"""How vLLM's workers lay out the arena, planned once before they start."""
+"""Layout of the arena in vLLM's workers, planned once before they start."""

@@ -1,7 +1,7 @@
-"""vLLM 0.33's hook for the layout of cache memory, filled by `layout`.
+"""vLLM 0.33's hook for the layout of cache memory, implemented by `layout`.
 
-0.32 has no such hook, and so no base class to inherit from: the methods are those of 0.33's
-`vllm.v1.core.kv_cache_config_builder.KVCacheConfigBuilder`.
+vLLM 0.32 has no such hook, so there is no base class to inherit from. The methods are those of
+`vllm.v1.core.kv_cache_config_builder.KVCacheConfigBuilder` in 0.33.
 """
 
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ _is_thrown_away: ContextVar[bool] = ContextVar("is_thrown_away", default=False)
 
 @contextmanager
 def thrown_away() -> "Generator[None]":
-    """Build arenas that only CUDA graphs are measured with: see `layout.least_large_pages`."""
+    """Build arenas that serve only to measure CUDA graphs: see `layout.least_large_pages`."""
     token = _is_thrown_away.set(True)
     try:
         yield
@@ -30,7 +30,7 @@ def thrown_away() -> "Generator[None]":
 
 
 class JengaKVCacheConfigBuilder:
-    """One group per page table; `num_blocks` counts large pages, the null page included."""
+    """Builds one group per page table. `num_blocks` counts large pages, the null page included."""
 
     def get_kv_cache_groups(
         self, vllm_config: "VllmConfig", kv_cache_spec: dict[str, "KVCacheSpec"]

@@ -1,7 +1,7 @@
-"""How vLLM's workers lay out the arena, and how much a request may take of it.
+"""Layout of the arena in vLLM's workers, and the largest share that a request may need.
 
-Most of these functions take the place of vLLM's own of the same names and signatures, or are what
-`config_builder` answers vLLM's hook with; `patches.planner` says why.
+Most of these functions replace vLLM's functions of the same names and signatures, or implement
+vLLM's hook in `config_builder`. `patches.planner` gives the reasons.
 """
 
 import os
@@ -59,8 +59,12 @@ logger = init_logger(f"vllm.{__name__}")
 class JengaGroupSpec(KVCacheGroupSpec):
     """A group of vLLM that is one page table of a geometry.
 
-    `stages` are the ranks of the pipeline that the model is spread over, `rank` the one to whose
-    layers the group is cut down, which may be none; None where it has the layers of all.
+    Attributes:
+        geometry: Geometry of the arena.
+        table_index: Index of the page table in the geometry.
+        stages: Parts of the model that the ranks of its pipeline store.
+        rank: Rank whose layers the group has, possibly no layers. None means that it has those of
+            all ranks.
     """
 
     geometry: Geometry | None = None
@@ -70,7 +74,7 @@ class JengaGroupSpec(KVCacheGroupSpec):
 
     @property
     def first_layers(self) -> tuple[str, ...]:
-        """The first of the group's layers on every rank that has any."""
+        """Name of the group's first layer on each rank that has any."""
         shares = [stage.shares[self.table_index] for stage in self.stages]
         return tuple(share.layers[0].name for share in shares if share.layers)
 
@@ -79,15 +83,19 @@ class JengaGroupSpec(KVCacheGroupSpec):
 class JengaKVCacheConfig(KVCacheConfig):
     """A configuration in which each group has its own page size and number of pages.
 
-    `num_blocks` is the number of large pages, the null page included. `geometry` is that of all
-    ranks of a pipeline, whatever part of each page a rank stores. Where `keeps_images_whole`,
-    the tokens of an image read each other, so all of them must be computed in one step.
-    Where `has_draft_layers`, what drafts has keys and values of its own. `num_host_large_pages` is
-    the number of large pages of host memory on each worker, 0 where there is none;
-    `data_parallel_index` that of the engine among those that are parallel. `history_query_tokens`
-    is the most tokens of a decoding step where these are kept beside states, 0 where none are.
-    `step_tokens` is what a step costs in tokens of a prompt. `page_tokens` is the number of tokens
-    that options give a page, also where no layer stores tokens.
+    `num_blocks` of vLLM's class is the number of large pages, the null page included.
+
+    Attributes:
+        geometry: Geometry of all ranks of a pipeline together. Each rank stores a part of a page.
+        keeps_images_whole: Whether tokens of an image read each other, so that one step must
+            compute all of them.
+        has_draft_layers: Whether a draft head or model has keys and values of its own.
+        num_host_large_pages: Number of large pages of host memory on each worker. 0 means none.
+        data_parallel_index: Index of the engine among the data-parallel ones.
+        history_query_tokens: Largest number of tokens of a decoding request in a step, if there are
+            histories beside states. 0 means that there are none.
+        step_tokens: Fixed cost of a step, in tokens of a prompt.
+        page_tokens: Number of tokens in a page by the options, also if no layer stores tokens.
     """
 
     geometry: Geometry | None = None
@@ -104,25 +112,30 @@ class JengaKVCacheConfig(KVCacheConfig):
         return next(t for t in geometry_of(self).page_tables if layer_name in layer_names(t))
 
     def num_blocks_of(self, tensor: KVCacheTensor) -> int:
-        """Get the number of small pages of the layers placed by `tensor`, over the whole arena."""
+        """Get the number of small pages in the whole arena, for the layers of a tensor."""
         return self.num_blocks * self.table_of(tensor.layers[0]).small_pages_per_large_page
 
     @property
     def has_mamba_layers(self) -> bool:
-        """Whether vLLM must see to one of `num_blocks` for each request: states have small pages.
+        """Whether vLLM must provide one of `num_blocks` for each request's state.
 
-        A request that finds none waits, and the padding of a CUDA graph takes the null page.
+        It need not, because states have small pages. A request that gets none waits, and padding in
+        a CUDA graph uses the null page.
         """
         return False
 
     @property
     def needs_kv_cache_zeroing(self) -> bool:
-        """Never: the kernels read no slot beyond a request's tokens, whatever bytes it holds."""
+        """Whether new pages must be cleared: never, as kernels read only slots of tokens."""
         return False
 
 
 def geometry_of(config: JengaKVCacheConfig) -> Geometry:
-    """Get the geometry of a configuration that has one."""
+    """Get the geometry of a configuration.
+
+    Raises:
+        ValueError: The configuration has none.
+    """
     if config.geometry is None:
         msg = "this configuration was made without a geometry"
         raise ValueError(msg)
@@ -130,14 +143,14 @@ def geometry_of(config: JengaKVCacheConfig) -> Geometry:
 
 
 def first_layers(config: JengaKVCacheConfig) -> list[tuple[str, ...]]:
-    """Get of each page table its first layer on every rank of a pipeline that has any."""
+    """Get for each page table its first layer on each pipeline rank that has any."""
     return [
         group.first_layers for group in config.kv_cache_groups if isinstance(group, JengaGroupSpec)
     ]
 
 
 def groups_of_tokens(config: JengaKVCacheConfig) -> KVCacheConfig:
-    """Get a configuration with only those groups whose pages hold tokens, not states."""
+    """Get the configuration without groups of states, whose pages do not hold tokens."""
     groups = zip(config.kv_cache_groups, geometry_of(config).page_tables, strict=True)
     return replace(config, kv_cache_groups=[group for group, table in groups if not table.is_state])
 
@@ -151,7 +164,11 @@ def _first_group(groups: Sequence[KVCacheGroupSpec]) -> tuple[JengaGroupSpec, Ge
 
 
 def stage_of(groups: Sequence[KVCacheGroupSpec]) -> Stage:
-    """Get what the rank stores whose groups these are."""
+    """Get the stage of the pipeline rank that has these groups.
+
+    Raises:
+        TypeError: The groups are of several ranks, or not of this package.
+    """
     first, _ = _first_group(groups)
     if first.rank is None and len(first.stages) > 1:
         msg = f"expected the groups of one rank, got those of {len(first.stages)}"
@@ -162,11 +179,14 @@ def stage_of(groups: Sequence[KVCacheGroupSpec]) -> Stage:
 def project_groups(
     groups: Sequence[KVCacheGroupSpec], worker_spec: Mapping[str, "KVCacheSpec"]
 ) -> list[KVCacheGroupSpec]:
-    """Cut the groups of a model down to what one worker stores.
+    """Reduce the groups of a model to the layers of one worker.
 
     Args:
-        groups: Made by `get_kv_cache_groups`.
+        groups: Groups made by `get_kv_cache_groups`.
         worker_spec: vLLM's cache spec of each layer of the worker, by layer name.
+
+    Raises:
+        InvariantError: The worker's layers are not those of one rank.
     """
     if not groups:
         return []
@@ -180,7 +200,7 @@ def project_groups(
         names = [layer.name for layer in share.layers]
         spec = group.kv_cache_spec
         if isinstance(spec, UniformTypeKVCacheSpecs) and names:
-            # A group without layers keeps the spec: its page table is as long on every rank.
+            # A group without layers keeps its spec, since its page table is as long on every rank.
             spec = common_spec({name: spec.kv_cache_specs[name] for name in names})
         cut = copy(group)
         cut.layer_names, cut.kv_cache_spec = names, spec
@@ -191,17 +211,17 @@ def project_groups(
 
 
 def _page_tokens(vllm_config: "VllmConfig") -> int:
-    """Get the tokens of a page that options ask for."""
+    """Get the number of tokens in a page that the options ask for."""
     return vllm_config.cache_config.block_size or TOKENS_PER_PAGE
 
 
 def get_kv_cache_groups(
     vllm_config: "VllmConfig", kv_cache_spec: dict[str, "KVCacheSpec"]
 ) -> list[KVCacheGroupSpec]:
-    """Plan the geometry of a model's layers: one group per page table.
+    """Plan the geometry of a model's layers, and make one group per page table.
 
     Raises:
-        ValueError: A layer's cache is of a kind the plugin cannot serve; the message names it.
+        ValueError: The plugin cannot serve a layer's kind of cache. The message names the layer.
     """
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         raise Refusal.ONE_CACHE_GROUP.error()
@@ -244,13 +264,19 @@ def get_kv_cache_groups(
 
 
 def _check_override(vllm_config: "VllmConfig", groups: Sequence[KVCacheGroupSpec]) -> None:
-    """Refuse fewer large pages than a request takes, of which vLLM would say: more memory."""
+    """Refuse an override with fewer large pages than a request takes.
+
+    vLLM would ask for more memory instead.
+
+    Raises:
+        ValueError: The override is too small.
+    """
     override = vllm_config.cache_config.num_gpu_blocks_override
     if override is None:
         return
     needed = 1 + len(groups)
     if vllm_config.model_config.original_max_model_len != -1:
-        # Else vLLM looks for the length that fits.
+        # With -1, vLLM itself looks for the longest length that fits.
         needed = max(needed, 1 + _large_pages_of_longest_request(vllm_config, groups))
     if override < needed:
         msg = f"{override}, where {needed} are needed"
@@ -260,10 +286,10 @@ def _check_override(vllm_config: "VllmConfig", groups: Sequence[KVCacheGroupSpec
 def get_kv_cache_config_from_groups(
     vllm_config: "VllmConfig", kv_cache_groups: list[KVCacheGroupSpec], available_memory: int
 ) -> KVCacheConfig:
-    """Cut as many large pages as the memory holds, or as many as the options say.
+    """Cut as many large pages as the memory holds, or as many as the options ask for.
 
     Raises:
-        ValueError: The memory does not hold one large page per page table beside the null page.
+        ValueError: The memory does not hold the null page and one large page per page table.
     """
     if not kv_cache_groups:
         return cut_arena(vllm_config, kv_cache_groups, 1)
@@ -271,7 +297,7 @@ def get_kv_cache_config_from_groups(
     override = vllm_config.cache_config.num_gpu_blocks_override
     if override is not None:
         if available_memory == 0:
-            # A throw-away arena, to measure CUDA graphs with.
+            # A temporary arena, only to measure CUDA graphs.
             override = least_large_pages(kv_cache_groups)
         available_memory = override * stage.large_page_bytes
     num_large_pages = check_arena(_geometry_of_rank(kv_cache_groups), available_memory)
@@ -279,16 +305,16 @@ def get_kv_cache_config_from_groups(
 
 
 def _geometry_of_rank(groups: Sequence[KVCacheGroupSpec]) -> Geometry:
-    """Get the geometry with large pages as long as those of the rank whose groups these are."""
+    """Get the geometry with the large page size of the rank that has these groups."""
     _, geometry = _first_group(groups)
     return replace(geometry, large_page_bytes=stage_of(groups).large_page_bytes)
 
 
 def least_large_pages(kv_cache_groups: list[KVCacheGroupSpec]) -> int:
-    """Get the large pages of the smallest arena: all that CUDA graphs are measured with.
+    """Get the number of large pages of the smallest arena. It suffices to measure CUDA graphs.
 
-    vLLM asks for a block per request there, hundreds of large pages, but captured requests read
-    and write the null page alone.
+    vLLM asks for a block per request there, so hundreds of large pages. Captured requests read and
+    write only the null page.
     """
     return 1 + len(kv_cache_groups)
 
@@ -296,10 +322,10 @@ def least_large_pages(kv_cache_groups: list[KVCacheGroupSpec]) -> int:
 def cut_arena(
     vllm_config: "VllmConfig", kv_cache_groups: list[KVCacheGroupSpec], num_large_pages: int
 ) -> KVCacheConfig:
-    """Cut the arena: every layer a strided view of one buffer.
+    """Cut the arena. Every layer gets a strided view of one buffer.
 
     Raises:
-        ValueError: There is not one large page per page table beside the null page.
+        ValueError: There are fewer large pages than the null page and one per page table.
     """
     cache_config = vllm_config.cache_config
     if not kv_cache_groups:
@@ -342,10 +368,10 @@ def cut_arena(
 
 
 def _num_host_large_pages(vllm_config: "VllmConfig", group: JengaGroupSpec) -> int:
-    """Get how many large pages each worker has in host memory: as many on every rank.
+    """Get the number of large pages in host memory of each worker. It is equal on all ranks.
 
     Raises:
-        ValueError: Nothing is cached that they could be for, or they are too few to be of use.
+        ValueError: Prefix caching is off, so that nothing would use them, or there are too few.
     """
     total_bytes = host_bytes(vllm_config)
     if not total_bytes:
@@ -365,7 +391,7 @@ def _num_host_large_pages(vllm_config: "VllmConfig", group: JengaGroupSpec) -> i
 
 
 def host_memory_bytes(config: JengaKVCacheConfig) -> int:
-    """Get the bytes of host memory of the worker whose configuration this is."""
+    """Get the size in bytes of the host memory of the worker with this configuration."""
     if not config.num_host_large_pages:
         return 0
     return config.num_host_large_pages * stage_of(config.kv_cache_groups).large_page_bytes
@@ -393,18 +419,18 @@ def _log_geometry(
 def report_ranks(
     vllm_config: "VllmConfig", configs: Sequence[KVCacheConfig], available_memory: Sequence[int]
 ) -> None:
-    """Log how an arena is spread over the ranks of a pipeline; nothing where there is one rank.
+    """Log how an arena is spread over the ranks of a pipeline. With one rank, log nothing.
 
     Args:
-        vllm_config: Of the engine.
-        configs: Of each worker, with as many large pages as all have room for.
-        available_memory: Of each worker, in bytes.
+        vllm_config: Configuration of the engine.
+        configs: Cache configuration of each worker. All have the same number of large pages.
+        available_memory: Memory of each worker for its arena, in bytes.
     """
     groups, num_large_pages = configs[0].kv_cache_groups, configs[0].num_blocks
     if not groups or len(_first_group(groups)[0].stages) == 1:
         return
     first, geometry = _first_group(groups)
-    left_bytes: dict[int, int] = {}  # rank of the pipeline -> least of its workers
+    left_bytes: dict[int, int] = {}  # pipeline rank -> least of its workers
     for config, num_bytes in zip(configs, available_memory, strict=True):
         rank = _first_group(config.kv_cache_groups)[0].rank or 0
         left = num_bytes - num_large_pages * stage_of(config.kv_cache_groups).large_page_bytes
@@ -434,17 +460,17 @@ def pool_bytes_per_block(
     vllm_config: "VllmConfig",  # noqa: ARG001
     kv_cache_groups: list[KVCacheGroupSpec],
 ) -> int:
-    """Get the unit in which the whole arena is counted: the large page."""
+    """Get the size in bytes of the unit that the arena is counted in: the large page."""
     return stage_of(kv_cache_groups).large_page_bytes
 
 
 def _pages_of_longest_request(
     vllm_config: "VllmConfig", groups: Sequence[KVCacheGroupSpec], geometry: Geometry
 ) -> list[int]:
-    """Get the most small pages of each group that one request can hold.
+    """Get the largest number of small pages of each group that one request can hold.
 
-    As many as vLLM counts, and no fewer than an admission asks for: vLLM has a chunk of local
-    attention begin with a page, and leaves out the slots of drafts.
+    It is vLLM's count, or the count of an admission if that is larger. vLLM assumes that a chunk of
+    local attention begins with a page, and leaves out the slots of drafts.
     """
     model_tokens = vllm_config.model_config.max_model_len
     step_tokens = vllm_config.max_in_flight_tokens + vllm_config.num_lookahead_tokens
@@ -465,7 +491,7 @@ def _pages_of_longest_request(
 def _large_pages_of_longest_request(
     vllm_config: "VllmConfig", groups: Sequence[KVCacheGroupSpec]
 ) -> int:
-    """Get the most large pages that one request can hold, beside the null page."""
+    """Get the largest number of large pages that one request can hold, without the null page."""
     _, geometry = _first_group(groups)
     pages = _pages_of_longest_request(vllm_config, groups, geometry)
     return sum(
@@ -477,7 +503,7 @@ def _large_pages_of_longest_request(
 def max_memory_usage_bytes_from_groups(
     vllm_config: "VllmConfig", kv_cache_groups: list[KVCacheGroupSpec]
 ) -> int:
-    """Get the bytes of the large pages that one request of the greatest length needs."""
+    """Get the size in bytes of the large pages that one request of the largest length needs."""
     if not kv_cache_groups:
         return 0
     num_large_pages = _large_pages_of_longest_request(vllm_config, kv_cache_groups)
@@ -485,7 +511,13 @@ def max_memory_usage_bytes_from_groups(
 
 
 def max_concurrency(vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig) -> float:
-    """Get how many requests of the greatest length the arena holds, sharing large pages."""
+    """Get the number of requests of the largest length that the arena holds.
+
+    It may be fractional, because requests share large pages.
+
+    Raises:
+        TypeError: The configuration was not made by this package.
+    """
     if not isinstance(kv_cache_config, JengaKVCacheConfig):
         msg = f"expected a JengaKVCacheConfig, got {type(kv_cache_config).__name__}"
         raise TypeError(msg)

@@ -1,6 +1,6 @@
-"""Which rank of a pipeline has which layers, while their pages are planned.
+"""The layers of each rank of a pipeline, for the time in which their pages are planned.
 
-vLLM asks for the groups of all layers of a model without saying on which rank each is.
+vLLM asks for the groups of all layers of a model without saying which rank has which layer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,10 +18,10 @@ _layers: ContextVar[tuple[frozenset[str], ...]] = ContextVar("_layers", default=
 
 @contextmanager
 def planned_for(kv_cache_specs: Sequence[Mapping[str, "KVCacheSpec"]]) -> "Generator[None]":
-    """Plan for workers with these layers; those of one rank of a pipeline have the same.
+    """Plan for workers with these layers. Workers of one pipeline rank have the same layers.
 
     Args:
-        kv_cache_specs: Of each worker vLLM's cache spec of each layer, by layer name.
+        kv_cache_specs: For each worker, vLLM's cache spec of each layer, by layer name.
     """
     ranks = dict.fromkeys(frozenset(specs) for specs in kv_cache_specs)
     token = _layers.set(tuple(ranks))
@@ -35,7 +35,7 @@ def layers_of_ranks(kv_cache_spec: Mapping[str, "KVCacheSpec"]) -> tuple[frozens
     """Get the names of the layers of each rank of the pipeline that is planned for.
 
     Args:
-        kv_cache_spec: Of all layers; all are of one rank where nothing else is said, as in a worker
-            that measures with its own layers alone.
+        kv_cache_spec: vLLM's cache spec of each layer, by layer name. Outside of `planned_for`, all
+            layers are of one rank, as in a worker that profiles with only its own layers.
     """
     return _layers.get() or (frozenset(kv_cache_spec),)

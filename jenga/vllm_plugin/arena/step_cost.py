@@ -1,8 +1,8 @@
-"""What a step costs beside what it computes, told to the manager in tokens of a prompt.
+"""Fixed cost of a step, which the manager counts in tokens of a prompt.
 
-A model of experts reads all of them for the tokens of a step and multiplies each with a few, so
-that a step costs as much as more tokens than one of a dense model does, by as much as it has more
-parameters than a token meets.
+It is the number of tokens that are computed in the time in which the weights are read. A
+mixture-of-experts model reads all experts in a step, but multiplies each token with only a few. So
+its fixed cost is that of a dense model, times all parameters over those that one token uses.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -12,15 +12,15 @@ from jenga.admission.reserve import STEP_TOKENS
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_MATRICES = 3  # of an expert: gate, up and down
-_ATTENTION_MATRICES = 4  # hidden size by hidden size, about, of whatever mixes tokens
+_MATRICES = 3  # matrices of an expert: gate, up and down
+_ATTENTION_MATRICES = 4  # about so many, hidden size by hidden size, in any layer that mixes tokens
 _PERIODS = ("interleave_moe_layer_step", "expert_layer_period", "decoder_sparse_step")
 _SHARED_SIZES = ("shared_expert_intermediate_size", "shared_intermediate_size")
 _SHARED_COUNTS = ("n_shared_experts", "num_shared_experts")
 
 
 def step_tokens(vllm_config: "VllmConfig") -> float:
-    """Get about how many tokens of a prompt take as long as reading the weights."""
+    """Estimate the number of a prompt's tokens that take as long as reading the weights."""
     model_config = vllm_config.model_config
     return STEP_TOKENS * parameters_over_active(
         model_config.hf_text_config,
@@ -35,12 +35,12 @@ def parameters_over_active(
     num_experts: int,
     experts_per_token: int,
 ) -> float:
-    """Get about how many parameters a model has over those that a token is multiplied with.
+    """Estimate the ratio of a model's parameters to those that a token is multiplied with.
 
     Args:
-        config: Of the text model, with the fields that Hugging Face configurations have.
-        num_experts: Of a layer; 0 of a dense model.
-        experts_per_token: Of these, chosen for a token.
+        config: Configuration of the text model, with Hugging Face's field names.
+        num_experts: Number of experts in a layer. 0 for a dense model.
+        experts_per_token: Number of experts that are chosen for a token.
     """
     hidden_size = _first(config, ("hidden_size",))
     expert_size = _first(config, ("moe_intermediate_size", "intermediate_size"))
@@ -63,7 +63,7 @@ def parameters_over_active(
 
 
 def _first(config: Any, names: tuple[str, ...]) -> int:  # noqa: ANN401
-    """Get the first of some fields that says a positive number, else 0."""
+    """Get the value of the first of some fields that is a positive integer, else 0."""
     for name in names:
         value = getattr(config, name, None)
         if isinstance(value, int) and value > 0:

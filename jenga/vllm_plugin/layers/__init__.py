@@ -1,1 +1,1 @@
-"""vLLM's layers and what they share in a step, served by `jenga_kernels`."""
+"""Backends of vLLM's layers and the metadata of their steps, served by `jenga_kernels`."""

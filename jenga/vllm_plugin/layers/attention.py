@@ -1,4 +1,4 @@
-"""JENGA_TRITON: vLLM's attention backend interface, served by `jenga_kernels`."""
+"""The attention backend JENGA_TRITON: vLLM's backend interface, served by `jenga_kernels`."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -42,7 +42,7 @@ _ATTENTION_TYPES = (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
 
 
 class JengaTritonBackend(AttentionBackend):
-    """Paged attention over the page-layer buffer, in Triton."""
+    """Paged attention over small pages of the arena, in Triton."""
 
     forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
@@ -60,27 +60,27 @@ class JengaTritonBackend(AttentionBackend):
 
     @staticmethod
     def get_builder_cls() -> type[JengaTritonMetadataBuilder]:
-        """Get the class that prepares a step."""
+        """Get the class that builds a step's metadata."""
         return JengaTritonMetadataBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(
         kv_cache_spec: "KVCacheSpec | None" = None,
     ) -> list[int | MultipleOf]:
-        """Get the page sizes the kernels read: any multiple of 16 tokens."""
+        """Get the page sizes that the kernels read: any multiple of 16 tokens."""
         return [MultipleOf(16)]
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Get the layouts of a page: all layers of a page side by side, a head's tokens in a row.
+        """Get the layouts of a page: layer by layer, and within a layer head by head.
 
-        The token-major order can be asked for with VLLM_KV_CACHE_LAYOUT=BLNHC.
+        A head's tokens are consecutive. VLLM_KV_CACHE_LAYOUT=BLNHC selects token-major order.
         """
         return (KVCacheLayout.BLHNC, KVCacheLayout.BLNHC)
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        """Whether the kernels serve a head dimension: multiples of 16 from 64 to 512."""
+        """Whether the kernels serve a head dimension: a multiple of 16 from 64 to 512."""
         return head_size in HEAD_DIMS
 
     @classmethod
@@ -95,12 +95,12 @@ class JengaTritonBackend(AttentionBackend):
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
-        """Whether the tokens of an image may read each other, before and after: they may."""
+        """Whether tokens of an image may attend to earlier and later tokens of it: they may."""
         return True
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """Whether results can be independent of what else is in a batch: they can."""
+        """Whether results can be independent of other requests in the batch: they can."""
         return True
 
     @classmethod
@@ -110,7 +110,10 @@ class JengaTritonBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: "AttentionSpec") -> "AttentionSpec":
-        """Count the scales of a cache whose slots have their own, as vLLM's Triton backend does."""
+        """Add the bytes of scales to a slot if each slot has its own.
+
+        vLLM's Triton backend does the same.
+        """
         if spec.state_content_bytes is not None or not spec.kv_quant_mode.is_per_token_head:
             return spec
         row_bytes = (spec.head_size + spec.head_size_v) * spec.dtype.itemsize
@@ -131,11 +134,14 @@ class JengaTritonBackend(AttentionBackend):
         use_mm_prefix: bool,
         device_capability: Any,  # noqa: ANN401
     ) -> str | None:
-        """Say why a combination is not served.
+        """Get the reason why a combination is not served, or None if it is.
 
-        It is float8_e4m3fn on a GPU that cannot convert it, or rows of four bits an element that
-        would not begin where the kernels load them. None is on a vLLM that does not let the plugin
-        see what a configuration selects.
+        Reasons are:
+
+        - float8_e4m3fn on a GPU that cannot convert it,
+        - rows with four bits an element that do not start at the kernels' alignment,
+        - a vLLM in which the plugin cannot see which backend a configuration selects. On such a
+          version no combination is served.
         """
         try:
             check_watch()
@@ -154,12 +160,12 @@ class JengaTritonBackend(AttentionBackend):
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
-        """Whether KV connectors can read the arena: they assume one number of pages."""
+        """Whether KV connectors can read the arena: no, they assume one number of pages."""
         return False
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
-        """Whether an attention type is served: a decoder's, to its own tokens or an encoder's."""
+        """Whether an attention type is served: a decoder's self-attention or cross attention."""
         return attn_type in _ATTENTION_TYPES
 
 
@@ -191,9 +197,9 @@ class JengaTritonImpl(AttentionImpl[JengaTritonMetadata]):
         self.soft_cap = logits_soft_cap or None
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
-        # Of the queries that vLLM measures memory with, which come as those of every step.
+        # Strides of the queries when vLLM profiles memory. Every step has the same strides.
         self.query_strides: tuple[int, ...] | None = None
-        # On the host: what is made on the device now is lost with the weights in deep sleep.
+        # On the host: a device tensor made now would be lost with the weights in deep sleep.
         self.alibi_slopes = (
             None
             if alibi_slopes is None
@@ -201,7 +207,7 @@ class JengaTritonImpl(AttentionImpl[JengaTritonMetadata]):
         )
 
     def _slopes(self, device: torch.device) -> torch.Tensor | None:
-        """Get the ALiBi slopes on the device of the queries, moved there once."""
+        """Get the ALiBi slopes on the device of the queries. They are moved there once."""
         if self.alibi_slopes is not None and self.alibi_slopes.device != device:
             self.alibi_slopes = self.alibi_slopes.to(device)
         return self.alibi_slopes
@@ -223,11 +229,11 @@ class JengaTritonImpl(AttentionImpl[JengaTritonMetadata]):
         """Describe the calls of `paged_attention` that the layer will make.
 
         Args:
-            layer: With its cache.
-            kind: Of the layer.
-            dtype: Of the queries.
-            decode_query_tokens: As `plan_attention` takes it.
-            reads_spans: Whether tokens of images read each other.
+            layer: vLLM's layer, with its cache bound.
+            kind: Kind of the layer.
+            dtype: Element type of the queries.
+            decode_query_tokens: As in `plan_attention`.
+            reads_spans: Whether tokens of images attend to later tokens of their image.
         """
         shape = (FEW_TOKENS, self.num_heads, self.head_size)
         q = torch.empty(shape, dtype=dtype, device="meta")
@@ -274,10 +280,16 @@ class JengaTritonImpl(AttentionImpl[JengaTritonMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend: `output` [num_tokens, num_heads, value_dim] is written in place."""
+        """Run attention and write `output`, [num_tokens, num_heads, value_dim], in place.
+
+        Without metadata, `output` is filled with zeros.
+
+        Raises:
+            ValueError: A quantised output is asked for.
+        """
         if output_scale is not None or output_block_scale is not None:
             raise Refusal.QUANTISED_OUTPUT.error()
-        if attn_metadata is None:  # vLLM measures memory without a cache
+        if attn_metadata is None:  # vLLM profiles memory without a cache
             self.query_strides = query.stride()
             return output.fill_(0)
         num_tokens = attn_metadata.num_actual_tokens
@@ -309,5 +321,5 @@ class JengaTritonImpl(AttentionImpl[JengaTritonMetadata]):
 
 
 def _rotation(rows: torch.Tensor) -> Rotation:
-    """Get the rotation of rows that are stored in four bits an element, or read from there."""
+    """Get the rotation for rows that are stored with four bits an element."""
     return hadamard_rotation(rows.shape[-1], rows.dtype, rows.device)

@@ -1,4 +1,4 @@
-"""What the attention layers of a page table share in a step, counted once before they run."""
+"""A step's metadata for the attention layers of a page table, built once before they run."""
 
 import os
 from dataclasses import dataclass
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class JengaTritonMetadata(AttentionMetadata):
-    """What all layers of one kind and page table need for a step.
+    """A step's metadata, shared by all layers of one kind and page table.
 
     Attributes:
-        num_actual_tokens: Tokens of the step; in a CUDA graph those of its padding too.
-        query_starts: i32[num_requests + 1], where each request's tokens begin.
-        seq_lens: i32[num_requests], tokens of each request with this step's; in cross attention
-            those of its encoder.
-        page_table: i32[num_requests, max_pages].
+        num_actual_tokens: Number of tokens in the step. In a CUDA graph it includes padding.
+        query_starts: i32[num_requests + 1], index of each request's first token, and the end.
+        seq_lens: i32[num_requests], number of tokens of each request, this step's included. In
+            cross attention, number of tokens that its encoder makes.
+        page_table: i32[num_requests, max_pages], small pages of each request.
         plan: The step's work lists.
-        spans: i32[num_actual_tokens, 2], the keys [start, end) that a token of an image reads
-            besides; None where the step has no such tokens.
+        spans: i32[num_actual_tokens, 2], the keys [start, end) that a token of an image reads in
+            addition. None if the step has no such tokens.
     """
 
     num_actual_tokens: int
@@ -57,16 +57,17 @@ class JengaTritonMetadata(AttentionMetadata):
 def image_spans(
     common: CommonAttentionMetadata, window_tokens: int | None = None, *, is_clamped: bool = False
 ) -> torch.Tensor | None:
-    """Find the image that each token of a step belongs to, where that lets it read more.
+    """Find the image of each token of a step whose image lets it read more keys.
 
     Args:
-        common: The step.
-        window_tokens: How far back the layers read, the token itself counted; None: to the start.
-        is_clamped: Whether tokens read nothing of an image that their window has passed.
+        common: vLLM's metadata of the step.
+        window_tokens: Number of last tokens that a token reads, itself included. None means that it
+            reads from the start.
+        is_clamped: Whether the window also limits which tokens of an image are read.
 
     Returns:
-        i32[num_tokens, 2] on the host, the image's tokens [start, end) in its request, (0, 0) for
-        a token of none; None where all are.
+        i32[num_tokens, 2] on the host, the image's tokens [start, end) in the request, or (0, 0)
+        for a token that reads no more. None if no token of the step reads more.
     """
     starts, seq_lens = common.query_start_loc_cpu, common.seq_lens_cpu_upper_bound
     spans: torch.Tensor | None = None
@@ -74,12 +75,12 @@ def image_spans(
         first_row, end_row = int(starts[request]), int(starts[request + 1])
         if not images or first_row == end_row or seq_lens is None:
             continue
-        # Of a prompt the bound is exact, and a decoded token is past every image by any bound.
+        # The upper bound is exact for prompts. A decoded token is past every image in any case.
         first_position = int(seq_lens[request]) - (end_row - first_row)
         for start, last in images:
             is_whole = is_clamped or window_tokens is None or start > first_position - window_tokens
-            # Of the image a last token has all before it: decoded ones need no spans, and graphs
-            # of them have none.
+            # A single token in a step is the last of its image, so all others are before it.
+            # Decoded tokens therefore need no spans, and their CUDA graphs have none.
             if end_row - first_row == 1 and is_whole:
                 continue
             first = max(start - first_position, 0) + first_row
@@ -96,11 +97,11 @@ def image_spans(
 
 
 def attention_kind(spec: AttentionSpec, num_heads: int, dtype: torch.dtype) -> AttentionKind:
-    """Describe layers to the kernels.
+    """Describe attention layers to the kernels.
 
     Args:
-        spec: vLLM's, of their cache.
-        num_heads: Query heads.
+        spec: vLLM's spec of their cache.
+        num_heads: Number of query heads.
         dtype: Element type of the queries.
     """
     return AttentionKind(
@@ -122,15 +123,15 @@ def attention_kind(spec: AttentionSpec, num_heads: int, dtype: torch.dtype) -> A
 def fill_rejected_slots(
     common: CommonAttentionMetadata, *, page_tokens: int, max_tokens: int
 ) -> None:
-    """Let a draft model write the keys and values of rejected tokens too, into their own slots.
+    """Let a draft model also write the keys and values of rejected tokens, into their own slots.
 
-    vLLM leaves them out but counts them among a request's tokens. Kernels multiply what lies there
-    by zero, which does not help against bytes that are not a number.
+    vLLM leaves their slots out, but counts the tokens in the request's length. Kernels multiply the
+    content of these slots by zero, and unwritten bytes may be NaN.
 
     Args:
-        common: Of the draft's first step; its slots are written in place.
-        page_tokens: Slots of a small page.
-        max_tokens: No request has a slot for more tokens.
+        common: Metadata of the draft's first step. Its slot mapping is written in place.
+        page_tokens: Number of slots in a small page.
+        max_tokens: Largest number of tokens for which a request has slots.
     """
     starts, slots = common.query_start_loc, common.slot_mapping
     rows = torch.arange(slots.shape[0], dtype=starts.dtype, device=starts.device)
@@ -145,11 +146,11 @@ def fill_rejected_slots(
 
 @dataclass(frozen=True, slots=True)
 class ImageReach:
-    """Which tokens of their image the tokens of an image read besides those before them.
+    """How far tokens of an image read other tokens of it, beyond the causal mask and window.
 
     Attributes:
-        is_read: Whether they read any.
-        is_clamped: Whether they read none that their window has passed.
+        is_read: Whether they read other tokens of their image at all.
+        is_clamped: Whether their window also limits which tokens of the image they read.
     """
 
     is_read: bool = True
@@ -159,11 +160,12 @@ class ImageReach:
 def image_reach(vllm_config: "VllmConfig", layer_names: list[str]) -> ImageReach:
     """Find out how far the layers of a page table read images.
 
-    In most models every layer reads whole images. In Gemma 4 those with a window do so as far as
-    it reaches, and the others, which vLLM tells apart by nothing else, read as in any text.
+    In most models every layer reads whole images. In Gemma 4, layers with a window read an image
+    as far as the window reaches, and the others read it as text. vLLM marks only the layers with a
+    window, so the others are recognised by the marked layers in the model.
 
     Raises:
-        ValueError: The layers differ in it.
+        ValueError: The layers of the page table differ in this.
     """
     context = vllm_config.compilation_config.static_forward_context
     clamped = {
@@ -178,21 +180,21 @@ def image_reach(vllm_config: "VllmConfig", layer_names: list[str]) -> ImageReach
 
 
 class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
-    """Prepares what the layers of one kind and page table share in a step.
+    """Builds a step's metadata for the layers of one kind and page table.
 
-    A CUDA graph holds the addresses of the work lists it was captured with. Their sizes follow from
-    the batch's, so each size captured has its own lists, made anew in place before every replay.
-    vLLM's own options turn graphs off (`enforce_eager`, `cudagraph_mode`).
+    A CUDA graph holds the addresses of the work lists that it was captured with. The lists' sizes
+    depend on the batch size, so each captured size has its own lists. They are rewritten in place
+    before every replay. vLLM's own options turn graphs off (`enforce_eager`, `cudagraph_mode`).
 
-    A draft model runs between two steps of its target, over page tables of its own: its plans are
-    made for each of its steps, and its graphs hold no attention.
+    A draft model runs between two steps of its target, over page tables of its own. It gets a new
+    plan for each of its steps, and its graphs hold no attention.
 
-    Where batches must not matter (`VLLM_BATCH_INVARIANT`), every token goes to the kernel for
-    prompts: what batches change of a request is where its prompt is cut, what of it is found, and
-    whether it is preempted and read again, so that any of its tokens may be decoded or not.
+    With `VLLM_BATCH_INVARIANT`, every token goes to the prefill kernel. Other requests may change
+    where a prompt is cut, how much of it is a prefix hit, and whether the request is preempted and
+    computed again. So any token may be decoded in one run and prefilled in another.
 
     Attributes:
-        kernels: Which kernels the layers' prompts attend by.
+        kernels: Choice of the kernels for prompts.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = (
@@ -203,7 +205,11 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
     def get_cudagraph_support(
         cls, vllm_config: "VllmConfig", kv_cache_spec: "KVCacheSpec"
     ) -> AttentionCGSupport:
-        """Say what a CUDA graph may hold: drafted tokens too, where the decode kernel takes all."""
+        """Get the batches that a CUDA graph may hold.
+
+        With speculative decoding, these have several tokens per request if the decode kernel can
+        process all of them in one tile, or if batches are invariant.
+        """
         if vllm_config.speculative_config is None or not isinstance(kv_cache_spec, AttentionSpec):
             return cls._cudagraph_support
         if vllm.envs.VLLM_BATCH_INVARIANT:
@@ -244,16 +250,16 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
             )
         )
         self._reads_images = self._image_reach.is_read and vllm_config.model_config.is_mm_prefix_lm
-        # Invariant batches have none of these kernels, which so need no trial.
+        # Invariant batches do not use these kernels, so no trial is needed.
         asked = False if self._is_batch_invariant else settings.has_specialized_prefill
         self.kernels = KernelChoice(device, asked=asked)
         self._layers = vllm_config.compilation_config.static_forward_context
         self._captured = CapturedPlans()
 
     def calls(self) -> list[Call]:
-        """Describe the calls of `paged_attention` that the layers will make.
+        """Describe the calls of `paged_attention` that the layers will make, for trials.
 
-        There are none where pages are quantised: these have kernels of their own on request only.
+        There are none for quantised pages: specialised kernels serve them only on request.
         """
         if self._kind.is_quantised:
             return []
@@ -275,7 +281,11 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> JengaTritonMetadata:
-        """Collect a step's tensors and count its work."""
+        """Build a step's metadata and its work lists.
+
+        Raises:
+            NotImplementedError: The step is not causal, and the layers are, or the reverse.
+        """
         common = common_attn_metadata
         if common.causal is not self._kind.is_causal:
             msg = f"causal must be {self._kind.is_causal} in these layers, got {common.causal}"
@@ -291,14 +301,14 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
             seq_lens=common.seq_lens,
             page_table=common.block_table_tensor,
             plan=self._plan(common, has_spans=spans is not None),
-            # From pinned memory: from any other the host would wait for the steps before.
+            # Copied from pinned memory. Otherwise the host would wait for earlier steps.
             spans=None if spans is None else async_tensor_h2d(spans, device=self.device),
         )
 
     def build_for_drafting(
         self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
     ) -> JengaTritonMetadata:
-        """Collect the tensors of one of a draft model's steps."""
+        """Build the metadata of one step of a draft model."""
         if draft_index == 0 and self._leaves_out_rejected:
             fill_rejected_slots(
                 common_attn_metadata,
@@ -310,7 +320,7 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> JengaTritonMetadata:
-        """Collect tensors that stay where they are, for a batch of decoding requests."""
+        """Build metadata whose tensors keep their addresses, for a batch of decoding requests."""
         metadata = self.build(0, common_attn_metadata)
         metadata.plan = self._captured.keep(
             metadata.plan, max_query_tokens=common_attn_metadata.max_query_len
@@ -318,7 +328,7 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
         return metadata
 
     def _plan(self, common: CommonAttentionMetadata, *, has_spans: bool) -> AttentionPlan:
-        # A step with spans has a plan of its own. Its graph, if it is replayed, reads the kept one.
+        # A step with spans gets a plan of its own. If a graph is replayed, it reads the kept plan.
         captured = self._captured.updated(
             common.query_start_loc,
             common.seq_lens,
@@ -336,7 +346,7 @@ class JengaTritonMetadataBuilder(AttentionMetadataBuilder[JengaTritonMetadata]):
             dtype=self._dtype,
             max_query_tokens=common.max_query_len,
             min_query_tokens=min(filter(None, counts.tolist()), default=None),
-            # Only the kernel for prompts reads spans.
+            # Only the prefill kernel reads spans.
             decode_query_tokens=0 if has_spans else self._decode_query_tokens,
             is_batch_invariant=self._is_batch_invariant,
             is_warp_specialized=self.kernels.own,

@@ -1,4 +1,4 @@
-"""A layer's part of the arena as the kernels' arguments: keys, values and their scales."""
+"""Views of a layer's cache as kernel arguments: keys, values and their scales."""
 
 from typing import Any, TypedDict
 
@@ -7,16 +7,19 @@ import torch
 from jenga_kernels.checks.tensors import E5M2_DTYPE, FP8_DTYPE
 
 E5M2 = "fp8_e5m2"
-"""Value of --kv-cache-dtype with which elements are float8_e5m2."""
+"""Value of --kv-cache-dtype for elements of float8_e5m2."""
 
 INT4 = "int4_per_token_head"
-"""Value of --kv-cache-dtype with which elements take four bits, two in each uint8."""
+"""Value of --kv-cache-dtype for elements of four bits, two in each uint8."""
 
 SLOT_SCALE_DTYPES = ("int8_per_token_head", "fp8_per_token_head", INT4)
-"""Values of --kv-cache-dtype with which each head of each slot has scales of its own."""
+"""Values of --kv-cache-dtype for caches in which each head of each slot has its own scales."""
 
 SLOT_SCALES_BYTES = 2 * torch.float32.itemsize
-"""Bytes of the scales of one head of one slot, or of its steps and least elements."""
+"""Bytes of the scales of one head of one slot, one for the key and one for the value.
+
+With four bits an element, a scale is a pair of bfloat16: the step and the smallest element.
+"""
 
 
 class CacheViews(TypedDict):
@@ -37,14 +40,14 @@ def cache_views(
     head_dim: int,
     cache_dtype: str,
 ) -> CacheViews:
-    """View a layer's cache as the kernels do.
+    """Make the kernels' views of a layer's cache.
 
     Args:
-        layer: vLLM's layer, which knows the scales of a cache that has a few for all slots.
+        layer: vLLM's layer. It has the scales of a cache whose slots share them.
         kv_cache: [num_pages, num_kv_heads, page_tokens, bytes or elements of a slot's key and
-            value], uint8 standing for float8 but with four bits an element.
-        head_dim: Elements of a key.
-        cache_dtype: vLLM's name of how the layer stores.
+            value]. uint8 stands for float8, except with four bits an element.
+        head_dim: Number of elements in a key.
+        cache_dtype: Value of --kv-cache-dtype.
     """
     if cache_dtype == INT4:
         views = _views_of_scaled_slots(kv_cache, head_dim // 2)
@@ -71,15 +74,15 @@ def cache_views(
 
 
 def _views_of_scaled_slots(kv_cache: torch.Tensor, key_bytes: int) -> CacheViews:
-    """View a cache whose slots have scales of their own: in a page they lie behind all slots.
+    """Make views of a cache whose slots have their own scales.
 
-    vLLM counts four bytes of a scale to each key and value. There, rows would begin at multiples of
-    four bytes, and be loaded four at a time.
+    In a page, the scales lie after all rows. vLLM puts the four bytes of each scale next to its key
+    or value. Then rows would begin at multiples of four bytes, and each load would have only four.
 
     Args:
-        kv_cache: [num_pages, num_kv_heads, page_tokens, bytes of a key, a value and 8], items of
-            one byte, a page's in one piece, in any order.
-        key_bytes: Bytes of a key.
+        kv_cache: [num_pages, num_kv_heads, page_tokens, bytes of a key, a value and 8 of scales],
+            elements of one byte. A page is contiguous, with its dimensions in any order.
+        key_bytes: Number of bytes in a key.
     """
     num_pages, num_kv_heads, page_tokens, slot_bytes = kv_cache.shape
     row_bytes = slot_bytes - SLOT_SCALES_BYTES
@@ -112,5 +115,5 @@ def _views_of_scaled_slots(kv_cache: torch.Tensor, key_bytes: int) -> CacheViews
 
 
 def _pairs(words: torch.Tensor | None) -> torch.Tensor | None:
-    """Words of 4 bytes, [num_pages, page_tokens, num_kv_heads], as pairs bf16[.., 2]."""
+    """View words of 4 bytes, [num_pages, page_tokens, num_kv_heads], as pairs bf16[.., 2]."""
     return None if words is None else words[..., None].view(torch.bfloat16)

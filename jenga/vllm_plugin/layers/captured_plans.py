@@ -1,4 +1,4 @@
-"""Plans that CUDA graphs were captured with, one per size of a batch."""
+"""Attention plans that CUDA graphs were captured with, one for each batch size."""
 
 from dataclasses import replace
 
@@ -8,25 +8,25 @@ from jenga_kernels.attention_plan import AttentionPlan
 
 
 class CapturedPlans:
-    """Work lists that stay where they are, because a CUDA graph holds their addresses."""
+    """Plans whose work lists keep their addresses, because CUDA graphs hold these."""
 
     def __init__(self) -> None:
         # (requests, tokens) of a captured batch -> its plan
         self._plans: dict[tuple[int, int], AttentionPlan] = {}
 
     def keep(self, plan: AttentionPlan, *, max_query_tokens: int) -> AttentionPlan:
-        """Keep the plan of a batch that is captured now, unless its size has one.
+        """Keep the plan of a batch that is captured now, unless there is one for its size.
 
         Args:
-            plan: Of the batch.
-            max_query_tokens: No request of it has more, for the message.
+            plan: Plan of the batch.
+            max_query_tokens: Largest number of query tokens of a request, for the error message.
 
         Returns:
             The plan to capture.
 
         Raises:
-            NotImplementedError: A request of it is not decoded where others are, so a replay could
-                differ in the number of programs.
+            NotImplementedError: The batch mixes decoding with requests that are too long to decode,
+                so a replay could need another number of programs.
         """
         if plan.max_row_tiles and plan.decode_query_tokens:
             msg = (
@@ -47,13 +47,16 @@ class CapturedPlans:
         num_tokens: int,
         max_query_tokens: int,
     ) -> AttentionPlan | None:
-        """Get the kept plan of a batch's size, made anew for its requests; None without one.
+        """Get the kept plan for a batch size, with its work lists updated in place.
 
         Args:
-            query_starts: i32[num_requests + 1].
-            seq_lens: i32[num_requests].
-            num_tokens: Tokens of the batch, padding included.
-            max_query_tokens: No request has more.
+            query_starts: i32[num_requests + 1], index of each request's first token, and the end.
+            seq_lens: i32[num_requests], number of tokens of each request.
+            num_tokens: Number of tokens in the batch, padding included.
+            max_query_tokens: Largest number of query tokens of a request.
+
+        Returns:
+            The plan, or None if none is kept that serves the batch.
         """
         plan = self._plans.get((seq_lens.shape[0], num_tokens))
         if plan is None:
@@ -64,9 +67,9 @@ class CapturedPlans:
         return plan
 
     def _with_shared_partials(self, plan: AttentionPlan) -> AttentionPlan:
-        """Let a plan keep parts of split results where a larger one keeps its own.
+        """Let a plan store partial results of splits in the buffer of a larger plan.
 
-        No two steps run at once, and vLLM captures the largest batch first.
+        This is safe because steps run one after another. vLLM captures the largest batch first.
         """
         num_partials = plan.partial_out.shape[0]
         for other in self._plans.values():

@@ -1,4 +1,4 @@
-"""What computes attention and states on a CPU: the references, or the interpreted kernels."""
+"""Attention and states on a CPU: PyTorch references, or kernels in Triton's interpreter."""
 
 import torch
 from vllm.logger import init_logger
@@ -14,7 +14,7 @@ def prepare_device(device: torch.device) -> None:
     """Prepare an engine's layers for their device, and log how a CPU serves them.
 
     Args:
-        device: Of the layers' caches.
+        device: Device of the layers' caches.
     """
     if device.type != "cpu":
         return

@@ -1,7 +1,8 @@
-"""Cross attention: layers that store what an encoder made and read it, of whichever request.
+"""Cross attention: layers that store encoder outputs and attend to them.
 
-vLLM stores for every request whose first token is computed. Here it is for those whose encoder ran
-in the step: others found in the cache what theirs would make, and may share those pages.
+vLLM stores encoder outputs for every request whose first token is computed. Here they are stored
+only for requests whose encoder ran in the step. The other requests found their encoder outputs in
+the cache, and may share those pages with others.
 """
 
 from collections.abc import Sequence
@@ -30,20 +31,20 @@ if TYPE_CHECKING:
 def encoder_slots(
     page_table: torch.Tensor, num_tokens: Sequence[int], rows: Sequence[int], *, page_tokens: int
 ) -> torch.Tensor:
-    """Get the slots of what encoders made for some requests, one request after another.
+    """Get the slots for the encoder outputs of some requests, one request after another.
 
     Args:
         page_table: i32[num_requests, max_pages].
-        num_tokens: Tokens that each of the requests' encoders make.
-        rows: The requests.
-        page_tokens: Slots of a page.
+        num_tokens: For each request of the batch, number of tokens that its encoder makes.
+        rows: Rows of the requests in the batch.
+        page_tokens: Number of slots in a page.
 
     Returns:
         i64[sum of their tokens].
     """
     counts = [num_tokens[row] for row in rows]
     positions = np.concatenate([np.arange(count) for count in counts])
-    # From pinned memory, at once: the host does not wait for the steps before.
+    # One copy from pinned memory, so that the host does not wait for earlier steps.
     fields = np.stack([np.repeat(rows, counts), positions // page_tokens, positions % page_tokens])
     table_rows, numbers, offsets = async_tensor_h2d(fields, device=page_table.device)
     return page_table[table_rows, numbers].long() * page_tokens + offsets
@@ -51,11 +52,13 @@ def encoder_slots(
 
 @dataclass
 class JengaCrossMetadata(JengaTritonMetadata):
-    """What all layers of cross attention of a page table need for a step.
+    """A step's metadata, shared by all cross attention layers of a page table.
 
     Attributes:
-        encoder_tokens: i32[num_requests] on the host, tokens that each request's encoder makes.
-        mailbox: Says for which requests an encoder has run by the time that layers do.
+        encoder_tokens: i32[num_requests] on the host, number of tokens that each request's encoder
+            makes.
+        mailbox: Mailbox of the model runner. When the layers run, it names the requests whose
+            encoder ran.
     """
 
     encoder_tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
@@ -63,13 +66,13 @@ class JengaCrossMetadata(JengaTritonMetadata):
     _slots: torch.Tensor | None = None
 
     def slots_of(self, num_tokens: int) -> torch.Tensor:
-        """Get the slots for what was encoded for the step; the first of its layers finds them.
+        """Get the slots for the encoder outputs of the step. They are computed by the first call.
 
         Args:
-            num_tokens: How many tokens that is.
+            num_tokens: Number of tokens that were encoded.
 
         Raises:
-            InvariantError: It is not as many as the encoded rows make.
+            InvariantError: The encoded requests make another number of tokens.
         """
         if self._slots is None:
             rows, counts = self.mailbox.encoded_rows, self.encoder_tokens.tolist()
@@ -82,11 +85,11 @@ class JengaCrossMetadata(JengaTritonMetadata):
 
 
 class JengaCrossMetadataBuilder(JengaTritonMetadataBuilder):
-    """Prepares what the layers of cross attention of one page table share in a step.
+    """Builds a step's metadata for the cross attention layers of one page table.
 
     Attributes:
-        mailbox: Of the model runner.
-        ordered_layers: None; no states are kept of these layers.
+        mailbox: Mailbox of the model runner.
+        ordered_layers: Always empty, because these layers have no states to keep.
     """
 
     ordered_layers: tuple[str, ...] = ()
@@ -107,7 +110,13 @@ class JengaCrossMetadataBuilder(JengaTritonMetadataBuilder):
         common_attn_metadata: "CommonAttentionMetadata",
         fast_build: bool = False,
     ) -> JengaCrossMetadata:
-        """Collect a step's tensors and count its work: every token reads all its encoder made."""
+        """Build a step's metadata and its work lists.
+
+        Every token reads all encoder tokens of its request.
+
+        Raises:
+            InvariantError: The step does not have the number of each encoder's tokens.
+        """
         common = copy(common_attn_metadata)
         if common.encoder_seq_lens is None or common.encoder_seq_lens_cpu is None:
             msg = "a step of cross attention must say how many tokens encoders made"
@@ -135,7 +144,7 @@ class JengaCrossImpl(JengaTritonImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Store what was encoded for the step, if anything was, then attend."""
+        """Store the encoder outputs of the step, if there are any, then run attention."""
         is_run = isinstance(attn_metadata, JengaCrossMetadata)
         if is_run and key is not None and value is not None:
             slots = attn_metadata.slots_of(key.shape[0])
@@ -154,7 +163,7 @@ class JengaCrossImpl(JengaTritonImpl):
 
 
 class JengaCrossBackend(JengaTritonBackend):
-    """Paged attention over what encoders made."""
+    """Paged attention over encoder outputs."""
 
     forward_includes_kv_cache_update = True
 
@@ -165,5 +174,5 @@ class JengaCrossBackend(JengaTritonBackend):
 
     @staticmethod
     def get_builder_cls() -> type[JengaCrossMetadataBuilder]:
-        """Get the class that prepares a step."""
+        """Get the class that builds a step's metadata."""
         return JengaCrossMetadataBuilder

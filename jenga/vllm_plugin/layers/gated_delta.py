@@ -1,12 +1,14 @@
 """Layers of the gated delta rule of vLLM, served by `jenga_kernels` on states in pages.
 
-Gated delta nets (Qwen3-Next, Qwen3.5, OLMo Hybrid) decay a head's state as a whole, Kimi delta
-attention (Kimi-Linear, Ling 3) each key channel on its own. As with Mamba layers, vLLM's keep their
-weights, projections and norms; what lies between reads and writes the state slots of the page-layer
-buffer in place. In a step of decoding requests nothing waits for the device and all that changes is
-read from the metadata's buffers, so that a CUDA graph can be made of it; none has been captured,
-and nothing here has run on a GPU yet. Of the models, vLLM's CPU build makes those of Qwen only: the
-other layers are tested alone.
+Gated delta nets (Qwen3-Next, Qwen3.5, OLMo Hybrid) decay a head's state as a whole. Kimi delta
+attention (Kimi-Linear, Ling 3) decays each key channel separately. As with Mamba layers, weights,
+projections and norms stay in vLLM's layers. The parts between them read and write state slots of
+the arena in place.
+
+A step of decoding requests never waits for the device, and reads all changing values from buffers
+of the metadata. So it can be captured in a CUDA graph. No graph has been captured so far, and this
+code has not run on a GPU yet. vLLM's CPU build can only make Qwen's models, so layers of the other
+models are tested alone.
 """
 
 from dataclasses import dataclass
@@ -67,7 +69,7 @@ _GatedDeltaBuilder = builder_beside(GDNAttentionMetadataBuilder, _layer_classes)
 
 
 class JengaGatedDeltaBackend(JengaStateBackend):
-    """Registered in place of vLLM's backend of layers of the gated delta rule."""
+    """Backend registered instead of vLLM's own for layers of the gated delta rule."""
 
     @staticmethod
     def get_name() -> str:
@@ -76,13 +78,13 @@ class JengaGatedDeltaBackend(JengaStateBackend):
 
     @staticmethod
     def get_builder_cls() -> type["AttentionMetadataBuilder[Any]"]:
-        """Get the class that prepares a step."""
+        """Get the class that builds a step's metadata."""
         return _GatedDeltaBuilder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaRule:
-    """A step's inputs to the delta rule, as `jenga_kernels.delta_scan.delta_scan` names them."""
+    """A step's inputs to the delta rule, named as in `jenga_kernels.delta_scan.delta_scan`."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -104,13 +106,14 @@ def replay(
     """Apply the first tokens of a step, or none, to states that are seldom written.
 
     Args:
-        out: Written in place, [num_tokens, num_v_heads, head_v_dim]; as many tokens are applied.
-        states: Written in place where `counts` says so, [num_slots, num_v_heads, head_v_dim,
-            head_k_dim].
-        history: Written in place.
-        step: Inputs.
-        slots: i32[num_requests].
-        counts: What is in the states, before and after.
+        out: Outputs, [num_tokens, num_v_heads, head_v_dim], written in place. Its rows give the
+            number of tokens.
+        states: [num_slots, num_v_heads, head_v_dim, head_k_dim]. Those that `counts` names are
+            written in place.
+        history: History beside the states, written in place.
+        step: Inputs of the step.
+        slots: State slots of the requests, i32[num_requests].
+        counts: Numbers of tokens in the states, before and after.
     """
     first = len(out)
     delta_replay(
@@ -139,14 +142,14 @@ def apply_delta_rule(
     metadata: JengaMambaMetadata,
     layer_name: str,
 ) -> None:
-    """Apply a step's tokens to the states.
+    """Apply the delta rule to a step's tokens.
 
     Args:
-        out: Written in place, [num_tokens, num_v_heads, head_v_dim].
-        states: Written in place, [num_slots, num_v_heads, head_v_dim, head_k_dim].
-        step: Inputs.
-        metadata: Of the step.
-        layer_name: Of the layer.
+        out: Outputs, [num_tokens, num_v_heads, head_v_dim], written in place.
+        states: [num_slots, num_v_heads, head_v_dim, head_k_dim], written in place.
+        step: Inputs of the step.
+        metadata: Metadata of the step.
+        layer_name: Name of the layer.
     """
     for num_tokens, slots, counts in replays(metadata):
         history = counts.histories[layer_name]
@@ -196,17 +199,17 @@ def forward_gated_delta(
     output: torch.Tensor,
     metadata: JengaMambaMetadata,
 ) -> None:
-    """Run what lies between the projections of a gated delta net of vLLM.
+    """Run a gated delta net of vLLM between its projections.
 
     Args:
-        layer: A `QwenGatedDeltaNetAttention` or `OlmoHybridGatedDeltaNetAttention`; its states are
+        layer: A `QwenGatedDeltaNetAttention` or `OlmoHybridGatedDeltaNetAttention`. Its states are
             written in place.
         mixed_qkv: Queries, keys and values side by side, [num_tokens or more, dim].
         b: Projections of betas, [num_tokens or more, num_v_heads].
         a: Projections of gates, [num_tokens or more, num_v_heads].
-        output: Written in place for the step's tokens, [num_tokens or more, num_v_heads,
-            head_v_dim].
-        metadata: Of the step.
+        output: [num_tokens or more, num_v_heads, head_v_dim]. Rows of the step's tokens are written
+            in place.
+        metadata: Metadata of the step.
     """
     num_tokens = metadata.num_decode_tokens + metadata.num_prefill_tokens
     x, b, a = mixed_qkv[:num_tokens], b[:num_tokens], a[:num_tokens]
@@ -225,7 +228,7 @@ def _gated_delta_step(
     q, k, v = _gated_delta_heads(layer, convolved)
     A_log, dt_bias = layer.A_log, layer.dt_bias  # noqa: N806
     if getattr(layer, "allow_neg_eigval", False):
-        # Betas up to 2, where the kernels' sigmoid ends at 1.
+        # Betas go up to 2 here, and the kernels' sigmoid only up to 1.
         a = -A_log.float().exp() * softplus(a.float() + dt_bias.float())
         b = 2.0 * b.float().sigmoid()
         A_log, dt_bias = None, None  # noqa: N806
@@ -233,7 +236,7 @@ def _gated_delta_step(
 
 
 def _gated_delta_heads(layer: Any, convolved: torch.Tensor) -> list[torch.Tensor]:  # noqa: ANN401
-    """Get queries, keys and values, [num_tokens, heads, elements] each."""
+    """Get queries, keys and values, each [num_tokens, heads, elements]."""
     key_dim, value_dim = layer.key_dim // layer.tp_size, layer.value_dim // layer.tp_size
     parts = convolved.split([key_dim, key_dim, value_dim], dim=-1)
     dims = (layer.head_k_dim, layer.head_k_dim, layer.head_v_dim)
@@ -241,11 +244,11 @@ def _gated_delta_heads(layer: Any, convolved: torch.Tensor) -> list[torch.Tensor
 
 
 def scan_call(layer: Any, dtype: torch.dtype) -> Call:  # noqa: ANN401
-    """Describe the calls of `delta_scan` that a layer of vLLM will make.
+    """Describe the calls of `delta_scan` that a layer of vLLM will make, for trials.
 
     Args:
-        layer: One of those served, with its cache.
-        dtype: Of its inputs.
+        layer: A layer of one of the served classes, with its cache bound.
+        dtype: Element type of its inputs.
     """
 
     def inputs(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -267,7 +270,7 @@ def scan_call(layer: Any, dtype: torch.dtype) -> Call:  # noqa: ANN401
         else:
             q, k, v = inputs(3 * num_heads * key_dim).unflatten(-1, (3, -1, key_dim)).unbind(1)
             are_ready = layer.gate_lower_bound is not None
-    # Projections of the layer's dtype, or what is made of them.
+    # Gates and betas are projections of the layer's dtype, or values in float32 made from them.
     gates_dtype = torch.float32 if are_ready else dtype
     return Call.of(
         "delta_scan",
@@ -290,15 +293,16 @@ def forward_kimi_delta(
     output: torch.Tensor,
     metadata: JengaMambaMetadata,
 ) -> None:
-    """Run what lies between the projections and the output norm of Kimi delta attention in vLLM.
+    """Run Kimi delta attention of vLLM between its projections and its output norm.
 
     Args:
-        layer: A `KimiGatedDeltaNetAttention`; its states are written in place.
+        layer: A `KimiGatedDeltaNetAttention`. Its states are written in place.
         mixed_qkv: Queries, keys and values side by side, [num_tokens or more, dim].
-        gates: Projections, [num_tokens or more, num_heads, head_dim].
-        betas: Projections, [num_tokens or more, num_heads].
-        output: Written in place for the step's tokens, [num_tokens or more, num_heads, head_dim].
-        metadata: Of the step.
+        gates: Projections of gates, [num_tokens or more, num_heads, head_dim].
+        betas: Projections of betas, [num_tokens or more, num_heads].
+        output: [num_tokens or more, num_heads, head_dim]. Rows of the step's tokens are written in
+            place.
+        metadata: Metadata of the step.
     """
     num_tokens = metadata.num_decode_tokens + metadata.num_prefill_tokens
     x, gates, betas = mixed_qkv[:num_tokens], gates[:num_tokens], betas[:num_tokens]
@@ -307,7 +311,8 @@ def forward_kimi_delta(
     q, k, v = convolved.unflatten(-1, (3, -1, layer.head_dim)).unbind(1)
     A_log, dt_bias = layer.A_log, layer.dt_bias.view(-1, layer.head_dim)  # noqa: N806
     if layer.gate_lower_bound is not None:
-        # Another function of the projections than the kernels': no decay below this bound.
+        # The layer computes gates from projections with another function than the kernels do. The
+        # logarithm of a decay stays above this bound.
         rates = A_log.float().exp()[:, None]
         gates = layer.gate_lower_bound * (rates * (gates.float() + dt_bias.float())).sigmoid()
         betas = betas.float().sigmoid()
@@ -326,17 +331,17 @@ def forward_bailing_delta(
     core_attn_out: torch.Tensor,
     metadata: JengaMambaMetadata,
 ) -> None:
-    """Run what lies between the projections and the output norm of Bailing's Kimi delta attention.
+    """Run Bailing's Kimi delta attention between its projections and its output norm.
 
     Args:
-        layer: A `BailingMoeV3KimiDeltaAttention`; its states are written in place.
+        layer: A `BailingMoeV3KimiDeltaAttention`. Its states are written in place.
         q_proj_states: Queries, [num_tokens or more, num_heads * head_dim].
         k_proj_states: Keys, likewise.
         v_proj_states: Values, likewise.
         g1: Logarithms of decays, [1, num_tokens or more, num_heads, head_dim].
-        beta: Strengths of writing, [1, num_tokens or more, num_heads].
-        core_attn_out: Written in place for the step's tokens, shape of g1.
-        metadata: Of the step.
+        beta: Betas, the strengths of writing, [1, num_tokens or more, num_heads].
+        core_attn_out: Same shape as g1. Rows of the step's tokens are written in place.
+        metadata: Metadata of the step.
     """
     num_tokens = metadata.num_decode_tokens + metadata.num_prefill_tokens
     conv_states = channels_first(layer.kv_cache[0]).chunk(3, dim=1)

@@ -1,14 +1,16 @@
 """JENGA_TRITON for layers of multi-head latent attention (MLA): latents in pages of the arena.
 
-The layer is vLLM's `MLAAttention`, which calls a backend in two ways. `forward_mqa` gets queries
-with the heads' key projections absorbed and reads the latents themselves: here `latent_attention`,
-for every request of few new tokens. `forward_mha` is for long chunks of prompts: vLLM gives each
-head its own keys and values again and attends with the kernel it has for such; only the latents of
-earlier chunks are read from our pages. `latent_builder` decides which requests go which way.
+The layer is vLLM's `MLAAttention`, which calls a backend in two ways:
 
-A float8 cache has one scale a layer, for latents and rotary keys alike. Queries stay as they are,
-and a long chunk of a prompt reads its own tokens as they were before they were stored, as in stock
-vLLM.
+- `forward_mqa` gets queries with the heads' key projections absorbed, and reads latents directly.
+  It serves requests with few new tokens, through `latent_attention`.
+- `forward_mha` serves long chunks of prompts. vLLM computes each head's keys and values and runs
+  its own kernel. Only the latents of earlier chunks are read from our pages.
+
+`latent_builder` decides which requests go which way.
+
+A float8 cache has one scale per layer, for latents and rotary keys. Queries are not quantised. As
+in stock vLLM, a long chunk of a prompt reads its own tokens unquantised.
 """
 
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -36,12 +38,14 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.attention.mla_attention import MLACommonPrefillMetadata
 
 _WIDTHS = (320, 576)
-"""Elements of a stored row: a latent of 256 or 512 and a rotary key of 64. vLLM's metadata knows
-one other width, of layers without rotary keys."""
+"""Numbers of elements in a stored row: a latent of 256 or 512, and a rotary key of 64.
+
+vLLM's metadata also allows one other width, for layers without rotary keys.
+"""
 
 
 class JengaLatentBackend(JengaTritonBackend):
-    """Latent attention over the page-layer buffer, in Triton."""
+    """Latent attention over small pages of the arena, in Triton."""
 
     supported_kv_cache_dtypes: ClassVar[list[Any]] = [
         name for name in CACHE_DTYPES if name not in (E5M2, *SLOT_SCALE_DTYPES)
@@ -54,7 +58,7 @@ class JengaLatentBackend(JengaTritonBackend):
 
     @staticmethod
     def get_builder_cls() -> type[JengaLatentMetadataBuilder]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Get the class that prepares a step."""
+        """Get the class that builds a step's metadata."""
         return JengaLatentMetadataBuilder
 
     @classmethod
@@ -64,7 +68,7 @@ class JengaLatentBackend(JengaTritonBackend):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        """Whether rows of this many elements are served."""
+        """Whether stored rows of this number of elements are served."""
         return head_size in _WIDTHS
 
     @classmethod
@@ -79,32 +83,32 @@ class JengaLatentBackend(JengaTritonBackend):
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
-        """Whether the tokens of an image may read those after them: not over latents."""
+        """Whether tokens of an image may attend to later tokens of it: not over latents."""
         return False
 
     @classmethod
     def supports_per_head_quant_scales(cls) -> bool:
-        """Whether each head may have its own scale: a latent belongs to all heads."""
+        """Whether each head may have its own scale: no, a latent belongs to all heads."""
         return False
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
-        """Whether an attention type is served: a decoder's to its own tokens."""
+        """Whether an attention type is served: a decoder's self-attention."""
         return attn_type == AttentionType.DECODER
 
 
 def _stored(
     kv_cache: torch.Tensor, k_scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """View a layer's cache as its pages, with what their rows are multiplied with.
+    """Get the pages of a layer's cache and their scale.
 
     Args:
-        kv_cache: [num_pages, page_tokens, latent_dim + rotary_dim]; vLLM's uint8 are float8_e4m3fn,
-            as it calls them itself by the time that it attends.
+        kv_cache: [num_pages, page_tokens, latent_dim + rotary_dim]. uint8 stands for float8_e4m3fn,
+            and vLLM passes it as that when attention runs.
         k_scale: The layer's scale, one element.
 
     Returns:
-        The pages, and f32[1]; None where they are not quantised.
+        The pages, and their scale f32[1]. The scale is None if they are not quantised.
     """
     if kv_cache.dtype == torch.uint8:
         kv_cache = kv_cache.view(FP8_DTYPE)
@@ -119,19 +123,19 @@ def gathered_latents(
     dtype: torch.dtype,
     latent_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Copy the rows of tokens computed before this step out of their pages.
+    """Gather the rows of tokens computed before this step from their pages.
 
     Args:
         pages: [num_pages, page_tokens, latent_dim + rotary_dim], `dtype` or float8_e4m3fn; any
             strides.
-        chunk: Which tokens of which requests.
+        chunk: vLLM's description of the tokens: a range of each of some requests.
         page_table: i32[requests of the chunk, max_pages].
-        dtype: That of the result.
-        latent_scale: What stored rows are multiplied with, f32[1]; None where they are not
+        dtype: Element type of the result.
+        latent_scale: Scale that stored rows are multiplied with, f32[1]. None if they are not
             quantised.
 
     Returns:
-        [num_tokens, latent_dim + rotary_dim], the requests' tokens one behind the other.
+        [num_tokens, latent_dim + rotary_dim], one request's tokens after another's.
     """
     num_tokens, page_tokens = chunk.num_context_tokens, pages.shape[1]
     requests = chunk.token_to_seq[:num_tokens].long()
@@ -194,9 +198,9 @@ class JengaLatentImpl(MLACommonImpl[MLACommonMetadata[JengaLatentDecode]]):
         """Describe the calls of `latent_attention` that the layer will make.
 
         Args:
-            layer: With its cache.
-            dtype: Of the queries.
-            decode_query_tokens: As `plan_latent_attention` takes it.
+            layer: vLLM's layer, with its cache bound.
+            dtype: Element type of the queries.
+            decode_query_tokens: As in `plan_latent_attention`.
         """
         pages, latent_scale = _stored(layer.kv_cache, layer._k_scale)
         q = torch.empty(FEW_TOKENS, self.num_heads, pages.shape[2], dtype=dtype, device="meta")
@@ -237,10 +241,13 @@ class JengaLatentImpl(MLACommonImpl[MLACommonMetadata[JengaLatentDecode]]):
         attn_metadata: MLACommonMetadata[JengaLatentDecode],
         layer: Any,  # noqa: ANN401 (has the scale of quantised pages)
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend with the heads' projections absorbed into the queries.
+        """Run attention over latents with the key projections absorbed into the queries.
 
         Returns:
             Results in the latents' space, [num_tokens, num_heads, latent_dim], and None.
+
+        Raises:
+            ValueError: The step has no absorbed requests.
         """
         decode = attn_metadata.decode
         if decode is None:
@@ -267,12 +274,15 @@ class JengaLatentImpl(MLACommonImpl[MLACommonMetadata[JengaLatentDecode]]):
         attn_metadata: MLACommonMetadata[JengaLatentDecode],
         k_scale: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend to the tokens computed before this step, as many at a time as vLLM allows.
+        """Run attention over the tokens computed before this step, in chunks of vLLM's size.
 
-        vLLM's own gather reads pages that lie one behind the other, on a CPU, and no float8 there.
+        vLLM's own gather is not used. On a CPU it needs contiguous pages, and cannot read float8.
 
         Returns:
             Results, [num_tokens, num_heads, v_head_dim], and log-sum-exps, [num_heads, num_tokens].
+
+        Raises:
+            ValueError: The step has no prompts with such tokens.
         """
         prefill = attn_metadata.prefill
         if prefill is None or prefill.chunked_context is None or prefill.prefill_backend is None:

@@ -1,4 +1,8 @@
-"""What the layers of latent attention share in a step: who is absorbed, and its work, counted."""
+"""A step's metadata for layers of latent attention (MLA).
+
+A request is absorbed if its queries include the heads' key projections and read latents directly.
+This module decides which requests are absorbed, and builds their work lists.
+"""
 
 import os
 from collections.abc import Iterable
@@ -34,16 +38,18 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 MAX_DECODE_QUERY_TOKENS = MIN_ROWS
-"""Query tokens that fit, of one head each, into the decode kernel's tile for every dtype and GPU;
-requests of more go to the kernel for prompts."""
+"""Number of query tokens of one head that fit into the decode kernel's tile on every GPU.
+
+It holds for every dtype. Requests with more query tokens go to the prefill kernel.
+"""
 
 
 @dataclass
 class JengaLatentDecode(MLACommonDecodeMetadata):
-    """What layers need for the requests whose heads' projections are absorbed.
+    """A step's metadata for the absorbed requests.
 
     Attributes:
-        query_starts: i32[num_requests + 1], where each request's tokens begin.
+        query_starts: i32[num_requests + 1], index of each request's first token, and the end.
         plan: The step's work lists.
     """
 
@@ -52,16 +58,20 @@ class JengaLatentDecode(MLACommonDecodeMetadata):
 
 
 def absorbed_query_tokens(*, latent_dim: int, nope_dim: int, value_dim: int) -> int:
-    """Most new tokens of a request for which reading its latents as they are costs less.
+    """Get the largest number of a request's new tokens for which absorption costs less.
 
-    Read so, a query's head multiplies with a latent twice for each token of the context, instead of
-    with its own key and value; but these have to be made first, once for all queries. Both are
-    multiplications of matrices, so their counts decide: no GPU has timed the two.
+    An absorbed query head is multiplied with each latent of the context twice. Otherwise it is
+    multiplied with a key and a value of its head, which must first be computed, once for all
+    queries. Both ways are matrix products, so the number of multiplications decides. The two have
+    not been timed on a GPU.
 
     Args:
-        latent_dim: Elements of a latent.
-        nope_dim: Elements of a head's own key, without the rotary part.
-        value_dim: Elements of a head's value.
+        latent_dim: Number of elements in a latent.
+        nope_dim: Number of elements in a head's key, without the rotary part.
+        value_dim: Number of elements in a head's value.
+
+    Raises:
+        ValueError: A latent is so short that absorption always costs less.
     """
     saved_per_query = 2 * latent_dim - nope_dim - value_dim
     if saved_per_query <= 0:
@@ -71,14 +81,15 @@ def absorbed_query_tokens(*, latent_dim: int, nope_dim: int, value_dim: int) -> 
 
 
 def count_absorbed(vllm_config: VllmConfig) -> None:
-    """Let the profile of memory count what layers take for a step of absorbed requests alone.
+    """Let vLLM's memory profile cover a step in which all requests are absorbed.
 
-    vLLM's layer, which attends to nothing then, makes keys and values of as many rows as it would
-    of a context instead. A token that is absorbed has three rows in the latents' space, a query
-    without and with its rotary part and a result: with many tokens a step, more.
+    In the profile run, vLLM's layer has no cache to read. It allocates keys and values for as many
+    rows as a chunk of context has. An absorbed token needs three rows in the latents' space: its
+    query without the rotary part, its query with it, and its result. With many tokens in a step
+    this is more memory, so the number of rows is raised.
 
     Args:
-        vllm_config: After the model was made, and the one that drafts for it.
+        vllm_config: Configuration after the model and its draft model were made.
     """
     layers = get_layers_from_vllm_config(vllm_config, cast("type[Any]", MLAAttention))
     for name, layer in layers.items():
@@ -98,36 +109,40 @@ def count_absorbed(vllm_config: VllmConfig) -> None:
 
 
 def absorbs_all(layer_names: Iterable[str]) -> bool:
-    """Whether requests of all lengths are absorbed: `JengaLatentMetadataBuilder` says where."""
+    """Whether all requests are absorbed; `JengaLatentMetadataBuilder` explains when."""
     is_draft_model = any(name.startswith(DRAFT_PREFIX) for name in layer_names)
     return is_draft_model or vllm.envs.VLLM_BATCH_INVARIANT
 
 
 def latent_query_tokens(num_tokens: int) -> int | None:
-    """Get up to how many query tokens a request is decoded, as `plan_latent_attention` takes it.
+    """Get the value of `decode_query_tokens` for `plan_latent_attention`.
+
+    Requests with up to that number of query tokens go to the decode kernel.
 
     Args:
-        num_tokens: Most query tokens of a decoding request, those drafted and the last one's own.
+        num_tokens: Largest number of query tokens of a decoding request: one, and its drafts.
 
     Returns:
-        None for what costs no more than one token: also where drafts are longer than a tile.
+        The number, or None to let the kernel take as many tokens as cost no more than one. None is
+        also returned if drafts are longer than a tile.
     """
     return num_tokens if 1 < num_tokens <= MAX_DECODE_QUERY_TOKENS else None
 
 
 class JengaLatentMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata[JengaLatentDecode]]):
-    """Prepares what layers of latent attention share in a step.
+    """Builds a step's metadata for layers of latent attention.
 
-    vLLM's own builder describes the long chunks of prompts. As in `attention_builder`, each size of
-    a captured batch keeps its work lists, made anew in place before every replay.
+    vLLM's own builder describes the long chunks of prompts. As in `attention_builder`, each
+    captured batch size keeps its work lists, which are rewritten in place before every replay.
 
-    All requests of a draft model of its own are absorbed, long prompts too: it reads one more token
-    than its target in a step, and the lengths on the host, which describe prompts, leave it out.
-    So are all where batches must not matter (`VLLM_BATCH_INVARIANT`): for a token the same is
-    computed wherever its prompt is cut.
+    All requests are absorbed, long prompts too, in two cases:
+
+    - In a separate draft model. It reads one more token than its target in a step, and the lengths
+      on the host, which describe prompts, do not count that token.
+    - With `VLLM_BATCH_INVARIANT`. A token's result then does not depend on where its prompt is cut.
 
     Attributes:
-        kernels: Which kernels decoding requests attend by.
+        kernels: Choice of the kernels for decoding requests.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = (
@@ -141,7 +156,11 @@ class JengaLatentMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata[Jeng
         vllm_config: "VllmConfig",
         kv_cache_spec: "KVCacheSpec",
     ) -> AttentionCGSupport:
-        """Say what a CUDA graph may hold: drafted tokens too, where the decode kernel takes all."""
+        """Get the batches that a CUDA graph may hold.
+
+        With speculative decoding, these have several tokens per request if the decode kernel can
+        process all of them in one tile, or if batches are invariant.
+        """
         if vllm.envs.VLLM_BATCH_INVARIANT:
             return AttentionCGSupport.UNIFORM_BATCH
         if latent_query_tokens(drafted_query_tokens(vllm_config)) is None:
@@ -165,7 +184,7 @@ class JengaLatentMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata[Jeng
             is_quantised=kv_cache_spec.kv_quant_mode is KVQuantMode.FP8_PER_TENSOR,
             is_other_float=is_other_float(kv_cache_spec.dtype, vllm_config.model_config.dtype),
         )
-        # vLLM's lower bound: tokens drafted for a target, and the last one's own.
+        # vLLM's threshold so far: the drafts of a decoding request, and one token.
         self._decode_query_tokens = latent_query_tokens(self.reorder_batch_threshold)
         self.reorder_batch_threshold = max(
             self.reorder_batch_threshold,
@@ -192,7 +211,7 @@ class JengaLatentMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata[Jeng
         self._captured = CapturedPlans()
 
     def calls(self) -> list[Call]:
-        """Describe the calls of `latent_attention` that the layers will make."""
+        """Describe the calls of `latent_attention` that the layers will make, for trials."""
         layers = [self._layers[name] for name in self._layer_names]
         return [
             layer.impl.call_of(
@@ -206,7 +225,7 @@ class JengaLatentMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata[Jeng
     def build_for_drafting(
         self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
     ) -> MLACommonMetadata[JengaLatentDecode]:
-        """Collect the tensors of one of a draft model's steps."""
+        """Build the metadata of one step of a draft model."""
         if draft_index == 0 and self._is_draft_model:
             fill_rejected_slots(
                 common_attn_metadata,
@@ -218,7 +237,11 @@ class JengaLatentMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata[Jeng
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> MLACommonMetadata[JengaLatentDecode]:
-        """Collect tensors that stay where they are, for a batch of decoding requests."""
+        """Build metadata whose tensors keep their addresses, for a batch of decoding requests.
+
+        Raises:
+            NotImplementedError: The batch has other requests too.
+        """
         metadata = self.build(0, common_attn_metadata)
         if metadata.decode is None or metadata.num_prefills:
             msg = (

@@ -1,8 +1,8 @@
 """Linear attention of vLLM (Ling 2.5, Ring 2.5), served by `jenga_kernels` on states in pages.
 
-A head's state is the sum of its values' products with their keys, which decays by a fixed factor
-with every token (lightning attention). That is the recurrence of Mamba-2 with step sizes of one, a
-group for each head, keys for B, queries for C and values for x.
+A head's state is a sum of outer products of values and keys. It decays by a fixed factor with every
+token (lightning attention). This is the recurrence of Mamba-2 with step sizes of one and a group
+for each head. Keys are B, queries are C and values are x.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -31,13 +31,13 @@ def _layer_classes() -> tuple[type, ...]:
 
 
 _KEPT_RATES = "_jenga_rates"
-"""Attribute of a layer."""
+"""Attribute of a layer that holds the rates of its states' decay."""
 
 _LinearAttentionBuilder = builder_beside(BailingLinearAttentionMetadataBuilder, _layer_classes)
 
 
 class JengaLinearAttentionBackend(JengaStateBackend):
-    """In place of the backend that these layers name themselves, past vLLM's registry."""
+    """Backend that replaces the one that these layers name themselves, without vLLM's registry."""
 
     @staticmethod
     def get_name() -> str:
@@ -46,21 +46,22 @@ class JengaLinearAttentionBackend(JengaStateBackend):
 
     @staticmethod
     def get_builder_cls() -> type["AttentionMetadataBuilder[Any]"]:
-        """Get the class that prepares a step."""
+        """Get the class that builds a step's metadata."""
         return _LinearAttentionBuilder
 
 
 def keep_rates(layer: Any) -> None:  # noqa: ANN401
-    """Keep how fast a layer's states decay on the host, where deep sleep does not reach.
+    """Copy the decay rates of a layer's states to the host, so that they survive deep sleep.
 
-    Made while weights are loaded, but no weight, vLLM's are lost with these and not loaded again.
+    vLLM's own tensor is made while weights are loaded, but is not a weight. Deep sleep drops it
+    with the weights, and it is not loaded again.
     """
     if not hasattr(layer, _KEPT_RATES):
         setattr(layer, _KEPT_RATES, -layer.tp_slope.flatten().cpu())
 
 
 def _rates(layer: Any, device: torch.device) -> torch.Tensor:  # noqa: ANN401
-    """Get how fast the states decay, f32[num_heads] below 0, moved to the device once."""
+    """Get the decay rates of the states, f32[num_heads], below 0. They move to the device once."""
     rates = getattr(layer, _KEPT_RATES)
     if rates.device != device:
         rates = rates.to(device)
@@ -69,7 +70,16 @@ def _rates(layer: Any, device: torch.device) -> torch.Tensor:  # noqa: ANN401
 
 
 def _normalised(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Divide the elements of each head by their root mean square; f32[num_tokens, dim]."""
+    """Divide the elements of each head by their root mean square, and multiply with a weight.
+
+    Args:
+        x: f32[num_tokens, dim].
+        weight: Factors of a head's elements, [head_dim].
+        eps: Number added to the mean square.
+
+    Returns:
+        f32[num_tokens, dim].
+    """
     heads = x.unflatten(-1, (-1, len(weight)))
     return (heads * (heads.square().mean(-1, keepdim=True) + eps).rsqrt() * weight).flatten(-2)
 
@@ -84,15 +94,15 @@ def forward_linear_attention(
     """Run a layer of linear attention of vLLM.
 
     Args:
-        layer: A `BailingMoELinearAttention`; its states are written in place.
+        layer: A `BailingMoELinearAttention`. Its states are written in place.
         hidden_states: [num_tokens or more, hidden].
-        output: Written in place for the step's tokens, shape of hidden_states.
-        positions: i64[num_tokens or more].
-        metadata: Of the step.
+        output: Same shape as hidden_states. Rows of the step's tokens are written in place.
+        positions: Positions of the tokens, i64[num_tokens or more].
+        metadata: Metadata of the step.
     """
     num_tokens = metadata.num_decode_tokens + metadata.num_prefill_tokens
     hidden_states = hidden_states[:num_tokens]
-    # As vLLM's, in float32 from here to the output norm.
+    # As in vLLM, float32 from here to the output norm.
     qkv = layer.query_key_value(hidden_states)[0].float()
     if layer.linear_silu:
         qkv = silu(qkv)

@@ -1,8 +1,8 @@
 """Mamba-1 and Mamba-2 layers of vLLM, served by `jenga_kernels` on states in pages.
 
-vLLM's layers keep their weights, projections and norms; what lies between, the convolution and the
-recurrence, reads and writes the state slots of the page-layer buffer in place. A step's tokens are
-those of decoding requests, one each, then those of prompts. `mamba_builder` says which slots.
+Weights, projections and norms stay in vLLM's layers. The convolution and the recurrence between
+them read and write state slots of the arena in place. In a step, tokens of decoding requests come
+first, then those of prompts. `mamba_builder` determines the slots.
 """
 
 from collections.abc import Iterator
@@ -26,10 +26,11 @@ from jenga_kernels.trial_calls import FEW_TOKENS, Call
 
 
 def metadata_of(layer_name: str) -> JengaMambaMetadata | None:
-    """Get the metadata of a layer in the step under way.
+    """Get the metadata of a layer in the current step.
 
     Returns:
-        None where vLLM measures memory without a cache, or the layer is not served here.
+        The metadata. None if vLLM profiles memory without a cache, or if the layer is not served
+        here.
     """
     by_layer = get_forward_context().attn_metadata
     metadata = by_layer.get(layer_name) if isinstance(by_layer, dict) else None
@@ -38,13 +39,13 @@ def metadata_of(layer_name: str) -> JengaMambaMetadata | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Convolution:
-    """A layer's convolution, as `jenga_kernels.causal_conv.causal_conv` names its parts.
+    """A layer's convolution. Fields are named as in `jenga_kernels.causal_conv.causal_conv`.
 
     Attributes:
-        states: [num_slots, dim, width - 1 or more]; written in place.
+        states: [num_slots, dim, width - 1 or more], written in place.
         weight: [dim, width].
-        bias: [dim]; or None.
-        silu: Whether its outputs pass through SiLU.
+        bias: [dim], or None.
+        silu: Whether SiLU is applied to the outputs.
     """
 
     states: torch.Tensor
@@ -54,19 +55,19 @@ class Convolution:
 
 
 def channels_first(conv_states: torch.Tensor) -> torch.Tensor:
-    """Get the states of a convolution, [num_slots, dim, columns], however vLLM lays them out."""
+    """Get the states of a convolution as [num_slots, dim, columns], for either layout of vLLM."""
     return conv_states if is_conv_state_dim_first() else conv_states.transpose(1, 2)
 
 
 def conv_weight_of(conv1d: Any) -> torch.Tensor:  # noqa: ANN401
-    """Get the weight of a layer's module of a convolution, [dim, width]."""
-    # Where vLLM's CPU operations want it in an order of their own, vLLM keeps it here as it was.
+    """Get the weight of a convolution module, [dim, width]."""
+    # vLLM's CPU operations may reorder the weight. Then vLLM keeps the original here.
     weight = getattr(conv1d, "_cpu_unpacked_conv_weight", conv1d.weight)
     return weight.view(weight.shape[0], -1)
 
 
 def convolution_of(layer: Any, weight: torch.Tensor) -> Convolution:  # noqa: ANN401
-    """Get the convolution, of some weight [dim, width], before the recurrence of a layer."""
+    """Get the convolution before a layer's recurrence, with a weight of [dim, width]."""
     conv_states, _ = layer.kv_cache
     return Convolution(
         states=channels_first(conv_states),
@@ -77,7 +78,7 @@ def convolution_of(layer: Any, weight: torch.Tensor) -> Convolution:  # noqa: AN
 
 
 def states_of(layer: Any) -> torch.Tensor:  # noqa: ANN401
-    """Get the states of a layer's recurrence, behind those of its convolution."""
+    """Get the states of a layer's recurrence. They follow those of its convolution."""
     _, states = layer.kv_cache
     return states
 
@@ -85,12 +86,18 @@ def states_of(layer: Any) -> torch.Tensor:  # noqa: ANN401
 def decode_slots(
     metadata: JengaMambaMetadata,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Get the state slots of decoding requests: initial_slots, state_slots, query_starts."""
+    """Get the state slots of decoding requests: initial_slots, state_slots, query_starts.
+
+    query_starts is None if each request has one token.
+
+    Raises:
+        InvariantError: The step has no slots of decoding requests.
+    """
     slots, query_starts = metadata.state_indices_tensor_d, metadata.query_start_loc_d
     if slots is None:
         msg = "a step that decodes must come with the state slots of its requests"
         raise InvariantError(msg)
-    if query_starts is None:  # a token each
+    if query_starts is None:  # one token each
         slots = slots[: metadata.num_decode_tokens, 0]
         return slots, slots, None
     slots = slots[: len(query_starts) - 1]
@@ -98,14 +105,18 @@ def decode_slots(
 
 
 def own_slots(slots: torch.Tensor) -> torch.Tensor:
-    """Get the one slot of each decoding request, i32[num_requests], where inputs are kept."""
+    """Get the only slot of each decoding request, i32[num_requests], for layers with a history."""
     return slots if slots.dim() == 1 else slots[:, 0]
 
 
 def prompts_of(
     metadata: JengaMambaMetadata,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Get where prompts begin and their slots: query_starts, initial_slots, state_slots."""
+    """Get the bounds and state slots of prompts: query_starts, initial_slots, state_slots.
+
+    Raises:
+        InvariantError: The step has none of these.
+    """
     query_starts, slots = metadata.query_start_loc_p, metadata.state_indices_tensor_p
     if query_starts is None or slots is None or metadata.initial_slots_p is None:
         msg = "a step that reads prompts must come with their bounds and state slots"
@@ -116,13 +127,14 @@ def prompts_of(
 def replays(
     metadata: JengaMambaMetadata,
 ) -> Iterator[tuple[int, torch.Tensor, Replay]]:
-    """Get what a step has to do with states that are seldom written.
+    """Get the replays that a step must run on states that are seldom written.
 
-    Decoding requests go on from them. What prompts go on from is brought up to date, without a
-    token, to be scanned from afterwards.
+    For decoding requests, a replay applies their tokens. For prompts, it applies no token: it only
+    brings the states that their scans start from up to date.
 
     Yields:
-        How many of the step's first tokens there are, their requests' slots, and what is in them.
+        Number of the step's first tokens that the replay applies, slots of the requests, and their
+        counts.
     """
     if metadata.num_decode_tokens and metadata.replay_d is not None:
         _, slots, _ = decode_slots(metadata)
@@ -142,15 +154,15 @@ def convolve(
     input_gates: torch.Tensor | None = None,
     output_gates: torch.Tensor | None = None,
 ) -> None:
-    """Convolve a step's tokens.
+    """Run the convolution on a step's tokens.
 
     Args:
-        out: Written in place, [num_tokens, dim].
+        out: Outputs, [num_tokens, dim], written in place.
         x: Inputs, [num_tokens, dim].
-        convolution: Of the layer; its states are written in place.
-        metadata: Of the step.
-        input_gates: Multiplied with the inputs, shape of x.
-        output_gates: Multiplied with the outputs, shape of x.
+        convolution: Convolution of the layer. Its states are written in place.
+        metadata: Metadata of the step.
+        input_gates: Factors of the inputs, shape of x, or None.
+        output_gates: Factors of the outputs, shape of x, or None.
     """
     gates = {"input_gates": input_gates, "output_gates": output_gates}
     gates = {name: rows for name, rows in gates.items() if rows is not None}
@@ -193,7 +205,7 @@ def convolve(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recurrence:
-    """A step's inputs to the recurrence, as `jenga_kernels.state_scan.state_scan` names them."""
+    """A step's inputs to the recurrence, named as in `jenga_kernels.state_scan.state_scan`."""
 
     x: torch.Tensor
     dt: torch.Tensor
@@ -218,12 +230,14 @@ def replay(
     """Apply the first tokens of a step, or none, to states that are seldom written.
 
     Args:
-        out: Written in place, [num_tokens, num_heads, head_dim]; as many tokens are applied.
-        states: Written in place where `counts` says so, [num_slots, num_heads, head_dim, d_state].
-        history: Written in place.
-        step: Inputs.
-        slots: i32[num_requests].
-        counts: What is in the states, before and after.
+        out: Outputs, [num_tokens, num_heads, head_dim], written in place. Its rows give the number
+            of tokens.
+        states: [num_slots, num_heads, head_dim, d_state]. Those that `counts` names are written in
+            place.
+        history: History beside the states, written in place.
+        step: Inputs of the step.
+        slots: State slots of the requests, i32[num_requests].
+        counts: Numbers of tokens in the states, before and after.
     """
     first = len(out)
     state_replay(
@@ -254,14 +268,14 @@ def recur(
     metadata: JengaMambaMetadata,
     layer_name: str,
 ) -> None:
-    """Apply a step's tokens to the states.
+    """Run the recurrence on a step's tokens.
 
     Args:
-        out: Written in place, [num_tokens, num_heads, head_dim].
-        states: Written in place, [num_slots, num_heads, head_dim, d_state].
-        step: Inputs.
-        metadata: Of the step.
-        layer_name: Of the layer.
+        out: Outputs, [num_tokens, num_heads, head_dim], written in place.
+        states: [num_slots, num_heads, head_dim, d_state], written in place.
+        step: Inputs of the step.
+        metadata: Metadata of the step.
+        layer_name: Name of the layer.
     """
     for num_tokens, slots, counts in replays(metadata):
         history = counts.histories[layer_name]
@@ -319,10 +333,10 @@ def forward_mamba1(
     """Run a Mamba-1 layer of vLLM.
 
     Args:
-        layer: A `MambaMixer`; its states are written in place.
+        layer: A `MambaMixer`. Its states are written in place.
         hidden_states: [num_tokens or more, hidden].
-        output: Written in place for the step's tokens, shape of hidden_states.
-        metadata: Of the step.
+        output: Same shape as hidden_states. Rows of the step's tokens are written in place.
+        metadata: Metadata of the step.
     """
     num_tokens = metadata.num_decode_tokens + metadata.num_prefill_tokens
     x, gate = layer.in_proj(hidden_states)[0][:num_tokens].chunk(2, dim=-1)
@@ -330,7 +344,7 @@ def forward_mamba1(
     convolve(convolved, x, convolution_of(layer, conv_weight_of(layer.conv1d)), metadata)
     dt, B, C = layer._ssm_transform(convolved)  # noqa: N806
     scanned = torch.empty_like(convolved)
-    # One head of all channels, one group.
+    # All channels form one head and one group.
     step = Recurrence(
         x=convolved.unsqueeze(1),
         dt=dt.transpose(0, 1).unsqueeze(1),
@@ -352,13 +366,15 @@ def forward_mamba2(
     output: torch.Tensor,
     metadata: JengaMambaMetadata,
 ) -> None:
-    """Run what lies between the projections of a Mamba-2 layer of vLLM.
+    """Run a Mamba-2 layer of vLLM between its projections.
 
     Args:
-        layer: A `MambaMixer2`; its states are written in place.
-        projected: [num_tokens or more, gate and dim and num_heads].
-        output: Written in place for the step's tokens, [num_tokens or more, num_heads * head_dim].
-        metadata: Of the step.
+        layer: A `MambaMixer2`. Its states are written in place.
+        projected: Gates, inputs of the convolution and step sizes side by side,
+            [num_tokens or more, gate + dim + num_heads].
+        output: [num_tokens or more, num_heads * head_dim]. Rows of the step's tokens are written in
+            place.
+        metadata: Metadata of the step.
     """
     num_tokens = metadata.num_decode_tokens + metadata.num_prefill_tokens
     x, dt = _mamba2_inputs(layer, projected[:num_tokens])
@@ -369,7 +385,7 @@ def forward_mamba2(
 
 
 def _mamba2_inputs(layer: Any, projected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401
-    """Get what a layer convolves, [num_tokens, dim], and step sizes, [num_tokens, num_heads]."""
+    """Get a convolution's inputs, [num_tokens, dim], and step sizes, [num_tokens, num_heads]."""
     sizes = [layer.tped_intermediate_size, layer.tped_conv_size, layer.tped_dt_size]
     _, x, dt = projected.split(sizes, dim=-1)
     return x, dt
@@ -390,11 +406,11 @@ def _mamba2_step(layer: Any, convolved: torch.Tensor, dt: torch.Tensor) -> Recur
 
 
 def scan_call(layer: Any, dtype: torch.dtype) -> Call:  # noqa: ANN401
-    """Describe the calls of `state_scan` that a Mamba-2 layer of vLLM will make.
+    """Describe the calls of `state_scan` that a Mamba-2 layer of vLLM will make, for trials.
 
     Args:
-        layer: A `MambaMixer2` with its cache.
-        dtype: Of its inputs.
+        layer: A `MambaMixer2` with its cache bound.
+        dtype: Element type of its inputs.
     """
     width = layer.tped_intermediate_size + layer.tped_conv_size + layer.tped_dt_size
     x, dt = _mamba2_inputs(layer, torch.empty(FEW_TOKENS, width, dtype=dtype, device="meta"))

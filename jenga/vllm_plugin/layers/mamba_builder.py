@@ -1,9 +1,9 @@
-"""What recurrent layers share in a step: state slots, states to keep, what is in them.
+"""A step's metadata for recurrent layers: state slots, and states to keep.
 
-Where tokens are drafted, a decoding request has a few, of which some may be rejected. The state
-after each goes to a slot of its own, chosen by the number of tokens that went into it: the next
-step knows how many tokens were accepted by then, and so where to begin. It asks vLLM's runners for
-no more than every attention layer does.
+With speculative decoding, a decoding request has several tokens in a step, and some of them may be
+rejected. The state after each token goes to its own slot, chosen by the number of tokens in the
+state. The next step knows how many tokens were accepted, and so which slot to start from. This
+needs nothing from vLLM's runners that other attention layers do not need.
 """
 
 import os
@@ -39,21 +39,23 @@ if TYPE_CHECKING:
 
 @dataclass
 class JengaMambaMetadata(BaseMambaAttentionMetadata):
-    """What all layers of a page table of states need for a step.
-
-    Attributes:
-        initial_slots_p: State slot each prompt goes on from, the null slot at its beginning,
-            i32[num_prefills].
-        longest_prompt_tokens: Tokens of the step that the longest prompt has.
-        has_portable_scans: Whether prompts are scanned by the kernels of all GPUs; None: where
-            these are faster.
-        checkpoints: States of prompts to keep on the way.
-        replay_d: Where steps seldom write states, what is in those of decoding requests.
-        replay_p: And in those that prompts go on from, which are then brought up to date first.
-            With these the states of convolutions are rings.
+    """A step's metadata, shared by all layers of a page table of states.
 
     `state_indices_tensor_d`, i32[num_decodes, slots], has the slots of a request in the order in
-    which its next tokens write them; it goes on from the last one.
+    which its next tokens write them. The request starts from the state in the last slot.
+
+    If steps seldom write states (`state_history`), `replay_d` and `replay_p` are set if there are
+    such requests, and the states of convolutions are ring buffers.
+
+    Attributes:
+        initial_slots_p: State slot that each prompt starts from, i32[num_prefills]. It is the null
+            slot at the beginning of a prompt.
+        longest_prompt_tokens: Largest number of tokens that a prompt has in the step.
+        has_portable_scans: Whether the generic kernels scan prompts. None means that they do so
+            only if they are faster.
+        checkpoints: States to keep in the middle of prompts.
+        replay_d: Number of tokens in the states of decoding requests, and their histories.
+        replay_p: The same for states that prompts start from. These are brought up to date first.
     """
 
     initial_slots_p: torch.Tensor | None = None
@@ -68,16 +70,19 @@ SCAN_CALLS = {
     "MAMBA2": "jenga.vllm_plugin.layers.mamba:scan_call",
     "GDN_ATTN": "jenga.vllm_plugin.layers.gated_delta:scan_call",
 }
-"""vLLM's kind of a layer -> what describes how it scans prompts; others have one kernel for all."""
+"""vLLM's name of a kind of layers -> function that describes the calls of its scans of prompts.
+
+Other kinds of layers have the same kernel for all GPUs.
+"""
 
 
 class JengaMambaMetadataBuilder(BaseMambaAttentionMetadataBuilder[JengaMambaMetadata]):
-    """Prepares what the layers of a page table of states share in a step.
+    """Builds a step's metadata for the layers of a page table of states.
 
     Attributes:
-        kernels: Which kernels scan prompts.
-        mailbox: Of the model runner; one of its own until it is told which.
-        ordered_layers: The layers, which write the states that are to be kept.
+        kernels: Choice of the kernels that scan prompts.
+        mailbox: Mailbox of the model runner. Before `open_mailbox`, an empty one of the builder.
+        ordered_layers: Names of the layers. They write the states that are to be kept.
     """
 
     metadata_cls = JengaMambaMetadata
@@ -117,7 +122,7 @@ class JengaMambaMetadataBuilder(BaseMambaAttentionMetadataBuilder[JengaMambaMeta
             )
 
     def calls(self) -> list[Call]:
-        """Describe the scans of prompts that the layers will make."""
+        """Describe the calls that scan prompts in the layers, for trials."""
         path = SCAN_CALLS.get(self._kind_name)
         if path is None:
             return []
@@ -129,13 +134,17 @@ class JengaMambaMetadataBuilder(BaseMambaAttentionMetadataBuilder[JengaMambaMeta
         common_prefix_len: int,
         common_attn_metadata: "CommonAttentionMetadata",
         fast_build: bool = False,
-        **kwargs: Any,  # noqa: ANN401 (what was accepted: the number of tokens says it too)
+        **kwargs: Any,  # noqa: ANN401 (accepted tokens: the number of computed tokens includes them)
     ) -> JengaMambaMetadata:
-        """Collect a step's state slots and the states to keep."""
+        """Build a step's metadata, and take the states to keep from the mailbox.
+
+        Raises:
+            InvariantError: States are to be kept in a step without prompts.
+        """
         step, may_reject = common_attn_metadata, None
         if self.use_spec_decode:
             step = self._in_order_of_writing(step)
-            may_reject = step.query_start_loc.diff()  # read for no more than that there may be
+            may_reject = step.query_start_loc.diff()  # not None: the values are not used
         common = self._compute_common_metadata(step, num_accepted_tokens=may_reject)
         writes = self.mailbox.take_writes(self.ordered_layers)
         slots = common.state_indices_tensor_d
@@ -153,7 +162,7 @@ class JengaMambaMetadataBuilder(BaseMambaAttentionMetadataBuilder[JengaMambaMeta
         first, end = common.num_decodes, common.num_decodes + common.num_prefills
         pages = step.block_table_tensor[first:end, : self._num_slots]
         last = (starts.diff() - 1) % self._num_slots
-        # Of a prompt's beginning, too, all tokens but the first may be drafts.
+        # At the beginning of a prompt, too, all tokens except the first may be drafts.
         counts = step.query_start_loc_cpu[first : end + 1].diff().tolist()
         few_tokens = {
             row: count for row, count in enumerate(counts) if 1 < count <= self._num_slots
@@ -173,11 +182,17 @@ class JengaMambaMetadataBuilder(BaseMambaAttentionMetadataBuilder[JengaMambaMeta
         )
 
     def _in_order_of_writing(self, step: "CommonAttentionMetadata") -> "CommonAttentionMetadata":
-        """Let each request's slots begin with that of the state after its next token.
+        """Rotate each request's slots so that the next token writes the first one.
 
-        Requests of no more tokens than drafts have are decoded, whether or not they are of a
-        prompt, but for a prompt's beginning: CUDA graphs, too, are chosen by the number of tokens.
-        Where inputs are kept beside a state it has all its tokens in one slot, from the first on.
+        Requests with few enough tokens are decoded even if the tokens are of a prompt, except at
+        the beginning of the prompt. The limit is one token and the drafts. The choice of a CUDA
+        graph also depends on the number of tokens alone.
+
+        With a history, a request has only one slot. Then nothing is rotated, and the beginning of a
+        prompt may be decoded too.
+
+        Raises:
+            InvariantError: The step does not say which requests have prompts, or their lengths.
         """
         num_tokens, num_tokens_cpu = step.query_start_loc.diff(), step.query_start_loc_cpu.diff()
         is_long = num_tokens_cpu > self._max_query_tokens
@@ -199,12 +214,13 @@ class JengaMambaMetadataBuilder(BaseMambaAttentionMetadataBuilder[JengaMambaMeta
 def builder_beside(
     stock: type["AttentionMetadataBuilder[Any]"], layer_classes: Callable[[], tuple[type, ...]]
 ) -> type[JengaMambaMetadataBuilder]:
-    """Make the class of builders for a kind of recurrent layers.
+    """Make the class of metadata builders for a kind of recurrent layers.
 
     Args:
-        stock: vLLM's own, made where JENGA_TRITON is not selected or vLLM's operations serve a
-            layer.
-        layer_classes: Gives the classes of layers that are served here; none for any.
+        stock: vLLM's own class. Its builder is made instead if JENGA_TRITON is not selected, or if
+            vLLM's operations serve one of the layers.
+        layer_classes: Function that returns the classes of layers served here. An empty tuple means
+            all classes.
     """
 
     class Builder(JengaMambaMetadataBuilder):
@@ -228,11 +244,11 @@ def builder_beside(
 
 
 class JengaStateBackend(AttentionBackend):
-    """What our backends of recurrent layers share."""
+    """Base class of our backends of recurrent layers."""
 
     @classmethod
     def is_ssm(cls) -> bool:
-        """Whether the layers have states: they have."""
+        """Whether the layers have states: they do."""
         return True
 
 
@@ -241,7 +257,7 @@ _Mamba2Builder = builder_beside(Mamba2AttentionMetadataBuilder, tuple)
 
 
 class JengaMamba1Backend(JengaStateBackend):
-    """Registered in place of vLLM's backend of Mamba-1 layers."""
+    """Backend registered instead of vLLM's own for Mamba-1 layers."""
 
     @staticmethod
     def get_name() -> str:
@@ -250,12 +266,12 @@ class JengaMamba1Backend(JengaStateBackend):
 
     @staticmethod
     def get_builder_cls() -> type["AttentionMetadataBuilder[Any]"]:
-        """Get the class that prepares a step."""
+        """Get the class that builds a step's metadata."""
         return _Mamba1Builder
 
 
 class JengaMamba2Backend(JengaStateBackend):
-    """Registered in place of vLLM's backend of Mamba-2 layers."""
+    """Backend registered instead of vLLM's own for Mamba-2 layers."""
 
     @staticmethod
     def get_name() -> str:
@@ -264,5 +280,5 @@ class JengaMamba2Backend(JengaStateBackend):
 
     @staticmethod
     def get_builder_cls() -> type["AttentionMetadataBuilder[Any]"]:
-        """Get the class that prepares a step."""
+        """Get the class that builds a step's metadata."""
         return _Mamba2Builder

@@ -1,7 +1,7 @@
-"""Which layers may keep their cache in the arena: those that attend through our backend.
+"""Check that only layers of our backend keep their cache in the arena.
 
-What a layer of vLLM stores is all that the planner asks. Some models bring layers that store what
-others do and read it with kernels of their own, which nobody has tried on pages of an arena.
+The planner looks only at the cache spec of a layer. Some models have layers with a common cache
+spec that read the cache with kernels of their own. Such kernels are untested on pages of an arena.
 """
 
 from collections.abc import Container
@@ -19,9 +19,9 @@ def _path(of_class: type) -> str:
 
 
 def is_served(layer: "AttentionLayerBase") -> bool:
-    """Whether a layer is recurrent, or vLLM's (MLA)Attention that attends through our backend.
+    """Whether a layer is recurrent, or vLLM's (MLA)Attention with our backend.
 
-    Which recurrent layers run on our kernels is decided elsewhere (`specs.served_states`).
+    `specs.served_states` decides which recurrent layers run on our kernels.
     """
     from vllm.model_executor.layers.attention import Attention, MLAAttention
     from vllm.model_executor.layers.mamba.abstract import MambaBase
@@ -36,16 +36,16 @@ def is_served(layer: "AttentionLayerBase") -> bool:
 
 
 def check_layers(vllm_config: "VllmConfig", stored: Container[str]) -> None:
-    """Refuse layers that would read or write the arena with kernels other than ours.
+    """Refuse layers that would read or write the arena with kernels of their own.
 
     Args:
-        vllm_config: After the model was made, and the one that drafts for it; it names the layers
+        vllm_config: Configuration after the model and its draft model were made. It has the layers
             of both.
-        stored: Names of the layers that store a cache in this process. Others have none, or share
-            that of one of these.
+        stored: Names of the layers that store a cache in this process. Other layers have none, or
+            share the cache of one of these.
 
     Raises:
-        ValueError: There are such layers; the message names the first, and says how many.
+        ValueError: There are such layers. The message has the first one's name, and their number.
     """
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase

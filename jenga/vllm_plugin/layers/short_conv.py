@@ -1,7 +1,7 @@
 """Short convolutions of vLLM (LFM2), served by `jenga_kernels` on states in pages.
 
-Such a layer has no recurrence behind its convolution: the state of a request is the convolution's
-alone, some KiB. vLLM's layer keeps its weights and projections.
+Such a layer has no recurrence after its convolution. A request's state is that of the convolution,
+some KiB. The weights and projections stay in vLLM's layer.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ _ShortConvBuilder = builder_beside(ShortConvAttentionMetadataBuilder, _layer_cla
 
 
 class JengaShortConvBackend(JengaStateBackend):
-    """Registered in place of vLLM's backend of short convolutions."""
+    """Backend registered instead of vLLM's own for short convolutions."""
 
     @staticmethod
     def get_name() -> str:
@@ -39,7 +39,7 @@ class JengaShortConvBackend(JengaStateBackend):
 
     @staticmethod
     def get_builder_cls() -> type["AttentionMetadataBuilder[Any]"]:
-        """Get the class that prepares a step."""
+        """Get the class that builds a step's metadata."""
         return _ShortConvBuilder
 
 
@@ -52,13 +52,13 @@ def forward_short_conv(
     """Run a short convolution of vLLM.
 
     Args:
-        layer: A `ShortConv`; its states are written in place.
+        layer: A `ShortConv`. Its states are written in place.
         hidden_states: [num_tokens or more, hidden].
-        output: Written in place for the step's tokens, shape of hidden_states.
-        metadata: Of the step.
+        output: Same shape as hidden_states. Rows of the step's tokens are written in place.
+        metadata: Metadata of the step.
     """
     num_tokens = metadata.num_decode_tokens + metadata.num_prefill_tokens
-    # Called B, C and x there, after the inputs of a state space model.
+    # vLLM calls them B, C and x, after the inputs of a state space model.
     input_gates, output_gates, x = layer.in_proj(hidden_states)[0][:num_tokens].chunk(3, dim=-1)
     convolved = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     (conv_states,) = layer.kv_cache

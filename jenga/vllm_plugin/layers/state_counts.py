@@ -1,7 +1,7 @@
-"""How many tokens went into the states of each page, where steps seldom write them.
+"""Number of tokens in the states of each page, for layers whose steps seldom write states.
 
-See `state_history`. A prompt that goes on from a page brings its states up to date before it is
-scanned.
+See `state_history`. Before a prompt that starts from such a page is scanned, the states in the page
+are brought up to date.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -28,7 +28,7 @@ _is_warming_up: ContextVar[bool] = ContextVar("is_warming_up", default=False)
 
 @contextmanager
 def warming_up() -> Generator[None]:
-    """Run steps of vLLM's own, whose pages lie over one another: counts are not read from them."""
+    """Run vLLM's own warm-up steps. Their pages overlap, so counts are not read from pages."""
     token = _is_warming_up.set(True)
     try:
         yield
@@ -37,16 +37,16 @@ def warming_up() -> Generator[None]:
 
 
 def parts_behind(states: torch.Tensor, spec: "MambaSpec") -> list[torch.Tensor]:
-    """View what lies behind a layer's states in its pages, in the order of the spec.
+    """Get views of the parts after a layer's states in its pages, in the order of the spec.
 
-    vLLM hands a layer those states alone that it asks for.
+    vLLM passes a layer only the states that the layer asks for.
 
     Args:
-        states: The last of them, [num_slots, ...], in pages of any stride.
-        spec: Of the layer, with the shapes of a slot.
+        states: The layer's last state tensor, [num_slots, ...], in pages of any stride.
+        spec: Spec of the layer, with the shapes of all parts of a slot.
 
     Returns:
-        [num_slots, *shape] each.
+        The parts, [num_slots, *shape] each.
     """
     arena = torch.empty(0, dtype=torch.int8, device=states.device)
     arena.set_(states.untyped_storage())
@@ -63,16 +63,17 @@ def parts_behind(states: torch.Tensor, spec: "MambaSpec") -> list[torch.Tensor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """How many tokens are in the states of some requests of a step, each i32[num_requests].
+    """Numbers of tokens in the states of some requests of a step, and their histories.
 
     Attributes:
-        computed_tokens: Of each request before the step.
-        state_tokens: In its states before it.
-        next_state_tokens: In its states after it, or for a prompt before it is scanned.
-        histories: By layer name, each as the kernels of the layer's kind take it.
-        query_starts: Where each request's tokens begin, and the end, i32[num_requests + 1]: all 0
-            for prompts, whose tokens are scanned afterwards; None for a token each.
-        is_current: Whether there is nothing to bring up to date before a scan.
+        histories: Layer name -> history, in the form that the kernels of the layer's kind take.
+        computed_tokens: Number of tokens of each request before the step, i32[num_requests].
+        state_tokens: Number of tokens in its states before the step, i32[num_requests].
+        next_state_tokens: Number of tokens in its states after the step, i32[num_requests]. For a
+            prompt, before it is scanned.
+        query_starts: Index of each request's first token, and the end, i32[num_requests + 1]. All 0
+            for prompts, whose tokens are scanned afterwards. None if each request has one token.
+        is_current: Whether the states need no update before a scan.
     """
 
     histories: Mapping[str, Any]
@@ -84,10 +85,10 @@ class Replay:
 
 
 class StateCounts:
-    """How many tokens went into the states in each page of a page table.
+    """Numbers of tokens in the states in each page of a page table.
 
-    They lie in the pages themselves. What decoding requests need of them is handed on in tensors
-    that stay where they are, for CUDA graphs.
+    They are stored in the pages. Counts of decoding requests are passed on in tensors that keep
+    their addresses, for CUDA graphs.
     """
 
     def __init__(
@@ -100,19 +101,19 @@ class StateCounts:
         max_requests: int,
         max_query_tokens: int,
     ) -> None:
-        """Before the arena is there.
+        """Prepare, before the arena is allocated.
 
         Args:
-            spec: Of the layers.
-            layer_names: Of the page table.
-            vllm_config: Of the engine.
-            device: Of the arena.
-            max_requests: Most requests that decode in a step, padding included.
-            max_query_tokens: Most tokens of one of them.
+            spec: Spec of the layers.
+            layer_names: Names of the page table's layers.
+            vllm_config: Configuration of the engine.
+            device: Device of the arena.
+            max_requests: Largest number of decoding requests in a step, padding included.
+            max_query_tokens: Largest number of tokens that one of them has in a step.
         """
         self._spec = spec
         self._max_query_tokens = max_query_tokens
-        self._history_tokens = spec.shapes[NUM_STATES + 1][1]  # behind the count
+        self._history_tokens = spec.shapes[NUM_STATES + 1][1]  # the part after the count
         self._history_of = HISTORY_KINDS[spec.mamba_type.name].history
         self._layers = vllm_config.compilation_config.static_forward_context
         self._layer_names = tuple(layer_names)
@@ -129,13 +130,13 @@ class StateCounts:
         num_requests: int,
         query_starts: torch.Tensor | None,
     ) -> Replay:
-        """Count what decoding requests leave in their states.
+        """Compute and store the counts of decoding requests after a step.
 
         Args:
-            step: The step, decoding requests first.
-            slots: Their state slots, i32[num_requests or more]; what is more is padding.
-            num_requests: How many there are.
-            query_starts: Where their tokens begin, as `Replay` has it.
+            step: The step, with its decoding requests first.
+            slots: Their state slots, i32[num_requests or more]. Further slots are padding.
+            num_requests: Number of decoding requests.
+            query_starts: As in `Replay`.
         """
         self._find_histories()
         counts, pages = self._counts, slots[:num_requests].long()
@@ -165,16 +166,16 @@ class StateCounts:
         first: int,
         checkpoints: Checkpoints | None,
     ) -> Replay:
-        """Count what prompts will have read, and what is in the states they leave on the way.
+        """Store the counts of prompts after a step, and of states kept in their middle.
 
         Args:
-            step: The step, with the prompts from row `first` on.
+            step: The step, with its prompts from row `first` on.
             slots: State slots of the prompts, i32[num_requests].
             first: Number of decoding requests.
-            checkpoints: States to keep, if any.
+            checkpoints: States to keep, or None.
 
         Returns:
-            What brings the states that prompts go on from up to date.
+            Counts to bring the states that prompts start from up to date.
         """
         self._find_histories()
         counts, pages = self._counts, slots.long()
@@ -189,7 +190,8 @@ class StateCounts:
         lens = step.seq_lens_cpu_upper_bound
         query_lens = step.query_start_loc_cpu.diff()
         all_begin = lens is not None and not (lens[first:end] > query_lens[first:end]).any()
-        # Compiled with the first prompt, which comes before any request does.
+        # The first prompt comes before any request. Its states are brought up to date in any case,
+        # so that the kernel is compiled.
         is_current, self._is_warm = bool(all_begin) and self._is_warm, True
         return Replay(
             histories=self._histories,
@@ -201,7 +203,7 @@ class StateCounts:
         )
 
     def _find_histories(self) -> None:
-        """View the histories of all layers and the counts, unless the arena is where it was."""
+        """Make views of all layers' histories and of the counts, unless the arena is unchanged."""
         states = [self._layers[name].kv_cache[-1] for name in self._layer_names]
         place = (states[0].data_ptr(), len(states[0]))
         if place == self._place:
@@ -217,7 +219,13 @@ class StateCounts:
     def _before(
         self, step: "CommonAttentionMetadata", pages: torch.Tensor, first: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Get how many tokens requests have, and their states, before a step."""
+        """Get the numbers of tokens of requests, and of their states, before a step.
+
+        Args:
+            step: The step.
+            pages: State pages of the requests.
+            first: Row of the first of them in the step.
+        """
         rows = slice(first, first + len(pages))
         computed = step.seq_lens[rows] - step.query_start_loc.diff()[rows]
         stored = computed if _is_warming_up.get() else self._counts[pages]

@@ -1,1 +1,1 @@
-"""What an engine tells people of its memory: Prometheus series, and a log of steps."""
+"""Metrics of an engine's memory: Prometheus series, and a log of steps."""

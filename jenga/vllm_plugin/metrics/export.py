@@ -1,8 +1,8 @@
-"""The Prometheus series as an API server shows them beside vLLM's own.
+"""Export of the Prometheus series by an API server, beside vLLM's own series.
 
-The newest reading of an engine is kept whole and shown whole, so the bytes of a scrape are those of
-one moment. Where several API servers answer for one engine, each gets some of its readings. They
-write them into vLLM's folder for such servers, and whichever is scraped shows the newest of all.
+The newest reading of an engine is stored and shown as a whole, so all bytes in a scrape are of one
+moment. If several API servers serve one engine, each receives some of its readings. They write them
+to vLLM's folder for such servers. The server that is scraped shows the newest reading in it.
 """
 
 import json
@@ -28,11 +28,11 @@ FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 _FILE_PREFIX = "jenga_metrics_"
 
 Payload = dict[str, Any]
-"""`model` and `engine`, and what `MetricReader.read` gives."""
+"""A reading: `model`, `engine`, and the fields that `MetricReader.read` returns."""
 
 
 def families(payloads: Iterable[Payload]) -> list[Metric]:
-    """Get the metrics of several engines, of each its newest reading.
+    """Get the metrics of several engines from the newest reading of each.
 
     Args:
         payloads: Readings, in any order.
@@ -45,7 +45,7 @@ def families(payloads: Iterable[Payload]) -> list[Metric]:
     metrics = {each.name: _family(each) for each in SERIES}
     for (model, engine), payload in newest.items():
         for name, labels, value in payload["values"]:
-            if name in metrics:  # else of an engine of another version
+            if name in metrics:  # an engine of another version may have others
                 metrics[name].add_metric([model, str(engine), *labels], value)
     return list(metrics.values())
 
@@ -58,29 +58,30 @@ def _family(each: Series) -> CounterMetricFamily | GaugeMetricFamily:
 
 
 class Exporter(Collector):
-    """Shows the newest readings of the engines that this process hears of.
+    """Shows the newest readings of the engines that this process receives.
 
-    A failure stops no engine and no scrape: it is said once, and no further reading is shown.
+    A failure stops neither the engine nor the scrape. It is logged once, and then no further
+    reading is shown.
     """
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
-        """No reading.
+        """Start without a reading.
 
         Args:
-            registry: What is scraped; the series are in it from the first reading on.
+            registry: Registry that is scraped. The series are registered at the first reading.
         """
         self._registry = registry
-        # The series of an engine end with the object that hears of it.
+        # The series of an engine end with the object that receives its readings.
         self._newest: WeakKeyDictionary[object, dict[int, Payload]] = WeakKeyDictionary()
         self._lock = Lock()  # a scrape may come on another thread
         self._is_registered = False
         self._has_failed = False
 
     def note(self, listener: object, payload: Payload) -> None:
-        """Take a reading.
+        """Store a reading as the newest one of its engine.
 
         Args:
-            listener: What hears of the engine in this process.
+            listener: Object that receives the engine's readings in this process.
             payload: The reading.
         """
         if self._has_failed:
@@ -93,7 +94,7 @@ class Exporter(Collector):
                 self._is_registered = True
             if folder := os.environ.get(FOLDER_VARIABLE):
                 self._write(Path(folder))
-        except Exception as error:  # whatever it is, requests are served
+        except Exception as error:  # on any error, requests are still served
             self._fail(error)
 
     def _payloads(self) -> list[Payload]:
@@ -116,7 +117,7 @@ class Exporter(Collector):
         return families([])
 
     def collect(self) -> list[Metric]:
-        """Get the metrics of this process, for its own registry."""
+        """Get the metrics that this process received, for its own registry."""
         return self._shown(self._payloads)
 
     def collect_folder(self, folder: str) -> list[Metric]:
@@ -132,7 +133,7 @@ class Exporter(Collector):
             return []
         try:
             return [metric for metric in families(payloads()) if metric.samples]
-        except Exception as error:  # whatever it is, vLLM's own series are shown
+        except Exception as error:  # on any error, vLLM's own series are still shown
             self._fail(error)
             return []
 
@@ -143,4 +144,4 @@ def _read(folder: Path) -> Iterator[Payload]:
 
 
 EXPORTER = Exporter()
-"""That of this process."""
+"""The exporter of this process."""

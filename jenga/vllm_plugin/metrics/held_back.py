@@ -1,4 +1,4 @@
-"""Admissions that were held back: how many requests, for which reason, and for how long."""
+"""Admissions that were held back: number of requests and seconds, by reason."""
 
 import time
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from jenga.vllm_plugin.metrics.series import HELD_BACK_REASONS
 
 
 def reason_of(error: OutOfPagesError) -> str:
-    """Name why an admission was refused, one of `HELD_BACK_REASONS`."""
+    """Get the reason why an admission was refused, one of `HELD_BACK_REASONS`."""
     if isinstance(error, NotLoadedError):
         return "loading"
     if isinstance(error, TooEarlyError):
@@ -19,32 +19,32 @@ def reason_of(error: OutOfPagesError) -> str:
 
 
 class HeldBack:
-    """Counts the requests whose admission is refused, and the seconds until they come in.
+    """Counts requests whose admission is refused, and the seconds until they are admitted.
 
-    A request is asked for again in every step. The time between two refusals counts for the reason
-    of the earlier one.
+    The scheduler tries to admit a request again in every step. The time between two refusals counts
+    for the reason of the earlier one.
 
     Attributes:
-        num_requests: Reason -> requests that were held back for it; one that is held back for two
-            reasons in turn counts for both.
+        num_requests: Reason -> number of requests that were held back for it. A request that is
+            held back for two reasons in turn counts for both.
         seconds: Reason -> seconds waited so far.
     """
 
     __slots__ = ("_clock", "_waiting", "num_requests", "seconds")
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Nothing was refused.
+        """Start without refusals.
 
         Args:
-            clock: Gives the time in seconds.
+            clock: Function that returns the time in seconds.
         """
         self._clock = clock
-        self._waiting: dict[str, tuple[str, float]] = {}  # request -> reason, since when
+        self._waiting: dict[str, tuple[str, float]] = {}  # request -> reason, last refusal in s
         self.num_requests = dict.fromkeys(HELD_BACK_REASONS, 0)
         self.seconds = dict.fromkeys(HELD_BACK_REASONS, 0.0)
 
     def refuse(self, request_id: str, error: OutOfPagesError) -> None:
-        """Note that a request may not come in yet."""
+        """Record that a request was not admitted."""
         reason = reason_of(error)
         earlier = self._end(request_id)
         if reason != earlier:
@@ -52,7 +52,7 @@ class HeldBack:
         self._waiting[request_id] = reason, self._clock()
 
     def end(self, request_id: str) -> None:
-        """Note that a request came in, or that it waits no longer; it need not have waited."""
+        """Record that a request was admitted, or waits no longer. It need not have been refused."""
         if self._waiting:
             self._end(request_id)
 

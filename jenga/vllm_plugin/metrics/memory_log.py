@@ -1,7 +1,8 @@
-"""One JSON line per scheduler step on what the arena holds, for people and for the demo.
+"""Log of the arena's content, one JSON line per scheduler step, for users and for the demo.
 
-What is wrong with the file is said before the engine starts. A log stops no engine: where a line
-cannot be written later, on a disk that is full, that is said once and no further line is written.
+A file that cannot be written is refused before the engine starts. After that, the log never stops
+the engine: if a line cannot be written, as on a full disk, this is logged once, and no further line
+is written.
 """
 
 import contextlib
@@ -27,11 +28,11 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 def check_memory_log(settings: Settings) -> None:
-    """Check that the memory log can be written, and make its file; nothing where there is none.
+    """Check that the memory log can be written, and make its file. Without a log, do nothing.
 
     Raises:
         ValueError: `JENGA_MEMORY_LOG` names a folder, a pipe or a device, or a file that cannot be
-            opened for writing; the message names the variable, the path and the reason.
+            opened for writing. The message has the variable, the path and the reason.
     """
     path = settings.memory_log
     if path is not None and (reason := _reason_against(path)):
@@ -40,9 +41,9 @@ def check_memory_log(settings: Settings) -> None:
 
 
 def _reason_against(path: Path) -> str | None:
-    """Say why a file cannot be appended to; None if it can, and then it is there."""
+    """Get the reason why a file cannot be appended to. None means that it can, and now exists."""
     try:
-        # A pipe that nobody reads would have its writer wait.
+        # A pipe without a reader would block the writer.
         if path.exists() and not path.is_file():
             return "it is a folder" if path.is_dir() else "it is a pipe or a device, not a file"
         with path.open("a", encoding="utf-8"):
@@ -52,15 +53,16 @@ def _reason_against(path: Path) -> str | None:
 
 
 class _Lines(RotatingFileHandler):
-    """A file of lines that begins with a header; beyond a size it is renamed and begun anew."""
+    """A file of lines with a header. When it is full, it is renamed, and a new file begins."""
 
     def __init__(self, path: Path, header: str, *, max_bytes: int) -> None:
         """Append the header to the file.
 
         Args:
-            path: Of the file; once it is full, it is renamed with `.1` behind its name.
-            header: A line for people and programs to understand the others by.
-            max_bytes: Most bytes of a file with more than a header and a line; 0 for no limit.
+            path: Path of the file. When the file is full, `.1` is appended to its name.
+            header: First line of each file, which describes the others.
+            max_bytes: Largest size of a file in bytes. A header and one line are always written. 0
+                means no limit.
 
         Raises:
             OSError: The file cannot be opened.
@@ -72,18 +74,18 @@ class _Lines(RotatingFileHandler):
         self._header = header
 
     def write(self, line: str) -> None:
-        """Write a line, unless an earlier one could not be written."""
+        """Write a line, unless an earlier write has failed."""
         if not self._has_failed:
             self.handle(makeLogRecord({"msg": line}))
 
     def doRollover(self) -> None:  # noqa: N802 - the base class's name
-        """Rename the file, and begin another one with the header."""
+        """Rename the file, and begin a new one with the header."""
         super().doRollover()
         if self._header and self.stream is not None:
             self.stream.write(self._header + self.terminator)
 
     def handleError(self, record: LogRecord) -> None:  # noqa: N802 - the base class's
-        """Say why a line could not be written, and write no further one."""
+        """Log why a line could not be written, and write no further line."""
         self._has_failed = True
         logger.warning(
             "%s=%r is written no further: %s",
@@ -96,20 +98,22 @@ class _Lines(RotatingFileHandler):
 
 
 class MemoryLog:
-    """Appends to a file what a manager holds, one line per step.
+    """Writes a line about a manager's memory to a file in each step.
 
-    The first line describes the geometry; each later one is a step: its number, the tokens each
-    request has slots for, and the memory report, in bytes; with host memory, also what that holds
-    and what was copied there and back since start-up. The file is closed with the log's end.
+    The first line describes the geometry. Each later line is a step: its number, the number of
+    tokens for which each request has slots, and the memory report in bytes. With host memory, it
+    also has the content of host memory and the bytes copied there and back since start-up. The file
+    is closed when the log is destroyed.
     """
 
     def __init__(self, path: Path, manager: "Manager", *, max_bytes: int = 0) -> None:
         """Open the file and write its first line.
 
         Args:
-            path: Of the file.
-            manager: What holds something.
-            max_bytes: Size beyond which the file is renamed and begun anew; 0 for no limit.
+            path: Path of the file.
+            manager: Manager that is reported.
+            max_bytes: Size in bytes beyond which the file is renamed and a new one begins. 0 means
+                no limit.
 
         Raises:
             OSError: The file cannot be opened.
@@ -121,7 +125,7 @@ class MemoryLog:
         self._num_steps = 0
 
     def step(self) -> None:
-        """Write what the arena holds as a step begins."""
+        """Write the line of a step that begins now."""
         tokens = self._manager.request_tokens()
         report = asdict(self._manager.memory())
         record = {"step": self._num_steps, "tokens": tokens, "memory": report}
@@ -134,9 +138,12 @@ def open_memory_log(manager: "Manager", *, data_parallel_index: int = 0) -> Memo
     """Open the file that `JENGA_MEMORY_LOG` names, if it is set and can still be written.
 
     Args:
-        manager: What holds something.
-        data_parallel_index: Which of several engines it is of; all but the first have files of
-            their own, with this number in their names.
+        manager: Manager that is reported.
+        data_parallel_index: Index of the manager's engine among data-parallel ones. All except the
+            first write to files with this number in their names.
+
+    Returns:
+        The log, or None if the variable is not set or the file cannot be written.
     """
     settings = read_settings(os.environ)
     path = settings.memory_log
@@ -148,7 +155,7 @@ def open_memory_log(manager: "Manager", *, data_parallel_index: int = 0) -> Memo
     if reason is None:
         try:
             return MemoryLog(path, manager, max_bytes=settings.memory_log_bytes)
-        except OSError as error:  # lost since it was checked
+        except OSError as error:  # it could be written when it was checked
             reason = str(error)
     logger.warning("%s=%r cannot be written: %s", MEMORY_LOG_VARIABLE, str(path), reason)
     return None

@@ -1,7 +1,7 @@
 """Values of the Prometheus series, read from a manager in the engine core's process.
 
-Some of them take a look at every running request, so they are read once in `INTERVAL_S` of steps,
-and at the step after which no request runs.
+Some of them need a loop over all running requests. So they are read only once every `INTERVAL_S`
+while steps run, and at the step after which no request runs.
 """
 
 import time
@@ -21,18 +21,18 @@ from jenga.vllm_plugin.settings.environment import BACKEND_NAME
 logger = init_logger(f"vllm.{__name__}")
 
 INTERVAL_S = 1.0
-"""Seconds between two readings while requests run; Prometheus asks every 5 to 60."""
+"""Seconds between two readings while requests run. Prometheus scrapes every 5 to 60 seconds."""
 
 Reading = list[Any]
-"""Name of a series, values of its labels, value: as MessagePack carries it between processes."""
+"""Name of a series, values of its labels, and value, in types that MessagePack can send."""
 
 
 def read_values(manager: Manager, held_back: HeldBack) -> list[Reading]:
     """Read all series of one engine at one moment.
 
     Args:
-        manager: Of its arena.
-        held_back: Of its admissions.
+        manager: Manager of its arena.
+        held_back: Counts of its refused admissions.
     """
     readings = [
         *_memory(manager),
@@ -133,10 +133,11 @@ def _held_back(held_back: HeldBack) -> _Values:
 
 
 class MetricReader:
-    """Reads the series of one engine when it is time.
+    """Reads the series of one engine at intervals.
 
     Attributes:
-        held_back: Its admissions; whoever refuses or makes one tells it.
+        held_back: Counts of refused admissions. The cache manager records each refusal and
+            admission there.
     """
 
     __slots__ = (
@@ -151,11 +152,11 @@ class MetricReader:
     )
 
     def __init__(self, manager: Manager, clock: Callable[[], float] = time.monotonic) -> None:
-        """Nothing was read.
+        """Start without a reading.
 
         Args:
-            manager: Of the engine's arena.
-            clock: Gives the time in seconds.
+            manager: Manager of the engine's arena.
+            clock: Function that returns the time in seconds.
         """
         self._manager = manager
         self._clock = clock
@@ -167,13 +168,13 @@ class MetricReader:
         self.held_back = HeldBack(clock)
 
     def read(self) -> dict[str, Any] | None:
-        """Read all series if it is time, at the end of a step.
+        """Read all series at the end of a step, if the interval is over.
 
-        A failure stops no engine: it is said once, and one reading without values is the last.
+        A failure does not stop the engine. It is logged once, and the last reading has no values.
 
         Returns:
-            `values`, the readings; `at`, by which a later one of the same engine is known as such.
-            None where it is not time.
+            `values`, the readings, and `at`, which orders the readings of an engine by time. None
+            if the interval is not over.
         """
         if self._has_failed:
             return None
@@ -185,7 +186,7 @@ class MetricReader:
             values = read_values(self._manager, self.held_back)
             self._due_s = now_s + INTERVAL_S
             self._was_idle = is_idle
-        except Exception as error:  # whatever it is, requests are served
+        except Exception as error:  # on any error, requests are still served
             self._has_failed = True
             logger.warning("%s: metrics end here: %r", BACKEND_NAME, error)
             values = []

@@ -1,13 +1,13 @@
-"""The Prometheus series of an engine on this backend: names, labels and their meaning.
+"""The Prometheus series of an engine with this backend: names, labels and meanings.
 
-`docs/metrics.md` explains them to users, and `docs/grafana/jenga.json` draws them; tests compare
+`docs/metrics.md` explains them to users, and `docs/grafana/jenga.json` plots them. Tests compare
 both with this list.
 """
 
 from dataclasses import dataclass
 
 ENGINE_LABELS = ("model_name", "engine")
-"""Labels of every series, with the values that vLLM gives its own."""
+"""Labels of every series. They have the same values as in vLLM's own series."""
 
 EVICTION_CAUSES: tuple[str, ...] = ("own_page", "own_large_page", "other_table", "checkpoint")
 HELD_BACK_REASONS: tuple[str, ...] = ("memory", "reserve", "state", "loading")
@@ -21,8 +21,8 @@ class Series:
     """One Prometheus metric.
 
     Attributes:
-        name: As it is scraped; a counter's ends in `_total`.
-        labels: Its labels beside `ENGINE_LABELS`.
+        name: Name as it is scraped. The name of a counter ends in `_total`.
+        labels: Its labels in addition to `ENGINE_LABELS`.
         meaning: The help text.
     """
 
@@ -32,7 +32,7 @@ class Series:
 
     @property
     def is_counter(self) -> bool:
-        """Whether it counts from the start of the engine; else it is a gauge."""
+        """Whether the metric counts from the start of the engine. Otherwise it is a gauge."""
         return self.name.endswith("_total")
 
 
@@ -146,7 +146,7 @@ SERIES = (
     HELD_BACK_REQUESTS,
     HELD_BACK_SECONDS,
 )
-"""All of them."""
+"""All series."""
 
 LABEL_VALUES = {
     ARENA_BYTES.name: {"state": ARENA_STATES},
@@ -156,4 +156,4 @@ LABEL_VALUES = {
     HELD_BACK_REQUESTS.name: {"reason": HELD_BACK_REASONS},
     HELD_BACK_SECONDS.name: {"reason": HELD_BACK_REASONS},
 }
-"""Series -> label -> the values it takes, where these are the same in every engine."""
+"""Name of a series -> label -> values of the label, if they are the same in every engine."""

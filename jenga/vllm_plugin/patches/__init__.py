@@ -1,1 +1,1 @@
-"""Every name of vLLM that is replaced: what takes its place, why, and when."""
+"""All names of vLLM that are replaced: by which function, for which reason, and when."""

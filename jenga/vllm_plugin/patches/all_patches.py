@@ -1,15 +1,22 @@
-"""Every name of vLLM that this plugin replaces; the reason for each is with it.
+"""All names of vLLM that this plugin replaces. Each replacement has its reason.
 
-Each replacement that is given a configuration calls the original unless that selects JENGA_TRITON.
-All but the first are put in place only once a configuration selects it, so a process that never
-does runs vLLM's own functions. Before that the installed version and the signature of each name are
-checked, so that another vLLM is refused with a message instead of failing later. Names of the
-worker's modules wait until its device is set: importing some of them initialises CUDA, after which
-the process that made the configuration could not fork, and a worker would not yet have its GPU.
+A replacement that gets a configuration calls the original unless JENGA_TRITON is selected. They are
+applied in three stages:
 
-Official hooks are used where vLLM has them: the backend enumerations and their `register`, the
-attention backend interface (layouts, supported features), `KVCacheConfig.num_blocks_of`, which is
-overridden in a subclass, and the builder of cache configurations that 0.33 has.
+1. `CONFIG_WATCH` is applied when vLLM loads the plugin, to see a configuration select the backend.
+2. The others are applied once a configuration selects it. So other processes run vLLM's own
+   functions. The installed version and all signatures are checked first, so that another vLLM is
+   refused with a message instead of failing later.
+3. Names of worker modules are replaced once the worker's device is set. Importing some of these
+   modules initialises CUDA. After that the process that made the configuration could not fork, and
+   a worker would not have its GPU yet.
+
+Official hooks are used where vLLM has them:
+
+- the backend enumerations and their `register`,
+- the attention backend interface (layouts, supported features),
+- `KVCacheConfig.num_blocks_of`, which a subclass overrides,
+- the builder of cache configurations in 0.33.
 """
 
 from jenga.vllm_plugin.patches.engine import CONFIG_WATCH, WHEN_SELECTED
@@ -20,17 +27,17 @@ from jenga.vllm_plugin.patches.planner import PLANNER
 from jenga.vllm_plugin.patches.workers import WORKERS
 
 IN_WORKERS = (*WORKERS, *RECURRENT_LAYERS)
-"""In place once a worker of a configuration that selects us has its device."""
+"""Applied once a worker has its device, if its configuration selects the backend."""
 
 REPLACEMENTS = (*CONFIG_WATCH, *WHEN_SELECTED, *PLANNER, *METRICS, *IN_WORKERS)
-"""All of them, for the documentation and the tests."""
+"""All replacements, for the documentation and the tests."""
 
 
 def watch_configurations() -> None:
-    """Put the replacements in place that are needed to see a configuration select the backend.
+    """Apply the replacements that let the plugin see a configuration select the backend.
 
     Raises:
-        ValueError: vLLM has not one of the names, or with another signature; none was replaced.
+        ValueError: vLLM lacks one of the names, or has another signature. Nothing was replaced.
     """
     check_watch()
     for watch in CONFIG_WATCH:
@@ -39,10 +46,10 @@ def watch_configurations() -> None:
 
 
 def check_watch() -> None:
-    """Check that this vLLM lets the plugin see a configuration select the backend.
+    """Check that the plugin can see a configuration select the backend in this vLLM.
 
     Raises:
-        ValueError: vLLM has not one of the names that this takes, or with another signature.
+        ValueError: vLLM lacks one of the names that this needs, or has another signature.
     """
     for watch in CONFIG_WATCH:
         if not watch.is_applied:
@@ -50,10 +57,12 @@ def check_watch() -> None:
 
 
 def apply_replacements() -> None:
-    """Check vLLM's version and names, then replace all but those of workers, once.
+    """Check vLLM's version and names, then replace all names except those of workers.
+
+    More than one call is safe.
 
     Raises:
-        ValueError: This vLLM is not one the plugin was written for; nothing was replaced.
+        ValueError: The plugin was not written for this version of vLLM. Nothing was replaced.
     """
     from jenga.vllm_plugin.settings.switch import register_state_backends
 
@@ -63,9 +72,11 @@ def apply_replacements() -> None:
 
 
 def apply_worker_replacements() -> None:
-    """Check and replace the names of workers' modules, once; for a process that has its device.
+    """Check and replace the names of worker modules, in a process that has its device.
+
+    More than one call is safe.
 
     Raises:
-        ValueError: A name is not as the plugin was written for; nothing was replaced.
+        ValueError: A name is missing or has another signature. Nothing was replaced.
     """
     put_in_place(IN_WORKERS)

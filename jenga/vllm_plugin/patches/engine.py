@@ -1,4 +1,4 @@
-"""Names of vLLM's configuration and scheduler that are replaced."""
+"""Replaced names of vLLM's configuration and scheduler."""
 
 import contextlib
 import functools
@@ -55,7 +55,7 @@ def _update_block_size_for_backend(original: Function) -> Function:
     def update_block_size_for_backend(vllm_config: Any) -> None:  # noqa: ANN401
         from jenga.vllm_plugin.config import is_selected
 
-        # Small pages have each type's own size: nothing is enlarged or padded to another's.
+        # Small pages of each layer type have their own size, so none is enlarged to match another.
         if not is_selected(vllm_config):
             original(vllm_config)
 
@@ -100,7 +100,7 @@ def _update_request_as_session(original: Function) -> Function:
 
         manager = self.kv_cache_manager
         if isinstance(manager, JengaKVCacheManager):
-            # vLLM 0.32 counts drafts as computed that were accepted after a turn's last token.
+            # vLLM 0.32 also counts drafts as computed that were accepted after a turn's last token.
             computed_tokens = min(session.num_computed_tokens, session.num_tokens - 1)
             session.num_computed_tokens = computed_tokens
         original(self, session, update)
@@ -111,7 +111,10 @@ def _update_request_as_session(original: Function) -> Function:
 
 
 def _announce(scheduler: Any, request: Any, *, first: bool) -> None:  # noqa: ANN401
-    """Tell the manager of a queue that is served in its order; nothing of one with priorities."""
+    """Tell the manager that a request waits, if the queue is first come, first served.
+
+    The manager relies on the order of the queue, so requests with priorities are not announced.
+    """
     from vllm.v1.core.sched.request_queue import SchedulingPolicy
 
     from jenga.vllm_plugin.scheduler.cache_manager import JengaKVCacheManager
@@ -152,7 +155,7 @@ def _try_schedule_encoder_inputs(original: Function) -> Function:
         ):
             if manager.finds_encoder_output(request):
                 return [], num_new_tokens, encoder_compute_budget, [], []
-            # Tokens hit do not mean that the encoder's are there.
+            # A prefix hit does not mean that the encoder outputs are cached too.
             num_computed_tokens = 0
         return original(self, request, num_computed_tokens, num_new_tokens, *asked)
 
@@ -160,10 +163,10 @@ def _try_schedule_encoder_inputs(original: Function) -> Function:
 
 
 def _cut_image_tokens(request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:  # noqa: ANN401
-    """Tokens of the image with which a step would begin and not end; 0 where there is none.
+    """Get the number of tokens of an image that is at the start of a step and would be cut.
 
-    vLLM stops before an image that it would cut, but where a step begins with it 0.32 cuts it, and
-    0.33 waits, for ever if no step has room for it.
+    It is 0 if there is no such image. vLLM ends a step before an image that it would cut. If the
+    step begins with the image, vLLM 0.32 cuts it. vLLM 0.33 waits, forever if no step has room.
     """
     for image in request.mm_features:
         position = image.mm_position
@@ -173,7 +176,7 @@ def _cut_image_tokens(request: Any, num_computed_tokens: int, num_new_tokens: in
 
 
 def _most_step_tokens(scheduler: Any) -> int:  # noqa: ANN401
-    """Tokens of one request that a step can have at most."""
+    """Get the largest number of tokens of one request in a step."""
     config, speculation = scheduler.scheduler_config, scheduler.vllm_config.speculative_config
     draft_slots = speculation.max_num_new_slots_for_drafting if speculation is not None else 0
     return min(
@@ -185,7 +188,7 @@ def _most_step_tokens(scheduler: Any) -> int:  # noqa: ANN401
 
 @contextlib.contextmanager
 def _images_may_be_cut(scheduler_config: Any) -> Generator[None]:  # noqa: ANN401
-    """Let vLLM's scheduler read a part of an image meanwhile, and the rest later."""
+    """Temporarily allow vLLM's scheduler to cut an image between steps."""
     scheduler_config.disable_chunked_mm_input = False
     try:
         yield
@@ -202,7 +205,7 @@ def _resolve_kv_cache_block_sizes(original: Function) -> Function:
             cache, page_tokens = vllm_config.cache_config, kv_cache_config.page_tokens
             kv_cache_config = groups_of_tokens(kv_cache_config)
             if not kv_cache_config.kv_cache_groups:
-                # vLLM has set it to that of states, as many tokens as the model reads at most.
+                # vLLM has set it to that of states: the largest number of tokens of the model.
                 cache.block_size = cache.prefix_match_unit or page_tokens
         return original(kv_cache_config, vllm_config)
 
@@ -242,7 +245,7 @@ CONFIG_WATCH = (
         make=_check_and_update_config,
     ),
 )
-"""In place as soon as vLLM loads the plugin; passes everything on until we are selected."""
+"""Applied as soon as vLLM loads the plugin. They call the originals if another backend is used."""
 
 WHEN_SELECTED = (
     Replacement(
@@ -341,4 +344,4 @@ WHEN_SELECTED = (
         make=_init_device,
     ),
 )
-"""In place once a configuration selects us."""
+"""Applied once a configuration selects the backend."""

@@ -1,8 +1,8 @@
-"""Names of vLLM's recurrent layers that are replaced, in a process that has its device.
+"""Replaced names of vLLM's recurrent layers, in a process that has its device.
 
-Each is what lies between a layer's projections, or the layer as a whole: vLLM has no hook there. A
-layer whose step comes without our metadata runs as it was: before memory is measured, or where a
-class of layers shares the name and is not served.
+Each is the part between a layer's projections, or the whole layer, because vLLM has no hook there.
+A layer whose step has no metadata of ours runs the original. This happens before memory is
+profiled, and for classes of layers that share the name and are not served.
 """
 
 import functools
@@ -15,11 +15,11 @@ from jenga.vllm_plugin.patches.patch import Function, Replacement
 
 
 def _served_by(path: str) -> Callable[[Function], Function]:
-    """Have a layer call one of our functions in a step of ours.
+    """Let a layer call one of our functions in steps with our metadata.
 
     Args:
-        path: Where it is, module:function. It is called with the layer, what the original is called
-            with, in its order, and the step's metadata.
+        path: Path of the function, module:function. It is called with the layer, the original's
+            arguments in their order, and the step's metadata.
     """
 
     def make(original: Function) -> Function:
@@ -53,7 +53,7 @@ def _fused_gdn_decode_unsupported_reason(original: Function) -> Function:
 
 
 def _skip_warm_up(mark: str) -> Callable[[Function], Function]:
-    """Set the mark that a layer is warmed up, and the original returns at once."""
+    """Set a layer's attribute that says it is warmed up, so that the original returns at once."""
 
     def make(original: Function) -> Function:
         @functools.wraps(original)
@@ -89,7 +89,7 @@ def _cpu_gdn_attention_core(original: Function) -> Function:
             layer = get_forward_context().no_compile_layers[name]
             forward_gated_delta(layer, mixed_qkv, b, a, core_attn_out, metadata)
 
-    # The schema of the operation is read from these types, which are words in vLLM's module.
+    # torch reads the operation's schema from these types. In vLLM's module they are strings.
     core.__signature__ = inspect.signature(original, eval_str=True)  # pyright: ignore[reportAttributeAccessIssue]
     return core
 
@@ -245,4 +245,4 @@ RECURRENT_LAYERS = (
         make=_get_attn_backend,
     ),
 )
-"""Of its recurrent layers."""
+"""Replacements in vLLM's recurrent layers."""

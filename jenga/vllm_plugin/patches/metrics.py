@@ -1,8 +1,8 @@
-"""Names replaced so that readings travel from the engine core to `/metrics`.
+"""Replaced names that send readings from the engine core to `/metrics`.
 
 vLLM sends the statistics of a step from the scheduler's process to one API server, in a message
-whose fields are fixed. The readings travel in its field for KV connectors, which this backend
-refuses, and are taken out before vLLM's own loggers look at it.
+with fixed fields. The readings use its field for KV connectors, which this backend refuses. They
+are removed from it before vLLM's own loggers see it.
 """
 
 import functools
@@ -38,7 +38,7 @@ def _make_stats(original: Function) -> Function:
 
 
 def _has_our_reader() -> bool:
-    """Whether the API server is one of Python, in which the readings are taken out again."""
+    """Whether the API server is the one in Python, in which the readings are removed again."""
     import vllm.envs
 
     return not getattr(vllm.envs, "VLLM_USE_RUST_FRONTEND", False)
@@ -64,7 +64,7 @@ def _record(original: Function) -> Function:
 
 
 def _take(scheduler_stats: Any) -> dict[str, Any] | None:  # noqa: ANN401
-    """Take the reading out of a step's statistics, if they carry one."""
+    """Remove and return the reading in a step's statistics, or None if there is none."""
     carried = getattr(scheduler_stats, "kv_connector_stats", None)
     if not carried or _FIELD not in carried:
         return None
@@ -116,11 +116,11 @@ METRICS = (
         make=_collect,
     ),
 )
-"""In place once a configuration selects us, all or none of them."""
+"""Applied once a configuration selects the backend, either all or none."""
 
 
 def watch_metrics() -> None:
-    """Put them in place; where a name is not as it was, say so and serve without metrics."""
+    """Apply the replacements. If a name does not match, log it and serve without metrics."""
     try:
         put_in_place(METRICS)
     except (AttributeError, ImportError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""One name of vLLM and what takes its place."""
+"""Replacements of names in vLLM: how one is described, checked and applied."""
 
 import importlib
 import inspect
@@ -9,22 +9,22 @@ from typing import Any
 from jenga.vllm_plugin.settings.refusals import Refusal
 
 SUPPORTED_VERSIONS = ("0.32", "0.33")
-"""Release series of vLLM whose names are known to be as the replacements say."""
+"""Release series of vLLM whose names and signatures are known to match the replacements."""
 
 Function = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replacement:
-    """One name of vLLM and what takes its place.
+    """One name of vLLM and its replacement.
 
     Attributes:
-        module: Where the name is looked up at run time.
+        module: Module in which the name is looked up at run time.
         name: The name, dotted for a method.
-        reason: Why no official hook serves.
-        parameters: The original's parameter names, which must be as when this was written.
-        make: Builds the replacement from the original.
-        series: Release series of vLLM in which it is needed and fits.
+        reason: Why the name is replaced, and no official hook is used.
+        parameters: Parameter names that the original must have.
+        make: Function that builds the replacement from the original.
+        series: Release series of vLLM in which the replacement is needed and fits.
     """
 
     module: str
@@ -36,15 +36,15 @@ class Replacement:
 
     @property
     def is_applied(self) -> bool:
-        """Whether it is in place."""
+        """Whether the name is replaced in this process."""
         owner, attribute = self._owner()
         return getattr(getattr(owner, attribute, None), "replaced_by_jenga", False)
 
     def check(self) -> None:
-        """Check that vLLM has the name, with the signature this was written for.
+        """Check that vLLM has the name with the expected signature.
 
         Raises:
-            ValueError: It has not; the message names the function and both signatures.
+            ValueError: It does not. The message has the name and both signatures.
         """
         owner, attribute = self._owner()
         original = getattr(owner, attribute, None)
@@ -60,7 +60,7 @@ class Replacement:
             raise ValueError(msg)
 
     def apply(self) -> None:
-        """Put it in place."""
+        """Replace the name in this process."""
         owner, attribute = self._owner()
         original = getattr(owner, attribute)
         function = self.make(original)
@@ -69,7 +69,7 @@ class Replacement:
         setattr(owner, attribute, staticmethod(function) if is_method else function)
 
     def _owner(self) -> tuple[Any, str]:
-        """Find the object that holds the name, and the attribute's name in it."""
+        """Find the object that has the name, and the name of its attribute."""
         owner: Any = importlib.import_module(self.module)
         *path, attribute = self.name.split(".")
         for part in path:
@@ -80,10 +80,10 @@ class Replacement:
 
 
 def series_of(version: str) -> str:
-    """Get the release series of a version of vLLM, one whose names are known.
+    """Get the release series of a version of vLLM.
 
     Raises:
-        ValueError: It is not; the message names it and the supported ones.
+        ValueError: The series is not supported. The message has the version and supported series.
     """
     series = ".".join(version.split(".")[:2])
     if series not in SUPPORTED_VERSIONS:
@@ -92,10 +92,10 @@ def series_of(version: str) -> str:
 
 
 def of_installed_vllm(replacements: Sequence[Replacement]) -> list[Replacement]:
-    """Get those that the installed vLLM needs.
+    """Get the replacements that the installed vLLM needs.
 
     Raises:
-        ValueError: It is no vLLM that the plugin was written for.
+        ValueError: The plugin was not written for the installed version of vLLM.
     """
     import vllm
 
@@ -104,10 +104,10 @@ def of_installed_vllm(replacements: Sequence[Replacement]) -> list[Replacement]:
 
 
 def put_in_place(replacements: Sequence[Replacement]) -> None:
-    """Check the names of the installed vLLM, then replace them, each once.
+    """Check the names of the installed vLLM, then replace those that are not yet replaced.
 
     Raises:
-        ValueError: vLLM, or a name of it, is not as the plugin was written for; nothing was
+        ValueError: vLLM's version, or the signature of a name, is not supported. Nothing was
             replaced.
     """
     missing = [each for each in of_installed_vllm(replacements) if not each.is_applied]

@@ -1,4 +1,4 @@
-"""Names of vLLM's planner of cache memory that are replaced: functions in 0.32, a hook in 0.33."""
+"""Replaced names of vLLM's planner of cache memory: functions in 0.32, a hook in 0.33."""
 
 import functools
 from collections.abc import Callable
@@ -10,11 +10,11 @@ _BUILDER_PATH = "jenga.vllm_plugin.arena.config_builder.JengaKVCacheConfigBuilde
 
 
 def _when_selected(function_name: str, num_before: int = 0) -> Callable[[Function], Function]:
-    """Call `jenga.vllm_plugin.arena.layout.<function_name>` where the configuration selects us.
+    """Call `jenga.vllm_plugin.arena.layout.<function_name>` if the backend is selected.
 
     Args:
-        function_name: In that module.
-        num_before: Arguments before the configuration, which ours does not take.
+        function_name: Name of a function in that module.
+        num_before: Number of arguments before the configuration, which our function does not take.
     """
 
     def make(original: Function) -> Function:
@@ -134,7 +134,7 @@ FUNCTIONS = (
         series=("0.32",),
     ),
 )
-"""What 0.32 has instead of a hook."""
+"""Functions that are replaced in 0.32, which has no hook."""
 
 RANKS = (
     Replacement(
@@ -178,7 +178,7 @@ RANKS = (
         for series, further in (("0.32", ()), ("0.33", ("global_kv_cache_groups",)))
     ),
 )
-"""Who has which layers where a model is spread over the ranks of a pipeline."""
+"""Functions that assign layers to ranks, if a model is spread over a pipeline."""
 
 HOOK = (
     Replacement(
@@ -198,7 +198,7 @@ HOOK = (
         series=("0.33",),
     ),
 )
-"""The hook that 0.33 has, and what it leaves out."""
+"""The hook of 0.33, and a function that the hook does not cover."""
 
 IN_ALL = (
     Replacement(
@@ -209,7 +209,7 @@ IN_ALL = (
         make=_when_selected("max_concurrency"),
     ),
 )
-"""What both have."""
+"""Functions that are replaced in 0.32 and 0.33."""
 
 PLANNER = (*FUNCTIONS, *HOOK, *RANKS, *IN_ALL)
-"""In place once a configuration selects us."""
+"""Applied once a configuration selects the backend."""

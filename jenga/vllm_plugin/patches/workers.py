@@ -1,4 +1,4 @@
-"""Names of vLLM's workers and attention layers that are replaced, in a process with its device."""
+"""Replaced names of vLLM's workers and attention layers, in a process that has its device."""
 
 import functools
 from dataclasses import replace
@@ -59,7 +59,7 @@ def _initialize_from_config(original: Function) -> Function:
             num_bytes = host_memory_bytes(kv_cache_config)
             if num_bytes:
                 mailbox.host_memory = HostMemory(runner.device, num_bytes)
-            # With Ray, data-parallel engines add their numbers.
+            # With Ray, data-parallel engines append their numbers to the id.
             start = self.vllm_config.instance_id.partition("_dp")[0]
             choose_kernels(builders_of(runner), runner.device, start=start)
 
@@ -106,7 +106,7 @@ def _determine_batch_execution_and_padding(original: Function) -> Function:
     ) -> Any:  # noqa: ANN401
         from jenga.vllm_plugin.config import is_selected
 
-        # Who says whether a batch is one of decoding requests captures a graph, or makes up a step.
+        # Callers set this argument only to capture a graph, or to run a dummy step.
         if named.get("force_uniform_decode") is None and is_selected(self.vllm_config):
             computed = self.input_batch.num_computed_tokens_cpu[:num_reqs]
             reads_prompt = computed < self.input_batch.num_prompt_tokens[:num_reqs]
@@ -189,7 +189,7 @@ def _takes_orders(original: Function) -> Function:
 
         mailbox, orders = mailbox_of(self), scheduler_output.kv_cache_block_copies
         if mailbox is not None and orders:
-            scheduler_output.kv_cache_block_copies = None  # no block copies of vLLM's
+            scheduler_output.kv_cache_block_copies = None  # vLLM must not see our orders there
             for each in orders:
                 mailbox.deliver(self.kv_caches, self.kv_cache_config.num_blocks, each)
         return original(self, scheduler_output)
@@ -338,4 +338,4 @@ WORKERS = (
         )
     ),
 )
-"""Of its workers, and of layers that attend."""
+"""Replacements in vLLM's workers and attention layers."""

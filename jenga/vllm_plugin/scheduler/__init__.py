@@ -1,1 +1,1 @@
-"""The side of vLLM's scheduler: the manager in its words, and what it asks of the workers."""
+"""The plugin in vLLM's scheduler process: the cache manager, and the orders to the workers."""

@@ -1,11 +1,11 @@
-"""vLLM's cache events: what routers and gateways are told of the prefix cache.
+"""vLLM's cache events, which tell routers and gateways how the prefix cache changes.
 
-A page that can be found is a stored block of its page table's group. A kept state is one of the
-last few tokens before it: block size is what one hash covers, and the parent is the hash before. Of
-what an encoder made nothing is told: those events name tokens, and it has none.
-
-What comes to host memory has left its request: as from stock vLLM's offloading, those events name a
-block by its hash alone, whose tokens were told when it was stored in the arena.
+- A page that can be hit is reported as a stored block of its page table's group.
+- A kept state is reported as a block of the last tokens before it. The block size is the number of
+  tokens that one hash covers, and the parent is the hash before.
+- Encoder outputs are not reported: these events name tokens, and encoder outputs have none.
+- A page in host memory is reported by its hash alone, as by stock vLLM's offloading. It has no
+  request any more, and its tokens were reported when it was stored in the arena.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class CacheEvents:
-    """Says in vLLM's words how the prefix cache changes."""
+    """Collects changes of the prefix cache as vLLM's cache events."""
 
     __slots__ = (
         "_block_tokens",
@@ -60,16 +60,16 @@ class CacheEvents:
         hash_tokens: int,
         lookahead_tokens: int = 0,
     ) -> None:
-        """Nothing has changed.
+        """Start without events.
 
         Args:
-            manager: Records its changes.
-            config: Its page tables in vLLM's words.
-            hash_tokens: Tokens that each further hash of a request covers.
-            lookahead_tokens: Tokens after its block that each hash covers besides.
+            manager: Manager that records the changes.
+            config: Configuration with vLLM's group of each page table.
+            hash_tokens: Number of tokens that each further hash of a request covers.
+            lookahead_tokens: Number of tokens after its block that a hash covers too.
 
         Raises:
-            ValueError: A page holds fewer tokens than a hash covers: no hash would name it.
+            ValueError: A page holds fewer tokens than a hash covers, so no hash would name it.
         """
         self._manager = manager
         self._hash_tokens = hash_tokens
@@ -93,12 +93,15 @@ class CacheEvents:
         self._events: list[KVCacheEvent] = []
 
     def note(self, request: "Request") -> None:
-        """Note what changed when pages or states of a request were entered."""
+        """Record the changes since pages or states of a request were committed."""
         for change in self._manager.take_changes():
             self._add(change, request)
 
     def note_hit(self, request: "Request", hit: PrefixHit) -> None:
-        """Tell again of what a request hits, for those who ask for all that it reads."""
+        """Report the pages of a hit as stored once more.
+
+        It serves requests that ask for events of all pages that they read.
+        """
         for index, table in enumerate(self._manager.geometry.page_tables):
             if not self._is_told[index]:
                 continue
@@ -116,21 +119,22 @@ class CacheEvents:
                     self._events.append(self._stored(request, index, start_tokens, end_tokens))
 
     def cleared(self) -> None:
-        """Record that the cache was reset: one event stands for all blocks of the arena."""
+        """Record that the cache was reset. One event stands for all blocks of the arena."""
         self._drain(is_cleared=True)
         self._events.append(AllBlocksCleared())
 
     def take(self) -> list[KVCacheEvent]:
-        """Events since the last call, in order."""
+        """Return the events since the last call, in order."""
         self._drain()
         events, self._events = self._events, []
         return events
 
     def _drain(self, *, is_cleared: bool = False) -> None:
-        """Record what changed without a request: content that is gone.
+        """Record changes that need no request, such as evictions.
 
         Args:
-            is_cleared: Whether another event stands for all that is gone from the arena.
+            is_cleared: Whether to leave out removals from the arena, because one event stands for
+                all of them.
         """
         for change in self._manager.take_changes():
             if not is_cleared or change.is_found or change.is_on_host:
@@ -163,14 +167,21 @@ class CacheEvents:
     def _stored(
         self, request: "Request", table_index: int, start_tokens: int, end_tokens: int
     ) -> BlockStored:
-        """The event of a request's blocks in a row."""
+        """Make the event of consecutive blocks of a request.
+
+        Args:
+            request: The request.
+            table_index: Page table of the blocks.
+            start_tokens: Number of tokens before the first block.
+            end_tokens: Number of tokens up to the end of the last block.
+        """
         block_tokens, hash_tokens = self._block_tokens[table_index], self._hash_tokens
         hashes = request.block_hashes
         ends = range(start_tokens + block_tokens, end_tokens + 1, block_tokens)
         parent = hashes[start_tokens // hash_tokens - 1] if start_tokens else None
         kind, window_tokens = self._kinds[table_index]
         lora = request.lora_request
-        lookahead: dict[str, Any] = {}  # a field that 0.32 has not
+        lookahead: dict[str, Any] = {}  # vLLM 0.32 lacks this field
         if self._lookahead_tokens:
             tokens = request.all_token_ids
             lookahead["lookahead_token_ids"] = [
@@ -195,7 +206,7 @@ class CacheEvents:
     def _extra_keys(
         self, request: "Request", ends: Iterable[int], block_tokens: int
     ) -> Iterator[tuple[Any, ...] | None]:
-        """What else than tokens went into each block's hash."""
+        """Yield the inputs of each block's hash other than its tokens."""
         image_index = 0
         for end in ends:
             keys, next_image_index = generate_block_hash_extra_keys(
@@ -207,7 +218,7 @@ class CacheEvents:
 
 
 def _stored_on_host(table_index: int, key: Hashable) -> BlockStored:
-    """The event of a block that has come to host memory.
+    """Make the event of a block that was written to host memory.
 
     Source: `OffloadingEventsTracker._placeholder_stored` of vLLM 0.32.
     """
@@ -224,7 +235,11 @@ def _stored_on_host(table_index: int, key: Hashable) -> BlockStored:
 
 
 def _named(key: Hashable) -> Any:  # noqa: ANN401 (bytes or an integer, as vLLM is set)
-    """The name of a block outside of the engine."""
+    """Get the name of a block in events, which vLLM derives from its hash.
+
+    Raises:
+        InvariantError: The key is not a hash.
+    """
     if not isinstance(key, bytes):
         msg = f"content must be named by a hash, got {key!r}"
         raise InvariantError(msg)
@@ -232,7 +247,11 @@ def _named(key: Hashable) -> Any:  # noqa: ANN401 (bytes or an integer, as vLLM 
 
 
 def _last_index(hashes: Sequence[bytes], key: Hashable) -> int:
-    """Where a hash is, sought from the end: what is entered is mostly new."""
+    """Find the index of a hash. The search begins at the end, because committed content is new.
+
+    Raises:
+        InvariantError: The hash is not there.
+    """
     for index in range(len(hashes) - 1, -1, -1):
         if hashes[index] == key:
             return index

@@ -1,7 +1,7 @@
-"""The memory manager in the words of vLLM's scheduler.
+"""The memory manager behind the interface of vLLM's `KVCacheManager`.
 
-The scheduler asks a `KVCacheManager` for blocks; this one passes the questions to
-`jenga.manager.Manager` and its answers back as page ids. It holds no books of its own.
+The scheduler asks a `KVCacheManager` for blocks. This one passes each call on to
+`jenga.manager.Manager`, and returns its answers as page ids. It does no accounting of its own.
 """
 
 import os
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 
 class PageTables(KVCacheBlocks):
-    """Page ids per group, where vLLM's scheduler expects blocks.
+    """Page ids per group, passed to vLLM's scheduler instead of blocks.
 
     Attributes:
         page_ids: Small page ids per group, in token order.
-        hit: The prefix hit these pages come from, if they are the answer to a lookup.
+        hit: Prefix hit that a lookup returned. None for pages that do not come from a lookup.
     """
 
     def __init__(self, page_ids: tuple[list[int], ...], hit: PrefixHit | None = None) -> None:
@@ -49,7 +49,12 @@ class PageTables(KVCacheBlocks):
     def get_block_ids(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, allow_none: bool = False, *, group_ids: Sequence[int] | None = None
     ) -> tuple[list[int], ...] | None:
-        """Get the page ids per group, or None for none at all where that is allowed."""
+        """Get the page ids per group.
+
+        Args:
+            allow_none: Whether to return None if no group has a page.
+            group_ids: Groups to return, or None for all.
+        """
         groups = self.page_ids if group_ids is None else [self.page_ids[g] for g in group_ids]
         if allow_none and not any(groups):
             return None
@@ -58,7 +63,7 @@ class PageTables(KVCacheBlocks):
 
 @dataclass(frozen=True, slots=True)
 class _GroupView:
-    """What the scheduler reads of vLLM's manager of one group."""
+    """The fields of vLLM's manager of one group that the scheduler reads."""
 
     kv_cache_group_id: int
     kv_cache_spec: "KVCacheSpec"
@@ -66,7 +71,7 @@ class _GroupView:
 
 
 class _Coordinator:
-    """What the scheduler and the engine core read of vLLM's coordinator."""
+    """The fields of vLLM's coordinator that the scheduler and the engine core read."""
 
     enable_partial_hash_hits = False
 
@@ -74,8 +79,9 @@ class _Coordinator:
         """Describe the groups of a configuration.
 
         Args:
-            config: Of the manager.
-            state_tokens: Tokens between two states that can be found; None: none is kept.
+            config: Configuration of the manager.
+            state_tokens: Block size of groups of states: tokens between two states that can be hit.
+                None means that no state is kept.
         """
         self.single_type_managers = tuple(
             _GroupView(
@@ -92,17 +98,23 @@ class _Coordinator:
 
 
 class _BlockPool:
-    """What the scheduler reads of vLLM's block pool."""
+    """The methods of vLLM's block pool that the scheduler calls."""
 
     def free_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Refuse: only KV connectors free blocks past the manager, and they are not supported."""
+        """Refuse to free blocks.
+
+        Only KV connectors free blocks without the manager, and they are not supported.
+
+        Raises:
+            NotImplementedError: There is a block to free.
+        """
         if any(True for _ in blocks):
             msg = "blocks must be freed through the cache manager"
             raise NotImplementedError(msg)
 
 
 class JengaKVCacheManager:
-    """vLLM's cache manager interface, answered by `jenga.manager.Manager`."""
+    """The interface of vLLM's `KVCacheManager`, served by `jenga.manager.Manager`."""
 
     retained_hit_group_ids: tuple[int, ...] = ()
     mamba_shared_prefix_checkpoint = False
@@ -139,9 +151,9 @@ class JengaKVCacheManager:
             hash_tokens=hash_tokens,
             left_share=read_settings(os.environ).left_share,
             step_tokens=kv_cache_config.step_tokens,
-            # As in vLLM, whose scheduler always gives them.
+            # The default is vLLM's. Its scheduler always passes a value.
             in_flight_tokens=max_in_flight_tokens or max_model_len,
-            # Slots of a head that drafts are made of the token after theirs, if it has any.
+            # Slots of a draft head depend on the token after theirs, if the head has slots at all.
             ahead_tokens=int(use_eagle and kv_cache_config.has_draft_layers),
             records_changes=enable_kv_cache_events,
             num_host_large_pages=kv_cache_config.num_host_large_pages,
@@ -171,11 +183,12 @@ class JengaKVCacheManager:
         self.block_pool = _BlockPool()
         self.num_kv_cache_groups = len(kv_cache_config.kv_cache_groups)
         self.empty_kv_cache_blocks = PageTables(tuple([] for _ in kv_cache_config.kv_cache_groups))
-        # Request -> itself and the tokens it will have, of the step that is being scheduled.
+        # Requests in the step that is being scheduled: name -> request, and its tokens after it.
         self._scheduled: dict[str, tuple[Request, int]] = {}
-        self._step_tokens = 0  # of that step
-        self._put_off: Request | None = None  # until what it reads is loaded, in that step
-        self._was_ahead = False  # whether copies were ordered beside the step before
+        self._step_tokens = 0  # number of tokens in that step
+        # Request refused in that step because its hit must first be loaded from host memory.
+        self._put_off: Request | None = None
+        self._was_ahead = False  # whether the step before had copies beside its layers
         self._watermark_large_pages = int(watermark * kv_cache_config.num_blocks)
         self._memory_log: MemoryLog | None = open_memory_log(
             self.manager, data_parallel_index=kv_cache_config.data_parallel_index
@@ -183,17 +196,17 @@ class JengaKVCacheManager:
         self.metrics = MetricReader(self.manager)
 
     def _facts(self, request: "Request") -> RequestFacts:
-        """Say what a request is and, where layers read what an encoder makes, what that is."""
+        """Get what the manager needs to know about a request: its length and encoder outputs."""
         images = self._encoders.images(request)
         return RequestFacts(prompt_tokens=request.num_tokens, images=images)
 
     @property
     def usage(self) -> float:
-        """Share of the arena's large pages that cannot be had for a request at once."""
+        """Share of the arena's large pages, 0 to 1, that a request could not get right now."""
         return self.manager.usage
 
     def new_step_starts(self) -> None:
-        """Note that the scheduler begins a step."""
+        """Record that the scheduler begins a step."""
         if self._states is not None:
             self._states.step_ends()
         self.manager.new_step()
@@ -210,18 +223,23 @@ class JengaKVCacheManager:
         return self._caches(request) and not request.skip_reading_prefix_cache
 
     def _caches(self, request: "Request") -> bool:
-        """Whether what a request computes may be found by others, under names of its own."""
+        """Whether a request's pages may be cached: its hashes must identify their content."""
         return self.enable_caching and self._encoders.can_name(request)
 
     def finds_encoder_output(self, request: "Request") -> bool:
-        """Whether what was looked up last is of this request, with all its encoder would make."""
+        """Whether the last lookup was for this request and found all of its encoder outputs."""
         return self.prefix_cache_lookup_enabled(request) and self._encoders.are_found(request)
 
     def announce(self, request: "Request", *, first: bool) -> None:
-        """Note that a request waits, at the end of the queue or at its head."""
+        """Record that a request waits in the queue.
+
+        Args:
+            request: The request.
+            first: Whether it waits at the head of the queue instead of its end.
+        """
         request_id = request.request_id
         if self.prefix_cache_lookup_enabled(request) and not self.manager.is_running(request_id):
-            # A session's next turn comes under the name of the last one.
+            # The next turn of a session has the request id of the turn before.
             self.manager.withdraw(request_id)
             self.manager.announce(
                 request_id,
@@ -234,14 +252,19 @@ class JengaKVCacheManager:
     def get_computed_blocks(
         self, request: "Request", max_cache_hit_length: int | None = None
     ) -> tuple[KVCacheBlocks, int, int]:
-        """Look a request's longest cached prefix up, of at most so many tokens.
+        """Look up the longest cached prefix of a request.
+
+        Args:
+            request: The request.
+            max_cache_hit_length: Largest number of tokens to hit, or None for no other limit.
 
         Returns:
-            The pages, the number of tokens hit, and 0: no boundary to keep a state at.
+            The pages, the number of tokens hit, and 0: vLLM need not keep a state at any boundary.
         """
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
-        # From here on the step loses no request: what it computes is there when layers read it.
+        # The scheduler looks hits up after it has served the running requests, and preempts none of
+        # them from here on. Their pages can be committed: layers write them before they are read.
         for scheduled, num_tokens in self._scheduled.values():
             self.cache_blocks(scheduled, num_tokens)
         self._scheduled.clear()
@@ -253,12 +276,15 @@ class JengaKVCacheManager:
         hit = self._encoders.settle(request, self._lookup(request, most_tokens))
         if self._events is not None and _reports_hits(request):
             self._events.note_hit(request, hit)
-        # Also without a token it says where the request leaves what others have computed.
+        # A hit of 0 tokens is passed on too: it says where the request branches off from others.
         page_ids = tuple([] for _ in range(self.num_kv_cache_groups))
         return PageTables(page_ids, hit), hit.num_tokens, 0
 
     def _lookup(self, request: "Request", most_tokens: int) -> PrefixHit:
-        """Look up the longest cached prefix of a request that ends within no image kept whole."""
+        """Look up the longest cached prefix that does not end within an image.
+
+        Images only matter if `keeps_images_whole` of the configuration is true.
+        """
         facts = self._facts(request)
         hit = self.manager.lookup(request.block_hashes, max_tokens=most_tokens, facts=facts)
         for image in reversed(
@@ -284,7 +310,14 @@ class JengaKVCacheManager:
         has_scheduled_reqs: bool = True,
         skip_zeroing_group_ids: tuple[int, ...] = (),
     ) -> KVCacheBlocks | None:
-        """Give a request slots for its next tokens, or None where they cannot be had."""
+        """Give a request slots for its next tokens.
+
+        Returns:
+            The new pages, or None if the request gets none and must wait or be preempted.
+
+        Raises:
+            ValueError: There are neither new nor newly hit tokens.
+        """
         if num_new_tokens == 0 and num_new_computed_tokens == 0:
             msg = "allocate_slots: num_new_tokens must be positive where no computed tokens come in"
             raise ValueError(msg)
@@ -297,10 +330,11 @@ class JengaKVCacheManager:
         hit = new_computed_blocks.hit if isinstance(new_computed_blocks, PageTables) else None
         facts = self._facts(request) if is_waiting else None
         full_tokens = min(request.num_tokens, self.max_model_len) if full_sequence_must_fit else 0
-        # Steps whose output is stale are of pages that a preemption took from the request.
+        # Stale steps write to pages that a preemption took from the request: they do not count.
         in_flight_tokens = request.num_in_flight_tokens - request.num_stale_output_tokens
         if self.enable_caching and self.manager.is_running(request.request_id):
-            # First, since pages that windows give up are cached only if they are known by then.
+            # Commit before allocating: a page that leaves a window in `allocate` is cached only if
+            # it was committed before.
             self.cache_blocks(request, min(computed_tokens, request.num_tokens))
         try:
             new_pages = self.manager.allocate(
@@ -323,23 +357,24 @@ class JengaKVCacheManager:
         self._step_tokens += num_new_tokens
         if self.enable_caching:
             self.cache_blocks(request, min(computed_tokens, request.num_tokens))
-            # This step's own tokens wait: while it serves who runs, it may lose a request again.
+            # Tokens of this step are committed later: while the scheduler serves the running
+            # requests, it may still preempt this one.
             self._scheduled[request.request_id] = (request, min(num_tokens, request.num_tokens))
         if self._states is not None:
             self._states.schedule(request, computed_tokens, num_tokens)
         return PageTables(new_pages) if any(new_pages) else self.empty_kv_cache_blocks
 
     def cache_blocks(self, request: "Request", num_computed_tokens: int) -> None:
-        """Enter the full pages of a request's first tokens into the prefix cache."""
+        """Commit the full pages of a request's first `num_computed_tokens` to the prefix cache."""
         if self._caches(request):
             self.manager.commit(request.request_id, request.block_hashes, num_computed_tokens)
             if self._events is not None:
                 self._events.note(request)
 
     def free(self, request: "Request") -> None:
-        """Take back all pages of a request that finished, was aborted or is preempted.
+        """Free all pages of a request that finished, was aborted or is preempted.
 
-        The scheduler also asks for requests that hold none, aborted while they waited.
+        The scheduler also calls it for requests without pages, aborted while they waited.
         """
         self._scheduled.pop(request.request_id, None)
         if self.manager.is_running(request.request_id):
@@ -354,13 +389,13 @@ class JengaKVCacheManager:
             self.metrics.held_back.end(request.request_id)
 
     def give_up_spoilt(self, session: "Request") -> bool:
-        """Take back the pages of a session that goes on with its next turn, where they are no use.
+        """Free the pages of a session at its next turn if its states are ahead of its text.
 
-        A step that was scheduled ahead has read the token in whose place the turn comes. Slots of
+        A step scheduled ahead may have processed a token that the next turn replaces. Slots of
         tokens are written again, but a state cannot go back.
 
         Returns:
-            Whether they were taken, and the session is to come in as from the queue.
+            Whether the pages were freed. If so, the session must be admitted again from the queue.
         """
         request_id = session.request_id
         if not self._has_states or not self.manager.is_running(request_id):
@@ -371,7 +406,7 @@ class JengaKVCacheManager:
         return True
 
     def pop_blocks_for_free(self, request: "Request") -> list[KVCacheBlock]:
-        """Take back a request's pages; nothing is left to free later.
+        """Free a request's pages, and return no blocks to free later.
 
         vLLM defers frees only for KV connectors, which are refused at start-up.
         """
@@ -381,26 +416,32 @@ class JengaKVCacheManager:
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Take back pages whose tokens no later token reads."""
+        """Free pages whose tokens no later token reads."""
         self.manager.release_passed(request_id, processed_computed_tokens)
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
-        """Get a request's page tables, whole."""
+        """Get all page tables of a request."""
         return PageTables(self.get_block_ids(request_id))
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        """Get a request's page ids per group; none of a request that waits."""
+        """Get a request's page ids per group. A waiting request has none."""
         if not self.manager.is_running(request_id):
             return tuple([] for _ in range(self.num_kv_cache_groups))
         return self.manager.page_tables(request_id)
 
     def evict_blocks(self, block_ids: set[int]) -> None:
-        """Refuse: a page id without its group names no page, and only KV connectors ask."""
+        """Refuse to evict pages.
+
+        A page id without its group does not identify a page. Only KV connectors call this.
+
+        Raises:
+            NotImplementedError: Always.
+        """
         msg = "blocks must be named with their group to be evicted, got ids alone"
         raise NotImplementedError(msg)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False while requests run."""
+        """Drop all cached prefixes. While requests run, do nothing and return False."""
         if not self.manager.reset_prefix_cache():
             return False
         if self._events is not None:
@@ -410,20 +451,20 @@ class JengaKVCacheManager:
         return True
 
     def estimate_cached_tokens(self, request: "Request") -> int:
-        """Count how many of a request's computed tokens a later one could hit.
+        """Count how many of a request's computed tokens a later request could hit.
 
-        vLLM asks when the step that ends a prompt is done, before another is scheduled.
+        vLLM calls it after the step that ends a prompt, before it schedules another step.
         """
         if not self._caches(request) or not self.manager.is_running(request.request_id):
             return 0
-        # That step has written the states that it kept on its way.
+        # That step is over, so the states that it was to keep are written.
         self.manager.keep_written(request.request_id)
         computed_tokens = min(request.num_computed_tokens, request.num_tokens)
         self.cache_blocks(request, computed_tokens)
         return self._lookup(request, computed_tokens).num_tokens
 
     def record_prefix_cache_stats(self, request: "Request", num_hits: int) -> None:
-        """Count a lookup that led to an admission."""
+        """Count a lookup whose request was admitted."""
         if self.prefix_cache_stats is None or not self.prefix_cache_lookup_enabled(request):
             return
         self.prefix_cache_stats.record(
@@ -439,32 +480,34 @@ class JengaKVCacheManager:
         return stats
 
     def take_new_block_ids(self) -> list[int]:
-        """Get pages to clear before use: none, the kernels read no slot that was not written."""
+        """Get pages to clear before use: none, since kernels read only slots that were written."""
         return []
 
     def take_kv_cache_block_copies(self) -> tuple[list[StepOrders], list[KVCacheBlock]]:
-        """Get what the workers do before a step, and on its way; asked once all of it is known.
+        """Get the orders to the workers for a step. It is called once the step is fully scheduled.
 
         Returns:
-            The orders, at most one; and no blocks to free later, the manager has them in its books.
+            A list with the orders, or an empty one, and no blocks to free later: the manager does
+            the accounting.
         """
         orders = take_orders(self.manager, self._states, num_tokens=self._step_tokens)
         if self._events is not None and self._put_off is not None:
             self._events.note(self._put_off)
-        # The step after waits for what is ahead, so that it is told whatever else it does.
+        # A worker waits for copies made ahead when it gets its next orders. So the step after them
+        # needs orders even if these are empty.
         is_idle = orders == StepOrders() and not self._was_ahead
         self._was_ahead = bool(orders.ahead)
         return ([] if is_idle else [orders]), []
 
     def take_boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:
-        """Get states to hand to a KV connector: none, connectors are refused at start-up."""
+        """Get states to pass to a KV connector: none, since connectors are refused at start-up."""
         return {}
 
     def take_events(self) -> list[KVCacheEvent]:
-        """Get what changed in the prefix cache since the last call; nothing unless asked for."""
+        """Get the cache events since the last call. There are none unless events are enabled."""
         return self._events.take() if self._events is not None else []
 
 
 def _reports_hits(request: "Request") -> bool:
-    """Whether cache events are to tell of what a request hits; pooling requests have no say."""
+    """Whether cache events report the pages that a request hits; never for pooling requests."""
     return getattr(request, "kv_cache_report_mode", "incremental") == "full"

@@ -1,6 +1,6 @@
-"""Copies of pages, as the scheduler's process orders them and its workers make them.
+"""Copies of pages, ordered by the scheduler's process and made by the workers.
 
-They travel in `SchedulerOutput.kv_cache_block_copies`, which every kind of executor hands to its
+They are sent in `SchedulerOutput.kv_cache_block_copies`, which every kind of executor passes to its
 workers before the step.
 """
 
@@ -13,14 +13,14 @@ from jenga.tables.request import CopyPath, PageCopy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyRound:
-    """Copies of pages of one page table that may be made at once.
+    """Copies of pages of one page table that may be made in parallel.
 
     Attributes:
-        small_pages_per_large_page: Of the page table; their bytes differ from rank to rank of a
-            pipeline.
-        source_pages: Pages to read.
-        target_pages: Pages to write, none of them a source or twice.
-        path: Which of them are in host memory, if any are.
+        small_pages_per_large_page: Number of small pages in a large page of the page table. It is
+            sent instead of the page size, which differs between the ranks of a pipeline.
+        source_pages: Small pages to read.
+        target_pages: Small pages to write. None of them is a source, and none occurs twice.
+        path: Whether the sources, the targets or neither are in host memory.
     """
 
     small_pages_per_large_page: int
@@ -30,15 +30,15 @@ class CopyRound:
 
 
 _Place = tuple[bool, int, int]
-"""A page: whether of host memory, its page table, its number."""
+"""A small page: whether it is in host memory, the index of its page table, and its number."""
 
-# Python 3.11 takes as long to find a member of an enumeration as to call a function.
+# In Python 3.11, the lookup of an enumeration's member takes as long as a function call.
 _TO_HOST, _FROM_HOST = CopyPath.TO_HOST, CopyPath.FROM_HOST
 
 
 @dataclass(slots=True)
 class _Window:
-    """Copies that may be made in any order: none touches what another one writes."""
+    """Copies that may be made in any order: none reads or writes a page that another one writes."""
 
     tables: dict[tuple[bool, int], int] = field(default_factory=dict)  # large page -> page table
     sources: set[_Place] = field(default_factory=set)
@@ -46,7 +46,15 @@ class _Window:
     copies: dict[tuple[int, CopyPath], list[PageCopy]] = field(default_factory=dict)
 
     def add(self, copy: PageCopy, pages_per_large: int) -> bool:
-        """Add a copy, unless its place in the order matters."""
+        """Add a copy if it may be made in any order with the others.
+
+        Args:
+            copy: The copy.
+            pages_per_large: Number of its page table's small pages in a large page.
+
+        Returns:
+            Whether it was added.
+        """
         index, path = copy.table_index, copy.path
         reads_host, writes_host = path is _FROM_HOST, path is _TO_HOST
         source, target = (reads_host, index, copy.source), (writes_host, index, copy.target)
@@ -55,7 +63,7 @@ class _Window:
         tables = self.tables
         read = (reads_host, copy.source // pages_per_large)
         written = (writes_host, copy.target // pages_per_large)
-        # A large page that changed hands holds pages of two page tables in the same bytes.
+        # A large page may pass from one page table to another. The same bytes then have two names.
         if tables.get(read, index) != index or tables.get(written, index) != index:
             return False
         tables[read] = tables[written] = index
@@ -66,7 +74,7 @@ class _Window:
 
 
 def copy_rounds(copies: Iterable[PageCopy], geometry: Geometry) -> tuple[CopyRound, ...]:
-    """Order copies into as few rounds as give what making them one by one gives."""
+    """Group copies into few rounds that have the same result as the copies one by one."""
     pages_per_large = [table.small_pages_per_large_page for table in geometry.page_tables]
     windows = [_Window()]
     for copy in copies:
@@ -88,10 +96,10 @@ def copy_rounds(copies: Iterable[PageCopy], geometry: Geometry) -> tuple[CopyRou
 def runs_of_copies(
     source_pages: Sequence[int], target_pages: Sequence[int]
 ) -> Iterable[tuple[int, int, int]]:
-    """Divide copies into those that move neighbours to neighbours.
+    """Group copies into runs of consecutive sources with consecutive targets.
 
     Yields:
-        The first source, the first target, and how many pages follow each other in both.
+        First source page, first target page, and number of pages in the run.
     """
     start, num_copies = 0, len(source_pages)
     for end in range(1, num_copies + 1):

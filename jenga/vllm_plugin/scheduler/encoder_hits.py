@@ -1,8 +1,9 @@
-"""What an encoder makes of a request's audio or image, found again by its content.
+"""Prefix hits of encoder-decoder models: encoder outputs are found again by their content.
 
-vLLM's hashes of a decoder's tokens name the first encoder input of their request, though none of
-them stands for it: inputs of encoder-decoder models begin at token 0 and cover as many as the
-encoder makes. Two requests with the same tokens and other audio share no hash.
+The encoder inputs are audio or images. vLLM's hashes of decoder tokens include the first encoder
+input of the request, although no token is its placeholder. Inputs of encoder-decoder models begin
+at token 0 and cover as many tokens as the encoder makes. Two requests with the same tokens and
+different audio therefore share no hash.
 """
 
 from dataclasses import replace
@@ -20,15 +21,15 @@ if TYPE_CHECKING:
 
 
 class EncoderHits:
-    """Says of requests what cross attention reads, and whether all of it was found."""
+    """Knows what cross attention stores for a request, and whether a lookup found all of it."""
 
     __slots__ = ("_found_by", "_tables")
 
     def __init__(self, geometry: Geometry) -> None:
-        """Nothing was found.
+        """Start without a lookup.
 
         Args:
-            geometry: How the arena is cut.
+            geometry: Geometry of the arena.
         """
         self._tables = frozenset(
             index
@@ -38,13 +39,16 @@ class EncoderHits:
         self._found_by: str | None = None
 
     def can_name(self, request: "Request") -> bool:
-        """Whether hashes of a request's tokens tell its encoder inputs from others."""
+        """Whether the hashes of a request's tokens identify its encoder inputs.
+
+        They do not if there are several inputs, because the hashes include only the first.
+        """
         return not self._tables or len(request.mm_features) <= 1
 
     def images(self, request: "Request") -> tuple[Image, ...]:
-        """What layers of cross attention store of a request: all of its encoder's tokens, as one.
+        """Get the encoder tokens that cross attention stores for a request, as one image.
 
-        They lie in its pages without a gap, and are read by its first token.
+        They lie in its pages without a gap, and its first token already reads them.
         """
         if not self._tables or not request.mm_features:
             return ()
@@ -52,10 +56,11 @@ class EncoderHits:
         return (Image(start_token=0, num_tokens=num_tokens, content=_content(request)),)
 
     def most_hit_tokens(self, request: "Request") -> int:
-        """Tokens of a request that may be hit: all but the last, whose logits are wanted.
+        """Get the largest number of a request's tokens that may be hit.
 
-        Of a request with encoder inputs fewer than its encoder makes: vLLM sends its workers no
-        inputs that as many tokens of the request cover, and an encoder may have to read them again.
+        The last token is always computed, for its logits. A request with encoder inputs must hit
+        fewer tokens than its encoder makes: vLLM does not send an input to the workers if the hit
+        covers its tokens, but the encoder may have to read the input again.
         """
         most_tokens = request.num_tokens - 1
         if not self._tables:
@@ -64,12 +69,13 @@ class EncoderHits:
         return min([most_tokens, *spans])
 
     def settle(self, request: "Request", hit: "PrefixHit") -> "PrefixHit":
-        """Leave what an encoder made out of a hit unless every layer has it.
+        """Remove encoder outputs from a hit unless all page tables of cross attention have them.
 
-        The encoder writes the pages of all layers, and would write those that others read.
+        An encoder writes the pages of all layers. If it ran for a partial hit, it would write pages
+        that other requests read.
 
         Returns:
-            The hit, of which `are_found` tells from now on.
+            The hit. `are_found` refers to it from now on.
         """
         if not self._tables:
             return hit
@@ -83,12 +89,15 @@ class EncoderHits:
         return replace(hit, pages=pages)
 
     def are_found(self, request: "Request") -> bool:
-        """Whether the last hit, if it was of this request, has all that its encoder would make."""
+        """Whether the last hit was of this request and has all of its encoder outputs."""
         return self._found_by == request.request_id
 
 
 def _content(request: "Request") -> bytes:
-    """Name what layers store of a request's encoder inputs: an adapter changes it too."""
+    """Hash a request's encoder inputs, its LoRA adapter and its cache salt.
+
+    The adapter is included because it changes what layers store.
+    """
     lora = request.lora_request
     name = (
         [(feature.identifier, feature.mm_position.length) for feature in request.mm_features],

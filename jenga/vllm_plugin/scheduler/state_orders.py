@@ -1,7 +1,7 @@
-"""What the scheduler asks of the workers so that recurrent states are kept for other requests.
+"""Orders from the scheduler to the workers to copy pages and to keep recurrent states.
 
-Which states are kept is decided in `jenga.state_keeper`, at the end of vLLM's `schedule`. Here the
-decisions become orders that name layers and pages.
+At the end of vLLM's `schedule`, `jenga.state_keeper` decides which states are kept for other
+requests. This module turns the decisions into orders that name layers and pages.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,12 +16,12 @@ from jenga.vllm_plugin.scheduler.copy_rounds import CopyRound, copy_rounds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateWrite:
-    """A state to keep on the way through a step.
+    """A state to keep in the middle of a step.
 
     Attributes:
-        running_page: A page of the request's running state, which names it to the layers.
-        after_tokens: Tokens of this step after which the state is kept.
-        page: Page to keep it in.
+        running_page: A page of the request's running state. Layers identify the request by it.
+        after_tokens: Number of the request's tokens in this step after which to keep the state.
+        page: Small page to keep the state in.
     """
 
     running_page: int
@@ -34,11 +34,12 @@ class StepOrders:
     """All orders of one step.
 
     Attributes:
-        copies: To be made in this order before any layer runs.
-        writes: A layer of a page table, one of every rank of a pipeline that has any -> states that
-            its layers keep, those of one request in the order of its tokens.
-        ahead: Copies to host memory and from there to be begun after the others, beside the
-            layers, and to be over before the next step's.
+        copies: Copies to make before any layer runs, in this order.
+        writes: Layer name -> states that the layers of its page table keep. A page table is named
+            by one layer on each rank of the pipeline that has any. States of one request are in the
+            order of its tokens.
+        ahead: Copies to and from host memory that run beside the layers. They begin after `copies`
+            and end before the copies of the next step.
     """
 
     copies: tuple[CopyRound, ...] = ()
@@ -47,7 +48,7 @@ class StepOrders:
 
 
 class StateKeeper(state_keeper.StateKeeper):
-    """Decides at the end of each step which states it keeps, and says which layers write them."""
+    """Decides at the end of each step which states to keep, and names layers that write them."""
 
     __slots__ = ("_first_layers",)
 
@@ -60,15 +61,15 @@ class StateKeeper(state_keeper.StateKeeper):
         first_layers: Sequence[Sequence[str]] | None = None,
         history_query_tokens: int = 0,
     ) -> None:
-        """Nothing to keep.
+        """Start without states to keep.
 
         Args:
-            manager: Gives the pages.
-            hash_tokens: Tokens that each further hash of a request covers.
-            events: Told of what is kept, if anybody is.
-            first_layers: Of each page table the first layer on every rank of a pipeline that has
-                any; where None, all are on one rank.
-            history_query_tokens: As of `jenga.state_keeper.StateKeeper`.
+            manager: Manager that gives the pages.
+            hash_tokens: Number of tokens that each further hash of a request covers.
+            events: Cache events that record kept states, or None.
+            first_layers: For each page table, the name of its first layer on each rank of the
+                pipeline that has any. None means that all layers are on one rank.
+            history_query_tokens: As in `jenga.state_keeper.StateKeeper`.
         """
         super().__init__(
             manager,
@@ -81,9 +82,10 @@ class StateKeeper(state_keeper.StateKeeper):
         ]
 
     def writes(self, kept: Iterable[KeptInPassing]) -> dict[str, tuple[StateWrite, ...]]:
-        """Get the states that layers write on their way, as `StepOrders` has them.
+        """Get the states that layers write within a step, in the form of `StepOrders.writes`.
 
-        In a full arena a state may have lost its page to what was kept, or loaded, after it.
+        States that have lost their page are left out. In a full arena, a state that was kept or
+        loaded later may have taken it.
         """
         writes: dict[str, list[StateWrite]] = {}
         for each in kept:
@@ -98,12 +100,12 @@ class StateKeeper(state_keeper.StateKeeper):
 
 
 def take_orders(manager: Manager, keeper: StateKeeper | None, *, num_tokens: int) -> StepOrders:
-    """Get all orders of a step, once all requests of it are known.
+    """Get all orders of a step, once all of its requests are known.
 
     Args:
-        manager: Gives pages, and says what is copied.
-        keeper: Of the step; None where no states are kept.
-        num_tokens: That the step computes.
+        manager: Manager that gives pages and knows which copies to make.
+        keeper: Keeper of the step's states, or None if no states are kept.
+        num_tokens: Number of tokens that the step computes.
     """
     step = state_keeper.end_step(manager, keeper, num_tokens=num_tokens)
     return StepOrders(

@@ -1,1 +1,1 @@
-"""What a user sets and what the plugin says to it: variables, options, refusals, the switch."""
+"""Settings of a user: environment variables, vLLM's options, refusals, and the plugin's switch."""

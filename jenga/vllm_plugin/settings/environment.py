@@ -1,7 +1,7 @@
-"""The environment variables the plugin reads, all of them here, each checked.
+"""All environment variables that the plugin reads, with their checks.
 
-A variable that is empty, or only spaces, is not set. `selects_backend` asks whether the environment
-selects the backend; the settings concern nobody else, and are read once a configuration selects it.
+A variable that is empty or only spaces counts as not set. `selects_backend` tells whether the
+environment selects the backend. The other settings are read only once a configuration selects it.
 """
 
 import os
@@ -37,25 +37,25 @@ _KNOWN_VARIABLES = frozenset(
 )
 
 GEOMETRIES = ("planned", "lcm")
-"""Names `JENGA_GEOMETRY` may take."""
+"""Values that `JENGA_GEOMETRY` may have. The first is the default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the environment asks for.
+    """Settings of the environment.
 
     Attributes:
-        geometry: Rule that cuts the arena.
-        memory_log: File to append one JSON line per scheduler step to, if any.
-        memory_log_bytes: Most bytes of that file before it is rotated; 0 for no limit.
-        left_share: Of the arena, what an admission leaves at most to those who will read it; None
-            for the manager's own.
-        has_specialized_prefill: Whether prompts attend by the kernel for Hopper whose warps
-            specialise, where it has what a layer needs; None: if it has passed its trial.
-        has_specialized_latents: The same of decoding by layers of latent attention.
-        has_specialized_scans: The same of prompts that recurrent layers read.
-        history_tokens: Tokens of the histories beside recurrent states that are seldom written; 0
-            where the environment asks for none.
+        geometry: Rule that cuts the arena, one of `GEOMETRIES`.
+        memory_log: File to append one JSON line per scheduler step to. None means no log.
+        memory_log_bytes: Size of that file in bytes at which it is rotated. 0 means no limit.
+        left_share: Largest share of the arena, 0 to 1, that an admission leaves to cached content.
+            None means the manager's default.
+        has_specialized_prefill: Whether prompts use the warp-specialised attention kernel for
+            Hopper in layers that it supports. None means only if it has passed its trial.
+        has_specialized_latents: The same for decoding in layers of latent attention.
+        has_specialized_scans: The same for prompts in recurrent layers.
+        history_tokens: Number of tokens in the histories beside recurrent states that are seldom
+            written. 0 means that the environment asks for no histories.
     """
 
     geometry: str
@@ -71,10 +71,10 @@ class Settings:
 def selects_backend(environ: Mapping[str, str]) -> bool:
     """Whether `VLLM_ATTENTION_BACKEND` names this package's backend.
 
-    The variable is vLLM's; of its values only those that begin with JENGA concern us.
+    The variable is vLLM's. Only values that begin with JENGA are checked here.
 
     Raises:
-        ValueError: It begins with JENGA and is not the backend's name.
+        ValueError: The value begins with JENGA and is not the backend's name.
     """
     backend = _value(environ, BACKEND_VARIABLE).upper()
     if backend.startswith("JENGA") and backend != BACKEND_NAME:
@@ -90,8 +90,8 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
     """Read and check this package's own variables.
 
     Raises:
-        ValueError: A variable has a value we do not know, or a `JENGA_` variable is unknown; the
-            message names it, its value and what was expected.
+        ValueError: A variable has an unknown value, or a `JENGA_` variable is unknown. The message
+            has its name, its value and the expected values.
     """
     for name in sorted(environ):
         if name.startswith("JENGA_") and name not in _KNOWN_VARIABLES and _value(environ, name):
@@ -129,11 +129,11 @@ def cache_directory(environ: Mapping[str, str] | None = None) -> Path:
     `.cache/jenga` in the user's home.
 
     Args:
-        environ: Where to look; None for this process's variables.
+        environ: Environment variables. None means those of this process.
 
     Raises:
-        ValueError: The home directory that it is in is not known; the message names `JENGA_CACHE`
-            and its value.
+        ValueError: The directory is in a home directory that is not known. The message names
+            `JENGA_CACHE` and its value.
     """
     environ = os.environ if environ is None else environ
     chosen = _value(environ, _CACHE_VARIABLE)
@@ -147,7 +147,7 @@ def cache_directory(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def _value(environ: Mapping[str, str], name: str) -> str:
-    """Get the text of a variable without spaces around it; an empty one where it is not set."""
+    """Get the text of a variable without spaces around it. Without the variable it is empty."""
     return environ.get(name, "").strip()
 
 

@@ -1,4 +1,4 @@
-"""Options of vLLM that are taken and change nothing here; a warning names those in use."""
+"""Options of vLLM that are accepted and have no effect here. A warning names those in use."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,10 +12,10 @@ class UnusedOption:
     """An option without effect.
 
     Attributes:
-        section: Field of vLLM's configuration that holds the option's own.
-        field: The option's, in that configuration. Not every version of vLLM has it.
-        flag: What users write.
-        reason: Why it has no effect, as a clause.
+        section: Field of `VllmConfig` with the configuration that has the option.
+        field: Name of the option's field there. Not every version of vLLM has it.
+        flag: Option as users write it.
+        reason: Why the option has no effect, as a clause.
     """
 
     section: str
@@ -24,7 +24,7 @@ class UnusedOption:
     reason: str
 
     def text(self) -> str:
-        """Say that the option has no effect, and why."""
+        """Get a sentence that the option has no effect, with the reason."""
         return f"{self.flag} has no effect ({self.reason})"
 
 
@@ -114,11 +114,11 @@ UNUSED_OPTIONS = (
         "sparse_mla_prefill_workspace_factor",
     ),
 )
-"""All of them."""
+"""All options without effect."""
 
 
 def options_without_effect(vllm_config: "VllmConfig") -> list[UnusedOption]:
-    """List the options in use that change nothing: they have another value than by default."""
+    """List the options without effect that are in use: those that differ from their defaults."""
     in_use: list[UnusedOption] = []
     for option in UNUSED_OPTIONS:
         section = getattr(vllm_config, option.section)

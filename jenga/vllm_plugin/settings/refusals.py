@@ -1,7 +1,7 @@
-"""Everything that is refused by name, with the reason and what serves meanwhile.
+"""All refused features, each with the reason and with an alternative.
 
-Whatever checks a configuration, a layer or a request takes its words from here. So does the table
-of refusals in docs/features.md, which a test compares.
+All checks of configurations, layers and requests take their messages from here. The table of
+refusals in docs/features.md has the same texts, and a test compares the two.
 """
 
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from jenga.vllm_plugin.settings.environment import BACKEND_NAME
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Words:
-    """How a refusal is worded.
+    """Texts of a refusal.
 
     Attributes:
-        feature: What is not served, in the words of vLLM's options and documentation.
-        reason: Why, as a clause.
-        instead: What to use meanwhile.
+        feature: Feature that is not served, in the words of vLLM's options and documentation.
+        reason: Why it is not served, as a clause.
+        instead: Alternative to use.
     """
 
     feature: str
@@ -67,7 +67,7 @@ class Refusal(Enum):
         instead="--kv-offloading-size for host memory",
     )
 
-    # What the cache holds
+    # Contents of the cache
     CACHE_DTYPE = Words(
         feature="this --kv-cache-dtype",
         reason=(
@@ -127,7 +127,7 @@ class Refusal(Enum):
         instead="stock vLLM",
     )
 
-    # How layers attend
+    # Attention layers
     BACKEND_PER_KIND = Words(
         feature="other attention backends for some layers (backend_per_kind)",
         reason="other kernels do not read pages of the arena",
@@ -281,28 +281,29 @@ class Refusal(Enum):
     )
 
     def text(self, met: str = "") -> str:
-        """Say what is refused, why, and what serves meanwhile.
+        """Get the refused feature, the reason and the alternative as one text.
 
         Args:
-            met: What was found of it: a value, a layer.
+            met: Value or layer that was found. Empty means that none is named.
         """
         words = self.value
         found = f"{words.feature}, got {met}" if met else words.feature
         return f"{found} ({words.reason}; use instead: {words.instead})"
 
     def error(self, met: str = "") -> ValueError:
-        """Make the error that refuses it; see `text`."""
+        """Make the error that refuses the feature; see `text`."""
         return ValueError(f"{BACKEND_NAME} does not support {self.text(met)}")
 
 
 def check_refusals(found: dict[Refusal, str | bool]) -> None:
-    """Refuse all that was found at once.
+    """Refuse all features that were found, in one error.
 
     Args:
-        found: Of each refusal what was met of it, or whether it was.
+        found: For each refusal, the value that was found, or whether the feature was found. False
+            and the empty string mean that it was not.
 
     Raises:
-        ValueError: Something was; the message names all of it.
+        ValueError: A feature was found. The message names all that were.
     """
     texts = [
         refusal.text(met if isinstance(met, str) else "") for refusal, met in found.items() if met

@@ -1,7 +1,7 @@
-"""Models that are refused whatever the options are, known by fields of their configuration alone.
+"""Models that are refused with any options. Fields of their configuration identify them.
 
-Nothing here imports vLLM. Further models are refused once vLLM's classes have made their layers:
-see `served_layers`.
+This module does not import vLLM. More models are refused after vLLM's classes have made their
+layers: see `served_layers`.
 """
 
 from collections.abc import Mapping
@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from jenga.vllm_plugin.settings.refusals import Refusal
 
 SPARSE_MODEL_TYPES = ("deepseek_v4", "deepseek_v41")
-"""Models of latent attention that read chosen tokens alone, whatever else their options say."""
+"""Types of models whose latent attention reads only chosen tokens, whatever their fields say."""
 
 
 def refused_features(fields: Mapping[str, object]) -> list[str]:
     """Name each feature of a model that the plugin cannot serve.
 
     Args:
-        fields: Of the language model's `config.json`.
+        fields: Fields of the language model's `config.json`.
     """
     is_sparse = (
         fields.get("index_topk") is not None or fields.get("model_type") in SPARSE_MODEL_TYPES

@@ -1,4 +1,4 @@
-"""Speculative decoding: which of vLLM's methods are served, and which layers draft."""
+"""Speculative decoding: methods of vLLM that are served, and layers of draft models."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -21,17 +21,19 @@ SERVED_MTP_TYPES = (
     "qwen3_5_mtp",
     "qwen3_next_mtp",
 )
-"""Model types, in vLLM's words, whose layers that predict further tokens are served."""
+"""vLLM's model types of the served layers that predict further tokens (MTP)."""
 
 DRAFT_PREFIX = "draft_model."
-"""How vLLM begins the names of a draft model's layers."""
+"""Prefix that vLLM gives the names of a draft model's layers."""
 
 MTP_PART = "mtp"
-"""A part of the names of layers that predict further tokens, where they are counted apart."""
+"""Part of the names of layers that predict further tokens, if they are numbered separately."""
 
 MAX_DECODE_ROWS = 128
-"""Query rows of a request in the largest tile of the decode kernel; more go to that of prompts.
-Of the widest heads a machine may have smaller ones."""
+"""Number of query rows of a request in the largest tile of the decode kernel.
+
+Requests with more rows go to the prefill kernel. Some GPUs have smaller tiles for the widest heads.
+"""
 
 
 def _has_states(model: "ModelConfig | None") -> bool:
@@ -39,7 +41,7 @@ def _has_states(model: "ModelConfig | None") -> bool:
 
 
 def speculation_refusals(vllm_config: "VllmConfig") -> dict[Refusal, str | bool]:
-    """Say of each feature of speculative decoding that we refuse what was found of it."""
+    """Look for each refused feature of speculative decoding; `check_refusals` takes the result."""
     speculation, model = vllm_config.speculative_config, vllm_config.model_config
     if speculation is None:
         return {}
@@ -65,17 +67,22 @@ def speculation_refusals(vllm_config: "VllmConfig") -> dict[Refusal, str | bool]
 
 
 def prepare_speculation(vllm_config: "VllmConfig") -> None:
-    """Let a draft model's layers run on the backend too: vLLM does not take it from the target."""
+    """Select the backend for a draft model too, because vLLM does not take it from the target."""
     speculation = vllm_config.speculative_config
     if speculation is not None:
         speculation.attention_backend = backend_member()
 
 
 def draft_layers(vllm_config: "VllmConfig", names: Iterable[str]) -> frozenset[str]:
-    """Find the layers of a draft model among those of both models.
+    """Find the layers of a draft model among the layers of both models.
 
-    Those of an EAGLE head, and those that predict further tokens (MTP), have the names of their
-    target's, with the numbers after them, or the latter a name of their own.
+    Layers of an EAGLE head, and layers that predict further tokens (MTP), are named like layers of
+    the target, and their numbers follow the target's. MTP layers may instead have `mtp` in their
+    names.
+
+    Args:
+        vllm_config: Configuration of the engine.
+        names: Names of the layers of both models.
     """
     speculation = vllm_config.speculative_config
     if speculation is None or not speculation.uses_draft_kv_cache():
@@ -91,13 +98,13 @@ def draft_layers(vllm_config: "VllmConfig", names: Iterable[str]) -> frozenset[s
 
 
 def check_draft(type_names: Iterable[str]) -> None:
-    """Refuse a draft model that vLLM could not run: it gives all its layers one page table.
+    """Refuse a draft model with several layer types, because vLLM gives it only one page table.
 
     Args:
         type_names: Names of its layer types.
 
     Raises:
-        ValueError: There are several.
+        ValueError: There are several layer types.
     """
     names = list(type_names)
     if len(names) > 1:
@@ -105,9 +112,9 @@ def check_draft(type_names: Iterable[str]) -> None:
 
 
 def drafted_query_tokens(vllm_config: "VllmConfig") -> int:
-    """Get the most query tokens of a decoding request: those drafted, and the last one's own.
+    """Get the largest number of query tokens of a decoding request: one, and its drafts.
 
-    A draft model reads one more: it first takes in what the target has accepted.
+    A draft model reads one more token, because it first processes what the target has accepted.
     """
     speculation = vllm_config.speculative_config
     if speculation is None:
@@ -116,7 +123,7 @@ def drafted_query_tokens(vllm_config: "VllmConfig") -> int:
 
 
 def most_group_heads(vllm_config: "VllmConfig", num_kv_heads: int) -> int:
-    """Get the most query heads that may share a head of keys in a layer of either model."""
+    """Get the largest number of query heads that share a KV head in a layer of either model."""
     speculation, parallel = vllm_config.speculative_config, vllm_config.parallel_config
     models = [vllm_config.model_config, speculation.draft_model_config if speculation else None]
     return max(
@@ -129,18 +136,20 @@ def most_group_heads(vllm_config: "VllmConfig", num_kv_heads: int) -> int:
 def decode_query_tokens(
     vllm_config: "VllmConfig", group_heads: int, *, head_dim: int
 ) -> int | None:
-    """Get up to how many query tokens a request is decoded, as `plan_attention` takes it.
+    """Get the value of `decode_query_tokens` for `plan_attention`.
+
+    Requests with up to that number of query tokens go to the decode kernel.
 
     Args:
-        vllm_config: Of the engine.
-        group_heads: Query heads that share a head of keys.
-        head_dim: Elements of a head.
+        vllm_config: Configuration of the engine.
+        group_heads: Number of query heads that share a KV head.
+        head_dim: Number of elements in a head.
 
     Returns:
-        None for what costs no more than one token: also where drafts are longer than the kernel
-        for decoding has rows.
+        The number, or None to let the kernel take as many tokens as cost no more than one. None is
+        also returned if a request with drafts has more rows than the decode kernel's tile.
     """
-    # In workers alone: not where engines are configured, before there is a device.
+    # Imported here, because only workers have a device. An engine is configured without one.
     import torch
     from vllm.platforms import current_platform
 

@@ -1,10 +1,10 @@
-"""Making the backend's name known to vLLM, and switching the plugin on when it is selected.
+"""The plugin's switch: add the backend's name to vLLM, and apply patches where it is selected.
 
 The name is a member of vLLM's backend enumeration, added through vLLM's own `register`. Enumeration
 members pickle by value, and a spawned engine process unpickles its configuration before it loads
-plugins, so the member carries its own way back: unpickling it calls `restore_backend`, which makes
-the name known there and applies the replacements. Selecting the name is thus the only switch, and
-it travels with the configuration into every process.
+plugins. So unpickling the member calls `restore_backend`, which adds the name in that process and
+applies the replacements. Selecting the name is thus the only switch, and the configuration carries
+it into every process.
 """
 
 import os
@@ -21,7 +21,7 @@ _SHORT_CONV_BACKEND_PATH = "jenga.vllm_plugin.layers.short_conv.JengaShortConvBa
 
 
 def backend_member() -> Any:  # noqa: ANN401 (a member of an enumeration that vLLM extends at run time)
-    """Get the enumeration member of JENGA_TRITON, adding it the first time."""
+    """Get the enumeration member of JENGA_TRITON. The first call adds it."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     if BACKEND_NAME not in AttentionBackendEnum.__members__:
@@ -31,9 +31,9 @@ def backend_member() -> Any:  # noqa: ANN401 (a member of an enumeration that vL
 
 
 def _forget_backend() -> None:
-    """Take the name back that `backend_member` made known, so that vLLM refuses it as unknown.
+    """Remove the name that `backend_member` added, so that vLLM refuses it as unknown.
 
-    VLLM has no hook for it: this undoes what `register` of its enumeration does.
+    There is no hook for this in vLLM. The function undoes what the enumeration's `register` does.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum as Backends
 
@@ -45,7 +45,10 @@ def _forget_backend() -> None:
 
 
 def restore_backend() -> Any:  # noqa: ANN401
-    """Unpickle the member: a configuration that selects the backend has reached this process."""
+    """Unpickle the member, and apply the replacements.
+
+    It is called when a configuration that selects the backend reaches this process.
+    """
     from jenga.vllm_plugin.patches.all_patches import apply_replacements
 
     member = backend_member()
@@ -54,7 +57,7 @@ def restore_backend() -> Any:  # noqa: ANN401
 
 
 def register_state_backends() -> None:
-    """Register our backends of recurrent layers in vLLM's own registry."""
+    """Register our backends for recurrent layers in vLLM's registry."""
     from vllm.v1.attention.backends.registry import (
         MambaAttentionBackendEnum,
         register_backend,
@@ -67,14 +70,14 @@ def register_state_backends() -> None:
 
 
 def register_backend() -> None:
-    """Make the name selectable and watch for a configuration that selects it.
+    """Make the name selectable, and watch for a configuration that selects it.
 
-    A vLLM without the names that this takes is left as it is, unless the environment selects the
-    backend: a plugin that is installed and not selected stops no engine. There the name is taken
-    back if vLLM has asked for it already, by `name_backend`.
+    Some versions of vLLM lack names that this needs. There the plugin only warns, because an
+    installed plugin that is not selected must not stop an engine. If `name_backend` has added the
+    backend's name before, it is removed again.
 
     Raises:
-        ValueError: This vLLM has not these names, and `VLLM_ATTENTION_BACKEND` selects the backend.
+        ValueError: This vLLM lacks such names, and `VLLM_ATTENTION_BACKEND` selects the backend.
     """
     import vllm.envs
     from vllm.logger import init_logger
@@ -84,13 +87,13 @@ def register_backend() -> None:
 
         watch_configurations()
         backend_member()
-        # vLLM dropped this variable and warns of unknown ones; with the plugin it is known.
+        # vLLM no longer has this variable, and warns about unknown ones. The plugin does read it.
         vllm.envs.environment_variables.setdefault(BACKEND_VARIABLE, lambda: None)
     except (AttributeError, ImportError, ValueError) as error:
         if os.environ.get(BACKEND_VARIABLE, "").strip().upper() == BACKEND_NAME:
             msg = f"{BACKEND_VARIABLE}={BACKEND_NAME} cannot be served on this vLLM: {error}"
             raise ValueError(msg) from error
-        with suppress(ImportError):  # where vLLM has no such enumeration, no name is in it
+        with suppress(ImportError):  # this vLLM may lack the enumeration, and so the name
             _forget_backend()
         logger = init_logger(f"vllm.{__name__}")
         logger.warning("%s cannot be selected on this vLLM: %s", BACKEND_NAME, error)

@@ -1,1 +1,1 @@
-"""vLLM's cache specs as this package's layer types, and what is kept beside recurrent states."""
+"""Translation of vLLM's cache specs into layer types, and histories beside recurrent states."""

@@ -1,7 +1,7 @@
-"""What each kind of recurrent layers keeps beside states that are seldom written.
+"""Histories that each kind of recurrent layers stores beside states that are seldom written.
 
-A kind says which parts lie behind the states in a page, and what the kernels take them for. All
-else is the same for every kind: `state_history`, `state_counts`.
+A kind defines the parts that follow the states in a page, and how the kernels take them. Everything
+else is the same for every kind: see `state_history` and `state_counts`.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import MambaSpec
 
 NUM_STATES = 2
-"""Of a layer: its convolution's and its recurrence's."""
+"""Number of states of a layer: one of its convolution and one of its recurrence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one tensor of a history has in a page.
+    """One tensor of a history, as it lies in a page.
 
     Attributes:
-        shape: (heads, tokens), or (heads, tokens, elements) where a token's row is more than one.
-        dtype: Of its elements.
+        shape: (heads, tokens), or (heads, tokens, elements) if a token has more than one element.
+        dtype: Element type.
     """
 
     shape: tuple[int, ...]
@@ -39,11 +39,13 @@ class HistoryKind:
     """A kind of layers whose steps need not write states.
 
     Attributes:
-        layers: What they are called.
-        parts: Of a layer's spec, a number of tokens and the model: what their history takes, with
-            rows before single elements, so that each part begins at a multiple of 16 bytes.
-        history: Of these parts as views, [num_slots, *shape] each: what the kernels take.
-        max_tokens: Most tokens that they take; None for any number.
+        layers: Name of the kind in messages.
+        parts: Function of a layer's spec, a number of tokens and the model. It returns the parts of
+            a history. Parts with rows come before those with single elements, so that each part
+            begins at a multiple of 16 bytes.
+        history: Function of views of these parts, each [num_slots, *shape]. It returns the history
+            in the form that the kernels take.
+        max_tokens: Largest number of tokens that the kernels support. None means any number.
     """
 
     layers: str
@@ -53,7 +55,7 @@ class HistoryKind:
 
 
 def _num_channels(spec: "MambaSpec") -> int:
-    """Get the channels of a layer's convolution."""
+    """Get the number of channels of a layer's convolution."""
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
     return spec.shapes[0][0 if is_conv_state_dim_first() else 1]
@@ -77,7 +79,7 @@ def _input_history(parts: Sequence[torch.Tensor]) -> InputHistory:
 def _delta_parts(spec: "MambaSpec", num_tokens: int, model: "ModelConfig") -> tuple[Part, ...]:
     num_v_heads, head_v_dim, head_k_dim = spec.shapes[1]
     num_qk_heads = (_num_channels(spec) - num_v_heads * head_v_dim) // (2 * head_k_dim)
-    # Sums of them are what float16 states hold; alone they may be beyond its range.
+    # float16 states hold sums of changes. A single change may be out of float16's range.
     changes = torch.float32 if spec.dtypes[1] is torch.float16 else spec.dtypes[1]
     is_per_channel = model.architecture in PER_CHANNEL_DELTA_MODELS
     decays = (num_v_heads, num_tokens, head_k_dim) if is_per_channel else (num_v_heads, num_tokens)
@@ -102,4 +104,4 @@ HISTORY_KINDS = {
         max_tokens=MAX_DELTA_HISTORY,
     ),
 }
-"""By vLLM's word for the kind."""
+"""Kinds of layers by vLLM's name of the kind."""

@@ -1,6 +1,6 @@
-"""Translation of vLLM's cache specs into this package's layer types: the only place that does it.
+"""Translation of vLLM's cache specs into this package's layer types.
 
-vLLM's words end here: its group is our page table, its block our small page.
+No other module does this. A group of vLLM becomes a page table, and a block becomes a small page.
 """
 
 from collections.abc import Mapping, Set
@@ -47,9 +47,10 @@ STATE_MODELS: dict[str, frozenset[str] | None] = {
         {"Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm2VlForConditionalGeneration"}
     ),
 }
-"""Kinds of recurrent layers that run on our kernels, and in which models, in vLLM's words.
+"""Kinds of recurrent layers -> models in which they run on our kernels, in vLLM's names.
 
-None stands for all; of the others vLLM has more than one class, each with operations of its own.
+None means all models. For the other kinds, vLLM has more than one class, each with its own
+operations.
 """
 
 PER_CHANNEL_DELTA_MODELS = frozenset(
@@ -59,38 +60,48 @@ PER_CHANNEL_DELTA_MODELS = frozenset(
         "KimiLinearForCausalLM",
     }
 )
-"""Those whose gated delta layers decay each key channel of a state on its own."""
+"""Models whose gated delta layers decay each key channel of a state separately."""
 
 
 def served_states(architecture: str | None) -> frozenset[str]:
-    """Get the kinds of recurrent layers of a model that run on our kernels; others on vLLM's."""
+    """Get the kinds of recurrent layers that run on our kernels in a model.
+
+    Other kinds run on vLLM's kernels.
+
+    Args:
+        architecture: vLLM's name of the model's class.
+    """
     return frozenset(
         kind for kind, models in STATE_MODELS.items() if models is None or architecture in models
     )
 
 
 HEAD_DIMS = range(64, 512 + 1, 16)
-"""Elements that a key may have: what vLLM asks a backend."""
+"""Numbers of elements that a key may have. vLLM asks the backend for them."""
 
 VALUE_DIMS = range(16, 512 + 1, 16)
-"""Those of a value, which vLLM does not ask."""
+"""Numbers of elements that a value may have. vLLM does not ask for them."""
 
 INT4_ROW_ELEMENTS = 32
-"""Elements of four bits in the 16 bytes that the kernels' rows begin at multiples of."""
+"""Number of four-bit elements in 16 bytes. Rows begin at multiples of 16 bytes in the kernels."""
 
 _STATE_ALIGNMENT_BYTES = 16
-"""Of a state within its page: the widest load of one thread."""
+"""Alignment of a state within its page: the widest load of one thread."""
 
 
 def kinds_of_states(specs: Mapping[str, "KVCacheSpec"]) -> frozenset[str]:
-    """Get the kinds of a model's recurrent layers, in vLLM's words."""
+    """Get vLLM's names of the kinds of a model's recurrent layers."""
     from vllm.v1.kv_cache_interface import MambaSpec
 
     return frozenset(spec.mamba_type.name for spec in specs.values() if isinstance(spec, MambaSpec))
 
 
 def _check_states(name: str, spec: "MambaSpec") -> None:
-    """Refuse states behind which the next would not begin where the kernels' loads must."""
+    """Refuse states whose size would misalign the next state for the kernels' loads.
+
+    Raises:
+        ValueError: The first state's size is not a multiple of the alignment.
+    """
     first_bytes = prod(spec.shapes[0]) * spec.dtypes[0].itemsize
     if spec.mamba_type.name in STATE_MODELS and first_bytes % _STATE_ALIGNMENT_BYTES:
         msg = f"{first_bytes} bytes in layer {name!r}"
@@ -98,17 +109,21 @@ def _check_states(name: str, spec: "MambaSpec") -> None:
 
 
 def _check_attention(name: str, spec: "AttentionSpec") -> None:
-    """Refuse the ways of packing a page that the kernels do not read."""
+    """Refuse page layouts that the kernels cannot read.
+
+    Raises:
+        ValueError: The layer has such a layout. The message lists the reasons.
+    """
     from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec
 
-    # Rows of latents are keys and values in one.
+    # In latent attention, a row is key and value at once.
     has_values = not isinstance(spec, MLAAttentionSpec)
     served = {KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR}
     if has_values:
         served |= {mode for mode in KVQuantMode if mode.is_per_token_head}
     widths = {spec.head_size, spec.head_size_v} if has_values else set()
     is_int4 = spec.kv_quant_mode is KVQuantMode.INT4_PER_TOKEN_HEAD
-    # The backend counts the scales of slots that have their own.
+    # The backend itself sets this content, to add the scales of slots that have their own.
     has_slot_scales = has_values and spec.kv_quant_mode.is_per_token_head
     checks = {
         "padded pages": spec.page_size_padded is not None,
@@ -128,10 +143,10 @@ def _check_attention(name: str, spec: "AttentionSpec") -> None:
 
 
 def _layer(name: str, spec: "KVCacheSpec") -> tuple[tuple[object, ...], Layer]:
-    """Get a layer's storage, and the key that layers of one type share.
+    """Get a key that all layers of one layer type share, and the layer's storage.
 
     Raises:
-        ValueError: The layer's cache is of a kind the plugin cannot serve; the message names it.
+        ValueError: The plugin cannot serve the layer's kind of cache. The message names the layer.
     """
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
@@ -178,25 +193,25 @@ def _layer(name: str, spec: "KVCacheSpec") -> tuple[tuple[object, ...], Layer]:
 def model_spec(
     specs: Mapping[str, "KVCacheSpec"], *, draft_layers: Set[str] = frozenset()
 ) -> ModelSpec:
-    """Describe a model, and the one that drafts for it, to the memory manager.
+    """Describe a model and its draft model to the memory manager.
 
     Args:
-        specs: vLLM's cache spec of each layer that stores one, by layer name.
-        draft_layers: Names of those of the draft model: they are layer types of their own.
+        specs: vLLM's cache spec of each layer that stores a cache, by layer name.
+        draft_layers: Names of the draft model's layers. They get layer types of their own.
 
     Raises:
-        ValueError: A layer's cache is of a kind the plugin cannot serve; the message names it.
+        ValueError: The plugin cannot serve a layer's kind of cache. The message names the layer.
     """
     drafts = _layer_types({name: spec for name, spec in specs.items() if name in draft_layers})
     check_draft(layer_type.name for layer_type in drafts)
-    # First, since vLLM's runner hands a draft model the page table of the first group.
+    # Draft layers come first, since vLLM's runner gives a draft model the first group's page table.
     types = [replace(layer_type, name=f"draft_{layer_type.name}") for layer_type in drafts]
     types += _layer_types({name: spec for name, spec in specs.items() if name not in draft_layers})
     return ModelSpec(name="model", layer_types=tuple(types))
 
 
 def _layer_types(specs: Mapping[str, "KVCacheSpec"]) -> list[LayerType]:
-    """Describe the layers of one model, each type once."""
+    """Group the layers of one model into layer types."""
     layers_by_key: dict[tuple[object, ...], list[Layer]] = {}
     for name, spec in specs.items():
         key, layer = _layer(name, spec)
@@ -222,7 +237,7 @@ def _layer_types(specs: Mapping[str, "KVCacheSpec"]) -> list[LayerType]:
             case ("cross",):
                 layer_types.append(CrossAttention(name="cross", layers=tuple(layers)))
             case ("state", str(kind), int(draft_tokens), *_):
-                # States of different shapes are different types of one kind.
+                # States of one kind with different shapes have different layer types.
                 names[kind] = names.get(kind, 0) + 1
                 name = kind if names[kind] == 1 else f"{kind}_{names[kind]}"
                 layer_types.append(
@@ -235,12 +250,12 @@ def _layer_types(specs: Mapping[str, "KVCacheSpec"]) -> list[LayerType]:
 
 
 def layer_names(table: PageTable) -> list[str]:
-    """Get the names of the layers stored in a page table's small pages, in their order there."""
+    """Get the names of the layers in a page table's small pages, in their order in the page."""
     return [layer.name for layer in table.layer_type.layers[table.layer_start : table.layer_end]]
 
 
 def table_spec(table: PageTable, specs: Mapping[str, "KVCacheSpec"]) -> "KVCacheSpec":
-    """Get vLLM's one spec for the layers of a page table, with our tokens per page."""
+    """Get one spec of vLLM for the layers of a page table, with our number of tokens per page."""
     return common_spec(
         {
             name: specs[name]
@@ -252,7 +267,7 @@ def table_spec(table: PageTable, specs: Mapping[str, "KVCacheSpec"]) -> "KVCache
 
 
 def common_spec(specs: Mapping[str, "KVCacheSpec"]) -> "KVCacheSpec":
-    """Get vLLM's one spec for layers that share a page table: their own where it is the same."""
+    """Get one spec of vLLM for layers that share a page table: their own spec if all are equal."""
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
     first, *others = specs.values()

@@ -1,10 +1,12 @@
-"""Room beside the states of recurrent layers for what their latest tokens brought in.
+"""Histories: the inputs of the latest tokens, stored beside the states of recurrent layers.
 
-Asked for by vLLM's --use-replayssm or by JENGA_HISTORY_TOKENS, for Mamba-2 layers and those of the
-gated delta rule: steps read a state and write no more than a row of a history for each token, until
-these have filled their room. A page then has, of each layer, the states, how many tokens went into
-them, and the history; the count that matters is that of the page's first layer. Whoever copies a
-page copies all that, so states kept for other requests, in host memory too, need no word on it.
+vLLM's --use-replayssm or JENGA_HISTORY_TOKENS turns them on, for Mamba-2 layers and layers of the
+gated delta rule. A step then reads a state, and writes only a row of the history for each token. It
+writes the state only when the history is full.
+
+For each layer, a page holds the states, the number of tokens in them, and the history. Only the
+number of the page's first layer is used. A copy of a page includes all of this. So states that are
+kept for other requests, in host memory too, need no special treatment.
 """
 
 from collections.abc import Mapping
@@ -26,28 +28,31 @@ if TYPE_CHECKING:
 logger = init_logger(f"vllm.{__name__}")
 
 _HISTORY_TOKENS = "jenga_history_tokens"
-"""Of vLLM's additional options, the one that carries the number of tokens to the engine."""
+"""Key in vLLM's `additional_config` that carries the number of tokens to the engine."""
 
 _ASKED_BY = f"--use-replayssm and {HISTORY_VARIABLE}"
 
 _ROW_BYTES = 16
 _ROW_DIMS = 3
-"""Of parts with a row of elements for each token, and of recurrent states."""
+"""Number of dimensions of recurrent states, and of parts with a row of elements for each token."""
 
 _COUNT = Part((4,), torch.int32)
-"""How many tokens are in the states. One would do: what lies behind begins at 16 bytes."""
+"""Number of tokens in the states.
+
+One element is used. There are four, so that the next part begins at a multiple of 16 bytes.
+"""
 
 
 def take_replay(vllm_config: "VllmConfig", wanted_tokens: int) -> None:
-    """Take on what --use-replayssm asks for, before vLLM serves it with kernels of its own.
+    """Move --use-replayssm to our own option, before vLLM serves it with its own kernels.
 
     Args:
-        vllm_config: Told of how many tokens histories are.
-        wanted_tokens: What JENGA_HISTORY_TOKENS asks for, 0 for nothing.
+        vllm_config: Configuration to which the length of histories is written.
+        wanted_tokens: Value of JENGA_HISTORY_TOKENS. 0 means no histories.
 
     Raises:
-        ValueError: Histories are to be shorter than two steps, or of two lengths, or there is
-            nowhere to say so.
+        ValueError: Histories are to be shorter than two decoding steps, the two settings ask for
+            different lengths, or the additional configuration is not a mapping.
     """
     cache = vllm_config.cache_config
     asked = {HISTORY_VARIABLE: wanted_tokens} if wanted_tokens else {}
@@ -77,24 +82,24 @@ def take_replay(vllm_config: "VllmConfig", wanted_tokens: int) -> None:
 
 
 def history_tokens(vllm_config: "VllmConfig") -> int:
-    """Get of how many tokens histories are, 0 where every step writes states."""
+    """Get the number of tokens in a history. 0 means that every step writes states."""
     options = vllm_config.additional_config
     return options.get(_HISTORY_TOKENS, 0) if isinstance(options, dict) else 0
 
 
 def max_decode_tokens(vllm_config: "VllmConfig") -> int:
-    """Get the most tokens of a decoding request's step: the last one's, and those drafted."""
+    """Get the largest number of tokens of a decoding request in a step: one, and its drafts."""
     return 1 + vllm_config.num_speculative_tokens
 
 
 def with_histories(
     vllm_config: "VllmConfig", specs: Mapping[str, "KVCacheSpec"]
 ) -> dict[str, "KVCacheSpec"]:
-    """Give recurrent layers room for their histories, where they shall have any.
+    """Add histories to the specs of recurrent layers, if the configuration asks for them.
 
     Raises:
-        ValueError: There are no layers that could, their histories are longer than kernels take, or
-            rows of these or of states are not whole loads.
+        ValueError: No layer can have a history, the histories are longer than the kernels support,
+            or a row of a history or state is not a multiple of 16 bytes.
     """
     num_tokens, model = history_tokens(vllm_config), vllm_config.model_config
     if not num_tokens:
@@ -119,7 +124,10 @@ def with_histories(
 
 
 def _kind_of(spec: "KVCacheSpec", served: frozenset[str]) -> HistoryKind | None:
-    """Get what a layer keeps; None of one that writes every state, or runs on vLLM's kernels."""
+    """Get the kind of a layer's history.
+
+    It is None if the layer writes its state in every step, or runs on vLLM's kernels.
+    """
     from vllm.v1.kv_cache_interface import MambaSpec
 
     if not isinstance(spec, MambaSpec) or spec.mamba_type.name not in served:
@@ -143,5 +151,5 @@ def _with_history(
         spec,
         shapes=(*spec.shapes, *(part.shape for part in parts)),
         dtypes=(*spec.dtypes, *(part.dtype for part in parts)),
-        num_speculative_blocks=0,  # drafts have rows in the history, and no states
+        num_speculative_blocks=0,  # drafts have rows in the history instead of states
     )

@@ -1,1 +1,1 @@
-"""Kernels of one kind of GPU: which passed their trials on this machine, and are used."""
+"""Trials of kernels that are specialised for one kind of GPU, before their first use."""

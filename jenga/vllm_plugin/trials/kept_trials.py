@@ -1,7 +1,8 @@
-"""Verdicts of kernels' trials that are kept on a machine, for engines and for people.
+"""Stored verdicts of kernels' trials on a machine, for engines and for users.
 
-A verdict is a file of JSON by the key of its call, in a folder for the GPU, the release of Triton
-and the sources of the kernels. `tried_kernels` writes them; nothing here imports torch or vLLM.
+A verdict is a JSON file with the key of its call as its name. It is in a folder for the GPU, the
+release of Triton and the sources of the kernels. `tried_kernels` writes them. This module does not
+import torch or vLLM.
 """
 
 import hashlib
@@ -18,14 +19,14 @@ _VERDICT = "*.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptTrial:
-    """A verdict that is kept.
+    """A stored verdict.
 
     Attributes:
         operation: Operation whose kernels were tried.
-        is_passed: Whether they are used here.
-        is_final: Whether it counts for later starts of an engine too.
-        reason: Why they did not pass.
-        file: Where it is kept.
+        is_passed: Whether the kernels passed, and so are used on this machine.
+        is_final: Whether the verdict also counts for later starts of an engine.
+        reason: Why the kernels did not pass.
+        file: File with the verdict.
     """
 
     operation: str
@@ -36,11 +37,11 @@ class KeptTrial:
 
 
 def trials_folder(gpu_name: str, triton_version: str) -> Path:
-    """Get the folder of verdicts on a GPU, which need not exist.
+    """Get the folder of verdicts for a GPU. It need not exist.
 
     Args:
-        gpu_name: As the driver and torch call it.
-        triton_version: With its local part.
+        gpu_name: Name of the GPU, as the driver and torch give it.
+        triton_version: Version of Triton, with its local part.
 
     Raises:
         ValueError: See `cache_directory`.
@@ -63,7 +64,7 @@ def _sources() -> Path:
 
 
 def kept_trials(folder: Path) -> Iterator[KeptTrial]:
-    """Read the verdicts of a folder, by file; files that are none are left out."""
+    """Read the verdicts of a folder, in the order of file names. Invalid files are left out."""
     for file in sorted(folder.glob(_VERDICT)):
         try:
             said: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["verdict"]

@@ -1,10 +1,10 @@
-"""Kernels written for one kind of GPU, used where they have passed their trials on it.
+"""Choice of specialised kernels, which are written for one kind of GPU and must pass trials on it.
 
-Layers begin with the kernels of all GPUs. Once an engine's arena is laid out, and before it warms
-up or records graphs, the calls that its layers will make are tried in another process: with their
-heads, windows and pages as far apart as theirs. What came of it is kept, by GPU, Triton and the
-sources of the kernels. A trial that has no time or no memory is not held again by other ranks of
-the same start, which never waits for trials longer than `START_S`.
+Layers begin with the generic kernels. Trials are run once an engine's arena is laid out, before it
+warms up or captures graphs. Another process makes the calls that the layers will make, with the
+same heads, windows and strides between pages. Verdicts are stored by GPU, version of Triton and
+sources of the kernels. If a trial lacks time or memory, other ranks of the same start do not repeat
+it. A start never waits for trials longer than `START_S`.
 """
 
 import fcntl
@@ -31,49 +31,51 @@ from jenga_kernels.triton.lib.tiles import machine_of
 logger = init_logger(f"vllm.{__name__}")
 
 START_S = 120.0
-"""Most seconds of a rank's start for trials, those of other ranks that it waits for included.
+"""Largest number of seconds of a rank's start for trials, with those of other ranks that it awaits.
 
-On an H100 four trials in four processes took 30 to 52 s; vLLM gives a start 600 s.
+On an H100 four trials in four processes took 30 to 52 s. vLLM allows 600 s for a start.
 """
 
 POLL_S = 0.1
-"""From one look at a lock to the next."""
+"""Seconds between two attempts to get a lock."""
 
 
 class KernelChoice:
-    """Which kernels layers use where an operation has some for their GPU alone.
+    """Choice of the kernels of layers, for operations with specialised kernels for their GPU.
 
     Attributes:
-        own: As operations take it. False: those of all GPUs. None: what the operation chooses.
-        is_open: Whether trials are to decide; until then, those of all GPUs are used.
+        own: Argument for the operations. True means the specialised kernels, False the generic
+            ones, and None the operation's own choice.
+        is_open: Whether trials have yet to decide. Until then, the generic kernels are used.
     """
 
     __slots__ = ("is_open", "own")
 
     def __init__(self, device: torch.device, *, asked: bool | None) -> None:
-        """Before any trial.
+        """Start without a trial.
 
         Args:
-            device: Of the layers.
-            asked: What the environment asks for; that is done, without a trial.
+            device: Device of the layers.
+            asked: Choice of the environment, which is used without a trial. None means that it
+                makes no choice.
         """
         self.is_open = asked is None and has_trials(device)
         self.own = False if self.is_open else asked
 
     def decide(self, *, is_passed: bool) -> None:
-        """Take what came of the trials."""
+        """Choose by the result of the trials."""
         self.own = None if is_passed else False
         self.is_open = False
 
 
 @runtime_checkable
 class TriesKernels(Protocol):
-    """A metadata builder whose layers may use kernels of their GPU's own."""
+    """A metadata builder whose layers may use specialised kernels."""
 
     kernels: KernelChoice
 
     def calls(self) -> list[Call]:
-        """Describe the calls that its layers will make of the operation, which are to be tried."""
+        """Describe the calls of the operation that its layers will make, for trials."""
         ...
 
 
@@ -82,8 +84,8 @@ def choose_kernels(builders: Iterable[object], device: torch.device, *, start: s
 
     Args:
         builders: Metadata builders of the layers.
-        device: Of the layers.
-        start: Names this start of an engine to all its ranks.
+        device: Device of the layers.
+        start: Name of this start of an engine, the same on all its ranks.
     """
     open_builders = [
         each for each in builders if isinstance(each, TriesKernels) and each.kernels.is_open
@@ -99,20 +101,20 @@ def choose_kernels(builders: Iterable[object], device: torch.device, *, start: s
     for call in (call for calls in calls_of for call in calls):
         known = calls.get(call.key)
         if known is None or known.arena_bytes < call.arena_bytes:
-            calls[call.key] = call  # the layer that lies last in the arena
+            calls[call.key] = call  # of the layer that reaches furthest in the arena
     verdicts = _verdicts(calls, device, start=start) if calls else {}
     for builder, calls_of_one in zip(open_builders, calls_of, strict=True):
         builder.kernels.decide(is_passed=all(verdicts[call.key].is_passed for call in calls_of_one))
 
 
 def _verdicts(calls: Mapping[str, Call], device: torch.device, *, start: str) -> dict[str, Verdict]:
-    """What came of trials, held now or before, by keys of calls."""
+    """Get verdicts by keys of calls, from stored trials and from trials that are run now."""
     until = time.monotonic() + START_S
     kept = _Kept(_folder(device), start)
     verdicts = kept.read(calls)
     missing = {key: call for key, call in calls.items() if key not in verdicts}
     if missing:
-        # Ranks come here at one time: one holds the trials, others wait for it.
+        # All ranks arrive here at about the same time. One runs the trials, and the others wait.
         with kept.locked(missing, until) as is_turn:
             verdicts |= kept.read(missing)
             missing = {key: call for key, call in missing.items() if key not in verdicts}
@@ -160,7 +162,7 @@ def _untried(calls: Mapping[str, Call], reason: str) -> dict[str, Verdict]:
 
 
 def _folder(device: torch.device) -> Path | None:
-    """Get the folder of what came of trials on this GPU; None where none can be made."""
+    """Get the folder of verdicts for this GPU, or None if it cannot be made."""
     try:
         folder = trials_folder(torch.cuda.get_device_name(device), triton.__version__)
         folder.mkdir(parents=True, exist_ok=True)
@@ -171,9 +173,9 @@ def _folder(device: torch.device) -> Path | None:
 
 
 class _Kept:
-    """What came of trials, in files by the keys of calls; no files where there is no folder.
+    """Stored verdicts, in files with keys of calls as names. Without a folder, none are stored.
 
-    A verdict that is not final is there for the start of an engine that it was found in.
+    A verdict that is not final counts only for the start of an engine in which it was found.
     """
 
     def __init__(self, folder: Path | None, start: str) -> None:
@@ -181,20 +183,20 @@ class _Kept:
         self._start = start
 
     def hint(self, key: str) -> str:
-        """Say how another trial comes about, where this one's verdict is kept."""
+        """Get a sentence that says how to repeat a trial, if its verdict is stored."""
         if self._folder is None:
             return ""
         return f" Another trial is held once {self._folder / key}.json is removed."
 
     def read(self, keys: Iterable[str]) -> dict[str, Verdict]:
-        """Get the verdicts that are there and count, by keys."""
+        """Get the stored verdicts that count for this start, by keys."""
         if self._folder is None:
             return {}
         found = {key: _read(self._folder / f"{key}.json", self._start) for key in keys}
         return {key: verdict for key, verdict in found.items() if verdict is not None}
 
     def write(self, verdicts: Mapping[str, Verdict]) -> None:
-        """Keep verdicts, by keys."""
+        """Store verdicts, by keys."""
         if self._folder is None:
             return
         try:
@@ -208,13 +210,13 @@ class _Kept:
 
     @contextmanager
     def locked(self, keys: Iterable[str], until: float) -> Generator[bool]:
-        """Wait for other processes with the same trials to end them, and let further ones wait.
+        """Wait until other processes have run the same trials, and make later processes wait.
 
-        The system frees a lock when its holder dies.
+        The system releases a lock when its holder dies.
 
         Args:
-            keys: Of the calls.
-            until: How long to wait, on the clock of `time.monotonic`.
+            keys: Keys of the calls.
+            until: Deadline on the clock of `time.monotonic`.
 
         Yields:
             Whether it is this process's turn.
@@ -233,14 +235,23 @@ class _Kept:
 
 
 def _take(file: TextIO, until: float) -> bool:
-    """Lock a file, unless another process holds it for too long."""
+    """Lock a file.
+
+    Args:
+        file: The file.
+        until: Deadline on the clock of `time.monotonic`.
+
+    Returns:
+        Whether this process may run the trials. False means that another one held the lock until
+        `ENDED_S` after the deadline.
+    """
     is_waiting = False
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             now = time.monotonic()
-            # Who holds the lock stops in time, and has to write what came of it.
+            # The holder of the lock ends its trials by its deadline, and then writes the verdicts.
             if now > until + ENDED_S:
                 return False
             if not is_waiting:
@@ -260,7 +271,7 @@ def _take(file: TextIO, until: float) -> bool:
 
 
 def _read(path: Path, start: str) -> Verdict | None:
-    """A verdict that is kept; None if there is none that can be read, or that counts here."""
+    """Read a stored verdict. None if it cannot be read, or does not count for this start."""
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
         verdict = Verdict(**said["verdict"])

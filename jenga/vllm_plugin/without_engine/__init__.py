@@ -1,1 +1,1 @@
-"""What vLLM's own classes tell without an engine, asked in a process of its own."""
+"""Questions to vLLM's own classes, without an engine and in a separate process."""

@@ -2,8 +2,8 @@
 
     python -m jenga.vllm_plugin.without_engine.declared_layers FOLDER...
 
-Each layer of the model says what it caches of a request, and the plugin makes layer types of that
-as it does in an engine. `jenga plan` runs this in a process of its own: see `weightless_model`.
+Each layer of the model declares what it caches, and the plugin makes layer types from that as it
+does in an engine. `jenga plan` runs this in a separate process: see `weightless_model`.
 """
 
 import json
@@ -26,30 +26,30 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
 OPTIONS_FILE = "read_options.json"
-"""Of the folder: fields of `ReadOptions`, beside the model's `config.json`."""
+"""File in the folder with the fields of `ReadOptions`, beside the model's `config.json`."""
 
 ANSWER_FILE = "declared_layers.json"
-"""Of the folder, written: the layer types, or an error."""
+"""File that is written to the folder, with the layer types or an error."""
 
 _MOST_CHARACTERS = 400
-"""Of vLLM's own errors: some list every class that it has."""
+"""Largest length of vLLM's own errors. Some list every class that vLLM has."""
 
 _STATE_PARTS = ("conv", "recurrent")
-"""Tensors of a state; with a history it has more, of which the plan counts the bytes alone."""
+"""Names of a state's tensors. With a history there are more, and only their bytes are counted."""
 
 
 _ATTENTION = "vllm.model_executor.layers.attention"
-"""Where vLLM's layers of attention are."""
+"""Module of vLLM's attention layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeclaredLayers:
-    """What an engine would serve.
+    """The layers of a model that an engine would serve.
 
     Attributes:
-        num_layers: Of the language model, those that store nothing too.
-        context_tokens: The longest text that the model reads.
-        layer_types: Layers are named as by `jenga.models`.
+        num_layers: Number of layers of the language model, those without a cache included.
+        context_tokens: Number of tokens in the longest text that the model reads.
+        layer_types: Layer types. Their layers are named as in `jenga.models`.
     """
 
     num_layers: int
@@ -58,16 +58,16 @@ class DeclaredLayers:
 
 
 def declared_layers(folder: Path, options: ReadOptions) -> DeclaredLayers:
-    """Build a model without weights, and ask its layers for what they cache.
+    """Build a model without weights, and get the cache specs of its layers.
 
-    `have_no_device` must have been called before anything of vLLM was imported.
+    `have_no_device` must be called before vLLM is imported.
 
     Args:
-        folder: Holds the model's `config.json`; nothing else of it is read.
+        folder: Folder with the model's `config.json`. Nothing else in it is read.
         options: How the model is run.
 
     Raises:
-        ValueError: The plugin does not serve the model so, or vLLM refuses it.
+        ValueError: The plugin does not serve the model with these options, or vLLM refuses it.
     """
     fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     text = Config(fields, source="config.json").language()
@@ -76,14 +76,14 @@ def declared_layers(folder: Path, options: ReadOptions) -> DeclaredLayers:
     except Exception:
         if text.as_dict() == fields:
             raise
-        # What takes images may want files or packages that the language model does not.
+        # Encoders of images may need files or packages that the language model does not need.
         with suppress(Exception):
             return _declared(text.as_dict(), options)
         raise
 
 
 def _declared(fields: Mapping[str, Any], options: ReadOptions) -> DeclaredLayers:
-    """Answer for a configuration; see `declared_layers`."""
+    """Get the layers of a model from the fields of its configuration; see `declared_layers`."""
     from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec, get_shared_kv_cache_layers
 
     from jenga.vllm_plugin.layers.served_layers import check_layers
@@ -105,10 +105,10 @@ def _declared(fields: Mapping[str, Any], options: ReadOptions) -> DeclaredLayers
 
 
 def _attend_as_in_workers() -> None:
-    """Let layers of attention choose their backends as those of a worker do.
+    """Patch attention layers so that they choose their backends as in a worker.
 
     Raises:
-        ValueError: This vLLM is not one the plugin was written for.
+        ValueError: The plugin was not written for this version of vLLM.
     """
     from jenga.vllm_plugin.patches.patch import put_in_place
     from jenga.vllm_plugin.patches.workers import WORKERS
@@ -119,7 +119,13 @@ def _attend_as_in_workers() -> None:
 def _renamed(
     layer_type: LayerType, specs: "Mapping[str, KVCacheSpec]", sources: Mapping[str, str]
 ) -> LayerType:
-    """Name layers by their numbers, and give them those that read them and the parts of states."""
+    """Name layers by their numbers, and add the layers that read them and the parts of states.
+
+    Args:
+        layer_type: Layer type with vLLM's names of layers.
+        specs: vLLM's cache spec of each layer, by layer name.
+        sources: Name of a layer without its own cache -> name of the layer whose cache it reads.
+    """
     from vllm.v1.kv_cache_interface import MambaSpec
 
     def numbered(name: str) -> str:
@@ -146,9 +152,9 @@ def _renamed(
 
 
 def _words(error: Exception) -> str:
-    """Get one line of an error, without the values that pydantic shows of configurations.
+    """Get an error as one line, without the values of configurations that pydantic prints.
 
-    Refusals of this backend are whole: they end with the advice.
+    Refusals of this backend are not cut, because they end with the advice.
     """
     from pydantic import ValidationError
 
@@ -162,7 +168,7 @@ def _words(error: Exception) -> str:
 
 
 def main(folders: Sequence[Path]) -> None:
-    """Answer for the model of each folder, in a file there."""
+    """Write the answer for the model of each folder to a file in it."""
     have_no_device()
     for folder in folders:
         options = options_from(json.loads((folder / OPTIONS_FILE).read_text(encoding="utf-8")))

@@ -1,9 +1,9 @@
-"""Torch's and vLLM's answers on this machine, asked apart for `jenga doctor`.
+"""Checks of torch and vLLM on this machine, in a separate process, for `jenga doctor`.
 
     python -m jenga.vllm_plugin.without_engine.self_check torch|vllm FILE
 
-An answer is an object of JSON in the file, which is not there if the process ended before. Torch is
-asked with the environment as it is, and makes no context on a GPU; vLLM is asked without a GPU.
+The answer is a JSON object in the file. If the process dies before, there is no file. Torch is
+checked with the environment as it is, and makes no context on a GPU. vLLM is checked without a GPU.
 """
 
 import json
@@ -22,7 +22,7 @@ def torch_answer() -> dict[str, Any]:
     """Import torch and Triton, and count the GPUs that torch can use.
 
     Returns:
-        `num_gpus`, and `warning`, torch's words where it can use none.
+        `num_gpus`, and `warning`, torch's message if it can use no GPU.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -39,11 +39,12 @@ def vllm_answer() -> dict[str, Any]:
     """Import vLLM, and compare the names that the plugin replaces with those it was written for.
 
     Returns:
-        `num_names`, those compared; `mismatches`, a sentence for each name that is otherwise; and
-        `unknown`, one for each whose module could not be imported without a GPU.
+        `num_names`, number of names that were compared; `mismatches`, a sentence for each name that
+        differs; and `unknown`, a sentence for each name whose module could not be imported without
+        a GPU.
 
     Raises:
-        ValueError: The plugin was not written for this vLLM.
+        ValueError: The plugin was not written for this version of vLLM.
     """
     from jenga.vllm_plugin.without_engine.weightless_model import have_no_device
 
@@ -75,7 +76,7 @@ ANSWERS: dict[str, Callable[[], dict[str, Any]]] = {"torch": torch_answer, "vllm
 
 
 def main(subject: str, file: Path) -> None:
-    """Write an answer, or why there is none."""
+    """Write an answer, or the error that prevents it."""
     try:
         answer = ANSWERS[subject]()
     except Exception as error:

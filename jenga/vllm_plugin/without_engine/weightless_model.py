@@ -1,7 +1,7 @@
 """A model built by vLLM's own classes without weights, a GPU or an engine.
 
-It is built on torch's meta device, where tensors have shapes and no memory. That changes vLLM's
-platform, distributed groups and settings of the process for good.
+The model is built on torch's meta device, where tensors have shapes and no memory. This permanently
+changes vLLM's platform, the distributed groups and settings of the process.
 """
 
 import functools
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _CACHE_DTYPES = {KvFormat.MODEL: "auto", KvFormat.DS_MLA: "fp8_ds_mla"}
-"""vLLM's names of formats of keys and values, where they are not those of `KvFormat`."""
+"""vLLM's names of the formats of keys and values that `KvFormat` names differently."""
 
 _ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
@@ -27,38 +27,44 @@ _ENVIRONMENT = {
     "TRANSFORMERS_VERBOSITY": "error",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_USE_MODELSCOPE": "0",
-    # Kernels of a GPU that some classes ask for as they are built.
+    # Some classes ask for these GPU kernels when they are built.
     "VLLM_ENABLE_GEMM_RS": "0",
     "VLLM_KIMI_K3_GEMM_AR": "0",
 }
-"""Nothing is downloaded, and no GPU is touched: an engine may be serving on it."""
+"""Environment variables to set, so that nothing is downloaded and no GPU is touched.
+
+An engine may be serving on the GPU.
+"""
 
 _DROPPED_FIELDS = frozenset({"auto_map", "compression_config", "quantization_config"})
-"""Of a configuration, at every depth.
+"""Fields that are removed from a configuration, at every depth.
 
-How weights are quantised changes no layer's cache, but asks for kernels of a GPU. Code that comes
-with a model is not run.
+Quantisation of weights does not change a layer's cache, but needs GPU kernels. Code that comes with
+a model is not run.
 """
 
 _PLAIN_TYPES: set[str] = set()
-"""Model types that only a model's own code knows; each is registered once."""
+"""Model types that only a model's own code knows. Each is registered once."""
 
 _SMALL_ELEMENTS = 1 << 16
-"""Tensors of more have no memory where a class reads the values of others as it is built."""
+"""Largest number of elements of a tensor that gets memory.
+
+It is used only for a class that reads the values of some tensors when it is built.
+"""
 
 
 def weightless_model(fields: Mapping[str, Any], options: ReadOptions) -> "VllmConfig":
     """Build a model, and get the configuration of an engine that would serve it.
 
-    Its layers are in the configuration's `static_forward_context`. `have_no_device` must have been
-    called before anything of vLLM was imported.
+    Its layers are in the configuration's `static_forward_context`. `have_no_device` must be called
+    before vLLM is imported.
 
     Args:
-        fields: Of the model's `config.json`.
+        fields: Fields of the model's `config.json`.
         options: How the model is run.
 
     Raises:
-        ValueError: The plugin does not serve the model so, or vLLM refuses it.
+        ValueError: The plugin does not serve the model with these options, or vLLM refuses it.
     """
     import torch
 
@@ -70,7 +76,7 @@ def weightless_model(fields: Mapping[str, Any], options: ReadOptions) -> "VllmCo
         except (NotImplementedError, RuntimeError) as error:
             if "meta tensor" not in str(error):
                 raise
-        # A class that reads values of tensors as it is built.
+        # The model's class reads values of tensors when it is built.
         return _built(folder, options, _large_tensors_on_meta())
 
 
@@ -89,7 +95,7 @@ def _built(
 
 @contextmanager
 def _large_tensors_on_meta() -> Generator[None]:
-    """Give memory to small tensors alone: weights are large, and nobody reads them here."""
+    """Give memory to small tensors only. Weights are large, and are not read here."""
     import torch
     from torch.overrides import TorchFunctionMode
 
@@ -114,7 +120,7 @@ def _large_tensors_on_meta() -> Generator[None]:
 
 
 def _prepare(fields: Mapping[str, Any], folder: Path) -> None:
-    """Write a configuration as a model without weights needs it, and let vLLM know its classes.
+    """Write the configuration of a model without weights, and register its classes with vLLM.
 
     Raises:
         ValueError: The configuration names no architecture, and its model type has no usual one.
@@ -133,7 +139,7 @@ def _prepare(fields: Mapping[str, Any], folder: Path) -> None:
 
 
 def _without(value: object, names: Set[str]) -> Any:  # noqa: ANN401  JSON
-    """Leave out fields of some names, of sections too."""
+    """Remove fields of some names, also from nested sections."""
     if not isinstance(value, dict):
         return value
     fields = cast("dict[str, object]", value)
@@ -141,10 +147,10 @@ def _without(value: object, names: Set[str]) -> Any:  # noqa: ANN401  JSON
 
 
 def _usual_architectures(model_type: str | None) -> list[str]:
-    """Get the class that transformers has for text of a model type.
+    """Get the class in transformers that generates text with a model type.
 
     Raises:
-        ValueError: It has none.
+        ValueError: There is none.
     """
     from transformers.models.auto import modeling_auto
 
@@ -173,7 +179,7 @@ def _is_known(model_type: str) -> bool:
 
 
 def _register_plain(model_type: str) -> None:
-    """Let a model type that only a model's own code knows have its fields as they are."""
+    """Register a plain configuration class for a model type that only a model's own code knows."""
     from transformers import AutoConfig
 
     AutoConfig.register(model_type, _plain_class(model_type))
@@ -184,7 +190,7 @@ def _plain_class(name: str) -> Any:  # noqa: ANN401  a class of transformers' co
 
     class PlainConfig(PreTrainedConfig):
         model_type = name
-        tie_word_embeddings = False  # often left out, and of no matter to caches
+        tie_word_embeddings = False  # often left out, and irrelevant to caches
 
         def __init__(self, **fields: Any) -> None:  # noqa: ANN401
             for field, value in fields.items():
@@ -202,7 +208,7 @@ def _plain_class(name: str) -> Any:  # noqa: ANN401  a class of transformers' co
 
 
 def _import_class(architecture: str) -> None:
-    """Import a model's class here: vLLM starts a process that imports it, to be asked about it."""
+    """Import a model's class in this process. Otherwise vLLM starts another one to inspect it."""
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.registry import _LazyRegisteredModel
 
@@ -247,10 +253,10 @@ def _engine_config(folder: Path, options: ReadOptions) -> "VllmConfig":
 
 
 def have_no_device() -> None:
-    """Give this process a platform without a GPU, and let the plugin be known.
+    """Give this process a platform without a GPU, and register the plugin.
 
-    The platform of a CPU chooses dtypes of states by the instructions that the CPU has; here they
-    stay as on a GPU.
+    vLLM's CPU platform chooses the dtypes of states by the CPU's instructions. Here they stay as on
+    a GPU.
     """
     os.environ.update(_ENVIRONMENT)
     for name in [each for each in os.environ if each.startswith("JENGA_")]:
@@ -275,7 +281,7 @@ def have_no_device() -> None:
 
 @functools.cache
 def _be_alone() -> None:
-    """Join distributed groups of this process alone."""
+    """Create vLLM's distributed groups, with this process as their only member."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed.parallel_state import (
         init_distributed_environment,
@@ -294,7 +300,7 @@ def _be_alone() -> None:
 
 
 def _be_one_of(num_ranks: int) -> None:
-    """Be the first of some tensor-parallel ranks; layers divide by the number alone."""
+    """Act as the first of some tensor-parallel ranks. Layers only divide by the number of ranks."""
     from vllm.distributed.parallel_state import get_tp_group
 
     _be_alone()

@@ -1,1 +1,1 @@
-"""The side of vLLM's workers: what the scheduler asked for, done; and what runs before requests."""
+"""The plugin in vLLM's workers: orders of the scheduler, host memory, and warm-up."""

@@ -1,9 +1,9 @@
-"""A worker's side of host memory: the buffer beside its arena, and copies between both.
+"""Host memory of a worker: a buffer beside its arena, and copies between the two.
 
-A small page lies in one piece in either, so that neighbours are moved by one copy. Copies are made
-on the stream on which the step runs, in the order in which they were ordered: nothing is waited
-for, and nothing can be read or written over too early. What is saved or loaded ahead is copied on a
-stream of its own, which begins where the step's copies end, and for which the next step waits.
+A small page is contiguous in both, so one call copies a run of consecutive pages. Copies are made
+on the step's stream in the order of the orders. Nothing waits for them, and no page is read or
+overwritten too early. Pages that are written back or prefetched ahead are copied on a stream of
+their own. It starts after the step's copies, and the next step waits for it.
 """
 
 from collections.abc import Sequence
@@ -21,27 +21,27 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class HostMemory:
-    """Host memory of one arena, where a GPU reaches it without the CPU's help.
+    """Host memory of one arena. It is pinned if the arena is on a GPU, so that copies are async.
 
     Attributes:
-        memory: i8[host_bytes].
+        memory: The buffer, i8[host_bytes].
     """
 
     __slots__ = ("_beside", "_is_copying", "memory")
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
-        """Allocate it.
+        """Allocate the memory.
 
         Args:
-            device: Of the arena.
-            num_bytes: Of the memory.
+            device: Device of the arena.
+            num_bytes: Size of the memory.
 
         Raises:
-            MemoryError: The system does not give, or does not lock, so much.
+            MemoryError: The system cannot allocate or pin that many bytes.
         """
         try:
             self.memory = torch.empty(num_bytes, dtype=torch.int8)
-            # The stream of what is copied beside a step.
+            # The stream for copies that run beside a step. None on a CPU.
             self._beside: torch.cuda.Stream | None = None
             if device.type == "cuda":
                 _lock(self.memory)
@@ -63,9 +63,9 @@ class HostMemory:
         """Make one round of copies between the arena and this memory.
 
         Args:
-            arena: i8[arena_bytes].
-            num_large_pages: Of the arena.
-            copies: What to copy.
+            arena: The arena, i8[arena_bytes].
+            num_large_pages: Number of large pages in the arena.
+            copies: The copies. One side is in host memory.
         """
         large_page_bytes = arena.numel() // num_large_pages
         page_bytes = large_page_bytes // copies.small_pages_per_large_page
@@ -79,37 +79,41 @@ class HostMemory:
     def copy_ahead(
         self, arena: torch.Tensor, num_large_pages: int, rounds: Sequence[CopyRound]
     ) -> None:
-        """Begin copies either way beside what the step's stream is given from here on.
+        """Begin copies in either direction that run beside later work on the step's stream.
 
-        They read what it has written so far. Until `finish_ahead`, it may not write the pages read,
-        nor touch those written.
+        They see all earlier writes of the step's stream. Until `finish_ahead`, that stream must not
+        write their sources, and must not read or write their targets.
 
         Args:
-            arena: i8[arena_bytes].
-            num_large_pages: Of the arena.
-            rounds: What to copy, in this order.
+            arena: The arena, i8[arena_bytes].
+            num_large_pages: Number of large pages in the arena.
+            rounds: The copies, in the order in which to make them.
         """
         if self._beside is not None:
             self._beside.wait_stream(torch.cuda.current_stream(self._beside.device))
-        # The context of no stream changes nothing.
+        # On a CPU there is no stream, and this context has no effect.
         with torch.cuda.stream(self._beside):
             for copies in rounds:
                 self.copy(arena, num_large_pages, copies)
         self._is_copying = True
 
     def finish_ahead(self) -> None:
-        """Let the step's stream wait for copies begun ahead, if there are any."""
+        """Let the step's stream wait for copies of `copy_ahead`, if there are any."""
         if self._is_copying and self._beside is not None:
             torch.cuda.current_stream(self._beside.device).wait_stream(self._beside)
         self._is_copying = False
 
 
 def _lock(memory: torch.Tensor) -> None:
-    """Lock memory as long as it lives; torch's own is rounded up to a power of two."""
+    """Pin memory for as long as it lives.
+
+    torch's own pinned memory is not used, because its size is rounded up to a power of two.
+    """
     cuda: Any = torch.cuda.cudart()
     address = memory.data_ptr()
     torch.cuda.check_error(int(cuda.cudaHostRegister(address, memory.nbytes, 0)))
-    # What is freed locked stays locked, and another engine's cannot be at its addresses.
+    # Memory that is freed while pinned stays pinned: then another engine could not pin its own
+    # memory at the same addresses.
     finalize(memory, cuda.cudaHostUnregister, address).atexit = False
 
 

@@ -1,8 +1,9 @@
-"""A worker's side of a step's orders: copies before it, states written on the way through it.
+"""A step's orders in a worker: copies before the step, and states written within it.
 
-A model runner has one `StepMailbox`. It delivers a step's orders there, before it asks the metadata
-builders of all layers for the step's metadata; in between they wait, by the name of the first layer
-of the page table they concern. Nothing is kept for a process, so that its engines share nothing.
+Each model runner has one `StepMailbox`. It delivers a step's orders there before it asks the
+layers' metadata builders for the step's metadata. The writes wait under the name of a layer of
+their page table until the builder of that layer takes them. There is no global state, so engines
+in one process share nothing.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,22 +22,23 @@ from jenga_kernels.page_copy import page_copy
 
 
 class StepMailbox:
-    """What a model runner leaves for its layers in a step.
+    """Data of a step that a model runner passes to its layers.
 
     Attributes:
-        host_memory: Beside the runner's arena; None where there is none.
-        encoded_rows: Rows of the batch whose encoder inputs were encoded for the last step in which
-            there were any, in their order. Runners build a step's metadata, then encode, then run
-            the layers, which read them.
+        host_memory: Host memory beside the runner's arena, or None.
+        encoded_rows: Rows of the batch whose inputs were encoded, in order. They are of the last
+            step in which there were any. Runners build a step's metadata, then encode, then run
+            the layers, which read this field.
     """
 
     __slots__ = ("_layers", "_writes", "encoded_rows", "host_memory")
 
     def __init__(self, layer_names: Iterable[str] = ()) -> None:
-        """Nothing to read.
+        """Start with an empty mailbox.
 
         Args:
-            layer_names: Layers that take the writes that wait for them; others are on other ranks.
+            layer_names: Layers whose builders take writes. Writes for other layers are for other
+                ranks, and are dropped.
         """
         self.host_memory: HostMemory | None = None
         self.encoded_rows: tuple[int, ...] = ()
@@ -44,16 +46,16 @@ class StepMailbox:
         self._writes: dict[str, tuple[StateWrite, ...]] = {}
 
     def deliver(self, kv_caches: Iterable[Any], num_large_pages: int, orders: StepOrders) -> None:
-        """Make a step's copies, begin those beside it, and let its writes wait for the layers.
+        """Make a step's copies, begin those that run beside it, and store writes for the layers.
 
         Args:
             kv_caches: vLLM's caches, tensors or sequences of tensors, all views of the arena.
-            num_large_pages: Of the arena.
-            orders: What the scheduler asks for.
+            num_large_pages: Number of large pages in the arena.
+            orders: Orders of the scheduler.
 
         Raises:
-            InvariantError: The layers did not take the orders of an earlier step, or pages are
-                ordered to host memory and there is none.
+            InvariantError: The layers did not take the writes of an earlier step, or pages are to
+                be copied to or from host memory and there is none.
         """
         if self._writes:
             waiting = sorted(self._writes)
@@ -76,7 +78,7 @@ class StepMailbox:
             self._host().copy_ahead(arena, num_large_pages, orders.ahead)
 
     def take_writes(self, layer_names: Sequence[str]) -> tuple[StateWrite, ...]:
-        """Take the writes that wait for a page table's layers."""
+        """Take the stored writes for a page table, given the names of its layers."""
         for name in layer_names:
             if name in self._writes:
                 return self._writes.pop(name)
@@ -91,11 +93,11 @@ class StepMailbox:
 
 @runtime_checkable
 class TakesMail(Protocol):
-    """A metadata builder that reads what its model runner leaves for a step.
+    """A metadata builder that reads its model runner's mailbox.
 
     Attributes:
-        mailbox: The runner's; one of its own until it has been told which.
-        ordered_layers: Names of the layers that take writes.
+        mailbox: Mailbox of the model runner. Before `open_mailbox`, an empty one of the builder.
+        ordered_layers: Names of the builder's layers that take writes.
     """
 
     mailbox: StepMailbox
@@ -103,24 +105,27 @@ class TakesMail(Protocol):
 
 
 def open_mailbox(model_runner: Any) -> StepMailbox:  # noqa: ANN401 (either of vLLM's)
-    """Give a model runner, which has its metadata builders, a mailbox that these read."""
+    """Give a model runner and its metadata builders a mailbox.
+
+    The model runner must already have its metadata builders.
+    """
     builders = [each for each in builders_of(model_runner) if isinstance(each, TakesMail)]
     mailbox = StepMailbox(name for each in builders for name in each.ordered_layers)
     for builder in builders:
         builder.mailbox = mailbox
     model_runner.jenga_mailbox = mailbox
-    if hasattr(model_runner, "model_state"):  # what encodes, in the second model runner
+    if hasattr(model_runner, "model_state"):  # it encodes, in the second model runner
         model_runner.model_state.jenga_mailbox = mailbox
     return mailbox
 
 
 def mailbox_of(owner: Any) -> StepMailbox | None:  # noqa: ANN401
-    """Get the mailbox of a model runner or of its model's state; None of another backend's."""
+    """Get the mailbox of a model runner or of its model's state. Other backends have None."""
     return getattr(owner, "jenga_mailbox", None)
 
 
 def builders_of(model_runner: Any) -> Iterator[Any]:  # noqa: ANN401
-    """Get the metadata builders of a model runner's layers, those that draft too."""
+    """Get the metadata builders of a model runner's layers, draft layers included."""
     drafting = getattr(model_runner, "drafter", None) or getattr(model_runner, "speculator", None)
     groups = [group for groups in model_runner.attn_groups for group in groups]
     groups += getattr(drafting, "draft_attn_groups", [])
@@ -131,7 +136,7 @@ def builders_of(model_runner: Any) -> Iterator[Any]:  # noqa: ANN401
 
 
 def arena_of(kv_caches: Iterable[Any]) -> torch.Tensor:
-    """View the one buffer that all caches lie in, i8[arena_bytes]."""
+    """Get a view of the whole buffer that all caches lie in, i8[arena_bytes]."""
     first = next(iter(kv_caches))
     tensor = first if isinstance(first, torch.Tensor) else first[0]
     arena = torch.empty(0, dtype=torch.int8, device=tensor.device)
@@ -142,9 +147,9 @@ def copy_pages(arena: torch.Tensor, num_large_pages: int, copies: CopyRound) -> 
     """Make one round of copies within the arena.
 
     Args:
-        arena: Written in place, i8[arena_bytes].
-        num_large_pages: Of the arena.
-        copies: What to copy.
+        arena: The arena, i8[arena_bytes]. It is written in place.
+        num_large_pages: Number of large pages in the arena.
+        copies: The copies.
     """
     num_pages = num_large_pages * copies.small_pages_per_large_page
     pages = arena.view(num_pages, -1)  # [num_pages, page_bytes]
@@ -159,17 +164,18 @@ def checkpoints_of(
     running_pages: torch.Tensor,
     few_tokens: Mapping[int, int] | None = None,
 ) -> Checkpoints:
-    """Order the states that prompts leave on their way, without waiting for the device.
+    """Convert writes to the kernels' form, sorted by request, without waiting for the device.
 
     Args:
-        writes: Each of a request of the batch.
-        running_pages: Pages of each request's running states, in the order in which its tokens
-            write them, i32[num_requests, slots].
-        few_tokens: Requests of the batch that leave the state after each of their tokens in those
-            pages -> how many tokens.
+        writes: States to keep, each of a request of the batch.
+        running_pages: Pages of each request's running states, i32[num_requests, slots]. They are in
+            the order in which the request's tokens write them.
+        few_tokens: Row of the batch -> number of the request's tokens in the step. It names the
+            requests that write the state after each token to the next of their running pages.
 
     Raises:
-        InvariantError: On the CPU, a write is of a request that is not in the batch.
+        InvariantError: A write is of a request that is not in the batch. This is checked only on
+            the CPU.
     """
     device = running_pages.device
     fields = [[write.running_page, write.after_tokens, write.page] for write in writes]
@@ -181,7 +187,7 @@ def checkpoints_of(
         raise InvariantError(msg)
     requests = is_of.int().argmax(dim=0)
     if few_tokens:
-        # The last token's state is the request's own, and needs no checkpoint.
+        # The state after the last token is written anyway, and needs no checkpoint.
         steps = [[row, n] for row, count in few_tokens.items() for n in range(1, count)]
         rows, numbers = async_tensor_h2d(steps, dtype=torch.int32, device=device).t()
         requests = torch.cat([requests, rows])

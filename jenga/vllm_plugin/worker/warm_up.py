@@ -1,8 +1,8 @@
-"""What is run before any request comes, so that none waits for a compiler.
+"""A warm-up step that compiles kernels before the first request.
 
-vLLM warms up with prompts of a few tokens, which our layers take for decoding. One more step reads
-a longer prompt beside a token of another request; where a model has states, it copies one and keeps
-one on its way, as a step does for prefix caching.
+vLLM warms up with prompts of a few tokens, which our layers treat as decoding. One more step
+processes a longer prompt and one token of another request. If the model has states, the step also
+copies one state and keeps one in its middle, as steps do for prefix caching.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 WARM_UP_TOKENS = 128
-"""Of the step: a prompt, and one more token of another request."""
+"""Number of tokens in the step: those of a prompt, and one of another request."""
 
 KEPT_AFTER_TOKENS = 16
 
@@ -27,14 +27,17 @@ KEPT_AFTER_TOKENS = 16
 def on_pages_apart(
     execute_model: Callable[["SchedulerOutput"], Any], geometry: Geometry
 ) -> Callable[["SchedulerOutput"], Any]:
-    """Run vLLM's steps of warming up on pages that do not lie over one another.
+    """Wrap a function so that vLLM's warm-up steps use pages that do not overlap.
 
-    It numbers pages as if a number were the same bytes in every group: number n becomes the first
-    small page of large page n, in each page table.
+    vLLM numbers warm-up pages as if a page number meant the same bytes in every group. In each page
+    table, number n is replaced by the first small page of large page n.
 
     Args:
-        execute_model: Runs a step of the worker.
-        geometry: How the arena is cut.
+        execute_model: Function that runs a step of the worker.
+        geometry: Geometry of the arena.
+
+    Returns:
+        A function that renumbers the pages of a step and then runs it.
     """
     parts = [table.small_pages_per_large_page for table in geometry.page_tables]
 
@@ -56,18 +59,18 @@ def warm_up(
     execute_model: Callable[["SchedulerOutput"], Any],
     sample_tokens: Callable[[Any], Any],
 ) -> None:
-    """Run the step, in an arena that holds nothing yet.
+    """Run the warm-up step. The arena must not hold anything yet.
 
     Args:
-        model_runner: With its arena.
-        execute_model: Runs a step of the worker.
-        sample_tokens: Ends it.
+        model_runner: vLLM's second model runner, after its arena is allocated.
+        execute_model: Function that runs a step of the worker.
+        sample_tokens: Function that samples and so ends the step.
     """
     config = model_runner.kv_cache_config
     geometry, num_large_pages = geometry_of(config), config.num_blocks
     layers = first_layers(config)
 
-    # Kinds of states that are not kept have prefix caching off, and nobody to take the orders.
+    # With states of a kind that cannot be kept, prefix caching is off, and no builder takes orders.
     keeps_states = model_runner.vllm_config.cache_config.enable_prefix_caching
 
     def execute_with_orders(step: "SchedulerOutput") -> object:
@@ -88,13 +91,17 @@ def orders_of(
     num_large_pages: int,
     layers: Sequence[Sequence[str]],
 ) -> StepOrders | None:
-    """Orders that copy a state and keep one of the prompt that a step reads; None if there is none.
+    """Make orders that copy one state per page table and keep one state of a step's prompt.
 
     Args:
-        step: Its requests' pages are the arena's first.
-        geometry: How the arena is cut.
-        num_large_pages: Of the arena.
-        layers: Of each page table the first layer on every rank of a pipeline that has any.
+        step: A warm-up step. Its requests have the first pages of the arena, and the orders use the
+            last.
+        geometry: Geometry of the arena.
+        num_large_pages: Number of large pages in the arena.
+        layers: For each page table, its first layer on each rank of the pipeline that has any.
+
+    Returns:
+        The orders, or None if the step has no long prompt or the model no states.
     """
     prompts = [
         new
