@@ -55,7 +55,7 @@ def plan_latent_attention(
         is_batch_invariant: Whether to split a request's keys by its own length alone.
         is_warp_specialized: Whether to decode more than 32 rows of a request with the
             warp-specialised kernel on Hopper. It needs queries of 16 bits, pages of a multiple of
-            16 tokens, latents of 512 elements, and a number of heads that divides 64 or is a
+            16 tokens, and latents of 512 elements. The number of heads must divide 64 or be a
             multiple of it. For other layers it changes nothing. None means True.
         tiles: Tiles to use instead of those chosen for the machine.
 

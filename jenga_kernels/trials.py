@@ -286,7 +286,7 @@ def _not_final(call: Call, reason: str) -> Verdict:
 
 
 PAGE_BYTES, NUM_PAGES = 1 << 20, (1 << 12) + 64
-"""Distance in bytes between small pages of the usual calls, and their number. The last ones are past
+"""Distance in bytes between small pages of the usual calls, and their number. The last are past
 2**31 elements of 16 bits."""
 
 
