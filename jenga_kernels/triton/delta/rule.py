@@ -10,7 +10,7 @@ NORM_EPSILON = tl.constexpr(1e-6)
 """Number added to a squared length before its root, as in the models that train with it."""
 
 LOG2_LOG2E = tl.constexpr(0.5287663729448977)
-"""Logarithm to base two of LOG2E, which converts a rate for powers of e to one for powers of two."""
+"""Logarithm to base two of LOG2E, which converts a rate from powers of e to powers of two."""
 
 LEAST_LOG2 = tl.constexpr(-126.0)
 """Least decay of a token, in powers of two. With less, the state before it would not matter."""

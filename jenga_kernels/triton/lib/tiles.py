@@ -12,16 +12,17 @@ import torch
 import triton
 
 HOPPER = 90
-"""Compute capability of the first GPU with warpgroup matrix instructions."""
+"""Compute capability, times ten, of the first GPU with warpgroup matrix instructions."""
 
 BLACKWELL = 100
-"""Compute capability of the first GPU whose matrix instructions keep results out of registers."""
+"""Compute capability, times ten, of the first GPU with matrix results outside of registers."""
 
 DESKTOP_BLACKWELL = 120
-"""Compute capability of the first GPU after Hopper with less than half of its shared memory."""
+"""Compute capability, times ten, of the first GPU after Hopper with less than half of its shared
+memory."""
 
 ADA = 89
-"""Compute capability of the first GPU that converts to and from float8_e4m3fn."""
+"""Compute capability, times ten, of the first GPU that converts to and from float8_e4m3fn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
