@@ -74,7 +74,7 @@ def attend_tile(  # noqa: PLR0912 - options are compiled in or out, each an `if`
     row_max,  # f32[M]
     row_sum,  # f32[M], or f32[M, BLOCK_N]: one sum for each place of a key in its tile
     value_unit,  # f32: unit of acc for pairs and quads with slot scales, the greatest scale so far
-    least_sums,  # f32[M, BLOCK_N]: for quads, least elements times weights, to be added to acc
+    least_sums,  # f32[M, BLOCK_N]: for split int4, least elements times weights, added to acc later
     # Rows
     q,  # [M, BLOCK_D]; for pairs two of f16[M, BLOCK_D // 2], for quads four of a quarter
     q_sums,  # f32[M]: sums of q for pairs and quads of elements of four bits; else None
@@ -141,7 +141,7 @@ def attend_tile(  # noqa: PLR0912 - options are compiled in or out, each an `if`
     K_ITEM: tl.constexpr = tl.constexpr(2 if IS_INT4 and K_SPLIT == 1 else K_SPLIT)
     V_ITEM: tl.constexpr = tl.constexpr(2 if IS_INT4 and V_SPLIT == 1 else V_SPLIT)
     # Keys count from `origin`. With KEEPS_OFFSETS that is the tile's first key, and bounds of rows
-    # are made relative to the tile. This takes fewer instructions, but registers.
+    # are made relative to the tile. This takes fewer instructions, but more registers.
     keys = tl.arange(0, BLOCK_N)
     origin = tiles_start + tile * BLOCK_N
     if not KEEPS_OFFSETS:

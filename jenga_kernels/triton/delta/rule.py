@@ -39,7 +39,7 @@ def decay_log2(gates, rate, bias):
     """Logarithms to base two of the decays of tokens, from gates in float32.
 
     Without a `rate`, gates are natural logarithms. With one, which is that of `rate_log2`, the
-    decay is the rate times their softplus.
+    result is minus the rate times the softplus of gate and bias.
     """
     if rate is not None:
         if bias is not None:

@@ -210,7 +210,8 @@ def scan_segment_tokens(
 ) -> int | None:
     """Choose the tokens of segments that requests are cut into to fill a GPU; None for no cuts.
 
-    A program needs a whole multiprocessor for its full speed. Two on one take half as long again.
+    A program needs a whole multiprocessor for its full speed. Two on one take half as long again
+    each.
 
     Args:
         machine: GPU, or interpreter, that runs the kernel.

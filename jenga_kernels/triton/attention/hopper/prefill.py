@@ -228,7 +228,7 @@ def attention_prefill_hopper_kernel(
             ),
         ],
         [4, LOADING_WARPS],
-        [REGISTERS, 504 - 2 * REGISTERS],  # registers of a thread; one of each group has 504
+        [REGISTERS, 504 - 2 * REGISTERS],  # of a thread; those of the three groups are 504
     )
 
 

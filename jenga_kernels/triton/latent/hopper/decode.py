@@ -78,7 +78,7 @@ def latent_decode_hopper_kernel(
     BLOCK_T: gl.constexpr,
     TAKES_TURNS: gl.constexpr,
 ):
-    """Do units from t * units_per_team on of all requests in team t.
+    """Do units from t * units_per_program on of all requests in team t.
 
     Program p has rows from p % NUM_MEMBERS * ROWS on of the requests of team p // NUM_MEMBERS.
     Units and partial results are those of `attention.decode`, but a unit is a step of two tiles.
@@ -179,7 +179,7 @@ def latent_decode_hopper_kernel(
             ),
         ],
         [4, LOADING_WARPS],
-        [REGISTERS, 504 - 2 * REGISTERS],  # registers of a thread; one of each group has 504
+        [REGISTERS, 504 - 2 * REGISTERS],  # of a thread; those of the three groups are 504
     )
 
 
