@@ -1,4 +1,4 @@
-"""Joining attention over two sets of keys."""
+"""Merge of attention over two sets of keys."""
 
 import torch
 import triton
@@ -27,19 +27,20 @@ def attention_merge(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Join the results of the same queries over two disjoint sets of keys.
+    """Merge the results of the same queries over two disjoint sets of keys.
 
-    For a prefix that several requests share and read once, or keys held by different ranks. A sink
-    must count in one of the two alone.
+    This serves a prefix that several requests share and read once, or keys on different ranks. A
+    sink must count in only one of the two.
 
     Args:
         first_out: Results over the first keys, [num_tokens, num_heads, head_dim], contiguous.
-        first_lse: Their natural log-sum-exp, f32[num_tokens, num_heads]; -inf: no keys, and the
-            result may hold anything.
+        first_lse: Natural log-sum-exp of these results, f32[num_tokens, num_heads]. -inf means no
+            keys; the result may then hold anything.
         second_out: Results over the second keys, shape and dtype of first_out, contiguous.
-        second_lse: Their log-sum-exp, f32[num_tokens, num_heads].
-        out: Written in place and returned, as first_out, which it may be; None allocates it.
-        lse: Written in place: log-sum-exp over all keys, f32[num_tokens, num_heads]; may be
+        second_lse: Log-sum-exp of these results, f32[num_tokens, num_heads].
+        out: Merged results, written in place and returned, as first_out; may be first_out. None
+            allocates them.
+        lse: Log-sum-exp over all keys, written in place, f32[num_tokens, num_heads]; may be
             first_lse or second_lse.
 
     Returns:

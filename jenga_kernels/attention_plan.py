@@ -1,4 +1,4 @@
-"""The work of one engine step, counted once and shared by all layers that read the same keys."""
+"""The work of one engine step, counted once for all layers that read the same keys."""
 
 from dataclasses import dataclass, field, replace
 
@@ -26,36 +26,39 @@ from jenga_kernels.triton.lib.tiles import (
 )
 
 BLOCK_REQUESTS = 256
-"""Requests the plan's kernel looks at together: one load of a few values a thread."""
+"""Number of requests that the plan's kernel looks at together: a few values in each thread."""
 
 BLOCK_ENTRIES = 32
-"""Entries of the work lists made by one program."""
+"""Number of entries of the work lists that one program makes."""
 
 MAX_POSITIONS = 2**31 - 1
 """Most tokens of a request: its length is an i32."""
 
 FREE_ROWS = 16
-"""Rows of the smallest matrix product: a decoding request gets that many at the price of one."""
+"""Rows of the smallest matrix product. A decoding request with as many rows costs no more than one
+with one row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionKind:
-    """What layers must have in common to share a plan.
+    """Properties that layers must have in common to share a plan.
 
     Attributes:
-        num_heads: Query heads.
-        num_kv_heads: Heads of keys; a divisor of num_heads.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of KV heads, a divisor of num_heads.
         head_dim: Elements of a query and of a key.
         page_tokens: Slots of a small page.
-        window_tokens: Keys a query reads: itself and the window_tokens - 1 before it; None: all.
-        chunk_tokens: Queries read no key before the last multiple of it; None: no such chunks.
+        window_tokens: Number of keys that a query reads: its own and the window_tokens - 1 before
+            it. None means all.
+        chunk_tokens: Number of tokens of a chunk of chunked attention. A query reads no key before
+            the start of its chunk. None means no chunks.
         is_causal: Whether a query reads only keys up to its own position.
-        is_quantised: Whether pages hold elements of a byte or half of one: float8, int8 or two of
-            four bits in a uint8.
-        has_slot_scales: Whether each slot and head of them has scales of its own.
-        is_int4: Whether they are elements of four bits; these have such scales.
+        is_quantised: Whether pages hold elements of one byte or half a byte: float8, int8, or two
+            of four bits in a uint8.
+        has_slot_scales: Whether each slot and head of quantised pages has scales of its own.
+        is_int4: Whether pages hold elements of four bits. These always have slot scales.
         is_other_float: Whether pages hold float16 or bfloat16, and queries another float type.
-        value_dim: Elements of a value where they are not head_dim; else None.
+        value_dim: Elements of a value if they are not head_dim, else None.
     """
 
     num_heads: int
@@ -85,7 +88,7 @@ class AttentionKind:
                 if not self.is_causal:
                     msg = f"{name} must be None without a causal mask, got {value}"
                     raise ValueError(msg)
-                # What holds all positions of 32 bits leaves none out.
+                # A window that holds every position of 32 bits is the same as none.
                 object.__setattr__(self, name, num_keys if num_keys < MAX_POSITIONS else None)
         if self.has_slot_scales and not self.is_quantised:
             msg = "has_slot_scales must be False where is_quantised is, got True"
@@ -98,17 +101,17 @@ class AttentionKind:
             raise ValueError(msg)
         if self.value_dim is not None:
             value_dim = check_at_least("value_dim", self.value_dim, 1)
-            # One kind, however it is told.
+            # Equal layers must compare equal, whether or not value_dim was given.
             object.__setattr__(self, "value_dim", None if value_dim == self.head_dim else value_dim)
 
     @property
     def group_heads(self) -> int:
-        """Query heads that share a head of keys."""
+        """Number of query heads that share a KV head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def result_dim(self) -> int:
-        """Elements of a value, and so of a result."""
+        """Number of elements of a value, and so of a result."""
         return self.head_dim if self.value_dim is None else self.value_dim
 
 
@@ -116,27 +119,27 @@ class AttentionKind:
 class AttentionPlan:
     """Work lists of one step, on the device; made by `plan_attention`.
 
-    All sizes follow from what the host knows, so a plan may be updated and used in a CUDA graph:
-    launches depend on upper bounds alone, and the kernels read the real counts.
+    All sizes follow from numbers that the host knows, so a plan may be updated and used in a CUDA
+    graph. Launches depend only on upper bounds, and the kernels read the real counts.
 
     Attributes:
-        kind: What the layers have in common.
+        kind: Properties that the layers have in common.
         tiles: Tiles of the kernels.
         dtype: Element type of the queries.
         num_tokens: Rows of the queries.
-        num_requests: Requests, padding included.
-        decode_query_tokens: Requests with at most so many query tokens are decoded.
-        max_decoded_tokens: No decoded request of this step has more query tokens.
-        is_batch_invariant: Whether a request's result may not depend on the others.
-        max_row_tiles: Bound on the tiles of the prefill kernel; 0 where there is nothing for it.
-        unit_starts: Decode work before each request, i32[num_requests + 1].
-        units_per_program: Decode work of one program, i32[1].
-        first_requests: Where each decode program begins, i32[num_programs].
-        row_tile_requests: Request of each tile of prefill rows, i32[max_row_tiles], or -1.
-        row_tile_indices: Which of its request's tiles it is, i32[max_row_tiles].
-        partial_out: Room for parts of a split result, f32[parts, rows, value_dim].
-        partial_lse: Their log-sum-exps, f32[parts, rows].
-        calls: Operations' calls with this plan.
+        num_requests: Number of requests, padding included.
+        decode_query_tokens: Most query tokens of a request that the decode kernel serves.
+        max_decoded_tokens: Most query tokens that a decoded request of this step has.
+        is_batch_invariant: Whether a request's result must not depend on the others.
+        max_row_tiles: Upper bound of the row tiles of the prefill kernel; 0 if it has no work.
+        unit_starts: Units of decode work before each request, i32[num_requests + 1].
+        units_per_program: Units of decode work of one program, i32[1].
+        first_requests: Request where each decode program begins, i32[num_programs].
+        row_tile_requests: Request of each tile of prefill rows, i32[max_row_tiles]; -1 for none.
+        row_tile_indices: Index of each tile among those of its request, i32[max_row_tiles].
+        partial_out: Buffer for the partial results of splits, f32[parts, rows, value_dim].
+        partial_lse: Buffer for their log-sum-exps, f32[parts, rows].
+        calls: Recorded calls of operations with this plan.
     """
 
     kind: AttentionKind
@@ -159,17 +162,17 @@ class AttentionPlan:
 
     @property
     def may_split(self) -> bool:
-        """Whether a decoded request's keys may be split over programs."""
+        """Whether a decoded request's keys may be split over several programs."""
         is_decoding = self.max_decoded_tokens > 0
         return is_decoding and (self.is_batch_invariant or self.tiles.num_programs > 1)
 
     def check(
         self, kind: AttentionKind, dtype: torch.dtype, num_tokens: int, num_requests: int
     ) -> None:
-        """Check that the plan is made for a call.
+        """Check that the plan was made for a call.
 
         Raises:
-            ValueError: If it is made for other layers, queries or numbers.
+            ValueError: If it was made for other layers, queries or numbers.
         """
         made_for = (self.kind, self.dtype, self.num_tokens, self.num_requests)
         if made_for != (kind, dtype, num_tokens, num_requests):
@@ -181,12 +184,12 @@ class AttentionPlan:
             raise ValueError(msg)
 
     def update(self, query_starts: torch.Tensor, seq_lens: torch.Tensor) -> None:
-        """Make the lists anew, in place, for another step with the same bounds.
+        """Make the lists again, in place, for another step with the same bounds.
 
         Args:
-            query_starts: First query token of each request, and their number,
+            query_starts: First query token of each request, then the number of query tokens,
                 i32[num_requests + 1].
-            seq_lens: Tokens of each request whose keys are stored, i32[num_requests].
+            seq_lens: Number of tokens of each request whose keys are stored, i32[num_requests].
 
         Raises:
             ValueError: If a shape, dtype or device does not fit.
@@ -241,41 +244,42 @@ def plan_attention(
 ) -> AttentionPlan:
     """Count the work of a step, for every `paged_attention` of layers of one kind.
 
-    The number of tokens a decode program reads is balanced over programs, windows counted. Requests
-    of up to `decode_query_tokens` query tokens have their keys split; all others walk over all
-    their keys in one program per tile of queries.
+    Requests of up to `decode_query_tokens` query tokens are decoded: their keys are split, so that
+    all programs read about the same number of tokens, windows counted. For all other requests, one
+    program for each tile of queries reads all keys.
 
     Args:
-        query_starts: First query token of each request, and their number, i32[num_requests + 1].
-            Requests may have none. Rows of the queries past the last number are padding.
-        seq_lens: Tokens of each request whose keys are stored, queries included, i32[num_requests];
-            without a causal mask simply the keys to read.
-        kind: What the layers have in common.
+        query_starts: First query token of each request, then the number of query tokens,
+            i32[num_requests + 1]. Requests may have none. Rows of the queries past the last number
+            are padding.
+        seq_lens: Number of tokens of each request whose keys are stored, queries included,
+            i32[num_requests]. Without a causal mask, the number of keys to read.
+        kind: Properties that the layers have in common.
         num_tokens: Rows of the queries, padding included.
         dtype: Element type of the queries.
-        max_query_tokens: No request has more query tokens; None: num_tokens. If it does not exceed
-            decode_query_tokens the prefill kernel is not launched.
-        min_query_tokens: No request that has query tokens has fewer; None: some may have one. If it
-            exceeds decode_query_tokens the decode kernel is not launched.
-        decode_query_tokens: Up to so many query tokens a request is decoded; 0 sends all requests
-            to the prefill kernel. None takes what costs no more than one token. With speculative
-            decoding, pass 1 + the number of drafted tokens. Heads of more than 256 elements have
-            tiles for fewer rows: there it is lowered to what a GPU has room for.
-        is_batch_invariant: Split a request's keys by its own length alone, so that its result does
-            not depend, to the last bit, on what else is in the batch. With decode_query_tokens 0
-            neither does a token's on which others of its request are computed with it: prompts may
-            be cut anywhere, and decoded tokens be read again as those of a prompt. Not so where
-            warps specialise.
-        is_warp_specialized: On Hopper, have prompts attend by the kernel whose warps specialise,
-            where queries have 16-bit elements, pages these or float8 without scales of slots, and
-            keys and values one width of at most 256; elsewhere it changes nothing. None: for pages
-            in 16 bits, unless the batch is to be invariant. An H200 takes 0.62 to 0.77 of the other
-            kernel's time with it for these, an H100 1.05 for float8
+        max_query_tokens: Most query tokens of any request. None means num_tokens. If it does not
+            exceed decode_query_tokens, the prefill kernel is not launched.
+        min_query_tokens: Fewest query tokens of any request that has some. None means that some may
+            have one. If it exceeds decode_query_tokens, the decode kernel is not launched.
+        decode_query_tokens: Most query tokens of a request that is decoded; 0 sends all requests to
+            the prefill kernel. None means as many as cost no more than one token. With speculative
+            decoding, pass 1 + the number of draft tokens. Tiles for heads of more than 256 elements
+            have fewer rows; for these, the number is lowered to what the GPU has room for.
+        is_batch_invariant: Whether to split a request's keys by its own length alone. Then its
+            result does not depend, to the last bit, on the rest of the batch. With
+            decode_query_tokens 0, a token's result does not depend on the other tokens of its
+            request in the step either: prompts may be cut anywhere, and decoded tokens may be
+            computed again as tokens of a prompt. Warp-specialised kernels give no such guarantee.
+        is_warp_specialized: Whether to serve prompts with the warp-specialised kernel on Hopper. It
+            needs queries of 16 bits, pages of 16 bits or of float8 without slot scales, and keys
+            and values of the same width, at most 256. For other layers it changes nothing. None
+            means True for pages of 16 bits, unless is_batch_invariant is set. For these, an H200
+            takes 0.62 to 0.77 of the other kernel's time; for float8, an H100 takes 1.05
             (`perf.kernels.bench_specialized_prefill`).
         tiles: Tiles to use instead of those chosen for the machine.
 
     Returns:
-        The plan, good for one step; `AttentionPlan.update` brings it to the next.
+        The plan, valid for one step. `AttentionPlan.update` makes it valid for the next.
 
     Raises:
         ValueError: If a shape, dtype, device or size does not fit.
@@ -360,14 +364,14 @@ def plan_attention(
 def specialized_prefill_tiles(
     machine: Machine, kind: AttentionKind, dtype: torch.dtype
 ) -> SpecializedTiles | None:
-    """Tiles of the prefill kernel whose warps specialise; None where it does not serve the layers.
+    """Get the tiles of the warp-specialised prefill kernel; None if it does not serve the layers.
 
     Args:
-        machine: Where it would run.
-        kind: What the layers have in common.
+        machine: GPU on which the kernel would run.
+        kind: Properties that the layers have in common.
         dtype: Element type of the queries.
     """
-    # The copies of that kernel bring what products read, or float8.
+    # The TMA copies of that kernel load either elements ready for matrix products, or float8.
     if kind.value_dim is not None or kind.has_slot_scales or kind.is_other_float:
         return None
     return specialized_tiles(
@@ -401,7 +405,7 @@ def check_query_dtype(dtype: torch.dtype) -> None:
     """Check the element type of the queries that work is planned for.
 
     Raises:
-        ValueError: If there are no such queries.
+        ValueError: If queries cannot have this type.
     """
     if dtype not in FLOAT_DTYPES:
         wanted = " or ".join(str(allowed) for allowed in FLOAT_DTYPES)
@@ -424,7 +428,7 @@ def check_page_table(page_table: torch.Tensor) -> int:
             f"{page_table.stride()}"
         )
         raise ValueError(msg)
-    # A request's first page is looked up before it is known whether the request has any.
+    # A kernel looks up a request's first page before it knows whether the request has any.
     if max_pages == 0 and num_requests:
         msg = f"page_table must have at least one column, got shape {tuple(page_table.shape)}"
         raise ValueError(msg)
@@ -432,7 +436,7 @@ def check_page_table(page_table: torch.Tensor) -> int:
 
 
 def check_steps(query_starts: torch.Tensor, seq_lens: torch.Tensor, num_requests: int) -> None:
-    """Check the bounds of requests.
+    """Check query_starts and seq_lens.
 
     Raises:
         ValueError: If a shape, dtype or device does not fit.

@@ -45,28 +45,31 @@ def causal_conv(
     """Convolve requests' tokens, each with the inputs before it, and keep the last inputs.
 
     The state of a request is its last width - 1 inputs, oldest first. Requests whose state slot is
-    `NULL_SLOT` are padding: their output is zero and nothing else is read or written. No request
+    `NULL_SLOT` are padding: their output is zero, and nothing else is read or written. No request
     may write a slot that another one reads or writes.
 
     Args:
-        out: Written in place, shape and dtype of x, not overlapping x.
-        states: Written in place, [num_slots, dim, width - 1] or more columns, of which the first
-            width - 1 are used; bfloat16, float16 or float32, any strides.
+        out: Outputs, written in place, shape and dtype of x, not overlapping x.
+        states: States, written in place, [num_slots, dim, width - 1] or more columns, of which the
+            first width - 1 are used; bfloat16, float16 or float32, any strides.
         x: Inputs, [num_tokens, dim], bfloat16, float16 or float32, last dimension contiguous.
-        weight: [dim, width] with width 2 to 4; the last column weighs the token itself.
-        query_starts: Where each request's tokens begin, and the end, i32[num_requests + 1].
-        initial_slots: Where each request's state is read, i32[num_requests]; `NULL_SLOT` begins
-            with zero.
-        state_slots: Where each request's last state is written, i32[num_requests].
-        bias: Added to every output, [dim].
+        weight: Weights, [dim, width] with width 2 to 4; the last column is that of the token
+            itself.
+        query_starts: First token of each request, then the number of tokens,
+            i32[num_requests + 1].
+        initial_slots: Slot from which each request's state is read, i32[num_requests]; `NULL_SLOT`
+            begins with zero.
+        state_slots: Slot to which each request's last state is written, i32[num_requests].
+        bias: Bias that is added to every output, [dim].
         silu: Whether outputs pass through SiLU.
-        checkpoints: States to write besides the last ones.
-        computed_tokens: Tokens of each request before this call, i32[num_requests]. With it states
-            are rings: column t % num_columns has the input of token t, and columns that none of the
-            last width - 1 inputs is in are left alone.
-        input_gates: Multiplied with x, the product rounded as x is; shape and dtype of x, last
-            dimension contiguous, not overlapping out.
-        output_gates: Multiplied with the outputs, behind SiLU; likewise.
+        checkpoints: States to write in addition to the last ones.
+        computed_tokens: Number of tokens of each request before this call, i32[num_requests]. If
+            given, states are rings: column t % num_columns holds the input of token t. Columns that
+            hold none of the last width - 1 inputs are not written.
+        input_gates: Factors of x, whose product is rounded to the dtype of x; shape and dtype of x,
+            last dimension contiguous, not overlapping out.
+        output_gates: Factors of the outputs, applied after SiLU; shape, dtype and layout as for
+            input_gates.
 
     Raises:
         ValueError: If a shape, dtype, stride, alignment or device does not fit.
@@ -88,7 +91,7 @@ def causal_conv(
         input_gates,
         output_gates,
     )
-    if call.launches is None or shows_values(x):  # where values are looked at too
+    if call.launches is None or shows_values(x):  # on a CPU, values are checked in every call
         call.launches = _launches(
             out,
             states,
@@ -104,7 +107,7 @@ def causal_conv(
             input_gates=input_gates,
             output_gates=output_gates,
         )
-    # Where they lie is not in a call's signature.
+    # A call's signature does not say where tensors lie.
     for name, rows in (("x", x), ("input_gates", input_gates), ("output_gates", output_gates)):
         if rows is not None:
             check_no_overlap("out", out, name, rows)
@@ -142,7 +145,7 @@ def _launches(
     input_gates: torch.Tensor | None,
     output_gates: torch.Tensor | None,
 ) -> list[Launch]:
-    """Check a call; what prompts take.
+    """Check a call, and list the launches that serve its prompts.
 
     Raises:
         ValueError: If something does not fit.

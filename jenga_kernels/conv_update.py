@@ -38,35 +38,38 @@ def conv_update(
 ) -> None:
     """Convolve the next token of each request, or the next few, with the inputs before them.
 
-    With several tokens of which some may be rejected, each token's state goes to a slot of its own,
-    and the next call begins at the slot of the last token accepted. Requests whose first state slot
-    is `NULL_SLOT` are padding: their output is zero and nothing else is read or written. No request
-    may write a slot that another one reads or writes.
+    If a call has several tokens and some may be rejected, each token's state goes to a slot of its
+    own. The next call begins at the slot of the last accepted token.
+
+    Requests whose first state slot is `NULL_SLOT` are padding: their output is zero, and nothing
+    else is read or written. No request may write a slot that another one reads or writes.
 
     Args:
-        out: Written in place, shape and dtype of x; may be x.
-        states: Written in place, [num_slots, dim, width - 1] or more columns, of which the first
-            width - 1 are used, oldest input first (but see computed_tokens); bfloat16, float16 or
-            float32, any strides.
+        out: Outputs, written in place, shape and dtype of x; may be x.
+        states: States, written in place, [num_slots, dim, width - 1] or more columns, of which the
+            first width - 1 are used, oldest input first (but see computed_tokens); bfloat16,
+            float16 or float32, any strides.
         x: Inputs, [num_tokens, dim], bfloat16, float16 or float32, last dimension contiguous.
-        weight: [dim, width] with width 2 to 4; the last column weighs the token itself.
-        initial_slots: Where each request's state is read, i32[num_requests]; `NULL_SLOT` begins
-            with zero.
-        state_slots: Where the state after each token is written, i32[num_requests] or
+        weight: Weights, [dim, width] with width 2 to 4; the last column is that of the token
+            itself.
+        initial_slots: Slot from which each request's state is read, i32[num_requests]; `NULL_SLOT`
+            begins with zero.
+        state_slots: Slot to which the state after each token is written, i32[num_requests] or
             i32[num_requests, max_tokens]; `NULL_SLOT` drops it.
-        bias: Added to every output, [dim].
+        bias: Bias that is added to every output, [dim].
         silu: Whether outputs pass through SiLU.
-        query_starts: Where each request's tokens begin, and the end, i32[num_requests + 1], at most
-            max_tokens each; None means one token each.
-        computed_tokens: Tokens of each request before this call, i32[num_requests]. With it states
-            are rings: column t % num_columns has the input of token t, with as many columns as
-            width - 2 and the most tokens of a call. A request then has one slot, the same in
-            initial_slots and state_slots, both i32[num_requests]; nothing is read of it before its
-            first token, and a rejected token is written over by the call that has fewer computed
-            ones.
-        input_gates: Multiplied with x, the product rounded as x is; shape and dtype of x, last
-            dimension contiguous.
-        output_gates: Multiplied with the outputs, behind SiLU; likewise.
+        query_starts: First token of each request, then the number of tokens,
+            i32[num_requests + 1], at most max_tokens each. None means one token each.
+        computed_tokens: Number of tokens of each request before this call, i32[num_requests]. If
+            given, states are rings: column t % num_columns holds the input of token t. A ring has
+            at least width - 2 columns, plus the most tokens of a call. A request then has one slot,
+            the same in initial_slots and state_slots, both i32[num_requests]. Nothing is read from
+            the slot before the request's first token. A rejected token is overwritten by the next
+            call, which has fewer computed tokens.
+        input_gates: Factors of x, whose product is rounded to the dtype of x; shape and dtype of x,
+            last dimension contiguous.
+        output_gates: Factors of the outputs, applied after SiLU; shape, dtype and layout as for
+            input_gates.
 
     Raises:
         ValueError: If a shape, dtype, stride or device does not fit.
@@ -86,7 +89,7 @@ def conv_update(
         input_gates,
         output_gates,
     )
-    if call.launches is None or shows_values(x):  # where values are looked at too
+    if call.launches is None or shows_values(x):  # on a CPU, values are checked in every call
         call.launches = _launches(
             out,
             states,
@@ -133,7 +136,7 @@ def _launches(
     input_gates: torch.Tensor | None,
     output_gates: torch.Tensor | None,
 ) -> list[Launch]:
-    """Check a call; what a step takes.
+    """Check a call, and list the launches of a step.
 
     Raises:
         ValueError: If something does not fit.

@@ -1,4 +1,4 @@
-"""The gated delta rule, one step or a few, without writing the state."""
+"""The gated delta rule for a few tokens, mostly without state writes."""
 
 import torch
 import triton
@@ -50,51 +50,57 @@ def delta_replay(
 ) -> None:
     """Apply the next token of each request, or the next few, to a state that is seldom written.
 
-    The rule and its tensors are those of `jenga_kernels.delta_update.delta_update`. It reads and
-    writes the whole state for each token; here a step reads the state of some tokens ago and what
-    the tokens since then changed in it, and writes no more than what its own tokens change. Only
-    once in a while, when `next_state_tokens` says so, the state is written. Tokens may be rejected:
-    the next call has fewer computed tokens, and what it does not count is written over.
+    The rule and its tensors are those of `jenga_kernels.delta_update.delta_update`. That operation
+    reads and writes the whole state for each token. This one reads an older state and a history:
+    the changes that the tokens since then made. It writes only the changes of its own tokens to the
+    history. It writes the state only if `next_state_tokens` asks for it.
 
-    Requests whose slot is `NULL_SLOT` are padding: their output is zero and nothing else is read or
-    written. No two requests may have the same slot.
+    Tokens may be rejected. The next call then has fewer computed tokens, and overwrites the
+    rejected ones in the history.
+
+    Requests whose slot is `NULL_SLOT` are padding: their output is zero, and nothing else is read
+    or written. No two requests may have the same slot.
 
     Args:
-        out: Written in place, shape and dtype of v.
-        states: Written in place, [num_slots, num_v_heads, head_v_dim, head_k_dim], bfloat16,
-            float16 or float32; any strides that are multiples of 16 bytes, last dimension
+        out: Outputs, written in place, shape and dtype of v.
+        states: States, written in place, [num_slots, num_v_heads, head_v_dim, head_k_dim],
+            bfloat16, float16 or float32; any strides that are multiples of 16 bytes, last dimension
             contiguous.
-        history: Written in place; keys have the dtype of k, changes that of states or float32. At
-            most 64 tokens, and up to 16 take fewer instructions.
+        history: Changes of recent tokens, written in place. Keys have the dtype of k, changes that
+            of states or float32. At most 64 tokens; up to 16 take fewer instructions.
         q: Queries, [num_tokens, num_qk_heads, head_k_dim], dtype of v; the value heads that share
             one are next to each other. At most 128 elements a head.
         k: Keys, shape and dtype of q.
         v: Values, [num_tokens, num_v_heads, head_v_dim], bfloat16, float16 or float32.
         gates: Natural logarithms of the decays, [num_tokens, num_v_heads], or [num_tokens,
-            num_v_heads, head_k_dim] where every key channel decays on its own; at most 0. With
-            A_log they are projections, and the logarithms -exp(A_log) softplus(gates + dt_bias).
-        betas: How far a value replaces what the state holds under its key, [num_tokens,
-            num_v_heads]. With A_log they are projections, which pass through a sigmoid.
-        slots: Of each request's state and history, i32[num_requests], any stride.
-        computed_tokens: Tokens of each request before this call, i32[num_requests].
-        state_tokens: How many of them are in its state, i32[num_requests]; 0 begins with zero,
-            whatever the slot holds. The others are in the history.
-        next_state_tokens: How many tokens shall be in the state after the call, i32[num_requests]:
-            as many as before, which writes none, or from computed_tokens on, the call's own
-            included. See `jenga_kernels.checks.histories.next_states`.
-        A_log: Logarithms of the decay rates, [num_v_heads]; None where gates and betas are ready.
-        dt_bias: Added to gates, shape of one token's.
-        scale: Factor of the queries; None means head_k_dim ** -0.5.
-        qk_l2norm: Whether queries and keys are brought to length one.
-        query_starts: Where each request's tokens begin, and the end, i32[num_requests + 1]; None
-            means one token each. A request without tokens may have its state brought up to date.
+            num_v_heads, head_k_dim] if every key channel has its own decay; at most 0. With A_log
+            they are projections, and the logarithms are -exp(A_log) softplus(gates + dt_bias).
+        betas: Degree to which a value replaces the one that the state holds under its key,
+            [num_tokens, num_v_heads]. With A_log they are projections, which pass through a
+            sigmoid.
+        slots: Slot of each request's state and history, i32[num_requests], any stride.
+        computed_tokens: Number of tokens of each request before this call, i32[num_requests].
+        state_tokens: Number of them that its state includes, i32[num_requests]. The others are in
+            the history. 0 begins with zero, whatever the slot holds.
+        next_state_tokens: Number of tokens that its state includes after the call,
+            i32[num_requests]. Either state_tokens, and no state is written, or at least
+            computed_tokens and at most the end of the call's own tokens. See
+            `jenga_kernels.checks.histories.next_states`.
+        A_log: Logarithms of the decay rates, [num_v_heads]. None means that gates and betas are
+            not projections.
+        dt_bias: Bias that is added to gates, shape of one token's gates.
+        scale: Factor of the queries. None means head_k_dim ** -0.5.
+        qk_l2norm: Whether queries and keys are scaled to length one.
+        query_starts: First token of each request, then the number of tokens,
+            i32[num_requests + 1]. None means one token each. A call may update the state of a
+            request without tokens.
 
     Raises:
         ValueError: If a shape, dtype, stride, alignment or device does not fit; on the CPU also if
             the history does not hold a request's tokens since its state.
 
-    Source: ReplaySSM (dao-lab.ai/blog/2026/replayssm), whose steps leave the state where it is and
-        keep what each token changes in it: a sum of outer products needs no states in between.
+    Source: ReplaySSM (dao-lab.ai/blog/2026/replayssm). Its steps do not write the state. They keep
+        the change of each token: a sum of outer products needs no states in between.
     """
     scale = check_delta_rule(
         out, states, q, k, v, gates, betas, A_log=A_log, dt_bias=dt_bias, scale=scale

@@ -30,7 +30,7 @@ from jenga_kernels.triton.lib.addressing import strides
 from jenga_kernels.triton.lib.tiles import machine_of, overlapping
 
 CHUNK_ROWS = ("queries", "keys", "kept_keys", "scores", "solution")
-"""What the copy engine reads of what the first kernel leaves for the second."""
+"""Results of the first kernel that the second one loads by TMA."""
 
 _calls: Calls = {}
 
@@ -57,52 +57,54 @@ def delta_scan(
 ) -> None:
     """Scan requests' tokens: read each one's state, apply every token, write the states asked for.
 
-    With g the exponential of a token's gate, a number or one for each column, the state H
-    [head_v_dim, head_k_dim] of a head becomes g H + beta (v - g H k) k^T, and its output is H q,
-    times the scale.
+    Let g be the exponential of a token's gate, one number or one for each column. The state H
+    [head_v_dim, head_k_dim] of a head becomes g H + beta (v - g H k) k^T. The output is H q, times
+    the scale.
 
-    Requests whose state slot is `NULL_SLOT` are padding: their output is zero and nothing else is
+    Requests whose state slot is `NULL_SLOT` are padding: their output is zero, and nothing else is
     read or written. No request may write a slot that another one reads or writes. While it runs, a
-    call takes memory for two rows of a chunk per token and value head, and for copies of queries
+    call allocates two rows of a chunk's length for each token and value head, and copies of queries
     and keys.
 
     Args:
-        out: Written in place, shape and dtype of v.
-        states: Written in place, [num_slots, num_v_heads, head_v_dim, head_k_dim], bfloat16,
-            float16 or float32; any strides that are multiples of 16 bytes, last dimension
+        out: Outputs, written in place, shape and dtype of v.
+        states: States, written in place, [num_slots, num_v_heads, head_v_dim, head_k_dim],
+            bfloat16, float16 or float32; any strides that are multiples of 16 bytes, last dimension
             contiguous.
         q: Queries, [num_tokens, num_qk_heads, head_k_dim], dtype of v; the value heads that share
             one are next to each other. At most 128 elements a head.
         k: Keys, shape and dtype of q.
         v: Values, [num_tokens, num_v_heads, head_v_dim], bfloat16, float16 or float32.
         gates: Natural logarithms of the decays, [num_tokens, num_v_heads], or [num_tokens,
-            num_v_heads, head_k_dim] where every key channel decays on its own; at most 0. With
-            A_log they are projections, and the logarithms -exp(A_log) softplus(gates + dt_bias).
-        betas: How far a value replaces what the state holds under its key, [num_tokens,
-            num_v_heads], from 0 to 2: beyond, a state grows from token to token. With A_log they
-            are projections, which pass through a sigmoid.
-        query_starts: Where each request's tokens begin, and the end, i32[num_requests + 1].
-        initial_slots: Where each request's state is read, i32[num_requests]; `NULL_SLOT` begins
-            with zero.
-        state_slots: Where each request's last state is written, i32[num_requests].
-        A_log: Logarithms of the decay rates, [num_v_heads]; None where gates and betas are ready.
-        dt_bias: Added to gates, shape of one token's.
-        scale: Factor of the queries; None means head_k_dim ** -0.5.
-        qk_l2norm: Whether queries and keys are brought to length one.
-        checkpoints: States to write besides the last ones.
-        is_portable: Whether to use the kernels of all GPUs where there are others for this one.
-            None: on Hopper for one prompt of few heads, each decaying as one, whose programs there
-            would leave processors idle. For one of 2048 tokens through 32 heads an H100 takes 1.08
-            times as long with its own; where channels decay on their own, 0.88 times
-            (`perf.kernels.bench_delta`).
+            num_v_heads, head_k_dim] if every key channel has its own decay; at most 0. With A_log
+            they are projections, and the logarithms are -exp(A_log) softplus(gates + dt_bias).
+        betas: Degree to which a value replaces the one that the state holds under its key,
+            [num_tokens, num_v_heads], from 0 to 2; with greater ones, a state grows from token to
+            token. With A_log they are projections, which pass through a sigmoid.
+        query_starts: First token of each request, then the number of tokens,
+            i32[num_requests + 1].
+        initial_slots: Slot from which each request's state is read, i32[num_requests]; `NULL_SLOT`
+            begins with zero.
+        state_slots: Slot to which each request's last state is written, i32[num_requests].
+        A_log: Logarithms of the decay rates, [num_v_heads]. None means that gates and betas are
+            not projections.
+        dt_bias: Bias that is added to gates, shape of one token's gates.
+        scale: Factor of the queries. None means head_k_dim ** -0.5.
+        qk_l2norm: Whether queries and keys are scaled to length one.
+        checkpoints: States to write in addition to the last ones.
+        is_portable: Whether to use the generic kernels on a GPU that has kernels of its own
+            (Hopper). None means True only if each head has one decay and the kernel for Hopper
+            would leave multiprocessors idle, as for one prompt of few heads. On an H100, that
+            kernel takes 1.08 times as long for one prompt of 2048 tokens through 32 heads, and 0.88
+            times if every channel has its own decay (`perf.kernels.bench_delta`).
 
     Raises:
         ValueError: If a shape, dtype, stride, alignment or device does not fit.
 
-    Source: the rule is that of "Gated Delta Networks: Improving Mamba2 with Delta Rule" (arXiv
-    2412.06464), with a decay for each channel that of "Kimi Linear" (arXiv 2510.26692), its form by
-    chunks section 3 of "Parallelizing Linear Transformers with the Delta Rule over Sequence Length"
-    (arXiv 2406.06484).
+    Source: the rule is that of "Gated Delta Networks: Improving Mamba2 with Delta Rule"
+    (arXiv 2412.06464). With a decay for each channel, it is that of "Kimi Linear"
+    (arXiv 2510.26692). Its form by chunks is section 3 of "Parallelizing Linear Transformers with
+    the Delta Rule over Sequence Length" (arXiv 2406.06484).
     """
     kept = checkpoint_tensors(checkpoints)
     call = call_like(
@@ -125,7 +127,7 @@ def delta_scan(
         is_portable,
     )
     is_first = call.launches is None
-    if is_first or shows_values(v):  # where values are looked at too
+    if is_first or shows_values(v):  # on a CPU, values are checked in every call
         scale = check_delta_rule(
             out, states, q, k, v, gates, betas, A_log=A_log, dt_bias=dt_bias, scale=scale
         )
@@ -184,14 +186,14 @@ def _launches(
     is_normalized: bool,
     is_portable: bool | None,
 ) -> Iterator[Launch]:
-    """What a call takes: a kernel that prepares its chunks, and one that walks over them.
+    """List the launches of a call: a kernel that prepares its chunks, then one that scans them.
 
     Args:
-        tensors: Of the call, and what the first kernel leaves for the second.
-        tiles: Of both.
+        tensors: Tensors of the call, and those that the first kernel writes for the second.
+        tiles: Tiles of both kernels.
         scale: Factor of the queries.
-        is_normalized: Whether queries and keys are brought to length one.
-        is_portable: Whether to use the kernels of all GPUs; None: where these are faster.
+        is_normalized: Whether queries and keys are scaled to length one.
+        is_portable: Whether to use the generic kernels; None where these are faster.
     """
     out, states, q, k, v, gates, betas, dt_bias, initial_slots, state_slots, decays = (
         tensors[f"{name}_ptr"]
@@ -209,10 +211,11 @@ def _launches(
     num_programs = hopper_programs(v) * num_requests
     if is_ahead and is_portable is None and not is_per_channel:
         is_ahead = num_programs >= machine.num_processors
-    # Two programs share a processor's memory where there are more of them than processors. What
-    # channels that decay on their own load leaves no room for a second one.
+    # If there are more programs than multiprocessors, two share one's shared memory. With a decay
+    # for each channel, the loads of one program leave no room for a second one.
     is_shared = not is_per_channel and num_programs > machine.num_processors
-    # Programs that wait for the first kernel with a processor's memory would keep it from its own.
+    # A program that waits for the first kernel must not hold all the shared memory of a
+    # multiprocessor, because the first kernel needs it.
     is_overlapped = is_ahead and is_shared and machine.has_dependent_launches
     stride_slot, stride_head, stride_dim, _ = strides(states)
     precision = "float16" if is_normalized else "tf32"
@@ -283,8 +286,8 @@ def _launches(
 
 
 def _launch_ahead(tensors: dict[str, torch.Tensor | None], walk: dict[str, object]) -> Launch:
-    """The walk over chunks on Hopper, whose loads run ahead."""
-    # Gluon is not for the interpreter.
+    """Build the launch of the scan over chunks on Hopper, which loads ahead."""
+    # Triton's interpreter cannot run Gluon.
     from jenga_kernels.triton.delta.hopper.scan import delta_scan_hopper_kernel  # noqa: PLC0415
     from jenga_kernels.triton.recurrent.hopper.chunks import chunk_descriptor  # noqa: PLC0415
 
@@ -306,7 +309,7 @@ def _launch_ahead(tensors: dict[str, torch.Tensor | None], walk: dict[str, objec
 def _chunk_tensors(
     tensors: dict[str, torch.Tensor | None], tiles: DeltaTiles
 ) -> dict[str, torch.Tensor | None]:
-    """Room for what the first kernel leaves for the second, by the names of their arguments."""
+    """Allocate results of the first kernel for the second, by the names of their arguments."""
     q, v, gates = tensors["q_ptr"], tensors["v_ptr"], tensors["gates_ptr"]
     num_tokens, num_v_heads, _ = v.shape
     num_chunks = num_tokens // tiles.block_tokens + len(tensors["state_slots_ptr"])

@@ -36,36 +36,39 @@ def delta_update(
 ) -> None:
     """Apply the next token of each request, or the next few, to its state.
 
-    The rule and its tensors are those of `jenga_kernels.delta_scan.delta_scan`. With several tokens
-    of which some may be rejected, each token's state goes to a slot of its own, and the next call
-    begins at the slot of the last token accepted. Requests whose first state slot is `NULL_SLOT`
-    are padding: their output is zero and nothing else is read or written. No request may write a
-    slot that another one reads or writes.
+    The rule and its tensors are those of `jenga_kernels.delta_scan.delta_scan`. If a call has
+    several tokens and some may be rejected, each token's state goes to a slot of its own. The next
+    call begins at the slot of the last accepted token.
+
+    Requests whose first state slot is `NULL_SLOT` are padding: their output is zero, and nothing
+    else is read or written. No request may write a slot that another one reads or writes.
 
     Args:
-        out: Written in place, shape and dtype of v.
-        states: Written in place, [num_slots, num_v_heads, head_v_dim, head_k_dim], bfloat16,
-            float16 or float32; any strides that are multiples of 16 bytes, last dimension
+        out: Outputs, written in place, shape and dtype of v.
+        states: States, written in place, [num_slots, num_v_heads, head_v_dim, head_k_dim],
+            bfloat16, float16 or float32; any strides that are multiples of 16 bytes, last dimension
             contiguous.
         q: Queries, [num_tokens, num_qk_heads, head_k_dim], dtype of v; the value heads that share
             one are next to each other. At most 128 elements a head.
         k: Keys, shape and dtype of q.
         v: Values, [num_tokens, num_v_heads, head_v_dim], bfloat16, float16 or float32.
         gates: Natural logarithms of the decays, [num_tokens, num_v_heads], or [num_tokens,
-            num_v_heads, head_k_dim] where every key channel decays on its own; at most 0. With
-            A_log they are projections, and the logarithms -exp(A_log) softplus(gates + dt_bias).
-        betas: How far a value replaces what the state holds under its key, [num_tokens,
-            num_v_heads]. With A_log they are projections, which pass through a sigmoid.
-        initial_slots: Where each request's state is read, i32[num_requests]; `NULL_SLOT` begins
-            with zero.
-        state_slots: Where the state after each token is written, i32[num_requests] or
+            num_v_heads, head_k_dim] if every key channel has its own decay; at most 0. With A_log
+            they are projections, and the logarithms are -exp(A_log) softplus(gates + dt_bias).
+        betas: Degree to which a value replaces the one that the state holds under its key,
+            [num_tokens, num_v_heads]. With A_log they are projections, which pass through a
+            sigmoid.
+        initial_slots: Slot from which each request's state is read, i32[num_requests]; `NULL_SLOT`
+            begins with zero.
+        state_slots: Slot to which the state after each token is written, i32[num_requests] or
             i32[num_requests, max_tokens]; `NULL_SLOT` drops it.
-        A_log: Logarithms of the decay rates, [num_v_heads]; None where gates and betas are ready.
-        dt_bias: Added to gates, shape of one token's.
-        scale: Factor of the queries; None means head_k_dim ** -0.5.
-        qk_l2norm: Whether queries and keys are brought to length one.
-        query_starts: Where each request's tokens begin, and the end, i32[num_requests + 1], at most
-            max_tokens each; None means one token each.
+        A_log: Logarithms of the decay rates, [num_v_heads]. None means that gates and betas are
+            not projections.
+        dt_bias: Bias that is added to gates, shape of one token's gates.
+        scale: Factor of the queries. None means head_k_dim ** -0.5.
+        qk_l2norm: Whether queries and keys are scaled to length one.
+        query_starts: First token of each request, then the number of tokens,
+            i32[num_requests + 1], at most max_tokens each. None means one token each.
 
     Raises:
         ValueError: If a shape, dtype, stride, alignment or device does not fit.
@@ -87,7 +90,7 @@ def delta_update(
         qk_l2norm,
         query_starts,
     )
-    if call.launches is None or shows_values(v):  # where values are looked at too
+    if call.launches is None or shows_values(v):  # on a CPU, values are checked in every call
         call.launches = _launches(
             out,
             states,
@@ -139,7 +142,7 @@ def _launches(
     qk_l2norm: bool,
     query_starts: torch.Tensor | None,
 ) -> list[Launch]:
-    """Check a call; what a step takes.
+    """Check a call, and list the launches of a step.
 
     Raises:
         ValueError: If something does not fit.

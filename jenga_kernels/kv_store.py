@@ -50,40 +50,45 @@ def kv_store(
     k_slot_scales: torch.Tensor | None = None,
     v_slot_scales: torch.Tensor | None = None,
 ) -> None:
-    """Copy each token's key and value into the slot given for it.
+    """Copy each token's key and value into its slot.
 
-    A cache of bfloat16 or float16 gets keys and values of another type rounded to nearest; what is
-    out of its range becomes infinite. One of float8_e4m3fn or float8_e5m2 gets k / k_scale and
-    v / v_scale, rounded and saturated. One whose slots have scales of their own, of float8_e4m3fn
-    or int8, gets each head of each token divided by a scale that brings its greatest element to 448
-    or 127, rounded to nearest. One of four bits, two elements in each uint8, gets the number of
-    steps that each element lies above the head's least one; a step is a fifteenth of the head's
-    range, and both are rounded to bfloat16 before. Such heads should be rotated first
-    (`jenga_kernels.rotation`). Slots must lie in the cache and differ from each other; neither is
-    checked, because both are on the device.
+    The dtype of the cache decides how elements are stored:
+
+    - bfloat16 or float16: keys and values of another dtype are rounded to nearest. Elements out of
+      range become infinite.
+    - float8_e4m3fn or float8_e5m2: k / k_scale and v / v_scale, rounded and saturated.
+    - float8_e4m3fn or int8 with slot scales: each head of each token is divided by a scale that
+      brings its greatest element to 448 or 127, then rounded to nearest.
+    - uint8: two elements of four bits in each item. An element is stored as its number of steps
+      above the head's least element. A step is a fifteenth of the head's range. Step and least
+      element are rounded to bfloat16 first. Such heads should be rotated first
+      (`jenga_kernels.rotation`).
+
+    Slots must lie in the cache and differ from each other. Neither is checked, because slots are on
+    the device.
 
     Args:
         k: Keys, [num_tokens, num_kv_heads, head_dim], bfloat16, float16 or float32.
         v: Values, [num_tokens, num_kv_heads, value_dim], dtype of k.
-        k_pages: Written in place, [num_pages, page_tokens, num_kv_heads, head_dim], dtype of k,
-            bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8; or of uint8,
-            [.., head_dim // 2], with elements 2 i and 2 i + 1 in the low and the high half of item
-            i. Any strides that are multiples of 16 bytes, last dimension contiguous, no element
-            over another.
-        v_pages: Written in place, as k_pages with value_dim elements, dtype and strides of k_pages,
-            apart from it. Where value_dim is not head_dim, strides are the same
-            if a slot's value lies behind its key.
-        slots: Slot of each token, i64[num_tokens]: slot s is token s % page_tokens of page
+        k_pages: Cache of keys, written in place, [num_pages, page_tokens, num_kv_heads, head_dim].
+            The dtype is that of k, bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8. With
+            uint8 the shape is [.., head_dim // 2], and item i holds element 2 i in its low half and
+            2 i + 1 in its high half. Strides may be any multiples of 16 bytes; the last dimension
+            is contiguous, and no two elements share memory.
+        v_pages: Cache of values, written in place, as k_pages with value_dim elements, dtype and
+            strides of k_pages; must not overlap it. If value_dim is not head_dim, store each
+            slot's value behind its key, so that the strides are the same.
+        slots: Slot of each token, i64[num_tokens]. Slot s is token s % page_tokens of page
             s // page_tokens. Tokens with a negative slot (`NO_SLOT`) are skipped.
-        k_scale: What a stored key must be multiplied with, f32[1] or f32[num_kv_heads]; only with a
-            float8 cache, where None means 1.
-        v_scale: As k_scale, of values.
-        k_slot_scales: Written in place: what the key of each slot and head must be multiplied
-            with, f32[num_pages, page_tokens, num_kv_heads], any strides; in place of k_scale, and
-            always with int8. With uint8 step and least element side by side, bf16[num_pages,
-            page_tokens, num_kv_heads, 2]: element n is step * n + least. A head with an element
-            that is not finite is read as no numbers.
-        v_slot_scales: As k_slot_scales, of values; strides of k_slot_scales, apart from it.
+        k_scale: Factor that restores a stored key, f32[1] or f32[num_kv_heads]; only with a float8
+            cache, where None means 1.
+        v_scale: Factor that restores a stored value, as k_scale.
+        k_slot_scales: Factor that restores the key of each slot and head, written in place,
+            f32[num_pages, page_tokens, num_kv_heads], any strides. Replaces k_scale with
+            float8_e4m3fn, and is required with int8. With uint8, step and least element side by
+            side, bf16[num_pages, page_tokens, num_kv_heads, 2]: element n is step * n + least. A
+            head with an element that is not finite is read back as NaN.
+        v_slot_scales: As k_slot_scales, for values; strides of k_slot_scales, not overlapping it.
 
     Raises:
         ValueError: If a shape, dtype, stride, alignment or device does not fit, or a gradient is
@@ -127,7 +132,7 @@ def _check(
     k_slot_scales: torch.Tensor | None,
     v_slot_scales: torch.Tensor | None,
 ) -> int:
-    """Check what follows from the signature of a call; return page_tokens.
+    """Check everything that follows from the signature of a call, and return page_tokens.
 
     Raises:
         ValueError: If something does not fit.
@@ -164,7 +169,7 @@ def _launches(
     slot_scales: SlotScales,
     page_tokens: int,
 ) -> list[Launch]:
-    """What the tokens of a call take."""
+    """List the launches that store the tokens of a call."""
     if k.numel() == 0 and v.numel() == 0:
         return []
     num_tokens, num_kv_heads, head_dim = k.shape
@@ -206,7 +211,7 @@ def _launches(
 def _check_new_tokens(
     k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
 ) -> tuple[int, int, int, int]:
-    """Check new keys, values and their slots: num_tokens, num_kv_heads, head_dim, value_dim.
+    """Check new tokens; return num_tokens, num_kv_heads, head_dim and value_dim.
 
     Raises:
         ValueError: If one does not fit.

@@ -58,39 +58,43 @@ def latent_attention(
     """Attend from each head of each query token to the latents of its request.
 
     A stored row is the key of every head, and its first latent_dim elements are the value of every
-    head: what turns a latent into a head's own key and value is absorbed into q before and applied
-    to the results after.
+    head. The projections from latents to a head's own keys and values are absorbed: the caller
+    applies one to q before, and the other to the results after.
 
-    The queries of a request are its last tokens: prompts, chunks on a long context and decoded
+    The queries of a request are its last tokens. Prompts, chunks on a long context and decoded
     tokens may share a batch. With a causal mask, query token i of a request is at position
-    seq_len - query_len + i and reads keys up to and including its own.
+    seq_len - query_len + i. It reads keys up to and including its own.
 
-    Rows of q past query_starts[-1] are padding: their results are left as they were. A query that
+    Rows of q past query_starts[-1] are padding, and their results are not written. A query that
     reads no key (seq_len 0) gets zeros. Slots and pages that no query reads may hold anything.
 
-    What page_table, query_starts and seq_lens hold is on the device and not checked: the table must
-    name pages of the cache for every key that is read, and query_starts end within q.
+    The contents of page_table, query_starts and seq_lens are on the device and are not checked. The
+    table must name pages of the cache for every key that is read, and query_starts must end within
+    q.
 
     Args:
         q: Queries, [num_tokens, num_heads, latent_dim + rotary_dim], bfloat16, float16 or float32;
             last dimension contiguous.
         pages: Latents and rotary keys, [num_pages, page_tokens, latent_dim + rotary_dim], dtype of
             q, bfloat16, float16 or float8_e4m3fn; any strides that are multiples of 16 bytes, last
-            dimension contiguous. Another type than that of q is converted to it as it is read.
-        page_table: Page of tokens [i * page_tokens, (i + 1) * page_tokens) of each request in
-            column i, i32[num_requests, max_pages]; at least one column.
-        query_starts: First query token of each request, and their number, i32[num_requests + 1].
-        seq_lens: Tokens of each request whose rows are stored, queries included,
+            dimension contiguous. Elements of another dtype than that of q are converted to it when
+            they are read.
+        page_table: Page tables of the requests, i32[num_requests, max_pages], with at least one
+            column. Column i names the page of tokens [i * page_tokens, (i + 1) * page_tokens).
+        query_starts: First query token of each request, then the number of query tokens,
+            i32[num_requests + 1].
+        seq_lens: Number of tokens of each request whose rows are stored, queries included,
             i32[num_requests].
-        scale: What scores are multiplied with; that of the heads before absorption.
+        scale: Factor of the scores, that of the heads before absorption.
         latent_dim: Elements of a latent, a multiple of 16 up to 512.
-        is_causal: False lets every query read all seq_len keys, as those of a shared prefix.
-        latent_scale: What stored rows are multiplied with, f32[1]; only with float8_e4m3fn pages.
-        out: Written in place and returned, [num_tokens, num_heads, latent_dim], dtype of q,
-            contiguous; None allocates it.
-        lse: Written in place: natural log-sum-exp of each row's scores, f32[num_tokens, num_heads];
-            -inf where no key is read. For `attention_merge`.
-        plan: Work lists of this step, from `plan_latent_attention`; None makes them for this call
+        is_causal: Whether the mask is causal. False lets every query read all seq_len keys, as
+            those of a shared prefix.
+        latent_scale: Factor of the stored rows, f32[1]; only with float8_e4m3fn pages.
+        out: Results, written in place and returned, [num_tokens, num_heads, latent_dim], dtype of
+            q, contiguous. None allocates them.
+        lse: Natural log-sum-exp of each row's scores, written in place, f32[num_tokens, num_heads];
+            -inf where no key is read. Serves `attention_merge`. None means it is not written.
+        plan: Work lists of this step, from `plan_latent_attention`. None makes them for this call
             alone.
 
     Returns:
@@ -101,8 +105,8 @@ def latent_attention(
             was made for other layers.
 
     Source:
-        DeepSeek-V2 (arXiv 2405.04434), section 2.1.2, for the absorption; FlashMLA for 64 rows of
-        one latent's width a program.
+        DeepSeek-V2 (arXiv 2405.04434), section 2.1.2, for the absorption. FlashMLA for programs of
+        64 rows as wide as a latent.
     """
     call = call_like(
         _calls if plan is None else plan.calls,
@@ -178,14 +182,14 @@ def _launches(
     *,
     scale: float,
 ) -> Iterator[Launch]:
-    """What a step's queries take.
+    """List the launches that serve the queries of a step.
 
     Args:
-        plan: Of the step.
+        plan: Plan of the step.
         q: Queries.
         pages: Latents and rotary keys.
-        page_table: Where requests have them.
-        scale: Of scores.
+        page_table: Page tables of the requests.
+        scale: Factor of the scores.
     """
     if plan.num_requests == 0 or plan.num_tokens == 0:
         return
@@ -232,7 +236,7 @@ def _launches(
         yield _specialized_launch(plan, team, shared, q, pages)
     elif plan.decode_query_tokens:
         tiles = plan.tiles.decode
-        # Results of 64 rows leave no registers for what the compiler would keep of offsets.
+        # Results of 64 rows leave no registers for offsets that the compiler would keep.
         keeps_offsets = tiles.block_m < WARPGROUP_ROWS
         yield Launch(
             kernel=latent_decode_kernel,
@@ -273,8 +277,8 @@ def _specialized_launch(
     q: torch.Tensor,
     pages: torch.Tensor,
 ) -> Launch:
-    """What decoded requests take on Hopper."""
-    # Gluon is not for the interpreter.
+    """Build the launch of the decode kernel for Hopper."""
+    # Triton's interpreter cannot run Gluon.
     from jenga_kernels.triton.latent.hopper.decode import (  # noqa: PLC0415
         KEYS,
         latent_decode_hopper_kernel,
@@ -316,7 +320,7 @@ def _check(
     lse: torch.Tensor | None,
     plan: AttentionPlan | None,
 ) -> AttentionKind:
-    """Check what follows from the signature of a call; return what kind of layer it is.
+    """Check everything that follows from the signature of a call, and return its kind of layer.
 
     Raises:
         ValueError: If something does not fit.
@@ -356,7 +360,7 @@ def _check(
 def latent_kind_of(
     q: torch.Tensor, pages: torch.Tensor, *, latent_dim: int, is_causal: bool = True
 ) -> AttentionKind:
-    """Describe the layer of a call, whose tensors fit together.
+    """Describe the layer of a call. Its tensors have been checked against each other.
 
     Args:
         q: Queries, [num_tokens, num_heads, latent_dim + rotary_dim].

@@ -35,31 +35,32 @@ def plan_latent_attention(
 ) -> AttentionPlan:
     """Count the work of a step, for every `latent_attention` of layers of one kind.
 
-    All heads read the same latents, but the results of more than a few rows fit into no program.
-    So heads work in groups, and the plan's `kind` has a head of keys for each group, although these
-    are stored once. Where warps specialise, programs work in teams instead.
+    All heads read the same latents, but no program has room for the results of more than a few
+    rows. So heads are split into groups. In the plan's `kind`, each group has a KV head, although
+    latents are stored once. With the warp-specialised kernel, programs work in teams instead.
 
     Args:
-        query_starts: First query token of each request, and their number, i32[num_requests + 1].
-        seq_lens: Tokens of each request whose latents are stored, queries included,
+        query_starts: First query token of each request, then the number of query tokens,
+            i32[num_requests + 1].
+        seq_lens: Number of tokens of each request whose latents are stored, queries included,
             i32[num_requests].
-        kind: What the layers have in common: num_kv_heads 1, head_dim that of a latent, neither
-            window nor chunks.
+        kind: Properties that the layers have in common: num_kv_heads 1, head_dim that of a latent,
+            no window and no chunks.
         num_tokens: Rows of the queries, padding included.
         dtype: Element type of the queries.
-        max_query_tokens: No request has more query tokens; None: num_tokens.
-        decode_query_tokens: Up to so many query tokens a request is decoded, its keys split over
-            programs; 0 sends all requests to the prefill kernel. None takes what costs no more than
-            one token. With speculative decoding, pass 1 + the number of drafted tokens.
-        is_batch_invariant: Split a request's keys by its own length alone.
-        is_warp_specialized: On Hopper, have more than 32 rows of a request decoded by the kernel
-            whose warps specialise, where queries have 16-bit elements, pages a multiple of 16
-            tokens, latents 512 elements and heads are a divisor or a multiple of 64; elsewhere it
-            changes nothing. None: as True.
+        max_query_tokens: Most query tokens of any request. None means num_tokens.
+        decode_query_tokens: Most query tokens of a request that is decoded, its keys split over
+            programs; 0 sends all requests to the prefill kernel. None means as many as cost no more
+            than one token. With speculative decoding, pass 1 + the number of draft tokens.
+        is_batch_invariant: Whether to split a request's keys by its own length alone.
+        is_warp_specialized: Whether to decode more than 32 rows of a request with the
+            warp-specialised kernel on Hopper. It needs queries of 16 bits, pages of a multiple of
+            16 tokens, and latents of 512 elements. The number of heads must divide 64 or be a
+            multiple of it. For other layers it changes nothing. None means True.
         tiles: Tiles to use instead of those chosen for the machine.
 
     Returns:
-        The plan, good for one step; `AttentionPlan.update` brings it to the next.
+        The plan, valid for one step. `AttentionPlan.update` makes it valid for the next.
 
     Raises:
         ValueError: If a shape, dtype, device or size does not fit.

@@ -1,4 +1,4 @@
-"""Writing latents and rotary keys into a paged cache."""
+"""Writing of latents and rotary keys into a paged cache."""
 
 import torch
 import triton
@@ -31,23 +31,23 @@ def latent_store(
     *,
     latent_scale: torch.Tensor | None = None,
 ) -> None:
-    """Copy each token's latent and rotary key, one behind the other, into the slot given for it.
+    """Copy each token's latent and rotary key, one behind the other, into its slot.
 
-    A cache of bfloat16 or float16 gets both rounded to nearest where they are of another type; what
-    is out of its range becomes infinite. One of float8_e4m3fn gets both divided by latent_scale,
-    rounded and saturated. Slots must lie in the cache and differ from each other; neither is
-    checked, because both are on the device.
+    A cache of bfloat16 or float16 gets elements of another dtype rounded to nearest; elements out
+    of range become infinite. A cache of float8_e4m3fn gets elements divided by latent_scale,
+    rounded and saturated. Slots must lie in the cache and differ from each other. Neither is
+    checked, because slots are on the device.
 
     Args:
         latents: Latents, normalised, [num_tokens, latent_dim], bfloat16, float16 or float32.
         rotary_keys: Rotary parts of the keys, rotated, [num_tokens, rotary_dim], dtype of latents.
-        pages: Written in place, [num_pages, page_tokens, latent_dim + rotary_dim], dtype of
-            latents, bfloat16, float16 or float8_e4m3fn; any strides that are multiples of 16 bytes,
-            last dimension contiguous, no element over another.
-        slots: Slot of each token, i64[num_tokens]: slot s is token s % page_tokens of page
+        pages: Cache, written in place, [num_pages, page_tokens, latent_dim + rotary_dim], dtype of
+            latents, bfloat16, float16 or float8_e4m3fn. Strides may be any multiples of 16 bytes;
+            the last dimension is contiguous, and no two elements share memory.
+        slots: Slot of each token, i64[num_tokens]. Slot s is token s % page_tokens of page
             s // page_tokens. Tokens with a negative slot (`kv_store.NO_SLOT`) are skipped.
-        latent_scale: What a stored row must be multiplied with, f32[1]; only with a float8_e4m3fn
-            cache, where None means 1.
+        latent_scale: Factor that restores a stored row, f32[1]; only with a float8_e4m3fn cache,
+            where None means 1.
 
     Raises:
         ValueError: If a shape, dtype, stride, alignment or device does not fit.
@@ -73,7 +73,7 @@ def _launches(
     slots: torch.Tensor,
     latent_scale: torch.Tensor | None,
 ) -> list[Launch]:
-    """Check what follows from the signature of a call; what its tokens take.
+    """Check everything that follows from the signature of a call, and list its launches.
 
     Raises:
         ValueError: If something does not fit.

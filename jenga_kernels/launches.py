@@ -1,11 +1,11 @@
-"""Launches of kernels, and what is remembered of the calls of an operation.
+"""Launches of kernels, and a cache of checked calls for each operation.
 
-Every launch passes through this module. On a CPU, where no kernel runs unless Triton interprets it,
-launches are left out, and `with_reference` has the operation's reference compute its results.
+Every launch passes through this module. On a CPU no kernel runs unless Triton interprets it. There,
+launches are skipped, and `with_reference` has the operation's reference compute the results.
 
-Layer by layer and step by step the same few calls come back, with tensors at other addresses. What
-is checked on the host, and what Triton compiles a kernel for, depends on a call's signature alone:
-so both are looked at for its first call, and the next ones are launched without.
+The same few calls come back in every layer and every step, with tensors at other addresses. A
+call's signature alone decides the checks on the host and the variant that Triton compiles. So both
+are done for the first call of a signature, and later calls only launch.
 """
 
 import copy
@@ -25,22 +25,22 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 MAX_CALLS = 256
-"""Signatures that a table of calls has at most, of some KB each: a step has a few of its own."""
+"""Most signatures in a table of calls, some KB each. A step has only a few."""
 
 OPTIONS = frozenset({"enable_fp_fusion", "maxnreg", "num_warps", "num_stages", "launch_pdl"})
-"""What launches take that is no argument of a kernel."""
+"""Options of launches, which are not arguments of a kernel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """A kernel that serves calls of one signature.
+    """A kernel launch that serves all calls of one signature.
 
     Attributes:
-        kernel: What is launched.
-        grid: Numbers of programs, up to three.
+        kernel: The kernel.
+        grid: Numbers of programs, in up to three dimensions.
         constants: Arguments that follow from the signature, and options.
-        descriptors: Names of those among them that say what the copy engine needs to know of a
-            tensor, and of the tensor's argument.
+        descriptors: Pairs of names: a TMA descriptor among the constants, and the argument of the
+            tensor that it describes.
     """
 
     kernel: triton.JITFunction
@@ -49,27 +49,27 @@ class Launch:
     descriptors: tuple[tuple[str, str], ...] = ()
 
     def arguments(self, tensors: Mapping[str, torch.Tensor | None]) -> dict[str, object]:
-        """What it is given, with these tensors; what the kernel does not take is among them."""
+        """Combine the constants with these tensors. The kernel may not take all of them."""
         arguments: dict[str, object] = {**self.constants, **tensors}
         for name, tensor_name in self.descriptors:
             arguments[name] = rebased(arguments[name], tensors[tensor_name])
         return arguments
 
     def compile(self, tensors: Mapping[str, torch.Tensor | None]) -> None:
-        """Compile the kernel, which then is launched without waiting for that."""
+        """Compile the kernel ahead of time, so that its launch does not wait for the compiler."""
         given = taken_by(self.kernel, self.arguments(tensors))
         self.kernel.run(**given, grid=self.grid, warmup=True)
 
 
 class Call:
-    """Calls of an operation that have the same signature.
+    """State shared by the calls of an operation that have the same signature.
 
     Args:
         has_kernels: Whether kernels run where the tensors are.
 
     Attributes:
-        launches: What they launch; None before the first one has passed its checks.
-        facts: What the operation has found out from the first one.
+        launches: Launches that serve the calls. None until the first call has passed its checks.
+        facts: Results that the operation derived from the first call, for its own use.
     """
 
     __slots__ = ("_compiled", "_has_kernels", "facts", "launches")
@@ -81,7 +81,7 @@ class Call:
         self._compiled: dict[int, tuple[Any, tuple[str, ...]]] = {}
 
     def run(self, tensors: Mapping[str, torch.Tensor | None]) -> None:
-        """Launch all, with these tensors; what a kernel does not take is left out."""
+        """Launch all kernels with these tensors. Arguments that a kernel lacks are left out."""
         if not self._has_kernels:
             return
         for launch in self.launches or ():
@@ -97,25 +97,26 @@ class Call:
             return
         compiled = kernel[grid](**taken_by(kernel, arguments))
         names = tuple(kernel.arg_names)
-        # Only what has been loaded can be launched: the interpreter compiles nothing.
+        # Only a loaded kernel can be launched again. The interpreter compiles nothing.
         is_loaded = getattr(compiled, "module", None) is not None
         if is_loaded and all(name in arguments for name in names):
             self._compiled[id(kernel)] = (compiled, names)
 
 
 Calls = dict[tuple[object, ...], Call]
-"""Calls of an operation, by their signatures."""
+"""Calls of an operation by their signatures."""
 
 
 def call_like(calls: Calls, *arguments: object) -> Call:
-    """Find the calls of an operation that have the signature of this one.
+    """Find the entry for calls of an operation that have the signature of this one.
 
-    The signature says of tensors all but where they lie and what they hold: shape, strides, dtype,
-    device, whether they are aligned and want a gradient. Of others it is the value.
+    The signature of a tensor is everything except its address and its contents: shape, strides,
+    dtype, device, whether it is aligned, and whether it requires a gradient. The signature of any
+    other argument is its value and its type.
 
     Args:
-        calls: Those of the operation.
-        arguments: All that the operation was given, in a fixed order; tensors, or hashable.
+        calls: Calls of the operation.
+        arguments: All arguments of the operation, in a fixed order: tensors, or hashable values.
     """
     parts: list[object] = [torch.is_grad_enabled()]
     device = -1
@@ -131,7 +132,7 @@ def call_like(calls: Calls, *arguments: object) -> Call:
                 argument.requires_grad,
             )
         else:
-            # 1, 1.0 and True are equal, and not the same to Triton.
+            # 1, 1.0 and True are equal, but Triton compiles different variants for them.
             parts += (argument, type(argument))
     if device >= 0:
         parts.append(torch.cuda.current_device())
@@ -146,13 +147,13 @@ def call_like(calls: Calls, *arguments: object) -> Call:
 
 
 def with_reference(reference: Callable[P, R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Have a reference serve an operation's tensors where no kernel runs: on a CPU.
+    """Let a reference compute an operation's results where no kernel runs: on a CPU.
 
-    The operation goes first all the same. It checks its arguments, and launches nothing there.
-    With `TRITON_INTERPRET=1` kernels run on a CPU too, and the reference is not called.
+    The operation still runs first. It checks its arguments and launches nothing there. With
+    `TRITON_INTERPRET=1` kernels run on a CPU too, and the reference is not called.
 
     Args:
-        reference: Computes in plain PyTorch what the operation does; takes the same arguments.
+        reference: Plain PyTorch version of the operation, with the same arguments.
     """
 
     def decorate(operation: Callable[P, R]) -> Callable[P, R]:
@@ -178,28 +179,28 @@ def launch(
     """Launch a kernel, if kernels run on `device`.
 
     Args:
-        kernel: What is launched.
-        grid: Numbers of programs, up to three.
-        device: Of the tensors.
-        arguments: What the kernel takes, and options.
+        kernel: The kernel.
+        grid: Numbers of programs, in up to three dimensions.
+        device: Device of the tensors.
+        arguments: Arguments of the kernel, and options.
     """
     if has_kernels(device):
         kernel[grid](**arguments)
 
 
 def rebased(descriptor: Any, tensor: torch.Tensor | None) -> Any:  # noqa: ANN401 - Gluon's, or None
-    """What the copy engine needs to know of a tensor, given what it does of one like it.
+    """Return a copy of a TMA descriptor that describes another tensor.
 
-    What is kept has no tensor, whose memory it would keep too.
+    A stored descriptor has None as its tensor, because it would keep the tensor's memory alive.
     """
     if descriptor is None:
         return None
-    other = copy.copy(descriptor)  # checks nothing anew
+    other = copy.copy(descriptor)  # does not repeat the checks of the constructor
     other.base = tensor
     return other
 
 
 def taken_by(kernel: triton.JITFunction, arguments: Mapping[str, object]) -> dict[str, object]:
-    """Arguments that a kernel has, and the options of launches."""
+    """Return the arguments that a kernel takes, and the options of launches."""
     names = {*kernel.arg_names, *OPTIONS}
     return {name: value for name, value in arguments.items() if name in names}

@@ -1,4 +1,4 @@
-"""Zeroing whole pages of an arena."""
+"""Clearing of whole pages of an arena."""
 
 import torch
 import triton
@@ -21,8 +21,8 @@ def page_clear(pages: torch.Tensor, page_ids: torch.Tensor) -> None:
     """Set every byte of some pages to zero.
 
     Args:
-        pages: Written in place, [num_pages, page_elements] of any dtype; a view into an arena whose
-            pages begin at, and hold, multiples of 16 bytes.
+        pages: Pages, written in place, [num_pages, page_elements] of any dtype; a view of an arena.
+            Pages begin at multiples of 16 bytes and hold multiples of 16 bytes.
         page_ids: Pages to clear, i64[num_cleared]; negative entries are skipped.
 
     Raises:

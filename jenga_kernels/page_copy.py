@@ -1,4 +1,4 @@
-"""Copying whole pages within an arena."""
+"""Copies of whole pages within an arena."""
 
 import torch
 import triton
@@ -19,19 +19,19 @@ from jenga_kernels.triton.lib.tiles import machine_of, page_tiles
 from jenga_kernels.triton.pages.page_copy import page_copy_kernel
 
 NO_PAGE = -1
-"""Page id of an entry to skip."""
+"""Page id that marks an entry to skip."""
 
 
 @with_reference(reference.page_copy)
 def page_copy(pages: torch.Tensor, source_ids: torch.Tensor, target_ids: torch.Tensor) -> None:
-    """Copy the bytes of some pages onto others.
+    """Copy the bytes of some pages to others.
 
-    Pages are copied in no order: no target may be a source or another target. Entries with a
+    Pages are copied in any order, so no target may be a source or another target. Entries with a
     negative id on either side (`NO_PAGE`) are skipped.
 
     Args:
-        pages: Written in place, [num_pages, page_elements] of any dtype; a view into an arena whose
-            pages begin at, and hold, multiples of 16 bytes.
+        pages: Pages, written in place, [num_pages, page_elements] of any dtype; a view of an arena.
+            Pages begin at multiples of 16 bytes and hold multiples of 16 bytes.
         source_ids: Pages to read, i64[num_copies].
         target_ids: Pages to write, i64[num_copies].
 
@@ -65,7 +65,7 @@ def page_copy(pages: torch.Tensor, source_ids: torch.Tensor, target_ids: torch.T
 
 
 def check_whole_pages(pages: torch.Tensor) -> torch.Tensor:
-    """Check pages that are moved as bytes; return them as i32[num_pages, num_words].
+    """Check pages that are handled as bytes; return them as i32[num_pages, num_words].
 
     Raises:
         ValueError: If shape, stride or alignment does not fit.
@@ -78,5 +78,5 @@ def check_whole_pages(pages: torch.Tensor) -> torch.Tensor:
         raise ValueError(msg)
     check_apart("pages", pages)
     check_no_gradients(pages=pages)
-    # A single page may have any stride, also one that words do not divide.
+    # A single page may have any stride, even one that is not a multiple of a word.
     return pages[0].view(torch.int32)[None] if pages.shape[0] == 1 else pages.view(torch.int32)

@@ -66,7 +66,7 @@ from jenga_kernels.triton.lib.tiles import (
 )
 
 _calls: Calls = {}
-"""Of calls without a plan; a plan has those with it."""
+"""Recorded calls of this operation without a plan. A plan records its own calls."""
 
 MAX_HEAD_DIM = 512
 """Widest head whose tiles fit into the registers and the shared memory of one program."""
@@ -99,59 +99,65 @@ def paged_attention(
 ) -> torch.Tensor:
     """Attend from each query token to the keys of its request, found through the page table.
 
-    The queries of a request are its last tokens: prompts, chunks on a long context and decoded
+    The queries of a request are its last tokens. Prompts, chunks on a long context and decoded
     tokens may share a batch. With a causal mask, query token i of a request is at position
-    seq_len - query_len + i and reads keys up to and including its own.
+    seq_len - query_len + i. It reads keys up to and including its own.
 
-    Rows of q past query_starts[-1] are padding: their results are left as they were. A query that
+    Rows of q past query_starts[-1] are padding, and their results are not written. A query that
     reads no key (seq_len 0) gets zeros. Slots and pages that no query reads may hold anything, and
-    table entries of pages before every window may be stale; neither is read into a result.
+    table entries of pages before every window may be stale. Neither affects a result.
 
-    What page_table, query_starts and seq_lens hold is on the device and not checked: the table must
-    name pages of the cache for every key that is read, and query_starts end within q.
+    The contents of page_table, query_starts and seq_lens are on the device and are not checked. The
+    table must name pages of the cache for every key that is read, and query_starts must end within
+    q.
 
     Args:
         q: Queries, [num_tokens, num_heads, head_dim], bfloat16, float16 or float32; last dimension
             contiguous, head_dim up to 512.
-        k_pages: Keys, [num_pages, page_tokens, num_kv_heads, head_dim], dtype of q, bfloat16,
-            float16, float8_e4m3fn, float8_e5m2 or int8, or of uint8, [.., head_dim // 2], two
-            elements of four bits each; any strides that are multiples of 16 bytes, last dimension
-            contiguous. Another type than that of q is converted to it as it is read.
+        k_pages: Keys, [num_pages, page_tokens, num_kv_heads, head_dim]. The dtype is that of q,
+            bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8. With uint8 the shape is
+            [.., head_dim // 2], and each item holds two elements of four bits. Strides may be any
+            multiples of 16 bytes; the last dimension is contiguous. Elements of another dtype than
+            that of q are converted to it when they are read.
         v_pages: Values, as k_pages with value_dim elements, dtype and strides of k_pages, value_dim
-            up to 512. Where value_dim is not head_dim, strides are the same if a
-            slot's value lies behind its key.
-        page_table: Page of tokens [i * page_tokens, (i + 1) * page_tokens) of each request in
-            column i, i32[num_requests, max_pages]; at least one column.
-        query_starts: First query token of each request, and their number, i32[num_requests + 1].
-        seq_lens: Tokens of each request whose keys are stored, queries included,
+            up to 512. If value_dim is not head_dim, store each slot's value behind its key, so that
+            the strides are the same.
+        page_table: Page tables of the requests, i32[num_requests, max_pages], with at least one
+            column. Column i names the page of tokens [i * page_tokens, (i + 1) * page_tokens).
+        query_starts: First query token of each request, then the number of query tokens,
+            i32[num_requests + 1].
+        seq_lens: Number of tokens of each request whose keys are stored, queries included,
             i32[num_requests].
-        scale: What scores are multiplied with.
-        window_tokens: Keys a query reads: itself and the window_tokens - 1 before it.
-        chunk_tokens: A query reads no key before the last multiple of chunk_tokens that is not
-            after its position.
-        is_causal: False lets every query read all seq_len keys, as in cross attention, where
-            seq_lens counts encoder tokens and may be smaller than the number of queries.
-        soft_cap: Scores become soft_cap * tanh(scores / soft_cap).
-        sinks: Score of a key without a value that each head sees besides, [num_heads], dtype of q
-            or float32; -inf for a head without one.
-        alibi_slopes: slope * (key position - query position) is added to scores, f32[num_heads].
-        spans: Keys [start, end) that a query token reads besides those, before and after it, i32
-            [num_tokens, 2]; start >= end for none, and keys that a request lacks are left out. For
-            tokens of an image that see each other. Needs a plan with decode_query_tokens 0, or no
-            plan.
-        k_scale: What stored keys are multiplied with, f32[1] or f32[num_kv_heads]; only with
-            float8 pages.
-        v_scale: As k_scale, of values; shape of k_scale where both are given.
-        k_slot_scales: What the key of each slot and head is multiplied with, f32[num_pages,
-            page_tokens, num_kv_heads], any strides; with float8_e4m3fn pages in place of k_scale,
-            and always with int8 pages. With uint8 pages step and least element of each, bf16
-            [num_pages, page_tokens, num_kv_heads, 2]. See `kv_store`.
-        v_slot_scales: As k_slot_scales, of values; strides of k_slot_scales.
-        out: Written in place and returned, [num_tokens, num_heads, value_dim], dtype of q,
-            contiguous, apart from it; None allocates it.
-        lse: Written in place: natural log-sum-exp of each row's scores, sinks included,
-            f32[num_tokens, num_heads]; -inf where no key is read.
-        plan: Work lists of this step; None makes them for this call alone.
+        scale: Factor of the scores.
+        window_tokens: Number of keys that a query reads: its own and the window_tokens - 1 before
+            it. None means no window.
+        chunk_tokens: Number of tokens of a chunk of chunked attention. A query reads no key before
+            the last multiple of chunk_tokens that is not after its position. None means no chunks.
+        is_causal: Whether the mask is causal. False lets every query read all seq_len keys, as in
+            cross attention, where seq_lens counts encoder tokens and may be smaller than the number
+            of queries.
+        soft_cap: Cap of the scores, which become soft_cap * tanh(scores / soft_cap). None means no
+            cap.
+        sinks: Score of one more key for each head, which has no value, [num_heads], dtype of q or
+            float32; -inf for a head without one.
+        alibi_slopes: ALiBi slopes, f32[num_heads]. slope * (key position - query position) is added
+            to the scores.
+        spans: Ranges [start, end) of keys that query tokens read in addition to those, before and
+            after their own position, i32[num_tokens, 2]; start >= end for none. Keys that a request
+            lacks are left out. Serves tokens of an image that see each other. Needs a plan with
+            decode_query_tokens 0, or no plan.
+        k_scale: Factor of the stored keys, f32[1] or f32[num_kv_heads]; only with float8 pages.
+        v_scale: Factor of the stored values, as k_scale; shape of k_scale if both are given.
+        k_slot_scales: Factor of the key of each slot and head, f32[num_pages, page_tokens,
+            num_kv_heads], any strides. Replaces k_scale with float8_e4m3fn pages, and is required
+            with int8 pages. With uint8 pages, the step and the least element of each slot and head,
+            bf16[num_pages, page_tokens, num_kv_heads, 2]. See `kv_store`.
+        v_slot_scales: As k_slot_scales, for values; strides of k_slot_scales.
+        out: Results, written in place and returned, [num_tokens, num_heads, value_dim], dtype of q,
+            contiguous; must not overlap q. None allocates them.
+        lse: Natural log-sum-exp of each row's scores, sinks included, written in place,
+            f32[num_tokens, num_heads]; -inf where no key is read. None means it is not written.
+        plan: Work lists of this step. None makes them for this call alone.
 
     Returns:
         The results, [num_tokens, num_heads, value_dim].
@@ -161,8 +167,8 @@ def paged_attention(
             was made for other layers, or a gradient is required.
 
     Source:
-        FlashAttention-2 (arXiv 2307.08691) for the loop; the decode work is cut into equal runs of
-        tiles over all requests as in stream-K (arXiv 2301.03598), merged in a fixed order.
+        FlashAttention-2 (arXiv 2307.08691) for the loop. The decode work of all requests is cut
+        into equal runs of tiles, as in stream-K (arXiv 2301.03598), and merged in a fixed order.
     """
     call = call_like(
         _calls if plan is None else plan.calls,
@@ -292,11 +298,11 @@ def _launches(
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
 ) -> Iterator[Launch]:
-    """What a step's queries take.
+    """List the launches that serve the queries of a step.
 
     Args:
-        plan: Of the step.
-        shared: Numbers that several kernels take.
+        plan: Plan of the step.
+        shared: Arguments that several kernels take.
         q: Queries.
         k_pages: Keys.
         v_pages: Values.
@@ -340,7 +346,7 @@ def _launches(
         )
     if plan.max_decoded_tokens:
         tiles = plan.tiles.decode
-        # Products in float32 leave no registers for what the compiler would keep of offsets.
+        # Products in float32 leave no registers for offsets that the compiler would keep.
         keeps_offsets = plan.dtype != torch.float32
         part_dim = tiles.part_dim(result_dim)
         num_parts = triton.cdiv(result_dim, part_dim)
@@ -387,8 +393,8 @@ def _specialized_launch(
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
 ) -> Launch:
-    """What prompts take on Hopper."""
-    # Gluon is not for the interpreter.
+    """Build the launch of the prefill kernel for Hopper."""
+    # Triton's interpreter cannot run Gluon.
     from jenga_kernels.triton.attention.hopper.prefill import (  # noqa: PLC0415
         BOX_DIM,
         attention_prefill_hopper_kernel,
@@ -450,7 +456,7 @@ def _check(
     lse: torch.Tensor | None,
     plan: AttentionPlan | None,
 ) -> AttentionKind:
-    """Check what follows from the signature of a call; return what kind of layer it is.
+    """Check everything that follows from the signature of a call, and return its kind of layer.
 
     Raises:
         ValueError: If something does not fit.
@@ -525,16 +531,16 @@ def kind_of(
     is_causal: bool,
     has_slot_scales: bool,
 ) -> AttentionKind:
-    """Describe the layer of a call, whose tensors fit together.
+    """Describe the layer of a call. Its tensors have been checked against each other.
 
     Args:
         q: Queries, [num_tokens, num_heads, head_dim].
         k_pages: Keys, [num_pages, page_tokens, num_kv_heads, head_dim, or half of it].
         v_pages: Values, [num_pages, page_tokens, num_kv_heads, value_dim, or half of it].
-        window_tokens: As `AttentionKind` has it.
-        chunk_tokens: Likewise.
-        is_causal: Likewise.
-        has_slot_scales: Likewise.
+        window_tokens: As in `AttentionKind`.
+        chunk_tokens: As in `AttentionKind`.
+        is_causal: As in `AttentionKind`.
+        has_slot_scales: As in `AttentionKind`.
     """
     _, num_heads, head_dim = q.shape
     return AttentionKind(

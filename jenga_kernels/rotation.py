@@ -1,9 +1,9 @@
-"""Rotating heads before they are stored in few bits, so that no element stands out.
+"""Rotation of heads before they are stored in few bits, so that no element stands out.
 
-A few elements of a key or a value are often far greater than the others, and steps that reach them
-leave next to none for these. Rotated, each is a sum of many with signs as good as random, and all
-are about as great. Queries, rotated like keys, give the scores they gave before; results are
-rotated back. The product with the matrix is PyTorch's.
+A few elements of a key or a value are often far greater than the others. Quantisation steps wide
+enough for them leave almost no precision for the others. An element of a rotated head is a sum of
+many elements with pseudo-random signs, so all are about equally great. If queries are rotated like
+keys, the scores do not change. Results are rotated back. The product with the matrix is PyTorch's.
 
     >>> import torch
     >>> rotation = hadamard_rotation(64, torch.float32, torch.device("cpu"))
@@ -26,12 +26,12 @@ _SEED = 0x51C64A5
 
 
 class Rotation(NamedTuple):
-    """A rotation of rows, up to a power of two, so that all elements are exact in any dtype.
+    """A rotation of rows, up to a power of two that makes all elements exact in any dtype.
 
     Attributes:
-        forward: What rows are multiplied with from the right, [dim, dim].
-        back: What rotated rows are multiplied with to be what they were, [dim, dim].
-        gain: Products of two rotated rows are so many times those of the rows: 1 or 2.
+        forward: Matrix that rotates rows, multiplied from the right, [dim, dim].
+        back: Matrix that undoes the rotation, multiplied from the right, [dim, dim].
+        gain: Ratio of the product of two rotated rows to that of the rows: 1 or 2.
     """
 
     forward: torch.Tensor
@@ -41,18 +41,18 @@ class Rotation(NamedTuple):
 
 @functools.cache
 def hadamard_rotation(dim: int, dtype: torch.dtype, device: torch.device) -> Rotation:
-    """Rotate by a Hadamard matrix behind signs that are random, but always the same.
+    """Get a rotation: random signs, which are always the same, then a Hadamard matrix.
 
-    Where `dim` is no power of two, runs of as many elements as the greatest one that divides it are
-    rotated each.
+    If `dim` is not a power of two, each run of elements is rotated on its own. A run is as long as
+    the greatest power of two that divides `dim`.
 
     Args:
         dim: Elements of a row.
-        dtype: Of the rows and the matrices.
-        device: Where the matrices lie.
+        dtype: Element type of the rows and the matrices.
+        device: Device of the matrices.
 
     Raises:
-        ValueError: If `dim` is less than 1, or `dtype` is not one of floating-point numbers.
+        ValueError: If `dim` is less than 1, or `dtype` is not a floating-point type.
     """
     if dim < 1:
         msg = f"dim must be at least 1, got {dim}"

@@ -1,4 +1,4 @@
-"""The recurrence of a selective state space model, one step or a few, without writing the state."""
+"""The recurrence of a selective state space model for a few tokens, mostly without state writes."""
 
 import torch
 
@@ -59,48 +59,52 @@ def state_replay(
     """Apply the next token of each request, or the next few, to a state that is seldom written.
 
     The recurrence and its tensors are those of `jenga_kernels.state_update.state_update` with a
-    decay rate for each head (Mamba-2). It reads and writes the whole state for each token; here a
-    step reads the state of some tokens ago and what the tokens since then brought in, and writes no
-    more than what its own tokens bring. Only once in a while, when `next_state_tokens` says so, the
-    state is written. Tokens may be rejected: the next call has fewer computed tokens, and what it
-    does not count is written over.
+    decay rate for each head (Mamba-2). That operation reads and writes the whole state for each
+    token. This one reads an older state and a history: the inputs of the tokens since then. It
+    writes only the inputs of its own tokens to the history. It writes the state only if
+    `next_state_tokens` asks for it.
 
-    Requests whose slot is `NULL_SLOT` are padding: their output is zero and nothing else is read or
-    written. No two requests may have the same slot.
+    Tokens may be rejected. The next call then has fewer computed tokens, and overwrites the
+    rejected ones in the history.
+
+    Requests whose slot is `NULL_SLOT` are padding: their output is zero, and nothing else is read
+    or written. No two requests may have the same slot.
 
     Args:
-        out: Written in place, shape and dtype of x.
-        states: Written in place, [num_slots, num_heads, head_dim, d_state], bfloat16, float16 or
-            float32; any strides that are multiples of 16 bytes, last dimension contiguous.
-        history: Written in place; x and B have the dtype of x.
+        out: Outputs, written in place, shape and dtype of x.
+        states: States, written in place, [num_slots, num_heads, head_dim, d_state], bfloat16,
+            float16 or float32; any strides that are multiples of 16 bytes, last dimension
+            contiguous.
+        history: Inputs of recent tokens, written in place; x and B have the dtype of x.
         x: Inputs, [num_tokens, num_heads, head_dim], bfloat16, float16 or float32.
         dt: Projected step sizes, [num_tokens, num_heads].
         A: Decay rates, f32[num_heads]; below 0.
         B: Input projections, [num_tokens, num_groups, d_state], dtype of x; the heads of a group
             are next to each other.
         C: Output projections, shape and dtype of B.
-        slots: Of each request's state and history, i32[num_requests], any stride.
-        computed_tokens: Tokens of each request before this call, i32[num_requests].
-        state_tokens: How many of them are in its state, i32[num_requests]; 0 begins with zero,
-            whatever the slot holds. The others are in the history.
-        next_state_tokens: How many tokens shall be in the state after the call, i32[num_requests]:
-            as many as before, which writes none, or from computed_tokens on, the call's own
-            included. See
+        slots: Slot of each request's state and history, i32[num_requests], any stride.
+        computed_tokens: Number of tokens of each request before this call, i32[num_requests].
+        state_tokens: Number of them that its state includes, i32[num_requests]. The others are in
+            the history. 0 begins with zero, whatever the slot holds.
+        next_state_tokens: Number of tokens that its state includes after the call,
+            i32[num_requests]. Either state_tokens, and no state is written, or at least
+            computed_tokens and at most the end of the call's own tokens. See
             `jenga_kernels.checks.histories.next_states`.
         D: Weight of the input itself, [num_heads] or [num_heads, head_dim].
         z: Gates, shape and dtype of x.
-        dt_bias: Added to dt, [num_heads].
+        dt_bias: Bias that is added to dt, [num_heads].
         dt_softplus: Whether step sizes pass through softplus.
         dt_limits: Least and greatest step size.
-        query_starts: Where each request's tokens begin, and the end, i32[num_requests + 1]; None
-            means one token each. A request without tokens may have its state brought up to date.
+        query_starts: First token of each request, then the number of tokens,
+            i32[num_requests + 1]. None means one token each. A call may update the state of a
+            request without tokens.
 
     Raises:
         ValueError: If a shape, dtype, stride, alignment or device does not fit; on the CPU also if
             the history does not hold a request's tokens since its state.
 
-    Source: ReplaySSM of vLLM (vllm-project/vllm), whose steps leave the state where it is and
-        multiply what the tokens since then brought with the projections of outputs.
+    Source: ReplaySSM of vLLM (vllm-project/vllm). Its steps do not write the state. They multiply
+        the inputs of the tokens since then with the output projections.
     """
     check_shape("A", A, (None,))
     check_recurrence(out, states, x, dt, A, B, C, D=D, z=z, dt_bias=dt_bias, dt_limits=dt_limits)
@@ -213,7 +217,7 @@ def _replay_token(
     states: torch.Tensor,
     heads_per_group: int,
 ) -> None:
-    """Serve one token of each request: weigh histories, then read states."""
+    """Serve one token of each request: compute the weights of histories, then read states."""
     num_requests, num_heads, head_dim = x.shape
     tiles = token_replay_tiles(
         machine, num_requests * num_heads, heads_per_group, head_dim, states.shape[3]

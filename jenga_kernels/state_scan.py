@@ -42,16 +42,18 @@ from jenga_kernels.triton.recurrent.tiles import (
 )
 
 LEAST_REQUESTS = 128
-"""Requests that a program looks for its own among, at least; more are compiled for anew."""
+"""Fewest entries that a program searches for its request. More requests need another compilation,
+for the next power of two."""
 
 LONE_STAGES = 3
-"""Chunks in shared memory of a program that has a processor for itself; one less of wide states."""
+"""Stages of chunks in shared memory for a program with a multiprocessor to itself; one less for
+wide states."""
 
 PASSED_ELEMENTS = 1024
-"""Elements of a state that a program passes on from segment to segment."""
+"""Elements of a state that one program carries from segment to segment."""
 
 PASSING_WARPS = 4
-"""Warps of such a program."""
+"""Warps of a program that carries states from segment to segment."""
 
 UNCUT = {
     "segment_states_ptr": None,
@@ -61,12 +63,12 @@ UNCUT = {
     "BLOCK_R": None,
     "IS_OVERLAPPED": False,
 }
-"""What kernels take where no request is cut."""
+"""Arguments of kernels when no request is cut into segments."""
 
 _calls: Calls = {}
 
 _compiled: set[tuple[object, ...]] = set()
-"""Kinds of calls, of which all kernels have been compiled."""
+"""Kinds of calls for which all kernels have been compiled."""
 
 
 @with_reference(reference.state_scan)
@@ -97,25 +99,29 @@ def state_scan(
 ) -> None:
     """Scan requests' tokens: read each one's state, apply every token, write the states asked for.
 
-    With s the step size of a token, softplus(dt + dt_bias) within dt_limits, the state h of a
-    channel becomes exp(s A) h + s x B, and its output C h + D x, times silu(z).
+    Let s be the step size of a token: softplus(dt + dt_bias), limited to dt_limits. The state h of
+    a channel becomes exp(s A) h + s x B. The output is C h + D x, times silu(z).
 
-    A Mamba-2 layer has one A, dt and dt_bias per head. A Mamba-1 layer has them per channel, and A
-    per state element too; it is one head of all its channels. Linear attention whose states decay
-    by a fixed factor (lightning attention) is Mamba-2 with a group for each head, values for x,
-    keys for B, queries for C, dt of ones and no softplus.
+    - A Mamba-2 layer has one A, dt and dt_bias per head.
+    - A Mamba-1 layer has dt and dt_bias per channel, and A per channel and state element. All its
+      channels are one head.
+    - Linear attention whose states decay by a fixed factor (lightning attention) is Mamba-2 with a
+      group for each head. Pass values as x, keys as B, queries as C, and ones as dt, without
+      softplus.
 
-    Where a head decays as one, and heads are too few to fill a GPU, long requests are cut into
-    segments that are scanned beside each other: what each leaves of a state of zero is worked out
-    first, then what they begin with. Results are those of another order of sums.
+    With one A per head, and too few heads to fill a GPU, long requests are cut into segments that
+    are scanned in parallel. First, each segment's final state from an initial state of zero is
+    computed, then the initial state of each segment. Results may differ in rounding, because sums
+    are taken in another order.
 
-    Requests whose state slot is `NULL_SLOT` are padding: their output is zero and nothing else is
+    Requests whose state slot is `NULL_SLOT` are padding: their output is zero, and nothing else is
     read or written. No request may write a slot that another one reads or writes.
 
     Args:
-        out: Written in place, shape and dtype of x.
-        states: Written in place, [num_slots, num_heads, head_dim, d_state], bfloat16, float16 or
-            float32; any strides that are multiples of 16 bytes, last dimension contiguous.
+        out: Outputs, written in place, shape and dtype of x.
+        states: States, written in place, [num_slots, num_heads, head_dim, d_state], bfloat16,
+            float16 or float32; any strides that are multiples of 16 bytes, last dimension
+            contiguous.
         x: Inputs, [num_tokens, num_heads, head_dim], bfloat16, float16 or float32.
         dt: Projected step sizes, [num_tokens, num_heads], or [num_tokens, num_heads, head_dim] if
             A has one per channel.
@@ -123,36 +129,39 @@ def state_scan(
         B: Input projections, [num_tokens, num_groups, d_state], dtype of x; the heads of a group
             are next to each other.
         C: Output projections, shape and dtype of B.
-        query_starts: Where each request's tokens begin, and the end, i32[num_requests + 1].
-        initial_slots: Where each request's state is read, i32[num_requests]; `NULL_SLOT` begins
-            with zero.
-        state_slots: Where each request's last state is written, i32[num_requests].
+        query_starts: First token of each request, then the number of tokens,
+            i32[num_requests + 1].
+        initial_slots: Slot from which each request's state is read, i32[num_requests]; `NULL_SLOT`
+            begins with zero.
+        state_slots: Slot to which each request's last state is written, i32[num_requests].
         D: Weight of the input itself, [num_heads] or [num_heads, head_dim].
         z: Gates, shape and dtype of x.
-        dt_bias: Added to dt, shape of one token's dt.
+        dt_bias: Bias that is added to dt, shape of one token's dt.
         dt_softplus: Whether step sizes pass through softplus.
         dt_limits: Least and greatest step size.
-        checkpoints: States to write besides the last ones.
+        checkpoints: States to write in addition to the last ones.
         allow_tf32: Whether matrix products of x, B and C in float32 may run on tensor cores, which
-            read 10 bits of their mantissas; where A has one per channel there are none.
-        longest_tokens: Tokens of the longest request, or more, if that is known on the host:
-            whether requests are cut is decided by it. None: they are taken for equally long.
-        segment_tokens: Most tokens of a segment, a multiple of 64; as many as no request has leave
-            requests whole. None: chosen. Where A has one per channel no request is cut.
-        is_warp_specialized: On Hopper, have chunks scanned by the kernel whose two groups of warps
-            share one, where x, B and C have 16-bit elements, head_dim is a multiple of 64, d_state
-            64, 128 or 256, and there are no gates; elsewhere it changes nothing. None: where no
-            program shares a processor with another one.
-        is_portable: Whether to use the kernels of all GPUs where there are others for this one.
-        compile_ahead: Whether the first call of a kind compiles what calls of other numbers of
-            requests and tokens take too, so that none of these waits for a compiler.
+            read 10 bits of their mantissas. If A has one per channel, there are no such products.
+        longest_tokens: Number of tokens of the longest request, or an upper bound, if the host
+            knows it. It decides whether requests are cut. None means that all requests are assumed
+            to be equally long.
+        segment_tokens: Most tokens of a segment, a multiple of 64. A number that no request exceeds
+            leaves requests whole. None lets the operation choose. If A has one per channel, no
+            request is cut.
+        is_warp_specialized: Whether to use the warp-specialised kernel on Hopper, in which two
+            groups of warps share a chunk. It needs 16-bit elements in x, B and C, a head_dim that
+            is a multiple of 64, a d_state of 64, 128 or 256, and no gates. For other layers it
+            changes nothing. None means True if each program has a multiprocessor to itself.
+        is_portable: Whether to use the generic kernels on a GPU that has kernels of its own.
+        compile_ahead: Whether the first call of a kind also compiles the kernels for other numbers
+            of requests and tokens, so that no later call waits for the compiler.
 
     Raises:
         ValueError: If a shape, dtype, stride, alignment or device does not fit.
 
     Source: the recurrence is algorithm 2 of "Mamba: Linear-Time Sequence Modeling with Selective
-    State Spaces" (arXiv 2312.00752), its form by chunks section 6 of "Transformers are SSMs"
-    (arXiv 2405.21060); lightning attention is that of arXiv 2401.04658.
+    State Spaces" (arXiv 2312.00752). Its form by chunks is section 6 of "Transformers are SSMs"
+    (arXiv 2405.21060). Lightning attention is that of arXiv 2401.04658.
     """
     kept = checkpoint_tensors(checkpoints)
     call = call_like(
@@ -181,7 +190,7 @@ def state_scan(
         compile_ahead,
     )
     is_first = call.launches is None
-    if is_first or shows_values(x):  # where values are looked at too
+    if is_first or shows_values(x):  # on a CPU, values are checked in every call
         check_recurrence(
             out, states, x, dt, A, B, C, D=D, z=z, dt_bias=dt_bias, dt_limits=dt_limits
         )
@@ -252,7 +261,7 @@ def state_scan(
         if num_requests == 0:
             call.launches = []
         elif A.dim() > 1:
-            # Every state element of a channel decays on its own, so those of channels are one tile.
+            # Every state element has its own decay, and one tile has all of a channel's.
             tiles = channel_scan_tiles(machine, head_dim, d_state)
             sizes = _sizes(tiles, d_state) | {"BLOCK_T": tiles.block_tokens}
             num_programs = triton.cdiv(head_dim, tiles.block_dims) * num_heads
@@ -282,15 +291,16 @@ def state_scan(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadsKernels:
-    """Kernels for a call where a head decays as one.
+    """Kernels for a call with one decay for each head.
 
     Attributes:
-        scan: The scan itself.
-        lone_scan: The same where each program has a processor for itself.
-        segment_states: What segments leave.
-        num_programs: Programs that a request or a segment takes.
-        arguments: What they take besides the operation's own arguments.
-        descriptors: Those among these that say what the copy engine needs to know, and of what.
+        scan: Kernel of the scan.
+        lone_scan: Kernel of the scan if each program has a multiprocessor to itself.
+        segment_states: Kernel that computes the final states of segments.
+        num_programs: Number of programs for a request or a segment.
+        arguments: Arguments of the kernels in addition to those of the operation.
+        descriptors: Pairs of names: a TMA descriptor among these arguments, and the argument of the
+            tensor that it describes.
     """
 
     scan: triton.JITFunction
@@ -301,7 +311,7 @@ class HeadsKernels:
     descriptors: tuple[tuple[str, str], ...] = ()
 
     def scan_launch(self, machine: Machine, num_scans: int, constants: dict[str, object]) -> Launch:
-        """The scan of so many requests or segments."""
+        """Build the launch that scans this number of requests or segments."""
         is_lone = are_lone(machine, self.num_programs * num_scans)
         return Launch(
             kernel=self.lone_scan if is_lone else self.scan,
@@ -323,7 +333,7 @@ def _head_launches(
     is_portable: bool,
     compile_ahead: bool,
 ) -> tuple[list[Launch], int | None]:
-    """What a call takes where a head decays as one, and into how many segments it is cut."""
+    """List the launches of a call with one decay per head; count its segments, None if uncut."""
     x, dt, B, C, z, states = (
         tensors[f"{name}_ptr"] for name in ("x", "dt", "B", "C", "z", "states")
     )
@@ -354,7 +364,7 @@ def _head_launches(
     longest_tokens = num_tokens if longest_tokens is None else longest_tokens
     if segment_tokens is None or segment_tokens >= longest_tokens:
         return [kernels.scan_launch(machine, num_requests, constants | UNCUT)], None
-    # As many at most, however tokens are spread over requests; programs of others end at once.
+    # An upper bound for any distribution of tokens over requests. Programs in excess end at once.
     num_segments = num_requests + (num_tokens - 1) // segment_tokens
     cut = constants | _cut(machine, states, num_requests, segment_tokens)
     launches = _segment_launches(
@@ -371,8 +381,8 @@ def _hopper_kernels(
     tiles: ScanTiles,
     is_warp_specialized: bool | None,
 ) -> HeadsKernels:
-    """Kernels for Hopper where a head decays as one."""
-    # Gluon is not for the interpreter.
+    """Choose kernels for Hopper, for one decay per head."""
+    # Triton's interpreter cannot run Gluon.
     from jenga_kernels.triton.mamba.hopper.scan import (  # noqa: PLC0415
         state_scan_hopper_kernel,
         steps_descriptor,
@@ -389,7 +399,7 @@ def _hopper_kernels(
         "x_descriptor": rebased(chunk_descriptor(x), None),
         "B_descriptor": rebased(chunk_descriptor(B), None),
         "C_descriptor": rebased(chunk_descriptor(C), None),
-        # A wide state leaves no registers for what comes out of shared memory.
+        # A wide state leaves no registers for values read back from shared memory.
         "dt_descriptor": (rebased(steps_descriptor(dt), None) if tiles.state_parts == 1 else None),
         "STAGES": LONE_STAGES if tiles.state_parts == 1 else LONE_STAGES - 1,
     }
@@ -407,7 +417,7 @@ def _hopper_kernels(
 def _portable_kernels(
     machine: Machine, x: torch.Tensor, B: torch.Tensor, num_requests: int, *, allow_tf32: bool
 ) -> HeadsKernels:
-    """Kernels of all GPUs where a head decays as one."""
+    """Choose generic kernels, for one decay per head."""
     _, num_heads, head_dim = x.shape
     d_state = B.shape[2]
     tiles = head_scan_tiles(
@@ -435,7 +445,7 @@ def _segment_launches(
     num_requests: int,
     num_segments: int,
 ) -> Iterator[Launch]:
-    """What requests that are cut take: what segments leave, what they begin with, then the scan."""
+    """List the launches of requests cut into segments: their final and initial states, the scan."""
     yield Launch(
         kernel=kernels.segment_states,
         grid=(kernels.num_programs, num_segments),
@@ -458,13 +468,13 @@ def _compile_others(
     constants: dict[str, object],
     tensors: dict[str, torch.Tensor | None],
 ) -> None:
-    """Compile what other numbers of requests and tokens take, so that none of them waits for it.
+    """Compile kernels for other numbers of requests and tokens, so that no call waits for it.
 
     Args:
-        kernels: That such calls choose from.
-        machine: Where they run.
-        constants: Of one of them.
-        tensors: Of the same.
+        kernels: Kernels that such calls choose from.
+        machine: GPU that runs them.
+        constants: Constants of one such call.
+        tensors: Tensors of the same call.
     """
     for kernel in {kernels.scan, kernels.lone_scan}:
         uncut = Launch(
@@ -485,7 +495,7 @@ def _compile_others(
 def _cut(
     machine: Machine, states: torch.Tensor, num_requests: int, segment_tokens: int
 ) -> dict[str, object]:
-    """What kernels take where requests are cut."""
+    """Get arguments of kernels when requests are cut into segments."""
     _, num_heads, head_dim, d_state = states.shape
     return {
         "num_requests": num_requests,
@@ -500,7 +510,7 @@ def _cut(
 
 
 def _room_for_segments(states: torch.Tensor, num_segments: int) -> dict[str, torch.Tensor]:
-    """Room for what is passed on from segment to segment."""
+    """Allocate buffers for the states and decays of segments."""
     sizes = (num_segments, *states.shape[1:])
     return {
         "segment_states_ptr": torch.empty(sizes, dtype=torch.float32, device=states.device),
@@ -509,7 +519,7 @@ def _room_for_segments(states: torch.Tensor, num_segments: int) -> dict[str, tor
 
 
 def _sizes(tiles: ScanTiles, d_state: int) -> dict[str, int]:
-    """Arguments and options that say how large a kernel's tiles are."""
+    """Get the arguments and options that set the sizes of a kernel's tiles."""
     return {
         "BLOCK_P": tiles.block_dims,
         "BLOCK_N": max(tiles.least_state, power_of_two(d_state)) // tiles.state_parts,
@@ -522,10 +532,10 @@ def _sizes(tiles: ScanTiles, d_state: int) -> dict[str, int]:
 def _check_segments(
     longest_tokens: int | None, segment_tokens: int | None, *, is_per_channel: bool
 ) -> None:
-    """Check what is said of how requests are to be cut.
+    """Check the arguments that control how requests are cut into segments.
 
     Raises:
-        ValueError: If a number is too small, or no request can be cut so.
+        ValueError: If a number is too small, or requests cannot be cut that way.
     """
     if longest_tokens is not None:
         check_at_least("longest_tokens", longest_tokens, 0)

@@ -41,16 +41,18 @@ def state_update(
 ) -> None:
     """Apply the next token of each request, or the next few, to its state.
 
-    The recurrence and its tensors are those of `jenga_kernels.state_scan.state_scan`. With several
-    tokens of which some may be rejected, each token's state goes to a slot of its own, and the next
-    call begins at the slot of the last token accepted. Requests whose first state slot is
-    `NULL_SLOT` are padding: their output is zero and nothing else is read or written. No request
-    may write a slot that another one reads or writes.
+    The recurrence and its tensors are those of `jenga_kernels.state_scan.state_scan`. If a call has
+    several tokens and some may be rejected, each token's state goes to a slot of its own. The next
+    call begins at the slot of the last accepted token.
+
+    Requests whose first state slot is `NULL_SLOT` are padding: their output is zero, and nothing
+    else is read or written. No request may write a slot that another one reads or writes.
 
     Args:
-        out: Written in place, shape and dtype of x.
-        states: Written in place, [num_slots, num_heads, head_dim, d_state], bfloat16, float16 or
-            float32; any strides that are multiples of 16 bytes, last dimension contiguous.
+        out: Outputs, written in place, shape and dtype of x.
+        states: States, written in place, [num_slots, num_heads, head_dim, d_state], bfloat16,
+            float16 or float32; any strides that are multiples of 16 bytes, last dimension
+            contiguous.
         x: Inputs, [num_tokens, num_heads, head_dim], bfloat16, float16 or float32.
         dt: Projected step sizes, [num_tokens, num_heads], or [num_tokens, num_heads, head_dim] if
             A has one per channel.
@@ -58,17 +60,17 @@ def state_update(
         B: Input projections, [num_tokens, num_groups, d_state], dtype of x; the heads of a group
             are next to each other.
         C: Output projections, shape and dtype of B.
-        initial_slots: Where each request's state is read, i32[num_requests]; `NULL_SLOT` begins
-            with zero.
-        state_slots: Where the state after each token is written, i32[num_requests] or
+        initial_slots: Slot from which each request's state is read, i32[num_requests]; `NULL_SLOT`
+            begins with zero.
+        state_slots: Slot to which the state after each token is written, i32[num_requests] or
             i32[num_requests, max_tokens]; `NULL_SLOT` drops it.
         D: Weight of the input itself, [num_heads] or [num_heads, head_dim].
         z: Gates, shape and dtype of x.
-        dt_bias: Added to dt, shape of one token's dt.
+        dt_bias: Bias that is added to dt, shape of one token's dt.
         dt_softplus: Whether step sizes pass through softplus.
         dt_limits: Least and greatest step size.
-        query_starts: Where each request's tokens begin, and the end, i32[num_requests + 1], at most
-            max_tokens each; None means one token each.
+        query_starts: First token of each request, then the number of tokens,
+            i32[num_requests + 1], at most max_tokens each. None means one token each.
 
     Raises:
         ValueError: If a shape, dtype, stride, alignment or device does not fit.
@@ -91,7 +93,7 @@ def state_update(
         dt_limits,
         query_starts,
     )
-    if call.launches is None or shows_values(x):  # where values are looked at too
+    if call.launches is None or shows_values(x):  # on a CPU, values are checked in every call
         call.launches = _launches(
             out,
             states,
@@ -146,7 +148,7 @@ def _launches(
     dt_limits: tuple[float, float],
     query_starts: torch.Tensor | None,
 ) -> list[Launch]:
-    """Check a call; what a step takes.
+    """Check a call, and list the launches of a step.
 
     Raises:
         ValueError: If something does not fit.

@@ -1,8 +1,8 @@
 """Calls of operations as an engine makes them, described for another process.
 
-A kernel is compiled and launched by how tensors lie in memory, and not by what they hold. So an
-engine describes the calls of its layers, and a trial makes them on numbers of its own: see
-`trial_runs`.
+The layout of tensors in memory decides how a kernel is compiled and launched, and their contents do
+not. So an engine describes the calls of its layers, and a trial makes them with numbers of its own;
+see `trial_runs`.
 """
 
 import hashlib
@@ -14,22 +14,22 @@ from typing import Any
 import torch
 
 FAR_ELEMENTS = 2**31
-"""Elements beyond which an offset has more than 32 bits."""
+"""Number of elements from which offsets need more than 32 bits."""
 
 
 FEW_TOKENS = 2
-"""Rows of a tensor that is made to be described; of one row torch forgets how far the next is."""
+"""Rows of a tensor that is made to be described. With one row, torch forgets the stride of rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """How a tensor lies in memory.
+    """Layout of a tensor in memory.
 
     Attributes:
-        dtype: Its name in torch, such as `bfloat16`.
+        dtype: Name of its element type in torch, such as `bfloat16`.
         shape: Elements in each dimension.
-        strides: From one to the next in each dimension, in elements.
-        offset_bytes: From the start of the memory that it is a part of.
+        strides: Distance from one element to the next in each dimension, in elements.
+        offset_bytes: Bytes from the start of its memory to its first element.
     """
 
     dtype: str
@@ -39,7 +39,7 @@ class View:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "View":
-        """Look at a tensor, which may be on torch's meta device."""
+        """Describe a tensor, which may be on torch's meta device."""
         return cls(
             dtype=str(tensor.dtype).removeprefix("torch."),
             shape=tuple(tensor.shape),
@@ -49,12 +49,12 @@ class View:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Its element type."""
+        """Element type of the tensor."""
         return getattr(torch, self.dtype)
 
     @property
     def num_elements(self) -> int:
-        """Elements from its first one to its last one, those between that are not its own too."""
+        """Number of elements from the first to the last, gaps between its own included."""
         if not all(self.shape):
             return 0
         pairs = zip(self.shape, self.strides, strict=True)
@@ -62,27 +62,27 @@ class View:
 
     @property
     def end_bytes(self) -> int:
-        """Where it ends, from the start of the memory that it is a part of."""
+        """Bytes from the start of its memory to its end."""
         return self.offset_bytes + self.num_elements * self.torch_dtype.itemsize
 
     def with_rows(self, num_rows: int) -> "View":
-        """The same with another number of rows, its first dimension."""
+        """Return this layout with another number of rows, its first dimension."""
         return replace(self, shape=(num_rows, *self.shape[1:]))
 
     def within(self, num_bytes: int) -> "View":
-        """The part of its rows that ends within so many bytes of memory."""
+        """Return this layout with only the rows that end within the first `num_bytes` of memory."""
         behind_bytes = num_bytes - self.with_rows(1).end_bytes
         row_bytes = self.strides[0] * self.torch_dtype.itemsize
         return self.with_rows(min(self.shape[0], max(0, behind_bytes // row_bytes + 1)))
 
     def on(self, memory: torch.Tensor) -> torch.Tensor:
-        """Make such a tensor in memory, u8[num_bytes]."""
+        """Make a tensor with this layout in memory, u8[num_bytes]."""
         offset = self.offset_bytes // self.torch_dtype.itemsize
         tensor = torch.empty(0, dtype=self.torch_dtype, device=memory.device)
         return tensor.set_(memory.untyped_storage(), offset, self.shape, self.strides)
 
     def meta(self) -> torch.Tensor:
-        """Make such a tensor without memory."""
+        """Make a tensor with this layout without memory."""
         shape, strides = self.shape, self.strides
         return torch.empty_strided(shape, strides, dtype=self.torch_dtype, device="meta")
 
@@ -93,7 +93,7 @@ PAGED = {
     "state_scan": ("states",),
     "delta_scan": ("states",),
 }
-"""Operation with kernels of its own for a GPU -> its tensors that are parts of an arena."""
+"""Operations with kernels of their own for a GPU, and their tensors that are parts of an arena."""
 
 BY_TOKEN = {
     "paged_attention": ("q",),
@@ -101,19 +101,19 @@ BY_TOKEN = {
     "state_scan": ("x", "dt", "B", "C"),
     "delta_scan": ("q", "k", "v", "gates", "betas"),
 }
-"""Operation -> its tensors that have a row for each token."""
+"""Tensors with a row for each token, by operation."""
 
 Argument = View | float | bool | str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A call of an operation, without what its tensors hold.
+    """A call of an operation, without the contents of its tensors.
 
     Attributes:
-        operation: One with kernels of its own for a GPU.
-        arguments: Name -> how a tensor lies in memory, or another value. How many rows tensors have
-            that have one for each token says nothing.
+        operation: Operation with kernels of its own for a GPU.
+        arguments: Layouts of tensors, and other values, by argument name. The number of rows of
+            tensors with a row for each token has no meaning.
     """
 
     operation: str
@@ -129,7 +129,7 @@ class Call:
 
     @classmethod
     def of(cls, operation: str, **arguments: torch.Tensor | float | bool | str | None) -> "Call":
-        """Describe a call by its arguments; tensors are looked at, and not kept."""
+        """Describe a call by its arguments. Tensors are described, and not kept."""
         return cls(
             operation=operation,
             arguments={
@@ -140,10 +140,10 @@ class Call:
 
     @classmethod
     def from_json(cls, text: str) -> "Call":
-        """Read what `to_json` wrote.
+        """Read a call that `to_json` wrote.
 
         Raises:
-            ValueError: If it is something else.
+            ValueError: If the text is something else.
         """
         try:
             said = json.loads(text)
@@ -156,30 +156,30 @@ class Call:
             raise ValueError(msg) from error
 
     def to_json(self) -> str:
-        """Write it as one line."""
+        """Write the call as one line."""
         return json.dumps(asdict(self), sort_keys=True)
 
     def view(self, name: str) -> View | None:
-        """How a tensor lies in memory; None where the call has none of this name."""
+        """Get the layout of a tensor; None if the call has no tensor of this name."""
         found = self.arguments.get(name)
         return found if isinstance(found, View) else None
 
     @property
     def pages(self) -> list[View]:
-        """Its tensors that are parts of an arena."""
+        """Layouts of its tensors that are parts of an arena."""
         return [view for name in PAGED[self.operation] if (view := self.view(name)) is not None]
 
     @property
     def arena_bytes(self) -> int:
-        """Bytes of the arena up to its last page."""
+        """Bytes of the arena up to the end of its last page."""
         return max(view.end_bytes for view in self.pages)
 
     @property
     def key(self) -> str:
-        """A name that calls share which launch the same kernels in the same way.
+        """Key shared by calls that launch the same kernels in the same way.
 
-        Where in an arena the pages of a layer begin, and how many there are, is no part of it; that
-        some lie past what 32 bits count is.
+        The offset of a layer's pages in the arena and their number do not count. It does count
+        whether pages extend past the reach of 32-bit offsets.
         """
         uncounted = (*PAGED[self.operation], *BY_TOKEN[self.operation])
         said: dict[str, object] = {
@@ -207,7 +207,7 @@ def check_operation(operation: str) -> None:
 
 
 def _argument(said: Any) -> Argument:  # noqa: ANN401 - of JSON
-    """An argument, from what JSON has in its place."""
+    """Make an argument from its form in JSON."""
     if not isinstance(said, dict):
         return said
     return View(**said | {name: tuple(said[name]) for name in ("shape", "strides")})

@@ -1,8 +1,8 @@
-"""Calls of operations that an engine has described, made on numbers of a trial's own.
+"""Calls that an engine has described, made with a trial's own numbers.
 
-They have the engine's heads, windows and page sizes, and its pages, as far apart as the engine's
-are, in an arena of as many bytes as there is memory for. What a page holds behind a request's last
-token is no number, and neither is a result before it is written.
+The calls have the engine's heads, windows and page sizes. Their pages are as far apart as the
+engine's, in an arena of as many bytes as memory allows. Slots of a page behind a request's last
+token hold NaN, and so do results before they are written.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,24 +29,24 @@ from jenga_kernels.triton.recurrent.tiles import hopper_scan_tiles
 
 Results = Sequence[torch.Tensor]
 Run = Callable[[bool], Results]
-"""Launches an operation, by the kernels of all GPUs if so asked, and returns what that wrote."""
+"""Launches an operation, with its generic kernels if the argument is True, and returns results."""
 
 
 def has_own_kernels(call: Call, machine: Machine) -> bool:
-    """Whether a GPU has kernels of its own that serve a call."""
+    """Whether a GPU has kernels of its own that can serve a call."""
     return _HAS_OWN_KERNELS[call.operation](call, machine)
 
 
 def runs_of(call: Call, arena: torch.Tensor) -> Iterator[tuple[str, Run]]:
-    """Make a call, on numbers that are the same on every device.
+    """Prepare runs of a call, with numbers that are the same on every device.
 
     Args:
-        call: What to make.
-        arena: For its pages, u8[num_bytes]; as many of them are used as are needed, anywhere in it,
-            the last one too.
+        call: Call to make.
+        arena: Memory for its pages, u8[num_bytes]. As many pages as needed are used, anywhere in
+            the arena, the last one included.
 
     Yields:
-        A name for a way to make it, and what does so.
+        Name of a variant of the call, and a function that runs it.
 
     Raises:
         torch.OutOfMemoryError: If the arena has too few pages.
@@ -62,28 +62,28 @@ class _Numbers:
         self._generator = torch.Generator().manual_seed(0)
 
     def normal(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Normally distributed ones."""
+        """Draw normally distributed numbers."""
         return torch.randn(shape, generator=self._generator).to(self._device, dtype)
 
     def rows(self, view: View, num_rows: int | None = None) -> torch.Tensor:
-        """Normally distributed ones that lie as a tensor of a call does, as many rows as asked."""
+        """Draw normally distributed numbers in the layout of a call's tensor, with `num_rows`."""
         view = view if num_rows is None else view.with_rows(num_rows)
         numbers = self.normal(view.num_elements, dtype=view.torch_dtype)
         return numbers.as_strided(view.shape, view.strides)
 
     def integers(self, *values: int) -> torch.Tensor:
-        """Those given, i32."""
+        """Make a tensor of these values, i32."""
         return torch.tensor(values, dtype=torch.int32, device=self._device)
 
     def starts(self, counts: Sequence[int]) -> torch.Tensor:
-        """Where each of so many begins, and the end."""
+        """Make the running sums of counts, with 0 at the start: starts of requests, and the end."""
         return self.integers(0, *torch.tensor(counts).cumsum(0).tolist())
 
     def page_ids(self, num_pages: int, count: int, *, first: int = 0) -> list[int]:
-        """So many pages in no order, anywhere from the first one on, the last one among them.
+        """Draw ids of `count` pages in random order, from `first` on, the last page included.
 
         Raises:
-            torch.OutOfMemoryError: If there are not so many.
+            torch.OutOfMemoryError: If there are too few pages.
         """
         if num_pages - first < count:
             msg = f"{count} pages are needed, and there is memory for {num_pages - first}"
@@ -95,15 +95,15 @@ class _Numbers:
     def page_table(
         self, pages: Sequence[torch.Tensor], seq_lens: Sequence[int], page_tokens: int
     ) -> torch.Tensor:
-        """Give pages to requests and write their tokens, and what is no number behind them.
+        """Give pages to requests, write their tokens, and write NaN to the slots behind them.
 
         Args:
-            pages: What each page stores, [num_pages, page_tokens, ...] each; written in place.
-            seq_lens: Tokens of each request.
+            pages: Tensors to write in place, [num_pages, page_tokens, ...] each.
+            seq_lens: Number of tokens of each request.
             page_tokens: Slots of a page.
 
         Returns:
-            i32[num_requests, max_pages].
+            Page table, i32[num_requests, max_pages].
         """
         counts = [-(-seq_len // page_tokens) for seq_len in seq_lens]
         ids = iter(self.page_ids(len(pages[0]), sum(counts)))
@@ -126,22 +126,23 @@ def _no_numbers(*shape: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _on(arena: torch.Tensor, views: Sequence[View]) -> list[torch.Tensor]:
-    """Make tensors of as many pages as an arena has room for in all of them."""
+    """Make tensors with as many pages as the arena has room for in all of them."""
     num_pages = min(view.within(arena.numel()).shape[0] for view in views)
     return [view.with_rows(num_pages).on(arena) for view in views]
 
 
 QUERIES, KEYS = (200, 130, 300, 1), (200, 700, 333, 500)
-"""Of the requests that attend: prompts, two of them with keys before, and a decoding one."""
+"""Numbers of query tokens and of keys of the requests that attend. Three are prompts, two of them
+with keys before, and one decodes."""
 
 MORE_KEYS = 150
-"""Keys of the second request before its window, where that is longer than its others."""
+"""Number of keys of the second request before its window, if that is longer than `KEYS` says."""
 
 MOST_KEYS = 20_000
-"""Of that request: windows that are longer are not left."""
+"""Most keys of the second request. Longer windows then hold all of its keys."""
 
 SPAN = (190, 320)
-"""Tokens of an image in the third request, which read each other."""
+"""First token and end of an image in the third request, whose tokens read each other."""
 
 
 def _attention_kind(call: Call) -> AttentionKind:
@@ -208,7 +209,7 @@ def _attention(call: Call, arena: torch.Tensor, *, has_spans: bool) -> Run:
             table,
             starts,
             lens,
-            scale=2 * kind.head_dim**-0.5,  # so that few keys decide each result
+            scale=2 * kind.head_dim**-0.5,  # great enough that few keys decide each result
             window_tokens=kind.window_tokens,
             chunk_tokens=kind.chunk_tokens,
             is_causal=kind.is_causal,
@@ -223,7 +224,7 @@ def _attention(call: Call, arena: torch.Tensor, *, has_spans: bool) -> Run:
 
 
 LATENTS = (1, 700, 64, 2500)
-"""Of the requests that decode over them."""
+"""Numbers of latents of the requests that decode."""
 
 
 def _latent_kind(call: Call) -> AttentionKind:
@@ -287,10 +288,11 @@ def _latent_runs(call: Call, arena: torch.Tensor) -> Iterator[tuple[str, Run]]:
 
 
 SCANNED = (700, 64, 1)
-"""Tokens of the requests that are scanned: one begins, and one goes on from its own state."""
+"""Numbers of tokens of the requests that are scanned. The second begins with zero, and the third
+writes its state to the slot that it is read from."""
 
 CHECKPOINTS_AFTER = (100, 640)
-"""Tokens of the first request."""
+"""Numbers of tokens of the first request after which its state is kept."""
 
 SEGMENT_TOKENS, UNCUT_TOKENS = 256, 1 << 16
 
@@ -299,8 +301,8 @@ class _Scan:
     """Requests that are scanned, and the states of their layer.
 
     Attributes:
-        arguments: Where requests begin, and the slots of their states before and after.
-        checkpoints: States to keep besides.
+        arguments: Starts of requests, and the slots of their states before and after.
+        checkpoints: States to keep in addition.
     """
 
     def __init__(self, numbers: _Numbers, arena: torch.Tensor, view: View) -> None:
@@ -321,13 +323,13 @@ class _Scan:
         )
 
     def begin(self) -> torch.Tensor:
-        """Write the states as they are before a scan; all of the arena's."""
+        """Write the states as they are before a scan; return all states of the arena."""
         for slot, state in zip(self._slots, self._before, strict=True):
             self._states[slot].copy_(state)
         return self._states
 
     def written(self) -> torch.Tensor:
-        """Copy the states that a scan has written, or left."""
+        """Copy the states that a scan has written or left unchanged."""
         return torch.stack([self._states[slot] for slot in self._slots])
 
 
@@ -364,7 +366,7 @@ def _state_scan(
 ) -> Run:
     numbers = _Numbers(arena.device)
     x, dt, B, C = (numbers.rows(call.view(name), sum(SCANNED)) for name in ("x", "dt", "B", "C"))
-    # Decays of all sizes: some heads remember a few tokens, others hundreds.
+    # Decays of all sizes: some heads forget after a few tokens, others after hundreds.
     A = -torch.logspace(-3, 0, x.shape[1], base=2.0).to(arena.device) / 8
     views = {name: call.view(name) for name in ("D", "dt_bias")}
     given = {name: None if view is None else numbers.rows(view) for name, view in views.items()}
@@ -407,7 +409,7 @@ def _has_own_delta_scan(call: Call, machine: Machine) -> bool:
 
 
 def _is_per_channel(gates: View) -> bool:
-    """Whether every key channel decays on its own."""
+    """Whether every key channel has its own decay."""
     return len(gates.shape) > 2  # noqa: PLR2004 - tokens, heads, channels
 
 

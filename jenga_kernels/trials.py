@@ -2,12 +2,12 @@
 
     python -m jenga_kernels.trials [state_scan ...]
 
-On Hopper some operations have kernels besides those of all GPUs. These are closer to the hardware,
-and written in a language (Gluon) that changes from one release of Triton to the next. A trial makes
-a call with both, on the same numbers. Results may differ as far as roundings do; those of launches
-behind each other may not differ at all. Trials are held in a process of their own, so that a kernel
-that fails or never ends takes nothing else with it. An engine has the calls of its own layers tried
-(`trial_calls`); from the command line, usual ones are.
+On Hopper some operations have kernels of their own in addition to the generic ones. They are closer
+to the hardware, and written in a language (Gluon) that changes from one release of Triton to the
+next. A trial makes the same call with both kinds of kernels. Their results may differ only by
+rounding. Results of repeated launches must not differ at all. Trials run in a process of their own,
+so that a kernel that fails or never ends breaks nothing else. An engine has the calls of its own
+layers tried (`trial_calls`). The command line tries usual calls.
 """
 
 import argparse
@@ -28,47 +28,47 @@ from jenga_kernels.trial_runs import runs_of
 from jenga_kernels.triton.lib.tiles import HOPPER, machine_of
 
 MODULE = "jenga_kernels.trials"
-"""This one, which calls itself otherwise where it is what runs."""
+"""Name of this module, which differs from `__name__` when it runs as a program."""
 
 TOLERANCE = 2.0**-6
-"""Most that a result may be off, of the greatest one: some roundings to bfloat16, and no more."""
+"""Greatest error of a result, relative to the greatest result: a few roundings to bfloat16."""
 
 NUM_LAUNCHES = 20
-"""Of each kernel, behind each other."""
+"""Number of launches of each kernel, one directly after another."""
 
 LAUNCHES_S = 30.0
-"""For the launches: thousands of times what they take."""
+"""Seconds that the launches may take, thousands of times what they need."""
 
 PROCESS_S = 300.0
-"""For trials in a process of their own, which compiles their kernels."""
+"""Seconds that a process with trials may take. It compiles their kernels."""
 
 ENDED_S = 10.0
-"""For a process that has been killed: a GPU may take as long to give up its kernel."""
+"""Seconds to wait for a process that was killed. A GPU may take that long to stop its kernel."""
 
 SPARE_BYTES = 512 << 20
-"""Of a GPU's memory, what an arena leaves to queries, results and the compiler's library."""
+"""Bytes of GPU memory that the arena leaves to queries, results and the compiler's library."""
 
 NOT_PASSED = 1
 
 
 class TrialError(Exception):
-    """A kernel does not give what the kernel of all GPUs gives, or does not end."""
+    """A kernel does not end, or its results are not those of the generic kernel."""
 
 
 class EndlessError(TrialError):
-    """A kernel does not end, and nothing behind it on its GPU begins."""
+    """A kernel does not end, so no later work on its GPU begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What came of a trial.
+    """Outcome of a trial.
 
     Attributes:
-        operation: Whose kernels they are.
-        is_passed: Whether they may be used here.
-        is_final: Whether another trial on this machine would end the same; not so where there was
-            no memory for it, or no time, or where its process ended before it could say.
-        reason: Why they did not pass.
+        operation: Operation that the kernels belong to.
+        is_passed: Whether the kernels may be used on this machine.
+        is_final: Whether another trial on this machine would end the same. False if there was not
+            enough memory or time, or if the trial's process ended before it could answer.
+        reason: Reason why they did not pass, else empty.
     """
 
     operation: str
@@ -81,8 +81,8 @@ def has_trials(device: torch.device) -> bool:
     """Whether operations have kernels of their own for this GPU."""
     if device.type != "cuda":
         return False
-    # Triton asks a driver that someone else has to start, and torch may have looked for a GPU
-    # without: vLLM's processes set PYTORCH_NVML_BASED_CUDA_CHECK.
+    # Triton needs a driver that is initialised, and torch may have looked for a GPU without doing
+    # so: vLLM's processes set PYTORCH_NVML_BASED_CUDA_CHECK.
     torch.cuda.init()
     return machine_of(device).capability == HOPPER
 
@@ -90,17 +90,17 @@ def has_trials(device: torch.device) -> bool:
 def hold_trials_apart(
     calls: Sequence[Call], device: torch.device, *, limit_s: float = PROCESS_S
 ) -> list[Verdict]:
-    """Try the kernels that calls take, in another process.
+    """Try the kernels that calls use, in another process.
 
     Args:
-        calls: What to try.
-        device: With trials; a GPU that another process may use too.
-        limit_s: When it is ended, for all of them together.
+        calls: Calls to try.
+        device: GPU with kernels to try, which other processes may use too.
+        limit_s: Seconds after which the process is ended, for all calls together.
 
     Returns:
-        A verdict for each. Those that the process did not come to are not final.
+        A verdict for each call. Verdicts of calls that the process did not reach are not final.
     """
-    # Should this process be gone by then, the other one ends itself.
+    # The other process ends itself, in case this one no longer exists by then.
     command = [sys.executable, "-m", MODULE, "--here", "--device", str(device)]
     command += ["--limit", f"{limit_s + ENDED_S:g}"]
     folder = str(Path(__file__).parents[1])
@@ -124,10 +124,10 @@ def hold_trials_apart(
 def _conversation(
     process: "subprocess.Popen[str]", lines: Sequence[str], limit_s: float
 ) -> tuple[str, str]:
-    """Tell a process some lines, and wait for its answers, but not for ever.
+    """Send lines to a process, and wait for its answers for a limited time.
 
     Returns:
-        What it said, and why it said no more.
+        Its output, and the reason why there is no more of it.
     """
     text = "".join(f"{line}\n" for line in lines)
     try:
@@ -138,7 +138,7 @@ def _conversation(
         try:
             said, _ = process.communicate(timeout=ENDED_S)
         except subprocess.TimeoutExpired as error:
-            # It is left to the system: what waits in a driver cannot be killed at once.
+            # The system reaps it later: a process that waits in a driver cannot be killed at once.
             partial = error.stdout or b""
             said = partial if isinstance(partial, str) else partial.decode()
             _abandon(process)
@@ -149,7 +149,7 @@ def _conversation(
 
 
 def _abandon(process: "subprocess.Popen[str]") -> None:
-    """Let nobody wait for a process any more."""
+    """Close a process's pipes and mark it as ended, so that no code waits for it."""
     for stream in (process.stdin, process.stdout, process.stderr):
         if stream is not None:
             stream.close()
@@ -157,7 +157,7 @@ def _abandon(process: "subprocess.Popen[str]") -> None:
 
 
 def _read(said: str, most: int) -> Iterator[Verdict]:
-    """Verdicts in what a process said, among other lines of it."""
+    """Read verdicts from a process's output, and skip other lines."""
     for line in said.splitlines():
         if most and line.startswith(_MARK):
             try:
@@ -168,20 +168,20 @@ def _read(said: str, most: int) -> Iterator[Verdict]:
 
 
 _MARK = "verdict "
-"""How a line with a verdict begins; others are the compiler's."""
+"""First word of a line with a verdict. Other lines come from the compiler."""
 
 
 def hold_trial(call: Call, arena: torch.Tensor, *, num_launches: int = NUM_LAUNCHES) -> None:
-    """Try the kernels that a call takes, in this process.
+    """Try the kernels that a call uses, in this process.
 
     Args:
-        call: What to try.
-        arena: For its pages, u8[num_bytes], on the device whose kernels are tried.
-        num_launches: Of each, behind each other.
+        call: Call to try.
+        arena: Memory for its pages, u8[num_bytes], on the device whose kernels are tried.
+        num_launches: Number of launches of each kernel, one directly after another.
 
     Raises:
-        TrialError: If a kernel gives something else than the kernel of all GPUs, or other results
-            each time, or does not end; the message says which.
+        TrialError: If a kernel's results are not those of the generic kernel, or differ from launch
+            to launch, or if it does not end. The message says which.
         torch.OutOfMemoryError: If there is not enough memory.
     """
     for name, run in runs_of(call, arena):
@@ -197,10 +197,10 @@ def hold_trial(call: Call, arena: torch.Tensor, *, num_launches: int = NUM_LAUNC
 
 
 def _await(name: str, device: torch.device) -> None:
-    """Wait for what was launched, but not for ever.
+    """Wait for launched kernels for a limited time.
 
     Raises:
-        EndlessError: If it does not end.
+        EndlessError: If they do not end.
     """
     if device.type != "cuda":
         return
@@ -215,10 +215,10 @@ def _await(name: str, device: torch.device) -> None:
 
 
 def _check_near(name: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Check results, where those that are not written are no numbers in both.
+    """Check results. NaN, which marks results that are not written, must be the same in both.
 
     Raises:
-        TrialError: If one is off.
+        TrialError: If a result differs too much.
     """
     found, wanted = found.float(), wanted.float()
     if not torch.equal(found.isnan(), wanted.isnan()):
@@ -236,7 +236,7 @@ def _is_same(found: torch.Tensor, first: torch.Tensor) -> bool:
 
 
 def arena_for(calls: Sequence[Call], device: torch.device) -> torch.Tensor:
-    """Allocate an arena as long as the longest that calls have pages in, or as there is memory for.
+    """Allocate an arena for the pages of calls, as long as the longest needs and memory allows.
 
     Returns:
         u8[num_bytes]; no byte of it is written.
@@ -249,14 +249,15 @@ def arena_for(calls: Sequence[Call], device: torch.device) -> torch.Tensor:
 
 
 def verdicts_here(calls: Sequence[Call], device: torch.device) -> Iterator[Verdict]:
-    """Try the kernels that calls take in this process, which may be of no use afterwards.
+    """Try the kernels that calls use in this process, which may be unusable afterwards.
 
     Yields:
-        A verdict for each, as it comes; none behind a kernel that does not end.
+        A verdict for each call, as soon as it is known. None follow after a kernel that does not
+        end.
     """
     try:
         if device.type == "cuda" and device.index is not None:
-            torch.cuda.set_device(device)  # where Triton launches
+            torch.cuda.set_device(device)  # Triton launches there
         arena = arena_for(calls, device)
     except Exception as error:
         reason = f"the GPU cannot be used: {error}"
@@ -285,11 +286,12 @@ def _not_final(call: Call, reason: str) -> Verdict:
 
 
 PAGE_BYTES, NUM_PAGES = 1 << 20, (1 << 12) + 64
-"""Of the usual calls: from a small page to the next, and pages past 2**31 elements of 16 bits."""
+"""Distance in bytes between small pages of the usual calls, and their number. The last are past
+2**31 elements of 16 bits."""
 
 
 def _pages(*shape: int, dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
-    """Pages of this shape, as far from each other as those of an arena, without memory."""
+    """Make pages of this shape, as far apart as pages of an arena, without memory."""
     arena = torch.empty(NUM_PAGES * PAGE_BYTES, dtype=torch.uint8, device="meta").view(dtype)
     strides = torch.empty(shape, device="meta").stride()
     distance = PAGE_BYTES // dtype.itemsize
@@ -359,7 +361,7 @@ def _delta_scan_call(*, is_per_channel: bool = False) -> Call:
 
 
 def usual_calls(operation: str) -> list[Call]:
-    """Calls of an operation as layers of usual sizes make them, with pages in a long arena.
+    """Make calls of an operation like those of layers of usual sizes, with pages in a long arena.
 
     Raises:
         ValueError: If there is no such operation.
@@ -382,10 +384,10 @@ def usual_calls(operation: str) -> list[Call]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Hold trials from the command line.
+    """Run trials from the command line.
 
     Returns:
-        0, or 1 where a kernel did not pass.
+        0, or 1 if a kernel did not pass.
     """
     parser = argparse.ArgumentParser(
         prog="python -m jenga_kernels.trials",
@@ -400,7 +402,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=0.0, help="seconds to live, 0 for no limit")
     options = parser.parse_args(arguments)
     if options.limit:
-        signal.setitimer(signal.ITIMER_REAL, options.limit)  # ends it, whatever it waits for
+        signal.setitimer(signal.ITIMER_REAL, options.limit)  # ends the process in any case
     operations = options.operations or list(PAGED)
     if unknown := sorted(set(operations) - set(PAGED)):
         parser.error(
@@ -429,5 +431,5 @@ def _say(line: str) -> None:
 
 if __name__ == "__main__":
     code = main()
-    # Leaving as usual would wait for a kernel that never ends.
+    # A usual exit would wait for a kernel that never ends.
     os._exit(code)

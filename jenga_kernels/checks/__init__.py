@@ -1,1 +1,1 @@
-"""What operations check before they launch anything."""
+"""Checks that operations make before they launch anything."""

@@ -1,4 +1,4 @@
-"""What operations of the gated delta rule check."""
+"""Checks of operations of the gated delta rule."""
 
 import torch
 
@@ -14,7 +14,7 @@ from jenga_kernels.checks.tensors import (
 )
 
 MAX_KEY_DIM = 128
-"""Greatest head_k_dim, that of all models known; the tiles of wider keys would not fit."""
+"""Greatest head_k_dim. All known models have it; the tiles of wider keys would not fit."""
 
 
 def check_delta_rule(

@@ -1,4 +1,4 @@
-"""What the latest tokens brought in, beside recurrent states that are seldom written."""
+"""Histories: inputs or changes of recent tokens, kept beside recurrent states seldom written."""
 
 from dataclasses import dataclass
 
@@ -21,20 +21,20 @@ from jenga_kernels.checks.tensors import (
 )
 
 MAX_DELTA_HISTORY = 64
-"""Most tokens of a `DeltaHistory`: what more take of registers and shared memory would not fit."""
+"""Most tokens of a `DeltaHistory`. More would not fit into registers and shared memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputHistory:
-    """What each slot's latest tokens brought into a selective state space model.
+    """Inputs of each slot's latest tokens to a selective state space model.
 
-    Token t of a request is in row t % history_tokens of each.
+    Token t of a request is in row t % history_tokens of each tensor.
 
     Attributes:
         x: Inputs, [num_slots, num_heads, history_tokens, head_dim]; any strides that are multiples
             of 16 bytes, last dimension contiguous.
         dt: Step sizes, f32[num_slots, num_heads, history_tokens]; last dimension contiguous.
-        B: Input projections, [num_slots, num_groups, history_tokens, d_state], strides as of x.
+        B: Input projections, [num_slots, num_groups, history_tokens, d_state], strides as for x.
     """
 
     x: torch.Tensor
@@ -44,17 +44,18 @@ class InputHistory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaHistory:
-    """What each slot's latest tokens changed in a state of the gated delta rule.
+    """Changes that each slot's latest tokens made to a state of the gated delta rule.
 
-    Token t of a request is in row t % history_tokens of each. A state after a token is the one
-    before, decayed, and the outer product of its change and its key.
+    Token t of a request is in row t % history_tokens of each tensor. The state after a token is the
+    decayed state before it, plus the outer product of the token's change and key.
 
     Attributes:
-        changes: How far each value differed from what the state held under the key, times beta and
-            what brings the key to length one, [num_slots, num_v_heads, history_tokens, head_v_dim];
-            any strides that are multiples of 16 bytes, last dimension contiguous.
-        keys: As they came, [num_slots, num_qk_heads, history_tokens, head_k_dim], strides as of
-            changes.
+        changes: Difference between each value and the one that the state held under the key, times
+            beta and the factor that scales the key to length one, [num_slots, num_v_heads,
+            history_tokens, head_v_dim]; any strides that are multiples of 16 bytes, last dimension
+            contiguous.
+        keys: Keys as given, not scaled to length one, [num_slots, num_qk_heads, history_tokens,
+            head_k_dim], strides as for changes.
         decays: Logarithms of the decays, to base two, f32[num_slots, num_v_heads, history_tokens]
             or f32[num_slots, num_v_heads, history_tokens, head_k_dim]; last dimension contiguous.
     """
@@ -72,20 +73,20 @@ def next_states(
     history_tokens: int,
     max_query_tokens: int = 1,
 ) -> torch.Tensor:
-    """Get how many tokens shall be in each request's state after a call that keeps histories.
+    """Get how many tokens each request's state is to include after a call that keeps histories.
 
-    A state is written as late as the history allows: when the call after next might find no room.
-    It then has the call's first token, which is never a draft.
+    A state is written as late as the history allows: when the history might have no room for the
+    next call. The state then includes the call's first token, which is never a draft.
 
     Args:
-        computed_tokens: Tokens of each request before the call, i32[num_requests].
-        state_tokens: How many of them are in its state, i32[num_requests].
-        query_tokens: Tokens of the call, i32[num_requests] or one number for all.
+        computed_tokens: Number of tokens of each request before the call, i32[num_requests].
+        state_tokens: Number of them that its state includes, i32[num_requests].
+        query_tokens: Number of tokens of the call, i32[num_requests] or one number for all.
         history_tokens: Rows of the history, at least twice max_query_tokens.
         max_query_tokens: Most tokens of a request in any call.
 
     Raises:
-        ValueError: If the history is too short for calls of as many tokens.
+        ValueError: If the history is too short for calls of max_query_tokens tokens.
     """
     check_at_least("max_query_tokens", max_query_tokens, 1)
     if history_tokens < 2 * max_query_tokens:
@@ -125,18 +126,18 @@ def check_replay(
     num_slots: int,
     history_tokens: int,
 ) -> int:
-    """Check which requests a call serves, and how many tokens are in their states.
+    """Check the slots and token counts of a call's requests.
 
-    Values are looked at on the CPU only, where that waits for nothing.
+    Values are checked only on the CPU, where reading them waits for nothing.
 
     Args:
-        slots: As the operation takes them, like those up to next_state_tokens.
-        query_starts: Where each request's tokens begin.
-        computed_tokens: Tokens of each request before the call.
-        state_tokens: In its state before it.
-        next_state_tokens: In its state after it.
+        slots: As the operation takes them; so are all tensors up to next_state_tokens.
+        query_starts: First token of each request, then the number of tokens. None means one each.
+        computed_tokens: Number of tokens of each request before the call.
+        state_tokens: Number of tokens that its state includes before the call.
+        next_state_tokens: Number of tokens that its state includes after the call.
         num_tokens: Rows of the call's tensors.
-        num_slots: Of the states.
+        num_slots: Number of slots of the states.
         history_tokens: Rows of a slot's history.
 
     Returns:

@@ -1,7 +1,7 @@
-"""What operations on a paged cache of latents check.
+"""Checks of operations on a paged cache of latents.
 
-Multi-head latent attention stores one row a token: a latent, which gives all heads their keys and
-values, and behind it the rotary part of the key, which all heads share.
+Multi-head latent attention stores one row for each token. The row begins with a latent, from which
+all heads get their keys and values. The rotary part of the key, which all heads share, follows.
 
 Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
 """
@@ -16,10 +16,10 @@ MAX_LATENT_DIM = 512
 """Widest latent whose results fit into the registers of one program."""
 
 LATENT_DIM_STEP = 16
-"""Rotary keys begin at multiples of 16 bytes in rows of any dtype."""
+"""Divisor of a latent's elements. It aligns rotary keys to 16 bytes in rows of any dtype."""
 
 MAX_ROTARY_DIM = 64
-"""Widest rotary key that the tiles leave shared memory for."""
+"""Widest rotary key for which the tiles leave shared memory."""
 
 
 def check_latent_pages(pages: torch.Tensor, latent_dim: int, dtype: torch.dtype) -> tuple[int, int]:

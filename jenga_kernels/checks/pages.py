@@ -1,4 +1,4 @@
-"""What operations on a paged cache of keys and values check."""
+"""Checks of operations on a paged cache of keys and values."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -34,11 +34,11 @@ def check_pages(
     Args:
         k_pages: Keys.
         v_pages: Values.
-        num_kv_heads: Heads that both must have.
-        head_dim: Elements that a key must have.
-        dtype: Element type of the activations. Both must hold it, bfloat16, float16, float8, int8,
+        num_kv_heads: Number of heads that both must have.
+        head_dim: Number of elements that a key must have.
+        dtype: Element type of the activations. Both must have it, bfloat16, float16, float8, int8,
             or uint8 with two elements in each.
-        value_dim: Elements that a value must have; None: head_dim.
+        value_dim: Number of elements that a value must have. None means head_dim.
 
     Raises:
         ValueError: If shape, dtype, strides or alignment do not fit.
@@ -72,17 +72,17 @@ def check_pages(
 def check_cached_dtype(
     name: str, pages: torch.Tensor, dtype: torch.dtype, quantised: Sequence[torch.dtype]
 ) -> None:
-    """Check the element type of a cache: that of activations, 16 bits, or a quantised one.
+    """Check a cache's element type: that of activations, 16-bit floating point, or quantised.
 
     Raises:
-        ValueError: It is another.
+        ValueError: If it is another one.
     """
     others = [other for other in CACHED_FLOAT_DTYPES if other != dtype]
     check_dtype(name, pages, (dtype, *others, *quantised))
 
 
 def is_other_float(pages_dtype: torch.dtype, dtype: torch.dtype) -> bool:
-    """Whether a cache holds another floating-point type of 16 bits than that of activations."""
+    """Whether a cache holds a 16-bit floating-point type that is not that of activations."""
     return pages_dtype != dtype and pages_dtype in CACHED_FLOAT_DTYPES
 
 
@@ -114,12 +114,13 @@ def check_scales(
 
 
 class SlotScales(NamedTuple):
-    """Scales of slots and heads as kernels take them.
+    """Scales of slots and heads, as kernels take them.
 
     Attributes:
-        k: Of keys, f32 or words i32[num_pages, page_tokens, num_kv_heads]; None: there are none.
-        v: As k, of values.
-        strides: Their strides in elements by page, slot and head; zeros where there are none.
+        k: Scales of keys, f32, or pairs of bf16 as words of i32, [num_pages, page_tokens,
+            num_kv_heads]. None means that there are none.
+        v: Scales of values, as k.
+        strides: Strides of both in elements, by page, slot and head; zeros if there are none.
     """
 
     k: torch.Tensor | None = None
@@ -137,7 +138,7 @@ def check_slot_scales(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
 ) -> SlotScales:
-    """Check the scales of a cache that has one for each slot and head.
+    """Check the scales of a cache with one for each slot and head; return them for kernels.
 
     Raises:
         ValueError: If only one of the two is given, the cache is not quantised, it has other scales
@@ -182,7 +183,7 @@ def check_slot_scales(
 
 
 def elements_per_item(dtype: torch.dtype) -> int:
-    """Elements of a key or value that one item of pages of this type holds."""
+    """Number of elements of a key or value in one item of pages of this type."""
     return 2 if dtype == INT4_DTYPE else 1
 
 

@@ -1,4 +1,4 @@
-"""Recurrent states in pages: their slots and checkpoints, and what operations on them check."""
+"""Recurrent states in pages: their slots and checkpoints, and checks of operations on them."""
 
 from dataclasses import dataclass
 
@@ -16,14 +16,14 @@ from jenga_kernels.checks.tensors import (
 )
 
 NULL_SLOT = 0
-"""The slot no request owns: a state read from it is zero, and a state written to it is dropped.
+"""Slot that belongs to no request: a state read from it is zero, a state written to it is dropped.
 
-Slots below it, as engines pad with, are taken for it.
+Lower slots, which engines use as padding, mean the same.
 """
 
 
 MIN_WIDTH, MAX_WIDTH = 2, 4
-"""Taps of the convolutions of recurrent layers."""
+"""Fewest and most taps of the convolutions of recurrent layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +31,11 @@ class Checkpoints:
     """States to keep from the middle of requests, written in the pass that computes the last one.
 
     Attributes:
-        starts: Where the checkpoints of each request begin in the other two, i32[num_requests + 1].
-        after_tokens: Each checkpoint is the state after this many of the request's tokens of this
-            call, i32[num_checkpoints]; at least 1 and rising within a request.
-        slots: Where it is written, i32[num_checkpoints].
+        starts: First checkpoint of each request in the other two tensors, then their end,
+            i32[num_requests + 1].
+        after_tokens: Number of the request's tokens of this call after which the state is kept,
+            i32[num_checkpoints]; at least 1 and rising within a request.
+        slots: Slot to which each checkpoint is written, i32[num_checkpoints].
     """
 
     starts: torch.Tensor
@@ -43,7 +44,7 @@ class Checkpoints:
 
 
 def checkpoint_tensors(checkpoints: Checkpoints | None) -> dict[str, torch.Tensor | None]:
-    """What checkpoints consist of, by the names of kernels' arguments; each None without any."""
+    """Get the tensors of checkpoints by the names of kernels' arguments; all None without any."""
     if checkpoints is None:
         return NO_CHECKPOINTS
     return {
@@ -70,7 +71,7 @@ def check_contiguous_rows(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_not_expanded(name: str, tensor: torch.Tensor) -> None:
-    """Check that no dimension of a tensor that is written repeats the same elements.
+    """Check that no dimension of a tensor that is written has stride 0.
 
     Raises:
         ValueError: If one does.
@@ -87,7 +88,7 @@ def check_no_overlap(name: str, tensor: torch.Tensor, other_name: str, other: to
     """Check that two tensors of the same shape [num_rows, num_columns] and dtype share no element.
 
     Raises:
-        ValueError: If they may; columns side by side in rows of the same stride do not.
+        ValueError: If they may. Columns side by side in rows of the same stride do not.
     """
     if tensor.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
         return
@@ -107,7 +108,7 @@ def check_no_overlap(name: str, tensor: torch.Tensor, other_name: str, other: to
 
 
 def check_slots(name: str, slots: torch.Tensor, num_slots: int) -> None:
-    """Check slot ids; their values only on the CPU, where looking at them waits for nothing.
+    """Check slot ids. Values are checked only on the CPU, where reading them waits for nothing.
 
     Raises:
         ValueError: If the dtype is wrong or a slot is not in the pages.
@@ -119,7 +120,7 @@ def check_slots(name: str, slots: torch.Tensor, num_slots: int) -> None:
 
 
 def check_query_starts(query_starts: torch.Tensor, num_tokens: int) -> int:
-    """Check where requests begin in the tokens; return num_requests.
+    """Check the starts of requests among the tokens; return num_requests.
 
     Raises:
         ValueError: If shape or dtype is wrong or, on the CPU, if they do not rise.
@@ -139,10 +140,10 @@ def check_query_starts(query_starts: torch.Tensor, num_tokens: int) -> int:
 def check_checkpoints(
     checkpoints: Checkpoints | None, query_starts: torch.Tensor, num_slots: int
 ) -> None:
-    """Check checkpoints; positions and their order only on the CPU.
+    """Check checkpoints; their positions and order only on the CPU.
 
     Raises:
-        ValueError: If a shape, dtype or device is wrong or, on the CPU, a value.
+        ValueError: If a shape, dtype or device is wrong or, on the CPU, a value is wrong.
     """
     if checkpoints is None:
         return
@@ -184,7 +185,7 @@ def check_steps(
     num_tokens: int,
     num_slots: int,
 ) -> torch.Tensor:
-    """Check the slots of single steps; return state_slots as i32[num_requests, max_tokens].
+    """Check the slots of an update of a few tokens; return i32[num_requests, max_tokens].
 
     Raises:
         ValueError: If a shape, dtype or, on the CPU, a value does not fit.
@@ -218,16 +219,18 @@ def check_slots_apart(
 ) -> None:
     """Check on the CPU that no request writes a slot that another one reads or writes.
 
-    Requests run in any order, and at once. What has passed the other checks is given.
+    Requests run in parallel, in any order. The arguments have passed the other checks.
 
     Args:
-        initial_slots: Where states are read, i32[num_requests].
-        state_slots: Where they are written, i32[num_requests] or i32[num_requests, max_tokens].
-        query_starts: How many slots of a row are written; None means one.
+        initial_slots: Slots from which states are read, i32[num_requests].
+        state_slots: Slots to which they are written, i32[num_requests] or
+            i32[num_requests, max_tokens].
+        query_starts: First token of each request. A request writes one slot of its row for each
+            token. None means one slot.
         checkpoints: Further slots that are written.
 
     Raises:
-        ValueError: If one does.
+        ValueError: If a request does so.
     """
     if not shows_values(state_slots):
         return
@@ -326,7 +329,7 @@ def check_recurrence(
     check_same_device(**rows, dt_bias=dt_bias, states=states)
     check_no_gradients(**rows, dt_bias=dt_bias, states=states)
     low, high = dt_limits
-    # NumPy's numbers compare as well, but Triton takes none.
+    # NumPy's numbers would pass the comparison, but Triton does not take them.
     are_numbers = all(isinstance(limit, int | float) for limit in (low, high))
     if not are_numbers or not 0 <= low <= high:
         msg = f"dt_limits must be two numbers of at least 0 that do not fall, got {dt_limits}"
@@ -334,7 +337,7 @@ def check_recurrence(
 
 
 def per_channel(weights: torch.Tensor | None, num_heads: int, head_dim: int) -> torch.Tensor | None:
-    """Weights of heads or of channels as a view [num_heads, head_dim]."""
+    """Return weights of heads or of channels as a view [num_heads, head_dim]."""
     if weights is None or weights.dim() > 1:
         return weights
     return weights[:, None].expand(num_heads, head_dim)

@@ -1,4 +1,4 @@
-"""What an operation checks before it launches anything; each check raises `ValueError`."""
+"""Checks that an operation makes before it launches anything; each raises `ValueError`."""
 
 import functools
 from collections.abc import Sequence
@@ -10,35 +10,37 @@ FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Element types of activations."""
 
 CACHED_FLOAT_DTYPES = (torch.bfloat16, torch.float16)
-"""Element types that a cache may have whatever that of activations is; it may also have theirs."""
+"""Element types that any cache may have, in addition to the element type of activations."""
 
 FP8_DTYPE = torch.float8_e4m3fn
-"""Element type of a quantised cache, which GPUs convert from compute capability 8.9 on."""
+"""Element type of a quantised cache; GPUs convert it from compute capability 8.9 on."""
 
 E5M2_DTYPE = torch.float8_e5m2
-"""Element type of a quantised cache, the upper byte of half precision; for every GPU."""
+"""Element type of a quantised cache, the upper byte of half precision; works on every GPU."""
 
 INT4_DTYPE = torch.uint8
-"""What holds a quantised cache's elements of four bits, two a byte, the first in the low half."""
+"""Type of the bytes of a cache with elements of four bits: two each, the first in the low half."""
 
 SCALED_DTYPES = (FP8_DTYPE, E5M2_DTYPE)
-"""Element types of quantised caches that may have a scale for all slots, or for each head."""
+"""Element types of quantised caches that may have one scale for all slots, or one per head."""
 
 SLOT_SCALED_DTYPES = (FP8_DTYPE, torch.int8, INT4_DTYPE)
-"""Those that may have a scale for each slot and head; those of integers always have."""
+"""Element types of quantised caches that may have a scale for each slot and head. Those of integers
+must have one."""
 
 QUANTISED_DTYPES = (FP8_DTYPE, E5M2_DTYPE, torch.int8, INT4_DTYPE)
 """Element types of quantised caches."""
 
 ALIGNMENT_BYTES = 16
-"""Widest load of one thread: rows must begin at multiples of it."""
+"""Bytes of the widest load of one thread. Rows must begin at multiples of it."""
 
 LOOKS_AT_VALUES = True
-"""Whether values are checked that lie on the CPU; off to time there what a GPU's calls take."""
+"""Whether values of tensors on the CPU are checked. Off where calls on the CPU are timed like those
+on a GPU."""
 
 
 def shows_values(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values are checked: on the CPU, where looking waits for nothing."""
+    """Whether a tensor's values are checked: on the CPU, where reading them waits for nothing."""
     return LOOKS_AT_VALUES and tensor.device.type == "cpu"
 
 
@@ -48,7 +50,7 @@ def check_shape(name: str, tensor: torch.Tensor, expected: Sequence[int | None])
     Args:
         name: The argument's name, for the message.
         tensor: The argument.
-        expected: Its shape; None stands for any size.
+        expected: Its shape. None stands for any size.
 
     Raises:
         ValueError: If the number of dimensions or a size differs.
@@ -57,7 +59,7 @@ def check_shape(name: str, tensor: torch.Tensor, expected: Sequence[int | None])
     if shape == expected:
         return
     if len(shape) == len(expected):
-        # Every layer of every step comes here: a loop takes half as long as a generator.
+        # Every layer of every step runs this: a loop takes half as long as a generator.
         for size, want in zip(shape, expected, strict=True):
             if want is not None and size != want:
                 break
@@ -81,7 +83,7 @@ def check_dtype(name: str, tensor: torch.Tensor, allowed: Sequence[torch.dtype])
 
 
 def check_same_device(**tensors: torch.Tensor | None) -> None:
-    """Check that all tensors lie on the device of the first, the current one; None is skipped.
+    """Check that all tensors are on the device of the first, the current one; None is skipped.
 
     Raises:
         ValueError: If one does not.
@@ -92,7 +94,7 @@ def check_same_device(**tensors: torch.Tensor | None) -> None:
             continue
         if device is None:
             first_name, device = name, tensor.device
-            # Triton launches on the current device, whichever holds the tensors.
+            # Triton launches on the current device, not on that of the tensors.
             if device.type == "cuda" and device.index != torch.cuda.current_device():
                 msg = (
                     f"{name} must be on the current device, cuda:{torch.cuda.current_device()}, "
@@ -107,7 +109,7 @@ def check_same_device(**tensors: torch.Tensor | None) -> None:
 def check_rows(name: str, tensor: torch.Tensor) -> None:
     """Check that a tensor's last dimension is contiguous and every row 16-byte aligned.
 
-    The other dimensions may have any stride; those of size one are not looked at.
+    The other dimensions may have any stride. Strides of dimensions of size one are not checked.
 
     Raises:
         ValueError: If a row is scattered or not aligned.
@@ -130,7 +132,9 @@ def check_rows(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_no_gradients(**tensors: torch.Tensor | None) -> None:
-    """Check that nobody waits for gradients, which the operations do not compute; None is skipped.
+    """Check that no tensor requires a gradient, which the operations do not compute.
+
+    None is skipped.
 
     Raises:
         ValueError: If a tensor requires one and torch.no_grad() is not in force.
@@ -144,7 +148,7 @@ def check_no_gradients(**tensors: torch.Tensor | None) -> None:
 
 
 def check_apart(name: str, tensor: torch.Tensor) -> None:
-    """Check that no two elements of a tensor that is written share memory.
+    """Check that no two elements of a tensor share memory, because it will be written.
 
     Raises:
         ValueError: If some may, as in an expanded tensor.
@@ -159,7 +163,7 @@ def check_apart(name: str, tensor: torch.Tensor) -> None:
 
 @functools.lru_cache(maxsize=1024)
 def _is_apart(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether each dimension steps over all that those of shorter strides span."""
+    """Whether each dimension's stride exceeds the span of all dimensions of shorter strides."""
     sizes = [(stride, size) for size, stride in zip(shape, strides, strict=True) if size > 1]
     spanned = 1
     for stride, size in sorted(sizes):
@@ -181,13 +185,13 @@ def check_contiguous(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_at_least(name: str, value: int, minimum: int) -> int:
-    """Check that a count is an integer and not below `minimum`; return it as Python's own.
+    """Check that a count is an integer of at least `minimum`; return it as a Python int.
 
     Raises:
-        ValueError: If it is not, or is below.
+        ValueError: If it is not.
     """
-    # NumPy's integers are counts too, but Triton takes none; True is an int, but no number to a
-    # kernel.
+    # NumPy's integers are counts too, but Triton does not take them. True is an int, but kernels
+    # do not take it as a number.
     if not isinstance(value, Integral) or isinstance(value, bool) or value < minimum:
         msg = f"{name} must be an integer and at least {minimum}, got {value!r}"
         raise ValueError(msg)

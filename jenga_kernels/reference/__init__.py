@@ -1,4 +1,4 @@
-"""What each operation does, in plain PyTorch: same names, same signatures.
+"""References: each operation in plain PyTorch, with the same name and signature.
 
-Tests and benchmarks compare the kernels with these; nothing here is fast.
+Tests and benchmarks compare the kernels with these. Nothing here is fast.
 """

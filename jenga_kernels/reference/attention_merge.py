@@ -12,7 +12,7 @@ def attention_merge(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Join the results of the same queries over two sets of keys; see the operation."""
+    """Merge the results of the same queries over two sets of keys; see the operation."""
     out = torch.empty_like(first_out) if out is None else out
     joined = torch.logaddexp(first_lse, second_lse)
     dtype = torch.promote_types(first_out.dtype, torch.float32)

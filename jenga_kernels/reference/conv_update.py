@@ -53,7 +53,7 @@ def begun_inputs(
     width: int,
     computed_tokens: torch.Tensor | None,
 ) -> list[torch.Tensor]:
-    """Copies of the inputs before each request's tokens, [dim, width - 1], or zeros."""
+    """Copy the inputs before each request's tokens, [dim, width - 1] each; zeros if none."""
     begun: list[torch.Tensor] = []
     for request, slot in enumerate(initial_slots.tolist()):
         computed = width - 1 if computed_tokens is None else int(computed_tokens[request])
@@ -67,7 +67,7 @@ def begun_inputs(
 
 
 def keep_in_ring(ring: torch.Tensor, inputs: torch.Tensor, computed: int, width: int) -> None:
-    """Keep a call's inputs [dim, width - 1 + num_tokens] in a request's ring [dim, num_columns]."""
+    """Write a call's inputs [dim, width - 1 + num_tokens] to a ring [dim, num_columns]."""
     for index in range(width - 1, inputs.shape[1]):
         ring[:, (computed + index - (width - 1)) % ring.shape[1]] = inputs[:, index].to(ring.dtype)
 
@@ -75,7 +75,7 @@ def keep_in_ring(ring: torch.Tensor, inputs: torch.Tensor, computed: int, width:
 def convolved(
     inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, silu: bool
 ) -> torch.Tensor:
-    """Outputs [dim, num_tokens] of inputs [dim, width - 1 + num_tokens]."""
+    """Compute outputs [dim, num_tokens] from inputs [dim, width - 1 + num_tokens]."""
     width = weight.shape[1]
     num_tokens = inputs.shape[1] - (width - 1)
     y = torch.zeros_like(inputs[:, :num_tokens])

@@ -9,7 +9,7 @@ from jenga_kernels.checks.states import NULL_SLOT
 from jenga_kernels.reference.state_update import by_token, initial_state, precision
 
 NORM_EPSILON = 1e-6
-"""Added to a squared length before its root."""
+"""Number added to a squared length before its root."""
 
 
 def delta_update(
@@ -49,7 +49,7 @@ def delta_update(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaSteps:
-    """What tokens do to states, each tensor in at least float32.
+    """Inputs of the rule for each token, each tensor in at least float32.
 
     Attributes:
         q: Queries times scale, [num_tokens, num_v_heads, head_k_dim].
@@ -57,7 +57,7 @@ class DeltaSteps:
         v: Values, [num_tokens, num_v_heads, head_v_dim].
         log_decays: Natural logarithms of factors of the state, [num_tokens, num_v_heads, 1 or
             head_k_dim].
-        betas: How far values replace what is there, [num_tokens, num_v_heads].
+        betas: Degrees to which values replace those of the state, [num_tokens, num_v_heads].
     """
 
     q: torch.Tensor
@@ -84,7 +84,7 @@ def delta_steps(
     scale: float | None,
     qk_l2norm: bool,
 ) -> DeltaSteps:
-    """Apply to the tensors of tokens what needs no state."""
+    """Compute everything that tokens need except the state."""
     dtype = precision(v)
     q, k, v, betas = (tensor.to(dtype) for tensor in (q, k, v, betas))
     gates = gates.to(dtype) if gates.dim() > betas.dim() else gates.to(dtype)[..., None]
@@ -119,7 +119,7 @@ def apply_change(h: torch.Tensor, steps: DeltaSteps, token: int) -> torch.Tensor
     """Apply a token to the states of all heads, [num_v_heads, head_v_dim, head_k_dim], in place.
 
     Returns:
-        What it changed under its key, [num_v_heads, head_v_dim].
+        Its change under its key, [num_v_heads, head_v_dim].
     """
     k, v = (tensor[token].to(h.dtype) for tensor in (steps.k, steps.v))
     h.mul_(steps.log_decays[token].to(h.dtype).exp()[:, None, :])

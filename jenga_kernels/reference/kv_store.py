@@ -33,35 +33,35 @@ def kv_store(
 
 
 def places(slots: torch.Tensor, page_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Page of each slot, and its place there."""
+    """Page of each slot, and its index within the page."""
     return slots // page_tokens, slots % page_tokens
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as bytes, where elements are bytes: not every torch indexes float8."""
+    """View elements of one byte as bytes, because not every version of torch indexes float8."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
 def stored(rows: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None) -> torch.Tensor:
-    """Tokens' heads as they are kept, [num_tokens, num_kv_heads, head_dim]."""
+    """Tokens' heads as they are stored, [num_tokens, num_kv_heads, head_dim]."""
     if dtype not in SCALED_DTYPES:
         return rows.to(dtype)
     values = rows.float()
     if scale is not None:
         values = values / scale[:, None]
     limit = torch.finfo(dtype).max
-    # What is not a number loses its sign, as on a GPU.
+    # NaN loses its sign, as on a GPU.
     values = values.clamp(-limit, limit).where(~values.isnan(), torch.nan)
     return values.to(dtype)
 
 
 def quantised(rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens' heads in `dtype`, and what each is multiplied with, f32[num_tokens, num_kv_heads]."""
+    """Tokens' heads in `dtype`, and the scale of each, f32[num_tokens, num_kv_heads]."""
     most = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
     values = rows.float()
     greatest = values.abs().amax(-1)
     is_scaled = (greatest >= 2.0**-100) & greatest.isfinite()
-    # By tensors, not by numbers: torch would multiply with the reciprocal.
+    # Divide by tensors, because torch would multiply with the reciprocal of a number.
     mosts = torch.full_like(greatest, most)
     factor = mosts / greatest.where(is_scaled, 1.0)
     values = values.where(is_scaled[..., None], 0.0) * factor[..., None]
@@ -78,7 +78,7 @@ def quantised_int4(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     values = rows.float()
     is_finite = values.isfinite().all(-1)
     values = values.where(is_finite[..., None], 0.0)
-    least = values.amin(-1).bfloat16() + 0.0  # one zero only
+    least = values.amin(-1).bfloat16() + 0.0  # turns -0 into 0
     extent = values.amax(-1) - least.float()
     is_finite &= extent.isfinite()
     is_scaled = is_finite & (extent >= 2.0**-100)

@@ -21,10 +21,10 @@ def latent_attention(
     lse: torch.Tensor | None = None,
     plan: AttentionPlan | None = None,  # noqa: ARG001 - a plan changes no result
 ) -> torch.Tensor:
-    """Attend block by block of a request's queries; see the operation for the arguments.
+    """Attend in blocks of a request's queries; see the operation for the arguments.
 
-    Everything is computed in the dtype of q (softmax at least in float32), so float64 inputs give
-    the exact result and low-precision ones what plain PyTorch would.
+    Everything is computed in the dtype of q (softmax at least in float32). So float64 inputs give
+    the exact result, and narrower ones the result of plain PyTorch.
     """
     out = q.new_empty(*q.shape[:2], latent_dim) if out is None else out
     score_dtype = torch.promote_types(q.dtype, torch.float32)

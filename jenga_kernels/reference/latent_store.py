@@ -19,7 +19,7 @@ def latent_store(
     if pages.dtype == FP8_DTYPE:
         values = rows.float() if latent_scale is None else rows.float() / latent_scale
         limit = torch.finfo(FP8_DTYPE).max
-        # What is not a number loses its sign, as on a GPU.
+        # NaN loses its sign, as on a GPU.
         rows = values.clamp(-limit, limit).where(~values.isnan(), torch.nan).to(FP8_DTYPE)
     is_kept = slots >= 0
     pages_and_slots = places(slots[is_kept], pages.shape[1])

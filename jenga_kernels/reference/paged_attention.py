@@ -12,7 +12,7 @@ from jenga_kernels.checks.tensors import INT4_DTYPE
 from jenga_kernels.reference.kv_store import as_bytes
 
 BLOCK_QUERIES = 256
-"""Query tokens of a request that are computed at once."""
+"""Most query tokens of a request that are computed at once."""
 
 
 def paged_attention(
@@ -39,10 +39,10 @@ def paged_attention(
     lse: torch.Tensor | None = None,
     plan: AttentionPlan | None = None,  # noqa: ARG001 - a plan changes no result
 ) -> torch.Tensor:
-    """Attend block by block of a request's queries; see the operation for the arguments.
+    """Attend in blocks of a request's queries; see the operation for the arguments.
 
-    Everything is computed in the dtype of q (softmax at least in float32), so float64 inputs give
-    the exact result and low-precision ones what plain PyTorch would.
+    Everything is computed in the dtype of q (softmax at least in float32). So float64 inputs give
+    the exact result, and narrower ones the result of plain PyTorch.
     """
     num_kv_heads = k_pages.shape[2]
     if out is None:
@@ -76,7 +76,7 @@ def paged_attention(
             column = sinks.to(score_dtype)[:, None, None].expand(-1, len(grouped), 1)
             scores = torch.cat([scores, column], 2)
         log_sums = torch.logsumexp(scores, 2, keepdim=True)
-        # A query without keys has no weights; one whose scores are not numbers has such weights.
+        # A query without keys gets weights of 0. One whose scores are NaN gets weights of NaN.
         weights = torch.exp(scores - log_sums)[:, :, : len(keys)].masked_fill(~visible, 0.0)
         weights = weights.to(q.dtype).unflatten(0, (num_kv_heads, -1))
         out[rows] = torch.einsum("hgqk,khd->qhgd", weights, v).flatten(1, 2)
@@ -90,11 +90,11 @@ class QueryBlock:
     """Query tokens of one request that are computed at once.
 
     Attributes:
-        request: Its number in the batch.
-        rows: Of the queries.
-        first_position: Of the first of these tokens in its request; below 0 where a request has
-            more queries than keys.
-        seq_len: Keys of the request.
+        request: Index of the request in the batch.
+        rows: Rows of the queries.
+        first_position: Position of the first of these tokens in its request; below 0 if a request
+            has more queries than keys.
+        seq_len: Number of keys of the request.
     """
 
     request: int
@@ -104,12 +104,12 @@ class QueryBlock:
 
     @property
     def positions(self) -> torch.Tensor:
-        """Of all these tokens, i64[query_len]."""
+        """Positions of all these tokens, i64[query_len]."""
         return self.first_position + torch.arange(self.rows.stop - self.rows.start)
 
 
 def query_blocks(query_starts: torch.Tensor, seq_lens: torch.Tensor) -> Iterator[QueryBlock]:
-    """Cut the queries of all requests so that the scores of a long prompt fit into memory."""
+    """Cut the queries of all requests into blocks, so that a long prompt's scores fit memory."""
     bounds = itertools.pairwise(query_starts.tolist())
     for request, ((start, end), seq_len) in enumerate(zip(bounds, seq_lens.tolist(), strict=True)):
         for block_start in range(start, end, BLOCK_QUERIES):
@@ -129,7 +129,7 @@ def visible_keys(
     is_causal: bool,
     spans: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Which keys of its request each query token reads, bool[query_len, seq_len]."""
+    """Mask of the keys of its request that each query token reads, bool[query_len, seq_len]."""
     positions, keys = block.positions[:, None], torch.arange(block.seq_len)
     visible = torch.ones(len(positions), len(keys), dtype=torch.bool)
     if is_causal:
@@ -154,7 +154,7 @@ def gathered(
     *,
     slot_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Rows of one request's tokens, [num_tokens, num_kv_heads, head_dim]; no other one is read."""
+    """Gather one request's tokens, [num_tokens, num_kv_heads, head_dim], and read no others."""
     place = (table_row[tokens // pages.shape[1]].long(), tokens % pages.shape[1])
     stored = as_bytes(pages)[place].view(pages.dtype)
     if pages.dtype == INT4_DTYPE and slot_scales is not None:
@@ -166,12 +166,12 @@ def gathered(
 
 
 def from_int4(stored: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Heads of four bits an element, [num_tokens, num_kv_heads, head_dim].
+    """Restore heads of four bits an element to [num_tokens, num_kv_heads, head_dim].
 
     Args:
         stored: Two elements each, u8[num_tokens, num_kv_heads, head_dim // 2].
         scales: Step and least element of each head, bf16[num_tokens, num_kv_heads, 2].
-        dtype: Of the result.
+        dtype: Element type of the result.
     """
     elements = torch.stack([stored & 15, stored >> 4], -1).flatten(-2).to(dtype)
     step, least = scales.to(dtype).unsqueeze(-1).unbind(-2)

@@ -51,7 +51,7 @@ def state_scan(
 
 
 def checkpoints_of(checkpoints: Checkpoints | None, request: int) -> dict[int, int]:
-    """A request's checkpoints: tokens they come after -> slot."""
+    """Slots of a request's checkpoints, by the number of tokens that they come after."""
     if checkpoints is None:
         return {}
     start, end = checkpoints.starts[request : request + 2].tolist()

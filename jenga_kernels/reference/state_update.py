@@ -41,17 +41,17 @@ def state_update(
 
 
 def precision(tensor: torch.Tensor) -> torch.dtype:
-    """The dtype to compute in: float32, unless the tensor has more."""
+    """Element type to compute in: float32, or the tensor's own if that is wider."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def by_token(state_slots: torch.Tensor) -> torch.Tensor:
-    """Slots with a column for each token of a request, [num_requests, max_tokens]."""
+    """View slots with a column for each token of a request, [num_requests, max_tokens]."""
     return state_slots[:, None] if state_slots.dim() == 1 else state_slots
 
 
 def initial_state(states: torch.Tensor, slot: int) -> torch.Tensor:
-    """A copy of the state in a slot, or zeros."""
+    """Copy the state in a slot; zeros for the null slot."""
     h = torch.zeros_like(states[0]) if slot <= NULL_SLOT else states[slot].clone()
     return h.to(precision(states))
 
@@ -63,7 +63,7 @@ def step_sizes(
     dt_softplus: bool,
     dt_limits: tuple[float, float],
 ) -> torch.Tensor:
-    """Step sizes from projected ones, shape of dt."""
+    """Compute step sizes from projected ones, shape of dt."""
     steps = dt.to(precision(dt))
     if dt_bias is not None:
         steps = steps + dt_bias

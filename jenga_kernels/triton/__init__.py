@@ -1,5 +1,5 @@
-"""The Triton kernels, one module per operation, and what they share.
+"""The Triton kernels, one module per operation, and their shared functions.
 
-`addressing` turns page ids into 64-bit offsets, `matmul` holds the matrix product that is also
-right in the interpreter, `softmax` one step of online softmax, `tiles` the tile sizes.
+In `lib`, `addressing` turns page ids into 64-bit offsets. `matmul` holds the matrix product that is
+also right in the interpreter, `softmax` one step of online softmax, and `tiles` the tile sizes.
 """

@@ -31,7 +31,7 @@ _MIN_ROWS = tl.constexpr(MIN_ROWS)
 _WARPGROUP_ROWS = tl.constexpr(WARPGROUP_ROWS)
 
 
-# Counts differ from step to step and must not compile anew.
+# Counts differ from step to step and must not cause another compilation.
 @triton.jit(do_not_specialize=["num_requests"])
 def attention_decode_kernel(  # noqa: PLR0912 - options are compiled in or out, each an `if`
     # Outputs
@@ -91,20 +91,20 @@ def attention_decode_kernel(  # noqa: PLR0912 - options are compiled in or out, 
     BLOCK_V: tl.constexpr,
     IS_OVERLAPPED: tl.constexpr,
 ):
-    """Program p does units p * units_per_program and on of all (request, head of keys) pairs.
+    """Do units from p * units_per_program on of all (request, KV head) pairs in program p.
 
-    A unit is a tile of keys, or a part of fixed length in batch-invariant mode. The units of a pair
-    that one program does give one partial result; a pair that is not split goes straight out. Where
-    results have two parts of VALUE_DIM elements, as in prefill, programs 2 p and 2 p + 1 share
-    them. PAGE_STRIDE and SLOT_STRIDE are stride_pages_page and stride_pages_slot if the kernel is
-    compiled for them, else None.
+    A unit is a tile of keys, or a part of fixed length in batch-invariant mode. A program's units
+    of a pair give one partial result. A pair that is not split is written to the output directly.
+    If results have two parts of VALUE_DIM elements, as in prefill, programs 2 p and 2 p + 1 share
+    the work of program p. PAGE_STRIDE and SLOT_STRIDE are stride_pages_page and stride_pages_slot
+    if the kernel is compiled for them, else None.
     """
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
     PARTIAL_ROWS: tl.constexpr = QUERY_TOKENS * GROUP
     VALUE_PARTS: tl.constexpr = (RESULT_DIM + VALUE_DIM - 1) // VALUE_DIM
     STORED: tl.constexpr = k_pages_ptr.dtype.element_ty
     IS_INT4: tl.constexpr = tl.constexpr(STORED.is_uint8())
-    # Products of more rows read keys and values from shared memory, converted.
+    # Products of more rows read converted keys and values from shared memory.
     IS_SPLIT: tl.constexpr = (
         STORED.primitive_bitwidth == 8  # noqa: PLR2004
         and q_ptr.dtype.element_ty != tl.float32
@@ -113,7 +113,7 @@ def attention_decode_kernel(  # noqa: PLR0912 - options are compiled in or out, 
         and BLOCK_V >= 2 * _MIN_ROWS
         and BLOCK_M < _WARPGROUP_ROWS
     )
-    # A program's warps share the columns of a part of the results.
+    # The warps of a program share the columns of a part of the results.
     K_QUADS: tl.constexpr = IS_INT4 and HEAD_DIM % 4 == 0 and BLOCK_D >= 4 * _MIN_ROWS
     V_QUADS: tl.constexpr = K_QUADS and RESULT_DIM % 4 == 0 and BLOCK_V >= 8 * _MIN_ROWS
     K_SPLIT: tl.constexpr = tl.constexpr((QUAD if K_QUADS else PAIR) if IS_SPLIT else 1)
@@ -132,7 +132,7 @@ def attention_decode_kernel(  # noqa: PLR0912 - options are compiled in or out, 
         k_pages_ptr = as_pairs(k_pages_ptr)
     if V_SPLIT == QUAD or (IS_SPLIT and not IS_INT4):
         values_ptr = as_pairs(values_ptr)
-        # Strides are multiples of 16 bytes; the products tell Triton so.
+        # Strides are multiples of 16 bytes, and these products tell Triton so.
         stride_pages_page = stride_pages_page // 16 * 8
         stride_pages_slot = stride_pages_slot // 16 * 8
         stride_pages_head = stride_pages_head // 16 * 8
@@ -207,7 +207,7 @@ def attention_decode_kernel(  # noqa: PLR0912 - options are compiled in or out, 
             k_scales_ptr = k_slot_scales_ptr + kv_head.to(tl.int64) * stride_scales_head
             v_scales_ptr = v_slot_scales_ptr + kv_head.to(tl.int64) * stride_scales_head
         table_row_ptr = page_table_ptr + request.to(tl.int64) * stride_table_request
-        # Hoisted, where many queries of a wide head lie in shared memory takes 64 registers.
+        # Hoisted addresses of many queries of a wide head in shared memory would take 64 registers.
         for tile in tl.range(  # pyright: ignore[reportGeneralTypeIssues]
             tile_start, tile_end, disable_licm=BLOCK_D >= WIDE_HEAD and BLOCK_M > _MIN_ROWS
         ):
@@ -307,9 +307,9 @@ def attention_splits_kernel(
     BLOCK_D: tl.constexpr,
     IS_OVERLAPPED: tl.constexpr,
 ):
-    """Program (r, t, h) merges head h of query token t of request r.
+    """Merge the partial results of head h of query token t of request r in program (r, t, h).
 
-    Parts are taken in the order of their keys, so the result does not depend on timing.
+    They are merged in the order of their keys, so the result does not depend on timing.
     """
     PARTIAL_ROWS: tl.constexpr = QUERY_TOKENS * GROUP
     request = tl.program_id(0)

@@ -16,9 +16,10 @@ from jenga_kernels.triton.lib.int4 import quantised_int4
 from jenga_kernels.triton.lib.int8 import INT8_MAX, to_int8
 
 LEAST_STORED = tl.constexpr(2.0**-100)
-"""A head of a token with a scale of its own and no element as great as this is stored as zeros.
+"""Least magnitude that keeps a head with slot scales from being stored as zeros.
 
-With steps of its own, one whose range is less is stored as its least element alone.
+If the greatest element of a head is below it, all elements are stored as 0. A four-bit head whose
+range is below it is stored as its least element alone.
 """
 
 
@@ -32,7 +33,7 @@ def _stored(
     HAS_FP8: tl.constexpr,
     IS_PER_HEAD: tl.constexpr,
 ):
-    """Rows as they are kept: in another float type, or scaled and saturated."""
+    """Rows as they are stored: in another float type, or scaled and saturated."""
     if not dtype.is_fp8():
         return in_float(rows, dtype)
     else:
@@ -48,15 +49,15 @@ def _stored(
 
 @device_function
 def _quantised(rows, mask, stored_dtype: tl.constexpr):
-    """Rows [lines, rows, BLOCK_LINE] as they are kept, and what each is multiplied with, f32[rows].
+    """Rows [lines, rows, BLOCK_LINE] as they are stored, and the scale of each, f32[rows].
 
-    The greatest element becomes the greatest there is; next to nothing becomes nothing. A row that
-    is not finite has a scale that is not a number.
+    The greatest element becomes the greatest of the type. A row below LEAST_STORED becomes zeros. A
+    row that is not finite gets NaN as its scale.
     """
     IS_INT8: tl.constexpr = stored_dtype == tl.int8
     MOST: tl.constexpr = INT8_MAX if IS_INT8 else E4M3_MAX
     values = tl.where(mask, widened(rows), 0.0)
-    # As integers magnitudes are ordered as they are as numbers, and what is no number is greatest.
+    # Magnitudes keep their order as integers, and NaN is the greatest.
     bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     greatest = tl.max(tl.max(bits, 2), 0).to(tl.float32, bitcast=True)
     is_finite = greatest < float("inf")
@@ -75,21 +76,21 @@ def _quantised(rows, mask, stored_dtype: tl.constexpr):
 
 @device_function
 def _places(NUM_LINES: tl.constexpr, BLOCK_LINE: tl.constexpr):
-    """Place in a row of each element of its lines, i32[lines, 1, BLOCK_LINE]."""
+    """Index in its row of each element of the row's lines, i32[lines, 1, BLOCK_LINE]."""
     lines = tl.arange(0, NUM_LINES)[:, None] * BLOCK_LINE
     return (lines + tl.arange(0, BLOCK_LINE)[None, :])[:, None, :]
 
 
 @device_function
 def _mask(live, places, ROW: tl.constexpr, BLOCK: tl.constexpr):
-    """Elements of live rows that exist, of ROW elements in BLOCK."""
+    """Mask of the elements of live rows that exist: ROW of BLOCK elements."""
     mask = live[None, :, None]
     if BLOCK != ROW:
         mask &= places < ROW
     return mask
 
 
-# Counts differ from step to step and must not compile anew.
+# Counts differ from step to step and must not cause another compilation.
 @triton.jit(do_not_specialize=["num_tokens"])
 def kv_store_kernel(
     # Outputs
@@ -129,7 +130,7 @@ def kv_store_kernel(
     BLOCK_LINE: tl.constexpr,
     THREAD_ELEMENTS: tl.constexpr,
 ):
-    """Program p copies rows p * BLOCK_ROWS and on; a row is one head of one token."""
+    """Store rows from p * BLOCK_ROWS on in program p; a row is one head of one token."""
     STORED: tl.constexpr = k_pages_ptr.dtype.element_ty
     IS_INT4: tl.constexpr = tl.constexpr(STORED.is_uint8())
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -137,7 +138,7 @@ def kv_store_kernel(
     heads = rows % NUM_KV_HEADS
     slots = tl.load(slots_ptr + tokens, mask=tokens < num_tokens, other=-1)  # i64[BLOCK_ROWS]
     live = slots >= 0
-    # Rows lie in lines of memory, and a thread has a part of each line of one row.
+    # Rows consist of lines of memory, and a thread has a part of each line of one row.
     NUM_LINES: tl.constexpr = BLOCK_D // BLOCK_LINE
     dims = _places(NUM_LINES, BLOCK_LINE)
     k_mask = _mask(live, dims, HEAD_DIM, BLOCK_D)
@@ -169,7 +170,7 @@ def kv_store_kernel(
         k_mask = _mask(live, dims, HEAD_DIM // 2, BLOCK_D // 2)
         v_mask = _mask(live, dims, VALUE_DIM // 2, BLOCK_D // 2)
     offsets = (in_pages + heads * stride_pages_head)[None, :, None] + dims
-    # As many as are loaded at once; see `store_rows`.
+    # A thread stores as many elements as it loads at once; see `store_rows`.
     offsets = tl.max_contiguous(
         offsets, [1, 1, THREAD_ELEMENTS // 2 if IS_INT4 else THREAD_ELEMENTS]
     )

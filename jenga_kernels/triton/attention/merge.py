@@ -6,7 +6,7 @@ import triton.language as tl
 from jenga_kernels.triton.attention.tile import LOG2_E, element_mask
 
 
-# Counts differ from step to step and must not compile anew.
+# Counts differ from step to step and must not cause another compilation.
 @triton.jit(do_not_specialize=["num_rows"])
 def attention_merge_kernel(
     # Outputs
@@ -24,7 +24,7 @@ def attention_merge_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Program p joins rows p * BLOCK_ROWS and on; a row is one head of one token."""
+    """Merge rows from p * BLOCK_ROWS on in program p; a row is one head of one token."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     live = rows < num_rows
     first_lse = tl.load(first_lse_ptr + rows, mask=live, other=0.0)  # f32[BLOCK_ROWS]
@@ -38,7 +38,7 @@ def attention_merge_kernel(
 
     offsets = rows[:, None] * HEAD_DIM + tl.arange(0, BLOCK_D)[None, :]
     mask = element_mask(live, HEAD_DIM, BLOCK_D)
-    # What no key gave may hold NaN, and 0 * NaN is NaN.
+    # Results over no keys may hold NaN, and 0 * NaN is NaN.
     has_first = element_mask(live & (first_lse != float("-inf")), HEAD_DIM, BLOCK_D)
     has_second = element_mask(live & (second_lse != float("-inf")), HEAD_DIM, BLOCK_D)
     first = tl.load(first_out_ptr + offsets, mask=has_first, other=0.0).to(tl.float32)
@@ -46,7 +46,7 @@ def attention_merge_kernel(
     out = first * (first_weight / divisor)[:, None] + second * (second_weight / divisor)[:, None]
     tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
     if lse_ptr is not None:
-        # Every warp has read both, which all need, before one writes where one of them may be.
+        # All warps must have read both inputs before one writes, because lse may be one of them.
         tl.debug_barrier()
         joined = tl.where(total == 0.0, float("-inf"), shift + tl.log(divisor))
         tl.store(lse_ptr + rows, joined, mask=live)

@@ -1,4 +1,4 @@
-"""Kernel of `jenga_kernels.attention_plan`: a step's work lists."""
+"""Kernel of `jenga_kernels.attention_plan`: work lists of a step."""
 
 import triton
 import triton.language as tl
@@ -8,10 +8,11 @@ from jenga_kernels.triton.lib.addressing import first_tile_key
 from jenga_kernels.triton.lib.device import ceil_div, device_function
 
 MAX_SPLITS = tl.constexpr(8)
-"""Most parts of a request's keys in batch-invariant mode; bounds the memory for partial results."""
+"""Most splits of a request's keys in batch-invariant mode. It bounds the memory for partial
+results."""
 
 MIN_SPLIT_TILES = tl.constexpr(4)
-"""Fewest tiles worth a part of their own in batch-invariant mode."""
+"""Fewest tiles of a split in batch-invariant mode."""
 
 
 @device_function
@@ -23,7 +24,7 @@ def decode_keys(
     PAGE_TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Where a decoding request's keys and tiles begin, and the number of tiles, at least 1."""
+    """First key of a decoding request, first key of its tiles, and number of tiles, at least 1."""
     keys_start = first_visible(seq_len - query_len, window_tokens, chunk_tokens)
     tiles_start = first_tile_key(keys_start, PAGE_TOKENS, BLOCK_N, False)
     num_tiles = tl.maximum(1, ceil_div(seq_len - tiles_start, BLOCK_N))
@@ -32,17 +33,18 @@ def decode_keys(
 
 @device_function
 def invariant_split_tiles(num_tiles):
-    """Tiles of one part of a request's keys, from the request alone."""
+    """Number of tiles of one split of a request's keys, from the request alone."""
     num_splits = tl.minimum(MAX_SPLITS, ceil_div(num_tiles, MIN_SPLIT_TILES))
     return ceil_div(num_tiles, num_splits)
 
 
 @device_function
 def partial_index(program, pair, first_program):
-    """Index of the part that `program` has of a split pair, which begins in `first_program`.
+    """Index of `program`'s partial result of a split pair, which begins in `first_program`.
 
-    It grows from one part to the next: in a pair the program does, and from one split pair to the
-    next both the pair and where it begins do. Twice the number of programs bounds it.
+    The index grows from one partial result to the next. Within a pair, the program grows. From one
+    split pair to the next, both the pair and its first program grow. The index is less than twice
+    the number of programs.
     """
     return program + tl.minimum(pair, first_program)
 
@@ -64,11 +66,14 @@ def next_run(
     IS_INVARIANT: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """What a decode program does from `unit` on, which belongs to `request` or a later one.
+    """Find the next work of a decode program from `unit` on.
+
+    The unit belongs to `request` or a later one.
 
     Returns:
-        The request and head of keys, the tiles [start, end) of its keys, how many units these are
-        and of how many, and the partial result they give if they are not all.
+        The request, the KV head, and the tiles [start, end) of its keys. Then the number of units
+        of this work, the number of units of the pair, and the index of the partial result. There is
+        a partial result only if the two numbers differ.
     """
     units_end = tl.load(unit_starts_ptr + request + 1)
     while unit >= units_end * NUM_KV_HEADS:
@@ -114,7 +119,7 @@ def _units(
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Units of decode work per head of keys, and tiles of prefill rows, of each request."""
+    """Units of decode work per KV head, and tiles of prefill rows, of each request."""
     live = requests < num_requests
     query_lens = tl.load(query_starts_ptr + requests + 1, mask=live, other=0) - tl.load(
         query_starts_ptr + requests, mask=live, other=0
@@ -130,15 +135,15 @@ def _units(
     return units, row_tiles
 
 
-# Counts differ from step to step and must not compile anew.
+# Counts differ from step to step and must not cause another compilation.
 @triton.jit(do_not_specialize=["num_requests", "num_programs", "max_row_tiles"])
 def attention_plan_kernel(
     # Outputs
-    unit_starts_ptr,  # i32[num_requests + 1], decode work before each request, per head of keys
+    unit_starts_ptr,  # i32[num_requests + 1], decode work before each request, per KV head
     units_per_program_ptr,  # i32[1]
-    first_requests_ptr,  # i32[num_programs], where each program of the decode kernel begins
+    first_requests_ptr,  # i32[num_programs], request where each decode program begins
     row_tile_requests_ptr,  # i32[max_row_tiles], request of each tile of prefill rows, or -1
-    row_tile_indices_ptr,  # i32[max_row_tiles], which of its request's tiles it is
+    row_tile_indices_ptr,  # i32[max_row_tiles], index of each tile among those of its request
     # Inputs
     query_starts_ptr,  # i32[num_requests + 1]
     seq_lens_ptr,  # i32[num_requests]
@@ -160,9 +165,10 @@ def attention_plan_kernel(
     BLOCK_REQUESTS: tl.constexpr,
     BLOCK_ENTRIES: tl.constexpr,
 ):
-    """Program p makes entries p * BLOCK_ENTRIES and on of each list; program 0 the prefix sums.
+    """Make entries from p * BLOCK_ENTRIES on of each list in program p, and sums in program 0.
 
-    Every program counts all requests itself, so no program waits for another.
+    The sums are the prefix sums of decode work. Every program counts all requests itself, so no
+    program waits for another.
     """
     total = 0
     for block in range(0, num_requests, BLOCK_REQUESTS):
@@ -225,7 +231,7 @@ def attention_plan_kernel(
         tl.store(units_per_program_ptr, units_per_program)
     first_requests = tl.minimum(first_requests, tl.maximum(num_requests - 1, 0))
     tl.store(first_requests_ptr + entries, first_requests, mask=entries < num_programs)
-    # The last rows of a request read the most keys: they begin first.
+    # The last rows of a request read the most keys, so they begin first.
     is_used = entries < row_tiles_before
     mask = entries < max_row_tiles
     tl.store(row_tile_requests_ptr + entries, tl.where(is_used, row_tile_requests, -1), mask=mask)

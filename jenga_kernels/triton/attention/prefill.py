@@ -1,4 +1,4 @@
-"""Attention of requests with many query tokens: a tile of rows walks over all keys it reads."""
+"""Attention of requests with many query tokens: a tile of rows loops over all keys it reads."""
 
 import triton
 import triton.language as tl
@@ -73,16 +73,16 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Program (p, h) does a part of tile t of the list of row tiles for head h of keys.
+    """Compute a part of a row tile for KV head h in program (p, h).
 
-    It is part p % VALUE_PARTS of tile p // VALUE_PARTS: all scores, and VALUE_DIM elements of each
-    result. The last part ends with the head and may repeat some of the part before it; their
-    log-sum-exps are the same.
+    It is part p % VALUE_PARTS of tile p // VALUE_PARTS of the list: all scores, and VALUE_DIM
+    elements of each result. The last part ends with the head and may repeat some elements of the
+    part before it. All parts compute the same log-sum-exps.
 
-    Where IS_INVARIANT, a row's keys are summed by the same tiles whichever rows share its program;
-    in what its tiles hold besides it has no share, to the last bit.
+    With IS_INVARIANT, a row's keys are summed in the same tiles whichever rows share its program.
+    Other keys of these tiles do not change its result, to the last bit.
 
-    Where READS_PAIRS, elements of a byte are read as in decoding; see `attend_tile`.
+    With READS_PAIRS, elements of one byte are read as in decoding; see `attend_tile`.
     """
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
     VALUE_PARTS: tl.constexpr = (RESULT_DIM + VALUE_DIM - 1) // VALUE_DIM
@@ -109,7 +109,7 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
     if IS_SPLIT:
         k_pages_ptr = as_pairs(k_pages_ptr)
         values_ptr = as_pairs(values_ptr)
-        # Strides are multiples of 16 bytes; the products tell Triton so.
+        # Strides are multiples of 16 bytes, and these products tell Triton so.
         stride_pages_page = stride_pages_page // 16 * 8
         stride_pages_slot = stride_pages_slot // 16 * 8
         stride_pages_head = stride_pages_head // 16 * 8
@@ -123,7 +123,7 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
 
     rows = row_start + tl.arange(0, BLOCK_M)
     live = rows < query_len * GROUP
-    # Rows past the end stand in for the last one, so that they widen no range of keys.
+    # Rows past the end repeat the last one, so that they widen no range of keys.
     tokens_in_request = tl.minimum(rows // GROUP, query_len - 1)
     positions = seq_len - query_len + tokens_in_request  # i32[BLOCK_M]
     heads = kv_head * GROUP + rows % GROUP  # i32[BLOCK_M]
@@ -141,7 +141,7 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
         keys_start = tl.minimum(keys_start, tl.min(tl.where(has_span, span_starts, seq_len), 0))
         keys_end = tl.maximum(keys_end, tl.max(tl.where(has_span, span_ends, 0), 0))
 
-    # Keys [full_start, full_end) are read by every row; the tiles within need no mask.
+    # Every row reads keys [full_start, full_end), so the tiles within need no mask.
     tiles_start = first_tile_key(keys_start, PAGE_TOKENS, BLOCK_N, IS_INVARIANT)
     num_tiles = ceil_div(tl.maximum(keys_end - tiles_start, 0), BLOCK_N)
     full_start = tl.max(row_starts, 0)
@@ -184,10 +184,10 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
         else:
             phase_start = end_full
             phase_end = num_tiles
-        # Without a window the first tiles are full ones.
+        # Without a window, there are no masked tiles before the full ones.
         if phase > 0 or is_bounded:
-            # Hoisted, where the queries of a wide head lie in shared memory takes 64 registers.
-            # Heads half as wide have these to spare unless keys are converted.
+            # Hoisted addresses of a wide head's queries in shared memory would take 64 registers.
+            # Heads half as wide have these to spare, unless keys are converted.
             for tile in tl.range(  # pyright: ignore[reportGeneralTypeIssues]
                 phase_start, phase_end, disable_licm=IS_CROWDED
             ):
@@ -235,7 +235,7 @@ def attention_prefill_kernel(  # noqa: PLR0912 - options are compiled in or out,
                 )
 
     if IS_CROWDED or IS_INT4 or IS_SPLIT:
-        # The walk needs all registers: which rows these are is not kept in any, but read again.
+        # The loop needs all registers, so the indices of the rows are computed again.
         row_start = tl.load(row_tile_indices_ptr + row_tile, volatile=True) * BLOCK_M
         rows = row_start + tl.arange(0, BLOCK_M)
         live = rows < query_len * GROUP

@@ -1,7 +1,7 @@
-"""What the attention kernels share: which keys a query reads, one step over keys, the end of a row.
+"""Functions that the attention kernels share: visible keys, a step over keys, the end of a row.
 
-A row is one head of one query token. The rows of a request that belong to one head of keys are
-numbered row = token * GROUP + head in group, so that one tile of queries serves a whole group.
+A row is one head of one query token. The rows of a request that read the same KV head are numbered
+`row = token * GROUP + head in group`. So one tile of queries serves a whole group.
 """
 
 import triton.language as tl
@@ -29,7 +29,7 @@ WIDE_HEAD = tl.constexpr(_WIDE_HEAD)
 
 PAIR = tl.constexpr(2)
 QUAD = tl.constexpr(4)
-"""Elements that one item of pages read in parts holds."""
+"""Number of elements in one item of pages, if pages are read in pairs or quads."""
 
 
 @device_function
@@ -45,7 +45,7 @@ def first_visible(positions, window_tokens, chunk_tokens):
 
 @device_function
 def end_visible(positions, seq_len, IS_CAUSAL: tl.constexpr):
-    """One past the last key that the query at each position reads."""
+    """End of the keys that the query at each position reads, one past the last."""
     if IS_CAUSAL:
         return tl.minimum(positions + 1, seq_len)
     else:
@@ -54,13 +54,13 @@ def end_visible(positions, seq_len, IS_CAUSAL: tl.constexpr):
 
 @device_function
 def row_offsets(tokens, heads, stride_token, stride_head):
-    """Offset of each row, i64[M]; tokens count over the batch."""
+    """Offset of each row, i64[M]; tokens are numbered over the batch."""
     return tokens.to(tl.int64) * stride_token + heads.to(tl.int64) * stride_head
 
 
 @device_function
 def element_mask(live, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Elements of live rows that exist, i1[M, BLOCK_D]."""
+    """Mask of the elements of live rows that exist, i1[M, BLOCK_D]."""
     mask = live[:, None]
     if BLOCK_D != HEAD_DIM:
         mask = mask & (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
@@ -70,18 +70,18 @@ def element_mask(live, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 @device_function
 def attend_tile(  # noqa: PLR0912 - options are compiled in or out, each an `if`
     # Running softmax of the rows
-    acc,  # f32[M, BLOCK_V]; of pairs two of f32[M, BLOCK_V // 2], of quads four of a quarter
+    acc,  # f32[M, BLOCK_V]; for pairs two of f32[M, BLOCK_V // 2], for quads four of a quarter
     row_max,  # f32[M]
     row_sum,  # f32[M], or f32[M, BLOCK_N]: one sum for each place of a key in its tile
-    value_unit,  # f32: of pairs and quads whose slots have scales, the greatest so far: acc's unit
-    least_sums,  # of quads, f32[M, BLOCK_N]: what acc lacks, of least elements by their weights
+    value_unit,  # f32: unit of acc for pairs and quads with slot scales, the greatest scale so far
+    least_sums,  # f32[M, BLOCK_N]: for split int4, least elements times weights, added to acc later
     # Rows
-    q,  # [M, BLOCK_D]; of pairs two of f16[M, BLOCK_D // 2], of quads four of a quarter
-    q_sums,  # f32[M]: of pairs and quads of four bits each, sums of q; else None
+    q,  # [M, BLOCK_D]; for pairs two of f16[M, BLOCK_D // 2], for quads four of a quarter
+    q_sums,  # f32[M]: sums of q for pairs and quads of elements of four bits; else None
     positions,  # i32[M]
     row_starts,  # i32[M] or None: first key each row reads
     row_ends,  # i32[M], one past the last
-    span_starts,  # i32[M] or None: keys read besides
+    span_starts,  # i32[M] or None: first key of each row's span, read in addition
     span_ends,  # i32[M] or None
     slopes,  # f32[M] or None: ALiBi
     # Keys, as pairs, quads or elements
@@ -92,7 +92,7 @@ def attend_tile(  # noqa: PLR0912 - options are compiled in or out, each an `if`
     page_table_ptr,  # i32[max_pages], the request's row
     tiles_start,
     tile,
-    keys_start,  # keys outside [keys_start, keys_end) are not read at all
+    keys_start,  # no key outside [keys_start, keys_end) is read
     keys_end,
     # Scalars
     scale,
@@ -100,7 +100,7 @@ def attend_tile(  # noqa: PLR0912 - options are compiled in or out, each an `if`
     # Strides, in elements
     stride_pages_page,
     stride_pages_slot,
-    stride_scales_page,  # with the next: None without scales
+    stride_scales_page,  # this and the next are None without scales
     stride_scales_slot,
     # Tiles and flags
     HEAD_DIM: tl.constexpr,
@@ -116,29 +116,32 @@ def attend_tile(  # noqa: PLR0912 - options are compiled in or out, each an `if`
     IS_ALIGNED: tl.constexpr,
     KEEPS_OFFSETS: tl.constexpr,
 ):
-    """Take a tile of BLOCK_N keys into the running softmax of the rows.
+    """Add a tile of BLOCK_N keys to the running softmax of the rows.
 
-    Without IS_EDGE every row reads every one of these keys. Rows without `row_starts` read all keys
-    from 0 to their ends, and tiles_start is 0.
+    Without IS_EDGE every row reads every one of these keys. Without `row_starts`, rows read all
+    keys from 0 to their ends, and tiles_start is 0.
 
-    Where K_SPLIT and V_SPLIT are PAIR or QUAD, not 1, so many elements of a byte or half of one are
-    read as one item, and pointers are to these: the first elements of such pairs or quads are
-    multiplied with the first of q and add up in the first of acc, and so on. Strides count items of
-    values, of which one of keys may be two.
+    If K_SPLIT or V_SPLIT is PAIR or QUAD instead of 1, that number of elements of a byte or half a
+    byte is read as one item. Pointers are to items. The first elements of all items are multiplied
+    with the first part of q, and add up in the first part of acc; the others likewise. Strides
+    count items of values; an item of keys may be two of these.
 
-    Where slots have scales, scores are multiplied with those of keys. Those of values go to the
-    values; of pairs and quads, whose products are of half precision, to the weights, as shares of
-    the greatest scale so far: by themselves they may be too small for it. Of pairs and quads of
-    four bits each, what they lie above is added to scores by the sums of queries, and to results by
-    those of weights; without, keys and values are restored first.
+    With slot scales, scores are multiplied with the scales of keys. The scales of values are
+    multiplied with values. For pairs and quads, whose products are of half precision, they are
+    multiplied with the weights instead. They are then shares of the greatest scale so far, because
+    they may be too small for half precision by themselves.
+
+    Pairs and quads of four-bit elements lack their least element. Its products are added to scores
+    from the sums of queries, and to results from the sums of weights. Four-bit elements that are
+    not split are restored before the products.
     """
     IS_INT4: tl.constexpr = tl.constexpr(STORED.is_uint8())
     IS_SPLIT: tl.constexpr = tl.constexpr(V_SPLIT > 1)
-    # Elements of an item that is loaded.
+    # Number of elements of an item that is loaded.
     K_ITEM: tl.constexpr = tl.constexpr(2 if IS_INT4 and K_SPLIT == 1 else K_SPLIT)
     V_ITEM: tl.constexpr = tl.constexpr(2 if IS_INT4 and V_SPLIT == 1 else V_SPLIT)
-    # Keys count from `origin`. Where offsets are kept that is the tile's first key: bounds of rows
-    # are brought to the tile, which takes fewer instructions, but registers.
+    # Keys count from `origin`. With KEEPS_OFFSETS that is the tile's first key, and bounds of rows
+    # are made relative to the tile. This takes fewer instructions, but more registers.
     keys = tl.arange(0, BLOCK_N)
     origin = tiles_start + tile * BLOCK_N
     if not KEEPS_OFFSETS:
@@ -147,7 +150,7 @@ def attend_tile(  # noqa: PLR0912 - options are compiled in or out, each an `if`
     live = None
     if IS_EDGE:
         live = keys < keys_end - origin
-        # Tiles begin with the first key unless they are aligned, or must stay in a page.
+        # Tiles begin with the first key, unless they are aligned or must stay within a page.
         if (IS_ALIGNED or PAGE_TOKENS % BLOCK_N == 0) and row_starts is not None:
             live = live & (keys >= keys_start - origin)
     offsets, scale_offsets = key_offsets(
@@ -169,7 +172,7 @@ def attend_tile(  # noqa: PLR0912 - options are compiled in or out, each an `if`
     if k_scales_ptr is not None:
         k_scales = load_scales(k_scales_ptr, scale_offsets, live)  # f32[BLOCK_N], or words
         v_scales = load_scales(v_scales_ptr, scale_offsets, live)  # f32[BLOCK_N], or words
-    # A dead slot may hold NaN, and 0 * NaN is NaN: values are zeroed, not only their weights.
+    # A dead slot may hold NaN, and 0 * NaN is NaN. So values are zeroed, not only their weights.
     k_offsets = offsets // 2 if K_SPLIT == 2 * V_SPLIT else offsets
     k = load_rows(k_pages_ptr, k_offsets, live, HEAD_DIM // K_ITEM, BLOCK_D // K_ITEM)
     v = load_rows(v_pages_ptr, offsets, live, VALUE_DIM // V_ITEM, BLOCK_V // V_ITEM)
@@ -229,7 +232,7 @@ def attend_tile(  # noqa: PLR0912 - options are compiled in or out, each an `if`
             least_sums = least_sums * rescale[:, None] + weights * v_least[None, :]
         if v_scales is not None:
             greatest = tl.maximum(value_unit, tl.max(v_scales, 0))
-            # Of a tile without keys, or of values that are nothing, any share will do.
+            # For a tile without keys, or with values of zero only, any share is right.
             share = 1.0 / tl.where(greatest > 0.0, greatest, 1.0)
             weights = weights * (v_scales * share)[None, :]
             rescale = rescale * (value_unit * share)
@@ -249,7 +252,7 @@ def attend_tile(  # noqa: PLR0912 - options are compiled in or out, each an `if`
 
 @device_function
 def _split(rows, STORED: tl.constexpr, SPLIT: tl.constexpr):
-    """Elements of rows of pairs or quads, in half precision, by their places in these."""
+    """Split rows of pairs or quads into elements in half precision, one part for each place."""
     if SPLIT == QUAD:
         return split_int4_quads(rows)
     elif STORED.is_uint8():
@@ -264,7 +267,7 @@ def _split(rows, STORED: tl.constexpr, SPLIT: tl.constexpr):
 
 @device_function
 def load_scales(scales_ptr, offsets, live):
-    """Scales of the slots of a tile, [BLOCK_N]; 0 where `live`, if given, is false."""
+    """Load the scales of the slots of a tile, [BLOCK_N]; 0 where `live`, if given, is false."""
     if live is None:
         return tl.load(scales_ptr + offsets)
     else:
@@ -273,15 +276,15 @@ def load_scales(scales_ptr, offsets, live):
 
 @device_function
 def finish_rows(acc, row_max, row_sum, sinks):
-    """Results and natural log-sum-exp of rows whose keys are all seen.
+    """Compute results and natural log-sum-exp of rows after their last key.
 
-    A sink is the score of a key without a value: it takes weight and gives nothing. A row without
+    A sink is the score of a key without a value: it takes weight and adds nothing. A row without
     any key gives 0 and -inf.
     """
     if sinks is not None:
         sinks = sinks * LOG2_E
         new_max = tl.maximum(row_max, sinks)
-        # A head without a sink among others has -inf, and a row may have no key either.
+        # A head without a sink has -inf if others have one, and a row may have no key either.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         rescale = tl.exp2(row_max - shift)
         acc = acc * rescale[:, None]

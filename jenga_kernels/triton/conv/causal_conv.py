@@ -28,7 +28,7 @@ def kept_inputs(
     WIDTH: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
 ):
-    """Inputs before each position that are columns of a state, the oldest first; others zero."""
+    """Load inputs before each position that are columns of a state, oldest first; else zero."""
     kept = ()
     for t in tl.static_range(3):  # pyright: ignore[reportGeneralTypeIssues]
         columns = positions + t
@@ -59,7 +59,7 @@ def causal_conv_kernel(  # noqa: PLR0912 - options are compiled in or out, each 
     output_gates_ptr,  # [num_tokens, dim]
     # Sizes
     num_requests,
-    # Strides, in elements; that of channels has no type, since Triton looks for a 1 only there
+    # Strides, in elements; that of channels is untyped, because Triton tests only such for 1
     stride_out_token: tl.int64,
     stride_states_slot: tl.int64,
     stride_states_dim,
@@ -83,7 +83,7 @@ def causal_conv_kernel(  # noqa: PLR0912 - options are compiled in or out, each 
     BLOCK_W: tl.constexpr,
     RUN_TOKENS: tl.constexpr,
 ):
-    """Program (d, b) convolves token block b in BLOCK_D channels; first blocks keep states too."""
+    """Convolve block b in BLOCK_D channels in program (d, b). A first block writes states too."""
     request, block = find_block(query_starts_ptr, num_requests, tl.program_id(1), BLOCK_T)
     channels = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     is_channel = channels < DIM
@@ -96,10 +96,10 @@ def causal_conv_kernel(  # noqa: PLR0912 - options are compiled in or out, each 
     runs = tl.arange(0, BLOCK_T // RUN_TOKENS)[:, None] * RUN_TOKENS  # [rows, 1]
     positions = block * BLOCK_T + runs
     out_ptr += (query_start + positions) * stride_out_token + dims
-    # The first block goes on without tokens too: it hands the state on to its slot.
-    # Before the tokens of the first request there may be blocks that are of none.
+    # The first block runs even without tokens, because it passes the state on to its slot. Before
+    # the tokens of the first request, there may be blocks of no request.
     is_past = (block < 0) | ((block > 0) & (block * BLOCK_T >= num_tokens))
-    # One branch for both, so that starts and slots are asked for at once.
+    # One branch for both, so that starts and slots are loaded at once.
     if is_past | (final_slot <= 0):
         zero = tl.full([BLOCK_T // RUN_TOKENS, BLOCK_D], 0.0, out_ptr.dtype.element_ty)
         for t in tl.static_range(RUN_TOKENS):  # pyright: ignore[reportGeneralTypeIssues]
@@ -110,7 +110,7 @@ def causal_conv_kernel(  # noqa: PLR0912 - options are compiled in or out, each 
 
     in_page = dims.to(tl.int64) * stride_states_dim  # [1, D]
     initial_ptr = states_ptr + page_offsets(initial_slot, stride_states_slot) + in_page
-    # The product tells Triton what divides the stride; of arguments it believes 16 only.
+    # This product tells Triton the divisor of the stride. For arguments it recognises 16 only.
     stride_x_token = stride_x_token // X_ALIGNMENT * X_ALIGNMENT
     x_ptr += query_start * stride_x_token + dims
     if input_gates_ptr is not None:
@@ -135,7 +135,7 @@ def causal_conv_kernel(  # noqa: PLR0912 - options are compiled in or out, each 
             WIDTH,
             NUM_COLUMNS,
         )
-    # All inputs of a run are asked for, each of them once, before a result is stored.
+    # All inputs of a run are loaded, each of them once, before a result is stored.
     sources = (positions + (1 - WIDTH)).to(tl.int64)
     source_ptr = x_ptr + sources * stride_x_token
     if input_gates_ptr is not None:
@@ -181,7 +181,7 @@ def causal_conv_kernel(  # noqa: PLR0912 - options are compiled in or out, each 
     before = column_offsets(columns, num_before, stride_states_column, WIDTH, NUM_COLUMNS)
     is_kept = has_input(columns, num_before, has_initial & is_column, WIDTH, NUM_COLUMNS)
     initial = tl.load(initial_ptr + before, mask=is_kept, other=0.0)  # [W, D]
-    # Every thread has read the state before one writes to a slot that may be the same.
+    # All threads must have read the state before one writes, because the slots may be the same.
     tl.debug_barrier()
     stretch, last_stretch = checkpoint_range(checkpoint_starts_ptr, request)
     for s in range(stretch, last_stretch + 1):

@@ -29,7 +29,7 @@ def conv_update_kernel(  # noqa: PLR0912 - options are compiled in or out, each 
     computed_tokens_ptr,  # i32[num_requests]
     input_gates_ptr,  # [num_tokens, dim]
     output_gates_ptr,  # [num_tokens, dim]
-    # Strides, in elements; that of channels has no type, since Triton looks for a 1 only there
+    # Strides, in elements; that of channels is untyped, because Triton tests only such for 1
     stride_out_token: tl.int64,
     stride_states_slot: tl.int64,
     stride_states_dim,
@@ -51,8 +51,8 @@ def conv_update_kernel(  # noqa: PLR0912 - options are compiled in or out, each 
     X_ALIGNMENT: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Program (d, r) convolves the tokens of request r in BLOCK_D channels."""
-    # Columns of the inputs before a token; those below zero are none.
+    """Convolve the tokens of request r in BLOCK_D channels, in program (d, r)."""
+    # Columns of the inputs before a token. Negative ones do not exist.
     NEWEST: tl.constexpr = WIDTH - 2
     MIDDLE: tl.constexpr = WIDTH - 3
     OLDEST: tl.constexpr = WIDTH - 4
@@ -65,7 +65,7 @@ def conv_update_kernel(  # noqa: PLR0912 - options are compiled in or out, each 
         first = tl.load(query_starts_ptr + request).to(tl.int64)
         num_tokens = tl.load(query_starts_ptr + request + 1).to(tl.int32) - first.to(tl.int32)
     state_slots_ptr += request * stride_slots_request
-    # The product tells Triton what divides the stride; of arguments it believes 16 only.
+    # These products tell Triton the divisor of strides. For arguments it recognises 16 only.
     stride_x_token = stride_x_token // X_ALIGNMENT * X_ALIGNMENT
     if input_gates_ptr is not None:
         stride_input_gates = stride_input_gates // X_ALIGNMENT * X_ALIGNMENT
@@ -75,7 +75,7 @@ def conv_update_kernel(  # noqa: PLR0912 - options are compiled in or out, each 
         output_gates_ptr += first * stride_output_gates + dims
     x_ptr += first * stride_x_token + dims
     out_ptr += first * stride_out_token + dims
-    # Without a branch for padding neither slot waits for the other, nor anything else for one.
+    # Padding has no branch, so that no load waits for either slot, nor one slot for the other.
     is_request = tl.load(state_slots_ptr) > 0
     initial_slot = tl.load(initial_slots_ptr + request * stride_initial)
     has_state = is_request & (initial_slot > 0)
@@ -85,7 +85,7 @@ def conv_update_kernel(  # noqa: PLR0912 - options are compiled in or out, each 
     )
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + dims, mask=is_dim, other=0.0).to(tl.float32)
-    # A vector for each input before the token, so that channels next to each other load as one.
+    # One vector for each input before the token, so that neighbouring channels load as one.
     in_page = dims.to(tl.int64) * stride_states_dim
     initial = states_ptr + page_offsets(initial_slot, stride_states_slot) + in_page
     has_initial = mask_if(has_state, is_dim)
@@ -112,7 +112,7 @@ def conv_update_kernel(  # noqa: PLR0912 - options are compiled in or out, each 
             other=0.0,
         )
         oldest = oldest.to(tl.float32)
-    # Every thread has read the state before one writes to a slot that may be the same.
+    # All threads must have read the state before one writes, because the slots may be the same.
     tl.debug_barrier()
     for _ in range(num_tokens):
         x = tl.load(x_ptr, mask=is_dim, other=0.0)  # [D]

@@ -1,4 +1,4 @@
-"""First kernel of `jenga_kernels.delta_scan` where every key channel decays on its own."""
+"""First kernel of `jenga_kernels.delta_scan` with a decay for every key channel."""
 
 import triton
 import triton.language as tl
@@ -17,12 +17,12 @@ from jenga_kernels.triton.lib.matmul import INTERPRETED, matmul
 from jenga_kernels.triton.recurrent.recurrence import row_sums
 
 RUN_TOKENS = tl.constexpr(delta_tiles.RUN_TOKENS)
-"""Tokens next to each other that a thread holds: what is between them needs no other thread."""
+"""Consecutive tokens that a thread holds. Work between them needs no other thread."""
 
 
 @device_function
 def load_run(ptr, stride_token, run_starts, end, is_k):
-    """The four tokens of each run, [runs, K] each; 0 past the end."""
+    """Load the four tokens of each run, [runs, K] each; 0 past the end."""
     return (
         tl.load(ptr, mask=(run_starts < end) & is_k, other=0.0),
         tl.load(ptr + stride_token, mask=(run_starts + 1 < end) & is_k, other=0.0),
@@ -33,7 +33,7 @@ def load_run(ptr, stride_token, run_starts, end, is_k):
 
 @device_function
 def decay_before(gates, tokens, end, rate, bias):
-    """Logarithms to base two of the decays of tokens; those past the end decay nothing."""
+    """Logarithms to base two of the decays of tokens; 0 for tokens past the end."""
     if rate is not None:
         rate = tl.where(tokens < end, rate, 0.0)
     return decay_log2(gates.to(tl.float32), rate, bias)
@@ -41,7 +41,7 @@ def decay_before(gates, tokens, end, rate, bias):
 
 @device_function
 def scaled(rows, scale, IS_NORMALIZED: tl.constexpr):
-    """Rows of [M, N] times a factor, in float32; brought to length one before, if asked."""
+    """Rows of [M, N] times a factor, in float32; scaled to length one first if IS_NORMALIZED."""
     rows = rows.to(tl.float32)
     if IS_NORMALIZED:
         return rows * (scale * unit_factors(rows))[:, None]
@@ -51,27 +51,27 @@ def scaled(rows, scale, IS_NORMALIZED: tl.constexpr):
 
 @device_function
 def interleaved(rows):
-    """Four [runs, K], of the tokens of each run in order, as one [T, K]."""
+    """Interleave four [runs, K], one for each token of a run, to [T, K]."""
     RUNS: tl.constexpr = rows[0].shape[0]
     BLOCK_K: tl.constexpr = rows[0].shape[1]
     in_run = tl.arange(0, RUN_TOKENS)[None, :, None]
     tile = tl.broadcast_to(tl.reshape(rows[0], [RUNS, 1, BLOCK_K]), [RUNS, RUN_TOKENS, BLOCK_K])
     for t in tl.static_range(1, RUN_TOKENS):  # pyright: ignore[reportGeneralTypeIssues]
-        # A thread holds whole runs, so that this picks registers and costs nothing.
+        # A thread holds whole runs, so this selects registers and costs nothing.
         tile = tl.where(in_run == t, tl.reshape(rows[t], [RUNS, 1, BLOCK_K]), tile)
     return tl.reshape(tile, [RUNS * RUN_TOKENS, BLOCK_K])
 
 
 @device_function
 def each_token(first, second, third, fourth):
-    """Four [runs], of the tokens of each run in order, as one [T, 1]."""
+    """Interleave four [runs], one for each token of a run, to [T, 1]."""
     pairs = tl.join(tl.join(first, third), tl.join(second, fourth))  # [runs, 2, 2]
     return tl.reshape(pairs, [first.shape[0] * RUN_TOKENS])[:, None]
 
 
 @device_function
 def products(queries, keys, dtype: tl.constexpr):
-    """Products of queries and of keys with all keys, [T, T] each; of four [runs, K] each."""
+    """Products of queries, and of keys, with all keys, [T, T] each, from four [runs, K] each."""
     BLOCK_T: tl.constexpr = keys[0].shape[0] * RUN_TOKENS
     q = ()
     k = ()
@@ -82,7 +82,7 @@ def products(queries, keys, dtype: tl.constexpr):
     of_keys = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
     k = interleaved(k)
     left = interleaved(q)
-    # A left factor that a loop carries lies in shared memory; each other one would take the
+    # A left operand that a loop carries is in shared memory. Each other one would take the
     # registers of a tile.
     for _ in range(2):
         of_queries = of_keys
@@ -93,7 +93,7 @@ def products(queries, keys, dtype: tl.constexpr):
 
 @device_function
 def of_neighbours(values, WIDTH: tl.constexpr):
-    """What each row of f32[M, N] has in the other WIDTH rows of its 2 * WIDTH."""
+    """Exchange the two halves of each group of 2 * WIDTH rows of f32[M, N]."""
     ROWS: tl.constexpr = values.shape[0]
     COLUMNS: tl.constexpr = values.shape[1]
     PAIRS: tl.constexpr = ROWS // (2 * WIDTH)
@@ -111,24 +111,24 @@ def of_neighbours(values, WIDTH: tl.constexpr):
 
 @device_function
 def products_of_runs(scores, lower, q, since_k, until_k, whole, dtype: tl.constexpr):
-    """What `products` gives for all runs, given that of each with itself; and sums of `whole`.
+    """Extend products within each run to those of all runs; also sum `whole` over runs.
 
-    Those are of the runs before each, of those after it, and of all. Queries come with the decay
-    from their run's start, keys with that and with the one until its end.
+    The sums are over the runs before each, over those after it, and over all. Queries include the
+    decay from their run's start. Keys are given with that decay, and with the one until its end.
     """
     BLOCK_T: tl.constexpr = scores.shape[0]
     runs = tl.arange(0, BLOCK_T // RUN_TOKENS)[:, None]
-    # Tokens i and j lie in neighbouring blocks as wide as the greatest power of two in i ^ j.
+    # Tokens i and j are in neighbouring blocks as wide as the greatest power of two in i ^ j.
     apart = tl.arange(0, BLOCK_T)[:, None] ^ tl.arange(0, BLOCK_T)[None, :]
-    # Logarithms of the decay of each block of runs, and within it of those before a run and of
-    # those after it: sums of numbers of one sign, so that none loses what another one was.
+    # Logarithms of the decay of each block of runs, and within the block, of the runs before and
+    # after each run. All are sums of numbers of one sign, so none is cancelled by another.
     before = tl.zeros_like(whole)
     after = tl.zeros_like(whole)
     for doubling in tl.static_range(2, 6):  # pyright: ignore[reportGeneralTypeIssues]
         if (1 << doubling) < BLOCK_T:
             is_later = (runs >> (doubling - 2)) % 2 == 1
             later = is_later.to(tl.float32)
-            decay = tl.exp2(tl.where(is_later, before, after))  # 1 for runs next to each other
+            decay = tl.exp2(tl.where(is_later, before, after))  # 1 for neighbouring runs
             queries = ()
             keys = ()
             for t in tl.static_range(RUN_TOKENS):  # pyright: ignore[reportGeneralTypeIssues]
@@ -145,7 +145,7 @@ def products_of_runs(scores, lower, q, since_k, until_k, whole, dtype: tl.conste
     return scores, lower, before, after, whole
 
 
-# Counts differ from step to step and must not compile anew.
+# Counts differ from step to step and must not cause another compilation.
 @triton.jit(do_not_specialize=["num_requests", "num_tokens"])
 def delta_chunks_channels_kernel(
     # Outputs
@@ -192,7 +192,7 @@ def delta_chunks_channels_kernel(
     BLOCK_K: tl.constexpr,
     IS_OVERLAPPED: tl.constexpr,
 ):
-    """Program (h, b) prepares chunk b of head h for the walk over chunks."""
+    """Prepare chunk b of head h for the scan over chunks, in program (h, b)."""
     let_next_begin(IS_OVERLAPPED)
     head = tl.program_id(0).to(tl.int64)
     request, first, end = find_chunk(
@@ -222,8 +222,8 @@ def delta_chunks_channels_kernel(
             dt_bias_ptr += head * stride_dt_bias_head + ks
             bias = tl.load(dt_bias_ptr, mask=is_k, other=0.0).to(tl.float32)  # [1, K]
     run_starts = first + runs * RUN_TOKENS  # [runs, 1]
-    # Where the chunk begins is one number; where results lie in it, constants say, for which a
-    # thread needs no registers.
+    # The start of the chunk is one number. Offsets of results within it are constants, which take
+    # no registers of a thread.
     first = first.to(tl.int64)
     gates_ptr += first * stride_gates_token + head * stride_gates_head + ks
     gates_ptr += runs * (RUN_TOKENS * stride_gates_token)
@@ -254,10 +254,10 @@ def delta_chunks_channels_kernel(
         scaled(k[3], 1.0, IS_NORMALIZED),
     )
 
-    # How queries and keys meet the keys of earlier tokens, pair of blocks by pair of blocks. Either
-    # factor has the decay between its token and the boundary of the two blocks, which is never
-    # above 1, so that nothing overflows however strong the decay.
-    # All pairs of a run but its fourth token with its third, whose boundary is another one.
+    # Products of queries and keys with the keys of earlier tokens, pair of blocks by pair of
+    # blocks. Either factor includes the decay between its token and the boundary of the two blocks.
+    # That is at most 1, so nothing overflows, however strong the decay.
+    # First, all pairs of a run, except the fourth token with the third, whose boundary differs.
     last_two = decays[2] * decays[3]
     scores, lower = products(
         (q[0], q[1], q[2] * decays[2], q[3] * last_two),
@@ -271,7 +271,7 @@ def delta_chunks_channels_kernel(
     beside_q = row_sums(q[3] * third)  # [runs]
     beside_k = row_sums(k[3] * third)
 
-    # From here on a run is one: with the decay from its start or until its end.
+    # From here on, a run is one block, with the decay from its start or until its end.
     first_two = decays[0] * decays[1]
     first_three = first_two * decays[2]
     last_three = decays[1] * last_two
@@ -302,7 +302,7 @@ def delta_chunks_channels_kernel(
         tl.store(queries_ptr + at, rounded(q[t] * since_start, dtype), mask=live)
         tl.store(keys_ptr + at, rounded(since_k[t] * since_start, dtype), mask=live)
         tl.store(kept_keys_ptr + at, rounded(until_k[t] * until_end, dtype), mask=live)
-    # All runs have it.
+    # All runs have the same decay.
     decay_ptr = decays_ptr + (head * tl.num_programs(1) + tl.program_id(1)) * BLOCK_K + ks
     tl.store(decay_ptr + runs * 0, tl.exp2(whole), mask=runs == 0)
 

@@ -1,4 +1,4 @@
-"""First kernel of `jenga_kernels.delta_scan` where a head decays as one: every chunk."""
+"""First kernel of `jenga_kernels.delta_scan` with one decay for each head: chunks, in parallel."""
 
 import triton
 import triton.language as tl
@@ -15,7 +15,7 @@ from jenga_kernels.triton.lib.device import let_next_begin, rounded
 from jenga_kernels.triton.lib.matmul import matmul
 
 
-# Counts differ from step to step and must not compile anew.
+# Counts differ from step to step and must not cause another compilation.
 @triton.jit(do_not_specialize=["num_requests", "num_tokens"])
 def delta_chunks_heads_kernel(
     # Outputs
@@ -62,7 +62,7 @@ def delta_chunks_heads_kernel(
     BLOCK_K: tl.constexpr,
     IS_OVERLAPPED: tl.constexpr,
 ):
-    """Program (h, b) prepares chunk b of head h for the walk over chunks."""
+    """Prepare chunk b of head h for the scan over chunks, in program (h, b)."""
     let_next_begin(IS_OVERLAPPED)
     head = tl.program_id(0).to(tl.int64)
     request, first, end = find_chunk(
@@ -83,8 +83,8 @@ def delta_chunks_heads_kernel(
     rows = live[:, None]
     group = head // HEADS_PER_GROUP
     dtype = k_ptr.dtype.element_ty
-    # Where the chunk begins is one number; in it, places are as far apart as constants say, for
-    # which a thread needs no registers.
+    # The start of the chunk is one number. Offsets within it have constant strides, which take no
+    # registers of a thread.
     first = first.to(tl.int64)
     in_head = head * num_tokens + first
     in_group = group * num_tokens + first
@@ -102,11 +102,12 @@ def delta_chunks_heads_kernel(
     if A_log_ptr is not None:
         betas = sigmoid(betas)
     # Logarithms to base two of the decay from the chunk's start through each token. Their
-    # differences must be right however much has decayed before.
+    # differences must be accurate after any amount of decay.
     decays = tl.where(live, decay_log2(gates.to(tl.float32), rate, bias), 0.0)
     decays = tl.cumsum(decays.to(tl.float64) if dtype == tl.float32 else decays, 0)
-    # What needs a sum over tokens is brought to the threads that want it; what does not, each of
-    # them would load and work out for all its columns, and keep.
+    # With a condition on sums over tokens, betas are loaded once, and passed to the threads that
+    # need them. Otherwise, each thread would load and compute those of all its columns, and keep
+    # them.
     betas = tl.where(decays <= 0.0, betas, 0.0)
     total = tl.sum(tl.where(tile == BLOCK_T - 1, decays, 0.0), 0)
     left = total - decays
@@ -136,8 +137,8 @@ def delta_chunks_heads_kernel(
     scores = matmul(q, tl.trans(k)) * between
     tl.store(scores_ptr + in_head * BLOCK_T + in_square, rounded(scores, dtype), mask=rows)
 
-    # Each token's change of the state takes off what the changes before it, in the same chunk,
-    # hold under its key: a unit triangular system for all changes at once.
+    # Each token's change of the state subtracts the parts that earlier changes of the chunk hold
+    # under its key. This is a unit triangular system for all changes at once.
     lower = matmul(k, tl.trans(k)) * between * betas[:, None]
     solution = unit_triangular_inverse(lower, BLOCK_T, PRECISION) * betas[None, :]
     tl.store(solution_ptr + in_head * BLOCK_T + in_square, rounded(solution, dtype), mask=rows)

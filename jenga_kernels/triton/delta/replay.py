@@ -29,10 +29,10 @@ def past_decays(
     STRIDE: tl.constexpr,
     IS_PER_CHANNEL: tl.constexpr,
 ):
-    """What the changes of a history weigh after the last of them, and a state before them all.
+    """Weights of a history's changes after the last one, and the decay of the state before them.
 
-    Each is a sum of the tokens behind it, not a difference of sums from the start, which would be
-    as wrong as these are large.
+    Each is a sum of the logarithms after the token. A difference of sums from the start would have
+    an error as large as these sums.
 
     Returns:
         Weights of the tokens, [L] or [L, K], and the state's decay, a scalar or [K].
@@ -54,7 +54,7 @@ def past_decays(
 
 @device_function
 def in_lines(row, LINES: tl.constexpr, LINE: tl.constexpr):
-    """A row of [K] as [lines, 1, line], as states are held."""
+    """Reshape a row of [K] to [lines, 1, line], the layout of states here."""
     return tl.reshape(row, [LINES, LINE])[:, None, :]
 
 
@@ -120,10 +120,10 @@ def delta_replay_kernel(  # noqa: PLR0912 - options are compiled in or out, each
     BLOCK_L: tl.constexpr,
     BLOCK_LINE: tl.constexpr,
 ):
-    """Program (b, r) serves BLOCK_V rows of one head of request r; requests vary slowest.
+    """Serve BLOCK_V rows of one head of request r in program (b, r); requests vary slowest.
 
-    The state stays as it was some tokens ago. What it holds under a key is what it held then, and
-    what the tokens since then changed: a sum over them, to which each token of the call is added.
+    The state is read as it was some tokens ago. Its value under a key is the old one, decayed, plus
+    a sum over the changes since then. Each token of the call is added to these.
     """
     BLOCKS: tl.constexpr = (HEAD_V_DIM + BLOCK_V - 1) // BLOCK_V
     LINES: tl.constexpr = BLOCK_K // BLOCK_LINE
@@ -132,9 +132,9 @@ def delta_replay_kernel(  # noqa: PLR0912 - options are compiled in or out, each
     request = tl.program_id(1)
     vs = block * BLOCK_V + tl.arange(0, BLOCK_V)
     ks = tl.arange(0, BLOCK_K)
-    ages = tl.arange(0, BLOCK_L)  # of the tokens since the state, the oldest first
-    # A row of a state lies in lines of memory, and few threads hold a part of each: they sum most
-    # of it themselves.
+    ages = tl.arange(0, BLOCK_L)  # indices of the tokens since the state, the oldest first
+    # A row of a state consists of cache lines. Few threads hold a part of each line, so they sum
+    # most of a row by themselves.
     lines = tl.arange(0, LINES)[:, None] * BLOCK_LINE + tl.arange(0, BLOCK_LINE)[None, :]
     is_v = vs < HEAD_V_DIM
     is_k = ks < HEAD_K_DIM
@@ -195,7 +195,7 @@ def delta_replay_kernel(  # noqa: PLR0912 - options are compiled in or out, each
     if IS_PER_CHANNEL:
         keys *= weights
         decay = in_lines(decay, LINES, BLOCK_LINE)
-    # What the state is made of when it is written.
+    # Keys and weights of the history, and decay of the state, for a state that is written.
     kept_keys = keys
     kept_weights = weights
     kept_decay = decay
@@ -246,7 +246,7 @@ def delta_replay_kernel(  # noqa: PLR0912 - options are compiled in or out, each
             q_scores = row_sums(keys * q[None, :]) * weights
         held += column_sums(rounded_product(changes, k_scores[:, None]))
         y += column_sums(rounded_product(changes, q_scores[:, None]))
-        # What the state holds under the key gives way to the value, as far as beta says.
+        # Replace the value that the state holds under the key, to the degree of beta.
         change = beta * k_factor * (v - held * k_factor)  # [V]
         y = (y + change * line_sums(rounded_product(line_k, line_q))) * q_factor
         tl.store(out_ptr, rounded(y, out_ptr.dtype.element_ty), mask=is_v)

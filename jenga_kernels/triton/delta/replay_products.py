@@ -1,6 +1,6 @@
 """Kernel of `jenga_kernels.delta_replay` that serves all tokens of a call at once.
 
-Heads decay as a whole: scores of keys and queries are products, and decays their factors.
+Each head has one decay, so scores of keys and queries are products, and decays are their factors.
 """
 
 import triton
@@ -39,7 +39,7 @@ def decays_of(
     bias,
     HISTORY_TOKENS: tl.constexpr,
 ):
-    """Logarithms to base two of the decays of tokens since the state, 0 of those that are none."""
+    """Logarithms to base two of the decays of tokens since the state; 0 where there is no token."""
     rows = ((stored + ages) % HISTORY_TOKENS).to(tl.int64)
     tokens = (ages - num_past).to(tl.int64)
     is_new = (ages >= num_past) & (ages < num_all)
@@ -106,20 +106,21 @@ def delta_replay_products_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ):
-    """Program (b, r) serves BLOCK_V rows of one head of request r; requests vary slowest.
+    """Serve BLOCK_V rows of one head of request r in program (b, r); requests vary slowest.
 
-    The tokens since the state, those of the call behind those of the history, are rows of one tile.
-    A state holds under a key what it held then, decayed, and what each token since then changed.
+    The tokens since the state are rows of one tile, those of the history first, then those of the
+    call. The value of a state under a key is the stored one, decayed, plus the changes of each
+    token since then.
     """
     BLOCKS: tl.constexpr = (HEAD_V_DIM + BLOCK_V - 1) // BLOCK_V
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     block = tl.program_id(0) % BLOCKS
     request = tl.program_id(1)
     vs = block * BLOCK_V + tl.arange(0, BLOCK_V)
-    # Two halves of a row, so that of a state in float32 half is taken apart at a time.
+    # A row has two halves, so that only half of a float32 state is split into parts at a time.
     ks = tl.arange(0, BLOCK_K // 2)
     far_ks = BLOCK_K // 2 + ks
-    ages = tl.arange(0, BLOCK_L)  # of the tokens since the state, the oldest first
+    ages = tl.arange(0, BLOCK_L)  # indices of the tokens since the state, the oldest first
     is_v = vs < HEAD_V_DIM
     in_state = is_v[:, None] & (ks < HEAD_K_DIM)[None, :]
     in_far_state = is_v[:, None] & (far_ks < HEAD_K_DIM)[None, :]
@@ -152,7 +153,7 @@ def delta_replay_products_kernel(
     states_ptr += page_offsets(slot, stride_states_slot) + head * stride_states_head
     state = states_ptr + vs[:, None].to(tl.int64) * stride_states_dim + ks[None, :]
     far_state = state + BLOCK_K // 2
-    # The other half is loaded behind the products of this one: both would not fit into registers.
+    # The other half is loaded after the products of this one. Both would not fit into registers.
     S = tl.load(state, mask=mask_if(stored > 0, in_state), other=0.0)  # [V, K / 2]
 
     num_past = computed - stored
@@ -184,7 +185,7 @@ def delta_replay_products_kernel(
         rate = rate_log2(tl.load(A_log_ptr + head).to(tl.float32))
         if dt_bias_ptr is not None:
             bias = tl.load(dt_bias_ptr + head).to(tl.float32)
-    # Logarithms of each token's decay, and of the next one's.
+    # Logarithms of each token's decay, and of the next token's.
     logs = decays_of(
         history_decays_ptr,
         gates_ptr,
@@ -232,7 +233,7 @@ def delta_replay_products_kernel(
     y *= since_state[None, :]
     rates = betas * k_factors
     changes += rates[None, :] * tl.where(in_call, v - held * k_factors[None, :], 0.0)
-    # What a token's key finds of the changes before it.
+    # Subtract from each token's change the earlier changes under its key.
     k_scores *= tl.where(is_before, between, 0.0) * (rates * k_factors)[:, None]
     for t in range(num_past, num_all):
         scores = column_sums(tl.where((ages == t)[:, None], k_scores, 0.0))  # [L]

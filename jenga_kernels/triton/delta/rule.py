@@ -1,4 +1,4 @@
-"""What kernels of the gated delta rule share: gates, rows of length one, chunks, their inverses."""
+"""Shared functions of kernels of the gated delta rule: gates, unit lengths, chunks, inverses."""
 
 import triton.language as tl
 
@@ -7,24 +7,24 @@ from jenga_kernels.triton.lib.matmul import matmul
 from jenga_kernels.triton.recurrent.recurrence import LOG2E, row_sums, softplus
 
 NORM_EPSILON = tl.constexpr(1e-6)
-"""Added to a squared length before its root, as in the models that train with it."""
+"""Number added to a squared length before its root, as in the models that train with it."""
 
 LOG2_LOG2E = tl.constexpr(0.5287663729448977)
-"""Logarithm to base two of LOG2E: what takes a rate from powers of e to those of two."""
+"""Logarithm to base two of LOG2E, which converts a rate from powers of e to powers of two."""
 
 LEAST_LOG2 = tl.constexpr(-126.0)
-"""Decay of a token, in powers of two, below which the state before it counts for nothing."""
+"""Least decay of a token, in powers of two. With less, the state before it would not matter."""
 
 
 @device_function
 def inverse_length(squares):
-    """What to multiply a vector with for length one, from its squared length."""
+    """Factor that scales a vector to length one, from its squared length."""
     return tl.rsqrt(squares + NORM_EPSILON)
 
 
 @device_function
 def sigmoid(v):
-    """1 / (1 + exp(-v)), 0 where that exponential is infinite."""
+    """1 / (1 + exp(-v)); 0 if that exponential is infinite."""
     return reciprocal(1.0 + tl.exp2(v * -LOG2E))
 
 
@@ -38,8 +38,8 @@ def rate_log2(A_log):
 def decay_log2(gates, rate, bias):
     """Logarithms to base two of the decays of tokens, from gates in float32.
 
-    Gates are natural logarithms, or, where there is a `rate`, what its softplus makes into them;
-    `rate` is that of `rate_log2`.
+    Without a `rate`, gates are natural logarithms. With one, which is that of `rate_log2`, the
+    result is minus the rate times the softplus of gate and bias.
     """
     if rate is not None:
         if bias is not None:
@@ -51,21 +51,21 @@ def decay_log2(gates, rate, bias):
 
 @device_function
 def unit_factors(rows):
-    """What to multiply each row of [M, N] with for length one."""
+    """Factors that scale each row of [M, N] to length one."""
     rows = rows.to(tl.float32)
     return inverse_length(row_sums(rows * rows))
 
 
 SMALL = tl.constexpr(16)
-"""Rows and columns of blocks that a warp multiplies alone, without a barrier."""
+"""Rows and columns of blocks that a warp multiplies on its own, without a barrier."""
 
 
 @device_function
 def join_blocks(lower, inverse, rows, columns, doubling: tl.constexpr, PRECISION: tl.constexpr):
-    """Join inverses of blocks on the diagonal, as wide as two to the power of `doubling`, in pairs.
+    """Join inverses of diagonal blocks, which are two to the power of `doubling` wide, in pairs.
 
-    Of the products those blocks are right that lie beside two on the diagonal, and what the others
-    on it hold is in none of these.
+    In the products, only the blocks beside two diagonal blocks are right. No other diagonal block
+    enters them. The rest of the products is discarded.
     """
     if PRECISION == "float16":
         blocks = inverse.to(tl.float16)
@@ -78,19 +78,21 @@ def join_blocks(lower, inverse, rows, columns, doubling: tl.constexpr, PRECISION
 
 @device_function
 def unit_triangular_inverse(lower, BLOCK_T: tl.constexpr, PRECISION: tl.constexpr):
-    """Inverse of the identity plus what f32[BLOCK_T, BLOCK_T] has below its diagonal, above it 0.
+    """Inverse of the identity plus the part of `lower`, f32[BLOCK_T, BLOCK_T], below its diagonal.
 
-    Inverses of blocks on the diagonal are joined to those of blocks twice as wide. Powers of
-    `lower` would need fewer products, but where keys are alike they grow beyond all precision.
+    `lower` must be 0 above its diagonal; its diagonal is ignored.
 
-    With PRECISION "float16" factors are rounded to it, which keeps as many bits as "tf32" does in
-    half the room. No element of any of them may exceed 65504: those of keys of length one and
-    betas of at most 2 are no larger than the betas.
+    Inverses of diagonal blocks are joined to those of blocks twice as wide. Powers of `lower` would
+    need fewer products, but they lose all precision if keys are alike, because they grow.
+
+    With PRECISION "float16", factors are rounded to it, which keeps as many bits as "tf32" in half
+    the space. No element may then exceed 65504. For keys of length one and betas of at most 2, no
+    element exceeds the betas.
     """
     rows = tl.arange(0, BLOCK_T)[:, None]
     columns = tl.arange(0, BLOCK_T)[None, :]
     if PRECISION == "float16":
-        # Small blocks by themselves, one below the other: most of whole products would be zeros.
+        # Small blocks on their own, one below the other. Whole products would be mostly zeros.
         NUM_SMALL: tl.constexpr = BLOCK_T // SMALL
         is_small = rows // SMALL == columns // SMALL
         small = tl.where(is_small, lower, 0.0)
@@ -123,10 +125,10 @@ def find_chunk(
     block,
     BLOCK_T: tl.constexpr,
 ):
-    """Request of a chunk, its first token among all, and the end of the stretch it lies in.
+    """Find a chunk's request, its first token among all, and the end of its stretch.
 
-    Stretches are what checkpoints cut requests into. Stretch s of all, which begins at token t, has
-    the blocks from t // BLOCK_T + s on; not all of them have tokens.
+    Stretches are the parts that checkpoints cut requests into. Stretch s of all, which begins at
+    token t, has the blocks from t // BLOCK_T + s on. Not all of them have tokens.
     """
     low = 0
     high = num_requests
@@ -147,7 +149,7 @@ def find_chunk(
         query_start = start
         checkpoint = tl.load(checkpoint_starts_ptr + request)
         checkpoint_end = tl.load(checkpoint_starts_ptr + request + 1)
-        # How many of the request's checkpoints lie before the chunk.
+        # Count the request's checkpoints before the chunk.
         low = checkpoint
         high = checkpoint_end
         while low < high:

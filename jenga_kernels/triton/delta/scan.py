@@ -9,7 +9,7 @@ from jenga_kernels.triton.lib.matmul import matmul, matmul_add
 from jenga_kernels.triton.recurrent.recurrence import checkpoint_range, mask_if, stretch_end
 
 
-# Counts differ from step to step and must not compile anew.
+# Counts differ from step to step and must not cause another compilation.
 @triton.jit(do_not_specialize=["num_tokens_of_all", "num_chunks"])
 def delta_scan_kernel(
     # Outputs
@@ -53,7 +53,7 @@ def delta_scan_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Program (b, r) scans request r in BLOCK_V values of one head, chunk by chunk."""
+    """Scan request r in BLOCK_V values of one head, chunk by chunk, in program (b, r)."""
     BLOCKS: tl.constexpr = (HEAD_V_DIM + BLOCK_V - 1) // BLOCK_V
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     request = tl.program_id(1)
@@ -92,7 +92,7 @@ def delta_scan_kernel(
     keys_ptr += in_keys
     scores_ptr += in_head * BLOCK_T + tile[None, :]
     solution_ptr += in_head * BLOCK_T + tile[None, :]
-    # Rows only: offsets of all elements would stay in registers from the first load to the store.
+    # Offsets of rows only. Those of all elements would stay in registers until the store.
     in_page = head * stride_states_head + vs[None, :] * stride_states_dim  # [1, V]
     initial = states_ptr + (page_offsets(initial_slot, stride_states_slot) + in_page)
     h = tl.load(initial + ks[:, None], mask=mask_if(initial_slot > 0, in_state), other=0.0).to(
@@ -105,7 +105,7 @@ def delta_scan_kernel(
         stop, slot = stretch_end(
             s, last_stretch, checkpoint_after_ptr, checkpoint_slots_ptr, num_tokens, state_slot
         )
-        # As `find_chunk` numbers them.
+        # Chunks are numbered as in `find_chunk`.
         chunk = (query_start + start) // BLOCK_T + request + s
         for first in range(start, stop, BLOCK_T):
             tokens = (first + tile).to(tl.int64)
@@ -115,8 +115,9 @@ def delta_scan_kernel(
             k = tl.load(keys_ptr + row * BLOCK_K, mask=rows, other=0.0)  # [T, K]
             v = tl.load(v_ptr + row * stride_v_token, mask=rows & is_v, other=0.0)  # [T, V]
             solution = tl.load(solution_ptr + row * BLOCK_T, mask=rows, other=0.0)  # [T, T]
-            # What the state before the chunk holds under the keys gives way to the values. The
-            # solution knows what the chunk's own tokens hold under each other's keys.
+            # Values replace those that the state before the chunk holds under the keys. The
+            # solution accounts for the values that the chunk's own tokens hold under each other's
+            # keys.
             before = rounded(h, dtype)
             held = matmul(k, before)  # [T, V]
             if IS_PER_CHANNEL:

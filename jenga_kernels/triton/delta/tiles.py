@@ -1,7 +1,7 @@
 """Tile sizes of the kernels of the gated delta rule.
 
-Those for GPUs compile without spills (tests/kernels/test_delta_*.py); those for the interpreter are
-large, because it pays per operation and hardly per element.
+Those for GPUs compile without spills (tests/kernels/test_delta_*.py). Those for the interpreter are
+large, because its cost is per operation and hardly per element.
 """
 
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ from jenga_kernels.triton.recurrent.tiles import (
 )
 
 RUN_TOKENS = 4
-"""Tokens next to each other that a thread holds where every key channel decays on its own."""
+"""Consecutive tokens that a thread holds if every key channel has its own decay."""
 
 
 CHUNK_REGISTERS = 168
-"""Most registers of a thread that prepares a chunk whose heads decay as one.
+"""Most registers of a thread that prepares a chunk with one decay for each head.
 
-So three programs share a processor: an H100 took 142 us for 8192 tokens through 32 heads with
-three, 154 with four, whose registers do not suffice, and 175 with two.
+With so many, three programs share a multiprocessor. An H100 took 142 us for 8192 tokens through 32
+heads with three programs, 154 with four, which have too few registers, and 175 with two.
 """
 
 
@@ -38,11 +38,12 @@ class DeltaTiles:
     Attributes:
         block_tokens: Tokens of a chunk.
         block_keys: Width of a tile of keys.
-        block_values: Values of a program that walks over chunks.
-        chunk_warps: Warps of a program that serves one chunk.
-        chunk_registers: Most registers of one of its threads; None: as the compiler finds best.
-        scan_warps: Warps of a program that walks over chunks.
-        scan_stages: Chunks such a program holds or loads at a time, the one worked on included.
+        block_values: Values of a program that scans chunks.
+        chunk_warps: Warps of a program that prepares one chunk.
+        chunk_registers: Most registers of a thread of that program. None lets the compiler choose.
+        scan_warps: Warps of a program that scans chunks.
+        scan_stages: Number of chunks that such a program holds or loads at a time, the current one
+            included.
     """
 
     block_tokens: int
@@ -62,21 +63,23 @@ def delta_scan_tiles(
     *,
     is_per_channel: bool,
 ) -> DeltaTiles:
-    """Tiles of `delta_scan`.
+    """Choose tiles for `delta_scan`.
 
-    With several stages every left operand of the scan's products must lie in shared memory, where
-    the loads put it: Triton's warpgroup products of registers may run on into the next turn of the
-    loop and read what that one has overwritten. There are three, since Triton loads after a turn's
-    last product: of two, the next turn would wait for all of its chunk. Programs are small, so that
-    those of one prompt fill a GPU. Chunks of 64 tokens whose channels decay on their own do not fit
-    into the registers that Blackwell's results pass through.
+    With several stages, every left operand of the scan's products must be in shared memory, where
+    the loads put it. Triton's warpgroup products of registers may continue into the next iteration
+    of the loop, and read registers that it has overwritten. There are three stages, because Triton
+    loads after an iteration's last product. With two, the next iteration would wait for all of its
+    chunk.
+
+    Programs are small, so that the programs of one prompt fill a GPU. Chunks of 64 tokens with a
+    decay for each channel do not fit into the registers that Blackwell's results pass through.
 
     Args:
-        machine: Where it runs.
+        machine: GPU, or interpreter, that runs the kernels.
         head_k_dim: Elements of a key.
         head_v_dim: Elements of a value.
         element_bytes: Bytes of an element of keys and values.
-        is_per_channel: Whether every key channel decays on its own.
+        is_per_channel: Whether every key channel has its own decay.
     """
     whole_value = max(LEAST_PRODUCT, power_of_two(head_v_dim))
     block_tokens, block_values, chunk_warps, scan_warps, scan_stages = 64, 32, 4, 4, 3
@@ -88,9 +91,9 @@ def delta_scan_tiles(
         block_tokens, scan_stages = 32, 2
     block_keys = max(LEAST_PRODUCT, power_of_two(head_k_dim))
     if is_per_channel and not machine.is_interpreter:
-        if block_tokens > 32:  # noqa: PLR2004 - what more tokens take of a thread's registers
+        if block_tokens > 32:  # noqa: PLR2004 - more tokens take too many registers of a thread
             chunk_warps = 8
-        # With one channel of a run a thread, threads would sum products in orders of their own.
+        # If a thread had one channel of a run, threads would sum products in different orders.
         runs = block_tokens // RUN_TOKENS
         chunk_warps = max(1, min(chunk_warps, runs * block_keys // 64))
     chunk_registers = None
@@ -108,16 +111,16 @@ def delta_scan_tiles(
 
 
 HOPPER_KEYS = (64, 128)
-"""Elements of a key that the scan for Hopper takes."""
+"""Numbers of elements of a key that the scan for Hopper takes."""
 
 
 def has_hopper_delta_scan(
     machine: Machine, head_k_dim: int, v: torch.Tensor, block_tokens: int
 ) -> bool:
-    """Whether the second kernel of `delta_scan` is the one whose loads run ahead.
+    """Whether the second kernel of `delta_scan` is the one for Hopper, which loads ahead.
 
     Args:
-        machine: Where it would run.
+        machine: GPU, or interpreter, that would run the kernel.
         head_k_dim: Elements of a key.
         v: Values, [num_tokens, num_v_heads, head_v_dim].
         block_tokens: Tokens of a chunk.
@@ -134,7 +137,7 @@ def has_hopper_delta_scan(
 
 
 def hopper_programs(v: torch.Tensor) -> int:
-    """Programs of that kernel for a request.
+    """Number of programs of the scan for Hopper for one request.
 
     Args:
         v: Values, [num_tokens, num_v_heads, head_v_dim].
@@ -148,12 +151,12 @@ STATE_ELEMENTS_PER_WARP = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateTiles:
-    """Tiles of `delta_update`, whose programs have one warp: sums over a row need no barrier.
+    """Tiles of `delta_update`. Its programs have one warp, so that sums of a row need no barrier.
 
     Attributes:
         block_values: Values of a program, rows of the state.
-        block_line: Keys that are next to each other in a thread's reach; it holds some of each line
-            of a row, and sums over these itself.
+        block_line: Keys of a line of a row. A thread holds some of each line, and sums over these
+            by itself.
     """
 
     block_values: int
@@ -163,7 +166,7 @@ class UpdateTiles:
 def delta_update_tiles(
     machine: Machine, head_k_dim: int, head_v_dim: int, state_element_bytes: int
 ) -> UpdateTiles:
-    """Tiles of `delta_update`."""
+    """Choose tiles for `delta_update`."""
     whole_key, whole_value = power_of_two(head_k_dim), power_of_two(head_v_dim)
     if machine.is_interpreter:
         block_values = whole_value
@@ -181,8 +184,8 @@ class DeltaReplayTiles:
 
     Attributes:
         block_values: Values of a program, rows of the state.
-        block_line: As of `UpdateTiles`.
-        num_warps: Warps a program.
+        block_line: Keys of a line of a row, as in `UpdateTiles`.
+        num_warps: Warps of a program.
         is_at_once: Whether matrix products serve all tokens of a call at once.
     """
 
@@ -203,19 +206,19 @@ def delta_replay_tiles(
     is_per_channel: bool,
     has_one_token: bool,
 ) -> DeltaReplayTiles:
-    """Tiles of `delta_replay`.
+    """Choose tiles for `delta_replay`.
 
-    Products of a state in float32 take each of its elements apart: for one token sums take fewer
-    instructions, and where operands are in registers the parts do not fit there.
+    Products with a float32 state split each of its elements into parts. For one token, sums take
+    fewer instructions. On GPUs with operands in registers, the parts do not fit there.
 
     Args:
-        machine: Where it runs.
+        machine: GPU, or interpreter, that runs the kernel.
         head_k_dim: Elements of a key.
         head_v_dim: Elements of a value.
         state_element_bytes: Bytes of an element of the state.
         key_element_bytes: Bytes of an element of keys and values.
         history_tokens: Rows of a history.
-        is_per_channel: Whether every key channel decays on its own.
+        is_per_channel: Whether every key channel has its own decay.
         has_one_token: Whether every request has one token.
     """
     has_room = machine.is_interpreter or machine.has_large_tiles
@@ -239,7 +242,7 @@ def delta_replay_tiles(
         if not is_at_once and history_tokens > 2 * USUAL_HISTORY and key_element_bytes <= 2:  # noqa: PLR2004
             elements, num_warps, warp_elements = REPLAY_ELEMENTS // 2, 8, 512
         block_values = min(whole_value, max(LEAST_PRODUCT, elements // whole_key))
-        # Threads with copies of the same elements would sum them in orders of their own.
+        # Threads with copies of the same elements would sum them in different orders.
         num_warps = min(num_warps, max(1, block_values * whole_key // warp_elements))
     return DeltaReplayTiles(
         block_values=block_values,

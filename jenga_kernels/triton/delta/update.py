@@ -63,13 +63,13 @@ def delta_update_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_LINE: tl.constexpr,
 ):
-    """Program (b, r) updates BLOCK_V rows of one head of request r; requests vary slowest."""
+    """Update BLOCK_V rows of one head of request r in program (b, r); requests vary slowest."""
     BLOCKS: tl.constexpr = (HEAD_V_DIM + BLOCK_V - 1) // BLOCK_V
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     request = tl.program_id(1)
     vs = (tl.program_id(0) % BLOCKS) * BLOCK_V + tl.arange(0, BLOCK_V)
-    # A row lies in lines of memory, and few threads hold a part of each: they sum most of it
-    # themselves.
+    # A row consists of cache lines. Few threads hold a part of each line, so they sum most of a row
+    # by themselves.
     ks = (
         tl.arange(0, BLOCK_K // BLOCK_LINE)[:, None] * BLOCK_LINE
         + tl.arange(0, BLOCK_LINE)[None, :]
@@ -84,14 +84,14 @@ def delta_update_kernel(
         num_tokens = tl.load(query_starts_ptr + request + 1) - tl.load(query_starts_ptr + request)
     state_slots_ptr += request * stride_slots_request
     out_ptr += first * stride_out_token + head * stride_out_head + vs
-    # Without a branch for padding neither slot waits for the other, nor anything else for one.
+    # Padding has no branch, so that no load waits for either slot, nor one slot for the other.
     is_request = tl.load(state_slots_ptr) > 0
     initial_slot = tl.load(initial_slots_ptr + request * stride_initial)
     has_state = is_request & (initial_slot > 0)
     rows = vs[None, :, None]
     if HEAD_V_DIM * stride_states_dim > _INT32_MAX:
         rows = rows.to(tl.int64)
-    # Added one by one, a product and a sum are one instruction.
+    # Added one by one, so that a product and a sum are one instruction.
     states_ptr += head * stride_states_head + ks[:, None, :]
     states_ptr += rows * stride_states_dim
     initial = states_ptr + page_offsets(initial_slot, stride_states_slot)
@@ -118,7 +118,7 @@ def delta_update_kernel(
             else:
                 bias = tl.load(dt_bias_ptr).to(tl.float32)
     for _ in range(num_tokens):
-        # Asked for behind the store of a result, it would be waited for alone.
+        # If it were loaded after a result's store, it would be awaited on its own.
         slot = tl.load(state_slots_ptr)
         q = widened(tl.load(q_ptr, mask=is_k, other=0.0))  # [lines, line]
         k = widened(tl.load(k_ptr, mask=is_k, other=0.0))  # [lines, line]
@@ -134,7 +134,7 @@ def delta_update_kernel(
             h *= tl.exp2(decay_log2(gate, rate, bias))[:, None, :]
         else:
             h *= tl.exp2(decay_log2(tl.load(gates_ptr).to(tl.float32), rate, bias))
-        # What the state holds under the key gives way to the value, as far as beta says.
+        # Replace the value that the state holds under the key, to the degree of beta.
         k = k[:, None, :]
         change = beta * (v - line_sums(h * k))  # [V]
         h += change[None, :, None] * k

@@ -10,7 +10,7 @@ from jenga_kernels.triton.lib.device import ceil_div, let_next_begin
 from jenga_kernels.triton.lib.rows import store_rows
 
 
-# Counts differ from step to step and must not compile anew.
+# Counts differ from step to step and must not cause another compilation.
 @triton.jit(do_not_specialize=["num_requests"])
 def latent_decode_kernel(
     # Outputs
@@ -54,10 +54,10 @@ def latent_decode_kernel(
     BLOCK_ROTARY: tl.constexpr,
     IS_OVERLAPPED: tl.constexpr,
 ):
-    """Program p does units p * units_per_program and on of all (request, group of heads) pairs.
+    """Do units from p * units_per_program on of all (request, head group) pairs in program p.
 
-    Units, and what becomes of partial results, are those of `attention.decode`. SLOT_STRIDE is
-    stride_pages_slot if the kernel is compiled for it, else None.
+    Units and partial results are those of `attention.decode`. SLOT_STRIDE is stride_pages_slot if
+    the kernel is compiled for it, else None.
     """
     NUM_HEADS: tl.constexpr = NUM_GROUPS * GROUP
     PARTIAL_ROWS: tl.constexpr = QUERY_TOKENS * GROUP
@@ -110,7 +110,7 @@ def latent_decode_kernel(
             live,
             row_ends,
             tile_start,
-            # A request without keys has one unit all the same, which reads no page.
+            # A request without keys also has one unit, which reads no page.
             tl.minimum(tile_end, ceil_div(seq_len, BLOCK_N)),
             seq_len,
             scale,
@@ -126,7 +126,7 @@ def latent_decode_kernel(
             BLOCK_LATENT,
             BLOCK_ROTARY,
         )
-        # Rows of results are numbered in 32 bits, their elements are not.
+        # Indices of result rows fit into 32 bits; offsets of their elements do not.
         if is_whole:
             out_rows = tokens * NUM_HEADS + heads
             offsets = out_rows.to(tl.int64) * LATENT_DIM

@@ -1,4 +1,4 @@
-"""Latent attention of requests with many query tokens: a tile of rows walks over all its keys."""
+"""Latent attention of requests with many query tokens: a tile of rows loops over all its keys."""
 
 import triton
 import triton.language as tl
@@ -43,7 +43,7 @@ def latent_prefill_kernel(
     BLOCK_LATENT: tl.constexpr,
     BLOCK_ROTARY: tl.constexpr,
 ):
-    """Program p does row tile p // NUM_GROUPS of the list for group p % NUM_GROUPS of heads.
+    """Compute row tile p // NUM_GROUPS of the list for head group p % NUM_GROUPS in program p.
 
     Groups of the same tokens follow each other, because they read the same latents.
     """
@@ -60,7 +60,7 @@ def latent_prefill_kernel(
 
     rows = row_start + tl.arange(0, BLOCK_M)
     live = rows < query_len * GROUP
-    # Rows past the end stand in for the last one, so that they widen no range of keys.
+    # Rows past the end repeat the last one, so that they widen no range of keys.
     tokens_in_request = tl.minimum(rows // GROUP, query_len - 1)
     heads = group * GROUP + rows % GROUP  # i32[BLOCK_M]
     tokens = query_start + tokens_in_request  # i32[BLOCK_M]
@@ -91,12 +91,12 @@ def latent_prefill_kernel(
         BLOCK_LATENT,
         BLOCK_ROTARY,
     )
-    # The walk needs all registers: which rows these are is not kept in any, but read again.
+    # The loop needs all registers, so the indices of the rows are computed again.
     rows = tl.load(row_tile_indices_ptr + row_tile, volatile=True) * BLOCK_M + tl.arange(0, BLOCK_M)
     live = rows < query_len * GROUP
     tokens = query_start + tl.minimum(rows // GROUP, query_len - 1)
     heads = group * GROUP + rows % GROUP  # i32[BLOCK_M]
-    # Rows of results are numbered in 32 bits, their elements are not.
+    # Indices of result rows fit into 32 bits; offsets of their elements do not.
     out_rows = tokens * NUM_HEADS + heads
     offsets = out_rows.to(tl.int64) * LATENT_DIM
     store_rows(out_ptr, offsets, out, live, LATENT_DIM, BLOCK_LATENT)

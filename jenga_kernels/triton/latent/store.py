@@ -11,7 +11,7 @@ from jenga_kernels.triton.lib.rows import load_rows, store_rows
 
 @device_function
 def _stored(rows, latent_scale_ptr, dtype: tl.constexpr):
-    """Rows as they are kept: in another float type, or scaled and saturated."""
+    """Rows as they are stored: in another float type, or scaled and saturated."""
     if not dtype.is_fp8():
         return in_float(rows, dtype)
     else:
@@ -21,7 +21,7 @@ def _stored(rows, latent_scale_ptr, dtype: tl.constexpr):
         return to_fp8(values, tl.float8e4nv, True)
 
 
-# Counts differ from step to step and must not compile anew.
+# Counts differ from step to step and must not cause another compilation.
 @triton.jit(do_not_specialize=["num_tokens"])
 def latent_store_kernel(
     # Outputs
@@ -47,7 +47,7 @@ def latent_store_kernel(
     BLOCK_ROTARY: tl.constexpr,
     THREAD_ELEMENTS: tl.constexpr,
 ):
-    """Program p copies tokens p * BLOCK_ROWS and on."""
+    """Store tokens from p * BLOCK_ROWS on in program p."""
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     slots = tl.load(slots_ptr + tokens, mask=tokens < num_tokens, other=-1)  # i64[BLOCK_ROWS]
     live = slots >= 0

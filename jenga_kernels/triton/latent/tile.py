@@ -1,4 +1,4 @@
-"""What the kernels of latent attention share: some rows' walk over a range of tiles of keys.
+"""Loop of some rows over a range of key tiles, shared by the kernels of latent attention.
 
 A row is one head of one query token, as in `attention.tile`.
 """
@@ -25,14 +25,14 @@ def attend_latents(
     page_table_ptr,  # i32[max_pages], the request's row
     latent_scale_ptr,  # f32[1] or None
     # Rows
-    tokens,  # i32[BLOCK_M], over the batch
+    tokens,  # i32[BLOCK_M], numbered over the batch
     heads,  # i32[BLOCK_M]
     live,  # i1[BLOCK_M]
     row_ends,  # i32[BLOCK_M], one past the last key each row reads
     # Keys
     tile_start,
     tile_end,
-    keys_end,  # keys from here on are not read at all
+    keys_end,  # keys from here on are not read
     # Scalars
     scale,
     # Strides, in elements
@@ -51,7 +51,7 @@ def attend_latents(
 ):
     """Results f32[BLOCK_M, BLOCK_LATENT] and log-sum-exps f32[BLOCK_M] over some tiles of keys."""
     q_offsets = row_offsets(tokens, heads, stride_q_token, stride_q_head)
-    # A width of 576 is no power of two, so rows come in two parts, here and in the loop.
+    # A width of 576 is not a power of two, so rows come in two parts, here and in the loop.
     q_latent = load_rows(q_ptr, q_offsets, live, LATENT_DIM, BLOCK_LATENT)
     q_rotary = load_rows(q_ptr + LATENT_DIM, q_offsets, live, ROTARY_DIM, BLOCK_ROTARY)
     latent_scale = 1.0
@@ -62,8 +62,8 @@ def attend_latents(
     acc = tl.full([BLOCK_M, BLOCK_LATENT], 0, tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.full([BLOCK_M], 0, tl.float32)
-    # Triton from 3.8 on would keep in 72 registers where the queries of warpgroups lie in shared
-    # memory, and spill results.
+    # From version 3.8 on, Triton would keep the shared memory addresses of warpgroups' queries in
+    # 72 registers, and spill results.
     for tile in tl.range(  # pyright: ignore[reportGeneralTypeIssues]
         tile_start, tile_end, disable_licm=BLOCK_M >= _WARPGROUP_ROWS
     ):
@@ -80,12 +80,13 @@ def attend_latents(
         keys = first_key + tl.arange(0, BLOCK_N)
         latents = load_rows(pages_ptr, offsets, None, LATENT_DIM, BLOCK_LATENT)
         rotary = load_rows(pages_ptr + LATENT_DIM, offsets, None, ROTARY_DIM, BLOCK_ROTARY)
-        # One copy of a latent in shared memory serves as key and as value, unless it is converted
-        # for each: the compiler loads ahead only what it converts once. The mask keeps two loads.
+        # One copy of a latent in shared memory serves as key and as value. If it is converted, it
+        # is loaded twice, because the compiler loads ahead only a tile that is converted once. The
+        # mask keeps it from merging the two loads.
         values = latents
         if latents.dtype != q_latent.dtype:
             values = load_rows(pages_ptr, offsets, keys < keys_end, LATENT_DIM, BLOCK_LATENT)
-        # The short product first: the other way round a warpgroup runs out of registers.
+        # The short product comes first. In the other order, a warpgroup runs out of registers.
         rotary = converted(rotary, q_rotary.dtype)  # [BLOCK_N, BLOCK_ROTARY]
         scores = matmul(q_rotary, tl.trans(rotary))  # f32[BLOCK_M, BLOCK_N]
         scores = matmul_add(q_latent, tl.trans(converted(latents, q_latent.dtype)), scores)

@@ -1,7 +1,7 @@
 """Tile sizes, warps and stages of `latent_attention`, by shape and machine.
 
-A program keeps results as wide as a latent in registers, 128 a thread for 64 rows and 512 elements,
-so a row tile holds few rows. The sizes are those that compile without spills
+A program keeps results as wide as a latent in registers. For 64 rows and 512 elements, these are
+128 per thread, so a row tile has few rows. The sizes are those that compile without spills
 (tests/kernels/test_compiled_latents.py).
 """
 
@@ -20,26 +20,26 @@ from jenga_kernels.triton.lib.tiles import (
 )
 
 INTERPRETER_ROWS = 1024
-"""The interpreter pays per operation: as many rows as ever come."""
+"""Rows of a program in the interpreter, whose cost is per operation: as many as ever occur."""
 
 SPECIALIZED_LATENT_DIM = 512
-"""Elements of a latent for which there is a kernel whose warps specialise."""
+"""Elements of a latent for which there is a warp-specialised kernel."""
 
 SPECIALIZED_KEYS = 128
-"""Keys of its step, 64 for each group of warps that multiplies."""
+"""Keys of a step of that kernel, 64 for each group of warps that multiplies."""
 
 SPECIALIZED_PAGE_STEP = 16
-"""Tokens that pages are multiples of there: of smaller boxes there would be too many to look up."""
+"""Divisor of the tokens of its pages. Smaller boxes would be too many to look up."""
 
 SPECIALIZED_MIN_ROWS = 33
-"""Fewer rows of a request have tiles that waste less of a matrix instruction."""
+"""Fewest rows of a request for that kernel. Tiles for fewer waste less of a matrix instruction."""
 
 
 def latent_rows(machine: Machine, *, element_bytes: int, is_converted: bool) -> int:
-    """Most rows of a program; a row is one head of one query token.
+    """Most rows of a program. A row is one head of one query token.
 
     Args:
-        machine: Where it runs.
+        machine: GPU, or interpreter, that runs the kernel.
         element_bytes: Bytes of an element of the queries.
         is_converted: Whether pages hold another element type than queries.
     """
@@ -54,12 +54,12 @@ def latent_rows(machine: Machine, *, element_bytes: int, is_converted: bool) -> 
 
 
 def _has_warpgroups(machine: Machine) -> bool:
-    """Whether there are warpgroup matrix instructions, which no GPU after Hopper has."""
+    """Whether the GPU has warpgroup matrix instructions, which only Hopper has."""
     return HOPPER <= machine.capability < BLACKWELL
 
 
 def group_heads(num_heads: int, query_tokens: int, max_rows: int) -> int:
-    """Heads that share a program: the most that divide `num_heads` and fit into its rows."""
+    """Number of heads that share a program: the greatest divisor of `num_heads` that fits."""
     fitting = (
         heads
         for heads in range(1, num_heads + 1)
@@ -78,10 +78,12 @@ def specialized_latent_tiles(
     element_bytes: int,
     stored_bytes: int,
 ) -> AttentionTiles | None:
-    """Tiles of `latent_attention` whose decode kernel's warps specialise; None: it cannot run.
+    """Choose tiles for `latent_attention` with the warp-specialised decode kernel.
+
+    None means that the kernel cannot run.
 
     Args:
-        machine: Where it would run.
+        machine: GPU, or interpreter, that would run the kernel.
         num_heads: Query heads.
         latent_dim: Elements of a latent.
         page_tokens: Slots of a page.
@@ -92,7 +94,7 @@ def specialized_latent_tiles(
     num_rows = num_heads * query_tokens
     can_run = (
         _has_warpgroups(machine)
-        and element_bytes == 2  # noqa: PLR2004 - what the copies' patterns are for
+        and element_bytes == 2  # noqa: PLR2004 - the swizzle patterns are for 16 bits
         and latent_dim == SPECIALIZED_LATENT_DIM
         and page_tokens % SPECIALIZED_PAGE_STEP == 0
         and (num_heads % WARPGROUP_ROWS == 0 or WARPGROUP_ROWS % num_heads == 0)
@@ -129,12 +131,12 @@ def latent_tiles(
     is_converted: bool,
     decode_rows: int,
 ) -> AttentionTiles:
-    """Tiles of `latent_attention`.
+    """Choose tiles for `latent_attention`.
 
     Args:
-        machine: Where it runs.
+        machine: GPU, or interpreter, that runs the kernel.
         element_bytes: Bytes of an element of the queries.
-        stored_bytes: Bytes of an element in the pages, at most as many.
+        stored_bytes: Bytes of an element in the pages, at most element_bytes.
         is_converted: Whether pages hold another element type than queries.
         decode_rows: Most rows of a request that a decode program serves, at most `latent_rows`.
     """
@@ -167,7 +169,7 @@ def latent_tiles(
 
 
 _STEPS = {
-    # Large tiles, bytes of an element of queries and of pages, rows -> keys a step, warps, stages
+    # Has large tiles, bytes of an element of queries and pages, rows -> keys a step, warps, stages
     (True, 2, 2, 16): (32, 4, 5),
     (True, 2, 2, 32): (32, 8, 5),
     (True, 2, 2, 64): (64, 8, 2),

@@ -1,1 +1,1 @@
-"""What all kernels share: addresses, rows, products, conversions, tiles."""
+"""Functions that all kernels share: addresses, rows, products, conversions, tiles."""

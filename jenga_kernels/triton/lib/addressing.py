@@ -1,4 +1,4 @@
-"""From page ids to 64-bit offsets: the only place where a page becomes an address.
+"""Page ids turned into 64-bit offsets: the only place where a page becomes an address.
 
 An arena holds far more than 2**31 elements, so every id is widened before it is multiplied.
 """
@@ -28,23 +28,28 @@ def key_offsets(
     page_table_ptr,  # i32[max_pages], the request's row
     tiles_start,
     tile,
-    keys_end,  # the table is not read for keys from here on; None: all keys of the tile are there
+    keys_end,  # the table is not read for keys from here on; None if all keys of the tile exist
     stride_page,
     stride_slot,
     PAGE_TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STARTS_PAGE: tl.constexpr,
     KEEPS_OFFSETS: tl.constexpr,
-    stride_scales_page=None,  # with the next: where slots have scales of their own
+    stride_scales_page=None,  # given with stride_scales_slot, if slots have scales of their own
     stride_scales_slot=None,
 ):
-    """Offset of each key of a tile of a request, through its page table, and of its scale.
+    """Offset of each key of a request's tile, found through the page table, and of its scale.
 
-    One lookup serves the tile where tiles cannot straddle pages, and one serves each page where
-    tiles are whole pages, as they are if the first one starts a page (STARTS_PAGE). Where a tile is
-    as long as some pages, each key has the same slot in every tile: a loop works that out once.
-    Where offsets are kept the stride of slots is a constant, and parts of them are. Without strides
-    of scales their offsets mean nothing.
+    The number of lookups depends on the shapes:
+
+    - One for the tile, if tiles cannot straddle pages.
+    - One for each page, if tiles are whole pages. They are if the first one starts a page
+      (STARTS_PAGE).
+    - One for each key otherwise. If a tile is a multiple of a page, a key has the same slot in
+      every tile, and a loop computes the slots once.
+
+    With KEEPS_OFFSETS the slot stride is a constant, and parts of the offsets are constants too.
+    Without strides of scales, the second result has no meaning.
     """
     in_tile = tl.arange(0, BLOCK_N)
     first_key = tiles_start + tile * BLOCK_N
@@ -70,9 +75,9 @@ def key_offsets(
             slots = in_tile % PAGE_TOKENS
             in_page = slots.to(tl.int64) * stride_slot
     else:
-        # Keys are divided as unsigned numbers, by shifts where pages are powers of two.
+        # Unsigned division of keys becomes shifts if pages are powers of two.
         if BLOCK_N % PAGE_TOKENS == 0:
-            # Keys a page apart have the same slot.
+            # Keys that are a page apart have the same slot.
             first_keys = (tiles_start + in_tile % PAGE_TOKENS).to(tl.uint32)
             pages = (first_keys // PAGE_TOKENS).to(tl.int32) + in_tile // PAGE_TOKENS
             pages += tile * (BLOCK_N // PAGE_TOKENS)
@@ -83,7 +88,7 @@ def key_offsets(
         page_ids = _load_page_ids(page_table_ptr, pages, has_page)
         slots = first_keys % PAGE_TOKENS
         in_page = slots.to(tl.int64) * stride_slot
-    # Unsigned, an id is widened by a register of zeros.
+    # An unsigned id is widened by a register of zeros.
     page_ids = page_ids.to(tl.uint32)
     offsets = page_offsets(page_ids, stride_page) + in_page
     if stride_scales_page is None:
@@ -95,10 +100,10 @@ def key_offsets(
 
 @device_function
 def _in_page(slots, stride_slot):
-    """Offset of each slot of a page, whose stride is a constant.
+    """Offset of each slot of a page, for a constant stride.
 
-    A thread has every second, fourth or eighth slot, by the width of a row: the bits that its slots
-    differ in give constants, and the others what all of a page have in common.
+    A thread has every second, fourth or eighth slot, depending on the width of a row. The bits in
+    which its slots differ give constants. The other bits are the same for all its slots.
     """
     fine = (slots & 1).to(tl.int64) * stride_slot
     middle = (slots & 6).to(tl.int64) * stride_slot
@@ -123,9 +128,10 @@ def repeated_key_offsets(
     PAGE_TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """`key_offsets` where each key past last_key has the offset of last_key.
+    """Offsets as `key_offsets` gives, but each key past last_key has the offset of last_key.
 
-    What is loaded there needs no mask and is finite; first_key must be a multiple of BLOCK_N.
+    Loads from these need no mask, and their values are finite. first_key must be a multiple of
+    BLOCK_N.
     """
     ahead = tl.minimum(tl.arange(0, BLOCK_N), last_key - first_key)
     if PAGE_TOKENS % BLOCK_N == 0:
@@ -141,9 +147,9 @@ def repeated_key_offsets(
 def first_tile_key(
     first_key, PAGE_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, IS_ALIGNED: tl.constexpr
 ):
-    """Where the tiles of a range of keys begin: at its start, unless tiles must stay in a page.
+    """First key of the tiles of a range: its start, unless tiles must stay within a page.
 
-    Tiles that are aligned begin at multiples of their length whatever the range is.
+    Aligned tiles begin at multiples of their length, whatever the range is.
     """
     if IS_ALIGNED or PAGE_TOKENS % BLOCK_N == 0:
         return first_key // BLOCK_N * BLOCK_N
@@ -152,9 +158,9 @@ def first_tile_key(
 
 
 def strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """A tensor's strides in elements, 0 in dimensions of size one.
+    """Get a tensor's strides in elements, with 0 in dimensions of size one.
 
-    PyTorch leaves the stride of such a dimension undefined; 0 keeps the alignment Triton infers.
+    PyTorch leaves the stride of such a dimension undefined. 0 keeps the alignment Triton infers.
     """
     found = tensor.stride()
     if min(tensor.shape, default=0) > 1:
@@ -165,9 +171,10 @@ def strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def constant_stride(stride: int, num_indices: int) -> int | None:
-    """A stride that a kernel may be compiled for, which saves it 64-bit products; None elsewhere.
+    """Return a stride if a kernel may be compiled for it, else None.
 
-    The offset of each of the indices then fits into 32 bits.
+    A constant stride saves the kernel 64-bit products. It is possible if the offset of every index
+    fits into 32 bits.
     """
     return stride if stride * num_indices < 2**31 else None
 
@@ -175,6 +182,7 @@ def constant_stride(stride: int, num_indices: int) -> int | None:
 def alignment(stride: int) -> int:
     """Greatest power of two, at most 16, that divides a stride.
 
-    Triton asks only whether 16 does; told of 8, it still loads 16 bytes of narrow elements at once.
+    By itself, Triton only tests for 16. If it is told of 8, it still loads 16 bytes of narrow
+    elements at once.
     """
     return math.gcd(stride, 16)

@@ -1,4 +1,4 @@
-"""Functions that kernels call."""
+"""Functions that kernels call, and that are never launched."""
 
 import dataclasses
 import functools
@@ -14,10 +14,11 @@ _HALF_OVERFLOW = tl.constexpr(65520.0)
 
 
 def device_function(function: Callable) -> Callable:
-    """`triton.jit` for what kernels call but nobody launches.
+    """Compile a function with `triton.jit` that kernels call, and that is never launched.
 
-    The interpreter patches Triton's language anew at each nested call, which costs more than most
-    bodies. A launch has done that already, so there such a function is called as it stands.
+    In the interpreter, each nested call of a jitted function would patch Triton's language again,
+    which costs more than most bodies. A launch has patched it already, so the interpreter calls the
+    function directly.
     """
     compiled = triton.jit(function)
     if not triton.knobs.runtime.interpret:
@@ -33,9 +34,9 @@ def device_function(function: Callable) -> Callable:
 def skip_overflow_checks() -> None:
     """Switch off the interpreter's check of every 32-bit sum and product, for this process.
 
-    It takes a third of the interpreter's time: tests want it, an engine on a CPU does not.
+    The check takes a third of the interpreter's time. Tests need it; an engine on a CPU does not.
     """
-    # Only the interpreter has these options; importing it elsewhere would be for nothing.
+    # Only the interpreter has these options, so its module is not imported elsewhere.
     from triton.runtime.interpreter import interpreter_builder  # noqa: PLC0415
 
     interpreter_builder.options = dataclasses.replace(
@@ -45,9 +46,10 @@ def skip_overflow_checks() -> None:
 
 @device_function
 def let_next_begin(IS_FOLLOWED: tl.constexpr):
-    """Let the next kernel begin, if it is launched so, once all programs of this one are here.
+    """Let the next kernel begin once all programs of this one have begun.
 
-    There it waits in `await_kernel_before`. The GPU has room for it where this kernel leaves some.
+    It does so if it is launched to overlap, and if this kernel leaves room on the GPU. It then
+    waits in `await_kernel_before`.
     """
     if IS_FOLLOWED:
         tl.extra.cuda.gdc_launch_dependents()
@@ -55,10 +57,11 @@ def let_next_begin(IS_FOLLOWED: tl.constexpr):
 
 @device_function
 def await_kernel_before(IS_OVERLAPPED: tl.constexpr):
-    """Wait until the kernel before this one has ended, with all that it stored.
+    """Wait until the previous kernel has ended and all its stores are visible.
 
-    Where this one is launched to overlap with it, every program has to, and before it stores:
-    what comes after both takes both for done when this one is. The kernel before them has ended.
+    If this kernel is launched to overlap with the previous one, every program has to call this, and
+    before it stores. Later kernels take the previous one as ended when this one has. All kernels
+    before the previous one have ended.
     """
     if IS_OVERLAPPED:
         tl.extra.cuda.gdc_wait()
@@ -72,11 +75,11 @@ def ceil_div(dividend, divisor):
 
 @device_function
 def reciprocal(values):
-    """1 / values, for values of about 1 and more; 0 for infinity."""
+    """1 / values, for values of about 1 and more; 0 for infinity. Approximate."""
     if _INTERPRETED:
         return 1 / values
     else:
-        # One instruction, where a quotient takes care of the greatest divisors too.
+        # One instruction; an exact quotient handles the greatest divisors too.
         return tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [values], dtype=tl.float32, is_pure=True, pack=1
         )
@@ -86,9 +89,10 @@ def reciprocal(values):
 def quotient(values, divisors):
     """Values over divisors that are broadcast to them, rounded to nearest.
 
-    Divisors are neither 0 nor so small that a reciprocal is infinite. What their rounded
-    reciprocals leave is added: a few instructions a value, where the compiler's rounded quotient
-    takes more than twice as many, and its usual one may be two units in the last place away.
+    Divisors must not be 0, nor so small that a reciprocal is infinite. The product with the rounded
+    reciprocal is corrected by its remainder, which takes a few instructions a value. The compiler's
+    rounded quotient takes more than twice as many. Its usual quotient may be two units in the last
+    place off.
 
     Source: Markstein, Computation of elementary functions on the IBM RISC System/6000 (1990).
     """
@@ -99,17 +103,17 @@ def quotient(values, divisors):
         inverses = tl.broadcast_to(inverses, values.shape)
         found = values * inverses
         rest = tl.fma(-found, tl.broadcast_to(divisors, values.shape), values)
-        # Zero keeps its sign, and infinity leaves no number.
+        # Zero keeps its sign. For infinity, the remainder is NaN, so there is no correction.
         return tl.where(tl.abs(rest) > 0.0, tl.fma(rest, inverses, found), found)
 
 
 @device_function
 def log2(values):
-    """Logarithms of values of about 1 and more, within 2**-22 or that share of them."""
+    """Logarithms of values of about 1 and more, within 2**-22, or within that share of them."""
     if _INTERPRETED:
         return tl.log2(values)
     else:
-        # One instruction, where the library's takes thirty for the last place of small logarithms.
+        # One instruction. The library's takes thirty, for the last place of small logarithms.
         return tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [values], dtype=tl.float32, is_pure=True, pack=1
         )
@@ -119,8 +123,8 @@ def log2(values):
 def widened(values):
     """Values in float32.
 
-    Each of two bfloat16 in a register is one instruction away; the compiler takes a third one for
-    the two, to move the second where the first was.
+    Two bfloat16 in a register take one instruction each. The compiler takes a third one, to move
+    the second to the place of the first.
     """
     if _INTERPRETED or values.dtype != tl.bfloat16 or values.numel == 1:
         return values.to(tl.float32)
@@ -139,8 +143,9 @@ def widened(values):
 def rounded_product(a, b):
     """A times b, rounded before anything is added to it.
 
-    The compiler would not: where a thread has one product of a sum and another thread the other,
-    they would have sums that differ, and what is rounded next would be rounded once.
+    The compiler would fuse the product with a sum that follows. Then two threads that sum the same
+    two products might each fuse another one, and get different sums. A product that is rounded to
+    an integer by a sum would be rounded once instead of twice.
     """
     return tl.fma(a, b, tl.zeros_like(a))
 
@@ -149,12 +154,12 @@ def rounded_product(a, b):
 def rounded(values, dtype: tl.constexpr):
     """Values in float32 as the nearest ones in `dtype`.
 
-    The interpreter cuts bfloat16 off instead, so that errors of a chain of products all point the
-    same way, and it makes a small number of zero. There, the bits are rounded here. It also warns
-    of float16 that overflows.
+    The interpreter truncates to bfloat16 instead, so that errors of a chain of products all have
+    the same sign, and it turns zero into a small number. So the bits are rounded here. It also
+    warns of float16 overflows, which are avoided here.
     """
     if _INTERPRETED and dtype == tl.bfloat16:
-        # For some of what is not a number the sum would overflow.
+        # For some NaN the sum would overflow.
         is_number = values == values  # noqa: PLR0124
         bits = tl.where(is_number, values.to(tl.int32, bitcast=True), 0x7FC00000)
         bits += 0x7FFF + ((bits >> 16) & 1)

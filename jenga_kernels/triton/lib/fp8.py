@@ -1,9 +1,9 @@
 """Conversion to and from float8_e4m3fn and float8_e5m2.
 
-Elements are read in pairs, as 16-bit integers, which tensor cores' operands are loaded from shared
-memory by; single bytes come one by one. Half precision holds every float8: a float8_e5m2 is its
-upper byte, and two float8_e4m3fn are one instruction away from it; bfloat16 would take another for
-each element.
+Elements are read in pairs, as 16-bit integers, because operands of tensor cores are loaded from
+shared memory in units of 16 bits; single bytes are loaded one by one. Half precision holds every
+float8. A float8_e5m2 is the upper byte of a half, and one instruction converts two float8_e4m3fn.
+bfloat16 would take one more instruction for each element.
 """
 
 import triton.language as tl
@@ -18,7 +18,7 @@ E5M2_MAX = tl.constexpr(57344.0)
 """Greatest finite float8_e5m2."""
 
 INTERPRETED_NAN = tl.constexpr(480.0)
-"""What the interpreter takes float8_e4m3fn for that is not a number, and the other way round."""
+"""Value that the interpreter reads for a NaN of float8_e4m3fn, and writes as NaN."""
 
 HALF_MAX = tl.constexpr(65504.0)
 """Greatest finite float16."""
@@ -28,8 +28,9 @@ HALF_MAX = tl.constexpr(65504.0)
 def to_fp8(values, dtype: tl.constexpr, HAS_FP8: tl.constexpr):
     """f32 values as float8 of type `dtype`, rounded to nearest even; saturated where out of range.
 
-    With HAS_FP8 the GPU itself converts, two at a time: before Hopper Triton would have it round
-    twice. Without, there is float8_e5m2 alone, which Triton does not round to nearest even either.
+    With HAS_FP8 the GPU's own instructions convert, two elements at a time, because Triton would
+    round twice before Hopper. Without it, `dtype` can only be float8_e5m2. Triton does not round
+    this type to nearest even either, so it is rounded here.
     """
     if HAS_FP8 and not INTERPRETED:
         return _converted_in_pairs(values, dtype)
@@ -37,12 +38,12 @@ def to_fp8(values, dtype: tl.constexpr, HAS_FP8: tl.constexpr):
         is_number = values == values  # noqa: PLR0124
         values = tl.clamp(tl.where(is_number, values, 0.0), -E5M2_MAX, E5M2_MAX)
         half = _with_bits(values, 2, -14).to(tl.float16).to(tl.int16, bitcast=True)
-        # What is not a number loses its sign, as where the GPU converts.
+        # NaN loses its sign, as it does where the GPU converts.
         byte = tl.where(is_number, (half >> 8) & 255, 0x7F)
         return byte.to(tl.uint8).to(dtype, bitcast=True)
     else:
-        # The interpreter's own conversion loses carries out of the mantissa, so it gets values that
-        # are representable already.
+        # The interpreter's own conversion loses carries out of the mantissa. So it gets values that
+        # are already representable.
         tl.static_assert(INTERPRETED, "float8_e4m3fn needs a GPU that converts to it")
         is_number = values == values  # noqa: PLR0124
         values = tl.clamp(tl.where(is_number, values, 0.0), -E4M3_MAX, E4M3_MAX)
@@ -51,7 +52,7 @@ def to_fp8(values, dtype: tl.constexpr, HAS_FP8: tl.constexpr):
 
 @device_function
 def _converted_in_pairs(values, dtype: tl.constexpr):
-    """f32 values as float8 of type `dtype`, by the instructions that GPUs have since Ada."""
+    """f32 values as float8 of type `dtype`, by instructions that GPUs have since Ada."""
     if dtype == tl.float8e5:
         return tl.inline_asm_elementwise(
             """{
@@ -84,9 +85,9 @@ def _converted_in_pairs(values, dtype: tl.constexpr):
 
 @device_function
 def _with_bits(values, NUM_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr):
-    """Finite f32 values rounded to nearest even, to numbers of so many mantissa bits.
+    """Finite f32 values rounded to nearest even, to numbers of NUM_BITS mantissa bits.
 
-    Below 2 ** MIN_EXPONENT they become multiples of what differences are there.
+    Below 2 ** MIN_EXPONENT they become multiples of the step of that exponent: subnormal numbers.
     """
     bits = values.to(tl.int32, bitcast=True)
     exponent = ((bits >> 23) & 255) - 127
@@ -99,11 +100,11 @@ def _with_bits(values, NUM_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr):
 
 @device_function
 def from_fp8(values, dtype: tl.constexpr):
-    """Values in `dtype`, of float8.
+    """Values of float8 as `dtype`.
 
-    Between half precision and bfloat16 they pass through float32: the direct conversion of
-    float8_e4m3fn is done by the unit of special functions, which exponentials need, and that of
-    float8_e5m2 makes numbers of what is none.
+    Between half precision and bfloat16, values pass through float32. The direct conversion of
+    float8_e4m3fn would run on the special function unit, which exponentials need. That of
+    float8_e5m2 turns NaN into numbers.
     """
     if values.dtype == tl.float8e5:
         values = _half_of_e5m2(values)
@@ -118,7 +119,7 @@ def from_fp8(values, dtype: tl.constexpr):
 
 @device_function
 def _half_of_e5m2(values):
-    """Values of float8_e5m2 in half precision, by the compiler's way before Hopper everywhere."""
+    """Values of float8_e5m2 in half precision, always as the compiler does it before Hopper."""
     if INTERPRETED:
         halves = values.to(tl.uint8, bitcast=True).to(tl.int16) << 8
         return halves.to(tl.float16, bitcast=True)
@@ -139,9 +140,9 @@ def _half_of_e5m2(values):
 
 @device_function
 def converted(values, dtype: tl.constexpr):
-    """Values in `dtype`, of float8_e4m3fn or another float type, by the compiler's own conversion.
+    """Values of float8_e4m3fn or another float type as `dtype`, by the compiler's own conversion.
 
-    What is not a number stays such.
+    NaN stays NaN.
     """
     if not values.dtype.is_fp8():
         return in_float(values, dtype)
@@ -153,13 +154,13 @@ def converted(values, dtype: tl.constexpr):
 
 @device_function
 def _with_nan(values):
-    """What the interpreter makes of float8_e4m3fn, f32, but with what is not a number as such."""
+    """f32 values that the interpreter read from float8_e4m3fn, with NaN restored."""
     return tl.where(tl.abs(values) == INTERPRETED_NAN, float("nan"), values)
 
 
 @device_function
 def as_pairs(pages_ptr):
-    """A pointer to pairs of the bytes that `pages_ptr` points to."""
+    """Cast `pages_ptr` to a pointer to pairs of its bytes."""
     return pages_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
 
 
@@ -213,7 +214,7 @@ def split_e5m2_pairs(pairs):
 
 @device_function
 def to_half(rows):
-    """Rows in half precision; what is out of its range becomes its greatest finite number."""
+    """Rows in half precision. Elements out of range become its greatest finite number."""
     return tl.clamp(rows.to(tl.float32), -HALF_MAX, HALF_MAX).to(tl.float16)
 
 

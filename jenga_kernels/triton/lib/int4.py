@@ -1,8 +1,8 @@
 """Conversion to and from elements of four bits, two a byte, the first in the low half.
 
-Element n, 0 to 15, of a row stands for n times the row's step, more than its least element. Both
-are bfloat16 and lie in one word, the step in the low half: sums of products need them once for each
-row, so that elements become operands as the whole numbers they are.
+Element n, 0 to 15, of a row stands for n times the row's step, plus its least element. Both are
+bfloat16 and share one word, the step in the low half. Sums of products need them only once for each
+row, so elements become operands as the whole numbers they are.
 """
 
 import triton.language as tl
@@ -15,14 +15,16 @@ INT4_MAX = tl.constexpr(15.0)
 
 FIRST_UNIT = tl.constexpr(2.0**-24)
 SECOND_UNIT = tl.constexpr(2.0**-20)
-"""Units of split elements as half precision: of the lower and of the upper four bits of a byte."""
+"""Units of split elements read as half precision: of the lower, and of the upper four bits of a
+byte."""
 
 _ROUNDING = tl.constexpr(12582912.0)
-"""1.5 * 2**23: added to a small number it leaves that, rounded to nearest even, in the low bits."""
+"""1.5 * 2**23. The low bits of its sum with a small number are that number, rounded to nearest
+even."""
 
 _HIGH_HALF = tl.constexpr(-65536)
 _BEYOND = tl.constexpr(0x7F800000)
-"""Bits of infinity; ordered as integers, those of -infinity are the complement."""
+"""Bits of infinity. Ordered as integers, those of -infinity are the complement."""
 _NEGATIVE_BEYOND = tl.constexpr(~0x7F800000)
 
 
@@ -31,13 +33,13 @@ def quantised_int4(values, mask, LEAST_RANGE: tl.constexpr):
     """Rows [lines, rows, BLOCK_LINE] as bytes [lines, rows, BLOCK_LINE // 2], and words i32[rows].
 
     Rows of a smaller range than LEAST_RANGE are stored as their least element alone. A row that is
-    not finite, or whose range is not, has a step that is not a number.
+    not finite, or whose range is not, gets NaN as its step.
     """
-    # As integers so ordered as they are as numbers, and what is no number is beyond infinity.
+    # Integers in the order of the numbers, with NaN beyond infinity.
     ordered = _reordered(values.to(tl.int32, bitcast=True))
     greatest = tl.max(tl.max(tl.where(mask, ordered, -2147483648), 2), 0)
     least = tl.min(tl.min(tl.where(mask, ordered, 2147483647), 2), 0)
-    # Where the mask leaves nothing the least is not below the greatest.
+    # If the mask excludes all elements, the least is above the greatest.
     is_finite = (greatest < _BEYOND) & (least > _NEGATIVE_BEYOND) & (least <= greatest)
     least = _as_bfloat16(tl.where(is_finite, _reordered(least), 0).to(tl.float32, bitcast=True))
     least = tl.where(least == 0.0, 0.0, least)  # one zero only
@@ -61,7 +63,7 @@ def quantised_int4(values, mask, LEAST_RANGE: tl.constexpr):
 
 @device_function
 def _reordered(bits):
-    """Bits of f32 as integers that are ordered as the numbers are, and the other way round."""
+    """Convert bits of f32 to integers in the order of the numbers, and back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
@@ -69,7 +71,7 @@ def _reordered(bits):
 def _as_bfloat16(values):
     """Finite f32 as the nearest bfloat16, ties to even, widened.
 
-    In bits, because the interpreter makes something else of a zero that is bfloat16.
+    It is done in bits, because the interpreter converts a bfloat16 zero to another value.
     """
     bits = values.to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & _HIGH_HALF
@@ -78,14 +80,14 @@ def _as_bfloat16(values):
 
 @device_function
 def split_words(words):
-    """Steps and least elements, f32[N] each, of words i32[N]."""
+    """Split words i32[N] into steps and least elements, f32[N] each."""
     steps = (words << 16).to(tl.float32, bitcast=True)
     return steps, (words & _HIGH_HALF).to(tl.float32, bitcast=True)
 
 
 @device_function
 def restored_int4(pairs, words, dtype: tl.constexpr):
-    """Rows [M, 2 * N] in `dtype` of pairs u8[M, N], given what each row's are steps of, i32[M]."""
+    """Rows [M, 2 * N] in `dtype` from pairs u8[M, N] and each row's word, i32[M]."""
     if INTERPRETED or dtype != tl.bfloat16:
         step, least = split_words(words)
         elements = pairs.to(tl.int32)
@@ -93,8 +95,8 @@ def restored_int4(pairs, words, dtype: tl.constexpr):
         second = (elements >> 4).to(tl.float32) * step[:, None] + least[:, None]
         return rounded(_joined(first, second), dtype)
     else:
-        # Four pairs at a time. Four bits n in the last places of 0x4300 are 128 + n in bfloat16; of
-        # two pairs the steps lie side by side, and so do the least elements.
+        # Four pairs at a time. Four bits n in the last places of 0x4300 are 128 + n in bfloat16.
+        # The steps of two pairs are side by side in a register, and so are their least elements.
         words = tl.broadcast_to(words[:, None], pairs.shape)
         first, second = tl.inline_asm_elementwise(
             """{
@@ -142,9 +144,10 @@ def _joined(first, second):
 def split_int4_pairs(pairs):
     """First and second elements of pairs u8[M, N], f16[M, N] each, in units of their own.
 
-    Four bits in the last places of half precision are a subnormal number, and so are the next four:
-    the first are in units of FIRST_UNIT, the others in units of SECOND_UNIT. Products take these as
-    they are (Fasi and others, Numerical behavior of NVIDIA tensor cores, 2021).
+    Four bits in the last places of half precision are a subnormal number, and so are the next four.
+    The first elements are in units of FIRST_UNIT, the second in units of SECOND_UNIT. Matrix
+    products take subnormal numbers as they are (Fasi and others, Numerical behavior of NVIDIA
+    tensor cores, 2021).
     """
     if INTERPRETED:
         words = pairs.to(tl.int16)
@@ -172,9 +175,9 @@ def split_int4_pairs(pairs):
 
 @device_function
 def split_int4_quads(quads):
-    """Elements 4 i, 4 i + 1, 4 i + 2 and 4 i + 3 of two bytes each, i16[M, N].
+    """Elements 4 i, 4 i + 1, 4 i + 2 and 4 i + 3 of rows, from items of two bytes, i16[M, N].
 
-    They are f16[M, N], the first and third in units of FIRST_UNIT, the others in units of
+    Each result is f16[M, N]. The first and third are in units of FIRST_UNIT, the others in units of
     SECOND_UNIT, as in `split_int4_pairs`.
     """
     if INTERPRETED:
@@ -217,7 +220,7 @@ def split_quad_rows(rows):
 
 @device_function
 def joined_quad_rows(parts):
-    """Rows [M, 4 * N] of elements 4 i to 4 i + 3, f32[M, N] each, in the units of a quad's."""
+    """Rows [M, 4 * N] from elements 4 i to 4 i + 3, f32[M, N] each, in the units of a quad."""
     lower = tl.join(parts[0], parts[2]) * (1 / FIRST_UNIT)
     upper = tl.join(parts[1], parts[3]) * (1 / SECOND_UNIT)
     return tl.reshape(tl.join(lower, upper), [lower.shape[0], 4 * lower.shape[1]])

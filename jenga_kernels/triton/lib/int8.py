@@ -1,7 +1,7 @@
 """Conversion to and from int8.
 
-As with float8 (see `fp8`), elements are read in pairs, as 16-bit integers, where products take half
-precision, which holds every one of them.
+As with float8 (see `fp8`), elements are read in pairs, as 16-bit integers, if products take half
+precision. Half precision holds every int8.
 """
 
 import triton.language as tl
@@ -11,26 +11,27 @@ from jenga_kernels.triton.lib.fp8 import from_fp8
 from jenga_kernels.triton.lib.matmul import INTERPRETED
 
 INT8_MAX = tl.constexpr(127.0)
-"""Greatest magnitude that is stored; -128 is not."""
+"""Greatest magnitude that is stored; -128 is not stored."""
 
 _ROUNDING = tl.constexpr(12582912.0)
-"""1.5 * 2**23: added to a small number it leaves that, rounded to nearest even, in the low bits."""
+"""1.5 * 2**23. The low bits of its sum with a small number are that number, rounded to nearest
+even."""
 
 
 @device_function
 def to_int8(values):
-    """f32 values of magnitudes up to 127 and a little as int8, rounded to nearest even.
+    """f32 values as int8, rounded to nearest even.
 
-    What is not a number becomes 0.
+    Magnitudes must not exceed 127 by more than rounding errors. NaN becomes 0.
     """
     return (values + _ROUNDING).to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @device_function
 def from_stored(values, dtype: tl.constexpr):
-    """Values in `dtype`, of int8, float8 or another float type."""
+    """Values of int8, float8 or another float type as `dtype`."""
     if values.dtype == tl.int8:
-        # The interpreter converts only by way of float32.
+        # The interpreter can convert only through float32.
         return values.to(tl.float32).to(dtype)
     elif values.dtype.is_fp8():
         return from_fp8(values, dtype)
@@ -45,7 +46,7 @@ def split_int8_pairs(pairs):
         first = (pairs & 255).to(tl.int8)
         return first.to(tl.float16), (pairs >> 8).to(tl.int8).to(tl.float16)
     else:
-        # A byte b behind 0x64 is 1024 + b in half precision; as unsigned, elements are 128 more.
+        # A byte b behind 0x64 is 1024 + b in half precision. As unsigned, elements are 128 greater.
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 bytes, offset;

@@ -13,8 +13,8 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 def matmul(a, b):
     """Product of a [M, K] and b [K, N], accumulated and returned in float32.
 
-    Operands of less than 32 bits are widened in the interpreter, which holds bfloat16 as integers
-    and multiplies those; on a GPU they go to the tensor cores as they are.
+    In the interpreter, operands of less than 32 bits are widened, because it holds bfloat16 as
+    integers and would multiply those. On a GPU they go to the tensor cores as they are.
     """
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32))
@@ -26,7 +26,7 @@ def matmul(a, b):
 def matmul_add(a, b, c, IS_TF32: tl.constexpr = False):  # noqa: FBT002
     """Product of a [M, K] and b [K, N] added to c, f32[M, N]; see `matmul`.
 
-    With IS_TF32 operands in float32 go to the tensor cores too, which read their first 19 bits.
+    With IS_TF32, operands in float32 go to the tensor cores too, which read their first 19 bits.
     """
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), c)

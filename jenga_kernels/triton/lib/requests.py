@@ -1,4 +1,4 @@
-"""Which request a program works for, where requests have different numbers of tokens."""
+"""Search for a program's request, when requests have different numbers of tokens."""
 
 import triton.language as tl
 
@@ -7,10 +7,10 @@ from jenga_kernels.triton.lib.device import device_function
 
 @device_function
 def find_block(query_starts_ptr, num_requests, block, BLOCK_T: tl.constexpr):
-    """Request and number within it of a block of at most BLOCK_T tokens of one request.
+    """Find the request of a block of at most BLOCK_T tokens, and the block's index within it.
 
-    Request r has the blocks from query_starts[r] // BLOCK_T + r on; not all of them have tokens.
-    Those before the first request's are numbered below zero.
+    Request r has the blocks from query_starts[r] // BLOCK_T + r on. Not all of them have tokens.
+    Blocks before the first request's have a negative index.
     """
     low = 0
     high = num_requests

@@ -1,6 +1,6 @@
-"""Loading and storing rows: contiguous runs of elements at scattered offsets.
+"""Loads and stores of rows: contiguous runs of elements at scattered offsets.
 
-The interpreter spends about 40 ns on each element it loads or stores; there, rows are copied whole.
+The interpreter takes about 40 ns for each element it loads or stores. There, whole rows are copied.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ def _load_rows(ptr, offsets, live, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
 def _load_rows_interpreted(
     ptr: tl.tensor, offsets: tl.tensor, live: tl.tensor | None, HEAD_DIM: int, BLOCK_D: int
 ) -> tl.tensor:
-    """`_load_rows` by one copy a row."""
+    """Do what `_load_rows` does, with one copy a row."""
     element = ptr.dtype.element_ty
     element_bytes = element.primitive_bitwidth // 8
     num_rows = offsets.handle.data.size
@@ -75,7 +75,7 @@ def _store_rows_interpreted(
     BLOCK_D: int,  # noqa: ARG001 - the signature of `_store_rows`
     THREAD_ELEMENTS: int | None = None,  # noqa: ARG001 - the signature of `_store_rows`
 ) -> None:
-    """`_store_rows` by one copy a row."""
+    """Do what `_store_rows` does, with one copy a row."""
     element = ptr.dtype.element_ty
     data = np.ascontiguousarray(rows.to(element).handle.data)
     for outside, inside in _row_addresses(ptr, offsets, live, data):
@@ -85,7 +85,7 @@ def _store_rows_interpreted(
 def _row_addresses(
     ptr: tl.tensor, offsets: tl.tensor, live: tl.tensor | None, rows: np.ndarray
 ) -> Iterator[tuple[int, int]]:
-    """Addresses of each live row in memory and in the tile."""
+    """Yield the addresses of each live row in memory and in the tile."""
     outside = offsets.handle.data * rows.itemsize + int(ptr.handle.data[0])
     inside = np.arange(len(rows)) * rows.strides[0] + rows.ctypes.data
     if live is not None:
@@ -94,18 +94,18 @@ def _row_addresses(
 
 
 ELEMENTS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
-"""Bytes of an element -> how the interpreter holds elements numpy has no type for."""
+"""Types in which the interpreter holds elements that numpy has no type for, by bytes."""
 
 load_rows = _load_rows_interpreted if triton.knobs.runtime.interpret else _load_rows
-"""Rows of HEAD_DIM elements at i64 `offsets` from `ptr`, [N, BLOCK_D].
+"""Load rows of HEAD_DIM elements at i64 `offsets` from `ptr`, [N, BLOCK_D].
 
-Zero where `live` is false, nothing being read there, and past HEAD_DIM; `live` may be None.
+Rows are zero, and nothing is read, where `live` is false and past HEAD_DIM. `live` may be None.
 """
 
 store_rows = _store_rows_interpreted if triton.knobs.runtime.interpret else _store_rows
 """Store `rows` [N, BLOCK_D], rounded to the element type of `ptr`, at i64 `offsets` from it.
 
 Nothing is written where `live` is false and past HEAD_DIM. A thread stores at most THREAD_ELEMENTS
-at a time: one that stores more than it loads at once loads neighbours one after another, and each
-sector several times.
+at a time. If it stored more than it loads at once, its loads of neighbouring elements would follow
+each other, and each sector would be loaded several times.
 """

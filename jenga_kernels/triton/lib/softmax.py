@@ -1,7 +1,7 @@
 """Online softmax in base 2.
 
-Rows carry their greatest score so far, the sum of weights relative to it, and whatever the caller
-accumulates with these weights. A row that has seen no key has maximum -inf and sum 0.
+Each row carries its greatest score so far, the sum of weights relative to it, and anything that the
+caller accumulates with these weights. A row that has seen no key has maximum -inf and sum 0.
 
 Source: FlashAttention-2 (arXiv 2307.08691), algorithm 1.
 """
@@ -13,20 +13,21 @@ from jenga_kernels.triton.lib.device import device_function, reciprocal
 
 @device_function
 def softmax_step(scores, scale, row_max, row_sum):
-    """Take one tile of scores into a running softmax.
+    """Add one tile of scores to a running softmax.
 
     Args:
         scores: f32[M, N]; -inf where a key is not visible.
-        scale: Positive factor that brings scores to base 2.
-        row_max: f32[M], the greatest scaled score so far.
-        row_sum: f32[M], the weights so far, relative to 2**row_max; or f32[M, N], not summed yet
-            over the columns of tiles, which warps that share rows would have to do together.
+        scale: Positive factor that converts scores to base 2.
+        row_max: Greatest scaled score so far, f32[M].
+        row_sum: Sum of the weights so far, relative to 2**row_max, f32[M]. It may also be
+            f32[M, N], not yet summed over the columns of tiles. Warps that share rows would have to
+            do that together.
 
     Returns:
-        The weights of this tile, the factor for what was accumulated, the new maximum and sum.
+        The weights of this tile, the factor for accumulated results, the new maximum and sum.
     """
     new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
-    # Before its first visible key a row's maximum is -inf, and -inf - -inf is not a number.
+    # Before a row's first visible key its maximum is -inf, and -inf - -inf is NaN.
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
     weights = tl.exp2(scores * scale - shift[:, None])
     rescale = tl.exp2(row_max - shift)

@@ -1,8 +1,8 @@
 """Tile sizes, warps and stages by shape and machine.
 
 Shapes decide, never model names. The sizes for GPUs are those that compile without spills
-(tests/kernels/test_compiled.py); those for the interpreter are large, because it pays per operation
-and hardly per element.
+(tests/kernels/test_compiled.py). Those for the interpreter are large, because its cost is per
+operation and hardly per element.
 """
 
 import functools
@@ -12,21 +12,22 @@ import torch
 import triton
 
 HOPPER = 90
-"""Compute capability of the first GPU with warpgroup matrix instructions."""
+"""Compute capability, times ten, of the first GPU with warpgroup matrix instructions."""
 
 BLACKWELL = 100
-"""Compute capability of the first GPU whose matrix instructions keep results out of registers."""
+"""Compute capability, times ten, of the first GPU with matrix results outside of registers."""
 
 DESKTOP_BLACKWELL = 120
-"""Compute capability of the first GPU after Hopper with less than half of its shared memory."""
+"""Compute capability, times ten, of the first GPU after Hopper with less than half of its shared
+memory."""
 
 ADA = 89
-"""Compute capability of the first GPU that converts to and from float8_e4m3fn."""
+"""Compute capability, times ten, of the first GPU that converts to and from float8_e4m3fn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What tile sizes depend on.
+    """Properties of a GPU, or of Triton's interpreter, that decide tile sizes.
 
     Attributes:
         capability: Compute capability times ten; 0 for Triton's interpreter.
@@ -48,35 +49,35 @@ class Machine:
 
     @property
     def has_fp8(self) -> bool:
-        """Whether kernels may read and write float8_e4m3fn."""
+        """Whether kernels can read and write float8_e4m3fn."""
         return self.is_interpreter or self.capability >= ADA
 
     @property
     def has_dependent_launches(self) -> bool:
-        """Whether a kernel may begin while the one before it runs, and wait for it itself."""
+        """Whether a kernel can begin while the one before it runs, and await it by itself."""
         return self.capability >= HOPPER
 
     @property
     def has_tensor_memory(self) -> bool:
-        """Whether results of matrix instructions lie in a memory of their own, not in registers."""
+        """Whether results of matrix instructions are in tensor memory instead of registers."""
         return BLACKWELL <= self.capability < DESKTOP_BLACKWELL
 
 
 TENSOR_MEMORY_KEYS = 64
-"""Most keys of a tile of prefill whose scores and weights, read from that memory, fit registers."""
+"""Most keys of a prefill tile whose scores and weights, read from tensor memory, fit registers."""
 
 INTERPRETER = Machine(capability=0, num_processors=1)
 
 
 @functools.cache
 def has_kernels(device: torch.device) -> bool:
-    """Whether kernels run on `device`'s tensors: always, but for those on a CPU.
+    """Whether kernels run on `device`'s tensors: always, except on a CPU.
 
-    There Triton's interpreter runs them, if `TRITON_INTERPRET=1` was set before the first import of
-    `jenga_kernels`, and a driver whose GPU is emulated.
+    On a CPU they run in Triton's interpreter, if `TRITON_INTERPRET=1` was set before the first
+    import of `jenga_kernels`. They also run there with a driver that emulates a GPU.
 
     Args:
-        device: Of the tensors.
+        device: Device of the tensors.
     """
     if device.type != "cpu" or triton.knobs.runtime.interpret:
         return True
@@ -89,14 +90,14 @@ def has_kernels(device: torch.device) -> bool:
 
 @functools.cache
 def machine_of(device: torch.device) -> Machine:
-    """The machine that runs kernels on `device`'s tensors.
+    """Describe the machine that runs kernels on `device`'s tensors.
 
     Args:
-        device: Of the tensors; on one of several GPUs, with its number, as tensors have it.
+        device: Device of the tensors. One of several GPUs needs its index, as tensors have it.
 
     Raises:
-        ValueError: The tensors are not on a CPU, and Triton has no GPU to compile for, or the GPU
-            is not one of NVIDIA's.
+        ValueError: If the tensors are not on a CPU, and Triton finds no GPU or one that is not
+            NVIDIA's.
     """
     if triton.knobs.runtime.interpret or not has_kernels(device):
         return INTERPRETER
@@ -126,25 +127,25 @@ def machine_of(device: torch.device) -> Machine:
 
 
 def overlapping(machine: Machine) -> dict[str, bool]:
-    """Options of a launch that begins before the kernel ahead of it has ended, where that can be.
+    """Options of a launch that may begin before the previous kernel ends, if the GPU can do so.
 
-    The kernel has to await the other; see `device.await_kernel_before`.
+    The kernel has to await the previous one; see `device.await_kernel_before`.
     """
     return {"launch_pdl": True} if machine.has_dependent_launches else {}
 
 
 def power_of_two(value: int) -> int:
-    """The least power of two not below `value`."""
+    """Least power of two that is at least `value`."""
     return 1 << max(0, value - 1).bit_length()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyTiles:
-    """Tiles of a kernel that moves rows.
+    """Tiles of a kernel that copies rows.
 
     Attributes:
-        block_rows: Rows a program moves.
-        num_warps: Warps a program.
+        block_rows: Number of rows that a program copies.
+        num_warps: Warps of a program.
     """
 
     block_rows: int
@@ -152,30 +153,30 @@ class CopyTiles:
 
 
 def copy_tiles(machine: Machine, row_elements: int) -> CopyTiles:
-    """Tiles of `kv_store`.
+    """Choose tiles for `kv_store`.
 
     Args:
-        machine: Where it runs.
+        machine: GPU, or interpreter, that runs the kernel.
         row_elements: Elements of one row, one head of one token.
     """
     if machine.is_interpreter:
         return CopyTiles(block_rows=1024, num_warps=1)
-    # 4 warps with 16 elements of K and of V a thread: two 16-byte loads of each in flight.
+    # 4 warps with 16 elements of K and of V per thread: two 16-byte loads of each in flight.
     return CopyTiles(block_rows=max(1, 2048 // power_of_two(row_elements)), num_warps=4)
 
 
 LOAD_BYTES = 16
-"""Most bytes of a load or store of a thread."""
+"""Bytes of the widest load or store of a thread."""
 
 LINE_BYTES = 128
-"""Bytes of a line of memory; eight threads read one."""
+"""Bytes of a cache line. Eight threads read one."""
 
 
 def line_elements(machine: Machine, row_elements: int, element_bytes: int) -> int:
-    """Elements of a row's part that is a line of memory, or all of a shorter row.
+    """Number of elements of a row in one cache line, or of all of a shorter row.
 
     Args:
-        machine: Where it runs; for the interpreter a row is one part.
+        machine: GPU, or interpreter, that runs the kernel. For the interpreter, a row is one part.
         row_elements: Elements of the row.
         element_bytes: Bytes of an element where it is loaded.
     """
@@ -184,7 +185,7 @@ def line_elements(machine: Machine, row_elements: int, element_bytes: int) -> in
 
 
 def page_tiles(machine: Machine) -> CopyTiles:
-    """Tiles of `page_copy` and `page_clear`; rows are words of 4 bytes."""
+    """Choose tiles for `page_copy` and `page_clear`, whose rows are words of 4 bytes."""
     if machine.is_interpreter:
         return CopyTiles(block_rows=65536, num_warps=1)
     return CopyTiles(block_rows=4096, num_warps=8)
@@ -192,15 +193,16 @@ def page_tiles(machine: Machine) -> CopyTiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopTiles:
-    """Tiles of a kernel that walks over keys.
+    """Tiles of a kernel that loops over keys.
 
     Attributes:
-        block_m: Rows of a program; a row is one head of one query token.
-        block_n: Keys of one step.
+        block_m: Rows of a program. A row is one head of one query token.
+        block_n: Keys of one step of the loop.
         num_warps: Warps of a program.
         num_stages: Depth of the software pipeline over keys.
-        value_parts: Programs that share the rows, each with a part of their results: 1 or 2.
-        reads_pairs: Whether prefill reads elements of a byte in pairs, as decoding does.
+        value_parts: Number of programs that share the rows, 1 or 2. Each computes a part of the
+            elements of their results.
+        reads_pairs: Whether prefill reads elements of one byte in pairs, as decoding does.
     """
 
     block_m: int
@@ -211,7 +213,7 @@ class LoopTiles:
     reads_pairs: bool = False
 
     def part_dim(self, value_dim: int) -> int:
-        """Elements of a result that one program computes; those of a part are a multiple of 16."""
+        """Elements of a result that one program computes. A part is a multiple of 16 elements."""
         if self.value_parts == 1:
             return value_dim
         return min(value_dim, triton.cdiv(value_dim, 16 * self.value_parts) * 16)
@@ -219,15 +221,15 @@ class LoopTiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecializedTiles:
-    """Tiles of the prefill kernel whose warps specialise.
+    """Tiles of the warp-specialised prefill kernel.
 
     Attributes:
-        block_n: Keys of one step.
-        num_stages: Steps whose keys and values have room in shared memory.
-        takes_turns: Whether the groups of warps that multiply ask for their products in turns.
-        loads_rows: Whether queries too are loaded ahead, where shared memory has room for twice
-            as many.
-        num_programs: Programs that the row tiles are spread over.
+        block_n: Keys of one step of the loop.
+        num_stages: Number of steps whose keys and values fit in shared memory.
+        takes_turns: Whether the groups of warps that multiply issue their products in turns.
+        loads_rows: Whether the loading warp also loads queries ahead, which needs shared memory for
+            two tiles of queries.
+        num_programs: Number of programs that the row tiles are spread over.
     """
 
     block_n: int
@@ -239,12 +241,12 @@ class SpecializedTiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeamTiles:
-    """Tiles of the decode kernel of latent attention whose warps specialise.
+    """Tiles of the warp-specialised decode kernel of latent attention.
 
     Attributes:
-        num_members: Programs that share the work of one of `num_programs`: each has WARPGROUP_ROWS
-            rows of its requests.
-        takes_turns: Whether the groups of warps that multiply ask for their scores in turns.
+        num_members: Number of programs in a team, which shares the work of one of `num_programs`.
+            Each has WARPGROUP_ROWS rows of its requests.
+        takes_turns: Whether the groups of warps that multiply issue their scores in turns.
     """
 
     num_members: int
@@ -256,14 +258,14 @@ class AttentionTiles:
     """Tiles of `paged_attention`.
 
     Attributes:
-        decode: Of requests with few query tokens.
-        prefill: Of all others.
-        num_programs: Programs the decode kernel's work is spread over.
-        block_splits: Partial results that the merge reads at once.
-        specialized_prefill: If given, what `prefill` would do is done by the kernel for Hopper
-            whose warps specialise, with as many rows: SPECIALIZED_ROWS.
-        specialized_decode: If given, what `decode` would do is done by the kernel of latent
-            attention for Hopper whose warps specialise, in steps of as many keys.
+        decode: Tiles for requests with few query tokens.
+        prefill: Tiles for all other requests.
+        num_programs: Number of programs that the decode kernel's work is spread over.
+        block_splits: Number of partial results that the merge reads at once.
+        specialized_prefill: If given, the warp-specialised kernel for Hopper does the work of
+            `prefill`, with as many rows: SPECIALIZED_ROWS.
+        specialized_decode: If given, the warp-specialised kernel of latent attention for Hopper
+            does the work of `decode`, with as many keys a step.
     """
 
     decode: LoopTiles
@@ -281,30 +283,31 @@ WARPGROUP_ROWS = 64
 """Rows of a warpgroup matrix instruction."""
 
 SPECIALIZED_ROWS = 128
-"""Rows of a program whose warps specialise: those of two groups of warps that multiply."""
+"""Rows of a warp-specialised program: those of its two groups of warps that multiply."""
 
 SWIZZLE_ROWS = 8
-"""Rows of a pattern of shared memory: boxes of rows that the copy engine fills are so aligned."""
+"""Rows of a swizzle pattern of shared memory. Boxes of rows that TMA writes are aligned to it."""
 
 WIDE_HEAD = 512
 """Padded elements of a head whose results, or queries, take most of a program's registers."""
 
 DECODE_PROGRAMS_PER_PROCESSOR = 2
-"""Two programs hide each other's waits at the start and the end of a range of keys."""
+"""Decode programs per multiprocessor. Two hide each other's waits at both ends of a key range."""
 
 
 NARROW_HEAD = 64
 """Padded elements of the narrowest heads."""
 
 BRIEF_WINDOW = 256
-"""Keys of a window that few tiles hold: what a program waits for at the start of a range is most of
-what it does."""
+"""Most keys of a window that is called brief. A few tiles hold them, so most of a program's time is
+the wait at the start of its range."""
 
 BRIEF_PROGRAMS_PER_PROCESSOR = 8
-"""Programs of one warp, which hide each other's waits there.
+"""Decode programs per multiprocessor, of one warp each, for brief windows: they hide each other's
+waits.
 
-An H100 takes 26.5 us for 30.3 so (gpt-oss, 128 requests, windows of 128). For longer ranges of keys
-they take up to 11 % more.
+An H100 takes 26.5 us instead of 30.3 (gpt-oss, 128 requests, windows of 128). For longer ranges of
+keys such programs take up to 11 % more.
 """
 
 
@@ -319,19 +322,19 @@ def attention_tiles(
     is_int4: bool = False,
     window_tokens: int | None = None,
 ) -> AttentionTiles:
-    """Tiles of `paged_attention`.
+    """Choose tiles for `paged_attention`.
 
     Args:
-        machine: Where it runs.
+        machine: GPU, or interpreter, that runs the kernel.
         head_dim: Elements of one head of one token.
         element_bytes: Bytes of an element of the queries.
         stored_bytes: Bytes of an element in the pages.
         decode_rows: Most rows of a request that the decode kernel serves, at most
             `max_decode_rows`.
-        has_slot_scales: Whether slots have scales of their own, of which a program holds those of
-            the keys of a step.
+        has_slot_scales: Whether slots have scales of their own. A program then holds those of the
+            keys of a step.
         is_int4: Whether elements in the pages have four bits.
-        window_tokens: Keys that a query reads at most; None: all before it.
+        window_tokens: Most keys that a query reads. None means all before it.
     """
     decode_rows = max(MIN_ROWS, power_of_two(decode_rows))
     if machine.is_interpreter:
@@ -348,7 +351,7 @@ def attention_tiles(
         decode = _decode_tiles(block_d, element_bytes, stored_bytes, decode_rows, is_large)
     else:
         decode = _wide_decode_tiles(machine, element_bytes, decode_rows)
-        if decode_rows > MIN_ROWS:  # one such program fills a processor
+        if decode_rows > MIN_ROWS:  # one such program fills a multiprocessor
             num_programs = machine.num_processors // decode.value_parts
     is_brief = (
         window_tokens is not None
@@ -360,7 +363,7 @@ def attention_tiles(
         decode = replace(decode, block_n=MIN_ROWS, num_warps=1)
         num_programs = BRIEF_PROGRAMS_PER_PROCESSOR * machine.num_processors
     if has_slot_scales and MIN_ROWS < decode.block_m < WARPGROUP_ROWS:
-        # Scores, and what four bits lie above, take the registers of more keys.
+        # Scores, and the least elements of four-bit heads, take the registers of more keys.
         decode = replace(decode, block_n=min(32, decode.block_n))
     prefill = PREFILL_TILES[is_large, element_bytes, stored_bytes, block_d]
     if not is_large and stored_bytes < element_bytes == 2 and not is_int4:  # noqa: PLR2004
@@ -385,20 +388,20 @@ def specialized_tiles(
     element_bytes: int,
     window_tokens: int | None = None,
 ) -> SpecializedTiles | None:
-    """Tiles of the prefill kernel whose warps specialise; None where it cannot run.
+    """Choose tiles for the warp-specialised prefill kernel; None if it cannot run.
 
-    They are the same for pages in float8, which has the room of what it is converted to.
+    Tiles for float8 pages are the same. They need the room of the converted elements.
 
     Args:
-        machine: Where it would run.
+        machine: GPU, or interpreter, that would run the kernel.
         head_dim: Elements of one head of one token.
         page_tokens: Slots of a page.
         element_bytes: Bytes of an element of the queries.
-        window_tokens: Keys that a query reads at most; None: all before it.
+        window_tokens: Most keys that a query reads. None means all before it.
     """
     can_run = (
         HOPPER <= machine.capability < BLACKWELL
-        and element_bytes == 2  # noqa: PLR2004 - what the copies' patterns are for
+        and element_bytes == 2  # noqa: PLR2004 - the swizzle patterns are for 16 bits
         and page_tokens % SWIZZLE_ROWS == 0
     )
     found = SPECIALIZED_TILES.get(max(64, power_of_two(head_dim))) if can_run else None
@@ -412,16 +415,16 @@ def specialized_tiles(
         block_n=block_n,
         num_stages=num_stages,
         takes_turns=takes_turns,
-        loads_rows=power_of_two(head_dim) < 256,  # noqa: PLR2004 - tiles that fill it
+        loads_rows=power_of_two(head_dim) < 256,  # noqa: PLR2004 - wider ones fill shared memory
         num_programs=machine.num_processors,
     )
 
 
 def max_decode_rows(machine: Machine, *, head_dim: int, element_bytes: int) -> int | None:
-    """Most rows of a request for which the decode kernel has tiles; None: as many as there are.
+    """Most rows of a request for which the decode kernel has tiles. None means any number.
 
     Args:
-        machine: Where it runs.
+        machine: GPU, or interpreter, that runs the kernel.
         head_dim: Elements of one head of one token.
         element_bytes: Bytes of an element of the queries.
     """
@@ -438,11 +441,12 @@ def max_decode_rows(machine: Machine, *, head_dim: int, element_bytes: int) -> i
 def _decode_tiles(
     block_d: int, element_bytes: int, stored_bytes: int, decode_rows: int, is_large: bool
 ) -> LoopTiles:
-    """Tiles with 16 KiB of keys and of values a step.
+    """Choose tiles with 16 KiB of keys and of values a step.
 
-    A load behind a page id takes two stages, so five stages keep two steps in flight.
+    The load of a page id and the load that depends on it take two stages. So five stages keep two
+    steps in flight.
     """
-    # Operands of float32 products are float32 in registers, whatever they are in memory.
+    # Operands of float32 products are float32 in registers, whatever their type in memory.
     is_float32 = element_bytes == 4  # noqa: PLR2004
     block_n = min(128, 16384 // (block_d * (element_bytes if is_float32 else stored_bytes)))
     if block_d > 128:  # noqa: PLR2004 - rows this wide leave no registers for more keys
@@ -451,13 +455,13 @@ def _decode_tiles(
         block_n = block_n // 2
     num_stages = 4 if is_float32 else 5  # float32 products need registers
     num_warps = 4
-    if decode_rows * block_d > 8192:  # noqa: PLR2004 - results of drafted tokens, 64 a thread
+    if decode_rows * block_d > 8192:  # noqa: PLR2004 - results of draft tokens, 64 a thread
         num_warps = 8
         num_stages = num_stages if is_large else 3
         # Bytes that become operands of matrix instructions pass through more registers.
         block_n = block_n if is_large else min(16 * stored_bytes, block_n)
     if is_float32 and stored_bytes < element_bytes:
-        # Those that are converted leave none to load a step ahead.
+        # Conversions leave no registers to load a step ahead.
         num_warps, num_stages = 8, 1
     return LoopTiles(
         block_m=decode_rows, block_n=max(16, block_n), num_warps=num_warps, num_stages=num_stages
@@ -465,10 +469,10 @@ def _decode_tiles(
 
 
 def _wide_decode_tiles(machine: Machine, element_bytes: int, decode_rows: int) -> LoopTiles:
-    """Tiles for heads of more than 256 elements."""
+    """Choose tiles for heads of more than 256 elements."""
     is_warpgroup = machine.has_tensor_memory and decode_rows >= WARPGROUP_ROWS
     if is_warpgroup and element_bytes == 2:  # noqa: PLR2004
-        # What passes between that memory and registers leaves none to load a step ahead.
+        # Transfers between tensor memory and registers leave none to load a step ahead.
         return _loop_tiles(decode_rows, 32, 8, 1, 2)
     return WIDE_DECODE_TILES[machine.has_large_tiles, element_bytes, decode_rows]
 
@@ -486,7 +490,7 @@ def _loop_tiles(
 
 
 WIDE_DECODE_TILES = {
-    # Large tiles, bytes of an element of queries, rows
+    # Key: has large tiles, bytes of an element of queries, rows
     (True, 2, 16): _loop_tiles(16, 16, 4, 5),
     (True, 2, 32): _loop_tiles(32, 32, 8, 5),
     (True, 2, 64): _loop_tiles(64, 16, 8, 5),
@@ -499,15 +503,15 @@ WIDE_DECODE_TILES = {
     (False, 2, 64): _loop_tiles(64, 16, 8, 3, 2),
     (False, 4, 16): _loop_tiles(16, 16, 8, 1),
 }
-"""Tiles of the decode kernel for heads of more than 256 elements, keys of up to 32 KiB a step.
+"""Tiles of the decode kernel for heads of more than 256 elements, with up to 32 KiB of keys a step.
 
-Where the results of all rows do not fit into registers, two programs have half of their elements
-each, and each computes all scores.
+If the results of all rows do not fit into registers, two programs each compute half of the result
+elements, and each computes all scores.
 """
 
 
 PREFILL_TILES = {
-    # Large tiles, bytes of an element of queries and of pages, padded head_dim
+    # Key: has large tiles, bytes of an element of queries and of pages, padded head_dim
     (True, 2, 2, 64): _loop_tiles(128, 128, 8, 5),
     (True, 2, 2, 128): _loop_tiles(128, 64, 8, 5),
     (True, 2, 2, 256): _loop_tiles(128, 32, 8, 5),
@@ -541,11 +545,12 @@ PREFILL_TILES = {
     (False, 4, 1, 256): _loop_tiles(16, 16, 8, 1),
     (False, 4, 1, 512): _loop_tiles(16, 16, 8, 1),
 }
-"""The largest tiles that compile without spills with every option.
+"""The largest prefill tiles that compile without spills with every option.
 
-As in decoding, five stages load a step while the one before is computed; up to four stages wait for
-each step as soon as it is asked for. 128 rows of 512 elements and two steps leave no shared memory
-for a third: Hopper waits for such a step, asked for before the product that ends the one before.
+As in decoding, five stages load one step while the previous one is computed. With up to four
+stages, each step is awaited as soon as it is requested. 128 rows of 512 elements and two steps
+leave no shared memory for a third. There, Hopper requests a step before the last product of the
+previous one, and then waits for it.
 """
 
 PAIR_TILES = {
@@ -554,22 +559,22 @@ PAIR_TILES = {
     256: replace(_loop_tiles(128, 16, 8, 5), reads_pairs=True),
     512: replace(_loop_tiles(32, 16, 8, 5), reads_pairs=True),
 }
-"""Padded head_dim -> tiles of prefill before Hopper, where pages hold elements of a byte.
+"""Tiles of prefill before Hopper by padded head_dim, for pages with elements of one byte.
 
-Matrix instructions of these GPUs read registers, into which shared memory gives 16 bits at least:
-values, of which it would give single bytes, take two to three times as many instructions otherwise.
-32 keys of 256 elements would take a fifth fewer, but spill with some options.
+Matrix instructions of these GPUs read registers, and loads from shared memory into registers give
+at least 16 bits. Single bytes of values would take two to three times as many instructions. 32 keys
+of 256 elements would take a fifth fewer instructions, but spill with some options.
 """
 
 NARROW_WINDOW = 512
-"""Keys of a window of which tiles of 128 keys read many more than there are.
+"""Most keys of a window for which tiles of 128 keys read too many keys outside of it.
 
-An H100 takes 0.7 of the time with tiles of 64 keys under a window of 128, and 0.93 to 0.99 under
+With tiles of 64 keys, an H100 takes 0.7 of the time for a window of 128. It takes 0.93 to 0.99 for
 one of 512.
 """
 
 NARROW_KEYS = 64
-"""Keys of a tile of prompts under such windows, and at least how many steps have room."""
+"""Keys of a prefill tile for such windows. Shared memory then holds NARROW_STAGES steps or more."""
 
 NARROW_STAGES = 4
 
@@ -578,7 +583,8 @@ SPECIALIZED_TILES = {
     128: (128, 2, True),
     256: (64, 2, False),
 }
-"""Padded head_dim -> keys, stages, turns: they fill shared memory and leave no register spilled.
+"""Keys, stages and whether groups take turns, by padded head_dim.
 
-Turns are taken where FlashAttention-3 does.
+These tiles fill shared memory and spill no register. Turns are taken where FlashAttention-3 takes
+them.
 """

@@ -27,7 +27,7 @@ def store_zeros(
     stride_out_token,
     BLOCK_P: tl.constexpr,
 ):
-    """The output of a request that is padding."""
+    """Store zeros as the output of a request that is padding."""
     zero = tl.full([BLOCK_P], 0.0, out_ptr.dtype.element_ty)
     for _ in range(num_tokens):
         tl.store(out_ptr, zero, mask=is_dim)
@@ -36,10 +36,10 @@ def store_zeros(
 
 @device_function
 def decays_since(dt_ptr, rows, next_rows, ages, num_past, rate):
-    """What the tokens of a history weigh after the last of them, and a state before them all.
+    """Weights of a history's tokens after the last of them, and the decay of the state before them.
 
-    Each decay is the sum of the steps behind it, not a difference of sums from the start, which
-    would be as wrong as these are large.
+    Each decay is a sum of the steps after the token. A difference of sums from the start would have
+    an error as large as these sums.
 
     Returns:
         Step size times decay of each token, [L], 0 past the last, and the state's decay.
@@ -52,7 +52,7 @@ def decays_since(dt_ptr, rows, next_rows, ages, num_past, rate):
 
 @device_function
 def scores_of(C_ptr, past_B, ns, is_n):
-    """What a token asks of those of the history, [L]."""
+    """Scores of a token's C with the B of each token of the history, [L]."""
     c = tl.load(C_ptr + ns, mask=is_n, other=0.0).to(tl.float32)  # [N]
     return row_sums(past_B * c[None, :])
 
@@ -69,7 +69,7 @@ def keep_projections(
     stride_B_token,
     HISTORY_TOKENS: tl.constexpr,
 ):
-    """Copy B of a call's tokens that are not in the state afterwards to their rows."""
+    """Copy B of a call's tokens to their rows, except those that the next state includes."""
     for t in range(num_tokens):
         if first_number + t >= stored_next:
             B = tl.load(B_ptr, mask=is_n, other=0.0)
@@ -80,7 +80,7 @@ def keep_projections(
 
 @device_function
 def store_output(out_ptr, y, x, D_ptr, z_ptr, dims, is_dim, stride_D_dim):
-    """Store a token's output, with the input's own part and the gate where there are any."""
+    """Store a token's output, with the input's own part and the gate, if any."""
     if D_ptr is not None:
         D = tl.load(D_ptr + dims * stride_D_dim, mask=is_dim, other=0.0)
         y += D.to(tl.float32) * x
@@ -154,18 +154,18 @@ def state_replay_kernel(
     BLOCK_LINE: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ):
-    """Program (b, r) serves BLOCK_P channels of one head of request r."""
+    """Serve BLOCK_P channels of one head of request r in program (b, r)."""
     BLOCKS: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     block = tl.program_id(0) % BLOCKS
     request = tl.program_id(1)
     dims = block * BLOCK_P + tl.arange(0, BLOCK_P)
     ns = tl.arange(0, BLOCK_N)
-    ages = tl.arange(0, BLOCK_L)  # of the tokens since the state, the oldest first
+    ages = tl.arange(0, BLOCK_L)  # indices of the tokens since the state, the oldest first
     is_dim = dims < HEAD_DIM
     is_n = ns < D_STATE
-    # A row of a state lies in lines of memory, and few threads hold a part of each: they sum most
-    # of it themselves.
+    # A row of a state consists of cache lines. Few threads hold a part of each line, so they sum
+    # most of a row by themselves.
     lines = tl.arange(0, BLOCK_N // BLOCK_LINE)[:, None] * BLOCK_LINE
     lines += tl.arange(0, BLOCK_LINE)[None, :]
     in_line = lines < D_STATE  # [lines, line]
@@ -216,7 +216,7 @@ def state_replay_kernel(
     all_B = widened(all_B)
     all_x = widened(all_x)
     weights, decay = decays_since(history_dt_ptr, rows, next_rows, ages, num_past, rate)
-    # What the state is made of when it is written.
+    # Weights of the history and decay of the state, for a state that is written.
     kept_weights = weights
     kept_decay = decay
     token_B_ptr = B_ptr

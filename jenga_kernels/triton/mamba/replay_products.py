@@ -33,7 +33,7 @@ def steps_of(
     IS_SOFTPLUS: tl.constexpr,
     HAS_LIMITS: tl.constexpr,
 ):
-    """Step sizes of tokens since the state, 0 of those that are none."""
+    """Step sizes of the tokens since the state; 0 for rows without a token."""
     rows = ((stored + ages) % HISTORY_TOKENS).to(tl.int64)
     tokens = (ages - num_past).to(tl.int64)
     is_new = (ages >= num_past) & (ages < num_all)
@@ -107,20 +107,20 @@ def state_replay_products_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ):
-    """Program (b, r) serves BLOCK_P channels of one head of request r; requests vary slowest.
+    """Serve BLOCK_P channels of one head of request r in program (b, r); requests vary slowest.
 
-    The tokens since the state, those of the call behind those of the history, are rows of one tile:
-    what a token asks of the state and of the tokens up to itself are products.
+    The tokens since the state are rows of one tile, those of the history first, then those of the
+    call. Products give what a token reads of the state, and of the tokens up to itself.
     """
     BLOCKS: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     block = tl.program_id(0) % BLOCKS
     request = tl.program_id(1)
     dims = block * BLOCK_P + tl.arange(0, BLOCK_P)
-    # Two halves of a row, so that of a state in float32 half is taken apart at a time.
+    # A row has two halves, so that only half of a float32 state is split into parts at a time.
     ns = tl.arange(0, BLOCK_N // 2)
     far_ns = BLOCK_N // 2 + ns
-    ages = tl.arange(0, BLOCK_L)  # of the tokens since the state, the oldest first
+    ages = tl.arange(0, BLOCK_L)  # indices of the tokens since the state, the oldest first
     is_dim = dims < HEAD_DIM
     in_state = is_dim[:, None] & (ns < D_STATE)[None, :]
     in_far_state = is_dim[:, None] & (far_ns < D_STATE)[None, :]
@@ -152,7 +152,7 @@ def state_replay_products_kernel(
     states_ptr += page_offsets(slot, stride_states_slot) + head * stride_states_head
     state = states_ptr + dims[:, None].to(tl.int64) * stride_states_dim + ns[None, :]
     far_state = state + BLOCK_N // 2
-    # The other half is loaded behind the products of this one: both would not fit into registers.
+    # The other half is loaded after the products of this one. Both would not fit into registers.
     S = tl.load(state, mask=mask_if(stored > 0, in_state), other=0.0)  # [P, N / 2]
 
     num_past = computed - stored

@@ -1,7 +1,8 @@
 """Kernels of `jenga_kernels.state_replay` for one token of each request.
 
-What a token asks of those of a history is the same for all channels of a head, and most of it for
-all heads of a group: one kernel works it out, and the other reads states and nothing twice.
+The scores of a token with those of its history are the same for all channels of a head. Most of the
+work for them is the same for all heads of a group. One kernel computes them. The other reads
+states, and nothing twice.
 """
 
 import triton
@@ -29,19 +30,19 @@ from jenga_kernels.triton.recurrent.recurrence import (
 _INT32_MAX = tl.constexpr(2**31 - 1)
 
 OTHERS = 2
-"""Numbers of a head behind the weights of its history: of the state, and of the token itself."""
+"""Numbers of a head after the weights of its history: decay of the state, weight of the token."""
 
 _AT_ONCE = tl.constexpr(4)
-"""Rows of a history that are loaded together where a state is written."""
+"""Rows of a history that are loaded together when a state is written."""
 
 
 @device_function
 def decays_of_rows(dt_ptrs, next_dt_ptrs, ages, num_past, rates):
-    """What the tokens of histories weigh after the last of them, [H, L], and states before, [H].
+    """Weights of histories' tokens after the last of them, [H, L], and decays of states, [H].
 
-    Each decay is the sum of the steps behind it, not a difference of sums from the start, which
-    would be as wrong as these are large. A token's weight is its step size times its decay, 0 past
-    the last.
+    Each decay is a sum of the steps after the token. A difference of sums from the start would have
+    an error as large as these sums. A token's weight is its step size times its decay, 0 past the
+    last.
     """
     steps = tl.load(dt_ptrs, mask=ages[None, :] < num_past, other=0.0)
     behind = tl.load(next_dt_ptrs, mask=ages[None, :] + 1 < num_past, other=0.0)
@@ -94,9 +95,10 @@ def replay_weights_kernel(
     BLOCK_L: tl.constexpr,
     IS_OVERLAPPED: tl.constexpr,
 ):
-    """Program (b, r) weighs the history of request r for BLOCK_H heads of one group.
+    """Compute weights of request r's history for BLOCK_H heads of one group in program (b, r).
 
-    It also keeps the token's step sizes, and the first of a group its B.
+    The program also stores the token's step sizes in the history. The first program of a group also
+    stores its B.
     """
     BLOCKS: tl.constexpr = (HEADS_PER_GROUP + BLOCK_H - 1) // BLOCK_H
     let_next_begin(IS_OVERLAPPED)
@@ -107,7 +109,7 @@ def replay_weights_kernel(
     is_head = in_group < HEADS_PER_GROUP
     heads = group * HEADS_PER_GROUP + in_group
     ns = tl.arange(0, BLOCK_N)
-    ages = tl.arange(0, BLOCK_L)  # of the tokens since the state, the oldest first
+    ages = tl.arange(0, BLOCK_L)  # indices of the tokens since the state, the oldest first
     is_n = ns < D_STATE
     slot = tl.load(slots_ptr + request * stride_slots)
     computed = tl.load(computed_tokens_ptr + request)
@@ -134,7 +136,7 @@ def replay_weights_kernel(
     dt_bias = None
     if dt_bias_ptr is not None:
         dt_bias = tl.load(dt_bias_ptr + heads, mask=is_head, other=0.0).to(tl.float32)
-    # Heads past a group's read its last one's rows, and what comes of them is not stored.
+    # Heads past the group's end read rows of its last head, and their results are not stored.
     past, decays = decays_of_rows(
         head_dt_ptrs + rows[None, :],
         head_dt_ptrs + next_rows[None, :],
@@ -226,19 +228,19 @@ def state_replay_token_kernel(
     BLOCK_L: tl.constexpr,
     IS_OVERLAPPED: tl.constexpr,
 ):
-    """Program (b, r) serves BLOCK_P channels of one head of request r.
+    """Serve BLOCK_P channels of one head of request r in program (b, r).
 
-    All that it reads it asks for before it computes anything. If launches overlap it asks for the
-    state and its own token while histories are still weighed.
+    All its loads are issued before it computes anything. If launches overlap, it loads the state
+    and its own token while the other kernel still computes weights.
     """
     BLOCKS: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     request = tl.program_id(1)
     dims = (tl.program_id(0) % BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
-    ages = tl.arange(0, BLOCK_L)  # of the tokens since the state, the oldest first
+    ages = tl.arange(0, BLOCK_L)  # indices of the tokens since the state, the oldest first
     is_dim = dims < HEAD_DIM
-    # A row of a state lies in lines of memory, and few threads hold a part of each: they sum most
-    # of it themselves.
+    # A row of a state consists of cache lines. Few threads hold a part of each line, so they sum
+    # most of a row by themselves.
     lines = tl.arange(0, BLOCK_N // BLOCK_LINE)[:, None] * BLOCK_LINE
     lines += tl.arange(0, BLOCK_LINE)[None, :]
     in_line = lines < D_STATE  # [lines, line]
@@ -299,7 +301,7 @@ def state_replay_token_kernel(
         row = (computed % HISTORY_TOKENS).to(tl.int64)
         tl.store(history_x_ptr + row * stride_history_x_token, x_row, mask=is_dim)
     if stored_next > stored:
-        # The state is to hold tokens up to one of the history, or to this one.
+        # The next state includes tokens up to one of the history, or up to this one.
         rate = tl.load(A_ptr + head) * LOG2E
         dt_bias = None
         if dt_bias_ptr is not None:
@@ -323,7 +325,7 @@ def state_replay_token_kernel(
             for i in tl.static_range(_AT_ONCE):  # pyright: ignore[reportGeneralTypeIssues]
                 age = first + i
                 row = ((stored + age) % HISTORY_TOKENS).to(tl.int64)
-                # The token itself is in no row of the history; what is past it weighs nothing.
+                # The token itself is in no row of the history. Tokens after it get weight 0.
                 is_past = age < num_past
                 row_x = history_x_ptr + row * stride_history_x_token
                 row_x = tl.load(row_x, mask=mask_if(is_past, is_dim), other=0.0)

@@ -1,7 +1,7 @@
-"""Kernel of `jenga_kernels.state_scan` where every channel and state element decays on its own.
+"""Kernel of `jenga_kernels.state_scan` with a decay for every channel and state element.
 
-A prompt has few programs, of a warp each, which nothing hides a wait for memory from: what tokens
-bring is asked for a tile of tokens ahead.
+A prompt has few programs, of one warp each, so no other warp hides their waits for memory. Inputs
+are therefore loaded one tile of tokens ahead.
 """
 
 import triton
@@ -40,9 +40,9 @@ def _load_tokens(
     stride_z_token,
     BLOCK_T: tl.constexpr,
 ):
-    """What tokens first and on bring: of each x, dt, B, C and z, [P] or [N]; 0 from stop on.
+    """Load x, dt, B, C and z of each token from `first` on, [P] or [N]; 0 from `stop` on.
 
-    Without gates x stands for z.
+    Without gates, x stands for z.
     """
     rows = ()
     first_token = tl.cast(first, tl.int64)
@@ -73,10 +73,10 @@ def _scan_tokens(
     first,
     stop,
     h,  # f32[P, N]
-    rows,  # of `_load_tokens`
+    rows,  # from `_load_tokens`
     dims,
     is_dim,
-    A,  # f32[P, N], of a decay in powers of two
+    A,  # f32[P, N], rates in powers of two
     D,  # f32[P] or None
     dt_bias,  # f32[P] or None
     dt_min,
@@ -88,7 +88,7 @@ def _scan_tokens(
     HAS_LIMITS: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """The state after BLOCK_T tokens, or those of them before stop, whose outputs are stored."""
+    """Apply BLOCK_T tokens, or those before `stop`; store their outputs, and return the state."""
     out_ptrs = out_ptr + tl.cast(first, tl.int64) * stride_out_token + dims
     for t in tl.static_range(BLOCK_T):  # pyright: ignore[reportGeneralTypeIssues]
         is_token = first + t < stop
@@ -97,7 +97,7 @@ def _scan_tokens(
         b = rows[5 * t + 2].to(tl.float32)
         c = rows[5 * t + 3].to(tl.float32)
         dt = step_sizes(dt, dt_bias, dt_min, dt_max, IS_SOFTPLUS, HAS_LIMITS)
-        # A token past the stretch has step size zero: the state stays.
+        # A token past the stretch gets step size zero, which leaves the state as it is.
         dt = tl.where(is_token, dt, 0.0)
         h *= tl.exp2(dt[:, None] * A)
         h += (dt * x)[:, None] * b[None, :]
@@ -165,7 +165,7 @@ def state_scan_channels_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Program (b, r) scans request r in BLOCK_P channels of one head, token by token."""
+    """Scan request r in BLOCK_P channels of one head, token by token, in program (b, r)."""
     BLOCKS: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     request = tl.program_id(1)

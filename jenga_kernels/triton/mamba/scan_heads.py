@@ -1,4 +1,4 @@
-"""Kernel of `jenga_kernels.state_scan` where a head decays as one: matrix products over chunks."""
+"""Kernel of `jenga_kernels.state_scan` with one decay per head: matrix products over chunks."""
 
 import triton
 import triton.language as tl
@@ -17,26 +17,27 @@ from jenga_kernels.triton.recurrent.recurrence import (
 from jenga_kernels.triton.recurrent.segments import checkpoints_through, segment_at, segment_range
 
 LEAST_LOG2 = tl.constexpr(-126.0)
-"""Decay of a token, in powers of two, below which the state before it counts for nothing."""
+"""Least decay of a token, in powers of two. With less, the state before it would not matter."""
 
 LEAST_DT = tl.constexpr(1e-37)
-"""Step size that adds nothing; unlike zero it has a logarithm."""
+"""Step size that adds nothing and, unlike zero, has a logarithm."""
 
 GRID = tl.constexpr(1024.0)
-"""Multiples of 1 / GRID down to BLOCK_T * LEAST_LOG2 add up exactly in float32."""
+"""Divisor for exact sums: multiples of 1 / GRID down to BLOCK_T * LEAST_LOG2 add up exactly in
+float32."""
 
 
 @device_function
 def exact_part(logarithms):
-    """The nearest multiples of 1 / GRID below: sums of these, and their differences, are exact."""
+    """Round down to multiples of 1 / GRID, whose sums and differences are exact."""
     return tl.floor(logarithms * GRID) * (1 / GRID)
 
 
 @device_function
 def mixing_weights(scores, coarse, fine, dt, BLOCK_T: tl.constexpr):
-    """What token j of a chunk adds to token i: scores of C and B times step size times decay."""
+    """Weight of token j of a chunk in token i: score of C and B times step size times decay."""
     tile = tl.arange(0, BLOCK_T)
-    # log2(dt) rides with the decay: a vector of its own would be computed anew for every column.
+    # log2(dt) is added to the decay. A separate vector would be computed again for every column.
     ahead = coarse if fine is not None else coarse - tl.log2(tl.maximum(dt, LEAST_DT))
     exponent = coarse[:, None] - ahead[None, :]
     if fine is not None:
@@ -48,7 +49,7 @@ def mixing_weights(scores, coarse, fine, dt, BLOCK_T: tl.constexpr):
 
 @device_function
 def load_state(ptr, is_dim, D_STATE: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr):
-    """A state as PARTS tiles f32[BLOCK_N, P], from where each channel's begins, [1, P]."""
+    """Load a state as PARTS tiles f32[BLOCK_N, P], from the starts of its channels, [1, P]."""
     parts = ()
     for part in tl.static_range(PARTS):  # pyright: ignore[reportGeneralTypeIssues]
         ns = part * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
@@ -58,7 +59,7 @@ def load_state(ptr, is_dim, D_STATE: tl.constexpr, BLOCK_N: tl.constexpr, PARTS:
 
 @device_function
 def next_state(h, b, kept, decay, PARTS: tl.constexpr, IS_TF32: tl.constexpr):
-    """The state after a chunk, part by part."""
+    """Compute the state after a chunk, part by part."""
     parts = ()
     for part in tl.static_range(PARTS):  # pyright: ignore[reportGeneralTypeIssues]
         parts += (matmul_add(tl.trans(b[part]), kept, h[part] * decay, IS_TF32),)
@@ -69,7 +70,7 @@ def next_state(h, b, kept, decay, PARTS: tl.constexpr, IS_TF32: tl.constexpr):
 def store_state(
     ptr, parts, is_dim, D_STATE: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr
 ):
-    """Store what `load_state` gives, rounded to the states' element type."""
+    """Store a state as `load_state` gives it, rounded to the states' element type."""
     for part in tl.static_range(PARTS):  # pyright: ignore[reportGeneralTypeIssues]
         ns = part * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
         tl.store(ptr + ns, parts[part].to(ptr.dtype.element_ty), mask=(ns < D_STATE) & is_dim)
@@ -81,7 +82,7 @@ def state_scan_heads_kernel(  # noqa: PLR0912 - options are compiled in or out, 
     out_ptr,  # [num_tokens, num_heads, head_dim]
     states_ptr,  # [num_slots, num_heads, head_dim, d_state]
     # Inputs
-    segment_states_ptr,  # f32[num_segments, num_heads, head_dim, d_state] or None: none is cut
+    segment_states_ptr,  # f32[num_segments, num_heads, head_dim, d_state], or None without cuts
     x_ptr,  # [num_tokens, num_heads, head_dim]
     dt_ptr,  # [num_tokens, num_heads]
     A_ptr,  # f32[num_heads]
@@ -138,9 +139,9 @@ def state_scan_heads_kernel(  # noqa: PLR0912 - options are compiled in or out, 
     IS_TF32: tl.constexpr,
     IS_OVERLAPPED: tl.constexpr,
 ):
-    """Program (b, r) scans request r in BLOCK_P channels of one head, chunk by chunk.
+    """Scan request r in BLOCK_P channels of one head, chunk by chunk, in program (b, r).
 
-    Where requests are cut it scans segment r, and `segment_states_ptr` has what that begins with.
+    If requests are cut, it is segment r instead, and `segment_states_ptr` has its initial state.
     """
     BLOCKS: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
@@ -180,7 +181,7 @@ def state_scan_heads_kernel(  # noqa: PLR0912 - options are compiled in or out, 
     dt_ptr += query_start * stride_dt_token + head * stride_dt_head
     B_ptr += query_start * stride_B_token + group * stride_B_group + ns[None, :]
     C_ptr += query_start * stride_C_token + group * stride_C_group + ns[None, :]
-    # Rows only: offsets of all elements would stay in registers from the first load to the store.
+    # Offsets of rows only. Those of all elements would stay in registers until the store.
     in_page = head * stride_states_head + dims[None, :] * stride_states_dim  # [1, P]
     rate = tl.load(A_ptr + head) * LOG2E
     dt_bias = None
@@ -199,7 +200,7 @@ def state_scan_heads_kernel(  # noqa: PLR0912 - options are compiled in or out, 
         h = load_state(initial, has_initial, D_STATE, BLOCK_N, PARTS)
     else:
         if number + 1 < of_request:
-            state_slot = 0  # its last state is the next one's
+            state_slot = 0  # its final state is the next segment's initial one
         if checkpoint_after_ptr is not None:
             end = last_stretch
             stretch = checkpoints_through(checkpoint_after_ptr, stretch, end, start)
@@ -221,11 +222,11 @@ def state_scan_heads_kernel(  # noqa: PLR0912 - options are compiled in or out, 
             row = tokens[:, None]
             dt = tl.load(dt_ptr + tokens * stride_dt_token, mask=live, other=0.0).to(tl.float32)
             dt = step_sizes(dt, dt_bias, dt_min, dt_max, IS_SOFTPLUS, HAS_LIMITS)
-            # A token past the stretch has step size zero: the state stays.
+            # A token past the stretch gets step size zero, which leaves the state as it is.
             dt = tl.where(live, dt, 0.0)
             # Logarithms to base two of the decay from the chunk's start through each token. Their
-            # differences must be right however much has decayed before: for float32 one part of
-            # them adds up exactly and the other is small. Narrower inputs do without the other.
+            # differences must be accurate after any amount of decay. For float32, they are split
+            # into a part that adds up exactly and a small one. Narrower inputs need no small part.
             coarse = tl.maximum(dt * rate, LEAST_LOG2)
             fine = None
             if dtype == tl.float32:
@@ -235,7 +236,7 @@ def state_scan_heads_kernel(  # noqa: PLR0912 - options are compiled in or out, 
             x = tl.load(x_ptr + row * stride_x_token, mask=rows & is_dim, other=0.0)  # [T, P]
             y = tl.full([BLOCK_T, BLOCK_P], 0.0, tl.float32)
             scores = tl.full([BLOCK_T, BLOCK_T], 0.0, tl.float32)
-            # Of a wide state, one part of a chunk's B and C is in registers at a time.
+            # For a wide state, one part of a chunk's B and C is in registers at a time.
             b = ()
             for part in tl.static_range(PARTS):  # pyright: ignore[reportGeneralTypeIssues]
                 is_n = rows & (part * BLOCK_N + ns < D_STATE)[None, :]
@@ -246,7 +247,7 @@ def state_scan_heads_kernel(  # noqa: PLR0912 - options are compiled in or out, 
                 y = matmul_add(c, h[part].to(dtype), y, IS_TF32)
                 scores = matmul_add(c, tl.trans(b[part]), scores, IS_TF32)
 
-            # What the state before the chunk gives, then what the chunk's own tokens give.
+            # Contribution of the state before the chunk, then of the chunk's own tokens.
             since_start = coarse if fine is None else coarse + fine
             y *= tl.exp2(since_start)[:, None]
             weights = mixing_weights(scores, coarse, fine, dt, BLOCK_T)

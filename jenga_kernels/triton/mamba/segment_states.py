@@ -1,4 +1,4 @@
-"""Kernel of `jenga_kernels.state_scan`: what segments leave, where a head decays as one."""
+"""Kernel of `jenga_kernels.state_scan`: final states of segments, with one decay for each head."""
 
 import triton
 import triton.language as tl
@@ -53,9 +53,10 @@ def segment_states_kernel(
     IS_TF32: tl.constexpr,
     IS_OVERLAPPED: tl.constexpr,
 ):
-    """Program (b, i) scans segment i in BLOCK_P channels of one head, from zero, without outputs.
+    """Scan segment i in BLOCK_P channels of one head, from zero, in program (b, i).
 
-    A request's last segment is left out: no other begins with what it leaves.
+    There are no outputs. A request's last segment is left out, because no other begins with its
+    final state.
     """
     BLOCKS: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
     let_next_begin(IS_OVERLAPPED)
@@ -89,13 +90,13 @@ def segment_states_kernel(
     for _ in tl.static_range(PARTS):  # pyright: ignore[reportGeneralTypeIssues]
         h += (tl.zeros([BLOCK_N, BLOCK_P], tl.float32),)
     left = 1.0
-    # All chunks are whole: a segment before the last is a multiple of any.
+    # All chunks are whole, because the length of a segment before the last is a multiple of any.
     for first in range(start, stop, BLOCK_T):
         tokens = (first + tile).to(tl.int64)
         row = tokens[:, None]
         dt = tl.load(dt_ptr + tokens * stride_dt_token).to(tl.float32)
         dt = step_sizes(dt, dt_bias, dt_min, dt_max, IS_SOFTPLUS, HAS_LIMITS)
-        # Decays behind each token are sums of those of the next ones, not differences of sums.
+        # The decay after each token is a sum over the next tokens, not a difference of sums.
         is_behind = tile < BLOCK_T - 1
         behind = tl.load(dt_ptr + (tokens + 1) * stride_dt_token, mask=is_behind, other=0.0)
         behind = step_sizes(behind.to(tl.float32), dt_bias, dt_min, dt_max, IS_SOFTPLUS, HAS_LIMITS)
@@ -115,5 +116,5 @@ def segment_states_kernel(
     HEAD_ELEMENTS: tl.constexpr = HEAD_DIM * D_STATE
     segment_states_ptr += segment.to(tl.int64) * stride_segment_states + head * HEAD_ELEMENTS
     store_state(segment_states_ptr + dims[None, :] * D_STATE, h, is_dim, D_STATE, BLOCK_N, PARTS)
-    # All programs of a head have the same one.
+    # All programs of a head have the same decay.
     tl.store(decays_ptr + segment * NUM_HEADS + head, left, mask=tl.program_id(0) % BLOCKS == 0)

@@ -60,7 +60,7 @@ def state_update_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Program (b, r) updates BLOCK_P channels of one head of request r; requests vary slowest."""
+    """Update BLOCK_P channels of one head of request r in program (b, r); requests vary slowest."""
     BLOCKS: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
     # Rows of states begin at multiples of 16 bytes.
     ALIGNMENT: tl.constexpr = 16 * 8 // states_ptr.dtype.element_ty.primitive_bitwidth
@@ -76,13 +76,13 @@ def state_update_kernel(
     if query_starts_ptr is not None:
         first = tl.load(query_starts_ptr + request).to(tl.int64)
         num_tokens = tl.load(query_starts_ptr + request + 1) - tl.load(query_starts_ptr + request)
-    # The products tell Triton what divides strides; of arguments it believes 16 elements only.
+    # These products tell Triton the divisor of strides. For arguments it recognises 16 only.
     stride_states_slot = stride_states_slot // ALIGNMENT * ALIGNMENT
     stride_states_head = stride_states_head // ALIGNMENT * ALIGNMENT
     stride_states_dim = stride_states_dim // ALIGNMENT * ALIGNMENT
     state_slots_ptr += request * stride_slots_request
     out_ptr += first * stride_out_token + head * stride_out_head + dims
-    # Without a branch for padding neither slot waits for the other, nor anything else for one.
+    # Padding has no branch, so that no load waits for either slot, nor one slot for the other.
     is_request = tl.load(state_slots_ptr) > 0
     initial_slot = tl.load(initial_slots_ptr + request * stride_initial)
     has_state = is_request & (initial_slot > 0)
@@ -114,7 +114,7 @@ def state_update_kernel(
     if z_ptr is not None:
         z_ptr += first * stride_z_token + head * stride_z_head + dims
     for _ in range(num_tokens):
-        # Asked for behind the store of a result, it would be waited for alone.
+        # If it were loaded after a result's store, it would be awaited on its own.
         slot = tl.load(state_slots_ptr)
         x = tl.load(x_ptr, mask=is_dim, other=0.0).to(tl.float32)  # [P]
         if IS_PER_CHANNEL:

@@ -1,1 +1,1 @@
-"""Kernels of whole pages."""
+"""Kernels that copy or clear whole pages."""

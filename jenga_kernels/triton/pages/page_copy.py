@@ -7,7 +7,7 @@ from jenga_kernels.triton.lib.addressing import page_offsets
 from jenga_kernels.triton.lib.device import ceil_div
 
 
-# Ids are often a row of a matrix, aligned in one call and not in the next.
+# Ids are often a row of a matrix, aligned in one call and unaligned in the next.
 @triton.jit(do_not_specialize_on_alignment=["source_ids_ptr", "target_ids_ptr"])
 def page_copy_kernel(
     words_ptr,  # i32[num_pages, num_words], read and written
@@ -17,7 +17,7 @@ def page_copy_kernel(
     stride_page: tl.int64,
     BLOCK_WORDS: tl.constexpr,
 ):
-    """Programs c * blocks and on copy the blocks of words of copy c."""
+    """Copy pages: programs from c * blocks on copy the blocks of words of copy c."""
     blocks = ceil_div(num_words, BLOCK_WORDS)
     copy = tl.program_id(0) // blocks
     source = tl.load(source_ids_ptr + copy)
@@ -37,7 +37,7 @@ def page_clear_kernel(
     stride_page: tl.int64,
     BLOCK_WORDS: tl.constexpr,
 ):
-    """Programs c * blocks and on zero the blocks of words of page c of the list."""
+    """Clear pages: programs from c * blocks on clear the blocks of words of page c of the list."""
     blocks = ceil_div(num_words, BLOCK_WORDS)
     page = tl.load(page_ids_ptr + tl.program_id(0) // blocks)
     if page >= 0:

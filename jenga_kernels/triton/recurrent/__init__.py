@@ -1,1 +1,1 @@
-"""What kernels of recurrent layers share."""
+"""Functions and tile sizes shared by the kernels of recurrent layers."""

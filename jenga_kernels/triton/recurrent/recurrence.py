@@ -1,4 +1,4 @@
-"""What kernels of recurrent layers share: activations, step sizes, sums, stretches of a prompt."""
+"""Shared functions of kernels of recurrent layers: activations, step sizes, sums, stretches."""
 
 import triton.language as tl
 
@@ -6,9 +6,9 @@ from jenga_kernels.triton.lib.device import device_function, reciprocal, rounded
 from jenga_kernels.triton.lib.matmul import INTERPRETED
 
 LOG2E = tl.constexpr(1.4426950408889634)
-"""exp(x) is exp2(x * LOG2E)."""
+"""Factor in exp(x) = exp2(x * LOG2E)."""
 
-# The interpreter knows this combination and sums at once; `tl.sum` costs it ten times as much.
+# The interpreter recognises this function and sums at once. `tl.sum` takes ten times as long there.
 _add = tl.standard._sum_combine
 
 
@@ -28,7 +28,8 @@ def column_sums(values):
 def line_sums(values):
     """Sums over all lines of each of M rows of [lines, M, N].
 
-    Elements of a thread are one row to it, so that a sum of products is a chain of multiply-adds.
+    All elements that a thread has of a row are one row here, so that a sum of products is a chain
+    of fused multiply-adds.
     """
     rows = tl.permute(values, (1, 0, 2))
     return row_sums(tl.reshape(rows, [values.shape[1], values.shape[0] * values.shape[2]]))
@@ -42,10 +43,10 @@ def gated(x, gates):
 
 @device_function
 def mask_if(condition, mask):
-    """A mask where a scalar condition holds, and nothing of it elsewhere.
+    """Mask where a scalar condition holds, and all False elsewhere.
 
-    Triton 3.9's interpreter makes 32-bit numbers of a condition that meets a mask, and then takes
-    no such mask.
+    Triton 3.9's interpreter combines a condition and a mask to 32-bit numbers, and does not take
+    these as a mask.
     """
     if INTERPRETED:
         return tl.where(condition, mask, False)
@@ -55,10 +56,10 @@ def mask_if(condition, mask):
 
 @device_function
 def softplus(v):
-    """log(1 + exp(v)), also right where exp(v) is far below 1."""
+    """log(1 + exp(v)), also accurate where exp(v) is far below 1."""
     u = tl.exp2(tl.abs(v) * -LOG2E)
-    # log(1 + u) is twice the area hyperbolic tangent of u / (2 + u), which is at most 1 / 3: a
-    # polynomial is as right there as float32 is, and shorter than a logarithm.
+    # log(1 + u) is twice the area hyperbolic tangent of u / (2 + u), which is at most 1 / 3. There,
+    # a polynomial is as accurate as float32, and shorter than a logarithm.
     s = u * reciprocal(2.0 + u)
     z = s * s
     series = 0.28178326 * z + 0.27960605
@@ -74,9 +75,9 @@ def silu(v):
 
 @device_function
 def step_sizes(dt, dt_bias, dt_min, dt_max, IS_SOFTPLUS: tl.constexpr, HAS_LIMITS: tl.constexpr):
-    """Step sizes from projected ones: bias added, made positive, limited.
+    """Compute step sizes from projected ones: add a bias, make them positive, limit them.
 
-    Without limits they are from 0 on, where a softplus is anyway.
+    Without HAS_LIMITS they are at least 0, as a softplus always is.
     """
     if dt_bias is not None:
         dt += dt_bias
@@ -89,7 +90,7 @@ def step_sizes(dt, dt_bias, dt_min, dt_max, IS_SOFTPLUS: tl.constexpr, HAS_LIMIT
 
 @device_function
 def checkpoint_range(checkpoint_starts_ptr, request):
-    """First of a request's checkpoints, and the end; both 0 where there are none."""
+    """First of a request's checkpoints, and their end; both 0 if there are none."""
     if checkpoint_starts_ptr is None:
         return 0, 0
     else:
@@ -108,8 +109,8 @@ def stretch_end(
 ):
     """Tokens of a request after which a stretch ends, and the slot for the state there.
 
-    The tokens are cut where a state is to be kept: at each checkpoint, numbered up to `end`, and
-    after the last token, which is stretch `end` itself.
+    A request is cut into stretches where a state is kept. They end at each checkpoint, numbered up
+    to `end`, and after the last token, which ends stretch `end` itself.
     """
     after = num_tokens
     slot = state_slot
@@ -131,7 +132,7 @@ def conv_weights(
 ):
     """Weights of channels as four vectors f32[BLOCK_D], a token's own last; missing taps are zero.
 
-    The taps of a channel are loaded at once.
+    All taps of a channel are loaded at once.
     """
     columns = tl.arange(0, 4)[None, :] - (4 - WIDTH)
     weights = weight_ptr + dims[:, None] * stride_dim + columns.to(tl.int64) * stride_column
@@ -148,14 +149,15 @@ def column_offsets(
 ):
     """Offset of a convolution's inputs before a token, the oldest first.
 
-    In a ring the input of token t is in column t % NUM_COLUMNS; without one NUM_COLUMNS is None.
+    In a ring, the input of token t is in column t % NUM_COLUMNS. Without a ring, NUM_COLUMNS is
+    None.
 
     Args:
-        columns: Which of the width - 1 inputs.
-        num_before: Tokens of the request before that token.
+        columns: Indices among the width - 1 inputs.
+        num_before: Number of tokens of the request before that token.
         stride_column: Elements between columns.
-        WIDTH: Taps.
-        NUM_COLUMNS: Of a ring.
+        WIDTH: Number of taps.
+        NUM_COLUMNS: Columns of a ring, or None.
     """
     if NUM_COLUMNS is None:
         return columns * stride_column
@@ -165,7 +167,7 @@ def column_offsets(
 
 @device_function
 def has_input(columns, num_before, mask, WIDTH: tl.constexpr, NUM_COLUMNS: tl.constexpr):
-    """Of a mask what a convolution's inputs before a token are in: a ring has none before all."""
+    """Restrict a mask to inputs that exist before a token: in a ring, none precede the first."""
     if NUM_COLUMNS is None:
         return mask
     else:

@@ -1,4 +1,4 @@
-"""What kernels share that read a state and what the tokens since then brought in."""
+"""Functions shared by kernels that read a state and a history of the tokens since then."""
 
 import triton.language as tl
 
@@ -7,19 +7,19 @@ from jenga_kernels.triton.lib.matmul import INTERPRETED, matmul_add
 from jenga_kernels.triton.recurrent.recurrence import mask_if
 
 _UPPER_BITS = tl.constexpr(0xFFFFE000)
-"""Of a float32, those that tensor cores take of it."""
+"""Bits of a float32 that tensor cores read."""
 
 
 _MOST_COLUMNS = tl.constexpr(128)
-"""Of a state, that are written at once."""
+"""Most columns of a state that are written at once."""
 
 
 @device_function
 def add_state_products(S, rows, products):
-    """Add what columns of a state, [V, K], hold under rows of as many, [L, K], to f32[V, L].
+    """Add products of a state's columns, [V, K], with rows of as many, [L, K], to f32[V, L].
 
-    Elements of 16 bits go to the tensor cores as they are, and so do rows beside a state in
-    float32: that is the sum of two parts of 11 bits.
+    Elements of 16 bits go to the tensor cores as they are. So do 16-bit rows if the state is in
+    float32. The state is then split into a sum of two parts of 11 bits.
     """
     if S.dtype == rows.dtype:
         return matmul_add(S, tl.trans(rows), products)
@@ -35,14 +35,14 @@ def add_state_products(S, rows, products):
 
 @device_function
 def decays_between(next_logs, ages):
-    """What a token's part weighs after a later one, [later, L], 1 of itself and of what is later.
+    """Decay of each token's part until each later one, [later, L]; 1 for the token and those after.
 
-    Each is a sum of what lies between the two, not a difference of sums from the start, which would
-    be as wrong as these are large.
+    Each is a sum of the logarithms between the two tokens. A difference of sums from the start
+    would have an error as large as these sums.
 
     Args:
         next_logs: Logarithms to base two of the next token's decay, f32[L].
-        ages: Numbers of the tokens, [L].
+        ages: Indices of the tokens, [L].
     """
     between = tl.where(ages[None, :] < ages[:, None], next_logs[None, :], 0.0)
     return tl.exp2(tl.cumsum(between, 1, reverse=True))
@@ -50,14 +50,14 @@ def decays_between(next_logs, ages):
 
 @device_function
 def decays_until(logs, next_logs, ages, last):
-    """What a state and each token's part weigh after token `last`: a scalar, and f32[L].
+    """Decays until token `last`: of the state, a scalar, and of each token's part, f32[L].
 
-    Parts of later tokens weigh nothing.
+    Parts of later tokens get 0.
 
     Args:
         logs: Logarithms to base two of each token's decay, f32[L].
-        next_logs: And of the next one's.
-        ages: Numbers of the tokens, [L].
+        next_logs: Logarithms to base two of the next token's decay, f32[L].
+        ages: Indices of the tokens, [L].
         last: One of these, or -1.
     """
     weights = tl.cumsum(tl.where(ages < last, next_logs, 0.0), 0, reverse=True)
@@ -67,32 +67,32 @@ def decays_until(logs, next_logs, ages, last):
 
 @device_function
 def rows_of_call(ptr, tokens, is_new, ks, past, HEAD_K_DIM: tl.constexpr, stride_token):
-    """Columns `ks` of a call's tokens, in the rows of a tile that are theirs; elsewhere `past`."""
+    """Load columns `ks` of a call's tokens into their rows of a tile; other rows are `past`."""
     rows = ptr + tokens[:, None] * stride_token + ks[None, :]
     return tl.load(rows, mask=is_new[:, None] & (ks < HEAD_K_DIM)[None, :], other=past)
 
 
 @device_function
 def rows_of_history(ptr, rows, is_past, ks, HEAD_K_DIM: tl.constexpr, STRIDE: tl.constexpr):
-    """Columns `ks` of the rows of a history, [L, K]; elsewhere 0."""
+    """Load columns `ks` of the rows of a history, [L, K]; other rows are 0."""
     past = ptr + rows[:, None] * STRIDE + ks[None, :]
     return tl.load(past, mask=is_past[:, None] & (ks < HEAD_K_DIM)[None, :], other=0.0)
 
 
 @device_function
 def write_changes(ptrs, mask, is_begun, decay, changes, keys, PRECISION: tl.constexpr):
-    """Let a state decay, add what tokens changed in it, and write it.
+    """Decay a state, add the changes of tokens, and write it.
 
-    It is read again, so that until then it need not lie in registers as the product has it.
+    It is read again here, so that it need not be in registers in the product's layout before.
 
     Args:
-        ptrs: Where it is, [V, K].
-        mask: What of that there is.
-        is_begun: Whether it is anything but zero.
-        decay: Its factor, a scalar or [1, K].
-        changes: What tokens changed, f32[V, L].
-        keys: Under which keys, f32[L, K].
-        PRECISION: Of the product.
+        ptrs: Pointers to the state's elements, [V, K].
+        mask: Elements that exist.
+        is_begun: Whether the state is not zero.
+        decay: Factor of the state, a scalar or [1, K].
+        changes: Changes of tokens, f32[V, L].
+        keys: Keys of the changes, f32[L, K].
+        PRECISION: Precision of the product.
     """
     S = widened(tl.load(ptrs, mask=mask_if(is_begun, mask), other=0.0)) * decay
     S = tl.dot(changes, keys, S, input_precision=PRECISION)
@@ -101,7 +101,7 @@ def write_changes(ptrs, mask, is_begun, decay, changes, keys, PRECISION: tl.cons
 
 @device_function
 def halves(rows):
-    """The first and the second half of the columns of [M, N]."""
+    """Split [M, N] into the first and the second half of its columns."""
     HALF: tl.constexpr = rows.shape[1] // 2
     return tl.split(tl.permute(tl.reshape(rows, [rows.shape[0], 2, HALF]), (0, 2, 1)))
 
@@ -110,17 +110,17 @@ def halves(rows):
 def write_rows(
     ptrs, is_row, is_begun, decay, changes, keys, NUM_COLUMNS: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """`write_changes` of whole rows; half of the columns at a time where they are many.
+    """Do `write_changes` for whole rows, half of the columns at a time if there are many.
 
     Args:
-        ptrs: Where rows begin, [V, 1].
-        is_row: Which there are, [V, 1].
-        is_begun: Whether the state is anything but zero.
-        decay: Its factor, a scalar, or [1, K] of at most 128 columns.
-        changes: What tokens changed, f32[V, L].
-        keys: Under which keys, f32[L, K].
-        NUM_COLUMNS: Of a row, at most K.
-        PRECISION: Of the product.
+        ptrs: Pointers to the starts of rows, [V, 1].
+        is_row: Rows that exist, [V, 1].
+        is_begun: Whether the state is not zero.
+        decay: Factor of the state, a scalar, or [1, K] of at most 128 columns.
+        changes: Changes of tokens, f32[V, L].
+        keys: Keys of the changes, f32[L, K].
+        NUM_COLUMNS: Columns of a row, at most K.
+        PRECISION: Precision of the product.
     """
     WIDTH: tl.constexpr = keys.shape[1]
     if WIDTH > _MOST_COLUMNS:

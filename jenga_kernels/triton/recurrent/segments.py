@@ -1,8 +1,9 @@
-"""Segments of prompts that are scanned beside each other: which tokens, and the states between.
+"""Segments of prompts that are scanned in parallel: their tokens, and the states between them.
 
-Where few programs scan a prompt, it is cut into segments. A first kernel gives what each segment
-would leave of a state that began with zero, and what it leaves of any other; `pass_states_kernel`
-makes of that the states that they begin with; the scan itself then has a program for each segment.
+A prompt that few programs scan is cut into segments. A first kernel computes the state that each
+segment leaves if it begins with zero, and the segment's decay of any other state.
+`pass_states_kernel` turns these into the initial states of segments. The scan itself then has a
+program for each segment.
 """
 
 import triton
@@ -19,20 +20,20 @@ from jenga_kernels.triton.recurrent.recurrence import mask_if
 from jenga_kernels.triton.recurrent.tiles import CHUNK_TOKENS as _CHUNK_TOKENS
 
 CHUNK_TOKENS = tl.constexpr(_CHUNK_TOKENS)
-"""Tokens that a segment's are a multiple of, but for a request's last."""
+"""Divisor of a segment's tokens, except for a request's last segment."""
 
 CHECKPOINTS = tl.constexpr(128)
-"""Checkpoints that are looked at at once."""
+"""Number of checkpoints that are searched at once."""
 
 _INT32_MAX = tl.constexpr(2**31 - 1)
 
 AHEAD = tl.constexpr(4)
-"""Segments whose states are asked for at once."""
+"""Number of segments whose states are loaded at once."""
 
 
 @device_function
 def segments_of(query_starts_ptr, num_requests, segment_tokens, BLOCK_R: tl.constexpr):
-    """Segments of every request, i32[BLOCK_R]: at least one, none past the last request."""
+    """Number of segments of each request, i32[BLOCK_R]: at least one, 0 past the last request."""
     requests = tl.arange(0, BLOCK_R)
     is_one = requests < num_requests
     starts = tl.load(query_starts_ptr + requests, mask=is_one, other=0)
@@ -43,7 +44,7 @@ def segments_of(query_starts_ptr, num_requests, segment_tokens, BLOCK_R: tl.cons
 
 @device_function
 def segment_range(number, num_segments, num_tokens):
-    """Tokens [first, stop) of one of a request's segments, all about as long."""
+    """Tokens [first, stop) of one of a request's segments, which are about equally long."""
     tokens_each = ceil_div(ceil_div(num_tokens, num_segments), CHUNK_TOKENS) * CHUNK_TOKENS
     first = tl.minimum(number * tokens_each, num_tokens)
     return first, tl.minimum(first + tokens_each, num_tokens)
@@ -51,11 +52,11 @@ def segment_range(number, num_segments, num_tokens):
 
 @device_function
 def segment_at(segment, query_starts_ptr, num_requests, segment_tokens, BLOCK_R: tl.constexpr):
-    """Which segment of which request has a number among those of all.
+    """Find the request of a segment, given the segment's index among all.
 
     Returns:
-        The request; its number among the request's own, and of how many. Past the last segment of
-        all the request is BLOCK_R and has none.
+        The request, the segment's index within it, and the request's number of segments. Past the
+        last segment of all, the request is BLOCK_R, with 0 segments.
     """
     counts = segments_of(query_starts_ptr, num_requests, segment_tokens, BLOCK_R)
     ends = tl.cumsum(counts, 0)
@@ -67,7 +68,7 @@ def segment_at(segment, query_starts_ptr, num_requests, segment_tokens, BLOCK_R:
 
 @device_function
 def checkpoints_through(checkpoint_after_ptr, first, end, token):
-    """The end of those of checkpoints [first, end) that come after at most `token` tokens."""
+    """End of those of checkpoints [first, end) that come after at most `token` tokens."""
     last = first
     for tile in range(first, end, CHECKPOINTS):
         places = tile + tl.arange(0, CHECKPOINTS)
@@ -104,10 +105,10 @@ def pass_states_kernel(
     BLOCK_R: tl.constexpr,
     IS_OVERLAPPED: tl.constexpr,
 ):
-    """Program (b, r) makes of what request r's segments leave of zero what they begin with.
+    """Turn states that request r's segments leave into initial states, in program (b, r).
 
-    It has BLOCK_E elements of one head's state. What the last segment leaves is not read: the scan
-    writes it where it is wanted.
+    The former begin with zero. A program has BLOCK_E elements of one head's state. The state that
+    the last segment leaves is not read: the scan writes it to its slot.
     """
     BLOCKS: tl.constexpr = (HEAD_ELEMENTS + BLOCK_E - 1) // BLOCK_E
     let_next_begin(IS_OVERLAPPED)

@@ -1,7 +1,7 @@
 """Tile sizes of the kernels of recurrent layers.
 
-Those for GPUs compile without spills (tests/kernels/test_state_*.py); those for the interpreter are
-large, because it pays per operation and hardly per element.
+Those for GPUs compile without spills (tests/kernels/test_state_*.py). Those for the interpreter are
+large, because its cost is per operation and hardly per element.
 """
 
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ class ScanTiles:
     Attributes:
         block_tokens: Tokens loaded at a time.
         block_dims: Channels of a program.
-        num_warps: Warps a program.
+        num_warps: Warps of a program.
         num_stages: Loads in flight ahead of the arithmetic.
-        least_state: Least width of a tile of the state; matrix products have one.
-        state_parts: Parts of a state's elements, each a tile of its own.
-        run_tokens: Tokens next to each other that a thread takes one after another.
+        least_state: Least width of a tile of the state, as matrix products require.
+        state_parts: Number of parts of a state's elements, each a tile of its own.
+        run_tokens: Consecutive tokens that a thread handles one after another.
     """
 
     block_tokens: int
@@ -35,10 +35,10 @@ class ScanTiles:
 
 
 def channel_scan_tiles(machine: Machine, head_dim: int, d_state: int) -> ScanTiles:
-    """Tiles of `state_scan` where every channel and state element decays on its own."""
+    """Choose tiles for `state_scan` if every channel and state element has its own decay."""
     if machine.is_interpreter:
         return ScanTiles(block_tokens=4, block_dims=power_of_two(head_dim), num_warps=1)
-    # One warp with 8 state elements a thread: many small programs, since one prompt has few.
+    # One warp with 8 state elements a thread: small programs, because one prompt has few of them.
     block_dims = max(1, 256 // power_of_two(d_state))
     return ScanTiles(block_tokens=4, block_dims=block_dims, num_warps=1)
 
@@ -60,18 +60,20 @@ def head_scan_tiles(
     num_scans: int,
     allow_tf32: bool = False,
 ) -> ScanTiles:
-    """Tiles of `state_scan` where a head decays as one.
+    """Choose tiles for `state_scan` with one decay for each head.
 
-    Chunks of 64 tokens have one stage: with more, Triton's warpgroup products whose left operand is
-    in registers may run on into the next turn of the loop and read what that one has overwritten.
-    Those operands have a row for each token, and no warpgroup takes 32 rows. Programs are small, so
-    that those of one prompt fill a GPU; of wide states they are larger: each reads all of B and C.
-    Where twice as many would still have a processor each, they are half as large, unless a state
-    needs masks, whose registers would spill: Falcon-H1's layers take four fifths of the time so for
-    one prompt of 2048 tokens on an H200.
+    Chunks of 64 tokens have one stage. With more, Triton's warpgroup products whose left operand is
+    in registers may continue into the next iteration of the loop, and read registers that it has
+    overwritten. Those operands have a row for each token, and no warpgroup takes 32 rows.
+
+    Programs are small, so that the programs of one prompt fill a GPU. For wide states they are
+    larger, because each reads all of B and C. If twice as many would still have a multiprocessor
+    each, programs for wide states are half as large. States that need masks are the exception,
+    because the masks' registers would spill. On an H200, Falcon-H1's layers then take four fifths
+    of the time for one prompt of 2048 tokens.
 
     Args:
-        machine: Where it runs.
+        machine: GPU, or interpreter, that runs the kernel.
         head_dim: Channels of a head.
         d_state: State elements of a channel.
         element_bytes: Bytes of an element of x.
@@ -81,14 +83,14 @@ def head_scan_tiles(
     whole_head = max(LEAST_PRODUCT, power_of_two(head_dim))
     is_wide = d_state > WIDE_STATE
     num_stages = 1
-    # Parts of 64 elements, so that of B and C as much is in registers at a time. With parts of 128
-    # the assembler of Triton 3.6 and 3.7 (ptxas 12.8) has products read shared memory anywhere:
-    # `MachineCode.num_lost_descriptors`.
+    # Parts of 64 elements keep 64 columns of B and C in registers at a time. With parts of 128,
+    # the assembler of Triton 3.6 and 3.7 (ptxas 12.8) makes products read a wrong place of shared
+    # memory: `MachineCode.num_lost_descriptors`.
     state_parts = max(1, power_of_two(d_state) // 64)
     if machine.is_interpreter:
         block_tokens, block_dims, num_warps = 64, whole_head, 1
     elif element_bytes > 2:  # noqa: PLR2004 - bytes of bfloat16 and float16
-        # Operands of tensor cores are in shared memory on Hopper, and in registers before.
+        # Operands of tensor cores are in shared memory on Hopper, and in registers on older GPUs.
         has_room = allow_tf32 and machine.has_large_tiles and not is_wide
         block_tokens, block_dims, num_warps = (64, 32, 8) if has_room else (16, 16, 8)
         state_parts = 1
@@ -101,7 +103,7 @@ def head_scan_tiles(
         if 2 * num_programs <= machine.num_processors and d_state == power_of_two(d_state):
             block_dims, num_warps = 32, 4
     elif d_state <= WIDE_STATE // 2:
-        # With 32 channels the assembler of Triton 3.6 and 3.7 loses a descriptor here, too.
+        # With 32 channels, the assembler of Triton 3.6 and 3.7 loses a descriptor here too.
         block_tokens, block_dims, num_warps = 64, 64, 4
         whole_head = max(whole_head, block_dims)
     else:
@@ -120,17 +122,17 @@ CHUNK_TOKENS = 64
 """Tokens of a chunk of the scan for Hopper."""
 
 CHUNK_CHANNELS = 64
-"""Channels of one of its programs, the rows of a warpgroup matrix instruction."""
+"""Channels of a program of that scan, the rows of a warpgroup matrix instruction."""
 
 CHUNK_STATE = 128
-"""Most state elements of one of its products."""
+"""Most state elements of a product of that scan."""
 
 CHUNK_ALIGNMENT = 16
-"""Bytes that addresses and strides of what the copy engine brings are multiples of."""
+"""Bytes that divide the addresses and strides of tensors that TMA loads."""
 
 
 def is_copied_ahead(rows: torch.Tensor) -> bool:
-    """Whether the copy engine finds rows of 16 bits an element, [num_tokens, num_heads, width]."""
+    """Whether TMA can load rows of 16 bits an element, [num_tokens, num_heads, width]."""
     return rows.data_ptr() % CHUNK_ALIGNMENT == 0 and all(
         size == 1 or (stride > 0 and stride * 2 % CHUNK_ALIGNMENT == 0)
         for size, stride in zip(rows.shape[:2], rows.stride()[:2], strict=True)
@@ -140,17 +142,17 @@ def is_copied_ahead(rows: torch.Tensor) -> bool:
 def hopper_scan_tiles(
     machine: Machine, x: torch.Tensor, B: torch.Tensor, C: torch.Tensor, z: torch.Tensor | None
 ) -> ScanTiles | None:
-    """Tiles of `state_scan` by the kernel whose loads run ahead; None where it cannot run.
+    """Choose tiles for the `state_scan` kernel that loads ahead, on Hopper; None if it cannot run.
 
-    Four warps have a state; eight, with half of it each, took a quarter more time for one prompt
-    and twice as much for several on an H100.
+    Four warps share a state. On an H100, eight warps with half of it each took a quarter more time
+    for one prompt, and twice as much for several.
 
     Args:
-        machine: Where it would run.
+        machine: GPU, or interpreter, that would run the kernel.
         x: Inputs, [num_tokens, num_heads, head_dim].
         B: Input projections, [num_tokens, num_groups, d_state].
         C: Output projections, shape and dtype of B.
-        z: Gates, which it does not take.
+        z: Gates, which the kernel does not take.
     """
     d_state = B.shape[2]
     can_run = (
@@ -173,26 +175,28 @@ def hopper_scan_tiles(
 
 
 def are_lone(machine: Machine, num_programs: int) -> bool:
-    """Whether each program of a scan has a processor for itself, and can have all its registers."""
+    """Whether each program of a scan has a multiprocessor, and all its registers, to itself."""
     return num_programs <= machine.num_processors
 
 
 SEGMENT_SHARE = 0.5
-"""Instructions of what a segment leaves, over those of its scan."""
+"""Instructions that compute the final states of segments, relative to those of their scan."""
 
 SEGMENT_COST_TOKENS, WIDE_SEGMENT_COST_TOKENS = 490, 170
-"""Tokens of a scan that take as long as two more launches, and as passing on states.
+"""Cost of segments in tokens of a scan: two more launches, and states carried between segments.
 
-For states of 128 elements a channel and of 256. On an H100 that is 10 us for prompts of 512 to 8192
-tokens through 16 or 32 heads of Nemotron-H and Granite, in segments that fill it, 6 us in those of
-half as many programs, and 6 us through Falcon-H1 (`perf/results/h100-80gb-hbm3/variants.jsonl`).
+The first is for states of up to 128 elements a channel, the second for wider ones.
+
+On an H100 it is 10 us for prompts of 512 to 8192 tokens through 16 or 32 heads of Nemotron-H and
+Granite, if segments fill the GPU. It is 6 us in segments of half as many programs, and 6 us through
+Falcon-H1 (`perf/results/h100-80gb-hbm3/variants.jsonl`).
 """
 
 LEAST_SAVED = 0.1
-"""Share of a scan's time that segments have to save."""
+"""Least share of a scan's time that segments have to save."""
 
 LEAST_SEGMENTS = 2
-"""Segments that it takes to save so much."""
+"""Fewest segments that can save that share."""
 
 
 def scan_segment_tokens(
@@ -204,17 +208,19 @@ def scan_segment_tokens(
     num_tokens: int,
     longest_tokens: int | None,
 ) -> int | None:
-    """Tokens of the segments that requests are cut into, so that a GPU is full; None: they are not.
+    """Choose the tokens of segments that requests are cut into to fill a GPU; None for no cuts.
 
-    A program needs a whole processor for its speed: two on one take half as long again each.
+    A program needs a whole multiprocessor for its full speed. Two on one take half as long again
+    each.
 
     Args:
-        machine: Where it runs.
+        machine: GPU, or interpreter, that runs the kernel.
         d_state: State elements of a channel.
-        num_programs: Of a request that is not cut.
-        num_requests: Requests.
-        num_tokens: Of all requests.
-        longest_tokens: Of the longest request, or more; None: they are taken for equally long.
+        num_programs: Number of programs for a request that is not cut.
+        num_requests: Number of requests.
+        num_tokens: Number of tokens of all requests.
+        longest_tokens: Number of tokens of the longest request, or an upper bound. None means that
+            all are assumed to be equally long.
     """
     if machine.is_interpreter:
         return None
@@ -232,46 +238,48 @@ def scan_segment_tokens(
 
 
 def conv_tiles(machine: Machine, dim: int) -> ScanTiles:
-    """Tiles of `causal_conv`."""
+    """Choose tiles for `causal_conv`."""
     if machine.is_interpreter:
         return ScanTiles(block_tokens=64, block_dims=min(4096, power_of_two(dim)), num_warps=1)
-    # 8 tokens of 8 channels a thread, which loads 11 for their taps where it would load 32.
+    # 8 tokens of 8 channels a thread. For their taps it loads 11 tokens, where it would load 32.
     return ScanTiles(block_tokens=32, block_dims=128, num_warps=2, run_tokens=8)
 
 
 def conv_update_tiles(machine: Machine, dim: int) -> ScanTiles:
-    """Tiles of `conv_update`; it walks tokens one by one."""
+    """Choose tiles for `conv_update`, which handles tokens one by one."""
     if machine.is_interpreter:
         return ScanTiles(block_tokens=1, block_dims=min(4096, power_of_two(dim)), num_warps=1)
     return ScanTiles(block_tokens=1, block_dims=256, num_warps=2)
 
 
 STATE_BYTES_PER_WARP = 2048
-"""State in float32 that one warp of `state_update` reads at once; of narrower states twice as much.
+"""Bytes of a float32 state that one warp of `state_update` reads at once; twice that for narrower
+types.
 
-An H200 was fastest so (`perf/results/h200`): 4096 bytes of float32 take up to a tenth more time
-where few requests leave many processors idle, and as much elsewhere; of 16 bits 2048 take more.
+It was the fastest on an H200 (`perf/results/h200`). With 4096 bytes, float32 takes up to a tenth
+more time if few requests leave many multiprocessors idle, and as much time otherwise. With 2048
+bytes, 16-bit states take more time.
 """
 
 
 FEWER_STATE_ELEMENTS = 4
-"""Part of that for a warp where programs would leave processors idle.
+"""Divisor of these bytes if programs would leave multiprocessors idle.
 
-An H200 took 5.9 us for one token of Jamba 1.5 mini with states in float32, in 256 programs, and
-6.6 in bfloat16, whose half as many bytes were in 64.
+An H200 took 5.9 us for one token of Jamba 1.5 mini with states in float32, in 256 programs. It took
+6.6 us in bfloat16, with half as many bytes in 64 programs.
 """
 
 
 def state_update_tiles(
     machine: Machine, head_dim: int, d_state: int, state_element_bytes: int, *, num_states: int
 ) -> ScanTiles:
-    """Tiles of `state_update`.
+    """Choose tiles for `state_update`.
 
     Args:
-        machine: Where it runs.
+        machine: GPU, or interpreter, that runs the kernel.
         head_dim: Channels of a head.
         d_state: State elements of a channel.
-        state_element_bytes: Bytes of one.
+        state_element_bytes: Bytes of a state element.
         num_states: Heads of all requests.
     """
     if machine.is_interpreter:
@@ -290,8 +298,8 @@ class ReplayTiles:
     """Tiles of `state_replay`.
 
     Attributes:
-        block_dims: Channels of a head that it reads at once.
-        num_warps: Warps a program.
+        block_dims: Channels of a head that a program reads at once.
+        num_warps: Warps of a program.
         is_at_once: Whether matrix products serve all tokens of a call at once.
     """
 
@@ -301,30 +309,30 @@ class ReplayTiles:
 
 
 TOKEN_REPLAY_ELEMENTS = 4096
-"""Elements of a state that a program of `state_replay` has which serves one token, for one warp.
+"""State elements of a program, which is one warp, where `state_replay` serves one token a request.
 
-An H100 was fastest so, in float32 and bfloat16: two warps, which have to meet for their sums, take
-up to a sixth more time, and half as many elements a twentieth more.
+It was the fastest on an H100, in float32 and bfloat16. Two warps have to synchronise for their sums
+and take up to a sixth more time. Half as many elements take a twentieth more.
 """
 
 FEW_REPLAY_ELEMENTS = 1024
-"""And where programs that large are fewer than a GPU runs at a time."""
+"""State elements of such a program if larger ones would be fewer than a GPU runs at a time."""
 
 REPLAY_PROGRAMS_PER_PROCESSOR = 16
-"""Warps with so many registers that a processor runs at a time, or nearly."""
+"""Approximate number of such warps that a multiprocessor has registers for."""
 
 TOKEN_REPLAY_HEADS = 16
-"""Most heads that one of its programs weighs the tokens of a history for."""
+"""Most heads for which one program computes the weights of a history's tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenReplayTiles:
-    """Tiles of `state_replay` where every request has one token.
+    """Tiles of `state_replay` if every request has one token.
 
     Attributes:
-        block_heads: Heads of a group that a program weighs a history's tokens for.
+        block_heads: Heads of a group for which a program computes the weights of a history.
         weights_warps: Warps of such a program.
-        block_dims: Channels of a head that a program reads the state of.
+        block_dims: Channels of a head whose state a program reads.
         num_warps: Warps of such a program.
     """
 
@@ -337,12 +345,12 @@ class TokenReplayTiles:
 def token_replay_tiles(
     machine: Machine, num_states: int, heads_per_group: int, head_dim: int, d_state: int
 ) -> TokenReplayTiles:
-    """Tiles of `state_replay` where every request has one token.
+    """Choose tiles for `state_replay` if every request has one token.
 
     Args:
-        machine: Where it runs.
+        machine: GPU, or interpreter, that runs the kernel.
         num_states: Heads of all requests.
-        heads_per_group: Heads that have the projections of inputs in common.
+        heads_per_group: Heads that share input projections.
         head_dim: Channels of a head.
         d_state: State elements of a channel.
     """
@@ -363,21 +371,22 @@ def token_replay_tiles(
 
 
 REPLAY_ELEMENTS = 8192
-"""Elements of a state that a program of a replay has in registers: 64 a thread.
+"""State elements that a program of a replay holds in registers: 64 a thread.
 
-Half as many where `state_replay` advances the state token by token, with projections beside it.
+`state_replay` holds half as many if it advances the state token by token, because it holds
+projections too.
 """
 
 REPLAY_BYTES = 32768
-"""Bytes of a state that a program has which serves all tokens at once; half as many on GPUs whose
+"""Bytes of a state that a program holds if it serves all tokens at once; half as many on GPUs whose
 products have all operands in registers."""
 
 WIDE_REPLAY_ELEMENTS = 2048
-"""Elements of a state that a program has of inputs in float32, which no tensor core takes."""
+"""State elements of a program for inputs in float32, which tensor cores do not take."""
 
 
 USUAL_HISTORY = 16
-"""Tokens of a history whose rows fit into registers beside so much of a state."""
+"""Most tokens of a history whose rows fit into registers beside a state of that size."""
 
 
 def replay_elements(
@@ -388,7 +397,7 @@ def replay_elements(
     *,
     is_at_once: bool,
 ) -> int:
-    """Elements of a state that a program of a replay has on a GPU."""
+    """Choose the number of state elements of a program of a replay on a GPU."""
     if input_element_bytes > 2:  # noqa: PLR2004 - bytes of bfloat16 and float16
         return WIDE_REPLAY_ELEMENTS
     parts = max(1, power_of_two(history_tokens) // USUAL_HISTORY)
@@ -407,13 +416,13 @@ def state_replay_tiles(
     input_element_bytes: int,
     history_tokens: int,
 ) -> ReplayTiles:
-    """Tiles of `state_replay` where requests may have several tokens.
+    """Choose tiles for `state_replay` if requests may have several tokens.
 
-    These are served by products; but of a state in float32 only where parts of its elements fit
-    into registers beside these.
+    Matrix products serve these tokens. For a state in float32 they do so only if parts of its
+    elements fit into registers beside the products.
 
     Args:
-        machine: Where it runs.
+        machine: GPU, or interpreter, that runs the kernel.
         head_dim: Channels of a head.
         d_state: State elements of a channel.
         state_element_bytes: Bytes of an element of the state.

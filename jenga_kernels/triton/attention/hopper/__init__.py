@@ -1,1 +1,1 @@
-"""Attention of prompts on Hopper, with warps that specialise (Gluon)."""
+"""Warp-specialised attention of prompts on Hopper (Gluon)."""

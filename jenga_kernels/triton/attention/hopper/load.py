@@ -1,6 +1,6 @@
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
-# Gluon's layouts and loops are what its compiler takes them for.
-"""What the warp that loads does in the prefill kernel for Hopper: a ring of tiles kept full."""
+# Pyright does not understand the layouts and loops of Gluon.
+"""Loading warps of the prefill kernel for Hopper: they keep a ring of tiles full."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,37 +10,37 @@ from jenga_kernels.triton.attention.hopper.work import keys_of, num_rounds, plac
 from jenga_kernels.triton.lib.tiles import SWIZZLE_ROWS as _SWIZZLE_ROWS
 
 SWIZZLE_ROWS = gl.constexpr(_SWIZZLE_ROWS)
-"""Rows of a pattern of shared memory, which begins anew with each box."""
+"""Rows of a swizzle pattern of shared memory. Every box begins a new pattern."""
 
 BOX_DIM = gl.constexpr(64)
 """Elements of a row of such a pattern, 128 bytes."""
 
 AT_ONCE = gl.constexpr(4)
-"""Boxes whose pages are looked up together."""
+"""Number of boxes whose pages are looked up together."""
 
 BOX_LAYOUT = gl.NVMMASharedLayout(128, 16, 4)
-"""Of a box, [1 page, rows, 1 head, BOX_DIM]."""
+"""Layout of a box, [1 page, rows, 1 head, BOX_DIM]."""
 
 BYTE_BOX_LAYOUT = gl.NVMMASharedLayout(64, 8, 4)
-"""Of a box in float8."""
+"""Layout of a box in float8."""
 
 STORED_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(64, 8, 2))
-"""Of what has landed in float8, BOX_DIM elements of each row and then the next."""
+"""Layout of loaded float8 elements: BOX_DIM elements of each row, then the next BOX_DIM."""
 
 CONVERTED_AT_ONCE = gl.constexpr(8192)
-"""Elements, 64 for each thread of four warps: more take too many of their registers."""
+"""Elements converted at once, 64 for each thread of four warps. More take too many registers."""
 
 ROWS_LAYOUT = gl.NVMMASharedLayout(128, 16, 3)
-"""Of a box of queries, [tokens, heads that share keys, BOX_DIM]."""
+"""Layout of a box of queries, [tokens, heads that share a KV head, BOX_DIM]."""
 
 TILE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-"""Of a tile, which boxes make up: those of the first BOX_DIM elements, then of the next."""
+"""Layout of a tile, which consists of boxes: those of the first BOX_DIM elements, then the next."""
 
 HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
-"""Whether that method has no underscore before its name, as from Triton 3.9 on."""
+"""Whether the method `reinterpret` has no leading underscore, as from Triton 3.9 on."""
 
 copy_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-"""Asks for a box; so called from Triton 3.9 on, and so before."""
+"""Starts the TMA load of a box. Triton 3.9 renamed it."""
 
 
 @gluon.jit
@@ -67,7 +67,7 @@ def load_tiles(
 ):
     """Load tiles of keys and of values for all row tiles, each as soon as its place is free.
 
-    So are the queries of row tiles, if the copy engine can find them.
+    Queries of row tiles are loaded too if TMA can load them.
     """
     q, items, item_ready, item_free, q_descriptor = rows
     _, seq_lens_ptr, _, _, _, _, _ = work
@@ -127,7 +127,7 @@ def load_tiles(
             num_said += 1
             table_row_ptr = page_table_ptr + request.to(gl.int64) * stride_table_request
             if IS_CONVERTED:
-                # Values are converted behind the keys of the next tile.
+                # Values are converted after the keys of the next tile.
                 for tile in range(num_tiles + 1):
                     _convert_both(
                         k_descriptor,
@@ -186,7 +186,7 @@ def _load_rows(
     GROUP: gl.constexpr,
     BLOCK_D: gl.constexpr,
 ):
-    """Ask for the queries of a row tile from a token and head on, those of both groups of warps."""
+    """Start loads of a row tile's queries, from a token and head on, for both groups of warps."""
     NUM_PARTS: gl.constexpr = BLOCK_D // BOX_DIM
     GROUP_ROWS: gl.constexpr = q.shape[1]
     shape: gl.constexpr = [q.shape[0] * NUM_PARTS, GROUP_ROWS // GROUP, GROUP, BOX_DIM]
@@ -207,7 +207,7 @@ def _load_rows(
 
 @gluon.jit
 def _live_rows(tile_start, keys_start, keys_end, BLOCK_N: gl.constexpr):
-    """Rows [start, end) of a tile that some query reads."""
+    """Range [start, end) of the rows of a tile that any query reads."""
     return gl.maximum(keys_start - tile_start, 0), gl.minimum(keys_end - tile_start, BLOCK_N)
 
 
@@ -221,7 +221,7 @@ def _load_both(
     keys_end,
     kv_head,
     num_pages,
-    index,  # of the tile in the ring
+    index,  # index of the tile in the ring
     landed_phase,
     ring,
     PAGE_TOKENS: gl.constexpr,
@@ -230,9 +230,10 @@ def _load_both(
     BLOCK_D: gl.constexpr,
     NUM_STAGES: gl.constexpr,
 ):
-    """Load a tile of keys and of values; the next phase of values that land before they are ready.
+    """Load a tile of keys and one of values; return the next phase of ragged values.
 
-    A dead slot may hold NaN, and 0 * NaN is NaN: values are zeroed, not only their weights.
+    Values are ragged if some of their loaded rows are dead. A dead slot may hold NaN, and 0 * NaN
+    is NaN. So values are zeroed, not only their weights, before they are ready.
     """
     k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, _, _, _ = ring
     stage = index % NUM_STAGES
@@ -304,15 +305,16 @@ def _convert_both(
     BLOCK_D: gl.constexpr,
     NUM_STAGES: gl.constexpr,
 ):
-    """Convert a tile of keys, and the values of the tile before, and ask for what comes next.
+    """Convert a tile of keys and the values of the tile before, and start the next loads.
 
-    It is in the order in which those that multiply wait: they free values only when they have the
-    next but one's keys. So nothing is waited for that waits for what is to be converted here.
+    The order is that in which the groups that multiply wait. They free values only when they have
+    the keys of the tile after the next. So no wait here depends on tiles still to be converted
+    here.
     """
     k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, _, k_landed, v_landed = ring
     tile_start = tiles_start + tile * BLOCK_N
     index = done + tile
-    # Keys are asked for a tile ahead, the first together with the second.
+    # Keys are loaded a tile ahead, the first together with the second.
     for ahead in range(gl.where(tile == 0, 0, 1), 2):
         if tile + ahead < num_tiles:
             stage = (index + ahead) % NUM_STAGES
@@ -378,10 +380,10 @@ def convert_rows(
     BLOCK_N: gl.constexpr,
     BLOCK_D: gl.constexpr,
 ):
-    """Convert, by four warps, what has landed in the upper half of a place, block by block.
+    """Convert elements in the upper half of a place, block by block, with four warps.
 
-    Rows before first_live and from end_live on are zeroed. No block is stored where one lies that
-    has not been loaded.
+    Rows before first_live and from end_live on are zeroed. Blocks are stored in an order that
+    overwrites no elements that have not been read.
     """
     WIDTH: gl.constexpr = min(BLOCK_D, CONVERTED_AT_ONCE // BLOCK_N)
     BLOCKS: gl.constexpr = BLOCK_D // WIDTH
@@ -397,7 +399,7 @@ def convert_rows(
     rows = gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
     for block in gl.static_range(BLOCKS):
         values = in_pages.index((stage * 2 + 1) * BLOCKS + block).load(layout)
-        # By way of float32, from which two at once become what they are to be.
+        # Float32 comes between, because two at once are converted from it to the result's type.
         values = values.to(gl.float32).to(tiles.dtype)
         if (first_live > 0) | (end_live < BLOCK_N):
             is_live = (rows >= first_live) & (rows < end_live)
@@ -407,7 +409,7 @@ def convert_rows(
 
 @gluon.jit
 def _look_up(
-    place,  # page of the request and slot there of the first box
+    place,  # index of the first box's page in the request, and its slot in the page
     table_row_ptr,  # i32[max_pages]
     tile_start,
     keys_end,
@@ -417,9 +419,9 @@ def _look_up(
     BLOCK_N: gl.constexpr,
     BLOCK_T: gl.constexpr,
 ):
-    """Pages of a tile's AT_ONCE boxes from FIRST on, their slots there, and the place behind them.
+    """Find pages of a tile's AT_ONCE boxes from FIRST on, their slots, and the place after them.
 
-    Boxes past keys_end are of no page, which makes them 0.
+    Boxes past keys_end get a page that does not exist, which fills them with 0.
     """
     page_index, slot = place
     pages = ()
@@ -452,14 +454,14 @@ def _load_tile(
     BLOCK_T: gl.constexpr,
     BLOCK_D: gl.constexpr,
 ):
-    """Ask for a tile of keys or values, once its place is free.
+    """Start the loads of a tile of keys or values, once its place is free.
 
-    Pages are looked up some at a time, the first while the place is waited for: one after the other
-    they would take the longer, the smaller they are.
+    Pages are looked up a few at a time, the first while the place is awaited. One after another,
+    small pages would take long.
     """
     NUM_BOXES: gl.constexpr = BLOCK_N // BLOCK_T
     NUM_PARTS: gl.constexpr = BLOCK_D // BOX_DIM
-    # What is to be converted lands in the last of so many parts of its place.
+    # Elements to convert are loaded into the last of PARTS parts of their place.
     PARTS: gl.constexpr = tiles.dtype.primitive_bitwidth // descriptor.dtype.primitive_bitwidth
     shape: gl.constexpr = [tiles.shape[0] * PARTS * NUM_PARTS * NUM_BOXES, 1, BLOCK_T, 1, BOX_DIM]
     if HAS_REINTERPRET:

@@ -1,19 +1,26 @@
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
-# Gluon's layouts and loops are what its compiler takes them for.
-"""The prefill kernel of attention for Hopper: warps that load beside warps that compute.
+# Pyright does not understand the layouts and loops of Gluon.
+"""The prefill kernel of attention for Hopper, with warps that load and warps that compute.
 
-One warp asks for keys and values, box by box through the page table, with the copy engine; those in
-float8 four warps convert as they land. Two
-groups of four warps have half of a tile of rows each and multiply: while the tensor cores take the
-weights of one tile of keys times its values, the softmax of the next runs, and that of the other
-group. Written in Gluon, which nothing interprets: `attention.prefill` is its twin.
+One warp loads keys and values by TMA, box by box through the page table. For float8 pages there are
+four such warps, which also convert loaded elements. Two groups of four warps have half of a tile of
+rows each and multiply. While the tensor cores multiply the weights of one tile of keys with its
+values, the softmax of the next tile and that of the other group run. The kernel is written in
+Gluon, which has no interpreter. `attention.prefill` does the same in Triton.
 
-What they share is a ring of tiles: (keys, values, barriers where keys are ready and where their
-place is free, the same of values, barriers of the groups' turns, barriers where keys and values
-have landed that are to be converted). One more barrier is for other values that are not ready when
-they have landed. And row tiles: (room for the queries of each group, for
-two row tiles if these are loaded ahead; numbers of two, barriers where one is ready and where its
-place is free, what the copy engine finds queries by).
+The warps share a ring of tiles, `ring`:
+
+- keys, then values;
+- barriers for ready keys, for free places of keys, and the same for values; one more barrier of
+  ready values is for loaded values that must still be zeroed;
+- barriers of the groups' turns;
+- barriers for keys and values that are loaded and must be converted.
+
+They also share row tiles, `rows`:
+
+- places for the queries of each group, for two row tiles if queries are loaded ahead;
+- descriptions of two row tiles, with barriers for ready ones and free places;
+- the TMA descriptor of queries.
 
 Source: FlashAttention-3 (arXiv 2407.08608), sections 3.1 and 3.2.
 """
@@ -43,7 +50,7 @@ def attention_prefill_hopper_kernel(
     lse_ptr,  # f32[num_tokens, num_heads] or None
     # Inputs
     q_ptr,  # [num_tokens, num_heads, head_dim]
-    q_descriptor,  # the same, or None: warps that multiply load their rows
+    q_descriptor,  # the same, or None: groups of warps then load their own rows
     k_descriptor,  # [num_pages, page_tokens, num_kv_heads, head_dim]
     v_descriptor,  # [num_pages, page_tokens, num_kv_heads, head_dim]
     page_table_ptr,  # i32[num_requests, max_pages]
@@ -63,7 +70,7 @@ def attention_prefill_hopper_kernel(
     chunk_tokens,
     num_pages,
     # Sizes
-    num_items,  # row tiles of all heads of keys
+    num_items,  # row tiles of all KV heads
     num_programs,
     # Strides, in elements
     stride_q_token: gl.int64,
@@ -82,11 +89,11 @@ def attention_prefill_hopper_kernel(
     NUM_STAGES: gl.constexpr,
     TAKES_TURNS: gl.constexpr,
 ):
-    """A program does one row tile after another, what it loads being up to a row tile ahead.
+    """Compute one row tile after another, with loads up to a row tile ahead.
 
-    Item t * NUM_KV_HEADS + h is tile t of the list of row tiles for head h of keys. If the groups
-    take turns, one asks for its products before the other does: their softmaxes then run at
-    different times, each beside the other's products.
+    Item t * NUM_KV_HEADS + h is tile t of the list of row tiles for KV head h. If the groups take
+    turns, one issues its products before the other. Their softmaxes then run at different times,
+    each while the other's products run.
     """
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     IS_CONVERTED: gl.constexpr = k_descriptor.dtype != dtype
@@ -221,19 +228,19 @@ def attention_prefill_hopper_kernel(
             ),
         ],
         [4, LOADING_WARPS],
-        [REGISTERS, 504 - 2 * REGISTERS],  # of a thread; one of each group of warps has 504
+        [REGISTERS, 504 - 2 * REGISTERS],  # of a thread; those of the three groups are 504
     )
 
 
 def box_descriptor(pages: torch.Tensor, block_tokens: int) -> TensorDescriptor:
-    """What the copy engine needs to know to find boxes of rows of one head of a page.
+    """Make the TMA descriptor for boxes of rows of one head of a page.
 
     Args:
         pages: Keys or values, [num_pages, page_tokens, num_kv_heads, head_dim], of 16 or 8 bits an
             element; any strides that are multiples of 16 bytes, last dimension contiguous.
         block_tokens: Rows of a box; a divisor of page_tokens and a multiple of 8.
     """
-    # PyTorch leaves the stride of a dimension of size one undefined; the engine reads it.
+    # PyTorch leaves the stride of a dimension of size one undefined, but TMA reads it.
     strides = [
         stride if size > 1 else BOX_DIM.value
         for size, stride in zip(pages.shape, pages.stride(), strict=True)
@@ -244,12 +251,12 @@ def box_descriptor(pages: torch.Tensor, block_tokens: int) -> TensorDescriptor:
 
 
 def rows_descriptor(q: torch.Tensor, group_heads: int) -> TensorDescriptor | None:
-    """What the copy engine needs to know to find the queries of a group of rows; None: it cannot.
+    """Make the TMA descriptor for queries of a group of rows; None if TMA cannot load them.
 
     Args:
         q: Queries, [num_tokens, num_heads, head_dim], of 16 bits an element, last dimension
             contiguous.
-        group_heads: Heads that share keys: rows of a token, next to each other.
+        group_heads: Heads that share a KV head; rows of a token, next to each other.
     """
     whole_tokens, others = divmod(GROUP_ROWS.value, group_heads)
     strides = [

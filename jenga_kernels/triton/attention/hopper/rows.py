@@ -1,6 +1,6 @@
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
-# Gluon's layouts and loops are what its compiler takes them for.
-"""What a group of four warps does in the prefill kernel for Hopper: attention of its rows."""
+# Pyright does not understand the layouts and loops of Gluon.
+"""Attention of its rows by a group of four warps, in the prefill kernel for Hopper."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -51,7 +51,7 @@ def attend_rows(
     IS_PER_HEAD_SCALE: gl.constexpr,
     GROUP_INDEX: gl.constexpr,
 ):
-    """Do rows GROUP_INDEX * GROUP_ROWS and on of all row tiles."""
+    """Compute rows GROUP_INDEX * GROUP_ROWS and on of all row tiles."""
     done = 0
     num_begun = 0
     request = _await_item(rows, num_begun)
@@ -89,7 +89,7 @@ def attend_rows(
 
 @gluon.jit
 def _await_item(rows, num_begun):
-    """Wait for the next row tile; its request."""
+    """Wait for the next row tile, and return its request."""
     _, items, item_ready, _, _ = rows
     mbarrier.wait(item_ready.index(num_begun % 2), (num_begun // 2) & 1)
     request, _, _, _, _, _, _, _ = said(items, num_begun % 2)
@@ -104,8 +104,8 @@ def _attend_row_tile(
     sinks_ptr,
     alibi_slopes_ptr,
     spans_ptr,
-    done,  # tiles of keys that came before in the ring
-    num_begun,  # row tiles that came before
+    done,  # number of key tiles that came before in the ring
+    num_begun,  # number of row tiles that came before
     scoring,
     k_scale_ptr,
     v_scale_ptr,
@@ -124,7 +124,7 @@ def _attend_row_tile(
     IS_PER_HEAD_SCALE: gl.constexpr,
     GROUP_INDEX: gl.constexpr,
 ):
-    """Walk over the tiles of keys of a row tile; their number."""
+    """Loop over the key tiles of a row tile, and return their number."""
     NUM_HEADS: gl.constexpr = NUM_KV_HEADS * GROUP
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
@@ -167,7 +167,7 @@ def _attend_row_tile(
     if alibi_slopes_ptr is not None:
         slopes = gl.load(alibi_slopes_ptr + heads)
 
-    # Keys [full_start, full_end) are read by every row; the tiles within need no mask.
+    # Every row reads keys [full_start, full_end), so the tiles within need no mask.
     last_token = gl.minimum((row_start + GROUP_ROWS - 1) // GROUP, query_len - 1)
     first_token = gl.minimum(row_start // GROUP, query_len - 1)
     full_start = first_visible(seq_len - query_len + last_token, window_tokens, chunk_tokens)
@@ -206,7 +206,8 @@ def _attend_row_tile(
     weights = gl.convert_layout(weights.to(q.dtype), gl.DotOperandLayout(0, acc_layout, 2))
     _await_keys(k_ready, done + 1, num_tiles > 1, NUM_STAGES)
     acc = gl.full([GROUP_ROWS, BLOCK_D], 0, gl.float32, acc_layout)
-    # One loop for all: instructions that run once are waited for, most where rows read few keys.
+    # One loop for all tiles: instructions that run once have to be fetched, which costs most where
+    # rows read few keys.
     for tile in range(1, num_tiles):
         is_edge = (tile < first_full) | (tile >= end_full)
         acc, weights, row_max, row_sum = _attend_tile(
@@ -240,7 +241,7 @@ def _attend_row_tile(
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(v_free.index(last_stage), count=1)
 
-    # Read again: the walk over keys needs all registers.
+    # Read again, because the loop over keys needs all registers.
     _, kv_head, row_start, query_start, query_len, _, _, _ = said(items, place)
     row_start += GROUP_INDEX * GROUP_ROWS
     in_tile, tokens, heads = _rows(row_start, query_len, kv_head, GROUP, row_layout)
@@ -262,7 +263,7 @@ def _attend_row_tile(
     if v_scale_ptr is not None:
         factor *= gl.load(v_scale_ptr + kv_head * IS_PER_HEAD_SCALE)
     out = acc * gl.convert_layout(factor, acc_row_layout)[:, None]
-    # Rows leave through the room of the queries, so that each is written whole.
+    # Results pass through the shared memory of the queries, so that whole rows are written.
     q.store(out.to(q.dtype))
     in_tile, tokens, heads = _rows(row_start, query_len, kv_head, GROUP, copy_row_layout)
     is_there = (in_tile < query_len * GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
@@ -277,7 +278,7 @@ def _attend_row_tile(
 
 @gluon.jit
 def _rows(row_start, query_len, kv_head, GROUP: gl.constexpr, layout: gl.constexpr):
-    """Rows of the group, their tokens in the request and heads; past the end the last token's."""
+    """Rows of the group, their tokens in the request (the last one past the end), and heads."""
     rows = row_start + gl.arange(0, GROUP_ROWS, layout)
     return rows, gl.minimum(rows // GROUP, query_len - 1), kv_head * GROUP + rows % GROUP
 
@@ -286,7 +287,7 @@ def _rows(row_start, query_len, kv_head, GROUP: gl.constexpr, layout: gl.constex
 def _attend_tile(
     # Carried from one tile to the next
     acc,  # f32[GROUP_ROWS, BLOCK_D]
-    weights,  # [GROUP_ROWS, BLOCK_N], of the tile before
+    weights,  # [GROUP_ROWS, BLOCK_N], of the previous tile
     row_max,  # f32[GROUP_ROWS]
     row_sum,  # f32[GROUP_ROWS]
     # The tile
@@ -295,7 +296,7 @@ def _attend_tile(
     num_tiles,
     tiles_start,
     done,
-    # What all tiles have in common
+    # Arguments that all tiles have in common
     q,
     positions,
     seq_len,
@@ -310,7 +311,7 @@ def _attend_tile(
     TAKES_TURNS: gl.constexpr,
     GROUP_INDEX: gl.constexpr,
 ):
-    """Scores and weights of a tile, while the tile before is multiplied with its values."""
+    """Compute scores and weights of a tile while the previous one is multiplied with its values."""
     k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, turns, _, _ = ring
     index = done + tile
     stage = index % NUM_STAGES
@@ -341,7 +342,7 @@ def _attend_tile(
         IS_CAUSAL,
         BLOCK_N,
     )
-    # The assembler moves nothing past this wait: the softmax stays beside the product.
+    # The assembler moves nothing across this wait, so the softmax overlaps with the product.
     _await_keys(k_ready, index + 1, tile + 1 < num_tiles, NUM_STAGES)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(v_free.index(stage_before), count=1)
@@ -352,7 +353,7 @@ def _attend_tile(
 
 @gluon.jit
 def _await_turn(turns, index, GROUP_INDEX: gl.constexpr):
-    """Wait until the other group has asked for its products: of this tile, or of the one before."""
+    """Wait until the other group has issued its products: of this tile, or of the previous one."""
     mbarrier.wait(turns.index(GROUP_INDEX), (index & 1) ^ (1 - GROUP_INDEX))
 
 

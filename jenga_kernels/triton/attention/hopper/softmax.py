@@ -1,8 +1,9 @@
 # pyright: reportAssignmentType=false
-# Gluon's layouts are what its compiler takes them for.
+# Pyright does not understand the layouts of Gluon.
 """Masks and softmax of a tile of scores in the prefill kernel for Hopper.
 
-Source: FlashAttention-2 (arXiv 2307.08691), algorithm 1; `attention.tile` and `softmax` in Gluon.
+Source: FlashAttention-2 (arXiv 2307.08691), algorithm 1. It is `attention.tile` and `softmax` in
+Gluon.
 """
 
 from triton.experimental import gluon
@@ -25,11 +26,11 @@ def softmax_step(
     span_ends,
     slopes,
     scoring,
-    is_edge,  # whether some row does not read all keys; if that is known only then, a number
+    is_edge,  # whether some row does not read all keys; a number if only known at run time
     IS_CAUSAL: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):
-    """Weights of a tile, the factor for what was accumulated, the new maxima and sums."""
+    """Get the weights of a tile, the factor for accumulated results, the new maxima and sums."""
     scale, soft_cap, window_tokens, chunk_tokens = scoring
     keys = tile_start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores.type.layout))
     to_base_2 = scale * LOG2_E
@@ -48,7 +49,7 @@ def softmax_step(
             visible = visible | in_span
         scores = gl.where(visible, scores, float("-inf"))
     new_max = gl.maximum(row_max, gl.max(scores, 1) * to_base_2)
-    # Before its first visible key a row's maximum is -inf, and -inf - -inf is not a number.
+    # Before a row's first visible key its maximum is -inf, and -inf - -inf is NaN.
     shift = gl.where(new_max == float("-inf"), 0.0, new_max)
     weights = gl.exp2(scores * to_base_2 - shift[:, None])
     rescale = gl.exp2(row_max - shift)
@@ -59,8 +60,9 @@ def softmax_step(
 def _soft_capped(scores, scale, soft_cap):
     """soft_cap * tanh(scores * scale / soft_cap).
 
-    In one instruction, which may be off by 2**-11 of its result: less than what queries and keys of
-    16 bits are rounded by. Units of special functions bound prompts with soft caps.
+    It takes one instruction, whose error is up to 2**-11 of its result. That is less than the
+    rounding of queries and keys of 16 bits. The special function units limit the speed of prompts
+    with soft caps.
     """
     shares = gl.inline_asm_elementwise(
         "tanh.approx.f32 $0, $1;",
@@ -75,7 +77,7 @@ def _soft_capped(scores, scale, soft_cap):
 
 @gluon.jit
 def reciprocal(values):
-    """As that of `device`, in one instruction."""
+    """Do what `device.reciprocal` does, in one instruction."""
     return gl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [values], dtype=gl.float32, is_pure=True, pack=1
     )
@@ -83,7 +85,7 @@ def reciprocal(values):
 
 @gluon.jit
 def log2(values):
-    """As that of `device`, in one instruction."""
+    """Do what `device.log2` does, in one instruction."""
     return gl.inline_asm_elementwise(
         "lg2.approx.ftz.f32 $0, $1;", "=f,f", [values], dtype=gl.float32, is_pure=True, pack=1
     )

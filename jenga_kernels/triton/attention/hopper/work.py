@@ -1,12 +1,12 @@
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
-# Gluon's layouts and loops are what its compiler takes them for.
+# Pyright does not understand the layouts and loops of Gluon.
 """The work of the prefill kernel for Hopper: row tiles, and the keys that their rows read.
 
-The warp that loads works out which row tiles a program does, and where the keys of each begin. It
-says so to those that multiply through shared memory: they would wait for one load after another,
-and most where rows read few keys. What working it out takes is handed around as `work`: (first
-queries and lengths of requests, requests and indices of row tiles, spans or None, number of row
-tiles of all heads, of programs).
+The warp that loads finds the row tiles of a program, and the first key of each. It passes them
+through shared memory to the warps that multiply. Otherwise these would wait for one load after
+another, and most where rows read few keys. Arguments of the search are passed around as `work`:
+(first queries and lengths of requests, requests and indices of row tiles, spans or None, number of
+row tiles of all heads, number of programs).
 """
 
 from triton.experimental import gluon
@@ -19,16 +19,20 @@ ROWS = gl.constexpr(SPECIALIZED_ROWS)
 
 
 ITEM_NUMBERS = gl.constexpr(8)
-"""What is said of a row tile: request, head of keys, first row, first query, number of queries,
-length, where tiles of keys begin, and how many. The request is -1 behind the last."""
+"""Number of integers that describe a row tile.
+
+They are request, KV head, first row, first query, number of queries, length, first key of its key
+tiles, and number of key tiles. The request is -1 after the last row tile.
+"""
 
 ITEM_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-"""Of that in shared memory, [2, ITEM_NUMBERS]: a row tile is said while the one before is done."""
+"""Layout of two descriptions in shared memory, [2, ITEM_NUMBERS]: one is written while the row tile
+of the other is computed."""
 
 
 @gluon.jit
 def say(items, place, numbers, NUM_WARPS: gl.constexpr = 1):
-    """Write the numbers of a row tile, by the warps that load."""
+    """Write the description of a row tile, by the warps that load."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
     index = gl.arange(0, ITEM_NUMBERS, layout)
     item = gl.full([ITEM_NUMBERS], -1, gl.int32, layout)
@@ -39,7 +43,7 @@ def say(items, place, numbers, NUM_WARPS: gl.constexpr = 1):
 
 @gluon.jit
 def said(items, place):
-    """The numbers of a row tile; every thread has them all."""
+    """Read the description of a row tile; every thread gets all its numbers."""
     layout: gl.constexpr = gl.BlockedLayout([ITEM_NUMBERS], [32], [4], [0])
     item = items.index(place).load(layout)
     index = gl.arange(0, ITEM_NUMBERS, layout)
@@ -62,7 +66,7 @@ def first_visible(positions, window_tokens, chunk_tokens):
 
 @gluon.jit
 def end_visible(positions, seq_len, IS_CAUSAL: gl.constexpr):
-    """One past the last key that the query at each position reads."""
+    """End of the keys that the query at each position reads, one past the last."""
     if IS_CAUSAL:
         return gl.minimum(positions + 1, seq_len)
     else:
@@ -71,18 +75,18 @@ def end_visible(positions, seq_len, IS_CAUSAL: gl.constexpr):
 
 @gluon.jit
 def num_rounds(work):
-    """How many row tiles a program does at most."""
+    """Most row tiles of a program."""
     _, _, _, _, _, num_items, num_programs = work
     return gl.cdiv(num_items, num_programs)
 
 
 @gluon.jit
 def place_of(round_index, work, NUM_KV_HEADS: gl.constexpr):
-    """Where a row tile is: head of keys, request, first row, its first query and their number.
+    """Find a row tile: KV head, request, first row, the request's first query, number of queries.
 
-    In every other round the programs take row tiles in reverse: these become shorter from one to
-    the next, so a program has a longer one after a shorter one. The request is -1 where there is
-    nothing to do.
+    Row tiles of the list become shorter from one to the next. In every other round, programs take
+    them in reverse, so a program has a longer one after a shorter one. The request is -1 if there
+    is no work.
     """
     query_starts_ptr, _, row_tile_requests_ptr, row_tile_indices_ptr, _, num_items, num_programs = (
         work
@@ -114,7 +118,7 @@ def keys_of(
     BLOCK_N: gl.constexpr,
     BLOCK_T: gl.constexpr,
 ):
-    """Keys [start, end) that some row of a row tile reads, where its tiles begin, and how many."""
+    """Keys [start, end) that any row of a row tile reads, first key and number of its key tiles."""
     _, _, _, _, spans_ptr, _, _ = work
     offset = seq_len - query_len
     last_token = gl.minimum((row_start + ROWS - 1) // GROUP, query_len - 1)

@@ -1,11 +1,11 @@
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
-# Gluon's layouts and loops are what its compiler takes them for.
-"""Second kernel of `jenga_kernels.delta_scan` for Hopper: loads run ahead, states are turned.
+# Pyright does not understand the layouts and loops of Gluon.
+"""Second kernel of `jenga_kernels.delta_scan` for Hopper, with loads ahead and transposed states.
 
-While a chunk is computed all that the first kernel left for the next ones comes into shared memory.
-Of a chunk's five products three wait for one another; states stay in registers, with a row for each
-value, so that they and what becomes of them are left operands as they are. Written in Gluon, which
-nothing interprets: `delta_scan` is its twin, and computes the same.
+While a chunk is computed, the first kernel's results for the next ones are loaded into shared
+memory. Three of a chunk's five products depend on one another. States stay in registers, with a row
+for each value, so that they and their products are left operands without a copy. The kernel is
+written in Gluon, which has no interpreter. `delta.scan` computes the same in Triton.
 """
 
 from triton.experimental import gluon
@@ -37,7 +37,7 @@ from jenga_kernels.triton.recurrent.hopper.chunks import (
 from jenga_kernels.triton.recurrent.hopper.segments import await_kernel_before
 
 KEYS_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-"""Of numbers of key channels."""
+"""Layout of numbers of key channels."""
 
 
 @gluon.jit(do_not_specialize=["num_tokens_of_all", "num_chunks"])
@@ -49,10 +49,10 @@ def delta_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
     v_descriptor,  # [num_tokens, num_v_heads, head_v_dim]
     queries_descriptor,  # [num_tokens, num_qk_heads or num_v_heads, BLOCK_K]
     keys_descriptor,  # [num_tokens, num_qk_heads or num_v_heads, BLOCK_K]
-    kept_keys_descriptor,  # [num_tokens, num_v_heads, BLOCK_K], or None: as keys
+    kept_keys_descriptor,  # [num_tokens, num_v_heads, BLOCK_K], or None: the same as keys
     scores_descriptor,  # [num_tokens, num_v_heads, TOKENS]
     solution_descriptor,  # [num_tokens, num_v_heads, TOKENS]
-    since_start_ptr,  # f32[num_v_heads, num_tokens] or None: in queries and keys
+    since_start_ptr,  # f32[num_v_heads, num_tokens], or None if queries and keys include it
     until_end_ptr,  # f32[num_v_heads, num_tokens] or None
     decays_ptr,  # f32[num_v_heads, num_chunks] or f32[num_v_heads, num_chunks, BLOCK_K]
     query_starts_ptr,  # i32[num_requests + 1]
@@ -80,7 +80,7 @@ def delta_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
     NUM_STAGES: gl.constexpr,
     IS_OVERLAPPED: gl.constexpr,
 ):
-    """Program (b, r) scans request r in CHANNELS values of one head, chunk by chunk."""
+    """Scan request r in CHANNELS values of one head, chunk by chunk, in program (b, r)."""
     BLOCKS: gl.constexpr = HEAD_V_DIM // CHANNELS
     dtype: gl.constexpr = v_descriptor.dtype
     head = (gl.program_id(0) // BLOCKS).to(gl.int64)
@@ -132,7 +132,7 @@ def delta_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
     states_ptr += head * stride_states_head + first_dim * stride_states_dim
     initial_ptr = states_ptr + initial_slot.to(gl.int64) * stride_states_slot
     h = load_state(initial_ptr, initial_slot > 0, stride_states_dim, BLOCK_K, 1)[0]
-    # As `find_chunk` numbers them.
+    # Chunks are numbered as in `find_chunk`.
     chunk = query_start // TOKENS + request + stretch
     await_kernel_before(IS_OVERLAPPED)
     stretches = (last_stretch, checkpoint_after_ptr, num_tokens)
@@ -183,8 +183,9 @@ def delta_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
                     zero_rows(kept_k_tiles, stage, stop - first, BLOCK_K, 1, NUM_STAGES)
                 fence_async_shared()
 
-            # What the state before the chunk holds under the keys gives way to the values. The
-            # solution knows what the chunk's own tokens hold under each other's keys.
+            # Values replace those that the state before the chunk holds under the keys. The
+            # solution accounts for the values that the chunk's own tokens hold under each other's
+            # keys.
             zeros = gl.full([CHANNELS, TOKENS], 0.0, gl.float32, SQUARE_LAYOUT)
             before = gl.convert_layout(h.to(dtype), LEFT_LAYOUT)
             k = k_tiles.index(stage).permute((1, 0))
@@ -216,7 +217,7 @@ def delta_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
                 kept = gl.convert_layout(kept, LEFT_LAYOUT)
             h = warpgroup_mma(kept, kept_k_tiles.index(stage), h, is_async=True)
             y = warpgroup_mma_wait(1, deps=[y])
-            # Values have been read: what comes of them takes their place.
+            # Values have been read, so results take their place.
             results = v_tiles.index(stage)
             results.permute((1, 0)).store(y.to(dtype))
             store_rows(results, out_ptr + first * stride_out_token, stride_out_token, stop - first)
@@ -242,10 +243,12 @@ def _ask(
     BLOCK_K: gl.constexpr,
     NUM_STAGES: gl.constexpr,
 ):
-    """Ask for a chunk, if there is one: its first token, its stretch's end, and which that is.
+    """Start the loads of a chunk, if there is one.
+
+    `asked` is its first token, the end of its stretch, and the index of the stretch.
 
     Returns:
-        The same of the next chunk.
+        The same for the next chunk.
     """
     first, stop, stretch = asked
     last_stretch, checkpoint_after_ptr, num_tokens = stretches
@@ -270,7 +273,7 @@ def _load_chunk(
     BLOCK_K: gl.constexpr,
     NUM_STAGES: gl.constexpr,
 ):
-    """Ask for all that belongs to tokens [first, first + TOKENS)."""
+    """Start the loads of everything that belongs to tokens [first, first + TOKENS)."""
     v_descriptor, q_descriptor, k_descriptor, kept_k_descriptor, scores, solution = inputs
     v_tiles, q_tiles, k_tiles, kept_k_tiles, scores_tiles, solution_tiles, ready = tiles
     query_start, head, group, first_dim = place
@@ -293,13 +296,13 @@ def _load_chunk(
 def _load_weights(
     weights, in_head, first, stop, chunk, IS_PER_CHANNEL: gl.constexpr, BLOCK_K: gl.constexpr
 ):
-    """Decays of a chunk: to and from each token, 0 of those past the stretch, and of the state."""
+    """Load decays of a chunk: up to and after each token, 0 past the stretch, and of the state."""
     since_start_ptr, until_end_ptr, decays_ptr = weights
     is_any = first < stop
     if IS_PER_CHANNEL:
         ks = gl.arange(0, BLOCK_K, KEYS_LAYOUT)
         decay = gl.load(decays_ptr + chunk * BLOCK_K + ks, mask=is_any, other=0.0)
-        return decay, decay, decay  # the others are in queries and keys
+        return decay, decay, decay  # queries and keys include the other two
     else:
         tokens = first + gl.arange(0, TOKENS, TOKEN_LAYOUT)
         since = gl.load(since_start_ptr + in_head + tokens, mask=tokens < stop, other=0.0)

@@ -1,1 +1,1 @@
-"""Decoding over latents on Hopper, with warps that specialise (Gluon)."""
+"""Warp-specialised decoding over latents on Hopper (Gluon)."""

@@ -1,21 +1,27 @@
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
-# Gluon's layouts and loops are what its compiler takes them for.
-"""The decode kernel of latent attention for Hopper: warps that load beside warps that compute.
+# Pyright does not understand the layouts and loops of Gluon.
+"""The decode kernel of latent attention for Hopper, with warps that load and warps that compute.
 
-A program has 64 rows, whose results of 512 elements fill the registers of two groups of four warps:
-each has one half of them. In a step of two tiles of keys each group has the scores of one tile and
-tells the other its weights through shared memory, so that the softmax of one group runs beside the
-products of the other. One warp asks for latents, part by part, with the copy engine. Written in
-Gluon, which nothing interprets: `latent.decode` is its twin.
+A program has 64 rows. Their results of 512 elements fill the registers of two groups of four warps,
+which have one half of them each. A step has two tiles of keys. Each group computes the scores of
+one tile and passes its weights to the other through shared memory. So the softmax of one group runs
+while the other's products run. One warp loads latents by TMA, part by part. The kernel is written
+in Gluon, which has no interpreter. `latent.decode` does the same in Triton.
 
-Programs work in teams. Those of a team have different rows of the same requests, and read the same
-latents at about the same time: they come from memory once.
+Programs work in teams. The programs of a team have different rows of the same requests. They read
+the same latents at about the same time, so these come from memory once.
 
-What they share is handed around as `room`: (halves of the queries, halves of the latents of both
-tiles, their rotary keys, weights of both, numbers of a run, numbers of rows that the groups tell
-each other, barriers); the barriers: (where each part of a tile is ready, where its place is free,
-where latents have landed that are not ready, where weights of each tile are ready, where a run is,
-where its place is free, where sums of weights are ready).
+The warps share `room`. It has halves of the queries, halves of the latents of both tiles, their
+rotary keys, and weights of both tiles. Then come the description of a run, numbers of rows that the
+groups exchange, and barriers. The barriers, in their order, are:
+
+- ready parts of a tile;
+- free places of parts;
+- parts that are loaded but not ready yet;
+- ready weights of each tile;
+- the ready description of a run;
+- the free place of a run's description;
+- ready sums of weights.
 
 Source: FlashMLA, for scores of two tiles in turns, by groups with half of the results each.
 """
@@ -32,10 +38,10 @@ from jenga_kernels.triton.latent.hopper.load import HALF_DIM, KEYS, NUM_PARTS, R
 from jenga_kernels.triton.latent.hopper.rows import NUM_TOLD, attend_half
 
 BOX_LAYOUT = gl.NVMMASharedLayout(128, 16, 3)
-"""Of a box of latents, [1 page, rows, BOX_DIM]."""
+"""Layout of a box of latents, [1 page, rows, BOX_DIM]."""
 
 BYTE_BOX_LAYOUT = gl.NVMMASharedLayout(64, 8, 3)
-"""Of a box of latents in float8."""
+"""Layout of a box of latents in float8."""
 
 
 @gluon.jit(do_not_specialize=["num_requests", "num_pages"])
@@ -72,11 +78,10 @@ def latent_decode_hopper_kernel(
     BLOCK_T: gl.constexpr,
     TAKES_TURNS: gl.constexpr,
 ):
-    """Team t does units t * units_per_program and on of all requests.
+    """Do units from t * units_per_program on of all requests in team t.
 
-    Program p has rows p % NUM_MEMBERS * ROWS and on of the requests of team p // NUM_MEMBERS.
-    Units, and what becomes of partial results, are those of `attention.decode`; a unit is a step of
-    two tiles.
+    Program p has rows from p % NUM_MEMBERS * ROWS on of the requests of team p // NUM_MEMBERS.
+    Units and partial results are those of `attention.decode`, but a unit is a step of two tiles.
     """
     dtype: gl.constexpr = q_descriptor.dtype
     IS_CONVERTED: gl.constexpr = pages_descriptor.dtype != dtype
@@ -174,12 +179,12 @@ def latent_decode_hopper_kernel(
             ),
         ],
         [4, LOADING_WARPS],
-        [REGISTERS, 504 - 2 * REGISTERS],  # of a thread; one of each group of warps has 504
+        [REGISTERS, 504 - 2 * REGISTERS],  # of a thread; those of the three groups are 504
     )
 
 
 def latents_descriptor(pages: torch.Tensor, block_tokens: int) -> TensorDescriptor:
-    """What the copy engine needs to know to find boxes of rows of a page.
+    """Make the TMA descriptor for boxes of rows of a page.
 
     Args:
         pages: Latents and rotary keys, [num_pages, page_tokens, width], of 16 or 8 bits an element;
@@ -191,12 +196,12 @@ def latents_descriptor(pages: torch.Tensor, block_tokens: int) -> TensorDescript
 
 
 def queries_descriptor(q: torch.Tensor) -> TensorDescriptor:
-    """What the copy engine needs to know to find the queries of a program's rows.
+    """Make the TMA descriptor for queries of a program's rows.
 
     Args:
         q: Queries, [num_tokens, num_heads, width], of 16 bits an element; any strides that are
-            multiples of 16 bytes, last dimension contiguous. Heads are a divisor or a multiple of
-            ROWS.
+            multiples of 16 bytes, last dimension contiguous. The number of heads divides ROWS or is
+            a multiple of it.
     """
     heads = min(q.shape[1], ROWS.value)
     return _descriptor(q, [ROWS.value // heads, heads, BOX_DIM.value], ROWS_LAYOUT)
@@ -205,7 +210,7 @@ def queries_descriptor(q: torch.Tensor) -> TensorDescriptor:
 def _descriptor(
     tensor: torch.Tensor, block: list[int], layout: gl.NVMMASharedLayout
 ) -> TensorDescriptor:
-    # PyTorch leaves the stride of a dimension of size one undefined; the engine reads it.
+    # PyTorch leaves the stride of a dimension of size one undefined, but TMA reads it.
     strides = [
         stride if size > 1 else BOX_DIM.value
         for size, stride in zip(tensor.shape[:2], tensor.stride()[:2], strict=True)

@@ -1,11 +1,11 @@
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
-# Gluon's layouts and loops are what its compiler takes them for.
-"""What the warps that load do in `hopper.decode`: two tiles of latents kept full.
+# Pyright does not understand the layouts and loops of Gluon.
+"""Loading warps of `hopper.decode`: they keep two tiles of latents full.
 
-Each tile is in three parts, whose places become free at different times: the halves of the latents
-and the rotary keys. One warp has the copy engine bring them. Those of float8 have to be converted,
-by four warps: they land in the upper half of their place, two parts ahead. What working out a
-program's runs takes is handed around as `work`: (first queries and lengths of requests, units
+A tile has three parts, whose places become free at different times: the halves of the latents, and
+the rotary keys. One warp loads them by TMA. For float8 there are four, which also convert: parts
+are loaded into the upper half of their place, two parts ahead. Arguments that are needed to find
+the runs of a program are passed around as `work`: (first queries and lengths of requests, units
 before each, units of a team, first request of each team, number of requests).
 """
 
@@ -27,20 +27,23 @@ from jenga_kernels.triton.latent.tiles import SPECIALIZED_KEYS
 from jenga_kernels.triton.lib.tiles import WARPGROUP_ROWS
 
 ROWS = gl.constexpr(WARPGROUP_ROWS)
-"""Rows of a program: of a request's query tokens, each with all its heads."""
+"""Rows of a program: query tokens of a request, each with all its heads."""
 
 KEYS = gl.constexpr(SPECIALIZED_KEYS // 2)
-"""Keys of a tile; a group of warps has the scores of one of the two tiles of a step."""
+"""Keys of a tile. A step has two tiles, and a group of warps computes the scores of one."""
 
 HALF_DIM = gl.constexpr(256)
-"""Elements of half a latent; a group of warps has one half of the results."""
+"""Elements of half a latent. A group of warps computes one half of the results."""
 
 NUM_PARTS = gl.constexpr(3)
 """Parts of a tile: left half, right half and rotary keys, in this order."""
 
 PARTS_AHEAD = gl.constexpr(2)
-"""Parts that may be on their way while one is converted. With three, one would be asked for before
-what its place is freed behind has been converted."""
+"""Number of parts that are loaded ahead while one is converted.
+
+With three, a load would wait for a place that is freed only after a part that has not been
+converted yet.
+"""
 
 ROTARY_PART = gl.constexpr(2)
 
@@ -65,7 +68,7 @@ def load_latents(
     BLOCK_T: gl.constexpr,
     IS_CONVERTED: gl.constexpr,
 ):
-    """Load the queries of one run after another and all its latents, as soon as there is room."""
+    """Load the queries and all latents of one run after another, as soon as places are free."""
     q, latents, rotary, weights, items, _, barriers = room
     ready, free, landed, _, item_ready, item_free, _ = barriers
     (
@@ -93,11 +96,12 @@ def load_latents(
         query_start = gl.load(query_starts_ptr + request)
         query_len = gl.load(query_starts_ptr + request + 1) - query_start
         seq_len = gl.load(seq_lens_ptr + request)
-        # A request without keys has one unit all the same, which reads no page.
+        # A request without keys also has one unit, which reads no page.
         num_steps = gl.minimum(tile_end, gl.cdiv(seq_len, 2 * KEYS)) - tile_start
         if first_row < query_len * NUM_HEADS:
             table_row_ptr = page_table_ptr + request.to(gl.int64) * stride_table_request
-            # The first latents come before the queries, whose room the run before may still need.
+            # The first latents are loaded before the queries, whose place the previous run may
+            # still need.
             for step in range(gl.maximum(num_steps, 1)):
                 if IS_CONVERTED:
                     if (step == 0) & (num_steps > 0):
@@ -183,11 +187,11 @@ def load_latents(
 
 @gluon.jit
 def _next_run(team, unit, team_end, units_per_team, request, work, IS_INVARIANT: gl.constexpr):
-    """What a team does from `unit` on, as `next_run` of `attention_plan` has it of all heads.
+    """Find the next run of a team from `unit` on, as `attention.plan.next_run` does for all heads.
 
     Returns:
-        The request, the steps [start, end) of its keys, how many units these are, and the partial
-        result they give, or -1 if they are all.
+        The request, the steps [start, end) of its keys, their number of units, and the index of
+        their partial result, or -1 if they are all units of the request.
     """
     _, seq_lens_ptr, unit_starts_ptr, _, _, _ = work
     units_end = gl.load(unit_starts_ptr + request + 1)
@@ -216,7 +220,7 @@ def _next_run(team, unit, team_end, units_per_team, request, work, IS_INVARIANT:
 
 @gluon.jit
 def _load_queries(descriptor, token, head, q, weights, ready):
-    """Ask for the queries of a program's rows; their rotary parts go where weights will be."""
+    """Start loads of a program's queries. Their rotary parts go to the place of weights."""
     PARTS: gl.constexpr = HALF_DIM // BOX_DIM
     TOKENS: gl.constexpr = descriptor.block_type.shape[0]
     HEADS: gl.constexpr = descriptor.block_type.shape[1]
@@ -252,12 +256,12 @@ def _load_tile(
     PAGE_TOKENS: gl.constexpr,
     BLOCK_T: gl.constexpr,
 ):
-    """Ask for a tile's parts, each where it is free; 1 if the tile ends within a box, else 0.
+    """Start loads of a tile's parts, each as its place is free; 1 if it ends within a box, else 0.
 
-    Boxes from seq_len on are of no page, which makes them 0.
+    Boxes from seq_len on get a page that does not exist, which fills them with 0.
     """
     NUM_BOXES: gl.constexpr = KEYS // BLOCK_T
-    # Looked up before places are waited for.
+    # Pages are looked up before the waits for places.
     pages = ()
     slots = ()
     page_index = first_key // PAGE_TOKENS
@@ -269,7 +273,7 @@ def _load_tile(
         slot += BLOCK_T
         page_index += (slot == PAGE_TOKENS).to(gl.int32)
         slot = gl.where(slot == PAGE_TOKENS, 0, slot)
-    # A dead slot may hold NaN, and 0 * NaN is NaN: latents are zeroed, not only their weights.
+    # A dead slot may hold NaN, and 0 * NaN is NaN. So latents are zeroed, not only their weights.
     end_live = gl.maximum(gl.minimum(seq_len - first_key, KEYS), 0)
     end_copied = gl.cdiv(end_live, BLOCK_T) * BLOCK_T
     is_ragged = end_live < end_copied
@@ -316,7 +320,7 @@ def _copy_part(
     BLOCK_T: gl.constexpr,
     PARTS: gl.constexpr,
 ):
-    """Ask for PARTS * BOX_DIM elements of a tile's rows, from first_dim on."""
+    """Start loads of PARTS * BOX_DIM elements of a tile's rows, from first_dim on."""
     NUM_BOXES: gl.constexpr = KEYS // BLOCK_T
     shape: gl.constexpr = [places.shape[0] * PARTS * NUM_BOXES, 1, BLOCK_T, BOX_DIM]
     if HAS_REINTERPRET:
@@ -349,8 +353,8 @@ def _ask_for_part(
     PAGE_TOKENS: gl.constexpr,
     BLOCK_T: gl.constexpr,
 ):
-    """Ask for a part as it is stored, for the upper half of its place once that is free."""
-    # A step's parts in the order in which they are needed: rotary keys first.
+    """Start loads of a stored part into the upper half of its place, once that is free."""
+    # The parts of a step are in the order in which they are needed: rotary keys first.
     tile: gl.constexpr = part // NUM_PARTS
     which: gl.constexpr = (part + ROTARY_PART) % NUM_PARTS
     place: gl.constexpr = tile * NUM_PARTS + which
@@ -409,7 +413,7 @@ def _convert_step(
     PAGE_TOKENS: gl.constexpr,
     BLOCK_T: gl.constexpr,
 ):
-    """Convert the parts of a step as they land, and ask for those that come PARTS_AHEAD later."""
+    """Convert the parts of a step once loaded, and start loads of those PARTS_AHEAD later."""
     for part in gl.static_range(2 * NUM_PARTS):
         if part + PARTS_AHEAD < 2 * NUM_PARTS:
             _ask_for_part(
@@ -458,9 +462,9 @@ def _convert_part(
     landed,
     stored: gl.constexpr,
 ):
-    """Convert a part that lands in the upper half of its place, with zeros from seq_len on.
+    """Convert a part in the upper half of its place, with zeros from seq_len on.
 
-    A dead slot may hold NaN, and 0 * NaN is NaN.
+    They are zeros because a dead slot may hold NaN, and 0 * NaN is NaN.
     """
     tile: gl.constexpr = part // NUM_PARTS
     which: gl.constexpr = (part + ROTARY_PART) % NUM_PARTS

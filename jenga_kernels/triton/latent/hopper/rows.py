@@ -1,6 +1,6 @@
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
-# Gluon's layouts and loops are what its compiler takes them for.
-"""What a group of four warps does in `hopper.decode`: half of the results of all rows."""
+# Pyright does not understand the layouts and loops of Gluon.
+"""Half of the results of all rows, by a group of four warps in `hopper.decode`."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -18,32 +18,32 @@ from jenga_kernels.triton.latent.hopper.load import HALF_DIM, KEYS, NUM_PARTS, R
 LN_2 = gl.constexpr(0.6931471805599453)
 
 SCORE_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS.value, 16]))
-"""Of a tile's scores."""
+"""Layout of a tile's scores."""
 
 RESULT_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_DIM.value, 16]))
-"""Of half of the results."""
+"""Layout of half of the results."""
 
 LEFT_LAYOUT = gl.constexpr(gl.DotOperandLayout(0, SCORE_LAYOUT.value, 2))
-"""Of rotary queries, the left operand of a product."""
+"""Layout of rotary queries, the left operand of a product with keys."""
 
 WEIGHT_LAYOUT = gl.constexpr(gl.DotOperandLayout(0, RESULT_LAYOUT.value, 2))
-"""Of weights, the left operand of another."""
+"""Layout of weights, the left operand of a product with values."""
 
 ROW_LAYOUT = gl.constexpr(gl.SliceLayout(1, SCORE_LAYOUT.value))
 
 RESULT_ROW_LAYOUT = gl.constexpr(gl.SliceLayout(1, RESULT_LAYOUT.value))
 
 COPY_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
-"""In which results leave: a warp has a row at a time."""
+"""Layout in which results are written: a warp has one row at a time."""
 
 RESCALE = gl.constexpr(0)
-"""Of numbers of rows that one group tells the other: what results so far are multiplied with."""
+"""Index of the factor of results so far, among the numbers of rows that the groups exchange."""
 
 ROW_MAX = gl.constexpr(1)
-"""The greatest score so far."""
+"""Index of the greatest score so far."""
 
 ROW_SUM = gl.constexpr(2)
-"""The sum of weights, of the tiles whose scores the group has had."""
+"""Index of the sum of weights of the tiles whose scores a group has computed."""
 
 NUM_TOLD = gl.constexpr(3)
 
@@ -64,7 +64,7 @@ def attend_half(
     TAKES_TURNS: gl.constexpr,
     SIDE: gl.constexpr,
 ):
-    """Half SIDE of the results of one run after another; scores of every other tile of keys."""
+    """Compute half SIDE of the results of each run, and the scores of every other tile of keys."""
     _, _, _, _, items, _, barriers = room
     _, _, _, _, item_ready, _, _ = barriers
     done = 0
@@ -102,8 +102,8 @@ def _attend_run(
     partial_lse_ptr,
     latent_scale_ptr,
     scale,
-    done,  # steps that came before
-    run_phase,  # of the barriers of runs
+    done,  # number of steps that came before
+    run_phase,  # phase of the barriers of runs
     room,
     NUM_HEADS: gl.constexpr,
     NUM_MEMBERS: gl.constexpr,
@@ -112,7 +112,7 @@ def _attend_run(
     TAKES_TURNS: gl.constexpr,
     SIDE: gl.constexpr,
 ):
-    """Walk over the keys of a run; the number of its steps."""
+    """Loop over the keys of a run, and return the number of its steps."""
     q, latents, rotary, weights, items, told, barriers = room
     ready, free, _, weights_ready, _, item_free, sums_ready = barriers
     dtype: gl.constexpr = q.dtype
@@ -121,23 +121,23 @@ def _attend_run(
     q_rotary = weights.index(1).load(LEFT_LAYOUT)
     rows = first_row + gl.arange(0, ROWS, ROW_LAYOUT)
     positions = seq_len - query_len + gl.minimum(rows // NUM_HEADS, query_len - 1)
-    # Keys before this one are read by every row; tiles of them need no mask.
+    # Every row reads the keys before this one, so tiles of them need no mask.
     full_end = end_visible(seq_len - query_len + first_row // NUM_HEADS, seq_len, IS_CAUSAL)
     if latent_scale_ptr is not None:
         scale *= gl.load(latent_scale_ptr)
     row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW_LAYOUT)
     row_sum = gl.full([ROWS], 0, gl.float32, ROW_LAYOUT)
     acc = gl.full([ROWS, HALF_DIM], 0, gl.float32, RESULT_LAYOUT)
-    # Tile 0 of a step is that of side 0, whose weights come first: the greatest score of a row goes
-    # from tile to tile.
+    # Tile 0 of a step belongs to side 0, whose weights come first, because the greatest score of a
+    # row is passed from tile to tile.
     for step in range(num_steps):
         phase = (done + step) & 1
         first_key = ((tile_start + step) * 2 + SIDE) * KEYS
         is_edge = first_key + KEYS > full_end
-        # Where operands lie in shared memory would be kept in more registers than there are.
+        # The compiler would keep shared memory addresses of operands in too many registers.
         zero = _unknown_zero(step)
         if TAKES_TURNS and SIDE == 1:
-            # When the scores of the other tile are there: their softmax runs beside these products.
+            # Wait for the scores of the other tile, whose softmax then overlaps these products.
             mbarrier.wait(free.index(0 * NUM_PARTS + ROTARY_PART), phase)
         scores = _scores(q, q_rotary, latents, rotary, ready, free, phase, zero, SIDE)
         if SIDE == 1:
@@ -193,10 +193,10 @@ def _attend_run(
         factor *= gl.load(latent_scale_ptr)
     out = acc * gl.convert_layout(factor, RESULT_ROW_LAYOUT)[:, None]
     lse = gl.where(has_keys, (row_max + log2(divisor)) * LN_2, float("-inf"))
-    # Read again: the walk over keys needs all registers.
+    # Read again, because the loop over keys needs all registers.
     _, _, _, query_start, query_len, _, partial, _ = said(items, 0)
     end_row = query_len * NUM_HEADS
-    # Rows of results are numbered in 32 bits, their elements are not.
+    # Indices of result rows fit into 32 bits; offsets of their elements do not.
     if partial >= 0:
         mbarrier.arrive(item_free, count=1)
         partial_rows = partial * (QUERY_TOKENS * NUM_HEADS)
@@ -204,7 +204,7 @@ def _attend_run(
         if SIDE == 0:
             _store_sums(partial_lse_ptr, partial_rows, first_row, end_row, lse)
     else:
-        # Rows leave through the room of the queries, so that each is written whole.
+        # Results pass through the shared memory of the queries, so that whole rows are written.
         q.index(SIDE).store(out.to(dtype))
         whole = q.index(SIDE).load(COPY_LAYOUT)
         fence_async_shared()
@@ -218,7 +218,7 @@ def _attend_run(
 
 @gluon.jit
 def _store_part(ptr, rows_before, first_row, end_row, values, SIDE: gl.constexpr):
-    """Store half of the elements of rows, in the layout they are in."""
+    """Store half of the elements of rows in their own layout."""
     rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, values.type.layout))
     dims = gl.arange(0, HALF_DIM, gl.SliceLayout(0, values.type.layout))
     offsets = (rows_before + rows).to(gl.int64) * (2 * HALF_DIM) + SIDE * HALF_DIM
@@ -233,7 +233,7 @@ def _store_sums(ptr, rows_before, first_row, end_row, lse):
 
 @gluon.jit
 def _scores(q, q_rotary, latents, rotary, ready, free, phase, zero, SIDE: gl.constexpr):
-    """Scores f32[ROWS, KEYS] of the tile of this side, whose rotary keys are not needed after."""
+    """Compute the scores f32[ROWS, KEYS] of this side's tile, and free its rotary keys."""
     rotary_part: gl.constexpr = SIDE * NUM_PARTS + ROTARY_PART
     scores = gl.full([ROWS, KEYS], 0, gl.float32, SCORE_LAYOUT)
     mbarrier.wait(ready.index(rotary_part), phase)
@@ -250,7 +250,7 @@ def _scores(q, q_rotary, latents, rotary, ready, free, phase, zero, SIDE: gl.con
 
 @gluon.jit
 def _rescaled(acc, row_sum, told, SIDE: gl.constexpr):
-    """Results and sum of weights after the other side's tile, and the greatest scores."""
+    """Rescale results and sums of weights by the other side's tile; get the greatest scores."""
     rescale = told.index(SIDE * NUM_TOLD + RESCALE).load(ROW_LAYOUT)
     row_max = told.index(SIDE * NUM_TOLD + ROW_MAX).load(ROW_LAYOUT)
     acc = acc * gl.convert_layout(rescale, RESULT_ROW_LAYOUT)[:, None]
@@ -261,14 +261,14 @@ def _rescaled(acc, row_sum, told, SIDE: gl.constexpr):
 def _ask_for_results(
     weights, latents, ready, phase, acc, zero, tile: gl.constexpr, SIDE: gl.constexpr
 ):
-    """Ask for weights times this side's half of the latents of a tile."""
+    """Start the product of weights with this side's half of the latents of a tile."""
     mbarrier.wait(ready.index(tile * NUM_PARTS + SIDE), phase)
     return warpgroup_mma(weights, latents.index(zero + (tile * 2 + SIDE)), acc, is_async=True)
 
 
 @gluon.jit
 def _unknown_zero(step):
-    """0, which the compiler does not know to be the same in every step."""
+    """Return 0 in a way that the compiler cannot know to be the same in every step."""
     return gl.inline_asm_elementwise(
         "mov.u32 $0, 0;", "=r,r", [step], dtype=gl.int32, is_pure=True, pack=1
     )

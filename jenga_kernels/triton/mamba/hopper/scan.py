@@ -1,11 +1,11 @@
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
-# Gluon's layouts and loops are what its compiler takes them for.
-"""Kernel of `jenga_kernels.state_scan` for Hopper, where a head decays as one: loads run ahead.
+# Pyright does not understand the layouts and loops of Gluon.
+"""Kernel of `jenga_kernels.state_scan` for Hopper, with one decay for each head and loads ahead.
 
-While a chunk is computed the next one's x, B and C come into shared memory. All that depends on the
-chunk before is a product of the state with C and one that adds to it; the state stays in registers,
-turned so that it is their left operand as it is. Written in Gluon, which nothing interprets:
-`mamba.scan_heads` is its twin, and computes the same.
+While a chunk is computed, the next one's x, B and C are loaded into shared memory. Two products
+depend on the previous chunk: the state with C, and the one that adds to the state. The state stays
+in registers, transposed so that it is the left operand of both without a copy. The kernel is
+written in Gluon, which has no interpreter. `mamba.scan_heads` computes the same in Triton.
 """
 
 import torch
@@ -50,7 +50,7 @@ from jenga_kernels.triton.recurrent.hopper.segments import (
 )
 
 STEP_BYTES = gl.constexpr(16)
-"""Of a token's step sizes that come together, those of some heads: the copy engine's least."""
+"""Bytes of a token's step sizes in one load, those of some heads: the least that TMA loads."""
 
 
 @gluon.jit(do_not_specialize=["dt_min", "dt_max", "num_requests", "segment_tokens"])
@@ -59,10 +59,10 @@ def state_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
     out_ptr,  # [num_tokens, num_heads, head_dim]
     states_ptr,  # [num_slots, num_heads, head_dim, d_state]
     # Inputs
-    segment_states_ptr,  # f32[num_segments, num_heads, head_dim, d_state] or None: none is cut
+    segment_states_ptr,  # f32[num_segments, num_heads, head_dim, d_state], or None without cuts
     x_descriptor,  # [num_tokens, num_heads, head_dim]
     dt_ptr,  # [num_tokens, num_heads]
-    dt_descriptor,  # the same, or None: the copy engine cannot find these
+    dt_descriptor,  # the same, or None if TMA cannot load these
     A_ptr,  # f32[num_heads]
     B_descriptor,  # [num_tokens, num_groups, d_state]
     C_descriptor,  # [num_tokens, num_groups, d_state]
@@ -104,9 +104,9 @@ def state_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
     BLOCK_R: gl.constexpr,
     IS_OVERLAPPED: gl.constexpr,
 ):
-    """Program (b, r) scans request r in CHANNELS channels of one head, chunk by chunk.
+    """Scan request r in CHANNELS channels of one head, chunk by chunk, in program (b, r).
 
-    Where requests are cut it scans segment r, and `segment_states_ptr` has what that begins with.
+    If requests are cut, it is segment r instead, and `segment_states_ptr` has its initial state.
     """
     BLOCKS: gl.constexpr = HEAD_DIM // CHANNELS
     dtype: gl.constexpr = x_descriptor.dtype
@@ -174,7 +174,8 @@ def state_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
         _load_chunk(inputs, place, tiles, 0, start, BLOCK_N, PARTS)
     if dt_descriptor is None:
         steps = load_steps(dt_ptr, stride_dt_token, start, num_tokens)
-        # The assembler has what follows from a load begin as soon as it is there, whatever waits.
+        # The assembler starts work that depends on a load as soon as it has arrived. So step sizes
+        # are loaded two chunks ahead.
         next_first = gl.minimum(start + TOKENS, stop)
         next_steps = load_steps(dt_ptr, stride_dt_token, next_first, num_tokens)
     else:
@@ -187,7 +188,7 @@ def state_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
         h = load_state(initial_ptr, initial_slot > 0, stride_states_dim, BLOCK_N, PARTS)
     else:
         if number + 1 < of_request:
-            state_slot = 0  # its last state is the next one's
+            state_slot = 0  # its final state is the next segment's initial one
         D_STATE: gl.constexpr = PARTS * BLOCK_N
         initial_ptr = segment_states_ptr + segment.to(gl.int64) * stride_segment_states
         initial_ptr += (head * HEAD_DIM + first_dim) * D_STATE
@@ -217,7 +218,7 @@ def state_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
                 zero_rows(B_tiles, stage, stop - first, BLOCK_N, PARTS)
                 fence_async_shared()
 
-            # What the chunk's tokens add to each other, in a row for each that adds.
+            # Scores between the chunk's tokens, with a row for each token that adds to others.
             scores = gl.full([TOKENS, TOKENS], 0.0, gl.float32, SQUARE_LAYOUT)
             for part in gl.static_range(PARTS):
                 b = B_tiles.index(stage * PARTS + part)
@@ -226,7 +227,7 @@ def state_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
             if PARTS > 1:  # registers have no room for more
                 scores = warpgroup_mma_wait(0, deps=[scores])
                 mixing.store(mixing_weights(scores, shared_logs, shared_ahead).to(dtype))
-            # And what the state before the chunk gives.
+            # Contribution of the state before the chunk.
             y = gl.full([CHANNELS, TOKENS], 0.0, gl.float32, SQUARE_LAYOUT)
             for part in gl.static_range(PARTS):
                 c = C_tiles.index(stage * PARTS + part).permute((1, 0))
@@ -273,7 +274,7 @@ def state_scan_hopper_kernel(  # noqa: PLR0912 - options are compiled in or out,
 
 @gluon.jit
 def _load_chunk(inputs, place, tiles, stage, first, BLOCK_N: gl.constexpr, PARTS: gl.constexpr):
-    """Ask for x, B and C of tokens [first, first + TOKENS)."""
+    """Start loads of x, B and C of tokens [first, first + TOKENS)."""
     x_descriptor, B_descriptor, C_descriptor, dt_descriptor = inputs
     query_start, head, first_dim, group = place
     x_tiles, B_tiles, C_tiles, dt_tiles, ready = tiles
@@ -291,7 +292,7 @@ def _load_chunk(inputs, place, tiles, stage, first, BLOCK_N: gl.constexpr, PARTS
 
 @gluon.jit
 def _steps_of(dt_tiles, stage, head):
-    """What `load_steps` gives, of one head of those that came together."""
+    """Get step sizes as `load_steps` does, for one of the heads that were loaded together."""
     HEADS: gl.constexpr = dt_tiles.shape[2]
     layout: gl.constexpr = gl.BlockedLayout([2, HEADS], [32, 1], [1, 4], [1, 0])
     heads = gl.arange(0, HEADS, gl.SliceLayout(0, layout))
@@ -301,7 +302,7 @@ def _steps_of(dt_tiles, stage, head):
 
 
 def steps_descriptor(dt: torch.Tensor) -> TensorDescriptor | None:
-    """The same for step sizes; None: the copy engine cannot find them.
+    """Make the TMA descriptor for step sizes; None if TMA cannot load them.
 
     Args:
         dt: Projected step sizes, [num_tokens, num_heads].

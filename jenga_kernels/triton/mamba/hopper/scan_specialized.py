@@ -1,12 +1,12 @@
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
-# Gluon's layouts and loops are what its compiler takes them for.
-"""Kernel of `jenga_kernels.state_scan` for Hopper whose warps specialise: two groups, two halves.
+# Pyright does not understand the layouts and loops of Gluon.
+"""Warp-specialised kernel of `jenga_kernels.state_scan` for Hopper: two groups of warps.
 
-One group works out what a chunk's tokens give each other, which needs no state, and asks for the
-chunks to come; the other one has the state, and makes outputs. So the one is a chunk ahead, and a
-chunk takes as long as the longer half of its work, where `hopper.scan` has one group do both.
-A program has all of a processor's registers. Written in Gluon, which nothing interprets; computes
-what `hopper.scan` and `mamba.scan_heads` do.
+One group computes the weights between a chunk's tokens, which needs no state, and starts the loads
+of later chunks. The other group holds the state and computes outputs. So the first group is a chunk
+ahead, and a chunk takes as long as the longer half of its work. In `hopper.scan`, one group does
+both. A program has all registers of a multiprocessor. The kernel is written in Gluon, which has no
+interpreter. It computes what `hopper.scan` and `mamba.scan_heads` do.
 """
 
 from triton.experimental import gluon
@@ -47,10 +47,10 @@ from jenga_kernels.triton.recurrent.hopper.segments import (
 )
 
 MIXING_REGISTERS = gl.constexpr(232)
-"""Of a thread of the group without the state; the other one has as many as there can be."""
+"""Registers of a thread of the group without the state. The other group has as many as possible."""
 
 ONE_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-"""Of a single number."""
+"""Layout of a single number."""
 
 
 @gluon.jit(do_not_specialize=["dt_min", "dt_max", "num_requests", "segment_tokens"])
@@ -59,7 +59,7 @@ def state_scan_specialized_kernel(
     out_ptr,  # [num_tokens, num_heads, head_dim]
     states_ptr,  # [num_slots, num_heads, head_dim, d_state]
     # Inputs
-    segment_states_ptr,  # f32[num_segments, num_heads, head_dim, d_state] or None: none is cut
+    segment_states_ptr,  # f32[num_segments, num_heads, head_dim, d_state], or None without cuts
     x_descriptor,  # [num_tokens, num_heads, head_dim]
     dt_ptr,  # [num_tokens, num_heads]
     A_ptr,  # f32[num_heads]
@@ -104,9 +104,9 @@ def state_scan_specialized_kernel(
     BLOCK_R: gl.constexpr,
     IS_OVERLAPPED: gl.constexpr,
 ):
-    """Program (b, r) scans request r in CHANNELS channels of one head, chunk by chunk.
+    """Scan request r in CHANNELS channels of one head, chunk by chunk, in program (b, r).
 
-    Where requests are cut it scans segment r, and `segment_states_ptr` has what that begins with.
+    If requests are cut, it is segment r instead, and `segment_states_ptr` has its initial state.
     """
     BLOCKS: gl.constexpr = HEAD_DIM // CHANNELS
     dtype: gl.constexpr = x_descriptor.dtype
@@ -153,7 +153,7 @@ def state_scan_specialized_kernel(
         stride_initial_dim = stride_states_dim
     else:
         if number + 1 < of_request:
-            state_slot = 0  # its last state is the next one's
+            state_slot = 0  # its final state is the next segment's initial one
         D_STATE: gl.constexpr = PARTS * BLOCK_N
         initial_ptr = segment_states_ptr + segment.to(gl.int64) * stride_segment_states
         initial_ptr += (head * HEAD_DIM + first_dim) * D_STATE
@@ -255,7 +255,7 @@ def _carry_state(
     STAGES: gl.constexpr,
     IS_OVERLAPPED: gl.constexpr,
 ):
-    """Walk over chunks with the state, and make outputs."""
+    """Carry the state from chunk to chunk, and compute outputs."""
     x_tiles, B_tiles, C_tiles, mixing, since, shares = tiles
     ready, mixed, free = barriers
     initial_ptr, is_begun, stride_initial_dim, state_slot = ends
@@ -284,7 +284,7 @@ def _carry_state(
             x = x_tiles.index(stage).permute((1, 0)).load(LEFT_LAYOUT)
             kept = shares.index(stage).load(gl.SliceLayout(0, LEFT_LAYOUT))[None, :]
             kept = (x.to(gl.float32) * kept).to(dtype)
-            # What the last token leaves of a state is what the chunk does.
+            # The decay of a state through the last token is that of the chunk.
             decay = gl.sum(since.index(stage).slice(TOKENS - 1, 1).load(ONE_LAYOUT), 0)
             decayed = ()
             for part in gl.static_range(PARTS):
@@ -331,7 +331,7 @@ def _mix_tokens(
     PARTS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Work out what a chunk's tokens give each other, chunk by chunk, and ask for those to come."""
+    """Compute the weights between a chunk's tokens, chunk by chunk, and start later loads."""
     x_tiles, B_tiles, C_tiles, mixing, since, shares = tiles
     shared_logs, shared_ahead = numbers
     ready, mixed, free = barriers
@@ -340,7 +340,7 @@ def _mix_tokens(
     inputs = (x_descriptor, B_descriptor, C_descriptor)
     dtype: gl.constexpr = x_tiles.dtype
     stop = stretch_stop(stretch, last_stretch, checkpoint_after_ptr, stop_after_all)
-    # Chunks that have been asked for end here, as a stretch and a token of it.
+    # Next chunk to load: its first token, its stretch, and the end of that.
     asked, asked_stretch, asked_stop = start, stretch, stop
     for i in gl.static_range(STAGES - 1):
         if asked < stop_after_all:
@@ -362,7 +362,7 @@ def _mix_tokens(
             zero_rows(x_tiles, stage, stop - first, CHANNELS, 1, STAGES)
             zero_rows(B_tiles, stage, stop - first, BLOCK_N, PARTS, STAGES)
             fence_async_shared()
-        # What the chunk's tokens add to each other, in a row for each that adds.
+        # Scores between the chunk's tokens, with a row for each token that adds to others.
         scores = gl.full([TOKENS, TOKENS], 0.0, gl.float32, SQUARE_LAYOUT)
         for part in gl.static_range(PARTS):
             b = B_tiles.index(stage * PARTS + part)
@@ -397,7 +397,7 @@ def _mix_tokens(
 
 @gluon.jit
 def _next_chunk(first, stretch, stop, last_stretch, checkpoint_after_ptr, stop_after_all):
-    """Where the chunk after one begins, in which stretch, and where that ends."""
+    """First token of the next chunk, its stretch, and the end of that stretch."""
     next_first = first + TOKENS
     if next_first >= stop:
         next_first = stop
@@ -418,7 +418,7 @@ def _load_chunk(
     PARTS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Ask for x, B and C of tokens [first, first + TOKENS)."""
+    """Start loads of x, B and C of tokens [first, first + TOKENS)."""
     x_descriptor, B_descriptor, C_descriptor = inputs
     query_start, head, first_dim, group = place
     x_tiles, B_tiles, C_tiles, _, _, _ = tiles

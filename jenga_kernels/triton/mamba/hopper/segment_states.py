@@ -1,8 +1,9 @@
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
-# Gluon's layouts and loops are what its compiler takes them for.
-"""Kernel of `jenga_kernels.state_scan` for Hopper: what segments leave, where a head decays as one.
+# Pyright does not understand the layouts and loops of Gluon.
+"""Kernel of `jenga_kernels.state_scan` for Hopper: final states of segments, one decay per head.
 
-As `hopper.scan`, without outputs and all that only these need. `segment_states` is its twin.
+It is `hopper.scan` without outputs and their inputs. `mamba.segment_states` does the same in
+Triton.
 """
 
 from triton.experimental import gluon
@@ -30,7 +31,7 @@ from jenga_kernels.triton.recurrent.hopper.chunks import (
 from jenga_kernels.triton.recurrent.hopper.segments import let_next_begin, segment_at, segment_range
 
 STAGES = gl.constexpr(3)
-"""Chunks in shared memory: the one that is worked on, and those that come meanwhile."""
+"""Chunks in shared memory: the current one, and those that are being loaded."""
 
 
 @gluon.jit(do_not_specialize=["dt_min", "dt_max", "num_requests", "segment_tokens"])
@@ -69,9 +70,10 @@ def segment_states_hopper_kernel(
     BLOCK_R: gl.constexpr,
     IS_OVERLAPPED: gl.constexpr,
 ):
-    """Program (b, i) scans segment i in CHANNELS channels of one head, from zero, without outputs.
+    """Scan segment i in CHANNELS channels of one head, from zero, in program (b, i).
 
-    A request's last segment is left out: no other begins with what it leaves.
+    There are no outputs. A request's last segment is left out, because no other begins with its
+    final state.
     """
     BLOCKS: gl.constexpr = HEAD_DIM // CHANNELS
     D_STATE: gl.constexpr = PARTS * BLOCK_N
@@ -120,12 +122,12 @@ def segment_states_hopper_kernel(
         h += (gl.full([CHANNELS, BLOCK_N], 0.0, gl.float32, layout),)
     left = 1.0
     mbarrier.wait(ready.index(0), 0)
-    # All chunks are whole: a segment before the last is a multiple of them.
+    # All chunks are whole, because the length of a segment before the last is a multiple of TOKENS.
     for first in range(start, stop, TOKENS):
         chunk = (first - start) // TOKENS
         stage = chunk % STAGES
         shared_ahead.store(ahead)
-        # All warps are done with the chunk before: else what is stored here could not be.
+        # After this store, which all warps pass together, none uses the previous chunk any more.
         last_stage, last_first = (chunk + STAGES - 1) % STAGES, first + (STAGES - 1) * TOKENS
         if last_first < stop:
             _load_chunk(inputs, place, tiles, last_stage, last_first, BLOCK_N, PARTS)
@@ -143,7 +145,7 @@ def segment_states_hopper_kernel(
             next_steps, first + TOKENS, stop, step_size, rate, IS_SOFTPLUS, HAS_LIMITS
         )
         next_steps = steps_after
-        # The assembler moves nothing past this wait: step sizes stay beside the products.
+        # The assembler moves nothing across this wait, so step sizes overlap with the products.
         next_stage, phase = (chunk + 1) % STAGES, ((chunk + 1) // STAGES) & 1
         mbarrier.wait(ready.index(next_stage), phase, pred=first + TOKENS < stop)
         h = ()
@@ -153,13 +155,13 @@ def segment_states_hopper_kernel(
     segment_states_ptr += segment.to(gl.int64) * stride_segment_states
     segment_states_ptr += (head * HEAD_DIM + first_dim) * D_STATE
     store_state(segment_states_ptr, h, True, D_STATE, BLOCK_N, PARTS)
-    # All programs of a head have the same one.
+    # All programs of a head have the same decay.
     gl.store(decays_ptr + segment * NUM_HEADS + head, left, mask=first_dim == 0)
 
 
 @gluon.jit
 def _load_chunk(inputs, place, tiles, stage, first, BLOCK_N: gl.constexpr, PARTS: gl.constexpr):
-    """Ask for x and B of tokens [first, first + TOKENS)."""
+    """Start loads of x and B of tokens [first, first + TOKENS)."""
     x_descriptor, B_descriptor = inputs
     query_start, head, first_dim, group = place
     x_tiles, B_tiles, ready = tiles

@@ -1,1 +1,1 @@
-"""What kernels of prompts through recurrent layers share on Hopper."""
+"""Functions shared by kernels of prompts through recurrent layers on Hopper."""

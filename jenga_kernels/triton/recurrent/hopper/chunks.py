@@ -1,6 +1,6 @@
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
-# Gluon's layouts and loops are what its compiler takes them for.
-"""What kernels for prompts of Mamba-2 on Hopper share: copies, step sizes and states of a chunk."""
+# Pyright does not understand the layouts and loops of Gluon.
+"""Copies, step sizes and states of a chunk, shared by kernels of recurrent layers on Hopper."""
 
 import torch
 from triton.experimental import gluon
@@ -20,39 +20,39 @@ CHANNELS = gl.constexpr(_CHANNELS)
 LOG2_E = gl.constexpr(1.4426950408889634)
 
 LEAST_LOG2 = gl.constexpr(-126.0)
-"""Decay of a token, in powers of two, below which the state before it counts for nothing."""
+"""Least decay of a token, in powers of two. With less, the state before it would not matter."""
 
 LEAST_DT = gl.constexpr(1e-37)
-"""Step size that adds nothing; unlike zero it has a logarithm."""
+"""Step size that adds nothing and, unlike zero, has a logarithm."""
 
 SQUARE_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _TOKENS, 16]))
-"""Of products whose columns are tokens."""
+"""Layout of products whose columns are tokens."""
 
 LEFT_LAYOUT = gl.constexpr(gl.DotOperandLayout(0, SQUARE_LAYOUT, 2))
-"""Of the left operand of a product, in registers."""
+"""Layout of the left operand of a product, in registers."""
 
 TOKEN_LAYOUT = gl.constexpr(gl.SliceLayout(1, gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1])))
-"""Of numbers of tokens, which every warp has all of, so that it adds them up alone."""
+"""Layout of numbers of tokens. Every warp has all of them, so it sums them alone."""
 
 TILE_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-"""Of tiles in shared memory."""
+"""Layout of tiles in shared memory."""
 
 BOX_LAYOUT = gl.NVMMASharedLayout(128, 16, 3)
-"""Of a box that the copy engine brings, [tokens, 1 head or group, BOX_DIM]."""
+"""Layout of a box that TMA loads, [tokens, 1 head or group, BOX_DIM]."""
 
 ZEROED_ROWS = gl.constexpr(16)
 """Rows of a tile that four warps zero at a time."""
 
 ROW_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-"""In which a tile of x or of the output is moved."""
+"""Layout in which a tile of x or of the output is copied."""
 
 NUMBERS_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-"""Of numbers of tokens in shared memory."""
+"""Layout of numbers of tokens in shared memory."""
 
 
 @gluon.jit
 def checkpoint_range(checkpoint_starts_ptr, request):
-    """First of a request's checkpoints, and the end; both 0 where there are none."""
+    """First of a request's checkpoints, and their end; both 0 if there are none."""
     first = 0
     end = 0
     if checkpoint_starts_ptr is not None:
@@ -63,7 +63,7 @@ def checkpoint_range(checkpoint_starts_ptr, request):
 
 @gluon.jit
 def stretch_stop(stretch, end, checkpoint_after_ptr, num_tokens):
-    """Tokens after which a stretch ends: at a checkpoint, or with the request."""
+    """Number of tokens after which a stretch ends: at a checkpoint, or with the request."""
     stop = num_tokens
     if checkpoint_after_ptr is not None:
         stop = gl.load(checkpoint_after_ptr + stretch, mask=stretch < end, other=num_tokens)
@@ -79,7 +79,7 @@ def zero_rows(
     PARTS: gl.constexpr,
     NUM_STAGES: gl.constexpr = 2,
 ):
-    """Zero rows of a chunk from `start` on: what they hold is no token's, and may be no number."""
+    """Zero rows of a chunk from `start` on. They belong to no token, and may hold NaN."""
     NUM_BOXES: gl.constexpr = TOKENS // ZEROED_ROWS
     NUM_PARTS: gl.constexpr = PARTS * BLOCK_N // BOX_DIM
     shape: gl.constexpr = [NUM_STAGES * NUM_PARTS * NUM_BOXES, ZEROED_ROWS, BOX_DIM]
@@ -131,9 +131,9 @@ def load_tile(
     BLOCK_N: gl.constexpr,
     PARTS: gl.constexpr = 1,
 ):
-    """Ask for PARTS * BLOCK_N columns of a head or group, of tokens [token, token + TOKENS).
+    """Start loads of PARTS * BLOCK_N columns of a head or group, tokens [token, token + TOKENS).
 
-    The tiles of a stage are made up of boxes: the first BOX_DIM columns, then the next.
+    The tiles of a stage consist of boxes: the first BOX_DIM columns, then the next.
     """
     NUM_BOXES: gl.constexpr = PARTS * BLOCK_N // BOX_DIM
     shape: gl.constexpr = [NUM_STAGES * NUM_BOXES, TOKENS, 1, BOX_DIM]
@@ -148,7 +148,7 @@ def load_tile(
 
 @gluon.jit
 def load_steps(dt_ptr, stride_dt_token, first, num_tokens):
-    """Projected step sizes of tokens from `first` on."""
+    """Load projected step sizes of tokens from `first` on."""
     tokens = first + gl.arange(0, TOKENS, TOKEN_LAYOUT)
     steps = gl.load(dt_ptr + tokens * stride_dt_token, mask=tokens < num_tokens, other=0.0)
     return steps.to(gl.float32)
@@ -158,11 +158,11 @@ def load_steps(dt_ptr, stride_dt_token, first, num_tokens):
 def decays(
     steps, first, stop, step_size, rate, IS_SOFTPLUS: gl.constexpr, HAS_LIMITS: gl.constexpr
 ):
-    """What tokens of a chunk weigh, as logarithms to base two.
+    """Compute decays of the tokens of a chunk, as logarithms to base two.
 
     Returns:
-        The decay from the chunk's start through each token, that with the logarithm of the
-        token's step size taken off, and the decay of the whole chunk.
+        The decay from the chunk's start through each token, the same minus the logarithm of the
+        token's step size, and the decay of the whole chunk.
     """
     dt_bias, dt_min, dt_max = step_size
     dt = steps + dt_bias
@@ -170,19 +170,19 @@ def decays(
         dt = _softplus(dt)
     if HAS_LIMITS or not IS_SOFTPLUS:
         dt = gl.minimum(gl.maximum(dt, dt_min), dt_max)
-    # A token past the stretch has step size zero: the state stays.
+    # A token past the stretch gets step size zero, which leaves the state as it is.
     tokens = first + gl.arange(0, TOKENS, TOKEN_LAYOUT)
     dt = gl.where(tokens < stop, dt, 0.0)
     logs = gl.maximum(dt * rate, LEAST_LOG2)
-    # A scan is of tiles, here of a single column.
+    # Scans take tiles, here of a single column.
     logs = gl.sum(gl.associative_scan(logs[:, None], 0, _sum), 1)
-    # log2(dt) rides with the decay: a vector of its own would be computed anew for every column.
+    # log2(dt) is added to the decay. A separate vector would be computed again for every column.
     return logs, logs - gl.log2(gl.maximum(dt, LEAST_DT)), gl.min(logs, 0)
 
 
 @gluon.jit
 def exp2(powers):
-    """Two to these, 0 where that is less than a normal number, in one instruction."""
+    """Two to these powers, 0 where that is less than a normal number, in one instruction."""
     return gl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=f,f", [powers], dtype=gl.float32, is_pure=True, pack=1
     )
@@ -195,7 +195,7 @@ def _sum(a, b):
 
 @gluon.jit
 def _softplus(v):
-    """As that of `recurrence`."""
+    """Do what `recurrence.softplus` does."""
     u = exp2(gl.abs(v) * -LOG2_E)
     s = u * gl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [2.0 + u], dtype=gl.float32, is_pure=True, pack=1
@@ -208,7 +208,7 @@ def _softplus(v):
 
 @gluon.jit
 def mixing_weights(scores, shared_logs, shared_ahead):
-    """What the token of a row adds to that of a column: their score times step size and decay."""
+    """Weight of a row's token in a column's: their score times step size and decay."""
     logs = shared_logs.load(gl.SliceLayout(0, SQUARE_LAYOUT))
     ahead = shared_ahead.load(gl.SliceLayout(1, SQUARE_LAYOUT))
     adding = gl.arange(0, TOKENS, gl.SliceLayout(1, SQUARE_LAYOUT))[:, None]
@@ -219,7 +219,7 @@ def mixing_weights(scores, shared_logs, shared_ahead):
 
 @gluon.jit
 def _state_offsets(stride_states_dim, BLOCK_N: gl.constexpr):
-    """Where elements of a state lie, [CHANNELS, BLOCK_N]."""
+    """Offsets of the elements of a state, [CHANNELS, BLOCK_N]."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     dims = gl.arange(0, CHANNELS, gl.SliceLayout(1, layout))[:, None]
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))[None, :]
@@ -228,7 +228,7 @@ def _state_offsets(stride_states_dim, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def load_state(ptr, is_live, stride_dim, BLOCK_N: gl.constexpr, PARTS: gl.constexpr):
-    """A state that begins at `ptr` as PARTS tiles f32[CHANNELS, BLOCK_N]; zeros if it is none."""
+    """Load a state from `ptr` as PARTS tiles f32[CHANNELS, BLOCK_N]; zeros if not `is_live`."""
     offsets = _state_offsets(stride_dim, BLOCK_N)
     parts = ()
     for part in gl.static_range(PARTS):
@@ -239,7 +239,7 @@ def load_state(ptr, is_live, stride_dim, BLOCK_N: gl.constexpr, PARTS: gl.conste
 
 @gluon.jit
 def store_state(ptr, parts, is_live, stride_dim, BLOCK_N: gl.constexpr, PARTS: gl.constexpr):
-    """Store what `load_state` gives, rounded to the states' element type, if it is wanted."""
+    """Store a state as `load_state` gives it, rounded to the states' type, if `is_live`."""
     offsets = _state_offsets(stride_dim, BLOCK_N)
     for part in gl.static_range(PARTS):
         ptrs = ptr + part * BLOCK_N + offsets
@@ -247,13 +247,13 @@ def store_state(ptr, parts, is_live, stride_dim, BLOCK_N: gl.constexpr, PARTS: g
 
 
 def chunk_descriptor(rows: torch.Tensor) -> TensorDescriptor:
-    """What the copy engine needs to know to find TOKENS tokens' parts of rows.
+    """Make the TMA descriptor for rows of TOKENS tokens, BOX_DIM elements each.
 
     Args:
         rows: Inputs or projections, [num_tokens, num_heads, width], of 16 bits an element; any
             strides that are multiples of 16 bytes, last dimension contiguous.
     """
-    # PyTorch leaves the stride of a dimension of size one undefined; the engine reads it.
+    # PyTorch leaves the stride of a dimension of size one undefined, but TMA reads it.
     strides = [
         stride if size > 1 else BOX_DIM.value
         for size, stride in zip(rows.shape, rows.stride(), strict=True)

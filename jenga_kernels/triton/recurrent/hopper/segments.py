@@ -1,6 +1,6 @@
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
-# Gluon's layouts and loops are what its compiler takes them for.
-"""Segments of prompts for kernels in Gluon; `segments` says what they are, and has the twins."""
+# Pyright does not understand the layouts and loops of Gluon.
+"""Segments of prompts for kernels in Gluon: `recurrent.segments` explains them, for Triton."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -8,20 +8,20 @@ from triton.experimental.gluon import language as gl
 from jenga_kernels.triton.recurrent.tiles import CHUNK_TOKENS as _CHUNK_TOKENS
 
 CHUNK_TOKENS = gl.constexpr(_CHUNK_TOKENS)
-"""Tokens that a segment's are a multiple of, but for a request's last."""
+"""Divisor of a segment's tokens, except for a request's last segment."""
 
 CHECKPOINTS = gl.constexpr(128)
-"""Checkpoints that are looked at at once."""
+"""Number of checkpoints that are searched at once."""
 
 _INT32_MAX = gl.constexpr(2**31 - 1)
 
 NUMBERS_LAYOUT = gl.constexpr(gl.SliceLayout(1, gl.BlockedLayout([4, 1], [32, 1], [1, 4], [0, 1])))
-"""Of numbers of requests or checkpoints, which every warp has all of and adds up alone."""
+"""Layout of numbers of requests or checkpoints. Every warp has all of them, and sums them alone."""
 
 
 @gluon.jit
 def let_next_begin(IS_FOLLOWED: gl.constexpr):
-    """As that of `device`."""
+    """Do what `device.let_next_begin` does."""
     if IS_FOLLOWED:
         gl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1
@@ -30,7 +30,7 @@ def let_next_begin(IS_FOLLOWED: gl.constexpr):
 
 @gluon.jit
 def await_kernel_before(IS_OVERLAPPED: gl.constexpr):
-    """As that of `device`."""
+    """Do what `device.await_kernel_before` does."""
     if IS_OVERLAPPED:
         gl.inline_asm_elementwise(
             "griddepcontrol.wait; // $0", "=r", [], gl.int32, is_pure=False, pack=1
@@ -44,11 +44,11 @@ def _add(a, b):
 
 @gluon.jit
 def segment_at(segment, query_starts_ptr, num_requests, segment_tokens, BLOCK_R: gl.constexpr):
-    """Which segment of which request has a number among those of all.
+    """Find the request of a segment, given the segment's index among all.
 
     Returns:
-        The request; its number among the request's own, and of how many. Past the last segment of
-        all the request is BLOCK_R and has none.
+        The request, the segment's index within it, and the request's number of segments. Past the
+        last segment of all, the request is BLOCK_R, with 0 segments.
     """
     requests = gl.arange(0, BLOCK_R, NUMBERS_LAYOUT)
     is_one = requests < num_requests
@@ -56,7 +56,7 @@ def segment_at(segment, query_starts_ptr, num_requests, segment_tokens, BLOCK_R:
     stops = gl.load(query_starts_ptr + requests + 1, mask=is_one, other=0)
     counts = (stops - starts + segment_tokens - 1) // segment_tokens
     counts = gl.where(is_one, gl.maximum(counts, 1), 0)
-    # A scan is of tiles, here of a single column.
+    # Scans take tiles, here of a single column.
     ends = gl.sum(gl.associative_scan(counts[:, None], 0, _add), 1)
     request = gl.sum((ends <= segment).to(gl.int32), 0)
     is_it = requests == request
@@ -66,7 +66,7 @@ def segment_at(segment, query_starts_ptr, num_requests, segment_tokens, BLOCK_R:
 
 @gluon.jit
 def segment_range(number, num_segments, num_tokens):
-    """Tokens [first, stop) of one of a request's segments, all about as long."""
+    """Tokens [first, stop) of one of a request's segments, which are about equally long."""
     tokens_each = (num_tokens + num_segments - 1) // num_segments
     tokens_each = (tokens_each + CHUNK_TOKENS - 1) // CHUNK_TOKENS * CHUNK_TOKENS
     first = gl.minimum(number * tokens_each, num_tokens)
@@ -75,7 +75,7 @@ def segment_range(number, num_segments, num_tokens):
 
 @gluon.jit
 def checkpoints_through(checkpoint_after_ptr, first, end, token):
-    """The end of those of checkpoints [first, end) that come after at most `token` tokens."""
+    """End of those of checkpoints [first, end) that come after at most `token` tokens."""
     last = first
     for tile in range(first, end, CHECKPOINTS):
         places = tile + gl.arange(0, CHECKPOINTS, NUMBERS_LAYOUT)
