@@ -37,7 +37,7 @@ class Counts:
 
 
 class Watch:
-    """Counter of what Triton, torch and vLLM compile in this process from now on."""
+    """Counter of compilations by Triton, torch and vLLM in this process, from its creation on."""
 
     def __init__(self) -> None:
         from triton import knobs

@@ -128,7 +128,7 @@ def bars() -> Iterator[Bar]:
 
 def cases() -> Iterator[Case]:
     for bar in bars():
-        # No two prompts share anything. And vLLM does not cache prefixes of models with cross
+        # No two prompts share anything, and vLLM does not cache prefixes of models with cross
         # attention.
         yield replace(bar.case, prefix_caching=False)
 

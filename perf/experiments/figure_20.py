@@ -6,8 +6,8 @@ The paper compares three systems:
 - vLLM-manual (SmartSpec's) has a page size for each model, and keeps every token of every layer.
 - Jenga.
 
-Requests per second, from the tables of its artifact: Gemma-2 .36, .51, .57; Ministral .0793, .0834,
-.0896; character.ai .57, .92, 3.04; Llama 1.15, 1.68, 1.63.
+The tables of its artifact have these requests per second, in the same order: Gemma-2 .36, .51, .57;
+Ministral .0793, .0834, .0896; character.ai .57, .92, 3.04; Llama 1.15, 1.68, 1.63.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

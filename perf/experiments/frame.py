@@ -317,7 +317,7 @@ class Experiment:
             self._save(options.save, found, table)
 
     def _save(self, folder: Path, found: Sequence[tuple[Case, Found]], table: str) -> None:
-        """Write the rows, in exchange for older rows of the same replays, and the table."""
+        """Write the table and the rows, which replace older rows of the same replays."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.name}.jsonl"
         outcomes = [outcome for _, by_manager in found for outcome in by_manager.values()]

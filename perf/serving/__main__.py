@@ -17,10 +17,12 @@ no faster than a GPU can serve without hits. `--cold` leaves the warm-up out. Th
 
     jenga           ours with its default policy; `jenga POLICY` with another one by its name
     oracle          ours with a policy that knows the trace (`jenga.sim.replays.oracle`)
-    unlimited       ours with memory without end
-    vllm            stock, measured always: default, dense, retention 2,048 to 16,384 tokens, hashes
-                    of 16 tokens where there are states, the hybrid manager off where there are
-                    windows; `--stock` names others
+    unlimited       ours with unlimited memory
+    vllm            stock, always measured; `--stock` selects its settings
+
+The settings of stock are its default, dense retention, and retention of 2,048 to 16,384 tokens.
+Models with states also get hashes of 16 tokens. Models with windows but without states also get
+the hybrid manager off.
 
 Rows are appended to `--out` as they are measured, one JSON object each. Rows that are already
 there, or in `--known`, are not measured again, so an interrupted run can continue. Stock's rows

@@ -88,7 +88,10 @@ FORMATS: Mapping[str, Format] = {
     "int4, rotated, whole zero points": rotated(in_int4_with_zero_points),
     "int4_per_token_head": rotated(in_int4),
 }
-"""Name in the table -> format. Names of vLLM's options are served in the format shown here."""
+"""Name in the table -> format.
+
+If a name is an option of vLLM, Jenga serves this option in that format.
+"""
 
 
 @torch.inference_mode()

@@ -96,7 +96,7 @@ def header(all_times: Sequence[int]) -> str:
 
 
 def save(all_rows: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Write rows, in exchange for older rows of the same cases, and the table of all rows."""
+    """Write rows, which replace older rows of the same cases, and the table of all rows."""
     from perf.harness.timing import machine_line
 
     path = folder / "sweep_host_memory.jsonl"

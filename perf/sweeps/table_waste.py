@@ -361,7 +361,7 @@ def machine_line() -> str:
 
 
 def save(rows: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Write rows, in exchange for older rows of the same cases, and the table of all rows."""
+    """Write rows, which replace older rows of the same cases, and the table of all rows."""
     path = folder / "table_waste.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
     kept: dict[tuple[str, ...], dict[str, Any]] = {}

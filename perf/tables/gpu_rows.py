@@ -1,4 +1,4 @@
-"""Read rows that a GPU has timed, and group them by what can share a table and a mean.
+"""Read rows that a GPU has timed, in groups that can share a table and a mean.
 
 Ratios are a peer's time over ours: above 1, ours is faster. Rows are compared only within a commit.
 A mean is geometric, over shapes of one group: the same kernel, dtype and kind of work.
